@@ -1,0 +1,263 @@
+// Accumulation and selection: one pass over gradient, momentum u and velocity v that also collects the largest |v|.
+//
+// Magnitudes are compared as integers: for finite floats the bits without the sign order as the absolute values do, one
+// unsigned maximum then answers both "is anything here above the floor" and "is anything here not finite".
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+// x86-64 variants of a hot loop, picked at run time; other CPUs, and sanitizer builds, get the plain one.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(HC_PORTABLE)
+#define HC_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#else
+#define HC_CLONES
+#endif
+#if defined(__GNUC__)
+#define HC_INLINE inline __attribute__((always_inline))
+#define HC_PREFETCH(address) __builtin_prefetch(address)
+#else
+#define HC_INLINE inline
+#define HC_PREFETCH(address)
+#endif
+
+namespace hc {
+
+constexpr std::size_t kLine = 16;               // floats in a cache line
+constexpr std::size_t kChunk = 4 * kLine;        // elements that share one maximum
+constexpr std::size_t kBlock = 32 * kChunk;      // elements after which the chunks that hold candidates are searched
+constexpr std::uint32_t kInfinity = 0x7f800000;  // bits of +inf: anything from here on is not finite
+
+HC_INLINE std::uint32_t bits_of(float x) {
+    std::uint32_t b;
+    std::memcpy(&b, &x, sizeof b);
+    return b;
+}
+HC_INLINE std::uint32_t magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
+
+HC_INLINE std::uint32_t peak_of(const float* values, std::size_t n) {
+    std::uint32_t peak = 0;
+    for (std::size_t j = 0; j < n; ++j) {
+        const std::uint32_t b = magnitude(values[j]);
+        peak = peak > b ? peak : b;
+    }
+    return peak;
+}
+
+enum class Momentum { none, vanilla, nesterov };
+
+struct Update {  // the operands of one tensor's update; u is null where there is no momentum
+    float* g;
+    float* u;
+    float* v;
+    float momentum;
+    float scale;  // of g: local gradient clipping
+};
+
+// The new u and v of one element, Deep Gradient Compression (arXiv 1712.01887) section 3.2.
+template <Momentum M>
+HC_INLINE void advance(float g, float momentum, float& u, float& v) {
+    if (M == Momentum::none) {
+        v = v + g;
+    } else if (M == Momentum::vanilla) {
+        u = momentum * u + g;
+        v = v + u;
+    } else {
+        u = momentum * (u + g);
+        v = v + (u + g);
+    }
+}
+
+struct Candidate {
+    std::uint32_t bits;
+    std::uint32_t index;
+};
+
+// The k largest magnitudes of a stream, in the order of arrival. `floor` is the smallest magnitude that is still wanted;
+// it rises each time the buffer fills. A magnitude equal to the k-th, arriving after k are there, is not taken.
+class TopK {
+  public:
+    TopK(std::vector<Candidate>& buffer, std::vector<std::uint32_t>& scratch) : buffer_(buffer), scratch_(scratch) {}
+
+    // `stream` values will come, at most `batch` of them in one search.
+    void start(std::size_t k, std::uint32_t floor, std::size_t stream, std::size_t batch) {
+        k_ = k;
+        count_ = 0;
+        floor_ = std::max(floor, 1u);
+        capacity_ = std::min(2 * k + kChunk, stream) + std::min(batch, stream);
+        if (buffer_.size() < capacity_) buffer_.resize(capacity_);
+    }
+    std::uint32_t floor() const { return floor_; }
+    std::size_t count() const { return count_; }
+    const Candidate& operator[](std::size_t i) const { return buffer_[i]; }
+
+    // Searches the chunks of one block of `n` values, the first of which has index `first` in its tensor; `hits` are the
+    // chunks' offsets. Nothing here branches on data: a mispredicted branch costs more than a line's search.
+    HC_INLINE void search(const float* values, std::size_t n, const std::uint32_t* hits, std::size_t count,
+                          std::size_t first) {
+        std::uint32_t lines[kBlock / kLine];
+        std::size_t found = 0;
+        const std::uint32_t floor = floor_;
+        for (std::size_t h = 0; h < count; ++h) {
+            if (hits[h] + kChunk > n) {  // the ragged end of a tensor
+                for (std::size_t at = hits[h]; at < n; at += kLine) lines[found++] = static_cast<std::uint32_t>(at);
+                continue;
+            }
+            for (std::size_t at = hits[h]; at < hits[h] + kChunk; at += kLine) {
+                lines[found] = static_cast<std::uint32_t>(at);
+                found += peak_of(values + at, kLine) >= floor;
+            }
+        }
+        if (count_ + std::min(n, found * kLine) > capacity_) trim();
+        Candidate* out = buffer_.data() + count_;
+        for (std::size_t l = 0; l < found; ++l) {
+            const std::size_t end = std::min(n, lines[l] + kLine);
+            for (std::size_t j = lines[l]; j < end; ++j) {
+                const std::uint32_t b = magnitude(values[j]);
+                *out = {b, static_cast<std::uint32_t>(first + j)};
+                out += b >= floor;
+            }
+        }
+        count_ = static_cast<std::size_t>(out - buffer_.data());
+    }
+
+    void trim() {
+        if (count_ <= k_) return;
+        scratch_.resize(count_);
+        for (std::size_t i = 0; i < count_; ++i) scratch_[i] = buffer_[i].bits;
+        std::nth_element(scratch_.begin(), scratch_.begin() + (k_ - 1), scratch_.end(), std::greater<std::uint32_t>());
+        const std::uint32_t kth = scratch_[k_ - 1];
+        std::size_t ties = k_;
+        for (std::size_t i = 0; i < k_; ++i) ties -= scratch_[i] > kth;
+        std::size_t kept = 0;
+        for (std::size_t i = 0; i < count_; ++i) {
+            const std::uint32_t b = buffer_[i].bits;
+            const bool tie = b == kth && ties > 0;
+            if (b > kth || tie) buffer_[kept++] = buffer_[i];
+            ties -= tie;
+        }
+        count_ = kept;
+        floor_ = kth + 1;
+    }
+
+  private:
+    std::vector<Candidate>& buffer_;
+    std::vector<std::uint32_t>& scratch_;
+    std::size_t k_ = 0, count_ = 0, capacity_ = 0;
+    std::uint32_t floor_ = 1;
+};
+
+// Advances `count` elements in place and returns the largest new magnitude. An element whose new v would not be finite
+// keeps its old u and v (u is finite where v is), and the return value then is at least kInfinity. The gradient's memory is
+// left zero, while it is in the cache: the decoded sum will be added there.
+template <Momentum M>
+HC_INLINE std::uint32_t advance_chunk(float* __restrict g, float* __restrict u, float* __restrict v, float momentum,
+                                      float scale, std::size_t count) {
+    std::uint32_t peak = 0;
+    for (std::size_t j = 0; j < count; ++j) {
+        const float old_u = M == Momentum::none ? 0 : u[j], old_v = v[j];
+        float new_u = old_u, new_v = old_v;
+        advance<M>(scale * g[j], momentum, new_u, new_v);
+        const std::uint32_t b = magnitude(new_v);
+        peak = peak > b ? peak : b;
+        if (M != Momentum::none) u[j] = b < kInfinity ? new_u : old_u;
+        v[j] = b < kInfinity ? new_v : old_v;
+        g[j] = 0;
+    }
+    return peak;
+}
+
+// Goes through n values in blocks: `peak(begin, count)` makes and returns the largest magnitude of a chunk, then the chunks
+// at or above the floor are searched, while the block is in the cache.
+template <class Peak>
+HC_INLINE void pass(const float* values, std::size_t n, TopK& top, Peak peak) {
+    for (std::size_t block = 0; block < n; block += kBlock) {
+        const std::size_t end = std::min(n, block + kBlock);
+        std::uint32_t hits[kBlock / kChunk + 1];
+        std::size_t count = 0, i = block;
+        const std::uint32_t floor = top.floor();
+        for (; i + kChunk <= end; i += kChunk) {
+            hits[count] = static_cast<std::uint32_t>(i - block);
+            count += peak(i, kChunk) >= floor;
+        }
+        if (i < end) {
+            hits[count] = static_cast<std::uint32_t>(i - block);
+            count += peak(i, end - i) >= floor;
+        }
+        if (count) top.search(values + block, end - block, hits, count, block);
+    }
+}
+
+// The floor to start with: from a sample, of what v is about to become, of whole chunks evenly spaced from `offset` on. The
+// rank in the sample is the wanted one plus two standard deviations, so too few candidates are rare.
+template <Momentum M>
+HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_t k, std::size_t samples,
+                                      std::size_t offset, TopK& top) {
+    const std::size_t chunks = n / kChunk, wanted = std::min(chunks, (samples + kChunk - 1) / kChunk);
+    if (wanted == 0) return 1;
+    const double expected = static_cast<double>(k) * static_cast<double>(wanted * kChunk) / static_cast<double>(n);
+    const std::size_t rank = static_cast<std::size_t>(expected + 2 * std::sqrt(expected) + 2);
+    if (rank >= wanted * kChunk) return 1;
+    const std::size_t stride = chunks / wanted, shift = offset % stride;
+    top.start(rank, 1, wanted * kChunk, kChunk);
+    for (std::size_t s = 0; s < wanted; ++s) {
+        const std::size_t begin = (s * stride + shift) * kChunk, next = std::min(begin + stride * kChunk, n - kChunk);
+        for (std::size_t line = next; line < next + kChunk; line += kLine) {  // scattered reads: fetch early what comes next
+            HC_PREFETCH(t.g + line);
+            HC_PREFETCH(t.v + line);
+            if (M != Momentum::none) HC_PREFETCH(t.u + line);
+        }
+        float values[kChunk];
+        for (std::size_t j = 0; j < kChunk; ++j) {
+            float u = M == Momentum::none ? 0 : t.u[begin + j], v = t.v[begin + j];
+            advance<M>(t.scale * t.g[begin + j], t.momentum, u, v);
+            values[j] = magnitude(v) < kInfinity ? v : 0;
+        }
+        const std::uint32_t here = 0;
+        if (peak_of(values, kChunk) >= top.floor()) top.search(values, kChunk, &here, 1, 0);
+    }
+    if (top.count() < rank) return 1;
+    top.trim();
+    return top.floor() - (top.floor() > 1);
+}
+
+// The whole of it: floor, pass, and where the sample misled so far that fewer than 0.8·k passed, a second look at v.
+// Returns whether every new v was finite.
+template <Momentum M>
+HC_INLINE bool accumulate_body(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std::size_t offset,
+                               TopK& top) {
+    const std::uint32_t floor = k == 0 ? kInfinity : sampled_floor<M>(t, n, k, samples, offset, top);
+    std::uint32_t worst = 0;
+    top.start(k, floor, n, kBlock);
+    pass(t.v, n, top, [&](std::size_t i, std::size_t count) {
+        float* u = M == Momentum::none ? nullptr : t.u + i;
+        const std::uint32_t peak = advance_chunk<M>(t.g + i, u, t.v + i, t.momentum, t.scale, count);
+        worst = worst > peak ? worst : peak;
+        return peak;
+    });
+    if (top.count() * 5 < 4 * k && floor > 1) {
+        top.start(k, 1, n, kBlock);
+        pass(t.v, n, top, [&](std::size_t i, std::size_t count) { return peak_of(t.v + i, count); });
+    }
+    top.trim();
+    return worst < kInfinity;
+}
+
+HC_CLONES inline bool accumulate_none(const Update& t, std::size_t n, std::size_t k, std::size_t samples,
+                                      std::size_t offset, TopK& top) {
+    return accumulate_body<Momentum::none>(t, n, k, samples, offset, top);
+}
+HC_CLONES inline bool accumulate_vanilla(const Update& t, std::size_t n, std::size_t k, std::size_t samples,
+                                         std::size_t offset, TopK& top) {
+    return accumulate_body<Momentum::vanilla>(t, n, k, samples, offset, top);
+}
+HC_CLONES inline bool accumulate_nesterov(const Update& t, std::size_t n, std::size_t k, std::size_t samples,
+                                          std::size_t offset, TopK& top) {
+    return accumulate_body<Momentum::nesterov>(t, n, k, samples, offset, top);
+}
+
+}  // namespace hc

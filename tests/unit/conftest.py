@@ -1,0 +1,1 @@
+import native_under_test  # noqa: F401

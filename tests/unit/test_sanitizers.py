@@ -1,0 +1,56 @@
+"""The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: hostile payloads, and the selection again."""
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parent.parent
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or sys.platform != "linux" or "NATIVE_UNDER_TEST" in os.environ,
+    reason="builds with g++'s sanitizers",
+)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """What a Python needs to load the sanitized module."""
+    folder = tmp_path_factory.mktemp("sanitized")
+    variables = {**os.environ, "HOROVOD_COMPRESS_SANITIZE": "1"}
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", folder, "--build-temp", folder / "temp"]
+    done = subprocess.run(build, capture_output=True, text=True, cwd=ROOT, env=variables)
+    modules = list(folder.glob("horovod_compress/kernels/native*.so"))
+    assert modules, done.stdout + done.stderr
+    # libstdc++ too, or the sanitizer does not find the exceptions that it has to follow.
+    libraries = [
+        os.path.realpath(subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip())
+        for name in ("libasan.so", "libstdc++.so.6")
+    ]
+    variables.update(LD_PRELOAD=" ".join(libraries), ASAN_OPTIONS="detect_leaks=0", NATIVE_UNDER_TEST=str(modules[0]))
+    return variables
+
+
+def run(environment, *command):
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_sanitizer_sees_what_it_should(environment):
+    code = (
+        "import sys; sys.path.insert(0, 'tests/unit'); import native_under_test\n"
+        "import horovod_compress.kernels as k; print(k.native.__file__)"
+    )
+    assert run(environment, "-c", code).strip() == environment["NATIVE_UNDER_TEST"]
+
+
+def test_a_hundred_thousand_hostile_payloads(environment):
+    assert run(environment, HERE / "fuzz_wire.py", "100000").startswith("native: 100000 hostile payloads")
+
+
+def test_selection(environment):
+    run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / "test_selection.py")

@@ -1,0 +1,175 @@
+"""Selection: how many, which ones, and the native kernels against the reference."""
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from horovod_compress import kernels
+from horovod_compress.kernels import reference
+
+RNG = np.random.default_rng(7)
+
+
+def select(v, ratio, sample_ratio=0.005, offset=0):
+    """Indices chosen from |v| by the kernel in use, through an update that leaves v as it is."""
+    k = math.ceil(ratio * v.size)
+    before = v.copy()
+    indices, finite = kernels.accumulate(
+        np.zeros_like(v), None, v, 0.0, False, 1.0, k, int(sample_ratio * v.size) + 256, offset
+    )
+    assert finite and np.array_equal(before, v)
+    return indices, k
+
+
+D = 200_000
+DISTRIBUTIONS = {
+    "normal": RNG.standard_normal(D),
+    "heavy-tailed": RNG.standard_cauchy(D),
+    "log-normal": np.exp(4 * RNG.standard_normal(D)),
+    "constant": np.full(D, -0.25),
+    "ascending": np.arange(1, D + 1) / D,
+    "descending": np.arange(D, 0, -1) / D,
+    "two values": np.where(RNG.random(D) < 0.3, 1.0, 0.5),
+    "blocks": np.repeat(RNG.standard_normal(D // 1000), 1000),
+    "huge at the end": np.concatenate([RNG.standard_normal(D - 900), 1e6 * RNG.standard_normal(900)]),
+    "denormal": 1e-41 * RNG.standard_normal(D),
+    "12 orders": 10.0 ** RNG.uniform(-6, 6, D),
+}
+
+
+@pytest.mark.parametrize("ratio", [0.0001, 0.001, 0.01, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_count_and_energy(name, ratio):
+    v = DISTRIBUTIONS[name].astype(np.float32)
+    for offset in range(3):
+        indices, k = select(v, ratio, offset=offset)
+        available = min(k, np.count_nonzero(v))
+        assert 0.8 * available <= len(indices) <= k
+        assert (np.diff(indices.astype(np.int64)) > 0).all()
+        squares = v.astype(np.float64) ** 2
+        best = np.sort(squares)[::-1][: len(indices)].sum()
+        assert squares[indices].sum() >= 0.99 * best
+
+
+def test_single_elements_and_zeros():
+    for size in (1, 2, 5, 63, 64, 65):
+        v = np.zeros(size, np.float32)
+        assert len(select(v, 0.001)[0]) == 0
+        v[-1] = -3
+        assert select(v, 0.001)[0].tolist() == [size - 1]
+
+
+def test_few_nonzero_elements_are_all_sent():
+    v = np.zeros(D, np.float32)
+    v[[5, 77_777, D - 1]] = 1, -2, 1e-30
+    assert select(v, 0.001)[0].tolist() == [5, 77_777, D - 1]
+
+
+def test_a_constant_gradient_reaches_every_element():
+    """Trimming must not prefer one end for ever: what was sent is 0, the others have grown."""
+    v, seen = np.zeros(1000, np.float32), np.zeros(1000, bool)
+    for step in range(10):
+        indices, _ = kernels.accumulate(np.ones_like(v), None, v, 0.0, False, 1.0, 100, 256, step)
+        v[indices] = 0
+        seen[indices] = True
+    assert seen.all()
+
+
+@pytest.mark.skipif(kernels.backend != "native", reason="compares the native kernels, which were not built")
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), momentum=st.sampled_from(["none", "vanilla", "nesterov"]))
+def test_native_updates_equal_the_reference_bit_for_bit(data, momentum):
+    size = data.draw(st.integers(1, 300))
+    floats = hnp.arrays(np.float32, size, elements=st.floats(width=32, allow_nan=True, allow_infinity=True))
+    finite = hnp.arrays(np.float32, size, elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
+    grad, u, v = data.draw(floats), data.draw(finite), data.draw(finite)
+    if momentum == "none":
+        u = None
+    k = data.draw(st.integers(0, size))
+    scale = data.draw(st.sampled_from([1.0, 0.5, 0.1]))
+    copies = [(None if u is None else u.copy(), v.copy()) for _ in range(2)]
+    results = []
+    for module, (its_u, its_v) in zip((kernels, reference), copies):
+        results.append(module.accumulate(grad.copy(), its_u, its_v, 0.9, momentum == "nesterov", scale, k, 256, 3))
+    (native_u, native_v), (reference_u, reference_v) = copies
+    np.testing.assert_array_equal(native_v, reference_v)
+    if u is not None:
+        np.testing.assert_array_equal(native_u, reference_u)
+    (indices, was_finite), (expected, expected_finite) = results
+    assert was_finite == expected_finite
+    assert np.isfinite(native_v).all()
+    # The same magnitudes; among equal ones either may choose.
+    np.testing.assert_array_equal(np.sort(np.abs(native_v[indices])), np.sort(np.abs(native_v[expected])))
+
+
+@pytest.mark.skipif(kernels.backend != "native", reason="compares the native kernels, which were not built")
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(["fp32", "fp16", "bf16"]))
+def test_native_take_encode_decode_add_equal_the_reference(data, kind):
+    size = data.draw(st.integers(1, 200))
+    finite = hnp.arrays(np.float32, size, elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
+    v, u = data.draw(finite), data.draw(finite)
+    indices = np.flatnonzero(data.draw(hnp.arrays(bool, size))).astype(np.uint32)
+    mine, theirs = (v.copy(), u.copy()), (v.copy(), u.copy())
+    taken = kernels.take(indices, *mine, kind, True)
+    expected = reference.take(indices, *theirs, kind, True)
+    np.testing.assert_array_equal(taken, expected)
+    np.testing.assert_array_equal(mine, theirs)
+    body = kernels.encode_sparse(indices, taken[0], kind)
+    stated = reference.encode_sparse(indices, taken[0], kind)
+    assert len(body) == len(stated)  # of Rice parameters that cost the same either may be chosen
+    for module, its_body in ((kernels, stated), (reference, body), (kernels, body)):
+        its_indices, its_values = module.decode_sparse(its_body, len(indices), size, kind)
+        np.testing.assert_array_equal(its_indices, indices)
+        np.testing.assert_array_equal(its_values, taken[0])
+    out, expected_out = u.copy(), u.copy()
+    assert kernels.scatter_add(out, indices, taken[0], 0.5) == reference.scatter_add(
+        expected_out, indices, taken[0], 0.5
+    )
+    np.testing.assert_array_equal(out, expected_out)
+
+
+@pytest.mark.skipif(kernels.backend != "native", reason="compares the native kernels, which were not built")
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 1000])
+@pytest.mark.parametrize("bad", [None, np.nan, np.inf])
+def test_native_dense_kernels_equal_the_reference(size, bad):
+    x = RNG.standard_normal(size).astype(np.float32)
+    u = RNG.standard_normal(size).astype(np.float32)
+    if bad is not None and size:
+        x[size // 2] = bad
+    assert kernels.all_finite(x) == reference.all_finite(x)
+    if bad is None:
+        assert kernels.squared_norm(x) == pytest.approx(reference.squared_norm(x), rel=1e-12)
+    for nesterov in (False, True):
+        outs, news = (x.copy(), x.copy()), (np.zeros_like(u), np.zeros_like(u))
+        finite = [
+            module.dense_momentum(out, u, new, 0.9, nesterov) for module, out, new in zip((kernels, reference), outs, news)
+        ]
+        assert finite[0] == finite[1] == (bad is None or size == 0)
+        np.testing.assert_array_equal(*outs)
+        np.testing.assert_array_equal(*news)
+
+
+def test_kernels_refuse_what_they_cannot_work_on():
+    v = np.zeros(10, np.float32)
+    good = dict(grad=v.copy(), u=None, v=v, momentum=0.0, nesterov=False, scale=1.0, k=1, samples=16, offset=0)
+    if kernels.backend == "native":
+        for wrong in (
+            {"grad": np.zeros(9, np.float32)},
+            {"grad": np.zeros(10, np.float64)},
+            {"grad": np.zeros((2, 5), np.float32)},
+            {"grad": np.zeros(20, np.float32)[::2]},
+            {"u": np.zeros(11, np.float32)},
+            {"k": 11},
+        ):
+            with pytest.raises((ValueError, TypeError)):
+                kernels.accumulate(**{**good, **wrong})
+        with pytest.raises(ValueError, match="outside"):
+            kernels.take(np.array([10], np.uint32), v, None, "fp32", False)
+        with pytest.raises(ValueError, match="outside"):
+            kernels.scatter_add(v, np.array([10], np.uint32), np.ones(1, np.float32), 1.0)
+        with pytest.raises(ValueError, match="ascend"):
+            kernels.encode_sparse(np.array([3, 3], np.uint32), np.ones(2, np.float32), "fp32")
