@@ -1,0 +1,165 @@
+"""Deep Gradient Compression (Lin, Han, Mao, Wang, Dally, ICLR 2018, arXiv 1712.01887)."""
+import dataclasses
+import functools
+import math
+import zlib
+
+import numpy as np
+
+from .. import kernels
+from .base import Compressor, Dense, SelectiveCompressor, Sparse, State
+from .options import Choice, Count, Flag, Number, Schedule, option
+
+_VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16}
+
+
+@functools.lru_cache(maxsize=None)
+def goes_dense(density, size, values):
+    """Whether gathering `size` payloads moves more than a ring allreduce: N·density·bits/2 > 32 bits an element."""
+    bits = _VALUE_BITS[values] + math.log2(1 / density) + 1.44
+    return size * density * bits / 2 > 32
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class DGC(SelectiveCompressor):
+    """Sends the ratio·d entries of largest accumulated, momentum-corrected gradient; keeps the others for later steps.
+
+    Per tensor of d floats: momentum u and velocity v (section 3.2; u only where momentum > 0). Bound to an SGD optimizer it
+    takes over that optimizer's momentum, Nesterov and weight decay, which the optimizer must not apply a second time.
+    Unbound, momentum defaults to 0.9; with other optimizers to 0, which is top-k with error feedback.
+
+    A step whose gathered entries would move more bytes than a ring allreduce goes dense: v of all elements is sent, and
+    no momentum is masked. Tensors that it does not cover are averaged first and then get the same momentum.
+    """
+
+    id = "dgc"
+    number = 1
+    road = "allgather"
+    corrects_momentum = True
+    paper = "Lin et al., Deep Gradient Compression, ICLR 2018, arXiv 1712.01887"
+
+    ratio: float = option(Number(0, 1, low_open=True), 0.001, "share of a tensor's elements sent in a step")
+    momentum: float = option(
+        Number(0, 1, optional=True), None, "none: the bound SGD's, 0.9 unbound, 0 for other optimizers"
+    )
+    nesterov: bool = option(Flag(optional=True), None, "none: the bound SGD's, else false")
+    masking: bool = option(Flag(), True, "momentum factor masking: u becomes 0 where an element was sent (section 3.3)")
+    clip_norm: float = option(
+        Number(0, low_open=True, optional=True), None,
+        "clips each rank's gradient, all tensors together, to clip_norm/√ranks before it is accumulated (section 3.2)",
+    )
+    warmup_steps: int = option(
+        Count(), 0, "steps over which the density falls in four stages, ratio^(1/5) … ratio^(4/5): 25 % … 0.4 % for 0.1 %"
+    )
+    schedule: tuple = option(Schedule(), (), "density by step, instead of ratio and warmup_steps")
+    sample_ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of elements sampled for the threshold")
+    values: str = option(Choice("fp32", "fp16", "bf16"), "fp32", "values on the wire; v keeps the rounding error")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.schedule and self.warmup_steps:
+            raise ValueError("dgc: give schedule or warmup_steps, not both")
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("dgc: nesterov needs a momentum above 0")
+
+    @property
+    def m(self):
+        """The momentum in force."""
+        return 0.9 if self.momentum is None else self.momentum
+
+    def bound(self, momentum, nesterov):
+        """This compressor with the momentum of an optimizer's parameter group."""
+        return dataclasses.replace(self, momentum=momentum, nesterov=nesterov)
+
+    def dense(self):
+        return DenseMomentum(momentum=self.m, nesterov=bool(self.nesterov))
+
+    def density(self, step):
+        """The share of elements sent at this step."""
+        if self.schedule:
+            return next(ratio for first, ratio in reversed(self.schedule) if first <= step)
+        if step < self.warmup_steps:
+            stage = 4 * step // self.warmup_steps
+            return self.ratio ** ((stage + 1) / 5)
+        return self.ratio
+
+    def init(self, name, shape):
+        names = ("u", "v") if self.m else ("v",)
+        return State(name, {array: np.zeros(math.prod(shape), np.float32) for array in names})
+
+    def encode(self, grad, state, step):
+        u, v = state.arrays.get("u"), state.arrays["v"]
+        density = self.density(step.index)
+        dense = goes_dense(density, step.size, self.values)
+        k = 0 if dense else max(min(1, v.size), math.ceil(density * v.size - 1e-6))
+        samples = int(self.sample_ratio * v.size) + 256
+        offset = zlib.crc32(f"{self.seed}/{step.index}/{state.name}".encode())
+        indices, finite = kernels.accumulate(grad, u, v, self.m, bool(self.nesterov), step.scale, k, samples, offset)
+        if dense:
+            state.taken = "all"
+            np.copyto(grad, v)
+            if not finite:
+                grad[0] = np.nan
+            return Dense(grad)
+        if not finite:
+            indices = indices[:0]
+        state.taken = indices, kernels.take(indices, v, u, self.values, self.masking)
+        return Sparse(indices, state.taken[1][0], self.values, finite)
+
+    def decode(self, payload, out, state, scale):
+        if isinstance(payload, Dense):
+            return kernels.all_finite(out)
+        if not all(p.finite for p in payload):
+            out.fill(np.nan)
+            return False
+        return all([kernels.scatter_add(out, p.indices, p.values, scale) for p in payload])
+
+    def residual(self, state):
+        return state.arrays["v"]
+
+    def commit(self, state):
+        if state.taken == "all":
+            state.arrays["v"].fill(0)
+        state.taken = None
+
+    def rollback(self, state):
+        if isinstance(state.taken, tuple):
+            indices, taken = state.taken
+            state.arrays["v"][indices] += taken[0]
+            if len(taken) > 1:
+                state.arrays["u"][indices] = taken[1]
+        state.taken = None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class DenseMomentum(Compressor):
+    """The tensors that DGC leaves alone: averaged first, then vanilla or Nesterov momentum, alike on all ranks."""
+
+    momentum: float = option(Number(0, 1), 0.9, "of the mean gradient")
+    nesterov: bool = option(Flag(), False, "Nesterov's momentum")
+
+    def init(self, name, shape):
+        return State(name, {"u": np.zeros(math.prod(shape), np.float32)} if self.momentum else {})
+
+    def encode(self, grad, state, step):
+        if step.scale != 1:
+            grad *= np.float32(step.scale)
+        return Dense(grad)
+
+    def decode(self, payload, out, state, scale):
+        u = state.arrays.get("u")
+        if u is None:
+            return kernels.all_finite(out)
+        new = np.empty_like(u) if state.spare is None else state.spare
+        if not kernels.dense_momentum(out, u, new, self.momentum, self.nesterov):
+            return False
+        state.arrays["u"], state.taken, state.spare = new, u, None
+        return True
+
+    def commit(self, state):
+        if state.taken is not None:
+            state.taken, state.spare = None, state.taken
+
+    def rollback(self, state):
+        if state.taken is not None:
+            state.arrays["u"], state.taken, state.spare = state.taken, None, state.arrays["u"]

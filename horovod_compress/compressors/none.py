@@ -1,0 +1,28 @@
+"""No compression: the gradient itself rides Horovod's allreduce. The baseline, and what small tensors get."""
+import dataclasses
+
+import numpy as np
+
+from .. import kernels
+from .base import Compressor, Dense, State
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class NoCompression(Compressor):
+    """Dense float32, summed over ranks."""
+
+    id = "none"
+    number = 0
+    road = "allreduce"
+    paper = "-"
+
+    def init(self, name, shape):
+        return State(name)
+
+    def encode(self, grad, state, step):
+        if step.scale != 1:
+            grad *= np.float32(step.scale)
+        return Dense(grad)
+
+    def decode(self, payload, out, state, scale):
+        return kernels.all_finite(out)

@@ -1,0 +1,133 @@
+"""What the options of compressors may be: each kind of value reads itself from a spec's text and checks itself."""
+import dataclasses
+import math
+import numbers
+
+
+def option(kind, default, doc):
+    """A compressor's option, for a dataclass: its kind of value, its default and a line that explains it."""
+    return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc})
+
+
+class Number:
+    """A float within [low, high], or (low, high] where low is open; None too where optional."""
+
+    def __init__(self, low, high=math.inf, low_open=False, optional=False):
+        self.low, self.high, self.low_open, self.optional = low, high, low_open, optional
+
+    def __str__(self):
+        left = "above" if self.low_open else "at least"
+        right = "" if self.high == math.inf else f" and at most {self.high:g}"
+        return f"a number {left} {self.low:g}{right}" + (", or none" if self.optional else "")
+
+    def parse(self, text):
+        return None if self.optional and text.lower() == "none" else float(text)
+
+    def check(self, value):
+        if value is None and self.optional:
+            return None
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise ValueError
+        if value < self.low or value > self.high or (self.low_open and value == self.low):
+            raise ValueError
+        return float(value)
+
+
+class Count:
+    """A whole number, at least `low`."""
+
+    def __init__(self, low=0):
+        self.low = low
+
+    def __str__(self):
+        return f"a whole number, at least {self.low}"
+
+    def parse(self, text):
+        return int(text)
+
+    def check(self, value):
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < self.low:
+            raise ValueError
+        return int(value)
+
+
+class Flag:
+    """true or false; None too where optional."""
+
+    def __init__(self, optional=False):
+        self.optional = optional
+
+    def __str__(self):
+        return "true or false" + (", or none" if self.optional else "")
+
+    def parse(self, text):
+        known = {"true": True, "false": False}
+        if self.optional:
+            known["none"] = None
+        try:
+            return known[text.lower()]
+        except KeyError:
+            raise ValueError from None
+
+    def check(self, value):
+        if isinstance(value, bool) or (value is None and self.optional):
+            return value
+        raise ValueError
+
+
+class Choice:
+    """One of some words."""
+
+    def __init__(self, *words):
+        self.words = words
+
+    def __str__(self):
+        return "one of " + ", ".join(self.words)
+
+    def parse(self, text):
+        return text
+
+    def check(self, value):
+        if value not in self.words:
+            raise ValueError
+        return value
+
+
+class Patterns:
+    """Names or shell-style patterns of names, joined by '+' in a spec."""
+
+    def __str__(self):
+        return "patterns of tensor names, joined by '+'"
+
+    def parse(self, text):
+        return tuple(part for part in text.split("+") if part)
+
+    def check(self, value):
+        if isinstance(value, str):
+            value = (value,)
+        if not isinstance(value, (tuple, list)) or not all(isinstance(part, str) for part in value):
+            raise ValueError
+        return tuple(value)
+
+
+class Schedule:
+    """Densities by step: pairs (first step, ratio), ascending from step 0; in a spec 0/0.25+500/0.001."""
+
+    def __str__(self):
+        return "pairs step/ratio from step 0 on, joined by '+': 0/0.25+500/0.001"
+
+    def parse(self, text):
+        pairs = []
+        for part in text.split("+"):
+            step, _, ratio = part.partition("/")
+            pairs.append((int(step), float(ratio)))
+        return tuple(pairs)
+
+    def check(self, value):
+        pairs = []
+        for step, ratio in value:
+            pairs.append((Count().check(step), Number(0, 1, low_open=True).check(ratio)))
+        steps = [step for step, _ in pairs]
+        if pairs and (steps[0] != 0 or sorted(set(steps)) != steps):
+            raise ValueError
+        return tuple(pairs)

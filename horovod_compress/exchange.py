@@ -1,0 +1,274 @@
+"""Drives the steps of one compression on one rank: encode, move, decode, and commit or roll back.
+
+Of each tensor the host (Horovod's optimizer, or `simulate`) takes a carrier, sums or averages it over ranks as its user
+asked, and brings it back. A dense payload is its own carrier. A gathered payload travels beside a carrier that holds a
+single 1: what came back, divided by the number of ranks, is the factor for the sum of the payloads, whatever the host's
+op, scale factors or predivision are.
+"""
+import dataclasses
+import json
+import math
+import operator
+import time
+import zlib
+
+import numpy as np
+
+from . import kernels, wire
+from .compressors.base import Compressor, Dense, State, Step
+from .handshake import first_difference
+
+_COUNTERS = (
+    "steps", "steps_undone", "bytes_sent", "bytes_received", "dense_bytes", "elements_sent",
+    "encode_seconds", "exchange_seconds", "decode_seconds",
+)
+
+
+@dataclasses.dataclass
+class _Tensor:
+    name: str
+    shape: tuple
+    compressor: Compressor
+    state: State
+    digest: int
+    numel: int
+    carrier: np.ndarray
+
+    def one(self):
+        """The carrier of a payload that travels beside it."""
+        self.carrier[0] = 1
+        return self.carrier
+
+
+@dataclasses.dataclass
+class _Pending:
+    tensor: _Tensor
+    grad: np.ndarray
+    carrier: np.ndarray = None
+    payload: object = None
+    sent: int = 0
+    wait: object = None  # waits for the transport; None where the carrier is the payload
+
+
+class Exchange:
+    """One rank's side of a compression.
+
+    compressor: the configuration that is in force; tensors: {name: (shape, compressor)}, the compressor being this one or
+    a variant (other momentum for another parameter group). The driver submits every tensor of a step before it finishes the
+    first; a step ends when all that was submitted is finished.
+    """
+
+    def __init__(self, compressor, transport, tensors, label="hvdc"):
+        self.compressor = compressor
+        self.transport = transport
+        self._label = label
+        self._tensors = {}
+        for name, (shape, variant) in tensors.items():
+            chosen = variant.for_tensor(name, shape)
+            digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
+            self._tensors[name] = _Tensor(
+                name, tuple(shape), chosen, chosen.init(name, shape), digest, math.prod(shape), np.ones(1, np.float32)
+            )
+        self._now = Step(0, transport.size)
+        self._open = {}  # submitted, not finished
+        self._touched = {}  # submitted in the current step: to commit or to roll back
+        self._deferred = []  # with clipping: not encoded before all gradients are there
+        self._finite = True
+        self._counters = dict.fromkeys(_COUNTERS, 0)
+
+    # -- a step ---------------------------------------------------------------------------------------------------------
+
+    def submit(self, name, grad):
+        """Takes a tensor's flat float32 gradient into the step; returns the carrier for the host to reduce, in place.
+
+        grad's memory belongs to the exchange until `finish`. A tensor that is submitted again although its step was never
+        finished abandons that step: what it took out of residuals goes back.
+        """
+        if name not in self._tensors:
+            raise ValueError(f"{name} is none of the tensors of this compression")
+        tensor = self._tensors[name]
+        if grad.dtype != np.float32 or grad.shape != (tensor.numel,):
+            raise ValueError(f"{name}: expected {tensor.numel} float32 in one dimension, not {grad.shape} of {grad.dtype}")
+        if self._touched and (not self._open or name in self._touched):
+            self._end_step()
+        pending = self._open[name] = _Pending(tensor, grad)
+        self._touched[name] = tensor
+        if self.compressor.clip_norm is None:
+            self._start(pending, self._now)
+        else:
+            pending.carrier = tensor.one()
+            self._deferred.append(pending)
+        self._count(pending.carrier.nbytes, pending.carrier.nbytes)
+        self._counters["dense_bytes"] += grad.nbytes
+        return pending.carrier
+
+    def flush(self):
+        """With clipping, encodes and starts what was submitted; `finish` does so by itself."""
+        if not self._deferred:
+            return
+        deferred, self._deferred = self._deferred, []
+        norm = sum(kernels.squared_norm(pending.grad) for pending in deferred) ** 0.5
+        limit = self.compressor.clip_norm * self.transport.size**-0.5
+        scale = limit / norm if limit < norm < float("inf") else 1.0
+        step = dataclasses.replace(self._now, scale=scale)
+        for pending in deferred:
+            self._start(pending, step)
+
+    def finish(self, name, reduced):
+        """Leaves the step's result in the memory of the gradient that was submitted. reduced: the carrier as the host
+        brought it back. A result that is not finite on some rank is not finite on all of them."""
+        self.flush()
+        pending = self._open[name]
+        tensor, grad = pending.tensor, pending.grad
+        started = time.perf_counter()
+        if pending.wait is None:
+            scale, payload = 1.0, pending.payload
+            if reduced is not grad:
+                np.copyto(grad, reduced)
+        else:
+            scale, payload = float(reduced[0]) / self.transport.size, pending.payload
+            data = pending.wait()
+            self._counters["exchange_seconds"] += time.perf_counter() - started
+            started = time.perf_counter()
+            if isinstance(payload, Dense):
+                grad *= np.float32(scale)
+            else:
+                self._counters["bytes_received"] += len(data) - pending.sent
+                payload = wire.decode(
+                    data, self.transport.size, tensor.compressor.number, tensor.digest, self._now.index, grad.size
+                )
+        self._finite &= tensor.compressor.decode(payload, grad, tensor.state, scale)
+        del self._open[name]
+        self._counters["decode_seconds"] += time.perf_counter() - started
+
+    def _start(self, pending, step):
+        started = time.perf_counter()
+        tensor = pending.tensor
+        payload = pending.payload = tensor.compressor.encode(pending.grad, tensor.state, step)
+        name = f"{self._label}.{tensor.name}"
+        if isinstance(payload, Dense):
+            self._counters["elements_sent"] += payload.array.size
+            if pending.carrier is None:
+                pending.carrier = payload.array
+            else:
+                self._count(payload.array.nbytes, payload.array.nbytes)
+                pending.wait = self.transport.allreduce(name, payload.array)
+        else:
+            frame = wire.encode(payload, tensor.compressor.number, tensor.digest, self._now.index)
+            pending.sent = len(frame)
+            self._count(len(frame), 0)
+            self._counters["elements_sent"] += len(payload.indices)
+            if pending.carrier is None:  # a deferred tensor's may have been reduced by now
+                pending.carrier = tensor.one()
+            pending.wait = self.transport.allgather(name, frame)
+        self._counters["encode_seconds"] += time.perf_counter() - started
+
+    def _end_step(self):
+        succeeded = self._finite and not self._open
+        for tensor in self._touched.values():
+            (tensor.compressor.commit if succeeded else tensor.compressor.rollback)(tensor.state)
+        self._counters["steps"] += 1
+        self._counters["steps_undone"] += not succeeded
+        self._now = Step(self._now.index + 1, self.transport.size)
+        self._finite = True
+        self._touched.clear()
+        self._open.clear()
+        self._deferred.clear()
+
+    def reject(self):
+        """The host could not use a result of this step, on all ranks alike: the step will be rolled back."""
+        self._finite = False
+
+    def is_open(self, name):
+        """Whether this tensor is submitted and not finished."""
+        return name in self._open
+
+    @property
+    def under_way(self):
+        """Whether something is submitted and not finished."""
+        return bool(self._open)
+
+    # -- between steps --------------------------------------------------------------------------------------------------
+
+    def settle(self):
+        """Ends the last step where that has not happened yet. RuntimeError in the middle of one."""
+        if self._open:
+            raise RuntimeError(
+                f"a step is under way ({', '.join(list(self._open)[:3])} … not finished): ask between optimizer.step() and "
+                "the next backward()"
+            )
+        if self._touched:
+            self._end_step()
+
+    def replace(self, name, **options):
+        """Changes options of one tensor's compressor between steps (a momentum that a scheduler has changed)."""
+        tensor = self._tensors[name]
+        tensor.compressor = dataclasses.replace(tensor.compressor, **options)
+
+    def arrays(self):
+        """{name: {array name: array}}: the state itself, not a copy."""
+        self.settle()
+        return {name: tensor.state.arrays for name, tensor in self._tensors.items()}
+
+    def state_dict(self):
+        """This rank's state as plain values and copied arrays."""
+        tensors = {name: {k: a.copy() for k, a in arrays.items()} for name, arrays in self.arrays().items()}
+        return {
+            "format": 1,
+            "id": self.compressor.id,
+            "rank": self.transport.rank,
+            "size": self.transport.size,
+            "step": self._now.index,
+            "tensors": tensors,
+        }
+
+    def load_state_dict(self, state):
+        """Continues from a state_dict of the same rank, size and model. ValueError, and nothing changed, for any other."""
+        own = self.arrays()
+        expected = {"format": 1, "id": self.compressor.id, "rank": self.transport.rank, "size": self.transport.size}
+        try:
+            found = {key: state[key] for key in expected}
+            arrays = {n: {k: np.asarray(a) for k, a in named.items()} for n, named in state["tensors"].items()}
+            step = operator.index(state["step"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a state_dict of a compression: {error!r}") from None
+        difference = first_difference(expected, found) or first_difference(_layout(own), _layout(arrays))
+        if step < 0:
+            difference = "step", "a whole number", step
+        if difference:
+            where, mine, its = difference
+            raise ValueError(
+                f"this state does not fit: {where} is {its} in it and {mine} here. A compression's state belongs to one rank: "
+                "save and load one file a rank, at the same number of ranks and with the same model"
+            )
+        for name, named in own.items():
+            for key, array in named.items():
+                np.copyto(array, arrays[name][key])
+        self._now = Step(step, self.transport.size)
+
+    def stats(self):
+        """Totals of this rank since the start, by name:
+
+        steps; steps_undone: not finite, or abandoned; bytes_sent, bytes_received: by this rank through collectives, carriers and
+        frames included; dense_bytes: float32 of all gradients; ratio: dense_bytes / bytes_sent; elements_sent; encode_seconds,
+        exchange_seconds (waiting), decode_seconds; residual_norm: ‖v‖₂ over all tensors, now.
+        """
+        if not self._open:
+            self.settle()
+        squares = 0.0
+        for tensor in self._tensors.values():
+            residual = tensor.compressor.residual(tensor.state)
+            if residual is not None:
+                squares += kernels.squared_norm(residual)
+        counters = dict(self._counters)
+        counters["ratio"] = counters["dense_bytes"] / counters["bytes_sent"] if counters["bytes_sent"] else 1.0
+        counters["residual_norm"] = squares**0.5
+        return counters
+
+    def _count(self, sent, received):
+        self._counters["bytes_sent"] += sent
+        self._counters["bytes_received"] += received
+
+
+def _layout(arrays):
+    return {name: {k: f"{a.dtype} of {a.shape}" for k, a in named.items()} for name, named in arrays.items()}

@@ -1,0 +1,45 @@
+"""All ranks compare what they were started with, before they exchange anything that depends on it."""
+import hashlib
+import json
+
+import numpy as np
+
+
+class MismatchError(RuntimeError):
+    """The ranks were started with different options, models or versions."""
+
+
+def agree(transport, label, description):
+    """Compares the ranks' descriptions, nested JSON-able values; blocks until all ranks are here.
+
+    Raises MismatchError, on every rank alike, naming the first rank that differs from rank 0 and in what. Digests travel
+    first: whole descriptions only where those differ.
+    """
+    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
+    digest = np.frombuffer(digest, np.uint8).copy()
+    digests = transport.allgather(f"{label}.digest", digest)().reshape(transport.size, -1)
+    if (digests == digests[0]).all():
+        return
+    line = np.frombuffer(json.dumps(description).encode() + b"\n", np.uint8).copy()
+    texts = transport.allgather(f"{label}.description", line)().tobytes().split(b"\n")
+    descriptions = [json.loads(text) for text in texts[: transport.size]]
+    rank = next(rank for rank, other in enumerate(descriptions) if other != descriptions[0])
+    where, expected, found = first_difference(descriptions[0], descriptions[rank])
+    raise MismatchError(
+        f"rank {rank} differs from rank 0 in {where}: {found} on rank {rank}, {expected} on rank 0. Start all ranks with the "
+        "same model, compression options and version of horovod-compress"
+    )
+
+
+def first_difference(expected, found, path=""):
+    """(where, expected, found) of the first difference of two nested values, or None."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in [*expected, *(key for key in found if key not in expected)]:
+            where = f"{path}.{key}" if path else str(key)
+            if key not in found or key not in expected:
+                return where, "there" if key in expected else "missing", "there" if key in found else "missing"
+            difference = first_difference(expected[key], found[key], where)
+            if difference:
+                return difference
+        return None
+    return None if expected == found else (path, expected, found)

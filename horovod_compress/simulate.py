@@ -1,0 +1,68 @@
+"""The same compressors and exchange with N ranks in one process: what an algorithm does to given gradients."""
+import dataclasses
+
+import numpy as np
+
+from .compressors import get_compressor
+from .exchange import Exchange
+from .transport.loopback import Loopback
+
+
+@dataclasses.dataclass
+class Run:
+    """What `simulate` saw.
+
+    mean[step][name]: what every rank gets with op=Average, float32 in the gradient's shape;
+    bytes_sent[step][rank]: bytes that the rank hands to collectives, carriers and frames included;
+    state[rank][name]: {array name: array} after the last step; stats[rank]: the counters of `Exchange.stats`.
+    """
+
+    mean: list
+    bytes_sent: list
+    state: list
+    stats: list
+
+
+def simulate(spec, gradients):
+    """Runs a compression over gradients[step][rank] = {name: array} and returns a `Run`.
+
+    spec: as for `get_compressor`. Every rank of every step must have the same names and shapes; the arrays are not
+    changed. Raises ValueError where they differ, AssertionError if replicas ever disagreed.
+    """
+    compressor = get_compressor(spec)
+    gradients = [list(ranks) for ranks in gradients]
+    if not gradients or not gradients[0]:
+        raise ValueError("gradients must hold at least one step of at least one rank")
+    size = len(gradients[0])
+    shapes = {name: np.shape(array) for name, array in gradients[0][0].items()}
+    tensors = {name: (shape, compressor) for name, shape in shapes.items()}
+    exchanges = [Exchange(compressor, transport, tensors) for transport in Loopback.group(size)]
+    run = Run([], [], [], [])
+    for step, ranks in enumerate(gradients):
+        _check(step, ranks, size, shapes)
+        sent = [exchange.stats()["bytes_sent"] for exchange in exchanges]
+        grads = [{n: np.array(a, np.float32).reshape(-1) for n, a in named.items()} for named in ranks]
+        carriers = [{n: ex.submit(n, g) for n, g in named.items()} for ex, named in zip(exchanges, grads)]
+        for exchange in exchanges:
+            exchange.flush()
+        for name in shapes:
+            reduced = np.sum([named[name] for named in carriers], axis=0, dtype=np.float32) / np.float32(size)
+            for exchange, named in zip(exchanges, grads):
+                exchange.finish(name, reduced)
+                assert np.array_equal(named[name], grads[0][name], equal_nan=True), f"replicas disagree on {name}, step {step}"
+        run.mean.append({name: grads[0][name].reshape(shape) for name, shape in shapes.items()})
+        run.bytes_sent.append([exchange.stats()["bytes_sent"] - before for exchange, before in zip(exchanges, sent)])
+    run.state = [exchange.arrays() for exchange in exchanges]
+    run.stats = [exchange.stats() for exchange in exchanges]
+    return run
+
+
+def _check(step, ranks, size, shapes):
+    if len(ranks) != size:
+        raise ValueError(f"step {step} has {len(ranks)} ranks, step 0 has {size}")
+    for rank, named in enumerate(ranks):
+        found = {name: np.shape(array) for name, array in named.items()}
+        if any(np.iscomplexobj(array) for array in named.values()):
+            raise ValueError(f"step {step}, rank {rank}: complex gradients cannot be compressed")
+        if found != shapes:
+            raise ValueError(f"step {step}, rank {rank}: names and shapes {found} are not those of step 0, rank 0: {shapes}")

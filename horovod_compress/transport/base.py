@@ -1,0 +1,21 @@
+"""The contract of a transport: named, asynchronous collectives on flat arrays."""
+from abc import ABC, abstractmethod
+
+
+class Transport(ABC):
+    """Moves flat contiguous arrays between `size` ranks, of which this is `rank`.
+
+    Operations of one name belong together; their order may differ between ranks. Each returns a function that waits for
+    the result, to be called once.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def allgather(self, name, payload):
+        """Starts the gathering of uint8 arrays, whose lengths may differ; the result joins them in rank order."""
+
+    @abstractmethod
+    def allreduce(self, name, array):
+        """Starts the sum over ranks of float32 arrays of one length; the result lies in `array`'s own memory."""

@@ -1,0 +1,294 @@
+"""The exchange: transactions, not-finite gradients, abandoned steps, state, statistics, and ranks in threads."""
+import threading
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import horovod_compress as hc
+from horovod_compress import wire
+from horovod_compress.compressors import get_compressor
+from horovod_compress.exchange import Exchange
+from horovod_compress.handshake import agree
+from horovod_compress.transport.loopback import Loopback
+
+SHAPES = {"w": (30, 40), "x": (40, 40), "bias": (40,)}
+
+
+def ranks_of(spec, size=2, shapes=SHAPES):
+    compressor = get_compressor(spec)
+    return [Exchange(compressor, t, {n: (s, compressor) for n, s in shapes.items()}) for t in Loopback.group(size)]
+
+
+def gradients(seed, size=2, shapes=SHAPES):
+    rng = np.random.default_rng(seed)
+    return [{n: rng.standard_normal(int(np.prod(s))).astype(np.float32) for n, s in shapes.items()} for _ in range(size)]
+
+
+def run_step(exchanges, grads):
+    carriers = [{n: ex.submit(n, g) for n, g in named.items()} for ex, named in zip(exchanges, grads)]
+    for ex in exchanges:
+        ex.flush()
+    for name in grads[0]:
+        reduced = np.mean([named[name] for named in carriers], axis=0, dtype=np.float32)
+        for ex in exchanges:
+            ex.finish(name, reduced)
+    return grads
+
+
+def copy_of(exchange):
+    return {n: {k: a.copy() for k, a in arrays.items()} for n, arrays in exchange.arrays().items()}
+
+
+def assert_same(a, b):
+    for name, arrays in a.items():
+        for key, array in arrays.items():
+            np.testing.assert_array_equal(array, b[name][key], err_msg=f"{name}.{key}")
+
+
+@pytest.mark.parametrize("spec", ["dgc:ratio=0.01", "dgc:ratio=0.01,values=fp16,nesterov=true", "dgc:ratio=0.01,momentum=0"])
+@pytest.mark.parametrize("where", ["w", "bias"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_not_finite_gradient_is_seen_by_all_and_loses_nothing(spec, where, poison):
+    exchanges = ranks_of(spec)
+    for step in range(3):
+        run_step(exchanges, gradients(step))
+    before = [copy_of(ex) for ex in exchanges]
+    grads = gradients(3)
+    local = [{n: g.copy() for n, g in named.items()} for named in grads]
+    grads[1][where][7] = local[1][where][7] = poison
+    run_step(exchanges, grads)
+    for named in grads:
+        assert not np.isfinite(named[where]).all()
+    for rank, ex in enumerate(exchanges):
+        after = copy_of(ex)
+        momentum = ex.compressor.m
+        for name in ("w", "x"):
+            g = np.where(np.isfinite(local[rank][name]), local[rank][name], 0)
+            kept = np.isfinite(local[rank][name])
+            v, u = before[rank][name]["v"], before[rank][name].get("u", np.zeros_like(g))
+            moved = momentum * u + g if not ex.compressor.nesterov else momentum * (u + g) + g
+            np.testing.assert_allclose(after[name]["v"][kept], (v + moved)[kept], rtol=1e-5, atol=1e-6)
+            np.testing.assert_array_equal(after[name]["v"][~kept], v[~kept])
+        if "u" in after["bias"]:  # where the mean was not finite the momentum of a dense tensor stays as it was; so it does
+            np.testing.assert_array_equal(after["bias"]["u"], before[rank]["bias"]["u"])  # in the other dense tensors
+        assert ex.stats()["steps_undone"] == 1
+    for named in run_step(exchanges, gradients(4)):
+        assert all(np.isfinite(g).all() for g in named.values())
+
+
+def test_not_finite_in_a_dense_step_of_a_compressed_tensor():
+    exchanges = ranks_of("dgc:schedule=0/1.0+2/0.01")
+    run_step(exchanges, gradients(0))
+    before = [copy_of(ex) for ex in exchanges]
+    grads = gradients(1)
+    good = grads[0]["w"].copy()
+    grads[1]["w"][3] = np.inf
+    run_step(exchanges, grads)
+    assert not np.isfinite(grads[0]["w"]).all()
+    after = exchanges[0].arrays()
+    np.testing.assert_allclose(after["w"]["v"], np.float32(0.9) * before[0]["w"]["u"] + good, rtol=1e-5, atol=1e-6)
+    assert np.isfinite(exchanges[1].arrays()["w"]["v"]).all()
+
+
+def test_sums_that_overflow_are_seen_and_given_back():
+    exchanges = ranks_of("dgc:ratio=0.01,momentum=0", shapes={"w": (40, 40)})
+    grads = [{"w": np.zeros(1600, np.float32)} for _ in exchanges]
+    for named in grads:
+        named["w"][5] = 3e38
+    for ex in exchanges:
+        ex.submit("w", grads[exchanges.index(ex)]["w"])
+    for ex in exchanges:
+        ex.finish("w", np.full(1, 2, np.float32))  # op=Sum
+    assert all(np.isinf(named["w"][5]) for named in grads)
+    assert all(ex.arrays()["w"]["v"][5] == np.float32(3e38) for ex in exchanges)
+
+
+def test_momentum_of_a_dense_tensor_that_overflows_goes_back():
+    (exchange,) = ranks_of("dgc", size=1)
+    for g, finite in ((3e38, True), (3e38, False), (1.0, True)):
+        grads = [{"bias": np.full(40, g, np.float32)}]
+        run_step([exchange], grads)
+        assert np.isfinite(grads[0]["bias"]).all() == finite
+    assert np.isfinite(exchange.arrays()["bias"]["u"]).all() and exchange.stats()["steps_undone"] == 1
+
+
+def test_an_abandoned_step_gives_back_what_it_took():
+    for spec in ("dgc:ratio=0.01", "dgc:ratio=0.01,clip_norm=1"):
+        exchanges, twins = ranks_of(spec), ranks_of(spec)
+        for group in (exchanges, twins):
+            run_step(group, gradients(0))
+        for ex, named in zip(exchanges, gradients(1)):
+            ex.submit("w", named["w"])
+            ex.flush()
+        assert exchanges[0].under_way
+        with pytest.raises(RuntimeError, match="under way"):
+            exchanges[0].state_dict()
+        zeros = [{n: np.zeros(int(np.prod(s)), np.float32) for n, s in SHAPES.items()} for _ in range(2)]
+        run_step(exchanges, zeros)  # submits "w" again
+        assert [ex.stats()["steps_undone"] for ex in exchanges] == [1, 1]
+        total = sum(ex.arrays()["w"]["v"].astype(np.float64) for ex in exchanges)
+        assert np.isfinite(total).all()
+
+
+def test_a_carrier_that_was_reduced_before_clipping_is_kept():
+    """With clipping a payload is made when the host has its carriers back; op=Sum brings 2 on 2 ranks."""
+    means, sums = (ranks_of("dgc:ratio=0.01,clip_norm=1,momentum=0") for _ in range(2))
+    (mean, *_), summed = run_step(means, gradients(0)), gradients(0)
+    carriers = [{n: ex.submit(n, g) for n, g in named.items()} for ex, named in zip(sums, summed)]
+    for named in carriers:
+        for carrier in named.values():
+            carrier *= 2
+    for ex in sums:
+        ex.flush()
+    for ex, named in zip(sums, carriers):
+        for name, carrier in named.items():
+            ex.finish(name, carrier)
+    for name in SHAPES:
+        np.testing.assert_allclose(summed[0][name], 2 * mean[name], rtol=1e-6)
+
+
+def test_state_dict_continues_bit_for_bit_and_is_a_copy():
+    spec = "dgc:ratio=0.02,values=bf16,warmup_steps=6,nesterov=true"
+    exchanges = ranks_of(spec)
+    for step in range(4):
+        run_step(exchanges, gradients(step))
+    saved = [ex.state_dict() for ex in exchanges]
+    first = [run_step(exchanges, gradients(step)) for step in range(4, 8)]
+    again = ranks_of(spec)
+    for ex, state in zip(again, saved):
+        ex.load_state_dict(state)
+    second = [run_step(again, gradients(step)) for step in range(4, 8)]
+    for a, b in zip(first, second):
+        assert_same({"": a[0]}, {"": b[0]})
+    for a, b in zip(exchanges, again):
+        assert_same(a.arrays(), b.arrays())
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    exchange, other = ranks_of("dgc:ratio=0.02")
+    run_step([exchange, other], gradients(0))
+    good = exchange.state_dict()
+    before = copy_of(exchange)
+    wider = ranks_of("dgc:ratio=0.02", shapes={**SHAPES, "w": (30, 41)})[0].state_dict()
+    larger = ranks_of("dgc:ratio=0.02", size=3)[0].state_dict()
+    for state, words in (
+        ({}, "not a state_dict"),
+        ({**good, "format": 2}, "format"),
+        (other.state_dict(), "rank is 1"),
+        (larger, "size is 3"),
+        (wider, r"w.u is float32 of \(1230,\)"),
+        (ranks_of("dgc:momentum=0")[0].state_dict(), "w.u is missing"),
+        (ranks_of("none")[0].state_dict(), "id is none"),
+        ({**good, "step": -5}, "step is -5"),
+        ({**good, "tensors": {**good["tensors"], "x": dict.fromkeys("uv", np.zeros(1600))}}, "x.u is float64"),
+        ({**good, "tensors": {k: v for k, v in good["tensors"].items() if k != "x"}}, "x is missing"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            exchange.load_state_dict(state)
+        assert_same(copy_of(exchange), before)
+
+
+def test_statistics_count_every_byte():
+    exchanges = ranks_of("dgc:ratio=0.01")
+    run_step(exchanges, gradients(0))
+    stats = exchanges[0].stats()
+    entries = 12 + 16
+    assert stats["elements_sent"] == entries + 40
+    assert stats["dense_bytes"] == 4 * (1200 + 1600 + 40)
+    frames = stats["bytes_sent"] - 4 * 40 - 2 * 4
+    assert 2 * wire.HEADER_SIZE + 4 * entries < frames < 2 * wire.HEADER_SIZE + 6 * entries + 6
+    assert stats["ratio"] == stats["dense_bytes"] / stats["bytes_sent"]
+    assert stats["steps"] == 1 and stats["steps_undone"] == 0
+    assert stats["residual_norm"] == pytest.approx(
+        np.sqrt(sum((exchanges[0].arrays()[n]["v"].astype(np.float64) ** 2).sum() for n in ("w", "x"))), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("spec", ["dgc:ratio=0.001", "dgc:ratio=0.001,nesterov=true,values=fp16,exclude=y", "none"])
+def test_a_step_allocates_nothing_of_gradient_size(spec):
+    shapes = {"w": (1000, 1000), "x": (500, 1000), "y": (300, 1000), "bias": (1000,)}
+    exchanges = ranks_of(spec, size=1, shapes=shapes)
+    run_step(exchanges, gradients(0, 1, shapes))
+    run_step(exchanges, gradients(1, 1, shapes))
+    ((exchange,), (grads,)) = exchanges, gradients(2, 1, shapes)
+    tracemalloc.start()
+    carriers = {name: exchange.submit(name, grad) for name, grad in grads.items()}
+    for name, carrier in carriers.items():
+        exchange.finish(name, carrier)
+    exchange.settle()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.02 * sum(grad.nbytes for grad in grads.values())
+
+
+def test_wrong_submissions_are_errors():
+    exchange = ranks_of("dgc", size=1)[0]
+    for name, grad, error in (
+        ("w", np.zeros(1200, np.float64), ValueError),
+        ("w", np.zeros(1199, np.float32), ValueError),
+        ("w", np.zeros((30, 40), np.float32), ValueError),
+        ("unknown", np.zeros(3, np.float32), ValueError),
+    ):
+        with pytest.raises(error, match=name):
+            exchange.submit(name, grad)
+    assert not exchange.under_way
+
+
+def test_loopback_says_who_is_missing_or_twice():
+    first, second = Loopback.group(2)
+    wait = first.allgather("a", np.zeros(3, np.uint8))
+    with pytest.raises(RuntimeError, match=r"ranks \[1\]"):
+        wait()
+    with pytest.raises(RuntimeError, match="twice"):
+        first.allgather("a", np.zeros(3, np.uint8))
+    second.allgather("a", np.ones(2, np.uint8))
+    assert wait().tolist() == [0, 0, 0, 1, 1]
+
+
+class Meeting(Loopback):
+    """Loopback for ranks in threads: a result waits until everybody is there."""
+
+    def allgather(self, name, payload):
+        wait = super().allgather(name, payload)
+
+        def patient():
+            BARRIER.wait(timeout=30)
+            return wait()
+
+        return patient
+
+
+BARRIER = threading.Barrier(3)
+
+
+def test_handshake_names_the_first_difference_on_every_rank():
+    base = {"options": {"id": "dgc", "ratio": 0.1}, "tensors": {"w": {"shape": [3, 4]}, "x": {"shape": [1]}}}
+    for change, words in (
+        (lambda d: d["options"].update(ratio=0.2), "options.ratio: 0.2 on rank 2, 0.1 on rank 0"),
+        (lambda d: d["tensors"]["w"].update(shape=[4, 3]), r"tensors.w.shape: \[4, 3\] on rank 2"),
+        (lambda d: d["tensors"].pop("x"), "tensors.x: missing on rank 2, there on rank 0"),
+        (lambda d: d["tensors"].update(y=1), "tensors.y: there on rank 2, missing on rank 0"),
+        (lambda d: d.update(tensors=dict(reversed(d["tensors"].items()))), None),
+    ):
+        errors = [None] * 3
+        board = {}
+
+        def rank_of(rank):
+            description = {**base, "options": dict(base["options"]), "tensors": {k: dict(v) for k, v in base["tensors"].items()}}
+            if rank == 2:
+                change(description)
+            try:
+                agree(Meeting(rank, 3, board), "hvdc", description)
+            except hc.MismatchError as error:
+                errors[rank] = error
+
+        threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(3)]
+        [t.start() for t in threads]
+        [t.join(60) for t in threads]
+        if words is None:
+            assert errors == [None] * 3
+        else:
+            for error in errors:
+                with pytest.raises(hc.MismatchError, match=words):
+                    raise error

@@ -1,0 +1,176 @@
+"""The three laws, over arbitrary shapes and values: replicas agree, nothing is lost, the dense limit is exact."""
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import horovod_compress as hc
+
+shapes = st.one_of(
+    st.tuples(st.integers(1, 400)),
+    st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    st.tuples(st.integers(1, 8), st.integers(1, 8), st.integers(1, 3), st.integers(1, 3)),
+)
+
+
+@st.composite
+def gradients(draw, max_ranks=4):
+    """gradients[step][rank][name]: values over 12 orders of magnitude, zeros among them."""
+    steps, ranks = draw(st.integers(1, 6)), draw(st.integers(1, max_ranks))
+    named = {f"t{i}": draw(shapes) for i in range(draw(st.integers(1, 3)))}
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    zeros = draw(st.sampled_from([0.0, 0.5, 0.99]))
+
+    def array(shape):
+        magnitude = 10.0 ** rng.uniform(-6, 6, shape)
+        return (np.where(rng.random(shape) < zeros, 0, 1) * rng.choice([-1, 1], shape) * magnitude).astype(np.float32)
+
+    return [[{n: array(s) for n, s in named.items()} for _ in range(ranks)] for _ in range(steps)]
+
+
+ratios = st.sampled_from([0.001, 0.01, 0.1, 0.4])
+values = st.sampled_from(["fp32", "fp16", "bf16"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(gradients(), ratios, values, st.booleans())
+def test_conservation(grads, ratio, values, masking):
+    """Without momentum: all that was sent, and what every rank still holds, add up to all gradients."""
+    run = hc.simulate({"id": "dgc", "ratio": ratio, "momentum": 0.0, "values": values, "min_numel": 0, "masking": masking}, grads)
+    ranks = len(grads[0])
+    for name, first in grads[0][0].items():
+        sent = sum(np.float64(ranks) * mean[name] for mean in run.mean)
+        kept = sum(run.state[rank][name]["v"].reshape(first.shape).astype(np.float64) for rank in range(ranks))
+        total = sum(step[rank][name].astype(np.float64) for step in grads for rank in range(ranks))
+        magnitude = sum(np.abs(step[rank][name]).astype(np.float64) for step in grads for rank in range(ranks))
+        assert (np.abs(sent + kept - total) <= 4e-7 * magnitude * len(grads) + 1e-30).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(gradients(max_ranks=1), ratios, st.booleans(), st.sampled_from([0.5, 0.9]))
+def test_what_was_sent_is_zero_afterwards(grads, ratio, nesterov, momentum):
+    spec = {"id": "dgc", "ratio": ratio, "momentum": momentum, "nesterov": nesterov, "min_numel": 0}
+    for steps in range(1, len(grads) + 1):
+        run = hc.simulate(spec, grads[:steps])
+        for name, mean in run.mean[-1].items():
+            sent = mean.reshape(-1) != 0
+            assert (run.state[0][name]["v"][sent] == 0).all() and (run.state[0][name]["u"][sent] == 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(gradients(), st.booleans(), st.sampled_from([0.0, 0.9]), st.sampled_from([0, 64]))
+def test_dense_limit(grads, nesterov, momentum, min_numel):
+    """ratio=1 without masking is the momentum of the mean gradient, through dense and gathered payloads alike."""
+    spec = {"id": "dgc", "ratio": 1.0, "momentum": momentum, "masking": False, "min_numel": min_numel}
+    if momentum:
+        spec["nesterov"] = nesterov
+    run = hc.simulate(spec, grads)
+    for name, first in grads[0][0].items():
+        buffer = scale = np.zeros(first.shape)
+        for step, ranks in enumerate(grads):
+            mean = np.mean([named[name].astype(np.float64) for named in ranks], axis=0)
+            buffer = momentum * buffer + mean
+            expected = mean + momentum * buffer if momentum and nesterov else buffer
+            scale = np.maximum(scale, np.max([np.abs(named[name]) for named in ranks], axis=0)) * 1.5
+            assert (np.abs(run.mean[step][name] - expected) <= 2e-6 * 10 * scale + 1e-30).all()
+
+
+def test_against_the_papers_recurrence():
+    """Every step of section 3 written out, masking on, several ranks, against the exchange."""
+    rng = np.random.default_rng(3)
+    ranks, d, k, m = 3, 1000, 10, 0.9
+    grads = [[{"w": rng.standard_normal((20, 50)).astype(np.float32)} for _ in range(ranks)] for _ in range(30)]
+    for nesterov in (False, True):
+        run = hc.simulate(f"dgc:ratio=0.01,momentum={m},nesterov={nesterov},min_numel=0", grads)
+        u, v = np.zeros((ranks, d), np.float32), np.zeros((ranks, d), np.float32)
+        for step, named in enumerate(grads):
+            total = np.zeros(d)
+            for rank in range(ranks):
+                g = named[rank]["w"].reshape(-1)
+                if nesterov:
+                    u[rank] = np.float32(m) * (u[rank] + g)
+                    v[rank] = v[rank] + (u[rank] + g)
+                else:
+                    u[rank] = np.float32(m) * u[rank] + g
+                    v[rank] = v[rank] + u[rank]
+                top = np.argsort(-np.abs(v[rank]))[:k]
+                sent = run_sent(run, step, rank, v[rank], top)
+                total[sent] += v[rank, sent]
+                v[rank, sent] = u[rank, sent] = 0
+            np.testing.assert_allclose(run.mean[step]["w"].reshape(-1), total / ranks, rtol=1e-5, atol=1e-6)
+        for rank in range(ranks):
+            np.testing.assert_array_equal(run.state[rank]["w"]["v"], v[rank])
+            np.testing.assert_array_equal(run.state[rank]["w"]["u"], u[rank])
+
+
+def run_sent(run, step, rank, v, top):
+    """0.8·k to k of the largest: the mean shows which of the k were sent."""
+    mean = run.mean[step]["w"].reshape(-1)
+    sent = [i for i in top if mean[i] != 0]
+    assert 0.8 * len(top) <= len(sent)
+    return sent
+
+
+@settings(max_examples=30, deadline=None)
+@given(gradients(), st.floats(1e-3, 1e3))
+def test_clipping_limits_the_norm_over_all_tensors(grads, clip_norm):
+    """g of all tensors together has at most clip_norm/√N; then everything is as for the clipped gradients."""
+    ranks = len(grads[0])
+    clipped = []
+    for step in grads:
+        row = []
+        for named in step:
+            norm = np.sqrt(sum((a.astype(np.float64) ** 2).sum() for a in named.values()))
+            factor = min(1.0, clip_norm / np.sqrt(ranks) / norm) if norm else 1.0
+            row.append({n: (a * np.float32(factor)) for n, a in named.items()})
+        clipped.append(row)
+    options = {"id": "dgc", "ratio": 0.1, "momentum": 0.0, "min_numel": 64}
+    run = hc.simulate({**options, "clip_norm": clip_norm}, grads)
+    expected = hc.simulate(options, clipped)
+    for mine, its in zip(run.mean, expected.mean):
+        for name in mine:
+            np.testing.assert_allclose(mine[name], its[name], rtol=1e-5, atol=1e-30)
+
+
+def test_warm_up_densities():
+    dgc = hc.get_compressor("dgc:ratio=0.001,warmup_steps=400")
+    stages = [dgc.density(step) for step in (0, 99, 100, 200, 300, 399, 400, 10_000)]
+    assert stages == pytest.approx([0.2512, 0.2512, 0.0631, 0.01585, 0.00398, 0.00398, 0.001, 0.001], rel=1e-3)
+    dgc = hc.get_compressor("dgc:schedule=0/0.25+10/0.0625+20/0.001")
+    assert [dgc.density(step) for step in (0, 9, 10, 19, 20, 99)] == [0.25, 0.25, 0.0625, 0.0625, 0.001, 0.001]
+
+
+def test_a_step_that_would_move_more_than_dense_goes_dense():
+    rng = np.random.default_rng(0)
+    grads = [[{"w": rng.standard_normal((64, 64))} for _ in range(4)] for _ in range(3)]
+    run = hc.simulate("dgc:schedule=0/0.5+1/0.01,momentum=0.9", grads)
+    dense = 64 * 64 * 4
+    assert run.bytes_sent[0] == [dense] * 4
+    assert max(run.bytes_sent[1]) < dense / 20
+    # Nothing is left behind by a dense step, and momentum goes on from it.
+    one = hc.simulate("dgc:schedule=0/0.5+1/0.01,momentum=0.9", grads[:1])
+    assert not one.state[0]["w"]["v"].any() and one.state[0]["w"]["u"].any()
+    np.testing.assert_allclose(one.mean[0]["w"], np.mean([g["w"] for g in grads[0]], axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_small_and_one_dimensional_and_excluded_tensors_go_dense():
+    rng = np.random.default_rng(0)
+    shapes = {"big": (40, 40), "small": (10, 10), "bias": (5000,), "embedding.weight": (50, 50)}
+    grads = [[{n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()} for _ in range(2)] for _ in range(4)]
+    run = hc.simulate("dgc:momentum=0.9,exclude=embed*", grads)
+    assert [name for name in shapes if "v" in run.state[0][name]] == ["big"]
+    buffer = 0
+    for step, ranks in enumerate(grads):
+        buffer = 0.9 * buffer + (ranks[0]["bias"] + ranks[1]["bias"]) / 2
+        np.testing.assert_allclose(run.mean[step]["bias"], buffer, rtol=1e-4, atol=1e-5)
+    run = hc.simulate("dgc:min_numel=0", grads)
+    assert all("v" in run.state[0][name] for name in shapes)
+
+
+def test_runs_repeat_exactly():
+    rng = np.random.default_rng(0)
+    grads = [[{"w": rng.standard_normal((50, 50))} for _ in range(2)] for _ in range(5)]
+    first, second = (hc.simulate("dgc:ratio=0.02,values=fp16", grads) for _ in range(2))
+    for a, b in zip(first.mean, second.mean):
+        np.testing.assert_array_equal(a["w"], b["w"])
+    assert first.bytes_sent == second.bytes_sent
