@@ -1,0 +1,34 @@
+"""Compression for horovod.torch: what `hvd.DistributedOptimizer(compression=…)` takes.
+
+    import horovod.torch as hvd
+    import horovod_compress.torch as hvdc
+
+    compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.001)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+"""
+from ..compressors import REGISTRY
+from .compression import BoundCompression
+
+__all__ = ["BoundCompression", "Compression"]
+
+
+class Compression:
+    """Makes compressions, bound to an optimizer and its parameters: one method an algorithm, and `from_spec`."""
+
+    @staticmethod
+    def from_spec(spec, optimizer, named_parameters=None, process_set=None):
+        """The compression of a spec, "dgc:ratio=0.001" or {"id": "dgc", "ratio": 0.001}; see `BoundCompression`."""
+        return BoundCompression(spec, optimizer, named_parameters, process_set)
+
+
+def _factory(id, cls):
+    def make(optimizer, named_parameters=None, process_set=None, **options):
+        return BoundCompression({"id": id, **options}, optimizer, named_parameters, process_set)
+
+    make.__name__, make.__qualname__ = id, f"Compression.{id}"
+    make.__doc__ = f"{cls.__doc__}\n\n    Options: see horovod_compress.available()[{id!r}]; arguments: see BoundCompression."
+    return make
+
+
+for _id, _cls in REGISTRY.items():
+    setattr(Compression, _id, staticmethod(_factory(_id, _cls)))

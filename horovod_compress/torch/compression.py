@@ -1,0 +1,270 @@
+"""Horovod's Compressor interface, `compress` and `decompress`, over the exchange."""
+import collections
+import gc
+import itertools
+import os
+import warnings
+
+import horovod.torch as hvd
+import torch
+
+from .. import wire
+from ..compressors import get_compressor
+from ..exchange import Exchange
+from ..handshake import agree
+from ..transport.horovod import HorovodTransport
+from ..transport.loopback import Loopback
+from ..version import __version__
+from .sgd import SGDTakeover
+
+# Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order. Sets are
+# told apart by their ranks here, because Horovod gives the id of a removed set to another one.
+_numbers = collections.defaultdict(itertools.count)
+_HALF_OR_DOUBLE = (torch.float16, torch.bfloat16, torch.float64)
+
+
+class _Slot:
+    """One parameter: its name, the parameter that followed it in the last step, and a host copy of its gradient where the
+    gradient itself is not contiguous float32 in host memory."""
+
+    def __init__(self, name, param):
+        self.name, self.param, self.following, self._staging = name, param, None, None
+
+    def load(self, grad):
+        """(tensor, flat array) of float32 on the host: the gradient's own memory where possible."""
+        if grad.dtype == torch.float32 and grad.device.type == "cpu" and grad.is_contiguous():
+            return grad, grad.numpy().reshape(-1)
+        if grad.dtype != torch.float32 and grad.dtype not in _HALF_OR_DOUBLE:
+            raise TypeError(f"{self.name}: gradients of {grad.dtype} cannot be compressed; real floating point is needed")
+        if self._staging is None:
+            if grad.device.type != "cpu":
+                _warn_once(f"gradients on {grad.device.type} are compressed on the host, through pinned memory")
+            pinned = grad.device.type == "cuda"
+            self._staging = torch.empty(grad.shape, dtype=torch.float32, device="cpu", pin_memory=pinned)
+        self._staging.copy_(grad)
+        return self._staging, self._staging.numpy().reshape(-1)
+
+
+class BoundCompression:
+    """A compression bound to an optimizer and its parameters, for hvd.DistributedOptimizer(compression=…).
+
+    spec: as for horovod_compress.get_compressor.
+    optimizer: the torch optimizer that will be wrapped. An SGD's momentum, Nesterov and weight decay are taken over by
+        algorithms that correct momentum (dgc). None where the algorithm needs nothing from it.
+    named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered by parameter group.
+    process_set: the one that hvd.DistributedOptimizer gets; default: all ranks.
+
+    One compression serves one optimizer on one rank. Its residuals are this rank's own: save `state_dict()` on every rank.
+    Raises ValueError for bad options and parameters, and MismatchError, on all ranks, where ranks were started differently.
+    """
+
+    def __init__(self, spec, optimizer, named_parameters=None, process_set=None):
+        if not hvd.is_initialized():
+            raise ValueError("call hvd.init() before making a compression")
+        self._process_set = hvd.global_process_set if process_set is None else process_set
+        if self._process_set.process_set_id is None:
+            raise ValueError("this process set is not registered: pass it to hvd.init() or hvd.add_process_set() first")
+        compressor = get_compressor(spec)
+        slots = [_Slot(name, param) for name, param in _named(optimizer, named_parameters)]
+        # Horovod reduces, and compresses, only where there is more than one rank.
+        self._active = bool(self._process_set.included()) and (
+            hvd.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
+        )
+        self._takeover = None
+        variants = {}
+        if compressor.corrects_momentum:
+            if optimizer is None and compressor.momentum is None:
+                raise ValueError(f"{compressor.id} needs the optimizer, to take over its momentum; or say momentum=…")
+            if self._active and isinstance(optimizer, torch.optim.SGD) and compressor.momentum != 0:
+                takeover = SGDTakeover(optimizer, compressor, {id(slot.param): slot.name for slot in slots})
+                variants = takeover.variants
+                self._takeover = takeover if variants else None
+            if optimizer is not None and compressor.momentum is None:  # what is not taken over stays with the optimizer
+                compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))
+        self._compressor = next(iter(variants.values()), compressor)
+        self._tensors = {
+            slot.name: (tuple(slot.param.shape), variants.get(slot.name, compressor))
+            for slot in slots
+            if self._active and slot.param.requires_grad
+        }
+        self._slots = slots
+        self._last = slots[-1]
+        for slot, following in zip(slots, slots[1:] + slots[:1]):
+            slot.following = following
+        self._exchange = None
+        self._transport = HorovodTransport(self._process_set) if self._active else Loopback.group(1)[0]
+        number = next(_numbers[tuple(self._process_set.ranks or ())])
+        self._label = f"hvdc.{self._process_set.process_set_id}.{number}"
+        self._stepped = False
+        if self._active:
+            agree(self._transport, self._label, self._description())
+
+    # -- Horovod's interface ----------------------------------------------------------------------------------------------
+
+    def compress(self, tensor):
+        """Called by Horovod with a parameter's gradient: returns what Horovod is to reduce, and a context."""
+        exchange = self._opened()
+        if not exchange.under_way:
+            self._begin_step()
+        slot = self._find(tensor)
+        host, flat = slot.load(tensor)
+        carrier = exchange.submit(slot.name, flat)
+        sent = host if carrier is flat else torch.from_numpy(carrier)
+        return sent, (slot.name, tensor, host, sent, carrier)
+
+    def decompress(self, tensor, ctx):
+        """Called by Horovod with what it reduced: returns the gradient, in its own memory, holding the result."""
+        if ctx is None:  # Horovod's own path for sparse gradients, which never came through compress
+            if any(self._takes_momentum_of(slot.param) and slot.param.grad.is_sparse for slot in self._slots):
+                raise ValueError(
+                    f"{self._compressor.id} has taken over the optimizer's momentum, which a sparse gradient cannot have: "
+                    "give hvd.DistributedOptimizer(sparse_as_dense=True), or bind with momentum=0"
+                )
+            return tensor
+        name, grad, host, sent, carrier = ctx
+        same = tensor.data_ptr() == sent.data_ptr()
+        self._exchange.finish(name, carrier if same else tensor.cpu().float().numpy().reshape(-1))
+        if host is not grad:
+            grad.copy_(host)
+            if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
+                self._exchange.reject()
+        if self._takeover:
+            self._takeover.due = True
+        return grad
+
+    def _takes_momentum_of(self, param):
+        return self._takeover is not None and param.grad is not None and self._takeover.covers(param)
+
+    def _find(self, tensor):
+        # Gradients come in nearly the same order every step.
+        slot = self._last.following
+        if slot.param.grad is not tensor:
+            slot = next((slot for slot in self._slots if slot.param.grad is tensor), None) or self._find_densified(tensor)
+            self._last.following = slot
+        self._last = slot
+        return slot
+
+    def _find_densified(self, tensor):
+        """sparse_as_dense hands over a dense copy: the parameter is known by shape, and by value where shapes agree."""
+        if any(slot.param is tensor for slot in self._slots):
+            raise ValueError("op=Adasum is not supported: it reduces parameters, not gradients; use hvd.Average or hvd.Sum")
+        alike = [
+            slot for slot in self._slots
+            if slot.param.grad is not None and slot.param.grad.is_sparse and slot.param.shape == tensor.shape
+        ]
+        if len(alike) > 1:  # each comes once a step; of equal gradients, first come first served
+            alike = [slot for slot in alike if not self._exchange.is_open(slot.name)]
+        if len(alike) > 1:
+            alike = [slot for slot in alike if _same(slot.param.grad.to_dense(), tensor)]
+        if not alike:
+            raise ValueError(
+                f"a gradient of shape {tuple(tensor.shape)} belongs to none of the parameters that this compression was bound "
+                "to: bind it to the optimizer's parameters as they are now, after all add_param_group()"
+            )
+        return alike[0]
+
+    def _opened(self):
+        """The exchange, made when it is first needed: until then no memory is taken."""
+        if self._exchange is None:
+            self._exchange = Exchange(self._compressor, self._transport, self._tensors, self._label)
+        return self._exchange
+
+    def _begin_step(self):
+        if not self._stepped:
+            optimizer = self._horovods_optimizer()
+            # Only now: until here the user could broadcast these options, or load them.
+            agree(self._transport, f"{self._label}.step", _options(optimizer))
+            if self._takeover:
+                self._takeover.optimizer = optimizer
+            self._stepped = True
+        if self._takeover:
+            self._takeover.due = False
+            for name, options in self._takeover.changes().items():
+                self._exchange.replace(name, **options)
+
+    def _horovods_optimizer(self):
+        """The optimizer that calls this compression. It is made after it, never introduces itself, and its groups are the bound
+        optimizer's only until a state_dict is loaded. Searched once, at the first gradient."""
+        for candidate in gc.get_objects():
+            if issubclass(type(candidate), torch.optim.Optimizer) and any(v is self for v in vars(candidate).values()):
+                return candidate
+        raise RuntimeError("gradients came, but no optimizer holds this compression: give it to hvd.DistributedOptimizer")
+
+    def _description(self):
+        return {
+            "version of horovod-compress": __version__,
+            "wire version": wire.VERSION,
+            "options": self._compressor.config,
+            "tensors": {n: {"shape": list(s), "compressor": repr(variant)} for n, (s, variant) in self._tensors.items()},
+        }
+
+    # -- for users --------------------------------------------------------------------------------------------------------
+
+    @property
+    def config(self):
+        """The id and all options, as a JSON-able spec."""
+        return self._compressor.config
+
+    def __repr__(self):
+        return f"<{self._compressor!r} bound to {len(self._slots)} parameters>"
+
+    def stats(self):
+        """Totals of this rank since the start: see `Exchange.stats`. All 0 where Horovod reduces nothing, on one rank."""
+        return self._opened().stats()
+
+    def state_dict(self):
+        """This rank's residuals and momentum, as tensors and plain values: for torch.save, one file a rank, next to the
+        model's and the optimizer's."""
+        state = self._opened().state_dict()
+        state["tensors"] = {n: {k: torch.from_numpy(a) for k, a in arrays.items()} for n, arrays in state["tensors"].items()}
+        return state
+
+    def load_state_dict(self, state):
+        """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. Raises ValueError, with
+        nothing changed, for any other."""
+        if not isinstance(state, dict):
+            raise ValueError("not a state_dict of a compression")
+        self._opened().load_state_dict(state)
+
+
+def _named(optimizer, named_parameters):
+    """(name, parameter) pairs of all parameters to expect, checked."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    if named_parameters is None:
+        named = [(f"group{i}.{j}", p) for i, group in enumerate(groups) for j, p in enumerate(group["params"])]
+    else:
+        named = list(named_parameters)
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
+            raise ValueError("named_parameters must be (name, parameter) pairs, as model.named_parameters() gives")
+    if not named:
+        raise ValueError("no parameters: give the optimizer, named_parameters=model.named_parameters(), or both")
+    names = [name for name, _ in named]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"parameter names must be unique; these come twice: {', '.join(repeated)}")
+    known = {id(p) for _, p in named}
+    if any(id(p) not in known for group in groups for p in group["params"]):
+        raise ValueError("the optimizer has parameters that named_parameters does not name")
+    return named
+
+
+def _same(a, b):
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _options(optimizer):
+    """The options of an optimizer's groups that are plain values: what all ranks must have alike."""
+    groups = {}
+    for i, group in enumerate(optimizer.param_groups):
+        plain = {k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in group.items()}
+        groups[f"parameter group {i}"] = {k: v for k, v in plain.items() if isinstance(v, (bool, int, float, str))}
+    return groups
+
+
+_warned = set()
+
+
+def _warn_once(message):
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(f"horovod_compress: {message}", RuntimeWarning, stacklevel=4)

@@ -1,0 +1,147 @@
+"""What an SGD optimizer would do to a gradient and a momentum-correcting compression does instead."""
+import dataclasses
+import logging
+import weakref
+
+import horovod.torch as hvd
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+_log = logging.getLogger("horovod_compress")
+_takeovers = weakref.WeakSet()
+
+
+def _before_step(optimizer, args, kwargs):
+    for takeover in list(_takeovers):
+        takeover.before_step(optimizer)
+
+
+def _after_step(optimizer, args, kwargs):
+    for takeover in list(_takeovers):
+        takeover.restore()
+
+
+# One pair of hooks for good: were each takeover to remove its own when it dies, that could happen while torch walks them.
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
+
+
+class SGDTakeover:
+    """Momentum and weight decay of a torch.optim.SGD, applied exactly once.
+
+    The compression corrects momentum (DGC section 3.2), so SGD must not apply it again. SGD also runs the weight-decay term
+    λ·p through its momentum; that term is the same on all ranks and has no place in the compressed stream. So for the time of
+    a step whose gradients have come through the compression, the groups' momentum and weight decay are 0, and the term
+    w ← m·w + λ·p is added to the gradient instead: after a GradScaler has unscaled it, and not at all when that skips the step.
+    w is SGD's own momentum buffer, which nothing else uses then. It is broadcast, saved and loaded with the optimizer, and
+    momentum from a plain run lives on in it.
+
+    Outside such steps the groups are the user's: schedulers, checkpoints and hvd.broadcast_optimizer_state find what they
+    expect, and what they change counts from the next gradient on.
+    """
+
+    def __init__(self, optimizer, compressor, names):
+        self.due = False  # a step's gradients have come through the compression, and no step has used them yet
+        self.variants = {}  # name → the compressor with its group's momentum
+        self._names = names  # id(parameter) → name
+        self._compressor = compressor
+        self.optimizer = optimizer  # who steps: from the first gradient on, Horovod's optimizer
+        self._suspended = []  # (group, its options) of the step that is being taken
+        self._checked = set()  # buffers of parameters without weight decay that were found to hold something
+        told = set()
+        for group in optimizer.param_groups:
+            momentum, nesterov = self._momentum_of(group)
+            if momentum == 0:
+                continue
+            if group["dampening"] != 0:
+                raise ValueError(f"{compressor.id} cannot take over SGD's dampening={group['dampening']}: set it to 0")
+            for param in (param for param in group["params"] if param.requires_grad):
+                self.variants[names[id(param)]] = compressor.bound(momentum, nesterov)
+            told.add(f"momentum={momentum:g}{' (nesterov)' if nesterov else ''}, weight_decay={group['weight_decay']:g}")
+        if told:
+            _takeovers.add(self)
+            if hvd.rank() == 0:
+                _log.warning("%s takes over from SGD, which does not apply them itself: %s", compressor.id, "; ".join(told))
+
+    def covers(self, param):
+        """Whether this parameter's momentum is taken over."""
+        return self._names.get(id(param)) in self.variants
+
+    def changes(self):
+        """{name: options} of the parameters whose momentum the optimizer's groups have changed since the last call."""
+        self.restore()
+        changed = {}
+        for group in self.optimizer.param_groups:
+            momentum, nesterov = self._momentum_of(group)
+            for param in filter(self.covers, group["params"]):
+                variant = self.variants[self._names[id(param)]]
+                if (variant.momentum, variant.nesterov) == (momentum, nesterov):
+                    break  # as its group
+                changed[self._names[id(param)]] = {"momentum": momentum, "nesterov": nesterov}
+        for name, options in changed.items():
+            self.variants[name] = dataclasses.replace(self.variants[name], **options)
+        return changed
+
+    def before_step(self, optimizer):
+        """Prepares gradients and groups for the step of SGD that comes now.
+
+        Horovod's optimizer comes by twice: before it waits for the exchange, and again as the SGD that it extends. A step
+        with nothing exchanged is left alone: hvd.broadcast_optimizer_state takes one.
+        """
+        if optimizer is not self.optimizer or not self.due:
+            return
+        self.due = False
+        for group in optimizer.param_groups:
+            params = [p for p in group["params"] if self.covers(p) and p.grad is not None]
+            if params:
+                momentum, nesterov = self._momentum_of(group)
+                self._add_decay(optimizer, group, params, momentum, nesterov)
+                suspended = {key: group[key] for key in ("momentum", "nesterov", "weight_decay")}
+                self._suspended.append((group, suspended))
+                group.update(momentum=0, nesterov=False, weight_decay=0)
+
+    def restore(self):
+        """Gives the groups back what a step has suspended."""
+        while self._suspended:
+            group, options = self._suspended.pop()
+            group.update(options)
+
+    def _momentum_of(self, group):
+        chosen = self._compressor
+        momentum = group["momentum"] if chosen.momentum is None else chosen.momentum
+        nesterov = group["nesterov"] if chosen.nesterov is None else chosen.nesterov
+        return float(momentum), bool(nesterov and momentum)
+
+    def _add_decay(self, optimizer, group, params, momentum, nesterov):
+        decay = group["weight_decay"]
+        sign = -1 if group["maximize"] else 1  # then SGD negates the gradient, and its buffer is of the negated one
+        if decay and any(p.grad.is_sparse for p in params):
+            raise RuntimeError("weight_decay option is not compatible with sparse gradients")
+        if not decay:
+            params = [p for p in params if self._holds_momentum(optimizer.state[p], p)]
+        if not params:
+            return
+        with torch.no_grad():
+            buffers = []
+            for p in params:
+                if optimizer.state[p].get("momentum_buffer") is None:
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
+                buffers.append(optimizer.state[p]["momentum_buffer"])
+            grads, values = [p.grad for p in params], [p.detach() for p in params]
+            torch._foreach_mul_(buffers, momentum)
+            if decay:
+                torch._foreach_add_(buffers, values, alpha=decay)
+            if decay and nesterov:
+                torch._foreach_add_(grads, values, alpha=sign * decay)
+            torch._foreach_add_(grads, buffers, alpha=sign * momentum if nesterov else sign)
+
+    def _holds_momentum(self, state, param):
+        """Whether a buffer without weight decay is worth keeping: hvd.broadcast_optimizer_state makes empty ones."""
+        buffer = state.get("momentum_buffer")
+        if buffer is None or id(param) in self._checked:
+            return buffer is not None
+        if not buffer.any():
+            del state["momentum_buffer"]
+            return False
+        self._checked.add(id(param))
+        return True
