@@ -1,0 +1,118 @@
+"""Trains a small convolutional network on several ranks, with any compression:
+
+    horovodrun -np 2 python examples/pytorch_images.py --compression dgc:ratio=0.001,warmup_steps=300
+
+Compressions: none and fp16 are Horovod's own; everything else is a spec of horovod_compress. Several are trained one after
+the other, from the same seed. --events writes what happens as lines of JSON (scripts/demo.py draws from them).
+"""
+import argparse
+import contextlib
+import json
+import statistics
+import time
+
+import horovod.torch as hvd
+import torch
+from images import load
+from torch import nn
+
+import horovod_compress.torch as hvdc
+
+
+def network(side):
+    """Two convolutions and two linear layers: 421 642 parameters for 28 × 28 images."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(64 * (side // 4) ** 2, 128), nn.ReLU(), nn.Linear(128, 10),
+    )
+
+
+def accuracy(model, images, labels):
+    """Share of all ranks' images that the model gets right; each rank looks at its own."""
+    model.eval()
+    with torch.no_grad():
+        right = sum((model(x).argmax(1) == y).sum() for x, y in zip(images.split(500), labels.split(500)))
+    model.train()
+    counts = hvd.allreduce(torch.tensor([float(right), float(len(labels))]), op=hvd.Sum)
+    return (counts[0] / counts[1]).item()
+
+
+def train(spec, data, options, report):
+    torch.manual_seed(options.seed)
+    side = data["train"][0].shape[-1]
+    model = network(side)
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=1e-4)
+
+    compression = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(spec)
+    if compression is None:
+        compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+    parameters = sum(p.numel() for p in model.parameters())
+    dense_bytes = {"none": 4 * parameters, "fp16": 2 * parameters}.get(spec)
+    images, labels = data["train"]
+    batches = len(images) // (options.batch * hvd.size())
+    steps = options.epochs * batches
+    report(event="start", spec=spec, steps=steps, parameters=parameters)
+    test = [part[hvd.rank() :: hvd.size()] for part in data["test"]]
+    sample = [part[: max(1, 2000 // hvd.size())] for part in test]
+    seconds, step = [], 0
+    for epoch in range(options.epochs):
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(options.seed + epoch))
+        for mine in order[: batches * options.batch * hvd.size()].view(batches, hvd.size(), -1)[:, hvd.rank()]:
+            started = time.perf_counter()
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(images[mine]), labels[mine])
+            loss.backward()
+            optimizer.step()
+            seconds.append(time.perf_counter() - started)
+            step += 1
+            if step % max(1, steps // 20) == 0:
+                sent = dense_bytes * step if dense_bytes else compression.stats()["bytes_sent"]
+                report(event="point", step=step, loss=loss.item(), accuracy=accuracy(model, *sample), bytes=sent)
+            elif step % 5 == 0:
+                report(event="step", step=step)
+    sent = dense_bytes * steps if dense_bytes else compression.stats()["bytes_sent"]
+    report(
+        event="end", accuracy=accuracy(model, *test), bytes_per_step=sent / steps, ratio=4 * parameters * steps / sent,
+        step_seconds=statistics.median(seconds),
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--compression", nargs="+", default=["none"], metavar="SPEC")
+    parser.add_argument("--epochs", type=int, help="default: 2, or 20 where there are few images")
+    parser.add_argument("--batch", type=int, default=64, help="images per rank and step")
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", help="folder of IDX files; default: Fashion-MNIST if installed, else the digits")
+    parser.add_argument("--images", type=int, help="train on the first so many images only")
+    parser.add_argument("--events", help="file to write events to, as lines of JSON")
+    options = parser.parse_args()
+
+    hvd.init()
+    torch.set_num_threads(1)
+    name, arrays = load(options.data)
+    data = {part: [torch.from_numpy(array) for array in arrays] for part, arrays in arrays.items()}
+    data["train"] = [part[: options.images] for part in data["train"]]
+    with open(options.events, "w") if options.events and hvd.rank() == 0 else contextlib.nullcontext() as file:
+
+        def report(**event):
+            if hvd.rank() != 0:
+                return
+            if file:
+                print(json.dumps(event), file=file, flush=True)
+            elif event["event"] != "step":
+                print(event, flush=True)
+
+        options.epochs = options.epochs or (2 if len(data["train"][0]) > 10000 else 20)
+        report(event="data", name=name, images=len(data["train"][0]), ranks=hvd.size())
+        for spec in options.compression:
+            train(spec, data, options, report)
+
+
+if __name__ == "__main__":
+    main()
