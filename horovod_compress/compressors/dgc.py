@@ -7,7 +7,8 @@ import zlib
 import numpy as np
 
 from .. import kernels
-from .base import Compressor, Dense, SelectiveCompressor, Sparse, State
+from .base import Dense, SelectiveCompressor, Sparse, State
+from .none import NoCompression
 from .options import Choice, Count, Flag, Number, Schedule, option
 
 _VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16}
@@ -132,8 +133,10 @@ class DGC(SelectiveCompressor):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class DenseMomentum(Compressor):
+class DenseMomentum(NoCompression):
     """The tensors that DGC leaves alone: averaged first, then vanilla or Nesterov momentum, alike on all ranks."""
+
+    id = number = None  # not for users: DGC's own
 
     momentum: float = option(Number(0, 1), 0.9, "of the mean gradient")
     nesterov: bool = option(Flag(), False, "Nesterov's momentum")
@@ -141,15 +144,10 @@ class DenseMomentum(Compressor):
     def init(self, name, shape):
         return State(name, {"u": np.zeros(math.prod(shape), np.float32)} if self.momentum else {})
 
-    def encode(self, grad, state, step):
-        if step.scale != 1:
-            grad *= np.float32(step.scale)
-        return Dense(grad)
-
     def decode(self, payload, out, state, scale):
         u = state.arrays.get("u")
         if u is None:
-            return kernels.all_finite(out)
+            return super().decode(payload, out, state, scale)
         new = np.empty_like(u) if state.spare is None else state.spare
         if not kernels.dense_momentum(out, u, new, self.momentum, self.nesterov):
             return False

@@ -342,7 +342,7 @@ def equal_and_not_finite_sparse_gradients():
         optimizer = sgd(model)
         compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
         wrapped = wrap(model, optimizer, compression, sparse_as_dense=True)
-        for step in range(3):
+        for _ in range(3):
             wrapped.zero_grad()
             (model(torch.arange(10)) * (factor if hvd.rank() == 1 else 1.0)).backward()
             wrapped.step()
@@ -371,7 +371,7 @@ def half_precision_results_that_overflow_are_given_back():
     compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
     used, steps = torch.zeros(64, 64, dtype=torch.float64), 40
-    for step in range(steps):
+    for _ in range(steps):
         wrapped.zero_grad()
         (model.weight * torch.full((64, 64), 30000.0, dtype=torch.float16)).sum().backward()
         wrapped.synchronize()
