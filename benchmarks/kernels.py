@@ -21,6 +21,7 @@ from shapes import resnet50
 
 from horovod_compress import kernels
 from horovod_compress.compressors import get_compressor
+from horovod_compress.compressors.base import zeros
 from horovod_compress.exchange import Exchange
 from horovod_compress.transport.base import Transport
 
@@ -64,13 +65,13 @@ def main():
     exchange = Exchange(compressor, Echo(arguments.ranks), {n: (s, compressor) for n, s in shapes.items()})
     rng = np.random.default_rng(0)
     fresh = {n: rng.standard_normal(int(np.prod(s)), np.float32) for n, s in shapes.items()}
-    grads = {n: np.empty_like(g) for n, g in fresh.items()}
+    grads = {n: zeros(g.size) for n, g in fresh.items()}  # on cache lines, as torch's gradients are
     gradient_bytes = sum(g.nbytes for g in grads.values())
     floats = gradient_bytes // 4
     print(f"{compressor!r} on ResNet-50: {len(shapes)} tensors, {floats / 1e6:.1f} M floats, kernels: {kernels.backend}")
 
     stream = streaming_loop()
-    streams = [np.ones(floats, np.float32) for _ in range(3)]
+    streams = [zeros(floats) for _ in range(3)]
     times = {"encode": [], "decode": [], "streaming": []}
     allocated = 0
     for step in range(arguments.steps + 3):

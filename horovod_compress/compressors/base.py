@@ -12,6 +12,12 @@ import numpy as np
 from .options import Choice, Count, Patterns, option
 
 
+def zeros(numel):
+    """float32 zeros that begin on a cache line: unaligned state makes the pass over it up to half as long again."""
+    memory = np.zeros(numel + 16, np.float32)
+    return memory[-memory.ctypes.data % 64 // 4 :][:numel]
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """What an algorithm may know of the step it works in: its number from 0, the number of ranks, and what local

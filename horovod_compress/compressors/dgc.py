@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 
 from .. import kernels
-from .base import Dense, SelectiveCompressor, Sparse, State
+from .base import Dense, SelectiveCompressor, Sparse, State, zeros
 from .none import NoCompression
 from .options import Choice, Count, Flag, Number, Schedule, option
 
@@ -86,7 +86,7 @@ class DGC(SelectiveCompressor):
 
     def init(self, name, shape):
         names = ("u", "v") if self.m else ("v",)
-        return State(name, {array: np.zeros(math.prod(shape), np.float32) for array in names})
+        return State(name, {array: zeros(math.prod(shape)) for array in names})
 
     def encode(self, grad, state, step):
         u, v = state.arrays.get("u"), state.arrays["v"]
@@ -142,7 +142,7 @@ class DenseMomentum(NoCompression):
     nesterov: bool = option(Flag(), False, "Nesterov's momentum")
 
     def init(self, name, shape):
-        return State(name, {"u": np.zeros(math.prod(shape), np.float32)} if self.momentum else {})
+        return State(name, {"u": zeros(math.prod(shape))} if self.momentum else {})
 
     def decode(self, payload, out, state, scale):
         u = state.arrays.get("u")
