@@ -1,8 +1,9 @@
 """Builds the native kernels; everything else about the package is in pyproject.toml."""
+import glob
 import os
 import sys
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 
 flags = []
@@ -15,12 +16,13 @@ if os.environ.get("HOROVOD_COMPRESS_SANITIZE"):
 
 native = Pybind11Extension(
     "horovod_compress.kernels.native",
-    ["horovod_compress/kernels/native.cpp"],
-    depends=["horovod_compress/kernels/select.hpp", "horovod_compress/kernels/sparse.hpp"],
+    sorted(glob.glob("horovod_compress/kernels/*.cpp")),
+    depends=sorted(glob.glob("horovod_compress/kernels/*.hpp")),
     cxx_std=17,
     extra_compile_args=flags,
     extra_link_args=[flag for flag in flags if flag.startswith("-fsanitize")],
 )
 native.optional = True  # where no compiler is found the NumPy reference serves, with one warning
 
-setup(ext_modules=[native])
+with ParallelCompile():
+    setup(ext_modules=[native])

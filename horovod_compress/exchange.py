@@ -1,11 +1,12 @@
 """Drives the steps of one compression on one rank: encode, move, decode, and commit or roll back.
 
 Of each tensor the host (Horovod's optimizer, or `simulate`) takes a carrier, sums or averages it over ranks as its user
-asked, and brings it back. A dense payload is its own carrier. A gathered payload travels beside a carrier that holds a
+asked, and brings it back. A dense payload is its own carrier. Any other payload travels beside a carrier that holds a
 single 1: what came back, divided by the number of ranks, is the factor for the sum of the payloads, whatever the host's
 op, scale factors or predivision are.
 """
 import dataclasses
+import inspect
 import json
 import math
 import operator
@@ -15,7 +16,7 @@ import zlib
 import numpy as np
 
 from . import kernels, wire
-from .compressors.base import Compressor, Dense, State, Step
+from .compressors.base import Agree, Compressor, Dense, Gathered, State, Step
 from .handshake import first_difference
 
 _COUNTERS = (
@@ -45,8 +46,10 @@ class _Pending:
     tensor: _Tensor
     grad: np.ndarray
     carrier: np.ndarray = None
+    squares: np.ndarray = None
+    encoding: object = None  # the generator, until it has returned its payload
+    request: object = None  # what it yielded last
     payload: object = None
-    sent: int = 0
     wait: object = None  # waits for the transport; None where the carrier is the payload
 
 
@@ -69,20 +72,22 @@ class Exchange:
             self._tensors[name] = _Tensor(
                 name, tuple(shape), chosen, chosen.init(name, shape), digest, math.prod(shape), np.ones(1, np.float32)
             )
-        self._now = Step(0, transport.size)
+        self._now = Step(0, transport.rank, transport.size)
         self._open = {}  # submitted, not finished
         self._touched = {}  # submitted in the current step: to commit or to roll back
         self._deferred = []  # with clipping: not encoded before all gradients are there
+        self._encoding = []  # with rounds to go before they have a payload
         self._finite = True
         self._counters = dict.fromkeys(_COUNTERS, 0)
 
     # -- a step ---------------------------------------------------------------------------------------------------------
 
-    def submit(self, name, grad):
+    def submit(self, name, grad, squares=None):
         """Takes a tensor's flat float32 gradient into the step; returns the carrier for the host to reduce, in place.
 
-        grad's memory belongs to the exchange until `finish`. A tensor that is submitted again although its step was never
-        finished abandons that step: what it took out of residuals goes back.
+        squares: where known, the sums over this rank's samples of their squared gradients, as Step.squares. grad's memory
+        belongs to the exchange until `finish`. A tensor that is submitted again although its step was never finished
+        abandons that step: what it took out of residuals goes back.
         """
         if name not in self._tensors:
             raise ValueError(f"{name} is none of the tensors of this compression")
@@ -91,7 +96,7 @@ class Exchange:
             raise ValueError(f"{name}: expected {tensor.numel} float32 in one dimension, not {grad.shape} of {grad.dtype}")
         if self._touched and (not self._open or name in self._touched):
             self._end_step()
-        pending = self._open[name] = _Pending(tensor, grad)
+        pending = self._open[name] = _Pending(tensor, grad, squares=squares)
         self._touched[name] = tensor
         if self.compressor.clip_norm is None:
             self._start(pending, self._now)
@@ -103,65 +108,137 @@ class Exchange:
         return pending.carrier
 
     def flush(self):
-        """With clipping, encodes and starts what was submitted; `finish` does so by itself."""
-        if not self._deferred:
-            return
+        """Encodes and starts what had to wait for the whole step; `finish` does so by itself."""
+        if self._deferred or self._encoding:
+            for _ in self.rounds():
+                pass
+
+    def rounds(self):
+        """`flush` by rounds, for a driver of several ranks: yields when it has started something, before it waits for it."""
         deferred, self._deferred = self._deferred, []
-        norm = sum(kernels.squared_norm(pending.grad) for pending in deferred) ** 0.5
-        limit = self.compressor.clip_norm * self.transport.size**-0.5
-        scale = limit / norm if limit < norm < float("inf") else 1.0
-        step = dataclasses.replace(self._now, scale=scale)
-        for pending in deferred:
-            self._start(pending, step)
+        if deferred:
+            norm = sum(kernels.moments(pending.grad)[1] for pending in deferred) ** 0.5
+            limit = self.compressor.clip_norm * self.transport.size**-0.5
+            scale = limit / norm if limit < norm < float("inf") else 1.0
+            step = dataclasses.replace(self._now, scale=scale)
+            for pending in deferred:
+                self._start(pending, step)
+        while self._encoding:
+            waiting, self._encoding = self._encoding, []
+            asking = {p.tensor.name: p for p in waiting if isinstance(p.request, Agree)}
+            agreeing = [asking[name] for name in self._tensors if name in asking]  # in one order on all ranks
+            largest = self._agree([number for pending in agreeing for number in pending.request.numbers])
+            yield
+            started = time.perf_counter()
+            answers = {id(pending): pending.wait() for pending in waiting if pending.wait}
+            if agreeing:
+                numbers, at = largest().tolist(), 0
+                for pending in agreeing:
+                    answers[id(pending)] = numbers[at : at + len(pending.request.numbers)]
+                    at += len(pending.request.numbers)
+            self._counters["exchange_seconds"] += time.perf_counter() - started
+            started = time.perf_counter()
+            for pending in waiting:
+                self._resume(pending, answers[id(pending)])
+            self._counters["encode_seconds"] += time.perf_counter() - started
 
     def finish(self, name, reduced):
         """Leaves the step's result in the memory of the gradient that was submitted. reduced: the carrier as the host
         brought it back. A result that is not finite on some rank is not finite on all of them."""
         self.flush()
         pending = self._open[name]
-        tensor, grad = pending.tensor, pending.grad
+        tensor, grad, payload = pending.tensor, pending.grad, pending.payload
         started = time.perf_counter()
-        if pending.wait is None:
-            scale, payload = 1.0, pending.payload
-            if reduced is not grad:
-                np.copyto(grad, reduced)
-        else:
-            scale, payload = float(reduced[0]) / self.transport.size, pending.payload
-            data = pending.wait()
+        scale, arrived = 1.0, None
+        if pending.wait is not None:
+            scale, arrived = float(reduced[0]) / self.transport.size, pending.wait()
             self._counters["exchange_seconds"] += time.perf_counter() - started
             started = time.perf_counter()
+        if isinstance(payload, Gathered):
+            finite = self._add(tensor, grad, payload, arrived, scale)
+        else:
             if isinstance(payload, Dense):
-                grad *= np.float32(scale)
-            else:
-                self._counters["bytes_received"] += len(data) - pending.sent
-                payload = wire.decode(
-                    data, self.transport.size, tensor.compressor.number, tensor.digest, self._now.index, grad.size
-                )
-        self._finite &= tensor.compressor.decode(payload, grad, tensor.state, scale)
+                summed = reduced if arrived is None else arrived
+                if summed.dtype == np.float16:
+                    kernels.from_float16(summed.view(np.uint16), grad)
+                elif summed is not grad:
+                    np.copyto(grad, summed)
+                if arrived is not None:
+                    grad *= np.float32(scale)
+                    scale = 1.0
+            finite = tensor.compressor.decode(payload, grad, tensor.state, scale)
+        self._finite &= finite
         del self._open[name]
         self._counters["decode_seconds"] += time.perf_counter() - started
 
     def _start(self, pending, step):
         started = time.perf_counter()
-        tensor = pending.tensor
-        payload = pending.payload = tensor.compressor.encode(pending.grad, tensor.state, step)
-        name = f"{self._label}.{tensor.name}"
-        if isinstance(payload, Dense):
-            self._counters["elements_sent"] += payload.array.size
+        if pending.squares is not None:
+            step = dataclasses.replace(step, squares=pending.squares)
+        encoded = pending.tensor.compressor.encode(pending.grad, pending.tensor.state, step)
+        if inspect.isgenerator(encoded):
+            pending.encoding = encoded
             if pending.carrier is None:
-                pending.carrier = payload.array
-            else:
-                self._count(payload.array.nbytes, payload.array.nbytes)
-                pending.wait = self.transport.allreduce(name, payload.array)
+                pending.carrier = pending.tensor.one()
+            self._resume(pending, None)  # up to its first request
         else:
-            frame = wire.encode(payload, tensor.compressor.number, tensor.digest, self._now.index)
-            pending.sent = len(frame)
-            self._count(len(frame), 0)
-            self._counters["elements_sent"] += len(payload.indices)
-            if pending.carrier is None:  # a deferred tensor's may have been reduced by now
-                pending.carrier = tensor.one()
-            pending.wait = self.transport.allgather(name, frame)
+            self._send(pending, encoded)
         self._counters["encode_seconds"] += time.perf_counter() - started
+
+    def _resume(self, pending, answer):
+        """Lets an encoding go on to what it needs next, or to its payload."""
+        pending.wait = None
+        try:
+            pending.request = pending.encoding.send(answer)
+        except StopIteration as stop:
+            pending.encoding = pending.request = None
+            self._send(pending, stop.value)
+        else:
+            self._encoding.append(pending)
+            if not isinstance(pending.request, Agree):
+                pending.wait = self._sum(f"{pending.tensor.name}.round", pending.request.array)
+
+    def _send(self, pending, payload):
+        tensor = pending.tensor
+        pending.payload = payload
+        if pending.carrier is None:  # a deferred tensor's may have been reduced by now
+            pending.carrier = payload.array if isinstance(payload, Dense) else tensor.one()
+        if isinstance(payload, Gathered):
+            frame = wire.seal(payload, tensor.compressor.number, tensor.digest, self._now.index)
+            self._count(len(frame), -len(frame))
+            self._counters["elements_sent"] += payload.elements
+            pending.wait = self.transport.allgather(f"{self._label}.{tensor.name}", frame)
+        else:
+            self._counters["elements_sent"] += tensor.numel
+            if payload.array is not pending.carrier:
+                pending.wait = self._sum(tensor.name, payload.array)
+
+    def _add(self, tensor, grad, payload, arrived, scale):
+        """Decodes the gathered payloads of all ranks into the gradient's memory, in rank order on every rank."""
+        self._counters["bytes_received"] += len(arrived)
+        bodies, finite = wire.unseal(
+            arrived, self.transport.size, tensor.compressor.number, tensor.digest, self._now.index
+        )
+        if not finite:
+            grad.fill(np.nan)
+        for rank, body in enumerate(bodies if finite else ()):
+            try:
+                finite &= tensor.compressor.add(body, grad, scale)
+            except ValueError as error:
+                raise wire.WireError(f"payload of rank {rank}: {error}") from None
+        return finite
+
+    def _sum(self, name, array):
+        self._count(array.nbytes, array.nbytes)
+        return self.transport.allreduce(f"{self._label}.{name}", array)
+
+    def _agree(self, numbers):
+        """Starts one maximum over ranks for all tensors that ask for one."""
+        if not numbers:
+            return None
+        numbers = np.array(numbers, np.float32)
+        self._count(numbers.nbytes, numbers.nbytes)
+        return self.transport.allreduce(f"{self._label}.agree", numbers, op="max")
 
     def _end_step(self):
         succeeded = self._finite and not self._open
@@ -169,11 +246,12 @@ class Exchange:
             (tensor.compressor.commit if succeeded else tensor.compressor.rollback)(tensor.state)
         self._counters["steps"] += 1
         self._counters["steps_undone"] += not succeeded
-        self._now = Step(self._now.index + 1, self.transport.size)
+        self._now = dataclasses.replace(self._now, index=self._now.index + 1)
         self._finite = True
         self._touched.clear()
         self._open.clear()
         self._deferred.clear()
+        self._encoding.clear()
 
     def reject(self):
         """The host could not use a result of this step, on all ranks alike: the step will be rolled back."""
@@ -218,6 +296,7 @@ class Exchange:
             "id": self.compressor.id,
             "rank": self.transport.rank,
             "size": self.transport.size,
+            "seed": self.compressor.seed,
             "step": self._now.index,
             "tensors": tensors,
         }
@@ -225,7 +304,10 @@ class Exchange:
     def load_state_dict(self, state):
         """Continues from a state_dict of the same rank, size and model. ValueError, and nothing changed, for any other."""
         own = self.arrays()
-        expected = {"format": 1, "id": self.compressor.id, "rank": self.transport.rank, "size": self.transport.size}
+        expected = {
+            "format": 1, "id": self.compressor.id, "rank": self.transport.rank, "size": self.transport.size,
+            "seed": self.compressor.seed,
+        }
         try:
             found = {key: state[key] for key in expected}
             arrays = {n: {k: np.asarray(a) for k, a in named.items()} for n, named in state["tensors"].items()}
@@ -244,14 +326,15 @@ class Exchange:
         for name, named in own.items():
             for key, array in named.items():
                 np.copyto(array, arrays[name][key])
-        self._now = Step(step, self.transport.size)
+        self._now = dataclasses.replace(self._now, index=step)
 
     def stats(self):
         """Totals of this rank since the start, by name:
 
         steps; steps_undone: not finite, or abandoned; bytes_sent, bytes_received: by this rank through collectives, carriers and
         frames included; dense_bytes: float32 of all gradients; ratio: dense_bytes / bytes_sent; elements_sent; encode_seconds,
-        exchange_seconds (waiting), decode_seconds; residual_norm: ‖v‖₂ over all tensors, now.
+        exchange_seconds (waiting), decode_seconds; residual_norm: ‖v‖₂ over all tensors, now; overflows: how often a tensor had finite
+        elements that became infinite in float16.
         """
         if not self._open:
             self.settle()
@@ -259,10 +342,11 @@ class Exchange:
         for tensor in self._tensors.values():
             residual = tensor.compressor.residual(tensor.state)
             if residual is not None:
-                squares += kernels.squared_norm(residual)
+                squares += kernels.moments(residual)[1]
         counters = dict(self._counters)
         counters["ratio"] = counters["dense_bytes"] / counters["bytes_sent"] if counters["bytes_sent"] else 1.0
         counters["residual_norm"] = squares**0.5
+        counters["overflows"] = sum(tensor.state.overflows for tensor in self._tensors.values())
         return counters
 
     def _count(self, sent, received):

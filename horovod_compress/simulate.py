@@ -1,5 +1,6 @@
 """The same compressors and exchange with N ranks in one process: what an algorithm does to given gradients."""
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -43,10 +44,11 @@ def simulate(spec, gradients):
         sent = [exchange.stats()["bytes_sent"] for exchange in exchanges]
         grads = [{n: np.array(a, np.float32).reshape(-1) for n, a in named.items()} for named in ranks]
         carriers = [{n: ex.submit(n, g) for n, g in named.items()} for ex, named in zip(exchanges, grads)]
-        for exchange in exchanges:
-            exchange.flush()
+        for _ in itertools.zip_longest(*(exchange.rounds() for exchange in exchanges)):
+            pass  # every rank starts a round before any waits for it
         for name in shapes:
-            reduced = np.sum([named[name] for named in carriers], axis=0, dtype=np.float32) / np.float32(size)
+            reduced = np.add.reduce([named[name] for named in carriers], axis=0)  # in their own precision, as Horovod does
+            reduced = reduced / reduced.dtype.type(size)
             for exchange, named in zip(exchanges, grads):
                 exchange.finish(name, reduced)
                 assert np.array_equal(named[name], grads[0][name], equal_nan=True), f"replicas disagree on {name}, step {step}"

@@ -3,57 +3,85 @@
 An algorithm knows arrays and kernels: nothing of frameworks or networks.
 """
 import dataclasses
-import fnmatch
-import math
 from abc import ABC, abstractmethod
 
 import numpy as np
 
-from .options import Choice, Count, Patterns, option
+from ..kernels import HEADROOM
 
 
 def zeros(numel):
     """float32 zeros that begin on a cache line: unaligned state makes the pass over it up to half as long again."""
-    memory = np.zeros(numel + 16, np.float32)
+    memory = np.empty(numel + 16, np.float32)  # unlike np.zeros, on huge pages where it is large: scattered reads are faster
+    memory.fill(0)
     return memory[-memory.ctypes.data % 64 // 4 :][:numel]
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What an algorithm may know of the step it works in: its number from 0, the number of ranks, and what local
-    clipping makes of this rank's gradient (a factor, 1 without clipping)."""
+    """What an algorithm may know of the step it works in: its number from 0, this rank and the number of ranks, what local
+    clipping makes of this rank's gradient (a factor, 1 without clipping), and the sums of squares over samples, as many
+    as the gradient has elements, where the framework's adapter took them."""
 
     index: int
+    rank: int
     size: int
     scale: float = 1.0
+    squares: np.ndarray = None
+
+
+# What `encode` returns: one tensor's payload on one rank.
 
 
 @dataclasses.dataclass
 class Dense:
-    """A payload of as many floats as the tensor has, summed over ranks by allreduce; `array` may be the gradient's memory."""
+    """As many numbers as the tensor has elements, float32 or float16, which the host itself sums over ranks. `array` may be
+    the gradient's memory."""
 
     array: np.ndarray
 
 
 @dataclasses.dataclass
-class Sparse:
-    """A payload of entries: ascending uint32 indices, float32 values exact in `kind` ("fp32", "fp16", "bf16"). Gathered from
-    all ranks. `finite` False says that this rank's gradient was not finite; then there are no entries."""
+class Summed:
+    """float32 or int64 numbers that are summed over ranks by an allreduce of ours."""
 
-    indices: np.ndarray
-    values: np.ndarray
-    kind: str
+    array: np.ndarray
+
+
+@dataclasses.dataclass
+class Gathered:
+    """Bytes that are gathered from all ranks. buffer: uint8, with kernels.HEADROOM bytes free before the body and one
+    behind it; elements: how many of the tensor's it sends. `finite` False says that this rank's gradient was not finite."""
+
+    buffer: np.ndarray
+    elements: int
     finite: bool = True
+
+    @property
+    def body(self):
+        return self.buffer[HEADROOM:-1]
+
+
+# What an `encode` that is a generator may yield before it returns its payload; a Summed works there too.
+
+
+@dataclasses.dataclass
+class Agree:
+    """A few float32 numbers, not NaN: what comes back is their largest over ranks. One message for all tensors of a step."""
+
+    numbers: list
 
 
 @dataclasses.dataclass
 class State:
-    """One tensor's state on one rank: arrays that live between steps, what the open step took, and memory to reuse."""
+    """One tensor's state on one rank: arrays that live between steps, what the open step took, and what `encode` leaves for
+    `decode` and for the memory of later steps."""
 
     name: str
     arrays: dict = dataclasses.field(default_factory=dict)
     taken: object = None
-    spare: object = None
+    scratch: dict = dataclasses.field(default_factory=dict)
+    overflows: int = 0  # steps in which a finite element became infinite in a narrower type
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -61,8 +89,8 @@ class Compressor(ABC):
     """One algorithm with its options. Options are attributes, repr is a valid constructor call, equality compares options.
 
     A step works on the flat float32 gradient of one tensor: `encode` makes this rank's payload, the exchange moves it,
-    `decode` leaves the result in the gradient's memory. Afterwards exactly one of `commit` and `rollback` is called:
-    what encode took out of the state is only gone once the step has succeeded on all ranks.
+    `decode` or `add` leaves the result in the gradient's memory. Afterwards exactly one of `commit` and `rollback` is
+    called: what encode took out of the state is only gone once the step has succeeded on all ranks.
 
     Raises ValueError for an option of the wrong type or out of range, with what is valid.
     """
@@ -73,6 +101,7 @@ class Compressor(ABC):
     paper = None
     corrects_momentum = False  # takes over the optimizer's momentum: has options momentum, nesterov and a method bound
     clip_norm = None  # where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is there
+    seed = None  # where set, what is drawn at random follows from it
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -95,25 +124,31 @@ class Compressor(ABC):
         """The compressor of one tensor: this one, or another that it leaves the tensor to."""
         return self
 
-    @abstractmethod
     def init(self, name, shape):
         """The State of one tensor."""
+        return State(name)
 
     @abstractmethod
     def encode(self, grad, state, step):
-        """This rank's payload, Dense or Sparse. grad: float32, flat; afterwards it is zero, or the Dense payload itself."""
+        """This rank's payload: Dense, Summed or Gathered. grad: float32, flat; it is this method's to change.
 
-    @abstractmethod
-    def decode(self, payload, out, state, scale):
-        """Leaves scale · (sum over ranks) in `out`, the gradient's memory, and returns whether that is finite.
-
-        payload: the Dense one, for which `out` already holds the result, or the list of all ranks' Sparse ones, to be added
-        to the zeros that `encode` left.
+        A generator where ranks must agree on something first: it yields an Agree or a Summed, and is sent the largest
+        numbers, or the sum. All tensors of a step go through their rounds together.
         """
+
+    def decode(self, payload, out, state, scale):
+        """Leaves scale · (what a Dense or Summed payload decodes to) in `out`, the gradient's memory, and returns whether
+        that is finite. For a Dense payload `out` holds the sum already, and scale is 1."""
+        raise NotImplementedError
+
+    def add(self, body, out, scale):
+        """Adds scale · (what the body of one rank's Gathered payload decodes to) to `out`, which was zero before the first
+        rank's, and returns whether that is finite. ValueError for a body that `encode` cannot have made."""
+        raise NotImplementedError
 
     def residual(self, state):
         """The array of what was not sent yet; None where there is none."""
-        return None
+        return state.arrays.get("residual")
 
     def commit(self, state):
         """The step succeeded: forgets what would be needed to undo it."""
@@ -122,26 +157,3 @@ class Compressor(ABC):
     def rollback(self, state):
         """The step failed or its result was not finite, on all ranks alike: puts back what encode and decode took."""
         state.taken = None
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class SelectiveCompressor(Compressor):
-    """A compressor that leaves small, one-dimensional and excluded tensors to `dense()`."""
-
-    transport: str = option(Choice("horovod"), "horovod", "what moves gathered payloads")
-    seed: int = option(Count(), 0, "of everything that is drawn at random")
-    min_numel: int = option(
-        Count(), 1024, "tensors with fewer elements, and one-dimensional ones, go dense; 0: every tensor is compressed"
-    )
-    exclude: tuple = option(Patterns(), (), "names of tensors that go dense, as shell patterns")
-
-    def for_tensor(self, name, shape):
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude):
-            return self.dense()
-        if self.min_numel and (len(shape) < 2 or math.prod(shape) < self.min_numel):
-            return self.dense()
-        return self
-
-    @abstractmethod
-    def dense(self):
-        """The compressor of the tensors that this one leaves alone."""

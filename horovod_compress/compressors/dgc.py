@@ -1,28 +1,19 @@
 """Deep Gradient Compression (Lin, Han, Mao, Wang, Dally, ICLR 2018, arXiv 1712.01887)."""
 import dataclasses
-import functools
 import math
-import zlib
 
 import numpy as np
 
 from .. import kernels
-from .base import Dense, SelectiveCompressor, Sparse, State, zeros
+from .base import State, zeros
 from .none import NoCompression
 from .options import Choice, Count, Flag, Number, Schedule, option
-
-_VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16}
-
-
-@functools.lru_cache(maxsize=None)
-def goes_dense(density, size, values):
-    """Whether gathering `size` payloads moves more than a ring allreduce: N·density·bits/2 > 32 bits an element."""
-    bits = _VALUE_BITS[values] + math.log2(1 / density) + 1.44
-    return size * density * bits / 2 > 32
+from .selective import DENSE
+from .topk import TopK
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class DGC(SelectiveCompressor):
+class DGC(TopK):
     """Sends the ratio·d entries of largest accumulated, momentum-corrected gradient; keeps the others for later steps.
 
     Per tensor of d floats: momentum u and velocity v (section 3.2; u only where momentum > 0). Bound to an SGD optimizer it
@@ -39,7 +30,6 @@ class DGC(SelectiveCompressor):
     corrects_momentum = True
     paper = "Lin et al., Deep Gradient Compression, ICLR 2018, arXiv 1712.01887"
 
-    ratio: float = option(Number(0, 1, low_open=True), 0.001, "share of a tensor's elements sent in a step")
     momentum: float = option(
         Number(0, 1, optional=True), None, "none: the bound SGD's, 0.9 unbound, 0 for other optimizers"
     )
@@ -53,8 +43,6 @@ class DGC(SelectiveCompressor):
         Count(), 0, "steps over which the density falls in four stages, ratio^(1/5) … ratio^(4/5): 25 % … 0.4 % for 0.1 %"
     )
     schedule: tuple = option(Schedule(), (), "density by step, instead of ratio and warmup_steps")
-    sample_ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of elements sampled for the threshold")
-    values: str = option(Choice("fp32", "fp16", "bf16"), "fp32", "values on the wire; v keeps the rounding error")
 
     def __post_init__(self):
         super().__post_init__()
@@ -72,8 +60,8 @@ class DGC(SelectiveCompressor):
         """This compressor with the momentum of an optimizer's parameter group."""
         return dataclasses.replace(self, momentum=momentum, nesterov=nesterov)
 
-    def dense(self):
-        return DenseMomentum(momentum=self.m, nesterov=bool(self.nesterov))
+    def fallback(self):
+        return DenseMomentum(momentum=self.m, nesterov=bool(self.nesterov), values=self.dense)
 
     def density(self, step):
         """The share of elements sent at this step."""
@@ -90,46 +78,10 @@ class DGC(SelectiveCompressor):
 
     def encode(self, grad, state, step):
         u, v = state.arrays.get("u"), state.arrays["v"]
-        density = self.density(step.index)
-        dense = goes_dense(density, step.size, self.values)
-        k = 0 if dense else max(min(1, v.size), math.ceil(density * v.size - 1e-6))
-        samples = int(self.sample_ratio * v.size) + 256
-        offset = zlib.crc32(f"{self.seed}/{step.index}/{state.name}".encode())
-        indices, finite = kernels.accumulate(grad, u, v, self.m, bool(self.nesterov), step.scale, k, samples, offset)
-        if dense:
-            state.taken = "all"
-            np.copyto(grad, v)
-            if not finite:
-                grad[0] = np.nan
-            return Dense(grad)
-        if not finite:
-            indices = indices[:0]
-        state.taken = indices, kernels.take(indices, v, u, self.values, self.masking)
-        return Sparse(indices, state.taken[1][0], self.values, finite)
-
-    def decode(self, payload, out, state, scale):
-        if isinstance(payload, Dense):
-            return kernels.all_finite(out)
-        if not all(p.finite for p in payload):
-            out.fill(np.nan)
-            return False
-        return all([kernels.scatter_add(out, p.indices, p.values, scale) for p in payload])
+        return self.select(grad, u, v, state, step, self.m, bool(self.nesterov), self.masking)
 
     def residual(self, state):
         return state.arrays["v"]
-
-    def commit(self, state):
-        if state.taken == "all":
-            state.arrays["v"].fill(0)
-        state.taken = None
-
-    def rollback(self, state):
-        if isinstance(state.taken, tuple):
-            indices, taken = state.taken
-            state.arrays["v"][indices] += taken[0]
-            if len(taken) > 1:
-                state.arrays["u"][indices] = taken[1]
-        state.taken = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -140,6 +92,10 @@ class DenseMomentum(NoCompression):
 
     momentum: float = option(Number(0, 1), 0.9, "of the mean gradient")
     nesterov: bool = option(Flag(), False, "Nesterov's momentum")
+    values: str = option(Choice("fp32", "fp16"), "fp32", "how they travel")
+
+    def encode(self, grad, state, step):
+        return DENSE[self.values].encode(grad, state, step)
 
     def init(self, name, shape):
         return State(name, {"u": zeros(math.prod(shape))} if self.momentum else {})
@@ -148,16 +104,16 @@ class DenseMomentum(NoCompression):
         u = state.arrays.get("u")
         if u is None:
             return super().decode(payload, out, state, scale)
-        new = np.empty_like(u) if state.spare is None else state.spare
+        new = state.scratch["u"] if "u" in state.scratch else zeros(u.size)
         if not kernels.dense_momentum(out, u, new, self.momentum, self.nesterov):
             return False
-        state.arrays["u"], state.taken, state.spare = new, u, None
+        state.arrays["u"], state.taken = new, u
         return True
 
     def commit(self, state):
         if state.taken is not None:
-            state.taken, state.spare = None, state.taken
+            state.taken, state.scratch["u"] = None, state.taken
 
     def rollback(self, state):
         if state.taken is not None:
-            state.arrays["u"], state.taken, state.spare = state.taken, None, state.arrays["u"]
+            state.arrays["u"], state.taken, state.scratch["u"] = state.taken, None, state.arrays["u"]

@@ -4,7 +4,7 @@ import dataclasses
 import numpy as np
 
 from .. import kernels
-from .base import Compressor, Dense, State
+from .base import Compressor, Dense
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -16,13 +16,10 @@ class NoCompression(Compressor):
     road = "allreduce"
     paper = "-"
 
-    def init(self, name, shape):
-        return State(name)
-
     def encode(self, grad, state, step):
         if step.scale != 1:
             grad *= np.float32(step.scale)
         return Dense(grad)
 
     def decode(self, payload, out, state, scale):
-        return kernels.all_finite(out)
+        return kernels.largest(out) < np.inf

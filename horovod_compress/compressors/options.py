@@ -34,21 +34,59 @@ class Number:
 
 
 class Count:
-    """A whole number, at least `low`."""
+    """A whole number from `low` to `high`; None too where optional."""
 
-    def __init__(self, low=0):
-        self.low = low
+    def __init__(self, low=0, high=math.inf, optional=False):
+        self.low, self.high, self.optional = low, high, optional
 
     def __str__(self):
-        return f"a whole number, at least {self.low}"
+        right = "" if self.high == math.inf else f" and at most {self.high}"
+        return f"a whole number, at least {self.low}{right}" + (", or none" if self.optional else "")
 
     def parse(self, text):
-        return int(text)
+        return None if self.optional and text.lower() == "none" else int(text)
 
     def check(self, value):
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < self.low:
+        if value is None and self.optional:
+            return None
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not self.low <= value <= self.high:
             raise ValueError
         return int(value)
+
+
+class Ascending:
+    """Two to eight whole numbers, each larger than the one before, joined by '+' in a spec."""
+
+    def __init__(self, low, high):
+        self.each = Count(low, high)
+
+    def __str__(self):
+        return f"2 to 8 ascending whole numbers from {self.each.low} to {self.each.high}, joined by '+'"
+
+    def parse(self, text):
+        return tuple(int(part) for part in text.split("+"))
+
+    def check(self, value):
+        value = tuple(self.each.check(part) for part in value)
+        if not 2 <= len(value) <= 8 or list(value) != sorted(set(value)):
+            raise ValueError
+        return value
+
+
+class Auto:
+    """Another kind's value, or the word auto."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __str__(self):
+        return f"{self.kind}, or auto"
+
+    def parse(self, text):
+        return text if text == "auto" else self.kind.parse(text)
+
+    def check(self, value):
+        return value if isinstance(value, str) and value == "auto" else self.kind.check(value)
 
 
 class Flag:

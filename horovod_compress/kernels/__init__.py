@@ -21,12 +21,9 @@ if os.environ.get("HOROVOD_COMPRESS_KERNELS", "native") != "reference":
             stacklevel=2,
         )
 
-_chosen = native if backend == "native" else reference
-accumulate = _chosen.accumulate
-take = _chosen.take
-encode_sparse = _chosen.encode_sparse
-decode_sparse = _chosen.decode_sparse
-scatter_add = _chosen.scatter_add
-dense_momentum = _chosen.dense_momentum
-squared_norm = _chosen.squared_norm
-all_finite = _chosen.all_finite
+from .reference import *  # noqa: E402, F403
+from .reference.sparse import new_body  # noqa: E402, F401
+
+if backend == "native":
+    for _name in reference.__all__:
+        globals()[_name] = getattr(native, _name)

@@ -8,36 +8,15 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
-// x86-64 variants of a hot loop, picked at run time; other CPUs, and sanitizer builds, get the plain one.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(HC_PORTABLE)
-#define HC_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
-#else
-#define HC_CLONES
-#endif
-#if defined(__GNUC__)
-#define HC_INLINE inline __attribute__((always_inline))
-#define HC_PREFETCH(address) __builtin_prefetch(address)
-#else
-#define HC_INLINE inline
-#define HC_PREFETCH(address)
-#endif
+#include "common.hpp"
 
 namespace hc {
 
 constexpr std::size_t kLine = 16;               // floats in a cache line
 constexpr std::size_t kChunk = 4 * kLine;        // elements that share one maximum
 constexpr std::size_t kBlock = 32 * kChunk;      // elements after which the chunks that hold candidates are searched
-constexpr std::uint32_t kInfinity = 0x7f800000;  // bits of +inf: anything from here on is not finite
-
-HC_INLINE std::uint32_t bits_of(float x) {
-    std::uint32_t b;
-    std::memcpy(&b, &x, sizeof b);
-    return b;
-}
-HC_INLINE std::uint32_t magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
 
 HC_INLINE std::uint32_t peak_of(const float* values, std::size_t n) {
     std::uint32_t peak = 0;

@@ -1,18 +1,36 @@
-// The sparse body of the wire format (docs/wire-format.md): values at 32 or 16 bits, then the gaps between ascending
+// The sparse body of the wire format (docs/wire-format.md): values at 32, 16, 4 bits or 1, then the gaps between ascending
 // indices in Rice code. Decoding trusts nothing: every read is inside the body, every index inside the tensor.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bits.hpp"
+#include "common.hpp"
 
 namespace hc {
 
-enum class Values : int { fp32 = 0, fp16 = 1, bf16 = 2 };
+// How values are coded. sign: 1 bit, ±scale. power: a sign and 3 bits, ±scale/2^d; scale is a power of two.
+enum class Values : std::uint8_t { fp32 = 0, fp16 = 1, bf16 = 2, sign = 3, power = 4 };
+constexpr int kKinds = 5;
 
-inline std::size_t width_of(Values kind) { return kind == Values::fp32 ? 4 : 2; }
+inline Values values_of(const std::string& name) {
+    constexpr const char* names[kKinds] = {"fp32", "fp16", "bf16", "sign", "power"};
+    for (int i = 0; i < kKinds; ++i)
+        if (name == names[i]) return static_cast<Values>(i);
+    throw std::invalid_argument("values must be fp32, fp16, bf16, sign or power, not " + name);
+}
+inline bool has_scale(Values kind) { return kind >= Values::sign; }
+inline std::uint64_t values_size(std::uint64_t n, Values kind) {
+    constexpr int bits[kKinds] = {32, 16, 16, 1, 4};
+    return (n * bits[static_cast<int>(kind)] + 7) / 8;
+}
 
 // float32 to the nearest 16-bit value, ties to even; what is too large becomes the largest finite value, not infinity,
 // because the rounding error stays in the residual and will be sent later.
@@ -88,48 +106,55 @@ inline int best_rice(const std::uint32_t* indices, std::size_t n) {
     return r;
 }
 
-class BitWriter {
-  public:
-    explicit BitWriter(std::uint8_t* out) : out_(out) {}
-    void put(std::uint64_t value, int bits) {  // bits ≤ 32
-        word_ |= value << filled_;
-        filled_ += bits;
-        while (filled_ >= 8) {
-            *out_++ = static_cast<std::uint8_t>(word_);
-            word_ >>= 8;
-            filled_ -= 8;
-        }
-    }
-    void put_ones(std::uint64_t n) {
-        for (; n >= 32; n -= 32) put(0xffffffffu, 32);
-        if (n) put((1ull << n) - 1, static_cast<int>(n));
-    }
-    void finish() {
-        if (filled_) *out_++ = static_cast<std::uint8_t>(word_);
-    }
-
-  private:
-    std::uint8_t* out_;
-    std::uint64_t word_ = 0;
-    int filled_ = 0;
+struct Sparse {
+    Values kind;
+    float scale;
+    std::vector<std::uint32_t> indices;
+    std::vector<float> values;
 };
 
+constexpr std::size_t kSparseHead = 6;  // count, kind, Rice parameter
+
 inline std::size_t sparse_size(std::size_t n, Values kind, std::uint64_t gap_bits) {
-    return 1 + n * width_of(kind) + static_cast<std::size_t>((gap_bits + 7) / 8);
+    return kSparseHead + 4 * has_scale(kind) + values_size(n, kind) + static_cast<std::size_t>((gap_bits + 7) / 8);
 }
 
-inline void encode_sparse(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, int r,
+// The d of a value that is exactly ±scale/2^d.
+inline std::uint32_t power_code(float value, float scale) {
+    return (bits_of(value) >> 28 & 8u) | (((magnitude(scale) >> 23) - (magnitude(value) >> 23)) & 7u);
+}
+inline float power_value(std::uint32_t code, float scale) {
+    constexpr float step[8] = {1.0f, 0.5f, 0.25f, 0.125f, 0.0625f, 0.03125f, 0.015625f, 0.0078125f};
+    return (code & 8u ? -scale : scale) * step[code & 7u];
+}
+
+inline void encode_sparse(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, float scale, int r,
                           std::uint8_t* out) {
-    *out++ = static_cast<std::uint8_t>(r);
+    const std::uint32_t count = static_cast<std::uint32_t>(n);
+    std::memcpy(out, &count, 4);
+    out[4] = static_cast<std::uint8_t>(kind);
+    out[5] = static_cast<std::uint8_t>(r);
+    out += kSparseHead;
+    if (has_scale(kind)) {
+        std::memcpy(out, &scale, 4);
+        out += 4;
+    }
     if (kind == Values::fp32) {
-        std::memcpy(out, values, 4 * n);
+        if (n) std::memcpy(out, values, 4 * n);
+    } else if (kind == Values::sign || kind == Values::power) {
+        BitWriter writer(out);
+        for (std::size_t i = 0; i < n; ++i) {
+            if (kind == Values::sign) writer.put(bits_of(values[i]) >> 31, 1);
+            else writer.put(power_code(values[i], scale), 4);
+        }
+        writer.finish();
     } else {
         for (std::size_t i = 0; i < n; ++i) {
             const std::uint16_t h = kind == Values::fp16 ? to_half(values[i]) : to_bfloat(values[i]);
             std::memcpy(out + 2 * i, &h, 2);
         }
     }
-    BitWriter writer(out + n * width_of(kind));
+    BitWriter writer(out + values_size(n, kind));
     std::uint32_t next = 0;
     for (std::size_t i = 0; i < n; ++i) {
         const std::uint32_t gap = indices[i] - next;
@@ -141,16 +166,35 @@ inline void encode_sparse(const std::uint32_t* indices, const float* values, std
     writer.finish();
 }
 
-// Fills indices and values, both with room for n. The body must be used up exactly, its padding zero.
-inline void decode_sparse(const std::uint8_t* body, std::size_t size, std::size_t n, std::uint64_t numel, Values kind,
-                          std::uint32_t* indices, float* values) {
+// Reads a body into `to`. The body must be used up exactly, its padding zero.
+inline void decode_sparse(const std::uint8_t* body, std::size_t size, std::uint64_t numel, Sparse& to) {
+    if (size < kSparseHead) throw std::invalid_argument("cut off in the head of its entries");
+    std::uint32_t n;
+    std::memcpy(&n, body, 4);
     if (n > numel) throw std::invalid_argument("more entries than the tensor has elements");
-    if (size < 1 || (size - 1) / width_of(kind) < n) throw std::invalid_argument("shorter than its values");
-    const int r = *body;
+    if (body[4] >= kKinds) throw std::invalid_argument("unknown kind of values");
+    const int r = body[5];
     if (r > kMaxRice) throw std::invalid_argument("Rice parameter out of range");
-    const std::uint8_t* in = body + 1;
+    const Values kind = to.kind = static_cast<Values>(body[4]);
+    const std::uint8_t *in = body + kSparseHead, *end = body + size;
+    if (static_cast<std::uint64_t>(size - kSparseHead) < 4u * has_scale(kind) + values_size(n, kind))
+        throw std::invalid_argument("shorter than its values");
+    to.scale = 0;
+    if (has_scale(kind)) {
+        std::memcpy(&to.scale, in, 4);
+        if (!(magnitude(to.scale) < kInfinity)) throw std::invalid_argument("scale not finite");
+        in += 4;
+    }
+    to.indices.resize(n);  // only now: n entries are really there
+    to.values.resize(n);
+    float* values = to.values.data();
+    std::uint32_t* indices = to.indices.data();
     if (kind == Values::fp32) {
-        if (n) std::memcpy(values, in, 4 * n);
+        if (n) std::memcpy(values, in, 4 * std::size_t{n});
+    } else if (kind == Values::sign) {
+        for (std::size_t i = 0; i < n; ++i) values[i] = in[i >> 3] >> (i & 7) & 1 ? -to.scale : to.scale;
+    } else if (kind == Values::power) {
+        for (std::size_t i = 0; i < n; ++i) values[i] = power_value(in[i >> 1] >> 4 * (i & 1), to.scale);
     } else {
         for (std::size_t i = 0; i < n; ++i) {
             std::uint16_t h;
@@ -158,47 +202,17 @@ inline void decode_sparse(const std::uint8_t* body, std::size_t size, std::size_
             values[i] = kind == Values::fp16 ? from_half(h) : from_bfloat(h);
         }
     }
-    in += n * width_of(kind);
-    const std::uint8_t* end = body + size;
+    in += values_size(n, kind);
 
-    std::uint64_t word = 0;
-    int filled = 0;
-    const auto refill = [&] {
-        while (filled <= 56 && in < end) {
-            word |= static_cast<std::uint64_t>(*in++) << filled;
-            filled += 8;
-        }
-    };
+    BitReader bits(in, end);
     std::uint64_t next = 0;
-    const std::uint64_t mask = (1ull << r) - 1;
     for (std::size_t i = 0; i < n; ++i) {
-        std::uint64_t quotient = 0;
-        for (;;) {
-            refill();
-            const int ones = ~word == 0 ? 64 : __builtin_ctzll(~word);
-            if (ones < filled) {
-                quotient += ones;
-                word >>= ones;
-                word >>= 1;
-                filled -= ones + 1;
-                break;
-            }
-            if (filled == 0 || in == end) throw std::invalid_argument("index bits end too early");
-            quotient += filled;
-            if (quotient > numel) throw std::invalid_argument("index outside the tensor");
-            word = 0;
-            filled = 0;
-        }
-        refill();
-        if (filled < r) throw std::invalid_argument("index bits end too early");
-        const std::uint64_t index = next + (quotient << r) + (word & mask);
-        word >>= r;
-        filled -= r;
-        if (quotient > numel || index >= numel) throw std::invalid_argument("index outside the tensor");
+        const std::uint64_t index = next + (bits.ones(numel) << r) + bits.take(r);
+        if (index >= numel) throw std::invalid_argument("index outside the tensor");
         indices[i] = static_cast<std::uint32_t>(index);
         next = index + 1;
     }
-    if (in != end || filled >= 8 || word != 0) throw std::invalid_argument("longer than its entries");
+    bits.finish();
 }
 
 }  // namespace hc

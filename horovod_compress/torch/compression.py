@@ -15,6 +15,7 @@ from ..handshake import agree
 from ..transport.horovod import HorovodTransport
 from ..transport.loopback import Loopback
 from ..version import __version__
+from .moments import Moments
 from .sgd import SGDTakeover
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order. Sets are
@@ -87,6 +88,14 @@ class BoundCompression:
             for slot in slots
             if self._active and slot.param.requires_grad
         }
+        moments = getattr(compressor, "moments", "minibatch")
+        asking = {
+            slot.name: slot.param for slot in slots
+            if slot.name in self._tensors
+            and getattr(compressor.for_tensor(slot.name, tuple(slot.param.shape)), "moments", None) == moments
+        }
+        # The squares of a minibatch's gradient need no collecting.
+        self._moments = Moments(moments, asking) if asking and moments != "minibatch" else None
         self._slots = slots
         self._last = slots[-1]
         for slot, following in zip(slots, slots[1:] + slots[:1]):
@@ -108,7 +117,8 @@ class BoundCompression:
             self._begin_step()
         slot = self._find(tensor)
         host, flat = slot.load(tensor)
-        carrier = exchange.submit(slot.name, flat)
+        squares = self._moments.take(slot.name) if self._moments else None
+        carrier = exchange.submit(slot.name, flat, squares)
         sent = host if carrier is flat else torch.from_numpy(carrier)
         return sent, (slot.name, tensor, host, sent, carrier)
 
@@ -123,7 +133,7 @@ class BoundCompression:
             return tensor
         name, grad, host, sent, carrier = ctx
         same = tensor.data_ptr() == sent.data_ptr()
-        self._exchange.finish(name, carrier if same else tensor.cpu().float().numpy().reshape(-1))
+        self._exchange.finish(name, carrier if same else tensor.cpu().numpy().reshape(-1))
         if host is not grad:
             grad.copy_(host)
             if grad.dtype == torch.float16 and not torch.isfinite(grad).all():

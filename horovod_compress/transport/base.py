@@ -17,5 +17,6 @@ class Transport(ABC):
         """Starts the gathering of uint8 arrays, whose lengths may differ; the result joins them in rank order."""
 
     @abstractmethod
-    def allreduce(self, name, array):
-        """Starts the sum over ranks of float32 arrays of one length; the result lies in `array`'s own memory."""
+    def allreduce(self, name, array, op="sum"):
+        """Starts the sum, or with op="max" the maximum, over ranks of float32 or int64 arrays of one length; the result lies in
+        `array`'s own memory."""

@@ -5,6 +5,8 @@ from horovod.common.exceptions import HorovodInternalError
 
 from .base import Transport
 
+_OPS = {"sum": hvd.Sum, "max": hvd.Max}
+
 
 class HorovodTransport(Transport):
     """The ranks of a Horovod process set.
@@ -20,9 +22,9 @@ class HorovodTransport(Transport):
         handle = hvd.allgather_async(torch.from_numpy(payload), name=name, process_set=self._process_set)
         return lambda: self._wait(handle).numpy()
 
-    def allreduce(self, name, array):
+    def allreduce(self, name, array, op="sum"):
         tensor = torch.from_numpy(array)
-        handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, process_set=self._process_set)
+        handle = hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=self._process_set)
         return lambda: self._wait(handle).numpy()
 
     @staticmethod

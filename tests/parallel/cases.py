@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import horovod_compress.torch as hvdc
-from horovod_compress import MismatchError
+from horovod_compress import MismatchError, available, simulate
 
 CASES = {}
 
@@ -809,6 +809,78 @@ def one_rank_trains_as_without_compression():
     assert compression.stats()["steps"] == 0
 
 
+# -- what the variance compressor calls a sample ----------------------------------------------------------------------------
+
+
+def sums_of_squares(model, passes, per_sample):
+    """{name: Σ_z g_z²} of some backward passes of `train`, z being their samples or the passes themselves."""
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    sums = {name: torch.zeros(param.shape) for name, param in named.items()}
+    for x, y in passes:
+        for part in zip(x.split(1), y.split(1)) if per_sample else [(x, y)]:
+            loss = nn.functional.cross_entropy(model(part[0]), part[1]) * len(part[0]) / len(x)
+            for name, gradient in zip(named, torch.autograd.grad(loss, list(named.values()))):
+                sums[name] += (gradient.to_dense() if gradient.is_sparse else gradient) ** 2
+    return sums
+
+
+def assert_variances_are(compression, sums):
+    for name, arrays in compression.state_dict()["tensors"].items():
+        atol = 1e-4 * sums[name].max().item()
+        torch.testing.assert_close(arrays["v"], sums[name].flatten(), rtol=1e-4, atol=atol, msg=lambda m: f"{name}: {m}")
+
+
+NEVER_SENT = "variance:alpha=1e30,zeta=1,min_numel=0"  # v keeps the sum of all squares
+
+
+@case(2)
+def variance_of_samples_and_of_backward_passes():
+    for moments in ("per_sample", "microbatch"):
+        model, passes = model_of(), list(batches(3))
+        model.norm = nn.GroupNorm(2, 8)
+        optimizer = sgd(model)
+        compression = hvdc.Compression.from_spec(f"{NEVER_SENT},moments={moments}", optimizer, model.named_parameters())
+        wrapped = wrap(model, optimizer, compression, backward_passes_per_step=3)
+        expected = sums_of_squares(model, passes, moments == "per_sample")
+        for x, y in passes:
+            nn.functional.cross_entropy(model(x), y).backward()
+        wrapped.step()
+        assert_variances_are(compression, expected)
+
+    model = nn.Sequential(nn.Embedding(16, 8, sparse=True), nn.Flatten(), nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compression = hvdc.Compression.from_spec(f"{NEVER_SENT},moments=microbatch", optimizer, model.named_parameters())
+    wrapped = wrap(model, optimizer, compression, backward_passes_per_step=2, sparse_as_dense=True)
+    passes = [(torch.randint(0, 16, (8, 4)), torch.randint(0, 10, (8,))) for _ in range(2)]
+    expected = sums_of_squares(model, passes, per_sample=False)
+    for x, y in passes:
+        nn.functional.cross_entropy(model(x), y).backward()
+    wrapped.step()
+    assert_variances_are(compression, expected)
+
+
+@case(2)
+def training_with_moments():
+    trained = {}
+    for moments in ("minibatch", "microbatch", "per_sample"):
+        model = trained[moments] = model_of()
+        compression = compressed(model, sgd(model), 10, f"variance:min_numel=0,exclude=norm.*,moments={moments}")
+        assert_replicas_identical(model)
+        assert compression.stats()["elements_sent"] > 0
+    assert torch.equal(flat(trained["minibatch"]), flat(trained["microbatch"]))  # a step is one pass here
+    assert not torch.equal(flat(trained["minibatch"]), flat(trained["per_sample"]))
+    model = model_of()
+    with raises(ValueError, "norm.weight", "BatchNorm2d", "exclude="):
+        hvdc.Compression.variance(sgd(model), model.named_parameters(), min_numel=0, moments="per_sample")
+
+
+@case(1)
+def one_rank_is_not_hooked():
+    model = model_of()
+    compression = compressed(model, sgd(model), 1, "variance:min_numel=0,moments=per_sample")
+    assert not nn.modules.module._global_forward_hooks and compression.stats()["steps"] == 0
+
+
 @case()
 def join_is_refused():
     """Asked for by name, in a job of its own: the ranks do not leave it together."""
@@ -821,3 +893,78 @@ def join_is_refused():
         with raises(RuntimeError, "hvd.join() works with allreduce only"):
             train(model, wrapped, batches(1))
     hvd.join()
+
+
+# -- every algorithm ----------------------------------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    """Parameters whose gradients are what they are told to be."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = {"matrix": (40, 50), "kernel": (8, 6, 3, 3), "wide": (3, 900), "bias": (40,)}
+        self.held = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+
+    def forward(self, gradients):
+        return sum((param * gradients[name]).sum() for name, param in self.held.items())
+
+
+def told(rank, step):
+    """The gradients of a step on a rank, known to all ranks."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {n: torch.randn(p.shape, generator=generator) for n, p in Holder().held.items()}
+
+
+@case(2, 3)
+def every_algorithm_gives_what_simulate_gives():
+    steps, size = 4, hvd.size()
+    named = [[{f"held.{n}": g.numpy() for n, g in told(rank, step).items()} for rank in range(size)] for step in range(steps)]
+    for op, groups in ((hvd.Average, None), (hvd.Sum, 2)):
+        for id in available():
+            expected = simulate(id, named)
+            model = Holder()
+            optimizer = torch.optim.Adam(model.parameters())  # takes nothing over: momentum would be DGC's
+            compression = hvdc.Compression.from_spec(id if id != "dgc" else "dgc:momentum=0.9", optimizer, model.named_parameters())
+            wrapped = wrap(model, optimizer, compression, op=op, groups=groups)
+            for step in range(steps):
+                model.zero_grad()
+                model(told(hvd.rank(), step)).backward()
+                wrapped.synchronize()
+                for name, param in model.named_parameters():
+                    mean = torch.from_numpy(expected.mean[step][name]) * (1 if op == hvd.Average else size)
+                    error = (param.grad - mean).abs().max().item()
+                    tolerance = 2e-3 if id == "fp16" else 1e-5
+                    assert error <= tolerance * size * mean.abs().max().item() + 1e-30, f"{id}: {name} differs by {error} in step {step}"
+                with wrapped.skip_synchronize():
+                    wrapped.step()
+            stats = compression.stats()
+            sent = sum(sent[hvd.rank()] for sent in expected.bytes_sent)
+            assert stats["bytes_sent"] == sent, f"{id}: {stats['bytes_sent']} bytes sent, {sent} in simulate"
+            assert_replicas_identical(model)
+
+
+@case(2)
+def every_algorithm_trains():
+    """Hooks in any order, accumulation, half precision, a scaler that skips a step: finite, and the same on all ranks."""
+    for id in available():
+        model = model_of()
+        model.shared.half()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001 if id == "signsgd" else 0.01, momentum=0.9, weight_decay=1e-4)
+        compression = hvdc.Compression.from_spec(id, optimizer, model.named_parameters())
+        wrapped = wrap(model, optimizer, compression, backward_passes_per_step=2)
+        for step, (x, y) in enumerate(batches(12)):
+            x = torch.relu(model.norm(model.conv(x))).mean(1).flatten(1)
+            hidden = torch.relu(model.shared(torch.relu(model.shared(x.half())))).float()
+            loss = nn.functional.cross_entropy(model.out(torch.relu(model.frozen(hidden))), y)
+            (loss * (float("nan") if step == 5 and hvd.rank() == 1 else 1)).backward()
+            if step % 2:
+                wrapped.synchronize()
+                finite = all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
+                assert finite == (step != 5), f"{id}: finite {finite} in step {step}"
+                with wrapped.skip_synchronize():
+                    if finite:
+                        wrapped.step()
+                model.zero_grad()
+        assert_replicas_identical(model)
+        assert compression.stats()["steps_undone"] == 1, f"{id}: {compression.stats()['steps_undone']} steps undone"

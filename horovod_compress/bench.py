@@ -1,0 +1,166 @@
+"""Measures compressions on one rank, steps through the exchange taking turns with merely streaming the same memory."""
+import math
+import re
+import statistics
+import time
+import zipfile
+
+import numpy as np
+
+from . import kernels
+from .compressors.base import zeros
+from .exchange import Exchange
+from .transport.base import Transport
+
+WARMUP = 3  # steps that touch new memory, not measured
+_PREPARED = 1e9  # bytes of random gradients, where that is at least two steps'
+_STREAMED = 2**27  # floats streamed before memory is used again: far more than caches hold
+
+
+class Echo(Transport):
+    """`size` ranks that all send what this one sends. seconds: what moving it has taken, no part of a compression."""
+
+    rank = 0
+
+    def __init__(self, size):
+        self.size, self.seconds = size, 0.0
+
+    def allgather(self, name, payload):
+        return lambda: self._timed(np.tile, payload, self.size)
+
+    def allreduce(self, name, array, op="sum"):
+        return lambda: self._timed(np.multiply, array, self.size if op == "sum" else 1, out=array)
+
+    def _timed(self, function, *arguments, **options):
+        started = time.perf_counter()
+        result = function(*arguments, **options)
+        self.seconds += time.perf_counter() - started
+        return result
+
+
+def random_gradients(shapes, seed):
+    """A few steps' gradients {name: array}: normal numbers, whose scale is log-normal by row and the same in all steps."""
+    rng = np.random.default_rng(seed)
+    scales = {n: 1e-3 * rng.lognormal(size=s[:1] + (1,) * (len(s) - 1)) for n, s in shapes.items()}
+    count = int(_PREPARED / (4 * sum(map(math.prod, shapes.values()))))
+    steps = [{n: rng.standard_normal(s, np.float32) for n, s in shapes.items()} for _ in range(min(max(count, 2), 4))]
+    for named in steps:
+        for name, array in named.items():
+            array *= scales[name].astype(np.float32)
+    return steps
+
+
+def load_gradients(path):
+    """The steps' gradients {name: array} of an .npz file: an entry a tensor; with several steps, entries `step/name`.
+
+    ValueError, naming the entry, for what cannot be gradients.
+    """
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is not there, or not an .npz file")
+    steps, numbered = {}, None
+    with np.load(path) as file:
+        for entry in file.files:
+            array = _read(file, entry, path)
+            match = re.fullmatch(r"(\d+)/(.+)", entry)
+            if numbered not in (None, bool(match)):
+                raise ValueError(f"{path}: {entry}: either all entries are named step/name, or none is")
+            numbered = bool(match)
+            step, name = (int(match[1]), match[2]) if match else (0, entry)
+            steps.setdefault(step, {})[name] = array
+    if not steps:
+        raise ValueError(f"{path} holds no gradients")
+    first = min(steps)
+    shapes = {name: array.shape for name, array in steps[first].items()}
+    for step, named in steps.items():
+        for name in [*shapes, *named]:
+            if name not in shapes or name not in named or named[name].shape != shapes[name]:
+                raise ValueError(f"{path}: {step}/{name}: every step needs the names and shapes of step {first}")
+    return [{name: steps[step][name] for name in shapes} for step in sorted(steps)]
+
+
+def _read(file, entry, path):
+    try:
+        array = np.asarray(file[entry])
+    except Exception as error:  # whatever zip, zlib or NumPy make of a damaged entry
+        raise ValueError(f"{path}: {entry} cannot be read: {error}") from None
+    if array.dtype.kind != "f" or not array.size:
+        raise ValueError(f"{path}: {entry} must hold floats, not {array.dtype} of shape {array.shape}")
+    with np.errstate(over="ignore"):
+        array = np.asarray(array, np.float32, order="C")
+    if not np.isfinite(array).all():
+        raise ValueError(f"{path}: {entry} holds numbers that are not finite in float32")
+    return array
+
+
+def measure(compressor, gradients, ranks, steps, progress=lambda: None):
+    """What a compression does on each of `ranks` ranks to gradients[step] = {name: array}, which take turns.
+
+    A dict: road; ratio and bytes_per_step of the measured steps; medians encode_seconds, decode_seconds and
+    streaming_seconds; gradient_bytes_per_second; times_streaming; error; residual, whether one is kept.
+    """
+    echo = Echo(ranks)
+    exchange = Exchange(compressor, echo, {n: (a.shape, compressor) for n, a in gradients[0].items()})
+    grads = {n: zeros(a.size) for n, a in gradients[0].items()}
+    seconds = {"encode": [], "decode": [], "streaming": []}
+    for step in range(WARMUP + steps):
+        given = gradients[step % len(gradients)]
+        for name, grad in grads.items():
+            np.copyto(grad, given[name].reshape(-1))
+        if step == WARMUP:
+            before = exchange.stats()
+        echoed, started = echo.seconds, time.perf_counter()
+        carriers = {name: exchange.submit(name, grad) for name, grad in grads.items()}
+        exchange.flush()
+        between, encoded = echo.seconds, time.perf_counter()
+        for name, carrier in carriers.items():
+            exchange.finish(name, carrier)
+        exchange.settle()
+        decoded = time.perf_counter()
+        if step == 0:  # no residual and no momentum yet, so the result can be compared with the gradient
+            error = _relative_error(grads, given)
+            state = [array for arrays in exchange.arrays().values() for array in arrays.values()]
+            streams = _streams([*grads.values(), *state])
+            del state
+        streaming = time.perf_counter()
+        for stream in streams:
+            np.add(stream, 1, out=stream)
+        if step >= WARMUP:
+            seconds["encode"].append(encoded - started - (between - echoed))
+            seconds["decode"].append(decoded - encoded - (echo.seconds - between))
+            seconds["streaming"].append(time.perf_counter() - streaming)
+        progress()
+    after = exchange.stats()
+    median = {f"{part}_seconds": statistics.median(values) for part, values in seconds.items()}
+    work = median["encode_seconds"] + median["decode_seconds"]
+    sent, dense = (after[key] - before[key] for key in ("bytes_sent", "dense_bytes"))
+    return {
+        "road": compressor.road,
+        "ratio": dense / sent,
+        "bytes_per_step": sent / steps,
+        **median,
+        "gradient_bytes_per_second": dense / steps / work,
+        "times_streaming": work / median["streaming_seconds"],
+        "error": error,
+        "residual": after["residual_norm"] > 0,
+    }
+
+
+def _relative_error(results, given):
+    """‖result − gradient‖ / ‖gradient‖; the results are not needed afterwards."""
+    whole = sum(kernels.moments(array.reshape(-1))[1] for array in given.values())
+    for name, result in results.items():
+        result -= given[name].reshape(-1)
+    missing = sum(kernels.moments(result)[1] for result in results.values())
+    return math.sqrt(missing / whole) if whole else 0.0
+
+
+def _streams(arrays):
+    """float32 arrays of the same sizes, on cache lines as the originals."""
+    sizes = [-(-array.nbytes // 4) for array in arrays]
+    whole = [-(-size // 16) * 16 for size in sizes]
+    memory, at, streams = zeros(min(sum(whole), max(_STREAMED, *whole))), 0, []
+    for size, lines in zip(sizes, whole):
+        at = at if at + lines <= memory.size else 0
+        streams.append(memory[at : at + size])
+        at += lines
+    return streams

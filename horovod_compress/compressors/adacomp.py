@@ -1,0 +1,41 @@
+"""AdaComp (Chen, Choi, Brand, Agrawal, Zhang, Gopalakrishnan, AAAI 2018, arXiv 1712.02679)."""
+import dataclasses
+
+from .. import kernels
+from .base import Gathered
+from .options import Auto, Count, Number, option
+from .selective import ErrorFeedback
+
+_CONVOLUTION, _FULLY_CONNECTED = 50, 500
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AdaComp(ErrorFeedback):
+    """Sends, of each bin of elements, those that the newest gradient could have lifted over the bin's largest.
+
+    G = residue + g and H = residue + scale_factor·g; an element is sent where |H| ≥ max |G| of its bin, as the sign of G times the
+    mean of all bins' maxima, one number a tensor. What that leaves of G stays in the residue. How many are sent adapts to
+    the layer and the phase of training; there is nothing to warm up. The ordinary optimizer works on the mean.
+    """
+
+    id = "adacomp"
+    number = 4
+    road = "allgather"
+    paper = "Chen et al., AdaComp: Adaptive Residual Gradient Compression, AAAI 2018, arXiv 1712.02679"
+
+    bin_length: int = option(
+        Auto(Count(1)), "auto", "elements of a bin; auto: 50 for convolutions (three dimensions and more), 500 for all else"
+    )
+    scale_factor: float = option(Number(1), 2.0, "of the newest gradient in H: the soft threshold")
+
+    def for_tensor(self, name, shape):
+        chosen = super().for_tensor(name, shape)
+        if chosen is self and self.bin_length == "auto":
+            return dataclasses.replace(self, bin_length=_CONVOLUTION if len(shape) > 2 else _FULLY_CONNECTED)
+        return chosen
+
+    def pack(self, grad, residual, state, step):
+        return Gathered(*kernels.adacomp(grad, residual, self.bin_length, self.scale_factor))
+
+    def add(self, body, out, scale):
+        return kernels.add_sparse(out, body, scale)

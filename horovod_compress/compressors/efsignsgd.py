@@ -1,0 +1,29 @@
+"""EF-SignSGD (Karimireddy, Rebjock, Stich, Jaggi, ICML 2019, arXiv 1901.09847)."""
+import dataclasses
+
+from .. import kernels
+from .base import Gathered
+from .selective import ErrorFeedback
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class EFSignSGD(ErrorFeedback):
+    """Sends the sign of every element of p = residual + g, one bit, and ‖p‖₁/d, one number a tensor; keeps the error.
+
+    A zero is sent as if it were positive: one bit has no third value, and the residual takes the error back.
+    """
+
+    id = "efsignsgd"
+    number = 13
+    road = "allgather"
+    paper = "Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019, arXiv 1901.09847"
+
+    symmetric = True
+
+    def pack(self, grad, residual, state, step):
+        payload = Gathered(*kernels.one_bit(grad, residual, self.symmetric, state.scratch.get("body")))
+        state.scratch["body"] = payload.buffer
+        return payload
+
+    def add(self, body, out, scale):
+        return kernels.add_one_bit(out, body, scale)

@@ -1,0 +1,44 @@
+"""Half precision, summed as such by the host: what Horovod's own Compression.fp16 does."""
+import dataclasses
+import warnings
+
+import numpy as np
+
+from .. import kernels
+from .base import Dense
+from .none import NoCompression
+
+_LARGEST = 65504
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Float16(NoCompression):
+    """Dense float16, summed over ranks in float16.
+
+    A finite number beyond 65504 becomes infinity, as in Horovod's own: then the step is not finite on any rank, a
+    GradScaler skips it, `stats()["overflows"]` counts it, and the first time there is a warning.
+    """
+
+    id = "fp16"
+    number = 2
+
+    def encode(self, grad, state, step):
+        if step.scale != 1:
+            grad *= np.float32(step.scale)
+        if "half" not in state.scratch:
+            state.scratch["half"] = np.empty(grad.size, np.float16)
+        half = state.scratch["half"]
+        if _LARGEST < kernels.to_float16(grad, half.view(np.uint16)) < np.inf:
+            self._tell(state)
+        return Dense(half)
+
+    @staticmethod
+    def _tell(state):
+        if not state.overflows:
+            warnings.warn(
+                f"horovod_compress: {state.name} has elements beyond {_LARGEST}, which are infinite in float16: scale the loss "
+                "down, or leave this tensor out with another compression's exclude=",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        state.overflows += 1

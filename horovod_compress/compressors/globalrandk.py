@@ -1,0 +1,101 @@
+"""Global random-k: the same random coordinates on every rank, so payloads add up (Vineeth S, arXiv 2109.12497)."""
+import dataclasses
+import math
+
+import numpy as np
+
+from .. import kernels
+from .base import State, Summed, zeros
+from .options import Count, Flag, Number, option
+from .selective import SelectiveCompressor
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SharedCoordinates(SelectiveCompressor):
+    """A compressor that may work on K coordinates of a tensor, the same random ones on all ranks; the others are 0 in the result.
+
+    A permutation that follows from the seed is cut into blocks of K, one a step, so a sweep visits every coordinate; the last block
+    of a sweep begins early enough to be whole. The next sweep has another permutation.
+    """
+
+    ratio: float = option(Number(0, 1, low_open=True, optional=True), None, "share of coordinates in a step; none: all")
+    k: int = option(Count(1, optional=True), None, "coordinates of a tensor in a step, instead of a ratio")
+    unbiased: bool = option(Flag(), False, "scale what is drawn by d/K; else what is not drawn waits in a residual")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.unbiased and not self.sparse:
+            raise ValueError(f"{self.id}: unbiased is for coordinates drawn by ratio or k")
+
+    @property
+    def sparse(self):
+        """Whether only some coordinates are worked on."""
+        return self.ratio is not None or self.k is not None
+
+    def count(self, numel):
+        """K for a tensor of numel elements."""
+        return min(numel, self.k or max(1, math.ceil(self.ratio * numel - 1e-6)))
+
+    def init(self, name, shape):
+        waits = self.sparse and not self.unbiased
+        return State(name, {"residual": zeros(math.prod(shape))} if waits else {})
+
+    def draw(self, grad, state, step):
+        """(indices, values, finite): what this step works on, taken out of the gradient, or the residual, and kept in
+        state.taken for a rollback. Indices None: all, and values are the gradient itself."""
+        if not self.sparse:
+            return None, grad, True
+        numel = grad.size
+        count = self.count(numel)
+        sweep, block = divmod(step.index, -(-numel // count) if count else 1)
+        key = self.key("shared", state.name, sweep)
+        indices = kernels.coordinates(key, numel, min(block * count, numel - count), count)
+        residual = state.arrays.get("residual")
+        if residual is None:
+            finite = kernels.largest(grad) < np.inf
+            values = grad[indices]
+            values *= np.float32(numel / max(count, 1))
+            grad.fill(0)
+        else:
+            _, finite = kernels.accumulate(grad, None, residual, 0.0, False, 1.0, 0, 0, 0)
+            values = kernels.take(indices, residual, None, "fp32", False)[0]
+            state.taken = indices, values.copy()
+        return indices, values, finite
+
+    def put_back(self, state, sent):
+        """What stands for the values drawn is `sent`: the difference goes back into the residual."""
+        if state.taken is not None:
+            indices, values = state.taken
+            state.arrays["residual"][indices] += values - sent
+            state.taken = indices, sent
+
+    def rollback(self, state):
+        if state.taken is not None:
+            indices, values = state.taken
+            state.arrays["residual"][indices] += values
+        state.taken = None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class GlobalRandK(SharedCoordinates):
+    """Sums ratio·d, or k, coordinates of each tensor, the same random ones on every rank, in float32.
+
+    No index travels and the payload is an allreduce's, so it scales to any number of ranks. With error feedback (the default)
+    what waits is sent when its turn comes; unbiased, it is dropped and what is drawn counts d/K times.
+    """
+
+    id = "globalrandk"
+    number = 8
+    road = "allreduce"
+    paper = "Vineeth S, Unbiased Single-scale and Multi-scale Quantizers for Distributed Optimization, arXiv 2109.12497"
+
+    ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of coordinates in a step")
+
+    def encode(self, grad, state, step):
+        state.scratch["indices"], values, finite = self.draw(grad, state, step)
+        if not finite:
+            values.fill(np.nan)  # the sum says so to all ranks
+        return Summed(values)
+
+    def decode(self, payload, out, state, scale):
+        return kernels.scatter_add(out, state.scratch["indices"], payload.array, scale)

@@ -1,0 +1,33 @@
+"""Single-scale quantization against the ranks' largest norm (Vineeth S, arXiv 2109.12497, section 3)."""
+import dataclasses
+import math
+
+from .. import kernels
+from .options import Choice, Count, option
+from .quantizer import SharedScaleQuantizer
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MaxNorm(SharedScaleQuantizer):
+    """Rounds |g|/w·s at random to a whole number, s = 2^bits - 1, w the largest norm of all ranks; sums the codes.
+
+    Unbiased, variance at most w²/(4s²) an element. Payloads add up exactly: an allreduce of words whose fields hold the sums of
+    all ranks. With ratio or k only so many random coordinates are quantized, the same on all ranks.
+    """
+
+    id = "maxnorm"
+    number = 9
+    paper = "Vineeth S, Unbiased Single-scale and Multi-scale Quantizers for Distributed Optimization, arXiv 2109.12497"
+
+    bits: int = option(Count(1, 16), 4, "s = 2^bits - 1 steps from 0 to the largest")
+    norm: str = option(Choice("max", "l2"), "max", "what the shared scale is the largest of: max |g|, or ‖g‖₂")
+
+    @property
+    def steps(self):
+        return [2.0**self.bits - 1]
+
+    def norm_of(self, values):
+        if self.norm == "max":
+            return kernels.largest(values)
+        squares = kernels.moments(values)[1]
+        return math.sqrt(squares) if math.isfinite(squares) else math.inf

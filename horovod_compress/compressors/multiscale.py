@@ -1,0 +1,23 @@
+"""Multi-scale quantization against the ranks' largest norm (Vineeth S, arXiv 2109.12497, section 4)."""
+import dataclasses
+
+from .maxnorm import MaxNorm
+from .options import Ascending, option
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MultiScale(MaxNorm):
+    """As maxnorm, but small elements are rounded on a finer scale: the finest at which every rank's code still fits bits[0].
+
+    Which one that is follows from the elements themselves, not from the random draw, so boundary values are unbiased too. It takes a
+    message more a step: the ranks count, in ⌈log2(N + 1)⌉ bits an element and finer scale, how many it fits.
+    """
+
+    id = "multiscale"
+    number = 10
+
+    bits: tuple = option(Ascending(1, 16), (2, 6), "s = 2^bits - 1 steps of each scale; codes fit the first")
+
+    @property
+    def steps(self):
+        return [2.0**bits - 1 for bits in self.bits]

@@ -1,0 +1,28 @@
+"""Natural compression (Horvath et al., arXiv 1905.10988)."""
+import dataclasses
+
+from .. import kernels
+from .base import Gathered
+from .selective import SelectiveCompressor
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Natural(SelectiveCompressor):
+    """Rounds every element at random to one of the two powers of two next to it: a sign and an exponent, 9 bits.
+
+    Unbiased, variance at most g²/8 an element. Elements from 2^127 on are rounded down to that.
+    """
+
+    id = "natural"
+    number = 15
+    road = "allgather"
+    paper = "Horvath et al., Natural Compression for Distributed Deep Learning, arXiv 1905.10988"
+
+    def encode(self, grad, state, step):
+        key = self.key("rounding", state.name, step.index, step.rank)
+        payload = Gathered(*kernels.encode_natural(grad, key, state.scratch.get("body")))
+        state.scratch["body"] = payload.buffer
+        return payload
+
+    def add(self, body, out, scale):
+        return kernels.add_natural(out, body, scale)

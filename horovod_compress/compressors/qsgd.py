@@ -1,0 +1,48 @@
+"""QSGD (Alistarh, Grubic, Li, Tomioka, Vojnovic, NeurIPS 2017, arXiv 1610.02132)."""
+import dataclasses
+
+from .. import kernels
+from .base import Gathered
+from .options import Choice, Count, option
+from .selective import SelectiveCompressor
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class QSGD(SelectiveCompressor):
+    """Rounds every element at random to one of s levels of its bucket's norm and sends signs and levels.
+
+    Unbiased; E‖Q(g) - g‖² ≤ min(d/s², √d/s)·‖g‖² for a bucket of d elements (Lemma 3.1). Each bucket and rank has its own norm,
+    so payloads are gathered; where they should add up, see maxnorm. A bucket of zeros stays zeros.
+    """
+
+    id = "qsgd"
+    number = 18
+    road = "allgather"
+    paper = "Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding, NeurIPS 2017, arXiv 1610.02132"
+
+    bits: int = option(Count(1, 15), 4, "s = 2^bits - 1 levels")
+    levels: int = option(Count(1, 32767, optional=True), None, "s, instead of bits")
+    bucket_size: int = option(Count(1), 512, "elements that share a norm")
+    norm: str = option(Choice("l2", "max"), "l2", "of a bucket: ‖g‖₂, or max |g|, which has less variance and more levels in use")
+    coding: str = option(
+        Choice("smaller", "fixed"), "smaller",
+        "of levels: at the width of the largest that occurs, or Elias' gamma code (zeros, sign, level) where that is smaller",
+    )
+
+    @property
+    def s(self):
+        """The number of levels above 0."""
+        return self.levels or 2**self.bits - 1
+
+    def encode(self, grad, state, step):
+        key = self.key("rounding", state.name, step.index, step.rank)
+        payload = Gathered(
+            *kernels.encode_buckets(
+                grad, self.s, self.bucket_size, self.norm == "l2", self.coding == "smaller", key, state.scratch.get("body")
+            )
+        )
+        state.scratch["body"] = payload.buffer
+        return payload
+
+    def add(self, body, out, scale):
+        return kernels.add_buckets(out, body, self.s, self.bucket_size, scale)

@@ -1,0 +1,94 @@
+"""What the quantizers against a shared scale have in common (Vineeth S, arXiv 2109.12497)."""
+import dataclasses
+import math
+from abc import abstractmethod
+
+import numpy as np
+
+from .. import kernels
+from .base import Agree, Summed
+from .globalrandk import SharedCoordinates
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SharedScaleQuantizer(SharedCoordinates):
+    """Rounds every element at random to one of 2s + 1 values from -w to w, w being the largest norm of all ranks.
+
+    All ranks use the same w, so integer codes add up: N ranks' sums fit fields of ⌈log2(2·N·s + 1)⌉ bits, many to a word, and an
+    allreduce adds the words. With several scales each element takes the finest at which its code is at most that of the
+    coarsest on every rank; the ranks agree on that first, by counting.
+    """
+
+    road = "allreduce"
+
+    @property
+    @abstractmethod
+    def steps(self):
+        """s of each scale, ascending; codes of all of them are at most the first."""
+
+    @abstractmethod
+    def norm_of(self, values):
+        """What the shared scale is the largest of; infinity where values are not finite."""
+
+    def encode(self, grad, state, step):
+        indices, values, finite = self.draw(grad, state, step)
+        (w,) = yield Agree([self.norm_of(values) if finite else math.inf])
+        if not math.isfinite(w):  # on some rank: no rank's gradient is used
+            values.fill(0)
+        state.scratch["drawn"] = drawn = _Drawn(indices, w if math.isfinite(w) else 0.0, step.size, self.steps)
+        if len(self.steps) > 1:
+            yield from self._agree_on_levels(values, drawn, state, step)
+        key = self.key("rounding", state.name, step.index, step.rank)
+        spare = state.scratch.get("words")
+        words = kernels.quantize(values, drawn.levels, drawn.w, self.steps, drawn.width, key, spare)
+        state.scratch["words"] = words
+        if state.taken is not None:
+            drawn.dequantize(words, values, 1.0)
+            self.put_back(state, values)
+        drawn.finite = math.isfinite(w)
+        return Summed(words)
+
+    def decode(self, payload, out, state, scale):
+        drawn = state.scratch["drawn"]
+        if not drawn.finite:
+            out.fill(np.nan)
+            return False
+        if drawn.indices is None:
+            drawn.dequantize(payload.array, out, scale)
+        else:
+            values = np.empty(drawn.indices.size, np.float32)
+            drawn.dequantize(payload.array, values, scale)
+            out[drawn.indices] = values
+        return drawn.w * abs(scale) * drawn.size < np.finfo(np.float32).max or kernels.largest(out) < np.inf
+
+    def _agree_on_levels(self, values, drawn, state, step):
+        """Each element's scale, the finest that fits on all ranks."""
+        width = step.size.bit_length()
+        fine = kernels.fine_enough(values, drawn.w, self.steps, width, state.scratch.get("fine"))
+        state.scratch["fine"] = fine
+        counts = yield Summed(fine)
+        levels = state.scratch.get("levels")
+        if levels is None or levels.size != values.size:
+            levels = state.scratch["levels"] = np.empty(values.size, np.uint8)
+        kernels.common_levels(counts, levels, len(self.steps), width, step.size)
+        drawn.levels = levels
+
+
+@dataclasses.dataclass
+class _Drawn:
+    """What encode knows of a step's codes and decode needs."""
+
+    indices: np.ndarray
+    w: float
+    size: int
+    steps: list
+    levels: np.ndarray = None
+    finite: bool = True
+
+    @property
+    def width(self):
+        """Bits of a field that holds any sum of `size` codes."""
+        return (2 * self.size * int(self.steps[0])).bit_length()
+
+    def dequantize(self, words, out, scale):
+        kernels.dequantize(words, self.levels, out, self.w, self.steps, self.width, self.size, scale)

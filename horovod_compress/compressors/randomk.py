@@ -1,0 +1,54 @@
+"""Random-k with error feedback (Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, arXiv 1809.07599)."""
+import dataclasses
+import math
+import struct
+
+import numpy as np
+
+from .. import kernels
+from .base import Gathered, State, zeros
+from .options import Number, option
+from .selective import SelectiveCompressor
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RandomK(SelectiveCompressor):
+    """Sends ratio·d entries of the accumulated gradient, each rank its own random ones, and keeps the others in a residual.
+
+    Only values travel, and the number from which receivers draw the same places. The baseline for topk; where ranks should
+    share their places, so that payloads add up, see globalrandk.
+    """
+
+    id = "randomk"
+    number = 7
+    road = "allgather"
+    paper = "Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, arXiv 1809.07599"
+
+    ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of a tensor's elements sent in a step")
+
+    def init(self, name, shape):
+        return State(name, {"residual": zeros(math.prod(shape))})
+
+    def encode(self, grad, state, step):
+        residual = state.arrays["residual"]
+        _, finite = kernels.accumulate(grad, None, residual, 0.0, False, 1.0, 0, 0, 0)
+        count = math.ceil(self.ratio * residual.size - 1e-6) if finite else 0
+        key = self.key("own", state.name, step.index, step.rank)
+        indices = kernels.coordinates(key, residual.size, 0, count)
+        values = kernels.take(indices, residual, None, "fp32", False)[0]
+        state.taken = indices, values
+        return Gathered(kernels.new_body(struct.pack("<Q", key), values), count, finite)
+
+    def add(self, body, out, scale):
+        if len(body) < 8 or (len(body) - 8) % 4 or (len(body) - 8) // 4 > out.size:
+            raise ValueError("not a key and values for at most as many elements as the tensor has")
+        (key,) = struct.unpack_from("<Q", body)
+        values = np.frombuffer(body[8:].tobytes(), np.float32)
+        indices = kernels.coordinates(key, out.size, 0, len(values))
+        return kernels.scatter_add(out, indices, values, scale)
+
+    def rollback(self, state):
+        if state.taken is not None:
+            indices, values = state.taken
+            state.arrays["residual"][indices] += values
+        state.taken = None

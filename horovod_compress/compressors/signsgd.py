@@ -1,0 +1,37 @@
+"""signSGD with majority vote (Bernstein et al., ICML 2018, arXiv 1802.04434)."""
+import dataclasses
+
+import numpy as np
+
+from .. import kernels
+from .base import Summed
+from .selective import SelectiveCompressor
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SignSGD(SelectiveCompressor):
+    """Each rank votes with the sign of every element; the result is the majority's sign, 0 where they tie and where all are 0.
+
+    What comes back has magnitude 1 (with op=Average), whatever the gradient's was: choose a learning rate for that, 10 to 1000 times
+    smaller. Momentum and weight decay of the optimizer work on the vote.
+    """
+
+    id = "signsgd"
+    number = 12
+    road = "allreduce"
+    paper = "Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018, arXiv 1802.04434"
+
+    def encode(self, grad, state, step):
+        width = state.scratch["width"] = (2 * step.size).bit_length()
+        state.scratch["size"] = step.size
+        words = state.scratch["words"] = kernels.sum_signs(grad, width, state.scratch.get("words"))
+        words[-1] = not kernels.largest(grad) < np.inf  # the last word counts ranks whose gradient was not finite
+        return Summed(words)
+
+    def decode(self, payload, out, state, scale):
+        size = state.scratch["size"]
+        if payload.array[-1]:
+            out.fill(np.nan)
+            return False
+        kernels.vote(payload.array, out, state.scratch["width"], size, size * scale)
+        return bool(np.isfinite(size * scale))

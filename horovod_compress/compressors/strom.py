@@ -1,0 +1,29 @@
+"""Threshold quantization (Strom, Interspeech 2015)."""
+import dataclasses
+
+from .. import kernels
+from .base import Gathered
+from .options import Number, option
+from .selective import ErrorFeedback
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Strom(ErrorFeedback):
+    """Sends sign(r)·tau for every element whose residual r exceeds tau, one bit and an index each, and keeps the rest.
+
+    The share that is sent follows from tau and the size of the gradients, which differs between models and in the course of
+    training: choose tau by watching `stats()["elements_sent"]`.
+    """
+
+    id = "strom"
+    number = 3
+    road = "allgather"
+    paper = "Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, Interspeech 2015"
+
+    tau: float = option(Number(0, low_open=True), 0.001, "the threshold, and the size of what is sent")
+
+    def pack(self, grad, residual, state, step):
+        return Gathered(*kernels.strom(grad, residual, self.tau))
+
+    def add(self, body, out, scale):
+        return kernels.add_sparse(out, body, scale)

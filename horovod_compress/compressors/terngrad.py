@@ -1,0 +1,32 @@
+"""TernGrad (Wen et al., NeurIPS 2017, arXiv 1705.07878)."""
+import dataclasses
+import math
+
+from .. import kernels
+from .options import Number, option
+from .quantizer import SharedScaleQuantizer
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class TernGrad(SharedScaleQuantizer):
+    """Rounds every element at random to -w, 0 or w; w is the ranks' largest element, after clipping at clip·σ (section 4).
+
+    The scale is shared by all ranks (section 3.4), so codes add up. Unbiased but for what is clipped.
+    """
+
+    id = "terngrad"
+    number = 11
+    paper = "Wen et al., TernGrad: Ternary Gradients to Reduce Communication, NeurIPS 2017, arXiv 1705.07878"
+
+    clip: float = option(Number(0), 2.5, "standard deviations of the tensor at which it is clipped; 0: not at all")
+
+    steps = [1.0]
+
+    def norm_of(self, values):
+        largest = kernels.largest(values)
+        if not self.clip or not math.isfinite(largest) or not values.size:
+            return largest
+        total, squares = kernels.moments(values)
+        mean = total / values.size
+        deviation = math.sqrt(max(squares / values.size - mean * mean, 0.0))
+        return min(largest, self.clip * deviation) if deviation else largest

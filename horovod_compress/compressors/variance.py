@@ -1,0 +1,56 @@
+"""Variance-based gradient compression (Tsuzuku, Imachi, Akiba, ICLR 2018 workshop, arXiv 1802.06058)."""
+import dataclasses
+import math
+
+from .. import kernels
+from .base import Gathered, State, zeros
+from .options import Choice, Flag, Number, option
+from .selective import SelectiveCompressor
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Variance(SelectiveCompressor):
+    """Sends an element once its accumulated mean is unambiguous against its noise: r² > alpha·v.
+
+    r accumulates gradients, v the squares of what each sample contributed to them; v decays by zeta where nothing is
+    sent. What is sent is rounded to a power of two: a sign and a 3-bit exponent an element (section 4.2), after which r
+    and v are 0 there. With `tau`, Strom's threshold is required too and sign(r)·tau is sent (section 4.4).
+
+    `moments` says what a sample is, and the same alpha does not mean the same in each: minibatch takes this rank's gradient of a step
+    as one (noise between steps), microbatch each backward pass of backward_passes_per_step, per_sample the samples
+    themselves, exactly, as in the paper. An element whose square leaves float32's range (|g| > 1.8e19) makes the step not finite.
+    """
+
+    id = "variance"
+    number = 5
+    road = "allgather"
+    paper = "Tsuzuku, Imachi, Akiba, Variance-based Gradient Compression, ICLR 2018 workshop, arXiv 1802.06058"
+
+    alpha: float = option(Number(0, low_open=True), 1.5, "how unambiguous: 1 to 2 in the paper")
+    zeta: float = option(Number(0, 1), 0.999, "decay of v a step, where nothing is sent")
+    moments: str = option(Choice("minibatch", "microbatch", "per_sample"), "minibatch", "what a sample is")
+    tau: float = option(Number(0), 0.0, "above 0: Strom's threshold besides, and what is sent")
+    error_feedback: bool = option(Flag(), False, "keep the rounding error in r; the paper drops it")
+
+    def init(self, name, shape):
+        return State(name, {"r": zeros(math.prod(shape)), "v": zeros(math.prod(shape))})
+
+    def encode(self, grad, state, step):
+        r, v = state.arrays["r"], state.arrays["v"]
+        buffer, indices, before, finite = kernels.variance(
+            grad, step.squares, r, v, self.alpha, self.zeta, self.tau, self.error_feedback
+        )
+        state.taken = indices, before
+        return Gathered(buffer, len(indices), finite)
+
+    def add(self, body, out, scale):
+        return kernels.add_sparse(out, body, scale)
+
+    def residual(self, state):
+        return state.arrays["r"]
+
+    def rollback(self, state):
+        if state.taken is not None:
+            indices, before = state.taken
+            state.arrays["r"][indices], state.arrays["v"][indices] = before
+        state.taken = None

@@ -1,0 +1,89 @@
+// Python's face of the kernels: arrays in and out, checked. What each function computes is stated in reference/, which has the
+// same functions in NumPy, file by file.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "sparse.hpp"
+
+namespace py = pybind11;
+using py::arg;
+
+namespace hc {
+
+template <class T>
+using Array = py::array_t<T, py::array::c_style>;
+using Floats = Array<float>;
+using Indices = Array<std::uint32_t>;
+using Bytes = Array<std::uint8_t>;
+
+inline std::size_t length(const py::array& a, const char* what) {
+    if (a.ndim() != 1) throw std::invalid_argument(std::string(what) + " must be one-dimensional");
+    return static_cast<std::size_t>(a.size());
+}
+inline void same_length(std::size_t a, std::size_t b, const char* what) {
+    if (a != b) throw std::invalid_argument(std::string(what) + " must have the same length");
+}
+inline void inside(const std::uint32_t* indices, std::size_t n, std::size_t numel) {
+    for (std::size_t i = 0; i < n; ++i)
+        if (indices[i] >= numel) throw std::invalid_argument("index outside the tensor");
+}
+
+// to[at[i]] += scale · value[i]; returns whether what stands there now is finite.
+inline bool add_entries(float* to, const std::uint32_t* at, const float* value, std::size_t n, float scale) {
+    constexpr std::size_t ahead = 16;  // scattered writes: fetch early what comes next
+    std::uint32_t peak = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+        if (i + ahead < n) HC_PREFETCH(to + at[i + ahead]);
+        to[at[i]] += scale * value[i];
+        peak = std::max(peak, magnitude(to[at[i]]));
+    }
+    return peak < kInfinity;
+}
+
+// An encoded body's array has room for a frame's header before it and for a padding byte behind it.
+constexpr std::size_t kHeadroom = 24;
+
+inline Bytes new_body(std::size_t size) {
+    Bytes buffer(static_cast<py::ssize_t>(kHeadroom + size + 1));
+    std::memset(buffer.mutable_data(), 0, kHeadroom);
+    buffer.mutable_data()[kHeadroom + size] = 0;
+    return buffer;
+}
+
+// The same in memory of an earlier step, where that is given and fits: what is freed and allocated anew each step costs a pass.
+inline Bytes body_in(const std::optional<Bytes>& spare, std::size_t size) {
+    if (!spare || length(*spare, "spare") != kHeadroom + size + 1) return new_body(size);
+    Bytes buffer = *spare;
+    std::memset(buffer.mutable_data(), 0, kHeadroom);
+    return buffer;
+}
+
+template <class T>
+Array<T> to_array(const std::vector<T>& values) {
+    return Array<T>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+inline Bytes sparse_body(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, float scale) {
+    const int r = best_rice(indices, n);
+    Bytes buffer = new_body(sparse_size(n, kind, rice_bits(indices, n, r)));
+    encode_sparse(indices, values, n, kind, scale, r, buffer.mutable_data() + kHeadroom);
+    return buffer;
+}
+
+void bind_adaptive(py::module_& m);
+void bind_buckets(py::module_& m);
+void bind_codes(py::module_& m);
+void bind_quantization(py::module_& m);
+void bind_selection(py::module_& m);
+void bind_sparse(py::module_& m);
+void bind_dense(py::module_& m);
+
+}  // namespace hc

@@ -1,0 +1,316 @@
+// Whole tensors in narrower numbers: 16-bit floats, signs, powers of two, levels by bucket.
+#include <cmath>
+
+#include "arrays.hpp"
+#include "fields.hpp"
+#include "random.hpp"
+
+namespace hc {
+namespace {
+
+constexpr std::size_t kStretch = 1024;  // elements between two calls of fetch_ahead
+
+float as_float(std::uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+// work(begin, end) for stretches of n elements, the memory of a later one on its way.
+template <class Work>
+HC_INLINE void stretches(const float* x, std::size_t n, Work work) {
+    for (std::size_t i = 0; i < n; i += kStretch) {
+        const std::size_t end = std::min(n, i + kStretch);
+        fetch_ahead(x + i + 2 * kStretch, end - i);
+        work(i, end);
+    }
+}
+
+// float32 to float16, ties to even, without a branch: numbers below the normal ones are rounded by an addition.
+HC_CLONES std::uint32_t halve(const float* __restrict x, std::uint16_t* __restrict out, std::size_t n) {
+    std::uint32_t peak = 0;
+    stretches(x, n, [&](std::size_t begin, std::size_t end) HC_HOT {
+        for (std::size_t i = begin; i < end; ++i) {
+            const std::uint32_t b = bits_of(x[i]), a = b & 0x7fffffffu;
+            peak = peak > a ? peak : a;
+            float magnitude;
+            std::memcpy(&magnitude, &a, 4);
+            const std::uint32_t small = bits_of(magnitude + 0.5f) - 0x3f000000u;  // 0.5 has steps of 2^-24 above it
+            const std::uint32_t normal = (a - 0x38000000u + 0xfffu + (a >> 13 & 1u)) >> 13;
+            const std::uint32_t finite = a < 0x38800000u ? small : normal;
+            const std::uint32_t half = a > kInfinity ? 0x7e00u : finite < 0x7c00u ? finite : 0x7c00u;
+            out[i] = static_cast<std::uint16_t>(half | (b >> 16 & 0x8000u));
+        }
+    });
+    return peak;
+}
+HC_CLONES std::uint32_t widen(const std::uint16_t* __restrict half, float* __restrict out, std::size_t n) {
+    std::uint32_t peak = 0;
+    stretches(out, n, [&](std::size_t begin, std::size_t end) HC_HOT {
+        for (std::size_t i = begin; i < end; ++i) {
+            const std::uint32_t h = half[i], a = (h & 0x7fffu) << 13;
+            float magnitude;
+            std::memcpy(&magnitude, &a, 4);
+            magnitude *= 0x1p112f;  // moves the exponent's bias, of numbers below the normal ones too
+            std::uint32_t b = bits_of(magnitude);
+            b = a >= 0x0f800000u ? a + 0x70000000u : b;
+            peak = peak > b ? peak : b;
+            b |= (h & 0x8000u) << 16;
+            std::memcpy(out + i, &b, 4);
+        }
+    });
+    return peak;
+}
+
+float to_float16(const Floats& x, Array<std::uint16_t>& half) {
+    const std::size_t n = length(x, "x");
+    same_length(n, length(half, "half"), "x and half");
+    const float* from = x.data();
+    std::uint16_t* to = half.mutable_data();
+    py::gil_scoped_release release;
+    return as_float(std::min(halve(from, to, n), kInfinity));
+}
+float from_float16(const Array<std::uint16_t>& half, Floats& out) {
+    const std::size_t n = length(out, "out");
+    same_length(n, length(half, "half"), "half and out");
+    const std::uint16_t* from = half.data();
+    float* to = out.mutable_data();
+    py::gil_scoped_release release;
+    return as_float(std::min(widen(from, to, n), kInfinity));
+}
+
+HC_CLONES std::uint32_t to_bf16(float* __restrict g, std::uint8_t* __restrict out, std::size_t n) {
+    std::uint32_t peak = 0;
+    stretches(g, n, [&](std::size_t begin, std::size_t end) HC_HOT {
+        std::uint16_t block[kStretch];
+        float* from = g + begin;
+        for (std::size_t j = 0; j < end - begin; ++j) {
+            const std::uint32_t b = bits_of(from[j]), a = b & 0x7fffffffu;
+            peak = peak > a ? peak : a;
+            const std::uint32_t rounded = (a + 0x7fffu + (a >> 16 & 1u)) >> 16;
+            block[j] = static_cast<std::uint16_t>((rounded < 0x7f7fu ? rounded : 0x7f7fu) | (b >> 16 & 0x8000u));
+            from[j] = 0;
+        }
+        std::memcpy(out + 2 * begin, block, 2 * (end - begin));
+    });
+    return peak;
+}
+HC_CLONES std::uint32_t add_bf16(const std::uint8_t* __restrict in, float* __restrict out, std::size_t n, float scale) {
+    std::uint32_t peak = 0;
+    stretches(out, n, [&](std::size_t begin, std::size_t end) HC_HOT {
+        std::uint16_t block[kStretch];
+        std::memcpy(block, in + 2 * begin, 2 * (end - begin));
+        float* to = out + begin;
+        for (std::size_t j = 0; j < end - begin; ++j) {
+            const std::uint32_t b = std::uint32_t{block[j]} << 16;
+            float value;
+            std::memcpy(&value, &b, 4);
+            to[j] += scale * value;
+            const std::uint32_t a = magnitude(to[j]);
+            peak = peak > a ? peak : a;
+        }
+    });
+    return peak;
+}
+
+py::tuple encode_bf16(Floats& grad, std::optional<Bytes> spare) {
+    const std::size_t n = length(grad, "grad");
+    Bytes buffer = body_in(spare, 2 * n);
+    float* g = grad.mutable_data();
+    std::uint8_t* out = buffer.mutable_data() + kHeadroom;
+    bool finite;
+    {
+        py::gil_scoped_release release;
+        finite = to_bf16(g, out, n) < kInfinity;
+    }
+    return py::make_tuple(buffer, n, finite);
+}
+// The body's bytes, which must be `size`.
+const std::uint8_t* exactly(const Bytes& body, std::size_t size) {
+    if (length(body, "body") != size) throw std::invalid_argument("not of the length that a tensor of this size has");
+    return body.data();
+}
+bool decode_bf16(Floats& out, const Bytes& body, float scale) {
+    const std::size_t n = length(out, "out");
+    const std::uint8_t* in = exactly(body, 2 * n);
+    float* to = out.mutable_data();
+    py::gil_scoped_release release;
+    return add_bf16(in, to, n, scale) < kInfinity;
+}
+
+// One bit an element: 1 where it is negative.
+struct Halves {
+    double sum[2];
+    std::uint64_t count[2];
+    bool finite;
+};
+HC_CLONES Halves accumulate_halves(float* __restrict g, float* __restrict r, std::size_t n) {
+    constexpr std::size_t lanes = 16;
+    std::uint32_t worst = 0;
+    Halves total{};
+    for (std::size_t begin = 0; begin < n; begin += kStretch) {
+        const std::size_t end = std::min(n, begin + kStretch);
+        fetch_ahead(g + begin + 2 * kStretch, end - begin);
+        fetch_ahead(r + begin + 2 * kStretch, end - begin);
+        float negative[lanes] = {}, all[lanes] = {};  // short sums in float32, the long one in float64
+        std::uint32_t negatives[lanes] = {}, peaks[lanes] = {};
+        const auto line = [&](std::size_t i, std::size_t count) HC_HOT {
+            for (std::size_t j = 0; j < count; ++j) {
+                const float moved = r[i + j] + g[i + j];
+                const std::uint32_t b = magnitude(moved);
+                peaks[j] = peaks[j] > b ? peaks[j] : b;
+                const float kept = b < kInfinity ? moved : r[i + j];
+                r[i + j] = kept;
+                g[i + j] = 0;
+                negatives[j] += kept < 0;
+                negative[j] += kept < 0 ? -kept : 0.0f;
+                all[j] += std::fabs(kept);
+            }
+        };
+        std::size_t i = begin;
+        for (; i + lanes <= end; i += lanes) line(i, lanes);
+        line(i, end - i);
+        for (std::size_t j = 0; j < lanes; ++j) {
+            worst = std::max(worst, peaks[j]);
+            total.sum[1] += negative[j];
+            total.sum[0] += static_cast<double>(all[j]) - negative[j];
+            total.count[1] += negatives[j];
+        }
+    }
+    total.count[0] = n - total.count[1];
+    total.finite = worst < kInfinity && std::isfinite(total.sum[0] + total.sum[1]);
+    return total;
+}
+HC_CLONES void take_signs(float* __restrict r, std::uint8_t* bits, const Layout& layout, float plus, float minus) {
+    pack<std::int32_t>(bits, layout, [=](int, std::size_t, std::size_t first, std::size_t count, std::int32_t* codes) HC_HOT {
+        fetch_ahead(r + first + 2 * kStretch, count);
+        for (std::size_t j = 0; j < count; ++j) {
+            const bool below = r[first + j] < 0;
+            codes[j] = below;
+            r[first + j] -= below ? minus : plus;
+        }
+    });
+}
+HC_CLONES std::uint32_t add_signs(const std::uint8_t* bits, float* __restrict out, const Layout& layout, float plus, float minus) {
+    std::uint32_t peak = 0;
+    unpack<std::int32_t>(bits, layout, 0, [&](std::size_t first, std::size_t count, const std::int32_t* codes) HC_HOT {
+        fetch_ahead(out + first + 2 * kStretch, count);
+        for (std::size_t j = 0; j < count; ++j) {
+            out[first + j] += codes[j] ? minus : plus;
+            const std::uint32_t a = magnitude(out[first + j]);
+            peak = peak > a ? peak : a;
+        }
+    });
+    return peak;
+}
+
+py::tuple one_bit(Floats& grad, Floats& residual, bool symmetric, std::optional<Bytes> spare) {
+    const std::size_t n = length(grad, "grad");
+    same_length(n, length(residual, "residual"), "grad and residual");
+    float *g = grad.mutable_data(), *r = residual.mutable_data();
+    const Layout layout(n, 1, 0);
+    Bytes buffer = body_in(spare, 8 + 4 * layout.words);
+    std::uint8_t* out = buffer.mutable_data() + kHeadroom;
+    Halves halves;
+    {
+        py::gil_scoped_release release;
+        halves = accumulate_halves(g, r, n);
+        float units[2] = {};
+        if (halves.finite && n) {
+            const double both = (halves.sum[0] + halves.sum[1]) / static_cast<double>(n);
+            for (int i = 0; i < 2; ++i) {
+                const double mean = symmetric ? both : halves.count[i] ? halves.sum[i] / static_cast<double>(halves.count[i]) : 0;
+                units[i] = static_cast<float>(i ? -mean : mean);
+            }
+        }
+        std::memcpy(out, units, sizeof units);
+        take_signs(r, out + sizeof units, layout, units[0], units[1]);
+    }
+    return py::make_tuple(buffer, n, halves.finite);
+}
+bool add_one_bit(Floats& out, const Bytes& body, float scale) {
+    const std::size_t n = length(out, "out");
+    const Layout layout(n, 1, 0);
+    const std::uint8_t* in = exactly(body, 8 + 4 * layout.words);
+    float units[2];
+    std::memcpy(units, in, sizeof units);
+    if (!(magnitude(units[0]) < kInfinity && magnitude(units[1]) < kInfinity)) throw std::invalid_argument("scale not finite");
+    float* to = out.mutable_data();
+    py::gil_scoped_release release;
+    return add_signs(in + sizeof units, to, layout, scale * units[0], scale * units[1]) < kInfinity;
+}
+
+// Sign and exponent, rounded up with the probability that the mantissa says: an addition and a shift.
+HC_CLONES std::uint32_t to_powers(float* __restrict g, std::uint8_t* words, const Layout& layout, Key key) {
+    std::uint32_t peak = 0, bits[kWordBlock];
+    pack<std::int64_t>(words, layout, [&](int field, std::size_t word, std::size_t first, std::size_t count, std::int32_t* codes) HC_HOT {
+        const std::uint32_t start = static_cast<std::uint32_t>(word + field / 2 * layout.words), n = static_cast<std::uint32_t>(count);
+        float* from = g + first;
+        fetch_ahead(from + 2 * kWordBlock, count);
+        if (field % 2 == 0)
+            for (std::uint32_t j = 0; j < n; ++j) bits[j] = random_bits(start + j, key);
+        else
+            for (std::uint32_t j = 0; j < n; ++j) bits[j] *= kSecond;
+        for (std::uint32_t j = 0; j < n; ++j) {
+            const std::uint32_t b = bits_of(from[j]), a = b & 0x7fffffffu;
+            peak = peak > a ? peak : a;
+            const std::uint32_t exponent = (a + (bits[j] >> 9)) >> 23;
+            codes[j] = static_cast<std::int32_t>((b >> 31) << 8 | (exponent < 254 ? exponent : 254));
+            from[j] = 0;
+        }
+    });
+    return peak;
+}
+HC_CLONES std::uint32_t add_powers(const std::uint8_t* words, float* __restrict out, const Layout& layout, float scale) {
+    std::uint32_t peak = 0;
+    unpack<std::int64_t>(words, layout, 0, [&](std::size_t first, std::size_t count, const std::int32_t* codes) HC_HOT {
+        fetch_ahead(out + first + 2 * kWordBlock, count);
+        for (std::size_t j = 0; j < count; ++j) {
+            const std::uint32_t code = static_cast<std::uint32_t>(codes[j]), b = (code & 0x100u) << 23 | (code & 0xffu) << 23;
+            float value;
+            std::memcpy(&value, &b, 4);
+            out[first + j] += scale * value;
+            const std::uint32_t a = magnitude(out[first + j]);
+            peak = peak > a ? peak : a;
+        }
+    });
+    return peak;
+}
+
+py::tuple encode_natural(Floats& grad, std::uint64_t key, std::optional<Bytes> spare) {
+    const std::size_t n = length(grad, "grad");
+    const Layout layout(n, 9, 0);
+    Bytes buffer = body_in(spare, 8 * layout.words);
+    float* g = grad.mutable_data();
+    std::uint8_t* out = buffer.mutable_data() + kHeadroom;
+    bool finite;
+    {
+        py::gil_scoped_release release;
+        finite = to_powers(g, out, layout, Key(key)) < kInfinity;
+    }
+    return py::make_tuple(buffer, n, finite);
+}
+bool add_natural(Floats& out, const Bytes& body, float scale) {
+    const std::size_t n = length(out, "out");
+    const Layout layout(n, 9, 0);
+    const std::uint8_t* in = exactly(body, 8 * layout.words);
+    float* to = out.mutable_data();
+    py::gil_scoped_release release;
+    return add_powers(in, to, layout, scale) < kInfinity;
+}
+
+}  // namespace
+
+void bind_codes(py::module_& m) {
+    m.def("to_float16", &to_float16, arg("x").noconvert(), arg("half").noconvert());
+    m.def("from_float16", &from_float16, arg("half").noconvert(), arg("out").noconvert());
+    m.def("encode_bf16", &encode_bf16, arg("grad").noconvert(), arg("spare") = py::none());
+    m.def("add_bf16", &decode_bf16, arg("out").noconvert(), arg("body").noconvert(), arg("scale"));
+    m.def("one_bit", &one_bit, arg("grad").noconvert(), arg("residual").noconvert(), arg("symmetric"),
+          arg("spare") = py::none());
+    m.def("add_one_bit", &add_one_bit, arg("out").noconvert(), arg("body").noconvert(), arg("scale"));
+    m.def("encode_natural", &encode_natural, arg("grad").noconvert(), arg("key"), arg("spare") = py::none());
+    m.def("add_natural", &add_natural, arg("out").noconvert(), arg("body").noconvert(), arg("scale"));
+}
+
+}  // namespace hc

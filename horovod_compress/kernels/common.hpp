@@ -1,0 +1,42 @@
+// What all kernels share: variants for CPUs, floats as bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+// x86-64 variants of a hot loop, picked at run time; other CPUs, and sanitizer builds, get the plain one.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(HC_PORTABLE)
+#define HC_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#else
+#define HC_CLONES
+#endif
+#if defined(__GNUC__)
+#define HC_INLINE inline __attribute__((always_inline))
+#define HC_HOT __attribute__((always_inline))  // behind a lambda's parameters: outside a variant it would be compiled for any CPU
+#define HC_PREFETCH(address) __builtin_prefetch(address)
+#else
+#define HC_HOT
+#define HC_INLINE inline
+#define HC_PREFETCH(address)
+#endif
+
+namespace hc {
+
+constexpr std::uint32_t kInfinity = 0x7f800000;  // bits of +inf: anything from here on is not finite
+
+HC_INLINE std::uint32_t bits_of(float x) {
+    std::uint32_t b;
+    std::memcpy(&b, &x, sizeof b);
+    return b;
+}
+HC_INLINE std::uint32_t magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
+
+
+// Asks for the lines of `count` floats that a loop comes to later, in chunks of a page: what hardware fetches ahead by itself does not
+// keep up with loops that compute much.
+HC_INLINE void fetch_ahead(const float* chunk, std::size_t count) {
+    for (std::size_t j = 0; j < count; j += 16) HC_PREFETCH(chunk + j);
+}
+
+}  // namespace hc

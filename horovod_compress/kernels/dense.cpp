@@ -1,0 +1,107 @@
+// What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries.
+#include "arrays.hpp"
+
+namespace hc {
+namespace {
+
+HC_CLONES std::uint32_t largest_magnitude(const float* x, std::size_t n) {
+    constexpr std::size_t block = 1024;
+    std::uint32_t peak = 0;
+    for (std::size_t i = 0; i < n; i += block) {
+        const std::size_t end = std::min(n, i + block);
+        fetch_ahead(x + i + 2 * block, end - i);
+        for (std::size_t j = i; j < end; ++j) peak = std::max(peak, magnitude(x[j]));
+    }
+    return peak;
+}
+
+float largest(const Floats& x) {
+    const std::size_t n = length(x, "x");
+    const float* p = x.data();
+    py::gil_scoped_release release;
+    const std::uint32_t peak = std::min(largest_magnitude(p, n), kInfinity);
+    float value;
+    std::memcpy(&value, &peak, sizeof value);
+    return value;
+}
+
+HC_CLONES void apply_momentum(float* __restrict out, const float* __restrict u, float* __restrict new_u, std::size_t n,
+                              float m, bool nesterov) {
+    for (std::size_t i = 0; i < n; ++i) {
+        const float g = out[i], moved = m * u[i] + g;
+        new_u[i] = moved;
+        out[i] = nesterov ? g + m * moved : moved;
+    }
+}
+
+bool dense_momentum(Floats& out, const Floats& u, Floats& new_u, float momentum, bool nesterov) {
+    const std::size_t n = length(out, "out");
+    same_length(n, length(u, "u"), "out and u");
+    same_length(n, length(new_u, "new_u"), "out and new_u");
+    float* to = out.mutable_data();
+    float* moved = new_u.mutable_data();
+    const float* from = u.data();
+    py::gil_scoped_release release;
+    if (largest_magnitude(to, n) >= kInfinity) return false;
+    apply_momentum(to, from, moved, n, momentum, nesterov);
+    return largest_magnitude(moved, n) < kInfinity && largest_magnitude(to, n) < kInfinity;
+}
+
+struct Moments {
+    double sum, squares;
+};
+
+HC_CLONES Moments moments_of(const float* x, std::size_t n) {
+    double sums[16] = {}, squares[16] = {};
+    std::size_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (std::size_t j = 0; j < 16; ++j) {
+            const double value = x[i + j];
+            sums[j] += value;
+            squares[j] += value * value;
+        }
+    for (; i < n; ++i) {
+        sums[0] += x[i];
+        squares[0] += static_cast<double>(x[i]) * x[i];
+    }
+    Moments total{};
+    for (int j = 0; j < 16; ++j) {
+        total.sum += sums[j];
+        total.squares += squares[j];
+    }
+    return total;
+}
+
+py::tuple moments(const Floats& x) {
+    const std::size_t n = length(x, "x");
+    const float* p = x.data();
+    Moments total;
+    {
+        py::gil_scoped_release release;
+        total = moments_of(p, n);
+    }
+    return py::make_tuple(total.sum, total.squares);
+}
+
+bool scatter_add(Floats& out, const Indices& indices, const Floats& values, float scale) {
+    const std::size_t n = length(indices, "indices"), numel = length(out, "out");
+    same_length(n, length(values, "values"), "indices and values");
+    inside(indices.data(), n, numel);
+    const std::uint32_t* at = indices.data();
+    const float* value = values.data();
+    float* to = out.mutable_data();
+    py::gil_scoped_release release;
+    return add_entries(to, at, value, n, scale);
+}
+
+}  // namespace
+
+void bind_dense(py::module_& m) {
+    m.def("largest", &largest, arg("x").noconvert());
+    m.def("moments", &moments, arg("x").noconvert());
+    m.def("dense_momentum", &dense_momentum, arg("out").noconvert(), arg("u").noconvert(), arg("new_u").noconvert(),
+          arg("momentum"), arg("nesterov"));
+    m.def("scatter_add", &scatter_add, arg("out").noconvert(), arg("indices").noconvert(), arg("values").noconvert(), arg("scale"));
+}
+
+}  // namespace hc

@@ -1,0 +1,323 @@
+// Randomness from counters, and integer codes that many ranks can add up in one word.
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "arrays.hpp"
+#include "fields.hpp"
+#include "random.hpp"
+
+namespace hc {
+namespace {
+
+HC_CLONES void fill_random(std::uint32_t* out, std::size_t n, Key key) {
+    for (std::size_t i = 0; i < n; ++i) out[i] = random_bits(static_cast<std::uint32_t>(i), key);
+}
+
+Indices random(std::uint64_t key, std::size_t n) {
+    Indices bits(static_cast<py::ssize_t>(n));
+    fill_random(bits.mutable_data(), n, Key(key));
+    return bits;
+}
+
+// A permutation of 0 … n-1 that needs no memory: a keyed mixing of the next power of two, repeated until it falls inside n.
+class Permutation {
+  public:
+    Permutation(std::uint64_t n, std::uint64_t key) : n_(n) {
+        int bits = 0;
+        while (n > (1ull << bits)) ++bits;
+        mask_ = static_cast<std::uint32_t>((1ull << bits) - 1);
+        shift_ = (bits + 1) / 2;
+        for (std::uint32_t round = 0; round < kRounds; ++round) {
+            times_[round] = random_bits(2 * round, Key(key)) | 1u;
+            plus_[round] = random_bits(2 * round + 1, Key(key));
+        }
+    }
+    std::uint32_t operator()(std::uint32_t x) const {
+        if (mask_ == 0) return 0;
+        do {
+            for (int round = 0; round < kRounds; ++round) {
+                x = (x * times_[round] + plus_[round]) & mask_;
+                x ^= x >> shift_;
+            }
+        } while (x >= n_);
+        return x;
+    }
+
+  private:
+    static constexpr int kRounds = 4;
+    std::uint64_t n_;
+    std::uint32_t mask_;
+    int shift_;
+    std::array<std::uint32_t, kRounds> times_, plus_;
+};
+
+Indices coordinates(std::uint64_t key, std::uint64_t numel, std::uint64_t first, std::uint64_t count) {
+    if (numel > 0xffffffffu) throw std::invalid_argument("a tensor has at most 2^32 - 1 elements");
+    if (count > numel || first > numel - count) throw std::invalid_argument("more coordinates than elements");
+    Indices indices(static_cast<py::ssize_t>(count));
+    std::uint32_t* out = indices.mutable_data();
+    py::gil_scoped_release release;
+    const Permutation permutation(numel, key);
+    for (std::uint64_t i = 0; i < count; ++i) out[i] = permutation(static_cast<std::uint32_t>(first + i));
+    return indices;
+}
+
+// An array of words as Python sees it, int32 or int64 by the layout, in an earlier step's memory where that is given and fits; and a way
+// to work on it as such.
+py::array new_words(const Layout& layout, const std::optional<py::array>& spare, std::size_t more = 0) {
+    const auto size = static_cast<py::ssize_t>(layout.words + more);
+    if (spare && spare->size() == size && spare->itemsize() == (layout.wide ? 8 : 4)) return *spare;
+    return layout.wide ? py::array(Array<std::int64_t>(size)) : py::array(Array<std::int32_t>(size));
+}
+template <class Work>
+void on_words(py::array& words, const Layout& layout, std::size_t more, Work work) {
+    same_length(layout.words + more, length(words, "words"), "words, for as many elements,");
+    if (!(words.flags() & py::array::c_style) || words.itemsize() != (layout.wide ? 8 : 4) || words.dtype().kind() != 'i')
+        throw std::invalid_argument("words must be contiguous and of the width that holds most fields");
+    auto* data = static_cast<std::uint8_t*>(words.mutable_data());
+    py::gil_scoped_release release;
+    if (layout.wide) work(data, std::int64_t{});
+    else work(data, std::int32_t{});
+}
+
+constexpr int kMaxScales = 8;
+
+// What turns a magnitude into steps of each scale: both factors are in range even where w is denormal or huge.
+struct Scales {
+    int count;
+    float before, largest;
+    float factor[kMaxScales] = {};
+    Scales(float w, const std::vector<float>& steps) : count(static_cast<int>(steps.size())) {
+        if (count < 1 || count > kMaxScales) throw std::invalid_argument("1 to 8 scales");
+        const int exponent = w > 0 ? std::clamp(std::ilogb(w), -120, 120) : 0;
+        before = std::ldexp(1.0f, -exponent);
+        largest = steps[0];
+        for (int l = 0; l < count; ++l) factor[l] = w > 0 ? steps[l] / (w * before) : 0;
+    }
+    HC_INLINE float in_steps(float x, float its_factor) const { return std::fabs(x) * before * its_factor; }
+};
+
+// ⌊y⌋ + Bernoulli(y − ⌊y⌋), with the sign of x.
+HC_INLINE std::int32_t rounded_code(float x, float y, float largest, std::uint32_t bits) {
+    y = y < largest ? y : largest;
+    const std::int32_t whole = static_cast<std::int32_t>(y), sign = static_cast<std::int32_t>(bits_of(x)) >> 31;
+    const std::int32_t code = whole + (uniform(bits) < y - static_cast<float>(whole));
+    return (code ^ sign) - sign;
+}
+
+// Two fields of a word share random bits: the second takes their product with kSecond.
+template <class Word, class Factor>
+HC_INLINE void quantize_body(const float* __restrict x, std::uint8_t* words, const Layout& layout, const Scales& scales,
+                             Key key, Factor factor) {
+    const Scales s = scales;
+    std::uint32_t bits[kWordBlock];
+    pack<Word>(words, layout,
+         [&](int field, std::size_t word, std::size_t first, std::size_t count, std::int32_t* __restrict codes) HC_HOT {
+             const std::uint32_t start = static_cast<std::uint32_t>(word + field / 2 * layout.words);
+             const std::uint32_t n = static_cast<std::uint32_t>(count);
+             const float* from = x + first;
+             fetch_ahead(from + 2 * kWordBlock, count);
+             if (field % 2 == 0) {
+                 for (std::uint32_t j = 0; j < n; ++j) {
+                     bits[j] = random_bits(start + j, key);
+                     codes[j] = rounded_code(from[j], s.in_steps(from[j], factor(first, j)), s.largest, bits[j]);
+                 }
+             } else {
+                 for (std::uint32_t j = 0; j < n; ++j)
+                     codes[j] = rounded_code(from[j], s.in_steps(from[j], factor(first, j)), s.largest, bits[j] * kSecond);
+             }
+         });
+}
+template <class Word>
+HC_CLONES void quantize_one(const float* x, std::uint8_t* words, const Layout& layout, const Scales& scales, Key key) {
+    const float factor = scales.factor[0];
+    quantize_body<Word>(x, words, layout, scales, key, [=](std::size_t, std::uint32_t) HC_HOT { return factor; });
+}
+template <class Word>
+HC_CLONES void quantize_two(const float* x, const std::uint8_t* levels, std::uint8_t* words, const Layout& layout, const Scales& scales,
+                            Key key) {
+    const float coarse = scales.factor[0], fine = scales.factor[1];
+    quantize_body<Word>(x, words, layout, scales, key,
+                  [=](std::size_t first, std::uint32_t j) HC_HOT { return levels[first + j] ? fine : coarse; });
+}
+template <class Word>
+HC_CLONES void quantize_many(const float* x, const std::uint8_t* levels, std::uint8_t* words, const Layout& layout,
+                             const Scales& scales, Key key) {
+    quantize_body<Word>(x, words, layout, scales, key,
+                  [&](std::size_t first, std::uint32_t j) HC_HOT { return scales.factor[levels[first + j]]; });
+}
+
+const std::uint8_t* levels_for(const std::optional<Bytes>& levels, std::size_t n, std::size_t scales) {
+    if (!levels) {
+        if (scales != 1) throw std::invalid_argument("several scales need levels");
+        return nullptr;
+    }
+    same_length(n, length(*levels, "levels"), "values and levels");
+    const std::uint8_t* at = levels->data();
+    std::uint8_t top = 0;
+    for (std::size_t i = 0; i < n; ++i) top = std::max(top, at[i]);
+    if (n && top >= scales) throw std::invalid_argument("level without a scale");
+    return at;
+}
+
+py::array quantize(const Floats& x, std::optional<Bytes> levels, float w, const std::vector<float>& steps, int width,
+                   std::uint64_t key, std::optional<py::array> spare) {
+    const std::size_t n = length(x, "x");
+    const Layout layout(n, width, 0);
+    const Scales scales(w, steps);
+    const std::uint8_t* its_levels = levels_for(levels, n, steps.size());
+    const float* from = x.data();
+    py::array words = new_words(layout, spare);
+    on_words(words, layout, 0, [&](auto* out, auto word) {
+        if (its_levels && scales.count == 2) quantize_two<decltype(word)>(from, its_levels, out, layout, scales, Key(key));
+        else if (its_levels) quantize_many<decltype(word)>(from, its_levels, out, layout, scales, Key(key));
+        else quantize_one<decltype(word)>(from, out, layout, scales, Key(key));
+    });
+    return words;
+}
+
+template <class Word>
+HC_CLONES void dequantize_one(const std::uint8_t* words, float* out, const Layout& layout, std::uint64_t offset, float unit) {
+    unpack<Word>(words, layout, offset, [=](std::size_t first, std::size_t count, const std::int32_t* sums) HC_HOT {
+        fetch_ahead(out + first + 2 * kWordBlock, count);
+        for (std::size_t j = 0; j < count; ++j) out[first + j] = static_cast<float>(sums[j]) * unit;
+    });
+}
+template <class Word>
+HC_CLONES void dequantize_two(const std::uint8_t* words, const std::uint8_t* levels, float* out, const Layout& layout,
+                              std::uint64_t offset, float coarse, float fine) {
+    unpack<Word>(words, layout, offset, [=](std::size_t first, std::size_t count, const std::int32_t* sums) HC_HOT {
+        fetch_ahead(out + first + 2 * kWordBlock, count);
+        for (std::size_t j = 0; j < count; ++j)
+            out[first + j] = static_cast<float>(sums[j]) * (levels[first + j] ? fine : coarse);
+    });
+}
+template <class Word>
+HC_CLONES void dequantize_many(const std::uint8_t* words, const std::uint8_t* levels, float* out, const Layout& layout,
+                               std::uint64_t offset, const float* units) {
+    unpack<Word>(words, layout, offset, [=](std::size_t first, std::size_t count, const std::int32_t* sums) HC_HOT {
+        for (std::size_t j = 0; j < count; ++j) out[first + j] = static_cast<float>(sums[j]) * units[levels[first + j]];
+    });
+}
+
+void dequantize(py::array& words, std::optional<Bytes> levels, Floats& out, double w, const std::vector<float>& steps, int width,
+                std::uint64_t size, double scale) {
+    const std::size_t n = length(out, "out");
+    const Layout layout(n, width, 0);
+    if (steps.empty() || steps.size() > kMaxScales) throw std::invalid_argument("1 to 8 scales");
+    const std::uint8_t* its_levels = levels_for(levels, n, steps.size());
+    float units[kMaxScales];
+    for (std::size_t l = 0; l < steps.size(); ++l) units[l] = static_cast<float>(w / steps[l] * scale);
+    const std::uint64_t offset = size * static_cast<std::uint64_t>(steps[0]);
+    float* to = out.mutable_data();
+    on_words(words, layout, 0, [&](auto* from, auto word) {
+        if (its_levels && steps.size() == 2) dequantize_two<decltype(word)>(from, its_levels, to, layout, offset, units[0], units[1]);
+        else if (its_levels) dequantize_many<decltype(word)>(from, its_levels, to, layout, offset, units);
+        else dequantize_one<decltype(word)>(from, to, layout, offset, units[0]);
+    });
+}
+
+// Calls work(plane, element, at, count) for the parts of first … first+count-1 that lie in one plane of n.
+template <class Work>
+HC_INLINE void by_planes(std::size_t first, std::size_t count, std::size_t n, Work work) {
+    for (std::size_t at = 0; at < count;) {
+        const std::size_t plane = (first + at) / n, element = (first + at) % n, part = std::min(count - at, n - element);
+        work(plane, element, at, part);
+        at += part;
+    }
+}
+
+template <class Word>
+HC_CLONES void count_levels(const float* x, std::uint8_t* words, const Layout& layout, std::size_t n, const Scales& scales) {
+    const Scales s = scales;
+    pack<Word>(words, layout, [&](int, std::size_t, std::size_t first, std::size_t count, std::int32_t* codes) HC_HOT {
+        by_planes(first, count, n, [&](std::size_t plane, std::size_t element, std::size_t at, std::size_t part) HC_HOT {
+            const float factor = s.factor[plane + 1];
+            const float* from = x + element;
+            std::int32_t* to = codes + at;
+            fetch_ahead(from + 2 * kWordBlock, part);
+            for (std::size_t j = 0; j < part; ++j) to[j] = s.in_steps(from[j], factor) <= s.largest;
+        });
+    });
+}
+
+py::array fine_enough(const Floats& x, float w, const std::vector<float>& steps, int width, std::optional<py::array> spare) {
+    const std::size_t n = length(x, "x");
+    const Scales scales(w, steps);
+    const Layout layout((steps.size() - 1) * n, width, 1);  // counts are not signed: the sign bit stays free
+    const float* from = x.data();
+    py::array words = new_words(layout, spare);
+    on_words(words, layout, 0, [&](auto* out, auto word) { count_levels<decltype(word)>(from, out, layout, n, scales); });
+    return words;
+}
+
+template <class Word>
+HC_CLONES void add_levels(const std::uint8_t* words, std::uint8_t* levels, const Layout& layout, std::size_t n, std::int32_t size) {
+    unpack<Word>(words, layout, 0, [=](std::size_t first, std::size_t count, const std::int32_t* sums) HC_HOT {
+        by_planes(first, count, n, [=](std::size_t, std::size_t element, std::size_t at, std::size_t part) HC_HOT {
+            for (std::size_t j = 0; j < part; ++j) levels[element + j] += sums[at + j] == size;
+        });
+    });
+}
+
+void common_levels(py::array& words, Bytes& levels, std::size_t scales, int width, std::int32_t size) {
+    const std::size_t n = length(levels, "levels");
+    if (scales < 2) throw std::invalid_argument("levels are of 2 scales and more");
+    const Layout layout((scales - 1) * n, width, 1);
+    std::uint8_t* to = levels.mutable_data();
+    on_words(words, layout, 0, [&](auto* from, auto word) {
+        std::memset(to, 0, n);
+        add_levels<decltype(word)>(from, to, layout, n, size);
+    });
+}
+
+template <class Word>
+HC_CLONES void sign_codes(const float* x, std::uint8_t* words, const Layout& layout) {
+    pack<Word>(words, layout, [=](int, std::size_t, std::size_t first, std::size_t count, std::int32_t* codes) HC_HOT {
+        fetch_ahead(x + first + 2 * kWordBlock, count);
+        for (std::size_t j = 0; j < count; ++j) codes[j] = (x[first + j] > 0) - (x[first + j] < 0);
+    });
+}
+template <class Word>
+HC_CLONES void majority(const std::uint8_t* words, float* out, const Layout& layout, std::uint64_t size, float unit) {
+    unpack<Word>(words, layout, size, [=](std::size_t first, std::size_t count, const std::int32_t* sums) HC_HOT {
+        for (std::size_t j = 0; j < count; ++j) out[first + j] = sums[j] > 0 ? unit : sums[j] < 0 ? -unit : 0;
+    });
+}
+
+py::array sum_signs(const Floats& x, int width, std::optional<py::array> spare) {
+    const Layout layout(length(x, "x"), width, 0);
+    const float* from = x.data();
+    py::array words = new_words(layout, spare, 1);  // and a word for what the compressor has to say
+    on_words(words, layout, 1, [&](auto* out, auto word) {
+        sign_codes<decltype(word)>(from, out, layout);
+        std::memset(out + layout.words * sizeof word, 0, sizeof word);
+    });
+    return words;
+}
+
+void vote(py::array& words, Floats& out, int width, std::uint64_t size, float unit) {
+    const Layout layout(length(out, "out"), width, 0);
+    float* to = out.mutable_data();
+    on_words(words, layout, 1, [&](auto* from, auto word) { majority<decltype(word)>(from, to, layout, size, unit); });
+}
+
+}  // namespace
+
+void bind_quantization(py::module_& m) {
+    m.def("random_bits", &random, arg("key"), arg("n"));
+    m.def("coordinates", &coordinates, arg("key"), arg("numel"), arg("first"), arg("count"));
+    m.def("quantize", &quantize, arg("x").noconvert(), arg("levels").noconvert().none(true), arg("w"), arg("steps"),
+          arg("width"), arg("key"), arg("spare") = py::none());
+    m.def("dequantize", &dequantize, arg("words").noconvert(), arg("levels").noconvert().none(true), arg("out").noconvert(),
+          arg("w"), arg("steps"), arg("width"), arg("size"), arg("scale"));
+    m.def("fine_enough", &fine_enough, arg("x").noconvert(), arg("w"), arg("steps"), arg("width"),
+          arg("spare") = py::none());
+    m.def("common_levels", &common_levels, arg("words").noconvert(), arg("levels").noconvert(), arg("scales"), arg("width"),
+          arg("size"));
+    m.def("sum_signs", &sum_signs, arg("x").noconvert(), arg("width"), arg("spare") = py::none());
+    m.def("vote", &vote, arg("words").noconvert(), arg("out").noconvert(), arg("width"), arg("size"), arg("unit"));
+}
+
+}  // namespace hc

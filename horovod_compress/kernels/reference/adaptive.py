@@ -1,0 +1,101 @@
+"""Passes that decide element by element, or bin by bin, whether enough has gathered to be sent."""
+import numpy as np
+
+from .sparse import encode_sparse
+
+
+def strom(grad, residual, tau):
+    """Threshold quantization (Strom, Interspeech 2015): r ← r + g; where |r| > tau, sign(r)·tau is sent and taken out of r.
+
+    grad is left zero; an element whose new r would not be finite keeps its old one, and then nothing is sent.
+    Returns (buffer of the sparse body, number of entries, finite).
+    """
+    finite = _accumulate(residual, grad)
+    indices = np.flatnonzero(np.abs(residual) > np.float32(tau)) if finite else np.empty(0, np.int64)
+    values = np.copysign(np.float32(tau), residual[indices])
+    residual[indices] -= values
+    return encode_sparse(indices.astype(np.uint32), values, "sign", tau), len(indices), finite
+
+
+def variance(grad, squares, r, v, alpha, zeta, tau, error_feedback):
+    """Variance-based compression (Tsuzuku et al., ICLR 2018 workshop).
+
+    r ← r + g, v ← v + squares (squares None: g²). Where r² > alpha·v and |r| > tau the element is sent, elsewhere
+    v ← zeta·v. grad is left zero; an element whose new r or v would not be finite keeps its old ones.
+
+    tau 0: r is rounded to a power of two, the largest ones down, and sent with a sign and a 3-bit exponent below the
+    largest's; what would need more keeps r and v. Then v ← 0, and r ← 0, or the rounding error with error_feedback.
+    tau above 0 (Strom hybrid): sign(r)·tau is sent, r ← r − sign(r)·tau, v ← max(v − 2|r|tau + tau², 0).
+
+    Returns (buffer of the sparse body, indices, rows of r and v before they were taken, finite).
+    """
+    alpha, zeta, tau = np.float32(alpha), np.float32(zeta), np.float32(tau)
+    with np.errstate(over="ignore", invalid="ignore"):
+        new_r, new_v = r + grad, v + (grad * grad if squares is None else squares)
+        good = np.isfinite(new_r) & np.isfinite(new_v)
+        r[...], v[...] = np.where(good, new_r, r), np.where(good, new_v, v)
+        fires = (r * r > alpha * v) & (np.abs(r) > tau)
+    v[...] = np.where(fires, v, zeta * v)
+    grad.fill(0)
+    finite = bool(good.all())
+    indices = np.flatnonzero(fires) if finite else np.empty(0, np.int64)
+    kind, scale = "sign", tau
+    if tau > 0:
+        values = np.copysign(tau, r[indices])
+    else:
+        indices, values, scale = _powers(indices, r)
+        kind = "power"
+    before = np.stack([r[indices], v[indices]])
+    if tau > 0:
+        v[indices] = np.maximum(v[indices] - 2 * np.abs(r[indices]) * tau + tau * tau, 0)
+    else:
+        v[indices] = 0
+    r[indices] = r[indices] - values if tau > 0 or error_feedback else 0
+    indices = indices.astype(np.uint32)
+    return encode_sparse(indices, values, kind, float(scale)), indices, before, finite
+
+
+def _powers(indices, r):
+    """(indices, values, scale) of the powers of two that stand for r there."""
+    mantissa, exponent = np.frexp(np.abs(r[indices]))  # in [0.5, 1)·2^exponent
+    top = exponent.max(initial=-1000)
+    if top < -125:  # nothing, or denormal numbers only
+        return indices[:0], np.empty(0, np.float32), 0.0
+    exponent = np.minimum(exponent + (mantissa >= 0.75), top)
+    keep = (exponent >= -125) & (top - exponent <= 7)
+    values = np.copysign(np.ldexp(np.float32(0.5), exponent[keep]), r[indices[keep]])
+    return indices[keep], values.astype(np.float32), float(np.ldexp(0.5, top))
+
+
+def adacomp(grad, residue, bin_length, scale_factor):
+    """AdaComp (Chen et al., AAAI 2018): G = residue + g, H = residue + scale_factor·g; in each bin of bin_length elements those
+    with |H| ≥ max |G| are sent, as sign(G) times the mean of all bins' maxima. residue ← G − sent.
+
+    grad is left zero; an element whose new G would not be finite keeps its old residue, and then nothing is sent. An element with
+    G = 0 is not sent. Returns (buffer of the sparse body, number of entries, finite).
+    """
+    g = grad.copy()
+    old = residue.copy()
+    finite = _accumulate(residue, grad)
+    g[~np.isfinite(old + g)] = 0
+    bins = np.arange(len(g)) // bin_length
+    gmax = np.zeros(-(-len(g) // bin_length), np.float32)
+    np.maximum.at(gmax, bins, np.abs(residue))
+    with np.errstate(over="ignore"):
+        h = residue + np.float32(scale_factor - 1) * g
+    scale = np.float32(gmax.sum(dtype=np.float64) / max(len(gmax), 1))
+    selected = (np.abs(h) >= gmax[bins]) & (residue != 0)
+    indices = np.flatnonzero(selected) if finite and scale else np.empty(0, np.int64)
+    values = np.copysign(scale, residue[indices])
+    residue[indices] -= values
+    return encode_sparse(indices.astype(np.uint32), values, "sign", scale), len(indices), finite
+
+
+def _accumulate(residual, grad):
+    """residual += grad where that is finite; grad becomes zero. Returns whether it was finite everywhere."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved = residual + grad
+    finite = np.isfinite(moved)
+    residual[...] = np.where(finite, moved, residual)
+    grad.fill(0)
+    return bool(finite.all())

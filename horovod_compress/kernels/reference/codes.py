@@ -1,0 +1,107 @@
+"""Whole tensors in narrower numbers: 16-bit floats, signs, powers of two.
+
+Encoders leave grad zero, for decoded values to be added there, and return (buffer of the body, number of elements, finite). The native
+ones write into `spare`, an earlier step's buffer, where one is given.
+"""
+import numpy as np
+
+from .quantization import field_bits, pack, unpack
+from .sparse import load, new_body, store
+
+
+def to_float16(x, half):
+    """half = x in float16, as uint16 bits, ties to even; too large is infinite. Returns max |x|, infinity for NaN."""
+    with np.errstate(over="ignore"):
+        half[...] = x.astype(np.float16).view(np.uint16)
+    half[np.isnan(x)] = half[np.isnan(x)] & 0x8000 | 0x7E00
+    return _peak(x)
+
+
+def from_float16(half, out):
+    """out = float16 given as uint16 bits. Returns max |out|, infinity for NaN."""
+    out[...] = half.view(np.float16)
+    return _peak(out)
+
+
+def encode_bf16(grad, spare=None):
+    """bfloat16, ties to even; what is too large becomes the largest finite value."""
+    finite = bool(np.isfinite(grad).all())
+    body = new_body(store(np.nan_to_num(grad, nan=0.0), "bf16"))
+    grad.fill(0)
+    return body, len(grad), finite
+
+
+def add_bf16(out, body, scale):
+    """out += scale · body, in place; returns whether out is finite."""
+    return _add(out, load(_exactly(body, 2 * len(out)).tobytes(), "bf16"), scale)
+
+
+def one_bit(grad, residual, symmetric, spare=None):
+    """r ← r + g; one bit an element for its sign, 0 counting as positive, decoded to one of two numbers a tensor; r keeps the error.
+
+    symmetric: ±Σ|r|/d (EF-SignSGD, Karimireddy et al., ICML 2019); else the means of the two halves (1-bit SGD, Seide et al.,
+    Interspeech 2014). An element whose new r would not be finite keeps its old one, and then nothing is sent.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved = residual + grad
+    good = np.isfinite(moved)
+    residual[...] = np.where(good, moved, residual)
+    grad.fill(0)
+    below = residual < 0
+    finite = bool(good.all())
+    units = np.zeros(2, np.float32)
+    if finite and len(grad):
+        wide = residual.astype(np.float64)
+        halves = [wide] * 2 if symmetric else [wide[~below], wide[below]]
+        units[:] = [np.abs(half).mean() if len(half) else 0 for half in halves]
+        units[1] *= -1
+    with np.errstate(over="ignore"):
+        residual -= np.where(below, units[1], units[0])
+    return new_body(units, pack(below.astype(np.int64), 1, 0)), len(grad), finite
+
+
+def add_one_bit(out, body, scale):
+    """out += scale · what the body of one_bit decodes to; returns whether out is finite."""
+    n = len(out)
+    body = _exactly(body, 8 + 4 * -(-n // 32))
+    plus, minus = np.frombuffer(body[:8].tobytes(), np.float32)
+    if not (np.isfinite(plus) and np.isfinite(minus)):
+        raise ValueError("scale not finite")
+    below = unpack(np.frombuffer(body[8:].tobytes(), np.int32), n, 1, 0, 0)
+    return _add(out, np.where(below, np.float32(scale) * minus, np.float32(scale) * plus), 1.0)
+
+
+def encode_natural(grad, key, spare=None):
+    """Natural compression (Horvath et al., 2019): sign and exponent, rounded to one of the two nearest powers of two so that the mean
+    is exact. 0 and powers of two stay what they are; what is below 2^-126 becomes that or 0; 2^127 is the largest."""
+    finite = bool(np.isfinite(grad).all())
+    bits = grad.view(np.uint32)
+    drawn = field_bits(len(grad), 9, key) >> 9
+    exponent = np.minimum(((bits & 0x7FFFFFFF) + drawn) >> 23, 254)
+    words = pack((bits >> 31 << 8 | exponent).astype(np.int64), 9, 0)
+    grad.fill(0)
+    return new_body(words), len(grad), finite
+
+
+def add_natural(out, body, scale):
+    """out += scale · what the body of encode_natural decodes to; returns whether out is finite."""
+    n = len(out)
+    codes = unpack(np.frombuffer(_exactly(body, 8 * -(-n // 7)).tobytes(), np.int64), n, 9, 0, 0).astype(np.uint32)
+    return _add(out, ((codes & 0x100) << 23 | (codes & 0xFF) << 23).view(np.float32), scale)
+
+
+def _exactly(body, size):
+    if len(body) != size:
+        raise ValueError("not of the length that a tensor of this size has")
+    return body
+
+
+def _add(out, values, scale):
+    with np.errstate(over="ignore", invalid="ignore"):
+        out += np.float32(scale) * values
+    return bool(np.isfinite(out).all())
+
+
+def _peak(x):
+    peak = np.abs(x).max(initial=0)
+    return float(peak) if np.isfinite(peak) else float("inf")

@@ -1,0 +1,34 @@
+"""What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries."""
+import numpy as np
+
+
+def largest(x):
+    """max |x| as a float; infinity where anything is infinite or NaN, 0 for no elements."""
+    peak = np.abs(x).max(initial=0)
+    return float(peak) if np.isfinite(peak) else float("inf")
+
+
+def moments(x):
+    """(Σ x, Σ x²), in float64."""
+    x = x.astype(np.float64)
+    return float(x.sum()), float(np.dot(x, x))
+
+
+def dense_momentum(out, u, new_u, momentum, nesterov):
+    """new_u ← m·u + out, then out ← new_u, or out + m·new_u for Nesterov. Where `out` is not finite everywhere, nothing is
+    written. Returns whether it was, and still is, and new_u too."""
+    if not np.isfinite(out).all():
+        return False
+    m = np.float32(momentum)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.multiply(m, u, out=new_u)
+        new_u += out
+        out[...] = out + m * new_u if nesterov else new_u
+    return bool(np.isfinite(new_u).all() and np.isfinite(out).all())
+
+
+def scatter_add(out, indices, values, scale):
+    """out[indices] += scale·values, in place; indices do not repeat. Returns whether what stands there now is finite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        out[indices] += np.float32(scale) * values
+    return bool(np.isfinite(out[indices]).all())

@@ -1,0 +1,158 @@
+"""Randomness from counters, and integer codes that many ranks can add up in one word.
+
+Codes of `width` bits lie side by side in words, int32, or int64 where those hold over a tenth more. Elements go to words by blocks of
+1024: of a block's elements the first of each word come first, then the second …. Fields of signed codes borrow from the one
+above, so the sum of the ranks' words is the word of the sums; 2·(ranks · largest code) + 1 values must fit a field. The native functions write into `spare`, an earlier step's words, where
+they are given.
+"""
+import numpy as np
+
+_LOW = 0xFFFFFFFF
+_BLOCK = 1024
+SECOND = 0x2C1B3C6D
+
+
+def random_bits(key, n):
+    """uint32 of the places 0 … n-1 in the stream of a 64-bit key."""
+    return bits_at(np.arange(n, dtype=np.uint32), key)
+
+
+def coordinates(key, numel, first, count):
+    """uint32 places first … first+count-1 of a permutation of 0 … numel-1 that follows from a 64-bit key."""
+    if count > numel or first > numel - count:
+        raise ValueError("more coordinates than elements")
+    bits = max(numel - 1, 0).bit_length()
+    mask, shift = np.uint64((1 << bits) - 1), np.uint64((bits + 1) // 2)
+    draws = random_bits(key, 8).astype(np.uint64)
+    x = np.arange(first, first + count, dtype=np.uint64)
+    if bits == 0:
+        return x.astype(np.uint32)
+    outside = np.ones(count, bool)
+    while outside.any():
+        y = x[outside]
+        for times, plus in zip(draws[::2] | np.uint64(1), draws[1::2]):
+            y = (y * times + plus) & mask
+            y ^= y >> shift
+        x[outside] = y
+        outside = x >= numel
+    return x.astype(np.uint32)
+
+
+def quantize(x, levels, w, steps, width, key, spare=None):
+    """Words of the codes sign(x)·(⌊y⌋ + Bernoulli(y − ⌊y⌋)), y = |x|/w·s, at most steps[0] (arXiv 2109.12497).
+
+    s is steps[0], or steps[levels[i]] with uint8 levels. w = 0: all codes are 0.
+    """
+    steps = np.asarray(steps, np.float32)
+    before, factor = _factors(w, steps)
+    y = np.abs(x) * before * (factor[0] if levels is None else factor[levels])
+    y = np.minimum(y, steps[0])
+    whole = np.floor(y)
+    uniform = (field_bits(len(x), width, key) >> 8).astype(np.float32) * np.float32(2.0**-24)
+    return pack(np.where(x < 0, -1, 1) * (whole + (uniform < y - whole)).astype(np.int64), width, 0)
+
+
+def dequantize(words, levels, out, w, steps, width, size, scale):
+    """out = (sum of `size` ranks' codes) · w/s · scale."""
+    unit = (w / np.asarray(steps, np.float64) * scale).astype(np.float32)
+    codes = unpack(words, len(out), width, 0, size * int(steps[0])).astype(np.float32)
+    out[...] = codes * (unit[0] if levels is None else unit[levels])
+
+
+def fine_enough(x, w, steps, width, spare=None):
+    """Words of a 1 for each scale l ≥ 1, and each element whose code at steps[l] is at most steps[0]."""
+    steps = np.asarray(steps, np.float32)
+    before, factor = _factors(w, steps)
+    fits = [np.abs(x) * before * each <= steps[0] for each in factor[1:]]
+    return pack(np.concatenate([np.empty(0, bool), *fits]).astype(np.int64), width, 1)
+
+
+def common_levels(words, levels, scales, width, size):
+    """levels = the finest scale that fits an element's code on all `size` ranks, from the summed words of `fine_enough`."""
+    counts = unpack(words, (scales - 1) * len(levels), width, 1, 0)
+    levels[...] = (counts.reshape(scales - 1, len(levels)) == size).sum(axis=0)
+
+
+def sum_signs(x, width, spare=None):
+    """Words of sign(x), 0 for 0, and one word more, 0, for the compressor's use."""
+    return np.append(pack(np.sign(x).astype(np.int64), width, 0), 0)
+
+
+def vote(words, out, width, size, unit):
+    """out = unit · the sign of the sum of `size` ranks' signs; 0 where they tie."""
+    out[...] = np.sign(unpack(words[:-1], len(out), width, 0, size)) * np.float32(unit)
+
+
+def bits_at(i, key):
+    """uint32 random bits of places i, an array of uint32."""
+    with np.errstate(over="ignore"):
+        x = i * np.uint32(0x9E3779B9) + np.uint32(key & _LOW)
+        x ^= x >> 16
+        x *= np.uint32(0x85EBCA6B)
+        x ^= (x >> 13) ^ np.uint32(key >> 32)
+        x *= np.uint32(0xC2B2AE35)
+        return x ^ (x >> 16)
+
+
+def _factors(w, steps):
+    """Two factors that make steps of |x|, in range even where w is denormal or huge."""
+    w = np.float32(w)
+    exponent = int(np.clip(np.frexp(w)[1] - 1, -120, 120)) if w > 0 else 0
+    before = np.ldexp(np.float32(1), -exponent)
+    return before, steps / (w * before) if w > 0 else np.zeros_like(steps)
+
+
+def _shape(n, width, spare):
+    """(fields, words, dtype); `spare` bits at the top of a word stay free."""
+    in_32, in_64 = (32 - spare) // width, (64 - spare) // width
+    wide = 20 * in_32 * 11 < 10 * in_64 * 10
+    fields = in_64 if wide else in_32
+    return fields, -(-n // fields), np.dtype(np.uint64 if wide else np.uint32)
+
+
+def _blocks(n, fields, words):
+    """(slice of words, slice of elements) of each block."""
+    for word in range(0, words, _BLOCK):
+        many = min(_BLOCK, words - word)
+        yield slice(word, word + many), slice(word * fields, min(n, (word + many) * fields))
+
+
+def field_bits(n, width, key):
+    """Random bits of each element: two fields of a word share them, the second takes their product with a constant."""
+    fields, count, _ = _shape(n, width, 0)
+    bits = np.empty(n, np.uint32)
+    for block, elements in _blocks(n, fields, count):
+        words = np.arange(block.start, block.stop, dtype=np.uint32)
+        for field in range(fields):
+            first = elements.start + field * len(words)
+            drawn = bits_at(words + np.uint32(field // 2 * count), key)[: max(elements.stop - first, 0)]
+            bits[first : first + len(drawn)] = drawn * np.uint32(SECOND) if field % 2 else drawn
+    return bits
+
+
+def pack(codes, width, spare):
+    """Words of int64 codes."""
+    fields, count, dtype = _shape(len(codes), width, spare)
+    words = np.empty(count, dtype)
+    shifts = np.arange(fields, dtype=dtype)[:, None] * dtype.type(width)
+    with np.errstate(over="ignore"):
+        for block, elements in _blocks(len(codes), fields, count):
+            padded = np.zeros(fields * (block.stop - block.start), dtype)
+            padded[: elements.stop - elements.start] = codes[elements].astype(dtype)
+            words[block] = (padded.reshape(fields, -1) << shifts).sum(axis=0, dtype=dtype)
+    return words.view(dtype.str.replace("u", "i"))
+
+
+def unpack(words, n, width, spare, offset):
+    """The n sums in words, as int64; `offset` is the largest magnitude that one can have, 0 where they are not signed."""
+    fields, count, dtype = _shape(n, width, spare)
+    if len(words) != count:
+        raise ValueError("words, for as many elements, must have the same length")
+    offsets = sum(offset << field * width for field in range(fields)) & int(np.iinfo(dtype).max)
+    shifts = np.arange(fields, dtype=dtype)[:, None] * dtype.type(width)
+    sums = np.empty(n, np.int64)
+    with np.errstate(over="ignore"):
+        for block, elements in _blocks(n, fields, count):
+            fielded = (words[block].view(dtype) + dtype.type(offsets)) >> shifts & dtype.type((1 << width) - 1)
+            sums[elements] = fielded.reshape(-1)[: elements.stop - elements.start]
+    return sums - offset

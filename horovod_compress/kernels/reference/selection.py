@@ -1,0 +1,49 @@
+"""Accumulation with momentum, and the choice of the largest entries: Deep Gradient Compression's pass over memory."""
+import numpy as np
+
+from .sparse import round_values
+
+
+def accumulate(grad, u, v, momentum, nesterov, scale, k, samples, offset):
+    """Adds a gradient to momentum u and velocity v in place and chooses what to send (DGC, arXiv 1712.01887, section 3).
+
+    vanilla: u ← m·u + g, v ← v + u; Nesterov: u ← m·(u + g), v ← v + u + g; without momentum (u None): v ← v + g;
+    where g = scale·grad. An element whose new v would not be finite keeps its old u and v. grad is left zero, for the decoded
+    sum to be added there.
+
+    Returns (indices, finite): ascending indices of at most k of the largest non-zero |v|, at least 0.8·k where that many
+    are not zero; and whether every new v was finite. The native kernel finds its threshold from about `samples` sampled
+    elements, the sample shifted by `offset`, and trims what passed; the reference sorts, and needs neither.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        g = np.float32(scale) * grad
+        m = np.float32(momentum)
+        if u is None:
+            new_u, new_v = None, v + g
+        elif nesterov:
+            new_u = m * (u + g)
+            new_v = v + (new_u + g)
+        else:
+            new_u = m * u + g
+            new_v = v + new_u
+    finite = np.isfinite(new_v)
+    v[...] = np.where(finite, new_v, v)
+    if u is not None:
+        u[...] = np.where(finite, new_u, u)
+    grad.fill(0)
+    magnitude = np.abs(v)
+    largest = np.argsort(-magnitude, kind="stable")[:k]
+    indices = np.sort(largest[magnitude[largest] > 0]).astype(np.uint32)
+    return indices, bool(finite.all())
+
+
+def take(indices, v, u, values, mask):
+    """Takes what is sent out of the residual: returns rows of the values sent, rounded to `values` ("fp32", "fp16", "bf16"),
+    and, with `mask` and u given, of the u at those places. v keeps the rounding error; masked u becomes 0."""
+    sent = round_values(v[indices], values)
+    v[indices] -= sent
+    if not mask or u is None:
+        return sent[None]
+    taken = np.stack([sent, u[indices]])
+    u[indices] = 0
+    return taken

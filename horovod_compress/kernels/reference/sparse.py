@@ -1,0 +1,134 @@
+"""Index and value coding of sparse payloads (docs/wire-format.md).
+
+An encoded body is a uint8 array with HEADROOM zero bytes before it, for a frame's header, and a zero byte behind it.
+"""
+import struct
+
+import numpy as np
+
+from .dense import scatter_add
+
+HEADROOM = 24
+
+_HEAD = struct.Struct("<IBB")  # count, kind, Rice parameter
+_KINDS = ("fp32", "fp16", "bf16", "sign", "power")
+_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "sign": 1, "power": 4}
+_MAX_RICE = 31
+
+
+def new_body(*parts):
+    """The buffer of a body that joins `parts`, bytes or arrays."""
+    body = b"".join(part if isinstance(part, bytes) else part.tobytes() for part in parts)
+    return np.frombuffer(bytes(HEADROOM) + body + b"\0", np.uint8).copy()
+
+
+def encode_sparse(indices, values, kind, scale=0.0):
+    """The buffer of a sparse body: ascending uint32 indices and float32 values.
+
+    kind: "fp32", "fp16", "bf16" round the values; "sign" keeps their signs, they decode to ±scale; "power" takes values
+    that are exactly ±scale/2^d with d from 0 to 7, scale being a power of two.
+    """
+    gaps = np.diff(indices.astype(np.int64), prepend=-1) - 1
+    costs = [int((gaps >> r).sum()) + len(gaps) * (r + 1) for r in range(_MAX_RICE + 1)]
+    r = int(np.argmin(costs))
+    bits = []
+    for gap in gaps.tolist():
+        bits += [1] * (gap >> r) + [0] + [gap >> j & 1 for j in range(r)]
+    head = _HEAD.pack(len(indices), _KINDS.index(kind), r)
+    if kind in ("sign", "power"):
+        head += struct.pack("<f", scale)
+    return new_body(head, store(values, kind, scale), _pack_bits(bits))
+
+
+def decode_sparse(body, numel):
+    """The inverse of encode_sparse: (indices, values). ValueError where the body cannot be entries of a tensor of `numel`
+    elements, down to its last bit."""
+    if len(body) < _HEAD.size:
+        raise ValueError("cut off in the head of its entries")
+    count, kind, r = _HEAD.unpack_from(body)
+    if count > numel:
+        raise ValueError("more entries than the tensor has elements")
+    if kind >= len(_KINDS):
+        raise ValueError("unknown kind of values")
+    if r > _MAX_RICE:
+        raise ValueError("Rice parameter out of range")
+    kind, at, scale = _KINDS[kind], _HEAD.size, 0.0
+    scaled = kind in ("sign", "power")
+    end = at + 4 * scaled + (count * _BITS[kind] + 7) // 8
+    if len(body) < end:
+        raise ValueError("shorter than its values")
+    if scaled:
+        (scale,) = struct.unpack_from("<f", body, at)
+        at += 4
+        if not np.isfinite(scale):
+            raise ValueError("scale not finite")
+    values = load(body[at:end].tobytes(), kind, count, scale)
+    bits = np.unpackbits(body[end:], bitorder="little").tolist()
+    indices = np.empty(count, np.uint32)
+    at, index = 0, -1
+    try:
+        for i in range(count):
+            quotient = 0
+            while bits[at]:
+                quotient += 1
+                at += 1
+            at += 1
+            index += 1 + (quotient << r) + sum(bits[at + j] << j for j in range(r))
+            at += r
+            if index >= numel:
+                raise ValueError("index outside the tensor")
+            indices[i] = index
+    except IndexError:
+        raise ValueError("index bits end too early") from None
+    if len(bits) - at >= 8 or any(bits[at:]):
+        raise ValueError("longer than its entries")
+    return indices, values
+
+
+def add_sparse(out, body, scale):
+    """out[indices] += scale·values of a sparse body, in place; nothing is changed where the body is refused with a ValueError.
+    Returns whether what stands there now is finite."""
+    indices, values = decode_sparse(body, out.size)
+    return scatter_add(out, indices, values, scale)
+
+
+def round_values(values, kind):
+    """float32 values as they will be decoded: nearest, ties to even; what is too large becomes the largest finite value."""
+    return values if kind == "fp32" else load(store(values, kind).tobytes(), kind)
+
+
+def store(values, kind, scale=0.0):
+    """The values as they lie on the wire."""
+    if kind == "fp32":
+        return values
+    if kind == "fp16":
+        return np.clip(values, -65504, 65504).astype(np.float16)
+    if kind == "sign":
+        return _pack_bits(np.signbit(values))
+    if kind == "power":
+        codes = np.signbit(values) * 8 + (np.frexp(np.float32(scale))[1] - np.frexp(values)[1] & 7)
+        return _pack_bits(codes[:, None] >> np.arange(4) & 1)
+    bits = values.view(np.uint32)
+    magnitude = (bits & 0x7FFFFFFF).astype(np.uint64)
+    rounded = np.minimum((magnitude + 0x7FFF + (magnitude >> 16 & 1)) >> 16, 0x7F7F)
+    return (bits >> 16 & 0x8000 | rounded.astype(np.uint32)).astype(np.uint16)
+
+
+def load(data, kind, count=0, scale=0.0):
+    """float32 from the bytes on the wire."""
+    if kind == "fp32":
+        return np.frombuffer(data, "<f4").copy()
+    if kind == "fp16":
+        return np.frombuffer(data, "<f2").astype(np.float32)
+    if kind == "bf16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+    scale = np.float32(scale)
+    if kind == "sign":
+        return np.where(bits[:count], -scale, scale)
+    codes = bits.reshape(-1, 4)[:count] @ np.array([1, 2, 4, 8])
+    return np.where(codes & 8, -scale, scale) * np.float32(0.5) ** (codes & 7).astype(np.float32)
+
+
+def _pack_bits(bits):
+    return np.packbits(np.asarray(bits, np.uint8), bitorder="little")

@@ -1,0 +1,80 @@
+// Accumulation with momentum, and the choice of the largest entries.
+#include "arrays.hpp"
+#include "select.hpp"
+
+namespace hc {
+namespace {
+
+// Scratch of one thread, reused between calls: a step allocates nothing that grows with a gradient.
+struct Scratch {
+    std::vector<Candidate> candidates;
+    std::vector<std::uint32_t> magnitudes;
+};
+thread_local Scratch scratch;
+
+py::tuple accumulate(Floats& grad, std::optional<Floats> u, Floats& v, float momentum, bool nesterov, float scale,
+                     std::size_t k, std::size_t samples, std::size_t offset) {
+    const std::size_t n = length(grad, "grad");
+    same_length(n, length(v, "v"), "grad and v");
+    if (u) same_length(n, length(*u, "u"), "grad and u");
+    if (n > 0xffffffffu) throw std::invalid_argument("a tensor has at most 2^32 - 1 elements");
+    if (k > n) throw std::invalid_argument("k is larger than the tensor");
+    const Update t{grad.mutable_data(), u ? u->mutable_data() : nullptr, v.mutable_data(), momentum, scale};
+    bool finite = true;
+    TopK top(scratch.candidates, scratch.magnitudes);
+    {
+        py::gil_scoped_release release;
+        if (!t.u) finite = accumulate_none(t, n, k, samples, offset, top);
+        else if (nesterov) finite = accumulate_nesterov(t, n, k, samples, offset, top);
+        else finite = accumulate_vanilla(t, n, k, samples, offset, top);
+    }
+    const std::size_t count = top.count();
+    Indices indices(static_cast<py::ssize_t>(count));
+    std::uint32_t* out = indices.mutable_data();
+    for (std::size_t i = 0; i < count; ++i) out[i] = top[i].index;
+    return py::make_tuple(indices, finite);
+}
+
+Floats take(const Indices& indices, Floats& v, std::optional<Floats> u, Values kind, bool mask) {
+    const std::size_t n = length(indices, "indices"), numel = length(v, "v");
+    if (u) same_length(numel, length(*u, "u"), "u and v");
+    const std::uint32_t* at = indices.data();
+    inside(at, n, numel);
+    // One row of values, and one of what masking takes out of u, for a rollback.
+    Floats taken(std::vector<py::ssize_t>{mask && u ? 2 : 1, static_cast<py::ssize_t>(n)});
+    float* values = taken.mutable_data();
+    float* pv = v.mutable_data();
+    float* pu = u ? u->mutable_data() : nullptr;
+    py::gil_scoped_release release;
+    constexpr std::size_t ahead = 16;  // scattered reads: fetch early what comes next
+    for (std::size_t i = 0; i < n; ++i) {
+        if (i + ahead < n) {
+            HC_PREFETCH(pv + at[i + ahead]);
+            if (mask && pu) HC_PREFETCH(pu + at[i + ahead]);
+        }
+        const std::uint32_t j = at[i];
+        values[i] = rounded(pv[j], kind);
+        pv[j] -= values[i];
+        if (mask && pu) {
+            values[n + i] = pu[j];
+            pu[j] = 0;
+        }
+    }
+    return taken;
+}
+
+}  // namespace
+
+void bind_selection(py::module_& m) {
+    m.def("accumulate", &accumulate, arg("grad").noconvert(), arg("u").noconvert().none(true), arg("v").noconvert(),
+          arg("momentum"), arg("nesterov"), arg("scale"), arg("k"), arg("samples"), arg("offset"));
+    m.def("take",
+          [](const Indices& indices, Floats& v, std::optional<Floats> u, const std::string& kind, bool mask) {
+              const Values values = values_of(kind);
+              if (has_scale(values)) throw std::invalid_argument("values must be fp32, fp16 or bf16, not " + kind);
+              return take(indices, v, u, values, mask);
+          },
+          arg("indices").noconvert(), arg("v").noconvert(), arg("u").noconvert().none(true), arg("values"), arg("mask"));
+}
+
+}  // namespace hc

@@ -1,0 +1,82 @@
+"""Gradient shapes of known networks, in the order of their layers: {name: shape}."""
+
+
+def resnet50():
+    """ResNet-50: 161 parameters, 25 557 032 floats (He et al., arXiv 1512.03385)."""
+    shapes = {}
+
+    def convolution(name, out, into, size):
+        shapes[f"{name}.weight"] = (out, into, size, size)
+
+    def normalization(name, channels):
+        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (channels,)
+
+    convolution("conv1", 64, 3, 7)
+    normalization("bn1", 64)
+    into = 64
+    for stage, (width, blocks) in enumerate([(64, 3), (128, 4), (256, 6), (512, 3)], 1):
+        for block in range(blocks):
+            name = f"layer{stage}.{block}"
+            for i, (out, source, size) in enumerate([(width, into, 1), (width, width, 3), (4 * width, width, 1)], 1):
+                convolution(f"{name}.conv{i}", out, source, size)
+                normalization(f"{name}.bn{i}", out)
+            if block == 0:
+                convolution(f"{name}.downsample.0", 4 * width, into, 1)
+                normalization(f"{name}.downsample.1", 4 * width)
+            into = 4 * width
+    shapes["fc.weight"], shapes["fc.bias"] = (1000, 2048), (1000,)
+    return shapes
+
+
+def vgg16():
+    """VGG-16: 32 parameters, 138 357 544 floats (Simonyan and Zisserman, arXiv 1409.1556)."""
+    shapes = {}
+    into, index = 3, 0
+    for width, convolutions in [(64, 2), (128, 2), (256, 3), (512, 3), (512, 3)]:
+        for _ in range(convolutions):
+            shapes[f"features.{index}.weight"], shapes[f"features.{index}.bias"] = (width, into, 3, 3), (width,)
+            into, index = width, index + 2  # a ReLU follows
+        index += 1  # and a pooling
+    for index, (out, into) in {0: (4096, 512 * 7 * 7), 3: (4096, 4096), 6: (1000, 4096)}.items():
+        shapes[f"classifier.{index}.weight"], shapes[f"classifier.{index}.bias"] = (out, into), (out,)
+    return shapes
+
+
+def lstm(words=10000, width=1500):
+    """A language model of two LSTM layers on the Penn Treebank, its decoder not tied: 11 parameters, 66 034 000 floats
+    (Zaremba et al., arXiv 1409.2329)."""
+    shapes = {"encoder.weight": (words, width)}
+    for layer in range(2):
+        for part in ("ih", "hh"):  # of input and of hidden state, four gates each
+            shapes[f"rnn.weight_{part}_l{layer}"] = (4 * width, width)
+            shapes[f"rnn.bias_{part}_l{layer}"] = (4 * width,)
+    shapes["decoder.weight"], shapes["decoder.bias"] = (words, width), (words,)
+    return shapes
+
+
+def bert(width=768, inner=3072):
+    """BERT-base with its pooler: 199 parameters, 109 482 240 floats (Devlin et al., arXiv 1810.04805)."""
+    shapes = {}
+
+    def linear(name, out, into):
+        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (out, into), (out,)
+
+    def normalization(name):
+        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (width,)
+
+    for name, rows in {"word": 30522, "position": 512, "token_type": 2}.items():
+        shapes[f"embeddings.{name}_embeddings.weight"] = (rows, width)
+    normalization("embeddings.LayerNorm")
+    for layer in range(12):
+        name = f"encoder.layer.{layer}"
+        for part in ("self.query", "self.key", "self.value", "output.dense"):
+            linear(f"{name}.attention.{part}", width, width)
+        normalization(f"{name}.attention.output.LayerNorm")
+        linear(f"{name}.intermediate.dense", inner, width)
+        linear(f"{name}.output.dense", width, inner)
+        normalization(f"{name}.output.LayerNorm")
+    linear("pooler.dense", width, width)
+    return shapes
+
+
+MODELS = {"resnet50": resnet50, "vgg16": vgg16, "lstm": lstm, "bert": bert}
