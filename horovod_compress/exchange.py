@@ -19,10 +19,7 @@ from . import kernels, wire
 from .compressors.base import Agree, Compressor, Dense, Gathered, State, Step
 from .handshake import first_difference
 
-_COUNTERS = (
-    "steps", "steps_undone", "bytes_sent", "bytes_received", "dense_bytes", "elements_sent",
-    "encode_seconds", "exchange_seconds", "decode_seconds",
-)
+_COUNTERS = ("steps", "steps_undone", "bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")
 
 
 @dataclasses.dataclass
@@ -34,6 +31,7 @@ class _Tensor:
     digest: int
     numel: int
     carrier: np.ndarray
+    sent: dict = dataclasses.field(default_factory=lambda: {"bytes_sent": 0, "dense_bytes": 0, "elements_sent": 0})
 
     def one(self):
         """The carrier of a payload that travels beside it."""
@@ -103,8 +101,8 @@ class Exchange:
         else:
             pending.carrier = tensor.one()
             self._deferred.append(pending)
-        self._count(pending.carrier.nbytes, pending.carrier.nbytes)
-        self._counters["dense_bytes"] += grad.nbytes
+        self._count(tensor, pending.carrier.nbytes)
+        tensor.sent["dense_bytes"] += grad.nbytes
         return pending.carrier
 
     def flush(self):
@@ -127,7 +125,7 @@ class Exchange:
             waiting, self._encoding = self._encoding, []
             asking = {p.tensor.name: p for p in waiting if isinstance(p.request, Agree)}
             agreeing = [asking[name] for name in self._tensors if name in asking]  # in one order on all ranks
-            largest = self._agree([number for pending in agreeing for number in pending.request.numbers])
+            largest = self._agree(agreeing)
             yield
             started = time.perf_counter()
             answers = {id(pending): pending.wait() for pending in waiting if pending.wait}
@@ -196,7 +194,7 @@ class Exchange:
         else:
             self._encoding.append(pending)
             if not isinstance(pending.request, Agree):
-                pending.wait = self._sum(f"{pending.tensor.name}.round", pending.request.array)
+                pending.wait = self._sum(pending.tensor, pending.request.array, ".round")
 
     def _send(self, pending, payload):
         tensor = pending.tensor
@@ -205,13 +203,13 @@ class Exchange:
             pending.carrier = payload.array if isinstance(payload, Dense) else tensor.one()
         if isinstance(payload, Gathered):
             frame = wire.seal(payload, tensor.compressor.number, tensor.digest, self._now.index)
-            self._count(len(frame), -len(frame))
-            self._counters["elements_sent"] += payload.elements
+            self._count(tensor, len(frame), -len(frame))
+            tensor.sent["elements_sent"] += payload.elements
             pending.wait = self.transport.allgather(f"{self._label}.{tensor.name}", frame)
         else:
-            self._counters["elements_sent"] += tensor.numel
+            tensor.sent["elements_sent"] += tensor.numel
             if payload.array is not pending.carrier:
-                pending.wait = self._sum(tensor.name, payload.array)
+                pending.wait = self._sum(tensor, payload.array)
 
     def _add(self, tensor, grad, payload, arrived, scale):
         """Decodes the gathered payloads of all ranks into the gradient's memory, in rank order on every rank."""
@@ -228,16 +226,17 @@ class Exchange:
                 raise wire.WireError(f"payload of rank {rank}: {error}") from None
         return finite
 
-    def _sum(self, name, array):
-        self._count(array.nbytes, array.nbytes)
-        return self.transport.allreduce(f"{self._label}.{name}", array)
+    def _sum(self, tensor, array, suffix=""):
+        self._count(tensor, array.nbytes)
+        return self.transport.allreduce(f"{self._label}.{tensor.name}{suffix}", array)
 
-    def _agree(self, numbers):
+    def _agree(self, agreeing):
         """Starts one maximum over ranks for all tensors that ask for one."""
-        if not numbers:
+        if not agreeing:
             return None
-        numbers = np.array(numbers, np.float32)
-        self._count(numbers.nbytes, numbers.nbytes)
+        for pending in agreeing:
+            self._count(pending.tensor, 4 * len(pending.request.numbers))
+        numbers = np.array([number for pending in agreeing for number in pending.request.numbers], np.float32)
         return self.transport.allreduce(f"{self._label}.agree", numbers, op="max")
 
     def _end_step(self):
@@ -344,14 +343,22 @@ class Exchange:
             if residual is not None:
                 squares += kernels.moments(residual)[1]
         counters = dict(self._counters)
+        for sent in self.stats_by_tensor().values():
+            for key, value in sent.items():
+                counters[key] = counters.get(key, 0) + value
         counters["ratio"] = counters["dense_bytes"] / counters["bytes_sent"] if counters["bytes_sent"] else 1.0
         counters["residual_norm"] = squares**0.5
         counters["overflows"] = sum(tensor.state.overflows for tensor in self._tensors.values())
         return counters
 
-    def _count(self, sent, received):
-        self._counters["bytes_sent"] += sent
-        self._counters["bytes_received"] += received
+    def stats_by_tensor(self):
+        """{name: {"bytes_sent", "dense_bytes", "elements_sent"}} of each tensor: totals since the start, as in `stats`."""
+        return {name: dict(tensor.sent) for name, tensor in self._tensors.items()}
+
+    def _count(self, tensor, sent, received=None):
+        """Counts bytes that go into a collective; an allreduce brings as many back, an allgather more."""
+        tensor.sent["bytes_sent"] += sent
+        self._counters["bytes_received"] += sent if received is None else received
 
 
 def _layout(arrays):

@@ -25,8 +25,9 @@ class QSGD(SelectiveCompressor):
     bucket_size: int = option(Count(1), 512, "elements that share a norm")
     norm: str = option(Choice("l2", "max"), "l2", "of a bucket: ‖g‖₂, or max |g|, which has less variance and more levels in use")
     coding: str = option(
-        Choice("smaller", "fixed"), "smaller",
-        "of levels: at the width of the largest that occurs, or Elias' gamma code (zeros, sign, level) where that is smaller",
+        Choice("auto", "fixed", "elias"), "auto",
+        "of levels: each bucket at the width of its largest; or Elias' gamma code (zeros, sign, level), which is slow where many are "
+        "not 0: elias where it is smaller, auto where it is under half",
     )
 
     @property
@@ -36,13 +37,12 @@ class QSGD(SelectiveCompressor):
 
     def encode(self, grad, state, step):
         key = self.key("rounding", state.name, step.index, step.rank)
-        payload = Gathered(
-            *kernels.encode_buckets(
-                grad, self.s, self.bucket_size, self.norm == "l2", self.coding == "smaller", key, state.scratch.get("body")
-            )
+        limit = {"auto": 0.5, "fixed": 0.0, "elias": 1.0}[self.coding]
+        buffer, length, elements, finite = kernels.encode_buckets(
+            grad, self.s, self.bucket_size, self.norm == "l2", limit, key, state.scratch.get("buffer")
         )
-        state.scratch["body"] = payload.buffer
-        return payload
+        state.scratch["buffer"] = buffer
+        return Gathered(buffer[:length], elements, finite)
 
     def add(self, body, out, scale):
         return kernels.add_buckets(out, body, self.s, self.bucket_size, scale)

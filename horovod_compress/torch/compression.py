@@ -222,6 +222,10 @@ class BoundCompression:
         """Totals of this rank since the start: see `Exchange.stats`. All 0 where Horovod reduces nothing, on one rank."""
         return self._opened().stats()
 
+    def stats_by_tensor(self):
+        """Bytes and elements by parameter: see `Exchange.stats_by_tensor`."""
+        return self._opened().stats_by_tensor()
+
     def state_dict(self):
         """This rank's residuals and momentum, as tensors and plain values: for torch.save, one file a rank, next to the
         model's and the optimizer's."""

@@ -1,29 +1,32 @@
 """Levels by bucket, each bucket against its own norm (QSGD, Alistarh et al., NeurIPS 2017, arXiv 1610.02132).
 
-Body: coding (0 fixed width, 1 Elias), width, a float32 norm for each bucket, and the levels: as fields of `width` bits, or, as a uint32
-count and for each level that is not 0: gamma code of the zeros before it plus 1, a sign bit, gamma code of its magnitude.
+Body: coding (0 fixed width, 1 Elias); a float32 norm for each bucket; then either, for each bucket, a byte for the width that holds its
+largest level, and its planes of bits; or a uint32 count and for each level that is not 0: gamma code of the zeros before it plus 1, a
+sign bit, gamma code of its magnitude.
 """
 import struct
 
 import numpy as np
 
-from .quantization import SECOND, bits_at, pack, unpack
+from .quantization import SECOND, bits_at
 from .sparse import new_body
 
 _FIXED, _ELIAS = 0, 1
 _LARGEST = np.finfo(np.float32).max
 
 
-def encode_buckets(grad, steps, bucket, l2, smaller, key, spare=None):
+def encode_buckets(grad, steps, bucket, l2, limit, key, spare=None):
     """Levels sign(x)·(⌊y⌋ + Bernoulli(y − ⌊y⌋)), y = |x|/norm·steps, with the norm of the bucket: max |x|, or ‖x‖₂ with l2.
 
-    smaller: in Elias' code where that is smaller than fields of fixed width. grad is left zero. Returns (buffer of the body, number of
-    elements, finite); of a gradient that is not finite nothing is sent.
+    limit: Elias' code is used where it takes less than this share of the bytes at fixed width. grad is left zero. Returns (buffer, which
+    may be longer than needed, the length in use, number of elements, finite); of a gradient that is not finite nothing is sent.
     """
     n = len(grad)
     finite = bool(np.isfinite(grad).all())
     norms = np.zeros(-(-n // bucket), np.float32)
+    widths = np.zeros(len(norms), np.uint8)
     levels = np.zeros(n, np.int64)
+    planes = []
     half = (bucket + 1) // 2
     for b in range(len(norms) if finite else 0):
         x = grad[b * bucket : (b + 1) * bucket]
@@ -36,36 +39,51 @@ def encode_buckets(grad, steps, bucket, l2, smaller, key, spare=None):
         drawn = np.concatenate([drawn, drawn[: bucket - half] * np.uint32(SECOND)])[: len(x)]
         whole = np.floor(y)
         up = (drawn >> 8).astype(np.float32) * np.float32(2.0**-24) < y - whole
-        levels[b * bucket : b * bucket + len(x)] = np.where(np.signbit(x), -1, 1) * (whole + up).astype(np.int64)
+        its = np.where(np.signbit(x), -1, 1) * (whole + up).astype(np.int64)
+        widths[b] = _width(int(np.abs(its).max()))
+        planes.append(_to_planes(its, int(widths[b])))
+        levels[b * bucket : b * bucket + len(x)] = its
     grad.fill(0)
-    width = max(1, int(2 * np.abs(levels).max(initial=0)).bit_length())
-    words = pack(levels, width, 0)
-    bits = _elias(levels) if smaller else ""
-    if smaller and 4 + (len(bits) + 7) // 8 < words.nbytes:
+    fixed = np.concatenate([np.empty(0, np.uint32), *planes])
+    bits = _elias(levels) if limit else ""
+    if finite and 4 + (len(bits) + 7) // 8 < int(np.float32(limit) * np.float32(len(widths) + fixed.nbytes)):
         stream = np.packbits(np.frombuffer(bits.encode(), np.uint8) - ord("0"), bitorder="little")
-        return new_body(bytes([_ELIAS, width]), norms, struct.pack("<I", np.count_nonzero(levels)), stream), n, finite
-    return new_body(bytes([_FIXED, width]), norms, words), n, finite
+        body = new_body(bytes([_ELIAS]), norms, struct.pack("<I", np.count_nonzero(levels)), stream)
+    else:
+        body = new_body(bytes([_FIXED]), norms, widths, fixed)
+    return body, len(body), n, finite
 
 
 def add_buckets(out, body, steps, bucket, scale):
     """out += scale · norm/steps · levels, in place; returns whether out is finite. ValueError, and nothing changed, for a body that
     encode_buckets cannot have made."""
     n = len(out)
-    at = 2 + 4 * -(-n // bucket)
+    at = 1 + 4 * -(-n // bucket)
     if len(body) < at:
         raise ValueError("shorter than its norms")
-    norms = np.frombuffer(body[2:at].tobytes(), np.float32)
+    norms = np.frombuffer(body[1:at].tobytes(), np.float32)
     if not ((norms >= 0) & (norms <= _LARGEST)).all():
         raise ValueError("norm out of range")
-    coding, width = int(body[0]), int(body[1])
-    if coding > _ELIAS or not 1 <= width <= max(1, (2 * steps).bit_length()):
+    if body[0] > _ELIAS:
         raise ValueError("unknown coding of levels")
-    levels = _read_elias(body[at:], n, steps) if coding == _ELIAS else _read_fixed(body[at:], n, width)
-    if np.abs(levels).max(initial=0) > steps:
-        raise ValueError("level out of range")
+    levels = _read_elias(body[at:], n, steps) if body[0] == _ELIAS else _read_fixed(body[at:], n, bucket, steps)
     with np.errstate(over="ignore", invalid="ignore"):
         out += np.repeat(np.float32(scale) / np.float32(steps) * norms, bucket)[:n] * levels.astype(np.float32)
     return bool(np.isfinite(out).all())
+
+
+def _width(largest):
+    """Bits for -largest … largest."""
+    return (2 * largest).bit_length()
+
+
+def _to_planes(levels, width):
+    """uint32 words of each bit of levels + offset, the lowest bit first: bit f of word j is that of element f·words + j."""
+    words = -(-len(levels) // 32)
+    padded = np.zeros(32 * words, np.int64)
+    padded[: len(levels)] = levels
+    bits = (padded + (1 << width - 1) - 1 if width else padded).reshape(32, words) >> np.arange(width)[:, None, None] & 1
+    return (bits << np.arange(32)[:, None]).sum(axis=1).astype(np.uint32).reshape(-1)
 
 
 def _norm(x, l2):
@@ -98,13 +116,23 @@ def _gamma(n):
     return "1" * rest + "0" + "".join(str(n >> j & 1) for j in range(rest))
 
 
-def _read_fixed(data, n, width):
-    fields_32, fields_64 = 32 // width, 64 // width
-    wide = 20 * fields_32 * 11 < 10 * fields_64 * 10
-    dtype, fields = (np.int64, fields_64) if wide else (np.int32, fields_32)
-    if len(data) != -(-n // fields) * np.dtype(dtype).itemsize:
-        raise ValueError("not of the length that a tensor of this size has")
-    return unpack(np.frombuffer(data.tobytes(), dtype), n, width, 0, (1 << width - 1) - 1)
+def _read_fixed(data, n, bucket, steps):
+    buckets = -(-n // bucket)
+    widths = data[:buckets].astype(int)
+    if len(widths) < buckets or (widths > _width(steps)).any():
+        raise ValueError("width out of range")
+    counts = [min(bucket, n - b * bucket) for b in range(buckets)]
+    sizes = [4 * -(-count // 32) * width for count, width in zip(counts, widths)]
+    if len(data) != buckets + sum(sizes):
+        raise ValueError("not of the length that its widths say")
+    levels, at = [np.empty(0, np.int64)], buckets
+    for count, width, size in zip(counts, widths.tolist(), sizes):
+        words = np.frombuffer(data[at : at + size].tobytes(), np.uint32).astype(np.int64).reshape(width, -(-count // 32))
+        bits = words[:, None, :] >> np.arange(32)[:, None] & 1
+        codes = (bits << np.arange(width)[:, None, None]).sum(axis=0).reshape(-1)[:count]
+        levels.append(codes - ((1 << width - 1) - 1 if width else 0))
+        at += size
+    return np.concatenate(levels)
 
 
 def _read_elias(data, n, steps):
