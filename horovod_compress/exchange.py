@@ -155,16 +155,8 @@ class Exchange:
         if isinstance(payload, Gathered):
             finite = self._add(tensor, grad, payload, arrived, scale)
         else:
-            if isinstance(payload, Dense):
-                summed = reduced if arrived is None else arrived
-                if summed.dtype == np.float16:
-                    kernels.from_float16(summed.view(np.uint16), grad)
-                elif summed is not grad:
-                    np.copyto(grad, summed)
-                if arrived is not None:
-                    grad *= np.float32(scale)
-                    scale = 1.0
-            finite = tensor.compressor.decode(payload, grad, tensor.state, scale)
+            summed = dataclasses.replace(payload, array=reduced if arrived is None else arrived)
+            finite = tensor.compressor.decode(summed, grad, tensor.state, scale)
         self._finite &= finite
         del self._open[name]
         self._counters["decode_seconds"] += time.perf_counter() - started

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
+from .. import kernels
 from ..kernels import HEADROOM
 
 
@@ -84,6 +85,19 @@ class State:
     overflows: int = 0  # steps in which a finite element became infinite in a narrower type
 
 
+def decode_dense(payload, out, scale):
+    """`decode` of a Dense payload, whose array may be `out` itself."""
+    if payload.array.dtype == np.float16:
+        largest = kernels.from_float16(payload.array.view(np.uint16), out)
+    else:
+        if payload.array is not out:
+            np.copyto(out, payload.array)
+        largest = kernels.largest(out)
+    if scale != 1:
+        out *= np.float32(scale)
+    return largest * abs(scale) <= np.finfo(np.float32).max
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Compressor(ABC):
     """One algorithm with its options. Options are attributes, repr is a valid constructor call, equality compares options.
@@ -137,8 +151,8 @@ class Compressor(ABC):
         """
 
     def decode(self, payload, out, state, scale):
-        """Leaves scale · (what a Dense or Summed payload decodes to) in `out`, the gradient's memory, and returns whether
-        that is finite. For a Dense payload `out` holds the sum already, and scale is 1."""
+        """Leaves scale · (what the sum of the ranks' Dense or Summed payloads, `payload`, decodes to) in `out`, the gradient's memory,
+        and returns whether that is finite."""
         raise NotImplementedError
 
     def add(self, body, out, scale):

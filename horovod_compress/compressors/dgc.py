@@ -101,9 +101,10 @@ class DenseMomentum(NoCompression):
         return State(name, {"u": zeros(math.prod(shape))} if self.momentum else {})
 
     def decode(self, payload, out, state, scale):
+        finite = super().decode(payload, out, state, scale)
         u = state.arrays.get("u")
-        if u is None:
-            return super().decode(payload, out, state, scale)
+        if u is None or not finite:
+            return finite
         new = state.scratch["u"] if "u" in state.scratch else zeros(u.size)
         if not kernels.dense_momentum(out, u, new, self.momentum, self.nesterov):
             return False

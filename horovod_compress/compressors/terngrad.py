@@ -23,10 +23,6 @@ class TernGrad(SharedScaleQuantizer):
     steps = [1.0]
 
     def norm_of(self, values):
-        largest = kernels.largest(values)
-        if not self.clip or not math.isfinite(largest) or not values.size:
-            return largest
-        total, squares = kernels.moments(values)
-        mean = total / values.size
-        deviation = math.sqrt(max(squares / values.size - mean * mean, 0.0))
-        return min(largest, self.clip * deviation) if deviation else largest
+        largest, deviation = kernels.spread(values)
+        clipped = self.clip and deviation and math.isfinite(largest)
+        return min(largest, self.clip * deviation) if clipped else largest

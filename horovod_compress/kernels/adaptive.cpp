@@ -46,6 +46,7 @@ struct Fired {
     Bytes body(Values kind, float scale) { return sparse_body(indices.data(), room(), count, kind, scale); }
 };
 thread_local Fired fired;
+thread_local std::vector<float> floors;
 
 // Goes through n elements line by line; advance(begin, n, hits) advances them, says of each whether it is to be sent, and
 // returns whether any is.
@@ -212,40 +213,62 @@ struct Bins {
     double sum;  // of the bins' maxima
 };
 
+// By blocks of whole bins, so that all but the maxima goes by whole lines, whatever the bins' length is.
 HC_CLONES Bins adacomp_pass(float* __restrict g, float* __restrict residue, std::size_t n, std::size_t bin_length, float more,
-                            Fired& out) {
-    std::uint32_t worst = 0;
+                            std::vector<float>& scratch, Fired& out) {
+    constexpr std::size_t typical = 4096;
+    const std::size_t block = bin_length < typical ? typical / bin_length * bin_length : bin_length;
+    if (scratch.size() < block + kLine) scratch.resize(block + kLine);
+    float* floors = scratch.data();
+    std::uint32_t worst = 0, hits[kLine];
     double sum = 0;
     out.count = 0;
-    std::uint32_t hits[kLine];
-    for (std::size_t begin = 0; begin < n; begin += bin_length) {
-        const std::size_t end = std::min(n, begin + bin_length);
-        float gmax = 0;
-        for (std::size_t i = begin; i < end; ++i) {
-            const float moved = residue[i] + g[i];
+    for (std::size_t begin = 0; begin < n; begin += block) {
+        const std::size_t count = std::min(block, n - begin);
+        float *newest = g + begin, *total = residue + begin;
+        fetch_ahead(newest + block, std::min(count, typical));
+        fetch_ahead(total + block, std::min(count, typical));
+        for (std::size_t i = 0; i < count; ++i) {
+            const float moved = total[i] + newest[i];
             const std::uint32_t b = magnitude(moved);
             worst = worst > b ? worst : b;
-            const bool good = b < kInfinity;
-            residue[i] = good ? moved : residue[i];
-            g[i] = good ? more * g[i] : 0;  // H = G + (factor − 1)·g
-            const float a = std::fabs(residue[i]);
-            gmax = gmax > a ? gmax : a;
+            total[i] = b < kInfinity ? moved : total[i];
+            newest[i] = b < kInfinity ? more * newest[i] : 0;  // H = G + (factor − 1)·g
         }
-        sum += gmax;
-        const float floor = gmax > 0 ? gmax : INFINITY;
-        const auto line = [&](std::size_t i, std::size_t count) {
+        for (std::size_t bin = 0; bin < count; bin += bin_length) {
+            const std::size_t end = std::min(count, bin + bin_length);
+            float lanes[kLine] = {};
+            const auto larger = [&](std::size_t i) {
+                for (std::size_t j = 0; j < kLine; ++j) {
+                    const float a = std::fabs(total[i + j]);
+                    lanes[j] = lanes[j] > a ? lanes[j] : a;
+                }
+            };
+            std::size_t i = bin;
+            for (; i + kLine <= end; i += kLine) larger(i);
+            if (i < end && end - bin >= kLine) larger(end - kLine);  // a maximum may be taken twice
+            else
+                for (; i < end; ++i) lanes[0] = std::max(lanes[0], std::fabs(total[i]));
+            float gmax = 0;
+            for (float lane : lanes) gmax = gmax > lane ? gmax : lane;
+            sum += gmax;
+            const float floor = gmax > 0 ? gmax : INFINITY;
+            for (i = bin; i < end; i += kLine)  // the last line runs into the next bin, which comes next
+                for (std::size_t j = 0; j < kLine; ++j) floors[i + j] = floor;
+        }
+        const auto line = [&](std::size_t i, std::size_t many) {
             std::uint32_t any = 0;
-            for (std::size_t j = 0; j < count; ++j) {
-                const float kept = residue[i + j];
-                hits[j] = (std::fabs(kept + g[i + j]) >= floor) & (kept != 0);
+            for (std::size_t j = 0; j < many; ++j) {
+                const float kept = total[i + j];
+                hits[j] = (std::fabs(kept + newest[i + j]) >= floors[i + j]) & (kept != 0);
                 any |= hits[j];
-                g[i + j] = 0;
+                newest[i + j] = 0;
             }
-            if (any) out.push(hits, count, i);
+            if (any) out.push(hits, many, begin + i);
         };
-        std::size_t i = begin;
-        for (; i + kLine <= end; i += kLine) line(i, kLine);
-        if (i < end) line(i, end - i);
+        std::size_t i = 0;
+        for (; i + kLine <= count; i += kLine) line(i, kLine);
+        if (i < count) line(i, count - i);
     }
     return {worst < kInfinity, sum};
 }
@@ -259,7 +282,7 @@ py::tuple adacomp(Floats& grad, Floats& residue, std::size_t bin_length, float s
     float scale;
     {
         py::gil_scoped_release release;
-        bins = adacomp_pass(g, r, n, bin_length, scale_factor - 1, fired);
+        bins = adacomp_pass(g, r, n, bin_length, scale_factor - 1, floors, fired);
         scale = n ? static_cast<float>(bins.sum / static_cast<double>((n + bin_length - 1) / bin_length)) : 0;
         if (!bins.finite || scale == 0) fired.count = 0;
         fired.take(r, scale);

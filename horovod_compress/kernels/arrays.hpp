@@ -80,6 +80,7 @@ inline Bytes sparse_body(const std::uint32_t* indices, const float* values, std:
 
 void bind_adaptive(py::module_& m);
 void bind_buckets(py::module_& m);
+void bind_checksum(py::module_& m);
 void bind_codes(py::module_& m);
 void bind_quantization(py::module_& m);
 void bind_selection(py::module_& m);

@@ -19,8 +19,7 @@ int log2_of(std::uint64_t n) { return 63 - __builtin_clzll(n); }
 std::uint64_t gamma_bits(std::uint64_t n) { return 2 * log2_of(n) + 1; }
 void put_gamma(BitWriter& writer, std::uint64_t n) {
     const int bits = log2_of(n);
-    writer.put((1ull << bits) - 1, bits + 1);
-    writer.put(n ^ 1ull << bits, bits);
+    writer.put_run(bits, n ^ 1ull << bits, bits);
 }
 std::uint64_t take_gamma(BitReader& reader) {
     const int bits = static_cast<int>(reader.ones(31));
@@ -50,7 +49,6 @@ struct Bucket {
 // Norm and levels of a bucket, which is left zero. Its second half takes its random bits from the first, times a constant.
 HC_CLONES Bucket to_levels(float* __restrict x, std::int32_t* __restrict out, std::size_t count, std::size_t half, float steps,
                            bool l2, std::uint32_t start, Key key) {
-    constexpr std::size_t lanes = 16;
     Bucket bucket{};
     for (std::size_t j = 0; j < count; ++j) {
         const std::uint32_t a = magnitude(x[j]);
@@ -60,17 +58,9 @@ HC_CLONES Bucket to_levels(float* __restrict x, std::int32_t* __restrict out, st
     std::memcpy(&bucket.norm, &bucket.peak, 4);
     if (l2 && bucket.peak > 0) {
         const float down = std::ldexp(1.0f, -std::clamp(std::ilogb(bucket.norm), -120, 120));  // squares stay in range
-        float sums[lanes] = {};
-        std::size_t j = 0;
-        for (; j + lanes <= count; j += lanes)
-            for (std::size_t k = 0; k < lanes; ++k) {
-                const float y = x[j + k] * down;
-                sums[k] += y * y;
-            }
-        for (; j < count; ++j) sums[0] += x[j] * down * (x[j] * down);
-        double sum = 0;
-        for (float each : sums) sum += each;
-        bucket.norm = static_cast<float>(std::min(std::sqrt(sum) / down, static_cast<double>(FLT_MAX)));
+        double one, two;
+        scaled_sums(x, count, down, one, two);
+        bucket.norm = static_cast<float>(std::min(std::sqrt(two) / down, static_cast<double>(FLT_MAX)));
     }
     const int exponent = bucket.norm > 0 ? std::clamp(std::ilogb(bucket.norm), -120, 120) : 0;
     const float before = std::ldexp(1.0f, -exponent), factor = bucket.norm > 0 ? steps / (bucket.norm * before) : 0;

@@ -33,6 +33,35 @@ HC_INLINE std::uint32_t bits_of(float x) {
 HC_INLINE std::uint32_t magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
 
 
+// 16 numbers that are worked on together: compilers split them up for narrower CPUs. A loop over as many separate sums would be left
+// as it is by some.
+constexpr std::size_t kLanes = 16;
+using Lanes = float __attribute__((vector_size(4 * kLanes)));
+using WordLanes = std::uint32_t __attribute__((vector_size(4 * kLanes)));
+
+// Σ x·down and Σ (x·down)² over n elements.
+HC_INLINE void scaled_sums(const float* x, std::size_t n, float down, double& one, double& two) {
+    Lanes sums = {}, squares = {};
+    std::size_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+        Lanes y;
+        std::memcpy(&y, x + i, sizeof y);
+        y *= down;
+        sums += y;
+        squares += y * y;
+    }
+    for (; i < n; ++i) {
+        const float y = x[i] * down;
+        sums[0] += y;
+        squares[0] += y * y;
+    }
+    one = two = 0;
+    for (std::size_t j = 0; j < kLanes; ++j) {
+        one += sums[j];
+        two += squares[j];
+    }
+}
+
 // Asks for the lines of `count` floats that a loop comes to later, in chunks of a page: what hardware fetches ahead by itself does not
 // keep up with loops that compute much.
 HC_INLINE void fetch_ahead(const float* chunk, std::size_t count) {

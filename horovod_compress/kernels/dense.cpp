@@ -1,4 +1,6 @@
 // What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries.
+#include <cmath>
+
 #include "arrays.hpp"
 
 namespace hc {
@@ -45,6 +47,48 @@ bool dense_momentum(Floats& out, const Floats& u, Floats& new_u, float momentum,
     if (largest_magnitude(to, n) >= kInfinity) return false;
     apply_momentum(to, from, moved, n, momentum, nesterov);
     return largest_magnitude(moved, n) < kInfinity && largest_magnitude(to, n) < kInfinity;
+}
+
+// The largest magnitude and the standard deviation; sums of a block's squares are scaled so that they stay in range.
+struct Spread {
+    std::uint32_t peak;
+    double deviation;
+};
+HC_CLONES Spread spread_of(const float* x, std::size_t n) {
+    constexpr std::size_t block = 1024;
+    Spread all{};
+    double sum = 0, squares = 0;
+    for (std::size_t begin = 0; begin < n; begin += block) {
+        const std::size_t end = std::min(n, begin + block);
+        fetch_ahead(x + begin + 2 * block, end - begin);
+        std::uint32_t peak = 0;
+        for (std::size_t i = begin; i < end; ++i) peak = std::max(peak, magnitude(x[i]));
+        all.peak = std::max(all.peak, peak);
+        if (peak == 0 || peak >= kInfinity) continue;
+        const int exponent = std::clamp(static_cast<int>(peak >> 23) - 127, -120, 120);
+        const float down = std::ldexp(1.0f, -exponent);
+        double one, two;
+        scaled_sums(x + begin, end - begin, down, one, two);
+        sum += std::ldexp(one, exponent);
+        squares += std::ldexp(two, 2 * exponent);
+    }
+    const double count = static_cast<double>(n), mean = n ? sum / count : 0;
+    all.deviation = n ? std::sqrt(std::max(squares / count - mean * mean, 0.0)) : 0;
+    return all;
+}
+
+py::tuple spread(const Floats& x) {
+    const std::size_t n = length(x, "x");
+    const float* p = x.data();
+    Spread all;
+    {
+        py::gil_scoped_release release;
+        all = spread_of(p, n);
+    }
+    const std::uint32_t peak = std::min(all.peak, kInfinity);
+    float largest;
+    std::memcpy(&largest, &peak, 4);
+    return py::make_tuple(largest, all.deviation);
 }
 
 struct Moments {
@@ -98,6 +142,7 @@ bool scatter_add(Floats& out, const Indices& indices, const Floats& values, floa
 
 void bind_dense(py::module_& m) {
     m.def("largest", &largest, arg("x").noconvert());
+    m.def("spread", &spread, arg("x").noconvert());
     m.def("moments", &moments, arg("x").noconvert());
     m.def("dense_momentum", &dense_momentum, arg("out").noconvert(), arg("u").noconvert(), arg("new_u").noconvert(),
           arg("momentum"), arg("nesterov"));

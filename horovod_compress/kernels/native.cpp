@@ -6,6 +6,7 @@ PYBIND11_MODULE(native, m) {
     m.attr("HEADROOM") = hc::kHeadroom;
     hc::bind_adaptive(m);
     hc::bind_buckets(m);
+    hc::bind_checksum(m);
     hc::bind_codes(m);
     hc::bind_quantization(m);
     hc::bind_selection(m);

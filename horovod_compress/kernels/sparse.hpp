@@ -79,13 +79,10 @@ inline float rounded(float x, Values kind) {
 constexpr int kMaxRice = 31;
 
 inline std::uint64_t rice_bits(const std::uint32_t* indices, std::size_t n, int r) {
-    std::uint64_t bits = static_cast<std::uint64_t>(n) * (r + 1);
-    std::uint32_t next = 0;
-    for (std::size_t i = 0; i < n; ++i) {
-        bits += (indices[i] - next) >> r;
-        next = indices[i] + 1;
-    }
-    return bits;
+    if (n == 0) return 0;
+    std::uint32_t ones = indices[0] >> r;  // all of them are at most as many as the tensor has elements
+    for (std::size_t i = 1; i < n; ++i) ones += (indices[i] - indices[i - 1] - 1) >> r;
+    return static_cast<std::uint64_t>(n) * (r + 1) + ones;
 }
 
 // The cheapest parameter: cost is convex in r, so walk from the one that fits the mean gap.
@@ -158,9 +155,7 @@ inline void encode_sparse(const std::uint32_t* indices, const float* values, std
     std::uint32_t next = 0;
     for (std::size_t i = 0; i < n; ++i) {
         const std::uint32_t gap = indices[i] - next;
-        writer.put_ones(gap >> r);
-        writer.put(0, 1);
-        writer.put(gap & ((1ull << r) - 1), r);
+        writer.put_run(gap >> r, gap & ((1ull << r) - 1), r);
         next = indices[i] + 1;
     }
     writer.finish();
@@ -207,7 +202,7 @@ inline void decode_sparse(const std::uint8_t* body, std::size_t size, std::uint6
     BitReader bits(in, end);
     std::uint64_t next = 0;
     for (std::size_t i = 0; i < n; ++i) {
-        const std::uint64_t index = next + (bits.ones(numel) << r) + bits.take(r);
+        const std::uint64_t index = next + bits.run(r, numel);
         if (index >= numel) throw std::invalid_argument("index outside the tensor");
         indices[i] = static_cast<std::uint32_t>(index);
         next = index + 1;

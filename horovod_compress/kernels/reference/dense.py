@@ -8,6 +8,12 @@ def largest(x):
     return float(peak) if np.isfinite(peak) else float("inf")
 
 
+def spread(x):
+    """(max |x|, standard deviation), as floats; the former is infinity where anything is infinite or NaN, the latter means nothing then."""
+    with np.errstate(invalid="ignore"):
+        return largest(x), float(x.astype(np.float64).std()) if len(x) else 0.0
+
+
 def moments(x):
     """(Σ x, Σ x²), in float64."""
     x = x.astype(np.float64)
