@@ -24,7 +24,7 @@ class AdaComp(ErrorFeedback):
     paper = "Chen et al., AdaComp: Adaptive Residual Gradient Compression, AAAI 2018, arXiv 1712.02679"
 
     bin_length: int = option(
-        Auto(Count(1)), "auto", "elements of a bin; auto: 50 for convolutions (three dimensions and more), 500 for all else"
+        Auto(Count(1, 2**32 - 1)), "auto", "elements of a bin; auto: 50 for convolutions (three dimensions and more), 500 for all else"
     )
     scale_factor: float = option(Number(1), 2.0, "of the newest gradient in H: the soft threshold")
 

@@ -122,7 +122,7 @@ class Compressor(ABC):
             kind, value = field.metadata["kind"], getattr(self, field.name)
             try:
                 object.__setattr__(self, field.name, kind.check(value))
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, OverflowError):
                 raise ValueError(f"{self.id}: {field.name} must be {kind}, not {value!r}") from None
 
     def __repr__(self):

@@ -46,7 +46,12 @@ class PowerSGD(SelectiveCompressor):
         n, m, rank = state.scratch["shape"]
         matrix = state.arrays["residual"].reshape(n, m)
         _, finite = kernels.accumulate(grad, None, state.arrays["residual"], 0.0, False, 1.0, 0, 0, 0)
-        p = matrix @ state.arrays["q"].reshape(m, rank)
+        q = state.arrays["q"].reshape(m, rank)
+        lost = ~q.any(axis=0)  # such a column would stay zero, and its direction unused
+        if lost.any():
+            fresh = np.random.default_rng(self.key("fresh", state.name, step.index)).standard_normal((m, rank), np.float32)
+            q[:, lost] = fresh[:, lost]
+        p = matrix @ q
         if not finite:
             p.fill(np.nan)  # the sum says so to all ranks
         p = yield Summed(p.reshape(-1))

@@ -22,7 +22,7 @@ class QSGD(SelectiveCompressor):
 
     bits: int = option(Count(1, 15), 4, "s = 2^bits - 1 levels")
     levels: int = option(Count(1, 32767, optional=True), None, "s, instead of bits")
-    bucket_size: int = option(Count(1), 512, "elements that share a norm")
+    bucket_size: int = option(Count(1, 2**32 - 1), 512, "elements that share a norm")
     norm: str = option(Choice("l2", "max"), "l2", "of a bucket: ‖g‖₂, or max |g|, which has less variance and more levels in use")
     coding: str = option(
         Choice("auto", "fixed", "elias"), "auto",

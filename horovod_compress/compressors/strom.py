@@ -20,7 +20,7 @@ class Strom(ErrorFeedback):
     road = "allgather"
     paper = "Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, Interspeech 2015"
 
-    tau: float = option(Number(0, low_open=True), 0.001, "the threshold, and the size of what is sent")
+    tau: float = option(Number(1e-30, 1e30), 0.001, "the threshold, and the size of what is sent")
 
     def pack(self, grad, residual, state, step):
         return Gathered(*kernels.strom(grad, residual, self.tau))

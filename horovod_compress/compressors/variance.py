@@ -29,7 +29,7 @@ class Variance(SelectiveCompressor):
     alpha: float = option(Number(0, low_open=True), 1.5, "how unambiguous: 1 to 2 in the paper")
     zeta: float = option(Number(0, 1), 0.999, "decay of v a step, where nothing is sent")
     moments: str = option(Choice("minibatch", "microbatch", "per_sample"), "minibatch", "what a sample is")
-    tau: float = option(Number(0), 0.0, "above 0: Strom's threshold besides, and what is sent")
+    tau: float = option(Number(0, 1e30), 0.0, "above 0: Strom's threshold besides, and what is sent")
     error_feedback: bool = option(Flag(), False, "keep the rounding error in r; the paper drops it")
 
     def init(self, name, shape):

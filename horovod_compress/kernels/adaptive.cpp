@@ -68,7 +68,7 @@ HC_CLONES bool strom_pass(float* __restrict g, float* __restrict r, std::size_t 
             const float moved = r[begin + j] + g[begin + j];
             const std::uint32_t b = magnitude(moved);
             worst = worst > b ? worst : b;
-            const float kept = b < kInfinity ? moved : r[begin + j];
+            const float kept = b < kTooLarge ? moved : r[begin + j];
             r[begin + j] = kept;
             g[begin + j] = 0;
             hits[j] = std::fabs(kept) > tau;
@@ -76,7 +76,7 @@ HC_CLONES bool strom_pass(float* __restrict g, float* __restrict r, std::size_t 
         }
         return any;
     });
-    return worst < kInfinity;
+    return worst < kTooLarge;
 }
 
 py::tuple strom(Floats& grad, Floats& residual, float tau) {
@@ -104,10 +104,10 @@ HC_INLINE bool variance_body(float* __restrict g, const float* __restrict square
             const std::size_t i = begin + j;
             const float old_r = r[i], old_v = v[i];
             float new_r = old_r + g[i], new_v = old_v + (kGiven ? squares[i] : g[i] * g[i]);
-            const std::uint32_t a = magnitude(new_r), c = magnitude(new_v), b = a > c ? a : c;
+            const std::uint32_t a = magnitude(new_r), c = magnitude(new_v), b = c < kInfinity ? a : kInfinity;
             worst = worst > b ? worst : b;
-            new_r = b < kInfinity ? new_r : old_r;
-            new_v = b < kInfinity ? new_v : old_v;
+            new_r = b < kTooLarge ? new_r : old_r;
+            new_v = b < kTooLarge ? new_v : old_v;
             const std::uint32_t fires = (new_r * new_r > alpha * new_v) & (std::fabs(new_r) > tau);
             r[i] = new_r;
             v[i] = fires ? new_v : zeta * new_v;
@@ -117,7 +117,7 @@ HC_INLINE bool variance_body(float* __restrict g, const float* __restrict square
         }
         return any;
     });
-    return worst < kInfinity;
+    return worst < kTooLarge;
 }
 HC_CLONES bool variance_own(float* g, float* r, float* v, std::size_t n, float alpha, float zeta, float tau, Fired& out) {
     return variance_body<false>(g, nullptr, r, v, n, alpha, zeta, tau, out);
@@ -232,8 +232,8 @@ HC_CLONES Bins adacomp_pass(float* __restrict g, float* __restrict residue, std:
             const float moved = total[i] + newest[i];
             const std::uint32_t b = magnitude(moved);
             worst = worst > b ? worst : b;
-            total[i] = b < kInfinity ? moved : total[i];
-            newest[i] = b < kInfinity ? more * newest[i] : 0;  // H = G + (factor − 1)·g
+            total[i] = b < kTooLarge ? moved : total[i];
+            newest[i] = b < kTooLarge ? more * newest[i] : 0;  // H = G + (factor − 1)·g
         }
         for (std::size_t bin = 0; bin < count; bin += bin_length) {
             const std::size_t end = std::min(count, bin + bin_length);
@@ -270,13 +270,14 @@ HC_CLONES Bins adacomp_pass(float* __restrict g, float* __restrict residue, std:
         for (; i + kLine <= count; i += kLine) line(i, kLine);
         if (i < count) line(i, count - i);
     }
-    return {worst < kInfinity, sum};
+    return {worst < kTooLarge, sum};
 }
 
 py::tuple adacomp(Floats& grad, Floats& residue, std::size_t bin_length, float scale_factor) {
     const std::size_t n = length(grad, "grad");
     same_length(n, length(residue, "residue"), "grad and residue");
     if (bin_length == 0) throw std::invalid_argument("bin_length must be at least 1");
+    bin_length = std::min(bin_length, std::max<std::size_t>(n, 1));
     float *g = grad.mutable_data(), *r = residue.mutable_data();
     Bins bins;
     float scale;

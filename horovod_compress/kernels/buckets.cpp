@@ -137,6 +137,7 @@ struct Shape {
     std::size_t n, bucket, buckets;
     Shape(std::size_t count, std::size_t size, int steps) : n(count), bucket(size) {
         if (bucket == 0) throw std::invalid_argument("bucket_size must be at least 1");
+        bucket = std::min(bucket, std::max<std::size_t>(n, 1));
         if (steps < 1 || steps > kMaxLevels) throw std::invalid_argument("1 to 32767 levels");
         buckets = (n + bucket - 1) / bucket;
     }
@@ -201,6 +202,7 @@ py::tuple encode_buckets(Floats& grad, int steps, std::size_t bucket, bool l2, f
     std::size_t size = at_planes;
     {
         py::gil_scoped_release release;
+        bucket = shape.bucket;
         const std::size_t half = (bucket + 1) / 2;
         std::uint64_t count = 0;
         out[0] = fixed;
@@ -270,6 +272,7 @@ bool add_buckets(Floats& out, const Bytes& body, int steps, std::size_t bucket, 
         std::memcpy(&norm, norms + 4 * b, 4);
         if (!(norm >= 0 && norm <= FLT_MAX)) throw std::invalid_argument("norm out of range");
     }
+    bucket = shape.bucket;
     float* to = out.mutable_data();
     const float unit = scale / static_cast<float>(steps);
     const auto norm_of = [&](std::size_t b) {

@@ -152,19 +152,19 @@ HC_CLONES Halves accumulate_halves(float* __restrict g, float* __restrict r, std
         const std::size_t end = std::min(n, begin + kStretch);
         fetch_ahead(g + begin + 2 * kStretch, end - begin);
         fetch_ahead(r + begin + 2 * kStretch, end - begin);
-        float negative[lanes] = {}, all[lanes] = {};  // short sums in float32, the long one in float64
+        float negative[lanes] = {}, positive[lanes] = {};  // short sums in float32, the long one in float64
         std::uint32_t negatives[lanes] = {}, peaks[lanes] = {};
         const auto line = [&](std::size_t i, std::size_t count) HC_HOT {
             for (std::size_t j = 0; j < count; ++j) {
                 const float moved = r[i + j] + g[i + j];
                 const std::uint32_t b = magnitude(moved);
                 peaks[j] = peaks[j] > b ? peaks[j] : b;
-                const float kept = b < kInfinity ? moved : r[i + j];
+                const float kept = b < kTooLarge ? moved : r[i + j];
                 r[i + j] = kept;
                 g[i + j] = 0;
                 negatives[j] += kept < 0;
                 negative[j] += kept < 0 ? -kept : 0.0f;
-                all[j] += std::fabs(kept);
+                positive[j] += kept < 0 ? 0.0f : kept;
             }
         };
         std::size_t i = begin;
@@ -173,12 +173,12 @@ HC_CLONES Halves accumulate_halves(float* __restrict g, float* __restrict r, std
         for (std::size_t j = 0; j < lanes; ++j) {
             worst = std::max(worst, peaks[j]);
             total.sum[1] += negative[j];
-            total.sum[0] += static_cast<double>(all[j]) - negative[j];
+            total.sum[0] += positive[j];
             total.count[1] += negatives[j];
         }
     }
     total.count[0] = n - total.count[1];
-    total.finite = worst < kInfinity && std::isfinite(total.sum[0] + total.sum[1]);
+    total.finite = worst < kTooLarge && std::isfinite(total.sum[0] + total.sum[1]);
     return total;
 }
 HC_CLONES void take_signs(float* __restrict r, std::uint8_t* bits, const Layout& layout, float plus, float minus) {

@@ -24,6 +24,7 @@
 namespace hc {
 
 constexpr std::uint32_t kInfinity = 0x7f800000;  // bits of +inf: anything from here on is not finite
+constexpr std::uint32_t kTooLarge = 0x76800000;  // bits of 2^110: no residual goes there, or the sum of many would be infinite for ever
 
 HC_INLINE std::uint32_t bits_of(float x) {
     std::uint32_t b;
@@ -39,7 +40,7 @@ constexpr std::size_t kLanes = 16;
 using Lanes = float __attribute__((vector_size(4 * kLanes)));
 using WordLanes = std::uint32_t __attribute__((vector_size(4 * kLanes)));
 
-// Σ x·down and Σ (x·down)² over n elements.
+// Σ y and Σ y² over n elements, y = x·down.
 HC_INLINE void scaled_sums(const float* x, std::size_t n, float down, double& one, double& two) {
     Lanes sums = {}, squares = {};
     std::size_t i = 0;

@@ -49,7 +49,8 @@ bool dense_momentum(Floats& out, const Floats& u, Floats& new_u, float momentum,
     return largest_magnitude(moved, n) < kInfinity && largest_magnitude(to, n) < kInfinity;
 }
 
-// The largest magnitude and the standard deviation; sums of a block's squares are scaled so that they stay in range.
+// The largest magnitude and the standard deviation, exactly 0 where all elements are equal. A block's sums are scaled, so that squares
+// stay in range.
 struct Spread {
     std::uint32_t peak;
     double deviation;
@@ -58,11 +59,15 @@ HC_CLONES Spread spread_of(const float* x, std::size_t n) {
     constexpr std::size_t block = 1024;
     Spread all{};
     double sum = 0, squares = 0;
+    std::uint32_t differences = 0;
     for (std::size_t begin = 0; begin < n; begin += block) {
         const std::size_t end = std::min(n, begin + block);
         fetch_ahead(x + begin + 2 * block, end - begin);
         std::uint32_t peak = 0;
-        for (std::size_t i = begin; i < end; ++i) peak = std::max(peak, magnitude(x[i]));
+        for (std::size_t i = begin; i < end; ++i) {
+            peak = std::max(peak, magnitude(x[i]));
+            differences |= bits_of(x[i]) ^ bits_of(x[0]);
+        }
         all.peak = std::max(all.peak, peak);
         if (peak == 0 || peak >= kInfinity) continue;
         const int exponent = std::clamp(static_cast<int>(peak >> 23) - 127, -120, 120);
@@ -73,7 +78,7 @@ HC_CLONES Spread spread_of(const float* x, std::size_t n) {
         squares += std::ldexp(two, 2 * exponent);
     }
     const double count = static_cast<double>(n), mean = n ? sum / count : 0;
-    all.deviation = n ? std::sqrt(std::max(squares / count - mean * mean, 0.0)) : 0;
+    all.deviation = differences ? std::sqrt(std::max(squares / count - mean * mean, 0.0)) : 0;
     return all;
 }
 

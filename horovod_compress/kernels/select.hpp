@@ -130,8 +130,8 @@ class TopK {
     std::uint32_t floor_ = 1;
 };
 
-// Advances `count` elements in place and returns the largest new magnitude. An element whose new v would not be finite
-// keeps its old u and v (u is finite where v is), and the return value then is at least kInfinity. The gradient's memory is
+// Advances `count` elements in place and returns the largest new magnitude. An element whose new v would be too large or
+// NaN keeps its old u and v, and the return value then is at least kTooLarge. The gradient's memory is
 // left zero, while it is in the cache: the decoded sum will be added there.
 template <Momentum M>
 HC_INLINE std::uint32_t advance_chunk(float* __restrict g, float* __restrict u, float* __restrict v, float momentum,
@@ -143,8 +143,8 @@ HC_INLINE std::uint32_t advance_chunk(float* __restrict g, float* __restrict u, 
         advance<M>(scale * g[j], momentum, new_u, new_v);
         const std::uint32_t b = magnitude(new_v);
         peak = peak > b ? peak : b;
-        if (M != Momentum::none) u[j] = b < kInfinity ? new_u : old_u;
-        v[j] = b < kInfinity ? new_v : old_v;
+        if (M != Momentum::none) u[j] = b < kTooLarge ? new_u : old_u;
+        v[j] = b < kTooLarge ? new_v : old_v;
         g[j] = 0;
     }
     return peak;
@@ -194,7 +194,7 @@ HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_
         for (std::size_t j = 0; j < kChunk; ++j) {
             float u = M == Momentum::none ? 0 : t.u[begin + j], v = t.v[begin + j];
             advance<M>(t.scale * t.g[begin + j], t.momentum, u, v);
-            values[j] = magnitude(v) < kInfinity ? v : 0;
+            values[j] = magnitude(v) < kTooLarge ? v : 0;
         }
         const std::uint32_t here = 0;
         if (peak_of(values, kChunk) >= top.floor()) top.search(values, kChunk, &here, 1, 0);
@@ -223,7 +223,7 @@ HC_INLINE bool accumulate_body(const Update& t, std::size_t n, std::size_t k, st
         pass(t.v, n, top, [&](std::size_t i, std::size_t count) { return peak_of(t.v + i, count); });
     }
     top.trim();
-    return worst < kInfinity;
+    return worst < kTooLarge;
 }
 
 HC_CLONES inline bool accumulate_none(const Update& t, std::size_t n, std::size_t k, std::size_t samples,

@@ -1,80 +1,130 @@
-"""Hostile payloads, by the hundred thousand: each must raise WireError or decode to what the reference decodes it to.
+"""Hostile payloads, by the hundred thousand, to every compressor that gathers: each must be refused with a ValueError,
+or decode to what the reference kernels decode it to.
 
     python tests/unit/fuzz_wire.py COUNT
 """
+import contextlib
+import random
 import struct
 import sys
 
 import native_under_test  # noqa: F401
 import numpy as np
 
+import horovod_compress as hc
 from horovod_compress import kernels, wire
-from horovod_compress.compressors.base import Sparse
-from horovod_compress.kernels import reference
+from horovod_compress.compressors.base import Gathered, Step
+from horovod_compress.kernels import HEADROOM, reference
 
-NUMBER, DIGEST, STEP = 1, 0x12345678, 7
+DIGEST, STEP = 0x12345678, 7
+VARIANTS = [
+    "topk:values=fp16",
+    "topk:values=bf16",
+    "variance:tau=0.5",
+    "qsgd:bits=2",
+    "qsgd:coding=fixed,bucket_size=10",
+]
+SPECS = [id for id, about in hc.available().items() if about["road"] == "allgather"] + VARIANTS
+INTERESTING = [0, 1, 2, 0x7F, 0x80, 0xFF]
 
 
-def frame_of(rng, numel):
-    count = int(rng.integers(0, min(numel, 40) + 1))
-    indices = np.sort(rng.choice(numel, count, replace=False)).astype(np.uint32)
-    kind = str(rng.choice(["fp32", "fp16", "bf16"]))
-    values = reference._round(rng.standard_normal(count).astype(np.float32), kind)
-    return wire.encode(Sparse(indices, values, kind), NUMBER, DIGEST, STEP)
+def frames_of(compressor, numel, rng):
+    """Frames of a few gradients, as this compressor makes them."""
+    for _ in range(4):
+        state = compressor.init("t", (numel,))
+        grad = (rng.standard_normal(numel) * (rng.random(numel) < 0.3)).astype(np.float32)
+        payload = compressor.encode(grad, state, Step(STEP, rank=0, size=2))
+        if isinstance(payload, Gathered):  # not a step that goes dense
+            yield bytes(wire.seal(payload, compressor.number, DIGEST, STEP))
 
 
 def mutate(rng, frame, other):
-    frame = frame.copy()
-    how = rng.integers(0, 9)
-    if how == 0:  # flip bits
-        for at in rng.integers(0, 8 * len(frame), rng.integers(1, 8)):
-            frame[at // 8] ^= 1 << (at % 8)
-    elif how == 1:  # truncate
-        frame = frame[: rng.integers(0, len(frame))]
-    elif how == 2:  # extend
-        frame = np.concatenate([frame, rng.integers(0, 256, rng.integers(1, 50)).astype(np.uint8)])
-    elif how == 3:  # noise
-        frame = rng.integers(0, 256, rng.integers(0, 200)).astype(np.uint8)
-    elif how == 4:  # another tensor's frame
-        frame = other.copy()
-    elif how == 5:  # a header that lies
-        at = rng.integers(0, wire.HEADER_SIZE)
-        frame[at] = rng.integers(0, 256)
-    else:  # a changed header or body under a valid checksum: the decoder itself is on its own
-        low = 12 if how == 6 else wire.HEADER_SIZE
-        for at in rng.integers(low, max(len(frame), low + 1), rng.integers(1, 6)):
-            if at < len(frame):
-                frame[at] = rng.integers(0, 256)
-        if how == 8:
-            struct.pack_into("<I", frame, 16, int(rng.integers(0, 60)))
-        if len(frame) >= wire.HEADER_SIZE:
-            struct.pack_into("<I", frame, wire._CRC_AT, wire._checksum(frame))
-    return frame
+    """A hostile relative of a frame. Half of them have a valid checksum: then the decoder is on its own."""
+    frame = bytearray(frame)
+    how = rng.randrange(12)
+    if how == 0:
+        frame = frame[: rng.randrange(len(frame))]
+    elif how == 1:
+        frame += rng.randbytes(rng.randrange(1, 50))
+    elif how == 2:
+        return rng.randbytes(rng.randrange(200))
+    elif how == 3:
+        frame = bytearray(other)
+    elif how == 4:
+        frame[rng.randrange(HEADROOM)] = rng.randrange(256)
+    elif how == 5:
+        flip(rng, frame, 0)
+    elif how == 6:
+        body = rng.randbytes(rng.randrange(60))
+        frame[HEADROOM:] = body + bytes((HEADROOM + len(body) + STEP) % 2)
+        struct.pack_into("<I", frame, 16, len(body))
+    elif how == 7:  # cut or lengthened, and the header knows
+        body = frame[HEADROOM : HEADROOM + struct.unpack_from("<I", frame, 16)[0]]
+        body = body[: rng.randrange(len(body) + 1)] if rng.random() < 0.5 else body + rng.randbytes(rng.randrange(9))
+        frame[HEADROOM:] = body + bytes((HEADROOM + len(body) + STEP) % 2)
+        struct.pack_into("<I", frame, 16, len(body))
+    elif how == 8 and len(frame) > HEADROOM:  # the body's head
+        frame[HEADROOM + rng.randrange(min(16, len(frame) - HEADROOM))] = rng.choice(INTERESTING)
+    elif len(frame) > HEADROOM:
+        flip(rng, frame, HEADROOM)
+    if how > 5:
+        struct.pack_into("<I", frame, 4, kernels.checksum(np.frombuffer(frame, np.uint8)[8:]))
+    return bytes(frame)
+
+
+def flip(rng, frame, low):
+    for _ in range(rng.randrange(1, 6)):
+        frame[rng.randrange(low, len(frame))] ^= 1 << rng.randrange(8)
+
+
+@contextlib.contextmanager
+def reference_kernels():
+    """Compressors use the reference meanwhile."""
+    kept = {name: getattr(kernels, name) for name in reference.__all__}
+    vars(kernels).update({name: getattr(reference, name) for name in kept})
+    yield
+    vars(kernels).update(kept)
+
+
+def added(compressor, body, numel):
+    """(whether it is finite, the result) of adding a body to a gradient; (None, what it was) where it is refused."""
+    out = np.linspace(-1, 1, numel, dtype=np.float32)
+    try:
+        return compressor.add(body, out, 0.5), out
+    except ValueError:
+        return None, out
 
 
 def main(count):
-    rng = np.random.default_rng(0)
-    refused = decoded = 0
-    numel = 1
+    rng = random.Random(0)
+    frames, forged, decoded = {}, 0, dict.fromkeys(SPECS, 0)
     for i in range(count):
-        if i % 50 == 0:
-            numel = int(10 ** rng.uniform(0, 4))
-            originals = [frame_of(rng, numel) for _ in range(4)]
-        original = originals[i % 4]
-        frame = mutate(rng, original, frame_of(rng, numel + 1) if i % 7 == 0 else originals[(i + 1) % 4])
+        if i % 500 == 0:
+            numel = int(10 ** rng.uniform(0, 3))
+            name = SPECS[i // 500 % len(SPECS)]
+            known = hc.available()[name.partition(":")[0]]["options"]
+            options = ",".join(o for o in ("min_numel=0", "ratio=0.2") if o.partition("=")[0] in known)
+            compressor = hc.get_compressor(name + ("," if ":" in name else ":") + options).for_tensor("t", (numel,))
+            frames = list(frames_of(compressor, numel, np.random.default_rng(i)))
+            others = list(frames_of(compressor, numel + 1, np.random.default_rng(i)))
+        frame = mutate(rng, frames[i % 4], others[i % 4])
+        data = np.frombuffer(frame, np.uint8)
         try:
-            (payload,) = wire.decode(frame, 1, NUMBER, DIGEST, STEP, numel)
+            (body,), _ = wire.unseal(data, 1, compressor.number, DIGEST, STEP)
         except wire.WireError:
-            refused += 1
             continue
-        decoded += 1
-        body_length = struct.unpack_from("<I", frame, 20)[0]
-        body = frame[wire.HEADER_SIZE : wire.HEADER_SIZE + body_length]
-        indices, values = reference.decode_sparse(body, len(payload.indices), numel, payload.kind)
-        assert np.array_equal(indices, payload.indices) and values.tobytes() == payload.values.tobytes()
-        assert (np.diff(indices.astype(np.int64)) > 0).all() and (len(indices) == 0 or indices[-1] < numel)
-    print(f"{kernels.backend}: {count} hostile payloads, {refused} refused, {decoded} decoded as the reference does")
-    assert refused > count // 2 and decoded > 0
+        forged += 1
+        finite, out = added(compressor, body, numel)
+        with reference_kernels():
+            expected_finite, expected = added(compressor, body, numel)
+        assert finite == expected_finite, (name, numel, finite, expected_finite, body.tobytes().hex())
+        assert np.array_equal(out, expected, equal_nan=True), (name, numel, body.tobytes().hex())
+        decoded[name] += finite is not None
+    print(
+        f"{kernels.backend}: {count} hostile payloads, {forged} reached a decoder, "
+        f"{sum(decoded.values())} decoded as the reference does"
+    )
+    assert forged > count // 4 and min(decoded.values()) > 0, decoded
 
 
 main(int(sys.argv[1]))

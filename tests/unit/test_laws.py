@@ -1,42 +1,23 @@
-"""The three laws, over arbitrary shapes and values: replicas agree, nothing is lost, the dense limit is exact."""
+"""Deep Gradient Compression's laws, over arbitrary shapes and values: nothing is lost, the dense limit is exact."""
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import any_gradients
 
 import horovod_compress as hc
-
-shapes = st.one_of(
-    st.tuples(st.integers(1, 400)),
-    st.tuples(st.integers(1, 40), st.integers(1, 40)),
-    st.tuples(st.integers(1, 8), st.integers(1, 8), st.integers(1, 3), st.integers(1, 3)),
-)
-
-
-@st.composite
-def gradients(draw, max_ranks=4):
-    """gradients[step][rank][name]: values over 12 orders of magnitude, zeros among them."""
-    steps, ranks = draw(st.integers(1, 6)), draw(st.integers(1, max_ranks))
-    named = {f"t{i}": draw(shapes) for i in range(draw(st.integers(1, 3)))}
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    zeros = draw(st.sampled_from([0.0, 0.5, 0.99]))
-
-    def array(shape):
-        magnitude = 10.0 ** rng.uniform(-6, 6, shape)
-        return (np.where(rng.random(shape) < zeros, 0, 1) * rng.choice([-1, 1], shape) * magnitude).astype(np.float32)
-
-    return [[{n: array(s) for n, s in named.items()} for _ in range(ranks)] for _ in range(steps)]
-
 
 ratios = st.sampled_from([0.001, 0.01, 0.1, 0.4])
 values = st.sampled_from(["fp32", "fp16", "bf16"])
 
 
 @settings(max_examples=150, deadline=None)
-@given(gradients(), ratios, values, st.booleans())
+@given(any_gradients(), ratios, values, st.booleans())
 def test_conservation(grads, ratio, values, masking):
     """Without momentum: all that was sent, and what every rank still holds, add up to all gradients."""
-    run = hc.simulate({"id": "dgc", "ratio": ratio, "momentum": 0.0, "values": values, "min_numel": 0, "masking": masking}, grads)
+    run = hc.simulate(
+        {"id": "dgc", "ratio": ratio, "momentum": 0.0, "values": values, "min_numel": 0, "masking": masking}, grads
+    )
     ranks = len(grads[0])
     for name, first in grads[0][0].items():
         sent = sum(np.float64(ranks) * mean[name] for mean in run.mean)
@@ -47,7 +28,7 @@ def test_conservation(grads, ratio, values, masking):
 
 
 @settings(max_examples=100, deadline=None)
-@given(gradients(max_ranks=1), ratios, st.booleans(), st.sampled_from([0.5, 0.9]))
+@given(any_gradients(max_ranks=1), ratios, st.booleans(), st.sampled_from([0.5, 0.9]))
 def test_what_was_sent_is_zero_afterwards(grads, ratio, nesterov, momentum):
     spec = {"id": "dgc", "ratio": ratio, "momentum": momentum, "nesterov": nesterov, "min_numel": 0}
     for steps in range(1, len(grads) + 1):
@@ -58,7 +39,7 @@ def test_what_was_sent_is_zero_afterwards(grads, ratio, nesterov, momentum):
 
 
 @settings(max_examples=60, deadline=None)
-@given(gradients(), st.booleans(), st.sampled_from([0.0, 0.9]), st.sampled_from([0, 64]))
+@given(any_gradients(), st.booleans(), st.sampled_from([0.0, 0.9]), st.sampled_from([0, 64]))
 def test_dense_limit(grads, nesterov, momentum, min_numel):
     """ratio=1 without masking is the momentum of the mean gradient, through dense and gathered payloads alike."""
     spec = {"id": "dgc", "ratio": 1.0, "momentum": momentum, "masking": False, "min_numel": min_numel}
@@ -112,7 +93,7 @@ def run_sent(run, step, rank, v, top):
 
 
 @settings(max_examples=30, deadline=None)
-@given(gradients(), st.floats(1e-3, 1e3))
+@given(any_gradients(), st.floats(1e-3, 1e3))
 def test_clipping_limits_the_norm_over_all_tensors(grads, clip_norm):
     """g of all tensors together has at most clip_norm/√N; then everything is as for the clipped gradients."""
     ranks = len(grads[0])
@@ -156,7 +137,9 @@ def test_a_step_that_would_move_more_than_dense_goes_dense():
 def test_small_and_one_dimensional_and_excluded_tensors_go_dense():
     rng = np.random.default_rng(0)
     shapes = {"big": (40, 40), "small": (10, 10), "bias": (5000,), "embedding.weight": (50, 50)}
-    grads = [[{n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()} for _ in range(2)] for _ in range(4)]
+    grads = [
+        [{n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()} for _ in range(2)] for _ in range(4)
+    ]
     run = hc.simulate("dgc:momentum=0.9,exclude=embed*", grads)
     assert [name for name in shapes if "v" in run.state[0][name]] == ["big"]
     buffer = 0

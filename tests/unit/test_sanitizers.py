@@ -1,4 +1,5 @@
-"""The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: hostile payloads, and the selection again."""
+"""The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: hostile payloads, and their tests again."""
+import fcntl
 import os
 import pathlib
 import shutil
@@ -17,14 +18,20 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """What a Python needs to load the sanitized module."""
-    folder = tmp_path_factory.mktemp("sanitized")
+def environment():
+    """What a Python needs to load the sanitized module, which is built where its sources have changed."""
+    folder = ROOT / "build" / "sanitized"
+    folder.mkdir(parents=True, exist_ok=True)
     variables = {**os.environ, "HOROVOD_COMPRESS_SANITIZE": "1"}
     build = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", folder, "--build-temp", folder / "temp"]
-    done = subprocess.run(build, capture_output=True, text=True, cwd=ROOT, env=variables)
-    modules = list(folder.glob("horovod_compress/kernels/native*.so"))
-    assert modules, done.stdout + done.stderr
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stale = [m for m in modules_in(folder) if m.stat().st_mtime < (ROOT / "setup.py").stat().st_mtime]
+        done = subprocess.run(
+            build + ["--force"] * bool(stale), capture_output=True, text=True, cwd=ROOT, env=variables
+        )
+    modules = modules_in(folder)
+    assert modules and done.returncode == 0, done.stdout + done.stderr
     # libstdc++ too, or the sanitizer does not find the exceptions that it has to follow.
     libraries = [
         os.path.realpath(subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip())
@@ -32,6 +39,10 @@ def environment(tmp_path_factory):
     ]
     variables.update(LD_PRELOAD=" ".join(libraries), ASAN_OPTIONS="detect_leaks=0", NATIVE_UNDER_TEST=str(modules[0]))
     return variables
+
+
+def modules_in(folder):
+    return list(folder.glob("horovod_compress/kernels/native*.so"))
 
 
 def run(environment, *command):
@@ -52,5 +63,6 @@ def test_a_hundred_thousand_hostile_payloads(environment):
     assert run(environment, HERE / "fuzz_wire.py", "100000").startswith("native: 100000 hostile payloads")
 
 
-def test_selection(environment):
-    run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / "test_selection.py")
+@pytest.mark.parametrize("tests", ["test_selection.py", "test_kernels.py"])
+def test_kernels(environment, tests):
+    run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / tests)

@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from horovod_compress import kernels
-from horovod_compress.kernels import reference
+from horovod_compress.kernels import HEADROOM, reference
 
 RNG = np.random.default_rng(7)
+native_only = pytest.mark.skipif(
+    kernels.backend != "native", reason="compares the native kernels, which were not built"
+)
 
 
 def select(v, ratio, sample_ratio=0.005, offset=0):
@@ -78,7 +81,7 @@ def test_a_constant_gradient_reaches_every_element():
     assert seen.all()
 
 
-@pytest.mark.skipif(kernels.backend != "native", reason="compares the native kernels, which were not built")
+@native_only
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), momentum=st.sampled_from(["none", "vanilla", "nesterov"]))
 def test_native_updates_equal_the_reference_bit_for_bit(data, momentum):
@@ -105,7 +108,7 @@ def test_native_updates_equal_the_reference_bit_for_bit(data, momentum):
     np.testing.assert_array_equal(np.sort(np.abs(native_v[indices])), np.sort(np.abs(native_v[expected])))
 
 
-@pytest.mark.skipif(kernels.backend != "native", reason="compares the native kernels, which were not built")
+@native_only
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(["fp32", "fp16", "bf16"]))
 def test_native_take_encode_decode_add_equal_the_reference(data, kind):
@@ -121,18 +124,44 @@ def test_native_take_encode_decode_add_equal_the_reference(data, kind):
     body = kernels.encode_sparse(indices, taken[0], kind)
     stated = reference.encode_sparse(indices, taken[0], kind)
     assert len(body) == len(stated)  # of Rice parameters that cost the same either may be chosen
-    for module, its_body in ((kernels, stated), (reference, body), (kernels, body)):
-        its_indices, its_values = module.decode_sparse(its_body, len(indices), size, kind)
+    assert not body[:HEADROOM].any() and body[-1] == 0
+    out, expected_out = u.copy(), u.copy()
+    finite = reference.scatter_add(expected_out, indices, taken[0], 0.5)
+    for module, its_buffer in ((kernels, stated), (reference, body), (kernels, body)):
+        its_body = its_buffer[HEADROOM:-1]
+        its_indices, its_values = module.decode_sparse(its_body, size)
         np.testing.assert_array_equal(its_indices, indices)
         np.testing.assert_array_equal(its_values, taken[0])
-    out, expected_out = u.copy(), u.copy()
-    assert kernels.scatter_add(out, indices, taken[0], 0.5) == reference.scatter_add(
-        expected_out, indices, taken[0], 0.5
-    )
+        out = u.copy()
+        assert module.add_sparse(out, its_body, 0.5) == finite
+        np.testing.assert_array_equal(out, expected_out)
+    out = u.copy()
+    assert kernels.scatter_add(out, indices, taken[0], 0.5) == finite
     np.testing.assert_array_equal(out, expected_out)
 
 
-@pytest.mark.skipif(kernels.backend != "native", reason="compares the native kernels, which were not built")
+@native_only
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), size=st.integers(0, 3000), kind=st.sampled_from(["sign", "power"]), data=st.data())
+def test_native_codes_of_scaled_values_equal_the_reference(seed, size, kind, data):
+    rng = np.random.default_rng(seed)
+    indices = np.flatnonzero(rng.random(size) < data.draw(st.sampled_from([0.001, 0.1, 1.0]))).astype(np.uint32)
+    scale = 0.3 if kind == "sign" else 2.0 ** data.draw(st.integers(-119, 127))
+    down = 0 if kind == "sign" else rng.integers(0, 8, len(indices))
+    values = (
+        np.float32(scale) * np.float32(0.5) ** np.float32(down) * rng.choice([-1, 1], len(indices)).astype(np.float32)
+    )
+    body, stated = (
+        module.encode_sparse(indices, values.astype(np.float32), kind, scale) for module in (kernels, reference)
+    )
+    assert len(body) == len(stated)
+    for module, its_buffer in ((kernels, stated), (reference, body), (kernels, body)):
+        its_indices, its_values = module.decode_sparse(its_buffer[HEADROOM:-1], size)
+        np.testing.assert_array_equal(its_indices, indices)
+        np.testing.assert_array_equal(its_values, values)
+
+
+@native_only
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 1000])
 @pytest.mark.parametrize("bad", [None, np.nan, np.inf])
 def test_native_dense_kernels_equal_the_reference(size, bad):
@@ -140,13 +169,15 @@ def test_native_dense_kernels_equal_the_reference(size, bad):
     u = RNG.standard_normal(size).astype(np.float32)
     if bad is not None and size:
         x[size // 2] = bad
-    assert kernels.all_finite(x) == reference.all_finite(x)
+    assert kernels.largest(x) == reference.largest(x)
+    assert np.isfinite(kernels.largest(x)) == (bad is None or size == 0)
     if bad is None:
-        assert kernels.squared_norm(x) == pytest.approx(reference.squared_norm(x), rel=1e-12)
+        assert kernels.moments(x) == pytest.approx(reference.moments(x), rel=1e-12, abs=1e-12)
     for nesterov in (False, True):
         outs, news = (x.copy(), x.copy()), (np.zeros_like(u), np.zeros_like(u))
         finite = [
-            module.dense_momentum(out, u, new, 0.9, nesterov) for module, out, new in zip((kernels, reference), outs, news)
+            module.dense_momentum(out, u, new, 0.9, nesterov)
+            for module, out, new in zip((kernels, reference), outs, news)
         ]
         assert finite[0] == finite[1] == (bad is None or size == 0)
         np.testing.assert_array_equal(*outs)
@@ -171,5 +202,10 @@ def test_kernels_refuse_what_they_cannot_work_on():
             kernels.take(np.array([10], np.uint32), v, None, "fp32", False)
         with pytest.raises(ValueError, match="outside"):
             kernels.scatter_add(v, np.array([10], np.uint32), np.ones(1, np.float32), 1.0)
-        with pytest.raises(ValueError, match="ascend"):
-            kernels.encode_sparse(np.array([3, 3], np.uint32), np.ones(2, np.float32), "fp32")
+        for indices in ([3, 3], [4, 3]):
+            with pytest.raises(ValueError, match="ascend"):
+                kernels.encode_sparse(np.array(indices, np.uint32), np.ones(2, np.float32), "fp32")
+        with pytest.raises(ValueError, match="fp32, fp16, bf16, sign or power, not fp8"):
+            kernels.encode_sparse(np.array([3], np.uint32), np.ones(1, np.float32), "fp8")
+        with pytest.raises(ValueError, match="same length"):
+            kernels.encode_sparse(np.array([3], np.uint32), np.ones(2, np.float32), "fp32")

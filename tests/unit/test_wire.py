@@ -1,6 +1,7 @@
 """The wire format: round trips, size against entropy, stored frames, and hostile payloads."""
 import math
 import pathlib
+import struct
 import subprocess
 import sys
 
@@ -8,45 +9,66 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import gradients, ranks_of
 
-from horovod_compress import WireError, kernels, wire
-from horovod_compress.compressors.base import Sparse
+from horovod_compress import WireError, get_compressor, kernels, wire
+from horovod_compress.compressors.base import Gathered
+from horovod_compress.kernels import HEADROOM, new_body
+from horovod_compress.kernels.reference.sparse import round_values
+from horovod_compress.transport.loopback import Loopback
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
+KINDS = ("fp32", "fp16", "bf16", "sign", "power")
+
+
+def frame_of(body=b"12345", number=1, digest=5, step=0, finite=True):
+    return wire.seal(Gathered(new_body(body), 1, finite), number, digest, step)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_round_trip_of_several_ranks(data):
-    numel = data.draw(st.integers(0, 5000))
-    step = data.draw(st.integers(0, 2**34))
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    payloads, frames = [], []
-    for _ in range(data.draw(st.integers(1, 5))):
-        finite = data.draw(st.booleans())
-        count = data.draw(st.integers(0, numel if finite else 0))
-        indices = np.sort(rng.choice(numel, count, replace=False)).astype(np.uint32)
-        kind = data.draw(st.sampled_from(["fp32", "fp16", "bf16"]))
-        values = kernels.take(indices, rng.standard_normal(numel).astype(np.float32), None, kind, False)[0]
-        payloads.append(Sparse(indices, values, kind, finite))
-        frames.append(wire.encode(payloads[-1], 1, 5, step))
-    decoded = wire.decode(np.concatenate(frames), len(frames), 1, 5, step, numel)
-    for sent, got in zip(payloads, decoded):
-        np.testing.assert_array_equal(sent.indices, got.indices)
-        np.testing.assert_array_equal(sent.values, got.values)
-        assert (sent.kind, sent.finite) == (got.kind, got.finite)
+@given(st.lists(st.tuples(st.binary(max_size=100), st.booleans()), min_size=1, max_size=5), st.integers(0, 2**34))
+def test_frames_of_several_ranks_come_back(payloads, step):
+    frames = [frame_of(body, step=step, finite=finite) for body, finite in payloads]
+    bodies, finite = wire.unseal(np.concatenate(frames), len(frames), 1, 5, step)
+    assert [body.tobytes() for body in bodies] == [body for body, _ in payloads]
+    assert finite == all(finite for _, finite in payloads)
+
+
+def values_for(rng, kind, count):
+    """Values that `kind` can express, and the scale it needs for that."""
+    values = rng.standard_normal(count).astype(np.float32)
+    if kind == "sign":
+        return np.copysign(np.float32(0.3), values), 0.3
+    if kind == "power":
+        scale = 2.0 ** int(rng.integers(-100, 100))
+        return np.copysign(np.float32(scale) * np.float32(0.5) ** rng.integers(0, 8, count), values).astype(
+            np.float32
+        ), scale
+    return round_values(values, kind), 0.0
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 5000), st.sampled_from(KINDS), st.integers(0, 2**32), st.data())
+def test_sparse_bodies_come_back(numel, kind, seed, data):
+    rng = np.random.default_rng(seed)
+    indices = np.sort(rng.choice(numel, data.draw(st.integers(0, numel)), replace=False)).astype(np.uint32)
+    values, scale = values_for(rng, kind, len(indices))
+    body = kernels.encode_sparse(indices, values, kind, scale)[HEADROOM:-1]
+    its_indices, its_values = kernels.decode_sparse(body, numel)
+    np.testing.assert_array_equal(its_indices, indices)
+    np.testing.assert_array_equal(its_values, values)
 
 
 @pytest.mark.parametrize("density", [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1])
-def test_index_coding_is_within_ten_percent_of_entropy(density):
+@pytest.mark.parametrize("kind, bits", [("fp32", 32), ("fp16", 16), ("bf16", 16), ("sign", 1), ("power", 4)])
+def test_index_coding_is_within_ten_percent_of_entropy(density, kind, bits):
     rng = np.random.default_rng(1)
     d = 2_000_000
     indices = np.flatnonzero(rng.random(d) < density).astype(np.uint32)
     k = len(indices)
-    body = kernels.encode_sparse(indices, np.zeros(k, np.float32), "fp16")
-    bits = 8 * (len(body) - 2 * k)
-    assert bits <= 1.10 * k * (math.log2(d / k) + 1.44)
+    buffer = kernels.encode_sparse(indices, np.ones(k, np.float32), kind, 1.0)
+    assert 8 * (len(buffer) - HEADROOM - 1) - bits * k <= 1.10 * k * (math.log2(d / k) + 1.44)
 
 
 def test_extreme_indices():
@@ -54,27 +76,72 @@ def test_extreme_indices():
     numel = 2**32 - 1
     for indices in ([0], [numel - 1], [0, numel - 1], list(range(100)), [5, 6, 7, numel - 2, numel - 1]):
         indices = np.array(indices, np.uint32)
-        body = kernels.encode_sparse(indices, np.ones(len(indices), np.float32), "bf16")
-        assert len(body) < 1 + 2 * len(indices) + 40 + 8 * len(indices)
-        got, _ = kernels.decode_sparse(body, len(indices), numel, "bf16")
-        np.testing.assert_array_equal(got, indices)
+        body = kernels.encode_sparse(indices, np.ones(len(indices), np.float32), "bf16")[HEADROOM:-1]
+        assert len(body) < 6 + 2 * len(indices) + 40 + 8 * len(indices)
+        np.testing.assert_array_equal(kernels.decode_sparse(body, numel)[0], indices)
 
 
 def test_old_frames_stay_readable():
-    """Frames as version 1 wrote them: three entries at each width."""
-    indices = np.array([2, 3, 1000], np.uint32)
-    for stored in STORED.values():
+    """Frames as version 1 wrote them: what they add to a gradient of 12 elements, and that they are framed so now."""
+    for spec, (stored, expected) in STORED.items():
+        compressor = get_compressor(spec)
         frame = np.frombuffer(bytes.fromhex(stored), np.uint8)
-        (payload,) = wire.decode(frame, 1, 1, 0xDEADBEEF, 3, 4096)
-        np.testing.assert_array_equal(payload.indices, indices)
-        np.testing.assert_array_equal(payload.values, np.array([1.5, -2.0, 0.25], np.float32))
-        np.testing.assert_array_equal(wire.encode(payload, 1, 0xDEADBEEF, 3), frame)
+        (body,), finite = wire.unseal(frame, 1, compressor.number, 0xDEADBEEF, 3)
+        out = np.zeros(12, np.float32)
+        assert finite and compressor.add(body, out, 1.0)
+        np.testing.assert_array_equal(out, np.array(expected, np.float32))
+        np.testing.assert_array_equal(wire.seal(Gathered(new_body(body), 1), compressor.number, 0xDEADBEEF, 3), frame)
 
 
 STORED = {
-    "fp32": "6843010100000000efbeadde0300000003000000110000001338f9fd080000c03f000000c00000803e04001c39",
-    "fp16": "6843010101000000efbeadde03000000030000000b0000000d6702e708003e00c0003404001c39",
-    "bf16": "6843010102000000efbeadde03000000030000000b000000e548eecf08c03f00c0803e04001c39",
+    "topk:values=fp32": (
+        "68430106a600e8cdefbeadde0300000014000000000000000300000000010000c03f000000c00000803ee10000",
+        [0, 0, 1.5, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
+    ),
+    "topk:values=fp16": (
+        "684301062ca645f8efbeadde030000000e00000000000000030000000101003e00c00034e10000",
+        [0, 0, 1.5, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
+    ),
+    "topk:values=bf16": (
+        "684301060c1b5813efbeadde030000000e00000000000000030000000201c03f00c0803ee10000",
+        [0, 0, 1.5, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
+    ),
+    "strom": (
+        "684301035af1b465efbeadde030000000d000000000000000300000003010000003f02e100",
+        [0, 0, 0.5, -0.5, 0, 0, 0, 0, 0, 0, 0.5, 0],
+    ),
+    "variance": (
+        "68430105787eee14efbeadde030000000e00000000000000030000000401000000408103e10000",
+        [0, 0, 1, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
+    ),
+    "randomk:ratio=0.25": (
+        "6843010752b56396efbeadde030000001400000000000000977fc4a5f29992c00000c03f000000000000000000",
+        [0, 0, 1.5, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    ),
+    "bf16": (
+        "68430110313e053eefbeadde03000000180000000000000000000000c03f00c0000000000000000000000000803e000000",
+        [0, 0, 1.5, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
+    ),
+    "efsignsgd": (
+        "6843010d5f53a65defbeadde030000000c000000000000000000e03f0000e0bfaa0a000000",
+        [1.75, -1.75, 1.75, -1.75, 1.75, -1.75, 1.75, -1.75, 1.75, -1.75, 1.75, -1.75],
+    ),
+    "onebit": (
+        "6843010e1332051defbeadde030000000c000000000000000000c03f000000c0aa0a000000",
+        [1.5, -2, 1.5, -2, 1.5, -2, 1.5, -2, 1.5, -2, 1.5, -2],
+    ),
+    "natural": (
+        "6843010f73320437efbeadde0300000010000000000000000000010000a00f00000003000000000000",
+        [0, 0, 2, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
+    ),
+    "qsgd:coding=fixed": (
+        "6843011209a7aaadefbeadde030000001a00000000000000004acc204005fbfbfffffbfbfffff3fbfffff7fbffff0404000000",
+        [0, 0, 1.507481336593628, -2.0099751949310303, 0, 0, 0, 0, 0, 0, 0.1674979329109192, 0],
+    ),
+    "qsgd:bits=2,bucket_size=6,coding=elias": (
+        "6843011218465ac4efbeadde0300000010000000000000000100004040000000400200000063b70200",
+        [0, 0, 0, -3, 0, 0, 0, 0, 0, 0, 2, 0],
+    ),
 }
 
 
@@ -86,33 +153,64 @@ STORED = {
         (lambda f: np.concatenate([f, f[:1]]), "follow"),
         (lambda f: f[::-1].copy(), "not a horovod_compress payload"),
         (lambda f: with_byte(f, 2, 9), "wire version 9"),
-        (lambda f: with_byte(f, 30, f[30] ^ 1), "checksum"),
+        (lambda f: with_byte(f, 26, f[26] ^ 1), "checksum"),
+        (lambda f: with_byte(f, 20, 2, checksum=True), "unknown flags"),
+        (lambda f: with_byte(f, 22, 1, checksum=True), "unknown flags"),
+        (lambda f: with_byte(f, len(f) - 1, 1, checksum=True), "unknown flags"),
     ],
 )
 def test_errors_name_the_rank_and_the_trouble(change, words):
-    payload = Sparse(np.array([1, 5], np.uint32), np.ones(2, np.float32), "fp32")
-    good = wire.encode(payload, 1, 5, 0)
+    good = frame_of()
     with pytest.raises(WireError, match=words) as error:
-        wire.decode(np.concatenate([good, change(good)]), 2, 1, 5, 0, 10)
+        wire.unseal(np.concatenate([good, change(good)]), 2, 1, 5, 0)
     assert "rank 1" in str(error.value) or "of 2 ranks" in str(error.value)
 
 
 def test_frames_of_another_configuration_or_step():
-    frame = wire.encode(Sparse(np.array([1], np.uint32), np.ones(1, np.float32), "fp32"), 1, 5, 0)
     for number, digest, step, words in ((2, 5, 0, "another"), (1, 6, 0, "another"), (1, 5, 2, "step 0.*at step 2")):
         with pytest.raises(WireError, match=words):
-            wire.decode(frame, 1, number, digest, step, 10)
+            wire.unseal(frame_of(), 1, number, digest, step)
+
+
+def test_every_changed_bit_is_noticed():
+    frame = frame_of(bytes(range(200)))
+    for bit in range(8 * len(frame)):
+        changed = frame.copy()
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError):
+            wire.unseal(changed, 1, 1, 5, 0)
 
 
 def test_consecutive_frames_differ_in_length():
-    payload = Sparse(np.array([1], np.uint32), np.ones(1, np.float32), "fp32")
-    lengths = [len(wire.encode(payload, 1, 5, step)) for step in range(4)]
-    assert all(a != b for a, b in zip(lengths, lengths[1:]))
+    for body in (b"1234", b"12345"):
+        lengths = [len(frame_of(body, step=step)) for step in range(4)]
+        assert all(a != b for a, b in zip(lengths, lengths[1:]))
 
 
-def with_byte(frame, at, value):
+class Corrupted(Loopback):
+    """Rank 1's body is damaged before its frame gets a valid checksum."""
+
+    def allgather(self, name, payload):
+        if self.rank == 1:
+            payload = with_byte(payload, HEADROOM + 4, 77, checksum=True)
+        return super().allgather(name, payload)
+
+
+def test_a_body_that_cannot_be_decoded_names_its_rank_too():
+    exchanges = ranks_of("topk:ratio=0.1", transport=Corrupted)
+    for exchange, named in zip(exchanges, gradients(0)):
+        exchange.submit("w", named["w"])
+    for exchange in exchanges:
+        with pytest.raises(WireError, match="payload of rank 1: unknown kind of values"):
+            exchange.finish("w", np.ones(1, np.float32))
+
+
+def with_byte(frame, at, value, checksum=False):
+    """The frame with one byte changed, under a checksum that knows of it or does not."""
     frame = frame.copy()
     frame[at] = value
+    if checksum:
+        struct.pack_into("<I", frame, 4, kernels.checksum(frame[8:]))
     return frame
 
 

@@ -1,13 +1,14 @@
 """Passes that decide element by element, or bin by bin, whether enough has gathered to be sent."""
 import numpy as np
 
+from .dense import TOO_LARGE
 from .sparse import encode_sparse
 
 
 def strom(grad, residual, tau):
     """Threshold quantization (Strom, Interspeech 2015): r ← r + g; where |r| > tau, sign(r)·tau is sent and taken out of r.
 
-    grad is left zero; an element whose new r would not be finite keeps its old one, and then nothing is sent.
+    grad is left zero; an element whose new r would be TOO_LARGE or NaN keeps its old one, and then nothing is sent.
     Returns (buffer of the sparse body, number of entries, finite).
     """
     finite = _accumulate(residual, grad)
@@ -21,7 +22,7 @@ def variance(grad, squares, r, v, alpha, zeta, tau, error_feedback):
     """Variance-based compression (Tsuzuku et al., ICLR 2018 workshop).
 
     r ← r + g, v ← v + squares (squares None: g²). Where r² > alpha·v and |r| > tau the element is sent, elsewhere
-    v ← zeta·v. grad is left zero; an element whose new r or v would not be finite keeps its old ones.
+    v ← zeta·v. grad is left zero; an element whose new r would be TOO_LARGE or NaN, or v infinite, keeps its old ones.
 
     tau 0: r is rounded to a power of two, the largest ones down, and sent with a sign and a 3-bit exponent below the
     largest's; what would need more keeps r and v. Then v ← 0, and r ← 0, or the rounding error with error_feedback.
@@ -32,7 +33,7 @@ def variance(grad, squares, r, v, alpha, zeta, tau, error_feedback):
     alpha, zeta, tau = np.float32(alpha), np.float32(zeta), np.float32(tau)
     with np.errstate(over="ignore", invalid="ignore"):
         new_r, new_v = r + grad, v + (grad * grad if squares is None else squares)
-        good = np.isfinite(new_r) & np.isfinite(new_v)
+        good = (np.abs(new_r) < TOO_LARGE) & np.isfinite(new_v)
         r[...], v[...] = np.where(good, new_r, r), np.where(good, new_v, v)
         fires = (r * r > alpha * v) & (np.abs(r) > tau)
     v[...] = np.where(fires, v, zeta * v)
@@ -71,13 +72,15 @@ def adacomp(grad, residue, bin_length, scale_factor):
     """AdaComp (Chen et al., AAAI 2018): G = residue + g, H = residue + scale_factor·g; in each bin of bin_length elements those
     with |H| ≥ max |G| are sent, as sign(G) times the mean of all bins' maxima. residue ← G − sent.
 
-    grad is left zero; an element whose new G would not be finite keeps its old residue, and then nothing is sent. An element with
+    grad is left zero; an element whose new G would be TOO_LARGE or NaN keeps its old residue, and then nothing is sent. An element with
     G = 0 is not sent. Returns (buffer of the sparse body, number of entries, finite).
     """
     g = grad.copy()
     old = residue.copy()
     finite = _accumulate(residue, grad)
-    g[~np.isfinite(old + g)] = 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        g[~(np.abs(old + g) < TOO_LARGE)] = 0
+    bin_length = min(bin_length, max(len(g), 1))
     bins = np.arange(len(g)) // bin_length
     gmax = np.zeros(-(-len(g) // bin_length), np.float32)
     np.maximum.at(gmax, bins, np.abs(residue))
@@ -92,10 +95,10 @@ def adacomp(grad, residue, bin_length, scale_factor):
 
 
 def _accumulate(residual, grad):
-    """residual += grad where that is finite; grad becomes zero. Returns whether it was finite everywhere."""
+    """residual += grad where that is neither TOO_LARGE nor NaN; grad becomes zero. Returns whether it was finite everywhere."""
     with np.errstate(over="ignore", invalid="ignore"):
         moved = residual + grad
-    finite = np.isfinite(moved)
+    finite = np.abs(moved) < TOO_LARGE
     residual[...] = np.where(finite, moved, residual)
     grad.fill(0)
     return bool(finite.all())

@@ -22,6 +22,7 @@ def encode_buckets(grad, steps, bucket, l2, limit, key, spare=None):
     may be longer than needed, the length in use, number of elements, finite); of a gradient that is not finite nothing is sent.
     """
     n = len(grad)
+    bucket = min(bucket, max(n, 1))
     finite = bool(np.isfinite(grad).all())
     norms = np.zeros(-(-n // bucket), np.float32)
     widths = np.zeros(len(norms), np.uint8)
@@ -58,6 +59,7 @@ def add_buckets(out, body, steps, bucket, scale):
     """out += scale · norm/steps · levels, in place; returns whether out is finite. ValueError, and nothing changed, for a body that
     encode_buckets cannot have made."""
     n = len(out)
+    bucket = min(bucket, max(n, 1))
     at = 1 + 4 * -(-n // bucket)
     if len(body) < at:
         raise ValueError("shorter than its norms")

@@ -5,6 +5,7 @@ ones write into `spare`, an earlier step's buffer, where one is given.
 """
 import numpy as np
 
+from .dense import TOO_LARGE
 from .quantization import field_bits, pack, unpack
 from .sparse import load, new_body, store
 
@@ -40,11 +41,11 @@ def one_bit(grad, residual, symmetric, spare=None):
     """r ← r + g; one bit an element for its sign, 0 counting as positive, decoded to one of two numbers a tensor; r keeps the error.
 
     symmetric: ±Σ|r|/d (EF-SignSGD, Karimireddy et al., ICML 2019); else the means of the two halves (1-bit SGD, Seide et al.,
-    Interspeech 2014). An element whose new r would not be finite keeps its old one, and then nothing is sent.
+    Interspeech 2014). An element whose new r would be TOO_LARGE or NaN keeps its old one, and then nothing is sent.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         moved = residual + grad
-    good = np.isfinite(moved)
+    good = np.abs(moved) < TOO_LARGE
     residual[...] = np.where(good, moved, residual)
     grad.fill(0)
     below = residual < 0

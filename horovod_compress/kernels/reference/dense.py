@@ -1,6 +1,8 @@
 """What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries."""
 import numpy as np
 
+TOO_LARGE = 2.0**110  # no residual goes there, or the sum of many would be infinite for ever
+
 
 def largest(x):
     """max |x| as a float; infinity where anything is infinite or NaN, 0 for no elements."""
@@ -11,7 +13,7 @@ def largest(x):
 def spread(x):
     """(max |x|, standard deviation), as floats; the former is infinity where anything is infinite or NaN, the latter means nothing then."""
     with np.errstate(invalid="ignore"):
-        return largest(x), float(x.astype(np.float64).std()) if len(x) else 0.0
+        return largest(x), float((x.astype(np.float64) - x[0]).std()) if len(x) else 0.0
 
 
 def moments(x):

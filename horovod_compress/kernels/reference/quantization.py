@@ -75,7 +75,8 @@ def common_levels(words, levels, scales, width, size):
 
 def sum_signs(x, width, spare=None):
     """Words of sign(x), 0 for 0, and one word more, 0, for the compressor's use."""
-    return np.append(pack(np.sign(x).astype(np.int64), width, 0), 0)
+    words = pack(np.sign(x).astype(np.int64), width, 0)
+    return np.append(words, words.dtype.type(0))
 
 
 def vote(words, out, width, size, unit):

@@ -1,6 +1,7 @@
 """Accumulation with momentum, and the choice of the largest entries: Deep Gradient Compression's pass over memory."""
 import numpy as np
 
+from .dense import TOO_LARGE
 from .sparse import round_values
 
 
@@ -8,7 +9,7 @@ def accumulate(grad, u, v, momentum, nesterov, scale, k, samples, offset):
     """Adds a gradient to momentum u and velocity v in place and chooses what to send (DGC, arXiv 1712.01887, section 3).
 
     vanilla: u ← m·u + g, v ← v + u; Nesterov: u ← m·(u + g), v ← v + u + g; without momentum (u None): v ← v + g;
-    where g = scale·grad. An element whose new v would not be finite keeps its old u and v. grad is left zero, for the decoded
+    where g = scale·grad. An element whose new v would be TOO_LARGE or NaN keeps its old u and v. grad is left zero, for the decoded
     sum to be added there.
 
     Returns (indices, finite): ascending indices of at most k of the largest non-zero |v|, at least 0.8·k where that many
@@ -26,7 +27,7 @@ def accumulate(grad, u, v, momentum, nesterov, scale, k, samples, offset):
         else:
             new_u = m * u + g
             new_v = v + new_u
-    finite = np.isfinite(new_v)
+    finite = np.abs(new_v) < TOO_LARGE
     v[...] = np.where(finite, new_v, v)
     if u is not None:
         u[...] = np.where(finite, new_u, u)

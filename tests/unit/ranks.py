@@ -1,0 +1,79 @@
+"""Ranks in one process, driven step by step: what the tests of exchanges and compressors share."""
+import itertools
+import math
+
+import numpy as np
+from hypothesis import strategies as st
+
+from horovod_compress.compressors import get_compressor
+from horovod_compress.exchange import Exchange
+from horovod_compress.transport.loopback import Loopback
+
+SHAPES = {"w": (30, 40), "x": (40, 40), "bias": (40,)}
+
+
+def ranks_of(spec, size=2, shapes=SHAPES, transport=Loopback):
+    """The exchanges of `size` ranks."""
+    compressor = get_compressor(spec)
+    return [Exchange(compressor, t, {n: (s, compressor) for n, s in shapes.items()}) for t in transport.group(size)]
+
+
+def gradients(seed, size=2, shapes=SHAPES):
+    """gradients[rank] = {name: flat array}."""
+    rng = np.random.default_rng(seed)
+    return [{n: rng.standard_normal(math.prod(s)).astype(np.float32) for n, s in shapes.items()} for _ in range(size)]
+
+
+def start_step(exchanges, grads):
+    """Submits all that grads[rank] holds, and starts it all; returns carriers[rank] = {name: array}."""
+    carriers = [{n: ex.submit(n, g) for n, g in named.items()} for ex, named in zip(exchanges, grads)]
+    for _ in itertools.zip_longest(*(ex.rounds() for ex in exchanges)):
+        pass  # every rank starts a round before any waits for it
+    return carriers
+
+
+def mean_of(arrays):
+    """What a host makes of carriers with op=Average: reduced in their own precision."""
+    return np.add.reduce(arrays, axis=0) / arrays[0].dtype.type(len(arrays))
+
+
+def run_step(exchanges, grads):
+    """One whole step with op=Average; the results lie in grads then."""
+    carriers = start_step(exchanges, grads)
+    for name in grads[0]:
+        reduced = mean_of([named[name] for named in carriers])
+        for ex in exchanges:
+            ex.finish(name, reduced)
+    return grads
+
+
+def copy_of(exchange):
+    return {n: {k: a.copy() for k, a in arrays.items()} for n, arrays in exchange.arrays().items()}
+
+
+def assert_same(a, b):
+    for name, arrays in a.items():
+        for key, array in arrays.items():
+            np.testing.assert_array_equal(array, b[name][key], err_msg=f"{name}.{key}")
+
+
+shapes = st.one_of(
+    st.tuples(st.integers(1, 400)),
+    st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    st.tuples(st.integers(1, 8), st.integers(1, 8), st.integers(1, 3), st.integers(1, 3)),
+)
+
+
+@st.composite
+def any_gradients(draw, max_ranks=4):
+    """gradients[step][rank][name]: values over 12 orders of magnitude, zeros among them."""
+    steps, ranks = draw(st.integers(1, 6)), draw(st.integers(1, max_ranks))
+    named = {f"t{i}": draw(shapes) for i in range(draw(st.integers(1, 3)))}
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    zeros = draw(st.sampled_from([0.0, 0.5, 0.99]))
+
+    def array(shape):
+        magnitude = 10.0 ** rng.uniform(-6, 6, shape)
+        return (np.where(rng.random(shape) < zeros, 0, 1) * rng.choice([-1, 1], shape) * magnitude).astype(np.float32)
+
+    return [[{n: array(s) for n, s in named.items()} for _ in range(ranks)] for _ in range(steps)]

@@ -1,0 +1,484 @@
+"""Every native kernel against the reference: bit for bit where the formulas leave no choice, and what both refuse."""
+import copy
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from horovod_compress import kernels
+from horovod_compress.kernels import HEADROOM, reference
+
+native_only = pytest.mark.skipif(kernels.backend != "native", reason="compares native kernels, which were not built")
+
+# Around vector lengths, blocks of 1024 words, and some whole tensors.
+sizes = st.one_of(st.integers(0, 70), st.sampled_from([255, 1000, 1023, 1024, 1025, 4097, 30_000]))
+KEYS = st.integers(0, 2**64 - 1)
+SPECIAL = np.float32([0, -0.0, 1, -1, 1e-45, -1e-39, 2**-126, 65504, 65520, 1e30, 3.4028235e38, -3.4028235e38])
+
+
+class Arguments:
+    """Draws what kernels take."""
+
+    def __init__(self, data):
+        self.draw = data.draw
+        self.rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+        self.size = data.draw(sizes)
+        self.unit = 2.0 ** self.one_of(-130, -10, 0, 100)
+
+    def one_of(self, *choices):
+        return self.draw(st.sampled_from(choices))
+
+    def bits(self, dtype, size=None):
+        info = np.iinfo(dtype)
+        return self.rng.integers(info.min, info.max, self.size if size is None else size, dtype, endpoint=True)
+
+    def finite(self, size=None):
+        size = self.size if size is None else size
+        style = self.one_of("normal", "12 orders", "sparse", "ties", "special", "bits")
+        x = self.rng.standard_normal(size)
+        if style == "12 orders":
+            x = x * 10.0 ** self.rng.uniform(-6, 6, size)
+        elif style == "sparse":
+            x = x * (self.rng.random(size) < 0.05)
+        elif style == "ties":
+            x = self.rng.integers(-3, 4, size) / 2
+        elif style == "special":
+            x = self.rng.choice(SPECIAL, size)
+        elif style == "bits":
+            x = np.nan_to_num(self.bits(np.uint32, size).view(np.float32))
+        return x.astype(np.float32)
+
+    def any(self):
+        """Among them what is not finite, sometimes."""
+        x = self.finite()
+        if self.size and self.one_of(False, False, True):
+            x[self.rng.integers(0, self.size, 3)] = self.rng.choice([np.nan, np.inf, -np.inf], 3)
+        return x
+
+    def exact(self):
+        """Values whose sums, in whatever order, are exact."""
+        return (self.rng.integers(-1000, 1001, self.size) * self.unit).astype(np.float32)
+
+    def indices(self):
+        return np.flatnonzero(self.rng.random(self.size) < self.one_of(0.0, 0.01, 0.3, 1.0)).astype(np.uint32)
+
+    def scale(self):
+        return self.one_of(1.0, 0.5, 1 / 3, -1.0)
+
+    def words(self, count, width, spare, more=0):
+        """Any words at all, as many as `count` fields need."""
+        fields, words, dtype = reference.quantization._shape(count, width, spare)
+        return self.bits(np.dtype(dtype.str.replace("u", "i")), words + more)
+
+    def sparse_body(self):
+        at = self.indices()
+        kind = self.one_of("fp32", "fp16", "bf16", "sign", "power")
+        scale = 2.0 ** int(self.rng.integers(-100, 100)) if kind == "power" else 0.3
+        values = self.finite(len(at))
+        if kind == "power":
+            values = np.copysign(np.float32(scale) * np.float32(0.5) ** self.rng.integers(0, 8, len(at)), values)
+        return body_of(reference.encode_sparse(at, values.astype(np.float32), kind, scale))
+
+    def steps(self, scales):
+        return [2.0**bits - 1 for bits in sorted(self.rng.choice(np.arange(1, 17), scales, replace=False).tolist())]
+
+    def w(self):
+        return float(np.float32(self.one_of(0.0, 1e-42, 1e-20, 0.37, 1.0, 1e20, 3.4e38)))
+
+    def levels(self, scales):
+        return self.rng.integers(0, scales, self.size).astype(np.uint8)
+
+
+def body_of(buffer):
+    return buffer[HEADROOM:-1]
+
+
+# The arguments of each kernel, by name.
+
+
+def take(a):
+    kind, mask = a.one_of("fp32", "fp16", "bf16"), a.one_of(False, True)
+    return dict(indices=a.indices(), v=a.finite(), u=a.one_of(None, a.finite()), values=kind, mask=mask)
+
+
+def scatter_add(a):
+    indices = a.indices()
+    return dict(out=a.finite(), indices=indices, values=a.any()[: len(indices)], scale=a.scale())
+
+
+def add_sparse(a):
+    return dict(out=a.finite(), body=a.sparse_body(), scale=a.scale())
+
+
+def decode_sparse(a):
+    return dict(body=a.sparse_body(), numel=a.size)
+
+
+def strom(a):
+    return dict(grad=a.any(), residual=a.finite(), tau=a.one_of(1e-3, 0.5, 1e10))
+
+
+def variance(a):
+    squares = a.one_of(None, np.abs(a.any()))
+    return dict(grad=a.any(), squares=squares, r=a.finite(), v=np.abs(a.finite()), alpha=a.one_of(0.1, 1.0, 1.5, 2.0),
+                zeta=a.one_of(0.0, 0.999, 1.0), tau=a.one_of(0.0, 0.0, 1e-3, 0.5), error_feedback=a.one_of(False, True))
+
+
+def adacomp(a):
+    return dict(grad=a.exact(), residue=a.exact(), bin_length=a.one_of(1, 2, 15, 16, 17, 50, 500, 10**6),
+                scale_factor=a.one_of(1.0, 2.0, 3.5))
+
+
+def to_float16(a):
+    return dict(x=a.any(), half=a.bits(np.uint16))
+
+
+def from_float16(a):
+    return dict(half=a.bits(np.uint16), out=a.finite())
+
+
+def encode_bf16(a):
+    return dict(grad=a.any())
+
+
+def add_bf16(a):
+    return dict(out=a.finite(), body=body_of(reference.encode_bf16(a.finite())[0]), scale=a.scale())
+
+
+def one_bit(a):
+    return dict(grad=a.exact(), residual=a.exact(), symmetric=a.one_of(False, True))
+
+
+def add_one_bit(a):
+    words = -(-a.size // 32)
+    body = struct.pack("<2f", *a.finite(2)) + a.bits(np.int32, words).tobytes()
+    return dict(out=a.finite(), body=np.frombuffer(body, np.uint8), scale=a.scale())
+
+
+def encode_natural(a):
+    return dict(grad=a.any(), key=a.draw(KEYS))
+
+
+def add_natural(a):
+    return dict(out=a.finite(), body=body_of(reference.encode_natural(a.finite(), a.draw(KEYS))[0]), scale=a.scale())
+
+
+def buckets(a):
+    bucket = a.one_of(1, 2, 15) if a.size <= 70 else a.one_of(16, 17, 512, 100_000)
+    return dict(steps=a.one_of(1, 3, 15, 255, 32767), bucket=bucket)
+
+
+def encode_buckets(a):
+    return dict(grad=a.any(), **buckets(a), l2=False, limit=a.one_of(0.0, 0.5, 1.0), key=a.draw(KEYS))
+
+
+def add_buckets(a):
+    options = buckets(a)
+    l2, limit = a.one_of(False, True), a.one_of(0.0, 1.0)
+    buffer, length, *_ = reference.encode_buckets(a.finite(), **options, l2=l2, limit=limit, key=1)
+    return dict(out=a.finite(), body=body_of(buffer[:length]), **options, scale=a.scale())
+
+
+def dense_momentum(a):
+    momentum, nesterov = a.one_of(0.0, 0.9), a.one_of(False, True)
+    return dict(out=a.any(), u=a.finite(), new_u=a.finite(), momentum=momentum, nesterov=nesterov)
+
+
+def checksum(a):
+    return dict(data=a.bits(np.uint8))
+
+
+def largest(a):
+    return dict(x=a.any())
+
+
+def moments(a):
+    return dict(x=a.exact())
+
+
+def random_bits(a):
+    return dict(key=a.draw(KEYS), n=a.size)
+
+
+def coordinates(a):
+    first = int(a.rng.integers(0, a.size + 1))
+    return dict(key=a.draw(KEYS), numel=a.size, first=first, count=int(a.rng.integers(0, a.size - first + 1)))
+
+
+def quantize(a):
+    scales = a.one_of(1, 1, 2, 3, 8)
+    steps = a.steps(scales)
+    width = (2 * a.one_of(1, 2, 3, 8, 1000) * int(steps[0])).bit_length()
+    levels = None if scales == 1 else a.levels(scales)
+    return dict(x=a.finite(), levels=levels, w=a.w(), steps=steps, width=width, key=a.draw(KEYS))
+
+
+def dequantize(a):
+    scales, size = a.one_of(1, 1, 2, 3, 8), a.one_of(1, 2, 3, 8, 1000)
+    steps = a.steps(scales)
+    width = (2 * size * int(steps[0])).bit_length()
+    words, levels = a.words(a.size, width, 0), None if scales == 1 else a.levels(scales)
+    scaled = dict(w=a.w(), steps=steps, width=width, size=size, scale=a.scale())
+    return dict(words=words, levels=levels, out=a.finite(), **scaled)
+
+
+def fine_enough(a):
+    return dict(x=a.finite(), w=a.w(), steps=a.steps(a.one_of(2, 3, 8)), width=a.one_of(1, 2, 4, 10))
+
+
+def common_levels(a):
+    scales, size = a.one_of(2, 3, 8), a.one_of(1, 2, 3, 8, 1000)
+    width = size.bit_length()
+    words = a.words((scales - 1) * a.size, width, 1)
+    return dict(words=words, levels=a.levels(2), scales=scales, width=width, size=size)
+
+
+def sum_signs(a):
+    return dict(x=a.finite(), width=a.one_of(2, 3, 5, 11))
+
+
+def vote(a):
+    size = a.one_of(1, 2, 3, 8, 1000)
+    width = (2 * size).bit_length()
+    return dict(words=a.words(a.size, width, 0, more=1), out=a.finite(), width=width, size=size, unit=a.scale())
+
+
+ELSEWHERE = {"HEADROOM", "accumulate", "encode_sparse", "spread"}  # have a choice, of what they send or how they round
+KERNELS = [name for name in reference.__all__ if name not in ELSEWHERE]
+
+
+def sparse_body_of(result, numel):
+    """A result with its sparse body decoded: of Rice parameters that cost the same either may be chosen."""
+    return (len(result[0]), *reference.decode_sparse(body_of(result[0]), numel), *result[1:])
+
+
+def trimmed(result):
+    """A result whose buffer may be longer than it says."""
+    return (result[0][: result[1]], *result[1:])
+
+
+def assert_same(mine, its):
+    if isinstance(its, tuple):
+        assert len(mine) == len(its)
+        for pair in zip(mine, its):
+            assert_same(*pair)
+    elif isinstance(its, np.ndarray):
+        assert mine.dtype == its.dtype
+        np.testing.assert_array_equal(mine, its)
+    else:
+        assert mine == its
+
+
+@native_only
+@pytest.mark.parametrize("name", KERNELS)
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_native_equals_the_reference(name, data):
+    arguments = globals()[name](Arguments(data))
+    mine, its = copy.deepcopy(arguments), copy.deepcopy(arguments)
+    with np.errstate(all="ignore"):
+        got, expected = getattr(kernels, name)(**mine), getattr(reference, name)(**its)
+    if name.startswith("encode_") and expected[-1] is False:  # not finite: what the body says does not count
+        got, expected = got[-1], expected[-1]
+    elif name == "encode_buckets":
+        got, expected = trimmed(got), trimmed(expected)
+    elif name in ("strom", "variance", "adacomp"):
+        got, expected = (sparse_body_of(result, len(arguments["grad"])) for result in (got, expected))
+    assert_same(got, expected)
+    for argument, value in its.items():
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(mine[argument], value, err_msg=argument)
+
+
+# Sums of many elements depend on their order: where they are not exact, results agree to float32 rounding.
+
+
+@native_only
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_moments_and_spread_agree_to_rounding(data):
+    x = Arguments(data).any()
+    (peak, deviation), (expected_peak, expected_deviation) = kernels.spread(x), reference.spread(x)
+    assert peak == expected_peak
+    if np.isfinite(peak) and x.size:
+        assert abs(deviation**2 - expected_deviation**2) <= 4e-6 * np.mean(x.astype(np.float64) ** 2)
+    x = np.nan_to_num(x)
+    (total, squares), (expected, expected_squares) = kernels.moments(x), reference.moments(x)
+    assert abs(total - expected) <= 1e-12 * np.abs(x.astype(np.float64)).sum()
+    assert squares == pytest.approx(expected_squares, rel=1e-12)
+
+
+@native_only
+@pytest.mark.parametrize("symmetric", [False, True])
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_one_bit_agrees_to_rounding(symmetric, data):
+    a = Arguments(data)
+    grad, residual = np.clip(a.any(), -1e36, 1e36), np.clip(a.finite(), -1e36, 1e36)
+    mine, its = residual.copy(), residual.copy()
+    got, expected = kernels.one_bit(grad.copy(), mine, symmetric), reference.one_bit(grad.copy(), its, symmetric)
+    assert got[1:] == expected[1:]
+    units, expected_units = (buffer[HEADROOM:][:8].view(np.float32) for buffer in (got[0], expected[0]))
+    np.testing.assert_allclose(units, expected_units, rtol=2e-6, atol=2e-6 * np.abs(expected_units).max())
+    np.testing.assert_array_equal(got[0][HEADROOM + 8 :], expected[0][HEADROOM + 8 :])
+    np.testing.assert_allclose(mine, its, rtol=2e-6, atol=2e-6 * np.abs(expected_units).max())
+
+
+def test_the_mean_of_one_half_does_not_suffer_from_the_other():
+    grad = np.full(1000, 1e-3, np.float32)
+    grad[::50] = -1e6
+    buffer, *_ = kernels.one_bit(grad, np.zeros(1000, np.float32), False)
+    np.testing.assert_allclose(buffer[HEADROOM:][:8].view(np.float32), [1e-3, -1e6], rtol=1e-5)
+
+
+@native_only
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_adacomp_agrees_to_rounding(data):
+    a = Arguments(data)
+    grad, residue, bin_length = a.any(), a.finite(), a.one_of(1, 7, 50, 500)
+    mine, its = residue.copy(), residue.copy()
+    got, expected = (
+        module.adacomp(grad.copy(), array, bin_length, 2.0) for module, array in ((kernels, mine), (reference, its))
+    )
+    assert got[1:] == expected[1:]
+    (indices, values), (expected_indices, expected_values) = (
+        reference.decode_sparse(body_of(result[0]), a.size) for result in (got, expected)
+    )
+    np.testing.assert_array_equal(indices, expected_indices)
+    np.testing.assert_allclose(values, expected_values, rtol=1e-6)
+    np.testing.assert_allclose(mine, its, rtol=1e-6, atol=1e-6 * np.abs(expected_values).max(initial=0))
+
+
+@native_only
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_buckets_of_norm_l2_agree_to_rounding(data):
+    """Norms to rounding; levels to one, where the last bit of a norm tips the scales."""
+    a = Arguments(data)
+    grad, options = a.any(), dict(**buckets(a), l2=True, limit=0.0, key=a.draw(KEYS))
+    outs, results = [], []
+    for module in (kernels, reference):
+        results.append(trimmed(module.encode_buckets(grad.copy(), **options)))
+        outs.append(np.zeros_like(grad))
+        reference.add_buckets(outs[-1], body_of(results[-1][0]), options["steps"], options["bucket"], 1.0)
+    assert results[0][-1] == results[1][-1]
+    if results[0][-1]:
+        count = -(-a.size // options["bucket"])
+        norms, expected = (body_of(result[0])[1 : 1 + 4 * count].copy().view(np.float32) for result in results)
+        np.testing.assert_allclose(norms, expected, rtol=1e-6)
+        norm = np.repeat(np.maximum(expected, 1e-45), options["bucket"])[: a.size]
+        off = np.abs(outs[0].astype(np.float64) - outs[1]) / norm
+        assert (off <= 1.001 / options["steps"]).all() and (off > 1e-5).sum() <= 2 + a.size // 1000
+
+
+# What is refused.
+
+
+class Fixed:
+    """A `data` that always draws what makes many arguments: kernels get one typical call."""
+
+    def draw(self, strategy):
+        return {id(sizes): 100, id(KEYS): 12345}.get(id(strategy), 7)
+
+
+def typical(name):
+    a = Arguments(Fixed())
+    a.one_of = lambda *choices: choices[-1]
+    return globals()[name](a)
+
+
+ONE_LENGTH_OF_SEVERAL = {
+    "take": ["u", "v"], "scatter_add": ["values", "indices"], "strom": ["grad", "residual"],
+    "variance": ["grad", "squares", "r", "v"], "adacomp": ["grad", "residue"], "to_float16": ["x", "half"],
+    "from_float16": ["half", "out"], "add_bf16": ["out", "body"], "one_bit": ["grad", "residual"],
+    "add_one_bit": ["body"], "add_natural": ["body"], "add_sparse": ["body"], "decode_sparse": ["body"],
+    "add_buckets": ["body"], "dense_momentum": ["out", "u", "new_u"], "quantize": ["x", "levels"],
+    "dequantize": ["words", "levels"], "common_levels": ["words"], "vote": ["words"],
+}
+WRITTEN = {
+    "take": ["v", "u"], "scatter_add": ["out"], "add_sparse": ["out"], "strom": ["grad", "residual"],
+    "variance": ["grad", "r", "v"], "adacomp": ["grad", "residue"], "to_float16": ["half"], "from_float16": ["out"],
+    "encode_bf16": ["grad"], "add_bf16": ["out"], "one_bit": ["grad", "residual"], "add_one_bit": ["out"],
+    "encode_natural": ["grad"], "add_natural": ["out"], "encode_buckets": ["grad"], "add_buckets": ["out"],
+    "dense_momentum": ["out", "new_u"], "dequantize": ["out"], "common_levels": ["levels"], "vote": ["out"],
+}
+
+
+def frozen(array):
+    array.flags.writeable = False
+    return array
+
+
+@native_only
+@pytest.mark.parametrize("name", KERNELS)
+def test_arrays_that_do_not_fit_are_refused(name):
+    getattr(kernels, name)(**typical(name))
+    for argument, value in typical(name).items():
+        if not isinstance(value, np.ndarray):
+            continue
+        same_width = np.dtype(f"{'i' if value.dtype.kind != 'i' else 'u'}{value.itemsize}")
+        wrong = [value.astype(np.float64), value.view(same_width), value.reshape(1, -1), np.repeat(value, 2)[::2]]
+        wrong += [value.tolist(), None]
+        if argument in ONE_LENGTH_OF_SEVERAL.get(name, []):
+            wrong += [np.append(value, value[:1]), value[:-1]]
+        if argument in WRITTEN.get(name, []):
+            wrong.append(frozen(value.copy()))
+        for array in wrong:
+            if array is None and argument in ("u", "squares"):
+                continue
+            with pytest.raises((ValueError, TypeError)):
+                getattr(kernels, name)(**{**typical(name), argument: array})
+
+
+NINE, EIGHTH = [1.0] * 9, np.full(100, 8, np.uint8)  # scales, and a level that none of them is
+
+
+@native_only
+@pytest.mark.parametrize("name, wrong", [
+    ("take", {"values": "fp8"}), ("take", {"values": "sign"}), ("take", {"indices": np.array([100], np.uint32)}),
+    ("scatter_add", {"indices": np.array([100], np.uint32), "values": np.ones(1, np.float32)}),
+    ("adacomp", {"bin_length": 0}), ("adacomp", {"bin_length": -1}), ("adacomp", {"bin_length": 1.5}),
+    ("encode_buckets", {"bucket": 0}), ("encode_buckets", {"steps": 0}), ("encode_buckets", {"steps": 32768}),
+    ("add_buckets", {"bucket": 0}), ("add_buckets", {"steps": 0}), ("add_buckets", {"steps": 32768}),
+    ("coordinates", {"count": 101}), ("coordinates", {"first": 90, "count": 11}),
+    ("coordinates", {"first": 2**63, "count": 2**63}), ("coordinates", {"numel": 2**32}),
+    ("coordinates", {"first": -1}), ("coordinates", {"key": -1}), ("coordinates", {"key": 2**64}),
+    ("encode_natural", {"key": 2**64}),
+    ("random_bits", {"key": -1}), ("random_bits", {"key": 2**64}), ("random_bits", {"n": -1}),
+    ("quantize", {"width": 0}), ("quantize", {"width": 65}), ("quantize", {"width": -1}), ("quantize", {"steps": []}),
+    ("quantize", {"steps": NINE}), ("quantize", {"levels": None}), ("quantize", {"levels": EIGHTH}),
+    ("dequantize", {"width": 0}), ("dequantize", {"width": 65}), ("dequantize", {"steps": []}),
+    ("dequantize", {"levels": None}), ("dequantize", {"steps": NINE}), ("dequantize", {"levels": EIGHTH}),
+    ("dequantize", {"size": -1}), ("fine_enough", {"width": 0}), ("fine_enough", {"width": 64}),
+    ("fine_enough", {"steps": []}), ("fine_enough", {"steps": NINE}), ("common_levels", {"width": 0}),
+    ("common_levels", {"width": 64}), ("common_levels", {"scales": 1}), ("common_levels", {"scales": 0}),
+    ("sum_signs", {"width": 0}), ("sum_signs", {"width": 65}), ("vote", {"width": 0}), ("vote", {"width": 65}),
+    ("decode_sparse", {"numel": -1}),
+])
+def test_numbers_out_of_range_are_refused(name, wrong):
+    with pytest.raises((ValueError, TypeError)):
+        getattr(kernels, name)(**{**typical(name), **wrong})
+
+
+@native_only
+@pytest.mark.parametrize(
+    "name", ["encode_bf16", "one_bit", "encode_natural", "encode_buckets", "quantize", "fine_enough", "sum_signs"]
+)
+def test_spare_memory_changes_nothing(name):
+    """A buffer of an earlier step is used again where it fits, whatever is in it, and left alone where it does not."""
+    kernel = getattr(kernels, name)
+    first = kernel(**typical(name))
+    buffer = first[0] if isinstance(first, tuple) else first
+    for spare, fits in ((buffer.copy(), True), (buffer[:-1].copy(), False)):
+        spare.view(np.uint8)[: None if buffer.dtype != np.uint8 else -1] = 0xA5  # a body's padding is never written
+        kept = spare.copy()
+        again = kernel(**typical(name), spare=spare)
+        if name == "encode_buckets":
+            assert_same(trimmed(again), trimmed(first))
+        else:
+            assert_same(again, first)
+        assert np.shares_memory(again[0] if isinstance(again, tuple) else again, spare) == fits
+        assert fits or np.array_equal(spare, kept)
