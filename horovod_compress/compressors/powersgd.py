@@ -66,10 +66,14 @@ class PowerSGD(SelectiveCompressor):
         n, m, rank = state.scratch["shape"]
         p, q = state.scratch["p"], payload.array / np.float32(state.scratch["size"])
         np.matmul(p, q.reshape(m, rank).T, out=out.reshape(n, m))
-        if not kernels.largest(out) < np.inf:
+        largest = kernels.largest(out)
+        if not largest < np.inf:
             out.fill(np.nan)
             return False
-        state.arrays["residual"] -= out
+        residual = state.arrays["residual"]
+        residual -= out
+        if largest > 2.0**100:  # rounding alone must not take it to where nothing can be added any more
+            np.clip(residual, -(2.0**109), 2.0**109, out=residual)
         state.taken = p, q
         out *= np.float32(scale * state.scratch["size"])
         return kernels.largest(out) < np.inf

@@ -32,7 +32,7 @@ class RandomK(SelectiveCompressor):
     def encode(self, grad, state, step):
         residual = state.arrays["residual"]
         _, finite = kernels.accumulate(grad, None, residual, 0.0, False, 1.0, 0, 0, 0)
-        count = math.ceil(self.ratio * residual.size - 1e-6) if finite else 0
+        count = max(min(1, residual.size), math.ceil(self.ratio * residual.size - 1e-6)) if finite else 0
         key = self.key("own", state.name, step.index, step.rank)
         indices = kernels.coordinates(key, residual.size, 0, count)
         values = kernels.take(indices, residual, None, "fp32", False)[0]

@@ -131,7 +131,8 @@ class TopK {
 };
 
 // Advances `count` elements in place and returns the largest new magnitude. An element whose new v would be too large or
-// NaN keeps its old u and v, and the return value then is at least kTooLarge. The gradient's memory is
+// not finite keeps its old v, and the return value then is at least kTooLarge. It keeps its u too, unless that itself would soon be too
+// large again. The gradient's memory is
 // left zero, while it is in the cache: the decoded sum will be added there.
 template <Momentum M>
 HC_INLINE std::uint32_t advance_chunk(float* __restrict g, float* __restrict u, float* __restrict v, float momentum,
@@ -143,7 +144,7 @@ HC_INLINE std::uint32_t advance_chunk(float* __restrict g, float* __restrict u, 
         advance<M>(scale * g[j], momentum, new_u, new_v);
         const std::uint32_t b = magnitude(new_v);
         peak = peak > b ? peak : b;
-        if (M != Momentum::none) u[j] = b < kTooLarge ? new_u : old_u;
+        if (M != Momentum::none) u[j] = b < kTooLarge ? new_u : b < kInfinity ? 0 : old_u;
         v[j] = b < kTooLarge ? new_v : old_v;
         g[j] = 0;
     }

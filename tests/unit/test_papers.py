@@ -44,7 +44,7 @@ def decoded(compressor, body, numel):
     return out
 
 
-# -- AdaComp (section "ADACOMP" of Chen et al.) ------------------------------------------------------------------------
+# -- AdaComp (Chen et al., AAAI 2018) ----------------------------------------------------------------------------------
 
 
 def adacomp(residue, g, bin_length, factor=2.0):

@@ -9,7 +9,8 @@ def accumulate(grad, u, v, momentum, nesterov, scale, k, samples, offset):
     """Adds a gradient to momentum u and velocity v in place and chooses what to send (DGC, arXiv 1712.01887, section 3).
 
     vanilla: u ← m·u + g, v ← v + u; Nesterov: u ← m·(u + g), v ← v + u + g; without momentum (u None): v ← v + g;
-    where g = scale·grad. An element whose new v would be TOO_LARGE or NaN keeps its old u and v. grad is left zero, for the decoded
+    where g = scale·grad. An element whose new v would be TOO_LARGE or not finite keeps its old v, and its u, which
+    becomes 0 though where the new v would be finite: the next step must not be as large again. grad is left zero, for the decoded
     sum to be added there.
 
     Returns (indices, finite): ascending indices of at most k of the largest non-zero |v|, at least 0.8·k where that many
@@ -30,7 +31,7 @@ def accumulate(grad, u, v, momentum, nesterov, scale, k, samples, offset):
     finite = np.abs(new_v) < TOO_LARGE
     v[...] = np.where(finite, new_v, v)
     if u is not None:
-        u[...] = np.where(finite, new_u, u)
+        u[...] = np.where(finite, new_u, np.where(np.isfinite(new_v), 0, u))
     grad.fill(0)
     magnitude = np.abs(v)
     largest = np.argsort(-magnitude, kind="stable")[:k]
