@@ -17,9 +17,10 @@ import numpy as np
 
 from . import kernels, wire
 from .compressors.base import Agree, Compressor, Dense, Gathered, State, Step
-from .handshake import first_difference
+from .handshake import MismatchError, first_difference
 
 _COUNTERS = ("steps", "steps_undone", "bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")
+_SENT = ("bytes_sent", "dense_bytes", "elements_sent")  # of each tensor
 
 
 @dataclasses.dataclass
@@ -31,7 +32,7 @@ class _Tensor:
     digest: int
     numel: int
     carrier: np.ndarray
-    sent: dict = dataclasses.field(default_factory=lambda: {"bytes_sent": 0, "dense_bytes": 0, "elements_sent": 0})
+    sent: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(_SENT, 0))
 
     def one(self):
         """The carrier of a payload that travels beside it."""
@@ -75,6 +76,7 @@ class Exchange:
         self._touched = {}  # submitted in the current step: to commit or to roll back
         self._deferred = []  # with clipping: not encoded before all gradients are there
         self._encoding = []  # with rounds to go before they have a payload
+        self._beat = None  # with sums: waits for the ranks' numbers of this step; False once they were compared
         self._finite = True
         self._counters = dict.fromkeys(_COUNTERS, 0)
 
@@ -127,6 +129,7 @@ class Exchange:
             agreeing = [asking[name] for name in self._tensors if name in asking]  # in one order on all ranks
             largest = self._agree(agreeing)
             yield
+            self._compare_steps()
             started = time.perf_counter()
             answers = {id(pending): pending.wait() for pending in waiting if pending.wait}
             if agreeing:
@@ -149,6 +152,7 @@ class Exchange:
         started = time.perf_counter()
         scale, arrived = 1.0, None
         if pending.wait is not None:
+            self._compare_steps()
             scale, arrived = float(reduced[0]) / self.transport.size, pending.wait()
             self._counters["exchange_seconds"] += time.perf_counter() - started
             started = time.perf_counter()
@@ -219,6 +223,7 @@ class Exchange:
         return finite
 
     def _sum(self, tensor, array, suffix=""):
+        self._tell_step(tensor)
         self._count(tensor, array.nbytes)
         return self.transport.allreduce(f"{self._label}.{tensor.name}{suffix}", array)
 
@@ -228,8 +233,31 @@ class Exchange:
             return None
         for pending in agreeing:
             self._count(pending.tensor, 4 * len(pending.request.numbers))
+        self._tell_step(agreeing[0].tensor)
         numbers = np.array([number for pending in agreeing for number in pending.request.numbers], np.float32)
-        return self.transport.allreduce(f"{self._label}.agree", numbers, op="max")
+        return self.transport.allreduce(f"{self._label}:agree", numbers, op="max")
+
+    def _tell_step(self, tensor):
+        """Once a step with sums, before the first of them, starts a sum of its number: frames carry theirs, sums cannot."""
+        if self._beat is None:
+            step = self._now.index
+            numbers = np.array([1, step, step * step], np.int64)
+            self._count(tensor, numbers.nbytes)
+            self._beat = self.transport.allreduce(f"{self._label}:step", numbers)
+
+    def _compare_steps(self):
+        if not self._beat:
+            return
+        (ranks, total, squares), self._beat = self._beat().tolist(), False
+        if ranks != self.transport.size:
+            raise RuntimeError(
+                f"{self.transport.size - ranks} of {self.transport.size} ranks have called hvd.join(), and sums of this compression "
+                "are wrong without them: let every rank take the same number of steps, or use none or fp16"
+            )
+        if ranks * squares != total * total:  # equal numbers, and only those, have no variance
+            raise MismatchError(
+                f"this rank is at step {self._now.index}, others are not: was a state loaded, or did training begin, on some ranks only?"
+            )
 
     def _end_step(self):
         succeeded = self._finite and not self._open
@@ -239,6 +267,7 @@ class Exchange:
         self._counters["steps_undone"] += not succeeded
         self._now = dataclasses.replace(self._now, index=self._now.index + 1)
         self._finite = True
+        self._beat = None
         self._touched.clear()
         self._open.clear()
         self._deferred.clear()
@@ -334,10 +363,10 @@ class Exchange:
             residual = tensor.compressor.residual(tensor.state)
             if residual is not None:
                 squares += kernels.moments(residual)[1]
-        counters = dict(self._counters)
+        counters = {**self._counters, **dict.fromkeys(_SENT, 0)}
         for sent in self.stats_by_tensor().values():
             for key, value in sent.items():
-                counters[key] = counters.get(key, 0) + value
+                counters[key] += value
         counters["ratio"] = counters["dense_bytes"] / counters["bytes_sent"] if counters["bytes_sent"] else 1.0
         counters["residual_norm"] = squares**0.5
         counters["overflows"] = sum(tensor.state.overflows for tensor in self._tensors.values())

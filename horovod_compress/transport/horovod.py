@@ -34,7 +34,7 @@ class HorovodTransport(Transport):
         except HorovodInternalError as error:
             if "Join" in str(error):
                 raise RuntimeError(
-                    "hvd.join() works with allreduce only, and this compression gathers its payloads: let every rank take "
-                    "the same number of steps, or use a compression that rides allreduce"
+                    "hvd.join() works with Horovod's own reductions only, and this compression exchanges more than those: let "
+                    "every rank take the same number of steps, or use none or fp16"
                 ) from error
             raise

@@ -890,7 +890,21 @@ def join_is_refused():
     wrapped = wrap(model, optimizer, compression)
     train(model, wrapped, batches(2))
     if hvd.rank() == 0:
-        with raises(RuntimeError, "hvd.join() works with allreduce only"):
+        with raises(RuntimeError, "hvd.join() works with Horovod's own reductions only"):
+            train(model, wrapped, batches(1))
+    hvd.join()
+
+
+@case()
+def join_is_refused_with_sums():
+    """The same for payloads that an allreduce adds up: without the ranks that have joined their sums would be too small."""
+    model = model_of()
+    optimizer = sgd(model)
+    compression = hvdc.Compression.maxnorm(optimizer, model.named_parameters())
+    wrapped = wrap(model, optimizer, compression)
+    train(model, wrapped, batches(2))
+    if hvd.rank() == 0:
+        with raises(RuntimeError, "1 of 2 ranks have called hvd.join()"):
             train(model, wrapped, batches(1))
     hvd.join()
 

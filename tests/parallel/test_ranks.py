@@ -89,6 +89,7 @@ def test_under_horovodrun(jobs, launcher, case):
 
 
 @pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("horovodrun-mpi", marks=needs_mpi)])
-def test_join_with_gathered_payloads_is_a_clear_error(tmp_path, launcher):
+@pytest.mark.parametrize("case", ["join_is_refused", "join_is_refused_with_sums"])
+def test_join_is_a_clear_error(tmp_path, launcher, case):
     """In a job of its own, because the ranks are not in step afterwards."""
-    assert_passed(launch(tmp_path, launcher, 2, ["join_is_refused"], timeout=90), "join_is_refused", 2)
+    assert_passed(launch(tmp_path, launcher, 2, [case], timeout=90), case, 2)

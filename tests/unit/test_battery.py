@@ -848,7 +848,7 @@ def test_submitting_never_waits_and_names_every_operation(id, options):
     for name, carrier in carriers.items():
         exchange.finish(name, carrier)
     calls = exchange.transport.calls
-    assert len(set(calls)) == len(calls) and all(any(n in name for n in [*SHAPES, "agree"]) for _, name in calls)
+    assert len(set(calls)) == len(calls) and all(any(n in name for n in [*SHAPES, ":agree", ":step"]) for _, name in calls)
 
 
 # -- backends ----------------------------------------------------------------------------------------------------------

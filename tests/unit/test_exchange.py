@@ -201,6 +201,27 @@ def test_wrong_submissions_are_errors():
     assert not exchange.under_way
 
 
+@pytest.mark.parametrize("spec", ["globalrandk:ratio=0.1", "maxnorm", "powersgd:start_step=3,rank=2", "signsgd"])
+def test_sums_of_ranks_at_different_steps_are_refused_on_all(spec):
+    exchanges, ahead = ranks_of(spec), ranks_of(spec)
+    for step in range(2):
+        run_step(exchanges, gradients(step))
+    for step in range(5):
+        run_step(ahead, gradients(step))
+    exchanges[1].load_state_dict(ahead[1].state_dict())
+    grads = gradients(7)
+    for ex, named in zip(exchanges, grads):
+        for name, grad in named.items():
+            ex.submit(name, grad)
+    rounds = [ex.rounds() for ex in exchanges]
+    for its in rounds:  # all ranks start before any waits
+        next(its, None)
+    for ex, its in zip(exchanges, rounds):
+        with pytest.raises(hc.MismatchError, match="at step"):
+            next(its, None)
+            ex.finish("w", np.ones(1, np.float32))
+
+
 def test_loopback_says_who_is_missing_or_twice():
     first, second = Loopback.group(2)
     wait = first.allgather("a", np.zeros(3, np.uint8))
