@@ -164,7 +164,7 @@ HC_CLONES Halves accumulate_halves(float* __restrict g, float* __restrict r, std
                 g[i + j] = 0;
                 negatives[j] += kept < 0;
                 negative[j] += kept < 0 ? -kept : 0.0f;
-                positive[j] += kept < 0 ? 0.0f : kept;
+                positive[j] += kept > 0 ? kept : 0.0f;
             }
         };
         std::size_t i = begin;
