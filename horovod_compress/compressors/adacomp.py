@@ -13,9 +13,9 @@ _CONVOLUTION, _FULLY_CONNECTED = 50, 500
 class AdaComp(ErrorFeedback):
     """Sends, of each bin of elements, those that the newest gradient could have lifted over the bin's largest.
 
-    G = residue + g and H = residue + scale_factor·g; an element is sent where |H| ≥ max |G| of its bin, as the sign of G times the
-    mean of all bins' maxima, one number a tensor. What that leaves of G stays in the residue. How many are sent adapts to
-    the layer and the phase of training; there is nothing to warm up. The ordinary optimizer works on the mean.
+    G = residue + g and H = residue + scale_factor·g; an element is sent where |H| ≥ max |G| of its bin, as the sign of G
+    times the mean of all bins' maxima, one number a tensor. What that leaves of G stays in the residue. How many are sent
+    adapts to the layer and the phase of training; there is nothing to warm up. The ordinary optimizer works on the mean.
     """
 
     id = "adacomp"

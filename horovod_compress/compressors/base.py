@@ -151,7 +151,8 @@ class Compressor(ABC):
         """
 
     def decode(self, payload, out, state, scale):
-        """Leaves scale · (what the sum of the ranks' Dense or Summed payloads, `payload`, decodes to) in `out`, the gradient's memory,
+        """Leaves scale · (what the sum of the ranks' Dense or Summed payloads, `payload`, decodes to) in `out`, the
+        gradient's memory,
         and returns whether that is finite."""
         raise NotImplementedError
 

@@ -2,7 +2,6 @@
 import dataclasses
 import math
 
-import numpy as np
 
 from .. import kernels
 from .base import State, zeros

@@ -14,8 +14,8 @@ from .selective import SelectiveCompressor
 class SharedCoordinates(SelectiveCompressor):
     """A compressor that may work on K coordinates of a tensor, the same random ones on all ranks; the others are 0 in the result.
 
-    A permutation that follows from the seed is cut into blocks of K, one a step, so a sweep visits every coordinate; the last block
-    of a sweep begins early enough to be whole. The next sweep has another permutation.
+    A permutation that follows from the seed is cut into blocks of K, one a step, so a sweep visits every coordinate; the
+    last block of a sweep begins early enough to be whole. The next sweep has another permutation.
     """
 
     ratio: float = option(Number(0, 1, low_open=True, optional=True), None, "share of coordinates in a step; none: all")

@@ -14,8 +14,8 @@ from .selective import SelectiveCompressor
 class PowerSGD(SelectiveCompressor):
     """Approximates each matrix M = residual + g by P·Qᵀ of low rank, found by one power iteration a step from the last step's Q.
 
-    P = ΣM·Q, orthonormalized; Q = mean Mᵀ·P; two small allreduces a tensor. The residual is M - P·Qᵀ. Tensors of more dimensions are matrices of
-    their first dimension by all others; one-dimensional ones go dense.
+    P = ΣM·Q, orthonormalized; Q = mean Mᵀ·P; two small allreduces a tensor. The residual is M - P·Qᵀ. Tensors of more
+    dimensions are matrices of their first dimension by all others; one-dimensional ones go dense.
     """
 
     id = "powersgd"

@@ -24,8 +24,8 @@ def goes_dense(density, size, values):
 class TopK(SelectiveCompressor):
     """Sends the ratio·d entries of largest accumulated gradient and keeps the others in a residual for later steps.
 
-    The ordinary optimizer works on the mean. A step whose gathered entries would move more bytes than a ring allreduce goes dense:
-    the residual of all elements is sent.
+    The ordinary optimizer works on the mean. A step whose gathered entries would move more bytes than a ring allreduce
+    goes dense: the residual of all elements is sent.
     """
 
     id = "topk"

@@ -16,9 +16,10 @@ class Variance(SelectiveCompressor):
     sent. What is sent is rounded to a power of two: a sign and a 3-bit exponent an element (section 4.2), after which r
     and v are 0 there. With `tau`, Strom's threshold is required too and sign(r)·tau is sent (section 4.4).
 
-    `moments` says what a sample is, and the same alpha does not mean the same in each: minibatch takes this rank's gradient of a step
-    as one (noise between steps), microbatch each backward pass of backward_passes_per_step, per_sample the samples
-    themselves, exactly, as in the paper. An element whose square leaves float32's range (|g| > 1.8e19) makes the step not finite.
+    `moments` says what a sample is, and the same alpha does not mean the same in each: minibatch takes this rank's
+    gradient of a step as one (noise between steps), microbatch each backward pass of backward_passes_per_step, per_sample
+    the samples themselves, exactly, as in the paper. An element whose square leaves float32's range (|g| > 1.8e19) makes
+    the step not finite.
     """
 
     id = "variance"

@@ -72,8 +72,8 @@ def adacomp(grad, residue, bin_length, scale_factor):
     """AdaComp (Chen et al., AAAI 2018): G = residue + g, H = residue + scale_factor·g; in each bin of bin_length elements those
     with |H| ≥ max |G| are sent, as sign(G) times the mean of all bins' maxima. residue ← G − sent.
 
-    grad is left zero; an element whose new G would be TOO_LARGE or NaN keeps its old residue, and then nothing is sent. An element with
-    G = 0 is not sent. Returns (buffer of the sparse body, number of entries, finite).
+    grad is left zero; an element whose new G would be TOO_LARGE or NaN keeps its old residue, and then nothing is sent.
+    An element with G = 0 is not sent. Returns (buffer of the sparse body, number of entries, finite).
     """
     g = grad.copy()
     old = residue.copy()

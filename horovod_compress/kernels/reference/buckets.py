@@ -1,8 +1,8 @@
 """Levels by bucket, each bucket against its own norm (QSGD, Alistarh et al., NeurIPS 2017, arXiv 1610.02132).
 
-Body: coding (0 fixed width, 1 Elias); a float32 norm for each bucket; then either, for each bucket, a byte for the width that holds its
-largest level, and its planes of bits; or a uint32 count and for each level that is not 0: gamma code of the zeros before it plus 1, a
-sign bit, gamma code of its magnitude.
+Body: coding (0 fixed width, 1 Elias); a float32 norm for each bucket; then either, for each bucket, a byte for the width
+that holds its largest level, and its planes of bits; or a uint32 count and for each level that is not 0: gamma code of
+the zeros before it plus 1, a sign bit, gamma code of its magnitude.
 """
 import struct
 
@@ -18,8 +18,9 @@ _LARGEST = np.finfo(np.float32).max
 def encode_buckets(grad, steps, bucket, l2, limit, key, spare=None):
     """Levels sign(x)·(⌊y⌋ + Bernoulli(y − ⌊y⌋)), y = |x|/norm·steps, with the norm of the bucket: max |x|, or ‖x‖₂ with l2.
 
-    limit: Elias' code is used where it takes less than this share of the bytes at fixed width. grad is left zero. Returns (buffer, which
-    may be longer than needed, the length in use, number of elements, finite); of a gradient that is not finite nothing is sent.
+    limit: Elias' code is used where it takes less than this share of the bytes at fixed width. grad is left zero. Returns
+    (buffer, which may be longer than needed, the length in use, number of elements, finite); of a gradient that is not
+    finite nothing is sent.
     """
     n = len(grad)
     bucket = min(bucket, max(n, 1))
@@ -56,7 +57,8 @@ def encode_buckets(grad, steps, bucket, l2, limit, key, spare=None):
 
 
 def add_buckets(out, body, steps, bucket, scale):
-    """out += scale · norm/steps · levels, in place; returns whether out is finite. ValueError, and nothing changed, for a body that
+    """out += scale · norm/steps · levels, in place; returns whether out is finite. ValueError, and nothing changed, for a
+    body that
     encode_buckets cannot have made."""
     n = len(out)
     bucket = min(bucket, max(n, 1))

@@ -1,7 +1,7 @@
 """Whole tensors in narrower numbers: 16-bit floats, signs, powers of two.
 
-Encoders leave grad zero, for decoded values to be added there, and return (buffer of the body, number of elements, finite). The native
-ones write into `spare`, an earlier step's buffer, where one is given.
+Encoders leave grad zero, for decoded values to be added there, and return (buffer of the body, number of elements,
+finite). The native ones write into `spare`, an earlier step's buffer, where one is given.
 """
 import numpy as np
 
@@ -38,7 +38,8 @@ def add_bf16(out, body, scale):
 
 
 def one_bit(grad, residual, symmetric, spare=None):
-    """r ← r + g; one bit an element for its sign, 0 counting as positive, decoded to one of two numbers a tensor; r keeps the error.
+    """r ← r + g; one bit an element for its sign, 0 counting as positive, decoded to one of two numbers a tensor; r keeps
+    the error.
 
     symmetric: ±Σ|r|/d (EF-SignSGD, Karimireddy et al., ICML 2019); else the means of the two halves (1-bit SGD, Seide et al.,
     Interspeech 2014). An element whose new r would be TOO_LARGE or NaN keeps its old one, and then nothing is sent.
@@ -73,7 +74,8 @@ def add_one_bit(out, body, scale):
 
 
 def encode_natural(grad, key, spare=None):
-    """Natural compression (Horvath et al., 2019): sign and exponent, rounded to one of the two nearest powers of two so that the mean
+    """Natural compression (Horvath et al., 2019): sign and exponent, rounded to one of the two nearest powers of two so
+    that the mean
     is exact. 0 and powers of two stay what they are; what is below 2^-126 becomes that or 0; 2^127 is the largest."""
     finite = bool(np.isfinite(grad).all())
     bits = grad.view(np.uint32)

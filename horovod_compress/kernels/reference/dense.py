@@ -11,7 +11,8 @@ def largest(x):
 
 
 def spread(x):
-    """(max |x|, standard deviation), as floats; the former is infinity where anything is infinite or NaN, the latter means nothing then."""
+    """(max |x|, standard deviation), as floats; the former is infinity where anything is infinite or NaN, the latter
+    means nothing then."""
     with np.errstate(invalid="ignore"):
         return largest(x), float((x.astype(np.float64) - x[0]).std()) if len(x) else 0.0
 

@@ -1,9 +1,9 @@
 """Randomness from counters, and integer codes that many ranks can add up in one word.
 
-Codes of `width` bits lie side by side in words, int32, or int64 where those hold over a tenth more. Elements go to words by blocks of
-1024: of a block's elements the first of each word come first, then the second …. Fields of signed codes borrow from the one
-above, so the sum of the ranks' words is the word of the sums; 2·(ranks · largest code) + 1 values must fit a field. The native functions write into `spare`, an earlier step's words, where
-they are given.
+Codes of `width` bits lie side by side in words, int32, or int64 where those hold over a tenth more. Elements go to words
+by blocks of 1024: of a block's elements the first of each word come first, then the second …. Fields of signed codes
+borrow from the one above, so the sum of the ranks' words is the word of the sums; 2·(ranks · largest code) + 1 values
+must fit a field. The native functions write into `spare`, an earlier step's words, where they are given.
 """
 import numpy as np
 
