@@ -36,6 +36,3 @@ class AdaComp(ErrorFeedback):
 
     def pack(self, grad, residual, state, step):
         return Gathered(*kernels.adacomp(grad, residual, self.bin_length, self.scale_factor))
-
-    def add(self, body, out, scale):
-        return kernels.add_sparse(out, body, scale)

@@ -85,19 +85,6 @@ class State:
     overflows: int = 0  # steps in which a finite element became infinite in a narrower type
 
 
-def decode_dense(payload, out, scale):
-    """`decode` of a Dense payload, whose array may be `out` itself."""
-    if payload.array.dtype == np.float16:
-        largest = kernels.from_float16(payload.array.view(np.uint16), out)
-    else:
-        if payload.array is not out:
-            np.copyto(out, payload.array)
-        largest = kernels.largest(out)
-    if scale != 1:
-        out *= np.float32(scale)
-    return largest * abs(scale) <= np.finfo(np.float32).max
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Compressor(ABC):
     """One algorithm with its options. Options are attributes, repr is a valid constructor call, equality compares options.
@@ -151,15 +138,23 @@ class Compressor(ABC):
         """
 
     def decode(self, payload, out, state, scale):
-        """Leaves scale · (what the sum of the ranks' Dense or Summed payloads, `payload`, decodes to) in `out`, the
-        gradient's memory,
-        and returns whether that is finite."""
-        raise NotImplementedError
+        """Leaves scale · (what the sum of the ranks' Dense or Summed payloads, `payload`, decodes to) in `out`, the gradient's
+        memory, and returns whether that is finite. As it stands, of Dense payloads, whose array may be `out` itself."""
+        if payload.array.dtype == np.float16:
+            largest = kernels.from_float16(payload.array.view(np.uint16), out)
+        else:
+            if payload.array is not out:
+                np.copyto(out, payload.array)
+            largest = kernels.largest(out)
+        if scale != 1:
+            out *= np.float32(scale)
+        return largest * abs(scale) <= np.finfo(np.float32).max
 
     def add(self, body, out, scale):
         """Adds scale · (what the body of one rank's Gathered payload decodes to) to `out`, which was zero before the first
-        rank's, and returns whether that is finite. ValueError for a body that `encode` cannot have made."""
-        raise NotImplementedError
+        rank's, and returns whether that is finite. ValueError for a body that `encode` cannot have made. As it stands, of
+        sparse bodies."""
+        return kernels.add_sparse(out, body, scale)
 
     def residual(self, state):
         """The array of what was not sent yet; None where there is none."""

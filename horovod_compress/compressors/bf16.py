@@ -1,8 +1,6 @@
 """bfloat16: float32's range with 8 bits of precision."""
 import dataclasses
 
-import numpy as np
-
 from .. import kernels
 from .base import Compressor, Gathered
 
@@ -21,8 +19,6 @@ class BFloat16(Compressor):
     paper = "-"
 
     def encode(self, grad, state, step):
-        if step.scale != 1:
-            grad *= np.float32(step.scale)
         payload = Gathered(*kernels.encode_bf16(grad, state.scratch.get("body")))
         state.scratch["body"] = payload.buffer
         return payload

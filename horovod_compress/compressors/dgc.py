@@ -2,7 +2,6 @@
 import dataclasses
 import math
 
-
 from .. import kernels
 from .base import State, zeros
 from .none import NoCompression

@@ -3,7 +3,7 @@ import dataclasses
 
 import numpy as np
 
-from .base import Compressor, Dense, decode_dense
+from .base import Compressor, Dense
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -19,6 +19,3 @@ class NoCompression(Compressor):
         if step.scale != 1:
             grad *= np.float32(step.scale)
         return Dense(grad)
-
-    def decode(self, payload, out, state, scale):
-        return decode_dense(payload, out, scale)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from .. import kernels
-from .base import Dense, State, Summed, decode_dense, zeros
+from .base import Dense, State, Summed, zeros
 from .options import Count, Number, option
 from .selective import SelectiveCompressor
 
@@ -62,7 +62,7 @@ class PowerSGD(SelectiveCompressor):
 
     def decode(self, payload, out, state, scale):
         if isinstance(payload, Dense):
-            return decode_dense(payload, out, scale)
+            return super().decode(payload, out, state, scale)
         n, m, rank = state.scratch["shape"]
         p, q = state.scratch["p"], payload.array / np.float32(state.scratch["size"])
         np.matmul(p, q.reshape(m, rank).T, out=out.reshape(n, m))

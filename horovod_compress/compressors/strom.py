@@ -24,6 +24,3 @@ class Strom(ErrorFeedback):
 
     def pack(self, grad, residual, state, step):
         return Gathered(*kernels.strom(grad, residual, self.tau))
-
-    def add(self, body, out, scale):
-        return kernels.add_sparse(out, body, scale)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from .. import kernels
-from .base import Dense, Gathered, State, decode_dense, zeros
+from .base import Dense, Gathered, State, zeros
 from .options import Choice, Number, option
 from .selective import SelectiveCompressor
 
@@ -65,12 +65,6 @@ class TopK(SelectiveCompressor):
             indices = indices[:0]
         state.taken = indices, kernels.take(indices, v, u, self.values, masking)
         return Gathered(kernels.encode_sparse(indices, state.taken[1][0], self.values), len(indices), finite)
-
-    def decode(self, payload, out, state, scale):
-        return decode_dense(payload, out, scale)
-
-    def add(self, body, out, scale):
-        return kernels.add_sparse(out, body, scale)
 
     def commit(self, state):
         if state.taken == "all":

@@ -44,9 +44,6 @@ class Variance(SelectiveCompressor):
         state.taken = indices, before
         return Gathered(buffer, len(indices), finite)
 
-    def add(self, body, out, scale):
-        return kernels.add_sparse(out, body, scale)
-
     def residual(self, state):
         return state.arrays["r"]
 

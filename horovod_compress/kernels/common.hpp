@@ -33,7 +33,6 @@ HC_INLINE std::uint32_t bits_of(float x) {
 }
 HC_INLINE std::uint32_t magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
 
-
 // 16 numbers that are worked on together: compilers split them up for narrower CPUs. A loop over as many separate sums would be left
 // as it is by some.
 constexpr std::size_t kLanes = 16;

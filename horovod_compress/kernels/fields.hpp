@@ -21,7 +21,7 @@ struct Layout {
     Layout(std::size_t count, int field_width, int spare) : n(count), width(field_width) {
         if (width < 1 || width > 64 - spare) throw std::invalid_argument("a field has 1 to 64 bits");
         const int in_32 = (32 - spare) / width, in_64 = (64 - spare) / width;
-        wide = 20 * in_32 * 11 < 10 * in_64 * 10;
+        wide = 10 * in_64 > 22 * in_32;
         fields = wide ? in_64 : in_32;
         words = (n + fields - 1) / fields;
     }

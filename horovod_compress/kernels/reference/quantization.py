@@ -106,7 +106,7 @@ def _factors(w, steps):
 def _shape(n, width, spare):
     """(fields, words, dtype); `spare` bits at the top of a word stay free."""
     in_32, in_64 = (32 - spare) // width, (64 - spare) // width
-    wide = 20 * in_32 * 11 < 10 * in_64 * 10
+    wide = 10 * in_64 > 22 * in_32
     fields = in_64 if wide else in_32
     return fields, -(-n // fields), np.dtype(np.uint64 if wide else np.uint32)
 
