@@ -117,7 +117,7 @@ class Exchange:
         """`flush` by rounds, for a driver of several ranks: yields when it has started something, before it waits for it."""
         deferred, self._deferred = self._deferred, []
         if deferred:
-            norm = sum(kernels.moments(pending.grad)[1] for pending in deferred) ** 0.5
+            norm = sum(kernels.squared_norm(pending.grad) for pending in deferred) ** 0.5
             limit = self.compressor.clip_norm * self.transport.size**-0.5
             scale = limit / norm if limit < norm < float("inf") else 1.0
             step = dataclasses.replace(self._now, scale=scale)
@@ -362,7 +362,7 @@ class Exchange:
         for tensor in self._tensors.values():
             residual = tensor.compressor.residual(tensor.state)
             if residual is not None:
-                squares += kernels.moments(residual)[1]
+                squares += kernels.squared_norm(residual)
         counters = {**self._counters, **dict.fromkeys(_SENT, 0)}
         for sent in self.stats_by_tensor().values():
             for key, value in sent.items():

@@ -29,5 +29,5 @@ class MaxNorm(SharedScaleQuantizer):
     def norm_of(self, values):
         if self.norm == "max":
             return kernels.largest(values)
-        squares = kernels.moments(values)[1]
+        squares = kernels.squared_norm(values)
         return math.sqrt(squares) if math.isfinite(squares) else math.inf

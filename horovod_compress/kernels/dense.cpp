@@ -96,40 +96,22 @@ py::tuple spread(const Floats& x) {
     return py::make_tuple(largest, all.deviation);
 }
 
-struct Moments {
-    double sum, squares;
-};
-
-HC_CLONES Moments moments_of(const float* x, std::size_t n) {
-    double sums[16] = {}, squares[16] = {};
+HC_CLONES double sum_of_squares(const float* x, std::size_t n) {
+    double lanes[kLanes] = {};
     std::size_t i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (std::size_t j = 0; j < 16; ++j) {
-            const double value = x[i + j];
-            sums[j] += value;
-            squares[j] += value * value;
-        }
-    for (; i < n; ++i) {
-        sums[0] += x[i];
-        squares[0] += static_cast<double>(x[i]) * x[i];
-    }
-    Moments total{};
-    for (int j = 0; j < 16; ++j) {
-        total.sum += sums[j];
-        total.squares += squares[j];
-    }
-    return total;
+    for (; i + kLanes <= n; i += kLanes)
+        for (std::size_t j = 0; j < kLanes; ++j) lanes[j] += static_cast<double>(x[i + j]) * x[i + j];
+    for (; i < n; ++i) lanes[0] += static_cast<double>(x[i]) * x[i];
+    double sum = 0;
+    for (double lane : lanes) sum += lane;
+    return sum;
 }
 
-py::tuple moments(const Floats& x) {
+double squared_norm(const Floats& x) {
     const std::size_t n = length(x, "x");
     const float* p = x.data();
-    Moments total;
-    {
-        py::gil_scoped_release release;
-        total = moments_of(p, n);
-    }
-    return py::make_tuple(total.sum, total.squares);
+    py::gil_scoped_release release;
+    return sum_of_squares(p, n);
 }
 
 bool scatter_add(Floats& out, const Indices& indices, const Floats& values, float scale) {
@@ -148,7 +130,7 @@ bool scatter_add(Floats& out, const Indices& indices, const Floats& values, floa
 void bind_dense(py::module_& m) {
     m.def("largest", &largest, arg("x").noconvert());
     m.def("spread", &spread, arg("x").noconvert());
-    m.def("moments", &moments, arg("x").noconvert());
+    m.def("squared_norm", &squared_norm, arg("x").noconvert());
     m.def("dense_momentum", &dense_momentum, arg("out").noconvert(), arg("u").noconvert(), arg("new_u").noconvert(),
           arg("momentum"), arg("nesterov"));
     m.def("scatter_add", &scatter_add, arg("out").noconvert(), arg("indices").noconvert(), arg("values").noconvert(), arg("scale"));

@@ -38,12 +38,13 @@ class Moments:
             weakref.finalize(self, hook.remove)
 
     def take(self, name):
-        """The flat float32 sums of a parameter since the last call; None if no gradient has come by."""
+        """The flat float32 sums of a parameter since the last call; None if no gradient has come by. Their memory is the next
+        step's, once a gradient comes by again."""
         watched = self._params.get(name)
         if watched is None or watched.total is None:
             return None
-        total, watched.total = watched.total, None
-        return total.cpu().numpy().reshape(-1)
+        watched.spare, watched.total = watched.total, None
+        return watched.spare.cpu().numpy().reshape(-1)
 
     def on_call(self, module, x, output):
         """A forward pass through a module: leads its backward pass to `on_use`."""
@@ -65,7 +66,9 @@ class Moments:
         """A parameter's gradient of one backward pass, which has been through all calls."""
         before = watched.param.grad
         if watched.total is None or before is None or not before.any():  # zeroed without a step: the sums are void
-            watched.total = torch.zeros(grad.shape, dtype=torch.float32, device=grad.device)
+            if watched.spare is None:
+                watched.spare = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
+            watched.total = watched.spare.zero_()
         with torch.autocast(grad.device.type, enabled=False):
             if self._per_sample:
                 watched.add_uses()
@@ -81,6 +84,7 @@ class _Param:
         self.name, self.param = name, param
         self.node = torch.autograd.graph.get_gradient_edge(param).node
         self.total = None  # the sums, once there are some
+        self.spare = None  # their memory
         self.task, self.uses = None, []  # of one backward pass: (module, name in it, input, gradient of the output)
 
     def add_uses(self):

@@ -17,10 +17,10 @@ def spread(x):
         return largest(x), float((x.astype(np.float64) - x[0]).std()) if len(x) else 0.0
 
 
-def moments(x):
-    """(Σ x, Σ x²), in float64."""
+def squared_norm(x):
+    """Σ x², in float64."""
     x = x.astype(np.float64)
-    return float(x.sum()), float(np.dot(x, x))
+    return float(np.dot(x, x))
 
 
 def dense_momentum(out, u, new_u, momentum, nesterov):
