@@ -95,8 +95,9 @@ def _read(file, entry, path):
 def measure(compressor, gradients, ranks, steps, progress=lambda: None):
     """What a compression does on each of `ranks` ranks to gradients[step] = {name: array}, which take turns.
 
-    A dict: road; ratio and bytes_per_step of the measured steps; medians encode_seconds, decode_seconds and
-    streaming_seconds; gradient_bytes_per_second; times_streaming; error; residual, whether one is kept.
+    A dict: road; ratio and bytes_per_step of the measured steps; medians encode_seconds, decode_seconds (of all ranks' payloads) and
+    streaming_seconds (gradient, state and one payload, read and written once); gradient_bytes_per_second; times_streaming, of an encode
+    and the decode of one payload; error; residual, whether one is kept.
     """
     echo = Echo(ranks)
     exchange = Exchange(compressor, echo, {n: (a.shape, compressor) for n, a in gradients[0].items()})
@@ -104,42 +105,48 @@ def measure(compressor, gradients, ranks, steps, progress=lambda: None):
     seconds = {"encode": [], "decode": [], "streaming": []}
     for step in range(WARMUP + steps):
         given = gradients[step % len(gradients)]
-        for name, grad in grads.items():
-            np.copyto(grad, given[name].reshape(-1))
-        if step == WARMUP:
+        if step == WARMUP - 1:
             before = exchange.stats()
-        echoed, started = echo.seconds, time.perf_counter()
-        carriers = {name: exchange.submit(name, grad) for name, grad in grads.items()}
+        if step == WARMUP:
+            last, before = before, exchange.stats()
+            payloads = before["bytes_sent"] - last["bytes_sent"]
+            state = [array for arrays in exchange.arrays().values() for array in arrays.values()]
+            streams = _streams([array.nbytes for array in [*grads.values(), *state]] + [payloads])
+        carriers, encode, echoed = {}, 0.0, echo.seconds
+        for name, grad in grads.items():
+            np.copyto(grad, given[name].reshape(-1))  # just written, as backward hands it over
+            started = time.perf_counter()
+            carriers[name] = exchange.submit(name, grad)
+            encode += time.perf_counter() - started
+        started = time.perf_counter()
         exchange.flush()
         between, encoded = echo.seconds, time.perf_counter()
+        encode += encoded - started - (between - echoed)
         for name, carrier in carriers.items():
             exchange.finish(name, carrier)
         exchange.settle()
         decoded = time.perf_counter()
         if step == 0:  # no residual and no momentum yet, so the result can be compared with the gradient
             error = _relative_error(grads, given)
-            state = [array for arrays in exchange.arrays().values() for array in arrays.values()]
-            streams = _streams([*grads.values(), *state])
-            del state
-        streaming = time.perf_counter()
-        for stream in streams:
-            np.add(stream, 1, out=stream)
         if step >= WARMUP:
-            seconds["encode"].append(encoded - started - (between - echoed))
+            streaming = time.perf_counter()
+            for stream in streams:
+                np.add(stream, 1, out=stream)
+            seconds["encode"].append(encode)
             seconds["decode"].append(decoded - encoded - (echo.seconds - between))
             seconds["streaming"].append(time.perf_counter() - streaming)
         progress()
     after = exchange.stats()
     median = {f"{part}_seconds": statistics.median(values) for part, values in seconds.items()}
-    work = median["encode_seconds"] + median["decode_seconds"]
+    decoded_payloads = ranks if compressor.road == "allgather" else 1
     sent, dense = (after[key] - before[key] for key in ("bytes_sent", "dense_bytes"))
     return {
         "road": compressor.road,
         "ratio": dense / sent,
         "bytes_per_step": sent / steps,
         **median,
-        "gradient_bytes_per_second": dense / steps / work,
-        "times_streaming": work / median["streaming_seconds"],
+        "gradient_bytes_per_second": dense / steps / (median["encode_seconds"] + median["decode_seconds"]),
+        "times_streaming": (median["encode_seconds"] + median["decode_seconds"] / decoded_payloads) / median["streaming_seconds"],
         "error": error,
         "residual": after["residual_norm"] > 0,
     }
@@ -154,13 +161,12 @@ def _relative_error(results, given):
     return math.sqrt(missing / whole) if whole else 0.0
 
 
-def _streams(arrays):
-    """float32 arrays of the same sizes, on cache lines as the originals."""
-    sizes = [-(-array.nbytes // 4) for array in arrays]
-    whole = [-(-size // 16) * 16 for size in sizes]
-    memory, at, streams = zeros(min(sum(whole), max(_STREAMED, *whole))), 0, []
-    for size, lines in zip(sizes, whole):
-        at = at if at + lines <= memory.size else 0
-        streams.append(memory[at : at + size])
-        at += lines
+def _streams(sizes):
+    """float32 arrays of `sizes` bytes, on cache lines as the originals."""
+    lines = [-(-size // 64) for size in sizes]
+    memory, at, streams = zeros(min(16 * sum(lines), max(_STREAMED, 16 * max(lines)))), 0, []
+    for count in lines:
+        at = at if at + 16 * count <= memory.size else 0
+        streams.append(memory[at : at + 16 * count])
+        at += 16 * count
     return streams

@@ -42,7 +42,8 @@ _NOTES = (
     "ranks, of every tensor (where payloads are summed on the way: decodes their sum), and ends the step; both are "
     "medians, and there is no network: a copy takes its part and is not counted",
     "GB/s: of gradient, through encode and decode",
-    "× streaming: encode + decode, over the time to read and write the gradient and the algorithm's state once",
+    "× streaming: encode and the decode of one payload, over the time to read and write the gradient, the algorithm's state and the "
+    "payload once",
     "error: ‖mean over ranks − gradient‖ / ‖gradient‖ of the first step, when no residual and no momentum adds to the "
     "gradient yet; *: what is missing stays in a residual and is sent later",
 )

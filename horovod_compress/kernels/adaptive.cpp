@@ -6,76 +6,89 @@
 namespace hc {
 namespace {
 
-constexpr std::size_t kLine = 16;  // floats in a cache line
+constexpr std::size_t kBlock = 2048;  // floats: three arrays of as many stay in the first-level cache
+constexpr std::size_t kGroup = 8;     // elements that are looked at together
 
-// Indices in the order of arrival, and the values to send for them; reused between calls.
+// What fired, in the order of arrival: indices, and r (and v) there as they were before anything was taken; reused between calls.
 struct Fired {
     std::vector<std::uint32_t> indices;
-    std::vector<float> values;
+    std::vector<float> r, v;
     std::size_t count = 0;
 
-    // hits: 1 or 0 for each of `n` elements from `first` on. No branch depends on data.
-    HC_INLINE void push(const std::uint32_t* hits, std::size_t n, std::size_t first) {
-        if (indices.size() < count + n) indices.resize(2 * (count + n));
+    // The elements of a block from `first` on that `hits`, bytes of 0 or 1, says.
+    HC_INLINE void push(const std::uint8_t* hits, std::size_t n, std::size_t first) {
         std::uint32_t* out = indices.data() + count;
-        for (std::size_t j = 0; j < n; ++j) {
-            *out = static_cast<std::uint32_t>(first + j);
-            out += hits[j];
+        for (std::size_t i = 0; i < n; i += kGroup) {
+            std::uint64_t group;
+            std::memcpy(&group, hits + i, kGroup);
+            if (group == 0) continue;
+            for (std::size_t j = 0; j < kGroup; ++j) {  // a branch for each element would cost more
+                *out = static_cast<std::uint32_t>(first + i + j);
+                out += hits[i + j];
+            }
         }
         count = static_cast<std::size_t>(out - indices.data());
     }
-    float* room() {
-        if (values.size() < count) values.resize(indices.size());
-        return values.data();
+    // Room for `n` more, and for what push writes behind them.
+    void reserve(std::size_t n) {
+        if (indices.size() > count + n) return;
+        for (auto* rows : {&r, &v}) rows->resize(2 * (count + n) + 1);
+        indices.resize(2 * (count + n) + 1);
     }
-    // Scattered reads of what fired: fetches early what comes next.
-    HC_INLINE void fetch(const float* array, std::size_t i) const {
-        constexpr std::size_t ahead = 16;
-        if (i + ahead < count) HC_PREFETCH(array + indices[i + ahead]);
-    }
-    // Takes ±unit out of `array` wherever something fired, with the sign of what is there.
-    void take(float* array, float unit) {
-        float* out = room();
+    // Nothing is sent: puts back what was taken.
+    void undo(float* its_r, float* its_v) {
         for (std::size_t i = 0; i < count; ++i) {
-            fetch(array, i);
-            float& kept = array[indices[i]];
-            out[i] = std::copysign(unit, kept);
-            kept -= out[i];
+            its_r[indices[i]] = r[i];
+            if (its_v) its_v[indices[i]] = v[i];
         }
+        count = 0;
     }
-    Bytes body(Values kind, float scale) { return sparse_body(indices.data(), room(), count, kind, scale); }
+    // A body of signs needs the signs of r only.
+    Bytes signs(float scale) const { return sparse_body(indices.data(), r.data(), count, Values::sign, scale); }
 };
 thread_local Fired fired;
-thread_local std::vector<float> floors;
+thread_local std::vector<float> scratch;
 
-// Goes through n elements line by line; advance(begin, n, hits) advances them, says of each whether it is to be sent, and
-// returns whether any is.
-template <class Advance>
-HC_INLINE void collect(std::size_t n, Fired& out, Advance advance) {
+// Goes through n elements by blocks: advance(begin, count, hits) advances a block and says which are to be sent. While it is
+// still in the cache, take(i) works on each entry i that fired in it.
+template <class Advance, class Take>
+HC_INLINE void collect(std::size_t n, Fired& out, Advance advance, Take take) {
     out.count = 0;
-    std::uint32_t hits[kLine];
-    std::size_t i = 0;
-    for (; i + kLine <= n; i += kLine)
-        if (advance(i, kLine, hits)) out.push(hits, kLine, i);
-    if (i < n && advance(i, n - i, hits)) out.push(hits, n - i, i);
+    std::uint8_t hits[kBlock + kGroup];
+    for (std::size_t block = 0; block < n; block += kBlock) {
+        const std::size_t count = std::min(kBlock, n - block), before = out.count;
+        out.reserve(count);
+        advance(block, count, hits);
+        std::memset(hits + count, 0, kGroup);
+        out.push(hits, count, block);
+        for (std::size_t entry = before; entry < out.count; ++entry) take(entry);
+    }
 }
 
-HC_CLONES bool strom_pass(float* __restrict g, float* __restrict r, std::size_t n, float tau, Fired& out) {
+HC_CLONES bool strom_pass(float* g, float* r, std::size_t n, float tau, Fired& out) {
     std::uint32_t worst = 0;
-    collect(n, out, [&](std::size_t begin, std::size_t count, std::uint32_t* hits) {
-        std::uint32_t any = 0;
-        for (std::size_t j = 0; j < count; ++j) {
-            const float moved = r[begin + j] + g[begin + j];
-            const std::uint32_t b = magnitude(moved);
-            worst = worst > b ? worst : b;
-            const float kept = b < kTooLarge ? moved : r[begin + j];
-            r[begin + j] = kept;
-            g[begin + j] = 0;
-            hits[j] = std::fabs(kept) > tau;
-            any |= hits[j];
-        }
-        return any;
-    });
+    collect(
+        n, out,
+        [&](std::size_t begin, std::size_t count, std::uint8_t* hits) HC_HOT {
+            float *added = g + begin, *kept = r + begin;
+            std::uint32_t peak = 0;
+            HC_APART
+            for (std::size_t i = 0; i < count; ++i) {
+                const float moved = kept[i] + added[i];
+                const std::uint32_t b = magnitude(moved);
+                peak = peak > b ? peak : b;
+                const float its = b < kTooLarge ? moved : kept[i];
+                kept[i] = its;
+                added[i] = 0;
+                hits[i] = std::fabs(its) > tau;
+            }
+            worst = std::max(worst, peak);
+        },
+        [&](std::size_t entry) HC_HOT {
+            float& kept = r[out.indices[entry]];
+            out.r[entry] = kept;
+            kept -= std::copysign(tau, kept);
+        });
     return worst < kTooLarge;
 }
 
@@ -84,40 +97,52 @@ py::tuple strom(Floats& grad, Floats& residual, float tau) {
     same_length(n, length(residual, "residual"), "grad and residual");
     float* g = grad.mutable_data();
     float* r = residual.mutable_data();
+    Fired& f = fired;
     bool finite;
     {
         py::gil_scoped_release release;
-        finite = strom_pass(g, r, n, tau, fired);
-        if (!finite) fired.count = 0;
-        fired.take(r, tau);
+        finite = strom_pass(g, r, n, tau, f);
+        if (!finite) f.undo(r, nullptr);
     }
-    return py::make_tuple(fired.body(Values::sign, tau), fired.count, finite);
+    return py::make_tuple(f.signs(tau), f.count, finite);
 }
 
 template <bool kGiven>  // the squares; else they are the gradient's own
-HC_INLINE bool variance_body(float* __restrict g, const float* __restrict squares, float* __restrict r, float* __restrict v,
-                             std::size_t n, float alpha, float zeta, float tau, Fired& out) {
-    std::uint32_t worst = 0;
-    collect(n, out, [&](std::size_t begin, std::size_t count, std::uint32_t* hits) {
-        std::uint32_t any = 0;
-        for (std::size_t j = 0; j < count; ++j) {
-            const std::size_t i = begin + j;
-            const float old_r = r[i], old_v = v[i];
-            float new_r = old_r + g[i], new_v = old_v + (kGiven ? squares[i] : g[i] * g[i]);
-            const std::uint32_t a = magnitude(new_r), c = magnitude(new_v), b = c < kInfinity ? a : kInfinity;
-            worst = worst > b ? worst : b;
-            new_r = b < kTooLarge ? new_r : old_r;
-            new_v = b < kTooLarge ? new_v : old_v;
-            const std::uint32_t fires = (new_r * new_r > alpha * new_v) & (std::fabs(new_r) > tau);
-            r[i] = new_r;
-            v[i] = fires ? new_v : zeta * new_v;
-            g[i] = 0;
-            hits[j] = fires;
-            any |= fires;
-        }
-        return any;
-    });
-    return worst < kTooLarge;
+HC_INLINE bool variance_body(float* g, const float* squares, float* r, float* v, std::size_t n, float alpha, float zeta, float tau,
+                             Fired& out) {
+    bool finite = true;
+    collect(
+        n, out,
+        [&](std::size_t begin, std::size_t count, std::uint8_t* hits) HC_HOT {
+            float *added = g + begin, *its_r = r + begin, *its_v = v + begin;
+            const float* given = squares + (kGiven ? begin : 0);
+            std::uint32_t peak_r = 0, peak_v = 0;
+            HC_APART
+            for (std::size_t i = 0; i < count; ++i) {
+                const float old_r = its_r[i], old_v = its_v[i];
+                float new_r = old_r + added[i], new_v = old_v + (kGiven ? given[i] : added[i] * added[i]);
+                const std::uint32_t a = magnitude(new_r), b = magnitude(new_v);
+                peak_r = peak_r > a ? peak_r : a;
+                peak_v = peak_v > b ? peak_v : b;
+                const bool good = (a < kTooLarge) & (b < kInfinity);
+                new_r = good ? new_r : old_r;
+                new_v = good ? new_v : old_v;
+                const bool fires = (new_r * new_r > alpha * new_v) & (std::fabs(new_r) > tau);
+                its_r[i] = new_r;
+                its_v[i] = fires ? new_v : zeta * new_v;
+                added[i] = 0;
+                hits[i] = fires;
+            }
+            finite &= peak_r < kTooLarge && peak_v < kInfinity;
+        },
+        [&](std::size_t entry) HC_HOT {
+            float &its_r = r[out.indices[entry]], &its_v = v[out.indices[entry]];
+            out.r[entry] = its_r;
+            out.v[entry] = its_v;
+            its_v = tau > 0 ? std::max(its_v - 2 * std::fabs(its_r) * tau + tau * tau, 0.0f) : 0;
+            its_r = tau > 0 ? its_r - std::copysign(tau, its_r) : 0;
+        });
+    return finite;
 }
 HC_CLONES bool variance_own(float* g, float* r, float* v, std::size_t n, float alpha, float zeta, float tau, Fired& out) {
     return variance_body<false>(g, nullptr, r, v, n, alpha, zeta, tau, out);
@@ -127,57 +152,39 @@ HC_CLONES bool variance_given(float* g, const float* squares, float* r, float* v
     return variance_body<true>(g, squares, r, v, n, alpha, zeta, tau, out);
 }
 
-// Rounds what fired to powers of two within 2^7 of the largest, and drops what is smaller. Returns the largest power.
-float round_to_powers(const float* r, Fired& f) {
+// What fired as powers of two within 2^7 of the largest, into `values`; 0 for what is smaller. Returns the largest power, 0 where
+// there is none: nothing fired, or denormal numbers only, which no power can stand for.
+HC_CLONES std::uint32_t powers_of(const float* __restrict r, std::size_t count, float* __restrict values) {
     std::uint32_t peak = 0;
-    for (std::size_t i = 0; i < f.count; ++i) {
-        f.fetch(r, i);
-        peak = std::max(peak, magnitude(r[f.indices[i]]));
-    }
+    for (std::size_t i = 0; i < count; ++i) peak = std::max(peak, magnitude(r[i]));
     const std::uint32_t top = peak >> 23;
-    if (top == 0) {  // nothing fired, or denormal numbers only, which no power can stand for
-        f.count = 0;
-        return 0;
-    }
-    float* values = f.room();
-    std::uint32_t* indices = f.indices.data();
-    std::uint32_t dropped = 0;
-    for (std::size_t i = 0; i < f.count; ++i) {
-        const std::uint32_t b = bits_of(r[indices[i]]);
+    for (std::size_t i = 0; i < count; ++i) {
+        const std::uint32_t b = bits_of(r[i]);
         // Adding half a mantissa carries into the exponent from 1.5 on; truncation at the top is the minimum.
-        const std::uint32_t exponent = std::min(((b & 0x7fffffffu) + 0x400000u) >> 23, top);
-        const bool fits = exponent > 0 && exponent + 7 >= top;
-        const std::uint32_t power = fits ? (b & 0x80000000u) | exponent << 23 : 0;
+        const std::uint32_t rounded = ((b & 0x7fffffffu) + 0x400000u) >> 23, exponent = rounded < top ? rounded : top;
+        const std::uint32_t power = (exponent > 0) & (exponent + 7 >= top) ? (b & 0x80000000u) | exponent << 23 : 0;
         std::memcpy(values + i, &power, 4);
-        dropped += !fits;
     }
-    if (dropped) {  // by itself: storing where depends on reading r would hold up the loop above
-        std::size_t kept = 0;
-        for (std::size_t i = 0; i < f.count; ++i) {
-            const float value = values[i];
-            indices[kept] = indices[i];
-            values[kept] = value;
-            kept += value != 0;
-        }
-        f.count = kept;
-    }
-    const std::uint32_t scale = top << 23;
-    float value;
-    std::memcpy(&value, &scale, 4);
-    return value;
+    return top << 23;
 }
 
-// Takes what is sent out of r and v; rows of both as they were go to `before`.
-void take_variance(const std::uint32_t* indices, const float* values, std::size_t count, float* r, float* v, float tau,
-                   bool error_feedback, float* before) {
-    for (std::size_t i = 0; i < count; ++i) {
-        const std::uint32_t at = indices[i];
-        const float old_r = r[at], old_v = v[at];
-        before[i] = old_r;
-        before[count + i] = old_v;
-        v[at] = tau > 0 ? std::max(old_v - 2 * std::fabs(old_r) * tau + tau * tau, 0.0f) : 0;
-        r[at] = tau > 0 || error_feedback ? old_r - values[i] : 0;
+// Puts back what has no value, and leaves the others.
+void drop_zeros(Fired& f, float* values, float* r, float* v) {
+    std::size_t kept = 0;
+    while (kept < f.count && values[kept] != 0) ++kept;
+    for (std::size_t i = kept; i < f.count; ++i) {
+        const std::uint32_t at = f.indices[i];
+        if (values[i] == 0) {
+            r[at] = f.r[i];
+            v[at] = f.v[i];
+            continue;
+        }
+        f.indices[kept] = at;
+        f.r[kept] = f.r[i];
+        f.v[kept] = f.v[i];
+        values[kept++] = values[i];
     }
+    f.count = kept;
 }
 
 py::tuple variance(Floats& grad, std::optional<Floats> squares, Floats& r, Floats& v, float alpha, float zeta, float tau,
@@ -187,25 +194,33 @@ py::tuple variance(Floats& grad, std::optional<Floats> squares, Floats& r, Float
     same_length(n, length(v, "v"), "grad and v");
     if (squares) same_length(n, length(*squares, "squares"), "grad and squares");
     float *pg = grad.mutable_data(), *pr = r.mutable_data(), *pv = v.mutable_data();
+    Fired& f = fired;
+    const bool rounds = tau == 0;
+    float scale = tau;
     bool finite;
     {
         py::gil_scoped_release release;
-        finite = squares ? variance_given(pg, squares->data(), pr, pv, n, alpha, zeta, tau, fired)
-                         : variance_own(pg, pr, pv, n, alpha, zeta, tau, fired);
-        if (!finite) fired.count = 0;
+        finite = squares ? variance_given(pg, squares->data(), pr, pv, n, alpha, zeta, tau, f)
+                         : variance_own(pg, pr, pv, n, alpha, zeta, tau, f);
+        if (!finite) f.undo(pr, pv);
+        if (rounds) {
+            if (scratch.size() < f.count) scratch.resize(f.indices.size());
+            const std::uint32_t top = powers_of(f.r.data(), f.count, scratch.data());
+            std::memcpy(&scale, &top, 4);
+            drop_zeros(f, scratch.data(), pr, pv);
+            if (error_feedback)
+                for (std::size_t i = 0; i < f.count; ++i) pr[f.indices[i]] = f.r[i] - scratch[i];
+        }
     }
-    float scale = tau;
-    if (tau > 0) {
-        float* values = fired.room();
-        for (std::size_t i = 0; i < fired.count; ++i) values[i] = std::copysign(tau, pr[fired.indices[i]]);
-    } else {
-        scale = round_to_powers(pr, fired);
-    }
-    const std::size_t count = fired.count;
+    const std::size_t count = f.count;
     Floats before(std::vector<py::ssize_t>{2, static_cast<py::ssize_t>(count)});
-    Indices indices(static_cast<py::ssize_t>(count), fired.indices.data());
-    take_variance(indices.data(), fired.room(), count, pr, pv, tau, error_feedback, before.mutable_data());
-    return py::make_tuple(fired.body(tau > 0 ? Values::sign : Values::power, scale), indices, before, finite);
+    if (count) {
+        std::memcpy(before.mutable_data(), f.r.data(), 4 * count);
+        std::memcpy(before.mutable_data() + count, f.v.data(), 4 * count);
+    }
+    Indices indices(static_cast<py::ssize_t>(count), f.indices.data());
+    Bytes body = rounds ? sparse_body(f.indices.data(), scratch.data(), count, Values::power, scale) : f.signs(scale);
+    return py::make_tuple(body, indices, before, finite);
 }
 
 struct Bins {
@@ -213,21 +228,50 @@ struct Bins {
     double sum;  // of the bins' maxima
 };
 
+// The largest magnitude of a bin.
+HC_INLINE float peak_of_bin(const float* x, std::size_t n) {
+    std::uint32_t lanes[kLanes] = {};
+    const auto larger = [&](std::size_t i) HC_HOT {
+        for (std::size_t j = 0; j < kLanes; ++j) {
+            const std::uint32_t b = magnitude(x[i + j]);
+            lanes[j] = lanes[j] > b ? lanes[j] : b;
+        }
+    };
+    std::size_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) larger(i);
+    if (i < n && n >= kLanes) larger(n - kLanes);  // a maximum may be taken twice
+    else
+        for (; i < n; ++i) lanes[0] = std::max(lanes[0], magnitude(x[i]));
+    for (std::size_t half = kLanes / 2; half; half /= 2)
+        for (std::size_t j = 0; j < half; ++j) lanes[j] = lanes[j] > lanes[j + half] ? lanes[j] : lanes[j + half];
+    float peak;
+    std::memcpy(&peak, lanes, sizeof peak);
+    return peak;
+}
+
+// What adacomp_pass needs of a block: each element's floor, and whether it is to be sent.
+struct Block {
+    std::vector<float> floors;
+    std::vector<std::uint8_t> hits;
+};
+thread_local Block block_of_bins;
+
 // By blocks of whole bins, so that all but the maxima goes by whole lines, whatever the bins' length is.
-HC_CLONES Bins adacomp_pass(float* __restrict g, float* __restrict residue, std::size_t n, std::size_t bin_length, float more,
-                            std::vector<float>& scratch, Fired& out) {
-    constexpr std::size_t typical = 4096;
-    const std::size_t block = bin_length < typical ? typical / bin_length * bin_length : bin_length;
-    if (scratch.size() < block + kLine) scratch.resize(block + kLine);
-    float* floors = scratch.data();
-    std::uint32_t worst = 0, hits[kLine];
+HC_CLONES Bins adacomp_pass(float* g, float* residue, std::size_t n, std::size_t bin_length, float more, Block& scratch, Fired& out) {
+    const std::size_t block = bin_length < kBlock ? kBlock / bin_length * bin_length : bin_length;
+    if (scratch.hits.size() < block + kGroup) {
+        scratch.floors.resize(block + kLanes);
+        scratch.hits.resize(block + kGroup);
+    }
+    float* floors = scratch.floors.data();
+    std::uint8_t* hits = scratch.hits.data();
+    std::uint32_t worst = 0;
     double sum = 0;
     out.count = 0;
     for (std::size_t begin = 0; begin < n; begin += block) {
-        const std::size_t count = std::min(block, n - begin);
+        const std::size_t count = std::min(block, n - begin), before = out.count;
         float *newest = g + begin, *total = residue + begin;
-        fetch_ahead(newest + block, std::min(count, typical));
-        fetch_ahead(total + block, std::min(count, typical));
+        HC_APART
         for (std::size_t i = 0; i < count; ++i) {
             const float moved = total[i] + newest[i];
             const std::uint32_t b = magnitude(moved);
@@ -237,38 +281,21 @@ HC_CLONES Bins adacomp_pass(float* __restrict g, float* __restrict residue, std:
         }
         for (std::size_t bin = 0; bin < count; bin += bin_length) {
             const std::size_t end = std::min(count, bin + bin_length);
-            float lanes[kLine] = {};
-            const auto larger = [&](std::size_t i) {
-                for (std::size_t j = 0; j < kLine; ++j) {
-                    const float a = std::fabs(total[i + j]);
-                    lanes[j] = lanes[j] > a ? lanes[j] : a;
-                }
-            };
-            std::size_t i = bin;
-            for (; i + kLine <= end; i += kLine) larger(i);
-            if (i < end && end - bin >= kLine) larger(end - kLine);  // a maximum may be taken twice
-            else
-                for (; i < end; ++i) lanes[0] = std::max(lanes[0], std::fabs(total[i]));
-            float gmax = 0;
-            for (float lane : lanes) gmax = gmax > lane ? gmax : lane;
-            sum += gmax;
-            const float floor = gmax > 0 ? gmax : INFINITY;
-            for (i = bin; i < end; i += kLine)  // the last line runs into the next bin, which comes next
-                for (std::size_t j = 0; j < kLine; ++j) floors[i + j] = floor;
+            const float peak = peak_of_bin(total + bin, end - bin), floor = peak > 0 ? peak : INFINITY;
+            sum += peak;
+            for (std::size_t i = bin; i < end; i += kLanes)  // the last line runs into the next bin, which comes next
+                for (std::size_t j = 0; j < kLanes; ++j) floors[i + j] = floor;
         }
-        const auto line = [&](std::size_t i, std::size_t many) {
-            std::uint32_t any = 0;
-            for (std::size_t j = 0; j < many; ++j) {
-                const float kept = total[i + j];
-                hits[j] = (std::fabs(kept + newest[i + j]) >= floors[i + j]) & (kept != 0);
-                any |= hits[j];
-                newest[i + j] = 0;
-            }
-            if (any) out.push(hits, many, begin + i);
-        };
-        std::size_t i = 0;
-        for (; i + kLine <= count; i += kLine) line(i, kLine);
-        if (i < count) line(i, count - i);
+        HC_APART
+        for (std::size_t i = 0; i < count; ++i) {
+            const float kept = total[i];
+            hits[i] = (std::fabs(kept + newest[i]) >= floors[i]) & (kept != 0);
+            newest[i] = 0;
+        }
+        std::memset(hits + count, 0, kGroup);
+        out.reserve(count);
+        out.push(hits, count, begin);
+        for (std::size_t entry = before; entry < out.count; ++entry) out.r[entry] = residue[out.indices[entry]];
     }
     return {worst < kTooLarge, sum};
 }
@@ -279,16 +306,21 @@ py::tuple adacomp(Floats& grad, Floats& residue, std::size_t bin_length, float s
     if (bin_length == 0) throw std::invalid_argument("bin_length must be at least 1");
     bin_length = std::min(bin_length, std::max<std::size_t>(n, 1));
     float *g = grad.mutable_data(), *r = residue.mutable_data();
+    Fired& f = fired;
     Bins bins;
     float scale;
     {
         py::gil_scoped_release release;
-        bins = adacomp_pass(g, r, n, bin_length, scale_factor - 1, floors, fired);
+        bins = adacomp_pass(g, r, n, bin_length, scale_factor - 1, block_of_bins, f);
         scale = n ? static_cast<float>(bins.sum / static_cast<double>((n + bin_length - 1) / bin_length)) : 0;
-        if (!bins.finite || scale == 0) fired.count = 0;
-        fired.take(r, scale);
+        if (!bins.finite || scale == 0) f.count = 0;
+        for (std::size_t i = 0; i < f.count; ++i) {
+            constexpr std::size_t ahead = 16;  // scattered writes: fetch early what comes next
+            if (i + ahead < f.count) HC_PREFETCH(r + f.indices[i + ahead]);
+            r[f.indices[i]] = f.r[i] - std::copysign(scale, f.r[i]);
+        }
     }
-    return py::make_tuple(fired.body(Values::sign, scale), fired.count, bins.finite);
+    return py::make_tuple(f.signs(scale), f.count, bins.finite);
 }
 
 }  // namespace

@@ -49,76 +49,59 @@ class BitWriter {
 
 class BitReader {
   public:
-    BitReader(const std::uint8_t* in, const std::uint8_t* end) : in_(in), end_(end) {}
+    BitReader(const std::uint8_t* in, const std::uint8_t* end) : in_(in), size_(static_cast<std::uint64_t>(end - in)) {}
 
     // Reads ones up to a zero, and that: how many they are, at most `limit`.
     std::uint64_t ones(std::uint64_t limit) {
         std::uint64_t count = 0;
         for (;;) {
-            refill();
-            const int run = ~word_ == 0 ? 64 : __builtin_ctzll(~word_);
-            const bool ended = run < filled_;
-            count += ended ? run : filled_;
+            const std::uint64_t rest = ~next();
+            const int run = rest == 0 ? 64 : __builtin_ctzll(rest);
+            const bool ended = run < kAtOnce;
+            count += ended ? run : kAtOnce;
+            skip(ended ? run + 1 : kAtOnce);
             if (count > limit) throw std::invalid_argument("a number out of range");
-            if (ended) {
-                drop(run + 1);
-                return count;
-            }
-            if (in_ == end_) throw std::invalid_argument("bits end too early");
-            word_ = 0;
-            filled_ = 0;
+            if (ended) return count;
         }
     }
     std::uint64_t take(int bits) {  // at most 32
-        refill();
-        if (filled_ < bits) throw std::invalid_argument("bits end too early");
-        const std::uint64_t value = word_ & ((1ull << bits) - 1);
-        drop(bits);
+        const std::uint64_t value = next() & ((1ull << bits) - 1);
+        skip(bits);
         return value;
     }
     // What put_run wrote: ones << bits | value.
     std::uint64_t run(int bits, std::uint64_t limit) {
-        refill();
-        const int ones_here = ~word_ == 0 ? 64 : __builtin_ctzll(~word_), length = ones_here + 1 + bits;
-        if (length <= filled_) {
-            const std::uint64_t value = static_cast<std::uint64_t>(ones_here) << bits | (word_ >> ones_here >> 1 & ((1ull << bits) - 1));
-            drop(length);
-            return value;
+        const std::uint64_t word = next();
+        const int ones_here = ~word == 0 ? 64 : __builtin_ctzll(~word), length = ones_here + 1 + bits;
+        if (length <= kAtOnce) {
+            skip(length);
+            return static_cast<std::uint64_t>(ones_here) << bits | (word >> ones_here >> 1 & ((1ull << bits) - 1));
         }
         const std::uint64_t count = ones(limit);
         return count << bits | take(bits);
     }
     // Nothing may be left but the zeros that fill the last byte.
-    void finish() {
-        refill();
-        if (in_ != end_ || filled_ >= 8 || word_ != 0) throw std::invalid_argument("longer than its entries");
+    void finish() const {
+        if (8 * size_ - at_ >= 8 || next() != 0) throw std::invalid_argument("longer than its entries");
     }
 
   private:
-    void drop(int bits) {  // at most 64
-        word_ = bits < 64 ? word_ >> bits : 0;
-        filled_ -= bits;
+    static constexpr int kAtOnce = 57;  // bits that are there wherever in a byte they begin
+    // The bits from here on, zeros behind the last.
+    std::uint64_t next() const {
+        const std::uint64_t byte = at_ >> 3;
+        std::uint64_t word = 0;
+        if (byte + 8 <= size_) std::memcpy(&word, in_ + byte, 8);
+        else if (byte < size_) std::memcpy(&word, in_ + byte, size_ - byte);
+        return word >> (at_ & 7);
     }
-    void refill() {
-        if (filled_ > 56) return;
-        if (end_ - in_ >= 8) {
-            std::uint64_t more;
-            std::memcpy(&more, in_, 8);
-            const int bytes = (64 - filled_) / 8;  // as many as fit whole
-            word_ |= (bytes < 8 ? more & ((1ull << 8 * bytes) - 1) : more) << filled_;
-            in_ += bytes;
-            filled_ += 8 * bytes;
-            return;
-        }
-        while (filled_ <= 56 && in_ < end_) {
-            word_ |= static_cast<std::uint64_t>(*in_++) << filled_;
-            filled_ += 8;
-        }
+    void skip(int bits) {
+        at_ += bits;
+        if (at_ > 8 * size_) throw std::invalid_argument("bits end too early");
     }
 
-    const std::uint8_t *in_, *end_;
-    std::uint64_t word_ = 0;
-    int filled_ = 0;
+    const std::uint8_t* in_;
+    std::uint64_t size_, at_ = 0;  // in bytes, in bits
 };
 
 }  // namespace hc

@@ -12,7 +12,7 @@ namespace {
 enum Coding : std::uint8_t { fixed = 0, elias = 1 };
 constexpr std::size_t kHead = 1;  // coding
 constexpr int kMaxLevels = 32767;
-constexpr std::size_t kPlane = 32;  // elements that share a word of a plane of bits
+constexpr std::size_t kRows = 32;  // codes of a column: of w bits each, they fill w words
 
 int log2_of(std::uint64_t n) { return 63 - __builtin_clzll(n); }
 // Gamma code of n ≥ 1: as many ones as n has bits after the first, a zero, those bits.
@@ -27,13 +27,13 @@ std::uint64_t take_gamma(BitReader& reader) {
 }
 
 int width_for(std::int32_t largest) { return largest ? log2_of(2 * static_cast<std::uint64_t>(largest)) + 1 : 0; }
-std::size_t plane_words(std::size_t count) { return (count + kPlane - 1) / kPlane; }
+std::size_t columns_of(std::size_t count) { return (count + kRows - 1) / kRows; }
 
 // One bucket's codes, with room for whole words; reused between calls.
 thread_local std::vector<std::int32_t> codes;
 
 std::int32_t* codes_of(std::size_t count) {
-    const std::size_t room = plane_words(count) * kPlane;
+    const std::size_t room = columns_of(count) * kRows;
     if (codes.size() < room) codes.resize(room);
     std::fill(codes.begin() + count, codes.begin() + room, 0);
     return codes.data();
@@ -47,8 +47,9 @@ struct Bucket {
 };
 
 // Norm and levels of a bucket, which is left zero. Its second half takes its random bits from the first, times a constant.
-HC_CLONES Bucket to_levels(float* __restrict x, std::int32_t* __restrict out, std::size_t count, std::size_t half, float steps,
-                           bool l2, std::uint32_t start, Key key) {
+HC_CLONES Bucket to_levels(float* __restrict x, std::int32_t* __restrict out, std::size_t count, std::size_t half,
+                           const Rounding& rounding, float steps, bool l2, std::uint32_t start, Key key) {
+    const Rounding round = rounding;
     Bucket bucket{};
     for (std::size_t j = 0; j < count; ++j) {
         const std::uint32_t a = magnitude(x[j]);
@@ -63,64 +64,83 @@ HC_CLONES Bucket to_levels(float* __restrict x, std::int32_t* __restrict out, st
         bucket.norm = static_cast<float>(std::min(std::sqrt(two) / down, static_cast<double>(FLT_MAX)));
     }
     const int exponent = bucket.norm > 0 ? std::clamp(std::ilogb(bucket.norm), -120, 120) : 0;
-    const float before = std::ldexp(1.0f, -exponent), factor = bucket.norm > 0 ? steps / (bucket.norm * before) : 0;
-    std::int32_t largest = 0;
-    std::uint32_t not_zero = 0;
+    const float before = std::ldexp(1.0f, -exponent), factor = bucket.norm > 0 ? steps / (bucket.norm * before) * round.one : 0;
+    std::int32_t largest = 0, smallest = 0;
+    std::uint32_t zeros = 0;
     const auto level = [&](std::size_t j, std::uint32_t bits) HC_HOT {
-        const float y = std::fabs(x[j]) * before * factor, capped = y < steps ? y : steps;
-        const std::int32_t whole = static_cast<std::int32_t>(capped);
-        const std::int32_t l = whole + (uniform(bits) < capped - static_cast<float>(whole));
-        const std::int32_t sign = static_cast<std::int32_t>(bits_of(x[j])) >> 31;
-        largest = largest > l ? largest : l;
-        not_zero += l != 0;
-        out[j] = (l ^ sign) - sign;
+        const std::int32_t code = round(x[j] * before * factor, bits);
+        largest = largest > code ? largest : code;
+        smallest = smallest < code ? smallest : code;
+        zeros += code == 0;
+        out[j] = code;
         x[j] = 0;
     };
     const std::uint32_t first = static_cast<std::uint32_t>(std::min(half, count)), second = static_cast<std::uint32_t>(count) - first;
-    for (std::uint32_t j = 0; j < first; ++j) level(j, random_bits(start + j, key));
-    for (std::uint32_t j = 0; j < second; ++j) level(half + j, random_bits(start + j, key) * kSecond);
-    bucket.largest = largest;
-    bucket.count = not_zero;
+    for (std::uint32_t j = 0; j < second; ++j) {
+        const std::uint32_t bits = random_bits(start + j, key);
+        level(j, bits);
+        level(half + j, bits * kSecond);
+    }
+    for (std::uint32_t j = second; j < first; ++j) level(j, random_bits(start + j, key));
+    bucket.largest = std::max(largest, -smallest);
+    bucket.count = static_cast<std::uint32_t>(count) - zeros;
     return bucket;
 }
 
-// Planes of bits of levels + offset, the lowest first: bit f of word j is element f · words + j's.
-HC_CLONES void put_planes(const std::int32_t* __restrict from, std::uint8_t* out, std::size_t words, int width) {
-    const std::int32_t offset = width ? (1 << (width - 1)) - 1 : 0;
-    constexpr std::size_t lanes = 16;
-    for (int plane = 0; plane < width; ++plane)
-        for (std::size_t j = 0; j < words; j += lanes) {
-            std::uint32_t bits[lanes] = {};
-            const std::size_t many = std::min(lanes, words - j);
-            for (std::size_t f = 0; f < kPlane; ++f) {
-                const std::int32_t* line = from + f * words + j;
-                if (many == lanes)
-                    for (std::size_t k = 0; k < lanes; ++k) bits[k] |= (static_cast<std::uint32_t>(line[k] + offset) >> plane & 1u) << f;
-                else
-                    for (std::size_t k = 0; k < many; ++k) bits[k] |= (static_cast<std::uint32_t>(line[k] + offset) >> plane & 1u) << f;
-            }
-            std::memcpy(out, bits, 4 * many);
-            out += 4 * many;
-        }
+std::int32_t offset_for(int width) { return width ? (1 << (width - 1)) - 1 : 0; }
+
+// Levels + offset, of `width` bits each: row r of column c is element r · columns + c; its bits come after those of the rows above, in
+// the column's `width` words, of which word k lies at k · columns + c.
+template <class Word>  // of one column, or of as many as there are lanes
+HC_INLINE void put_some(const std::int32_t* from, std::uint8_t* out, std::size_t columns, int width) {
+    const Word offset = Word{} + static_cast<std::uint32_t>(offset_for(width));
+    Word word{}, code;
+    int filled = 0;
+    for (std::size_t row = 0; row < kRows; ++row, from += columns) {
+        std::memcpy(&code, from, sizeof code);
+        code += offset;
+        word |= code << filled;
+        filled += width;
+        if (filled < 32) continue;
+        std::memcpy(out, &word, sizeof word);
+        out += 4 * columns;
+        filled -= 32;
+        word = code >> (width - filled);
+    }
 }
-HC_CLONES void take_planes(const std::uint8_t* in, std::int32_t* __restrict to, std::size_t words, int width) {
-    const std::int32_t offset = width ? (1 << (width - 1)) - 1 : 0;
-    constexpr std::size_t lanes = 16;
-    for (std::size_t i = 0; i < words * kPlane; ++i) to[i] = -offset;
-    for (int plane = 0; plane < width; ++plane)
-        for (std::size_t j = 0; j < words; j += lanes) {
-            std::uint32_t bits[lanes];
-            const std::size_t many = std::min(lanes, words - j);
-            std::memcpy(bits, in, 4 * many);
-            in += 4 * many;
-            for (std::size_t f = 0; f < kPlane; ++f) {
-                std::int32_t* line = to + f * words + j;
-                if (many == lanes)
-                    for (std::size_t k = 0; k < lanes; ++k) line[k] += static_cast<std::int32_t>((bits[k] >> f & 1u) << plane);
-                else
-                    for (std::size_t k = 0; k < many; ++k) line[k] += static_cast<std::int32_t>((bits[k] >> f & 1u) << plane);
-            }
+template <class Word>
+HC_INLINE void take_some(const std::uint8_t* in, std::int32_t* to, std::size_t columns, int width) {
+    const Word offset = Word{} + static_cast<std::uint32_t>(offset_for(width)), mask = Word{} + ((1u << width) - 1);
+    Word word, code;
+    std::memcpy(&word, in, sizeof word);
+    int used = 0;
+    for (std::size_t row = 0; row < kRows; ++row, to += columns) {
+        code = word >> used;
+        used += width;
+        if (used >= 32 && row + 1 < kRows) {
+            in += 4 * columns;
+            std::memcpy(&word, in, sizeof word);
+            used -= 32;
+            code |= word << (width - used);
         }
+        code = (code & mask) - offset;
+        std::memcpy(to, &code, sizeof code);
+    }
+}
+HC_CLONES void put_columns(const std::int32_t* from, std::uint8_t* out, std::size_t columns, int width) {
+    if (width == 0) return;
+    std::size_t c = 0;
+    for (; c + kLanes <= columns; c += kLanes) put_some<WordLanes>(from + c, out + 4 * c, columns, width);
+    for (; c < columns; ++c) put_some<std::uint32_t>(from + c, out + 4 * c, columns, width);
+}
+HC_CLONES void take_columns(const std::uint8_t* in, std::int32_t* to, std::size_t columns, int width) {
+    if (width == 0) {
+        std::memset(to, 0, 4 * kRows * columns);
+        return;
+    }
+    std::size_t c = 0;
+    for (; c + kLanes <= columns; c += kLanes) take_some<WordLanes>(in + 4 * c, to + c, columns, width);
+    for (; c < columns; ++c) take_some<std::uint32_t>(in + 4 * c, to + c, columns, width);
 }
 HC_CLONES std::uint32_t add_levels(const std::int32_t* __restrict from, float* __restrict to, std::size_t count, float unit) {
     std::uint32_t peak = 0;
@@ -142,22 +162,22 @@ struct Shape {
         buckets = (n + bucket - 1) / bucket;
     }
     std::size_t count(std::size_t b) const { return std::min(bucket, n - b * bucket); }
-    std::size_t bytes(std::size_t b, int width) const { return 4 * plane_words(count(b)) * width; }
+    std::size_t bytes(std::size_t b, int width) const { return 4 * columns_of(count(b)) * width; }
 };
 
 // work(bucket, its codes) for all buckets of a body of fixed width.
 template <class Work>
-void each_bucket(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* planes, Work work) {
+void each_bucket(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes_at, Work work) {
     for (std::size_t b = 0; b < shape.buckets; ++b) {
         std::int32_t* to = codes_of(shape.count(b));
-        take_planes(planes, to, plane_words(shape.count(b)), widths[b]);
-        planes += shape.bytes(b, widths[b]);
+        take_columns(codes_at, to, columns_of(shape.count(b)), widths[b]);
+        codes_at += shape.bytes(b, widths[b]);
         work(b, to);
     }
 }
 
 // A body of fixed width in Elias' code, if that has fewer bytes than `limit`; empty if not.
-std::vector<std::uint8_t> to_elias(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* planes, std::uint32_t count,
+std::vector<std::uint8_t> to_elias(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes_at, std::uint32_t count,
                                    std::size_t limit) {
     std::vector<std::uint8_t> stream;
     std::uint64_t bits = 0;
@@ -169,7 +189,7 @@ std::vector<std::uint8_t> to_elias(const Shape& shape, const std::uint8_t* width
         }
         BitWriter writer(stream.data() + (writing ? 4 : 0));
         std::uint64_t next = 0;
-        each_bucket(shape, widths, planes, [&](std::size_t b, const std::int32_t* level) {
+        each_bucket(shape, widths, codes_at, [&](std::size_t b, const std::int32_t* level) {
             for (std::size_t j = 0; j < shape.count(b); ++j) {
                 if (level[j] == 0) continue;
                 const std::uint64_t at = b * shape.bucket + j, its = static_cast<std::uint64_t>(std::abs(level[j]));
@@ -192,14 +212,15 @@ std::vector<std::uint8_t> to_elias(const Shape& shape, const std::uint8_t* width
 py::tuple encode_buckets(Floats& grad, int steps, std::size_t bucket, bool l2, float limit, std::uint64_t key,
                          std::optional<Bytes> spare) {
     const Shape shape(length(grad, "grad"), bucket, steps);
-    const std::size_t at_widths = kHead + 4 * shape.buckets, at_planes = at_widths + shape.buckets;
-    std::size_t most = at_planes;
+    const Rounding rounding(static_cast<float>(steps));
+    const std::size_t at_widths = kHead + 4 * shape.buckets, at_codes = at_widths + shape.buckets;
+    std::size_t most = at_codes;
     for (std::size_t b = 0; b < shape.buckets; ++b) most += shape.bytes(b, width_for(steps));
     Bytes buffer = body_in(spare, most);
     std::uint8_t* out = buffer.mutable_data() + kHeadroom;
     float* g = grad.mutable_data();
     bool finite = true;
-    std::size_t size = at_planes;
+    std::size_t size = at_codes;
     {
         py::gil_scoped_release release;
         bucket = shape.bucket;
@@ -210,25 +231,25 @@ py::tuple encode_buckets(Floats& grad, int steps, std::size_t bucket, bool l2, f
             float* x = g + b * bucket;
             fetch_ahead(x + 2 * bucket, std::min<std::size_t>(bucket, 4096));
             std::int32_t* to = codes_of(shape.count(b));
-            const Bucket found = to_levels(x, to, shape.count(b), half, static_cast<float>(steps), l2,
+            const Bucket found = to_levels(x, to, shape.count(b), half, rounding, static_cast<float>(steps), l2,
                                            static_cast<std::uint32_t>(b * half), Key(key));
             finite = found.peak < kInfinity;
             const int width = width_for(found.largest);
             std::memcpy(out + kHead + 4 * b, &found.norm, 4);
             out[at_widths + b] = static_cast<std::uint8_t>(width);
-            put_planes(to, out + size, plane_words(shape.count(b)), width);
+            put_columns(to, out + size, columns_of(shape.count(b)), width);
             size += shape.bytes(b, width);
             count += found.count;
         }
         if (!finite) {  // nothing is sent: no norm, no level
-            std::memset(out, 0, at_planes);
+            std::memset(out, 0, at_codes);
             std::memset(g, 0, shape.n * sizeof *g);
-            size = at_planes;
+            size = at_codes;
         }
         // A level takes 3 bits at least, and 2·log2 more of the mean gap: not worth counting where that is too much already.
         const double least = count ? count * (3 + std::log2(static_cast<double>(shape.n) / count)) / 8 : 0;
         if (finite && least < limit * (size - at_widths)) {
-            const auto stream = to_elias(shape, out + at_widths, out + at_planes, static_cast<std::uint32_t>(count),
+            const auto stream = to_elias(shape, out + at_widths, out + at_codes, static_cast<std::uint32_t>(count),
                                          static_cast<std::size_t>(limit * (size - at_widths)));
             if (!stream.empty()) {
                 out[0] = elias;

@@ -8,7 +8,7 @@
 namespace hc {
 namespace {
 
-constexpr std::size_t kStretch = 1024;  // elements between two calls of fetch_ahead
+constexpr std::size_t kStretch = 1024;  // elements whose sums are added up in float32
 
 float as_float(std::uint32_t bits) {
     float x;
@@ -16,49 +16,35 @@ float as_float(std::uint32_t bits) {
     return x;
 }
 
-// work(begin, end) for stretches of n elements, the memory of a later one on its way.
-template <class Work>
-HC_INLINE void stretches(const float* x, std::size_t n, Work work) {
-    for (std::size_t i = 0; i < n; i += kStretch) {
-        const std::size_t end = std::min(n, i + kStretch);
-        fetch_ahead(x + i + 2 * kStretch, end - i);
-        work(i, end);
-    }
-}
-
 // float32 to float16, ties to even, without a branch: numbers below the normal ones are rounded by an addition.
 HC_CLONES std::uint32_t halve(const float* __restrict x, std::uint16_t* __restrict out, std::size_t n) {
     std::uint32_t peak = 0;
-    stretches(x, n, [&](std::size_t begin, std::size_t end) HC_HOT {
-        for (std::size_t i = begin; i < end; ++i) {
-            const std::uint32_t b = bits_of(x[i]), a = b & 0x7fffffffu;
-            peak = peak > a ? peak : a;
-            float magnitude;
-            std::memcpy(&magnitude, &a, 4);
-            const std::uint32_t small = bits_of(magnitude + 0.5f) - 0x3f000000u;  // 0.5 has steps of 2^-24 above it
-            const std::uint32_t normal = (a - 0x38000000u + 0xfffu + (a >> 13 & 1u)) >> 13;
-            const std::uint32_t finite = a < 0x38800000u ? small : normal;
-            const std::uint32_t half = a > kInfinity ? 0x7e00u : finite < 0x7c00u ? finite : 0x7c00u;
-            out[i] = static_cast<std::uint16_t>(half | (b >> 16 & 0x8000u));
-        }
-    });
+    for (std::size_t i = 0; i < n; ++i) {
+        const std::uint32_t b = bits_of(x[i]), a = b & 0x7fffffffu;
+        peak = peak > a ? peak : a;
+        float magnitude;
+        std::memcpy(&magnitude, &a, 4);
+        const std::uint32_t small = bits_of(magnitude + 0.5f) - 0x3f000000u;  // 0.5 has steps of 2^-24 above it
+        const std::uint32_t normal = (a - 0x38000000u + 0xfffu + (a >> 13 & 1u)) >> 13;
+        const std::uint32_t finite = a < 0x38800000u ? small : normal;
+        const std::uint32_t half = a > kInfinity ? 0x7e00u : finite < 0x7c00u ? finite : 0x7c00u;
+        out[i] = static_cast<std::uint16_t>(half | (b >> 16 & 0x8000u));
+    }
     return peak;
 }
 HC_CLONES std::uint32_t widen(const std::uint16_t* __restrict half, float* __restrict out, std::size_t n) {
     std::uint32_t peak = 0;
-    stretches(out, n, [&](std::size_t begin, std::size_t end) HC_HOT {
-        for (std::size_t i = begin; i < end; ++i) {
-            const std::uint32_t h = half[i], a = (h & 0x7fffu) << 13;
-            float magnitude;
-            std::memcpy(&magnitude, &a, 4);
-            magnitude *= 0x1p112f;  // moves the exponent's bias, of numbers below the normal ones too
-            std::uint32_t b = bits_of(magnitude);
-            b = a >= 0x0f800000u ? a + 0x70000000u : b;
-            peak = peak > b ? peak : b;
-            b |= (h & 0x8000u) << 16;
-            std::memcpy(out + i, &b, 4);
-        }
-    });
+    for (std::size_t i = 0; i < n; ++i) {
+        const std::uint32_t h = half[i], a = (h & 0x7fffu) << 13;
+        float magnitude;
+        std::memcpy(&magnitude, &a, 4);
+        magnitude *= 0x1p112f;  // moves the exponent's bias, of numbers below the normal ones too
+        std::uint32_t b = bits_of(magnitude);
+        b = a >= 0x0f800000u ? a + 0x70000000u : b;
+        peak = peak > b ? peak : b;
+        b |= (h & 0x8000u) << 16;
+        std::memcpy(out + i, &b, 4);
+    }
     return peak;
 }
 
@@ -81,35 +67,30 @@ float from_float16(const Array<std::uint16_t>& half, Floats& out) {
 
 HC_CLONES std::uint32_t to_bf16(float* __restrict g, std::uint8_t* __restrict out, std::size_t n) {
     std::uint32_t peak = 0;
-    stretches(g, n, [&](std::size_t begin, std::size_t end) HC_HOT {
-        std::uint16_t block[kStretch];
-        float* from = g + begin;
-        for (std::size_t j = 0; j < end - begin; ++j) {
-            const std::uint32_t b = bits_of(from[j]), a = b & 0x7fffffffu;
-            peak = peak > a ? peak : a;
-            const std::uint32_t rounded = (a + 0x7fffu + (a >> 16 & 1u)) >> 16;
-            block[j] = static_cast<std::uint16_t>((rounded < 0x7f7fu ? rounded : 0x7f7fu) | (b >> 16 & 0x8000u));
-            from[j] = 0;
-        }
-        std::memcpy(out + 2 * begin, block, 2 * (end - begin));
-    });
+    HC_APART
+    for (std::size_t i = 0; i < n; ++i) {
+        const std::uint32_t b = bits_of(g[i]), a = b & 0x7fffffffu;
+        peak = peak > a ? peak : a;
+        const std::uint32_t rounded = (a + 0x7fffu + (a >> 16 & 1u)) >> 16;
+        const auto half = static_cast<std::uint16_t>((rounded < 0x7f7fu ? rounded : 0x7f7fu) | (b >> 16 & 0x8000u));
+        std::memcpy(out + 2 * i, &half, 2);
+        g[i] = 0;
+    }
     return peak;
 }
 HC_CLONES std::uint32_t add_bf16(const std::uint8_t* __restrict in, float* __restrict out, std::size_t n, float scale) {
     std::uint32_t peak = 0;
-    stretches(out, n, [&](std::size_t begin, std::size_t end) HC_HOT {
-        std::uint16_t block[kStretch];
-        std::memcpy(block, in + 2 * begin, 2 * (end - begin));
-        float* to = out + begin;
-        for (std::size_t j = 0; j < end - begin; ++j) {
-            const std::uint32_t b = std::uint32_t{block[j]} << 16;
-            float value;
-            std::memcpy(&value, &b, 4);
-            to[j] += scale * value;
-            const std::uint32_t a = magnitude(to[j]);
-            peak = peak > a ? peak : a;
-        }
-    });
+    HC_APART
+    for (std::size_t i = 0; i < n; ++i) {
+        std::uint16_t half;
+        std::memcpy(&half, in + 2 * i, 2);
+        const std::uint32_t b = std::uint32_t{half} << 16;
+        float value;
+        std::memcpy(&value, &b, 4);
+        out[i] += scale * value;
+        const std::uint32_t a = magnitude(out[i]);
+        peak = peak > a ? peak : a;
+    }
     return peak;
 }
 
@@ -150,8 +131,6 @@ HC_CLONES Halves accumulate_halves(float* __restrict g, float* __restrict r, std
     Halves total{};
     for (std::size_t begin = 0; begin < n; begin += kStretch) {
         const std::size_t end = std::min(n, begin + kStretch);
-        fetch_ahead(g + begin + 2 * kStretch, end - begin);
-        fetch_ahead(r + begin + 2 * kStretch, end - begin);
         float negative[lanes] = {}, positive[lanes] = {};  // short sums in float32, the long one in float64
         std::uint32_t negatives[lanes] = {}, peaks[lanes] = {};
         const auto line = [&](std::size_t i, std::size_t count) HC_HOT {
@@ -182,21 +161,21 @@ HC_CLONES Halves accumulate_halves(float* __restrict g, float* __restrict r, std
     return total;
 }
 HC_CLONES void take_signs(float* __restrict r, std::uint8_t* bits, const Layout& layout, float plus, float minus) {
-    pack<std::int32_t>(bits, layout, [=](int, std::size_t, std::size_t first, std::size_t count, std::int32_t* codes) HC_HOT {
-        fetch_ahead(r + first + 2 * kStretch, count);
+    pack<std::int32_t>(bits, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
+        HC_APART
         for (std::size_t j = 0; j < count; ++j) {
             const bool below = r[first + j] < 0;
-            codes[j] = below;
+            put(j, below);
             r[first + j] -= below ? minus : plus;
         }
     });
 }
 HC_CLONES std::uint32_t add_signs(const std::uint8_t* bits, float* __restrict out, const Layout& layout, float plus, float minus) {
     std::uint32_t peak = 0;
-    unpack<std::int32_t>(bits, layout, 0, [&](std::size_t first, std::size_t count, const std::int32_t* codes) HC_HOT {
-        fetch_ahead(out + first + 2 * kStretch, count);
+    unpack<std::int32_t>(bits, layout, 0, [&](std::size_t first, std::size_t count, auto sign) HC_HOT {
+        HC_APART
         for (std::size_t j = 0; j < count; ++j) {
-            out[first + j] += codes[j] ? minus : plus;
+            out[first + j] += sign(j) ? minus : plus;
             const std::uint32_t a = magnitude(out[first + j]);
             peak = peak > a ? peak : a;
         }
@@ -242,31 +221,21 @@ bool add_one_bit(Floats& out, const Bytes& body, float scale) {
 
 // Sign and exponent, rounded up with the probability that the mantissa says: an addition and a shift.
 HC_CLONES std::uint32_t to_powers(float* __restrict g, std::uint8_t* words, const Layout& layout, Key key) {
-    std::uint32_t peak = 0, bits[kWordBlock];
-    pack<std::int64_t>(words, layout, [&](int field, std::size_t word, std::size_t first, std::size_t count, std::int32_t* codes) HC_HOT {
-        const std::uint32_t start = static_cast<std::uint32_t>(word + field / 2 * layout.words), n = static_cast<std::uint32_t>(count);
-        float* from = g + first;
-        fetch_ahead(from + 2 * kWordBlock, count);
-        if (field % 2 == 0)
-            for (std::uint32_t j = 0; j < n; ++j) bits[j] = random_bits(start + j, key);
-        else
-            for (std::uint32_t j = 0; j < n; ++j) bits[j] *= kSecond;
-        for (std::uint32_t j = 0; j < n; ++j) {
-            const std::uint32_t b = bits_of(from[j]), a = b & 0x7fffffffu;
-            peak = peak > a ? peak : a;
-            const std::uint32_t exponent = (a + (bits[j] >> 9)) >> 23;
-            codes[j] = static_cast<std::int32_t>((b >> 31) << 8 | (exponent < 254 ? exponent : 254));
-            from[j] = 0;
-        }
+    std::uint32_t peak = 0;
+    pack_random<std::int64_t>(g, words, layout, key, [&](std::size_t i, std::uint32_t bits) HC_HOT {
+        const std::uint32_t b = bits_of(g[i]), a = b & 0x7fffffffu, exponent = (a + (bits >> 9)) >> 23;
+        peak = peak > a ? peak : a;
+        g[i] = 0;
+        return static_cast<std::int32_t>((b >> 31) << 8 | (exponent < 254 ? exponent : 254));
     });
     return peak;
 }
 HC_CLONES std::uint32_t add_powers(const std::uint8_t* words, float* __restrict out, const Layout& layout, float scale) {
     std::uint32_t peak = 0;
-    unpack<std::int64_t>(words, layout, 0, [&](std::size_t first, std::size_t count, const std::int32_t* codes) HC_HOT {
-        fetch_ahead(out + first + 2 * kWordBlock, count);
+    unpack<std::int64_t>(words, layout, 0, [&](std::size_t first, std::size_t count, auto sum) HC_HOT {
+        HC_APART
         for (std::size_t j = 0; j < count; ++j) {
-            const std::uint32_t code = static_cast<std::uint32_t>(codes[j]), b = (code & 0x100u) << 23 | (code & 0xffu) << 23;
+            const std::uint32_t code = static_cast<std::uint32_t>(sum(j)), b = (code & 0x100u) << 23 | (code & 0xffu) << 23;
             float value;
             std::memcpy(&value, &b, 4);
             out[first + j] += scale * value;

@@ -11,6 +11,14 @@
 #else
 #define HC_CLONES
 #endif
+// Before a loop whose arrays do not overlap, where a lambda hides from the compiler that they are __restrict.
+#if defined(__clang__)
+#define HC_APART _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define HC_APART _Pragma("GCC ivdep")
+#else
+#define HC_APART
+#endif
 #if defined(__GNUC__)
 #define HC_INLINE inline __attribute__((always_inline))
 #define HC_HOT __attribute__((always_inline))  // behind a lambda's parameters: outside a variant it would be compiled for any CPU

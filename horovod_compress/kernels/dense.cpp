@@ -7,13 +7,8 @@ namespace hc {
 namespace {
 
 HC_CLONES std::uint32_t largest_magnitude(const float* x, std::size_t n) {
-    constexpr std::size_t block = 1024;
     std::uint32_t peak = 0;
-    for (std::size_t i = 0; i < n; i += block) {
-        const std::size_t end = std::min(n, i + block);
-        fetch_ahead(x + i + 2 * block, end - i);
-        for (std::size_t j = i; j < end; ++j) peak = std::max(peak, magnitude(x[j]));
-    }
+    for (std::size_t i = 0; i < n; ++i) peak = std::max(peak, magnitude(x[i]));
     return peak;
 }
 
@@ -62,7 +57,6 @@ HC_CLONES Spread spread_of(const float* x, std::size_t n) {
     std::uint32_t differences = 0;
     for (std::size_t begin = 0; begin < n; begin += block) {
         const std::size_t end = std::min(n, begin + block);
-        fetch_ahead(x + begin + 2 * block, end - begin);
         std::uint32_t peak = 0;
         for (std::size_t i = begin; i < end; ++i) {
             peak = std::max(peak, magnitude(x[i]));

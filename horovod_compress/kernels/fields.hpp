@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "common.hpp"
+#include "random.hpp"
 
 namespace hc {
 
@@ -42,18 +43,16 @@ struct Layout {
     }
 };
 
-// Words of the codes that `encode(field, word, first, count, codes)` gives. Signed codes borrow from the fields above; the sum of words
-// is then the word of the sums, and no addition leaves the range of a signed word.
+// Words of codes: `encode(first, count, put)` calls put(j, code) for element first + j, j below count. Signed codes borrow from the
+// fields above; the sum of words is then the word of the sums, and no addition leaves the range of a signed word.
 template <class Word, class Encode>
 HC_INLINE void pack(std::uint8_t* words, const Layout& layout, Encode encode) {
     using Unsigned = std::make_unsigned_t<Word>;
-    std::int32_t codes[kWordBlock];
     Unsigned sums[kWordBlock] = {};
     layout.blocks(
-        [&](int field, std::size_t word, std::size_t first, std::size_t count) HC_HOT {
-            encode(field, word, first, count, codes);
+        [&](int field, std::size_t, std::size_t first, std::size_t count) HC_HOT {
             const int shift = field * layout.width;
-            for (std::size_t j = 0; j < count; ++j) sums[j] += static_cast<Unsigned>(codes[j]) << shift;
+            encode(first, count, [&](std::size_t j, std::int32_t code) HC_HOT { sums[j] += static_cast<Unsigned>(code) << shift; });
         },
         [&](std::size_t word, std::size_t count) HC_HOT {
             std::memcpy(words + word * sizeof(Word), sums, count * sizeof(Word));
@@ -61,23 +60,54 @@ HC_INLINE void pack(std::uint8_t* words, const Layout& layout, Encode encode) {
         });
 }
 
-// Hands the sums of all elements to `decode(first, count, sums)`. offset: the largest magnitude that a sum can have, 0 for sums that
-// are not signed.
+// Words of the codes that `code(i, bits)` gives for element i of x and random bits. Two fields of a word share these: the second takes
+// their product with kSecond.
+template <class Word, class Code>
+HC_INLINE void pack_random(const float* x, std::uint8_t* words, const Layout& layout, Key key, Code code) {
+    using Unsigned = std::make_unsigned_t<Word>;
+    const std::size_t fields = layout.fields;
+    Unsigned sums[kWordBlock];
+    for (std::size_t word = 0; word < layout.words; word += kWordBlock) {
+        const std::size_t begin = word * fields, many = std::min(kWordBlock, layout.words - word), end = std::min(layout.n, begin + many * fields);
+        for (std::size_t j = 0; j < many; ++j) sums[j] = 0;
+        for (std::size_t field = 0, first = begin; field < fields && first < end; field += 2, first += 2 * many) {
+            const std::size_t second = first + many, count = std::min(many, end - first);
+            const std::size_t both = field + 1 < fields && second < end ? std::min(many, end - second) : 0;
+            const std::uint32_t start = static_cast<std::uint32_t>(word + field / 2 * layout.words);
+            const int shift = static_cast<int>(field) * layout.width, next = shift + layout.width;
+            fetch_ahead(x + first + 2 * kWordBlock, count + both);
+            HC_APART
+            for (std::uint32_t j = 0; j < both; ++j) {
+                const std::uint32_t bits = random_bits(start + j, key);
+                const std::int32_t low = code(first + j, bits), high = code(second + j, bits * kSecond);
+                sums[j] += (static_cast<Unsigned>(low) << shift) + (static_cast<Unsigned>(high) << next);
+            }
+            for (std::size_t j = both; j < count; ++j) {
+                const std::int32_t last = code(first + j, random_bits(start + static_cast<std::uint32_t>(j), key));
+                sums[j] += static_cast<Unsigned>(last) << shift;
+            }
+        }
+        std::memcpy(words + word * sizeof(Word), sums, many * sizeof(Word));
+    }
+}
+
+// Hands out the sums of all elements: `decode(first, count, sum)` gets that of element first + j from sum(j). offset: the largest
+// magnitude that a sum can have, 0 for sums that are not signed.
 template <class Word, class Decode>
 HC_INLINE void unpack(const std::uint8_t* words, const Layout& layout, std::uint64_t offset, Decode decode) {
     using Unsigned = std::make_unsigned_t<Word>;
-    Unsigned block[kWordBlock];
-    std::int32_t sums[kWordBlock];
     Unsigned offsets = 0;
     for (int field = 0; field < layout.fields; ++field) offsets += static_cast<Unsigned>(offset) << (field * layout.width);
     const Unsigned mask = static_cast<Unsigned>(~0ull >> (64 - layout.width)), less = static_cast<Unsigned>(offset);
     layout.blocks(
         [&](int field, std::size_t word, std::size_t first, std::size_t count) HC_HOT {
-            if (field == 0) std::memcpy(block, words + word * sizeof(Word), count * sizeof(Word));
             const int shift = field * layout.width;
-            for (std::size_t j = 0; j < count; ++j)
-                sums[j] = static_cast<std::int32_t>(((block[j] + offsets) >> shift & mask) - less);
-            decode(first, count, sums);
+            const std::uint8_t* from = words + word * sizeof(Word);
+            decode(first, count, [=](std::size_t j) HC_HOT {
+                Unsigned its;
+                std::memcpy(&its, from + j * sizeof its, sizeof its);
+                return static_cast<std::int32_t>(((its + offsets) >> shift & mask) - less);
+            });
         },
         [](std::size_t, std::size_t) HC_HOT {});
 }

@@ -83,69 +83,44 @@ void on_words(py::array& words, const Layout& layout, std::size_t more, Work wor
 
 constexpr int kMaxScales = 8;
 
-// What turns a magnitude into steps of each scale: both factors are in range even where w is denormal or huge.
+// What turns a number into steps of each scale, in units of `rounding`: both factors are in range even where w is denormal or huge.
 struct Scales {
     int count;
-    float before, largest;
+    Rounding rounding;
+    float before;
     float factor[kMaxScales] = {};
-    Scales(float w, const std::vector<float>& steps) : count(static_cast<int>(steps.size())) {
+    Scales(float w, const std::vector<float>& steps) : count(static_cast<int>(steps.size())), rounding(steps.empty() ? 1 : steps[0]) {
         if (count < 1 || count > kMaxScales) throw std::invalid_argument("1 to 8 scales");
         const int exponent = w > 0 ? std::clamp(std::ilogb(w), -120, 120) : 0;
         before = std::ldexp(1.0f, -exponent);
-        largest = steps[0];
-        for (int l = 0; l < count; ++l) factor[l] = w > 0 ? steps[l] / (w * before) : 0;
+        for (int l = 0; l < count; ++l) factor[l] = w > 0 ? steps[l] / (w * before) * rounding.one : 0;
     }
-    HC_INLINE float in_steps(float x, float its_factor) const { return std::fabs(x) * before * its_factor; }
+    HC_INLINE float in_steps(float x, float its_factor) const { return x * before * its_factor; }
 };
 
-// ⌊y⌋ + Bernoulli(y − ⌊y⌋), with the sign of x.
-HC_INLINE std::int32_t rounded_code(float x, float y, float largest, std::uint32_t bits) {
-    y = y < largest ? y : largest;
-    const std::int32_t whole = static_cast<std::int32_t>(y), sign = static_cast<std::int32_t>(bits_of(x)) >> 31;
-    const std::int32_t code = whole + (uniform(bits) < y - static_cast<float>(whole));
-    return (code ^ sign) - sign;
-}
-
-// Two fields of a word share random bits: the second takes their product with kSecond.
 template <class Word, class Factor>
 HC_INLINE void quantize_body(const float* __restrict x, std::uint8_t* words, const Layout& layout, const Scales& scales,
                              Key key, Factor factor) {
     const Scales s = scales;
-    std::uint32_t bits[kWordBlock];
-    pack<Word>(words, layout,
-         [&](int field, std::size_t word, std::size_t first, std::size_t count, std::int32_t* __restrict codes) HC_HOT {
-             const std::uint32_t start = static_cast<std::uint32_t>(word + field / 2 * layout.words);
-             const std::uint32_t n = static_cast<std::uint32_t>(count);
-             const float* from = x + first;
-             fetch_ahead(from + 2 * kWordBlock, count);
-             if (field % 2 == 0) {
-                 for (std::uint32_t j = 0; j < n; ++j) {
-                     bits[j] = random_bits(start + j, key);
-                     codes[j] = rounded_code(from[j], s.in_steps(from[j], factor(first, j)), s.largest, bits[j]);
-                 }
-             } else {
-                 for (std::uint32_t j = 0; j < n; ++j)
-                     codes[j] = rounded_code(from[j], s.in_steps(from[j], factor(first, j)), s.largest, bits[j] * kSecond);
-             }
-         });
+    pack_random<Word>(x, words, layout, key, [=](std::size_t i, std::uint32_t bits) HC_HOT {
+        return s.rounding(s.in_steps(x[i], factor(i)), bits);
+    });
 }
 template <class Word>
 HC_CLONES void quantize_one(const float* x, std::uint8_t* words, const Layout& layout, const Scales& scales, Key key) {
     const float factor = scales.factor[0];
-    quantize_body<Word>(x, words, layout, scales, key, [=](std::size_t, std::uint32_t) HC_HOT { return factor; });
+    quantize_body<Word>(x, words, layout, scales, key, [=](std::size_t) HC_HOT { return factor; });
 }
 template <class Word>
 HC_CLONES void quantize_two(const float* x, const std::uint8_t* levels, std::uint8_t* words, const Layout& layout, const Scales& scales,
                             Key key) {
     const float coarse = scales.factor[0], fine = scales.factor[1];
-    quantize_body<Word>(x, words, layout, scales, key,
-                  [=](std::size_t first, std::uint32_t j) HC_HOT { return levels[first + j] ? fine : coarse; });
+    quantize_body<Word>(x, words, layout, scales, key, [=](std::size_t i) HC_HOT { return levels[i] ? fine : coarse; });
 }
 template <class Word>
 HC_CLONES void quantize_many(const float* x, const std::uint8_t* levels, std::uint8_t* words, const Layout& layout,
                              const Scales& scales, Key key) {
-    quantize_body<Word>(x, words, layout, scales, key,
-                  [&](std::size_t first, std::uint32_t j) HC_HOT { return scales.factor[levels[first + j]]; });
+    quantize_body<Word>(x, words, layout, scales, key, [&](std::size_t i) HC_HOT { return scales.factor[levels[i]]; });
 }
 
 const std::uint8_t* levels_for(const std::optional<Bytes>& levels, std::size_t n, std::size_t scales) {
@@ -179,25 +154,25 @@ py::array quantize(const Floats& x, std::optional<Bytes> levels, float w, const 
 
 template <class Word>
 HC_CLONES void dequantize_one(const std::uint8_t* words, float* out, const Layout& layout, std::uint64_t offset, float unit) {
-    unpack<Word>(words, layout, offset, [=](std::size_t first, std::size_t count, const std::int32_t* sums) HC_HOT {
-        fetch_ahead(out + first + 2 * kWordBlock, count);
-        for (std::size_t j = 0; j < count; ++j) out[first + j] = static_cast<float>(sums[j]) * unit;
+    unpack<Word>(words, layout, offset, [=](std::size_t first, std::size_t count, auto sum) HC_HOT {
+        HC_APART
+        for (std::size_t j = 0; j < count; ++j) out[first + j] = static_cast<float>(sum(j)) * unit;
     });
 }
 template <class Word>
 HC_CLONES void dequantize_two(const std::uint8_t* words, const std::uint8_t* levels, float* out, const Layout& layout,
                               std::uint64_t offset, float coarse, float fine) {
-    unpack<Word>(words, layout, offset, [=](std::size_t first, std::size_t count, const std::int32_t* sums) HC_HOT {
-        fetch_ahead(out + first + 2 * kWordBlock, count);
-        for (std::size_t j = 0; j < count; ++j)
-            out[first + j] = static_cast<float>(sums[j]) * (levels[first + j] ? fine : coarse);
+    unpack<Word>(words, layout, offset, [=](std::size_t first, std::size_t count, auto sum) HC_HOT {
+        HC_APART
+        for (std::size_t j = 0; j < count; ++j) out[first + j] = static_cast<float>(sum(j)) * (levels[first + j] ? fine : coarse);
     });
 }
 template <class Word>
 HC_CLONES void dequantize_many(const std::uint8_t* words, const std::uint8_t* levels, float* out, const Layout& layout,
                                std::uint64_t offset, const float* units) {
-    unpack<Word>(words, layout, offset, [=](std::size_t first, std::size_t count, const std::int32_t* sums) HC_HOT {
-        for (std::size_t j = 0; j < count; ++j) out[first + j] = static_cast<float>(sums[j]) * units[levels[first + j]];
+    unpack<Word>(words, layout, offset, [=](std::size_t first, std::size_t count, auto sum) HC_HOT {
+        HC_APART
+        for (std::size_t j = 0; j < count; ++j) out[first + j] = static_cast<float>(sum(j)) * units[levels[first + j]];
     });
 }
 
@@ -231,13 +206,12 @@ HC_INLINE void by_planes(std::size_t first, std::size_t count, std::size_t n, Wo
 template <class Word>
 HC_CLONES void count_levels(const float* x, std::uint8_t* words, const Layout& layout, std::size_t n, const Scales& scales) {
     const Scales s = scales;
-    pack<Word>(words, layout, [&](int, std::size_t, std::size_t first, std::size_t count, std::int32_t* codes) HC_HOT {
+    pack<Word>(words, layout, [&](std::size_t first, std::size_t count, auto put) HC_HOT {
         by_planes(first, count, n, [&](std::size_t plane, std::size_t element, std::size_t at, std::size_t part) HC_HOT {
             const float factor = s.factor[plane + 1];
             const float* from = x + element;
-            std::int32_t* to = codes + at;
-            fetch_ahead(from + 2 * kWordBlock, part);
-            for (std::size_t j = 0; j < part; ++j) to[j] = s.in_steps(from[j], factor) <= s.largest;
+            HC_APART
+            for (std::size_t j = 0; j < part; ++j) put(at + j, std::fabs(s.in_steps(from[j], factor)) <= s.rounding.most);
         });
     });
 }
@@ -254,9 +228,10 @@ py::array fine_enough(const Floats& x, float w, const std::vector<float>& steps,
 
 template <class Word>
 HC_CLONES void add_levels(const std::uint8_t* words, std::uint8_t* levels, const Layout& layout, std::size_t n, std::int32_t size) {
-    unpack<Word>(words, layout, 0, [=](std::size_t first, std::size_t count, const std::int32_t* sums) HC_HOT {
+    unpack<Word>(words, layout, 0, [=](std::size_t first, std::size_t count, auto sum) HC_HOT {
         by_planes(first, count, n, [=](std::size_t, std::size_t element, std::size_t at, std::size_t part) HC_HOT {
-            for (std::size_t j = 0; j < part; ++j) levels[element + j] += sums[at + j] == size;
+            HC_APART
+            for (std::size_t j = 0; j < part; ++j) levels[element + j] += sum(at + j) == size;
         });
     });
 }
@@ -274,15 +249,19 @@ void common_levels(py::array& words, Bytes& levels, std::size_t scales, int widt
 
 template <class Word>
 HC_CLONES void sign_codes(const float* x, std::uint8_t* words, const Layout& layout) {
-    pack<Word>(words, layout, [=](int, std::size_t, std::size_t first, std::size_t count, std::int32_t* codes) HC_HOT {
-        fetch_ahead(x + first + 2 * kWordBlock, count);
-        for (std::size_t j = 0; j < count; ++j) codes[j] = (x[first + j] > 0) - (x[first + j] < 0);
+    pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
+        HC_APART
+        for (std::size_t j = 0; j < count; ++j) put(j, (x[first + j] > 0) - (x[first + j] < 0));
     });
 }
 template <class Word>
 HC_CLONES void majority(const std::uint8_t* words, float* out, const Layout& layout, std::uint64_t size, float unit) {
-    unpack<Word>(words, layout, size, [=](std::size_t first, std::size_t count, const std::int32_t* sums) HC_HOT {
-        for (std::size_t j = 0; j < count; ++j) out[first + j] = sums[j] > 0 ? unit : sums[j] < 0 ? -unit : 0;
+    unpack<Word>(words, layout, size, [=](std::size_t first, std::size_t count, auto sum) HC_HOT {
+        HC_APART
+        for (std::size_t j = 0; j < count; ++j) {
+            const std::int32_t its = sum(j);
+            out[first + j] = its > 0 ? unit : its < 0 ? -unit : 0;
+        }
     });
 }
 

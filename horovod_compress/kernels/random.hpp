@@ -1,6 +1,9 @@
 // Randomness from counters: any place of any stream can be computed alone.
 #pragma once
 
+#include <cmath>
+#include <stdexcept>
+
 #include "common.hpp"
 
 namespace hc {
@@ -21,8 +24,24 @@ HC_INLINE std::uint32_t random_bits(std::uint32_t i, Key key) {
     return x ^ (x >> 16);
 }
 constexpr std::uint32_t kSecond = 0x2c1b3c6du;  // random bits times this are nearly as good as others, and cheaper
-HC_INLINE float uniform(std::uint32_t bits) {  // in [0, 1), a multiple of 2^-24
-    return static_cast<float>(static_cast<std::int32_t>(bits >> 8)) * (1.0f / 16777216.0f);
-}
+
+// Rounding at random to one of the two integers around a number, in fixed point: an addition and a shift. What is finer than 2^-30 of
+// the largest number is cut off.
+struct Rounding {
+    int fraction;  // bits
+    float one, most;
+    explicit Rounding(float largest) {
+        if (!(largest >= 1 && largest < 536870912.0f)) throw std::invalid_argument("1 to 2^29 steps");
+        fraction = 29 - std::ilogb(largest);
+        one = std::ldexp(1.0f, fraction);
+        most = largest * one;
+    }
+    // y is in units of 1/one.
+    HC_INLINE std::int32_t operator()(float y, std::uint32_t bits) const {
+        y = y < most ? y : most;
+        y = y > -most ? y : -most;
+        return (static_cast<std::int32_t>(y) + static_cast<std::int32_t>(bits >> (32 - fraction))) >> fraction;
+    }
+};
 
 }  // namespace hc

@@ -121,8 +121,10 @@ inline std::uint32_t power_code(float value, float scale) {
     return (bits_of(value) >> 28 & 8u) | (((magnitude(scale) >> 23) - (magnitude(value) >> 23)) & 7u);
 }
 inline float power_value(std::uint32_t code, float scale) {
-    constexpr float step[8] = {1.0f, 0.5f, 0.25f, 0.125f, 0.0625f, 0.03125f, 0.015625f, 0.0078125f};
-    return (code & 8u ? -scale : scale) * step[code & 7u];
+    const std::uint32_t step = (code & 8u) << 28 | (127 - (code & 7u)) << 23;  // ±2^-d
+    float factor;
+    std::memcpy(&factor, &step, 4);
+    return scale * factor;
 }
 
 inline void encode_sparse(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, float scale, int r,
@@ -138,13 +140,17 @@ inline void encode_sparse(const std::uint32_t* indices, const float* values, std
     }
     if (kind == Values::fp32) {
         if (n) std::memcpy(out, values, 4 * n);
-    } else if (kind == Values::sign || kind == Values::power) {
-        BitWriter writer(out);
-        for (std::size_t i = 0; i < n; ++i) {
-            if (kind == Values::sign) writer.put(bits_of(values[i]) >> 31, 1);
-            else writer.put(power_code(values[i], scale), 4);
+    } else if (kind == Values::sign) {
+        for (std::size_t i = 0; i < n; i += 8) {
+            std::uint32_t byte = 0;
+            for (std::size_t j = 0; j < 8 && i + j < n; ++j) byte |= bits_of(values[i + j]) >> 31 << j;
+            out[i / 8] = static_cast<std::uint8_t>(byte);
         }
-        writer.finish();
+    } else if (kind == Values::power) {
+        for (std::size_t i = 0; i < n; i += 2) {
+            const std::uint32_t high = i + 1 < n ? power_code(values[i + 1], scale) << 4 : 0;
+            out[i / 2] = static_cast<std::uint8_t>(power_code(values[i], scale) | high);
+        }
     } else {
         for (std::size_t i = 0; i < n; ++i) {
             const std::uint16_t h = kind == Values::fp16 ? to_half(values[i]) : to_bfloat(values[i]);
@@ -187,7 +193,10 @@ inline void decode_sparse(const std::uint8_t* body, std::size_t size, std::uint6
     if (kind == Values::fp32) {
         if (n) std::memcpy(values, in, 4 * std::size_t{n});
     } else if (kind == Values::sign) {
-        for (std::size_t i = 0; i < n; ++i) values[i] = in[i >> 3] >> (i & 7) & 1 ? -to.scale : to.scale;
+        for (std::size_t i = 0; i < n; ++i) {
+            const std::uint32_t b = bits_of(to.scale) ^ static_cast<std::uint32_t>(in[i >> 3] >> (i & 7) & 1) << 31;
+            std::memcpy(values + i, &b, 4);
+        }
     } else if (kind == Values::power) {
         for (std::size_t i = 0; i < n; ++i) values[i] = power_value(in[i >> 1] >> 4 * (i & 1), to.scale);
     } else {

@@ -135,7 +135,7 @@ STORED = {
         [0, 0, 2, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
     ),
     "qsgd:coding=fixed": (
-        "6843011209a7aaadefbeadde030000001a00000000000000004acc204005fbfbfffffbfbfffff3fbfffff7fbffff0404000000",
+        "68430112c94a43d4efbeadde030000001a00000000000000004acc204005efe1f1de7befc1f7de7befbdf7de7befbdf7de7b00",
         [0, 0, 1.507481336593628, -2.0099751949310303, 0, 0, 0, 0, 0, 0, 0.1674979329109192, 0],
     ),
     "qsgd:bits=2,bucket_size=6,coding=elias": (

@@ -1,14 +1,14 @@
 """Levels by bucket, each bucket against its own norm (QSGD, Alistarh et al., NeurIPS 2017, arXiv 1610.02132).
 
 Body: coding (0 fixed width, 1 Elias); a float32 norm for each bucket; then either, for each bucket, a byte for the width
-that holds its largest level, and its planes of bits; or a uint32 count and for each level that is not 0: gamma code of
+that holds its largest level, and its levels in columns; or a uint32 count and for each level that is not 0: gamma code of
 the zeros before it plus 1, a sign bit, gamma code of its magnitude.
 """
 import struct
 
 import numpy as np
 
-from .quantization import SECOND, bits_at
+from .quantization import SECOND, bits_at, one_of, round_at_random
 from .sparse import new_body
 
 _FIXED, _ELIAS = 0, 1
@@ -28,25 +28,22 @@ def encode_buckets(grad, steps, bucket, l2, limit, key, spare=None):
     norms = np.zeros(-(-n // bucket), np.float32)
     widths = np.zeros(len(norms), np.uint8)
     levels = np.zeros(n, np.int64)
-    planes = []
+    packed = []
     half = (bucket + 1) // 2
     for b in range(len(norms) if finite else 0):
         x = grad[b * bucket : (b + 1) * bucket]
         norms[b] = norm = _norm(x, l2)
         exponent = int(np.clip(np.frexp(norm)[1] - 1, -120, 120)) if norm > 0 else 0
         before = np.ldexp(np.float32(1), -exponent)
-        factor = np.float32(steps) / (norm * before) if norm > 0 else np.float32(0)
-        y = np.minimum(np.abs(x) * before * factor, np.float32(steps))
+        factor = np.float32(steps) / (norm * before) * np.float32(one_of(steps)) if norm > 0 else np.float32(0)
         drawn = bits_at(np.uint32(b * half) + np.arange(half, dtype=np.uint32), key)
         drawn = np.concatenate([drawn, drawn[: bucket - half] * np.uint32(SECOND)])[: len(x)]
-        whole = np.floor(y)
-        up = (drawn >> 8).astype(np.float32) * np.float32(2.0**-24) < y - whole
-        its = np.where(np.signbit(x), -1, 1) * (whole + up).astype(np.int64)
+        its = round_at_random(x * before * factor, drawn, steps)
         widths[b] = _width(int(np.abs(its).max()))
-        planes.append(_to_planes(its, int(widths[b])))
+        packed.append(_to_columns(its, int(widths[b])))
         levels[b * bucket : b * bucket + len(x)] = its
     grad.fill(0)
-    fixed = np.concatenate([np.empty(0, np.uint32), *planes])
+    fixed = np.concatenate([np.empty(0, np.uint32), *packed])
     bits = _elias(levels) if limit else ""
     if finite and 4 + (len(bits) + 7) // 8 < int(np.float32(limit) * np.float32(len(widths) + fixed.nbytes)):
         stream = np.packbits(np.frombuffer(bits.encode(), np.uint8) - ord("0"), bitorder="little")
@@ -81,13 +78,26 @@ def _width(largest):
     return (2 * largest).bit_length()
 
 
-def _to_planes(levels, width):
-    """uint32 words of each bit of levels + offset, the lowest bit first: bit f of word j is that of element f·words + j."""
-    words = -(-len(levels) // 32)
-    padded = np.zeros(32 * words, np.int64)
+def _to_columns(levels, width):
+    """uint32 words of levels + offset, `width` bits each: element r·columns + c is row r, of 32, of column c; its bits come after
+    those of the rows above, in the column's `width` words, of which word k lies at k·columns + c."""
+    columns = -(-len(levels) // 32)
+    padded = np.zeros(32 * columns, np.int64)
     padded[: len(levels)] = levels
-    bits = (padded + (1 << width - 1) - 1 if width else padded).reshape(32, words) >> np.arange(width)[:, None, None] & 1
-    return (bits << np.arange(32)[:, None]).sum(axis=1).astype(np.uint32).reshape(-1)
+    bits = (padded + _offset(width)).reshape(32, 1, columns) >> np.arange(width)[:, None] & 1
+    words = bits.reshape(width, 32, columns) << np.arange(32)[:, None]
+    return words.sum(axis=1).astype(np.uint32).reshape(-1)
+
+
+def _from_columns(words, count, width):
+    columns = -(-count // 32)
+    bits = words.astype(np.int64).reshape(width, 1, columns) >> np.arange(32)[:, None] & 1
+    codes = bits.reshape(32, width, columns) << np.arange(width)[:, None]
+    return codes.sum(axis=1).reshape(-1)[:count] - _offset(width)
+
+
+def _offset(width):
+    return (1 << width - 1) - 1 if width else 0
 
 
 def _norm(x, l2):
@@ -131,10 +141,7 @@ def _read_fixed(data, n, bucket, steps):
         raise ValueError("not of the length that its widths say")
     levels, at = [np.empty(0, np.int64)], buckets
     for count, width, size in zip(counts, widths.tolist(), sizes):
-        words = np.frombuffer(data[at : at + size].tobytes(), np.uint32).astype(np.int64).reshape(width, -(-count // 32))
-        bits = words[:, None, :] >> np.arange(32)[:, None] & 1
-        codes = (bits << np.arange(width)[:, None, None]).sum(axis=0).reshape(-1)[:count]
-        levels.append(codes - ((1 << width - 1) - 1 if width else 0))
+        levels.append(_from_columns(np.frombuffer(data[at : at + size].tobytes(), np.uint32), count, width))
         at += size
     return np.concatenate(levels)
 

@@ -45,11 +45,8 @@ def quantize(x, levels, w, steps, width, key, spare=None):
     """
     steps = np.asarray(steps, np.float32)
     before, factor = _factors(w, steps)
-    y = np.abs(x) * before * (factor[0] if levels is None else factor[levels])
-    y = np.minimum(y, steps[0])
-    whole = np.floor(y)
-    uniform = (field_bits(len(x), width, key) >> 8).astype(np.float32) * np.float32(2.0**-24)
-    return pack(np.where(x < 0, -1, 1) * (whole + (uniform < y - whole)).astype(np.int64), width, 0)
+    y = x * before * (factor[0] if levels is None else factor[levels])
+    return pack(round_at_random(y, field_bits(len(x), width, key), steps[0]), width, 0)
 
 
 def dequantize(words, levels, out, w, steps, width, size, scale):
@@ -63,7 +60,7 @@ def fine_enough(x, w, steps, width, spare=None):
     """Words of a 1 for each scale l ≥ 1, and each element whose code at steps[l] is at most steps[0]."""
     steps = np.asarray(steps, np.float32)
     before, factor = _factors(w, steps)
-    fits = [np.abs(x) * before * each <= steps[0] for each in factor[1:]]
+    fits = [np.abs(x * before * each) <= steps[0] * np.float32(one_of(steps[0])) for each in factor[1:]]
     return pack(np.concatenate([np.empty(0, bool), *fits]).astype(np.int64), width, 1)
 
 
@@ -95,12 +92,26 @@ def bits_at(i, key):
         return x ^ (x >> 16)
 
 
+def one_of(largest):
+    """1 as `round_at_random` wants it: 2^30 over the power of two above the largest step."""
+    return 2 ** (30 - int(largest).bit_length())
+
+
+def round_at_random(y, bits, largest):
+    """int64 codes ⌊y⌋ + Bernoulli(y − ⌊y⌋), at most `largest` in magnitude; y: float32 in units of 1/one_of(largest), what is
+    finer is cut off; bits: uint32 random bits."""
+    one = one_of(largest)
+    most = np.float32(largest) * np.float32(one)
+    fixed = np.clip(y, -most, most).astype(np.int64)
+    return fixed + (bits >> np.uint32(33 - one.bit_length())).astype(np.int64) >> one.bit_length() - 1
+
+
 def _factors(w, steps):
-    """Two factors that make steps of |x|, in range even where w is denormal or huge."""
+    """Two factors that make steps of x in units of 1/one_of(steps[0]), in range even where w is denormal or huge."""
     w = np.float32(w)
     exponent = int(np.clip(np.frexp(w)[1] - 1, -120, 120)) if w > 0 else 0
     before = np.ldexp(np.float32(1), -exponent)
-    return before, steps / (w * before) if w > 0 else np.zeros_like(steps)
+    return before, steps / (w * before) * np.float32(one_of(steps[0])) if w > 0 else np.zeros_like(steps)
 
 
 def _shape(n, width, spare):
