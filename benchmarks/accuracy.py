@@ -1,9 +1,9 @@
-"""Test accuracy and bytes of compressions on Fashion-MNIST: the demo's network, the same seeds, epochs and learning rate for all.
+"""Test accuracy and bytes of compressions on Fashion-MNIST: the demo's network, the same seeds and epochs for all.
 
-    horovodrun -np 2 .venv/bin/python benchmarks/accuracy.py [--seeds N] [--epochs N] [OPTIMIZER/SPEC ...]
+    horovodrun -np 2 .venv/bin/python benchmarks/accuracy.py [--seeds SEED ...] [--epochs N] [OPTIMIZER@RATE/SPEC ...]
 
 Prints a line for each run and at the end a table in Markdown: the mean over seeds, the difference from `none` under the same
-optimizer, and ratios on the wire of all tensors, of the convolutions and of the fully connected layers, every byte counted.
+optimizer and rate, and ratios on the wire of all tensors, of the convolutions and of the fully connected layers, every byte counted.
 """
 import argparse
 import pathlib
@@ -21,14 +21,22 @@ from images import load  # noqa: E402
 from pytorch_images import accuracy, network  # noqa: E402
 
 OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.001),
+    "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=1e-4),
+    "adam": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
 }
 DEFAULT = [
-    "sgd/none", "sgd/dgc:ratio=0.001", "sgd/adacomp:min_numel=256", "sgd/maxnorm:bits=4", "sgd/multiscale:bits=2+6", "sgd/maxnorm:bits=2",
-    "adam/none", "adam/variance:alpha=1.5", "adam/variance:alpha=2",
+    *(f"sgd@0.05/{spec}" for spec in ("none", "dgc:ratio=0.001", "adacomp:min_numel=256", "maxnorm:bits=4", "multiscale:bits=2+6")),
+    *(f"sgd@0.02/{spec}" for spec in ("none", "multiscale:bits=2+6", "maxnorm:bits=2")),
+    *(f"sgd@0.02/{spec},norm=l2" for spec in ("multiscale:bits=2+6", "maxnorm:bits=2")),
+    *(f"adam@0.001/{spec}" for spec in ("none", "variance:alpha=1.5", "variance:alpha=2")),
 ]
 BATCH = 64  # images a rank and step
+
+
+def parts(choice):
+    """((optimizer, learning rate), spec)"""
+    trained, spec = choice.split("/", 1)
+    return trained.split("@"), spec
 
 
 def run(choice, seed, data, epochs):
@@ -36,8 +44,8 @@ def run(choice, seed, data, epochs):
     torch.manual_seed(seed)
     images, labels = data["train"]
     model = network(images.shape[-1])
-    kind, spec = choice.split("/", 1)
-    optimizer = OPTIMIZERS[kind](model.parameters())
+    (kind, rate), spec = parts(choice)
+    optimizer = OPTIMIZERS[kind](model.parameters(), float(rate))
     compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -59,8 +67,8 @@ def run(choice, seed, data, epochs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="*", default=DEFAULT, metavar="OPTIMIZER/SPEC", help=f"default: {' '.join(DEFAULT)}")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("runs", nargs="*", default=DEFAULT, metavar="OPTIMIZER@RATE/SPEC", help=f"default: {' '.join(DEFAULT)}")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=6)
     options = parser.parse_args()
     hvd.init()
@@ -68,7 +76,7 @@ def main():
     name, arrays = load(None)
     data = {part: [torch.from_numpy(array) for array in arrays] for part, arrays in arrays.items()}
     found = {}
-    for seed in range(options.seeds):
+    for seed in options.seeds:
         for choice in options.runs:
             result = run(choice, seed, data, options.epochs)
             found.setdefault(choice, []).append(result)
@@ -76,17 +84,17 @@ def main():
                 print(f"seed {seed}  {choice:30}  {100 * result[0]:.2f} %  {result[1]}", flush=True)
     if hvd.rank() != 0:
         return
-    print(f"\n{name}, {hvd.size()} ranks, {options.epochs} epochs, {options.seeds} seeds\n")
-    print("| optimizer | compression | accuracy | lowest … highest | against none | ratio | convolutions | fully connected |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(f"\n{name}, {hvd.size()} ranks, {options.epochs} epochs, seeds {options.seeds}\n")
+    print("| optimizer | rate | compression | accuracy | lowest … highest | against none | ratio | convolutions | fully connected |")
+    print("|" + "---|" * 9)
     for choice, results in found.items():
-        kind, spec = choice.split("/", 1)
+        trained, spec = parts(choice)
         scores = [100 * score for score, _ in results]
-        none = [100 * score for score, _ in found.get(f"{kind}/none", [])]
+        none = [100 * score for score, _ in found.get(f"{'@'.join(trained)}/none", [])]
         against = f"{statistics.mean(scores) - statistics.mean(none):+.2f}" if none else "-"
         ratios = [f"{statistics.mean(r[group] for _, r in results):.1f}" for group in results[0][1]]
         print(
-            f"| {kind} | {spec} | {statistics.mean(scores):.2f} % | {min(scores):.2f} … {max(scores):.2f} | {against} | "
+            f"| {' | '.join(trained)} | {spec} | {statistics.mean(scores):.2f} % | {min(scores):.2f} … {max(scores):.2f} | {against} | "
             + " | ".join(ratios) + " |"
         )
 

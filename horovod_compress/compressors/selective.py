@@ -17,7 +17,9 @@ DENSE = {"fp32": NoCompression(), "fp16": Float16()}
 class SelectiveCompressor(Compressor):
     """A compressor that leaves small, one-dimensional and excluded tensors to another one, `fallback()`."""
 
-    transport: str = option(Choice("horovod"), "horovod", "what moves gathered payloads")
+    transport: str = option(
+        Choice("horovod", "mpi"), "horovod", "what moves payloads: Horovod, while backward goes on; or MPI, all of a step at once"
+    )
     seed: int = option(Count(), 0, "of everything that is drawn at random")
     min_numel: int = option(
         Count(), 1024, "tensors with fewer elements, and one-dimensional ones, go dense; 0: every tensor is compressed"

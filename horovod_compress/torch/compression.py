@@ -14,6 +14,7 @@ from ..exchange import Exchange
 from ..handshake import agree
 from ..transport.horovod import HorovodTransport
 from ..transport.loopback import Loopback
+from ..transport.mpi import MPITransport
 from ..version import __version__
 from .moments import Moments
 from .sgd import SGDTakeover
@@ -101,7 +102,7 @@ class BoundCompression:
         for slot, following in zip(slots, slots[1:] + slots[:1]):
             slot.following = following
         self._exchange = None
-        self._transport = HorovodTransport(self._process_set) if self._active else Loopback.group(1)[0]
+        self._transport = self._make_transport() if self._active else Loopback.group(1)[0]
         number = next(_numbers[tuple(self._process_set.ranks or ())])
         self._label = f"hvdc.{self._process_set.process_set_id}.{number}"
         self._stepped = False
@@ -172,6 +173,11 @@ class BoundCompression:
                 "to: bind it to the optimizer's parameters as they are now, after all add_param_group()"
             )
         return alike[0]
+
+    def _make_transport(self):
+        if getattr(self._compressor, "transport", None) == "mpi":
+            return MPITransport(hvd, self._process_set)
+        return HorovodTransport(self._process_set)
 
     def _opened(self):
         """The exchange, made when it is first needed: until then no memory is taken."""

@@ -5,16 +5,20 @@ A case raises on the rank that finds something wrong. `sizes` are the numbers of
 import contextlib
 import copy
 import os
+import pathlib
+import socket
 import sys
 import tempfile
 import warnings
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 from torch import nn
 
 import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError, available, simulate
+from horovod_compress.transport.mpi import MPITransport
 
 CASES = {}
 
@@ -921,7 +925,7 @@ class Holder(nn.Module):
         self.held = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
 
     def forward(self, gradients):
-        return sum((param * gradients[name]).sum() for name, param in self.held.items())
+        return sum((self.held[name] * gradient).sum() for name, gradient in gradients.items())
 
 
 def told(rank, step):
@@ -956,6 +960,110 @@ def every_algorithm_gives_what_simulate_gives():
             sent = sum(sent[hvd.rank()] for sent in expected.bytes_sent)
             assert stats["bytes_sent"] == sent, f"{id}: {stats['bytes_sent']} bytes sent, {sent} in simulate"
             assert_replicas_identical(model)
+
+
+def reduced(spec, steps=4, process_set=hvd.global_process_set):
+    """(the gradients of every step after the exchange, the compression) of a spec; hooks fire in another order on every rank."""
+    model = Holder()
+    optimizer = torch.optim.Adam(model.parameters())
+    compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), process_set)
+    wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression, process_set=process_set)
+    results = []
+    for step in range(steps):
+        named = list(told(hvd.rank(), step).items())
+        model.zero_grad()
+        model(dict(named[hvd.rank() :] + named[: hvd.rank()])).backward()
+        wrapped.synchronize()
+        results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        with wrapped.skip_synchronize():
+            wrapped.step()
+    return torch.stack(results), compression
+
+
+@case(2, 3)
+def mpi_gives_what_horovod_gives():
+    for id, about in available().items():
+        if "transport" not in about["options"]:
+            continue
+        (expected, other), (found, compression) = (
+            reduced({"id": id, "min_numel": 0, "transport": transport}) for transport in ("horovod", "mpi")
+        )
+        # Floats that are summed in another order differ in the last bits.
+        tolerance = 1e-5 if id in ("globalrandk", "powersgd") and hvd.size() > 2 else 0
+        assert (found - expected).abs().max() <= tolerance * expected.abs().max(), f"{id} differs by {(found - expected).abs().max()}"
+        assert compression.stats()["bytes_sent"] == other.stats()["bytes_sent"], id
+        assert (found == hvd.broadcast(found, 0)).all(), f"{id}: replicas differ"
+
+
+@case(3)
+def mpi_in_a_process_set():
+    members = hvd.add_process_set([0, 2])
+    if members.included():
+        for spec in ("dgc:min_numel=0,momentum=0.9", "maxnorm:min_numel=0"):
+            (expected, _), (found, _) = (reduced(f"{spec},transport={t}", process_set=members) for t in ("horovod", "mpi"))
+            assert (found == expected).all(), spec
+    hvd.remove_process_set(members)
+
+
+@case(2)
+def mpi_transport_trains_resumes_and_loses_nothing():
+    """What goes wrong on one rank is an error on all of them; training goes on afterwards, and two compressions stand side by side."""
+    models = [model_of(seed=seed) for seed in (0, 1)]
+    optimizers = [sgd(model) for model in models]
+    compressions = [
+        hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+        for spec, optimizer, model in zip(("dgc:ratio=0.05,transport=mpi", "maxnorm:transport=mpi"), optimizers, models)
+    ]
+    wrapped = [wrap(*each) for each in zip(models, optimizers, compressions)]
+    for _ in range(3):
+        for model, optimizer in zip(models, wrapped):
+            train(model, optimizer, batches(4))
+            assert_replicas_identical(model)
+    state = compressions[0].state_dict()
+    compressions[0].load_state_dict(state)
+    train(models[0], wrapped[0], batches(2))
+    assert_replicas_identical(models[0])
+
+
+@case(2)
+def mpi_ranks_that_exchange_different_things_get_an_error():
+    transport = MPITransport(hvd, hvd.global_process_set)
+    started = [transport.allgather(f"a{i}", np.zeros(3, np.uint8)) for i in range(1 + hvd.rank())]
+    with raises(MismatchError, "arrays in this step"):
+        started[0]()
+    assert transport.allgather("again", np.full(2, hvd.rank(), np.uint8))().tolist() == [0, 0, 1, 1]  # the ranks are in step
+
+
+@case()
+def mpi_needs_mpi():
+    """Under Gloo, by name."""
+    with raises(ValueError, "transport=mpi needs a Horovod that runs on MPI"):
+        compressed(model_of(), sgd(model_of()), 1, "dgc:transport=mpi")
+
+
+@case()
+def on_two_hosts():
+    """By name: the ranks are on two hosts, and both roads work there, on both transports."""
+    names = hvd.allgather_object(socket.gethostname())
+    assert sorted(set(names)) == ["a", "b"] and names.count("a") == names.count("b"), names
+    for spec in ("dgc:min_numel=0,momentum=0.9", "maxnorm:min_numel=0"):
+        expected, _ = reduced(spec)
+        if hvd.mpi_enabled():
+            found, _ = reduced(f"{spec},transport=mpi")
+            assert (found == expected).all(), spec
+        assert (expected == hvd.broadcast(expected, 0)).all(), spec
+
+
+@case()
+def trains_until_cut_off():
+    """By name: a host goes away meanwhile."""
+    model = model_of()
+    optimizer = sgd(model)
+    wrapped = wrap(model, optimizer, hvdc.Compression.dgc(optimizer, model.named_parameters()))
+    for step in range(10**6):
+        train(model, wrapped, batches(1))
+        if step == 10:
+            pathlib.Path(f"{sys.argv[1]}.{hvd.rank()}.trains").touch()
 
 
 @case(2)

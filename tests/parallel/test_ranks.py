@@ -1,4 +1,5 @@
 """Real ranks under mpirun and horovodrun. One job runs all cases meant for its size; each case is a test of its own here."""
+import contextlib
 import functools
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -16,6 +18,9 @@ import horovod.torch as hvd  # noqa: E402
 from cases import CASES  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
+sys.path.append(str(HERE.parent.parent / "benchmarks"))
+from two_hosts import TwoHosts  # noqa: E402
+
 MPI = shutil.which("mpirun") is not None and hvd.mpi_built()
 needs_mpi = pytest.mark.skipif(not MPI, reason="needs Open MPI, and Horovod built with it")
 
@@ -28,29 +33,40 @@ LAUNCHERS = {
 ACROSS_LAUNCHERS = ("replicas_identical_after_100_steps", "dense_limit", "not_finite_gradients_lose_nothing", "resume_is_bit_for_bit")
 
 
-def launch(folder, launcher, size, names, timeout=240):
-    """{case: [result of each rank]} of one job, and what it printed."""
-    results = folder / "results"
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    command = [*LAUNCHERS[launcher].format(size=size).split(), sys.executable, str(HERE / "run_cases.py"), str(results)]
-    with open(folder / "output", "w+") as output:
-        job = subprocess.Popen(
-            [*command, *names], cwd=HERE, env={**os.environ, "PATH": path}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+@contextlib.contextmanager
+def started(folder, launcher, size, names, hosts=None):
+    """A job that runs the named cases, here or on two hosts; it writes their results to folder/results.RANK."""
+    environment = os.environ if hosts is None else hosts.environment
+    path = os.pathsep.join([os.path.dirname(sys.executable), environment["PATH"]])
+    job = [*launcher.format(size=size, half=size // 2).split(), sys.executable, HERE / "run_cases.py", folder / "results", *names]
+    with open(folder / "output", "w") as output:
+        process = subprocess.Popen(
+            job if hosts is None else hosts.command("a", job),
+            cwd=HERE, env={**environment, "PATH": path}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )
         try:
-            job.wait(timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
-        output.seek(0)
-        printed = output.read()
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def launch(folder, launcher, size, names, timeout=240, hosts=None):
+    """{case: [result of each rank]} of one job, and what it printed."""
+    with started(folder, launcher, size, names, hosts) as job, contextlib.suppress(subprocess.TimeoutExpired):
+        job.wait(timeout)
+    return found_in(folder, size)
+
+
+def found_in(folder, size):
     found = {}
     for rank in range(size):
-        file = pathlib.Path(f"{results}.{rank}")
+        file = folder / f"results.{rank}"
         for line in file.read_text().splitlines() if file.exists() else []:
             result = json.loads(line)
             found.setdefault(result["case"], []).append(result)
-    return found, printed
+    return found, (folder / "output").read_text()
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +75,7 @@ def jobs(tmp_path_factory):
 
     @functools.lru_cache(maxsize=None)
     def job(launcher, size, names):
-        return launch(tmp_path_factory.mktemp(f"{launcher}-{size}"), launcher, size, names)
+        return launch(tmp_path_factory.mktemp(f"{launcher}-{size}"), LAUNCHERS[launcher], size, names)
 
     return job
 
@@ -92,4 +108,53 @@ def test_under_horovodrun(jobs, launcher, case):
 @pytest.mark.parametrize("case", ["join_is_refused", "join_is_refused_with_sums"])
 def test_join_is_a_clear_error(tmp_path, launcher, case):
     """In a job of its own, because the ranks are not in step afterwards."""
-    assert_passed(launch(tmp_path, launcher, 2, [case], timeout=90), case, 2)
+    assert_passed(launch(tmp_path, LAUNCHERS[launcher], 2, [case], timeout=90), case, 2)
+
+
+def test_the_mpi_transport_under_gloo_is_a_clear_error(tmp_path):
+    assert_passed(launch(tmp_path, LAUNCHERS["horovodrun-gloo"], 2, ["mpi_needs_mpi"], timeout=90), "mpi_needs_mpi", 2)
+
+
+# -- on two hosts -----------------------------------------------------------------------------------------------------------
+
+ON_TWO_HOSTS = {
+    "horovodrun-gloo": "horovodrun --gloo -np {size} -H a:{half},b:{half} --network-interfaces eth0",
+    "horovodrun-mpi": "horovodrun --mpi -np {size} -H a:{half},b:{half} --network-interfaces eth0",
+    "mpirun": "mpirun -np {size} -H a:{half},b:{half}",
+}
+
+
+@pytest.fixture(scope="session")
+def two_hosts():
+    try:
+        hosts = TwoHosts(rate="1gbit")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    with hosts:
+        yield hosts
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("launcher", ["horovodrun-gloo", *(pytest.param(name, marks=needs_mpi) for name in ("horovodrun-mpi", "mpirun"))])
+def test_on_two_hosts(tmp_path, two_hosts, launcher, size):
+    cases = ["replicas_identical_after_100_steps", "on_two_hosts"]
+    job = launch(tmp_path, ON_TWO_HOSTS[launcher], size, cases, hosts=two_hosts)
+    for case in cases:
+        assert_passed(job, case, size)
+
+
+def test_a_host_that_is_cut_off_ends_the_job(tmp_path):
+    """With Horovod's own error on the other, within Horovod's own timeout."""
+    try:
+        hosts = TwoHosts()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    with hosts, started(tmp_path, ON_TWO_HOSTS["horovodrun-gloo"], 2, ["trains_until_cut_off"], hosts) as job:
+        until = time.monotonic() + 60
+        while not (tmp_path / "results.0.trains").exists():
+            assert time.monotonic() < until and job.poll() is None, (tmp_path / "output").read_text()
+            time.sleep(0.1)
+        hosts.cut("b")
+        assert job.wait(120) != 0
+    (result,) = found_in(tmp_path, 2)[0]["trains_until_cut_off"][:1]
+    assert "HorovodInternalError" in result["error"]

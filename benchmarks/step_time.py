@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+"""Step time of backward and optimizer at the gradient shapes of known networks, on two hosts joined by links of several speeds.
+
+    .venv/bin/python benchmarks/step_time.py [--model resnet50] [--rates 100mbit 1gbit 10gbit none] [--ranks 2] [SPEC ...]
+
+Needs root (see two_hosts.py). For every rate one job measures, one after the other: `floor`, a step without any exchange; `none` and
+`fp16`, Horovod's own; and the specs. Backward only writes the gradients, so what is measured is the exchange, and what of it does
+not hide behind a backward that computes nothing. Prints a table in Markdown; --json writes all figures, --plot draws them.
+"""
+import argparse
+import gc
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+HERE = pathlib.Path(__file__).parent
+DEFAULT = ["dgc:ratio=0.001"]
+OWN = ("floor", "none", "fp16")
+LAUNCHERS = {
+    "gloo": "horovodrun --gloo -np {ranks} -H {hosts} --network-interfaces eth0",
+    "mpi": "mpirun -np {ranks} -H {hosts}",
+}
+WARMUP = 3
+SECONDS = 30  # after which a slow configuration has been measured for long enough
+LEAST = 3  # steps, however slow
+
+
+# -- what every rank does -------------------------------------------------------------------------------------------------
+
+
+def tiled(recorded, shapes):
+    """Gradients of `shapes` made of recorded ones: what has as many dimensions, over and over, from another place for each."""
+    steps = []
+    for step in recorded:
+        kinds = {}
+        for array in step.values():
+            kinds.setdefault(min(array.ndim, 3), []).append(array.ravel())
+        whole = {kind: np.concatenate(arrays) for kind, arrays in kinds.items()}
+        steps.append({
+            name: np.resize(np.roll(whole[min(len(shape), 3)], 7919 * i), shape) for i, (name, shape) in enumerate(shapes.items())
+        })
+    return steps
+
+
+def worker(options):
+    import horovod.torch as hvd
+    import torch
+    from horovod_compress.bench import load_gradients, random_gradients
+    from horovod_compress.models import MODELS
+
+    hvd.init()
+    torch.set_num_threads(1)
+    shapes = MODELS[options.model]() if options.model in MODELS else {f"t{i}": (250, 100) for i in range(1000)}
+    if options.gradients:
+        steps = tiled(load_gradients(f"{options.gradients}.{hvd.rank()}.npz"), shapes)
+    else:
+        steps = random_gradients(shapes, hvd.rank())
+    gradients = [{name: torch.from_numpy(array) for name, array in step.items()} for step in steps]
+    del steps
+    for spec in [*OWN, *options.specs]:
+        result = measure(hvd, torch, spec, shapes, gradients, options.steps)
+        gc.collect()
+        if hvd.rank() == 0:
+            with open(options.worker, "a") as file:
+                print(json.dumps({"spec": spec, **result}), file=file)
+            print(f"{options.model} {spec}: {1e3 * result['seconds']:.1f} ms", file=sys.stderr, flush=True)
+        hvd.barrier()
+
+
+def backward_of(torch):
+    class Told(torch.autograd.Function):
+        """A scalar whose gradient is what it is told to be."""
+
+        @staticmethod
+        def forward(ctx, param, gradient):
+            ctx.gradient = gradient
+            return param.new_zeros(())
+
+        @staticmethod
+        def backward(ctx, _):
+            return ctx.gradient.clone(), None
+
+    return Told.apply
+
+
+def measure(hvd, torch, spec, shapes, gradients, most):
+    """{seconds: median step of the slowest rank; bytes, encode, exchange, decode: of a step; peak: bytes of memory}."""
+    import horovod_compress.torch as hvdc
+
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak counts from now on
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes.values()])
+    named = list(zip(shapes, model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+    compression = {"floor": None, "none": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(spec)
+    ours = spec not in OWN
+    if ours:
+        compression = hvdc.Compression.from_spec(spec, optimizer, named)
+    if compression:
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
+    apply, seconds, before, steps = backward_of(torch), [], None, WARMUP + most
+    step = 0
+    while step < steps:
+        if step == WARMUP and ours:
+            before = compression.stats()
+        told = gradients[step % len(gradients)]
+        optimizer.zero_grad()
+        loss = sum(apply(param, told[name]) for name, param in named)
+        if compression:
+            hvd.barrier()
+        started = time.perf_counter()
+        loss.backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - started)
+        if step == 1 and compression:  # the first holds what is done once
+            slowest = hvd.allreduce(torch.tensor(seconds[1]), op=hvd.Max, name="slowest").item()
+            steps = WARMUP + max(LEAST, min(most, int(SECONDS / slowest)))
+        step += 1
+    all_ranks = hvd.allreduce(torch.tensor(seconds[WARMUP:]), op=hvd.Max, name="seconds").tolist()
+    numel = sum(p.numel() for p in model)
+    result = {"seconds": statistics.median(all_ranks), "steps": len(all_ranks), "bytes": {"floor": 0, "fp16": 2 * numel}.get(spec, 4 * numel)}
+    if ours:
+        after = compression.stats()
+        result["bytes"] = (after["bytes_sent"] - before["bytes_sent"]) / len(all_ranks)
+        for part in ("encode", "exchange", "decode"):
+            result[part] = (after[f"{part}_seconds"] - before[f"{part}_seconds"]) / len(all_ranks)
+    with open("/proc/self/status") as file:
+        result["peak"] = next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+    return result
+
+
+# -- the driver -------------------------------------------------------------------------------------------------------------
+
+
+def table(results, model, ranks):
+    """Markdown of {rate: {spec: figures}}."""
+    lines = []
+    for rate, found in results.items():
+        lines += [f"\n{model}, {ranks} ranks on two hosts, link {rate}\n"]
+        lines += ["| spec | step ms | of none | of fp16 | over the floor, ms | MB a step | encode ms | wait ms | decode ms | MB over none |"]
+        lines += ["|---|" + "---:|" * 9]
+        for spec, figures in found.items():
+            ms, floor = 1e3 * figures["seconds"], 1e3 * found["floor"]["seconds"]
+            parts = [f"{1e3 * figures[part]:.1f}" if part in figures else "" for part in ("encode", "exchange", "decode")]
+            row = [
+                spec, f"{ms:.1f}", *(f"{figures['seconds'] / found[own]['seconds']:.3f}" for own in ("none", "fp16")), f"{ms - floor:.1f}",
+                f"{figures['bytes'] / 1e6:.2f}", *parts, f"{(figures['peak'] - found['none']['peak']) / 1e6:.0f}",
+            ]
+            lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def plot(results, path, title):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 4.5))
+    specs = [spec for spec in next(iter(results.values())) if spec != "floor"]
+    for i, spec in enumerate(specs):
+        at = [j + (i - len(specs) / 2) * 0.8 / len(specs) for j in range(len(results))]
+        axes.bar(at, [found[spec]["seconds"] for found in results.values()], 0.8 / len(specs), label=spec, align="edge")
+    axes.set_xticks(range(len(results)), list(results))
+    axes.set_yscale("log")
+    axes.set_ylabel("seconds a step")
+    axes.set_title(title)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("specs", nargs="*", default=DEFAULT, metavar="SPEC", help=f"default: {' '.join(DEFAULT)}")
+    parser.add_argument("--model", default="resnet50", help="resnet50, vgg16, lstm, bert, or thousand: 1000 tensors of 25 000 floats")
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "10gbit", "none"], help="of the link; none: as fast as it goes")
+    parser.add_argument("--ranks", type=int, default=2, help="half of them on each host (default: 2)")
+    parser.add_argument("--steps", type=int, default=10, help=f"at most; {LEAST} where one takes long (default: 10)")
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="gloo", help="what Horovod runs on (default: gloo)")
+    parser.add_argument("--gradients", help="of record_gradients.py, tiled to the shapes, instead of random ones")
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--plot", type=pathlib.Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return worker(options)
+    from two_hosts import TwoHosts
+
+    results = {}
+    arguments = ["--model", options.model, "--steps", options.steps, *(("--gradients", options.gradients) if options.gradients else ())]
+    for rate in options.rates:
+        with TwoHosts(None if rate == "none" else rate) as hosts, tempfile.NamedTemporaryFile("r") as found:
+            launcher = LAUNCHERS[options.launcher].format(ranks=options.ranks, hosts=f"a:{options.ranks // 2},b:{options.ranks // 2}")
+            job = [*launcher.split(), sys.executable, HERE / "step_time.py", "--worker", found.name, *arguments, *options.specs]
+            if hosts.run("a", job).returncode:
+                sys.exit(f"the job failed on a link of {rate}")
+            measured = [json.loads(line) for line in found]
+        results["unshaped" if rate == "none" else rate] = {figures.pop("spec"): figures for figures in measured}
+    print(table(results, options.model, options.ranks))
+    if options.json:
+        about = {key: getattr(options, key) for key in ("model", "ranks", "launcher", "gradients")}
+        options.json.write_text(json.dumps({**about, "links": results}, indent=1))
+    if options.plot:
+        plot(results, options.plot, f"{options.model}, {options.ranks} ranks on two hosts, {options.launcher}")
+
+
+if __name__ == "__main__":
+    main()

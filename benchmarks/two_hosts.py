@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""Two hosts, a and b, on one machine: network namespaces joined by a link of a chosen speed, with an sshd in each. Needs root.
+
+    benchmarks/two_hosts.py --rate 1gbit -- horovodrun -np 2 -H a:1,b:1 --network-interfaces eth0 python train.py
+    benchmarks/two_hosts.py -- mpirun -np 4 -H a:2,b:2 python train.py
+
+The command runs on host a, where a and b are names, ssh to both works without a password, and Open MPI is told to use the link. Ranks
+of one host find each other through shared memory, those of different hosts through the link only. Nothing outside is changed, and
+everything is taken down at the end. Needs iproute2 and openssh-server.
+"""
+import argparse
+import contextlib
+import itertools
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+HOSTS = {"a": "10.213.77.1", "b": "10.213.77.2"}
+_numbers = itertools.count()
+_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_btl": "tcp,vader,self",
+    "OMPI_MCA_btl_tcp_if_include": "eth0",
+    "OMPI_MCA_oob_tcp_if_include": "eth0",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",  # else the first rank of each host is bound to the same core
+}
+
+
+class TwoHosts:
+    """A context: the hosts exist inside it. rate: of the link in each direction, as tc writes it ("100mbit"); None: as fast as it goes.
+
+    Raises RuntimeError where this cannot work, saying what is missing.
+    """
+
+    def __init__(self, rate=None):
+        missing = [tool for tool in ("ip", "tc", "unshare", "ssh", "ssh-keygen", "sshd") if not self._tool(tool)]
+        if os.geteuid() != 0:
+            raise RuntimeError("two hosts on one machine need root, to make network namespaces")
+        if missing:
+            raise RuntimeError(f"missing: {', '.join(missing)}; apt-get install iproute2 openssh-server")
+        self._rate = rate
+        self._spaces = {host: f"hvdc-{os.getpid()}-{next(_numbers)}-{host}" for host in HOSTS}
+
+    def __enter__(self):
+        with contextlib.ExitStack() as stack:
+            self._folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            self._make_keys()
+            for host, space in self._spaces.items():
+                self._make_space(stack, space)
+            self._make_link()
+            pathlib.Path("/run/sshd").mkdir(exist_ok=True)
+            for host in HOSTS:
+                daemon = subprocess.Popen(self.command(host, [self._tool("sshd"), "-D", "-f", self._folder / "sshd_config"]))
+                stack.callback(daemon.wait)
+                stack.callback(daemon.terminate)
+            self._wait_for_ssh()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_):
+        self._stack.close()
+
+    def command(self, host, argv):
+        """The command that runs argv on a host."""
+        script = 'hostname "$0"; exec "$@"'
+        return ["ip", "netns", "exec", self._spaces[host], "unshare", "--uts", "sh", "-c", script, host, *map(str, argv)]
+
+    @property
+    def environment(self):
+        """What commands should find in their environment, so that ssh and Open MPI work between the hosts."""
+        path = os.pathsep.join([str(self._folder), os.environ["PATH"]])
+        return {**os.environ, **_OPEN_MPI, "PATH": path}
+
+    def run(self, host, argv, **options):
+        """subprocess.run of argv on a host."""
+        return subprocess.run(self.command(host, argv), env=self.environment, **options)
+
+    def cut(self, host):
+        """Takes a host off the link."""
+        self._ip("-n", self._spaces[host], "link", "set", "eth0", "down")
+
+    @staticmethod
+    def _tool(name):
+        return shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin:/sbin")
+
+    @staticmethod
+    def _ip(*arguments):
+        subprocess.run(["ip", *arguments], check=True)
+
+    def _make_keys(self):
+        for key in ("host_key", "user_key"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._folder / key], check=True)
+        (self._folder / "sshd_config").write_text(
+            f"HostKey {self._folder}/host_key\nAuthorizedKeysFile {self._folder}/user_key.pub\nPidFile none\nStrictModes no\n"
+            "PermitRootLogin yes\nPasswordAuthentication no\nUsePAM no\n"
+        )
+        (self._folder / "ssh_config").write_text(
+            f"IdentityFile {self._folder}/user_key\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
+        )
+        ssh = self._folder / "ssh"  # found before the system's: horovodrun and mpirun both call it by name
+        ssh.write_text(f'#!/bin/sh\nexec {shlex.quote(self._tool("ssh"))} -F {self._folder}/ssh_config "$@"\n')
+        ssh.chmod(0o755)
+
+    def _make_space(self, stack, space):
+        self._ip("netns", "add", space)
+        stack.callback(self._ip, "netns", "delete", space)
+        names = pathlib.Path("/etc/netns", space)  # `ip netns exec` shows its files as /etc's
+        names.mkdir(parents=True)
+        stack.callback(shutil.rmtree, names)
+        (names / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{address} {host}\n" for host, address in HOSTS.items()))
+
+    def _make_link(self):
+        a, b = self._spaces.values()
+        self._ip("link", "add", "eth0", "netns", a, "type", "veth", "peer", "name", "eth0", "netns", b)
+        for host, space in self._spaces.items():
+            self._ip("-n", space, "address", "add", f"{HOSTS[host]}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                self._ip("-n", space, "link", "set", device, "up")
+            if self._rate:
+                shape = ["tbf", "rate", self._rate, "burst", "128kb", "latency", "50ms"]
+                subprocess.run(["tc", "-n", space, "qdisc", "add", "dev", "eth0", "root", *shape], check=True)
+
+    def _wait_for_ssh(self):
+        until = time.monotonic() + 10
+        for host in HOSTS:
+            while self.run("a", ["ssh", host, "true"], stderr=subprocess.DEVNULL).returncode:
+                if time.monotonic() > until:
+                    raise RuntimeError(f"no ssh to host {host}: see that sshd can run here")
+                time.sleep(0.1)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", help="of the link in each direction: 100mbit, 1gbit (default: as fast as it goes)")
+    parser.add_argument("command", nargs="+", help="what to run on host a, after --")
+    options = parser.parse_args()
+    try:
+        with TwoHosts(options.rate) as hosts:
+            sys.exit(hosts.run("a", options.command).returncode)
+    except RuntimeError as error:
+        parser.exit(1, f"two_hosts.py: {error}\n")
+
+
+if __name__ == "__main__":
+    main()

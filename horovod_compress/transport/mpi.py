@@ -1,0 +1,127 @@
+"""MPI's collectives, through mpi4py: everything that a step has started travels in one exchange."""
+import time
+import warnings
+import zlib
+
+import numpy as np
+
+from ..handshake import MismatchError
+from .base import Transport
+
+_ALONE = 2**20  # bytes from which an array is reduced where it lies; smaller ones are put together
+_MOST = 2**31 - 1  # bytes of one MPI operation
+_STALLED = 60.0  # seconds, as Horovod's own stall check
+
+
+class MPITransport(Transport):
+    """The ranks of a Horovod process set, on a communicator of their own, beside Horovod's use of MPI.
+
+    Nothing is sent before the first result is asked for. Then everything that was started goes together, in an order that
+    follows from the names: a fixed number of bytes that says how much comes, one Allgatherv of all payloads, one Allreduce
+    for each operation and type. All ranks must have started the same operations by then.
+
+    hvd: the framework's Horovod, initialized; process_set: the one that is given to hvd.DistributedOptimizer too. Made by all
+    ranks of the set together. Raises ValueError where mpi4py is missing, or Horovod does not run on MPI with threads.
+    """
+
+    def __init__(self, hvd, process_set):
+        if not hvd.mpi_enabled():
+            raise ValueError(
+                "transport=mpi needs a Horovod that runs on MPI: start with mpirun or horovodrun --mpi, or say transport=horovod"
+            )
+        try:
+            from mpi4py import MPI
+        except ImportError as error:
+            raise ValueError("transport=mpi needs mpi4py: pip install horovod-compress[mpi]") from error
+        if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+            raise ValueError("transport=mpi needs MPI with MPI_THREAD_MULTIPLE, because Horovod uses it at the same time")
+        if (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) != (hvd.rank(), hvd.size()):
+            raise ValueError("transport=mpi needs hvd.init() without a communicator: Horovod's ranks must be those of MPI_COMM_WORLD")
+        self._mpi = MPI
+        group = MPI.COMM_WORLD.group.Incl(process_set.ranks)
+        self._comm = MPI.COMM_WORLD.Create_group(group)
+        self.rank, self.size = self._comm.rank, self._comm.size
+        self._started = {}  # (operation, name): array, until it is sent
+        self._arrived = {}
+
+    def allgather(self, name, payload):
+        return self._start(("gather", name), payload)
+
+    def allreduce(self, name, array, op="sum"):
+        return self._start((op, name), array)
+
+    def _start(self, key, array):
+        self._started[key] = array
+
+        def wait():
+            if key in self._started:
+                self._exchange()
+            return self._arrived.pop(key)
+
+        return wait
+
+    def _exchange(self):
+        started = sorted(self._started.items())
+        self._started = {}
+        gathered = {name: array for (op, name), array in started if op == "gather"}
+        lengths = np.array([array.nbytes for array in gathered.values()], np.int64)
+        sent = np.concatenate([lengths.view(np.uint8), *gathered.values()])
+        totals = self._announce(started, sent.size)
+        if totals.sum() > _MOST:
+            raise ValueError(f"{totals.sum()} bytes gathered in one step are too many for MPI: say transport=horovod")
+        if gathered:
+            received = np.empty(totals.sum(), np.uint8)
+            self._comm.Allgatherv(sent, [received, totals])
+            self._hand_out(list(gathered), received, totals)
+        reduced = [(key, array) for key, array in started if key[0] != "gather"]
+        for op, dtype in sorted({(op, array.dtype.str) for (op, _), array in reduced}):
+            self._reduce(op, {key: array for key, array in reduced if (key[0], array.dtype.str) == (op, dtype)})
+
+    def _announce(self, started, size):
+        """What each rank will gather, in bytes. MismatchError, on all ranks, where they have not started the same operations."""
+        operations = [(*key, 0 if key[0] == "gather" else array.nbytes) for key, array in started]
+        mine = np.array([size, len(started), zlib.crc32(repr(operations).encode())], np.int64)
+        all_ranks = np.empty((self.size, mine.size), np.int64)
+        request, since, warned = self._comm.Iallgather(mine, all_ranks), time.monotonic(), False
+        while not request.Test():
+            waited = time.monotonic() - since
+            if waited > 1e-3:
+                time.sleep(2e-5)
+            if waited > _STALLED and not warned:
+                warned = True
+                warnings.warn(
+                    f"horovod_compress: rank {self.rank} has waited for {_STALLED:.0f} s for the others to come to {started[0][0][1]} and "
+                    "what goes with it. With transport=mpi all ranks must take the same number of steps: hvd.join() is not supported",
+                    RuntimeWarning, stacklevel=2,
+                )
+        for rank, theirs in enumerate(all_ranks):
+            if (theirs[1:] != all_ranks[0][1:]).any():
+                raise MismatchError(
+                    f"rank {rank} exchanges {theirs[1]} arrays in this step and rank 0 {all_ranks[0][1]}, or others: all ranks must "
+                    "have the same gradients in every step"
+                )
+        return all_ranks[:, 0].copy()
+
+    def _hand_out(self, names, received, totals):
+        """Joins each operation's parts in rank order."""
+        parts = {name: [] for name in names}
+        for rank_part in np.split(received, np.cumsum(totals)[:-1]):
+            lengths = rank_part[: 8 * len(names)].view(np.int64)
+            ends = 8 * len(names) + np.cumsum(lengths)
+            for name, length, end in zip(names, lengths.tolist(), ends.tolist()):
+                parts[name].append(rank_part[end - length : end])
+        for name, its in parts.items():
+            self._arrived["gather", name] = np.concatenate(its)
+
+    def _reduce(self, op, arrays):
+        operation = {"sum": self._mpi.SUM, "max": self._mpi.MAX}[op]
+        together = {key: array for key, array in arrays.items() if array.nbytes < _ALONE}
+        for key, array in arrays.items():
+            if key not in together:
+                self._comm.Allreduce(self._mpi.IN_PLACE, array, operation)
+        if together:
+            joined = np.concatenate(list(together.values()))
+            self._comm.Allreduce(self._mpi.IN_PLACE, joined, operation)
+            for array, result in zip(together.values(), np.split(joined, np.cumsum([a.size for a in together.values()])[:-1])):
+                array[...] = result
+        self._arrived.update(arrays)
