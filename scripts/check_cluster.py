@@ -62,7 +62,8 @@ def works(id, transport):
         expected = hc.simulate(id, [[told(rank, step) for rank in range(hvd.size())] for step in range(STEPS)])
         params = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
         optimizer = torch.optim.Adam(params.values())
-        spec = {"id": id, **({"transport": transport} if "transport" in hc.available()[id]["options"] else {})}
+        asked = {"transport": transport, "momentum": 0.9}  # without an SGD there is none to take over
+        spec = {"id": id, **{key: value for key, value in asked.items() if key in hc.available()[id]["options"]}}
         compression = hvdc.Compression.from_spec(spec, optimizer, params.items())
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=params.items(), compression=compression)
         for step in range(STEPS):
@@ -113,7 +114,8 @@ def costs(id, numel):
 def advise(numel):
     latency, rate = network()
     say(f"\nan allreduce of 4 bytes takes {1e3 * latency:.2f} ms; a rank sends {8e-6 * rate:.0f} Mbit/s in large ones")
-    say(f"what a step of a model with {numel / 1e6:g} million parameters would wait, computed, behind a backward that hides nothing:\n")
+    say(f"what a step of a model with {numel / 1e6:g} million parameters would wait, computed, behind a backward that hides nothing (on")
+    say("random gradients, on which adacomp, variance and strom send more than in training):\n")
     ranks, rows = hvd.size(), []
     for id, about in hc.available().items():
         sent, work = costs(id, numel)

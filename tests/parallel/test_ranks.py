@@ -115,6 +115,17 @@ def test_the_mpi_transport_under_gloo_is_a_clear_error(tmp_path):
     assert_passed(launch(tmp_path, LAUNCHERS["horovodrun-gloo"], 2, ["mpi_needs_mpi"], timeout=90), "mpi_needs_mpi", 2)
 
 
+@pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
+def test_check_cluster(launcher):
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    command = [*LAUNCHERS[launcher].format(size=2).split(), sys.executable, HERE.parent.parent / "scripts" / "check_cluster.py", "--million", "1"]
+    job = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=240)
+    assert job.returncode == 0, job.stdout + job.stderr
+    for line in ("transport horovod: 19 of 19", "transport mpi: 19 of 19")[: 2 if launcher == "mpirun" else 1]:
+        assert line in job.stdout
+    assert "waits least" in job.stdout or "no compression pays" in job.stdout
+
+
 # -- on two hosts -----------------------------------------------------------------------------------------------------------
 
 ON_TWO_HOSTS = {
