@@ -26,8 +26,8 @@ OPTIMIZERS = {
 }
 DEFAULT = [
     *(f"sgd@0.05/{spec}" for spec in ("none", "dgc:ratio=0.001", "adacomp:min_numel=256", "maxnorm:bits=4", "multiscale:bits=2+6")),
-    *(f"sgd@0.02/{spec}" for spec in ("none", "multiscale:bits=2+6", "maxnorm:bits=2")),
-    *(f"sgd@0.02/{spec},norm=l2" for spec in ("multiscale:bits=2+6", "maxnorm:bits=2")),
+    *(f"sgd@0.01/{spec}" for spec in ("none", "multiscale:bits=2+6", "maxnorm:bits=2")),
+    *(f"sgd@0.01/{spec},norm=l2" for spec in ("multiscale:bits=2+6", "maxnorm:bits=2")),
     *(f"adam@0.001/{spec}" for spec in ("none", "variance:alpha=1.5", "variance:alpha=2")),
 ]
 BATCH = 64  # images a rank and step
