@@ -57,7 +57,8 @@ def worker(options):
     torch.set_num_threads(1)
     shapes = MODELS[options.model]() if options.model in MODELS else {f"t{i}": (250, 100) for i in range(1000)}
     if options.gradients:
-        steps = tiled(load_gradients(f"{options.gradients}.{hvd.rank()}.npz"), shapes)
+        recorded = load_gradients(f"{options.gradients}.{hvd.rank()}.npz")
+        steps = tiled(recorded[: WARMUP + options.steps], shapes)
     else:
         steps = random_gradients(shapes, hvd.rank())
     gradients = [{name: torch.from_numpy(array) for name, array in step.items()} for step in steps]
@@ -89,11 +90,13 @@ def backward_of(torch):
 
 
 def measure(hvd, torch, spec, shapes, gradients, most):
-    """{seconds: median step of the slowest rank; bytes, encode, exchange, decode: of a step; peak: bytes of memory}."""
+    """{seconds: median step of the slowest rank; bytes, encode, exchange, decode: of a step; peak: bytes of memory that came on
+    top}. What is sent by what adapts (adacomp, variance, strom) is that of a training's start, where no residual has gathered yet."""
     import horovod_compress.torch as hvdc
 
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak counts from now on
+    already = memory("VmRSS")
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes.values()])
     named = list(zip(shapes, model))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
@@ -129,9 +132,14 @@ def measure(hvd, torch, spec, shapes, gradients, most):
         result["bytes"] = (after["bytes_sent"] - before["bytes_sent"]) / len(all_ranks)
         for part in ("encode", "exchange", "decode"):
             result[part] = (after[f"{part}_seconds"] - before[f"{part}_seconds"]) / len(all_ranks)
-    with open("/proc/self/status") as file:
-        result["peak"] = next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+    result["peak"] = memory("VmHWM") - already
     return result
+
+
+def memory(kind):
+    """Bytes of this process's memory, as /proc/self/status counts them."""
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith(kind))
 
 
 # -- the driver -------------------------------------------------------------------------------------------------------------
@@ -187,6 +195,8 @@ def main():
     parser.add_argument("--plot", type=pathlib.Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.ranks < 2 or options.ranks % 2:
+        parser.error("--ranks: an even number, half of them on each host")
     if options.worker:
         return worker(options)
     from two_hosts import TwoHosts

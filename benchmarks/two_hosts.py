@@ -49,6 +49,12 @@ class TwoHosts:
         self._spaces = {host: f"hvdc-{os.getpid()}-{next(_numbers)}-{host}" for host in HOSTS}
 
     def __enter__(self):
+        try:
+            return self._made()
+        except subprocess.CalledProcessError as error:
+            raise RuntimeError(f"two hosts cannot be made here: {error}") from error
+
+    def _made(self):
         with contextlib.ExitStack() as stack:
             self._folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
             self._make_keys()

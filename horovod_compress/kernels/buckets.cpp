@@ -246,11 +246,12 @@ py::tuple encode_buckets(Floats& grad, int steps, std::size_t bucket, bool l2, f
             std::memset(g, 0, shape.n * sizeof *g);
             size = at_codes;
         }
-        // A level takes 3 bits at least, and 2·log2 more of the mean gap: not worth counting where that is too much already.
-        const double least = count ? count * (3 + std::log2(static_cast<double>(shape.n) / count)) / 8 : 0;
-        if (finite && least < limit * (size - at_widths)) {
-            const auto stream = to_elias(shape, out + at_widths, out + at_codes, static_cast<std::uint32_t>(count),
-                                         static_cast<std::size_t>(limit * (size - at_widths)));
+        // Counting the bits takes longer than all the rest: below a limit of 1 only where an estimate is promising, 3 bits a level and
+        // log2 of the mean gap.
+        const double estimate = count && limit < 1 ? count * (3 + std::log2(static_cast<double>(shape.n) / count)) / 8 : 0;
+        const std::size_t most_bytes = std::min(size - at_widths, static_cast<std::size_t>(limit * (size - at_widths)));
+        if (finite && estimate < limit * (size - at_widths)) {
+            const auto stream = to_elias(shape, out + at_widths, out + at_codes, static_cast<std::uint32_t>(count), most_bytes);
             if (!stream.empty()) {
                 out[0] = elias;
                 std::memcpy(out + at_widths, stream.data(), stream.size());

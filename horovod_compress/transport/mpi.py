@@ -43,6 +43,8 @@ class MPITransport(Transport):
         self.rank, self.size = self._comm.rank, self._comm.size
         self._started = {}  # (operation, name): array, until it is sent
         self._arrived = {}
+        self._announcing = None  # what MPI may still write to
+        self._broken = False
 
     def allgather(self, name, payload):
         return self._start(("gather", name), payload)
@@ -51,18 +53,30 @@ class MPITransport(Transport):
         return self._start((op, name), array)
 
     def _start(self, key, array):
+        self._arrived.pop(key, None)  # of a step that was abandoned
         self._started[key] = array
 
         def wait():
             if key in self._started:
                 self._exchange()
+            if key not in self._arrived:
+                raise RuntimeError(f"{key[1]}: the exchange that it belonged to has failed")
             return self._arrived.pop(key)
 
         return wait
 
     def _exchange(self):
-        started = sorted(self._started.items())
-        self._started = {}
+        if self._broken:
+            raise RuntimeError("an exchange over MPI was interrupted: this rank is no longer in step with the others, start again")
+        started, self._started = sorted(self._started.items()), {}
+        try:
+            self._carry(started)
+        except BaseException as error:
+            self._arrived.clear()
+            self._broken = not isinstance(error, (MismatchError, ValueError))  # those come on all ranks alike
+            raise
+
+    def _carry(self, started):
         gathered = {name: array for (op, name), array in started if op == "gather"}
         lengths = np.array([array.nbytes for array in gathered.values()], np.int64)
         sent = np.concatenate([lengths.view(np.uint8), *gathered.values()])
@@ -83,6 +97,7 @@ class MPITransport(Transport):
         mine = np.array([size, len(started), zlib.crc32(repr(operations).encode())], np.int64)
         all_ranks = np.empty((self.size, mine.size), np.int64)
         request, since, warned = self._comm.Iallgather(mine, all_ranks), time.monotonic(), False
+        self._announcing = request, mine, all_ranks
         while not request.Test():
             waited = time.monotonic() - since
             if waited > 1e-3:

@@ -982,11 +982,10 @@ def reduced(spec, steps=4, process_set=hvd.global_process_set):
 
 @case(2, 3)
 def mpi_gives_what_horovod_gives():
-    for id, about in available().items():
-        if "transport" not in about["options"]:
-            continue
+    moved = [id for id, about in available().items() if "transport" in about["options"]]
+    for id in moved if hvd.size() == 2 else ("dgc", "multiscale", "powersgd"):
         (expected, other), (found, compression) = (
-            reduced({"id": id, "min_numel": 0, "transport": transport}) for transport in ("horovod", "mpi")
+            reduced({"id": id, "min_numel": 0, "transport": transport}, steps=2) for transport in ("horovod", "mpi")
         )
         # Floats that are summed in another order differ in the last bits.
         tolerance = 1e-5 if id in ("globalrandk", "powersgd") and hvd.size() > 2 else 0
@@ -1006,8 +1005,7 @@ def mpi_in_a_process_set():
 
 
 @case(2)
-def mpi_transport_trains_resumes_and_loses_nothing():
-    """What goes wrong on one rank is an error on all of them; training goes on afterwards, and two compressions stand side by side."""
+def mpi_transport_with_two_compressions_and_a_step_that_is_not_finite():
     models = [model_of(seed=seed) for seed in (0, 1)]
     optimizers = [sgd(model) for model in models]
     compressions = [
@@ -1015,14 +1013,17 @@ def mpi_transport_trains_resumes_and_loses_nothing():
         for spec, optimizer, model in zip(("dgc:ratio=0.05,transport=mpi", "maxnorm:transport=mpi"), optimizers, models)
     ]
     wrapped = [wrap(*each) for each in zip(models, optimizers, compressions)]
-    for _ in range(3):
-        for model, optimizer in zip(models, wrapped):
+    for round in range(3):
+        for model, optimizer, compression in zip(models, wrapped, compressions):
             train(model, optimizer, batches(4))
             assert_replicas_identical(model)
-    state = compressions[0].state_dict()
-    compressions[0].load_state_dict(state)
-    train(models[0], wrapped[0], batches(2))
-    assert_replicas_identical(models[0])
+            before = flat(model)
+            x, y = next(batches(1))
+            model.zero_grad()
+            (nn.functional.cross_entropy(model(x), y) * (float("nan") if hvd.rank() == 1 else 1)).backward()
+            optimizer.synchronize()
+            assert any(torch.isnan(p.grad).any() for p in model.parameters() if p.requires_grad)
+            assert compression.stats()["steps_undone"] == round + 1 and (flat(model) == before).all()
 
 
 @case(2)
@@ -1037,8 +1038,9 @@ def mpi_ranks_that_exchange_different_things_get_an_error():
 @case()
 def mpi_needs_mpi():
     """Under Gloo, by name."""
+    model = model_of()
     with raises(ValueError, "transport=mpi needs a Horovod that runs on MPI"):
-        compressed(model_of(), sgd(model_of()), 1, "dgc:transport=mpi")
+        compressed(model, sgd(model), 1, "dgc:transport=mpi")
 
 
 @case()

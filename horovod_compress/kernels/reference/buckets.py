@@ -44,10 +44,13 @@ def encode_buckets(grad, steps, bucket, l2, limit, key, spare=None):
         levels[b * bucket : b * bucket + len(x)] = its
     grad.fill(0)
     fixed = np.concatenate([np.empty(0, np.uint32), *packed])
+    count, whole = np.count_nonzero(levels), len(widths) + fixed.nbytes
+    estimate = count * (3 + np.log2(n / count)) / 8 if count and limit < 1 else 0  # native code counts where it is promising only
     bits = _elias(levels) if limit else ""
-    if finite and 4 + (len(bits) + 7) // 8 < int(np.float32(limit) * np.float32(len(widths) + fixed.nbytes)):
+    most = min(whole, int(np.float32(limit) * np.float32(whole)))
+    if finite and estimate < np.float32(limit) * np.float32(whole) and 4 + (len(bits) + 7) // 8 < most:
         stream = np.packbits(np.frombuffer(bits.encode(), np.uint8) - ord("0"), bitorder="little")
-        body = new_body(bytes([_ELIAS]), norms, struct.pack("<I", np.count_nonzero(levels)), stream)
+        body = new_body(bytes([_ELIAS]), norms, struct.pack("<I", count), stream)
     else:
         body = new_body(bytes([_FIXED]), norms, widths, fixed)
     return body, len(body), n, finite
