@@ -991,7 +991,7 @@ def mpi_gives_what_horovod_gives():
         tolerance = 1e-5 if id in ("globalrandk", "powersgd") and hvd.size() > 2 else 0
         assert (found - expected).abs().max() <= tolerance * expected.abs().max(), f"{id} differs by {(found - expected).abs().max()}"
         assert compression.stats()["bytes_sent"] == other.stats()["bytes_sent"], id
-        assert (found == hvd.broadcast(found, 0)).all(), f"{id}: replicas differ"
+        assert (found == hvd.broadcast(found, 0, name=f"of the first rank {id}")).all(), f"{id}: replicas differ"
 
 
 @case(3)
@@ -1046,14 +1046,14 @@ def mpi_needs_mpi():
 @case()
 def on_two_hosts():
     """By name: the ranks are on two hosts, and both roads work there, on both transports."""
-    names = hvd.allgather_object(socket.gethostname())
+    names = hvd.allgather_object(socket.gethostname(), name="hosts")
     assert sorted(set(names)) == ["a", "b"] and names.count("a") == names.count("b"), names
     for spec in ("dgc:min_numel=0,momentum=0.9", "maxnorm:min_numel=0"):
         expected, _ = reduced(spec)
         if hvd.mpi_enabled():
             found, _ = reduced(f"{spec},transport=mpi")
             assert (found == expected).all(), spec
-        assert (expected == hvd.broadcast(expected, 0)).all(), spec
+        assert (expected == hvd.broadcast(expected, 0, name=f"of the first rank {spec}")).all(), spec
 
 
 @case()
