@@ -885,32 +885,27 @@ def one_rank_is_not_hooked():
     assert not nn.modules.module._global_forward_hooks and compression.stats()["steps"] == 0
 
 
+def assert_join_is_refused(spec, words):
+    model = model_of()
+    optimizer = sgd(model)
+    wrapped = wrap(model, optimizer, hvdc.Compression.from_spec(spec, optimizer, model.named_parameters()))
+    train(model, wrapped, batches(2))
+    if hvd.rank() == 0:
+        with raises(RuntimeError, words):
+            train(model, wrapped, batches(1))
+    hvd.join()
+
+
 @case()
 def join_is_refused():
     """Asked for by name, in a job of its own: the ranks do not leave it together."""
-    model = model_of()
-    optimizer = sgd(model)
-    compression = hvdc.Compression.dgc(optimizer, model.named_parameters())
-    wrapped = wrap(model, optimizer, compression)
-    train(model, wrapped, batches(2))
-    if hvd.rank() == 0:
-        with raises(RuntimeError, "hvd.join() works with Horovod's own reductions only"):
-            train(model, wrapped, batches(1))
-    hvd.join()
+    assert_join_is_refused("dgc", "hvd.join() works with Horovod's own reductions only")
 
 
 @case()
 def join_is_refused_with_sums():
     """The same for payloads that an allreduce adds up: without the ranks that have joined their sums would be too small."""
-    model = model_of()
-    optimizer = sgd(model)
-    compression = hvdc.Compression.maxnorm(optimizer, model.named_parameters())
-    wrapped = wrap(model, optimizer, compression)
-    train(model, wrapped, batches(2))
-    if hvd.rank() == 0:
-        with raises(RuntimeError, "1 of 2 ranks have called hvd.join()"):
-            train(model, wrapped, batches(1))
-    hvd.join()
+    assert_join_is_refused("maxnorm", "1 of 2 ranks have called hvd.join()")
 
 
 # -- every algorithm ----------------------------------------------------------------------------------------------------

@@ -57,9 +57,8 @@ def encode_buckets(grad, steps, bucket, l2, limit, key, spare=None):
 
 
 def add_buckets(out, body, steps, bucket, scale):
-    """out += scale · norm/steps · levels, in place; returns whether out is finite. ValueError, and nothing changed, for a
-    body that
-    encode_buckets cannot have made."""
+    """out += scale · norm/steps · levels, in place; returns whether out is finite. ValueError, and nothing changed,
+    for a body that encode_buckets cannot have made."""
     n = len(out)
     bucket = min(bucket, max(n, 1))
     at = 1 + 4 * -(-n // bucket)
