@@ -1,30 +1,25 @@
 #!/usr/bin/env python3
 """Step time of backward and optimizer at the gradient shapes of known networks, on two hosts joined by links of several speeds.
 
-    .venv/bin/python benchmarks/step_time.py [--model resnet50] [--rates 100mbit 1gbit 10gbit none] [--ranks 2] [SPEC ...]
+    .venv/bin/python benchmarks/step_time.py [--model resnet50] [--rates 100mbit 1gbit 10gbit none] [--ranks 2 ...] [SPEC ...]
 
-Needs root (see two_hosts.py). For every rate one job measures, one after the other: `floor`, a step without any exchange; `none` and
-`fp16`, Horovod's own; and the specs. Backward only writes the gradients, so what is measured is the exchange, and what of it does
-not hide behind a backward that computes nothing. Prints a table in Markdown; --json writes all figures, --plot draws them.
+Needs root (see two_hosts.py). For every rate and number of ranks, each in a job of its own: `floor`, a step without any exchange;
+`none` and `fp16`, Horovod's own; and the specs. Backward only writes the gradients, so what is measured is the exchange, and what of
+it does not hide behind a backward that computes nothing. Prints tables in Markdown; --json writes all figures, --plot draws them.
 """
 import argparse
-import gc
 import json
 import pathlib
+import resource
 import statistics
 import sys
-import tempfile
 import time
 
 import numpy as np
+from two_hosts import LAUNCHERS, TwoHosts
 
-HERE = pathlib.Path(__file__).parent
 DEFAULT = ["dgc:ratio=0.001"]
 OWN = ("floor", "none", "fp16")
-LAUNCHERS = {
-    "gloo": "horovodrun --gloo -np {ranks} -H {hosts} --network-interfaces eth0",
-    "mpi": "mpirun -np {ranks} -H {hosts}",
-}
 WARMUP = 3
 SECONDS = 30  # after which a slow configuration has been measured for long enough
 LEAST = 3  # steps, however slow
@@ -63,14 +58,9 @@ def worker(options):
         steps = random_gradients(shapes, hvd.rank())
     gradients = [{name: torch.from_numpy(array) for name, array in step.items()} for step in steps]
     del steps
-    for spec in [*OWN, *options.specs]:
-        result = measure(hvd, torch, spec, shapes, gradients, options.steps)
-        gc.collect()
-        if hvd.rank() == 0:
-            with open(options.worker, "a") as file:
-                print(json.dumps({"spec": spec, **result}), file=file)
-            print(f"{options.model} {spec}: {1e3 * result['seconds']:.1f} ms", file=sys.stderr, flush=True)
-        hvd.barrier()
+    result = measure(hvd, torch, options.specs[0], shapes, gradients, options.steps)
+    if hvd.rank() == 0:
+        pathlib.Path(options.worker).write_text(json.dumps(result))
 
 
 def backward_of(torch):
@@ -84,13 +74,16 @@ def backward_of(torch):
 
         @staticmethod
         def backward(ctx, _):
-            return ctx.gradient.clone(), None
+            return ctx.gradient, None
 
     return Told.apply
 
 
 def measure(hvd, torch, spec, shapes, gradients, most):
-    """{seconds: median step of the slowest rank; bytes, encode, exchange, decode: of a step}. What is sent by what adapts (adacomp, variance, strom) is that of a training's start, where no residual has gathered yet."""
+    """{seconds: median step of the slowest rank; bytes, encode, exchange, decode: of a step; peak: bytes of memory of the largest rank}.
+
+    What is sent by what adapts (adacomp, variance, strom) is that of a training's start, where no residual has gathered yet.
+    """
     import horovod_compress.torch as hvdc
 
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes.values()])
@@ -103,12 +96,15 @@ def measure(hvd, torch, spec, shapes, gradients, most):
     if compression:
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
     apply, seconds, before, steps = backward_of(torch), [], None, WARMUP + most
+    for param in model:
+        param.grad = torch.zeros_like(param)
     step = 0
     while step < steps:
         if step == WARMUP and ours:
             before = compression.stats()
         told = gradients[step % len(gradients)]
-        optimizer.zero_grad()
+        for param in model:  # not None: new memory in every step would take longer than all the rest, and never equally long
+            param.grad.zero_()
         loss = sum(apply(param, told[name]) for name, param in named)
         if compression:
             hvd.barrier()
@@ -123,6 +119,7 @@ def measure(hvd, torch, spec, shapes, gradients, most):
     all_ranks = hvd.allreduce(torch.tensor(seconds[WARMUP:]), op=hvd.Max, name="seconds").tolist()
     numel = sum(p.numel() for p in model)
     result = {"seconds": statistics.median(all_ranks), "steps": len(all_ranks), "bytes": {"floor": 0, "fp16": 2 * numel}.get(spec, 4 * numel)}
+    result["peak"] = 1024 * hvd.allreduce(torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss), op=hvd.Max, name="peak").item()
     if ours:
         after = compression.stats()
         result["bytes"] = (after["bytes_sent"] - before["bytes_sent"]) / len(all_ranks)
@@ -134,19 +131,19 @@ def measure(hvd, torch, spec, shapes, gradients, most):
 # -- the driver -------------------------------------------------------------------------------------------------------------
 
 
-def table(results, model, ranks):
-    """Markdown of {rate: {spec: figures}}."""
+def table(results, model):
+    """Markdown of {(rate, ranks): {spec: figures}}."""
     lines = []
-    for rate, found in results.items():
+    for (rate, ranks), found in results.items():
         lines += [f"\n{model}, {ranks} ranks on two hosts, link {rate}\n"]
-        lines += ["| spec | step ms | of none | of fp16 | over the floor, ms | MB a step | encode ms | wait ms | decode ms |"]
-        lines += ["|---|" + "---:|" * 8]
+        lines += ["| spec | step ms | of none | of fp16 | over the floor, ms | MB a step | encode ms | wait ms | decode ms | peak memory, MB over none |"]
+        lines += ["|---|" + "---:|" * 9]
         for spec, figures in found.items():
             ms, floor = 1e3 * figures["seconds"], 1e3 * found["floor"]["seconds"]
             parts = [f"{1e3 * figures[part]:.1f}" if part in figures else "" for part in ("encode", "exchange", "decode")]
             row = [
                 spec, f"{ms:.1f}", *(f"{figures['seconds'] / found[own]['seconds']:.3f}" for own in ("none", "fp16")), f"{ms - floor:.1f}",
-                f"{figures['bytes'] / 1e6:.2f}", *parts,
+                f"{figures['bytes'] / 1e6:.2f}", *parts, f"{(figures['peak'] - found['none']['peak']) / 1e6:+.0f}",
             ]
             lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
@@ -163,7 +160,7 @@ def plot(results, path, title):
     for i, spec in enumerate(specs):
         at = [j + (i - len(specs) / 2) * 0.8 / len(specs) for j in range(len(results))]
         axes.bar(at, [found[spec]["seconds"] for found in results.values()], 0.8 / len(specs), label=spec, align="edge")
-    axes.set_xticks(range(len(results)), list(results))
+    axes.set_xticks(range(len(results)), [f"{rate}\n{ranks} ranks" for rate, ranks in results])
     axes.set_yscale("log")
     axes.set_ylabel("seconds a step")
     axes.set_title(title)
@@ -176,7 +173,7 @@ def main():
     parser.add_argument("specs", nargs="*", default=DEFAULT, metavar="SPEC", help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument("--model", default="resnet50", help="resnet50, vgg16, lstm, bert, or thousand: 1000 tensors of 25 000 floats")
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "10gbit", "none"], help="of the link; none: as fast as it goes")
-    parser.add_argument("--ranks", type=int, default=2, help="half of them on each host (default: 2)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="half of them on each host (default: 2)")
     parser.add_argument("--steps", type=int, default=10, help=f"at most; {LEAST} where one takes long (default: 10)")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="gloo", help="what Horovod runs on (default: gloo)")
     parser.add_argument("--gradients", help="of record_gradients.py, tiled to the shapes, instead of random ones")
@@ -184,28 +181,26 @@ def main():
     parser.add_argument("--plot", type=pathlib.Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.ranks < 2 or options.ranks % 2:
+    if any(ranks < 2 or ranks % 2 for ranks in options.ranks):
         parser.error("--ranks: an even number, half of them on each host")
     if options.worker:
         return worker(options)
-    from two_hosts import TwoHosts
-
     results = {}
-    arguments = ["--model", options.model, "--steps", options.steps, *(("--gradients", options.gradients) if options.gradients else ())]
+    given = ["--model", options.model, "--steps", options.steps, *(["--gradients", options.gradients] if options.gradients else [])]
     for rate in options.rates:
-        with TwoHosts(None if rate == "none" else rate) as hosts, tempfile.NamedTemporaryFile("r") as found:
-            launcher = LAUNCHERS[options.launcher].format(ranks=options.ranks, hosts=f"a:{options.ranks // 2},b:{options.ranks // 2}")
-            job = [*launcher.split(), sys.executable, HERE / "step_time.py", "--worker", found.name, *arguments, *options.specs]
-            if hosts.run("a", job).returncode:
-                sys.exit(f"the job failed on a link of {rate}")
-            measured = [json.loads(line) for line in found]
-        results["unshaped" if rate == "none" else rate] = {figures.pop("spec"): figures for figures in measured}
-    print(table(results, options.model, options.ranks))
+        with TwoHosts(None if rate == "none" else rate) as hosts:
+            for ranks in options.ranks:
+                found = results["unshaped" if rate == "none" else rate, ranks] = {}
+                for spec in [*OWN, *options.specs]:
+                    found[spec] = hosts.measure(options.launcher, ranks, __file__, [*given, spec])
+                    print(f"{rate}, {ranks} ranks, {spec}: {1e3 * found[spec]['seconds']:.1f} ms", file=sys.stderr, flush=True)
+    print(table(results, options.model))
     if options.json:
-        about = {key: getattr(options, key) for key in ("model", "ranks", "launcher", "gradients")}
-        options.json.write_text(json.dumps({**about, "links": results}, indent=1))
+        about = {key: getattr(options, key) for key in ("model", "launcher", "gradients")}
+        runs = [{"link": rate, "ranks": ranks, "specs": found} for (rate, ranks), found in results.items()]
+        options.json.write_text(json.dumps({**about, "runs": runs}, indent=1))
     if options.plot:
-        plot(results, options.plot, f"{options.model}, {options.ranks} ranks on two hosts, {options.launcher}")
+        plot(results, options.plot, f"{options.model} on two hosts, {options.launcher}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ everything is taken down at the end. Needs iproute2 and openssh-server.
 import argparse
 import contextlib
 import itertools
+import json
 import os
 import pathlib
 import shlex
@@ -21,6 +22,10 @@ import tempfile
 import time
 
 HOSTS = {"a": "10.213.77.1", "b": "10.213.77.2"}
+LAUNCHERS = {
+    "gloo": "horovodrun --gloo -np {ranks} -H {hosts} --network-interfaces eth0",
+    "mpi": "mpirun -np {ranks} -H {hosts}",
+}
 _numbers = itertools.count()
 _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -28,6 +33,9 @@ _OPEN_MPI = {
     "OMPI_MCA_btl": "tcp,vader,self",
     "OMPI_MCA_btl_tcp_if_include": "eth0",
     "OMPI_MCA_oob_tcp_if_include": "eth0",
+    "OMPI_MCA_oob_tcp_keepalive_time": "5",  # seconds until it looks whether a silent host is still there, else 300
+    "OMPI_MCA_oob_tcp_keepalive_intvl": "1",
+    "OMPI_MCA_oob_tcp_keepalive_probes": "3",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",  # else the first rank of each host is bound to the same core
 }
@@ -81,12 +89,25 @@ class TwoHosts:
     @property
     def environment(self):
         """What commands should find in their environment, so that ssh and Open MPI work between the hosts."""
-        path = os.pathsep.join([str(self._folder), os.environ["PATH"]])
+        path = os.pathsep.join([str(self._folder), os.path.dirname(sys.executable), os.environ["PATH"]])  # horovodrun is beside Python
         return {**os.environ, **_OPEN_MPI, "PATH": path}
 
     def run(self, host, argv, **options):
         """subprocess.run of argv on a host."""
         return subprocess.run(self.command(host, argv), env=self.environment, **options)
+
+    def measure(self, launcher, ranks, script, arguments):
+        """What `script` measures in a job of its own, half of the ranks on each host: it writes JSON to the file that --worker names.
+
+        Exits, with all that the job said, where it fails.
+        """
+        command = LAUNCHERS[launcher].format(ranks=ranks, hosts=",".join(f"{host}:{ranks // 2}" for host in HOSTS))
+        with tempfile.NamedTemporaryFile("r") as found:
+            job = [*command.split(), sys.executable, script, "--worker", found.name, *arguments]
+            done = self.run("a", job, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            if done.returncode:
+                sys.exit(f"{done.stdout.decode(errors='replace')}\nfailed: {shlex.join(map(str, job))}")
+            return json.load(found)
 
     def cut(self, host):
         """Takes a host off the link."""

@@ -1056,7 +1056,8 @@ def trains_until_cut_off():
     """By name: a host goes away meanwhile."""
     model = model_of()
     optimizer = sgd(model)
-    wrapped = wrap(model, optimizer, hvdc.Compression.dgc(optimizer, model.named_parameters()))
+    transport = "mpi" if hvd.mpi_enabled() else "horovod"
+    wrapped = wrap(model, optimizer, hvdc.Compression.dgc(optimizer, model.named_parameters(), transport=transport))
     for step in range(10**6):
         train(model, wrapped, batches(1))
         if step == 10:
