@@ -36,6 +36,7 @@ _OPEN_MPI = {
     "OMPI_MCA_oob_tcp_keepalive_time": "5",  # seconds until it looks whether a silent host is still there, else 300
     "OMPI_MCA_oob_tcp_keepalive_intvl": "1",
     "OMPI_MCA_oob_tcp_keepalive_probes": "3",
+    "OMPI_MCA_mpi_yield_when_idle": "1",  # both hosts are on the same cores
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",  # else the first rank of each host is bound to the same core
 }

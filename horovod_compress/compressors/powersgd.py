@@ -10,6 +10,9 @@ from .options import Count, Number, option
 from .selective import SelectiveCompressor
 
 
+_MOST = 2.0**126  # a bound on the result's elements from which they may not be finite
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class PowerSGD(SelectiveCompressor):
     """Approximates each matrix M = residual + g by P·Qᵀ of low rank, found by one power iteration a step from the last step's Q.
@@ -37,60 +40,53 @@ class PowerSGD(SelectiveCompressor):
     def init(self, name, shape):
         n, m = _matrix(shape)
         rank = min(self.rank, n, m)
-        q = np.random.default_rng(self.key("start", name)).standard_normal((m, rank), np.float32)
-        return State(name, {"residual": zeros(n * m), "q": q.reshape(-1)}, scratch={"shape": (n, m, rank)})
+        q = np.random.default_rng(self.key("start", name)).standard_normal(rank * m, np.float32)
+        factors = {"p": zeros(rank * n), "next": zeros(rank * m)}
+        return State(name, {"residual": zeros(n * m), "q": q}, scratch={"rank": rank, **factors})
 
     def encode(self, grad, state, step):
         if step.index < self.start_step:
             return Dense(grad)
-        n, m, rank = state.scratch["shape"]
-        matrix = state.arrays["residual"].reshape(n, m)
-        _, finite = kernels.accumulate(grad, None, state.arrays["residual"], 0.0, False, 1.0, 0, 0, 0)
-        q = state.arrays["q"].reshape(m, rank)
-        lost = ~q.any(axis=0)  # such a column would stay zero, and its direction unused
+        rank, p, q = (state.scratch[key] for key in ("rank", "p", "next"))
+        residual, last = state.arrays["residual"], state.arrays["q"].reshape(rank, -1)
+        lost = ~last.any(axis=1)  # such a vector would stay zero, and its direction unused
         if lost.any():
-            fresh = np.random.default_rng(self.key("fresh", state.name, step.index)).standard_normal((m, rank), np.float32)
-            q[:, lost] = fresh[:, lost]
-        p = matrix @ q
-        if not finite:
+            fresh = np.random.default_rng(self.key("fresh", state.name, step.index)).standard_normal(last.shape, np.float32)
+            last[lost] = fresh[lost]
+        if not kernels.project(grad, residual, state.arrays["q"], p, rank):
             p.fill(np.nan)  # the sum says so to all ranks
-        p = yield Summed(p.reshape(-1))
+        yield Summed(p)
         if np.isfinite(p).all():
-            p = np.linalg.qr(p.reshape(n, rank))[0]
-        state.scratch["p"], state.scratch["size"] = p.reshape(n, rank), step.size
-        return Summed((matrix.T @ state.scratch["p"]).reshape(-1))
+            kernels.orthonormalize(p, rank)
+        kernels.project_back(residual, p, q, rank)
+        state.scratch["size"] = step.size
+        return Summed(q)
 
     def decode(self, payload, out, state, scale):
         if isinstance(payload, Dense):
             return super().decode(payload, out, state, scale)
-        n, m, rank = state.scratch["shape"]
-        p, q = state.scratch["p"], payload.array / np.float32(state.scratch["size"])
-        np.matmul(p, q.reshape(m, rank).T, out=out.reshape(n, m))
-        largest = kernels.largest(out)
-        if not largest < np.inf:
+        rank, size, p = (state.scratch[key] for key in ("rank", "size", "p"))
+        q = np.divide(payload.array, np.float32(size), out=payload.array)
+        largest = np.abs(p.reshape(rank, -1)).max(axis=1) @ np.abs(q.reshape(rank, -1)).max(axis=1).astype(np.float64)
+        if not largest * max(1.0, abs(scale * size)) < _MOST:
             out.fill(np.nan)
             return False
-        residual = state.arrays["residual"]
-        residual -= out
-        if largest > 2.0**100:  # rounding alone must not take it to where nothing can be added any more
-            np.clip(residual, -(2.0**109), 2.0**109, out=residual)
+        kernels.subtract_product(state.arrays["residual"], p, q, out, rank, scale * size)
         state.taken = p, q
-        out *= np.float32(scale * state.scratch["size"])
-        return kernels.largest(out) < np.inf
+        return True
 
     def commit(self, state):
         if state.taken is not None:
-            q = state.taken[1]
+            _, q = state.taken
             largest = np.abs(q).max()
-            if largest > 0:  # the length of its columns does not matter, and would overflow sooner or later
-                state.arrays["q"][...] = q / largest
+            if largest > 0:  # the length of its vectors does not matter, and would overflow sooner or later
+                np.divide(q, largest, out=state.arrays["q"])
         state.taken = None
 
     def rollback(self, state):
         if state.taken is not None:
-            n, m, rank = state.scratch["shape"]
-            p, q = state.taken
-            state.arrays["residual"] += (p @ q.reshape(m, rank).T).reshape(-1)
+            p, q = (vectors.reshape(state.scratch["rank"], -1) for vectors in state.taken)
+            state.arrays["residual"] += (p.T @ q).reshape(-1)
         state.taken = None
 
 

@@ -86,5 +86,6 @@ void bind_quantization(py::module_& m);
 void bind_selection(py::module_& m);
 void bind_sparse(py::module_& m);
 void bind_dense(py::module_& m);
+void bind_lowrank(py::module_& m);
 
 }  // namespace hc

@@ -12,4 +12,5 @@ PYBIND11_MODULE(native, m) {
     hc::bind_selection(m);
     hc::bind_sparse(m);
     hc::bind_dense(m);
+    hc::bind_lowrank(m);
 }

@@ -245,7 +245,9 @@ def vote(a):
     return dict(words=a.words(a.size, width, 0, more=1), out=a.finite(), width=width, size=size, unit=a.scale())
 
 
-ELSEWHERE = {"HEADROOM", "accumulate", "encode_sparse", "spread"}  # have a choice, of what they send or how they round
+ELSEWHERE = {  # have a choice, of what they send or how they round
+    "HEADROOM", "accumulate", "encode_sparse", "orthonormalize", "project", "project_back", "spread", "subtract_product",
+}
 KERNELS = [name for name in reference.__all__ if name not in ELSEWHERE]
 
 
@@ -348,6 +350,47 @@ def test_adacomp_agrees_to_rounding(data):
     np.testing.assert_array_equal(indices, expected_indices)
     np.testing.assert_allclose(values, expected_values, rtol=1e-6)
     np.testing.assert_allclose(mine, its, rtol=1e-6, atol=1e-6 * np.abs(expected_values).max(initial=0))
+
+
+@native_only
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_products_with_few_vectors_agree_to_rounding(data):
+    a = Arguments(data)
+    n, m, rank = a.draw(st.integers(1, 40)), a.draw(st.integers(1, 70)), a.draw(st.integers(1, 9))
+    grad, residual = (a.rng.standard_normal(n * m).astype(np.float32) for _ in range(2))
+    broken = a.one_of(None, None, np.nan, np.inf, 2.0**111)
+    if broken:
+        grad[a.rng.integers(grad.size)] = broken
+    q = a.rng.standard_normal(rank * m).astype(np.float32)
+    found = []
+    for module in (kernels, reference):
+        x, p, back, out = residual.copy(), np.empty(rank * n, np.float32), np.empty(rank * m, np.float32), np.empty(n * m, np.float32)
+        finite = module.project(grad, x, q, p, rank)
+        module.project_back(x, p, back, rank)
+        moved = x.copy()
+        module.subtract_product(moved, p, back, out, rank, -0.5)
+        found.append((finite, x, p, back, moved, out))
+    assert found[0][0] == found[1][0] == (not broken)
+    for mine, its in zip(found[0][1:], found[1][1:]):
+        np.testing.assert_allclose(mine, its, atol=2e-5 * np.abs(its).max())
+
+
+@pytest.mark.parametrize("module", [kernels, reference])
+def test_orthonormalize(module):
+    """Orthonormal vectors of the same space; zeros for what lies in the space of those before it."""
+    rng = np.random.default_rng(0)
+    for unit in (1e-30, 1, 1e30):
+        vectors = rng.standard_normal((5, 40)).astype(np.float32)
+        vectors[1] = vectors[0] * (1 + 1e-3 * rng.standard_normal(40))  # nearly parallel
+        vectors[3] = 2 * vectors[0] - vectors[2]
+        p = (vectors * np.float32(unit)).reshape(-1)
+        module.orthonormalize(p, 5)
+        p = p.reshape(5, 40).astype(np.float64)
+        assert not p[3].any()
+        kept = p[[0, 1, 2, 4]]
+        np.testing.assert_allclose(kept @ kept.T, np.eye(4), atol=1e-6)
+        np.testing.assert_allclose(vectors @ kept.T @ kept, vectors, atol=1e-5)
 
 
 @native_only

@@ -437,7 +437,7 @@ def test_powersgd_follows_the_paper():
     grads = [[normal(*shape) for _ in range(ranks)] for _ in range(4)]
     run = hc.simulate(f"powersgd:rank={rank},min_rate=0,min_numel=0", [[{"t": g} for g in step] for step in grads])
     compressor = hc.get_compressor(f"powersgd:rank={rank},min_rate=0,min_numel=0")
-    q = compressor.init("t", shape).arrays["q"].reshape(30, rank).astype(np.float64)
+    q = compressor.init("t", shape).arrays["q"].reshape(rank, 30).T.astype(np.float64)
     errors = np.zeros((ranks, *shape))
     for step, mean in zip(grads, run.mean):
         matrices = np.array(step) + errors

@@ -1,0 +1,46 @@
+"""Products of a matrix M of n rows and m columns, flat, with few vectors, which lie one behind the other: P as rank × n, Q as rank × m."""
+import numpy as np
+
+from .dense import TOO_LARGE
+
+_ALL = 1e-6  # what is left of a vector that lies in the space of those before it
+
+
+def project(grad, residual, q, p, rank):
+    """residual ← residual + grad, then p ← M·Q of that as M. Returns whether all of it is finite.
+
+    An element that would be TOO_LARGE or not finite keeps its old value.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved = residual + grad
+    finite = np.abs(moved) < TOO_LARGE
+    residual[...] = np.where(finite, moved, residual)
+    vectors = q.reshape(rank, -1)
+    p.reshape(rank, -1)[...] = vectors @ residual.reshape(-1, vectors.shape[1]).T
+    return bool(finite.all())
+
+
+def project_back(residual, p, q, rank):
+    """q ← Mᵀ·P."""
+    vectors = p.reshape(rank, -1)
+    q.reshape(rank, -1)[...] = vectors @ residual.reshape(vectors.shape[1], -1)
+
+
+def subtract_product(residual, p, q, out, rank, scale):
+    """residual ← residual − P·Qᵀ, kept within ±2^109, so that rounding alone never takes it to where nothing can be added any
+    more; out ← scale·P·Qᵀ."""
+    product = (p.reshape(rank, -1).T @ q.reshape(rank, -1)).reshape(-1)
+    np.clip(residual - product, -TOO_LARGE / 2, TOO_LARGE / 2, out=residual)
+    np.multiply(product, np.float32(scale), out=out)
+
+
+def orthonormalize(p, rank):
+    """Gram-Schmidt, in place; a vector in the space of those before it, to rounding, becomes zero."""
+    vectors = p.reshape(rank, -1).astype(np.float64)
+    for k, vector in enumerate(vectors):
+        before = np.linalg.norm(vector)
+        for _ in range(2):  # once is not orthogonal enough where vectors are nearly parallel
+            vector -= vectors[:k].T @ (vectors[:k] @ vector)
+        left = np.linalg.norm(vector)
+        vector *= 1 / left if left > _ALL * before else 0
+    p[...] = vectors.reshape(-1)
