@@ -4,7 +4,7 @@
 
 #include "arrays.hpp"
 #include "bits.hpp"
-#include "random.hpp"
+#include "columns.hpp"
 
 namespace hc {
 namespace {
@@ -12,7 +12,6 @@ namespace {
 enum Coding : std::uint8_t { fixed = 0, elias = 1 };
 constexpr std::size_t kHead = 1;  // coding
 constexpr int kMaxLevels = 32767;
-constexpr std::size_t kRows = 32;  // codes of a column: of w bits each, they fill w words
 
 int log2_of(std::uint64_t n) { return 63 - __builtin_clzll(n); }
 // Gamma code of n ≥ 1: as many ones as n has bits after the first, a zero, those bits.
@@ -27,130 +26,7 @@ std::uint64_t take_gamma(BitReader& reader) {
 }
 
 int width_for(std::int32_t largest) { return largest ? log2_of(2 * static_cast<std::uint64_t>(largest)) + 1 : 0; }
-std::size_t columns_of(std::size_t count) { return (count + kRows - 1) / kRows; }
-
-// One bucket's codes, with room for whole words; reused between calls.
-thread_local std::vector<std::int32_t> codes;
-
-std::int32_t* codes_of(std::size_t count) {
-    const std::size_t room = columns_of(count) * kRows;
-    if (codes.size() < room) codes.resize(room);
-    std::fill(codes.begin() + count, codes.begin() + room, 0);
-    return codes.data();
-}
-
-struct Bucket {
-    std::uint32_t peak;     // magnitude bits of the largest element
-    std::int32_t largest;   // of the levels
-    std::uint32_t count;    // of the levels that are not 0
-    float norm;
-};
-
-// Norm and levels of a bucket, which is left zero. Its second half takes its random bits from the first, times a constant.
-HC_CLONES Bucket to_levels(float* __restrict x, std::int32_t* __restrict out, std::size_t count, std::size_t half,
-                           const Rounding& rounding, float steps, bool l2, std::uint32_t start, Key key) {
-    const Rounding round = rounding;
-    Bucket bucket{};
-    for (std::size_t j = 0; j < count; ++j) {
-        const std::uint32_t a = magnitude(x[j]);
-        bucket.peak = bucket.peak > a ? bucket.peak : a;
-    }
-    if (bucket.peak >= kInfinity) return bucket;
-    std::memcpy(&bucket.norm, &bucket.peak, 4);
-    if (l2 && bucket.peak > 0) {
-        const float down = std::ldexp(1.0f, -std::clamp(std::ilogb(bucket.norm), -120, 120));  // squares stay in range
-        double one, two;
-        scaled_sums(x, count, down, one, two);
-        bucket.norm = static_cast<float>(std::min(std::sqrt(two) / down, static_cast<double>(FLT_MAX)));
-    }
-    const int exponent = bucket.norm > 0 ? std::clamp(std::ilogb(bucket.norm), -120, 120) : 0;
-    const float before = std::ldexp(1.0f, -exponent), factor = bucket.norm > 0 ? steps / (bucket.norm * before) * round.one : 0;
-    std::int32_t largest = 0, smallest = 0;
-    std::uint32_t zeros = 0;
-    const auto level = [&](std::size_t j, std::uint32_t bits) HC_HOT {
-        const std::int32_t code = round(x[j] * before * factor, bits);
-        largest = largest > code ? largest : code;
-        smallest = smallest < code ? smallest : code;
-        zeros += code == 0;
-        out[j] = code;
-        x[j] = 0;
-    };
-    const std::uint32_t first = static_cast<std::uint32_t>(std::min(half, count)), second = static_cast<std::uint32_t>(count) - first;
-    for (std::uint32_t j = 0; j < second; ++j) {
-        const std::uint32_t bits = random_bits(start + j, key);
-        level(j, bits);
-        level(half + j, bits * kSecond);
-    }
-    for (std::uint32_t j = second; j < first; ++j) level(j, random_bits(start + j, key));
-    bucket.largest = std::max(largest, -smallest);
-    bucket.count = static_cast<std::uint32_t>(count) - zeros;
-    return bucket;
-}
-
-std::int32_t offset_for(int width) { return width ? (1 << (width - 1)) - 1 : 0; }
-
-// Levels + offset, of `width` bits each: row r of column c is element r · columns + c; its bits come after those of the rows above, in
-// the column's `width` words, of which word k lies at k · columns + c.
-template <class Word>  // of one column, or of as many as there are lanes
-HC_INLINE void put_some(const std::int32_t* from, std::uint8_t* out, std::size_t columns, int width) {
-    const Word offset = Word{} + static_cast<std::uint32_t>(offset_for(width));
-    Word word{}, code;
-    int filled = 0;
-    for (std::size_t row = 0; row < kRows; ++row, from += columns) {
-        std::memcpy(&code, from, sizeof code);
-        code += offset;
-        word |= code << filled;
-        filled += width;
-        if (filled < 32) continue;
-        std::memcpy(out, &word, sizeof word);
-        out += 4 * columns;
-        filled -= 32;
-        word = code >> (width - filled);
-    }
-}
-template <class Word>
-HC_INLINE void take_some(const std::uint8_t* in, std::int32_t* to, std::size_t columns, int width) {
-    const Word offset = Word{} + static_cast<std::uint32_t>(offset_for(width)), mask = Word{} + ((1u << width) - 1);
-    Word word, code;
-    std::memcpy(&word, in, sizeof word);
-    int used = 0;
-    for (std::size_t row = 0; row < kRows; ++row, to += columns) {
-        code = word >> used;
-        used += width;
-        if (used >= 32 && row + 1 < kRows) {
-            in += 4 * columns;
-            std::memcpy(&word, in, sizeof word);
-            used -= 32;
-            code |= word << (width - used);
-        }
-        code = (code & mask) - offset;
-        std::memcpy(to, &code, sizeof code);
-    }
-}
-HC_CLONES void put_columns(const std::int32_t* from, std::uint8_t* out, std::size_t columns, int width) {
-    if (width == 0) return;
-    std::size_t c = 0;
-    for (; c + kLanes <= columns; c += kLanes) put_some<WordLanes>(from + c, out + 4 * c, columns, width);
-    for (; c < columns; ++c) put_some<std::uint32_t>(from + c, out + 4 * c, columns, width);
-}
-HC_CLONES void take_columns(const std::uint8_t* in, std::int32_t* to, std::size_t columns, int width) {
-    if (width == 0) {
-        std::memset(to, 0, 4 * kRows * columns);
-        return;
-    }
-    std::size_t c = 0;
-    for (; c + kLanes <= columns; c += kLanes) take_some<WordLanes>(in + 4 * c, to + c, columns, width);
-    for (; c < columns; ++c) take_some<std::uint32_t>(in + 4 * c, to + c, columns, width);
-}
-HC_CLONES std::uint32_t add_levels(const std::int32_t* __restrict from, float* __restrict to, std::size_t count, float unit) {
-    std::uint32_t peak = 0;
-    for (std::size_t j = 0; j < count; ++j) {
-        to[j] += unit * static_cast<float>(from[j]);
-        const std::uint32_t a = magnitude(to[j]);
-        peak = peak > a ? peak : a;
-    }
-    return peak;
-}
+std::uint32_t offset_for(int width) { return width ? (1u << (width - 1)) - 1 : 0; }
 
 // The shape of a tensor in buckets.
 struct Shape {
@@ -162,17 +38,108 @@ struct Shape {
         buckets = (n + bucket - 1) / bucket;
     }
     std::size_t count(std::size_t b) const { return std::min(bucket, n - b * bucket); }
-    std::size_t bytes(std::size_t b, int width) const { return 4 * columns_of(count(b)) * width; }
+    std::size_t bytes(std::size_t b, int width) const { return bytes_of(count(b), width); }
 };
 
-// work(bucket, its codes) for all buckets of a body of fixed width.
-template <class Work>
-void each_bucket(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes_at, Work work) {
+// One bucket's levels, with room for whole columns; reused between calls.
+thread_local std::vector<std::uint32_t> levels;
+
+std::uint32_t* levels_of(const Shape& shape) {
+    const std::size_t room = columns_of(shape.bucket) * kRows;
+    if (levels.size() < room) levels.resize(room);
+    return levels.data();
+}
+
+HC_INLINE void put_levels(const std::uint32_t* from, std::uint8_t* out, std::size_t count, int width) {
+    each_block(count, [&](std::size_t first, std::size_t some) HC_HOT {
+        put_block(from + first, out + bytes_of(first, width), columns_of(some), width, offset_for(width));
+    });
+}
+HC_INLINE void take_levels(const std::uint8_t* in, std::uint32_t* to, std::size_t count, int width) {
+    each_block(count, [&](std::size_t first, std::size_t some) HC_HOT {
+        take_block(in + bytes_of(first, width), to + first, columns_of(some), width, offset_for(width));
+    });
+}
+
+// The norm of a bucket whose largest magnitude is finite.
+HC_INLINE float norm_of(const float* x, std::size_t count, std::uint32_t peak, bool l2) {
+    if (!l2 || peak == 0) return float_of(peak);
+    const int exponent = exponent_of(peak);  // squares stay in range
+    double sum, squares;
+    scaled_sums(x, count, power_of_two(-exponent), sum, squares);
+    return static_cast<float>(std::min(std::sqrt(squares) * power_of_two(exponent), static_cast<double>(FLT_MAX)));
+}
+
+// What a body of fixed width is made of; its bytes end at `size`.
+struct Fixed {
+    std::uint8_t *norms, *widths, *codes;
+    std::uint64_t count = 0;  // of the levels that are not 0
+    std::size_t size = 0;     // of the codes
+    bool finite = true;
+};
+HC_CLONES void to_fixed(float* __restrict g, const Shape& shape, const Rounding& rounding, float steps, bool l2, Key key,
+                        std::uint32_t* __restrict its, Fixed& body) {
+    const Rounding round = rounding;
+    const std::size_t blocks = blocks_of(shape.bucket);
     for (std::size_t b = 0; b < shape.buckets; ++b) {
-        std::int32_t* to = codes_of(shape.count(b));
-        take_columns(codes_at, to, columns_of(shape.count(b)), widths[b]);
-        codes_at += shape.bytes(b, widths[b]);
-        work(b, to);
+        float* x = g + b * shape.bucket;
+        const std::size_t count = shape.count(b);
+        const std::uint32_t peak = peak_of(x, count);
+        body.finite = peak < kInfinity;
+        if (!body.finite) return;
+        const float norm = norm_of(x, count, peak, l2), before = power_of_two(-exponent_of(bits_of(norm)));
+        const float factor = norm > 0 ? steps / (norm * before) * round.one : 0;
+        each_block(count, [&](std::size_t first, std::size_t some) HC_HOT {
+            float* from = x + first;
+            std::uint32_t* to = its + first;
+            each_drawn(some, b * blocks + first / kBlock, key, [=](std::size_t j, std::uint32_t bits) HC_HOT {
+                to[j] = static_cast<std::uint32_t>(round(from[j] * before * factor, bits));
+                from[j] = 0;
+            });
+        });
+        std::uint32_t largest = 0, zeros = 0;
+        for (std::size_t j = 0; j < count; ++j) {
+            const std::uint32_t its_magnitude = static_cast<std::uint32_t>(std::abs(static_cast<std::int32_t>(its[j])));
+            largest = largest > its_magnitude ? largest : its_magnitude;
+            zeros += its[j] == 0;
+        }
+        const int width = width_for(static_cast<std::int32_t>(largest));
+        std::memset(its + count, 0, 4 * (columns_of(count) * kRows - count));
+        std::memcpy(body.norms + 4 * b, &norm, 4);
+        body.widths[b] = static_cast<std::uint8_t>(width);
+        put_levels(its, body.codes + body.size, count, width);
+        body.size += shape.bytes(b, width);
+        body.count += count - zeros;
+    }
+}
+
+HC_CLONES std::uint32_t add_fixed(const Shape& shape, const std::uint8_t* norms, const std::uint8_t* widths, const std::uint8_t* codes,
+                                  std::uint32_t* __restrict its, float* __restrict out, float unit) {
+    std::uint32_t peak = 0;
+    for (std::size_t b = 0; b < shape.buckets; ++b) {
+        const std::size_t count = shape.count(b);
+        float norm;
+        std::memcpy(&norm, norms + 4 * b, 4);
+        const float step = unit * norm;
+        float* to = out + b * shape.bucket;
+        take_levels(codes, its, count, widths[b]);
+        codes += shape.bytes(b, widths[b]);
+        for (std::size_t j = 0; j < count; ++j) {
+            to[j] += step * static_cast<float>(static_cast<std::int32_t>(its[j]));
+            peak = peak > magnitude(to[j]) ? peak : magnitude(to[j]);
+        }
+    }
+    return peak;
+}
+
+// work(bucket, its levels) for all buckets of a body of fixed width.
+template <class Work>
+void each_bucket(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes, Work work) {
+    std::uint32_t* to = levels_of(shape);
+    for (std::size_t b = 0; b < shape.buckets; ++b) {
+        take_levels(codes, to, shape.count(b), widths[b]);
+        codes += shape.bytes(b, widths[b]);
+        work(b, reinterpret_cast<const std::int32_t*>(to));
     }
 }
 
@@ -219,28 +186,17 @@ py::tuple encode_buckets(Floats& grad, int steps, std::size_t bucket, bool l2, f
     Bytes buffer = body_in(spare, most);
     std::uint8_t* out = buffer.mutable_data() + kHeadroom;
     float* g = grad.mutable_data();
-    bool finite = true;
+    bool finite;
+    std::uint64_t count;
     std::size_t size = at_codes;
     {
         py::gil_scoped_release release;
-        bucket = shape.bucket;
-        const std::size_t half = (bucket + 1) / 2;
-        std::uint64_t count = 0;
         out[0] = fixed;
-        for (std::size_t b = 0; b < shape.buckets && finite; ++b) {
-            float* x = g + b * bucket;
-            fetch_ahead(x + 2 * bucket, std::min<std::size_t>(bucket, 4096));
-            std::int32_t* to = codes_of(shape.count(b));
-            const Bucket found = to_levels(x, to, shape.count(b), half, rounding, static_cast<float>(steps), l2,
-                                           static_cast<std::uint32_t>(b * half), Key(key));
-            finite = found.peak < kInfinity;
-            const int width = width_for(found.largest);
-            std::memcpy(out + kHead + 4 * b, &found.norm, 4);
-            out[at_widths + b] = static_cast<std::uint8_t>(width);
-            put_columns(to, out + size, columns_of(shape.count(b)), width);
-            size += shape.bytes(b, width);
-            count += found.count;
-        }
+        Fixed body{out + kHead, out + at_widths, out + at_codes};
+        to_fixed(g, shape, rounding, static_cast<float>(steps), l2, Key(key), levels_of(shape), body);
+        finite = body.finite;
+        count = body.count;
+        size += body.size;
         if (!finite) {  // nothing is sent: no norm, no level
             std::memset(out, 0, at_codes);
             std::memset(g, 0, shape.n * sizeof *g);
@@ -297,7 +253,7 @@ bool add_buckets(Floats& out, const Bytes& body, int steps, std::size_t bucket, 
     bucket = shape.bucket;
     float* to = out.mutable_data();
     const float unit = scale / static_cast<float>(steps);
-    const auto norm_of = [&](std::size_t b) {
+    const auto step_of = [&](std::size_t b) {
         float norm;
         std::memcpy(&norm, norms + 4 * b, 4);
         return unit * norm;
@@ -307,7 +263,7 @@ bool add_buckets(Floats& out, const Bytes& body, int steps, std::size_t bucket, 
     if (in[0] == elias) {
         read_elias(widths, end, shape.n, steps, [](std::uint64_t, float) {});  // all of it is good before anything is added
         read_elias(widths, end, shape.n, steps, [&](std::uint64_t at, float level) {
-            to[at] += norm_of(at / bucket) * level;
+            to[at] += step_of(at / bucket) * level;
             peak = std::max(peak, magnitude(to[at]));
         });
     } else {
@@ -318,10 +274,7 @@ bool add_buckets(Floats& out, const Bytes& body, int steps, std::size_t bucket, 
             expected += shape.bytes(b, widths[b]);
         }
         if (size != expected) throw std::invalid_argument("not of the length that its widths say");
-        each_bucket(shape, widths, widths + shape.buckets, [&](std::size_t b, const std::int32_t* level) {
-            fetch_ahead(to + (b + 2) * bucket, std::min<std::size_t>(bucket, 4096));
-            peak = std::max(peak, add_levels(level, to + b * bucket, shape.count(b), norm_of(b)));
-        });
+        peak = add_fixed(shape, norms, widths, widths + shape.buckets, levels_of(shape), to, unit);
     }
     return peak < kInfinity;
 }

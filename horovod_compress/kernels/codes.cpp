@@ -2,19 +2,13 @@
 #include <cmath>
 
 #include "arrays.hpp"
+#include "columns.hpp"
 #include "fields.hpp"
-#include "random.hpp"
 
 namespace hc {
 namespace {
 
 constexpr std::size_t kStretch = 1024;  // elements whose sums are added up in float32
-
-float as_float(std::uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
-}
 
 // float32 to float16, ties to even, without a branch: numbers below the normal ones are rounded by an addition.
 HC_CLONES std::uint32_t halve(const float* __restrict x, std::uint16_t* __restrict out, std::size_t n) {
@@ -54,7 +48,7 @@ float to_float16(const Floats& x, Array<std::uint16_t>& half) {
     const float* from = x.data();
     std::uint16_t* to = half.mutable_data();
     py::gil_scoped_release release;
-    return as_float(std::min(halve(from, to, n), kInfinity));
+    return float_of(std::min(halve(from, to, n), kInfinity));
 }
 float from_float16(const Array<std::uint16_t>& half, Floats& out) {
     const std::size_t n = length(out, "out");
@@ -62,7 +56,7 @@ float from_float16(const Array<std::uint16_t>& half, Floats& out) {
     const std::uint16_t* from = half.data();
     float* to = out.mutable_data();
     py::gil_scoped_release release;
-    return as_float(std::min(widen(from, to, n), kInfinity));
+    return float_of(std::min(widen(from, to, n), kInfinity));
 }
 
 HC_CLONES std::uint32_t to_bf16(float* __restrict g, std::uint8_t* __restrict out, std::size_t n) {
@@ -220,52 +214,57 @@ bool add_one_bit(Floats& out, const Bytes& body, float scale) {
 }
 
 // Sign and exponent, rounded up with the probability that the mantissa says: an addition and a shift.
-HC_CLONES std::uint32_t to_powers(float* __restrict g, std::uint8_t* words, const Layout& layout, Key key) {
+constexpr int kPowerBits = 9;
+HC_CLONES std::uint32_t to_powers(float* __restrict g, std::uint8_t* __restrict out, std::size_t n, Key key) {
     std::uint32_t peak = 0;
-    pack_random<std::int64_t>(g, words, layout, key, [&](std::size_t i, std::uint32_t bits) HC_HOT {
-        const std::uint32_t b = bits_of(g[i]), a = b & 0x7fffffffu, exponent = (a + (bits >> 9)) >> 23;
-        peak = peak > a ? peak : a;
-        g[i] = 0;
-        return static_cast<std::int32_t>((b >> 31) << 8 | (exponent < 254 ? exponent : 254));
+    each_block(n, [&](std::size_t first, std::size_t count) HC_HOT {
+        float* x = g + first;
+        peak = std::max(peak, peak_of(x, count));
+        std::uint32_t codes[kBlock];
+        each_drawn(count, first / kBlock, key, [&](std::size_t j, std::uint32_t bits) HC_HOT {
+            const std::uint32_t b = bits_of(x[j]), a = b & 0x7fffffffu, most = 254u << 23;
+            codes[j] = (((b & 0x80000000u) | (a < most ? a : most)) + (bits >> 9)) >> 23;
+            x[j] = 0;
+        });
+        const std::size_t columns = columns_of(count);
+        std::memset(codes + count, 0, 4 * (columns * kRows - count));
+        put_block(codes, out + bytes_of(first, kPowerBits), columns, kPowerBits, 0);
     });
     return peak;
 }
-HC_CLONES std::uint32_t add_powers(const std::uint8_t* words, float* __restrict out, const Layout& layout, float scale) {
+HC_CLONES std::uint32_t add_powers(const std::uint8_t* in, float* __restrict out, std::size_t n, float scale) {
     std::uint32_t peak = 0;
-    unpack<std::int64_t>(words, layout, 0, [&](std::size_t first, std::size_t count, auto sum) HC_HOT {
-        HC_APART
+    each_block(n, [&](std::size_t first, std::size_t count) HC_HOT {
+        float* to = out + first;
+        std::uint32_t codes[kBlock], largest = 0;
+        take_block(in + bytes_of(first, kPowerBits), codes, columns_of(count), kPowerBits, 0);
         for (std::size_t j = 0; j < count; ++j) {
-            const std::uint32_t code = static_cast<std::uint32_t>(sum(j)), b = (code & 0x100u) << 23 | (code & 0xffu) << 23;
-            float value;
-            std::memcpy(&value, &b, 4);
-            out[first + j] += scale * value;
-            const std::uint32_t a = magnitude(out[first + j]);
-            peak = peak > a ? peak : a;
+            to[j] += scale * float_of(codes[j] << 23);
+            largest = largest > magnitude(to[j]) ? largest : magnitude(to[j]);
         }
+        peak = std::max(peak, largest);
     });
     return peak;
 }
 
 py::tuple encode_natural(Floats& grad, std::uint64_t key, std::optional<Bytes> spare) {
     const std::size_t n = length(grad, "grad");
-    const Layout layout(n, 9, 0);
-    Bytes buffer = body_in(spare, 8 * layout.words);
+    Bytes buffer = body_in(spare, bytes_of(n, kPowerBits));
     float* g = grad.mutable_data();
     std::uint8_t* out = buffer.mutable_data() + kHeadroom;
     bool finite;
     {
         py::gil_scoped_release release;
-        finite = to_powers(g, out, layout, Key(key)) < kInfinity;
+        finite = to_powers(g, out, n, Key(key)) < kInfinity;
     }
     return py::make_tuple(buffer, n, finite);
 }
 bool add_natural(Floats& out, const Bytes& body, float scale) {
     const std::size_t n = length(out, "out");
-    const Layout layout(n, 9, 0);
-    const std::uint8_t* in = exactly(body, 8 * layout.words);
+    const std::uint8_t* in = exactly(body, bytes_of(n, kPowerBits));
     float* to = out.mutable_data();
     py::gil_scoped_release release;
-    return add_powers(in, to, layout, scale) < kInfinity;
+    return add_powers(in, to, n, scale) < kInfinity;
 }
 
 }  // namespace

@@ -39,7 +39,26 @@ HC_INLINE std::uint32_t bits_of(float x) {
     std::memcpy(&b, &x, sizeof b);
     return b;
 }
+HC_INLINE float float_of(std::uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
 HC_INLINE std::uint32_t magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
+HC_INLINE std::uint32_t peak_of(const float* x, std::size_t n) {
+    std::uint32_t peak = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+        const std::uint32_t b = magnitude(x[i]);
+        peak = peak > b ? peak : b;
+    }
+    return peak;
+}
+// The exponent of a magnitude's bits, but -120 to 120: 2 to it, and to its negative, are normal numbers.
+HC_INLINE int exponent_of(std::uint32_t bits) {
+    const int exponent = static_cast<int>(bits >> 23) - 127;
+    return exponent < -120 ? -120 : exponent > 120 ? 120 : exponent;
+}
+HC_INLINE float power_of_two(int exponent) { return float_of(static_cast<std::uint32_t>(exponent + 127) << 23); }
 
 // 16 numbers that are worked on together: compilers split them up for narrower CPUs. A loop over as many separate sums would be left
 // as it is by some.
@@ -47,26 +66,29 @@ constexpr std::size_t kLanes = 16;
 using Lanes = float __attribute__((vector_size(4 * kLanes)));
 using WordLanes = std::uint32_t __attribute__((vector_size(4 * kLanes)));
 
-// Σ y and Σ y² over n elements, y = x·down.
+// Σ y and Σ y² over n elements, y = x·down. Several sums at once, because an addition waits for the one before.
 HC_INLINE void scaled_sums(const float* x, std::size_t n, float down, double& one, double& two) {
-    Lanes sums = {}, squares = {};
+    constexpr std::size_t chains = 4;
+    Lanes sums[chains] = {}, squares[chains] = {};
     std::size_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-        Lanes y;
-        std::memcpy(&y, x + i, sizeof y);
-        y *= down;
-        sums += y;
-        squares += y * y;
-    }
+    for (; i + chains * kLanes <= n; i += chains * kLanes)
+        for (std::size_t chain = 0; chain < chains; ++chain) {
+            Lanes y;
+            std::memcpy(&y, x + i + chain * kLanes, sizeof y);
+            y *= down;
+            sums[chain] += y;
+            squares[chain] += y * y;
+        }
     for (; i < n; ++i) {
         const float y = x[i] * down;
-        sums[0] += y;
-        squares[0] += y * y;
+        sums[0][0] += y;
+        squares[0][0] += y * y;
     }
+    const Lanes all = (sums[0] + sums[1]) + (sums[2] + sums[3]), all_squares = (squares[0] + squares[1]) + (squares[2] + squares[3]);
     one = two = 0;
     for (std::size_t j = 0; j < kLanes; ++j) {
-        one += sums[j];
-        two += squares[j];
+        one += all[j];
+        two += all_squares[j];
     }
 }
 

@@ -6,20 +6,13 @@
 namespace hc {
 namespace {
 
-HC_CLONES std::uint32_t largest_magnitude(const float* x, std::size_t n) {
-    std::uint32_t peak = 0;
-    for (std::size_t i = 0; i < n; ++i) peak = std::max(peak, magnitude(x[i]));
-    return peak;
-}
+HC_CLONES std::uint32_t largest_magnitude(const float* x, std::size_t n) { return peak_of(x, n); }
 
 float largest(const Floats& x) {
     const std::size_t n = length(x, "x");
     const float* p = x.data();
     py::gil_scoped_release release;
-    const std::uint32_t peak = std::min(largest_magnitude(p, n), kInfinity);
-    float value;
-    std::memcpy(&value, &peak, sizeof value);
-    return value;
+    return float_of(std::min(largest_magnitude(p, n), kInfinity));
 }
 
 HC_CLONES void apply_momentum(float* __restrict out, const float* __restrict u, float* __restrict new_u, std::size_t n,
@@ -64,10 +57,9 @@ HC_CLONES Spread spread_of(const float* x, std::size_t n) {
         }
         all.peak = std::max(all.peak, peak);
         if (peak == 0 || peak >= kInfinity) continue;
-        const int exponent = std::clamp(static_cast<int>(peak >> 23) - 127, -120, 120);
-        const float down = std::ldexp(1.0f, -exponent);
+        const int exponent = exponent_of(peak);
         double one, two;
-        scaled_sums(x + begin, end - begin, down, one, two);
+        scaled_sums(x + begin, end - begin, power_of_two(-exponent), one, two);
         sum += std::ldexp(one, exponent);
         squares += std::ldexp(two, 2 * exponent);
     }
@@ -84,10 +76,7 @@ py::tuple spread(const Floats& x) {
         py::gil_scoped_release release;
         all = spread_of(p, n);
     }
-    const std::uint32_t peak = std::min(all.peak, kInfinity);
-    float largest;
-    std::memcpy(&largest, &peak, 4);
-    return py::make_tuple(largest, all.deviation);
+    return py::make_tuple(float_of(std::min(all.peak, kInfinity)), all.deviation);
 }
 
 HC_CLONES double sum_of_squares(const float* x, std::size_t n) {

@@ -10,10 +10,10 @@
 
 namespace hc {
 
-constexpr std::size_t kWordBlock = 1024;  // words of a block: its codes stay in the first-level cache
+constexpr std::size_t kWordBlock = 64;  // words of a block: a few vectors, so its sums stay near and memory is read as one stream
 
 // Elements go to words by blocks: of the elements for a block of words, the first of each word come first, then the second …, so
-// whole vectors of elements go into whole vectors of words, and memory is read in order. Words have 32 bits, and 64 where those
+// whole vectors of elements go into whole vectors of words. Words have 32 bits, and 64 where those
 // hold over a tenth more. `spare` bits at the top stay free.
 struct Layout {
     std::size_t n, words;
@@ -27,19 +27,21 @@ struct Layout {
         words = (n + fields - 1) / fields;
     }
 
-    // Calls work(field, its words' first, its elements' first, count) for the fields of each block, and done(first, count) after each
-    // block's last.
-    template <class Work, class Done>
-    HC_INLINE void blocks(Work work, Done done) const {
-        for (std::size_t word = 0; word < words; word += kWordBlock) {
-            const std::size_t start = word * fields, many = std::min(kWordBlock, words - word), end = std::min(n, start + many * fields);
-            for (int field = 0; field < fields; ++field) {
-                const std::size_t first = start + field * many;
-                if (first >= end) break;
-                work(field, word, first, std::min(many, end - first));
-            }
-            done(word, many);
+    // For each block of words: begin(word, many), work(field, word, first, count) for the elements of each field, done(word, many).
+    // Of whole blocks the compiler knows many and count.
+    template <class Begin, class Work, class Done>
+    HC_INLINE void blocks(Begin begin, Work work, Done done) const {
+        std::size_t word = 0;
+        for (; (word + kWordBlock) * fields <= n; word += kWordBlock) {
+            begin(word, kWordBlock);
+            for (int field = 0; field < fields; ++field) work(field, word, word * fields + field * kWordBlock, kWordBlock);
+            done(word, kWordBlock);
         }
+        const std::size_t many = words - word;
+        begin(word, many);
+        for (std::size_t field = 0, first = word * fields; first < n; ++field, first += many)
+            work(static_cast<int>(field), word, first, std::min(many, n - first));
+        done(word, many);
     }
 };
 
@@ -48,47 +50,41 @@ struct Layout {
 template <class Word, class Encode>
 HC_INLINE void pack(std::uint8_t* words, const Layout& layout, Encode encode) {
     using Unsigned = std::make_unsigned_t<Word>;
-    Unsigned sums[kWordBlock] = {};
+    Unsigned sums[kWordBlock];
     layout.blocks(
+        [&](std::size_t, std::size_t many) HC_HOT {
+            for (std::size_t j = 0; j < many; ++j) sums[j] = 0;
+        },
         [&](int field, std::size_t, std::size_t first, std::size_t count) HC_HOT {
             const int shift = field * layout.width;
             encode(first, count, [&](std::size_t j, std::int32_t code) HC_HOT { sums[j] += static_cast<Unsigned>(code) << shift; });
         },
-        [&](std::size_t word, std::size_t count) HC_HOT {
-            std::memcpy(words + word * sizeof(Word), sums, count * sizeof(Word));
-            std::memset(sums, 0, sizeof sums);
-        });
+        [&](std::size_t word, std::size_t many) HC_HOT { std::memcpy(words + word * sizeof(Word), sums, many * sizeof(Word)); });
 }
 
-// Words of the codes that `code(i, bits)` gives for element i of x and random bits. Two fields of a word share these: the second takes
-// their product with kSecond.
+// Words of the codes that `code(i, bits)` gives for element i and random bits, which the fields of a word share.
 template <class Word, class Code>
-HC_INLINE void pack_random(const float* x, std::uint8_t* words, const Layout& layout, Key key, Code code) {
+HC_INLINE void pack_random(std::uint8_t* words, const Layout& layout, Key key, Code code) {
     using Unsigned = std::make_unsigned_t<Word>;
-    const std::size_t fields = layout.fields;
     Unsigned sums[kWordBlock];
-    for (std::size_t word = 0; word < layout.words; word += kWordBlock) {
-        const std::size_t begin = word * fields, many = std::min(kWordBlock, layout.words - word), end = std::min(layout.n, begin + many * fields);
-        for (std::size_t j = 0; j < many; ++j) sums[j] = 0;
-        for (std::size_t field = 0, first = begin; field < fields && first < end; field += 2, first += 2 * many) {
-            const std::size_t second = first + many, count = std::min(many, end - first);
-            const std::size_t both = field + 1 < fields && second < end ? std::min(many, end - second) : 0;
-            const std::uint32_t start = static_cast<std::uint32_t>(word + field / 2 * layout.words);
-            const int shift = static_cast<int>(field) * layout.width, next = shift + layout.width;
-            fetch_ahead(x + first + 2 * kWordBlock, count + both);
+    std::uint32_t bits[kWordBlock];
+    const int width = layout.width;
+    layout.blocks(
+        [&](std::size_t word, std::size_t many) HC_HOT {
+            for (std::size_t j = 0; j < many; ++j) {
+                bits[j] = random_bits(static_cast<std::uint32_t>(word + j), key);
+                sums[j] = 0;
+            }
+        },
+        [&](int field, std::size_t, std::size_t first, std::size_t count) HC_HOT {
+            const int shift = field * width;
             HC_APART
-            for (std::uint32_t j = 0; j < both; ++j) {
-                const std::uint32_t bits = random_bits(start + j, key);
-                const std::int32_t low = code(first + j, bits), high = code(second + j, bits * kSecond);
-                sums[j] += (static_cast<Unsigned>(low) << shift) + (static_cast<Unsigned>(high) << next);
+            for (std::size_t j = 0; j < count; ++j) {
+                sums[j] += static_cast<Unsigned>(code(first + j, bits[j])) << shift;
+                bits[j] *= kNext;
             }
-            for (std::size_t j = both; j < count; ++j) {
-                const std::int32_t last = code(first + j, random_bits(start + static_cast<std::uint32_t>(j), key));
-                sums[j] += static_cast<Unsigned>(last) << shift;
-            }
-        }
-        std::memcpy(words + word * sizeof(Word), sums, many * sizeof(Word));
-    }
+        },
+        [&](std::size_t word, std::size_t many) HC_HOT { std::memcpy(words + word * sizeof(Word), sums, many * sizeof(Word)); });
 }
 
 // Hands out the sums of all elements: `decode(first, count, sum)` gets that of element first + j from sum(j). offset: the largest
@@ -99,9 +95,12 @@ HC_INLINE void unpack(const std::uint8_t* words, const Layout& layout, std::uint
     Unsigned offsets = 0;
     for (int field = 0; field < layout.fields; ++field) offsets += static_cast<Unsigned>(offset) << (field * layout.width);
     const Unsigned mask = static_cast<Unsigned>(~0ull >> (64 - layout.width)), less = static_cast<Unsigned>(offset);
+    const int width = layout.width;
+    const auto nothing = [](std::size_t, std::size_t) HC_HOT {};
     layout.blocks(
+        nothing,
         [&](int field, std::size_t word, std::size_t first, std::size_t count) HC_HOT {
-            const int shift = field * layout.width;
+            const int shift = field * width;
             const std::uint8_t* from = words + word * sizeof(Word);
             decode(first, count, [=](std::size_t j) HC_HOT {
                 Unsigned its;
@@ -109,7 +108,7 @@ HC_INLINE void unpack(const std::uint8_t* words, const Layout& layout, std::uint
                 return static_cast<std::int32_t>(((its + offsets) >> shift & mask) - less);
             });
         },
-        [](std::size_t, std::size_t) HC_HOT {});
+        nothing);
 }
 
 }  // namespace hc

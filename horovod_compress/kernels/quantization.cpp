@@ -65,14 +65,14 @@ Indices coordinates(std::uint64_t key, std::uint64_t numel, std::uint64_t first,
 
 // An array of words as Python sees it, int32 or int64 by the layout, in an earlier step's memory where that is given and fits; and a way
 // to work on it as such.
-py::array new_words(const Layout& layout, const std::optional<py::array>& spare, std::size_t more = 0) {
-    const auto size = static_cast<py::ssize_t>(layout.words + more);
+py::array new_words(const Layout& layout, const std::optional<py::array>& spare, std::size_t count) {
+    const auto size = static_cast<py::ssize_t>(count);
     if (spare && spare->size() == size && spare->itemsize() == (layout.wide ? 8 : 4)) return *spare;
     return layout.wide ? py::array(Array<std::int64_t>(size)) : py::array(Array<std::int32_t>(size));
 }
 template <class Work>
-void on_words(py::array& words, const Layout& layout, std::size_t more, Work work) {
-    same_length(layout.words + more, length(words, "words"), "words, for as many elements,");
+void on_words(py::array& words, const Layout& layout, std::size_t count, Work work) {
+    same_length(count, length(words, "words"), "words, for as many elements,");
     if (!(words.flags() & py::array::c_style) || words.itemsize() != (layout.wide ? 8 : 4) || words.dtype().kind() != 'i')
         throw std::invalid_argument("words must be contiguous and of the width that holds most fields");
     auto* data = static_cast<std::uint8_t*>(words.mutable_data());
@@ -102,7 +102,7 @@ template <class Word, class Factor>
 HC_INLINE void quantize_body(const float* __restrict x, std::uint8_t* words, const Layout& layout, const Scales& scales,
                              Key key, Factor factor) {
     const Scales s = scales;
-    pack_random<Word>(x, words, layout, key, [=](std::size_t i, std::uint32_t bits) HC_HOT {
+    pack_random<Word>(words, layout, key, [=](std::size_t i, std::uint32_t bits) HC_HOT {
         return s.rounding(s.in_steps(x[i], factor(i)), bits);
     });
 }
@@ -143,8 +143,8 @@ py::array quantize(const Floats& x, std::optional<Bytes> levels, float w, const 
     const Scales scales(w, steps);
     const std::uint8_t* its_levels = levels_for(levels, n, steps.size());
     const float* from = x.data();
-    py::array words = new_words(layout, spare);
-    on_words(words, layout, 0, [&](auto* out, auto word) {
+    py::array words = new_words(layout, spare, layout.words);
+    on_words(words, layout, layout.words, [&](auto* out, auto word) {
         if (its_levels && scales.count == 2) quantize_two<decltype(word)>(from, its_levels, out, layout, scales, Key(key));
         else if (its_levels) quantize_many<decltype(word)>(from, its_levels, out, layout, scales, Key(key));
         else quantize_one<decltype(word)>(from, out, layout, scales, Key(key));
@@ -186,64 +186,52 @@ void dequantize(py::array& words, std::optional<Bytes> levels, Floats& out, doub
     for (std::size_t l = 0; l < steps.size(); ++l) units[l] = static_cast<float>(w / steps[l] * scale);
     const std::uint64_t offset = size * static_cast<std::uint64_t>(steps[0]);
     float* to = out.mutable_data();
-    on_words(words, layout, 0, [&](auto* from, auto word) {
+    on_words(words, layout, layout.words, [&](auto* from, auto word) {
         if (its_levels && steps.size() == 2) dequantize_two<decltype(word)>(from, its_levels, to, layout, offset, units[0], units[1]);
         else if (its_levels) dequantize_many<decltype(word)>(from, its_levels, to, layout, offset, units);
         else dequantize_one<decltype(word)>(from, to, layout, offset, units[0]);
     });
 }
 
-// Calls work(plane, element, at, count) for the parts of first … first+count-1 that lie in one plane of n.
-template <class Work>
-HC_INLINE void by_planes(std::size_t first, std::size_t count, std::size_t n, Work work) {
-    for (std::size_t at = 0; at < count;) {
-        const std::size_t plane = (first + at) / n, element = (first + at) % n, part = std::min(count - at, n - element);
-        work(plane, element, at, part);
-        at += part;
-    }
-}
-
 template <class Word>
-HC_CLONES void count_levels(const float* x, std::uint8_t* words, const Layout& layout, std::size_t n, const Scales& scales) {
+HC_CLONES void count_levels(const float* x, std::uint8_t* words, const Layout& layout, const Scales& scales, int scale) {
     const Scales s = scales;
-    pack<Word>(words, layout, [&](std::size_t first, std::size_t count, auto put) HC_HOT {
-        by_planes(first, count, n, [&](std::size_t plane, std::size_t element, std::size_t at, std::size_t part) HC_HOT {
-            const float factor = s.factor[plane + 1];
-            const float* from = x + element;
-            HC_APART
-            for (std::size_t j = 0; j < part; ++j) put(at + j, std::fabs(s.in_steps(from[j], factor)) <= s.rounding.most);
-        });
+    const float factor = s.factor[scale];
+    pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
+        HC_APART
+        for (std::size_t j = 0; j < count; ++j) put(j, std::fabs(s.in_steps(x[first + j], factor)) <= s.rounding.most);
     });
 }
 
 py::array fine_enough(const Floats& x, float w, const std::vector<float>& steps, int width, std::optional<py::array> spare) {
-    const std::size_t n = length(x, "x");
     const Scales scales(w, steps);
-    const Layout layout((steps.size() - 1) * n, width, 1);  // counts are not signed: the sign bit stays free
+    const Layout layout(length(x, "x"), width, 1);  // counts are not signed: the sign bit stays free
+    const std::size_t count = (steps.size() - 1) * layout.words;
     const float* from = x.data();
-    py::array words = new_words(layout, spare);
-    on_words(words, layout, 0, [&](auto* out, auto word) { count_levels<decltype(word)>(from, out, layout, n, scales); });
+    py::array words = new_words(layout, spare, count);
+    on_words(words, layout, count, [&](auto* out, auto word) {
+        for (int scale = 1; scale < scales.count; ++scale, out += layout.words * sizeof word)
+            count_levels<decltype(word)>(from, out, layout, scales, scale);
+    });
     return words;
 }
 
 template <class Word>
-HC_CLONES void add_levels(const std::uint8_t* words, std::uint8_t* levels, const Layout& layout, std::size_t n, std::int32_t size) {
+HC_CLONES void add_levels(const std::uint8_t* words, std::uint8_t* levels, const Layout& layout, std::int32_t size, bool more) {
     unpack<Word>(words, layout, 0, [=](std::size_t first, std::size_t count, auto sum) HC_HOT {
-        by_planes(first, count, n, [=](std::size_t, std::size_t element, std::size_t at, std::size_t part) HC_HOT {
-            HC_APART
-            for (std::size_t j = 0; j < part; ++j) levels[element + j] += sum(at + j) == size;
-        });
+        std::uint8_t* to = levels + first;
+        HC_APART
+        for (std::size_t j = 0; j < count; ++j) to[j] = static_cast<std::uint8_t>((more ? to[j] : 0) + (sum(j) == size));
     });
 }
 
 void common_levels(py::array& words, Bytes& levels, std::size_t scales, int width, std::int32_t size) {
-    const std::size_t n = length(levels, "levels");
     if (scales < 2) throw std::invalid_argument("levels are of 2 scales and more");
-    const Layout layout((scales - 1) * n, width, 1);
+    const Layout layout(length(levels, "levels"), width, 1);
     std::uint8_t* to = levels.mutable_data();
-    on_words(words, layout, 0, [&](auto* from, auto word) {
-        std::memset(to, 0, n);
-        add_levels<decltype(word)>(from, to, layout, n, size);
+    on_words(words, layout, (scales - 1) * layout.words, [&](auto* from, auto word) {
+        for (std::size_t scale = 1; scale < scales; ++scale, from += layout.words * sizeof word)
+            add_levels<decltype(word)>(from, to, layout, size, scale > 1);
     });
 }
 
@@ -268,8 +256,8 @@ HC_CLONES void majority(const std::uint8_t* words, float* out, const Layout& lay
 py::array sum_signs(const Floats& x, int width, std::optional<py::array> spare) {
     const Layout layout(length(x, "x"), width, 0);
     const float* from = x.data();
-    py::array words = new_words(layout, spare, 1);  // and a word for what the compressor has to say
-    on_words(words, layout, 1, [&](auto* out, auto word) {
+    py::array words = new_words(layout, spare, layout.words + 1);  // and a word for what the compressor has to say
+    on_words(words, layout, layout.words + 1, [&](auto* out, auto word) {
         sign_codes<decltype(word)>(from, out, layout);
         std::memset(out + layout.words * sizeof word, 0, sizeof word);
     });
@@ -279,7 +267,7 @@ py::array sum_signs(const Floats& x, int width, std::optional<py::array> spare) 
 void vote(py::array& words, Floats& out, int width, std::uint64_t size, float unit) {
     const Layout layout(length(out, "out"), width, 0);
     float* to = out.mutable_data();
-    on_words(words, layout, 1, [&](auto* from, auto word) { majority<decltype(word)>(from, to, layout, size, unit); });
+    on_words(words, layout, layout.words + 1, [&](auto* from, auto word) { majority<decltype(word)>(from, to, layout, size, unit); });
 }
 
 }  // namespace

@@ -18,15 +18,6 @@ constexpr std::size_t kLine = 16;               // floats in a cache line
 constexpr std::size_t kChunk = 4 * kLine;        // elements that share one maximum
 constexpr std::size_t kBlock = 32 * kChunk;      // elements after which the chunks that hold candidates are searched
 
-HC_INLINE std::uint32_t peak_of(const float* values, std::size_t n) {
-    std::uint32_t peak = 0;
-    for (std::size_t j = 0; j < n; ++j) {
-        const std::uint32_t b = magnitude(values[j]);
-        peak = peak > b ? peak : b;
-    }
-    return peak;
-}
-
 enum class Momentum { none, vanilla, nesterov };
 
 struct Update {  // the operands of one tensor's update; u is null where there is no momentum

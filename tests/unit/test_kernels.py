@@ -12,7 +12,7 @@ from horovod_compress.kernels import HEADROOM, reference
 
 native_only = pytest.mark.skipif(kernels.backend != "native", reason="compares native kernels, which were not built")
 
-# Around vector lengths, blocks of 1024 words, and some whole tensors.
+# Around vector lengths, blocks of 64 words, and some whole tensors.
 sizes = st.one_of(st.integers(0, 70), st.sampled_from([255, 1000, 1023, 1024, 1025, 4097, 30_000]))
 KEYS = st.integers(0, 2**64 - 1)
 SPECIAL = np.float32([0, -0.0, 1, -1, 1e-45, -1e-39, 2**-126, 65504, 65520, 1e30, 3.4028235e38, -3.4028235e38])
@@ -231,7 +231,7 @@ def fine_enough(a):
 def common_levels(a):
     scales, size = a.one_of(2, 3, 8), a.one_of(1, 2, 3, 8, 1000)
     width = size.bit_length()
-    words = a.words((scales - 1) * a.size, width, 1)
+    words = np.concatenate([a.words(a.size, width, 1) for _ in range(scales - 1)])
     return dict(words=words, levels=a.levels(2), scales=scales, width=width, size=size)
 
 
@@ -292,6 +292,21 @@ def test_native_equals_the_reference(name, data):
     for argument, value in its.items():
         if isinstance(value, np.ndarray):
             np.testing.assert_array_equal(mine[argument], value, err_msg=argument)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.03, 0.99])
+def test_elements_that_share_a_draw_round_independently(share):
+    """Of a word's ten codes, and of eight elements of a block of natural's, any two are uncorrelated, and each mean is right."""
+    words, size = 64 * 3000, 8 * 64 * 3000
+    codes = kernels.quantize(np.full(10 * words, share, np.float32), None, 1.0, [1.0], 3, 12345)
+    codes = reference.quantization.unpack(codes, 10 * words, 3, 0, 1)
+    powers = np.zeros(size, np.float32)
+    reference.add_natural(powers, body_of(kernels.encode_natural(np.full(size, 1 + share, np.float32), 12345)[0]), 1.0)
+    for drawn in codes.reshape(-1, 10, 64), powers.reshape(-1, 8, 64) - 1:
+        drawn = drawn.swapaxes(0, 1).reshape(drawn.shape[1], -1)
+        sigma = 1 / np.sqrt(drawn.shape[1])
+        assert np.abs(drawn.mean(axis=1) - share).max() < 4.5 * sigma * np.sqrt(share * (1 - share))
+        assert np.abs(np.corrcoef(drawn) - np.eye(len(drawn))).max() < 4.5 * sigma
 
 
 # Sums of many elements depend on their order: where they are not exact, results agree to float32 rounding.

@@ -8,7 +8,8 @@ import struct
 
 import numpy as np
 
-from .quantization import SECOND, bits_at, one_of, round_at_random
+from .columns import BLOCK, block_bits, columns_of, from_columns, to_columns
+from .quantization import one_of, round_at_random
 from .sparse import new_body
 
 _FIXED, _ELIAS = 0, 1
@@ -29,27 +30,26 @@ def encode_buckets(grad, steps, bucket, l2, limit, key, spare=None):
     widths = np.zeros(len(norms), np.uint8)
     levels = np.zeros(n, np.int64)
     packed = []
-    half = (bucket + 1) // 2
+    blocks = -(-bucket // BLOCK)
+    bits = block_bits(len(norms) * blocks, key).reshape(len(norms), blocks * BLOCK)
     for b in range(len(norms) if finite else 0):
         x = grad[b * bucket : (b + 1) * bucket]
         norms[b] = norm = _norm(x, l2)
         exponent = int(np.clip(np.frexp(norm)[1] - 1, -120, 120)) if norm > 0 else 0
         before = np.ldexp(np.float32(1), -exponent)
         factor = np.float32(steps) / (norm * before) * np.float32(one_of(steps)) if norm > 0 else np.float32(0)
-        drawn = bits_at(np.uint32(b * half) + np.arange(half, dtype=np.uint32), key)
-        drawn = np.concatenate([drawn, drawn[: bucket - half] * np.uint32(SECOND)])[: len(x)]
-        its = round_at_random(x * before * factor, drawn, steps)
+        its = round_at_random(x * before * factor, bits[b, : len(x)], steps)
         widths[b] = _width(int(np.abs(its).max()))
-        packed.append(_to_columns(its, int(widths[b])))
+        packed.append(to_columns(its, int(widths[b]), _offset(int(widths[b]))))
         levels[b * bucket : b * bucket + len(x)] = its
     grad.fill(0)
     fixed = np.concatenate([np.empty(0, np.uint32), *packed])
     count, whole = np.count_nonzero(levels), len(widths) + fixed.nbytes
     estimate = count * (3 + np.log2(n / count)) / 8 if count and limit < 1 else 0  # native code counts where it is promising only
-    bits = _elias(levels) if limit else ""
+    coded = _elias(levels) if limit else ""
     most = min(whole, int(np.float32(limit) * np.float32(whole)))
-    if finite and estimate < np.float32(limit) * np.float32(whole) and 4 + (len(bits) + 7) // 8 < most:
-        stream = np.packbits(np.frombuffer(bits.encode(), np.uint8) - ord("0"), bitorder="little")
+    if finite and estimate < np.float32(limit) * np.float32(whole) and 4 + (len(coded) + 7) // 8 < most:
+        stream = np.packbits(np.frombuffer(coded.encode(), np.uint8) - ord("0"), bitorder="little")
         body = new_body(bytes([_ELIAS]), norms, struct.pack("<I", count), stream)
     else:
         body = new_body(bytes([_FIXED]), norms, widths, fixed)
@@ -78,24 +78,6 @@ def add_buckets(out, body, steps, bucket, scale):
 def _width(largest):
     """Bits for -largest … largest."""
     return (2 * largest).bit_length()
-
-
-def _to_columns(levels, width):
-    """uint32 words of levels + offset, `width` bits each: element r·columns + c is row r, of 32, of column c; its bits come after
-    those of the rows above, in the column's `width` words, of which word k lies at k·columns + c."""
-    columns = -(-len(levels) // 32)
-    padded = np.zeros(32 * columns, np.int64)
-    padded[: len(levels)] = levels
-    bits = (padded + _offset(width)).reshape(32, 1, columns) >> np.arange(width)[:, None] & 1
-    words = bits.reshape(width, 32, columns) << np.arange(32)[:, None]
-    return words.sum(axis=1).astype(np.uint32).reshape(-1)
-
-
-def _from_columns(words, count, width):
-    columns = -(-count // 32)
-    bits = words.astype(np.int64).reshape(width, 1, columns) >> np.arange(32)[:, None] & 1
-    codes = bits.reshape(32, width, columns) << np.arange(width)[:, None]
-    return codes.sum(axis=1).reshape(-1)[:count] - _offset(width)
 
 
 def _offset(width):
@@ -138,12 +120,13 @@ def _read_fixed(data, n, bucket, steps):
     if len(widths) < buckets or (widths > _width(steps)).any():
         raise ValueError("width out of range")
     counts = [min(bucket, n - b * bucket) for b in range(buckets)]
-    sizes = [4 * -(-count // 32) * width for count, width in zip(counts, widths)]
+    sizes = [4 * columns_of(count) * width for count, width in zip(counts, widths)]
     if len(data) != buckets + sum(sizes):
         raise ValueError("not of the length that its widths say")
     levels, at = [np.empty(0, np.int64)], buckets
     for count, width, size in zip(counts, widths.tolist(), sizes):
-        levels.append(_from_columns(np.frombuffer(data[at : at + size].tobytes(), np.uint32), count, width))
+        words = np.frombuffer(data[at : at + size].tobytes(), np.uint32)
+        levels.append(from_columns(words, count, width, _offset(width)))
         at += size
     return np.concatenate(levels)
 

@@ -5,8 +5,9 @@ finite). The native ones write into `spare`, an earlier step's buffer, where one
 """
 import numpy as np
 
+from .columns import BLOCK, block_bits, columns_of, from_columns, to_columns
 from .dense import TOO_LARGE
-from .quantization import field_bits, pack, unpack
+from .quantization import pack, unpack
 from .sparse import load, new_body, store
 
 
@@ -79,9 +80,9 @@ def encode_natural(grad, key, spare=None):
     is exact. 0 and powers of two stay what they are; what is below 2^-126 becomes that or 0; 2^127 is the largest."""
     finite = bool(np.isfinite(grad).all())
     bits = grad.view(np.uint32)
-    drawn = field_bits(len(grad), 9, key) >> 9
+    drawn = block_bits(-(-len(grad) // BLOCK), key).reshape(-1)[: len(grad)] >> 9
     exponent = np.minimum(((bits & 0x7FFFFFFF) + drawn) >> 23, 254)
-    words = pack((bits >> 31 << 8 | exponent).astype(np.int64), 9, 0)
+    words = to_columns((bits >> 31 << 8 | exponent).astype(np.int64), 9)
     grad.fill(0)
     return new_body(words), len(grad), finite
 
@@ -89,7 +90,8 @@ def encode_natural(grad, key, spare=None):
 def add_natural(out, body, scale):
     """out += scale · what the body of encode_natural decodes to; returns whether out is finite."""
     n = len(out)
-    codes = unpack(np.frombuffer(_exactly(body, 8 * -(-n // 7)).tobytes(), np.int64), n, 9, 0, 0).astype(np.uint32)
+    words = np.frombuffer(_exactly(body, 4 * 9 * columns_of(n)).tobytes(), np.uint32)
+    codes = from_columns(words, n, 9).astype(np.uint32)
     return _add(out, ((codes & 0x100) << 23 | (codes & 0xFF) << 23).view(np.float32), scale)
 
 

@@ -1,15 +1,15 @@
 """Randomness from counters, and integer codes that many ranks can add up in one word.
 
 Codes of `width` bits lie side by side in words, int32, or int64 where those hold over a tenth more. Elements go to words
-by blocks of 1024: of a block's elements the first of each word come first, then the second …. Fields of signed codes
+by blocks of 64: of a block's elements the first of each word come first, then the second …. Fields of signed codes
 borrow from the one above, so the sum of the ranks' words is the word of the sums; 2·(ranks · largest code) + 1 values
 must fit a field. The native functions write into `spare`, an earlier step's words, where they are given.
 """
 import numpy as np
 
 _LOW = 0xFFFFFFFF
-_BLOCK = 1024
-SECOND = 0x2C1B3C6D
+_BLOCK = 64
+_NEXT = 0xFAF2BB1D
 
 
 def random_bits(key, n):
@@ -61,13 +61,14 @@ def fine_enough(x, w, steps, width, spare=None):
     steps = np.asarray(steps, np.float32)
     before, factor = _factors(w, steps)
     fits = [np.abs(x * before * each) <= steps[0] * np.float32(one_of(steps[0])) for each in factor[1:]]
-    return pack(np.concatenate([np.empty(0, bool), *fits]).astype(np.int64), width, 1)
+    words = [pack(each.astype(np.int64), width, 1) for each in fits]
+    return np.concatenate(words) if words else pack(np.empty(0, np.int64), width, 1)
 
 
 def common_levels(words, levels, scales, width, size):
     """levels = the finest scale that fits an element's code on all `size` ranks, from the summed words of `fine_enough`."""
-    counts = unpack(words, (scales - 1) * len(levels), width, 1, 0)
-    levels[...] = (counts.reshape(scales - 1, len(levels)) == size).sum(axis=0)
+    words = words.reshape(scales - 1, -1)
+    levels[...] = sum(unpack(each, len(levels), width, 1, 0) == size for each in words)
 
 
 def sum_signs(x, width, spare=None):
@@ -122,36 +123,40 @@ def _shape(n, width, spare):
     return fields, -(-n // fields), np.dtype(np.uint64 if wide else np.uint32)
 
 
-def _blocks(n, fields, words):
-    """(slice of words, slice of elements) of each block."""
-    for word in range(0, words, _BLOCK):
-        many = min(_BLOCK, words - word)
-        yield slice(word, word + many), slice(word * fields, min(n, (word + many) * fields))
+def _by_field(codes, fields, words):
+    """Codes of each word, a column of `fields` rows; 0 where the elements have come to an end."""
+    padded = np.zeros(fields * words, codes.dtype)
+    padded[: len(codes)] = codes
+    whole = len(codes) // (fields * _BLOCK) * fields * _BLOCK
+    blocks = padded[:whole].reshape(-1, fields, _BLOCK).swapaxes(0, 1).reshape(fields, -1)
+    return np.hstack([blocks, padded[whole:].reshape(fields, -1)])
+
+
+def _by_element(fielded, n):
+    """The reverse of `_by_field`: what belongs to each of n elements."""
+    fields = len(fielded)
+    whole = n // (fields * _BLOCK) * _BLOCK
+    blocks = fielded[:, :whole].reshape(fields, -1, _BLOCK).swapaxes(0, 1)
+    return np.concatenate([blocks.reshape(-1), fielded[:, whole:].reshape(-1)])[:n]
+
+
+def next_bits(bits, count):
+    """Rows of random bits for `count` codes that share a draw: each takes the product of the one before with a constant."""
+    powers = [pow(_NEXT, i, 2**32) for i in range(count)]
+    return bits * np.array(powers, np.uint32)[:, None]
 
 
 def field_bits(n, width, key):
-    """Random bits of each element: two fields of a word share them, the second takes their product with a constant."""
-    fields, count, _ = _shape(n, width, 0)
-    bits = np.empty(n, np.uint32)
-    for block, elements in _blocks(n, fields, count):
-        words = np.arange(block.start, block.stop, dtype=np.uint32)
-        for field in range(fields):
-            first = elements.start + field * len(words)
-            drawn = bits_at(words + np.uint32(field // 2 * count), key)[: max(elements.stop - first, 0)]
-            bits[first : first + len(drawn)] = drawn * np.uint32(SECOND) if field % 2 else drawn
-    return bits
+    """Random bits of each element; the fields of a word share a draw."""
+    fields, words, _ = _shape(n, width, 0)
+    return _by_element(next_bits(random_bits(key, words), fields), n)
 
 
 def pack(codes, width, spare):
     """Words of int64 codes."""
     fields, count, dtype = _shape(len(codes), width, spare)
-    words = np.empty(count, dtype)
     shifts = np.arange(fields, dtype=dtype)[:, None] * dtype.type(width)
-    with np.errstate(over="ignore"):
-        for block, elements in _blocks(len(codes), fields, count):
-            padded = np.zeros(fields * (block.stop - block.start), dtype)
-            padded[: elements.stop - elements.start] = codes[elements].astype(dtype)
-            words[block] = (padded.reshape(fields, -1) << shifts).sum(axis=0, dtype=dtype)
+    words = (_by_field(codes.astype(dtype), fields, count) << shifts).sum(axis=0, dtype=dtype)
     return words.view(dtype.str.replace("u", "i"))
 
 
@@ -162,9 +167,6 @@ def unpack(words, n, width, spare, offset):
         raise ValueError("words, for as many elements, must have the same length")
     offsets = sum(offset << field * width for field in range(fields)) & int(np.iinfo(dtype).max)
     shifts = np.arange(fields, dtype=dtype)[:, None] * dtype.type(width)
-    sums = np.empty(n, np.int64)
     with np.errstate(over="ignore"):
-        for block, elements in _blocks(n, fields, count):
-            fielded = (words[block].view(dtype) + dtype.type(offsets)) >> shifts & dtype.type((1 << width) - 1)
-            sums[elements] = fielded.reshape(-1)[: elements.stop - elements.start]
-    return sums - offset
+        fielded = (words.view(dtype) + dtype.type(offsets)) >> shifts & dtype.type((1 << width) - 1)
+    return _by_element(fielded, n).astype(np.int64) - offset
