@@ -9,6 +9,8 @@
 namespace hc {
 namespace {
 
+constexpr float kTiny = 0x1p-90f, kLift = 0x1p64f;  // norms below, and what is done to their elements: factors stay in range
+
 enum Coding : std::uint8_t { fixed = 0, elias = 1 };
 constexpr std::size_t kHead = 1;  // coding
 constexpr int kMaxLevels = 32767;
@@ -41,44 +43,32 @@ struct Shape {
     std::size_t bytes(std::size_t b, int width) const { return bytes_of(count(b), width); }
 };
 
-// One bucket's levels, with room for whole columns; reused between calls.
-thread_local std::vector<std::uint32_t> levels;
-
-std::uint32_t* levels_of(const Shape& shape) {
-    const std::size_t room = columns_of(shape.bucket) * kRows;
-    if (levels.size() < room) levels.resize(room);
-    return levels.data();
-}
-
-HC_INLINE void put_levels(const std::uint32_t* from, std::uint8_t* out, std::size_t count, int width) {
-    each_block(count, [&](std::size_t first, std::size_t some) HC_HOT {
-        put_block(from + first, out + bytes_of(first, width), columns_of(some), width, offset_for(width));
-    });
-}
 HC_INLINE void take_levels(const std::uint8_t* in, std::uint32_t* to, std::size_t count, int width) {
     each_block(count, [&](std::size_t first, std::size_t some) HC_HOT {
         take_block(in + bytes_of(first, width), to + first, columns_of(some), width, offset_for(width));
     });
 }
 
-// The norm of a bucket whose largest magnitude is finite.
+// The norm of a bucket whose largest magnitude is finite, and at least that.
 HC_INLINE float norm_of(const float* x, std::size_t count, std::uint32_t peak, bool l2) {
     if (!l2 || peak == 0) return float_of(peak);
     const int exponent = exponent_of(peak);  // squares stay in range
     double sum, squares;
     scaled_sums(x, count, power_of_two(-exponent), sum, squares);
-    return static_cast<float>(std::min(std::sqrt(squares) * power_of_two(exponent), static_cast<double>(FLT_MAX)));
+    const double norm = std::min(std::sqrt(squares) * power_of_two(exponent), static_cast<double>(FLT_MAX));
+    return std::max(static_cast<float>(norm), float_of(peak));
 }
 
-// What a body of fixed width is made of; its bytes end at `size`.
+// What a body of fixed width is made of. Its codes have `size` bytes.
 struct Fixed {
     std::uint8_t *norms, *widths, *codes;
-    std::uint64_t count = 0;  // of the levels that are not 0
-    std::size_t size = 0;     // of the codes
+    std::size_t size = 0;
+    std::uint64_t count = 0, counted = 0;  // of the levels that are not 0, and of all, of every 16th bucket
     bool finite = true;
 };
-HC_CLONES void to_fixed(float* __restrict g, const Shape& shape, const Rounding& rounding, float steps, bool l2, Key key,
-                        std::uint32_t* __restrict its, Fixed& body) {
+constexpr std::size_t kSampled = 16;
+
+HC_CLONES void to_fixed(float* __restrict g, const Shape& shape, const Rounding& rounding, bool l2, Key key, Fixed& body) {
     const Rounding round = rounding;
     const std::size_t blocks = blocks_of(shape.bucket);
     for (std::size_t b = 0; b < shape.buckets; ++b) {
@@ -87,29 +77,31 @@ HC_CLONES void to_fixed(float* __restrict g, const Shape& shape, const Rounding&
         const std::uint32_t peak = peak_of(x, count);
         body.finite = peak < kInfinity;
         if (!body.finite) return;
-        const float norm = norm_of(x, count, peak, l2), before = power_of_two(-exponent_of(bits_of(norm)));
-        const float factor = norm > 0 ? steps / (norm * before) * round.one : 0;
-        each_block(count, [&](std::size_t first, std::size_t some) HC_HOT {
-            float* from = x + first;
-            std::uint32_t* to = its + first;
-            each_drawn(some, b * blocks + first / kBlock, key, [=](std::size_t j, std::uint32_t bits) HC_HOT {
-                to[j] = static_cast<std::uint32_t>(round(from[j] * before * factor, bits));
-                from[j] = 0;
-            });
-        });
-        std::uint32_t largest = 0, zeros = 0;
-        for (std::size_t j = 0; j < count; ++j) {
-            const std::uint32_t its_magnitude = static_cast<std::uint32_t>(std::abs(static_cast<std::int32_t>(its[j])));
-            largest = largest > its_magnitude ? largest : its_magnitude;
-            zeros += its[j] == 0;
-        }
-        const int width = width_for(static_cast<std::int32_t>(largest));
-        std::memset(its + count, 0, 4 * (columns_of(count) * kRows - count));
+        const float norm = norm_of(x, count, peak, l2), lift = norm < kTiny ? kLift : 1;
+        if (norm < kTiny)
+            for (std::size_t j = 0; j < count; ++j) x[j] *= kLift;
+        const float factor = norm > 0 ? round.factor_for(norm * lift) : 0;
+        const int width = width_for(round.largest_of(float_of(peak) * lift * factor));
         std::memcpy(body.norms + 4 * b, &norm, 4);
         body.widths[b] = static_cast<std::uint8_t>(width);
-        put_levels(its, body.codes + body.size, count, width);
-        body.size += shape.bytes(b, width);
-        body.count += count - zeros;
+        each_block(count, [&](std::size_t first, std::size_t some) HC_HOT {
+            float* from = x + first;
+            std::uint32_t codes[kBlock];
+            each_drawn(some, b * blocks + first / kBlock, key, [&](std::size_t j, std::uint32_t bits) HC_HOT {
+                codes[j] = static_cast<std::uint32_t>(round.within(from[j] * factor, bits));
+                from[j] = 0;
+            });
+            const std::size_t columns = columns_of(some);
+            std::memset(codes + some, 0, 4 * (columns * kRows - some));
+            put_block(codes, body.codes + body.size, columns, width, offset_for(width));
+            body.size += bytes_of(some, width);
+            if (b % kSampled == 0) {
+                std::uint32_t counted = 0;
+                for (std::size_t j = 0; j < some; ++j) counted += codes[j] != 0;
+                body.count += counted;
+                body.counted += some;
+            }
+        });
     }
 }
 
@@ -132,6 +124,15 @@ HC_CLONES std::uint32_t add_fixed(const Shape& shape, const std::uint8_t* norms,
     return peak;
 }
 
+// One bucket's levels, with room for whole columns; reused between calls.
+thread_local std::vector<std::uint32_t> levels;
+
+std::uint32_t* levels_of(const Shape& shape) {
+    const std::size_t room = columns_of(shape.bucket) * kRows;
+    if (levels.size() < room) levels.resize(room);
+    return levels.data();
+}
+
 // work(bucket, its levels) for all buckets of a body of fixed width.
 template <class Work>
 void each_bucket(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes, Work work) {
@@ -144,10 +145,10 @@ void each_bucket(const Shape& shape, const std::uint8_t* widths, const std::uint
 }
 
 // A body of fixed width in Elias' code, if that has fewer bytes than `limit`; empty if not.
-std::vector<std::uint8_t> to_elias(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes_at, std::uint32_t count,
-                                   std::size_t limit) {
+std::vector<std::uint8_t> to_elias(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes_at, std::size_t limit) {
     std::vector<std::uint8_t> stream;
     std::uint64_t bits = 0;
+    std::uint32_t count = 0;
     for (bool writing : {false, true}) {
         if (writing) {
             if (4 + (bits + 7) / 8 >= limit) return {};
@@ -166,6 +167,7 @@ std::vector<std::uint8_t> to_elias(const Shape& shape, const std::uint8_t* width
                     put_gamma(writer, its);
                 } else {
                     bits += gamma_bits(at - next + 1) + 1 + gamma_bits(its);
+                    ++count;
                 }
                 next = at + 1;
             }
@@ -187,15 +189,13 @@ py::tuple encode_buckets(Floats& grad, int steps, std::size_t bucket, bool l2, f
     std::uint8_t* out = buffer.mutable_data() + kHeadroom;
     float* g = grad.mutable_data();
     bool finite;
-    std::uint64_t count;
     std::size_t size = at_codes;
     {
         py::gil_scoped_release release;
         out[0] = fixed;
         Fixed body{out + kHead, out + at_widths, out + at_codes};
-        to_fixed(g, shape, rounding, static_cast<float>(steps), l2, Key(key), levels_of(shape), body);
+        to_fixed(g, shape, rounding, l2, Key(key), body);
         finite = body.finite;
-        count = body.count;
         size += body.size;
         if (!finite) {  // nothing is sent: no norm, no level
             std::memset(out, 0, at_codes);
@@ -204,10 +204,11 @@ py::tuple encode_buckets(Floats& grad, int steps, std::size_t bucket, bool l2, f
         }
         // Counting the bits takes longer than all the rest: below a limit of 1 only where an estimate is promising, 3 bits a level and
         // log2 of the mean gap.
-        const double estimate = count && limit < 1 ? count * (3 + std::log2(static_cast<double>(shape.n) / count)) / 8 : 0;
+        const double part = body.count ? static_cast<double>(body.count) / static_cast<double>(body.counted) : 0;
+        const double estimate = body.count && limit < 1 ? shape.n * part * (3 - std::log2(part)) / 8 : 0;
         const std::size_t most_bytes = std::min(size - at_widths, static_cast<std::size_t>(limit * (size - at_widths)));
         if (finite && estimate < limit * (size - at_widths)) {
-            const auto stream = to_elias(shape, out + at_widths, out + at_codes, static_cast<std::uint32_t>(count), most_bytes);
+            const auto stream = to_elias(shape, out + at_widths, out + at_codes, most_bytes);
             if (!stream.empty()) {
                 out[0] = elias;
                 std::memcpy(out + at_widths, stream.data(), stream.size());

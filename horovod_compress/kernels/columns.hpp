@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "common.hpp"
 #include "random.hpp"
@@ -42,12 +43,13 @@ HC_INLINE void each_drawn(std::size_t count, std::size_t block, Key key, Code co
     for (std::size_t j = 0; first + j < count; ++j) code(first + j, bits[j]);
 }
 
-template <class Word>  // of one column, or of as many as there are lanes
-HC_INLINE void put_some(const std::uint32_t* from, std::uint8_t* out, std::size_t columns, int width, std::uint32_t offset) {
+template <class Word, class Width>  // of one column, or of as many as there are lanes
+HC_INLINE void put_some(const std::uint32_t* from, std::uint8_t* out, std::size_t columns, Width width, std::uint32_t offset) {
     Word word{}, code;
     int filled = 0;
-    for (std::size_t row = 0; row < kRows; ++row, from += columns) {
-        std::memcpy(&code, from, sizeof code);
+    HC_UNROLL
+    for (std::size_t row = 0; row < kRows; ++row) {
+        std::memcpy(&code, from + row * columns, sizeof code);
         code += offset;
         word |= code << filled;
         filled += width;
@@ -58,13 +60,14 @@ HC_INLINE void put_some(const std::uint32_t* from, std::uint8_t* out, std::size_
         word = code >> (width - filled);
     }
 }
-template <class Word>
-HC_INLINE void take_some(const std::uint8_t* in, std::uint32_t* to, std::size_t columns, int width, std::uint32_t offset) {
+template <class Word, class Width>
+HC_INLINE void take_some(const std::uint8_t* in, std::uint32_t* to, std::size_t columns, Width width, std::uint32_t offset) {
     const std::uint32_t mask = (1u << width) - 1;
     Word word, code;
     std::memcpy(&word, in, sizeof word);
     int used = 0;
-    for (std::size_t row = 0; row < kRows; ++row, to += columns) {
+    HC_UNROLL
+    for (std::size_t row = 0; row < kRows; ++row) {
         code = word >> used;
         used += width;
         if (used >= 32 && row + 1 < kRows) {
@@ -74,20 +77,42 @@ HC_INLINE void take_some(const std::uint8_t* in, std::uint32_t* to, std::size_t 
             code |= word << (width - used);
         }
         code = (code & mask) - offset;
-        std::memcpy(to, &code, sizeof code);
+        std::memcpy(to + row * columns, &code, sizeof code);
+    }
+}
+
+// work(width), known to the compiler where it is a frequent one: its shifts are constants then.
+template <class Work>
+HC_INLINE void of_width(int width, Work work) {
+    switch (width) {
+        case 2: return work(std::integral_constant<int, 2>());
+        case 3: return work(std::integral_constant<int, 3>());
+        case 4: return work(std::integral_constant<int, 4>());
+        case 5: return work(std::integral_constant<int, 5>());
+        case 9: return work(std::integral_constant<int, 9>());
+        default: work(width);
     }
 }
 
 // A block's codes + offset into its words, and back; both have room for whole columns.
 HC_INLINE void put_block(const std::uint32_t* codes, std::uint8_t* out, std::size_t columns, int width, std::uint32_t offset) {
     if (width == 0) return;
-    if (columns == kColumns) return put_some<WordLanes>(codes, out, kColumns, width, offset);
-    for (std::size_t c = 0; c < columns; ++c) put_some<std::uint32_t>(codes + c, out + 4 * c, columns, width, offset);
+    if (columns < kColumns) {
+        for (std::size_t c = 0; c < columns; ++c) put_some<std::uint32_t>(codes + c, out + 4 * c, columns, width, offset);
+        return;
+    }
+    of_width(width, [=](auto known) HC_HOT { put_some<WordLanes>(codes, out, kColumns, known, offset); });
 }
 HC_INLINE void take_block(const std::uint8_t* in, std::uint32_t* codes, std::size_t columns, int width, std::uint32_t offset) {
-    if (width == 0) std::memset(codes, 0, 4 * kRows * columns);
-    else if (columns == kColumns) take_some<WordLanes>(in, codes, kColumns, width, offset);
-    else for (std::size_t c = 0; c < columns; ++c) take_some<std::uint32_t>(in + 4 * c, codes + c, columns, width, offset);
+    if (width == 0) {
+        std::memset(codes, 0, 4 * kRows * columns);
+        return;
+    }
+    if (columns < kColumns) {
+        for (std::size_t c = 0; c < columns; ++c) take_some<std::uint32_t>(in + 4 * c, codes + c, columns, width, offset);
+        return;
+    }
+    of_width(width, [=](auto known) HC_HOT { take_some<WordLanes>(in, codes, kColumns, known, offset); });
 }
 
 }  // namespace hc

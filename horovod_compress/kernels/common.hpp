@@ -23,10 +23,12 @@
 #define HC_INLINE inline __attribute__((always_inline))
 #define HC_HOT __attribute__((always_inline))  // behind a lambda's parameters: outside a variant it would be compiled for any CPU
 #define HC_PREFETCH(address) __builtin_prefetch(address)
+#define HC_UNROLL _Pragma("GCC unroll 32")
 #else
 #define HC_HOT
 #define HC_INLINE inline
 #define HC_PREFETCH(address)
+#define HC_UNROLL
 #endif
 
 namespace hc {
@@ -66,6 +68,15 @@ constexpr std::size_t kLanes = 16;
 using Lanes = float __attribute__((vector_size(4 * kLanes)));
 using WordLanes = std::uint32_t __attribute__((vector_size(4 * kLanes)));
 
+HC_INLINE double total(const Lanes& lanes) {
+    using Half = float __attribute__((vector_size(2 * kLanes)));
+    using Wide = double __attribute__((vector_size(4 * kLanes)));
+    Half halves[2];
+    std::memcpy(halves, &lanes, sizeof halves);
+    const Wide sums = __builtin_convertvector(halves[0], Wide) + __builtin_convertvector(halves[1], Wide);
+    return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
+}
+
 // Σ y and Σ y² over n elements, y = x·down. Several sums at once, because an addition waits for the one before.
 HC_INLINE void scaled_sums(const float* x, std::size_t n, float down, double& one, double& two) {
     constexpr std::size_t chains = 4;
@@ -84,18 +95,8 @@ HC_INLINE void scaled_sums(const float* x, std::size_t n, float down, double& on
         sums[0][0] += y;
         squares[0][0] += y * y;
     }
-    const Lanes all = (sums[0] + sums[1]) + (sums[2] + sums[3]), all_squares = (squares[0] + squares[1]) + (squares[2] + squares[3]);
-    one = two = 0;
-    for (std::size_t j = 0; j < kLanes; ++j) {
-        one += all[j];
-        two += all_squares[j];
-    }
-}
-
-// Asks for the lines of `count` floats that a loop comes to later, in chunks of a page: what hardware fetches ahead by itself does not
-// keep up with loops that compute much.
-HC_INLINE void fetch_ahead(const float* chunk, std::size_t count) {
-    for (std::size_t j = 0; j < count; j += 16) HC_PREFETCH(chunk + j);
+    one = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    two = total((squares[0] + squares[1]) + (squares[2] + squares[3]));
 }
 
 }  // namespace hc

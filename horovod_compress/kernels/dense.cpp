@@ -44,7 +44,8 @@ struct Spread {
     double deviation;
 };
 HC_CLONES Spread spread_of(const float* x, std::size_t n) {
-    constexpr std::size_t block = 1024;
+    constexpr std::size_t block = 4096;
+    const std::uint32_t first = n ? bits_of(x[0]) : 0;
     Spread all{};
     double sum = 0, squares = 0;
     std::uint32_t differences = 0;
@@ -52,8 +53,8 @@ HC_CLONES Spread spread_of(const float* x, std::size_t n) {
         const std::size_t end = std::min(n, begin + block);
         std::uint32_t peak = 0;
         for (std::size_t i = begin; i < end; ++i) {
-            peak = std::max(peak, magnitude(x[i]));
-            differences |= bits_of(x[i]) ^ bits_of(x[0]);
+            peak = peak > magnitude(x[i]) ? peak : magnitude(x[i]);
+            differences |= bits_of(x[i]) ^ first;
         }
         all.peak = std::max(all.peak, peak);
         if (peak == 0 || peak >= kInfinity) continue;

@@ -40,11 +40,21 @@ struct Rounding {
         most = largest * one;
         limit = bits_of(most);
     }
-    // y is in units of 1/one. Its limits are compared as integers, which takes compilers half as many instructions.
+    // What makes numbers up to w, 2^-90 at least, steps in units of 1/one, of which w itself has no more than `largest`.
+    float factor_for(float w) const {
+        const float factor = most / w;
+        return w * factor > most ? float_of(bits_of(factor) - 1) : factor;
+    }
+    // The largest code that a y can become.
+    std::int32_t largest_of(float y) const { return (static_cast<std::int32_t>(y) + (1 << fraction) - 1) >> fraction; }
+    // y is in units of 1/one, at most `most` in magnitude.
+    HC_INLINE std::int32_t within(float y, std::uint32_t bits) const {
+        return (static_cast<std::int32_t>(y) + static_cast<std::int32_t>(bits >> (32 - fraction))) >> fraction;
+    }
+    // The same of any y. Its limits are compared as integers, which takes compilers half as many instructions.
     HC_INLINE std::int32_t operator()(float y, std::uint32_t bits) const {
         const std::uint32_t b = bits_of(y), a = b & 0x7fffffffu;
-        y = float_of((b & 0x80000000u) | (a < limit ? a : limit));
-        return (static_cast<std::int32_t>(y) + static_cast<std::int32_t>(bits >> (32 - fraction))) >> fraction;
+        return within(float_of((b & 0x80000000u) | (a < limit ? a : limit)), bits);
     }
 };
 

@@ -1,7 +1,7 @@
 """Levels by bucket, each bucket against its own norm (QSGD, Alistarh et al., NeurIPS 2017, arXiv 1610.02132).
 
 Body: coding (0 fixed width, 1 Elias); a float32 norm for each bucket; then either, for each bucket, a byte for the width
-that holds its largest level, and its levels in columns; or a uint32 count and for each level that is not 0: gamma code of
+that holds what its largest element may become, and its levels in columns; or a uint32 count and for each level that is not 0: gamma code of
 the zeros before it plus 1, a sign bit, gamma code of its magnitude.
 """
 import struct
@@ -13,6 +13,7 @@ from .quantization import one_of, round_at_random
 from .sparse import new_body
 
 _FIXED, _ELIAS = 0, 1
+_SAMPLED = 16  # every so manieth bucket
 _LARGEST = np.finfo(np.float32).max
 
 
@@ -35,22 +36,22 @@ def encode_buckets(grad, steps, bucket, l2, limit, key, spare=None):
     for b in range(len(norms) if finite else 0):
         x = grad[b * bucket : (b + 1) * bucket]
         norms[b] = norm = _norm(x, l2)
-        exponent = int(np.clip(np.frexp(norm)[1] - 1, -120, 120)) if norm > 0 else 0
-        before = np.ldexp(np.float32(1), -exponent)
-        factor = np.float32(steps) / (norm * before) * np.float32(one_of(steps)) if norm > 0 else np.float32(0)
-        its = round_at_random(x * before * factor, bits[b, : len(x)], steps)
-        widths[b] = _width(int(np.abs(its).max()))
+        lift = np.float32(2**64 if norm < 2**-90 else 1)  # so that the factor is in range
+        y = x * lift * (_factor(norm * lift, steps) if norm > 0 else np.float32(0))
+        its = round_at_random(y, bits[b, : len(x)], steps)
+        widths[b] = _width(-int(-np.abs(y).max()) // -one_of(steps))
         packed.append(to_columns(its, int(widths[b]), _offset(int(widths[b]))))
         levels[b * bucket : b * bucket + len(x)] = its
     grad.fill(0)
     fixed = np.concatenate([np.empty(0, np.uint32), *packed])
-    count, whole = np.count_nonzero(levels), len(widths) + fixed.nbytes
-    estimate = count * (3 + np.log2(n / count)) / 8 if count and limit < 1 else 0  # native code counts where it is promising only
+    sample = np.concatenate([np.empty(0), *(levels[b * bucket : (b + 1) * bucket] for b in range(0, len(norms), _SAMPLED))])
+    part, whole = np.count_nonzero(sample) / max(len(sample), 1), len(widths) + fixed.nbytes
+    estimate = n * part * (3 - np.log2(part)) / 8 if part and limit < 1 else 0  # native code counts where it is promising only
     coded = _elias(levels) if limit else ""
     most = min(whole, int(np.float32(limit) * np.float32(whole)))
     if finite and estimate < np.float32(limit) * np.float32(whole) and 4 + (len(coded) + 7) // 8 < most:
         stream = np.packbits(np.frombuffer(coded.encode(), np.uint8) - ord("0"), bitorder="little")
-        body = new_body(bytes([_ELIAS]), norms, struct.pack("<I", count), stream)
+        body = new_body(bytes([_ELIAS]), norms, struct.pack("<I", np.count_nonzero(levels)), stream)
     else:
         body = new_body(bytes([_FIXED]), norms, widths, fixed)
     return body, len(body), n, finite
@@ -96,7 +97,15 @@ def _norm(x, l2):
         lanes += line
     for rest in scaled[whole:]:
         lanes[0] += rest * rest
-    return np.float32(min(np.sqrt(lanes.astype(np.float64).sum()) / np.float64(down), np.float64(_LARGEST)))
+    norm = np.float32(min(np.sqrt(lanes.astype(np.float64).sum()) / np.float64(down), np.float64(_LARGEST)))
+    return max(norm, peak)
+
+
+def _factor(norm, steps):
+    """What makes steps of numbers up to norm, in units of 1/one_of(steps), norm itself becoming no more than `steps`."""
+    most = np.float32(steps) * np.float32(one_of(steps))
+    factor = most / norm
+    return np.nextafter(factor, np.float32(0)) if norm * factor > most else factor
 
 
 def _elias(levels):
