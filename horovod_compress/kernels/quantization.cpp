@@ -130,6 +130,7 @@ const std::uint8_t* levels_for(const std::optional<Bytes>& levels, std::size_t n
     }
     same_length(n, length(*levels, "levels"), "values and levels");
     const std::uint8_t* at = levels->data();
+    if (scales == 2) return at;  // whatever is not 0 means the finer one
     std::uint8_t top = 0;
     for (std::size_t i = 0; i < n; ++i) top = std::max(top, at[i]);
     if (n && top >= scales) throw std::invalid_argument("level without a scale");
