@@ -18,6 +18,8 @@ import time
 import numpy as np
 from two_hosts import LAUNCHERS, TwoHosts
 
+from horovod_compress.models import MODELS
+
 DEFAULT = ["dgc:ratio=0.001"]
 OWN = ("floor", "none", "fp16")
 WARMUP = 3
@@ -46,7 +48,6 @@ def worker(options):
     import horovod.torch as hvd
     import torch
     from horovod_compress.bench import load_gradients, random_gradients
-    from horovod_compress.models import MODELS
 
     hvd.init()
     torch.set_num_threads(1)
@@ -118,8 +119,13 @@ def measure(hvd, torch, spec, shapes, gradients, most):
         step += 1
     all_ranks = hvd.allreduce(torch.tensor(seconds[WARMUP:]), op=hvd.Max, name="seconds").tolist()
     numel = sum(p.numel() for p in model)
-    result = {"seconds": statistics.median(all_ranks), "steps": len(all_ranks), "bytes": {"floor": 0, "fp16": 2 * numel}.get(spec, 4 * numel)}
-    result["peak"] = 1024 * hvd.allreduce(torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss), op=hvd.Max, name="peak").item()
+    peak = torch.tensor(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    result = {
+        "seconds": statistics.median(all_ranks),
+        "steps": len(all_ranks),
+        "bytes": {"floor": 0, "fp16": 2 * numel}.get(spec, 4 * numel),
+        "peak": hvd.allreduce(peak, op=hvd.Max, name="peak").item(),
+    }
     if ours:
         after = compression.stats()
         result["bytes"] = (after["bytes_sent"] - before["bytes_sent"]) / len(all_ranks)
@@ -136,8 +142,8 @@ def table(results, model):
     lines = []
     for (rate, ranks), found in results.items():
         lines += [f"\n{model}, {ranks} ranks on two hosts, link {rate}\n"]
-        lines += ["| spec | step ms | of none | of fp16 | over the floor, ms | MB a step | encode ms | wait ms | decode ms | peak memory, MB over none |"]
-        lines += ["|---|" + "---:|" * 9]
+        titles = ["step ms", "of none", "of fp16", "over the floor, ms", "MB a step", "encode ms", "wait ms", "decode ms", "peak, MB over none"]
+        lines += [f"| spec | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
         for spec, figures in found.items():
             ms, floor = 1e3 * figures["seconds"], 1e3 * found["floor"]["seconds"]
             parts = [f"{1e3 * figures[part]:.1f}" if part in figures else "" for part in ("encode", "exchange", "decode")]
@@ -171,7 +177,7 @@ def plot(results, path, title):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("specs", nargs="*", default=DEFAULT, metavar="SPEC", help=f"default: {' '.join(DEFAULT)}")
-    parser.add_argument("--model", default="resnet50", help="resnet50, vgg16, lstm, bert, or thousand: 1000 tensors of 25 000 floats")
+    parser.add_argument("--model", choices=[*MODELS, "thousand"], default="resnet50", help="thousand: 1000 tensors of 25 000 floats")
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "10gbit", "none"], help="of the link; none: as fast as it goes")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="half of them on each host (default: 2)")
     parser.add_argument("--steps", type=int, default=10, help=f"at most; {LEAST} where one takes long (default: 10)")

@@ -75,9 +75,9 @@ def train(hvd, torch, spec, data, seed, target):
 
 def table(results, options):
     """Markdown of {spec: one result a seed}; times are medians over seeds."""
-    reached = {
-        spec: statistics.median(r["seconds"] for r in found) if all(r["seconds"] for r in found) else None for spec, found in results.items()
-    }
+    reached = {}
+    for spec, found in results.items():
+        reached[spec] = statistics.median(r["seconds"] for r in found) if all(r["seconds"] for r in found) else None
     against = lambda own, spec: f"{reached[own] / reached[spec]:.1f}" if reached[own] and reached[spec] else ""  # noqa: E731
     lines = [f"\n{options.target:g} % test accuracy, {options.ranks} ranks on two hosts, link {options.rate}, seeds {options.seeds}\n"]
     lines += ["| spec | seconds | steps | ms a step | times faster than none | than fp16 |", "|---|" + "---:|" * 5]
@@ -135,7 +135,8 @@ def main():
                 print(f"seed {seed}, {spec}: {found['seconds']} s, {found['steps']} steps", file=sys.stderr, flush=True)
     print(table(results, options))
     if options.json:
-        options.json.write_text(json.dumps({"target": options.target, "rate": options.rate, "ranks": options.ranks, "specs": results}, indent=1))
+        about = {key: getattr(options, key) for key in ("target", "rate", "ranks", "launcher", "seeds")}
+        options.json.write_text(json.dumps({**about, "specs": results}, indent=1))
     if options.plot:
         plot(results, options.plot, f"Fashion-MNIST, {options.ranks} ranks on two hosts, link {options.rate}")
 

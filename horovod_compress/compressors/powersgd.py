@@ -11,6 +11,7 @@ from .selective import SelectiveCompressor
 
 
 _MOST = 2.0**126  # a bound on the result's elements from which they may not be finite
+_SHORT = np.float32(2.0**-40)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -70,6 +71,9 @@ class PowerSGD(SelectiveCompressor):
         largest = np.abs(p.reshape(rank, -1)).max(axis=1) @ np.abs(q.reshape(rank, -1)).max(axis=1).astype(np.float64)
         if not largest * max(1.0, abs(scale * size)) < _MOST:
             out.fill(np.nan)
+            last = state.arrays["q"]
+            if np.abs(last).max() > _SHORT:  # its length does not matter: shorter, the next sum may stay in range
+                last *= _SHORT
             return False
         kernels.subtract_product(state.arrays["residual"], p, q, out, rank, scale * size)
         state.taken = p, q

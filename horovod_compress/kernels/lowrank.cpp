@@ -1,19 +1,16 @@
 // Products of a matrix M of n rows and m columns with few vectors. Those lie one behind the other: P as rank × n, Q as rank × m.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "arrays.hpp"
 
 namespace hc {
 namespace {
 
-constexpr std::size_t kRows = 4, kVectors = 4;  // worked on together: what is loaded serves several products
+constexpr std::size_t kHeight = 4, kVectors = 4;  // rows and vectors worked on together: what is loaded serves several products
+constexpr float kMost = 0x1p109f;  // of what is left of an element: rounding alone must not take it to kTooLarge
 
-HC_INLINE float total(const Lanes& lanes) {
-    float sum = 0;
-    for (std::size_t j = 0; j < kLanes; ++j) sum += lanes[j];
-    return sum;
-}
 HC_INLINE void load(Lanes& lanes, const float* x) { std::memcpy(&lanes, x, sizeof lanes); }
 
 // p[k·n + row] = x[row] · q[k] for some rows and vectors of m elements.
@@ -31,7 +28,7 @@ HC_INLINE void dots(const float* x, const float* q, std::size_t m, float* p, std
     }
     for (std::size_t row = 0; row < rows; ++row)
         for (std::size_t k = 0; k < vectors; ++k) {
-            float sum = total(sums[row][k]);
+            float sum = static_cast<float>(total(sums[row][k]));
             for (std::size_t rest = j; rest < m; ++rest) sum += x[row * m + rest] * q[k * m + rest];
             p[k * n + row] = sum;
         }
@@ -58,12 +55,13 @@ HC_INLINE void add_rows(const float* x, const float* p, std::size_t n, float* q,
             for (std::size_t row = 0; row < rows; ++row) q[k * m + j] += x[row * m + j] * p[k * n + row];
 }
 
-// work(first row, how many, first vector, how many) as constants, in parts of at most kRows and kVectors.
+// work(first row, how many, first vector, how many) as constants, in parts of at most kHeight and kVectors.
 template <std::size_t rows, class Work>
 HC_INLINE void by_vectors(std::size_t row, std::size_t rank, Work work) {
     std::size_t k = 0;
-    for (; k + kVectors <= rank; k += kVectors) work(row, std::integral_constant<std::size_t, rows>{}, k, std::integral_constant<std::size_t, kVectors>{});
-    for (; k < rank; ++k) work(row, std::integral_constant<std::size_t, rows>{}, k, std::integral_constant<std::size_t, 1>{});
+    const std::integral_constant<std::size_t, rows> height;
+    for (; k + kVectors <= rank; k += kVectors) work(row, height, k, std::integral_constant<std::size_t, kVectors>{});
+    for (; k < rank; ++k) work(row, height, k, std::integral_constant<std::size_t, 1>{});
 }
 
 HC_CLONES bool project_rows(const float* __restrict g, float* __restrict x, const float* q, float* p, std::size_t n, std::size_t m,
@@ -82,9 +80,9 @@ HC_CLONES bool project_rows(const float* __restrict g, float* __restrict x, cons
         dots<rows.value, vectors.value>(x + row * m, q + k * m, m, p + k * n + row, n);
     };
     std::size_t row = 0;
-    for (; row + kRows <= n; row += kRows) {
-        advance(row * m, kRows * m);
-        by_vectors<kRows>(row, rank, work);
+    for (; row + kHeight <= n; row += kHeight) {
+        advance(row * m, kHeight * m);
+        by_vectors<kHeight>(row, rank, work);
     }
     for (; row < n; ++row) {
         advance(row * m, m);
@@ -99,17 +97,17 @@ HC_CLONES void project_columns(const float* x, const float* p, float* q, std::si
         add_rows<rows.value, vectors.value>(x + row * m, p + k * n + row, n, q + k * m, m);
     };
     std::size_t row = 0;
-    for (; row + kRows <= n; row += kRows) by_vectors<kRows>(row, rank, work);
+    for (; row + kHeight <= n; row += kHeight) by_vectors<kHeight>(row, rank, work);
     for (; row < n; ++row) by_vectors<1>(row, rank, work);
 }
 
-// x −= P·Qᵀ, within ±most; out = scale·P·Qᵀ: some rows, of which q's lines serve all.
+// x −= P·Qᵀ, within ±kMost; out = scale·P·Qᵀ: some rows, of which q's lines serve all.
 template <std::size_t rows>
 HC_INLINE void subtract_rows(float* __restrict x, const float* __restrict p, const float* __restrict q, float* __restrict out, std::size_t n,
-                             std::size_t m, std::size_t rank, float scale, float most) {
+                             std::size_t m, std::size_t rank, float scale) {
     const auto finish = [=](std::size_t i, float product) HC_HOT {
-        const float moved = x[i] - product, above = moved > -most ? moved : -most;
-        x[i] = above < most ? above : most;
+        const float moved = x[i] - product, above = moved > -kMost ? moved : -kMost;
+        x[i] = above < kMost ? above : kMost;
         out[i] = product * scale;
     };
     std::size_t j = 0;
@@ -133,11 +131,10 @@ HC_INLINE void subtract_rows(float* __restrict x, const float* __restrict p, con
             finish(row * m + j, product);
         }
 }
-HC_CLONES void subtract(float* x, const float* p, const float* q, float* out, std::size_t n, std::size_t m, std::size_t rank, float scale,
-                        float most) {
+HC_CLONES void subtract(float* x, const float* p, const float* q, float* out, std::size_t n, std::size_t m, std::size_t rank, float scale) {
     std::size_t row = 0;
-    for (; row + kRows <= n; row += kRows) subtract_rows<kRows>(x + row * m, p + row, q, out + row * m, n, m, rank, scale, most);
-    for (; row < n; ++row) subtract_rows<1>(x + row * m, p + row, q, out + row * m, n, m, rank, scale, most);
+    for (; row + kHeight <= n; row += kHeight) subtract_rows<kHeight>(x + row * m, p + row, q, out + row * m, n, m, rank, scale);
+    for (; row < n; ++row) subtract_rows<1>(x + row * m, p + row, q, out + row * m, n, m, rank, scale);
 }
 
 // The dot product, and x += factor · y.
@@ -188,7 +185,7 @@ void subtract_product(Floats& residual, const Floats& p, const Floats& q, Floats
     float *x = residual.mutable_data(), *to = out.mutable_data();
     const float *left = p.data(), *right = q.data();
     py::gil_scoped_release release;
-    subtract(x, left, right, to, is.n, is.m, rank, scale, 0x1p109f);
+    subtract(x, left, right, to, is.n, is.m, rank, scale);
 }
 
 void orthonormalize(Floats& p, std::size_t rank) {
@@ -214,7 +211,8 @@ void orthonormalize(Floats& p, std::size_t rank) {
 }  // namespace
 
 void bind_lowrank(py::module_& m) {
-    m.def("project", &project, arg("grad").noconvert(), arg("residual").noconvert(), arg("q").noconvert(), arg("p").noconvert(), arg("rank"));
+    m.def("project", &project, arg("grad").noconvert(), arg("residual").noconvert(), arg("q").noconvert(), arg("p").noconvert(),
+          arg("rank"));
     m.def("project_back", &project_back, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), arg("rank"));
     m.def("subtract_product", &subtract_product, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(),
           arg("out").noconvert(), arg("rank"), arg("scale"));

@@ -471,6 +471,15 @@ def test_powersgd_finds_new_directions():
     np.testing.assert_allclose(np.sum([mean["t"] for mean in run.mean], axis=0), first + second, atol=1e-5)
 
 
+def test_powersgd_recovers_from_huge_gradients():
+    """P of finite elements can overflow: the step after is projected on shorter vectors."""
+    huge, nothing = ({"t": np.full((8, 40_000), g, np.float32)} for g in (1e34, 0))
+    run = hc.simulate("powersgd:rank=1,min_rate=0", [[huge]] * 3 + [[nothing]] * 4)
+    assert [bool(np.isfinite(mean["t"]).all()) for mean in run.mean][-2:] == [True, True]
+    assert not all(np.isfinite(mean["t"]).all() for mean in run.mean)
+    assert np.abs(run.state[0]["t"]["residual"]).max() < 1e30
+
+
 def test_signsgds_majority():
     """The sign of the sum of signs, ties and zeros give 0; the magnitude is 1, whatever the gradients' is."""
     votes = np.array(np.meshgrid([-1, 0, 1], [-1, 0, 1], [-1, 0, 1], [-1, 0, 1])).reshape(4, -1).astype(np.float32)

@@ -16,5 +16,6 @@ __all__ = [
     "HEADROOM", "accumulate", "adacomp", "add_bf16", "add_buckets", "add_natural", "add_one_bit", "add_sparse", "checksum", "common_levels",
     "coordinates", "decode_sparse", "dense_momentum", "dequantize", "encode_bf16", "encode_buckets", "encode_natural",
     "encode_sparse", "fine_enough", "from_float16", "largest", "one_bit", "orthonormalize", "project", "project_back",
-    "quantize", "random_bits", "scatter_add", "spread", "squared_norm", "strom", "subtract_product", "sum_signs", "take", "to_float16", "variance", "vote",
+    "quantize", "random_bits", "scatter_add", "spread", "squared_norm", "strom", "subtract_product", "sum_signs", "take", "to_float16",
+    "variance", "vote",
 ]

@@ -90,15 +90,8 @@ def _norm(x, l2):
     if not l2 or peak == 0:
         return peak
     down = np.ldexp(np.float32(1), -int(np.clip(np.frexp(peak)[1] - 1, -120, 120)))
-    scaled = x * down
-    lanes = np.zeros(16, np.float32)
-    whole = len(x) // 16 * 16
-    for line in (scaled * scaled)[:whole].reshape(-1, 16):
-        lanes += line
-    for rest in scaled[whole:]:
-        lanes[0] += rest * rest
-    norm = np.float32(min(np.sqrt(lanes.astype(np.float64).sum()) / np.float64(down), np.float64(_LARGEST)))
-    return max(norm, peak)
+    norm = np.linalg.norm((x * down).astype(np.float64)) / np.float64(down)
+    return max(np.float32(min(norm, np.float64(_LARGEST))), peak)
 
 
 def _factor(norm, steps):

@@ -1,4 +1,7 @@
-"""Products of a matrix M of n rows and m columns, flat, with few vectors, which lie one behind the other: P as rank × n, Q as rank × m."""
+"""Products of a matrix M of n rows and m columns, flat, with few vectors.
+
+The vectors lie one behind the other: P as rank × n, Q as rank × m.
+"""
 import numpy as np
 
 from .dense import TOO_LARGE
@@ -28,8 +31,10 @@ def project_back(residual, p, q, rank):
 
 def subtract_product(residual, p, q, out, rank, scale):
     """residual ← residual − P·Qᵀ, kept within ±2^109, so that rounding alone never takes it to where nothing can be added any
-    more; out ← scale·P·Qᵀ."""
-    product = (p.reshape(rank, -1).T @ q.reshape(rank, -1)).reshape(-1)
+    more; out ← scale·P·Qᵀ. One vector after the other is added up, so that all kernels give the same bits."""
+    product = np.zeros_like(out)
+    for left, right in zip(p.reshape(rank, -1), q.reshape(rank, -1)):
+        product += np.outer(left, right).reshape(-1)
     np.clip(residual - product, -TOO_LARGE / 2, TOO_LARGE / 2, out=residual)
     np.multiply(product, np.float32(scale), out=out)
 
