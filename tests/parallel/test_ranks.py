@@ -36,13 +36,12 @@ ACROSS_LAUNCHERS = ("replicas_identical_after_100_steps", "dense_limit", "not_fi
 @contextlib.contextmanager
 def started(folder, launcher, size, names, hosts=None):
     """A job that runs the named cases, here or on two hosts; it writes their results to folder/results.RANK."""
-    environment = os.environ if hosts is None else hosts.environment
-    path = os.pathsep.join([os.path.dirname(sys.executable), environment["PATH"]])
+    here = {**os.environ, "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])}
     job = [*launcher.format(size=size, half=size // 2).split(), sys.executable, HERE / "run_cases.py", folder / "results", *names]
     with open(folder / "output", "w") as output:
         process = subprocess.Popen(
             job if hosts is None else hosts.command("a", job),
-            cwd=HERE, env={**environment, "PATH": path}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            cwd=HERE, env=here if hosts is None else hosts.environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )
         try:
             yield process
