@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import json
 import math
-import operator
+import numbers
 import time
 import zlib
 
@@ -41,11 +41,22 @@ class _Tensor:
 
 
 @dataclasses.dataclass
+class Run:
+    """One step of the optimizer: gradients that are used together, or not at all."""
+
+    number: int  # alike on all ranks
+    tensors: dict = dataclasses.field(default_factory=dict)  # to commit or to roll back
+    finite: bool = True
+    beat: object = None  # with sums: waits for the ranks' numbers of this step; False once they were compared
+
+
+@dataclasses.dataclass
 class _Pending:
     tensor: _Tensor
     grad: np.ndarray
+    run: Run
+    step: Step
     carrier: np.ndarray = None
-    squares: np.ndarray = None
     encoding: object = None  # the generator, until it has returned its payload
     request: object = None  # what it yielded last
     payload: object = None
@@ -66,19 +77,20 @@ class Exchange:
         self._label = label
         self._tensors = {}
         for name, (shape, variant) in tensors.items():
-            chosen = variant.for_tensor(name, shape)
-            digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
-            self._tensors[name] = _Tensor(
-                name, tuple(shape), chosen, chosen.init(name, shape), digest, math.prod(shape), np.ones(1, np.float32)
-            )
+            self._know(name, shape, variant)
         self._now = Step(0, transport.rank, transport.size)
+        self._run = Run(0)
         self._open = {}  # submitted, not finished
-        self._touched = {}  # submitted in the current step: to commit or to roll back
         self._deferred = []  # with clipping: not encoded before all gradients are there
         self._encoding = []  # with rounds to go before they have a payload
-        self._beat = None  # with sums: waits for the ranks' numbers of this step; False once they were compared
-        self._finite = True
         self._counters = dict.fromkeys(_COUNTERS, 0)
+
+    def _know(self, name, shape, variant):
+        chosen = variant.for_tensor(name, shape)
+        digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
+        self._tensors[name] = _Tensor(
+            name, tuple(shape), chosen, chosen.init(name, shape), digest, math.prod(shape), np.ones(1, np.float32)
+        )
 
     # -- a step ---------------------------------------------------------------------------------------------------------
 
@@ -89,23 +101,27 @@ class Exchange:
         belongs to the exchange until `finish`. A tensor that is submitted again although its step was never finished
         abandons that step: what it took out of residuals goes back.
         """
+        if self._run.tensors and (not self._open or name in self._run.tensors):
+            self._end_step()
+        step = self._now if squares is None else dataclasses.replace(self._now, squares=squares)
+        return self._begin(name, grad, self._run, step, deferred=self.compressor.clip_norm is not None).carrier
+
+    def _begin(self, name, grad, run, step, deferred=False):
         if name not in self._tensors:
             raise ValueError(f"{name} is none of the tensors of this compression")
         tensor = self._tensors[name]
         if grad.dtype != np.float32 or grad.shape != (tensor.numel,):
             raise ValueError(f"{name}: expected {tensor.numel} float32 in one dimension, not {grad.shape} of {grad.dtype}")
-        if self._touched and (not self._open or name in self._touched):
-            self._end_step()
-        pending = self._open[name] = _Pending(tensor, grad, squares=squares)
-        self._touched[name] = tensor
-        if self.compressor.clip_norm is None:
-            self._start(pending, self._now)
-        else:
+        pending = self._open[name] = _Pending(tensor, grad, run, step)
+        run.tensors[name] = tensor
+        if deferred:
             pending.carrier = tensor.one()
             self._deferred.append(pending)
+        else:
+            self._start(pending)
         self._count(tensor, pending.carrier.nbytes)
         tensor.sent["dense_bytes"] += grad.nbytes
-        return pending.carrier
+        return pending
 
     def flush(self):
         """Encodes and starts what had to wait for the whole step; `finish` does so by itself."""
@@ -117,31 +133,45 @@ class Exchange:
         """`flush` by rounds, for a driver of several ranks: yields when it has started something, before it waits for it."""
         deferred, self._deferred = self._deferred, []
         if deferred:
-            norm = sum(kernels.squared_norm(pending.grad) for pending in deferred) ** 0.5
-            limit = self.compressor.clip_norm * self.transport.size**-0.5
-            scale = limit / norm if limit < norm < float("inf") else 1.0
-            step = dataclasses.replace(self._now, scale=scale)
+            scale = self._clipping(sum(kernels.squared_norm(pending.grad) for pending in deferred))
             for pending in deferred:
-                self._start(pending, step)
+                pending.step = dataclasses.replace(pending.step, scale=scale)
+                self._start(pending)
         while self._encoding:
             waiting, self._encoding = self._encoding, []
-            asking = {p.tensor.name: p for p in waiting if isinstance(p.request, Agree)}
-            agreeing = [asking[name] for name in self._tensors if name in asking]  # in one order on all ranks
-            largest = self._agree(agreeing)
-            yield
-            self._compare_steps()
-            started = time.perf_counter()
-            answers = {id(pending): pending.wait() for pending in waiting if pending.wait}
-            if agreeing:
-                numbers, at = largest().tolist(), 0
-                for pending in agreeing:
-                    answers[id(pending)] = numbers[at : at + len(pending.request.numbers)]
-                    at += len(pending.request.numbers)
-            self._counters["exchange_seconds"] += time.perf_counter() - started
-            started = time.perf_counter()
-            for pending in waiting:
-                self._resume(pending, answers[id(pending)])
-            self._counters["encode_seconds"] += time.perf_counter() - started
+            order = {name: i for i, name in enumerate(self._tensors)}  # one on all ranks
+            asking = sorted((p for p in waiting if isinstance(p.request, Agree)), key=lambda p: order[p.tensor.name])
+            yield from self._round(waiting, asking, f"{self._label}:agree")
+
+    def _clipping(self, squared_norm):
+        """The factor that clips this rank's gradient, all tensors together."""
+        norm, limit = squared_norm**0.5, self.compressor.clip_norm * self.transport.size**-0.5
+        return limit / norm if limit < norm < float("inf") else 1.0
+
+    def _round(self, waiting, asking, agreement):
+        """Takes encodings to what they need next: yields before it waits for what they need now. asking: those of them that
+        need a maximum; all of those are one message, of that name."""
+        largest = None
+        if asking:
+            for pending in asking:
+                self._count(pending.tensor, 4 * len(pending.request.numbers))
+            self._tell_step(asking[0])
+            together = np.array([number for pending in asking for number in pending.request.numbers], np.float32)
+            largest = self.transport.allreduce(agreement, together, op="max")
+        yield
+        self._compare_steps(waiting[0])
+        started = time.perf_counter()
+        answers = {id(pending): pending.wait() for pending in waiting if pending.wait}
+        if asking:
+            together, at = largest().tolist(), 0
+            for pending in asking:
+                answers[id(pending)] = together[at : at + len(pending.request.numbers)]
+                at += len(pending.request.numbers)
+        self._counters["exchange_seconds"] += time.perf_counter() - started
+        started = time.perf_counter()
+        for pending in waiting:
+            self._resume(pending, answers[id(pending)])
+        self._counters["encode_seconds"] += time.perf_counter() - started
 
     def finish(self, name, reduced):
         """Leaves the step's result in the memory of the gradient that was submitted. reduced: the carrier as the host
@@ -152,24 +182,22 @@ class Exchange:
         started = time.perf_counter()
         scale, arrived = 1.0, None
         if pending.wait is not None:
-            self._compare_steps()
+            self._compare_steps(pending)
             scale, arrived = float(reduced[0]) / self.transport.size, pending.wait()
             self._counters["exchange_seconds"] += time.perf_counter() - started
             started = time.perf_counter()
         if isinstance(payload, Gathered):
-            finite = self._add(tensor, grad, payload, arrived, scale)
+            finite = self._add(pending, arrived, scale)
         else:
             summed = dataclasses.replace(payload, array=reduced if arrived is None else arrived)
             finite = tensor.compressor.decode(summed, grad, tensor.state, scale)
-        self._finite &= finite
+        pending.run.finite &= finite
         del self._open[name]
         self._counters["decode_seconds"] += time.perf_counter() - started
 
-    def _start(self, pending, step):
+    def _start(self, pending):
         started = time.perf_counter()
-        if pending.squares is not None:
-            step = dataclasses.replace(step, squares=pending.squares)
-        encoded = pending.tensor.compressor.encode(pending.grad, pending.tensor.state, step)
+        encoded = pending.tensor.compressor.encode(pending.grad, pending.tensor.state, pending.step)
         if inspect.isgenerator(encoded):
             pending.encoding = encoded
             if pending.carrier is None:
@@ -190,7 +218,7 @@ class Exchange:
         else:
             self._encoding.append(pending)
             if not isinstance(pending.request, Agree):
-                pending.wait = self._sum(pending.tensor, pending.request.array, ".round")
+                pending.wait = self._sum(pending, pending.request.array, ".round")
 
     def _send(self, pending, payload):
         tensor = pending.tensor
@@ -198,20 +226,21 @@ class Exchange:
         if pending.carrier is None:  # a deferred tensor's may have been reduced by now
             pending.carrier = payload.array if isinstance(payload, Dense) else tensor.one()
         if isinstance(payload, Gathered):
-            frame = wire.seal(payload, tensor.compressor.number, tensor.digest, self._now.index)
+            frame = wire.seal(payload, tensor.compressor.number, tensor.digest, pending.step.index)
             self._count(tensor, len(frame), -len(frame))
             tensor.sent["elements_sent"] += payload.elements
             pending.wait = self.transport.allgather(f"{self._label}.{tensor.name}", frame)
         else:
             tensor.sent["elements_sent"] += tensor.numel
             if payload.array is not pending.carrier:
-                pending.wait = self._sum(tensor, payload.array)
+                pending.wait = self._sum(pending, payload.array)
 
-    def _add(self, tensor, grad, payload, arrived, scale):
+    def _add(self, pending, arrived, scale):
         """Decodes the gathered payloads of all ranks into the gradient's memory, in rank order on every rank."""
+        tensor, grad = pending.tensor, pending.grad
         self._counters["bytes_received"] += len(arrived)
         bodies, finite = wire.unseal(
-            arrived, self.transport.size, tensor.compressor.number, tensor.digest, self._now.index
+            arrived, self.transport.size, tensor.compressor.number, tensor.digest, pending.step.index
         )
         if not finite:
             grad.fill(np.nan)
@@ -222,33 +251,24 @@ class Exchange:
                 raise wire.WireError(f"payload of rank {rank}: {error}") from None
         return finite
 
-    def _sum(self, tensor, array, suffix=""):
-        self._tell_step(tensor)
-        self._count(tensor, array.nbytes)
-        return self.transport.allreduce(f"{self._label}.{tensor.name}{suffix}", array)
+    def _sum(self, pending, array, suffix=""):
+        self._tell_step(pending)
+        self._count(pending.tensor, array.nbytes)
+        return self.transport.allreduce(f"{self._label}.{pending.tensor.name}{suffix}", array)
 
-    def _agree(self, agreeing):
-        """Starts one maximum over ranks for all tensors that ask for one."""
-        if not agreeing:
-            return None
-        for pending in agreeing:
-            self._count(pending.tensor, 4 * len(pending.request.numbers))
-        self._tell_step(agreeing[0].tensor)
-        numbers = np.array([number for pending in agreeing for number in pending.request.numbers], np.float32)
-        return self.transport.allreduce(f"{self._label}:agree", numbers, op="max")
-
-    def _tell_step(self, tensor):
+    def _tell_step(self, pending):
         """Once a step with sums, before the first of them, starts a sum of its number: frames carry theirs, sums cannot."""
-        if self._beat is None:
-            step = self._now.index
-            numbers = np.array([1, step, step * step], np.int64)
-            self._count(tensor, numbers.nbytes)
-            self._beat = self.transport.allreduce(f"{self._label}:step", numbers)
+        run = pending.run
+        if run.beat is None:
+            powers = np.array([1, run.number, run.number * run.number], np.int64)
+            self._count(pending.tensor, powers.nbytes)
+            run.beat = self.transport.allreduce(f"{self._label}:step", powers)
 
-    def _compare_steps(self):
-        if not self._beat:
+    def _compare_steps(self, pending):
+        run = pending.run
+        if not run.beat:
             return
-        (ranks, total, squares), self._beat = self._beat().tolist(), False
+        (ranks, total, squares), run.beat = run.beat().tolist(), False
         if ranks != self.transport.size:
             raise RuntimeError(
                 f"{self.transport.size - ranks} of {self.transport.size} ranks have called hvd.join(), and sums of this compression "
@@ -256,26 +276,24 @@ class Exchange:
             )
         if ranks * squares != total * total:  # equal numbers, and only those, have no variance
             raise MismatchError(
-                f"this rank is at step {self._now.index}, others are not: was a state loaded, or did training begin, on some ranks only?"
+                f"this rank is at step {run.number}, others are not: was a state loaded, or did training begin, on some ranks only?"
             )
 
     def _end_step(self):
-        succeeded = self._finite and not self._open
-        for tensor in self._touched.values():
+        succeeded = self._run.finite and not self._open
+        for tensor in self._run.tensors.values():
             (tensor.compressor.commit if succeeded else tensor.compressor.rollback)(tensor.state)
         self._counters["steps"] += 1
         self._counters["steps_undone"] += not succeeded
         self._now = dataclasses.replace(self._now, index=self._now.index + 1)
-        self._finite = True
-        self._beat = None
-        self._touched.clear()
+        self._run = Run(self._now.index)
         self._open.clear()
         self._deferred.clear()
         self._encoding.clear()
 
     def reject(self):
         """The host could not use a result of this step, on all ranks alike: the step will be rolled back."""
-        self._finite = False
+        self._run.finite = False
 
     def is_open(self, name):
         """Whether this tensor is submitted and not finished."""
@@ -295,7 +313,7 @@ class Exchange:
                 f"a step is under way ({', '.join(list(self._open)[:3])} … not finished): ask between optimizer.step() and "
                 "the next backward()"
             )
-        if self._touched:
+        if self._run.tensors:
             self._end_step()
 
     def replace(self, name, **options):
@@ -323,7 +341,16 @@ class Exchange:
 
     def load_state_dict(self, state):
         """Continues from a state_dict of the same rank, size and model. ValueError, and nothing changed, for any other."""
+        arrays, step = self.check_state_dict(state)
         own = self.arrays()
+        _refuse(first_difference(_layout(own), _layout(arrays)))
+        for name, named in own.items():
+            for key, array in named.items():
+                np.copyto(array, arrays[name][key])
+        self._continue_at(step)
+
+    def check_state_dict(self, state):
+        """(arrays by tensor, steps taken) of a state. ValueError for one of another rank, size, algorithm or seed."""
         expected = {
             "format": 1, "id": self.compressor.id, "rank": self.transport.rank, "size": self.transport.size,
             "seed": self.compressor.seed,
@@ -331,22 +358,18 @@ class Exchange:
         try:
             found = {key: state[key] for key in expected}
             arrays = {n: {k: np.asarray(a) for k, a in named.items()} for n, named in state["tensors"].items()}
-            step = operator.index(state["step"])
+            step = state["step"]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a state_dict of a compression: {error!r}") from None
-        difference = first_difference(expected, found) or first_difference(_layout(own), _layout(arrays))
-        if step < 0:
-            difference = "step", "a whole number", step
-        if difference:
-            where, mine, its = difference
-            raise ValueError(
-                f"this state does not fit: {where} is {its} in it and {mine} here. A compression's state belongs to one rank: "
-                "save and load one file a rank, at the same number of ranks and with the same model"
-            )
-        for name, named in own.items():
-            for key, array in named.items():
-                np.copyto(array, arrays[name][key])
+        _refuse(first_difference(expected, found) or self._wrong_step(step))
+        return arrays, step
+
+    def _wrong_step(self, step):
+        return None if is_count(step) else ("step", "a whole number", step)
+
+    def _continue_at(self, step):
         self._now = dataclasses.replace(self._now, index=step)
+        self._run = Run(step)
 
     def stats(self):
         """Totals of this rank since the start, by name:
@@ -384,3 +407,17 @@ class Exchange:
 
 def _layout(arrays):
     return {name: {k: f"{a.dtype} of {a.shape}" for k, a in named.items()} for name, named in arrays.items()}
+
+
+def is_count(number):
+    """Whether this is a whole number of steps."""
+    return isinstance(number, numbers.Integral) and number >= 0
+
+
+def _refuse(difference):
+    if difference:
+        where, mine, its = difference
+        raise ValueError(
+            f"this state does not fit: {where} is {its} in it and {mine} here. A compression's state belongs to one rank: "
+            "save and load one file a rank, at the same number of ranks and with the same model"
+        )

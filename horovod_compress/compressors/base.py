@@ -44,7 +44,7 @@ class Dense:
 
 @dataclasses.dataclass
 class Summed:
-    """float32 or int64 numbers that are summed over ranks by an allreduce of ours."""
+    """float32, int32 or int64 numbers that are summed over ranks by an allreduce of ours."""
 
     array: np.ndarray
 
@@ -102,6 +102,7 @@ class Compressor(ABC):
     paper = None
     corrects_momentum = False  # takes over the optimizer's momentum: has options momentum, nesterov and a method bound
     clip_norm = None  # where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is there
+    carries = "float32"  # dtype of its Dense payloads
     seed = None  # where set, what is drawn at random follows from it
 
     def __post_init__(self):
@@ -115,6 +116,11 @@ class Compressor(ABC):
     def __repr__(self):
         changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+
+    def stages(self, size):
+        """The collectives that a tensor takes on `size` ranks, in their order, as (operation, dtype): what `encode` yields and
+        returns. A step that goes dense takes none of them, or, where `encode` is a generator, the first."""
+        return (("gather", "uint8"),) if self.road == "allgather" else ()
 
     @property
     def config(self):

@@ -92,6 +92,10 @@ class DenseMomentum(NoCompression):
     nesterov: bool = option(Flag(), False, "Nesterov's momentum")
     values: str = option(Choice("fp32", "fp16"), "fp32", "how they travel")
 
+    @property
+    def carries(self):
+        return DENSE[self.values].carries
+
     def encode(self, grad, state, step):
         return DENSE[self.values].encode(grad, state, step)
 

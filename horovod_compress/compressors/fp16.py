@@ -21,6 +21,7 @@ class Float16(NoCompression):
 
     id = "fp16"
     number = 2
+    carries = "float16"
 
     def encode(self, grad, state, step):
         if step.scale != 1:

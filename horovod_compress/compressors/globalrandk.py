@@ -91,6 +91,9 @@ class GlobalRandK(SharedCoordinates):
 
     ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of coordinates in a step")
 
+    def stages(self, size):
+        return (("sum", "float32"),)
+
     def encode(self, grad, state, step):
         state.scratch["indices"], values, finite = self.draw(grad, state, step)
         if not finite:

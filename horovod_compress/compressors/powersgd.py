@@ -45,6 +45,9 @@ class PowerSGD(SelectiveCompressor):
         factors = {"p": zeros(rank * n), "next": zeros(rank * m)}
         return State(name, {"residual": zeros(n * m), "q": q}, scratch={"rank": rank, **factors})
 
+    def stages(self, size):
+        return (("sum", "float32"),) * 2
+
     def encode(self, grad, state, step):
         if step.index < self.start_step:
             return Dense(grad)
@@ -56,7 +59,9 @@ class PowerSGD(SelectiveCompressor):
             last[lost] = fresh[lost]
         if not kernels.project(grad, residual, state.arrays["q"], p, rank):
             p.fill(np.nan)  # the sum says so to all ranks
-        yield Summed(p)
+        total = yield Summed(p)
+        if total is not p:
+            np.copyto(p, total)
         if np.isfinite(p).all():
             kernels.orthonormalize(p, rank)
         kernels.project_back(residual, p, q, rank)

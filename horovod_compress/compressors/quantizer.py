@@ -21,6 +21,12 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     road = "allreduce"
 
+    def stages(self, size):
+        nothing = np.empty(0, np.float32)
+        codes = kernels.quantize(nothing, None, 1.0, self.steps[:1], _width(self.steps, size), 0, None)
+        levels = [kernels.fine_enough(nothing, 1.0, self.steps, size.bit_length(), None)] if len(self.steps) > 1 else []
+        return (("max", "float32"), *(("sum", words.dtype.name) for words in (*levels, codes)))
+
     @property
     @abstractmethod
     def steps(self):
@@ -87,8 +93,12 @@ class _Drawn:
 
     @property
     def width(self):
-        """Bits of a field that holds any sum of `size` codes."""
-        return (2 * self.size * int(self.steps[0])).bit_length()
+        return _width(self.steps, self.size)
 
     def dequantize(self, words, out, scale):
         kernels.dequantize(words, self.levels, out, self.w, self.steps, self.width, self.size, scale)
+
+
+def _width(steps, size):
+    """Bits of a field that holds any sum of `size` codes."""
+    return (2 * size * int(steps[0])).bit_length()

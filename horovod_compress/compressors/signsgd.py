@@ -21,8 +21,11 @@ class SignSGD(SelectiveCompressor):
     road = "allreduce"
     paper = "Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018, arXiv 1802.04434"
 
+    def stages(self, size):
+        return (("sum", kernels.sum_signs(np.empty(0, np.float32), _width(size), None).dtype.name),)
+
     def encode(self, grad, state, step):
-        width = state.scratch["width"] = (2 * step.size).bit_length()
+        width = state.scratch["width"] = _width(step.size)
         state.scratch["size"] = step.size
         words = state.scratch["words"] = kernels.sum_signs(grad, width, state.scratch.get("words"))
         words[-1] = not kernels.largest(grad) < np.inf  # the last word counts ranks whose gradient was not finite
@@ -35,3 +38,8 @@ class SignSGD(SelectiveCompressor):
             return False
         kernels.vote(payload.array, out, state.scratch["width"], size, size * scale)
         return bool(np.isfinite(size * scale))
+
+
+def _width(size):
+    """Bits of a field that holds any sum of `size` votes."""
+    return (2 * size).bit_length()

@@ -18,5 +18,5 @@ class Transport(ABC):
 
     @abstractmethod
     def allreduce(self, name, array, op="sum"):
-        """Starts the sum, or with op="max" the maximum, over ranks of float32 or int64 arrays of one length; the result lies in
-        `array`'s own memory."""
+        """Starts the sum, or with op="max" the maximum, over ranks of float32, int32 or int64 arrays of one length; the result may lie
+        in `array`'s own memory."""

@@ -1,0 +1,59 @@
+"""A compression's state in files, one a rank, next to what Keras' ModelCheckpoint saves."""
+import json
+import os
+import zipfile
+
+import numpy as np
+import tensorflow as tf
+
+
+class StateCheckpoint(tf.keras.callbacks.Callback):
+    """Saves a compression's state at the end of each epoch, on every rank, and restores one before training.
+
+    compression: the one that Horovod's optimizer got.
+    filepath: as for ModelCheckpoint, with {epoch} where each epoch is to have its own. The rank is added: filepath.rank0.npz.
+    restore: such a path, without the rank, with whose state training begins.
+
+    A file is replaced as a whole, never half written. model.fit raises ValueError where a rank's file is missing, broken or of
+    another model, algorithm, rank or number of ranks.
+    """
+
+    def __init__(self, compression, filepath, restore=None):
+        super().__init__()
+        self._compression, self._filepath, self._restore = compression, os.fspath(filepath), restore
+
+    def on_train_begin(self, logs=None):
+        if self._restore is not None:
+            self._compression.load_state_dict(_read(_file(os.fspath(self._restore), self._compression.rank)))
+            self._restore = None  # not again, where fit is called once more
+
+    def on_epoch_end(self, epoch, logs=None):
+        path = self._filepath.format(epoch=epoch + 1, **(logs or {}))
+        _write(_file(path, self._compression.rank), self._compression.state_dict())
+
+
+def _file(path, rank):
+    return f"{path}.rank{rank}.npz"
+
+
+def _write(file, state):
+    flat = [(name, key, array) for name, named in state["tensors"].items() for key, array in named.items()]
+    plain = {key: value for key, value in state.items() if key != "tensors"}
+    plain["arrays"] = [(name, key) for name, key, _ in flat]
+    plain["names"] = list(state["tensors"])  # some have no arrays
+    os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
+    with open(f"{file}.part", "wb") as part:
+        np.savez(part, plain=np.array(json.dumps(plain)), **{str(i): array for i, (_, _, array) in enumerate(flat)})
+    os.replace(f"{file}.part", file)
+
+
+def _read(file):
+    try:
+        with np.load(file, allow_pickle=False) as saved:
+            state = json.loads(saved["plain"].item())
+            state["tensors"] = {name: {} for name in state.pop("names")}
+            for i, (name, key) in enumerate(state.pop("arrays")):
+                state["tensors"][name][key] = saved[str(i)]
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{file} is no state of a compression that could be restored: {error}") from None
+    return state

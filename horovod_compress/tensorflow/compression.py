@@ -1,0 +1,325 @@
+"""Horovod's Compressor interface, `compress` and `decompress`, as operations of a TensorFlow graph over the exchange."""
+import collections
+import dataclasses
+import functools
+import itertools
+import os
+import sys
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+from .. import kernels, wire
+from ..compressors import get_compressor
+from ..compressors.base import Compressor
+from ..handshake import agree
+from ..transport.base import Transport
+from ..version import __version__
+from .exchange import GraphExchange
+from .optimizer import check, momentum_of, take_over_momentum, watch_passes
+
+# Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order.
+_numbers = collections.defaultdict(itertools.count)
+_OPS = {"sum": hvd.Sum, "max": hvd.Max}
+_INFINITE_HALF = 65520  # what is as large becomes infinite in float16
+
+
+class _Eager(Transport):
+    """Horovod's collectives while no graph runs: for what ranks compare before they exchange gradients."""
+
+    def __init__(self, process_set):
+        self._process_set = process_set
+        self.rank, self.size = process_set.rank(), process_set.size()
+
+    def allgather(self, name, payload):
+        with tf.init_scope(), tf.device("/cpu:0"):
+            return hvd.allgather(tf.constant(payload), name=name, process_set=self._process_set).numpy
+
+    def allreduce(self, name, array, op="sum"):
+        with tf.init_scope(), tf.device("/cpu:0"):
+            return hvd.allreduce(tf.constant(array), name=name, op=_OPS[op], process_set=self._process_set).numpy
+
+
+@dataclasses.dataclass(eq=False)
+class _Variable:
+    """A variable whose gradients are compressed."""
+
+    name: str
+    number: int  # in the order in which they became known: alike on all ranks, as names need not be
+    shape: tuple
+    compressor: Compressor
+    stages: tuple
+    squares: tf.Variable = None  # of its passes' gradients, summed, where moments=microbatch
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """What each call of one traced function exchanges."""
+
+    variables: list  # (gradient, _Variable)
+    number: tf.Tensor  # of the call
+    squared_norm: list  # of all gradients, where they are clipped; else empty
+
+    def find(self, tensor):
+        return next((variable for grad, variable in self.variables if grad is tensor), None)
+
+
+class BoundCompression:
+    """A compression for hvd.DistributedOptimizer, hvd.DistributedGradientTape and horovod.tensorflow.keras: compression=….
+
+    spec: as for horovod_compress.get_compressor.
+    optimizer: the Keras optimizer, new or legacy, that will be wrapped, or that applies what a tape brings. An SGD's momentum
+        and Nesterov are taken over by algorithms that correct momentum (dgc). None where the algorithm needs nothing from it.
+    process_set: the one that Horovod's optimizer or tape gets; default: all ranks.
+
+    One compression serves one model on one rank. Its residuals are this rank's own: save `state_dict()` on every rank, or use
+    `StateCheckpoint`. Variables become known when their gradients are first traced. Raises ValueError for bad options and
+    optimizers, and MismatchError, on all ranks, where ranks were started differently.
+    """
+
+    def __init__(self, spec, optimizer=None, process_set=None):
+        if not hvd.is_initialized():
+            raise ValueError("call hvd.init() before making a compression")
+        self._process_set = hvd.global_process_set if process_set is None else process_set
+        if self._process_set.process_set_id is None:
+            raise ValueError("this process set is not registered: pass it to hvd.init() or hvd.add_process_set() first")
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            raise ValueError("elastic Horovod is not supported yet")
+        compressor = get_compressor(spec)
+        if getattr(compressor, "transport", "horovod") != "horovod":
+            raise ValueError("with TensorFlow payloads are moved by operations of the graph: say transport=horovod")
+        if optimizer is not None:
+            check(optimizer)
+        # Horovod reduces, and compresses, only where there is more than one rank.
+        self._active = bool(self._process_set.included()) and self._process_set.size() > 1
+        if compressor.corrects_momentum:
+            compressor = self._bound(compressor, optimizer)
+        self._microbatches = getattr(compressor, "moments", None) == "microbatch"
+        if getattr(compressor, "moments", None) == "per_sample":
+            raise ValueError("moments=per_sample needs PyTorch: with TensorFlow say moments=microbatch or moments=minibatch")
+        if self._microbatches and optimizer is None:
+            raise ValueError(
+                "moments=microbatch needs the optimizer, to see every backward pass. A tape's gradient is one pass, for which "
+                "moments=minibatch is the same"
+            )
+        if self._microbatches and self._active:
+            watch_passes(optimizer, self._observe)
+        self._compressor = compressor
+        self._variables = {}  # key, see `_register`, → _Variable
+        self._call = None  # of the function that is being traced
+        self._unused = None  # a loaded state, until its variables are known
+        number = next(_numbers[tuple(self._process_set.ranks or ())])
+        self._label = f"hvdc.{self._process_set.process_set_id}.{number}"
+        self.rank, size = (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
+        self._exchange = GraphExchange(compressor, self.rank, size, self._label)
+        if self._active:
+            self._transport = _Eager(self._process_set)
+            description = {"version of horovod-compress": __version__, "wire version": wire.VERSION, "options": compressor.config}
+            agree(self._transport, self._label, description)
+
+    def _bound(self, compressor, optimizer):
+        if optimizer is None:
+            if compressor.momentum is None:
+                raise ValueError(f"{compressor.id} needs the optimizer, to take over its momentum; or say momentum=…")
+            return compressor
+        momentum, nesterov = momentum_of(optimizer, compressor)
+        if momentum and self._active:
+            covers = lambda variable: variable.ref() in self._variables  # noqa: E731
+            take_over_momentum(optimizer, compressor.id, momentum, nesterov, covers)
+        return compressor.bound(momentum, nesterov)
+
+    # -- Horovod's interface, while it traces a function ------------------------------------------------------------------
+
+    @tf.autograph.experimental.do_not_convert
+    def compress(self, tensor):
+        """Called by Horovod with a variable's gradient: returns what Horovod is to reduce, and a context."""
+        if not self._active:
+            return tensor, None
+        if control_flow_util.GraphOrParentsInXlaContext(tensor.graph):
+            raise ValueError("functions that XLA compiles cannot compress gradients: say jit_compile=False")
+        variable = self._call and self._call.find(tensor)
+        if variable is None:
+            self._call = self._new_call(tensor)
+            variable = self._call.find(tensor)
+        call, stages, herald = self._call, variable.stages, variable.name == self._exchange.herald
+        with tf.device("/cpu:0"):
+            # In memory that nobody else reads, because it is worked in: a copy only where somebody else holds the gradient.
+            grad = tf.raw_ops.Snapshot(input=tf.cast(tensor, tf.float32))
+            dtypes = [variable.compressor.carries, *(dtype for _, dtype in stages[:1]), *["int64"] * herald]
+            inputs = [call.number, grad, *call.squared_norm, *_read_and_clear(variable.squares)]
+            carrier, *message = _python(self._submit, variable, inputs, dtypes)
+            beat = [self._move("sum", message.pop(), "step")] if herald else []
+            for i, (op, dtype) in enumerate(stages):
+                if i:
+                    message, beat = _python(self._advance, variable, [call.number, *message, *beat], [dtype]), []
+                message = [self._move(op, *message, f"{variable.number}.{i}")]
+            # Horovod names its own reduction after what it reduces.
+            carrier = tf.identity(carrier, name=f"{self._label}.{variable.number}")
+        return carrier, (variable, tensor.dtype, [call.number, *message, *beat])
+
+    @tf.autograph.experimental.do_not_convert
+    def decompress(self, tensor, ctx):
+        """Called by Horovod with what it reduced: returns the gradient."""
+        if ctx is None:
+            return tensor
+        variable, dtype, (number, *brought) = ctx
+        with tf.device("/cpu:0"):
+            finish = functools.partial(self._finish, half=dtype == tf.float16)
+            inputs = [number, tf.raw_ops.Snapshot(input=tensor), *brought]
+            (result,) = _python(finish, variable, inputs, ["float32"])
+        result.set_shape(variable.shape)
+        return tf.cast(result, dtype)
+
+    def _new_call(self, tensor):
+        pairs = [(grad, source) for grad, source in zip(*_traced(tensor)) if isinstance(grad, tf.Tensor)]
+        variables = list(zip([grad for grad, _ in pairs], self._register(pairs)))
+        with tensor.graph.as_default(), tf.device("/cpu:0"):
+            # Stateful, so that every call of the function has its own; what depends on it is not folded or shared between calls.
+            number = tf.numpy_function(lambda: np.int64(self._exchange.begin(len(pairs))), [], tf.int64)
+            squared_norm = []
+            if self._compressor.clip_norm is not None:
+                squared_norm = [tf.numpy_function(_squared_norm, [grad for grad, _ in pairs], tf.float64, stateful=False)]
+        return _Call(variables, number, squared_norm)
+
+    def _register(self, pairs):
+        """The _Variable of each (gradient, source). New ones become known on all ranks at once."""
+        keys, new = [], {}
+        taken = {variable.name for variable in self._variables.values()}
+        for i, (grad, source) in enumerate(pairs):
+            is_variable = isinstance(source, tf.Variable)
+            keys.append(source.ref() if is_variable else i)
+            if keys[-1] not in self._variables:
+                if not grad.dtype.is_floating:
+                    raise TypeError(f"{source.name}: gradients of {grad.dtype.name} cannot be compressed; real floating point is needed")
+                name = source.name.split(":")[0] if is_variable else f"source_{i}"
+                name = next(n for n in itertools.chain([name], (f"{name}_{k}" for k in itertools.count(1))) if n not in taken)
+                taken.add(name)
+                new[keys[-1]] = name, tuple((source if is_variable else grad).shape)
+        if new:
+            shapes = {name: list(shape) for name, shape in new.values()}
+            agree(self._transport, f"{self._label}.{len(self._variables)}", {"variables": shapes})
+            for key, (name, shape) in new.items():
+                known = self._exchange.add(name, shape, self._compressor)
+                variable = self._variables[key] = _Variable(name, len(self._variables), shape, *known)
+                if self._microbatches and hasattr(variable.compressor, "moments"):
+                    with tf.init_scope(), tf.device("/cpu:0"):
+                        variable.squares = tf.Variable(tf.zeros(shape), trainable=False)
+            if self._unused and set(self._unused["tensors"]) <= taken:
+                self._exchange.load_state_dict(self._unused)
+                self._unused = None
+        return [self._variables[key] for key in keys]
+
+    def _observe(self, grads_and_vars):
+        """Adds the squares of one backward pass."""
+        grads_and_vars = list(grads_and_vars)
+        if hvd.size() > 1:
+            pairs = [(grad, source) for grad, source in grads_and_vars if isinstance(grad, tf.Tensor)]
+            for (grad, _), variable in zip(pairs, self._register(pairs)):
+                if variable.squares is not None:
+                    variable.squares.assign_add(tf.square(tf.cast(grad, tf.float32)))
+        return grads_and_vars
+
+    def _move(self, op, message, name):
+        name = f"{self._label}.{name}"
+        options = {"name": name, "process_set": self._process_set, "ignore_name_scope": True}
+        moved = hvd.allgather(message, **options) if op == "gather" else hvd.allreduce(message, op=_OPS[op], **options)
+        return tf.raw_ops.Snapshot(input=moved)
+
+    # -- the same, while the graph runs -----------------------------------------------------------------------------------
+
+    def _submit(self, variable, call, grad, *numbers):
+        if self._unused:
+            unknown = set(self._unused["tensors"]) - {known.name for known in self._variables.values()}
+            raise ValueError(f"the state that was loaded does not fit: no gradients come for {', '.join(sorted(unknown))}")
+        squared_norm = numbers[0] if self._compressor.clip_norm is not None else None
+        squares = numbers[-1].reshape(-1) if variable.squares is not None else None
+        carrier, message, beat = self._exchange.submit(variable.name, grad.reshape(-1), call, squares, squared_norm)
+        outputs = [carrier, *(_or_nothing(message, dtype) for _, dtype in variable.stages[:1])]
+        return outputs + [_or_nothing(beat, "int64")] * (variable.name == self._exchange.herald)
+
+    def _advance(self, variable, call, arrived, beat=None):
+        message = self._exchange.advance(variable.name, call, arrived, beat if beat is not None and beat.size else None)
+        return [_or_nothing(message, variable.stages[1][1])]
+
+    def _finish(self, variable, call, reduced, arrived=None, beat=None, half=False):
+        beat = beat if beat is not None and beat.size else None
+        result = self._exchange.finish(variable.name, call, reduced.reshape(-1), arrived, beat)
+        if half and not kernels.largest(result) < _INFINITE_HALF:
+            self._exchange.reject(variable.name)
+        return [result.reshape(variable.shape)]
+
+    # -- for users --------------------------------------------------------------------------------------------------------
+
+    @property
+    def config(self):
+        """The id and all options, as a JSON-able spec."""
+        return self._compressor.config
+
+    def __repr__(self):
+        return f"<{self._compressor!r} of {len(self._variables)} variables>"
+
+    def stats(self):
+        """Totals of this rank since the start: see `Exchange.stats`. All 0 where Horovod reduces nothing, on one rank."""
+        return self._exchange.stats()
+
+    def stats_by_tensor(self):
+        """Bytes and elements by variable: see `Exchange.stats_by_tensor`."""
+        return self._exchange.stats_by_tensor()
+
+    def state_dict(self):
+        """This rank's residuals and momentum, as NumPy arrays by variable and plain values: one a rank, next to the model's and
+        the optimizer's. See `StateCheckpoint`."""
+        return self._unused or self._exchange.state_dict()
+
+    def load_state_dict(self, state):
+        """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. Variables that are not known
+        yet get their state when they are. Raises ValueError, with nothing changed, for any other state; where variables are not
+        known yet, their gradients' first step does."""
+        if not isinstance(state, dict) or not isinstance(state.get("tensors"), dict):
+            raise ValueError("not a state_dict of a compression")
+        known = {variable.name for variable in self._variables.values()}
+        if set(state["tensors"]) <= known:
+            self._exchange.load_state_dict(state)
+        else:
+            self._exchange.check_state_dict(state)
+            self._unused = state
+
+
+def _python(function, variable, inputs, dtypes):
+    """An operation that calls function(variable, arrays of the inputs…) and has outputs of these dtypes."""
+    # Not stateful: TensorFlow would run such operations one after the other, with a round over the network in between.
+    return tf.numpy_function(functools.partial(function, variable), inputs, [tf.as_dtype(d) for d in dtypes], stateful=False)
+
+
+def _or_nothing(array, dtype):
+    return np.empty(0, dtype) if array is None else array
+
+
+def _squared_norm(*grads):
+    return np.float64(sum(kernels.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1)) for grad in grads))
+
+
+def _read_and_clear(squares):
+    if squares is None:
+        return []
+    read = squares.read_value()
+    with tf.control_dependencies([read]):
+        squares.assign(tf.zeros_like(read))
+    return [read]
+
+
+def _traced(tensor):
+    """(gradients, variables) of the exchange in which Horovod compresses this one. It says neither names nor variables, but it
+    has them in reach, in a function that reduces `grads` of `vars`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        grads, variables = frame.f_locals.get("grads"), frame.f_locals.get("vars")
+        if isinstance(grads, (list, tuple)) and variables is not None and any(grad is tensor for grad in grads):
+            return grads, variables
+        frame = frame.f_back
+    raise ValueError(
+        "this compression is for hvd.DistributedOptimizer and hvd.DistributedGradientTape of Horovod 0.28, which reduce the gradients "
+        f"of variables; here comes a tensor of shape {tensor.shape} alone"
+    )

@@ -1,0 +1,89 @@
+"""What a Keras optimizer does to gradients, and a compression does instead or must see."""
+import logging
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+_log = logging.getLogger("horovod_compress")
+_SGD = (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)
+
+
+def check(optimizer):
+    """Raises where an optimizer cannot be bound."""
+    if not isinstance(optimizer, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)):
+        raise ValueError(f"a compression is bound to a Keras optimizer, or to None; not to {optimizer!r}")
+    if hasattr(optimizer, "_allreduce_grads"):
+        raise ValueError("bind the compression to the optimizer itself, and wrap that in hvd.DistributedOptimizer afterwards")
+    if hasattr(optimizer, "inner_optimizer"):
+        raise ValueError(
+            "bind the inner optimizer, wrap that in hvd.DistributedOptimizer, and the result in LossScaleOptimizer (model.compile "
+            "does the last by itself under a mixed_float16 policy)"
+        )
+
+
+def momentum_of(optimizer, compressor):
+    """(momentum, nesterov) to take over: what the compressor says, or else a bound SGD. (0, False) for other optimizers."""
+    if not isinstance(optimizer, _SGD):
+        return 0.0, False
+    config = optimizer.get_config()
+    momentum = config["momentum"] if compressor.momentum is None else compressor.momentum
+    nesterov = config["nesterov"] if compressor.nesterov is None else compressor.nesterov
+    return float(momentum), bool(nesterov and momentum)
+
+
+def take_over_momentum(optimizer, id, momentum, nesterov, covers):
+    """From now on this SGD, and what Horovod makes of it, leaves momentum to the compression: variables that it covers take
+    plain steps with their dense gradients. Its configuration stays the user's, decoupled weight decay stays with it."""
+
+    class PlainSteps(_own_class(optimizer)):
+        def update_step(self, gradient, variable):
+            if isinstance(gradient, tf.IndexedSlices) or not covers(variable):
+                return super().update_step(gradient, variable)
+            variable.assign_sub(gradient * tf.cast(self.learning_rate, variable.dtype))
+
+        def _resource_apply_dense(self, grad, var, apply_state=None):  # the legacy optimizer's
+            if not covers(var):
+                return super()._resource_apply_dense(grad, var, apply_state)
+            key = var.device, var.dtype.base_dtype
+            rate = ((apply_state or {}).get(key) or self._fallback_apply_state(*key))["lr_t"]
+            return tf.raw_ops.ResourceApplyGradientDescent(var=var.handle, alpha=rate, delta=grad)
+
+    _become(optimizer, PlainSteps)
+    clips = [key for key in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(optimizer, key, None) is not None]
+    if hvd.rank() == 0:
+        _log.warning(
+            "%s takes over from SGD, which does not apply it itself: momentum=%g%s%s", id, momentum, " (nesterov)" if nesterov else "",
+            f"; {', '.join(clips)} will see gradients with momentum, consider clip_norm instead" if clips else "",
+        )
+
+
+def watch_passes(optimizer, observe):
+    """observe(gradients and variables) is called with those of every backward pass, ahead of Horovod's aggregation."""
+
+    class Watched(_own_class(optimizer)):
+        def compute_gradients(self, *args, **kwargs):
+            return observe(super().compute_gradients(*args, **kwargs))
+
+        def _compute_gradients(self, *args, **kwargs):  # the legacy optimizer's
+            return observe(super()._compute_gradients(*args, **kwargs))
+
+    if isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer):
+        del Watched.compute_gradients
+    else:
+        del Watched._compute_gradients
+    _become(optimizer, Watched)
+
+
+def _own_class(optimizer):
+    """Its class, without what an earlier binding made of that."""
+    cls = type(optimizer)
+    return cls.__base__ if getattr(cls, "_bound_to_compression", False) else cls
+
+
+def _become(optimizer, cls):
+    # Horovod makes an optimizer of its own from the bound one's class and configuration: so it is the class that must change. It
+    # keeps its names, by which Keras saves optimizers.
+    base = cls.__base__
+    cls._bound_to_compression = True
+    cls.__name__, cls.__qualname__, cls.__module__, cls.__doc__ = base.__name__, base.__qualname__, base.__module__, base.__doc__
+    optimizer.__class__ = cls
