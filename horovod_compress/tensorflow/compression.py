@@ -60,10 +60,26 @@ class _Call:
 
     variables: list  # (gradient, _Variable)
     number: tf.Tensor  # of the call
+    flat: tf.Tensor  # for each gradient, the shape [-1]
     squared_norm: list  # of all gradients, where they are clipped; else empty
+    taken: set = dataclasses.field(default_factory=set)
 
-    def find(self, tensor):
-        return next((variable for grad, variable in self.variables if grad is tensor), None)
+    def take(self, tensor):
+        """The position of a gradient that was not taken yet, or None. Variables may have the same one: first come, first served."""
+        for i, (grad, _) in enumerate(self.variables):
+            if grad is tensor and i not in self.taken:
+                self.taken.add(i)
+                return i
+        return None
+
+    def own(self, i):
+        """The gradient, flat, in memory that nobody else reads, because it is worked in: a copy only where somebody holds it.
+
+        Snapshot alone is not enough: TensorFlow computes it once for equal gradients, and for all steps where they are
+        constant. The shape comes from an operation that it must run, and differs from those of other gradients to it.
+        """
+        grad, _ = self.variables[i]
+        return tf.raw_ops.Snapshot(input=tf.reshape(tf.cast(grad, tf.float32), self.flat[i]))
 
 
 class BoundCompression:
@@ -137,24 +153,23 @@ class BoundCompression:
         """Called by Horovod with a variable's gradient: returns what Horovod is to reduce, and a context."""
         if not self._active:
             return tensor, None
-        if control_flow_util.GraphOrParentsInXlaContext(tensor.graph):
+        if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise ValueError("functions that XLA compiles cannot compress gradients: say jit_compile=False")
-        variable = self._call and self._call.find(tensor)
-        if variable is None:
+        i = self._call and self._call.take(tensor)
+        if i is None:
             self._call = self._new_call(tensor)
-            variable = self._call.find(tensor)
-        call, stages, herald = self._call, variable.stages, variable.name == self._exchange.herald
+            i = self._call.take(tensor)
+        call, (_, variable) = self._call, self._call.variables[i]
+        stages, herald = variable.stages, variable.name == self._exchange.herald
         with tf.device("/cpu:0"):
-            # In memory that nobody else reads, because it is worked in: a copy only where somebody else holds the gradient.
-            grad = tf.raw_ops.Snapshot(input=tf.cast(tensor, tf.float32))
             dtypes = [variable.compressor.carries, *(dtype for _, dtype in stages[:1]), *["int64"] * herald]
-            inputs = [call.number, grad, *call.squared_norm, *_read_and_clear(variable.squares)]
+            inputs = [call.number, call.own(i), *call.squared_norm, *_read_and_clear(variable.squares)]
             carrier, *message = _python(self._submit, variable, inputs, dtypes)
             beat = [self._move("sum", message.pop(), "step")] if herald else []
-            for i, (op, dtype) in enumerate(stages):
-                if i:
+            for stage, (op, dtype) in enumerate(stages):
+                if stage:
                     message, beat = _python(self._advance, variable, [call.number, *message, *beat], [dtype]), []
-                message = [self._move(op, *message, f"{variable.number}.{i}")]
+                message = [self._move(op, *message, f"{variable.number}.{stage}")]
             # Horovod names its own reduction after what it reduces.
             carrier = tf.identity(carrier, name=f"{self._label}.{variable.number}")
         return carrier, (variable, tensor.dtype, [call.number, *message, *beat])
@@ -177,11 +192,12 @@ class BoundCompression:
         variables = list(zip([grad for grad, _ in pairs], self._register(pairs)))
         with tensor.graph.as_default(), tf.device("/cpu:0"):
             # Stateful, so that every call of the function has its own; what depends on it is not folded or shared between calls.
-            number = tf.numpy_function(lambda: np.int64(self._exchange.begin(len(pairs))), [], tf.int64)
+            number, flat = tf.numpy_function(functools.partial(self._begin, len(pairs)), [], [tf.int64, tf.int32])
+            flat.set_shape((len(pairs), 1))
             squared_norm = []
             if self._compressor.clip_norm is not None:
                 squared_norm = [tf.numpy_function(_squared_norm, [grad for grad, _ in pairs], tf.float64, stateful=False)]
-        return _Call(variables, number, squared_norm)
+        return _Call(variables, number, flat, squared_norm)
 
     def _register(self, pairs):
         """The _Variable of each (gradient, source). New ones become known on all ranks at once."""
@@ -229,13 +245,19 @@ class BoundCompression:
 
     # -- the same, while the graph runs -----------------------------------------------------------------------------------
 
+    def _begin(self, tensors):
+        return np.int64(self._exchange.begin(tensors)), np.full((tensors, 1), -1, np.int32)
+
     def _submit(self, variable, call, grad, *numbers):
         if self._unused:
             unknown = set(self._unused["tensors"]) - {known.name for known in self._variables.values()}
-            raise ValueError(f"the state that was loaded does not fit: no gradients come for {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"the state that was loaded does not fit: no gradients come for {', '.join(sorted(unknown))}. Was it this model? Keras "
+                "numbers layers without a name throughout a process: name them, or call tf.keras.backend.clear_session() first"
+            )
         squared_norm = numbers[0] if self._compressor.clip_norm is not None else None
         squares = numbers[-1].reshape(-1) if variable.squares is not None else None
-        carrier, message, beat = self._exchange.submit(variable.name, grad.reshape(-1), call, squares, squared_norm)
+        carrier, message, beat = self._exchange.submit(variable.name, grad, call, squares, squared_norm)
         outputs = [carrier, *(_or_nothing(message, dtype) for _, dtype in variable.stages[:1])]
         return outputs + [_or_nothing(beat, "int64")] * (variable.name == self._exchange.herald)
 

@@ -85,5 +85,6 @@ def _become(optimizer, cls):
     # keeps its names, by which Keras saves optimizers.
     base = cls.__base__
     cls._bound_to_compression = True
-    cls.__name__, cls.__qualname__, cls.__module__, cls.__doc__ = base.__name__, base.__qualname__, base.__module__, base.__doc__
+    for name in ("__name__", "__qualname__", "__module__", "__doc__", *(key for key in vars(base) if key.startswith("_keras_api_names"))):
+        setattr(cls, name, getattr(base, name))
     optimizer.__class__ = cls

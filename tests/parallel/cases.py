@@ -2,7 +2,6 @@
 
 A case raises on the rank that finds something wrong. `sizes` are the numbers of ranks it is meant for.
 """
-import contextlib
 import copy
 import os
 import pathlib
@@ -11,24 +10,25 @@ import sys
 import tempfile
 import warnings
 
+import alike
 import horovod.torch as hvd
 import numpy as np
 import torch
+from checks import raises, registry
 from torch import nn
 
 import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError, available, simulate
 from horovod_compress.transport.mpi import MPITransport
 
-CASES = {}
+CASES, case = registry()
 
 
-def case(*sizes):
-    def register(function):
-        CASES[function.__name__] = (sizes, function)
-        return function
-
-    return register
+def start():
+    """The rank, ready to run cases."""
+    torch.set_num_threads(1)
+    hvd.init(process_sets="dynamic")
+    return hvd.rank()
 
 
 # -- a model, data that differs between ranks, and a training loop as users write it ------------------------------------
@@ -105,17 +105,6 @@ def assert_close(model, reference, tolerance=1e-6):
     a, b = flat(model), flat(reference)
     error = ((a - b).abs().max() / b.abs().max()).item()
     assert error <= tolerance, f"parameters differ by {error:.2e} relative"
-
-
-@contextlib.contextmanager
-def raises(kind, *words):
-    try:
-        yield
-    except kind as error:
-        missing = [word for word in words if word not in str(error)]
-        assert not missing, f"the error does not say {missing}: {error}"
-    else:
-        raise AssertionError(f"no {kind.__name__} was raised")
 
 
 # -- the dense limit: the same trajectory as plain Horovod ---------------------------------------------------------------
@@ -1061,7 +1050,7 @@ def trains_until_cut_off():
     for step in range(10**6):
         train(model, wrapped, batches(1))
         if step == 10:
-            pathlib.Path(f"{sys.argv[1]}.{hvd.rank()}.trains").touch()
+            pathlib.Path(f"{sys.argv[2]}.{hvd.rank()}.trains").touch()
 
 
 @case(2)
@@ -1088,3 +1077,23 @@ def every_algorithm_trains():
                 model.zero_grad()
         assert_replicas_identical(model)
         assert compression.stats()["steps_undone"] == 1, f"{id}: {compression.stats()['steps_undone']} steps undone"
+
+
+@case()
+def told_gradients_to_a_file():
+    """For test_tensorflow.py, which compares them."""
+    results, sent = {}, {}
+    for spec in alike.SPECS:
+        params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in alike.SHAPES.items()}
+        optimizer = torch.optim.Adam(params.values())
+        compression = hvdc.Compression.from_spec(spec, optimizer, list(params.items()))
+        wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=list(params.items()), compression=compression)
+        results[spec] = []
+        for step in range(alike.STEPS):
+            wrapped.zero_grad(set_to_none=True)
+            given = alike.gradients(hvd.rank(), step)
+            sum((params[name] * torch.from_numpy(gradient)).sum() for name, gradient in given.items()).backward()
+            wrapped.synchronize()
+            results[spec].append({name: param.grad.numpy().copy() for name, param in params.items()})
+        sent[spec] = compression.stats()["bytes_sent"]
+    alike.write(f"{sys.argv[2]}.{hvd.rank()}.npz", results, sent)

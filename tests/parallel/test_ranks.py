@@ -3,9 +3,7 @@ import contextlib
 import functools
 import json
 import os
-import pathlib
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -16,56 +14,15 @@ pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorc
 
 import horovod.torch as hvd  # noqa: E402
 from cases import CASES  # noqa: E402
+from jobs import HERE, LAUNCHERS, assert_passed, launch, started  # noqa: E402
 
-HERE = pathlib.Path(__file__).parent
 sys.path.append(str(HERE.parent.parent / "benchmarks"))
 from two_hosts import TwoHosts  # noqa: E402
 
 MPI = shutil.which("mpirun") is not None and hvd.mpi_built()
 needs_mpi = pytest.mark.skipif(not MPI, reason="needs Open MPI, and Horovod built with it")
 
-# --bind-to none: Open MPI would pin every rank of a small machine to the same core.
-LAUNCHERS = {
-    "mpirun": "mpirun --allow-run-as-root --bind-to none --oversubscribe -np {size}",
-    "horovodrun-gloo": "horovodrun --gloo -np {size}",
-    "horovodrun-mpi": "horovodrun --mpi -np {size}",
-}
 ACROSS_LAUNCHERS = ("replicas_identical_after_100_steps", "dense_limit", "not_finite_gradients_lose_nothing", "resume_is_bit_for_bit")
-
-
-@contextlib.contextmanager
-def started(folder, launcher, size, names, hosts=None):
-    """A job that runs the named cases, here or on two hosts; it writes their results to folder/results.RANK."""
-    here = {**os.environ, "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])}
-    job = [*launcher.format(size=size, half=size // 2).split(), sys.executable, HERE / "run_cases.py", folder / "results", *names]
-    with open(folder / "output", "w") as output:
-        process = subprocess.Popen(
-            job if hosts is None else hosts.command("a", job),
-            cwd=HERE, env=here if hosts is None else hosts.environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def launch(folder, launcher, size, names, timeout=240, hosts=None):
-    """{case: [result of each rank]} of one job, and what it printed."""
-    with started(folder, launcher, size, names, hosts) as job, contextlib.suppress(subprocess.TimeoutExpired):
-        job.wait(timeout)
-    return found_in(folder, size)
-
-
-def found_in(folder, size):
-    found = {}
-    for rank in range(size):
-        file = folder / f"results.{rank}"
-        for line in file.read_text().splitlines() if file.exists() else []:
-            result = json.loads(line)
-            found.setdefault(result["case"], []).append(result)
-    return found, (folder / "output").read_text()
 
 
 @pytest.fixture(scope="session")
@@ -77,14 +34,6 @@ def jobs(tmp_path_factory):
         return launch(tmp_path_factory.mktemp(f"{launcher}-{size}"), LAUNCHERS[launcher], size, names)
 
     return job
-
-
-def assert_passed(job, case, size):
-    found, printed = job
-    results = found.get(case, [])
-    errors = [f"rank {rank}:\n{result['error']}" for rank, result in enumerate(results) if result["error"]]
-    assert not errors, "\n".join(errors)
-    assert len(results) == size, f"{case} ended on {len(results)} of {size} ranks; the job printed:\n{printed[-3000:]}"
 
 
 def names_for(size):

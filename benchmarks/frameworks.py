@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""What the exchange of a step costs in PyTorch and in TensorFlow, at the gradient shapes of a known network.
+
+    .venv/bin/python benchmarks/frameworks.py [--model resnet50] [--ranks 2] [SPEC ...]
+
+The ranks are on this host. For each framework, in a job of its own: steps that only make the gradients (the floor), and steps that make and
+exchange them, with Horovod's own reduction and with each SPEC, on the stock DistributedOptimizer or DistributedGradientTape. The floor
+and the exchange take turns, step by step. Prints a table in Markdown; --json writes all figures.
+
+
+"""
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+from horovod_compress.bench import random_gradients
+from horovod_compress.models import MODELS
+
+DEFAULT = ["dgc:ratio=0.001,momentum=0.9", "maxnorm"]
+FRAMEWORKS = ("torch", "tensorflow")
+LAUNCH = {"gloo": "horovodrun --gloo -np", "mpi": "mpirun --allow-run-as-root --bind-to none --oversubscribe -np"}
+WARMUP = 3
+
+
+# -- what every rank does -------------------------------------------------------------------------------------------------
+
+
+def in_torch(shapes, gradients, spec):
+    """(hvd, {what: a step}, the compression): gradients are added to zeros, and exchanged while that goes on."""
+    import horovod.torch as hvd
+    import torch
+
+    import horovod_compress.torch as hvdc
+
+    hvd.init()
+    torch.set_num_threads(1)
+
+    class Told(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, param, gradient):
+            ctx.gradient = gradient
+            return param.new_zeros(())
+
+        @staticmethod
+        def backward(ctx, _):
+            return ctx.gradient, None
+
+    def made():
+        params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes.values()]
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        return params, torch.optim.SGD(params, lr=1e-6)
+
+    def backward(params, optimizer):
+        for param in params:
+            param.grad.zero_()
+        sum(Told.apply(param, told) for param, told in zip(params, tensors)).backward()
+
+    tensors = [torch.from_numpy(array) for array in gradients.values()]
+    params, optimizer = made()
+    named = list(zip(shapes, params))
+    ours = None if spec == "none" else hvdc.Compression.from_spec(spec, optimizer, named)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=ours or hvd.Compression.none)
+    alone = made()
+
+    def exchange():
+        backward(params, optimizer)
+        optimizer.synchronize()
+
+    return hvd, {"floor": lambda: backward(*alone), "exchange": exchange}, ours
+
+
+def in_tensorflow(shapes, gradients, spec):
+    """The same: gradients are added to zero, in a traced function."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    import horovod_compress.tensorflow as hvdc
+
+    hvd.init()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in shapes.items()]
+    tensors = [tf.constant(array) for array in gradients.values()]
+    ours = None if spec == "none" else hvdc.Compression.from_spec(spec)
+
+    def step(distributed):
+        @tf.function
+        def run(zero, *tensors):
+            def told(variable, gradient):
+                @tf.custom_gradient
+                def apply(x):
+                    return tf.zeros(()), lambda _: gradient + zero
+
+                return apply(variable)
+
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([told(v, g) for v, g in zip(variables, tensors)])
+            if distributed:
+                tape = hvd.DistributedGradientTape(tape, compression=ours or hvd.Compression.none)
+            return tf.add_n([tf.reshape(grad, [-1])[0] for grad in tape.gradient(loss, variables)])
+
+        return lambda: run(tf.zeros(()), *tensors)
+
+    return hvd, {"floor": step(False), "exchange": step(True)}, ours
+
+
+def worker(options):
+    shapes = MODELS[options.model]()
+    gradients = random_gradients(shapes, int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", 0))))[0]
+    make = {"torch": in_torch, "tensorflow": in_tensorflow}[options.framework]
+    hvd, steps, ours = make(shapes, gradients, options.specs[0])
+    seconds = {what: [] for what in steps}
+    before = None
+    for step in range(WARMUP + options.steps):
+        if step == WARMUP and ours:
+            before = ours.stats()
+        for what, run in steps.items():
+            hvd.allreduce(np_tensor(options.framework, 0.0), name=f"together.{what}")
+            started = time.perf_counter()
+            run()
+            seconds[what].append(time.perf_counter() - started)
+    result = {}
+    for what, each in seconds.items():
+        slowest = hvd.allreduce(np_tensor(options.framework, each[WARMUP:]), op=hvd.Max, name=f"seconds.{what}")
+        result[what] = statistics.median(np.asarray(slowest).tolist())
+    if ours:
+        after = ours.stats()
+        for part in ("encode_seconds", "decode_seconds", "bytes_sent"):
+            result[part] = (after[part] - before[part]) / options.steps
+    if hvd.rank() == 0:
+        pathlib.Path(options.worker).write_text(json.dumps(result))
+
+
+def np_tensor(framework, numbers):
+    if framework == "torch":
+        import torch
+
+        return torch.tensor(numbers)
+    import tensorflow as tf
+
+    return tf.constant(numbers)
+
+
+# -- the driver -------------------------------------------------------------------------------------------------------------
+
+
+def measured(options, framework, spec):
+    with tempfile.TemporaryDirectory() as folder:
+        result = pathlib.Path(folder) / "result"
+        job = [*LAUNCH[options.launcher].split(), str(options.ranks), sys.executable, __file__, "--worker", str(result)]
+        job += ["--framework", framework, "--model", options.model, "--steps", str(options.steps), spec]
+        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+        done = subprocess.run(job, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+        if done.returncode or not result.exists():
+            raise SystemExit(f"{framework}, {spec} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+        return json.loads(result.read_text())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("specs", nargs="*", default=DEFAULT, metavar="SPEC", help=f"default: {' '.join(DEFAULT)}")
+    parser.add_argument("--model", choices=MODELS, default="resnet50")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--launcher", choices=LAUNCH, default="gloo", help="what Horovod runs on (default: gloo)")
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--framework", choices=FRAMEWORKS, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return worker(options)
+    found = {spec: {name: measured(options, name, spec) for name in FRAMEWORKS} for spec in ["none", *options.specs]}
+    print(f"{options.model}, {options.ranks} ranks on one host, {options.launcher}; milliseconds\n")
+    titles = ["floor", "with the exchange", "over the floor", "encode", "decode", "of PyTorch's over the floor"]
+    print(f"| spec | framework | {' | '.join(titles)} |\n|---|---|" + "---:|" * len(titles))
+    for spec, by_framework in found.items():
+        over = {name: figures["exchange"] - figures["floor"] for name, figures in by_framework.items()}
+        for name, figures in by_framework.items():
+            parts = [f"{1e3 * figures[part]:.1f}" if part in figures else "" for part in ("encode_seconds", "decode_seconds")]
+            row = [*(f"{1e3 * figures[what]:.1f}" for what in ("floor", "exchange")), f"{1e3 * over[name]:.1f}", *parts]
+            print(f"| {spec} | {name} | {' | '.join(row)} | {over[name] / over['torch']:.2f} |")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

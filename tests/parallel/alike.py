@@ -1,0 +1,22 @@
+"""Gradients that are told, for what PyTorch and TensorFlow must make alike of them."""
+import numpy as np
+
+SHAPES = {"matrix": (40, 50), "kernel": (8, 6, 3, 3), "wide": (3, 900), "bias": (40,)}
+SPECS = (
+    "none", "fp16", "bf16", "topk", "randomk", "globalrandk", "dgc:momentum=0.9", "adacomp", "variance", "strom", "qsgd", "maxnorm",
+    "multiscale", "terngrad", "signsgd", "efsignsgd", "onebit", "natural", "powersgd", "dgc:momentum=0.5,nesterov=true,dense=fp16",
+    "dgc:momentum=0.9,warmup_steps=4", "powersgd:start_step=2", "multiscale:bits=2+4+8", "maxnorm:bits=16", "maxnorm:ratio=0.1",
+)
+STEPS = 5
+
+
+def gradients(rank, step):
+    """Of one step on one rank: known to all ranks."""
+    generator = np.random.default_rng((rank, step))
+    return {name: generator.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
+
+
+def write(file, results, sent):
+    """results[spec][step][name]; sent[spec]: bytes."""
+    arrays = {f"{spec}|{step}|{n}": a for spec, steps in results.items() for step, named in enumerate(steps) for n, a in named.items()}
+    np.savez(file, **arrays, **{f"{spec}|bytes": np.array(count) for spec, count in sent.items()})

@@ -1,0 +1,27 @@
+"""What cases are made of."""
+import contextlib
+
+
+def registry():
+    """(cases by name, a decorator that adds one: the numbers of ranks it is meant for)."""
+    cases = {}
+
+    def case(*sizes):
+        def register(function):
+            cases[function.__name__] = (sizes, function)
+            return function
+
+        return register
+
+    return cases, case
+
+
+@contextlib.contextmanager
+def raises(kind, *words):
+    try:
+        yield
+    except kind as error:
+        missing = [word for word in words if word not in str(error)]
+        assert not missing, f"the error does not say {missing}: {error}"
+    else:
+        raise AssertionError(f"no {kind.__name__} was raised")

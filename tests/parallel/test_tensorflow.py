@@ -1,0 +1,80 @@
+"""The TensorFlow adapter on real ranks. One job runs all cases meant for its size; each case is a test of its own here."""
+import functools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("horovod.tensorflow", reason="needs Horovod with TensorFlow")
+
+import alike  # noqa: E402
+import horovod.tensorflow as hvd  # noqa: E402
+from jobs import LAUNCHERS, assert_passed, launch  # noqa: E402
+from tensorflow_cases import CASES  # noqa: E402
+
+needs_mpi = pytest.mark.skipif(not hvd.mpi_built(), reason="needs Open MPI, and Horovod built with it")
+LAUNCHER = LAUNCHERS["mpirun" if hvd.mpi_built() else "horovodrun-gloo"]
+ALONE = ("one_thread_is_enough", "fit_learns_and_resumes_bit_for_bit")  # asked for by name, with other threads or launchers
+
+
+@pytest.fixture(scope="session")
+def jobs(tmp_path_factory):
+    """Runs a job when its first case is asked for, and keeps what it found."""
+
+    @functools.lru_cache(maxsize=None)
+    def job(size):
+        return launch(tmp_path_factory.mktemp(f"tensorflow-{size}"), LAUNCHER, size, names_for(size), timeout=600, cases="tensorflow_cases")
+
+    return job
+
+
+def names_for(size):
+    return tuple(name for name, (sizes, _) in CASES.items() if size in sizes and name not in ALONE)
+
+
+@pytest.mark.parametrize("size, case", [(size, case) for size in (1, 2, 3) for case in names_for(size)])
+def test_cases(jobs, size, case):
+    assert_passed(jobs(size), case, size)
+
+
+def alone(folder, case, launcher=LAUNCHER, **options):
+    """A case in a job of its own."""
+    assert_passed(launch(folder, launcher, 2, [case], **{"cases": "tensorflow_cases", **options}), case, 2)
+
+
+def test_one_thread_between_operations_is_enough(tmp_path):
+    alone(tmp_path, "one_thread_is_enough", environment={"TF_NUM_INTEROP_THREADS": "1"})
+
+
+def test_a_state_loaded_on_one_rank_only_is_a_clear_error(tmp_path):
+    alone(tmp_path, "a_state_loaded_on_one_rank_only")
+
+
+def test_fit_under_horovodrun_with_gloo(tmp_path):
+    alone(tmp_path, "fit_learns_and_resumes_bit_for_bit", LAUNCHERS["horovodrun-gloo"], timeout=400)
+
+
+@needs_mpi
+def test_models_under_horovodrun_with_mpi(tmp_path):
+    alone(tmp_path, "traces_share_a_state_and_models_do_not", LAUNCHERS["horovodrun-mpi"])
+
+
+def test_the_same_gradients_give_the_same_as_in_torch(tmp_path):
+    """Bit for bit, and byte for byte on the wire, on two real ranks each."""
+    pytest.importorskip("horovod.torch", reason="needs Horovod with PyTorch")
+    found = {}
+    for cases in ("cases", "tensorflow_cases"):
+        (tmp_path / cases).mkdir()
+        alone(tmp_path / cases, "told_gradients_to_a_file", cases=cases)
+        found[cases] = [np.load(tmp_path / cases / f"results.{rank}.npz") for rank in range(2)]
+    for torchs, tensorflows in zip(found["cases"], found["tensorflow_cases"]):
+        assert len(torchs.files) == len(alike.SPECS) * (1 + alike.STEPS * len(alike.SHAPES))
+        assert sorted(torchs.files) == sorted(tensorflows.files)
+        different = [key for key in torchs.files if not np.array_equal(torchs[key], tensorflows[key])]
+        assert not different, different[:10]
+
+
+def test_torch_is_not_imported():
+    script = "import sys, horovod_compress.tensorflow; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
