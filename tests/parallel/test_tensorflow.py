@@ -1,5 +1,6 @@
 """The TensorFlow adapter on real ranks. One job runs all cases meant for its size; each case is a test of its own here."""
 import functools
+import pathlib
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from tensorflow_cases import CASES  # noqa: E402
 
 needs_mpi = pytest.mark.skipif(not hvd.mpi_built(), reason="needs Open MPI, and Horovod built with it")
 LAUNCHER = LAUNCHERS["mpirun" if hvd.mpi_built() else "horovodrun-gloo"]
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "keras_images.py"
 ALONE = ("one_thread_is_enough", "fit_learns_and_resumes_bit_for_bit")  # asked for by name, with other threads or launchers
 
 
@@ -73,6 +75,15 @@ def test_the_same_gradients_give_the_same_as_in_torch(tmp_path):
         assert sorted(torchs.files) == sorted(tensorflows.files)
         different = [key for key in torchs.files if not np.array_equal(torchs[key], tensorflows[key])]
         assert not different, different[:10]
+
+
+def test_the_example_saves_and_resumes(tmp_path):
+    command = [*LAUNCHER.format(size=2).split(), sys.executable, EXAMPLE, "--images", "640", "--compression", "dgc:ratio=0.01"]
+    for arguments in (["--epochs", "1"], ["--epochs", "2", "--resume", "1"]):
+        job = subprocess.run([*command, *arguments, "--checkpoints", tmp_path], capture_output=True, text=True, timeout=300)
+        assert job.returncode == 0, (job.stdout + job.stderr)[-3000:]
+        assert "test accuracy" in job.stdout and "times less" in job.stdout
+    assert (tmp_path / "02.rank1.npz").exists()
 
 
 def test_torch_is_not_imported():
