@@ -190,7 +190,8 @@ class BoundCompression:
     def _new_call(self, tensor):
         pairs = [(grad, source) for grad, source in zip(*_traced(tensor)) if isinstance(grad, tf.Tensor)]
         variables = list(zip([grad for grad, _ in pairs], self._register(pairs)))
-        with tensor.graph.as_default(), tf.device("/cpu:0"):
+        around = tf.compat.v1.get_default_graph().outer_graph  # of the branches, one a gradient, in which Horovod compresses
+        with around.as_default(), tf.device("/cpu:0"):
             # Stateful, so that every call of the function has its own; what depends on it is not folded or shared between calls.
             number, flat = tf.numpy_function(functools.partial(self._begin, len(pairs)), [], [tf.int64, tf.int32])
             flat.set_shape((len(pairs), 1))

@@ -1090,7 +1090,7 @@ def told_gradients_to_a_file():
         wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=list(params.items()), compression=compression)
         results[spec] = []
         for step in range(alike.STEPS):
-            wrapped.zero_grad(set_to_none=True)
+            wrapped.zero_grad()
             given = alike.gradients(hvd.rank(), step)
             sum((params[name] * torch.from_numpy(gradient)).sum() for name, gradient in given.items()).backward()
             wrapped.synchronize()
