@@ -66,17 +66,8 @@ inline Bytes body_in(const std::optional<Bytes>& spare, std::size_t size) {
     return buffer;
 }
 
-template <class T>
-Array<T> to_array(const std::vector<T>& values) {
-    return Array<T>(static_cast<py::ssize_t>(values.size()), values.data());
-}
-
-inline Bytes sparse_body(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, float scale) {
-    const int r = best_rice(indices, n);
-    Bytes buffer = new_body(sparse_size(n, kind, rice_bits(indices, n, r)));
-    encode_sparse(indices, values, n, kind, scale, r, buffer.mutable_data() + kHeadroom);
-    return buffer;
-}
+// The buffer of a sparse body: indices ascend.
+Bytes sparse_body(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, float scale);
 
 void bind_adaptive(py::module_& m);
 void bind_buckets(py::module_& m);

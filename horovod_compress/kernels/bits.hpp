@@ -6,13 +6,26 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "common.hpp"
+
 namespace hc {
+
+constexpr int kAtOnce = 4;  // places that are written at once, and some of them again
+
+// Writes first + the place of each one of `word`, ascending, and up to kAtOnce − 1 meaningless numbers behind. A branch for each of them
+// would cost more. Returns how many there are.
+HC_INLINE int put_places(std::uint64_t word, std::uint32_t first, std::uint32_t* out) {
+    const int count = __builtin_popcountll(word);
+    for (int i = 0; i < count; i += kAtOnce)
+        for (int j = 0; j < kAtOnce; ++j, word &= word - 1) out[i + j] = first + __builtin_ctzll(word | 1ull << 63);
+    return count;
+}
 
 // Writes whole words of 32 bits while it goes, and the rest at the end.
 class BitWriter {
   public:
     explicit BitWriter(std::uint8_t* out) : out_(out) {}
-    void put(std::uint64_t value, int bits) {  // at most 32
+    HC_INLINE void put(std::uint64_t value, int bits) {  // at most 32
         word_ |= value << filled_;
         filled_ += bits;
         if (filled_ >= 32) {
@@ -47,6 +60,40 @@ class BitWriter {
     int filled_ = 0;
 };
 
+// Writes numbers, each as so many zeros and a one.
+class UnaryWriter {
+  public:
+    explicit UnaryWriter(std::uint8_t* out) : out_(out) {}
+    HC_INLINE void put(std::uint32_t zeros) {
+        for (filled_ += zeros; filled_ >= 64; filled_ -= 64) {
+            std::memcpy(out_, &word_, 8);
+            out_ += 8;
+            word_ = 0;
+        }
+        word_ |= 1ull << filled_++;
+    }
+    void finish() { std::memcpy(out_, &word_, static_cast<std::size_t>(filled_ + 7) / 8); }
+
+  private:
+    std::uint8_t* out_;
+    std::uint64_t word_ = 0, filled_ = 0;
+};
+
+// The places of the ones in the bits from `in` to `end`, fewer than 2^32: exactly `count`, the last one in the last byte. There is room for
+// kAtOnce more places.
+HC_INLINE void read_places(const std::uint8_t* in, const std::uint8_t* end, std::size_t count, std::uint32_t* places) {
+    const auto size = static_cast<std::size_t>(end - in);
+    std::size_t found = 0;
+    for (std::size_t at = 0; at < size; at += 8) {
+        std::uint64_t word = 0;
+        std::memcpy(&word, in + at, size - at < 8 ? size - at : 8);
+        if (static_cast<std::size_t>(__builtin_popcountll(word)) > count - found) throw std::invalid_argument("longer than its entries");
+        found += put_places(word, static_cast<std::uint32_t>(8 * at), places + found);
+    }
+    if (found < count) throw std::invalid_argument("bits end too early");
+    if (size && end[-1] == 0) throw std::invalid_argument("longer than its entries");
+}
+
 class BitReader {
   public:
     BitReader(const std::uint8_t* in, const std::uint8_t* end) : in_(in), size_(static_cast<std::uint64_t>(end - in)) {}
@@ -57,14 +104,14 @@ class BitReader {
         for (;;) {
             const std::uint64_t rest = ~next();
             const int run = rest == 0 ? 64 : __builtin_ctzll(rest);
-            const bool ended = run < kAtOnce;
-            count += ended ? run : kAtOnce;
-            skip(ended ? run + 1 : kAtOnce);
+            const bool ended = run < kWhole;
+            count += ended ? run : kWhole;
+            skip(ended ? run + 1 : kWhole);
             if (count > limit) throw std::invalid_argument("a number out of range");
             if (ended) return count;
         }
     }
-    std::uint64_t take(int bits) {  // at most 32
+    HC_INLINE std::uint64_t take(int bits) {  // at most 32
         const std::uint64_t value = next() & ((1ull << bits) - 1);
         skip(bits);
         return value;
@@ -73,7 +120,7 @@ class BitReader {
     std::uint64_t run(int bits, std::uint64_t limit) {
         const std::uint64_t word = next();
         const int ones_here = ~word == 0 ? 64 : __builtin_ctzll(~word), length = ones_here + 1 + bits;
-        if (length <= kAtOnce) {
+        if (length <= kWhole) {
             skip(length);
             return static_cast<std::uint64_t>(ones_here) << bits | (word >> ones_here >> 1 & ((1ull << bits) - 1));
         }
@@ -85,17 +132,19 @@ class BitReader {
         if (8 * size_ - at_ >= 8 || next() != 0) throw std::invalid_argument("longer than its entries");
     }
 
-  private:
-    static constexpr int kAtOnce = 57;  // bits that are there wherever in a byte they begin
-    // The bits from here on, zeros behind the last.
-    std::uint64_t next() const {
-        const std::uint64_t byte = at_ >> 3;
+    // The bits from place `at` on, 57 at least, zeros behind the last.
+    HC_INLINE std::uint64_t from(std::uint64_t at) const {
+        const std::uint64_t byte = at >> 3;
         std::uint64_t word = 0;
         if (byte + 8 <= size_) std::memcpy(&word, in_ + byte, 8);
         else if (byte < size_) std::memcpy(&word, in_ + byte, size_ - byte);
-        return word >> (at_ & 7);
+        return word >> (at & 7);
     }
-    void skip(int bits) {
+
+  private:
+    static constexpr int kWhole = 57;  // bits that are there wherever in a byte they begin
+    HC_INLINE std::uint64_t next() const { return from(at_); }
+    HC_INLINE void skip(int bits) {
         at_ += bits;
         if (at_ > 8 * size_) throw std::invalid_argument("bits end too early");
     }

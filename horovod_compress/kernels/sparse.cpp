@@ -1,10 +1,153 @@
-// Index and value coding of sparse payloads.
+// Index and value coding of sparse payloads (docs/wire-format.md): the values, then the gaps between ascending indices in Rice code.
+// Decoding trusts nothing: every read is inside the body, every index inside the tensor.
 #include "arrays.hpp"
+#include "bits.hpp"
 
 namespace hc {
 namespace {
 
+// Rice code with parameter r, in two parts: the r low bits of all gaps, then each gap >> r as so many zeros and a one. Apart, because
+// where an entry's low bits are then does not wait for those before it.
+constexpr int kMaxRice = 31;
+
+std::uint64_t low_size(std::uint64_t n, int r) { return (n * r + 7) / 8; }
+
+HC_CLONES std::uint64_t high_bits(const std::uint32_t* indices, std::size_t n, int r) {
+    if (n == 0) return 0;
+    std::uint32_t zeros = indices[0] >> r;  // all of them are at most as many as the tensor has elements
+    for (std::size_t i = 1; i < n; ++i) zeros += (indices[i] - indices[i - 1] - 1) >> r;
+    return n + std::uint64_t{zeros};
+}
+
+// The parameter of fewest bits, the least of several: their number is convex in it, so walk from the one that fits the mean gap.
+int best_rice(const std::uint32_t* indices, std::size_t n) {
+    if (n == 0) return 0;
+    const double mean = (static_cast<double>(indices[n - 1]) + 1) / static_cast<double>(n);
+    int r = mean > 1 ? std::max(static_cast<int>(std::log2(mean * 0.6931)), 0) : 0;
+    const auto bits = [=](int its) { return n * its + high_bits(indices, n, its); };
+    std::uint64_t best = bits(r), other;
+    for (; r < kMaxRice && (other = bits(r + 1)) < best; ++r) best = other;
+    for (; r > 0 && (other = bits(r - 1)) <= best; --r) best = other;
+    return r;
+}
+
+constexpr std::size_t kSparseHead = 6;  // count, kind, Rice parameter
+
+// The d of a value that is exactly ±scale/2^d.
+HC_INLINE std::uint32_t power_code(float value, float scale) {
+    return (bits_of(value) >> 28 & 8u) | (((magnitude(scale) >> 23) - (magnitude(value) >> 23)) & 7u);
+}
+HC_INLINE float power_value(std::uint32_t code, float scale) {
+    return scale * float_of((code & 8u) << 28 | (127 - (code & 7u)) << 23);  // ±2^-d
+}
+
+HC_CLONES void put_values(const float* values, std::size_t n, Values kind, float scale, std::uint8_t* out) {
+    if (kind == Values::fp32) {
+        if (n) std::memcpy(out, values, 4 * n);
+    } else if (kind == Values::sign) {
+        for (std::size_t i = 0; i < n; i += 8) {
+            std::uint32_t byte = 0;
+            for (std::size_t j = 0; j < 8 && i + j < n; ++j) byte |= bits_of(values[i + j]) >> 31 << j;
+            out[i / 8] = static_cast<std::uint8_t>(byte);
+        }
+    } else if (kind == Values::power) {
+        for (std::size_t i = 0; i < n; i += 2) {
+            const std::uint32_t high = i + 1 < n ? power_code(values[i + 1], scale) << 4 : 0;
+            out[i / 2] = static_cast<std::uint8_t>(power_code(values[i], scale) | high);
+        }
+    } else {
+        for (std::size_t i = 0; i < n; ++i) {
+            const std::uint16_t h = kind == Values::fp16 ? to_half(values[i]) : to_bfloat(values[i]);
+            std::memcpy(out + 2 * i, &h, 2);
+        }
+    }
+}
+HC_CLONES void take_values(const std::uint8_t* in, std::size_t n, Values kind, float scale, float* values) {
+    if (kind == Values::fp32) {
+        if (n) std::memcpy(values, in, 4 * n);
+    } else if (kind == Values::sign) {
+        for (std::size_t i = 0; i < n; ++i)
+            values[i] = float_of(bits_of(scale) ^ static_cast<std::uint32_t>(in[i >> 3] >> (i & 7) & 1) << 31);
+    } else if (kind == Values::power) {
+        for (std::size_t i = 0; i < n; ++i) values[i] = power_value(in[i >> 1] >> 4 * (i & 1), scale);
+    } else {
+        for (std::size_t i = 0; i < n; ++i) {
+            std::uint16_t h;
+            std::memcpy(&h, in + 2 * i, 2);
+            values[i] = kind == Values::fp16 ? from_half(h) : from_bfloat(h);
+        }
+    }
+}
+
+HC_CLONES void put_gaps(const std::uint32_t* indices, std::size_t n, int r, std::uint8_t* out) {
+    BitWriter low(out);
+    UnaryWriter high(out + low_size(n, r));
+    std::uint32_t next = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+        const std::uint32_t gap = indices[i] - next;
+        low.put(gap & ((1u << r) - 1), r);
+        high.put(gap >> r);
+        next = indices[i] + 1;
+    }
+    low.finish();
+    high.finish();
+}
+// Room for kAtOnce more indices.
+HC_CLONES void take_gaps(const std::uint8_t* in, const std::uint8_t* end, std::size_t n, int r, std::uint64_t numel, std::uint32_t* indices) {
+    const std::uint64_t low = low_size(n, r), size = static_cast<std::uint64_t>(end - in);
+    if (size < low) throw std::invalid_argument("shorter than its gaps");
+    if (8 * (size - low) > n + ((numel - n) >> r) + 7) throw std::invalid_argument("index outside the tensor");
+    read_places(in + low, end, n, indices);
+    const BitReader bits(in, end);
+    const std::uint64_t mask = (1ull << r) - 1;
+    std::uint32_t last = 0;
+    std::uint64_t next = 0, at = 0;
+    for (std::size_t i = 0; i < n; ++i, at += r) {
+        next += std::uint64_t{indices[i] - last} << r | (bits.from(at) & mask);
+        last = indices[i] + 1;
+        indices[i] = static_cast<std::uint32_t>(next++);
+    }
+    if (at < 8 * low && in[low - 1] >> (at & 7)) throw std::invalid_argument("longer than its entries");
+    if (next > numel) throw std::invalid_argument("index outside the tensor");  // they ascend
+}
+
+struct Sparse {
+    std::size_t count = 0;
+    std::vector<std::uint32_t> indices;
+    std::vector<float> values;
+
+    void reserve(std::size_t n) {  // they only grow: what they grow by is filled with zeros
+        count = n;
+        if (values.size() >= n) return;
+        indices.resize(n + kAtOnce);
+        values.resize(n);
+    }
+};
 thread_local Sparse decoded;  // reused between calls
+
+// Reads a body into `to`. The body must be used up exactly, its padding zero.
+void decode_sparse(const std::uint8_t* body, std::size_t size, std::uint64_t numel, Sparse& to) {
+    if (size < kSparseHead) throw std::invalid_argument("cut off in the head of its entries");
+    std::uint32_t n;
+    std::memcpy(&n, body, 4);
+    if (n > numel) throw std::invalid_argument("more entries than the tensor has elements");
+    if (body[4] >= kKinds) throw std::invalid_argument("unknown kind of values");
+    const int r = body[5];
+    if (r > kMaxRice) throw std::invalid_argument("Rice parameter out of range");
+    const auto kind = static_cast<Values>(body[4]);
+    const std::uint8_t *in = body + kSparseHead, *end = body + size;
+    if (static_cast<std::uint64_t>(size - kSparseHead) < 4u * has_scale(kind) + values_size(n, kind))
+        throw std::invalid_argument("shorter than its values");
+    float scale = 0;
+    if (has_scale(kind)) {
+        std::memcpy(&scale, in, 4);
+        if (!(magnitude(scale) < kInfinity)) throw std::invalid_argument("scale not finite");
+        in += 4;
+    }
+    to.reserve(n);  // only now: n entries are really there
+    take_values(in, n, kind, scale, to.values.data());
+    take_gaps(in + values_size(n, kind), end, n, r, numel, to.indices.data());
+}
 
 Bytes encode(const Indices& indices, const Floats& values, const std::string& kind, float scale) {
     const std::size_t n = length(indices, "indices");
@@ -17,7 +160,8 @@ Bytes encode(const Indices& indices, const Floats& values, const std::string& ki
 
 py::tuple decode(const Bytes& body, std::uint64_t numel) {
     decode_sparse(body.data(), length(body, "body"), numel, decoded);
-    return py::make_tuple(to_array(decoded.indices), to_array(decoded.values));
+    const auto n = static_cast<py::ssize_t>(decoded.count);
+    return py::make_tuple(Indices(n, decoded.indices.data()), Floats(n, decoded.values.data()));
 }
 
 bool add(Floats& out, const Bytes& body, float scale) {
@@ -26,10 +170,25 @@ bool add(Floats& out, const Bytes& body, float scale) {
     float* to = out.mutable_data();
     py::gil_scoped_release release;
     decode_sparse(bytes, size, numel, decoded);
-    return add_entries(to, decoded.indices.data(), decoded.values.data(), decoded.indices.size(), scale);
+    return add_entries(to, decoded.indices.data(), decoded.values.data(), decoded.count, scale);
 }
 
 }  // namespace
+
+Bytes sparse_body(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, float scale) {
+    const int r = best_rice(indices, n);
+    const std::size_t head = kSparseHead + 4 * has_scale(kind), its_values = values_size(n, kind);
+    Bytes buffer = new_body(head + its_values + low_size(n, r) + (high_bits(indices, n, r) + 7) / 8);
+    std::uint8_t* out = buffer.mutable_data() + kHeadroom;
+    const auto count = static_cast<std::uint32_t>(n);
+    std::memcpy(out, &count, 4);
+    out[4] = static_cast<std::uint8_t>(kind);
+    out[5] = static_cast<std::uint8_t>(r);
+    if (has_scale(kind)) std::memcpy(out + kSparseHead, &scale, 4);
+    put_values(values, n, kind, scale, out + head);
+    put_gaps(indices, n, r, out + head + its_values);
+    return buffer;
+}
 
 void bind_sparse(py::module_& m) {
     m.def("encode_sparse", &encode, arg("indices").noconvert(), arg("values").noconvert(), arg("kind"), arg("scale") = 0.0f);

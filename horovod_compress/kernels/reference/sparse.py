@@ -31,13 +31,12 @@ def encode_sparse(indices, values, kind, scale=0.0):
     gaps = np.diff(indices.astype(np.int64), prepend=-1) - 1
     costs = [int((gaps >> r).sum()) + len(gaps) * (r + 1) for r in range(_MAX_RICE + 1)]
     r = int(np.argmin(costs))
-    bits = []
-    for gap in gaps.tolist():
-        bits += [1] * (gap >> r) + [0] + [gap >> j & 1 for j in range(r)]
+    high = np.zeros(int((gaps >> r).sum()) + len(gaps), bool)
+    high[np.cumsum((gaps >> r) + 1) - 1] = True
     head = _HEAD.pack(len(indices), _KINDS.index(kind), r)
     if kind in ("sign", "power"):
         head += struct.pack("<f", scale)
-    return new_body(head, store(values, kind, scale), _pack_bits(bits))
+    return new_body(head, store(values, kind, scale), _pack_bits(gaps[:, None] >> np.arange(r) & 1), _pack_bits(high))
 
 
 def decode_sparse(body, numel):
@@ -63,25 +62,18 @@ def decode_sparse(body, numel):
         if not np.isfinite(scale):
             raise ValueError("scale not finite")
     values = load(body[at:end].tobytes(), kind, count, scale)
-    bits = np.unpackbits(body[end:], bitorder="little").tolist()
-    indices = np.empty(count, np.uint32)
-    at, index = 0, -1
-    try:
-        for i in range(count):
-            quotient = 0
-            while bits[at]:
-                quotient += 1
-                at += 1
-            at += 1
-            index += 1 + (quotient << r) + sum(bits[at + j] << j for j in range(r))
-            at += r
-            if index >= numel:
-                raise ValueError("index outside the tensor")
-            indices[i] = index
-    except IndexError:
-        raise ValueError("index bits end too early") from None
-    if len(bits) - at >= 8 or any(bits[at:]):
-        raise ValueError("longer than its entries")
+    high = end + (count * r + 7) // 8
+    if len(body) < high:
+        raise ValueError("shorter than its gaps")
+    low, rest = np.split(np.unpackbits(body[end:high], bitorder="little"), [count * r])
+    places = np.flatnonzero(np.unpackbits(body[high:], bitorder="little"))
+    if len(places) != count or rest.any() or len(body) - high != places.max(initial=-1) // 8 + 1:
+        raise ValueError("not the gaps of as many entries")
+    gaps = (np.diff(places, prepend=-1) - 1 << r) + low.reshape(count, r) @ (1 << np.arange(r))
+    indices = np.cumsum(gaps + 1) - 1
+    if count and indices[-1] >= numel:
+        raise ValueError("index outside the tensor")
+    indices = indices.astype(np.uint32)
     return indices, values
 
 
