@@ -2,12 +2,13 @@
 #include <cmath>
 
 #include "arrays.hpp"
+#include "bits.hpp"
 
 namespace hc {
 namespace {
 
-constexpr std::size_t kBlock = 2048;  // floats: three arrays of as many stay in the first-level cache
-constexpr std::size_t kGroup = 8;     // elements that are looked at together
+constexpr std::size_t kBlock = 1024;  // floats: three arrays of as many stay in the first-level cache
+constexpr std::size_t kGroup = 64;    // elements whose hits make one word
 
 // What fired, in the order of arrival: indices, and r (and v) there as they were before anything was taken; reused between calls.
 struct Fired {
@@ -15,25 +16,25 @@ struct Fired {
     std::vector<float> r, v;
     std::size_t count = 0;
 
-    // The elements of a block from `first` on that `hits`, bytes of 0 or 1, says.
+    // The elements of a block from `first` on that `hits`, bytes of 0 or 1 up to a whole group, says.
     HC_INLINE void push(const std::uint8_t* hits, std::size_t n, std::size_t first) {
         std::uint32_t* out = indices.data() + count;
         for (std::size_t i = 0; i < n; i += kGroup) {
-            std::uint64_t group;
-            std::memcpy(&group, hits + i, kGroup);
-            if (group == 0) continue;
-            for (std::size_t j = 0; j < kGroup; ++j) {  // a branch for each element would cost more
-                *out = static_cast<std::uint32_t>(first + i + j);
-                out += hits[i + j];
+            std::uint64_t word = 0;
+            for (std::size_t j = 0; j < kGroup; j += 8) {
+                std::uint64_t eight;
+                std::memcpy(&eight, hits + i + j, 8);
+                word |= (eight * 0x0102040810204080u >> 56) << j;  // moves each byte's bit to the top
             }
+            out += put_places(word, static_cast<std::uint32_t>(first + i), out);
         }
         count = static_cast<std::size_t>(out - indices.data());
     }
     // Room for `n` more, and for what push writes behind them.
     void reserve(std::size_t n) {
-        if (indices.size() > count + n) return;
-        for (auto* rows : {&r, &v}) rows->resize(2 * (count + n) + 1);
-        indices.resize(2 * (count + n) + 1);
+        if (indices.size() >= count + n + kAtOnce) return;
+        for (auto* rows : {&r, &v}) rows->resize(2 * (count + n) + kAtOnce);
+        indices.resize(2 * (count + n) + kAtOnce);
     }
     // Nothing is sent: puts back what was taken.
     void undo(float* its_r, float* its_v) {
@@ -230,23 +231,17 @@ struct Bins {
 
 // The largest magnitude of a bin.
 HC_INLINE float peak_of_bin(const float* x, std::size_t n) {
-    std::uint32_t lanes[kLanes] = {};
-    const auto larger = [&](std::size_t i) HC_HOT {
-        for (std::size_t j = 0; j < kLanes; ++j) {
-            const std::uint32_t b = magnitude(x[i + j]);
-            lanes[j] = lanes[j] > b ? lanes[j] : b;
-        }
+    if (n < kLanes) return float_of(peak_of(x, n));
+    WordLanes peaks{};
+    const auto look_at = [&](std::size_t i) HC_HOT {
+        WordLanes b;
+        std::memcpy(&b, x + i, sizeof b);
+        b &= 0x7fffffffu;
+        peaks = peaks > b ? peaks : b;
     };
-    std::size_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) larger(i);
-    if (i < n && n >= kLanes) larger(n - kLanes);  // a maximum may be taken twice
-    else
-        for (; i < n; ++i) lanes[0] = std::max(lanes[0], magnitude(x[i]));
-    for (std::size_t half = kLanes / 2; half; half /= 2)
-        for (std::size_t j = 0; j < half; ++j) lanes[j] = lanes[j] > lanes[j + half] ? lanes[j] : lanes[j + half];
-    float peak;
-    std::memcpy(&peak, lanes, sizeof peak);
-    return peak;
+    for (std::size_t i = 0; i + kLanes < n; i += kLanes) look_at(i);
+    look_at(n - kLanes);  // what is looked at twice does no harm
+    return float_of(largest_of(peaks));
 }
 
 // What adacomp_pass needs of a block: each element's floor, and whether it is to be sent.
@@ -269,15 +264,14 @@ HC_CLONES Bins adacomp_pass(float* g, float* residue, std::size_t n, std::size_t
     double sum = 0;
     out.count = 0;
     for (std::size_t begin = 0; begin < n; begin += block) {
-        const std::size_t count = std::min(block, n - begin), before = out.count;
+        const std::size_t count = std::min(block, n - begin);
         float *newest = g + begin, *total = residue + begin;
         HC_APART
         for (std::size_t i = 0; i < count; ++i) {
-            const float moved = total[i] + newest[i];
+            const float old = total[i], moved = old + newest[i];
             const std::uint32_t b = magnitude(moved);
             worst = worst > b ? worst : b;
-            total[i] = b < kTooLarge ? moved : total[i];
-            newest[i] = b < kTooLarge ? more * newest[i] : 0;  // H = G + (factor − 1)·g
+            total[i] = b < kTooLarge ? moved : old;
         }
         for (std::size_t bin = 0; bin < count; bin += bin_length) {
             const std::size_t end = std::min(count, bin + bin_length);
@@ -289,13 +283,12 @@ HC_CLONES Bins adacomp_pass(float* g, float* residue, std::size_t n, std::size_t
         HC_APART
         for (std::size_t i = 0; i < count; ++i) {
             const float kept = total[i];
-            hits[i] = (std::fabs(kept + newest[i]) >= floors[i]) & (kept != 0);
+            hits[i] = (std::fabs(kept + more * newest[i]) >= floors[i]) & (kept != 0);  // H = G + (factor − 1)·g
             newest[i] = 0;
         }
         std::memset(hits + count, 0, kGroup);
         out.reserve(count);
         out.push(hits, count, begin);
-        for (std::size_t entry = before; entry < out.count; ++entry) out.r[entry] = residue[out.indices[entry]];
     }
     return {worst < kTooLarge, sum};
 }
@@ -317,7 +310,9 @@ py::tuple adacomp(Floats& grad, Floats& residue, std::size_t bin_length, float s
         for (std::size_t i = 0; i < f.count; ++i) {
             constexpr std::size_t ahead = 16;  // scattered writes: fetch early what comes next
             if (i + ahead < f.count) HC_PREFETCH(r + f.indices[i + ahead]);
-            r[f.indices[i]] = f.r[i] - std::copysign(scale, f.r[i]);
+            float& kept = r[f.indices[i]];
+            f.r[i] = kept;
+            kept -= std::copysign(scale, kept);
         }
     }
     return py::make_tuple(f.signs(scale), f.count, bins.finite);

@@ -68,6 +68,18 @@ constexpr std::size_t kLanes = 16;
 using Lanes = float __attribute__((vector_size(4 * kLanes)));
 using WordLanes = std::uint32_t __attribute__((vector_size(4 * kLanes)));
 
+HC_INLINE std::uint32_t largest_of(const WordLanes& lanes) {
+    using Half = std::uint32_t __attribute__((vector_size(2 * kLanes)));
+    using Quarter = std::uint32_t __attribute__((vector_size(kLanes)));
+    Half halves[2];
+    std::memcpy(halves, &lanes, sizeof halves);
+    halves[0] = halves[0] > halves[1] ? halves[0] : halves[1];
+    Quarter quarters[2];
+    std::memcpy(quarters, halves, sizeof quarters);
+    const Quarter four = quarters[0] > quarters[1] ? quarters[0] : quarters[1];
+    const std::uint32_t one = four[0] > four[2] ? four[0] : four[2], other = four[1] > four[3] ? four[1] : four[3];
+    return one > other ? one : other;
+}
 HC_INLINE double total(const Lanes& lanes) {
     using Half = float __attribute__((vector_size(2 * kLanes)));
     using Wide = double __attribute__((vector_size(4 * kLanes)));
