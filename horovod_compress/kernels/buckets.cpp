@@ -53,8 +53,7 @@ HC_INLINE void take_levels(const std::uint8_t* in, std::uint32_t* to, std::size_
 HC_INLINE float norm_of(const float* x, std::size_t count, std::uint32_t peak, bool l2) {
     if (!l2 || peak == 0) return float_of(peak);
     const int exponent = exponent_of(peak);  // squares stay in range
-    double sum, squares;
-    scaled_sums(x, count, power_of_two(-exponent), sum, squares);
+    const double squares = scaled_sums(x, count, power_of_two(-exponent)).two;
     const double norm = std::min(std::sqrt(squares) * power_of_two(exponent), static_cast<double>(FLT_MAX));
     return std::max(static_cast<float>(norm), float_of(peak));
 }

@@ -89,26 +89,37 @@ HC_INLINE double total(const Lanes& lanes) {
     return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
 }
 
-// Σ y and Σ y² over n elements, y = x·down. Several sums at once, because an addition waits for the one before.
-HC_INLINE void scaled_sums(const float* x, std::size_t n, float down, double& one, double& two) {
+// Of n elements Σ y and Σ y², y = x·down, and the largest magnitude of x. Several sums at once, because an addition waits for the one before.
+struct Sums {
+    double one, two;
+    std::uint32_t peak;
+};
+HC_INLINE Sums scaled_sums(const float* x, std::size_t n, float down) {
     constexpr std::size_t chains = 4;
     Lanes sums[chains] = {}, squares[chains] = {};
+    WordLanes peaks[chains] = {};
     std::size_t i = 0;
     for (; i + chains * kLanes <= n; i += chains * kLanes)
         for (std::size_t chain = 0; chain < chains; ++chain) {
             Lanes y;
+            WordLanes b;
             std::memcpy(&y, x + i + chain * kLanes, sizeof y);
+            std::memcpy(&b, &y, sizeof b);
+            b &= 0x7fffffffu;
+            peaks[chain] = peaks[chain] > b ? peaks[chain] : b;
             y *= down;
             sums[chain] += y;
             squares[chain] += y * y;
         }
+    const std::uint32_t rest = peak_of(x + i, n - i);
     for (; i < n; ++i) {
         const float y = x[i] * down;
         sums[0][0] += y;
         squares[0][0] += y * y;
     }
-    one = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    two = total((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    std::uint32_t peak = rest;
+    for (const WordLanes& its : peaks) peak = peak > largest_of(its) ? peak : largest_of(its);
+    return {total((sums[0] + sums[1]) + (sums[2] + sums[3])), total((squares[0] + squares[1]) + (squares[2] + squares[3])), peak};
 }
 
 }  // namespace hc

@@ -1,5 +1,6 @@
 // What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries.
 #include <cmath>
+#include <cstdlib>
 
 #include "arrays.hpp"
 
@@ -38,34 +39,32 @@ bool dense_momentum(Floats& out, const Floats& u, Floats& new_u, float momentum,
 }
 
 // The largest magnitude and the standard deviation, exactly 0 where all elements are equal. A block's sums are scaled, so that squares
-// stay in range.
+// stay in range: as those of the block before were, and if that does not do by its own largest.
 struct Spread {
     std::uint32_t peak;
     double deviation;
 };
 HC_CLONES Spread spread_of(const float* x, std::size_t n) {
     constexpr std::size_t block = 4096;
-    const std::uint32_t first = n ? bits_of(x[0]) : 0;
+    constexpr int far = 30;  // binary orders
     Spread all{};
     double sum = 0, squares = 0;
-    std::uint32_t differences = 0;
+    int exponent = 0;
     for (std::size_t begin = 0; begin < n; begin += block) {
-        const std::size_t end = std::min(n, begin + block);
-        std::uint32_t peak = 0;
-        for (std::size_t i = begin; i < end; ++i) {
-            peak = peak > magnitude(x[i]) ? peak : magnitude(x[i]);
-            differences |= bits_of(x[i]) ^ first;
+        const std::size_t count = std::min(block, n - begin);
+        Sums sums = scaled_sums(x + begin, count, power_of_two(-exponent));
+        all.peak = std::max(all.peak, sums.peak);
+        if (sums.peak == 0 || sums.peak >= kInfinity) continue;
+        if (const int its = exponent_of(sums.peak); std::abs(its - exponent) > far) {
+            exponent = its;
+            sums = scaled_sums(x + begin, count, power_of_two(-exponent));
         }
-        all.peak = std::max(all.peak, peak);
-        if (peak == 0 || peak >= kInfinity) continue;
-        const int exponent = exponent_of(peak);
-        double one, two;
-        scaled_sums(x + begin, end - begin, power_of_two(-exponent), one, two);
-        sum += std::ldexp(one, exponent);
-        squares += std::ldexp(two, 2 * exponent);
+        sum += std::ldexp(sums.one, exponent);
+        squares += std::ldexp(sums.two, 2 * exponent);
     }
     const double count = static_cast<double>(n), mean = n ? sum / count : 0;
-    all.deviation = differences ? std::sqrt(std::max(squares / count - mean * mean, 0.0)) : 0;
+    const bool equal = n < 2 || std::memcmp(x, x + 1, 4 * (n - 1)) == 0;
+    all.deviation = equal ? 0 : std::sqrt(std::max(squares / count - mean * mean, 0.0));
     return all;
 }
 
