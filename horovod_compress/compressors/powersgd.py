@@ -53,8 +53,8 @@ class PowerSGD(SelectiveCompressor):
             return Dense(grad)
         rank, p, q = (state.scratch[key] for key in ("rank", "p", "next"))
         residual, last = state.arrays["residual"], state.arrays["q"].reshape(rank, -1)
-        lost = ~last.any(axis=1)  # such a vector would stay zero, and its direction unused
-        if lost.any():
+        lost = [kernels.largest(vector) == 0 for vector in last]  # such a vector would stay zero, and its direction unused
+        if any(lost):
             fresh = np.random.default_rng(self.key("fresh", state.name, step.index)).standard_normal(last.shape, np.float32)
             last[lost] = fresh[lost]
         if not kernels.project(grad, residual, state.arrays["q"], p, rank):
@@ -62,7 +62,7 @@ class PowerSGD(SelectiveCompressor):
         total = yield Summed(p)
         if total is not p:
             np.copyto(p, total)
-        if np.isfinite(p).all():
+        if kernels.largest(p) < np.inf:
             kernels.orthonormalize(p, rank)
         kernels.project_back(residual, p, q, rank)
         state.scratch["size"] = step.size
@@ -73,11 +73,11 @@ class PowerSGD(SelectiveCompressor):
             return super().decode(payload, out, state, scale)
         rank, size, p = (state.scratch[key] for key in ("rank", "size", "p"))
         q = np.divide(payload.array, np.float32(size), out=payload.array)
-        largest = np.abs(p.reshape(rank, -1)).max(axis=1) @ np.abs(q.reshape(rank, -1)).max(axis=1).astype(np.float64)
+        largest = sum(kernels.largest(left) * kernels.largest(right) for left, right in zip(p.reshape(rank, -1), q.reshape(rank, -1)))
         if not largest * max(1.0, abs(scale * size)) < _MOST:
             out.fill(np.nan)
             last = state.arrays["q"]
-            if np.abs(last).max() > _SHORT:  # its length does not matter: shorter, the next sum may stay in range
+            if kernels.largest(last) > _SHORT:  # its length does not matter: shorter, the next sum may stay in range
                 last *= _SHORT
             return False
         kernels.subtract_product(state.arrays["residual"], p, q, out, rank, scale * size)
@@ -87,9 +87,9 @@ class PowerSGD(SelectiveCompressor):
     def commit(self, state):
         if state.taken is not None:
             _, q = state.taken
-            largest = np.abs(q).max()
+            largest = kernels.largest(q)
             if largest > 0:  # the length of its vectors does not matter, and would overflow sooner or later
-                np.divide(q, largest, out=state.arrays["q"])
+                np.divide(q, np.float32(largest), out=state.arrays["q"])
         state.taken = None
 
     def rollback(self, state):

@@ -9,6 +9,7 @@ namespace hc {
 namespace {
 
 constexpr std::size_t kHeight = 4, kVectors = 4;  // rows and vectors worked on together: what is loaded serves several products
+constexpr std::size_t kAdded = 8;                 // rows whose products are added to q's lines at once: each time these are read and written
 constexpr float kMost = 0x1p109f;  // of what is left of an element: rounding alone must not take it to kTooLarge
 
 HC_INLINE void load(Lanes& lanes, const float* x) { std::memcpy(&lanes, x, sizeof lanes); }
@@ -97,7 +98,7 @@ HC_CLONES void project_columns(const float* x, const float* p, float* q, std::si
         add_rows<rows.value, vectors.value>(x + row * m, p + k * n + row, n, q + k * m, m);
     };
     std::size_t row = 0;
-    for (; row + kHeight <= n; row += kHeight) by_vectors<kHeight>(row, rank, work);
+    for (; row + kAdded <= n; row += kAdded) by_vectors<kAdded>(row, rank, work);
     for (; row < n; ++row) by_vectors<1>(row, rank, work);
 }
 
@@ -105,9 +106,10 @@ HC_CLONES void project_columns(const float* x, const float* p, float* q, std::si
 template <std::size_t rows>
 HC_INLINE void subtract_rows(float* __restrict x, const float* __restrict p, const float* __restrict q, float* __restrict out, std::size_t n,
                              std::size_t m, std::size_t rank, float scale) {
+    const std::uint32_t most = bits_of(kMost);
     const auto finish = [=](std::size_t i, float product) HC_HOT {
-        const float moved = x[i] - product, above = moved > -kMost ? moved : -kMost;
-        x[i] = above < kMost ? above : kMost;
+        const std::uint32_t moved = bits_of(x[i] - product), size = moved & 0x7fffffffu;  // compared as integers: half the instructions
+        x[i] = float_of((moved & 0x80000000u) | (size < most ? size : most));
         out[i] = product * scale;
     };
     std::size_t j = 0;
