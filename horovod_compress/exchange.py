@@ -189,8 +189,8 @@ class Exchange:
         if isinstance(payload, Gathered):
             finite = self._add(pending, arrived, scale)
         else:
-            summed = dataclasses.replace(payload, array=reduced if arrived is None else arrived)
-            finite = tensor.compressor.decode(summed, grad, tensor.state, scale)
+            payload.array = reduced if arrived is None else arrived
+            finite = tensor.compressor.decode(payload, grad, tensor.state, scale)
         pending.run.finite &= finite
         del self._open[name]
         self._counters["decode_seconds"] += time.perf_counter() - started

@@ -10,6 +10,8 @@ import numpy as np
 from .. import kernels
 from ..kernels import HEADROOM
 
+LARGEST = float(np.finfo(np.float32).max)
+
 
 def zeros(numel):
     """float32 zeros that begin on a cache line: unaligned state makes the pass over it up to half as long again."""
@@ -154,7 +156,7 @@ class Compressor(ABC):
             largest = kernels.largest(out)
         if scale != 1:
             out *= np.float32(scale)
-        return largest * abs(scale) <= np.finfo(np.float32).max
+        return largest * abs(scale) <= LARGEST
 
     def add(self, body, out, scale):
         """Adds scale · (what the body of one rank's Gathered payload decodes to) to `out`, which was zero before the first

@@ -6,7 +6,7 @@ from abc import abstractmethod
 import numpy as np
 
 from .. import kernels
-from .base import Agree, Summed
+from .base import LARGEST, Agree, Summed
 from .globalrandk import SharedCoordinates
 
 
@@ -65,7 +65,7 @@ class SharedScaleQuantizer(SharedCoordinates):
             values = np.empty(drawn.indices.size, np.float32)
             drawn.dequantize(payload.array, values, scale)
             out[drawn.indices] = values
-        return drawn.w * abs(scale) * drawn.size < np.finfo(np.float32).max or kernels.largest(out) < np.inf
+        return drawn.w * abs(scale) * drawn.size < LARGEST or kernels.largest(out) < np.inf
 
     def _agree_on_levels(self, values, drawn, state, step):
         """Each element's scale, the finest that fits on all ranks."""
