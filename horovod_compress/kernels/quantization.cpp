@@ -96,6 +96,13 @@ struct Scales {
         for (int l = 0; l < count; ++l) factor[l] = w > 0 ? steps[l] / (w * before) * rounding.one : 0;
     }
     HC_INLINE float in_steps(float x, float its_factor) const { return x * before * its_factor; }
+    // Of the magnitudes that are no more steps of a scale than fit the first, which are those up to one of them: that one, as bits.
+    std::uint32_t largest_fit(int scale) const {
+        std::uint32_t fits = 0;
+        for (std::uint32_t more = 1u << 30; more; more >>= 1)
+            if (fits + more < kInfinity && in_steps(float_of(fits + more), factor[scale]) <= rounding.most) fits += more;
+        return fits;
+    }
 };
 
 template <class Word, class Factor>
@@ -196,11 +203,10 @@ void dequantize(py::array& words, std::optional<Bytes> levels, Floats& out, doub
 
 template <class Word>
 HC_CLONES void count_levels(const float* x, std::uint8_t* words, const Layout& layout, const Scales& scales, int scale) {
-    const Scales s = scales;
-    const float factor = s.factor[scale];
+    const std::uint32_t largest = scales.largest_fit(scale);
     pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
         HC_APART
-        for (std::size_t j = 0; j < count; ++j) put(j, std::fabs(s.in_steps(x[first + j], factor)) <= s.rounding.most);
+        for (std::size_t j = 0; j < count; ++j) put(j, magnitude(x[first + j]) <= largest);
     });
 }
 
