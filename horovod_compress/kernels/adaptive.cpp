@@ -1,4 +1,5 @@
 // Passes that decide element by element, or bin by bin, whether enough has gathered to be sent.
+#include <algorithm>
 #include <cmath>
 
 #include "arrays.hpp"
@@ -169,23 +170,21 @@ HC_CLONES std::uint32_t powers_of(const float* __restrict r, std::size_t count, 
     return top << 23;
 }
 
-// Puts back what has no value, and leaves the others.
-void drop_zeros(Fired& f, float* values, float* r, float* v) {
+// Copies what has a value, and its value to the first ones; puts back the others.
+void keep_values(const Fired& f, float* values, float* r, float* v, std::uint32_t* indices, float* r_before, float* v_before) {
     std::size_t kept = 0;
-    while (kept < f.count && values[kept] != 0) ++kept;
-    for (std::size_t i = kept; i < f.count; ++i) {
+    for (std::size_t i = 0; i < f.count; ++i) {
         const std::uint32_t at = f.indices[i];
         if (values[i] == 0) {
             r[at] = f.r[i];
             v[at] = f.v[i];
             continue;
         }
-        f.indices[kept] = at;
-        f.r[kept] = f.r[i];
-        f.v[kept] = f.v[i];
+        indices[kept] = at;
+        r_before[kept] = f.r[i];
+        v_before[kept] = f.v[i];
         values[kept++] = values[i];
     }
-    f.count = kept;
 }
 
 py::tuple variance(Floats& grad, std::optional<Floats> squares, Floats& r, Floats& v, float alpha, float zeta, float tau,
@@ -199,28 +198,29 @@ py::tuple variance(Floats& grad, std::optional<Floats> squares, Floats& r, Float
     const bool rounds = tau == 0;
     float scale = tau;
     bool finite;
+    std::size_t count;
     {
         py::gil_scoped_release release;
         finite = squares ? variance_given(pg, squares->data(), pr, pv, n, alpha, zeta, tau, f)
                          : variance_own(pg, pr, pv, n, alpha, zeta, tau, f);
         if (!finite) f.undo(pr, pv);
-        if (rounds) {
-            if (scratch.size() < f.count) scratch.resize(f.indices.size());
-            const std::uint32_t top = powers_of(f.r.data(), f.count, scratch.data());
-            std::memcpy(&scale, &top, 4);
-            drop_zeros(f, scratch.data(), pr, pv);
-            if (error_feedback)
-                for (std::size_t i = 0; i < f.count; ++i) pr[f.indices[i]] = f.r[i] - scratch[i];
-        }
+        if (scratch.size() < f.count) scratch.resize(f.indices.size());
+        float* values = scratch.data();
+        if (rounds) scale = float_of(powers_of(f.r.data(), f.count, values));
+        else std::copy_n(f.r.data(), f.count, values);  // of which the signs are sent
+        count = f.count - static_cast<std::size_t>(std::count(values, values + f.count, 0.0f));
     }
-    const std::size_t count = f.count;
+    Indices indices(static_cast<py::ssize_t>(count));
     Floats before(std::vector<py::ssize_t>{2, static_cast<py::ssize_t>(count)});
-    if (count) {
-        std::memcpy(before.mutable_data(), f.r.data(), 4 * count);
-        std::memcpy(before.mutable_data() + count, f.v.data(), 4 * count);
+    std::uint32_t* at = indices.mutable_data();
+    float* r_before = before.mutable_data();
+    {
+        py::gil_scoped_release release;
+        keep_values(f, scratch.data(), pr, pv, at, r_before, r_before + count);
+        if (rounds && error_feedback)
+            for (std::size_t i = 0; i < count; ++i) pr[at[i]] = r_before[i] - scratch[i];
     }
-    Indices indices(static_cast<py::ssize_t>(count), f.indices.data());
-    Bytes body = rounds ? sparse_body(f.indices.data(), scratch.data(), count, Values::power, scale) : f.signs(scale);
+    Bytes body = sparse_body(at, scratch.data(), count, rounds ? Values::power : Values::sign, scale);
     return py::make_tuple(body, indices, before, finite);
 }
 
@@ -308,7 +308,7 @@ py::tuple adacomp(Floats& grad, Floats& residue, std::size_t bin_length, float s
         scale = n ? static_cast<float>(bins.sum / static_cast<double>((n + bin_length - 1) / bin_length)) : 0;
         if (!bins.finite || scale == 0) f.count = 0;
         for (std::size_t i = 0; i < f.count; ++i) {
-            constexpr std::size_t ahead = 16;  // scattered writes: fetch early what comes next
+            constexpr std::size_t ahead = 48;  // scattered writes: fetch early what comes next
             if (i + ahead < f.count) HC_PREFETCH(r + f.indices[i + ahead]);
             float& kept = r[f.indices[i]];
             f.r[i] = kept;
