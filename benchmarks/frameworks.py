@@ -3,10 +3,10 @@
 
     .venv/bin/python benchmarks/frameworks.py [--model resnet50] [--ranks 2] [SPEC ...]
 
-The ranks are on this host. For each framework, in a job of its own: steps that only make the gradients (the floor), and steps that make and
-exchange them, with Horovod's own reduction and with each SPEC, on the stock DistributedOptimizer or DistributedGradientTape. The floor
-and the exchange take turns, step by step. Prints a table in Markdown; --json writes all figures.
-
+The ranks are on this host. For each framework: steps that only make the gradients (the floor), and steps that make and exchange them, with
+Horovod's own reduction and with each SPEC, on the stock DistributedOptimizer or DistributedGradientTape. The floor and the exchange take
+turns, step by step; the frameworks, job by job. Prints a table in Markdown: medians over jobs of the medians over steps of the
+slowest rank. --json writes the figures of all jobs.
 
 """
 import argparse
@@ -171,6 +171,7 @@ def main():
     parser.add_argument("--model", choices=MODELS, default="resnet50")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=5, help="of each kind (default: 5)")
     parser.add_argument("--launcher", choices=LAUNCH, default="gloo", help="what Horovod runs on (default: gloo)")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--framework", choices=FRAMEWORKS, help=argparse.SUPPRESS)
@@ -178,18 +179,25 @@ def main():
     options = parser.parse_args()
     if options.worker:
         return worker(options)
-    found = {spec: {name: measured(options, name, spec) for name in FRAMEWORKS} for spec in ["none", *options.specs]}
+    jobs = {spec: {name: [] for name in FRAMEWORKS} for spec in ["none", *options.specs]}
+    for spec, by_framework in jobs.items():
+        for _ in range(options.jobs):
+            for name, results in by_framework.items():
+                results.append(measured(options, name, spec))
+                results[-1]["over"] = results[-1]["exchange"] - results[-1]["floor"]
     print(f"{options.model}, {options.ranks} ranks on one host, {options.launcher}; milliseconds\n")
     titles = ["floor", "with the exchange", "over the floor", "encode", "decode", "of PyTorch's over the floor"]
     print(f"| spec | framework | {' | '.join(titles)} |\n|---|---|" + "---:|" * len(titles))
-    for spec, by_framework in found.items():
-        over = {name: figures["exchange"] - figures["floor"] for name, figures in by_framework.items()}
-        for name, figures in by_framework.items():
-            parts = [f"{1e3 * figures[part]:.1f}" if part in figures else "" for part in ("encode_seconds", "decode_seconds")]
-            row = [*(f"{1e3 * figures[what]:.1f}" for what in ("floor", "exchange")), f"{1e3 * over[name]:.1f}", *parts]
-            print(f"| {spec} | {name} | {' | '.join(row)} | {over[name] / over['torch']:.2f} |")
+    for spec, by_framework in jobs.items():
+        medians = {
+            name: {part: statistics.median(result[part] for result in results) for part in results[0]} for name, results in by_framework.items()
+        }
+        for name, figures in medians.items():
+            parts = ("floor", "exchange", "over", "encode_seconds", "decode_seconds")
+            row = [f"{1e3 * figures[part]:.1f}" if part in figures else "" for part in parts]
+            print(f"| {spec} | {name} | {' | '.join(row)} | {figures['over'] / medians['torch']['over']:.2f} |")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write_text(json.dumps(jobs, indent=1))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from . import kernels, wire
 from .compressors.base import Agree, Compressor, Dense, Gathered, State, Step
 from .handshake import MismatchError, first_difference
 
-_COUNTERS = ("steps", "steps_undone", "bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")
-_SENT = ("bytes_sent", "dense_bytes", "elements_sent")  # of each tensor
+_SENT = ("bytes_sent", "dense_bytes", "elements_sent")
+_SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")  # what tensors share is one of them's
 
 
 @dataclasses.dataclass
@@ -32,7 +32,7 @@ class _Tensor:
     digest: int
     numel: int
     carrier: np.ndarray
-    sent: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(_SENT, 0))
+    counters: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(_SENT + _SPENT, 0))
 
     def one(self):
         """The carrier of a payload that travels beside it."""
@@ -83,7 +83,7 @@ class Exchange:
         self._open = {}  # submitted, not finished
         self._deferred = []  # with clipping: not encoded before all gradients are there
         self._encoding = []  # with rounds to go before they have a payload
-        self._counters = dict.fromkeys(_COUNTERS, 0)
+        self._steps_ended = self._steps_undone = 0
 
     def _know(self, name, shape, variant):
         chosen = variant.for_tensor(name, shape)
@@ -120,7 +120,7 @@ class Exchange:
         else:
             self._start(pending)
         self._count(tensor, pending.carrier.nbytes)
-        tensor.sent["dense_bytes"] += grad.nbytes
+        tensor.counters["dense_bytes"] += grad.nbytes
         return pending
 
     def flush(self):
@@ -167,11 +167,11 @@ class Exchange:
             for pending in asking:
                 answers[id(pending)] = together[at : at + len(pending.request.numbers)]
                 at += len(pending.request.numbers)
-        self._counters["exchange_seconds"] += time.perf_counter() - started
+        waiting[0].tensor.counters["exchange_seconds"] += time.perf_counter() - started
         started = time.perf_counter()
         for pending in waiting:
             self._resume(pending, answers[id(pending)])
-        self._counters["encode_seconds"] += time.perf_counter() - started
+        waiting[0].tensor.counters["encode_seconds"] += time.perf_counter() - started
 
     def finish(self, name, reduced):
         """Leaves the step's result in the memory of the gradient that was submitted. reduced: the carrier as the host
@@ -184,16 +184,17 @@ class Exchange:
         if pending.wait is not None:
             self._compare_steps(pending)
             scale, arrived = float(reduced[0]) / self.transport.size, pending.wait()
-            self._counters["exchange_seconds"] += time.perf_counter() - started
+            tensor.counters["exchange_seconds"] += time.perf_counter() - started
             started = time.perf_counter()
         if isinstance(payload, Gathered):
             finite = self._add(pending, arrived, scale)
         else:
             payload.array = reduced if arrived is None else arrived
             finite = tensor.compressor.decode(payload, grad, tensor.state, scale)
-        pending.run.finite &= finite
+        if not finite:
+            pending.run.finite = False
         del self._open[name]
-        self._counters["decode_seconds"] += time.perf_counter() - started
+        tensor.counters["decode_seconds"] += time.perf_counter() - started
 
     def _start(self, pending):
         started = time.perf_counter()
@@ -205,7 +206,7 @@ class Exchange:
             self._resume(pending, None)  # up to its first request
         else:
             self._send(pending, encoded)
-        self._counters["encode_seconds"] += time.perf_counter() - started
+        pending.tensor.counters["encode_seconds"] += time.perf_counter() - started
 
     def _resume(self, pending, answer):
         """Lets an encoding go on to what it needs next, or to its payload."""
@@ -216,9 +217,12 @@ class Exchange:
             pending.encoding = pending.request = None
             self._send(pending, stop.value)
         else:
-            self._encoding.append(pending)
+            self._goes_on(pending)
             if not isinstance(pending.request, Agree):
                 pending.wait = self._sum(pending, pending.request.array, ".round")
+
+    def _goes_on(self, pending):
+        self._encoding.append(pending)
 
     def _send(self, pending, payload):
         tensor = pending.tensor
@@ -228,17 +232,17 @@ class Exchange:
         if isinstance(payload, Gathered):
             frame = wire.seal(payload, tensor.compressor.number, tensor.digest, pending.step.index)
             self._count(tensor, len(frame), -len(frame))
-            tensor.sent["elements_sent"] += payload.elements
+            tensor.counters["elements_sent"] += payload.elements
             pending.wait = self.transport.allgather(f"{self._label}.{tensor.name}", frame)
         else:
-            tensor.sent["elements_sent"] += tensor.numel
+            tensor.counters["elements_sent"] += tensor.numel
             if payload.array is not pending.carrier:
                 pending.wait = self._sum(pending, payload.array)
 
     def _add(self, pending, arrived, scale):
         """Decodes the gathered payloads of all ranks into the gradient's memory, in rank order on every rank."""
         tensor, grad = pending.tensor, pending.grad
-        self._counters["bytes_received"] += len(arrived)
+        tensor.counters["bytes_received"] += len(arrived)
         bodies, finite = wire.unseal(
             arrived, self.transport.size, tensor.compressor.number, tensor.digest, pending.step.index
         )
@@ -283,8 +287,8 @@ class Exchange:
         succeeded = self._run.finite and not self._open
         for tensor in self._run.tensors.values():
             (tensor.compressor.commit if succeeded else tensor.compressor.rollback)(tensor.state)
-        self._counters["steps"] += 1
-        self._counters["steps_undone"] += not succeeded
+        self._steps_ended += 1
+        self._steps_undone += not succeeded
         self._now = dataclasses.replace(self._now, index=self._now.index + 1)
         self._run = Run(self._now.index)
         self._open.clear()
@@ -386,10 +390,9 @@ class Exchange:
             residual = tensor.compressor.residual(tensor.state)
             if residual is not None:
                 squares += kernels.squared_norm(residual)
-        counters = {**self._counters, **dict.fromkeys(_SENT, 0)}
-        for sent in self.stats_by_tensor().values():
-            for key, value in sent.items():
-                counters[key] += value
+        counters = {"steps": self._steps_ended, "steps_undone": self._steps_undone}
+        for key in (*_SENT, *_SPENT):
+            counters[key] = sum(tensor.counters[key] for tensor in self._tensors.values())
         counters["ratio"] = counters["dense_bytes"] / counters["bytes_sent"] if counters["bytes_sent"] else 1.0
         counters["residual_norm"] = squares**0.5
         counters["overflows"] = sum(tensor.state.overflows for tensor in self._tensors.values())
@@ -397,12 +400,12 @@ class Exchange:
 
     def stats_by_tensor(self):
         """{name: {"bytes_sent", "dense_bytes", "elements_sent"}} of each tensor: totals since the start, as in `stats`."""
-        return {name: dict(tensor.sent) for name, tensor in self._tensors.items()}
+        return {name: {key: tensor.counters[key] for key in _SENT} for name, tensor in self._tensors.items()}
 
     def _count(self, tensor, sent, received=None):
         """Counts bytes that go into a collective; an allreduce brings as many back, an allgather more."""
-        tensor.sent["bytes_sent"] += sent
-        self._counters["bytes_received"] += sent if received is None else received
+        tensor.counters["bytes_sent"] += sent
+        tensor.counters["bytes_received"] += sent if received is None else received
 
 
 def _layout(arrays):

@@ -48,11 +48,20 @@ inline bool add_entries(float* to, const std::uint32_t* at, const float* value, 
     return peak < kInfinity;
 }
 
+// Memory that begins on a cache line: what TensorFlow takes over as it is, and else copies.
+template <class T>
+Array<T> aligned(std::size_t n) {
+    Bytes memory(static_cast<py::ssize_t>(n * sizeof(T) + 64));
+    std::uint8_t* first = memory.mutable_data();
+    first += -reinterpret_cast<std::uintptr_t>(first) % 64;
+    return Array<T>(static_cast<py::ssize_t>(n), reinterpret_cast<T*>(first), memory);
+}
+
 // An encoded body's array has room for a frame's header before it and for a padding byte behind it.
 constexpr std::size_t kHeadroom = 24;
 
 inline Bytes new_body(std::size_t size) {
-    Bytes buffer(static_cast<py::ssize_t>(kHeadroom + size + 1));
+    Bytes buffer = aligned<std::uint8_t>(kHeadroom + size + 1);
     std::memset(buffer.mutable_data(), 0, kHeadroom);
     buffer.mutable_data()[kHeadroom + size] = 0;
     return buffer;

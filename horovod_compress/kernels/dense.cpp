@@ -1,4 +1,4 @@
-// What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries.
+// What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries; how threads treat denormal numbers.
 #include <cmath>
 #include <cstdlib>
 
@@ -108,6 +108,25 @@ bool scatter_add(Floats& out, const Indices& indices, const Floats& values, floa
     return add_entries(to, at, value, n, scale);
 }
 
+// x86-64: flush to zero and denormals are zero, of MXCSR. AArch64: flush to zero, of FPCR.
+std::uint64_t flush_denormals(std::uint64_t mode) {
+#if defined(__x86_64__) && defined(__GNUC__)
+    constexpr std::uint32_t kMask = 0x8040;
+    const std::uint32_t before = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr((before & ~kMask) | (static_cast<std::uint32_t>(mode) & kMask));
+    return before & kMask;
+#elif defined(__aarch64__) && defined(__GNUC__)
+    constexpr std::uint64_t kMask = 1u << 24;
+    std::uint64_t before;
+    asm volatile("mrs %0, fpcr" : "=r"(before));
+    const std::uint64_t after = (before & ~kMask) | (mode & kMask);
+    asm volatile("msr fpcr, %0" : : "r"(after));
+    return before & kMask;
+#else
+    return mode;
+#endif
+}
+
 }  // namespace
 
 void bind_dense(py::module_& m) {
@@ -116,6 +135,7 @@ void bind_dense(py::module_& m) {
     m.def("squared_norm", &squared_norm, arg("x").noconvert());
     m.def("dense_momentum", &dense_momentum, arg("out").noconvert(), arg("u").noconvert(), arg("new_u").noconvert(),
           arg("momentum"), arg("nesterov"));
+    m.def("flush_denormals", &flush_denormals, arg("mode"));
     m.def("scatter_add", &scatter_add, arg("out").noconvert(), arg("indices").noconvert(), arg("values").noconvert(), arg("scale"));
 }
 

@@ -66,9 +66,8 @@ Indices coordinates(std::uint64_t key, std::uint64_t numel, std::uint64_t first,
 // An array of words as Python sees it, int32 or int64 by the layout, in an earlier step's memory where that is given and fits; and a way
 // to work on it as such.
 py::array new_words(const Layout& layout, const std::optional<py::array>& spare, std::size_t count) {
-    const auto size = static_cast<py::ssize_t>(count);
-    if (spare && spare->size() == size && spare->itemsize() == (layout.wide ? 8 : 4)) return *spare;
-    return layout.wide ? py::array(Array<std::int64_t>(size)) : py::array(Array<std::int32_t>(size));
+    if (spare && spare->size() == static_cast<py::ssize_t>(count) && spare->itemsize() == (layout.wide ? 8 : 4)) return *spare;
+    return layout.wide ? py::array(aligned<std::int64_t>(count)) : py::array(aligned<std::int32_t>(count));
 }
 template <class Work>
 void on_words(py::array& words, const Layout& layout, std::size_t count, Work work) {

@@ -60,7 +60,7 @@ class _Call:
 
     variables: list  # (gradient, _Variable)
     number: tf.Tensor  # of the call
-    flat: tf.Tensor  # for each gradient, the shape [-1]
+    flat: list  # for each gradient, the shape [-1]
     squared_norm: list  # of all gradients, where they are clipped; else empty
     taken: set = dataclasses.field(default_factory=set)
 
@@ -160,6 +160,8 @@ class BoundCompression:
             self._call = self._new_call(tensor)
             i = self._call.take(tensor)
         call, (_, variable) = self._call, self._call.variables[i]
+        if self._travels_as_it_is(variable):
+            return tf.identity(tf.cast(tensor, tf.float32), name=f"{self._label}.{variable.number}"), (variable, tensor.dtype, [call.number])
         stages, herald = variable.stages, variable.name == self._exchange.herald
         with tf.device("/cpu:0"):
             dtypes = [variable.compressor.carries, *(dtype for _, dtype in stages[:1]), *["int64"] * herald]
@@ -181,7 +183,8 @@ class BoundCompression:
             return tensor
         variable, dtype, (number, *brought) = ctx
         with tf.device("/cpu:0"):
-            finish = functools.partial(self._finish, half=dtype == tf.float16)
+            finish = self._take if self._travels_as_it_is(variable) else self._finish
+            finish = functools.partial(finish, half=dtype == tf.float16)
             inputs = [number, tf.raw_ops.Snapshot(input=tensor), *brought]
             (result,) = _python(finish, variable, inputs, ["float32"])
         result.set_shape(variable.shape)
@@ -194,11 +197,15 @@ class BoundCompression:
         with around.as_default(), tf.device("/cpu:0"):
             # Stateful, so that every call of the function has its own; what depends on it is not folded or shared between calls.
             number, flat = tf.numpy_function(functools.partial(self._begin, len(pairs)), [], [tf.int64, tf.int32])
-            flat.set_shape((len(pairs), 1))
+            flat = tf.unstack(flat, len(pairs))
             squared_norm = []
             if self._compressor.clip_norm is not None:
                 squared_norm = [tf.numpy_function(_squared_norm, [grad for grad, _ in pairs], tf.float64, stateful=False)]
         return _Call(variables, number, flat, squared_norm)
+
+    def _travels_as_it_is(self, variable):
+        """Whether nothing is done to its gradients before Horovod reduces them: then they go there without a detour."""
+        return not variable.stages and variable.compressor.carries == "float32" and self._compressor.clip_norm is None
 
     def _register(self, pairs):
         """The _Variable of each (gradient, source). New ones become known on all ranks at once."""
@@ -266,6 +273,11 @@ class BoundCompression:
         message = self._exchange.advance(variable.name, call, arrived, beat if beat is not None and beat.size else None)
         return [_or_nothing(message, variable.stages[1][1])]
 
+    def _take(self, variable, call, reduced, half):
+        """Submits, and finishes, what Horovod has reduced already."""
+        self._exchange.submit(variable.name, reduced.reshape(-1), call)
+        return self._finish(variable, call, reduced, half=half)
+
     def _finish(self, variable, call, reduced, arrived=None, beat=None, half=False):
         beat = beat if beat is not None and beat.size else None
         result = self._exchange.finish(variable.name, call, reduced.reshape(-1), arrived, beat)
@@ -313,7 +325,17 @@ class BoundCompression:
 def _python(function, variable, inputs, dtypes):
     """An operation that calls function(variable, arrays of the inputs…) and has outputs of these dtypes."""
     # Not stateful: TensorFlow would run such operations one after the other, with a round over the network in between.
-    return tf.numpy_function(functools.partial(function, variable), inputs, [tf.as_dtype(d) for d in dtypes], stateful=False)
+    call = functools.partial(_with_denormals, function, variable)
+    return tf.numpy_function(call, inputs, [tf.as_dtype(dtype) for dtype in dtypes], stateful=False)
+
+
+def _with_denormals(function, *arguments):
+    """TensorFlow's threads take denormal numbers for 0; results are to be those of other frameworks, bit for bit."""
+    mode = kernels.flush_denormals(0)
+    try:
+        return function(*arguments)
+    finally:
+        kernels.flush_denormals(mode)
 
 
 def _or_nothing(array, dtype):

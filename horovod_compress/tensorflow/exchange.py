@@ -28,15 +28,15 @@ class _Messages(Transport):
 class GraphExchange(Exchange):
     """One rank's side of a compression whose payloads are moved by operations of a graph.
 
-    A step is one call of a traced function; it begins with `begin`. Its tensors come and go in any order: one may be finished
-    before another is submitted. None of the methods waits. `submit` and `advance` return the message that an operation is to
-    move next, as the tensor's `stages` say (None in a step that goes dense), and the next call of that tensor brings the result.
-    One tensor, the herald, sends the step's number too, where there are sums. Thread-safe.
+    A step is one call of a traced function; it begins with `begin`. Its tensors come and go in any order, and in several threads:
+    one may be finished before another is submitted. None of the methods waits. `submit` and `advance` return the message that an
+    operation is to move next, as the tensor's `stages` say (None in a step that goes dense), and the next call of that tensor
+    brings the result. One tensor, the herald, sends the step's number too, where there are sums.
     """
 
     def __init__(self, compressor, rank, size, label):
         super().__init__(compressor, _Messages(rank, size), {}, label)
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()  # for what tensors share; each tensor's own is in one thread at a time
         self._calls = itertools.count()
         self._begun = {}  # call → (its run, how many tensors are to come)
         self._last = {}  # name → (call, run) of the tensor's last step, until that is settled
@@ -48,14 +48,13 @@ class GraphExchange(Exchange):
 
     def add(self, name, shape, variant):
         """Makes a tensor known; returns its compressor and stages."""
-        with self._lock:
-            self._know(name, shape, variant)
-            self._steps[name] = 0
-            chosen = self._tensors[name].compressor
-            stages = chosen.stages(self.transport.size)
-            if self.herald is None and any(op == "sum" for op, _ in stages):
-                self.herald = name
-            return chosen, stages
+        self._know(name, shape, variant)
+        self._steps[name] = 0
+        chosen = self._tensors[name].compressor
+        stages = chosen.stages(self.transport.size)
+        if self.herald is None and any(op == "sum" for op, _ in stages):
+            self.herald = name
+        return chosen, stages
 
     def begin(self, tensors):
         """Begins a step of so many tensors; returns the number of the call."""
@@ -70,37 +69,42 @@ class GraphExchange(Exchange):
         grad's memory belongs to the exchange until `finish`. squares: as Step.squares; squared_norm: of all gradients of the
         step, where they are to be clipped. A tensor that was never finished abandons its last step.
         """
+        self._settle(name)
         with self._lock:
-            self._settle(name)
             run, missing = self._begun.pop(call)
             if missing > 1:
                 self._begun[call] = run, missing - 1
-            if name == self.herald:
-                run.number = self._steps[name]
-            scale = 1.0 if squared_norm is None else self._clipping(float(squared_norm))
-            step = dataclasses.replace(self._now, index=self._steps[name], scale=scale, squares=squares)
-            self._steps[name] += 1
-            self._last[name] = call, run
-            pending = self._begin(name, grad, run, step)
-            return pending.carrier, self._message(pending), self.transport.started.pop(self._beat, None)
+        if name == self.herald:
+            run.number = self._steps[name]
+        scale = 1.0 if squared_norm is None else self._clipping(float(squared_norm))
+        step = dataclasses.replace(self._now, index=self._steps[name], scale=scale, squares=squares)
+        self._steps[name] += 1
+        self._last[name] = call, run
+        pending = self._begin(name, grad, run, step)
+        message = self._message(pending)
+        return pending.carrier, message, self.transport.started.pop(self._beat, None) if name == self.herald else None
 
     def advance(self, name, call, arrived, beat=None):
         """Brings what became of a message, and the sum of the herald's numbers; returns the next message."""
-        with self._lock:
-            pending = self._arrive(name, call, arrived, beat)
-            if name in self._rounds:
-                next(self._rounds.pop(name), None)
-            return self._message(pending)
+        pending = self._arrive(name, call, arrived, beat)
+        if name in self._rounds:
+            next(self._rounds.pop(name), None)
+        return self._message(pending)
 
     def finish(self, name, call, reduced, arrived=None, beat=None):
         """Brings the carrier as the host reduced it, and what became of the last message; returns the flat float32 result, in the
         memory of the gradient or of the carrier."""
-        with self._lock:
-            pending = self._arrive(name, call, arrived, beat)
-            if pending.wait is None and reduced.dtype == np.float32:  # the carrier was the payload
-                pending.grad = reduced
-            super().finish(name, reduced)
-            return pending.grad
+        pending = self._arrive(name, call, arrived, beat)
+        if pending.wait is None and reduced.dtype == np.float32:  # the carrier was the payload
+            pending.grad = reduced
+        super().finish(name, reduced)
+        return pending.grad
+
+    def flush(self):
+        """Nothing waits for a whole step."""
+
+    def _goes_on(self, pending):
+        """`_message` takes it further."""
 
     def reject(self, name):
         """The host could not use this result, on all ranks alike: its step will be rolled back."""
@@ -108,17 +112,17 @@ class GraphExchange(Exchange):
 
     def _message(self, pending):
         """What this tensor has started."""
-        name, started = pending.tensor.name, self.transport.started
+        name = pending.tensor.name
+        prefix = f"{self._label}.{name}"
         if pending.encoding is not None:
-            self._encoding.remove(pending)
             asking = [pending] if isinstance(pending.request, Agree) else []
-            self._rounds[name] = self._round([pending], asking, f"{self._label}.{name}:agree")
+            self._rounds[name] = self._round([pending], asking, f"{prefix}:agree")
             next(self._rounds[name])
-        awaited = next((key for key in started if key != self._beat), None)
-        if awaited is None:
-            return None
-        self._awaited[name] = awaited
-        return started.pop(awaited)
+        for awaited in (prefix, f"{prefix}.round", f"{prefix}:agree"):
+            if awaited in self.transport.started:
+                self._awaited[name] = awaited
+                return self.transport.started.pop(awaited)
+        return None
 
     def _arrive(self, name, call, arrived, beat):
         if self._last.get(name, (None,))[0] != call or name not in self._open:
@@ -145,32 +149,25 @@ class GraphExchange(Exchange):
         if name not in self._last:
             return
         _, run = self._last.pop(name)
-        abandoned = self._open.pop(name, None)
-        if abandoned in self._encoding:
-            self._encoding.remove(abandoned)
+        abandoned = self._open.pop(name, None) is not None
         self._rounds.pop(name, None)
         self._awaited.pop(name, None)
-        tensor, succeeded = self._tensors[name], run.finite and abandoned is None
+        tensor, succeeded = self._tensors[name], run.finite and not abandoned
         (tensor.compressor.commit if succeeded else tensor.compressor.rollback)(tensor.state)
-        if run.tensors:  # the first of its step
-            self._counters["steps"] += 1
-            self._counters["steps_undone"] += not succeeded
-            run.tensors.clear()
+        with self._lock:
+            if run.tensors:  # the first of its step
+                self._steps_ended += 1
+                self._steps_undone += not succeeded
+                run.tensors.clear()
 
     def settle(self):
-        with self._lock:
-            if self._open:
-                raise RuntimeError(f"a step is under way or was given up ({', '.join(list(self._open)[:3])} … not finished)")
-            for name in list(self._last):
-                self._settle(name)
+        if self._open:
+            raise RuntimeError(f"a step is under way or was given up ({', '.join(list(self._open)[:3])} … not finished)")
+        for name in list(self._last):
+            self._settle(name)
 
     def state_dict(self):
-        with self._lock:
-            return {**super().state_dict(), "step": dict(self._steps)}
-
-    def load_state_dict(self, state):
-        with self._lock:
-            super().load_state_dict(state)
+        return {**super().state_dict(), "step": dict(self._steps)}
 
     def _wrong_step(self, step):
         if not isinstance(step, dict):

@@ -1,5 +1,6 @@
 """Every native kernel against the reference: bit for bit where the formulas leave no choice, and what both refuse."""
 import copy
+import platform
 import struct
 
 import numpy as np
@@ -245,8 +246,8 @@ def vote(a):
     return dict(words=a.words(a.size, width, 0, more=1), out=a.finite(), width=width, size=size, unit=a.scale())
 
 
-ELSEWHERE = {  # have a choice, of what they send or how they round
-    "HEADROOM", "accumulate", "encode_sparse", "orthonormalize", "project", "project_back", "spread", "subtract_product",
+ELSEWHERE = {  # have a choice, of what they send or how they round, or compute nothing
+    "HEADROOM", "accumulate", "encode_sparse", "flush_denormals", "orthonormalize", "project", "project_back", "spread", "subtract_product",
 }
 KERNELS = [name for name in reference.__all__ if name not in ELSEWHERE]
 
@@ -531,3 +532,17 @@ def test_spare_memory_changes_nothing(name):
             assert_same(again, first)
         assert np.shares_memory(again[0] if isinstance(again, tuple) else again, spare) == fits
         assert fits or np.array_equal(spare, kept)
+
+
+def test_small_halves_survive_in_threads_that_flush_denormals():
+    """TensorFlow's do. The mode is the thread's, and is given back."""
+    halves = np.array([1, 2, 500, 1023], np.uint16)  # below 2^-14
+    out = np.empty(4, np.float32)
+    flushing = 0x8040 if platform.machine() == "x86_64" else 1 << 24
+    before = kernels.flush_denormals(flushing)
+    try:
+        assert kernels.flush_denormals(0) == (flushing if kernels.backend == "native" else 0)
+        kernels.from_float16(halves, out)
+    finally:
+        kernels.flush_denormals(before)
+    np.testing.assert_array_equal(out, halves.view(np.float16).astype(np.float32))

@@ -1,4 +1,4 @@
-"""What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries."""
+"""What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries; how threads treat denormal numbers."""
 import numpy as np
 
 TOO_LARGE = 2.0**110  # no residual goes there, or the sum of many would be infinite for ever
@@ -41,3 +41,9 @@ def scatter_add(out, indices, values, scale):
     with np.errstate(over="ignore", invalid="ignore"):
         out[indices] += np.float32(scale) * values
     return bool(np.isfinite(out[indices]).all())
+
+
+def flush_denormals(mode):
+    """Whether this thread takes denormal numbers for 0, as a mode of its CPU; returns the mode before. 0: it does not, and float16's
+    small numbers, which become denormal on their way, are what they are. NumPy cannot change it: here nothing happens."""
+    return mode
