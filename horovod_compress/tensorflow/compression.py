@@ -170,7 +170,8 @@ class BoundCompression:
             beat = [self._move("sum", message.pop(), "step")] if herald else []
             for stage, (op, dtype) in enumerate(stages):
                 if stage:
-                    message, beat = _python(self._advance, variable, [call.number, *message, *beat], [dtype]), []
+                    advance = functools.partial(self._advance, dtype=dtype)
+                    message, beat = _python(advance, variable, [call.number, *message, *beat], [dtype]), []
                 message = [self._move(op, *message, f"{variable.number}.{stage}")]
             # Horovod names its own reduction after what it reduces.
             carrier = tf.identity(carrier, name=f"{self._label}.{variable.number}")
@@ -215,9 +216,9 @@ class BoundCompression:
             is_variable = isinstance(source, tf.Variable)
             keys.append(source.ref() if is_variable else i)
             if keys[-1] not in self._variables:
-                if not grad.dtype.is_floating:
-                    raise TypeError(f"{source.name}: gradients of {grad.dtype.name} cannot be compressed; real floating point is needed")
                 name = source.name.split(":")[0] if is_variable else f"source_{i}"
+                if not grad.dtype.is_floating:
+                    raise TypeError(f"{name}: gradients of {grad.dtype.name} cannot be compressed; real floating point is needed")
                 name = next(n for n in itertools.chain([name], (f"{name}_{k}" for k in itertools.count(1))) if n not in taken)
                 taken.add(name)
                 new[keys[-1]] = name, tuple((source if is_variable else grad).shape)
@@ -238,11 +239,10 @@ class BoundCompression:
     def _observe(self, grads_and_vars):
         """Adds the squares of one backward pass."""
         grads_and_vars = list(grads_and_vars)
-        if hvd.size() > 1:
-            pairs = [(grad, source) for grad, source in grads_and_vars if isinstance(grad, tf.Tensor)]
-            for (grad, _), variable in zip(pairs, self._register(pairs)):
-                if variable.squares is not None:
-                    variable.squares.assign_add(tf.square(tf.cast(grad, tf.float32)))
+        pairs = [(grad, source) for grad, source in grads_and_vars if isinstance(grad, tf.Tensor)]
+        for (grad, _), variable in zip(pairs, self._register(pairs)):
+            if variable.squares is not None:
+                variable.squares.assign_add(tf.square(tf.cast(grad, tf.float32)))
         return grads_and_vars
 
     def _move(self, op, message, name):
@@ -254,24 +254,24 @@ class BoundCompression:
     # -- the same, while the graph runs -----------------------------------------------------------------------------------
 
     def _begin(self, tensors):
-        return np.int64(self._exchange.begin(tensors)), np.full((tensors, 1), -1, np.int32)
-
-    def _submit(self, variable, call, grad, *numbers):
         if self._unused:
             unknown = set(self._unused["tensors"]) - {known.name for known in self._variables.values()}
             raise ValueError(
                 f"the state that was loaded does not fit: no gradients come for {', '.join(sorted(unknown))}. Was it this model? Keras "
                 "numbers layers without a name throughout a process: name them, or call tf.keras.backend.clear_session() first"
             )
+        return np.int64(self._exchange.begin(tensors)), np.full((tensors, 1), -1, np.int32)
+
+    def _submit(self, variable, call, grad, *numbers):
         squared_norm = numbers[0] if self._compressor.clip_norm is not None else None
         squares = numbers[-1].reshape(-1) if variable.squares is not None else None
         carrier, message, beat = self._exchange.submit(variable.name, grad, call, squares, squared_norm)
         outputs = [carrier, *(_or_nothing(message, dtype) for _, dtype in variable.stages[:1])]
         return outputs + [_or_nothing(beat, "int64")] * (variable.name == self._exchange.herald)
 
-    def _advance(self, variable, call, arrived, beat=None):
+    def _advance(self, variable, call, arrived, beat=None, dtype=None):
         message = self._exchange.advance(variable.name, call, arrived, beat if beat is not None and beat.size else None)
-        return [_or_nothing(message, variable.stages[1][1])]
+        return [_or_nothing(message, dtype)]
 
     def _take(self, variable, call, reduced, half):
         """Submits, and finishes, what Horovod has reduced already."""

@@ -279,3 +279,25 @@ def test_handshake_names_the_first_difference_on_every_rank():
             for error in errors:
                 with pytest.raises(hc.MismatchError, match=words):
                     raise error
+
+
+@pytest.mark.parametrize("id", [*hc.available(), "multiscale:bits=2+4+8", "multiscale:bits=10+12", "maxnorm:bits=16", "maxnorm:ratio=0.1"])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_tensor_takes_the_stages_that_its_compressor_says(id, size, monkeypatch):
+    taken = []
+    gather, reduce = Loopback.allgather, Loopback.allreduce
+
+    def allgather(self, name, payload):
+        taken.append(("gather", payload.dtype.name))
+        return gather(self, name, payload)
+
+    def allreduce(self, name, array, op="sum"):
+        if not name.endswith(":step"):
+            taken.append((op, array.dtype.name))
+        return reduce(self, name, array, op)
+
+    monkeypatch.setattr(Loopback, "allgather", allgather)
+    monkeypatch.setattr(Loopback, "allreduce", allreduce)
+    rng = np.random.default_rng(0)
+    hc.simulate(id, [[{"a": rng.standard_normal((40, 50)).astype(np.float32)} for _ in range(size)]])
+    assert taken[::size] == list(hc.get_compressor(id).stages(size))
