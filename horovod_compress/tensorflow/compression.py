@@ -1,5 +1,6 @@
 """Horovod's Compressor interface, `compress` and `decompress`, as operations of a TensorFlow graph over the exchange."""
 import collections
+import copy
 import dataclasses
 import functools
 import itertools
@@ -18,7 +19,7 @@ from ..handshake import agree
 from ..transport.base import Transport
 from ..version import __version__
 from .exchange import GraphExchange
-from .optimizer import check, momentum_of, take_over_momentum, watch_passes
+from .optimizer import check, is_horovods, momentum_of, take_over_momentum, watch_passes
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order.
 _numbers = collections.defaultdict(itertools.count)
@@ -52,6 +53,7 @@ class _Variable:
     compressor: Compressor
     stages: tuple
     squares: tf.Variable = None  # of its passes' gradients, summed, where moments=microbatch
+    observed: bool = False  # whether a pass was seen, while it was traced
 
 
 @dataclasses.dataclass(eq=False)
@@ -110,6 +112,7 @@ class BoundCompression:
             check(optimizer)
         # Horovod reduces, and compresses, only where there is more than one rank.
         self._active = bool(self._process_set.included()) and self._process_set.size() > 1
+        self._taken_from = None  # the class of optimizers that leave momentum to this compression
         if compressor.corrects_momentum:
             compressor = self._bound(compressor, optimizer)
         self._microbatches = getattr(compressor, "moments", None) == "microbatch"
@@ -143,7 +146,7 @@ class BoundCompression:
         momentum, nesterov = momentum_of(optimizer, compressor)
         if momentum and self._active:
             covers = lambda variable: variable.ref() in self._variables  # noqa: E731
-            take_over_momentum(optimizer, compressor.id, momentum, nesterov, covers)
+            self._taken_from = take_over_momentum(optimizer, compressor.id, momentum, nesterov, covers)
         return compressor.bound(momentum, nesterov)
 
     # -- Horovod's interface, while it traces a function ------------------------------------------------------------------
@@ -161,7 +164,9 @@ class BoundCompression:
             i = self._call.take(tensor)
         call, (_, variable) = self._call, self._call.variables[i]
         if self._travels_as_it_is(variable):
-            return tf.identity(tf.cast(tensor, tf.float32), name=f"{self._label}.{variable.number}"), (variable, tensor.dtype, [call.number])
+            with tf.control_dependencies([call.number]):  # which may refuse the step
+                carrier = tf.identity(tf.cast(tensor, tf.float32), name=f"{self._label}.{variable.number}")
+            return carrier, (variable, tensor.dtype, [call.number])
         stages, herald = variable.stages, variable.name == self._exchange.herald
         with tf.device("/cpu:0"):
             dtypes = [variable.compressor.carries, *(dtype for _, dtype in stages[:1]), *["int64"] * herald]
@@ -192,12 +197,29 @@ class BoundCompression:
         return tf.cast(result, dtype)
 
     def _new_call(self, tensor):
-        pairs = [(grad, source) for grad, source in zip(*_traced(tensor)) if isinstance(grad, tf.Tensor)]
+        grads, sources, optimizer = _traced(tensor)
+        if self._taken_from and optimizer and not isinstance(optimizer, self._taken_from):
+            raise ValueError(
+                "this compression has taken over the momentum of another optimizer than the one it serves, which would apply its own besides: "
+                "bind it to the optimizer that hvd.DistributedOptimizer gets, and make a new one for each"
+            )
+        pairs = [(grad, source) for grad, source in zip(grads, sources) if isinstance(grad, tf.Tensor)]
         variables = list(zip([grad for grad, _ in pairs], self._register(pairs)))
-        around = tf.compat.v1.get_default_graph().outer_graph  # of the branches, one a gradient, in which Horovod compresses
+        unseen = [variable.name for _, variable in variables if variable.squares is not None and not variable.observed]
+        if unseen:
+            raise ValueError(
+                f"moments=microbatch has seen no backward pass of {', '.join(unseen)}: it needs the bound optimizer's minimize or fit. A "
+                "tape's gradient is one pass, for which moments=minibatch is the same"
+            )
+        around = getattr(tf.compat.v1.get_default_graph(), "outer_graph", None)  # of the branches in which Horovod compresses
+        if around is None:
+            raise ValueError("gradients are compressed in graphs, which Horovod makes also of eager code: not with run_functions_eagerly(True)")
         with around.as_default(), tf.device("/cpu:0"):
             # Stateful, so that every call of the function has its own; what depends on it is not folded or shared between calls.
-            number, flat = tf.numpy_function(functools.partial(self._begin, len(pairs)), [], [tf.int64, tf.int32])
+            # It brings the value of the smallest variable, because TensorFlow runs a trace again for others of the same shapes.
+            known = min((source for _, source in pairs if isinstance(source, tf.Variable)), key=lambda v: v.shape.num_elements(), default=None)
+            begin = functools.partial(self._begin, len(pairs), known)
+            number, flat = tf.numpy_function(begin, [] if known is None else [known.read_value()], [tf.int64, tf.int32])
             flat = tf.unstack(flat, len(pairs))
             squared_norm = []
             if self._compressor.clip_norm is not None:
@@ -239,10 +261,12 @@ class BoundCompression:
     def _observe(self, grads_and_vars):
         """Adds the squares of one backward pass."""
         grads_and_vars = list(grads_and_vars)
-        pairs = [(grad, source) for grad, source in grads_and_vars if isinstance(grad, tf.Tensor)]
+        # Sparse ones count where they become dense afterwards; elsewhere nobody asks for their squares.
+        pairs = [(tf.convert_to_tensor(grad), source) for grad, source in grads_and_vars if grad is not None]
         for (grad, _), variable in zip(pairs, self._register(pairs)):
             if variable.squares is not None:
                 variable.squares.assign_add(tf.square(tf.cast(grad, tf.float32)))
+                variable.observed = True
         return grads_and_vars
 
     def _move(self, op, message, name):
@@ -253,7 +277,12 @@ class BoundCompression:
 
     # -- the same, while the graph runs -----------------------------------------------------------------------------------
 
-    def _begin(self, tensors):
+    def _begin(self, tensors, known, value=None):
+        if known is not None and not np.array_equal(known.numpy(), value, equal_nan=True):
+            raise ValueError(
+                f"gradients of other variables come to this compression than {known.name} and those that it was traced with: make one for "
+                "each model, and in eager code for each set of variables that is trained by itself"
+            )
         if self._unused:
             unknown = set(self._unused["tensors"]) - {known.name for known in self._variables.values()}
             raise ValueError(
@@ -306,7 +335,7 @@ class BoundCompression:
     def state_dict(self):
         """This rank's residuals and momentum, as NumPy arrays by variable and plain values: one a rank, next to the model's and
         the optimizer's. See `StateCheckpoint`."""
-        return self._unused or self._exchange.state_dict()
+        return copy.deepcopy(self._unused) or self._exchange.state_dict()
 
     def load_state_dict(self, state):
         """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. Variables that are not known
@@ -317,9 +346,10 @@ class BoundCompression:
         known = {variable.name for variable in self._variables.values()}
         if set(state["tensors"]) <= known:
             self._exchange.load_state_dict(state)
+            self._unused = None
         else:
             self._exchange.check_state_dict(state)
-            self._unused = state
+            self._unused = copy.deepcopy(state)
 
 
 def _python(function, variable, inputs, dtypes):
@@ -356,14 +386,19 @@ def _read_and_clear(squares):
 
 
 def _traced(tensor):
-    """(gradients, variables) of the exchange in which Horovod compresses this one. It says neither names nor variables, but it
-    has them in reach, in a function that reduces `grads` of `vars`."""
-    frame = sys._getframe(1)
+    """(gradients, variables, Horovod's optimizer or None) of the exchange in which this gradient is compressed. Horovod says
+    neither names nor variables, but has them in reach, in a function that reduces `grads` of `vars`."""
+    frame, found = sys._getframe(1), None
     while frame is not None:
         grads, variables = frame.f_locals.get("grads"), frame.f_locals.get("vars")
-        if isinstance(grads, (list, tuple)) and variables is not None and any(grad is tensor for grad in grads):
-            return grads, variables
+        if found is None and isinstance(grads, (list, tuple)) and variables is not None and any(grad is tensor for grad in grads):
+            found = grads, variables
+        caller = frame.f_locals.get("self")
+        if found and is_horovods(caller):
+            return *found, caller
         frame = frame.f_back
+    if found:
+        return *found, None
     raise ValueError(
         "this compression is for hvd.DistributedOptimizer and hvd.DistributedGradientTape of Horovod 0.28, which reduce the gradients "
         f"of variables; here comes a tensor of shape {tensor.shape} alone"

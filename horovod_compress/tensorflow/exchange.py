@@ -10,6 +10,9 @@ from ..exchange import Exchange, Run, is_count
 from ..transport.base import Transport
 
 
+_KEPT = 100  # calls
+
+
 class _Messages(Transport):
     """Keeps what was started until the graph's operations take it, and what they brought until it is asked for."""
 
@@ -60,6 +63,7 @@ class GraphExchange(Exchange):
         """Begins a step of so many tensors; returns the number of the call."""
         with self._lock:
             call = next(self._calls)
+            self._begun.pop(call - _KEPT, None)  # some never bring all: what nobody uses is not computed
             self._begun[call] = Run(0), tensors
             return call
 

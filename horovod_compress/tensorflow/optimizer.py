@@ -12,13 +12,18 @@ def check(optimizer):
     """Raises where an optimizer cannot be bound."""
     if not isinstance(optimizer, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)):
         raise ValueError(f"a compression is bound to a Keras optimizer, or to None; not to {optimizer!r}")
-    if hasattr(optimizer, "_allreduce_grads"):
+    if is_horovods(optimizer):
         raise ValueError("bind the compression to the optimizer itself, and wrap that in hvd.DistributedOptimizer afterwards")
     if hasattr(optimizer, "inner_optimizer"):
         raise ValueError(
             "bind the inner optimizer, wrap that in hvd.DistributedOptimizer, and the result in LossScaleOptimizer (model.compile "
             "does the last by itself under a mixed_float16 policy)"
         )
+
+
+def is_horovods(optimizer):
+    """Whether this is what hvd.DistributedOptimizer makes."""
+    return isinstance(optimizer, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)) and hasattr(optimizer, "_allreduce_grads")
 
 
 def momentum_of(optimizer, compressor):
@@ -33,9 +38,16 @@ def momentum_of(optimizer, compressor):
 
 def take_over_momentum(optimizer, id, momentum, nesterov, covers):
     """From now on this SGD, and what Horovod makes of it, leaves momentum to the compression: variables that it covers take
-    plain steps with their dense gradients. Its configuration stays the user's, decoupled weight decay stays with it."""
+    plain steps with their dense gradients. Its configuration stays the user's, decoupled weight decay stays with it. Returns the
+    class of both."""
 
-    class PlainSteps(_own_class(optimizer)):
+    own = _own_class(optimizer)
+    known = next(cls for cls in _SGD if issubclass(own, cls))
+    method = "update_step" if hasattr(known, "update_step") else "_resource_apply_dense"
+    if getattr(own, method) is not getattr(known, method):
+        raise ValueError(f"{own.__name__}.{method} is not SGD's own, so its momentum cannot be taken over: bind with momentum=0")
+
+    class PlainSteps(own):
         def update_step(self, gradient, variable):
             if isinstance(gradient, tf.IndexedSlices) or not covers(variable):
                 return super().update_step(gradient, variable)
@@ -55,6 +67,7 @@ def take_over_momentum(optimizer, id, momentum, nesterov, covers):
             "%s takes over from SGD, which does not apply it itself: momentum=%g%s%s", id, momentum, " (nesterov)" if nesterov else "",
             f"; {', '.join(clips)} will see gradients with momentum, consider clip_norm instead" if clips else "",
         )
+    return PlainSteps
 
 
 def watch_passes(optimizer, observe):

@@ -497,6 +497,11 @@ def squares_of_backward_passes():
 # -- mistakes -----------------------------------------------------------------------------------------------------------
 
 
+class OwnSGD(keras.optimizers.SGD):
+    def update_step(self, gradient, variable):
+        super().update_step(gradient / 2, variable)
+
+
 @case(2)
 def mistakes_get_clear_errors():
     sgd = keras.optimizers.SGD(0.1, momentum=0.9)
@@ -509,6 +514,7 @@ def mistakes_get_clear_errors():
         "unknown compressor 'gdc'": lambda: hvdc.Compression.from_spec("gdc", sgd),
         "bind the inner optimizer": lambda: hvdc.Compression.dgc(keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1))),
         "to the optimizer itself": lambda: hvdc.Compression.dgc(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))),
+        "update_step is not SGD's own": lambda: hvdc.Compression.dgc(OwnSGD(0.1, momentum=0.9)),
         "bound to a Keras optimizer": lambda: hvdc.Compression.dgc(model_of().trainable_variables),
         "not registered": lambda: hvdc.Compression.topk(process_set=hvd.ProcessSet([0])),
     }.items():
@@ -518,6 +524,9 @@ def mistakes_get_clear_errors():
         model = model_of()
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=hvdc.Compression.topk()), LOSS, jit_compile=True)
         model.fit(*data(12), verbose=0)
+    with raises(ValueError, "has seen no backward pass of"):
+        adam = keras.optimizers.Adam()
+        exchanged(hvdc.Compression.variance(adam, moments="microbatch"))(told(0))
     with raises(ValueError, "here comes a tensor"):
         hvdt.allreduce(tf.ones(3), compression=hvdc.Compression.topk())
     compression = hvdc.Compression.topk(ratio=0.01)
@@ -532,8 +541,12 @@ def mistakes_get_clear_errors():
             compression.load_state_dict(broken)
     unknown = hvdc.Compression.topk(ratio=0.01)
     unknown.load_state_dict({**state, "tensors": {**state["tensors"], "other": {}}})
+    step = exchanged(unknown)
     with raises(tf.errors.OpError, "no gradients come for other"):
-        exchanged(unknown)(told(0))
+        step(told(0))
+    unknown.load_state_dict(state)
+    step(told(1))
+    assert unknown.stats()["steps"] == 1
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "state")
         with raises(ValueError, "no state of a compression", f"state.rank{hvd.rank()}.npz"):
@@ -569,6 +582,31 @@ def a_state_loaded_on_one_rank_only():
             compression.load_state_dict(state)
         with raises(tf.errors.OpError, words):
             step(told(2, ("matrix",)))
+
+
+@case(2)
+def other_variables_of_the_same_shapes_are_noticed():
+    """TensorFlow does not trace again for them, eagerly or in another model."""
+    compression = hvdc.Compression.topk(ratio=0.01)
+    blocks = [tf.Variable(tf.fill((40, 50), float(i))) for i in range(2)]
+
+    def step(variable):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * told(0)["matrix"])
+        hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])
+
+    step(blocks[0])
+    step(blocks[0])
+    with raises(tf.errors.OpError, "make one for each model"):
+        step(blocks[1])
+    sgd = SGD["new"](0.05, momentum=0.9)
+    compression = hvdc.Compression.dgc(sgd)
+    fit(model_of(), hvd.DistributedOptimizer(sgd, compression=compression), 3)
+    with raises(tf.errors.OpError, "make one for each model"):
+        fit(model_of(), hvd.DistributedOptimizer(sgd, compression=compression), 3)
+    with raises(ValueError, "momentum of another optimizer"):
+        compression = hvdc.Compression.dgc(SGD["new"](0.05, momentum=0.9))
+        fit(model_of(), hvd.DistributedOptimizer(SGD["new"](0.05, momentum=0.9), compression=compression), 3)
 
 
 @case(2)
