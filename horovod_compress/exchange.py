@@ -345,15 +345,18 @@ class Exchange:
 
     def load_state_dict(self, state):
         """Continues from a state_dict of the same rank, size and model. ValueError, and nothing changed, for any other."""
-        arrays, step = self.check_state_dict(state)
-        own = self.arrays()
-        _refuse(first_difference(_layout(own), _layout(arrays)))
+        arrays, step = self._checked(state)
+        self._restore(self.arrays(), arrays)
+        self._now = dataclasses.replace(self._now, index=step)
+        self._run = Run(step)
+
+    def _restore(self, own, arrays):
+        refuse(first_difference(_layout(own), _layout(arrays)))
         for name, named in own.items():
             for key, array in named.items():
                 np.copyto(array, arrays[name][key])
-        self._continue_at(step)
 
-    def check_state_dict(self, state):
+    def _checked(self, state):
         """(arrays by tensor, steps taken) of a state. ValueError for one of another rank, size, algorithm or seed."""
         expected = {
             "format": 1, "id": self.compressor.id, "rank": self.transport.rank, "size": self.transport.size,
@@ -365,15 +368,11 @@ class Exchange:
             step = state["step"]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a state_dict of a compression: {error!r}") from None
-        _refuse(first_difference(expected, found) or self._wrong_step(step))
+        refuse(first_difference(expected, found) or self._wrong_step(step))
         return arrays, step
 
     def _wrong_step(self, step):
         return None if is_count(step) else ("step", "a whole number", step)
-
-    def _continue_at(self, step):
-        self._now = dataclasses.replace(self._now, index=step)
-        self._run = Run(step)
 
     def stats(self):
         """Totals of this rank since the start, by name:
@@ -417,7 +416,8 @@ def is_count(number):
     return isinstance(number, numbers.Integral) and number >= 0
 
 
-def _refuse(difference):
+def refuse(difference):
+    """Raises ValueError for a difference between a state and what it is loaded into."""
     if difference:
         where, mine, its = difference
         raise ValueError(

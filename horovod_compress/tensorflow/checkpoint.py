@@ -11,7 +11,8 @@ class StateCheckpoint(tf.keras.callbacks.Callback):
     """Saves a compression's state at the end of each epoch, on every rank, and restores one before training.
 
     compression: the one that Horovod's optimizer got.
-    filepath: as for ModelCheckpoint, with {epoch} where each epoch is to have its own. The rank is added: filepath.rank0.npz.
+    filepath: as for ModelCheckpoint, with {epoch} where each epoch is to have its own; nothing else, because losses differ between
+        ranks. The rank is added: filepath.rank0.npz.
     restore: such a path, without the rank, with whose state training begins.
 
     A file is replaced as a whole, never half written. model.fit raises ValueError where a rank's file is missing, broken or of
@@ -21,6 +22,10 @@ class StateCheckpoint(tf.keras.callbacks.Callback):
     def __init__(self, compression, filepath, restore=None):
         super().__init__()
         self._compression, self._filepath, self._restore = compression, os.fspath(filepath), restore
+        try:
+            self._filepath.format(epoch=1)
+        except (KeyError, IndexError) as error:
+            raise ValueError(f"filepath may hold {{epoch}} and nothing else, not {error}: what else there is differs between ranks") from None
 
     def on_train_begin(self, logs=None):
         if self._restore is not None:
@@ -28,7 +33,7 @@ class StateCheckpoint(tf.keras.callbacks.Callback):
             self._restore = None  # not again, where fit is called once more
 
     def on_epoch_end(self, epoch, logs=None):
-        path = self._filepath.format(epoch=epoch + 1, **(logs or {}))
+        path = self._filepath.format(epoch=epoch + 1)
         _write(_file(path, self._compression.rank), self._compression.state_dict())
 
 

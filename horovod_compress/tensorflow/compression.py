@@ -128,7 +128,7 @@ class BoundCompression:
         self._compressor = compressor
         self._variables = {}  # key, see `_register`, → _Variable
         self._call = None  # of the function that is being traced
-        self._unused = None  # a loaded state, until its variables are known
+        self._saved = None  # where a state was loaded: of variables that are not known yet
         number = next(_numbers[tuple(self._process_set.ranks or ())])
         self._label = f"hvdc.{self._process_set.process_set_id}.{number}"
         self.rank, size = (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
@@ -247,15 +247,20 @@ class BoundCompression:
         if new:
             shapes = {name: list(shape) for name, shape in new.values()}
             agree(self._transport, f"{self._label}.{len(self._variables)}", {"variables": shapes})
+            missing = [name for name in shapes if self._saved is not None and name not in self._saved]
+            if missing:
+                raise ValueError(
+                    f"the state that was loaded does not fit: it has nothing for {', '.join(missing)}. Was it this model? Keras numbers layers "
+                    "without a name throughout a process: name them, or call tf.keras.backend.clear_session() first"
+                )
             for key, (name, shape) in new.items():
-                known = self._exchange.add(name, shape, self._compressor)
+                known = self._exchange.add(name, shape, self._compressor, self._saved and self._saved[name])
                 variable = self._variables[key] = _Variable(name, len(self._variables), shape, *known)
                 if self._microbatches and hasattr(variable.compressor, "moments"):
                     with tf.init_scope(), tf.device("/cpu:0"):
                         variable.squares = tf.Variable(tf.zeros(shape), trainable=False)
-            if self._unused and set(self._unused["tensors"]) <= taken:
-                self._exchange.load_state_dict(self._unused)
-                self._unused = None
+            if self._saved is not None:
+                self._saved = {name: saved for name, saved in self._saved.items() if name not in shapes}
         return [self._variables[key] for key in keys]
 
     def _observe(self, grads_and_vars):
@@ -282,12 +287,6 @@ class BoundCompression:
             raise ValueError(
                 f"gradients of other variables come to this compression than {known.name} and those that it was traced with: make one for "
                 "each model, and in eager code for each set of variables that is trained by itself"
-            )
-        if self._unused:
-            unknown = set(self._unused["tensors"]) - {known.name for known in self._variables.values()}
-            raise ValueError(
-                f"the state that was loaded does not fit: no gradients come for {', '.join(sorted(unknown))}. Was it this model? Keras "
-                "numbers layers without a name throughout a process: name them, or call tf.keras.backend.clear_session() first"
             )
         return np.int64(self._exchange.begin(tensors)), np.full((tensors, 1), -1, np.int32)
 
@@ -335,21 +334,18 @@ class BoundCompression:
     def state_dict(self):
         """This rank's residuals and momentum, as NumPy arrays by variable and plain values: one a rank, next to the model's and
         the optimizer's. See `StateCheckpoint`."""
-        return copy.deepcopy(self._unused) or self._exchange.state_dict()
+        state = self._exchange.state_dict()
+        for name, (arrays, steps) in copy.deepcopy(self._saved or {}).items():
+            state["tensors"][name], state["step"][name] = arrays, steps
+        return state
 
     def load_state_dict(self, state):
-        """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. Variables that are not known
-        yet get their state when they are. Raises ValueError, with nothing changed, for any other state; where variables are not
-        known yet, their gradients' first step does."""
-        if not isinstance(state, dict) or not isinstance(state.get("tensors"), dict):
+        """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. Variables that are not known yet
+        get their state when they are. Raises ValueError, with nothing changed, for any other state; where variables are not known
+        yet, tracing does."""
+        if not isinstance(state, dict):
             raise ValueError("not a state_dict of a compression")
-        known = {variable.name for variable in self._variables.values()}
-        if set(state["tensors"]) <= known:
-            self._exchange.load_state_dict(state)
-            self._unused = None
-        else:
-            self._exchange.check_state_dict(state)
-            self._unused = copy.deepcopy(state)
+        self._saved = copy.deepcopy(self._exchange.load_state_dict(state))
 
 
 def _python(function, variable, inputs, dtypes):

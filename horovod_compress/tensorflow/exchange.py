@@ -6,7 +6,8 @@ import threading
 import numpy as np
 
 from ..compressors.base import Agree
-from ..exchange import Exchange, Run, is_count
+from ..exchange import Exchange, Run, is_count, refuse
+from ..handshake import first_difference
 from ..transport.base import Transport
 
 
@@ -49,10 +50,17 @@ class GraphExchange(Exchange):
         self._beat = f"{label}:step"
         self.herald = None
 
-    def add(self, name, shape, variant):
-        """Makes a tensor known; returns its compressor and stages."""
+    def add(self, name, shape, variant, saved=None):
+        """Makes a tensor known; returns its compressor and stages. saved: what `load_state_dict` returned for it; ValueError, and the
+        tensor stays unknown, where that does not fit."""
         self._know(name, shape, variant)
-        self._steps[name] = 0
+        arrays, self._steps[name] = saved or (None, 0)
+        if saved:
+            try:
+                self._restore({name: self._tensors[name].state.arrays}, {name: arrays})
+            except ValueError:
+                del self._tensors[name], self._steps[name]
+                raise
         chosen = self._tensors[name].compressor
         stages = chosen.stages(self.transport.size)
         if self.herald is None and any(op == "sum" for op, _ in stages):
@@ -178,5 +186,12 @@ class GraphExchange(Exchange):
             return "step", "steps by tensor", step
         return next(((f"step.{name}", "a whole number", number) for name, number in step.items() if not is_count(number)), None)
 
-    def _continue_at(self, step):
-        self._steps.update(step)
+    def load_state_dict(self, state):
+        """Continues from a state_dict of the same rank, size and model. Returns what is in it for tensors that are not known yet:
+        {name: (arrays, steps taken)}, for `add`. ValueError, and nothing changed, for any other state."""
+        arrays, steps = self._checked(state)
+        refuse(first_difference(dict.fromkeys(arrays, "there"), dict.fromkeys(steps, "there"), "step"))
+        known = [name for name in arrays if name in self._tensors]
+        self._restore(self.arrays(), {name: arrays[name] for name in known})
+        self._steps.update((name, steps[name]) for name in known)
+        return {name: (arrays[name], steps[name]) for name in arrays if name not in self._tensors}

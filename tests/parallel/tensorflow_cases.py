@@ -267,6 +267,33 @@ def traces_share_a_state_and_models_do_not():
 
 
 @case(2)
+def a_state_is_restored_as_variables_become_known():
+    results = []
+    for restored in (False, True):
+        compression = hvdc.Compression.topk(ratio=0.01)
+        if restored:
+            compression.load_state_dict(state)
+            assert compression.state_dict()["step"] == {"matrix": 2, "wide": 1}
+        if not restored:
+            variables = [tf.Variable(tf.zeros(alike.SHAPES[name]), name=name) for name in ("matrix", "wide")]
+
+        def step(i, names):
+            given = told(i, names)
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(v * given[v.name[:-2]]) for v in variables if v.name[:-2] in names])
+            tape = hvdt.DistributedGradientTape(tape, compression=compression)
+            return tape.gradient(loss, [v for v in variables if v.name[:-2] in names])
+
+        if not restored:
+            step(0, ("matrix",))
+            step(1, ("matrix", "wide"))
+            state = compression.state_dict()
+        results.append([g.numpy() for names in (("matrix",), ("matrix", "wide")) for g in step(2, names)])
+    for mine, its in zip(*results):
+        assert np.array_equal(mine, its)
+
+
+@case(2)
 def several_steps_in_a_call_and_gradients_that_are_constant():
     """A gradient that does not depend on anything is computed once, by TensorFlow; what is exchanged of it is not."""
     expected = simulate("topk:ratio=0.01", [[{"w": np.ones((40, 50), np.float32)}] * 2] * 6).mean
@@ -515,6 +542,7 @@ def mistakes_get_clear_errors():
         "bind the inner optimizer": lambda: hvdc.Compression.dgc(keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1))),
         "to the optimizer itself": lambda: hvdc.Compression.dgc(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))),
         "update_step is not SGD's own": lambda: hvdc.Compression.dgc(OwnSGD(0.1, momentum=0.9)),
+        "nothing else, not 'loss'": lambda: hvdc.StateCheckpoint(None, "state-{epoch}-{loss:.3f}"),
         "bound to a Keras optimizer": lambda: hvdc.Compression.dgc(model_of().trainable_variables),
         "not registered": lambda: hvdc.Compression.topk(process_set=hvd.ProcessSet([0])),
     }.items():
@@ -539,14 +567,20 @@ def mistakes_get_clear_errors():
     ):
         with raises(ValueError, words):
             compression.load_state_dict(broken)
-    unknown = hvdc.Compression.topk(ratio=0.01)
-    unknown.load_state_dict({**state, "tensors": {**state["tensors"], "other": {}}})
-    step = exchanged(unknown)
-    with raises(tf.errors.OpError, "no gradients come for other"):
-        step(told(0))
-    unknown.load_state_dict(state)
+    other = hvdc.Compression.topk(ratio=0.01)
+    other.load_state_dict({**state, "tensors": {"other": {}}, "step": {"other": 3}})
+    step = exchanged(other)
+    for _ in range(2):
+        with raises(ValueError, "it has nothing for matrix, kernel, wide, bias"):
+            step(told(0))
+    wrong = {**state["tensors"], "matrix": {"residual": np.zeros(3, np.float32)}}
+    other.load_state_dict({**state, "tensors": wrong})
+    for _ in range(2):
+        with raises(ValueError, "matrix.residual"):
+            step(told(0))
+    other.load_state_dict(state)
     step(told(1))
-    assert unknown.stats()["steps"] == 1
+    assert set(other.state_dict()["step"].values()) == {2}
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "state")
         with raises(ValueError, "no state of a compression", f"state.rank{hvd.rank()}.npz"):
