@@ -216,10 +216,10 @@ class BoundCompression:
             raise ValueError("gradients are compressed in graphs, which Horovod makes also of eager code: not with run_functions_eagerly(True)")
         with around.as_default(), tf.device("/cpu:0"):
             # Stateful, so that every call of the function has its own; what depends on it is not folded or shared between calls.
-            # It brings the value of the smallest variable, because TensorFlow runs a trace again for others of the same shapes.
+            # It brings values of the smallest variable, because TensorFlow runs a trace again for others of the same shapes.
             known = min((source for _, source in pairs if isinstance(source, tf.Variable)), key=lambda v: v.shape.num_elements(), default=None)
             begin = functools.partial(self._begin, len(pairs), known)
-            number, flat = tf.numpy_function(begin, [] if known is None else [known.read_value()], [tf.int64, tf.int32])
+            number, flat = tf.numpy_function(begin, [] if known is None else [_first_values(known)], [tf.int64, tf.int32])
             flat = tf.unstack(flat, len(pairs))
             squared_norm = []
             if self._compressor.clip_norm is not None:
@@ -282,8 +282,8 @@ class BoundCompression:
 
     # -- the same, while the graph runs -----------------------------------------------------------------------------------
 
-    def _begin(self, tensors, known, value=None):
-        if known is not None and not np.array_equal(known.numpy(), value, equal_nan=True):
+    def _begin(self, tensors, known, values=None):
+        if known is not None and not np.array_equal(_first_values(known).numpy(), values, equal_nan=True):
             raise ValueError(
                 f"gradients of other variables come to this compression than {known.name} and those that it was traced with: make one for "
                 "each model, and in eager code for each set of variables that is trained by itself"
@@ -362,6 +362,10 @@ def _with_denormals(function, *arguments):
         return function(*arguments)
     finally:
         kernels.flush_denormals(mode)
+
+
+def _first_values(variable):
+    return tf.reshape(variable.read_value(), [-1])[:1000]
 
 
 def _or_nothing(array, dtype):
