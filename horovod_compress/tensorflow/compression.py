@@ -164,8 +164,8 @@ class BoundCompression:
             i = self._call.take(tensor)
         call, (_, variable) = self._call, self._call.variables[i]
         if self._travels_as_it_is(variable):
-            with tf.control_dependencies([call.number]):  # which may refuse the step
-                carrier = tf.identity(tf.cast(tensor, tf.float32), name=f"{self._label}.{variable.number}")
+            # Reshaped because `_begin` may refuse the step: a control dependency would stay outside of the branch that reduces.
+            carrier = tf.reshape(tf.cast(tensor, tf.float32), call.flat[i], name=f"{self._label}.{variable.number}")
             return carrier, (variable, tensor.dtype, [call.number])
         stages, herald = variable.stages, variable.name == self._exchange.herald
         with tf.device("/cpu:0"):

@@ -619,6 +619,32 @@ def a_state_loaded_on_one_rank_only():
 
 
 @case(2)
+def other_variables_of_the_same_shapes_are_noticed():
+    """TensorFlow does not trace again for them, eagerly or in another model."""
+    compression = hvdc.Compression.topk(ratio=0.01)
+    blocks = [tf.Variable(tf.fill((40, 50), float(i))) for i in range(2)]
+
+    def step(variable):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * told(0)["matrix"])
+        hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])
+
+    step(blocks[0])
+    step(blocks[0])
+    with raises(tf.errors.OpError, "make one for each model"):
+        step(blocks[1])
+    sgd = SGD["new"](0.05, momentum=0.9)
+    compression = hvdc.Compression.dgc(sgd)
+    models = [model_of(), model_of()]  # were the first one gone, TensorFlow might trace again
+    fit(models[0], hvd.DistributedOptimizer(sgd, compression=compression), 3)
+    with raises(tf.errors.OpError, "make one for each model"):
+        fit(models[1], hvd.DistributedOptimizer(sgd, compression=compression), 3)
+    with raises(ValueError, "momentum of another optimizer"):
+        compression = hvdc.Compression.dgc(SGD["new"](0.05, momentum=0.9))
+        fit(model_of(), hvd.DistributedOptimizer(SGD["new"](0.05, momentum=0.9), compression=compression), 3)
+
+
+@case(2)
 def keras_saves_the_optimizer_as_ever():
     """Momentum is the user's in its configuration, and the classes keep their names."""
     sgd = keras.optimizers.SGD(0.05, momentum=0.9)
