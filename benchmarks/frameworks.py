@@ -7,7 +7,6 @@ The ranks are on this host. For each framework: steps that only make the gradien
 Horovod's own reduction and with each SPEC, on the stock DistributedOptimizer or DistributedGradientTape. The floor and the exchange take
 turns, step by step; the frameworks, job by job. Prints a table in Markdown: medians over jobs of the medians over steps of the
 slowest rank. --json writes the figures of all jobs.
-
 """
 import argparse
 import json
@@ -20,6 +19,7 @@ import tempfile
 import time
 
 import numpy as np
+from step_time import backward_of
 
 from horovod_compress.bench import random_gradients
 from horovod_compress.models import MODELS
@@ -43,39 +43,29 @@ def in_torch(shapes, gradients, spec):
     hvd.init()
     torch.set_num_threads(1)
 
-    class Told(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, param, gradient):
-            ctx.gradient = gradient
-            return param.new_zeros(())
+    apply, tensors = backward_of(torch), [torch.from_numpy(array) for array in gradients.values()]
 
-        @staticmethod
-        def backward(ctx, _):
-            return ctx.gradient, None
-
-    def made():
+    def parameters():
         params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes.values()]
         for param in params:
             param.grad = torch.zeros_like(param)
-        return params, torch.optim.SGD(params, lr=1e-6)
+        return params
 
-    def backward(params, optimizer):
+    def backward(params):
         for param in params:
             param.grad.zero_()
-        sum(Told.apply(param, told) for param, told in zip(params, tensors)).backward()
+        sum(apply(param, told) for param, told in zip(params, tensors)).backward()
 
-    tensors = [torch.from_numpy(array) for array in gradients.values()]
-    params, optimizer = made()
-    named = list(zip(shapes, params))
+    alone, params = parameters(), parameters()
+    named, optimizer = list(zip(shapes, params)), torch.optim.SGD(params, lr=1e-6)
     ours = None if spec == "none" else hvdc.Compression.from_spec(spec, optimizer, named)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=ours or hvd.Compression.none)
-    alone = made()
 
     def exchange():
-        backward(params, optimizer)
+        backward(params)
         optimizer.synchronize()
 
-    return hvd, {"floor": lambda: backward(*alone), "exchange": exchange}, ours
+    return hvd, {"floor": lambda: backward(alone), "exchange": exchange}, ours
 
 
 def in_tensorflow(shapes, gradients, spec):

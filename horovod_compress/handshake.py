@@ -10,7 +10,8 @@ class MismatchError(RuntimeError):
 
 
 def agree(transport, label, description):
-    """Compares the ranks' descriptions, nested JSON-able values; blocks until all ranks are here.
+    """Compares the ranks' descriptions, nested JSON-able values; blocks until all ranks are here. Of the transport it needs no
+    more than `size` and `allgather`.
 
     Raises MismatchError, on every rank alike, naming the first rank that differs from rank 0 and in what. Digests travel
     first: whole descriptions only where those differ.

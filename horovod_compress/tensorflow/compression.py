@@ -16,7 +16,6 @@ from .. import kernels, wire
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..handshake import agree
-from ..transport.base import Transport
 from ..version import __version__
 from .exchange import GraphExchange
 from .optimizer import check, is_horovods, momentum_of, take_over_momentum, watch_passes
@@ -27,20 +26,15 @@ _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 _INFINITE_HALF = 65520  # what is as large becomes infinite in float16
 
 
-class _Eager(Transport):
-    """Horovod's collectives while no graph runs: for what ranks compare before they exchange gradients."""
+class _Eager:
+    """Horovod's allgather while no graph runs: for what ranks compare before they exchange gradients."""
 
     def __init__(self, process_set):
-        self._process_set = process_set
-        self.rank, self.size = process_set.rank(), process_set.size()
+        self._process_set, self.size = process_set, process_set.size()
 
     def allgather(self, name, payload):
         with tf.init_scope(), tf.device("/cpu:0"):
             return hvd.allgather(tf.constant(payload), name=name, process_set=self._process_set).numpy
-
-    def allreduce(self, name, array, op="sum"):
-        with tf.init_scope(), tf.device("/cpu:0"):
-            return hvd.allreduce(tf.constant(array), name=name, op=_OPS[op], process_set=self._process_set).numpy
 
 
 @dataclasses.dataclass(eq=False)

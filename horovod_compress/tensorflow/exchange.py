@@ -10,7 +10,6 @@ from ..exchange import Exchange, Run, is_count, refuse
 from ..handshake import first_difference
 from ..transport.base import Transport
 
-
 _KEPT = 100  # calls
 
 
