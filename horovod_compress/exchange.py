@@ -328,6 +328,8 @@ class Exchange:
     def arrays(self):
         """{name: {array name: array}}: the state itself, not a copy."""
         self.settle()
+        for tensor in self._tensors.values():
+            tensor.compressor.settle(tensor.state)
         return {name: tensor.state.arrays for name, tensor in self._tensors.items()}
 
     def state_dict(self):
@@ -386,6 +388,8 @@ class Exchange:
             self.settle()
         squares = 0.0
         for tensor in self._tensors.values():
+            if not self._open:
+                tensor.compressor.settle(tensor.state)
             residual = tensor.compressor.residual(tensor.state)
             if residual is not None:
                 squares += kernels.squared_norm(residual)

@@ -165,12 +165,15 @@ class Compressor(ABC):
         return kernels.add_sparse(out, body, scale)
 
     def residual(self, state):
-        """The array of what was not sent yet; None where there is none."""
+        """The array of what was not sent yet, once it is settled; None where there is none."""
         return state.arrays.get("residual")
 
     def commit(self, state):
         """The step succeeded: forgets what would be needed to undo it."""
         state.taken = None
+
+    def settle(self, state):
+        """Brings the arrays up to date, between steps, where commit left something to the next encode."""
 
     def rollback(self, state):
         """The step failed or its result was not finite, on all ranks alike: puts back what encode and decode took."""

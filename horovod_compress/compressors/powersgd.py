@@ -9,7 +9,6 @@ from .base import Dense, State, Summed, zeros
 from .options import Count, Number, option
 from .selective import SelectiveCompressor
 
-
 _MOST = 2.0**126  # a bound on the result's elements from which they may not be finite
 _SHORT = np.float32(2.0**-40)
 
@@ -18,8 +17,9 @@ _SHORT = np.float32(2.0**-40)
 class PowerSGD(SelectiveCompressor):
     """Approximates each matrix M = residual + g by P·Qᵀ of low rank, found by one power iteration a step from the last step's Q.
 
-    P = ΣM·Q, orthonormalized; Q = mean Mᵀ·P; two small allreduces a tensor. The residual is M - P·Qᵀ. Tensors of more
-    dimensions are matrices of their first dimension by all others; one-dimensional ones go dense.
+    P = ΣM·Q, orthonormalized; Q = mean Mᵀ·P; two small allreduces a tensor. The residual is M - P·Qᵀ; the subtraction waits
+    for the pass in which the next step goes over it. Tensors of more dimensions are matrices of their first dimension by all
+    others; one-dimensional ones go dense.
     """
 
     id = "powersgd"
@@ -57,7 +57,8 @@ class PowerSGD(SelectiveCompressor):
         if any(lost):
             fresh = np.random.default_rng(self.key("fresh", state.name, step.index)).standard_normal(last.shape, np.float32)
             last[lost] = fresh[lost]
-        if not kernels.project(grad, residual, state.arrays["q"], p, rank):
+        owed = q if state.scratch.pop("owes", False) else None
+        if not kernels.project(grad, residual, state.arrays["q"], p, rank, owed):
             p.fill(np.nan)  # the sum says so to all ranks
         total = yield Summed(p)
         if total is not p:
@@ -71,8 +72,8 @@ class PowerSGD(SelectiveCompressor):
     def decode(self, payload, out, state, scale):
         if isinstance(payload, Dense):
             return super().decode(payload, out, state, scale)
-        rank, size, p = (state.scratch[key] for key in ("rank", "size", "p"))
-        q = np.divide(payload.array, np.float32(size), out=payload.array)
+        rank, size, p, q = (state.scratch[key] for key in ("rank", "size", "p", "next"))
+        np.divide(payload.array, np.float32(size), out=q)
         largest = sum(kernels.largest(left) * kernels.largest(right) for left, right in zip(p.reshape(rank, -1), q.reshape(rank, -1)))
         if not largest * max(1.0, abs(scale * size)) < _MOST:
             out.fill(np.nan)
@@ -80,23 +81,22 @@ class PowerSGD(SelectiveCompressor):
             if kernels.largest(last) > _SHORT:  # its length does not matter: shorter, the next sum may stay in range
                 last *= _SHORT
             return False
-        kernels.subtract_product(state.arrays["residual"], p, q, out, rank, scale * size)
-        state.taken = p, q
+        kernels.product(p, q, out, rank, scale * size)
+        state.taken = q
         return True
 
     def commit(self, state):
         if state.taken is not None:
-            _, q = state.taken
-            largest = kernels.largest(q)
+            state.scratch["owes"] = True
+            largest = kernels.largest(state.taken)
             if largest > 0:  # the length of its vectors does not matter, and would overflow sooner or later
-                np.divide(q, np.float32(largest), out=state.arrays["q"])
+                np.divide(state.taken, np.float32(largest), out=state.arrays["q"])
         state.taken = None
 
-    def rollback(self, state):
-        if state.taken is not None:
-            p, q = (vectors.reshape(state.scratch["rank"], -1) for vectors in state.taken)
-            state.arrays["residual"] += (p.T @ q).reshape(-1)
-        state.taken = None
+    def settle(self, state):
+        if state.scratch.pop("owes", False):
+            rank, p, q = (state.scratch[key] for key in ("rank", "p", "next"))
+            kernels.subtract_product(state.arrays["residual"], p, q, rank)
 
 
 def _matrix(shape):

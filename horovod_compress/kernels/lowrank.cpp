@@ -65,31 +65,62 @@ HC_INLINE void by_vectors(std::size_t row, std::size_t rank, Work work) {
     for (; k < rank; ++k) work(row, height, k, std::integral_constant<std::size_t, 1>{});
 }
 
-HC_CLONES bool project_rows(const float* __restrict g, float* __restrict x, const float* q, float* p, std::size_t n, std::size_t m,
-                            std::size_t rank) {
-    std::uint32_t worst = 0;
-    const auto advance = [&](std::size_t first, std::size_t count) HC_HOT {
-        HC_APART
-        for (std::size_t i = first; i < first + count; ++i) {
-            const float moved = x[i] + g[i];
-            const std::uint32_t b = magnitude(moved);
-            worst = worst > b ? worst : b;
-            x[i] = b < kTooLarge ? moved : x[i];
+// finish(i, product, count) for some rows of P·Qᵀ, of which q's lines serve all: elements i … i + count − 1, `count` as a constant where it is kLanes.
+template <std::size_t rows, class Finish>
+HC_INLINE void multiply_rows(const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank, Finish finish) {
+    const auto some = [&](std::size_t j, auto count) HC_HOT {
+        Lanes sums[rows] = {};
+        for (std::size_t k = 0; k < rank; ++k) {
+            Lanes factor{};
+            std::memcpy(&factor, q + k * m + j, 4 * count);
+            for (std::size_t row = 0; row < rows; ++row) sums[row] += factor * p[k * n + row];
         }
+        for (std::size_t row = 0; row < rows; ++row) finish(row * m + j, sums[row], count);
     };
-    const auto work = [&](std::size_t row, auto rows, std::size_t k, auto vectors) HC_HOT {
-        dots<rows.value, vectors.value>(x + row * m, q + k * m, m, p + k * n + row, n);
+    std::size_t j = 0;
+    for (; j + kLanes <= m; j += kLanes) some(j, std::integral_constant<std::size_t, kLanes>{});
+    if (j < m) some(j, m - j);
+}
+
+// x ← x − product, within ±kMost. Compared as integers: half the instructions.
+HC_INLINE void leave(Lanes& x, const Lanes& product) {
+    x -= product;
+    WordLanes moved;
+    std::memcpy(&moved, &x, sizeof moved);
+    const WordLanes size = moved & 0x7fffffffu;
+    const std::uint32_t most = bits_of(kMost);
+    moved = (moved & 0x80000000u) | (size < most ? size : WordLanes{} + most);
+    std::memcpy(&x, &moved, sizeof x);
+}
+
+// owed: the Q of a product that x still holds, whose P is in p; or null.
+HC_CLONES bool project_rows(const float* __restrict g, float* __restrict x, const float* q, float* p, const float* owed, std::size_t n,
+                            std::size_t m, std::size_t rank) {
+    WordLanes peaks{};
+    const auto advance = [&](std::size_t i, const Lanes& product, auto count) HC_HOT {
+        Lanes its{}, added{};
+        std::memcpy(&its, x + i, 4 * count);
+        std::memcpy(&added, g + i, 4 * count);
+        if (owed) leave(its, product);
+        const Lanes moved = its + added;
+        WordLanes b;
+        std::memcpy(&b, &moved, sizeof b);
+        b &= 0x7fffffffu;
+        peaks = peaks > b ? peaks : b;
+        its = b < kTooLarge ? moved : its;
+        std::memcpy(x + i, &its, 4 * count);
+    };
+    const auto part = [&](std::size_t row, auto rows) HC_HOT {
+        const auto its = [&](std::size_t i, const Lanes& product, auto count) HC_HOT { advance(row * m + i, product, count); };
+        multiply_rows<rows.value>(p + row, owed, n, m, owed ? rank : 0, its);
+        by_vectors<rows.value>(row, rank, [&](std::size_t, auto, std::size_t k, auto vectors) HC_HOT {
+            dots<rows.value, vectors.value>(x + row * m, q + k * m, m, p + k * n + row, n);
+        });
     };
     std::size_t row = 0;
-    for (; row + kHeight <= n; row += kHeight) {
-        advance(row * m, kHeight * m);
-        by_vectors<kHeight>(row, rank, work);
-    }
-    for (; row < n; ++row) {
-        advance(row * m, m);
-        by_vectors<1>(row, rank, work);
-    }
-    return worst < kTooLarge;
+    for (; row + kHeight <= n; row += kHeight) part(row, std::integral_constant<std::size_t, kHeight>{});
+    for (; row < n; ++row) part(row, std::integral_constant<std::size_t, 1>{});
+    return largest_of(peaks) < kTooLarge;
 }
 
 HC_CLONES void project_columns(const float* x, const float* p, float* q, std::size_t n, std::size_t m, std::size_t rank) {
@@ -102,41 +133,31 @@ HC_CLONES void project_columns(const float* x, const float* p, float* q, std::si
     for (; row < n; ++row) by_vectors<1>(row, rank, work);
 }
 
-// x −= P·Qᵀ, within ±kMost; out = scale·P·Qᵀ: some rows, of which q's lines serve all.
-template <std::size_t rows>
-HC_INLINE void subtract_rows(float* __restrict x, const float* __restrict p, const float* __restrict q, float* __restrict out, std::size_t n,
-                             std::size_t m, std::size_t rank, float scale) {
-    const std::uint32_t most = bits_of(kMost);
-    const auto finish = [=](std::size_t i, float product) HC_HOT {
-        const std::uint32_t moved = bits_of(x[i] - product), size = moved & 0x7fffffffu;  // compared as integers: half the instructions
-        x[i] = float_of((moved & 0x80000000u) | (size < most ? size : most));
-        out[i] = product * scale;
+// finish for all elements of P·Qᵀ.
+template <class Finish>
+HC_INLINE void multiply(const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank, Finish finish) {
+    const auto part = [&](std::size_t row, auto rows) HC_HOT {
+        multiply_rows<rows.value>(p + row, q, n, m, rank, [&](std::size_t i, const Lanes& product, auto count) HC_HOT {
+            finish(row * m + i, product, count);
+        });
     };
-    std::size_t j = 0;
-    for (; j + kLanes <= m; j += kLanes) {
-        Lanes sums[rows] = {}, factor;
-        for (std::size_t k = 0; k < rank; ++k) {
-            load(factor, q + k * m + j);
-            for (std::size_t row = 0; row < rows; ++row) sums[row] += factor * p[k * n + row];
-        }
-        for (std::size_t row = 0; row < rows; ++row) {
-            float products[kLanes];
-            std::memcpy(products, &sums[row], sizeof products);
-            HC_APART
-            for (std::size_t lane = 0; lane < kLanes; ++lane) finish(row * m + j + lane, products[lane]);
-        }
-    }
-    for (; j < m; ++j)
-        for (std::size_t row = 0; row < rows; ++row) {
-            float product = 0;
-            for (std::size_t k = 0; k < rank; ++k) product += q[k * m + j] * p[k * n + row];
-            finish(row * m + j, product);
-        }
-}
-HC_CLONES void subtract(float* x, const float* p, const float* q, float* out, std::size_t n, std::size_t m, std::size_t rank, float scale) {
     std::size_t row = 0;
-    for (; row + kHeight <= n; row += kHeight) subtract_rows<kHeight>(x + row * m, p + row, q, out + row * m, n, m, rank, scale);
-    for (; row < n; ++row) subtract_rows<1>(x + row * m, p + row, q, out + row * m, n, m, rank, scale);
+    for (; row + kHeight <= n; row += kHeight) part(row, std::integral_constant<std::size_t, kHeight>{});
+    for (; row < n; ++row) part(row, std::integral_constant<std::size_t, 1>{});
+}
+HC_CLONES void subtract(float* x, const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank) {
+    multiply(p, q, n, m, rank, [=](std::size_t i, const Lanes& product, auto count) HC_HOT {
+        Lanes its{};
+        std::memcpy(&its, x + i, 4 * count);
+        leave(its, product);
+        std::memcpy(x + i, &its, 4 * count);
+    });
+}
+HC_CLONES void write(float* out, const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank, float scale) {
+    multiply(p, q, n, m, rank, [=](std::size_t i, const Lanes& product, auto count) HC_HOT {
+        const Lanes its = product * scale;
+        std::memcpy(out + i, &its, 4 * count);
+    });
 }
 
 // The dot product, and x += factor · y.
@@ -164,13 +185,14 @@ struct Dimensions {
     }
 };
 
-bool project(const Floats& grad, Floats& residual, const Floats& q, Floats& p, std::size_t rank) {
+bool project(const Floats& grad, Floats& residual, const Floats& q, Floats& p, std::size_t rank, const std::optional<Floats>& owed) {
     const Dimensions is(length(residual, "residual"), length(p, "p"), length(q, "q"), rank);
     same_length(length(grad, "grad"), length(residual, "residual"), "grad and residual");
+    if (owed) same_length(length(*owed, "owed"), length(q, "q"), "owed and q");
     float *x = residual.mutable_data(), *to = p.mutable_data();
-    const float *g = grad.data(), *from = q.data();
+    const float *g = grad.data(), *from = q.data(), *its = owed ? owed->data() : nullptr;
     py::gil_scoped_release release;
-    return project_rows(g, x, from, to, is.n, is.m, rank);
+    return project_rows(g, x, from, to, its, is.n, is.m, rank);
 }
 
 void project_back(const Floats& residual, const Floats& p, Floats& q, std::size_t rank) {
@@ -181,13 +203,20 @@ void project_back(const Floats& residual, const Floats& p, Floats& q, std::size_
     project_columns(x, from, to, is.n, is.m, rank);
 }
 
-void subtract_product(Floats& residual, const Floats& p, const Floats& q, Floats& out, std::size_t rank, float scale) {
+void subtract_product(Floats& residual, const Floats& p, const Floats& q, std::size_t rank) {
     const Dimensions is(length(residual, "residual"), length(p, "p"), length(q, "q"), rank);
-    same_length(length(out, "out"), length(residual, "residual"), "out and residual");
-    float *x = residual.mutable_data(), *to = out.mutable_data();
+    float* x = residual.mutable_data();
     const float *left = p.data(), *right = q.data();
     py::gil_scoped_release release;
-    subtract(x, left, right, to, is.n, is.m, rank, scale);
+    subtract(x, left, right, is.n, is.m, rank);
+}
+
+void product(const Floats& p, const Floats& q, Floats& out, std::size_t rank, float scale) {
+    const Dimensions is(length(out, "out"), length(p, "p"), length(q, "q"), rank);
+    float* to = out.mutable_data();
+    const float *left = p.data(), *right = q.data();
+    py::gil_scoped_release release;
+    write(to, left, right, is.n, is.m, rank, scale);
 }
 
 void orthonormalize(Floats& p, std::size_t rank) {
@@ -214,10 +243,10 @@ void orthonormalize(Floats& p, std::size_t rank) {
 
 void bind_lowrank(py::module_& m) {
     m.def("project", &project, arg("grad").noconvert(), arg("residual").noconvert(), arg("q").noconvert(), arg("p").noconvert(),
-          arg("rank"));
+          arg("rank"), arg("owed").noconvert().none(true));
     m.def("project_back", &project_back, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), arg("rank"));
-    m.def("subtract_product", &subtract_product, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(),
-          arg("out").noconvert(), arg("rank"), arg("scale"));
+    m.def("subtract_product", &subtract_product, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), arg("rank"));
+    m.def("product", &product, arg("p").noconvert(), arg("q").noconvert(), arg("out").noconvert(), arg("rank"), arg("scale"));
     m.def("orthonormalize", &orthonormalize, arg("p").noconvert(), arg("rank"));
 }
 

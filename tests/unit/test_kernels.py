@@ -247,7 +247,8 @@ def vote(a):
 
 
 ELSEWHERE = {  # have a choice, of what they send or how they round, or compute nothing
-    "HEADROOM", "accumulate", "encode_sparse", "flush_denormals", "orthonormalize", "project", "project_back", "spread", "subtract_product",
+    "HEADROOM", "accumulate", "encode_sparse", "flush_denormals", "orthonormalize", "product", "project", "project_back", "spread",
+    "subtract_product",
 }
 KERNELS = [name for name in reference.__all__ if name not in ELSEWHERE]
 
@@ -375,11 +376,16 @@ def test_products_with_few_vectors_agree_to_rounding(data):
     found = []
     for module in (kernels, reference):
         x, p, back, out = residual.copy(), np.empty(rank * n, np.float32), np.empty(rank * m, np.float32), np.empty(n * m, np.float32)
-        finite = module.project(grad, x, q, p, rank)
+        finite = module.project(grad, x, q, p, rank, None)
         module.project_back(x, p, back, rank)
-        moved = x.copy()
-        module.subtract_product(moved, p, back, out, rank, -0.5)
-        found.append((finite, x, p, back, moved, out))
+        module.product(p, back, out, rank, -0.5)
+        later, then = x.copy(), p.copy()
+        module.subtract_product(x, p, back, rank)
+        again = module.project(grad, x, q, p, rank, None), module.project(grad, later, q, then, rank, back)
+        assert again == (finite, finite)
+        np.testing.assert_array_equal(later, x)
+        np.testing.assert_array_equal(then, p)
+        found.append((finite, x, p, back, out))
     assert found[0][0] == found[1][0] == (not broken)
     for mine, its in zip(found[0][1:], found[1][1:]):
         np.testing.assert_allclose(mine, its, atol=2e-5 * np.abs(its).max())

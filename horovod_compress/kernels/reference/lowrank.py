@@ -9,11 +9,14 @@ from .dense import TOO_LARGE
 _ALL = 1e-6  # what is left of a vector that lies in the space of those before it
 
 
-def project(grad, residual, q, p, rank):
+def project(grad, residual, q, p, rank, owed):
     """residual ← residual + grad, then p ← M·Q of that as M. Returns whether all of it is finite.
 
-    An element that would be TOO_LARGE or not finite keeps its old value.
+    An element that would be TOO_LARGE or not finite keeps its old value. owed: where the residual still holds the product that
+    was sent last, the Q of that, whose P is in p: `subtract_product` comes first. Else None.
     """
+    if owed is not None:
+        subtract_product(residual, p, owed, rank)
     with np.errstate(over="ignore", invalid="ignore"):
         moved = residual + grad
     finite = np.abs(moved) < TOO_LARGE
@@ -29,14 +32,19 @@ def project_back(residual, p, q, rank):
     q.reshape(rank, -1)[...] = vectors @ residual.reshape(vectors.shape[1], -1)
 
 
-def subtract_product(residual, p, q, out, rank, scale):
-    """residual ← residual − P·Qᵀ, kept within ±2^109, so that rounding alone never takes it to where nothing can be added any
-    more; out ← scale·P·Qᵀ. One vector after the other is added up, so that all kernels give the same bits."""
-    product = np.zeros_like(out)
+def product(p, q, out, rank, scale):
+    """out ← scale·P·Qᵀ. One vector after the other is added up, so that all kernels give the same bits."""
+    out.fill(0)
     for left, right in zip(p.reshape(rank, -1), q.reshape(rank, -1)):
-        product += np.outer(left, right).reshape(-1)
-    np.clip(residual - product, -TOO_LARGE / 2, TOO_LARGE / 2, out=residual)
-    np.multiply(product, np.float32(scale), out=out)
+        out += np.outer(left, right).reshape(-1)
+    out *= np.float32(scale)
+
+
+def subtract_product(residual, p, q, rank):
+    """residual ← residual − P·Qᵀ, kept within ±2^109, so that rounding alone never takes it to where nothing can be added any more."""
+    taken = np.empty_like(residual)
+    product(p, q, taken, rank, 1.0)
+    np.clip(residual - taken, -TOO_LARGE / 2, TOO_LARGE / 2, out=residual)
 
 
 def orthonormalize(p, rank):
