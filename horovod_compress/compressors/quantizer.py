@@ -23,8 +23,8 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     def stages(self, size):
         nothing = np.empty(0, np.float32)
-        codes = kernels.quantize(nothing, None, 1.0, self.steps[:1], _width(self.steps, size), 0, None)
-        levels = [kernels.fine_enough(nothing, 1.0, self.steps, size.bit_length(), None)] if len(self.steps) > 1 else []
+        codes = kernels.quantize(nothing, None, 1.0, self.steps[:1], _width(self.steps, size), size, 0)
+        levels = [kernels.fine_enough(nothing, 1.0, self.steps, size)] if len(self.steps) > 1 else []
         return (("max", "float32"), *(("sum", words.dtype.name) for words in (*levels, codes)))
 
     @property
@@ -43,10 +43,11 @@ class SharedScaleQuantizer(SharedCoordinates):
             values.fill(0)
         state.scratch["drawn"] = drawn = _Drawn(indices, w if math.isfinite(w) else 0.0, step.size, self.steps)
         if len(self.steps) > 1:
-            yield from self._agree_on_levels(values, drawn, state, step)
+            state.scratch["fine"] = fine = kernels.fine_enough(values, drawn.w, self.steps, step.size, state.scratch.get("fine"))
+            drawn.levels = yield Summed(fine)
         key = self.key("rounding", state.name, step.index, step.rank)
         spare = state.scratch.get("words")
-        words = kernels.quantize(values, drawn.levels, drawn.w, self.steps, drawn.width, key, spare)
+        words = kernels.quantize(values, drawn.levels, drawn.w, self.steps, drawn.width, step.size, key, spare)
         state.scratch["words"] = words
         if state.taken is not None:
             drawn.dequantize(words, values, 1.0)
@@ -67,18 +68,6 @@ class SharedScaleQuantizer(SharedCoordinates):
             out[drawn.indices] = values
         return drawn.w * abs(scale) * drawn.size < LARGEST or kernels.largest(out) < np.inf
 
-    def _agree_on_levels(self, values, drawn, state, step):
-        """Each element's scale, the finest that fits on all ranks."""
-        width = step.size.bit_length()
-        fine = kernels.fine_enough(values, drawn.w, self.steps, width, state.scratch.get("fine"))
-        state.scratch["fine"] = fine
-        counts = yield Summed(fine)
-        levels = state.scratch.get("levels")
-        if levels is None or levels.size != values.size:
-            levels = state.scratch["levels"] = np.empty(values.size, np.uint8)
-        kernels.common_levels(counts, levels, len(self.steps), width, step.size)
-        drawn.levels = levels
-
 
 @dataclasses.dataclass
 class _Drawn:
@@ -88,7 +77,7 @@ class _Drawn:
     w: float
     size: int
     steps: list
-    levels: np.ndarray = None
+    levels: np.ndarray = None  # with several scales, how many ranks' codes fit each
     finite: bool = True
 
     @property

@@ -62,9 +62,10 @@ HC_INLINE void pack(std::uint8_t* words, const Layout& layout, Encode encode) {
         [&](std::size_t word, std::size_t many) HC_HOT { std::memcpy(words + word * sizeof(Word), sums, many * sizeof(Word)); });
 }
 
-// Words of the codes that `code(i, bits)` gives for element i and random bits, which the fields of a word share.
-template <class Word, class Code>
-HC_INLINE void pack_random(std::uint8_t* words, const Layout& layout, Key key, Code code) {
+// Words of codes that are rounded at random: `encode(first, count, each)` calls each(code) once, which takes code(j, bits) for element
+// first + j, j below count; the fields of a word share a draw.
+template <class Word, class Encode>
+HC_INLINE void pack_random(std::uint8_t* words, const Layout& layout, Key key, Encode encode) {
     using Unsigned = std::make_unsigned_t<Word>;
     Unsigned sums[kWordBlock];
     std::uint32_t bits[kWordBlock];
@@ -78,11 +79,13 @@ HC_INLINE void pack_random(std::uint8_t* words, const Layout& layout, Key key, C
         },
         [&](int field, std::size_t, std::size_t first, std::size_t count) HC_HOT {
             const int shift = field * width;
-            HC_APART
-            for (std::size_t j = 0; j < count; ++j) {
-                sums[j] += static_cast<Unsigned>(code(first + j, bits[j])) << shift;
-                bits[j] *= kNext;
-            }
+            encode(first, count, [&](auto code) HC_HOT {
+                HC_APART
+                for (std::size_t j = 0; j < count; ++j) {
+                    sums[j] += static_cast<Unsigned>(code(j, bits[j])) << shift;
+                    bits[j] *= kNext;
+                }
+            });
         },
         [&](std::size_t word, std::size_t many) HC_HOT { std::memcpy(words + word * sizeof(Word), sums, many * sizeof(Word)); });
 }
@@ -110,5 +113,65 @@ HC_INLINE void unpack(const std::uint8_t* words, const Layout& layout, std::uint
         },
         nothing);
 }
+
+// Words of counts up to `full`, for each of several scales but the first: how many ranks say that an element fits it.
+struct Counts {
+    const std::uint8_t* words;
+    Layout layout;
+    std::uint64_t full;
+    int scales;
+};
+
+// Each element's own of several numbers, one a scale: the first, or that of the last scale that it fits on all ranks. They are handed out in
+// order, and looked up a block of words at a time.
+class Chosen {
+  public:
+    Chosen(const Counts& counts, const float* numbers) : counts_(counts), numbers_(numbers) {}
+    HC_INLINE const float* next(std::size_t count) {  // at most kWordBlock
+        if (have_ - at_ < count) {
+            std::memmove(chosen_, chosen_ + at_, 4 * (have_ - at_));
+            have_ -= at_;
+            at_ = 0;
+            while (have_ < count) look_up();
+        }
+        at_ += count;
+        return chosen_ + at_ - count;
+    }
+
+  private:
+    HC_INLINE void look_up() {
+        const Layout& layout = counts_.layout;
+        const std::size_t first = word_ * layout.fields;
+        const bool whole = first + kWordBlock * layout.fields <= layout.n;
+        const std::size_t many = whole ? kWordBlock : layout.words - word_;
+        for (int scale = 1; scale < counts_.scales; ++scale)
+            for (int field = 0; field < layout.fields; ++field) {
+                float* out = chosen_ + have_ + field * many;
+                if (layout.wide) look_at<std::uint64_t>(scale, field, many, out);
+                else if (whole) look_at<std::uint32_t>(scale, field, std::integral_constant<std::size_t, kWordBlock>{}, out);
+                else look_at<std::uint32_t>(scale, field, many, out);
+            }
+        have_ += std::min(many * layout.fields, layout.n - first);
+        word_ += many;
+    }
+    template <class Word, class Many>
+    HC_INLINE void look_at(int scale, int field, Many many, float* out) const {
+        const std::uint8_t* from = counts_.words + ((scale - 1) * counts_.layout.words + word_) * sizeof(Word);
+        const int shift = field * counts_.layout.width;
+        const Word mask = static_cast<Word>(~0ull >> (64 - counts_.layout.width)), full = static_cast<Word>(counts_.full);
+        const float its = numbers_[scale], otherwise = numbers_[0];
+        for (std::size_t j = 0; j < many; ++j) {
+            Word word;
+            std::memcpy(&word, from + j * sizeof word, sizeof word);
+            out[j] = (word >> shift & mask) == full ? its : scale == 1 ? otherwise : out[j];
+        }
+    }
+
+    static constexpr std::size_t kFields = 32;  // no layout has more
+    const Counts counts_;
+    const float* const numbers_;
+    std::size_t word_ = 0, at_ = 0, have_ = 0;
+    float chosen_[(kFields + 1) * kWordBlock];
+};
 
 }  // namespace hc

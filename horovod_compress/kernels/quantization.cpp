@@ -104,56 +104,51 @@ struct Scales {
     }
 };
 
-template <class Word, class Factor>
-HC_INLINE void quantize_body(const float* __restrict x, std::uint8_t* words, const Layout& layout, const Scales& scales,
-                             Key key, Factor factor) {
+template <class Word>
+HC_CLONES void quantize_one(const float* __restrict x, std::uint8_t* words, const Layout& layout, const Scales& scales, Key key) {
     const Scales s = scales;
-    pack_random<Word>(words, layout, key, [=](std::size_t i, std::uint32_t bits) HC_HOT {
-        return s.rounding(s.in_steps(x[i], factor(i)), bits);
+    pack_random<Word>(words, layout, key, [=](std::size_t first, std::size_t, auto each) HC_HOT {
+        each([=](std::size_t j, std::uint32_t bits) HC_HOT { return s.rounding(s.in_steps(x[first + j], s.factor[0]), bits); });
     });
 }
 template <class Word>
-HC_CLONES void quantize_one(const float* x, std::uint8_t* words, const Layout& layout, const Scales& scales, Key key) {
-    const float factor = scales.factor[0];
-    quantize_body<Word>(x, words, layout, scales, key, [=](std::size_t) HC_HOT { return factor; });
-}
-template <class Word>
-HC_CLONES void quantize_two(const float* x, const std::uint8_t* levels, std::uint8_t* words, const Layout& layout, const Scales& scales,
-                            Key key) {
-    const float coarse = scales.factor[0], fine = scales.factor[1];
-    quantize_body<Word>(x, words, layout, scales, key, [=](std::size_t i) HC_HOT { return levels[i] ? fine : coarse; });
-}
-template <class Word>
-HC_CLONES void quantize_many(const float* x, const std::uint8_t* levels, std::uint8_t* words, const Layout& layout,
-                             const Scales& scales, Key key) {
-    quantize_body<Word>(x, words, layout, scales, key, [&](std::size_t i) HC_HOT { return scales.factor[levels[i]]; });
+HC_CLONES void quantize_several(const float* __restrict x, std::uint8_t* words, const Layout& layout, const Scales& scales, Key key,
+                                const Counts& counts) {
+    const Scales s = scales;
+    Chosen chosen(counts, scales.factor);
+    pack_random<Word>(words, layout, key, [&](std::size_t first, std::size_t count, auto each) HC_HOT {
+        const float* factors = chosen.next(count);
+        each([&](std::size_t j, std::uint32_t bits) HC_HOT { return s.rounding(s.in_steps(x[first + j], factors[j]), bits); });
+    });
 }
 
-const std::uint8_t* levels_for(const std::optional<Bytes>& levels, std::size_t n, std::size_t scales) {
-    if (!levels) {
-        if (scales != 1) throw std::invalid_argument("several scales need levels");
-        return nullptr;
-    }
-    same_length(n, length(*levels, "levels"), "values and levels");
-    const std::uint8_t* at = levels->data();
-    if (scales == 2) return at;  // whatever is not 0 means the finer one
-    std::uint8_t top = 0;
-    for (std::size_t i = 0; i < n; ++i) top = std::max(top, at[i]);
-    if (n && top >= scales) throw std::invalid_argument("level without a scale");
-    return at;
+// Fields for counts of up to `size`. They are not signed: the sign bit stays free.
+Layout of_counts(std::size_t n, std::uint64_t size) {
+    if (size == 0) throw std::invalid_argument("1 rank or more");
+    return {n, 64 - __builtin_clzll(size), 1};
+}
+// What `fine_enough` has made and the ranks have summed up, where there are several scales.
+std::optional<Counts> counts_of(std::optional<py::array>& words, std::size_t n, std::size_t scales, std::uint64_t size) {
+    const Layout layout = of_counts(n, size);
+    if (words.has_value() != (scales > 1)) throw std::invalid_argument("levels are of 2 scales and more");
+    std::optional<Counts> counts;
+    if (words)
+        on_words(*words, layout, (scales - 1) * layout.words, [&](auto* data, auto) {
+            counts = Counts{data, layout, size, static_cast<int>(scales)};
+        });
+    return counts;
 }
 
-py::array quantize(const Floats& x, std::optional<Bytes> levels, float w, const std::vector<float>& steps, int width,
-                   std::uint64_t key, std::optional<py::array> spare) {
+py::array quantize(const Floats& x, std::optional<py::array> levels, float w, const std::vector<float>& steps, int width,
+                   std::uint64_t size, std::uint64_t key, std::optional<py::array> spare) {
     const std::size_t n = length(x, "x");
     const Layout layout(n, width, 0);
     const Scales scales(w, steps);
-    const std::uint8_t* its_levels = levels_for(levels, n, steps.size());
+    const std::optional<Counts> counts = counts_of(levels, n, steps.size(), size);
     const float* from = x.data();
     py::array words = new_words(layout, spare, layout.words);
     on_words(words, layout, layout.words, [&](auto* out, auto word) {
-        if (its_levels && scales.count == 2) quantize_two<decltype(word)>(from, its_levels, out, layout, scales, Key(key));
-        else if (its_levels) quantize_many<decltype(word)>(from, its_levels, out, layout, scales, Key(key));
+        if (counts) quantize_several<decltype(word)>(from, out, layout, scales, Key(key), *counts);
         else quantize_one<decltype(word)>(from, out, layout, scales, Key(key));
     });
     return words;
@@ -167,35 +162,28 @@ HC_CLONES void dequantize_one(const std::uint8_t* words, float* out, const Layou
     });
 }
 template <class Word>
-HC_CLONES void dequantize_two(const std::uint8_t* words, const std::uint8_t* levels, float* out, const Layout& layout,
-                              std::uint64_t offset, float coarse, float fine) {
-    unpack<Word>(words, layout, offset, [=](std::size_t first, std::size_t count, auto sum) HC_HOT {
+HC_CLONES void dequantize_several(const std::uint8_t* words, float* out, const Layout& layout, std::uint64_t offset,
+                                  const Counts& counts, const float* units) {
+    Chosen chosen(counts, units);
+    unpack<Word>(words, layout, offset, [&](std::size_t first, std::size_t count, auto sum) HC_HOT {
+        const float* unit = chosen.next(count);
         HC_APART
-        for (std::size_t j = 0; j < count; ++j) out[first + j] = static_cast<float>(sum(j)) * (levels[first + j] ? fine : coarse);
-    });
-}
-template <class Word>
-HC_CLONES void dequantize_many(const std::uint8_t* words, const std::uint8_t* levels, float* out, const Layout& layout,
-                               std::uint64_t offset, const float* units) {
-    unpack<Word>(words, layout, offset, [=](std::size_t first, std::size_t count, auto sum) HC_HOT {
-        HC_APART
-        for (std::size_t j = 0; j < count; ++j) out[first + j] = static_cast<float>(sum(j)) * units[levels[first + j]];
+        for (std::size_t j = 0; j < count; ++j) out[first + j] = static_cast<float>(sum(j)) * unit[j];
     });
 }
 
-void dequantize(py::array& words, std::optional<Bytes> levels, Floats& out, double w, const std::vector<float>& steps, int width,
+void dequantize(py::array& words, std::optional<py::array> levels, Floats& out, double w, const std::vector<float>& steps, int width,
                 std::uint64_t size, double scale) {
     const std::size_t n = length(out, "out");
     const Layout layout(n, width, 0);
     if (steps.empty() || steps.size() > kMaxScales) throw std::invalid_argument("1 to 8 scales");
-    const std::uint8_t* its_levels = levels_for(levels, n, steps.size());
+    const std::optional<Counts> counts = counts_of(levels, n, steps.size(), size);
     float units[kMaxScales];
     for (std::size_t l = 0; l < steps.size(); ++l) units[l] = static_cast<float>(w / steps[l] * scale);
     const std::uint64_t offset = size * static_cast<std::uint64_t>(steps[0]);
     float* to = out.mutable_data();
     on_words(words, layout, layout.words, [&](auto* from, auto word) {
-        if (its_levels && steps.size() == 2) dequantize_two<decltype(word)>(from, its_levels, to, layout, offset, units[0], units[1]);
-        else if (its_levels) dequantize_many<decltype(word)>(from, its_levels, to, layout, offset, units);
+        if (counts) dequantize_several<decltype(word)>(from, to, layout, offset, *counts, units);
         else dequantize_one<decltype(word)>(from, to, layout, offset, units[0]);
     });
 }
@@ -209,9 +197,9 @@ HC_CLONES void count_levels(const float* x, std::uint8_t* words, const Layout& l
     });
 }
 
-py::array fine_enough(const Floats& x, float w, const std::vector<float>& steps, int width, std::optional<py::array> spare) {
+py::array fine_enough(const Floats& x, float w, const std::vector<float>& steps, std::uint64_t size, std::optional<py::array> spare) {
     const Scales scales(w, steps);
-    const Layout layout(length(x, "x"), width, 1);  // counts are not signed: the sign bit stays free
+    const Layout layout = of_counts(length(x, "x"), size);
     const std::size_t count = (steps.size() - 1) * layout.words;
     const float* from = x.data();
     py::array words = new_words(layout, spare, count);
@@ -220,25 +208,6 @@ py::array fine_enough(const Floats& x, float w, const std::vector<float>& steps,
             count_levels<decltype(word)>(from, out, layout, scales, scale);
     });
     return words;
-}
-
-template <class Word>
-HC_CLONES void add_levels(const std::uint8_t* words, std::uint8_t* levels, const Layout& layout, std::int32_t size, bool more) {
-    unpack<Word>(words, layout, 0, [=](std::size_t first, std::size_t count, auto sum) HC_HOT {
-        std::uint8_t* to = levels + first;
-        HC_APART
-        for (std::size_t j = 0; j < count; ++j) to[j] = static_cast<std::uint8_t>((more ? to[j] : 0) + (sum(j) == size));
-    });
-}
-
-void common_levels(py::array& words, Bytes& levels, std::size_t scales, int width, std::int32_t size) {
-    if (scales < 2) throw std::invalid_argument("levels are of 2 scales and more");
-    const Layout layout(length(levels, "levels"), width, 1);
-    std::uint8_t* to = levels.mutable_data();
-    on_words(words, layout, (scales - 1) * layout.words, [&](auto* from, auto word) {
-        for (std::size_t scale = 1; scale < scales; ++scale, from += layout.words * sizeof word)
-            add_levels<decltype(word)>(from, to, layout, size, scale > 1);
-    });
 }
 
 template <class Word>
@@ -282,13 +251,11 @@ void bind_quantization(py::module_& m) {
     m.def("random_bits", &random, arg("key"), arg("n"));
     m.def("coordinates", &coordinates, arg("key"), arg("numel"), arg("first"), arg("count"));
     m.def("quantize", &quantize, arg("x").noconvert(), arg("levels").noconvert().none(true), arg("w"), arg("steps"),
-          arg("width"), arg("key"), arg("spare") = py::none());
+          arg("width"), arg("size"), arg("key"), arg("spare") = py::none());
     m.def("dequantize", &dequantize, arg("words").noconvert(), arg("levels").noconvert().none(true), arg("out").noconvert(),
           arg("w"), arg("steps"), arg("width"), arg("size"), arg("scale"));
-    m.def("fine_enough", &fine_enough, arg("x").noconvert(), arg("w"), arg("steps"), arg("width"),
+    m.def("fine_enough", &fine_enough, arg("x").noconvert(), arg("w"), arg("steps"), arg("size"),
           arg("spare") = py::none());
-    m.def("common_levels", &common_levels, arg("words").noconvert(), arg("levels").noconvert(), arg("scales"), arg("width"),
-          arg("size"));
     m.def("sum_signs", &sum_signs, arg("x").noconvert(), arg("width"), arg("spare") = py::none());
     m.def("vote", &vote, arg("words").noconvert(), arg("out").noconvert(), arg("width"), arg("size"), arg("unit"));
 }

@@ -88,8 +88,11 @@ class Arguments:
     def w(self):
         return float(np.float32(self.one_of(0.0, 1e-42, 1e-20, 0.37, 1.0, 1e20, 3.4e38)))
 
-    def levels(self, scales):
-        return self.rng.integers(0, scales, self.size).astype(np.uint8)
+    def levels(self, scales, size):
+        """Words of counts of up to `size`, often as many; None for a single scale."""
+        width = size.bit_length()
+        counts = [np.where(self.rng.random(self.size) < 0.5, size, self.rng.integers(0, size + 1, self.size)) for _ in range(scales - 1)]
+        return np.concatenate([reference.quantization.pack(each, width, 1) for each in counts]) if counts else None
 
 
 def body_of(buffer):
@@ -209,31 +212,23 @@ def coordinates(a):
 
 
 def quantize(a):
-    scales = a.one_of(1, 1, 2, 3, 8)
+    scales, size = a.one_of(1, 1, 2, 3, 8), a.one_of(1, 2, 3, 8, 1000)
     steps = a.steps(scales)
-    width = (2 * a.one_of(1, 2, 3, 8, 1000) * int(steps[0])).bit_length()
-    levels = None if scales == 1 else a.levels(scales)
-    return dict(x=a.finite(), levels=levels, w=a.w(), steps=steps, width=width, key=a.draw(KEYS))
+    width = (2 * size * int(steps[0])).bit_length()
+    return dict(x=a.finite(), levels=a.levels(scales, size), w=a.w(), steps=steps, width=width, size=size, key=a.draw(KEYS))
 
 
 def dequantize(a):
     scales, size = a.one_of(1, 1, 2, 3, 8), a.one_of(1, 2, 3, 8, 1000)
     steps = a.steps(scales)
     width = (2 * size * int(steps[0])).bit_length()
-    words, levels = a.words(a.size, width, 0), None if scales == 1 else a.levels(scales)
+    words, levels = a.words(a.size, width, 0), a.levels(scales, size)
     scaled = dict(w=a.w(), steps=steps, width=width, size=size, scale=a.scale())
     return dict(words=words, levels=levels, out=a.finite(), **scaled)
 
 
 def fine_enough(a):
-    return dict(x=a.finite(), w=a.w(), steps=a.steps(a.one_of(2, 3, 8)), width=a.one_of(1, 2, 4, 10))
-
-
-def common_levels(a):
-    scales, size = a.one_of(2, 3, 8), a.one_of(1, 2, 3, 8, 1000)
-    width = size.bit_length()
-    words = np.concatenate([a.words(a.size, width, 1) for _ in range(scales - 1)])
-    return dict(words=words, levels=a.levels(2), scales=scales, width=width, size=size)
+    return dict(x=a.finite(), w=a.w(), steps=a.steps(a.one_of(2, 3, 8)), size=a.one_of(1, 2, 3, 8, 1000))
 
 
 def sum_signs(a):
@@ -293,7 +288,7 @@ def test_native_equals_the_reference(name, data):
 def test_elements_that_share_a_draw_round_independently(share):
     """Of a word's ten codes, and of eight elements of a block of natural's, any two are uncorrelated, and each mean is right."""
     words, size = 64 * 3000, 8 * 64 * 3000
-    codes = kernels.quantize(np.full(10 * words, share, np.float32), None, 1.0, [1.0], 3, 12345)
+    codes = kernels.quantize(np.full(10 * words, share, np.float32), None, 1.0, [1.0], 3, 1, 12345)
     codes = reference.quantization.unpack(codes, 10 * words, 3, 0, 1)
     powers = np.zeros(size, np.float32)
     reference.add_natural(powers, body_of(kernels.encode_natural(np.full(size, 1 + share, np.float32), 12345)[0]), 1.0)
@@ -451,15 +446,15 @@ ONE_LENGTH_OF_SEVERAL = {
     "variance": ["grad", "squares", "r", "v"], "adacomp": ["grad", "residue"], "to_float16": ["x", "half"],
     "from_float16": ["half", "out"], "add_bf16": ["out", "body"], "one_bit": ["grad", "residual"],
     "add_one_bit": ["body"], "add_natural": ["body"], "add_sparse": ["body"], "decode_sparse": ["body"],
-    "add_buckets": ["body"], "dense_momentum": ["out", "u", "new_u"], "quantize": ["x", "levels"],
-    "dequantize": ["words", "levels"], "common_levels": ["words"], "vote": ["words"],
+    "add_buckets": ["body"], "dense_momentum": ["out", "u", "new_u"], "quantize": ["levels"],
+    "dequantize": ["words", "levels"], "vote": ["words"],
 }
 WRITTEN = {
     "take": ["v", "u"], "scatter_add": ["out"], "add_sparse": ["out"], "strom": ["grad", "residual"],
     "variance": ["grad", "r", "v"], "adacomp": ["grad", "residue"], "to_float16": ["half"], "from_float16": ["out"],
     "encode_bf16": ["grad"], "add_bf16": ["out"], "one_bit": ["grad", "residual"], "add_one_bit": ["out"],
     "encode_natural": ["grad"], "add_natural": ["out"], "encode_buckets": ["grad"], "add_buckets": ["out"],
-    "dense_momentum": ["out", "new_u"], "dequantize": ["out"], "common_levels": ["levels"], "vote": ["out"],
+    "dense_momentum": ["out", "new_u"], "dequantize": ["out"], "vote": ["out"],
 }
 
 
@@ -489,7 +484,7 @@ def test_arrays_that_do_not_fit_are_refused(name):
                 getattr(kernels, name)(**{**typical(name), argument: array})
 
 
-NINE, EIGHTH = [1.0] * 9, np.full(100, 8, np.uint8)  # scales, and a level that none of them is
+NINE = [1.0] * 9  # scales
 
 
 @native_only
@@ -505,12 +500,11 @@ NINE, EIGHTH = [1.0] * 9, np.full(100, 8, np.uint8)  # scales, and a level that 
     ("encode_natural", {"key": 2**64}),
     ("random_bits", {"key": -1}), ("random_bits", {"key": 2**64}), ("random_bits", {"n": -1}),
     ("quantize", {"width": 0}), ("quantize", {"width": 65}), ("quantize", {"width": -1}), ("quantize", {"steps": []}),
-    ("quantize", {"steps": NINE}), ("quantize", {"levels": None}), ("quantize", {"levels": EIGHTH}),
+    ("quantize", {"steps": NINE}), ("quantize", {"levels": None}), ("quantize", {"size": 0}),
     ("dequantize", {"width": 0}), ("dequantize", {"width": 65}), ("dequantize", {"steps": []}),
-    ("dequantize", {"levels": None}), ("dequantize", {"steps": NINE}), ("dequantize", {"levels": EIGHTH}),
-    ("dequantize", {"size": -1}), ("fine_enough", {"width": 0}), ("fine_enough", {"width": 64}),
-    ("fine_enough", {"steps": []}), ("fine_enough", {"steps": NINE}), ("common_levels", {"width": 0}),
-    ("common_levels", {"width": 64}), ("common_levels", {"scales": 1}), ("common_levels", {"scales": 0}),
+    ("dequantize", {"levels": None}), ("dequantize", {"steps": NINE}), ("dequantize", {"size": 0}),
+    ("dequantize", {"size": -1}), ("fine_enough", {"size": 0}), ("fine_enough", {"size": 2**63}),
+    ("fine_enough", {"steps": []}), ("fine_enough", {"steps": NINE}),
     ("sum_signs", {"width": 0}), ("sum_signs", {"width": 65}), ("vote", {"width": 0}), ("vote", {"width": 65}),
     ("decode_sparse", {"numel": -1}),
 ])

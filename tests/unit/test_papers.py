@@ -258,7 +258,7 @@ def test_sums_of_codes_are_exact_for_any_number_of_ranks(size, bits):
         x = np.where(np.arange(77) % 3 == 0, -w, np.where(np.arange(77) % 3 == 1, w, RNG.uniform(-w, w, 77))).astype(
             np.float32
         )
-        its = kernels.quantize(x, None, w, steps, width, rank)
+        its = kernels.quantize(x, None, w, steps, width, size, rank)
         own = np.empty(77, np.float32)
         kernels.dequantize(its, None, own, w, steps, width, size, 1.0)
         total += own.astype(np.float64)

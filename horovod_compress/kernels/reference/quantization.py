@@ -38,37 +38,34 @@ def coordinates(key, numel, first, count):
     return x.astype(np.uint32)
 
 
-def quantize(x, levels, w, steps, width, key, spare=None):
+def quantize(x, levels, w, steps, width, size, key, spare=None):
     """Words of the codes sign(x)·(⌊y⌋ + Bernoulli(y − ⌊y⌋)), y = |x|/w·s, at most steps[0] (arXiv 2109.12497).
 
-    s is steps[0], or steps[levels[i]] with uint8 levels. w = 0: all codes are 0.
+    s is steps[0]; where there are more, that of the finest scale that fits an element's code on all `size` ranks, says `levels`, their
+    summed words of `fine_enough`. w = 0: all codes are 0.
     """
+    levels = _finest(levels, len(x), len(steps), size)
     steps = np.asarray(steps, np.float32)
     before, factor = _factors(w, steps)
-    y = x * before * (factor[0] if levels is None else factor[levels])
+    y = x * before * factor[levels]
     return pack(round_at_random(y, field_bits(len(x), width, key), steps[0]), width, 0)
 
 
 def dequantize(words, levels, out, w, steps, width, size, scale):
-    """out = (sum of `size` ranks' codes) · w/s · scale."""
+    """out = (sum of `size` ranks' codes) · w/s · scale, with the levels that they were quantized at."""
+    levels = _finest(levels, len(out), len(steps), size)
     unit = (w / np.asarray(steps, np.float64) * scale).astype(np.float32)
     codes = unpack(words, len(out), width, 0, size * int(steps[0])).astype(np.float32)
-    out[...] = codes * (unit[0] if levels is None else unit[levels])
+    out[...] = codes * unit[levels]
 
 
-def fine_enough(x, w, steps, width, spare=None):
-    """Words of a 1 for each scale l ≥ 1, and each element whose code at steps[l] is at most steps[0]."""
+def fine_enough(x, w, steps, size, spare=None):
+    """Words of a 1 for each scale l ≥ 1, and each element whose code at steps[l] is at most steps[0]; `size` ranks' words add up."""
     steps = np.asarray(steps, np.float32)
     before, factor = _factors(w, steps)
     fits = [np.abs(x * before * each) <= steps[0] * np.float32(one_of(steps[0])) for each in factor[1:]]
-    words = [pack(each.astype(np.int64), width, 1) for each in fits]
-    return np.concatenate(words) if words else pack(np.empty(0, np.int64), width, 1)
-
-
-def common_levels(words, levels, scales, width, size):
-    """levels = the finest scale that fits an element's code on all `size` ranks, from the summed words of `fine_enough`."""
-    words = words.reshape(scales - 1, -1)
-    levels[...] = sum(unpack(each, len(levels), width, 1, 0) == size for each in words)
+    words = [pack(each.astype(np.int64), size.bit_length(), 1) for each in fits]
+    return np.concatenate(words) if words else pack(np.empty(0, np.int64), size.bit_length(), 1)
 
 
 def sum_signs(x, width, spare=None):
@@ -105,6 +102,14 @@ def round_at_random(y, bits, largest):
     most = np.float32(largest) * np.float32(one)
     fixed = np.clip(y, -most, most).astype(np.int64)
     return fixed + (bits >> np.uint32(33 - one.bit_length())).astype(np.int64) >> one.bit_length() - 1
+
+
+def _finest(levels, n, scales, size):
+    """Each element's scale, from words of `fine_enough`."""
+    finest = np.zeros(n, np.intp)
+    for scale, words in enumerate(levels.reshape(scales - 1, -1) if scales > 1 else (), 1):
+        finest[unpack(words, n, size.bit_length(), 1, 0) == size] = scale
+    return finest
 
 
 def _factors(w, steps):
