@@ -10,6 +10,7 @@ namespace {
 
 constexpr std::size_t kHeight = 4, kVectors = 4;  // rows and vectors worked on together: what is loaded serves several products
 constexpr std::size_t kAdded = 8;                 // rows whose products are added to q's lines at once: each time these are read and written
+constexpr std::size_t kAhead = 4096;              // floats, at least, by which memory is asked for what comes next
 constexpr float kMost = 0x1p109f;  // of what is left of an element: rounding alone must not take it to kTooLarge
 
 HC_INLINE void load(Lanes& lanes, const float* x) { std::memcpy(&lanes, x, sizeof lanes); }
@@ -38,11 +39,12 @@ HC_INLINE void dots(const float* x, const float* q, std::size_t m, float* p, std
 // q[k] += Σ over rows of p[k·n + row] · x[row].
 template <std::size_t rows, std::size_t vectors>
 HC_INLINE void add_rows(const float* x, const float* p, std::size_t n, float* q, std::size_t m) {
+    const std::size_t ahead = std::max(rows * m, kAhead);  // the rows that come after these
     std::size_t j = 0;
     for (; j + kLanes <= m; j += kLanes) {
         Lanes lines[rows], sum;
         for (std::size_t row = 0; row < rows; ++row) {
-            HC_PREFETCH(x + (row + rows) * m + j);
+            HC_FETCH(x + row * m + j + ahead);
             load(lines[row], x + row * m + j);
         }
         for (std::size_t k = 0; k < vectors; ++k) {
@@ -110,8 +112,13 @@ HC_CLONES bool project_rows(const float* __restrict g, float* __restrict x, cons
         its = b < kTooLarge ? moved : its;
         std::memcpy(x + i, &its, 4 * count);
     };
+    const std::size_t ahead = std::max(kHeight * m, kAhead);
     const auto part = [&](std::size_t row, auto rows) HC_HOT {
-        const auto its = [&](std::size_t i, const Lanes& product, auto count) HC_HOT { advance(row * m + i, product, count); };
+        const auto its = [&](std::size_t i, const Lanes& product, auto count) HC_HOT {
+            HC_FETCH(x + row * m + i + ahead);
+            HC_FETCH(g + row * m + i + ahead);
+            advance(row * m + i, product, count);
+        };
         multiply_rows<rows.value>(p + row, owed, n, m, owed ? rank : 0, its);
         by_vectors<rows.value>(row, rank, [&](std::size_t, auto, std::size_t k, auto vectors) HC_HOT {
             dots<rows.value, vectors.value>(x + row * m, q + k * m, m, p + k * n + row, n);
@@ -154,7 +161,9 @@ HC_CLONES void subtract(float* x, const float* p, const float* q, std::size_t n,
     });
 }
 HC_CLONES void write(float* out, const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank, float scale) {
+    const std::size_t ahead = std::max(kHeight * m, kAhead);
     multiply(p, q, n, m, rank, [=](std::size_t i, const Lanes& product, auto count) HC_HOT {
+        HC_FETCH(out + i + ahead);
         const Lanes its = product * scale;
         std::memcpy(out + i, &its, 4 * count);
     });
