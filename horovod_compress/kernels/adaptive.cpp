@@ -11,6 +11,23 @@ namespace {
 constexpr std::size_t kBlock = 1024;  // floats: three arrays of as many stay in the first-level cache
 constexpr std::size_t kGroup = 64;    // elements whose hits make one word
 
+// 64 bytes of 0 or 1, as bits.
+HC_INLINE std::uint64_t bits_of_bytes(const std::uint8_t* bytes) {
+    using Eight = std::uint64_t __attribute__((vector_size(64)));
+    using Four = std::uint64_t __attribute__((vector_size(32)));
+    using Two = std::uint64_t __attribute__((vector_size(16)));
+    Eight all;
+    std::memcpy(&all, bytes, sizeof all);
+    all = (all * 0x0102040810204080u >> 56) << Eight{0, 8, 16, 24, 32, 40, 48, 56};  // the product moves each byte's bit to the top
+    Four fours[2];
+    std::memcpy(fours, &all, sizeof fours);
+    fours[0] |= fours[1];
+    Two twos[2];
+    std::memcpy(twos, fours, sizeof twos);
+    twos[0] |= twos[1];
+    return twos[0][0] | twos[0][1];
+}
+
 // What fired, in the order of arrival: indices, and r (and v) there as they were before anything was taken; reused between calls.
 struct Fired {
     std::vector<std::uint32_t> indices;
@@ -21,13 +38,7 @@ struct Fired {
     HC_INLINE void push(const std::uint8_t* hits, std::size_t n, std::size_t first) {
         std::uint32_t* out = indices.data() + count;
         for (std::size_t i = 0; i < n; i += kGroup) {
-            std::uint64_t word = 0;
-            for (std::size_t j = 0; j < kGroup; j += 8) {
-                std::uint64_t eight;
-                std::memcpy(&eight, hits + i + j, 8);
-                word |= (eight * 0x0102040810204080u >> 56) << j;  // moves each byte's bit to the top
-            }
-            out += put_places(word, static_cast<std::uint32_t>(first + i), out);
+            out += put_places(bits_of_bytes(hits + i), static_cast<std::uint32_t>(first + i), out);
         }
         count = static_cast<std::size_t>(out - indices.data());
     }
@@ -170,20 +181,50 @@ HC_CLONES std::uint32_t powers_of(const float* __restrict r, std::size_t count, 
     return top << 23;
 }
 
-// Copies what has a value, and its value to the first ones; puts back the others.
-void keep_values(const Fired& f, float* values, float* r, float* v, std::uint32_t* indices, float* r_before, float* v_before) {
+constexpr std::size_t kAhead = 48;  // entries: scattered memory is asked for early
+
+// The places of what fired: first of what has a value, then, from kept + 1 to the last, of what has none; reused between calls.
+struct Parts {
+    std::vector<std::uint32_t> places;
     std::size_t kept = 0;
-    for (std::size_t i = 0; i < f.count; ++i) {
-        const std::uint32_t at = f.indices[i];
-        if (values[i] == 0) {
-            r[at] = f.r[i];
-            v[at] = f.v[i];
-            continue;
+
+    void sort(const float* values, std::size_t count) {
+        if (places.size() < count + 1) places.resize(2 * count + 1);
+        std::uint32_t *first = places.data(), *last = first + count;
+        for (std::size_t i = 0; i < count; ++i) {  // without a branch, which nobody could predict
+            const bool none = values[i] == 0;
+            *first = *last = static_cast<std::uint32_t>(i);
+            first += !none;
+            last -= none;
         }
-        indices[kept] = at;
-        r_before[kept] = f.r[i];
-        v_before[kept] = f.v[i];
-        values[kept++] = values[i];
+        kept = static_cast<std::size_t>(first - places.data());
+    }
+};
+thread_local Parts parts;
+
+// Copies what has a value, and its value to the first ones; puts back the others. What rounding took from r stays there, or is forgotten.
+void keep_values(const Fired& f, const Parts& its, float* values, float* r, float* v, bool error_feedback, std::uint32_t* indices,
+                 float* r_before, float* v_before) {
+    const std::uint32_t* places = its.places.data();
+    for (std::size_t i = 0; i < its.kept; ++i) {
+        const std::uint32_t place = places[i];
+        indices[i] = f.indices[place];
+        r_before[i] = f.r[place];
+        v_before[i] = f.v[place];
+        values[i] = values[place];
+    }
+    for (std::size_t i = 0; error_feedback && i < its.kept; ++i) {
+        if (i + kAhead < its.kept) HC_PREFETCH(r + indices[i + kAhead]);
+        r[indices[i]] = r_before[i] - values[i];
+    }
+    for (std::size_t i = its.kept + 1; i <= f.count; ++i) {
+        if (i + kAhead <= f.count) {
+            HC_PREFETCH(r + f.indices[places[i + kAhead]]);
+            HC_PREFETCH(v + f.indices[places[i + kAhead]]);
+        }
+        const std::uint32_t place = places[i], at = f.indices[place];
+        r[at] = f.r[place];
+        v[at] = f.v[place];
     }
 }
 
@@ -198,7 +239,6 @@ py::tuple variance(Floats& grad, std::optional<Floats> squares, Floats& r, Float
     const bool rounds = tau == 0;
     float scale = tau;
     bool finite;
-    std::size_t count;
     {
         py::gil_scoped_release release;
         finite = squares ? variance_given(pg, squares->data(), pr, pv, n, alpha, zeta, tau, f)
@@ -208,17 +248,16 @@ py::tuple variance(Floats& grad, std::optional<Floats> squares, Floats& r, Float
         float* values = scratch.data();
         if (rounds) scale = float_of(powers_of(f.r.data(), f.count, values));
         else std::copy_n(f.r.data(), f.count, values);  // of which the signs are sent
-        count = f.count - static_cast<std::size_t>(std::count(values, values + f.count, 0.0f));
+        parts.sort(values, f.count);
     }
+    const std::size_t count = parts.kept;
     Indices indices(static_cast<py::ssize_t>(count));
     Floats before(std::vector<py::ssize_t>{2, static_cast<py::ssize_t>(count)});
     std::uint32_t* at = indices.mutable_data();
     float* r_before = before.mutable_data();
     {
         py::gil_scoped_release release;
-        keep_values(f, scratch.data(), pr, pv, at, r_before, r_before + count);
-        if (rounds && error_feedback)
-            for (std::size_t i = 0; i < count; ++i) pr[at[i]] = r_before[i] - scratch[i];
+        keep_values(f, parts, scratch.data(), pr, pv, rounds && error_feedback, at, r_before, r_before + count);
     }
     Bytes body = sparse_body(at, scratch.data(), count, rounds ? Values::power : Values::sign, scale);
     return py::make_tuple(body, indices, before, finite);
@@ -308,8 +347,7 @@ py::tuple adacomp(Floats& grad, Floats& residue, std::size_t bin_length, float s
         scale = n ? static_cast<float>(bins.sum / static_cast<double>((n + bin_length - 1) / bin_length)) : 0;
         if (!bins.finite || scale == 0) f.count = 0;
         for (std::size_t i = 0; i < f.count; ++i) {
-            constexpr std::size_t ahead = 48;  // scattered writes: fetch early what comes next
-            if (i + ahead < f.count) HC_PREFETCH(r + f.indices[i + ahead]);
+            if (i + kAhead < f.count) HC_PREFETCH(r + f.indices[i + kAhead]);
             float& kept = r[f.indices[i]];
             f.r[i] = kept;
             kept -= std::copysign(scale, kept);
