@@ -3,6 +3,7 @@ import json
 import os
 import zipfile
 
+import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
@@ -12,7 +13,7 @@ class StateCheckpoint(tf.keras.callbacks.Callback):
 
     compression: the one that Horovod's optimizer got.
     filepath: as for ModelCheckpoint, with {epoch} where each epoch is to have its own; nothing else, because losses differ between
-        ranks. The rank is added: filepath.rank0.npz.
+        ranks. The rank, among all and not those of a process set, is added: filepath.rank0.npz.
     restore: such a path, without the rank, with whose state training begins.
 
     A file is replaced as a whole, never half written. model.fit raises ValueError where a rank's file is missing, broken or of
@@ -29,16 +30,16 @@ class StateCheckpoint(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         if self._restore is not None:
-            self._compression.load_state_dict(_read(_file(os.fspath(self._restore), self._compression.rank)))
+            self._compression.load_state_dict(_read(_file(os.fspath(self._restore))))
             self._restore = None  # not again, where fit is called once more
 
     def on_epoch_end(self, epoch, logs=None):
         path = self._filepath.format(epoch=epoch + 1)
-        _write(_file(path, self._compression.rank), self._compression.state_dict())
+        _write(_file(path), self._compression.state_dict())
 
 
-def _file(path, rank):
-    return f"{path}.rank{rank}.npz"
+def _file(path):
+    return f"{path}.rank{hvd.rank()}.npz"
 
 
 def _write(file, state):

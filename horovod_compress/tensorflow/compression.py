@@ -27,14 +27,19 @@ _INFINITE_HALF = 65520  # what is as large becomes infinite in float16
 
 
 class _Eager:
-    """Horovod's allgather while no graph runs: for what ranks compare before they exchange gradients."""
+    """Horovod's allgather while no graph runs: for what ranks compare before they exchange gradients.
+
+    Through a graph all the same: eagerly Horovod ignores names, and threads that trace at once would get each other's messages.
+    """
 
     def __init__(self, process_set):
         self._process_set, self.size = process_set, process_set.size()
 
     def allgather(self, name, payload):
         with tf.init_scope(), tf.device("/cpu:0"):
-            return hvd.allgather(tf.constant(payload), name=name, process_set=self._process_set).numpy
+            sent = tf.constant(payload)
+            gather = functools.partial(hvd.allgather, name=name, ignore_name_scope=True, process_set=self._process_set)
+            return tf.function(gather, autograph=False).get_concrete_function(sent)(sent).numpy
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,6 +100,8 @@ class BoundCompression:
         if not hvd.is_initialized():
             raise ValueError("call hvd.init() before making a compression")
         self._process_set = hvd.global_process_set if process_set is None else process_set
+        if not isinstance(self._process_set, hvd.ProcessSet):
+            raise TypeError(f"process_set must be one of Horovod's, not {self._process_set!r}; variables need not be named in TensorFlow")
         if self._process_set.process_set_id is None:
             raise ValueError("this process set is not registered: pass it to hvd.init() or hvd.add_process_set() first")
         if os.environ.get("HOROVOD_ELASTIC") == "1":
@@ -125,8 +132,8 @@ class BoundCompression:
         self._saved = None  # where a state was loaded: of variables that are not known yet
         number = next(_numbers[tuple(self._process_set.ranks or ())])
         self._label = f"hvdc.{self._process_set.process_set_id}.{number}"
-        self.rank, size = (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
-        self._exchange = GraphExchange(compressor, self.rank, size, self._label)
+        rank, size = (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
+        self._exchange = GraphExchange(compressor, rank, size, self._label)
         if self._active:
             self._transport = _Eager(self._process_set)
             description = {"version of horovod-compress": __version__, "wire version": wire.VERSION, "options": compressor.config}
@@ -214,6 +221,9 @@ class BoundCompression:
             known = min((source for _, source in pairs if isinstance(source, tf.Variable)), key=lambda v: v.shape.num_elements(), default=None)
             begin = functools.partial(self._begin, len(pairs), known)
             number, flat = tf.numpy_function(begin, [] if known is None else [_first_values(known)], [tf.int64, tf.int32])
+            if known is not None:
+                with tf.control_dependencies([number]):
+                    known.read_value()  # so that what writes to the variable (a weight decay) waits for the comparison
             flat = tf.unstack(flat, len(pairs))
             squared_norm = []
             if self._compressor.clip_norm is not None:
@@ -231,13 +241,21 @@ class BoundCompression:
         for i, (grad, source) in enumerate(pairs):
             is_variable = isinstance(source, tf.Variable)
             keys.append(source.ref() if is_variable else i)
+            name = source.name.split(":")[0] if is_variable else f"source_{i}"
+            shape = (source if is_variable else grad).shape
+            if not shape.is_fully_defined():
+                raise ValueError(f"{name}: its shape, {shape}, must be known when it is traced: what it holds is kept from step to step")
+            if keys[-1] in self._variables and self._variables[keys[-1]].shape != tuple(shape):
+                raise ValueError(
+                    f"{name} has the shape {shape} and had {self._variables[keys[-1]].shape} before: residuals are kept for variables, or tensors "
+                    "of one shape"
+                )
             if keys[-1] not in self._variables:
-                name = source.name.split(":")[0] if is_variable else f"source_{i}"
                 if not grad.dtype.is_floating:
                     raise TypeError(f"{name}: gradients of {grad.dtype.name} cannot be compressed; real floating point is needed")
                 name = next(n for n in itertools.chain([name], (f"{name}_{k}" for k in itertools.count(1))) if n not in taken)
                 taken.add(name)
-                new[keys[-1]] = name, tuple((source if is_variable else grad).shape)
+                new[keys[-1]] = name, tuple(shape)
         if new:
             shapes = {name: list(shape) for name, shape in new.values()}
             agree(self._transport, f"{self._label}.{len(self._variables)}", {"variables": shapes})

@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 import tempfile
+import threading
 
 import alike
 import horovod.tensorflow as hvdt
@@ -484,6 +485,9 @@ def process_set():
         for name, gradient in step(told(i, names)).items():
             wanted = expected[i][name] if members.included() else alike.gradients(hvd.rank(), i)[name]
             assert np.allclose(gradient.numpy(), wanted, atol=1e-6), (i, name)
+    with tempfile.TemporaryDirectory() as folder:  # each rank has a file of its own, whatever its number in the set is
+        hvdc.StateCheckpoint(compression, os.path.join(folder, "state")).on_epoch_end(0)
+        assert os.listdir(folder) == [f"state.rank{hvd.rank()}.npz"]
     hvd.remove_process_set(members)
 
 
@@ -548,6 +552,25 @@ def mistakes_get_clear_errors():
     }.items():
         with raises(ValueError, words):
             make()
+    with raises(TypeError, "process_set must be one of Horovod's"):
+        hvdc.Compression.dgc(sgd, [("a", 1)])  # in the order of PyTorch
+    with raises(ValueError, "source_0 has the shape (50,) and had (40,) before"):
+        compression = hvdc.Compression.topk(min_numel=0)
+        for n in (40, 40, 50):
+            with tf.GradientTape() as tape:
+                tape.watch(source := tf.ones(n))
+                loss = tf.reduce_sum(source * source)
+            hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [source])
+    with raises(ValueError, "its shape, (None, 3), must be known"):
+        unknown = tf.Variable(tf.ones((2, 3)), shape=(None, 3), name="unknown")
+
+        @tf.function
+        def step():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(unknown * unknown)
+            return hvdt.DistributedGradientTape(tape, compression=hvdc.Compression.topk()).gradient(loss, [unknown])
+
+        step()
     with raises(ValueError, "jit_compile=False"):
         model = model_of()
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=hvdc.Compression.topk()), LOSS, jit_compile=True)
@@ -642,6 +665,57 @@ def other_variables_of_the_same_shapes_are_noticed():
     with raises(ValueError, "momentum of another optimizer"):
         compression = hvdc.Compression.dgc(SGD["new"](0.05, momentum=0.9))
         fit(model_of(), hvd.DistributedOptimizer(SGD["new"](0.05, momentum=0.9), compression=compression), 3)
+
+
+@case(2)
+def an_optimizer_may_write_before_gradients_come():
+    """A weight decay of Keras changes variables while their gradients are still exchanged: no reason to refuse the step."""
+    model, adam = model_of(), keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    compression = hvdc.Compression.topk(ratio=0.05)
+    x, y = data(12)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = LOSS(y, model(x))
+        tape = hvdt.DistributedGradientTape(tape, compression=compression)
+        adam.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+
+    for _ in range(100):
+        step()
+    assert_replicas_identical(model)
+
+
+@case(2)
+def threads_train_models_of_their_own():
+    compressions = [hvdc.Compression.maxnorm(), hvdc.Compression.topk(ratio=0.05)]
+    errors = []
+
+    def work(which):
+        variables = [tf.Variable(tf.ones((100, 20 + j)), name=f"model{which}_{j}") for j in range(4)]
+
+        @tf.function
+        def step():
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(v * v) for v in variables])
+            with tf.name_scope(f"model{which}"):
+                grads = hvdt.DistributedGradientTape(tape, compression=compressions[which]).gradient(loss, variables)
+            for variable, grad in zip(variables, grads):
+                variable.assign_sub(0.001 * grad)
+
+        try:
+            for _ in range(30):
+                step()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert [compression.stats()["steps"] for compression in compressions] == [30, 30]
 
 
 @case(2)
