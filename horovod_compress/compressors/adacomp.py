@@ -1,21 +1,26 @@
 """AdaComp (Chen, Choi, Brand, Agrawal, Zhang, Gopalakrishnan, AAAI 2018, arXiv 1712.02679)."""
 import dataclasses
+import math
+
+import numpy as np
 
 from .. import kernels
-from .base import Gathered
+from .base import Gathered, State, zeros
 from .options import Auto, Count, Number, option
-from .selective import ErrorFeedback
+from .selective import SelectiveCompressor
 
 _CONVOLUTION, _FULLY_CONNECTED = 50, 500
+_NOTHING = np.empty(0, np.uint32), 0.0
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class AdaComp(ErrorFeedback):
+class AdaComp(SelectiveCompressor):
     """Sends, of each bin of elements, those that the newest gradient could have lifted over the bin's largest.
 
     G = residue + g and H = residue + scale_factor·g; an element is sent where |H| ≥ max |G| of its bin, as the sign of G
-    times the mean of all bins' maxima, one number a tensor. What that leaves of G stays in the residue. How many are sent
-    adapts to the layer and the phase of training; there is nothing to warm up. The ordinary optimizer works on the mean.
+    times the mean of all bins' maxima, one number a tensor. What that leaves of G stays in the residue; the subtraction waits
+    for the pass in which the next step goes over it. How many are sent adapts to the layer and the phase of training; there is
+    nothing to warm up. The ordinary optimizer works on the mean.
     """
 
     id = "adacomp"
@@ -34,5 +39,18 @@ class AdaComp(ErrorFeedback):
             return dataclasses.replace(self, bin_length=_CONVOLUTION if len(shape) > 2 else _FULLY_CONNECTED)
         return chosen
 
-    def pack(self, grad, residual, state, step):
-        return Gathered(*kernels.adacomp(grad, residual, self.bin_length, self.scale_factor))
+    def init(self, name, shape):
+        return State(name, {"residual": zeros(math.prod(shape))})
+
+    def encode(self, grad, state, step):
+        owed = state.scratch.pop("owed", _NOTHING)
+        buffer, *state.taken, finite = kernels.adacomp(grad, state.arrays["residual"], *owed, self.bin_length, self.scale_factor)
+        return Gathered(buffer, state.taken[0].size, finite)
+
+    def commit(self, state):
+        state.scratch["owed"], state.taken = state.taken, None
+
+    def settle(self, state):
+        indices, scale = state.scratch.pop("owed", _NOTHING)
+        residual = state.arrays["residual"]
+        residual[indices] -= np.copysign(np.float32(scale), residual[indices])

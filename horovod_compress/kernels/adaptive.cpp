@@ -2,6 +2,10 @@
 #include <algorithm>
 #include <cmath>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include "arrays.hpp"
 #include "bits.hpp"
 
@@ -11,21 +15,22 @@ namespace {
 constexpr std::size_t kBlock = 1024;  // floats: three arrays of as many stay in the first-level cache
 constexpr std::size_t kGroup = 64;    // elements whose hits make one word
 
-// 64 bytes of 0 or 1, as bits.
+// Which of 64 bytes are 255 and not 0, as bits.
 HC_INLINE std::uint64_t bits_of_bytes(const std::uint8_t* bytes) {
-    using Eight = std::uint64_t __attribute__((vector_size(64)));
-    using Four = std::uint64_t __attribute__((vector_size(32)));
-    using Two = std::uint64_t __attribute__((vector_size(16)));
-    Eight all;
-    std::memcpy(&all, bytes, sizeof all);
-    all = (all * 0x0102040810204080u >> 56) << Eight{0, 8, 16, 24, 32, 40, 48, 56};  // the product moves each byte's bit to the top
-    Four fours[2];
-    std::memcpy(fours, &all, sizeof fours);
-    fours[0] |= fours[1];
-    Two twos[2];
-    std::memcpy(twos, fours, sizeof twos);
-    twos[0] |= twos[1];
-    return twos[0][0] | twos[0][1];
+#ifdef __SSE2__
+    std::uint64_t bits = 0;
+    for (int i = 0; i < 4; ++i)
+        bits |= static_cast<std::uint64_t>(_mm_movemask_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + 16 * i)))) << 16 * i;
+    return bits;
+#else
+    std::uint64_t bits = 0;
+    for (int i = 0; i < 8; ++i) {
+        std::uint64_t eight;
+        std::memcpy(&eight, bytes + 8 * i, 8);
+        bits |= ((eight & 0x0101010101010101u) * 0x0102040810204080u >> 56) << 8 * i;  // the product moves each byte's bit to the top
+    }
+    return bits;
+#endif
 }
 
 // What fired, in the order of arrival: indices, and r (and v) there as they were before anything was taken; reused between calls.
@@ -34,7 +39,7 @@ struct Fired {
     std::vector<float> r, v;
     std::size_t count = 0;
 
-    // The elements of a block from `first` on that `hits`, bytes of 0 or 1 up to a whole group, says.
+    // The elements of a block from `first` on that `hits`, bytes of 0 or 255 up to a whole group, says.
     HC_INLINE void push(const std::uint8_t* hits, std::size_t n, std::size_t first) {
         std::uint32_t* out = indices.data() + count;
         for (std::size_t i = 0; i < n; i += kGroup) {
@@ -93,7 +98,7 @@ HC_CLONES bool strom_pass(float* g, float* r, std::size_t n, float tau, Fired& o
                 const float its = b < kTooLarge ? moved : kept[i];
                 kept[i] = its;
                 added[i] = 0;
-                hits[i] = std::fabs(its) > tau;
+                hits[i] = std::fabs(its) > tau ? 255 : 0;
             }
             worst = std::max(worst, peak);
         },
@@ -144,7 +149,7 @@ HC_INLINE bool variance_body(float* g, const float* squares, float* r, float* v,
                 its_r[i] = new_r;
                 its_v[i] = fires ? new_v : zeta * new_v;
                 added[i] = 0;
-                hits[i] = fires;
+                hits[i] = fires ? 255 : 0;
             }
             finite &= peak_r < kTooLarge && peak_v < kInfinity;
         },
@@ -268,10 +273,8 @@ struct Bins {
     double sum;  // of the bins' maxima
 };
 
-// The largest magnitude of a bin.
-HC_INLINE float peak_of_bin(const float* x, std::size_t n) {
-    if (n < kLanes) return float_of(peak_of(x, n));
-    WordLanes peaks{};
+// The largest magnitudes of a bin, lane by lane. It has kLanes elements at least.
+HC_INLINE void peaks_of_bin(const float* x, std::size_t n, WordLanes& peaks) {
     const auto look_at = [&](std::size_t i) HC_HOT {
         WordLanes b;
         std::memcpy(&b, x + i, sizeof b);
@@ -280,80 +283,116 @@ HC_INLINE float peak_of_bin(const float* x, std::size_t n) {
     };
     for (std::size_t i = 0; i + kLanes < n; i += kLanes) look_at(i);
     look_at(n - kLanes);  // what is looked at twice does no harm
-    return float_of(largest_of(peaks));
 }
 
-// What adacomp_pass needs of a block: each element's floor, and whether it is to be sent.
+// The largest magnitude of each of `bins` bins, kLanes of them at a time: one by one, folding the lanes would take longer than all the rest.
+HC_INLINE void peaks_of_bins(const float* x, std::size_t bins, std::size_t length, float* peaks) {
+    if (length < kLanes) {
+        for (std::size_t bin = 0; bin < bins; ++bin) peaks[bin] = float_of(peak_of(x + bin * length, length));
+        return;
+    }
+    for (std::size_t first = 0; first < bins; first += kLanes) {
+        const std::size_t some = std::min(kLanes, bins - first);
+        WordLanes rows[kLanes] = {};
+        for (std::size_t bin = 0; bin < some; ++bin) peaks_of_bin(x + (first + bin) * length, length, rows[bin]);
+        fold_rows(rows);
+        std::memcpy(peaks + first, rows, 4 * some);
+    }
+}
+
+// What adacomp_pass needs of a block: the bins' maxima, each element's floor, and whether it is to be sent.
 struct Block {
-    std::vector<float> floors;
+    std::vector<float> peaks, floors;
     std::vector<std::uint8_t> hits;
 };
 thread_local Block block_of_bins;
 
+// What the step before has sent, and is still to be taken from the residue: sign(residue)·scale at ascending places.
+struct Owed {
+    const std::uint32_t* indices;
+    std::size_t count;
+    float scale;
+    HC_INLINE void take_below(std::size_t end, float* residue) {
+        for (; count && *indices < end; ++indices, --count) residue[*indices] -= std::copysign(scale, residue[*indices]);
+    }
+};
+
 // By blocks of whole bins, so that all but the maxima goes by whole lines, whatever the bins' length is.
-HC_CLONES Bins adacomp_pass(float* g, float* residue, std::size_t n, std::size_t bin_length, float more, Block& scratch, Fired& out) {
-    const std::size_t block = bin_length < kBlock ? kBlock / bin_length * bin_length : bin_length;
+HC_CLONES Bins adacomp_pass(float* g, float* residue, std::size_t n, Owed owed, std::size_t bin_length, float more, Block& scratch,
+                            Fired& out) {
+    std::size_t bins = std::max<std::size_t>(kBlock / bin_length, 1);
+    if (bins > kLanes) bins -= bins % kLanes;
+    const std::size_t block = bins * bin_length;
     if (scratch.hits.size() < block + kGroup) {
+        scratch.peaks.resize(kBlock);
         scratch.floors.resize(block + kLanes);
         scratch.hits.resize(block + kGroup);
     }
-    float* floors = scratch.floors.data();
+    float *peaks = scratch.peaks.data(), *floors = scratch.floors.data();
     std::uint8_t* hits = scratch.hits.data();
     std::uint32_t worst = 0;
     double sum = 0;
     out.count = 0;
     for (std::size_t begin = 0; begin < n; begin += block) {
-        const std::size_t count = std::min(block, n - begin);
+        const std::size_t count = std::min(block, n - begin), whole = count / bin_length;
         float *newest = g + begin, *total = residue + begin;
-        HC_APART
-        for (std::size_t i = 0; i < count; ++i) {
-            const float old = total[i], moved = old + newest[i];
-            const std::uint32_t b = magnitude(moved);
-            worst = worst > b ? worst : b;
-            total[i] = b < kTooLarge ? moved : old;
-        }
-        for (std::size_t bin = 0; bin < count; bin += bin_length) {
-            const std::size_t end = std::min(count, bin + bin_length);
-            const float peak = peak_of_bin(total + bin, end - bin), floor = peak > 0 ? peak : INFINITY;
-            sum += peak;
-            for (std::size_t i = bin; i < end; i += kLanes)  // the last line runs into the next bin, which comes next
-                for (std::size_t j = 0; j < kLanes; ++j) floors[i + j] = floor;
+        owed.take_below(begin + count, residue);
+        by_stretches(count, [&](std::size_t first, std::size_t some) HC_HOT {
+            ask_ahead(newest + first, some);
+            ask_ahead(total + first, some);
+            HC_APART
+            for (std::size_t i = first; i < first + some; ++i) {
+                const float old = total[i], moved = old + newest[i];
+                const std::uint32_t b = magnitude(moved);
+                worst = worst > b ? worst : b;
+                total[i] = b < kTooLarge ? moved : old;
+            }
+        });
+        peaks_of_bins(total, whole, bin_length, peaks);
+        const std::size_t rest = count - whole * bin_length;
+        if (rest) peaks[whole] = float_of(peak_of(total + whole * bin_length, rest));
+        for (std::size_t bin = 0, i = 0; i < count; ++bin) {
+            const float floor = peaks[bin] > 0 ? peaks[bin] : INFINITY;
+            sum += peaks[bin];
+            const std::size_t end = std::min(count, i + bin_length);
+            for (std::size_t at = i; at < end; at += kLanes)  // the last line runs into the next bin, which comes next
+                for (std::size_t j = 0; j < kLanes; ++j) floors[at + j] = floor;
+            i = end;
         }
         HC_APART
         for (std::size_t i = 0; i < count; ++i) {
             const float kept = total[i];
-            hits[i] = (std::fabs(kept + more * newest[i]) >= floors[i]) & (kept != 0);  // H = G + (factor − 1)·g
+            const bool sent = (std::fabs(kept + more * newest[i]) >= floors[i]) & (kept != 0);  // H = G + (factor − 1)·g
+            hits[i] = sent ? 255 : 0;
             newest[i] = 0;
         }
         std::memset(hits + count, 0, kGroup);
         out.reserve(count);
+        const std::size_t before = out.count;
         out.push(hits, count, begin);
+        for (std::size_t entry = before; entry < out.count; ++entry) out.r[entry] = residue[out.indices[entry]];
     }
     return {worst < kTooLarge, sum};
 }
 
-py::tuple adacomp(Floats& grad, Floats& residue, std::size_t bin_length, float scale_factor) {
-    const std::size_t n = length(grad, "grad");
+py::tuple adacomp(Floats& grad, Floats& residue, const Indices& sent, float its_scale, std::size_t bin_length, float scale_factor) {
+    const std::size_t n = length(grad, "grad"), owed = length(sent, "sent");
     same_length(n, length(residue, "residue"), "grad and residue");
+    inside(sent.data(), owed, n);
     if (bin_length == 0) throw std::invalid_argument("bin_length must be at least 1");
     bin_length = std::min(bin_length, std::max<std::size_t>(n, 1));
     float *g = grad.mutable_data(), *r = residue.mutable_data();
+    const Owed before{sent.data(), owed, its_scale};
     Fired& f = fired;
     Bins bins;
     float scale;
     {
         py::gil_scoped_release release;
-        bins = adacomp_pass(g, r, n, bin_length, scale_factor - 1, block_of_bins, f);
+        bins = adacomp_pass(g, r, n, before, bin_length, scale_factor - 1, block_of_bins, f);
         scale = n ? static_cast<float>(bins.sum / static_cast<double>((n + bin_length - 1) / bin_length)) : 0;
         if (!bins.finite || scale == 0) f.count = 0;
-        for (std::size_t i = 0; i < f.count; ++i) {
-            if (i + kAhead < f.count) HC_PREFETCH(r + f.indices[i + kAhead]);
-            float& kept = r[f.indices[i]];
-            f.r[i] = kept;
-            kept -= std::copysign(scale, kept);
-        }
     }
-    return py::make_tuple(f.signs(scale), f.count, bins.finite);
+    return py::make_tuple(f.signs(scale), Indices(static_cast<py::ssize_t>(f.count), f.indices.data()), scale, bins.finite);
 }
 
 }  // namespace
@@ -362,7 +401,8 @@ void bind_adaptive(py::module_& m) {
     m.def("strom", &strom, arg("grad").noconvert(), arg("residual").noconvert(), arg("tau"));
     m.def("variance", &variance, arg("grad").noconvert(), arg("squares").noconvert().none(true), arg("r").noconvert(),
           arg("v").noconvert(), arg("alpha"), arg("zeta"), arg("tau"), arg("error_feedback"));
-    m.def("adacomp", &adacomp, arg("grad").noconvert(), arg("residue").noconvert(), arg("bin_length"), arg("scale_factor"));
+    m.def("adacomp", &adacomp, arg("grad").noconvert(), arg("residue").noconvert(), arg("sent").noconvert(), arg("its_scale"),
+          arg("bin_length"), arg("scale_factor"));
 }
 
 }  // namespace hc

@@ -13,32 +13,36 @@ constexpr std::size_t kStretch = 1024;  // elements whose sums are added up in f
 // float32 to float16, ties to even, without a branch: numbers below the normal ones are rounded by an addition.
 HC_CLONES std::uint32_t halve(const float* __restrict x, std::uint16_t* __restrict out, std::size_t n) {
     std::uint32_t peak = 0;
-    for (std::size_t i = 0; i < n; ++i) {
-        const std::uint32_t b = bits_of(x[i]), a = b & 0x7fffffffu;
-        peak = peak > a ? peak : a;
-        float magnitude;
-        std::memcpy(&magnitude, &a, 4);
-        const std::uint32_t small = bits_of(magnitude + 0.5f) - 0x3f000000u;  // 0.5 has steps of 2^-24 above it
-        const std::uint32_t normal = (a - 0x38000000u + 0xfffu + (a >> 13 & 1u)) >> 13;
-        const std::uint32_t finite = a < 0x38800000u ? small : normal;
-        const std::uint32_t half = a > kInfinity ? 0x7e00u : finite < 0x7c00u ? finite : 0x7c00u;
-        out[i] = static_cast<std::uint16_t>(half | (b >> 16 & 0x8000u));
-    }
+    by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
+        ask_ahead(x + first, count);
+        for (std::size_t i = first; i < first + count; ++i) {
+            const std::uint32_t b = bits_of(x[i]), a = b & 0x7fffffffu;
+            peak = peak > a ? peak : a;
+            float magnitude;
+            std::memcpy(&magnitude, &a, 4);
+            const std::uint32_t small = bits_of(magnitude + 0.5f) - 0x3f000000u;  // 0.5 has steps of 2^-24 above it
+            const std::uint32_t normal = (a - 0x38000000u + 0xfffu + (a >> 13 & 1u)) >> 13;
+            const std::uint32_t finite = a < 0x38800000u ? small : normal;
+            const std::uint32_t half = a > kInfinity ? 0x7e00u : finite < 0x7c00u ? finite : 0x7c00u;
+            out[i] = static_cast<std::uint16_t>(half | (b >> 16 & 0x8000u));
+        }
+    });
     return peak;
 }
 HC_CLONES std::uint32_t widen(const std::uint16_t* __restrict half, float* __restrict out, std::size_t n) {
     std::uint32_t peak = 0;
-    for (std::size_t i = 0; i < n; ++i) {
-        const std::uint32_t h = half[i], a = (h & 0x7fffu) << 13;
-        float magnitude;
-        std::memcpy(&magnitude, &a, 4);
-        magnitude *= 0x1p112f;  // moves the exponent's bias, of numbers below the normal ones too
-        std::uint32_t b = bits_of(magnitude);
-        b = a >= 0x0f800000u ? a + 0x70000000u : b;
-        peak = peak > b ? peak : b;
-        b |= (h & 0x8000u) << 16;
-        std::memcpy(out + i, &b, 4);
-    }
+    by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
+        ask_ahead(out + first, count);
+        for (std::size_t i = first; i < first + count; ++i) {
+            const std::uint32_t h = half[i], a = h & 0x7fffu;
+            const float below = static_cast<float>(static_cast<std::int32_t>(a)) * 0x1p-24f;  // as an integer: some processors are slow with denormals
+            const std::uint32_t normal = (a << 13) + (a < 0x7c00u ? 0x38000000u : 0x70000000u);
+            std::uint32_t b = a < 0x0400u ? bits_of(below) : normal;
+            peak = peak > b ? peak : b;
+            b |= (h & 0x8000u) << 16;
+            std::memcpy(out + i, &b, 4);
+        }
+    });
     return peak;
 }
 

@@ -19,6 +19,12 @@
 #else
 #define HC_APART
 #endif
+// The elements of two WordLanes, one after the other, that have these numbers.
+#if defined(__clang__)
+#define HC_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define HC_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, WordLanes{__VA_ARGS__})
+#endif
 #if defined(__GNUC__)
 #define HC_INLINE inline __attribute__((always_inline))
 #define HC_HOT __attribute__((always_inline))  // behind a lambda's parameters: outside a variant it would be compiled for any CPU
@@ -47,6 +53,20 @@ HC_INLINE float float_of(std::uint32_t bits) {
     float x;
     std::memcpy(&x, &bits, sizeof x);
     return x;
+}
+// A pass in plain order that does more than add up, or that writes without reading, asks for memory ahead: floats that come some
+// time after x[0] … x[count-1]. Processors' own guesses end at pages; and some are twice as slow to write lines that nobody has read.
+HC_INLINE void ask_ahead(const float* x, std::size_t count) {
+    constexpr std::size_t ahead = 512;
+    for (std::size_t i = 0; i < count; i += 16) HC_PREFETCH(x + ahead + i);
+}
+// work(first, count) for all of n elements, by as many as compilers know.
+template <class Work>
+HC_INLINE void by_stretches(std::size_t n, Work work) {
+    constexpr std::size_t stretch = 64;
+    std::size_t i = 0;
+    for (; i + stretch <= n; i += stretch) work(i, stretch);
+    work(i, n - i);
 }
 HC_INLINE std::uint32_t magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
 HC_INLINE std::uint32_t peak_of(const float* x, std::size_t n) {
@@ -81,6 +101,32 @@ HC_INLINE std::uint32_t largest_of(const WordLanes& lanes) {
     const Quarter four = quarters[0] > quarters[1] ? quarters[0] : quarters[1];
     const std::uint32_t one = four[0] > four[2] ? four[0] : four[2], other = four[1] > four[3] ? four[1] : four[3];
     return one > other ? one : other;
+}
+// Leaves in rows[0] the largest of each of kLanes rows: half as many rows of twice as many halves, until there is one.
+HC_INLINE void fold_rows(WordLanes* rows) {
+    const auto fold = [rows](std::size_t count, auto halves) HC_HOT {
+        for (std::size_t row = 0; row < count; ++row) {
+            WordLanes low, high;
+            halves(rows[2 * row], rows[2 * row + 1], low, high);
+            rows[row] = low > high ? low : high;
+        }
+    };
+    fold(8, [](const WordLanes& a, const WordLanes& b, WordLanes& low, WordLanes& high) HC_HOT {
+        low = HC_SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        high = HC_SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    });
+    fold(4, [](const WordLanes& a, const WordLanes& b, WordLanes& low, WordLanes& high) HC_HOT {
+        low = HC_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+        high = HC_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    });
+    fold(2, [](const WordLanes& a, const WordLanes& b, WordLanes& low, WordLanes& high) HC_HOT {
+        low = HC_SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29);
+        high = HC_SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+    });
+    fold(1, [](const WordLanes& a, const WordLanes& b, WordLanes& low, WordLanes& high) HC_HOT {
+        low = HC_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        high = HC_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    });
 }
 HC_INLINE double total(const Lanes& lanes) {
     using Half = float __attribute__((vector_size(2 * kLanes)));

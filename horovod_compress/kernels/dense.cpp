@@ -7,7 +7,23 @@
 namespace hc {
 namespace {
 
-HC_CLONES std::uint32_t largest_magnitude(const float* x, std::size_t n) { return peak_of(x, n); }
+HC_CLONES std::uint32_t largest_magnitude(const float* x, std::size_t n) {
+    constexpr std::size_t chains = 4;
+    WordLanes peaks[chains] = {};
+    std::size_t i = 0;
+    for (; i + chains * kLanes <= n; i += chains * kLanes) {
+        ask_ahead(x + i, chains * kLanes);
+        for (std::size_t chain = 0; chain < chains; ++chain) {
+            WordLanes b;
+            std::memcpy(&b, x + i + chain * kLanes, sizeof b);
+            b &= 0x7fffffffu;
+            peaks[chain] = peaks[chain] > b ? peaks[chain] : b;
+        }
+    }
+    std::uint32_t peak = peak_of(x + i, n - i);
+    for (const WordLanes& its : peaks) peak = std::max(peak, largest_of(its));
+    return peak;
+}
 
 float largest(const Floats& x) {
     const std::size_t n = length(x, "x");

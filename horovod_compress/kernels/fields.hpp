@@ -123,55 +123,80 @@ struct Counts {
 };
 
 // Each element's own of several numbers, one a scale: the first, or that of the last scale that it fits on all ranks. They are handed out in
-// order, and looked up a block of words at a time.
+// order.
 class Chosen {
   public:
-    Chosen(const Counts& counts, const float* numbers) : counts_(counts), numbers_(numbers) {}
-    HC_INLINE const float* next(std::size_t count) {  // at most kWordBlock
-        if (have_ - at_ < count) {
-            std::memmove(chosen_, chosen_ + at_, 4 * (have_ - at_));
-            have_ -= at_;
-            at_ = 0;
-            while (have_ < count) look_up();
+    Chosen(const Counts& counts, const float* numbers) : counts_(counts), numbers_(numbers), many_(many_from(0)) {}
+
+    // Of the next `count` elements, at most kWordBlock: calls use(number), in which number(j) is that of element j.
+    template <class Use>
+    HC_INLINE void next(std::size_t count, Use use) {
+        if (counts_.scales == 2 && !counts_.layout.wide && count == kWordBlock && count == many_ && at_ == 0) {
+            // The usual case, for which they are looked up where they are used.
+            const std::uint8_t* from = words<std::uint32_t>(1);
+            const int shift = field_ * counts_.layout.width;
+            const auto mask = mask_of<std::uint32_t>() << shift, full = static_cast<std::uint32_t>(counts_.full) << shift;
+            const float its = numbers_[1], otherwise = numbers_[0];
+            skip(count);
+            return use([=](std::size_t j) HC_HOT {
+                std::uint32_t word;
+                std::memcpy(&word, from + j * sizeof word, sizeof word);
+                return (word & mask) == full ? its : otherwise;
+            });
         }
-        at_ += count;
-        return chosen_ + at_ - count;
+        float chosen[kWordBlock];
+        for (std::size_t done = 0; done < count;) {
+            const std::size_t some = std::min(count - done, many_ - at_);
+            for (int scale = 1; scale < counts_.scales; ++scale) {
+                if (counts_.layout.wide) look_up<std::uint64_t>(scale, some, chosen + done);
+                else look_up<std::uint32_t>(scale, some, chosen + done);
+            }
+            skip(some);
+            done += some;
+        }
+        use([&](std::size_t j) HC_HOT { return chosen[j]; });
     }
 
   private:
-    HC_INLINE void look_up() {
-        const Layout& layout = counts_.layout;
-        const std::size_t first = word_ * layout.fields;
-        const bool whole = first + kWordBlock * layout.fields <= layout.n;
-        const std::size_t many = whole ? kWordBlock : layout.words - word_;
-        for (int scale = 1; scale < counts_.scales; ++scale)
-            for (int field = 0; field < layout.fields; ++field) {
-                float* out = chosen_ + have_ + field * many;
-                if (layout.wide) look_at<std::uint64_t>(scale, field, many, out);
-                else if (whole) look_at<std::uint32_t>(scale, field, std::integral_constant<std::size_t, kWordBlock>{}, out);
-                else look_at<std::uint32_t>(scale, field, many, out);
-            }
-        have_ += std::min(many * layout.fields, layout.n - first);
-        word_ += many;
+    std::size_t many_from(std::size_t word) const {
+        const Layout& its = counts_.layout;
+        return (word + kWordBlock) * its.fields <= its.n ? kWordBlock : its.words - word;
     }
-    template <class Word, class Many>
-    HC_INLINE void look_at(int scale, int field, Many many, float* out) const {
-        const std::uint8_t* from = counts_.words + ((scale - 1) * counts_.layout.words + word_) * sizeof(Word);
-        const int shift = field * counts_.layout.width;
-        const Word mask = static_cast<Word>(~0ull >> (64 - counts_.layout.width)), full = static_cast<Word>(counts_.full);
+    // Where the counts of the next elements are.
+    template <class Word>
+    HC_INLINE const std::uint8_t* words(int scale) const {
+        return counts_.words + ((scale - 1) * counts_.layout.words + word_ + at_) * sizeof(Word);
+    }
+    template <class Word>
+    HC_INLINE Word mask_of() const {
+        return static_cast<Word>(~0ull >> (64 - counts_.layout.width));
+    }
+    HC_INLINE void skip(std::size_t count) {
+        at_ += count;
+        if (at_ < many_) return;
+        at_ = 0;
+        if (++field_ < counts_.layout.fields) return;
+        field_ = 0;
+        word_ += many_;
+        many_ = many_from(word_);
+    }
+    template <class Word>
+    HC_INLINE void look_up(int scale, std::size_t count, float* out) const {
+        const std::uint8_t* from = words<Word>(scale);
+        const int shift = field_ * counts_.layout.width;
+        const Word mask = mask_of<Word>(), full = static_cast<Word>(counts_.full);
         const float its = numbers_[scale], otherwise = numbers_[0];
-        for (std::size_t j = 0; j < many; ++j) {
+        for (std::size_t j = 0; j < count; ++j) {
             Word word;
             std::memcpy(&word, from + j * sizeof word, sizeof word);
             out[j] = (word >> shift & mask) == full ? its : scale == 1 ? otherwise : out[j];
         }
     }
 
-    static constexpr std::size_t kFields = 32;  // no layout has more
     const Counts counts_;
     const float* const numbers_;
-    std::size_t word_ = 0, at_ = 0, have_ = 0;
-    float chosen_[(kFields + 1) * kWordBlock];
+    std::size_t word_ = 0, many_, at_ = 0;  // of the block that the next element is in: its first word, how many words, how many are done
+    int field_ = 0;
 };
 
 }  // namespace hc

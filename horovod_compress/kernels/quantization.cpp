@@ -107,7 +107,8 @@ struct Scales {
 template <class Word>
 HC_CLONES void quantize_one(const float* __restrict x, std::uint8_t* words, const Layout& layout, const Scales& scales, Key key) {
     const Scales s = scales;
-    pack_random<Word>(words, layout, key, [=](std::size_t first, std::size_t, auto each) HC_HOT {
+    pack_random<Word>(words, layout, key, [=](std::size_t first, std::size_t count, auto each) HC_HOT {
+        ask_ahead(x + first, count);
         each([=](std::size_t j, std::uint32_t bits) HC_HOT { return s.rounding(s.in_steps(x[first + j], s.factor[0]), bits); });
     });
 }
@@ -117,8 +118,10 @@ HC_CLONES void quantize_several(const float* __restrict x, std::uint8_t* words, 
     const Scales s = scales;
     Chosen chosen(counts, scales.factor);
     pack_random<Word>(words, layout, key, [&](std::size_t first, std::size_t count, auto each) HC_HOT {
-        const float* factors = chosen.next(count);
-        each([&](std::size_t j, std::uint32_t bits) HC_HOT { return s.rounding(s.in_steps(x[first + j], factors[j]), bits); });
+        ask_ahead(x + first, count);
+        chosen.next(count, [&](auto factor) HC_HOT {
+            each([=](std::size_t j, std::uint32_t bits) HC_HOT { return s.rounding(s.in_steps(x[first + j], factor(j)), bits); });
+        });
     });
 }
 
@@ -157,6 +160,7 @@ py::array quantize(const Floats& x, std::optional<py::array> levels, float w, co
 template <class Word>
 HC_CLONES void dequantize_one(const std::uint8_t* words, float* out, const Layout& layout, std::uint64_t offset, float unit) {
     unpack<Word>(words, layout, offset, [=](std::size_t first, std::size_t count, auto sum) HC_HOT {
+        ask_ahead(out + first, count);
         HC_APART
         for (std::size_t j = 0; j < count; ++j) out[first + j] = static_cast<float>(sum(j)) * unit;
     });
@@ -166,9 +170,11 @@ HC_CLONES void dequantize_several(const std::uint8_t* words, float* out, const L
                                   const Counts& counts, const float* units) {
     Chosen chosen(counts, units);
     unpack<Word>(words, layout, offset, [&](std::size_t first, std::size_t count, auto sum) HC_HOT {
-        const float* unit = chosen.next(count);
-        HC_APART
-        for (std::size_t j = 0; j < count; ++j) out[first + j] = static_cast<float>(sum(j)) * unit[j];
+        ask_ahead(out + first, count);
+        chosen.next(count, [&](auto unit) HC_HOT {
+            HC_APART
+            for (std::size_t j = 0; j < count; ++j) out[first + j] = static_cast<float>(sum(j)) * unit(j);
+        });
     });
 }
 
@@ -192,6 +198,7 @@ template <class Word>
 HC_CLONES void count_levels(const float* x, std::uint8_t* words, const Layout& layout, const Scales& scales, int scale) {
     const std::uint32_t largest = scales.largest_fit(scale);
     pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
+        ask_ahead(x + first, count);
         HC_APART
         for (std::size_t j = 0; j < count; ++j) put(j, magnitude(x[first + j]) <= largest);
     });

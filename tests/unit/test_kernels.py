@@ -131,8 +131,8 @@ def variance(a):
 
 
 def adacomp(a):
-    return dict(grad=a.exact(), residue=a.exact(), bin_length=a.one_of(1, 2, 15, 16, 17, 50, 500, 10**6),
-                scale_factor=a.one_of(1.0, 2.0, 3.5))
+    return dict(grad=a.exact(), residue=a.exact(), sent=a.indices(), its_scale=a.one_of(0.0, 3 * a.unit),
+                bin_length=a.one_of(1, 2, 15, 16, 17, 50, 500, 10**6), scale_factor=a.one_of(1.0, 2.0, 3.5))
 
 
 def to_float16(a):
@@ -344,11 +344,14 @@ def test_the_mean_of_one_half_does_not_suffer_from_the_other():
 def test_adacomp_agrees_to_rounding(data):
     a = Arguments(data)
     grad, residue, bin_length = a.any(), a.finite(), a.one_of(1, 7, 50, 500)
+    sent, its_scale = a.indices(), abs(float(a.finite(1)[0]))
     mine, its = residue.copy(), residue.copy()
     got, expected = (
-        module.adacomp(grad.copy(), array, bin_length, 2.0) for module, array in ((kernels, mine), (reference, its))
+        module.adacomp(grad.copy(), array, sent, its_scale, bin_length, 2.0) for module, array in ((kernels, mine), (reference, its))
     )
-    assert got[1:] == expected[1:]
+    assert got[3] == expected[3]
+    assert got[2] == pytest.approx(expected[2], rel=1e-6)
+    np.testing.assert_array_equal(got[1], expected[1])
     (indices, values), (expected_indices, expected_values) = (
         reference.decode_sparse(body_of(result[0]), a.size) for result in (got, expected)
     )
@@ -492,6 +495,7 @@ NINE = [1.0] * 9  # scales
     ("take", {"values": "fp8"}), ("take", {"values": "sign"}), ("take", {"indices": np.array([100], np.uint32)}),
     ("scatter_add", {"indices": np.array([100], np.uint32), "values": np.ones(1, np.float32)}),
     ("adacomp", {"bin_length": 0}), ("adacomp", {"bin_length": -1}), ("adacomp", {"bin_length": 1.5}),
+    ("adacomp", {"sent": np.array([100], np.uint32)}),
     ("encode_buckets", {"bucket": 0}), ("encode_buckets", {"steps": 0}), ("encode_buckets", {"steps": 32768}),
     ("add_buckets", {"bucket": 0}), ("add_buckets", {"steps": 0}), ("add_buckets", {"steps": 32768}),
     ("coordinates", {"count": 101}), ("coordinates", {"first": 90, "count": 11}),

@@ -68,13 +68,17 @@ def _powers(indices, r):
     return indices[keep], values.astype(np.float32), float(np.ldexp(0.5, top))
 
 
-def adacomp(grad, residue, bin_length, scale_factor):
+def adacomp(grad, residue, sent, its_scale, bin_length, scale_factor):
     """AdaComp (Chen et al., AAAI 2018): G = residue + g, H = residue + scale_factor·g; in each bin of bin_length elements those
-    with |H| ≥ max |G| are sent, as sign(G) times the mean of all bins' maxima. residue ← G − sent.
+    with |H| ≥ max |G| are sent, as sign(G) times scale, the mean of all bins' maxima.
 
-    grad is left zero; an element whose new G would be TOO_LARGE or NaN keeps its old residue, and then nothing is sent.
-    An element with G = 0 is not sent. Returns (buffer of the sparse body, number of entries, finite).
+    What was sent stays in the residue until the next call, which first takes sign(residue)·its_scale out of it at the ascending places
+    `sent`. grad is left zero; an element whose new G would be TOO_LARGE or NaN keeps its old residue, and then nothing is sent.
+    An element with G = 0 is not sent. Returns (buffer of the sparse body, places of its entries, scale, finite).
     """
+    if len(sent) and sent.max() >= len(residue):
+        raise ValueError("index outside the tensor")
+    residue[sent] -= np.copysign(np.float32(its_scale), residue[sent])
     g = grad.copy()
     old = residue.copy()
     finite = _accumulate(residue, grad)
@@ -89,9 +93,9 @@ def adacomp(grad, residue, bin_length, scale_factor):
     scale = np.float32(gmax.sum(dtype=np.float64) / max(len(gmax), 1))
     selected = (np.abs(h) >= gmax[bins]) & (residue != 0)
     indices = np.flatnonzero(selected) if finite and scale else np.empty(0, np.int64)
-    values = np.copysign(scale, residue[indices])
-    residue[indices] -= values
-    return encode_sparse(indices.astype(np.uint32), values, "sign", scale), len(indices), finite
+    indices = indices.astype(np.uint32)
+    body = encode_sparse(indices, np.copysign(scale, residue[indices]), "sign", scale)
+    return body, indices, float(scale), finite
 
 
 def _accumulate(residual, grad):
