@@ -12,7 +12,8 @@
 namespace hc {
 namespace {
 
-constexpr std::size_t kBlock = 1024;  // floats: three arrays of as many stay in the first-level cache
+constexpr std::size_t kBlock = 256;   // elements that are searched for hits while they are in the first-level cache
+constexpr std::size_t kBins = 1024;   // elements of bins that are worked on together: three arrays of as many stay in that cache
 constexpr std::size_t kGroup = 64;    // elements whose hits make one word
 
 // Which of 64 bytes are 255 and not 0, as bits.
@@ -90,6 +91,8 @@ HC_CLONES bool strom_pass(float* g, float* r, std::size_t n, float tau, Fired& o
         [&](std::size_t begin, std::size_t count, std::uint8_t* hits) HC_HOT {
             float *added = g + begin, *kept = r + begin;
             std::uint32_t peak = 0;
+            ask_ahead(added, count);
+            ask_ahead(kept, count);
             HC_APART
             for (std::size_t i = 0; i < count; ++i) {
                 const float moved = kept[i] + added[i];
@@ -135,6 +138,8 @@ HC_INLINE bool variance_body(float* g, const float* squares, float* r, float* v,
             float *added = g + begin, *its_r = r + begin, *its_v = v + begin;
             const float* given = squares + (kGiven ? begin : 0);
             std::uint32_t peak_r = 0, peak_v = 0;
+            for (const float* its : {added, its_r, its_v}) ask_ahead(its, count);
+            if (kGiven) ask_ahead(given, count);
             HC_APART
             for (std::size_t i = 0; i < count; ++i) {
                 const float old_r = its_r[i], old_v = its_v[i];
@@ -320,11 +325,11 @@ struct Owed {
 // By blocks of whole bins, so that all but the maxima goes by whole lines, whatever the bins' length is.
 HC_CLONES Bins adacomp_pass(float* g, float* residue, std::size_t n, Owed owed, std::size_t bin_length, float more, Block& scratch,
                             Fired& out) {
-    std::size_t bins = std::max<std::size_t>(kBlock / bin_length, 1);
+    std::size_t bins = std::max<std::size_t>(kBins / bin_length, 1);
     if (bins > kLanes) bins -= bins % kLanes;
     const std::size_t block = bins * bin_length;
     if (scratch.hits.size() < block + kGroup) {
-        scratch.peaks.resize(kBlock);
+        scratch.peaks.resize(kBins);
         scratch.floors.resize(block + kLanes);
         scratch.hits.resize(block + kGroup);
     }

@@ -15,6 +15,7 @@ HC_CLONES std::uint32_t halve(const float* __restrict x, std::uint16_t* __restri
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
         ask_ahead(x + first, count);
+        ask_ahead(out + first, count);
         for (std::size_t i = first; i < first + count; ++i) {
             const std::uint32_t b = bits_of(x[i]), a = b & 0x7fffffffu;
             peak = peak > a ? peak : a;
@@ -65,30 +66,37 @@ float from_float16(const Array<std::uint16_t>& half, Floats& out) {
 
 HC_CLONES std::uint32_t to_bf16(float* __restrict g, std::uint8_t* __restrict out, std::size_t n) {
     std::uint32_t peak = 0;
-    HC_APART
-    for (std::size_t i = 0; i < n; ++i) {
-        const std::uint32_t b = bits_of(g[i]), a = b & 0x7fffffffu;
-        peak = peak > a ? peak : a;
-        const std::uint32_t rounded = (a + 0x7fffu + (a >> 16 & 1u)) >> 16;
-        const auto half = static_cast<std::uint16_t>((rounded < 0x7f7fu ? rounded : 0x7f7fu) | (b >> 16 & 0x8000u));
-        std::memcpy(out + 2 * i, &half, 2);
-        g[i] = 0;
-    }
+    by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
+        ask_ahead(g + first, count);
+        ask_ahead(out + 2 * first, 2 * count);
+        HC_APART
+        for (std::size_t i = first; i < first + count; ++i) {
+            const std::uint32_t b = bits_of(g[i]), a = b & 0x7fffffffu;
+            peak = peak > a ? peak : a;
+            const std::uint32_t rounded = (a + 0x7fffu + (a >> 16 & 1u)) >> 16;
+            const auto half = static_cast<std::uint16_t>((rounded < 0x7f7fu ? rounded : 0x7f7fu) | (b >> 16 & 0x8000u));
+            std::memcpy(out + 2 * i, &half, 2);
+            g[i] = 0;
+        }
+    });
     return peak;
 }
 HC_CLONES std::uint32_t add_bf16(const std::uint8_t* __restrict in, float* __restrict out, std::size_t n, float scale) {
     std::uint32_t peak = 0;
-    HC_APART
-    for (std::size_t i = 0; i < n; ++i) {
-        std::uint16_t half;
-        std::memcpy(&half, in + 2 * i, 2);
-        const std::uint32_t b = std::uint32_t{half} << 16;
-        float value;
-        std::memcpy(&value, &b, 4);
-        out[i] += scale * value;
-        const std::uint32_t a = magnitude(out[i]);
-        peak = peak > a ? peak : a;
-    }
+    by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
+        ask_ahead(out + first, count);
+        HC_APART
+        for (std::size_t i = first; i < first + count; ++i) {
+            std::uint16_t half;
+            std::memcpy(&half, in + 2 * i, 2);
+            const std::uint32_t b = std::uint32_t{half} << 16;
+            float value;
+            std::memcpy(&value, &b, 4);
+            out[i] += scale * value;
+            const std::uint32_t a = magnitude(out[i]);
+            peak = peak > a ? peak : a;
+        }
+    });
     return peak;
 }
 
@@ -145,7 +153,11 @@ HC_CLONES Halves accumulate_halves(float* __restrict g, float* __restrict r, std
             }
         };
         std::size_t i = begin;
-        for (; i + lanes <= end; i += lanes) line(i, lanes);
+        for (; i + lanes <= end; i += lanes) {
+            ask_ahead(g + i, lanes);
+            ask_ahead(r + i, lanes);
+            line(i, lanes);
+        }
         line(i, end - i);
         for (std::size_t j = 0; j < lanes; ++j) {
             worst = std::max(worst, peaks[j]);
@@ -160,6 +172,7 @@ HC_CLONES Halves accumulate_halves(float* __restrict g, float* __restrict r, std
 }
 HC_CLONES void take_signs(float* __restrict r, std::uint8_t* bits, const Layout& layout, float plus, float minus) {
     pack<std::int32_t>(bits, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
+        ask_ahead(r + first, count);
         HC_APART
         for (std::size_t j = 0; j < count; ++j) {
             const bool below = r[first + j] < 0;
@@ -171,6 +184,7 @@ HC_CLONES void take_signs(float* __restrict r, std::uint8_t* bits, const Layout&
 HC_CLONES std::uint32_t add_signs(const std::uint8_t* bits, float* __restrict out, const Layout& layout, float plus, float minus) {
     std::uint32_t peak = 0;
     unpack<std::int32_t>(bits, layout, 0, [&](std::size_t first, std::size_t count, auto sign) HC_HOT {
+        ask_ahead(out + first, count);
         HC_APART
         for (std::size_t j = 0; j < count; ++j) {
             out[first + j] += sign(j) ? minus : plus;
@@ -223,6 +237,7 @@ HC_CLONES std::uint32_t to_powers(float* __restrict g, std::uint8_t* __restrict 
     std::uint32_t peak = 0;
     each_block(n, [&](std::size_t first, std::size_t count) HC_HOT {
         float* x = g + first;
+        ask_ahead(x, count);
         peak = std::max(peak, peak_of(x, count));
         std::uint32_t codes[kBlock];
         each_drawn(count, first / kBlock, key, [&](std::size_t j, std::uint32_t bits) HC_HOT {
@@ -240,6 +255,7 @@ HC_CLONES std::uint32_t add_powers(const std::uint8_t* in, float* __restrict out
     std::uint32_t peak = 0;
     each_block(n, [&](std::size_t first, std::size_t count) HC_HOT {
         float* to = out + first;
+        ask_ahead(to, count);
         std::uint32_t codes[kBlock], largest = 0;
         take_block(in + bytes_of(first, kPowerBits), codes, columns_of(count), kPowerBits, 0);
         for (std::size_t j = 0; j < count; ++j) {

@@ -54,11 +54,12 @@ HC_INLINE float float_of(std::uint32_t bits) {
     std::memcpy(&x, &bits, sizeof x);
     return x;
 }
-// A pass in plain order that does more than add up, or that writes without reading, asks for memory ahead: floats that come some
-// time after x[0] … x[count-1]. Processors' own guesses end at pages; and some are twice as slow to write lines that nobody has read.
-HC_INLINE void ask_ahead(const float* x, std::size_t count) {
-    constexpr std::size_t ahead = 512;
-    for (std::size_t i = 0; i < count; i += 16) HC_PREFETCH(x + ahead + i);
+// A pass in plain order that does more than add up, or that writes without reading, asks for memory ahead: for what comes some time
+// after x[0] … x[count-1]. Processors' own guesses end at pages; and some are twice as slow to write lines that nobody has read.
+template <class T>
+HC_INLINE void ask_ahead(const T* x, std::size_t count) {
+    constexpr std::size_t line = 64 / sizeof(T), ahead = 32 * line;
+    for (std::size_t i = 0; i < count; i += line) HC_PREFETCH(x + ahead + i);
 }
 // work(first, count) for all of n elements, by as many as compilers know.
 template <class Work>

@@ -220,6 +220,7 @@ py::array fine_enough(const Floats& x, float w, const std::vector<float>& steps,
 template <class Word>
 HC_CLONES void sign_codes(const float* x, std::uint8_t* words, const Layout& layout) {
     pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
+        ask_ahead(x + first, count);
         HC_APART
         for (std::size_t j = 0; j < count; ++j) put(j, (x[first + j] > 0) - (x[first + j] < 0));
     });
@@ -227,6 +228,7 @@ HC_CLONES void sign_codes(const float* x, std::uint8_t* words, const Layout& lay
 template <class Word>
 HC_CLONES void majority(const std::uint8_t* words, float* out, const Layout& layout, std::uint64_t size, float unit) {
     unpack<Word>(words, layout, size, [=](std::size_t first, std::size_t count, auto sum) HC_HOT {
+        ask_ahead(out + first, count);
         HC_APART
         for (std::size_t j = 0; j < count; ++j) {
             const std::int32_t its = sum(j);

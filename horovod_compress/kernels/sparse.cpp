@@ -66,8 +66,12 @@ HC_CLONES void take_values(const std::uint8_t* in, std::size_t n, Values kind, f
     if (kind == Values::fp32) {
         if (n) std::memcpy(values, in, 4 * n);
     } else if (kind == Values::sign) {
-        for (std::size_t i = 0; i < n; ++i)
-            values[i] = float_of(bits_of(scale) ^ static_cast<std::uint32_t>(in[i >> 3] >> (i & 7) & 1) << 31);
+        const std::uint32_t plus = bits_of(scale);
+        for (std::size_t i = 0; i < n; i += 8) {
+            std::uint32_t eight[8];
+            for (std::uint32_t j = 0; j < 8; ++j) eight[j] = plus ^ (std::uint32_t{in[i / 8]} >> j & 1) << 31;
+            std::memcpy(values + i, eight, 4 * std::min<std::size_t>(8, n - i));
+        }
     } else if (kind == Values::power) {
         for (std::size_t i = 0; i < n; ++i) values[i] = power_value(in[i >> 1] >> 4 * (i & 1), scale);
     } else {
