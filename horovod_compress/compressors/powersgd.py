@@ -42,6 +42,7 @@ class PowerSGD(SelectiveCompressor):
         n, m = _matrix(shape)
         rank = min(self.rank, n, m)
         q = np.random.default_rng(self.key("start", name)).standard_normal(rank * m, np.float32)
+        kernels.orthonormalize(q, rank)  # the same space; but nearly parallel vectors would lose a direction to rounding
         factors = {"p": zeros(rank * n), "next": zeros(rank * m)}
         return State(name, {"residual": zeros(n * m), "q": q}, scratch={"rank": rank, **factors})
 
