@@ -96,7 +96,9 @@ def in_tensorflow(shapes, gradients, spec):
                 loss = tf.add_n([told(v, g) for v, g in zip(variables, tensors)])
             if distributed:
                 tape = hvd.DistributedGradientTape(tape, compression=ours or hvd.Compression.none)
-            return tf.add_n([tf.reshape(grad, [-1])[0] for grad in tape.gradient(loss, variables)])
+            grads = tape.gradient(loss, variables)
+            with tf.control_dependencies(grads):  # all are there at once, as in PyTorch, and as any exchange has them
+                return tf.add_n([tf.reshape(grad, [-1])[0] for grad in grads])
 
         return lambda: run(tf.zeros(()), *tensors)
 

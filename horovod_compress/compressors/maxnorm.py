@@ -26,8 +26,10 @@ class MaxNorm(SharedScaleQuantizer):
     def steps(self):
         return [2.0**self.bits - 1]
 
-    def norm_of(self, values):
+    def norm_of(self, values, peaks):
+        if self.norm == "max" or peaks is not None:
+            largest = kernels.largest(values, peaks)
         if self.norm == "max":
-            return kernels.largest(values)
+            return largest
         squares = kernels.squared_norm(values)
         return math.sqrt(squares) if math.isfinite(squares) else math.inf

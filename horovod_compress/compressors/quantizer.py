@@ -24,7 +24,7 @@ class SharedScaleQuantizer(SharedCoordinates):
     def stages(self, size):
         nothing = np.empty(0, np.float32)
         codes = kernels.quantize(nothing, None, 1.0, self.steps[:1], _width(self.steps, size), size, 0)
-        levels = [kernels.fine_enough(nothing, 1.0, self.steps, size)] if len(self.steps) > 1 else []
+        levels = [kernels.fine_enough(nothing, nothing.view(np.uint32), 1.0, self.steps, size)] if len(self.steps) > 1 else []
         return (("max", "float32"), *(("sum", words.dtype.name) for words in (*levels, codes)))
 
     @property
@@ -33,17 +33,22 @@ class SharedScaleQuantizer(SharedCoordinates):
         """s of each scale, ascending; codes of all of them are at most the first."""
 
     @abstractmethod
-    def norm_of(self, values):
-        """What the shared scale is the largest of; infinity where values are not finite."""
+    def norm_of(self, values, peaks):
+        """What the shared scale is the largest of; infinity where values are not finite. peaks: memory for `kernels.largest`, with
+        several scales; else None."""
 
     def encode(self, grad, state, step):
         indices, values, finite = self.draw(grad, state, step)
-        (w,) = yield Agree([self.norm_of(values) if finite else math.inf])
+        if len(self.steps) > 1 and "peaks" not in state.scratch:
+            state.scratch["peaks"] = np.empty(-(-values.size // 64), np.uint32)
+        peaks = state.scratch.get("peaks")
+        (w,) = yield Agree([self.norm_of(values, peaks) if finite else math.inf])
         if not math.isfinite(w):  # on some rank: no rank's gradient is used
             values.fill(0)
         state.scratch["drawn"] = drawn = _Drawn(indices, w if math.isfinite(w) else 0.0, step.size, self.steps)
         if len(self.steps) > 1:
-            state.scratch["fine"] = fine = kernels.fine_enough(values, drawn.w, self.steps, step.size, state.scratch.get("fine"))
+            spare = state.scratch.get("fine")
+            state.scratch["fine"] = fine = kernels.fine_enough(values, peaks, drawn.w, self.steps, step.size, spare)
             drawn.levels = yield Summed(fine)
         key = self.key("rounding", state.name, step.index, step.rank)
         spare = state.scratch.get("words")

@@ -22,7 +22,7 @@ class TernGrad(SharedScaleQuantizer):
 
     steps = [1.0]
 
-    def norm_of(self, values):
+    def norm_of(self, values, peaks):
         largest, deviation = kernels.spread(values)
         clipped = self.clip and deviation and math.isfinite(largest)
         return min(largest, self.clip * deviation) if clipped else largest

@@ -62,11 +62,11 @@ HC_INLINE void ask_ahead(const T* x, std::size_t count) {
     for (std::size_t i = 0; i < count; i += line) HC_PREFETCH(x + ahead + i);
 }
 // work(first, count) for all of n elements, by as many as compilers know.
+constexpr std::size_t kStretch = 64;
 template <class Work>
 HC_INLINE void by_stretches(std::size_t n, Work work) {
-    constexpr std::size_t stretch = 64;
     std::size_t i = 0;
-    for (; i + stretch <= n; i += stretch) work(i, stretch);
+    for (; i + kStretch <= n; i += kStretch) work(i, kStretch);
     work(i, n - i);
 }
 HC_INLINE std::uint32_t magnitude(float x) { return bits_of(x) & 0x7fffffffu; }

@@ -7,6 +7,34 @@
 namespace hc {
 namespace {
 
+// The largest magnitude, and that of each kStretch elements into `peaks`.
+HC_CLONES std::uint32_t largest_magnitude(const float* x, std::size_t n, std::uint32_t* peaks) {
+    WordLanes all{};
+    std::size_t i = 0;
+    for (; i + kLanes * kStretch <= n; i += kLanes * kStretch) {
+        WordLanes rows[kLanes];
+        for (std::size_t row = 0; row < kLanes; ++row) {
+            const float* from = x + i + row * kStretch;
+            ask_ahead(from, kStretch);
+            rows[row] = WordLanes{};
+            for (std::size_t j = 0; j < kStretch; j += kLanes) {
+                WordLanes b;
+                std::memcpy(&b, from + j, sizeof b);
+                b &= 0x7fffffffu;
+                rows[row] = rows[row] > b ? rows[row] : b;
+            }
+        }
+        fold_rows(rows);
+        std::memcpy(peaks + i / kStretch, rows, sizeof *rows);
+        all = all > rows[0] ? all : rows[0];
+    }
+    std::uint32_t peak = largest_of(all);
+    for (; i < n; i += kStretch) {
+        peaks[i / kStretch] = peak_of(x + i, std::min(kStretch, n - i));
+        peak = std::max(peak, peaks[i / kStretch]);
+    }
+    return peak;
+}
 HC_CLONES std::uint32_t largest_magnitude(const float* x, std::size_t n) {
     constexpr std::size_t chains = 4;
     WordLanes peaks[chains] = {};
@@ -25,11 +53,13 @@ HC_CLONES std::uint32_t largest_magnitude(const float* x, std::size_t n) {
     return peak;
 }
 
-float largest(const Floats& x) {
+float largest(const Floats& x, std::optional<Indices> peaks) {
     const std::size_t n = length(x, "x");
+    if (peaks) same_length((n + kStretch - 1) / kStretch, length(*peaks, "peaks"), "peaks, one for 64 elements, and x");
     const float* p = x.data();
+    std::uint32_t* its = peaks ? peaks->mutable_data() : nullptr;
     py::gil_scoped_release release;
-    return float_of(std::min(largest_magnitude(p, n), kInfinity));
+    return float_of(std::min(its ? largest_magnitude(p, n, its) : largest_magnitude(p, n), kInfinity));
 }
 
 HC_CLONES void apply_momentum(float* __restrict out, const float* __restrict u, float* __restrict new_u, std::size_t n,
@@ -146,7 +176,7 @@ std::uint64_t flush_denormals(std::uint64_t mode) {
 }  // namespace
 
 void bind_dense(py::module_& m) {
-    m.def("largest", &largest, arg("x").noconvert());
+    m.def("largest", &largest, arg("x").noconvert(), arg("peaks").noconvert() = py::none());
     m.def("spread", &spread, arg("x").noconvert());
     m.def("squared_norm", &squared_norm, arg("x").noconvert());
     m.def("dense_momentum", &dense_momentum, arg("out").noconvert(), arg("u").noconvert(), arg("new_u").noconvert(),

@@ -195,24 +195,33 @@ void dequantize(py::array& words, std::optional<py::array> levels, Floats& out, 
 }
 
 template <class Word>
-HC_CLONES void count_levels(const float* x, std::uint8_t* words, const Layout& layout, const Scales& scales, int scale) {
+HC_CLONES void count_levels(const float* x, const std::uint32_t* peaks, std::uint8_t* words, const Layout& layout, const Scales& scales,
+                            int scale) {
     const std::uint32_t largest = scales.largest_fit(scale);
     pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
+        if (count == kStretch && first % kStretch == 0 && peaks[first / kStretch] <= largest) {  // most of them: they need not be read
+            for (std::size_t j = 0; j < count; ++j) put(j, 1);
+            return;
+        }
         ask_ahead(x + first, count);
         HC_APART
         for (std::size_t j = 0; j < count; ++j) put(j, magnitude(x[first + j]) <= largest);
     });
 }
 
-py::array fine_enough(const Floats& x, float w, const std::vector<float>& steps, std::uint64_t size, std::optional<py::array> spare) {
+py::array fine_enough(const Floats& x, const Indices& peaks, float w, const std::vector<float>& steps, std::uint64_t size,
+                      std::optional<py::array> spare) {
     const Scales scales(w, steps);
-    const Layout layout = of_counts(length(x, "x"), size);
+    const std::size_t n = length(x, "x");
+    same_length((n + kStretch - 1) / kStretch, length(peaks, "peaks"), "peaks, one for 64 elements, and x");
+    const Layout layout = of_counts(n, size);
     const std::size_t count = (steps.size() - 1) * layout.words;
     const float* from = x.data();
+    const std::uint32_t* its = peaks.data();
     py::array words = new_words(layout, spare, count);
     on_words(words, layout, count, [&](auto* out, auto word) {
         for (int scale = 1; scale < scales.count; ++scale, out += layout.words * sizeof word)
-            count_levels<decltype(word)>(from, out, layout, scales, scale);
+            count_levels<decltype(word)>(from, its, out, layout, scales, scale);
     });
     return words;
 }
@@ -263,7 +272,7 @@ void bind_quantization(py::module_& m) {
           arg("width"), arg("size"), arg("key"), arg("spare") = py::none());
     m.def("dequantize", &dequantize, arg("words").noconvert(), arg("levels").noconvert().none(true), arg("out").noconvert(),
           arg("w"), arg("steps"), arg("width"), arg("size"), arg("scale"));
-    m.def("fine_enough", &fine_enough, arg("x").noconvert(), arg("w"), arg("steps"), arg("size"),
+    m.def("fine_enough", &fine_enough, arg("x").noconvert(), arg("peaks").noconvert(), arg("w"), arg("steps"), arg("size"),
           arg("spare") = py::none());
     m.def("sum_signs", &sum_signs, arg("x").noconvert(), arg("width"), arg("spare") = py::none());
     m.def("vote", &vote, arg("words").noconvert(), arg("out").noconvert(), arg("width"), arg("size"), arg("unit"));

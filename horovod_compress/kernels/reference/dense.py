@@ -4,8 +4,14 @@ import numpy as np
 TOO_LARGE = 2.0**110  # no residual goes there, or the sum of many would be infinite for ever
 
 
-def largest(x):
-    """max |x| as a float; infinity where anything is infinite or NaN, 0 for no elements."""
+def largest(x, peaks=None):
+    """max |x| as a float; infinity where anything is infinite or NaN, 0 for no elements. peaks: uint32 for the bits of the largest
+    magnitude of each 64 elements."""
+    if peaks is not None:
+        if len(peaks) != -(-len(x) // 64):
+            raise ValueError("peaks, one for 64 elements, and x must have the same length")
+        bits = np.abs(x).view(np.uint32)
+        peaks[...] = np.maximum.reduceat(bits, np.arange(0, len(x), 64)) if len(x) else 0
     peak = np.abs(x).max(initial=0)
     return float(peak) if np.isfinite(peak) else float("inf")
 

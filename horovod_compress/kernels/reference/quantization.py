@@ -59,8 +59,13 @@ def dequantize(words, levels, out, w, steps, width, size, scale):
     out[...] = codes * unit[levels]
 
 
-def fine_enough(x, w, steps, size, spare=None):
-    """Words of a 1 for each scale l ≥ 1, and each element whose code at steps[l] is at most steps[0]; `size` ranks' words add up."""
+def fine_enough(x, peaks, w, steps, size, spare=None):
+    """Words of a 1 for each scale l ≥ 1, and each element whose code at steps[l] is at most steps[0]; `size` ranks' words add up.
+
+    peaks: for each 64 elements, a number that the bits of no magnitude are above: so that not all of x must be read.
+    """
+    if len(peaks) != -(-len(x) // 64):
+        raise ValueError("peaks, one for 64 elements, and x must have the same length")
     steps = np.asarray(steps, np.float32)
     before, factor = _factors(w, steps)
     fits = [np.abs(x * before * each) <= steps[0] * np.float32(one_of(steps[0])) for each in factor[1:]]
