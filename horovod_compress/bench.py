@@ -158,4 +158,3 @@ def _relative_error(results, given):
         result -= given[name].reshape(-1)
     missing = sum(kernels.squared_norm(result) for result in results.values())
     return math.sqrt(missing / whole) if whole else 0.0
-

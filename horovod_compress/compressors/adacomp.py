@@ -43,12 +43,14 @@ class AdaComp(SelectiveCompressor):
         return State(name, {"residual": zeros(math.prod(shape))})
 
     def encode(self, grad, state, step):
-        owed = state.scratch.pop("owed", _NOTHING)
+        owed = state.scratch.get("owed", _NOTHING)
         buffer, *state.taken, finite = kernels.adacomp(grad, state.arrays["residual"], *owed, self.bin_length, self.scale_factor)
+        state.scratch["owed"] = _NOTHING
         return Gathered(buffer, state.taken[0].size, finite)
 
     def commit(self, state):
-        state.scratch["owed"], state.taken = state.taken, None
+        if state.taken is not None:
+            state.scratch["owed"], state.taken = state.taken, None
 
     def settle(self, state):
         indices, scale = state.scratch.pop("owed", _NOTHING)

@@ -27,9 +27,9 @@ class MaxNorm(SharedScaleQuantizer):
         return [2.0**self.bits - 1]
 
     def norm_of(self, values, peaks):
-        if self.norm == "max" or peaks is not None:
-            largest = kernels.largest(values, peaks)
         if self.norm == "max":
-            return largest
+            return kernels.largest(values, peaks)
+        if peaks is not None:
+            kernels.largest(values, peaks)
         squares = kernels.squared_norm(values)
         return math.sqrt(squares) if math.isfinite(squares) else math.inf

@@ -58,9 +58,10 @@ class PowerSGD(SelectiveCompressor):
         if any(lost):
             fresh = np.random.default_rng(self.key("fresh", state.name, step.index)).standard_normal(last.shape, np.float32)
             last[lost] = fresh[lost]
-        owed = q if state.scratch.pop("owes", False) else None
+        owed = q if "owes" in state.scratch else None
         if not kernels.project(grad, residual, state.arrays["q"], p, rank, owed):
             p.fill(np.nan)  # the sum says so to all ranks
+        state.scratch.pop("owes", None)
         total = yield Summed(p)
         if total is not p:
             np.copyto(p, total)

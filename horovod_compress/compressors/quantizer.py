@@ -34,8 +34,8 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     @abstractmethod
     def norm_of(self, values, peaks):
-        """What the shared scale is the largest of; infinity where values are not finite. peaks: memory for `kernels.largest`, with
-        several scales; else None."""
+        """What the shared scale is the largest of; infinity where values are not finite. peaks: with several scales, what
+        `kernels.largest` is to fill; else None."""
 
     def encode(self, grad, state, step):
         indices, values, finite = self.draw(grad, state, step)
@@ -45,6 +45,8 @@ class SharedScaleQuantizer(SharedCoordinates):
         (w,) = yield Agree([self.norm_of(values, peaks) if finite else math.inf])
         if not math.isfinite(w):  # on some rank: no rank's gradient is used
             values.fill(0)
+            if peaks is not None:
+                peaks.fill(0)
         state.scratch["drawn"] = drawn = _Drawn(indices, w if math.isfinite(w) else 0.0, step.size, self.steps)
         if len(self.steps) > 1:
             spare = state.scratch.get("fine")

@@ -8,7 +8,7 @@
 namespace hc {
 namespace {
 
-constexpr std::size_t kStretch = 1024;  // elements whose sums are added up in float32
+constexpr std::size_t kSummed = 1024;  // elements whose sums are added up in float32
 
 // float32 to float16, ties to even, without a branch: numbers below the normal ones are rounded by an addition.
 HC_CLONES std::uint32_t halve(const float* __restrict x, std::uint16_t* __restrict out, std::size_t n) {
@@ -135,8 +135,8 @@ HC_CLONES Halves accumulate_halves(float* __restrict g, float* __restrict r, std
     constexpr std::size_t lanes = 16;
     std::uint32_t worst = 0;
     Halves total{};
-    for (std::size_t begin = 0; begin < n; begin += kStretch) {
-        const std::size_t end = std::min(n, begin + kStretch);
+    for (std::size_t begin = 0; begin < n; begin += kSummed) {
+        const std::size_t end = std::min(n, begin + kSummed);
         float negative[lanes] = {}, positive[lanes] = {};  // short sums in float32, the long one in float64
         std::uint32_t negatives[lanes] = {}, peaks[lanes] = {};
         const auto line = [&](std::size_t i, std::size_t count) HC_HOT {

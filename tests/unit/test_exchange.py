@@ -7,6 +7,7 @@ import pytest
 from ranks import SHAPES, assert_same, copy_of, gradients, ranks_of, run_step
 
 import horovod_compress as hc
+from horovod_compress import kernels
 from horovod_compress.handshake import agree
 from horovod_compress.kernels import HEADROOM
 from horovod_compress.transport.loopback import Loopback
@@ -186,6 +187,31 @@ def test_a_step_allocates_nothing_of_gradient_size(spec):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 0.02 * sum(grad.nbytes for grad in grads.values())
+
+
+@pytest.mark.skipif(kernels.backend != "native", reason="the reference does not look at its arguments first")
+def test_a_refused_gradient_leaves_what_the_residual_owes():
+    (exchange,) = ranks_of("adacomp", size=1)
+    (given,) = gradients(0, size=1)
+    (sent,) = run_step([exchange], [{n: g.copy() for n, g in given.items()}])
+    refused = np.zeros(1200, np.float32)
+    refused.flags.writeable = False
+    with pytest.raises(ValueError):
+        exchange.submit("w", refused)
+    (later,) = run_step([exchange], [{n: np.zeros_like(g) for n, g in given.items()}])
+    residual = exchange.arrays()["w"]["residual"]
+    np.testing.assert_allclose(sent["w"] + later["w"] + residual, given["w"], atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["adacomp", "powersgd:rank=1"])
+def test_a_step_that_sent_nothing_leaves_what_the_residual_owes(spec):
+    (exchange,) = ranks_of(spec, size=1)
+    (given,) = gradients(0, size=1)
+    (sent,) = run_step([exchange], [{n: g.copy() for n, g in given.items()}])
+    exchange.settle()
+    tensor = exchange._tensors["w"]
+    tensor.compressor.commit(tensor.state)  # as after a gradient that was refused
+    np.testing.assert_allclose(sent["w"] + exchange.arrays()["w"]["residual"], given["w"], atol=1e-5)
 
 
 def test_wrong_submissions_are_errors():
