@@ -30,6 +30,6 @@ class MaxNorm(SharedScaleQuantizer):
         if self.norm == "max":
             return kernels.largest(values, peaks)
         if peaks is not None:
-            kernels.largest(values, peaks)
+            kernels.largest(values, peaks)  # for what it leaves there
         squares = kernels.squared_norm(values)
         return math.sqrt(squares) if math.isfinite(squares) else math.inf

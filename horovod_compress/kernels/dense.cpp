@@ -7,8 +7,8 @@
 namespace hc {
 namespace {
 
-// The largest magnitude, and that of each kStretch elements into `peaks`.
-HC_CLONES std::uint32_t largest_magnitude(const float* x, std::size_t n, std::uint32_t* peaks) {
+// The largest magnitude, and that of each kStretch elements into `peaks`, where that is given.
+HC_CLONES std::uint32_t largest_magnitude(const float* x, std::size_t n, std::uint32_t* peaks = nullptr) {
     WordLanes all{};
     std::size_t i = 0;
     for (; i + kLanes * kStretch <= n; i += kLanes * kStretch) {
@@ -25,31 +25,15 @@ HC_CLONES std::uint32_t largest_magnitude(const float* x, std::size_t n, std::ui
             }
         }
         fold_rows(rows);
-        std::memcpy(peaks + i / kStretch, rows, sizeof *rows);
+        if (peaks) std::memcpy(peaks + i / kStretch, rows, sizeof *rows);
         all = all > rows[0] ? all : rows[0];
     }
     std::uint32_t peak = largest_of(all);
     for (; i < n; i += kStretch) {
-        peaks[i / kStretch] = peak_of(x + i, std::min(kStretch, n - i));
-        peak = std::max(peak, peaks[i / kStretch]);
+        const std::uint32_t its = peak_of(x + i, std::min(kStretch, n - i));
+        if (peaks) peaks[i / kStretch] = its;
+        peak = std::max(peak, its);
     }
-    return peak;
-}
-HC_CLONES std::uint32_t largest_magnitude(const float* x, std::size_t n) {
-    constexpr std::size_t chains = 4;
-    WordLanes peaks[chains] = {};
-    std::size_t i = 0;
-    for (; i + chains * kLanes <= n; i += chains * kLanes) {
-        ask_ahead(x + i, chains * kLanes);
-        for (std::size_t chain = 0; chain < chains; ++chain) {
-            WordLanes b;
-            std::memcpy(&b, x + i + chain * kLanes, sizeof b);
-            b &= 0x7fffffffu;
-            peaks[chain] = peaks[chain] > b ? peaks[chain] : b;
-        }
-    }
-    std::uint32_t peak = peak_of(x + i, n - i);
-    for (const WordLanes& its : peaks) peak = std::max(peak, largest_of(its));
     return peak;
 }
 
@@ -59,7 +43,7 @@ float largest(const Floats& x, std::optional<Indices> peaks) {
     const float* p = x.data();
     std::uint32_t* its = peaks ? peaks->mutable_data() : nullptr;
     py::gil_scoped_release release;
-    return float_of(std::min(its ? largest_magnitude(p, n, its) : largest_magnitude(p, n), kInfinity));
+    return float_of(std::min(largest_magnitude(p, n, its), kInfinity));
 }
 
 HC_CLONES void apply_momentum(float* __restrict out, const float* __restrict u, float* __restrict new_u, std::size_t n,

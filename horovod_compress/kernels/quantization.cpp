@@ -199,7 +199,7 @@ HC_CLONES void count_levels(const float* x, const std::uint32_t* peaks, std::uin
                             int scale) {
     const std::uint32_t largest = scales.largest_fit(scale);
     pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
-        if (count == kStretch && first % kStretch == 0 && peaks[first / kStretch] <= largest) {  // most of them: they need not be read
+        if (count == kStretch && first % kStretch == 0 && peaks[first / kStretch] <= largest) {  // then they need not be read
             for (std::size_t j = 0; j < count; ++j) put(j, 1);
             return;
         }
