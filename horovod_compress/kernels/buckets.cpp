@@ -73,6 +73,7 @@ HC_CLONES void to_fixed(float* __restrict g, const Shape& shape, const Rounding&
     for (std::size_t b = 0; b < shape.buckets; ++b) {
         float* x = g + b * shape.bucket;
         const std::size_t count = shape.count(b);
+        ask_ahead(x, count);
         const std::uint32_t peak = peak_of(x, count);
         body.finite = peak < kInfinity;
         if (!body.finite) return;
@@ -113,6 +114,7 @@ HC_CLONES std::uint32_t add_fixed(const Shape& shape, const std::uint8_t* norms,
         std::memcpy(&norm, norms + 4 * b, 4);
         const float step = unit * norm;
         float* to = out + b * shape.bucket;
+        ask_ahead(to, count);
         take_levels(codes, its, count, widths[b]);
         codes += shape.bytes(b, widths[b]);
         for (std::size_t j = 0; j < count; ++j) {

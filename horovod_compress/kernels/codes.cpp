@@ -30,19 +30,18 @@ HC_CLONES std::uint32_t halve(const float* __restrict x, std::uint16_t* __restri
     });
     return peak;
 }
-HC_CLONES std::uint32_t widen(const std::uint16_t* __restrict half, float* __restrict out, std::size_t n) {
+HC_CLONES std::uint32_t widen(const std::uint16_t* half, float* to, std::size_t n) {
+    Output out(to, n);
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
-        ask_ahead(out + first, count);
-        for (std::size_t i = first; i < first + count; ++i) {
-            const std::uint32_t h = half[i], a = h & 0x7fffu;
+        out.append(count, [&](std::size_t j) HC_HOT {
+            const std::uint32_t h = half[first + j], a = h & 0x7fffu;
             const float below = static_cast<float>(static_cast<std::int32_t>(a)) * 0x1p-24f;  // as an integer: some processors are slow with denormals
             const std::uint32_t normal = (a << 13) + (a < 0x7c00u ? 0x38000000u : 0x70000000u);
-            std::uint32_t b = a < 0x0400u ? bits_of(below) : normal;
+            const std::uint32_t b = a < 0x0400u ? bits_of(below) : normal;
             peak = peak > b ? peak : b;
-            b |= (h & 0x8000u) << 16;
-            std::memcpy(out + i, &b, 4);
-        }
+            return float_of(b | (h & 0x8000u) << 16);
+        });
     });
     return peak;
 }

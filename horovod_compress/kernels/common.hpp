@@ -4,6 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
 
 // x86-64 variants of a hot loop, picked at run time; other CPUs, and sanitizer builds, get the plain one.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(HC_PORTABLE)
@@ -38,6 +41,14 @@
 #define HC_FETCH(address)
 #define HC_UNROLL
 #endif
+// Four numbers to memory past the caches, and the end of such: before it no other thread may be told.
+#if defined(__SSE__)
+#define HC_STREAM(to, from) _mm_stream_ps(to, _mm_load_ps(from))
+#define HC_FENCE() _mm_sfence()
+#else
+#define HC_STREAM(to, from) std::memcpy(to, from, 16)
+#define HC_FENCE()
+#endif
 
 namespace hc {
 
@@ -57,9 +68,10 @@ HC_INLINE float float_of(std::uint32_t bits) {
 // A pass in plain order that does more than add up, or that writes without reading, asks for memory ahead: for what comes some time
 // after x[0] … x[count-1]. Processors' own guesses end at pages; and some are twice as slow to write lines that nobody has read.
 template <class T>
+constexpr std::size_t kAhead = 2048 / sizeof(T);
+template <class T>
 HC_INLINE void ask_ahead(const T* x, std::size_t count) {
-    constexpr std::size_t line = 64 / sizeof(T), ahead = 32 * line;
-    for (std::size_t i = 0; i < count; i += line) HC_PREFETCH(x + ahead + i);
+    for (std::size_t i = 0; i < count; i += 64 / sizeof(T)) HC_PREFETCH(x + kAhead<T> + i);
 }
 // work(first, count) for all of n elements, by as many as compilers know.
 constexpr std::size_t kStretch = 64;
@@ -69,6 +81,47 @@ HC_INLINE void by_stretches(std::size_t n, Work work) {
     for (; i + kStretch <= n; i += kStretch) work(i, kStretch);
     work(i, n - i);
 }
+// Takes n numbers, in plain order, to memory from `to` on: append(count, value) the next `count`, value(j) each. Arrays larger than a
+// processor's own caches go past them: they would leave them before anybody reads them, and a line that is written as a whole need not
+// be read first. A stretch waits until two more are there: what was just written in vectors is slow to read in smaller ones.
+class Output {
+  public:
+    Output(float* to, std::size_t n) : to_(to), past_caches_(n >= kLarge) {}
+    Output(const Output&) = delete;
+    HC_INLINE ~Output() {
+        stream_until(appended_);
+        if (past_caches_) HC_FENCE();
+    }
+    template <class Value>
+    HC_INLINE void append(std::size_t count, Value value) {
+        if (past_caches_ && count == kStretch && reinterpret_cast<std::uintptr_t>(to_) % 16 == 0) {
+            float* to = waiting_[appended_ % kWaiting];
+            HC_APART
+            for (std::size_t j = 0; j < kStretch; ++j) to[j] = value(j);
+            if (++appended_ >= kWaiting) stream_until(appended_ - kWaiting + 1);
+        } else {
+            stream_until(appended_);
+            ask_ahead(to_, count);
+            HC_APART
+            for (std::size_t j = 0; j < count; ++j) to_[j] = value(j);
+            to_ += count;
+        }
+    }
+
+  private:
+    HC_INLINE void stream_until(std::size_t end) {
+        for (; streamed_ < end; ++streamed_, to_ += kStretch) {
+            const float* from = waiting_[streamed_ % kWaiting];
+            for (std::size_t j = 0; j < kStretch; j += 4) HC_STREAM(to_ + j, from + j);
+        }
+    }
+
+    static constexpr std::size_t kLarge = 1 << 18, kWaiting = 4;
+    float* to_;
+    const bool past_caches_;
+    std::size_t appended_ = 0, streamed_ = 0;  // stretches
+    alignas(64) float waiting_[kWaiting][kStretch];
+};
 HC_INLINE std::uint32_t magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
 HC_INLINE std::uint32_t peak_of(const float* x, std::size_t n) {
     std::uint32_t peak = 0;

@@ -158,22 +158,20 @@ py::array quantize(const Floats& x, std::optional<py::array> levels, float w, co
 }
 
 template <class Word>
-HC_CLONES void dequantize_one(const std::uint8_t* words, float* out, const Layout& layout, std::uint64_t offset, float unit) {
-    unpack<Word>(words, layout, offset, [=](std::size_t first, std::size_t count, auto sum) HC_HOT {
-        ask_ahead(out + first, count);
-        HC_APART
-        for (std::size_t j = 0; j < count; ++j) out[first + j] = static_cast<float>(sum(j)) * unit;
+HC_CLONES void dequantize_one(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t offset, float unit) {
+    Output out(to, layout.n);
+    unpack<Word>(words, layout, offset, [&](std::size_t, std::size_t count, auto sum) HC_HOT {
+        out.append(count, [=](std::size_t j) HC_HOT { return static_cast<float>(sum(j)) * unit; });
     });
 }
 template <class Word>
-HC_CLONES void dequantize_several(const std::uint8_t* words, float* out, const Layout& layout, std::uint64_t offset,
+HC_CLONES void dequantize_several(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t offset,
                                   const Counts& counts, const float* units) {
+    Output out(to, layout.n);
     Chosen chosen(counts, units);
-    unpack<Word>(words, layout, offset, [&](std::size_t first, std::size_t count, auto sum) HC_HOT {
-        ask_ahead(out + first, count);
+    unpack<Word>(words, layout, offset, [&](std::size_t, std::size_t count, auto sum) HC_HOT {
         chosen.next(count, [&](auto unit) HC_HOT {
-            HC_APART
-            for (std::size_t j = 0; j < count; ++j) out[first + j] = static_cast<float>(sum(j)) * unit(j);
+            out.append(count, [=](std::size_t j) HC_HOT { return static_cast<float>(sum(j)) * unit(j); });
         });
     });
 }
@@ -198,12 +196,15 @@ template <class Word>
 HC_CLONES void count_levels(const float* x, const std::uint32_t* peaks, std::uint8_t* words, const Layout& layout, const Scales& scales,
                             int scale) {
     const std::uint32_t largest = scales.largest_fit(scale);
+    const std::size_t peaks_in_all = (layout.n + kStretch - 1) / kStretch;
     pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
-        if (count == kStretch && first % kStretch == 0 && peaks[first / kStretch] <= largest) {  // then they need not be read
+        // Where the peak decides, elements need not be read.
+        const std::size_t at = first / kStretch, then = at + kAhead<float> / kStretch;
+        if (then >= peaks_in_all || peaks[then] > largest) ask_ahead(x + first, count);
+        if (count == kStretch && first % kStretch == 0 && peaks[at] <= largest) {
             for (std::size_t j = 0; j < count; ++j) put(j, 1);
             return;
         }
-        ask_ahead(x + first, count);
         HC_APART
         for (std::size_t j = 0; j < count; ++j) put(j, magnitude(x[first + j]) <= largest);
     });
@@ -235,14 +236,13 @@ HC_CLONES void sign_codes(const float* x, std::uint8_t* words, const Layout& lay
     });
 }
 template <class Word>
-HC_CLONES void majority(const std::uint8_t* words, float* out, const Layout& layout, std::uint64_t size, float unit) {
-    unpack<Word>(words, layout, size, [=](std::size_t first, std::size_t count, auto sum) HC_HOT {
-        ask_ahead(out + first, count);
-        HC_APART
-        for (std::size_t j = 0; j < count; ++j) {
+HC_CLONES void majority(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t size, float unit) {
+    Output out(to, layout.n);
+    unpack<Word>(words, layout, size, [&](std::size_t, std::size_t count, auto sum) HC_HOT {
+        out.append(count, [=](std::size_t j) HC_HOT {
             const std::int32_t its = sum(j);
-            out[first + j] = its > 0 ? unit : its < 0 ? -unit : 0;
-        }
+            return its > 0 ? unit : its < 0 ? -unit : 0;
+        });
     });
 }
 

@@ -286,6 +286,24 @@ def test_native_equals_the_reference(name, data):
             np.testing.assert_array_equal(mine[argument], value, err_msg=argument)
 
 
+@native_only
+@pytest.mark.parametrize("name", ["dequantize", "from_float16", "vote"])
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), more=st.sampled_from([0, 1, 63, 64, 1000]), offset=st.integers(0, 17))
+def test_large_outputs_begin_and_end_anywhere(name, data, more, offset):
+    """They are written past the caches, whole vectors at a time."""
+    a = Arguments(data)
+    a.size = 2**18 + more
+    arguments = globals()[name](a)
+    memory = np.full(a.size + 32, 7, np.float32)
+    out = memory[offset:][: a.size]
+    with np.errstate(all="ignore"):
+        got, expected = (getattr(k, name)(**{**arguments, "out": to}) for k, to in ((kernels, out), (reference, arguments["out"])))
+    assert_same(got, expected)
+    np.testing.assert_array_equal(out, arguments["out"])
+    assert (np.delete(memory, np.s_[offset : offset + a.size]) == 7).all()
+
+
 @pytest.mark.parametrize("share", [0.5, 0.03, 0.99])
 def test_elements_that_share_a_draw_round_independently(share):
     """Of a word's ten codes, and of eight elements of a block of natural's, any two are uncorrelated, and each mean is right."""
