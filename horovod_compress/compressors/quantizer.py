@@ -39,22 +39,22 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     def encode(self, grad, state, step):
         indices, values, finite = self.draw(grad, state, step)
-        if len(self.steps) > 1 and "peaks" not in state.scratch:
-            state.scratch["peaks"] = np.empty(-(-values.size // 64), np.uint32)
+        steps = self.steps
         peaks = state.scratch.get("peaks")
+        if len(steps) > 1 and peaks is None:
+            peaks = state.scratch["peaks"] = np.empty(-(-values.size // 64), np.uint32)
         (w,) = yield Agree([self.norm_of(values, peaks) if finite else math.inf])
         if not math.isfinite(w):  # on some rank: no rank's gradient is used
             values.fill(0)
             if peaks is not None:
                 peaks.fill(0)
-        state.scratch["drawn"] = drawn = _Drawn(indices, w if math.isfinite(w) else 0.0, step.size, self.steps)
-        if len(self.steps) > 1:
-            spare = state.scratch.get("fine")
-            state.scratch["fine"] = fine = kernels.fine_enough(values, peaks, drawn.w, self.steps, step.size, spare)
+        state.scratch["drawn"] = drawn = _Drawn(indices, w if math.isfinite(w) else 0.0, step.size, steps)
+        if len(steps) > 1:
+            state.scratch["fine"] = fine = kernels.fine_enough(values, peaks, drawn.w, steps, step.size, state.scratch.get("fine"))
             drawn.levels = yield Summed(fine)
         key = self.key("rounding", state.name, step.index, step.rank)
         spare = state.scratch.get("words")
-        words = kernels.quantize(values, drawn.levels, drawn.w, self.steps, drawn.width, step.size, key, spare)
+        words = kernels.quantize(values, drawn.levels, drawn.w, steps, drawn.width, step.size, key, spare)
         state.scratch["words"] = words
         if state.taken is not None:
             drawn.dequantize(words, values, 1.0)

@@ -82,7 +82,8 @@ void on_words(py::array& words, const Layout& layout, std::size_t count, Work wo
 
 constexpr int kMaxScales = 8;
 
-// What turns a number into steps of each scale, in units of `rounding`: both factors are in range even where w is denormal or huge.
+// What turns a number into steps of each scale, in units of `rounding`: both factors are in range even where w is denormal or huge. A number
+// up to w is at most rounding.most of the first scale's, and one that fits another scale, `largest_fit`, of that.
 struct Scales {
     int count;
     Rounding rounding;
@@ -92,7 +93,9 @@ struct Scales {
         if (count < 1 || count > kMaxScales) throw std::invalid_argument("1 to 8 scales");
         const int exponent = w > 0 ? std::clamp(std::ilogb(w), -120, 120) : 0;
         before = std::ldexp(1.0f, -exponent);
-        for (int l = 0; l < count; ++l) factor[l] = w > 0 ? steps[l] / (w * before) * rounding.one : 0;
+        if (!(w > 0)) return;
+        factor[0] = rounding.factor_for(w * before);
+        for (int l = 1; l < count; ++l) factor[l] = steps[l] / (w * before) * rounding.one;
     }
     HC_INLINE float in_steps(float x, float its_factor) const { return x * before * its_factor; }
     // Of the magnitudes that are no more steps of a scale than fit the first, which are those up to one of them: that one, as bits.
@@ -120,7 +123,7 @@ HC_CLONES void quantize_several(const float* __restrict x, std::uint8_t* words, 
     pack_random<Word>(words, layout, key, [&](std::size_t first, std::size_t count, auto each) HC_HOT {
         ask_ahead(x + first, count);
         chosen.next(count, [&](auto factor) HC_HOT {
-            each([=](std::size_t j, std::uint32_t bits) HC_HOT { return s.rounding(s.in_steps(x[first + j], factor(j)), bits); });
+            each([=](std::size_t j, std::uint32_t bits) HC_HOT { return s.rounding.within(s.in_steps(x[first + j], factor(j)), bits); });
         });
     });
 }

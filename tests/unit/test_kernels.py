@@ -88,11 +88,14 @@ class Arguments:
     def w(self):
         return float(np.float32(self.one_of(0.0, 1e-42, 1e-20, 0.37, 1.0, 1e20, 3.4e38)))
 
-    def levels(self, scales, size):
-        """Words of counts of up to `size`, often as many; None for a single scale."""
-        width = size.bit_length()
-        counts = [np.where(self.rng.random(self.size) < 0.5, size, self.rng.integers(0, size + 1, self.size)) for _ in range(scales - 1)]
-        return np.concatenate([reference.quantization.pack(each, width, 1) for each in counts]) if counts else None
+    def levels(self, scales, size, own=None):
+        """Words of counts of up to `size`, often as many, if this rank's `own` say so too; None for a single scale."""
+        width, counts = size.bit_length(), []
+        for its in np.split(own, scales - 1) if own is not None else [None] * (scales - 1):
+            fits = 1 if its is None else reference.quantization.unpack(its, self.size, width, 1, 0)
+            others = np.where(self.rng.random(self.size) < 0.5, size - 1, self.rng.integers(0, size, self.size))
+            counts.append(reference.quantization.pack(others + fits, width, 1))
+        return np.concatenate(counts) if counts else None
 
 
 def body_of(buffer):
@@ -213,9 +216,13 @@ def coordinates(a):
 
 def quantize(a):
     scales, size = a.one_of(1, 1, 2, 3, 8), a.one_of(1, 2, 3, 8, 1000)
-    steps = a.steps(scales)
+    steps, x, w, levels = a.steps(scales), a.finite(), a.w(), None
     width = (2 * size * int(steps[0])).bit_length()
-    return dict(x=a.finite(), levels=a.levels(scales, size), w=a.w(), steps=steps, width=width, size=size, key=a.draw(KEYS))
+    if scales > 1:
+        peaks = np.empty(-(-a.size // 64), np.uint32)
+        w = min(float(reference.largest(x, peaks)) * a.one_of(1, 1.7), float(np.finfo(np.float32).max))
+        levels = a.levels(scales, size, reference.fine_enough(x, peaks, w, steps, size))
+    return dict(x=x, levels=levels, w=w, steps=steps, width=width, size=size, key=a.draw(KEYS))
 
 
 def dequantize(a):

@@ -42,7 +42,8 @@ def quantize(x, levels, w, steps, width, size, key, spare=None):
     """Words of the codes sign(x)·(⌊y⌋ + Bernoulli(y − ⌊y⌋)), y = |x|/w·s, at most steps[0] (arXiv 2109.12497).
 
     s is steps[0]; where there are more, that of the finest scale that fits an element's code on all `size` ranks, says `levels`, their
-    summed words of `fine_enough`. w = 0: all codes are 0.
+    summed words of `fine_enough`, among them those of x; then no |x| may be above w, while with one scale it counts as w. w = 0: all
+    codes are 0.
     """
     levels = _finest(levels, len(x), len(steps), size)
     steps = np.asarray(steps, np.float32)
@@ -118,11 +119,17 @@ def _finest(levels, n, scales, size):
 
 
 def _factors(w, steps):
-    """Two factors that make steps of x in units of 1/one_of(steps[0]), in range even where w is denormal or huge."""
+    """Two factors that make steps of x in units of 1/one_of(steps[0]), in range even where w is denormal or huge, and of w no more than
+    steps[0] of the first scale's."""
     w = np.float32(w)
-    exponent = int(np.clip(np.frexp(w)[1] - 1, -120, 120)) if w > 0 else 0
-    before = np.ldexp(np.float32(1), -exponent)
-    return before, steps / (w * before) * np.float32(one_of(steps[0])) if w > 0 else np.zeros_like(steps)
+    if not w > 0:
+        return np.float32(1), np.zeros_like(steps)
+    before = np.ldexp(np.float32(1), -int(np.clip(np.frexp(w)[1] - 1, -120, 120)))
+    one = np.float32(one_of(steps[0]))
+    factor = steps / (w * before) * one
+    if w * before * factor[0] > steps[0] * one:
+        factor[0] = np.nextafter(factor[0], np.float32(0))
+    return before, factor
 
 
 def _shape(n, width, spare):
