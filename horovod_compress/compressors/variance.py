@@ -39,9 +39,10 @@ class Variance(SelectiveCompressor):
     def encode(self, grad, state, step):
         r, v = state.arrays["r"], state.arrays["v"]
         buffer, indices, before, finite = kernels.variance(
-            grad, step.squares, r, v, self.alpha, self.zeta, self.tau, self.error_feedback
+            grad, step.squares, r, v, self.alpha, self.zeta, self.tau, self.error_feedback, state.scratch.get("indices")
         )
         state.taken = indices, before
+        state.scratch["indices"] = indices
         return Gathered(buffer, len(indices), finite)
 
     def residual(self, state):

@@ -128,13 +128,23 @@ py::tuple strom(Floats& grad, Floats& residual, float tau) {
     return py::make_tuple(f.signs(tau), f.count, finite);
 }
 
+// Numbers are sent as powers of two within 2^7 of the largest's. Adding half a mantissa carries into the exponent from 1.5 on.
+constexpr std::uint32_t kHalfPower = 0x400000u, kPowers = 7;
+// Of numbers of which one is `largest`, as bits, those have a power that are this at least once half a mantissa is added.
+HC_INLINE std::uint32_t least_power(std::uint32_t largest) {
+    const std::uint32_t top = largest >> 23;
+    return (top > kPowers ? top - kPowers : 1) << 23;
+}
+
 template <bool kGiven>  // the squares; else they are the gradient's own
 HC_INLINE bool variance_body(float* g, const float* squares, float* r, float* v, std::size_t n, float alpha, float zeta, float tau,
                              Fired& out) {
     bool finite = true;
+    std::uint32_t largest = 0;  // that was taken so far, where powers are sent: what has none beside it has none in the end
     collect(
         n, out,
         [&](std::size_t begin, std::size_t count, std::uint8_t* hits) HC_HOT {
+            const std::uint32_t least = least_power(largest);
             float *added = g + begin, *its_r = r + begin, *its_v = v + begin;
             const float* given = squares + (kGiven ? begin : 0);
             std::uint32_t peak_r = 0, peak_v = 0;
@@ -154,7 +164,7 @@ HC_INLINE bool variance_body(float* g, const float* squares, float* r, float* v,
                 its_r[i] = new_r;
                 its_v[i] = fires ? new_v : zeta * new_v;
                 added[i] = 0;
-                hits[i] = fires ? 255 : 0;
+                hits[i] = fires & (magnitude(new_r) + kHalfPower >= least) ? 255 : 0;
             }
             finite &= peak_r < kTooLarge && peak_v < kInfinity;
         },
@@ -162,6 +172,7 @@ HC_INLINE bool variance_body(float* g, const float* squares, float* r, float* v,
             float &its_r = r[out.indices[entry]], &its_v = v[out.indices[entry]];
             out.r[entry] = its_r;
             out.v[entry] = its_v;
+            if (tau == 0) largest = std::max(largest, magnitude(its_r));
             its_v = tau > 0 ? std::max(its_v - 2 * std::fabs(its_r) * tau + tau * tau, 0.0f) : 0;
             its_r = tau > 0 ? its_r - std::copysign(tau, its_r) : 0;
         });
@@ -175,17 +186,15 @@ HC_CLONES bool variance_given(float* g, const float* squares, float* r, float* v
     return variance_body<true>(g, squares, r, v, n, alpha, zeta, tau, out);
 }
 
-// What fired as powers of two within 2^7 of the largest, into `values`; 0 for what is smaller. Returns the largest power, 0 where
+// What fired as powers of two, into `values`; 0 for what has none. Returns the largest power, 0 where
 // there is none: nothing fired, or denormal numbers only, which no power can stand for.
 HC_CLONES std::uint32_t powers_of(const float* __restrict r, std::size_t count, float* __restrict values) {
     std::uint32_t peak = 0;
     for (std::size_t i = 0; i < count; ++i) peak = std::max(peak, magnitude(r[i]));
-    const std::uint32_t top = peak >> 23;
+    const std::uint32_t top = peak >> 23, least = least_power(peak);
     for (std::size_t i = 0; i < count; ++i) {
-        const std::uint32_t b = bits_of(r[i]);
-        // Adding half a mantissa carries into the exponent from 1.5 on; truncation at the top is the minimum.
-        const std::uint32_t rounded = ((b & 0x7fffffffu) + 0x400000u) >> 23, exponent = rounded < top ? rounded : top;
-        const std::uint32_t power = (exponent > 0) & (exponent + 7 >= top) ? (b & 0x80000000u) | exponent << 23 : 0;
+        const std::uint32_t b = bits_of(r[i]), rounded = (b & 0x7fffffffu) + kHalfPower, exponent = rounded >> 23;
+        const std::uint32_t power = rounded >= least ? (b & 0x80000000u) | (exponent < top ? exponent : top) << 23 : 0;
         std::memcpy(values + i, &power, 4);
     }
     return top << 23;
@@ -239,7 +248,7 @@ void keep_values(const Fired& f, const Parts& its, float* values, float* r, floa
 }
 
 py::tuple variance(Floats& grad, std::optional<Floats> squares, Floats& r, Floats& v, float alpha, float zeta, float tau,
-                   bool error_feedback) {
+                   bool error_feedback, std::optional<Indices> spare) {
     const std::size_t n = length(grad, "grad");
     same_length(n, length(r, "r"), "grad and r");
     same_length(n, length(v, "v"), "grad and v");
@@ -261,10 +270,14 @@ py::tuple variance(Floats& grad, std::optional<Floats> squares, Floats& r, Float
         parts.sort(values, f.count);
     }
     const std::size_t count = parts.kept;
-    Indices indices(static_cast<py::ssize_t>(count));
-    Floats before(std::vector<py::ssize_t>{2, static_cast<py::ssize_t>(count)});
-    std::uint32_t* at = indices.mutable_data();
-    float* r_before = before.mutable_data();
+    // What an earlier step has let go of, where that is enough: pages that are new in each step cost more than writing them.
+    const auto entries = static_cast<py::ssize_t>(count);
+    const bool fits = spare && py::isinstance<Indices>(spare->base()) && py::array(spare->base()).size() >= 3 * entries;
+    Indices memory = fits ? Indices(py::reinterpret_borrow<py::object>(spare->base())) : Indices(3 * (entries + entries / 4));
+    std::uint32_t* at = memory.mutable_data();
+    float* r_before = reinterpret_cast<float*>(at + count);
+    const Indices indices(entries, at, memory);
+    const Floats before({py::ssize_t{2}, entries}, r_before, memory);
     {
         py::gil_scoped_release release;
         keep_values(f, parts, scratch.data(), pr, pv, rounds && error_feedback, at, r_before, r_before + count);
@@ -405,7 +418,7 @@ py::tuple adacomp(Floats& grad, Floats& residue, const Indices& sent, float its_
 void bind_adaptive(py::module_& m) {
     m.def("strom", &strom, arg("grad").noconvert(), arg("residual").noconvert(), arg("tau"));
     m.def("variance", &variance, arg("grad").noconvert(), arg("squares").noconvert().none(true), arg("r").noconvert(),
-          arg("v").noconvert(), arg("alpha"), arg("zeta"), arg("tau"), arg("error_feedback"));
+          arg("v").noconvert(), arg("alpha"), arg("zeta"), arg("tau"), arg("error_feedback"), arg("spare") = py::none());
     m.def("adacomp", &adacomp, arg("grad").noconvert(), arg("residue").noconvert(), arg("sent").noconvert(), arg("its_scale"),
           arg("bin_length"), arg("scale_factor"));
 }

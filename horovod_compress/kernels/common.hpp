@@ -68,10 +68,10 @@ HC_INLINE float float_of(std::uint32_t bits) {
 // A pass in plain order that does more than add up, or that writes without reading, asks for memory ahead: for what comes some time
 // after x[0] … x[count-1]. Processors' own guesses end at pages; and some are twice as slow to write lines that nobody has read.
 template <class T>
-constexpr std::size_t kAhead = 3072 / sizeof(T);
+constexpr std::size_t kLead = 3072 / sizeof(T);
 template <class T>
 HC_INLINE void ask_ahead(const T* x, std::size_t count) {
-    for (std::size_t i = 0; i < count; i += 64 / sizeof(T)) HC_FETCH(x + kAhead<T> + i);
+    for (std::size_t i = 0; i < count; i += 64 / sizeof(T)) HC_FETCH(x + kLead<T> + i);
 }
 // work(first, count) for all of n elements, by as many as compilers know.
 constexpr std::size_t kStretch = 64;

@@ -202,7 +202,7 @@ HC_CLONES void count_levels(const float* x, const std::uint32_t* peaks, std::uin
     const std::size_t peaks_in_all = (layout.n + kStretch - 1) / kStretch;
     pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
         // Where the peak decides, elements need not be read.
-        const std::size_t at = first / kStretch, then = at + kAhead<float> / kStretch;
+        const std::size_t at = first / kStretch, then = at + kLead<float> / kStretch;
         if (then >= peaks_in_all || peaks[then] > largest) ask_ahead(x + first, count);
         if (count == kStretch && first % kStretch == 0 && peaks[at] <= largest) {
             for (std::size_t j = 0; j < count; ++j) put(j, 1);

@@ -41,7 +41,7 @@ HC_INLINE float power_value(std::uint32_t code, float scale) {
     return scale * float_of((code & 8u) << 28 | (127 - (code & 7u)) << 23);  // ±2^-d
 }
 
-HC_CLONES void put_values(const float* values, std::size_t n, Values kind, float scale, std::uint8_t* out) {
+HC_CLONES void put_values(const float* __restrict values, std::size_t n, Values kind, float scale, std::uint8_t* __restrict out) {
     if (kind == Values::fp32) {
         if (n) std::memcpy(out, values, 4 * n);
     } else if (kind == Values::sign) {
@@ -51,10 +51,9 @@ HC_CLONES void put_values(const float* values, std::size_t n, Values kind, float
             out[i / 8] = static_cast<std::uint8_t>(byte);
         }
     } else if (kind == Values::power) {
-        for (std::size_t i = 0; i < n; i += 2) {
-            const std::uint32_t high = i + 1 < n ? power_code(values[i + 1], scale) << 4 : 0;
-            out[i / 2] = static_cast<std::uint8_t>(power_code(values[i], scale) | high);
-        }
+        for (std::size_t i = 0; i < n / 2; ++i)
+            out[i] = static_cast<std::uint8_t>(power_code(values[2 * i], scale) | power_code(values[2 * i + 1], scale) << 4);
+        if (n % 2) out[n / 2] = static_cast<std::uint8_t>(power_code(values[n - 1], scale));
     } else {
         for (std::size_t i = 0; i < n; ++i) {
             const std::uint16_t h = kind == Values::fp16 ? to_half(values[i]) : to_bfloat(values[i]);
@@ -62,7 +61,7 @@ HC_CLONES void put_values(const float* values, std::size_t n, Values kind, float
         }
     }
 }
-HC_CLONES void take_values(const std::uint8_t* in, std::size_t n, Values kind, float scale, float* values) {
+HC_CLONES void take_values(const std::uint8_t* __restrict in, std::size_t n, Values kind, float scale, float* __restrict values) {
     if (kind == Values::fp32) {
         if (n) std::memcpy(values, in, 4 * n);
     } else if (kind == Values::sign) {
@@ -73,7 +72,11 @@ HC_CLONES void take_values(const std::uint8_t* in, std::size_t n, Values kind, f
             std::memcpy(values + i, eight, 4 * std::min<std::size_t>(8, n - i));
         }
     } else if (kind == Values::power) {
-        for (std::size_t i = 0; i < n; ++i) values[i] = power_value(in[i >> 1] >> 4 * (i & 1), scale);
+        for (std::size_t i = 0; i < n / 2; ++i) {
+            values[2 * i] = power_value(in[i], scale);
+            values[2 * i + 1] = power_value(in[i] >> 4, scale);
+        }
+        if (n % 2) values[n - 1] = power_value(in[n / 2], scale);
     } else {
         for (std::size_t i = 0; i < n; ++i) {
             std::uint16_t h;

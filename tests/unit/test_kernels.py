@@ -565,6 +565,25 @@ def test_spare_memory_changes_nothing(name):
         assert fits or np.array_equal(spare, kept)
 
 
+@native_only
+def test_variance_takes_the_memory_of_an_earlier_step():
+    """Where its entries fit there, whatever is in it; else its own."""
+    r = np.random.default_rng(1).standard_normal(100).astype(np.float32)
+    zeros = np.zeros(100, np.float32)
+    arguments = dict(grad=zeros, squares=None, r=r, v=zeros, alpha=1.0, zeta=0.9, tau=0.0, error_feedback=False)
+    expected = kernels.variance(**copy.deepcopy(arguments))
+    count = len(expected[1])
+    assert count > 20
+    for entries, fits in ((2 * count, True), (count, True), (count // 3, False)):
+        spare = np.full(3 * entries, 0xA5A5A5A5, np.uint32)[:entries]
+        got = kernels.variance(**copy.deepcopy(arguments), spare=spare)
+        assert_same(got, expected)
+        assert np.shares_memory(got[1], spare) == np.shares_memory(got[2], spare.base) == fits
+        again = kernels.variance(**copy.deepcopy(arguments), spare=got[1])
+        assert_same(again, expected)
+        assert np.shares_memory(again[1], got[1])
+
+
 def test_small_halves_survive_in_threads_that_flush_denormals():
     """TensorFlow's do. The mode is the thread's, and is given back."""
     halves = np.array([1, 2, 500, 1023], np.uint16)  # below 2^-14

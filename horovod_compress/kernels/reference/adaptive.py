@@ -18,7 +18,7 @@ def strom(grad, residual, tau):
     return encode_sparse(indices.astype(np.uint32), values, "sign", tau), len(indices), finite
 
 
-def variance(grad, squares, r, v, alpha, zeta, tau, error_feedback):
+def variance(grad, squares, r, v, alpha, zeta, tau, error_feedback, spare=None):
     """Variance-based compression (Tsuzuku et al., ICLR 2018 workshop).
 
     r ← r + g, v ← v + squares (squares None: g²). Where r² > alpha·v and |r| > tau the element is sent, elsewhere
@@ -28,7 +28,8 @@ def variance(grad, squares, r, v, alpha, zeta, tau, error_feedback):
     largest's; what would need more keeps r and v. Then v ← 0, and r ← 0, or the rounding error with error_feedback.
     tau above 0 (Strom hybrid): sign(r)·tau is sent, r ← r − sign(r)·tau, v ← max(v − 2|r|tau + tau², 0).
 
-    Returns (buffer of the sparse body, indices, rows of r and v before they were taken, finite).
+    Returns (buffer of the sparse body, indices, rows of r and v before they were taken, finite). spare: an earlier step's indices, which
+    nobody needs any more, nor the rows that came with them: the native function takes their memory where it is large enough.
     """
     alpha, zeta, tau = np.float32(alpha), np.float32(zeta), np.float32(tau)
     with np.errstate(over="ignore", invalid="ignore"):
