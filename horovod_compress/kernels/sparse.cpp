@@ -45,11 +45,14 @@ HC_CLONES void put_values(const float* __restrict values, std::size_t n, Values 
     if (kind == Values::fp32) {
         if (n) std::memcpy(out, values, 4 * n);
     } else if (kind == Values::sign) {
-        for (std::size_t i = 0; i < n; i += 8) {
+        const auto pack = [=](std::size_t first, std::size_t count) HC_HOT {
             std::uint32_t byte = 0;
-            for (std::size_t j = 0; j < 8 && i + j < n; ++j) byte |= bits_of(values[i + j]) >> 31 << j;
-            out[i / 8] = static_cast<std::uint8_t>(byte);
-        }
+            for (std::size_t j = 0; j < count; ++j) byte |= bits_of(values[first + j]) >> 31 << j;
+            out[first / 8] = static_cast<std::uint8_t>(byte);
+        };
+        std::size_t i = 0;
+        for (; i + 8 <= n; i += 8) pack(i, 8);
+        if (i < n) pack(i, n - i);
     } else if (kind == Values::power) {
         for (std::size_t i = 0; i < n / 2; ++i)
             out[i] = static_cast<std::uint8_t>(power_code(values[2 * i], scale) | power_code(values[2 * i + 1], scale) << 4);
@@ -87,9 +90,13 @@ HC_CLONES void take_values(const std::uint8_t* __restrict in, std::size_t n, Val
 }
 
 HC_CLONES void put_gaps(const std::uint32_t* indices, std::size_t n, int r, std::uint8_t* out) {
-    BitWriter low(out);
     UnaryWriter high(out + low_size(n, r));
     std::uint32_t next = 0;
+    if (r == 0) {
+        for (std::size_t i = 0; i < n; next = indices[i++] + 1) high.put(indices[i] - next);
+        return high.finish();
+    }
+    BitWriter low(out);
     for (std::size_t i = 0; i < n; ++i) {
         const std::uint32_t gap = indices[i] - next;
         low.put(gap & ((1u << r) - 1), r);
@@ -105,6 +112,10 @@ HC_CLONES void take_gaps(const std::uint8_t* in, const std::uint8_t* end, std::s
     if (size < low) throw std::invalid_argument("shorter than its gaps");
     if (8 * (size - low) > n + ((numel - n) >> r) + 7) throw std::invalid_argument("index outside the tensor");
     read_places(in + low, end, n, indices);
+    if (r == 0) {  // then the places of the ones are the indices
+        if (n && indices[n - 1] >= numel) throw std::invalid_argument("index outside the tensor");
+        return;
+    }
     const BitReader bits(in, end);
     const std::uint64_t mask = (1ull << r) - 1;
     std::uint32_t last = 0;
