@@ -99,9 +99,8 @@ HC_INLINE void unpack(const std::uint8_t* words, const Layout& layout, std::uint
     for (int field = 0; field < layout.fields; ++field) offsets += static_cast<Unsigned>(offset) << (field * layout.width);
     const Unsigned mask = static_cast<Unsigned>(~0ull >> (64 - layout.width)), less = static_cast<Unsigned>(offset);
     const int width = layout.width;
-    const auto nothing = [](std::size_t, std::size_t) HC_HOT {};
     layout.blocks(
-        nothing,
+        [=](std::size_t word, std::size_t many) HC_HOT { ask_ahead(words + word * sizeof(Word), many * sizeof(Word)); },
         [&](int field, std::size_t word, std::size_t first, std::size_t count) HC_HOT {
             const int shift = field * width;
             const std::uint8_t* from = words + word * sizeof(Word);
@@ -111,7 +110,7 @@ HC_INLINE void unpack(const std::uint8_t* words, const Layout& layout, std::uint
                 return static_cast<std::int32_t>(((its + offsets) >> shift & mask) - less);
             });
         },
-        nothing);
+        [](std::size_t, std::size_t) HC_HOT {});
 }
 
 // Words of counts up to `full`, for each of several scales but the first: how many ranks say that an element fits it.
@@ -134,6 +133,7 @@ class Chosen {
         if (counts_.scales == 2 && !counts_.layout.wide && count == kWordBlock && count == many_ && at_ == 0) {
             // The usual case, for which they are looked up where they are used.
             const std::uint8_t* from = words<std::uint32_t>(1);
+            if (field_ == 0) ask_ahead(from, count * sizeof(std::uint32_t));
             const int shift = field_ * counts_.layout.width;
             const auto mask = mask_of<std::uint32_t>() << shift, full = static_cast<std::uint32_t>(counts_.full) << shift;
             const float its = numbers_[1], otherwise = numbers_[0];
