@@ -272,8 +272,9 @@ py::tuple variance(Floats& grad, std::optional<Floats> squares, Floats& r, Float
     const std::size_t count = parts.kept;
     // What an earlier step has let go of, where that is enough: pages that are new in each step cost more than writing them.
     const auto entries = static_cast<py::ssize_t>(count);
-    const bool fits = spare && py::isinstance<Indices>(spare->base()) && py::array(spare->base()).size() >= 3 * entries;
-    Indices memory = fits ? Indices(py::reinterpret_borrow<py::object>(spare->base())) : Indices(3 * (entries + entries / 4));
+    const py::object base = spare && spare->base() ? spare->base() : py::none();
+    const bool fits = py::isinstance<Indices>(base) && py::array(base).size() >= 3 * entries && py::array(base).writeable();
+    Indices memory = fits ? Indices(base) : Indices(3 * (entries + entries / 4));
     std::uint32_t* at = memory.mutable_data();
     float* r_before = reinterpret_cast<float*>(at + count);
     const Indices indices(entries, at, memory);

@@ -587,6 +587,8 @@ def test_variance_takes_the_memory_of_an_earlier_step():
         again = kernels.variance(**copy.deepcopy(arguments), spare=got[1])
         assert_same(again, expected)
         assert np.shares_memory(again[1], got[1])
+    for spare in (got[1].copy(), frozen(np.zeros(3 * count, np.uint32))[:count], np.zeros(3 * count, np.float32).view(np.uint32)[:count]):
+        assert_same(kernels.variance(**copy.deepcopy(arguments), spare=spare), expected)
 
 
 def test_small_halves_survive_in_threads_that_flush_denormals():
