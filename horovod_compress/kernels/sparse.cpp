@@ -90,13 +90,9 @@ HC_CLONES void take_values(const std::uint8_t* __restrict in, std::size_t n, Val
 }
 
 HC_CLONES void put_gaps(const std::uint32_t* indices, std::size_t n, int r, std::uint8_t* out) {
+    BitWriter low(out);
     UnaryWriter high(out + low_size(n, r));
     std::uint32_t next = 0;
-    if (r == 0) {
-        for (std::size_t i = 0; i < n; next = indices[i++] + 1) high.put(indices[i] - next);
-        return high.finish();
-    }
-    BitWriter low(out);
     for (std::size_t i = 0; i < n; ++i) {
         const std::uint32_t gap = indices[i] - next;
         low.put(gap & ((1u << r) - 1), r);
