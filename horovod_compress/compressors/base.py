@@ -83,6 +83,7 @@ class State:
     name: str
     arrays: dict = dataclasses.field(default_factory=dict)
     taken: object = None
+    all_sent: bool = False  # whether the open step sent everything, densely
     scratch: dict = dataclasses.field(default_factory=dict)
     overflows: int = 0  # steps in which a finite element became infinite in a narrower type
 
@@ -145,6 +146,34 @@ class Compressor(ABC):
         numbers, or the sum. All tensors of a step go through their rounds together.
         """
 
+    def payload_bits(self, step):
+        """Bits that this step's Gathered payload will take for each of the tensor's elements, where options and ranks tell that
+        beforehand; None where gradients decide. The exchange compares them with those of a dense exchange."""
+        return None
+
+    def encode_dense(self, grad, state, step):
+        """All that waits and the gradient, as a Dense payload: what the exchange asks for instead of `encode` where gathered
+        payloads would move more."""
+        state.all_sent = True
+        self.settle(state)
+        residual = self.residual(state)
+        if residual is not None:
+            finite = self.accumulate(grad, state, step)
+            np.copyto(grad, residual)
+            if not finite:
+                grad[0] = np.nan
+        return Dense(grad)
+
+    def accumulate(self, grad, state, step):
+        """Adds the gradient to what waits, but for elements that are not finite; leaves it zero; returns whether all of it was finite."""
+        return kernels.accumulate(grad, None, self.residual(state), 0.0, False, step.scale, 0, 0, 0)[1]
+
+    def forget_sent(self, state):
+        """A dense step succeeded: nothing waits any more."""
+        residual = self.residual(state)
+        if residual is not None:
+            residual.fill(0)
+
     def decode(self, payload, out, state, scale):
         """Leaves scale · (what the sum of the ranks' Dense or Summed payloads, `payload`, decodes to) in `out`, the gradient's
         memory, and returns whether that is finite. As it stands, of Dense payloads, whose array may be `out` itself."""
@@ -167,6 +196,14 @@ class Compressor(ABC):
     def residual(self, state):
         """The array of what was not sent yet, once it is settled; None where there is none."""
         return state.arrays.get("residual")
+
+    def end_step(self, state, succeeded):
+        """Ends the open step, once, by what it was: `commit` or `rollback`, or what they are to a dense step."""
+        if not state.all_sent:
+            (self.commit if succeeded else self.rollback)(state)
+        elif succeeded:
+            self.forget_sent(state)
+        state.all_sent = False
 
     def commit(self, state):
         """The step succeeded: forgets what would be needed to undo it."""

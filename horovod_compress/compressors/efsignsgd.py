@@ -20,6 +20,9 @@ class EFSignSGD(ErrorFeedback):
 
     symmetric = True
 
+    def payload_bits(self, step):
+        return 1
+
     def pack(self, grad, residual, state, step):
         payload = Gathered(*kernels.one_bit(grad, residual, self.symmetric, state.scratch.get("body")))
         state.scratch["body"] = payload.buffer

@@ -57,7 +57,7 @@ class SharedCoordinates(SelectiveCompressor):
             values *= np.float32(numel / max(count, 1))
             grad.fill(0)
         else:
-            _, finite = kernels.accumulate(grad, None, residual, 0.0, False, 1.0, 0, 0, 0)
+            finite = self.accumulate(grad, state, step)
             values = kernels.take(indices, residual, None, "fp32", False)[0]
             state.taken = indices, values.copy()
         return indices, values, finite

@@ -48,6 +48,10 @@ class Variance(SelectiveCompressor):
     def residual(self, state):
         return state.arrays["r"]
 
+    def forget_sent(self, state):
+        super().forget_sent(state)
+        state.arrays["v"].fill(0)
+
     def rollback(self, state):
         if state.taken is not None:
             indices, before = state.taken

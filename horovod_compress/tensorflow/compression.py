@@ -62,7 +62,7 @@ class _Call:
     variables: list  # (gradient, _Variable)
     number: tf.Tensor  # of the call
     flat: list  # for each gradient, the shape [-1]
-    squared_norm: list  # of all gradients, where they are clipped; else empty
+    squared_norm: list  # where gradients are clipped, as GraphExchange.submit takes it; else empty
     taken: set = dataclasses.field(default_factory=set)
 
     def take(self, tensor):
@@ -198,7 +198,7 @@ class BoundCompression:
         return tf.cast(result, dtype)
 
     def _new_call(self, tensor):
-        grads, sources, optimizer = _traced(tensor)
+        grads, sources, factor, optimizer = _traced(tensor)
         if self._taken_from and optimizer and not isinstance(optimizer, self._taken_from):
             raise ValueError(
                 "this compression has taken over the momentum of another optimizer than the one it serves, which would apply its own besides: "
@@ -227,7 +227,8 @@ class BoundCompression:
             flat = tf.unstack(flat, len(pairs))
             squared_norm = []
             if self._compressor.clip_norm is not None:
-                squared_norm = [tf.numpy_function(_squared_norm, [grad for grad, _ in pairs], tf.float64, stateful=False)]
+                norm = functools.partial(_squared_norm, factor)
+                squared_norm = [tf.numpy_function(norm, [grad for grad, _ in pairs], tf.float64, stateful=False)]
         return _Call(variables, number, flat, squared_norm)
 
     def _travels_as_it_is(self, variable):
@@ -347,8 +348,8 @@ class BoundCompression:
         """This rank's residuals and momentum, as NumPy arrays by variable and plain values: one a rank, next to the model's and
         the optimizer's. See `StateCheckpoint`."""
         state = self._exchange.state_dict()
-        for name, (arrays, steps) in copy.deepcopy(self._saved or {}).items():
-            state["tensors"][name], state["step"][name] = arrays, steps
+        for name, saved in copy.deepcopy(self._saved or {}).items():
+            state["tensors"][name], state["step"][name], state["dense_until"][name] = saved
         return state
 
     def load_state_dict(self, state):
@@ -384,8 +385,8 @@ def _or_nothing(array, dtype):
     return np.empty(0, dtype) if array is None else array
 
 
-def _squared_norm(*grads):
-    return np.float64(sum(kernels.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1)) for grad in grads))
+def _squared_norm(factor, *grads):
+    return np.float64(factor**2 * sum(kernels.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1)) for grad in grads))
 
 
 def _read_and_clear(squares):
@@ -398,13 +399,16 @@ def _read_and_clear(squares):
 
 
 def _traced(tensor):
-    """(gradients, variables, Horovod's optimizer or None) of the exchange in which this gradient is compressed. Horovod says
-    neither names nor variables, but has them in reach, in a function that reduces `grads` of `vars`."""
+    """(gradients, variables, what Horovod makes of a 1 on each rank, Horovod's optimizer or None) of the exchange in which this
+    gradient is compressed. Horovod says neither, but has them in reach, in a function that reduces `grads` of `vars` by `op`."""
     frame, found = sys._getframe(1), None
     while frame is not None:
         grads, variables = frame.f_locals.get("grads"), frame.f_locals.get("vars")
         if found is None and isinstance(grads, (list, tuple)) and variables is not None and any(grad is tensor for grad in grads):
-            found = grads, variables
+            factor = frame.f_locals.get("prescale_factor", 1.0) * frame.f_locals.get("postscale_factor", 1.0)
+            if frame.f_locals.get("op") == hvd.Sum:
+                factor *= frame.f_locals["process_set"].size()
+            found = grads, variables, factor
         caller = frame.f_locals.get("self")
         if found and is_horovods(caller):
             return *found, caller

@@ -406,6 +406,45 @@ def optimizer_options():
                 assert_close(model, reference)
 
 
+@case(2, 4, 8)
+def clip_norm_limits_the_update_as_clip_grad_norm_does():
+    """Where the ranks' gradients are independent and far above the limit, the update has the norm that vanilla clipping gives it."""
+    for options in ({}, {"op": hvd.Sum}, {"gradient_predivide_factor": 4.0}):
+        for spec in (None, "dgc:ratio=1,momentum=0,clip_norm=1,min_numel=0", "dgc:ratio=0.5,momentum=0,clip_norm=1"):
+            torch.manual_seed(hvd.rank())
+            noise = {"matrix": torch.randn(80, 100), "bias": torch.randn(900)}
+            norm = torch.cat([tensor.flatten() for tensor in noise.values()]).norm()
+            params = {name: nn.Parameter(torch.zeros_like(tensor)) for name, tensor in noise.items()}
+            optimizer = torch.optim.SGD(params.values(), lr=1.0)
+            compression = hvdc.Compression.from_spec(spec, optimizer, params.items()) if spec else hvd.Compression.none
+            optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=params.items(), compression=compression, **options)
+            sum((10 * hvd.size() / norm * noise[name] * param).sum() for name, param in params.items()).backward()
+            optimizer.synchronize()
+            if spec is None:
+                nn.utils.clip_grad_norm_(params.values(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            update = torch.cat([param.detach().flatten() for param in params.values()])
+            if spec and "0.5" in spec:  # what was not sent yet is in the residual, and no part of the limit
+                assert update.norm() < 1.1, f"{options}, {spec}: {update.norm()}"
+            else:
+                assert 0.9 < update.norm() < 1.1, f"{options}, {spec}: {update.norm()}"
+
+
+@case(8)
+def payloads_that_would_move_more_than_dense_ones_go_dense():
+    """9 bits an element from 8 ranks move more than a ring allreduce of 32: the mean is plain Horovod's, and so are the bytes."""
+    reference, model = model_of(), model_of()
+    train(reference, wrap(reference, sgd(reference, momentum=0), hvd.Compression.none), batches(5))
+    optimizer = sgd(model, momentum=0)
+    compression = hvdc.Compression.natural(optimizer, model.named_parameters())
+    train(model, wrap(model, optimizer, compression), batches(5))
+    assert_close(model, reference)
+    assert_replicas_identical(model)
+    stats = compression.stats()
+    assert stats["bytes_sent"] == stats["dense_bytes"], stats
+
+
 @case(2)
 def average_sum_and_predivide_scale_gathered_payloads_alike():
     """The same gathered entries: Sum is twice Average on 2 ranks, a predivide factor changes nothing."""

@@ -140,6 +140,34 @@ def a_tape_gives_what_simulate_gives():
                 assert error <= 1e-5 * np.abs(wanted).max(), f"{spec} {options}: {name} differs by {error} in step {i}"
 
 
+@case(2, 4, 8)
+def clip_norm_limits_the_update():
+    """Independent gradients far above the limit give a result of norm clip_norm, whatever Horovod does with the sum."""
+    noise = {name: np.random.default_rng(hvd.rank()).standard_normal(shape, np.float32) for name, shape in alike.SHAPES.items()}
+    norm = np.sqrt(sum(np.square(array).sum() for array in noise.values()))
+    for options in ({}, {"op": hvdt.Sum}, {"gradient_predivide_factor": 4.0}):
+        for in_graph in (True, False) if hvd.size() == 2 else (True,):
+            compression = hvdc.Compression.dgc(ratio=1, momentum=0, clip_norm=1)
+            step = exchanged(compression, in_graph=in_graph, tape_options=options)
+            result = step({name: tf.constant(10 * hvd.size() / norm * array) for name, array in noise.items()})
+            found = np.sqrt(sum(np.square(array.numpy()).sum() for array in result.values()))
+            assert 0.9 < found < 1.1, f"{options}, in_graph={in_graph}: {found}"
+
+
+@case(8)
+def payloads_that_would_move_more_than_dense_ones_go_dense():
+    """9 bits an element from 8 ranks move more than a ring allreduce of 32."""
+    compression = hvdc.Compression.natural()
+    step = exchanged(compression)
+    for i in range(3):
+        result = step(told(i))
+        for name in alike.SHAPES:
+            mean = sum(alike.gradients(rank, i)[name].astype(np.float64) for rank in range(hvd.size())) / hvd.size()
+            np.testing.assert_allclose(result[name].numpy(), mean, atol=1e-6)
+    stats = compression.stats()
+    assert stats["bytes_sent"] == stats["dense_bytes"], stats
+
+
 # -- training -----------------------------------------------------------------------------------------------------------
 
 TRAINED = ("dgc:ratio=0.02", "adacomp", "variance", "maxnorm", "multiscale", "powersgd")

@@ -41,7 +41,7 @@ def names_for(size):
 
 
 @needs_mpi
-@pytest.mark.parametrize("size, case", [(size, case) for size in (1, 2, 3, 4) for case in names_for(size)])
+@pytest.mark.parametrize("size, case", [(size, case) for size in (1, 2, 3, 4, 8) for case in names_for(size)])
 def test_under_mpirun(jobs, size, case):
     assert_passed(jobs("mpirun", size, names_for(size)), case, size)
 

@@ -35,7 +35,7 @@ def names_for(size):
     return tuple(name for name, (sizes, _) in CASES.items() if size in sizes and name not in ALONE)
 
 
-@pytest.mark.parametrize("size, case", [(size, case) for size in (1, 2, 3) for case in names_for(size)])
+@pytest.mark.parametrize("size, case", [(size, case) for size in (1, 2, 3, 4, 8) for case in names_for(size)])
 def test_cases(jobs, size, case):
     assert_passed(jobs(size), case, size)
 

@@ -95,14 +95,14 @@ def run_sent(run, step, rank, v, top):
 @settings(max_examples=30, deadline=None)
 @given(any_gradients(), st.floats(1e-3, 1e3))
 def test_clipping_limits_the_norm_over_all_tensors(grads, clip_norm):
-    """g of all tensors together has at most clip_norm/√N; then everything is as for the clipped gradients."""
+    """With op=Average g of all tensors together has at most clip_norm·√N; then everything is as for the clipped gradients."""
     ranks = len(grads[0])
     clipped = []
     for step in grads:
         row = []
         for named in step:
             norm = np.sqrt(sum((a.astype(np.float64) ** 2).sum() for a in named.values()))
-            factor = min(1.0, clip_norm / np.sqrt(ranks) / norm) if norm else 1.0
+            factor = min(1.0, clip_norm * np.sqrt(ranks) / norm) if norm else 1.0
             row.append({n: (a * np.float32(factor)) for n, a in named.items()})
         clipped.append(row)
     options = {"id": "dgc", "ratio": 0.1, "momentum": 0.0, "min_numel": 64}
