@@ -266,7 +266,7 @@ class Meeting(Loopback):
         wait = super().allgather(name, payload)
 
         def patient():
-            BARRIER.wait(timeout=30)
+            BARRIER.wait(timeout=600)
             return wait()
 
         return patient
