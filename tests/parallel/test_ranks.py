@@ -50,6 +50,14 @@ def test_under_horovodrun(jobs, launcher, case):
     jobs(launcher, 2, ACROSS_LAUNCHERS).assert_passed(case)
 
 
+def test_beside_four_busy_processes(tmp_path, busy):
+    """`scripts/test --busy 4` runs all tests so."""
+    with busy(4):
+        job = launch(tmp_path, LAUNCHERS["mpirun" if MPI else "horovodrun-gloo"], 2, ACROSS_LAUNCHERS)
+    for case in ACROSS_LAUNCHERS:
+        job.assert_passed(case)
+
+
 @pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("horovodrun-mpi", marks=needs_mpi)])
 @pytest.mark.parametrize("case", ["join_is_refused", "join_is_refused_with_sums"])
 def test_join_is_a_clear_error(tmp_path, launcher, case):
