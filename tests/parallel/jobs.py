@@ -48,7 +48,7 @@ class Job:
     def __exit__(self, *_):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self._signal_ranks(signal.SIGKILL)  # a launcher does not always take its ranks with it, least of all from a host that was cut off
+        self._signal_ranks(signal.SIGKILL)  # a launcher may leave ranks behind, as on a host that was cut off
         self.process.wait()
 
     def outcome(self):
@@ -138,7 +138,9 @@ class Outcome:
             return "\n".join(f"rank {rank}:\n{error}" for rank, error in errors.items())
         printed = f"the job printed:\n{self.printed[-3000:]}"
         behind = [str(number) for number, rank in enumerate(self.ranks) if case and not self._ended(rank, case)]
-        where = f"{case} did not end on rank {', '.join(behind)} of {len(self.ranks)}" if case else "all cases passed, but the ranks did not end"
+        where = "all cases passed, but the ranks did not end"
+        if case:
+            where = f"{case} did not end on rank {', '.join(behind)} of {len(self.ranks)}"
         if not self.limit:
             return f"{where}: the job ended, with status {self.status}; {printed}"
         stacks = [f"rank {rank} {self._doing(self.ranks[rank])}\n{stack}" for rank, stack in self._stacks.items()]
@@ -147,7 +149,9 @@ class Outcome:
 
     def _doing(self, rank):
         case, its = list(rank.items())[-1]
-        return f"ended {case} {self._now - its['ended']:.0f} s ago" if "ended" in its else f"has been in {case} for {self._now - its['began']:.0f} s"
+        if "ended" in its:
+            return f"ended {case} {self._now - its['ended']:.0f} s ago"
+        return f"has been in {case} for {self._now - its['began']:.0f} s"
 
 
 def launch(folder, launcher, size, names, **options):

@@ -1,4 +1,4 @@
-"""Jobs of ranks themselves: what is said of a case that hangs, fails or crashes and of those after it, and that a busy machine is no fault."""
+"""Jobs of ranks themselves: what is said of a case that hangs, fails or crashes, and of those after it."""
 import pathlib
 import shutil
 import time
