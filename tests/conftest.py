@@ -1,4 +1,4 @@
-"""What all tests share: busy processes beside them, and how they are spread over processes."""
+"""What all tests share: busy processes beside them, and their order."""
 import contextlib
 import pathlib
 import subprocess
@@ -42,8 +42,20 @@ def pytest_configure(config):
         config.add_cleanup(stack.close)
 
 
-def pytest_collection_modifyitems(config, items):
-    """With pytest-xdist, one process runs all jobs of real ranks: several tests ask for the same job."""
-    for item in items:
-        if PARALLEL in item.path.parents and config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+def pytest_collection_modifyitems(items):
+    """Jobs of real ranks come last, when the other tests leave them the cores: ranks on busy cores wait for each other much longer."""
+    items.sort(key=lambda item: PARALLEL in item.path.parents)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Of pytest-xdist's processes one runs all jobs of real ranks, because several tests ask for the same job, and one builds and tests the
+    kernels with sanitizers. Its own marker for groups does not work with pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            together = ("tests/parallel/", "tests/unit/test_sanitizers.py")
+            return next((tests for tests in together if nodeid.startswith(tests)), nodeid)
+
+    return Scheduling(config, log)
