@@ -1,5 +1,6 @@
 """What all tests share: busy processes beside them, and their order."""
 import contextlib
+import os
 import pathlib
 import subprocess
 import sys
@@ -7,20 +8,15 @@ import sys
 import pytest
 
 PARALLEL = pathlib.Path(__file__).parent / "parallel"
-BUSY = """
-import os
-parent = os.getppid()
-while os.getppid() == parent:  # ends with the tests, however they end
-    sum(range(10**6))
-"""
 
 
 @contextlib.contextmanager
 def busy_processes(number):
     """Inside, as many processes compute as hard as they can."""
+    loop = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10**6))"  # ends with the tests, however they end
     with contextlib.ExitStack() as stack:
         for _ in range(number):
-            process = subprocess.Popen([sys.executable, "-c", BUSY])
+            process = subprocess.Popen([sys.executable, "-c", loop])
             stack.callback(process.wait)
             stack.callback(process.kill)
         yield
