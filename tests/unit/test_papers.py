@@ -130,13 +130,6 @@ def test_adacomp_selects_nothing_of_a_zero_bin_and_the_last_bin_may_be_short():
     np.testing.assert_allclose(sent[120:], 0.5 / 3, rtol=1e-6)  # the mean over three bins, two of them zero
 
 
-def test_adacomps_bin_length_is_chosen_by_the_shape():
-    compressor = hc.get_compressor("adacomp")
-    for shape, expected in (((64, 3, 7, 7), 50), ((8, 100, 100), 50), ((1000, 512), 500), ((30000, 64), 500)):
-        assert compressor.for_tensor("t", shape).bin_length == expected
-    assert hc.get_compressor("adacomp:bin_length=77").for_tensor("t", (64, 64)).bin_length == 77
-
-
 def test_adacomps_wire_beats_the_papers():
     """8 bits an entry of bins of 50, 16 bits of 500: with the frame and the scale, ours take less."""
     for bin_length, bits in ((50, 8), (500, 16)):
