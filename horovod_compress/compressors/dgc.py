@@ -5,7 +5,7 @@ import math
 from .. import kernels
 from .base import State, zeros
 from .none import NoCompression
-from .options import Choice, Count, Flag, Number, Schedule, option
+from .options import Choice, Flag, Number, Schedule, ZeroOrCount, option
 from .selective import DENSE
 from .topk import TopK
 
@@ -39,7 +39,8 @@ class DGC(TopK):
         "accumulated, such that independent gradients of N ranks add up to it (section 3.2): to clip_norm·√N where ranks are averaged",
     )
     warmup_steps: int = option(
-        Count(), 0, "steps over which the density falls in four stages, ratio^(1/5) … ratio^(4/5): 25 % … 0.4 % for 0.1 %"
+        ZeroOrCount(4), 0,
+        "steps over which the density falls in four stages, ratio^(1/5) … ratio^(4/5): 25 % … 0.4 % for 0.1 %; one at least for each stage",
     )
     schedule: tuple = option(Schedule(), (), "density by step, instead of ratio and warmup_steps")
 

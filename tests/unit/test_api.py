@@ -79,6 +79,7 @@ def test_specs_and_round_trips(spec, expected):
         ("dgc:schedule=0/0.5+0/0.1", ["from step 0 on"]),
         ("dgc:schedule=0/2", ["from step 0 on"]),
         ("dgc:schedule=0/0.1,warmup_steps=5", ["not both"]),
+        ("dgc:warmup_steps=3", ["warmup_steps must be 0, or a whole number, at least 4", "not 3"]),
         ("dgc:momentum=0,nesterov=true", ["nesterov needs"]),
         ("dgc:ratio=0.1,ratio=0.2", ["twice"]),
         ("dgc:transport=pigeon", ["one of horovod"]),

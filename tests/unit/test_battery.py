@@ -15,7 +15,7 @@ import horovod_compress as hc
 from horovod_compress import kernels
 from horovod_compress.compressors import REGISTRY
 from horovod_compress.compressors.base import State
-from horovod_compress.compressors.options import Ascending, Auto, Choice, Count, Flag, Number, Patterns, Schedule
+from horovod_compress.compressors.options import Ascending, Auto, Choice, Count, Flag, Number, Patterns, Schedule, ZeroOrCount
 from horovod_compress.kernels import reference
 from horovod_compress.transport.loopback import Loopback
 
@@ -647,6 +647,7 @@ def wrong_values(kind):
 WRONG_TEXTS = {
     Number: ["", "many", "1e", "nan", "inf"],
     Count: ["", "many", "1.5", "1e3"],
+    ZeroOrCount: ["", "many", "1", "3"],
     Flag: ["", "yes", "1"],
     Choice: ["", "pigeon"],
     Ascending: ["", "5", "6+2", "a+b"],

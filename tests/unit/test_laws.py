@@ -117,6 +117,9 @@ def test_warm_up_densities():
     dgc = hc.get_compressor("dgc:ratio=0.001,warmup_steps=400")
     stages = [dgc.density(step) for step in (0, 99, 100, 200, 300, 399, 400, 10_000)]
     assert stages == pytest.approx([0.2512, 0.2512, 0.0631, 0.01585, 0.00398, 0.00398, 0.001, 0.001], rel=1e-3)
+    for steps in range(4, 20):
+        dgc = hc.get_compressor(f"dgc:ratio=0.001,warmup_steps={steps}")
+        assert len({dgc.density(step) for step in range(steps)}) == 4, "a stage is passed over"
     dgc = hc.get_compressor("dgc:schedule=0/0.25+10/0.0625+20/0.001")
     assert [dgc.density(step) for step in (0, 9, 10, 19, 20, 99)] == [0.25, 0.25, 0.0625, 0.0625, 0.001, 0.001]
 
