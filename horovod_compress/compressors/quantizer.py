@@ -41,9 +41,11 @@ class SharedScaleQuantizer(SharedCoordinates):
         indices, values, finite = self.draw(grad, state, step)
         steps = self.steps
         peaks = state.scratch.get("peaks")
-        if len(steps) > 1 and peaks is None:
-            peaks = state.scratch["peaks"] = np.empty(-(-values.size // 64), np.uint32)
-        (w,) = yield Agree([self.norm_of(values, peaks) if finite else math.inf])
+        stretches = -(-values.size // 64)
+        if len(steps) > 1 and (peaks is None or peaks.size != stretches):
+            peaks = state.scratch["peaks"] = np.empty(stretches, np.uint32)
+        norm = self.norm_of(values, peaks) if finite else math.inf
+        (w,) = yield Agree([norm])
         if not math.isfinite(w):  # on some rank: no rank's gradient is used
             values.fill(0)
             if peaks is not None:
@@ -54,7 +56,7 @@ class SharedScaleQuantizer(SharedCoordinates):
             drawn.levels = yield Summed(fine)
         key = self.key("rounding", state.name, step.index, step.rank)
         spare = state.scratch.get("words")
-        words = kernels.quantize(values, drawn.levels, drawn.w, steps, drawn.width, step.size, key, spare)
+        words = kernels.quantize(values, drawn.levels, drawn.w, min(norm, drawn.w), steps, drawn.width, step.size, key, spare)
         state.scratch["words"] = words
         if state.taken is not None:
             drawn.dequantize(words, values, 1.0)

@@ -98,6 +98,11 @@ struct Scales {
         for (int l = 1; l < count; ++l) factor[l] = steps[l] / (w * before) * rounding.one;
     }
     HC_INLINE float in_steps(float x, float its_factor) const { return x * before * its_factor; }
+    // With one scale, a larger magnitude counts as this one.
+    void clip_at(float largest) {
+        if (!(largest >= 0)) throw std::invalid_argument("clip must be at least 0");
+        rounding.limit = std::min(rounding.limit, bits_of(in_steps(largest, factor[0])));
+    }
     // Of the magnitudes that are no more steps of a scale than fit the first, which are those up to one of them: that one, as bits.
     std::uint32_t largest_fit(int scale) const {
         std::uint32_t fits = 0;
@@ -145,11 +150,12 @@ std::optional<Counts> counts_of(std::optional<py::array>& words, std::size_t n, 
     return counts;
 }
 
-py::array quantize(const Floats& x, std::optional<py::array> levels, float w, const std::vector<float>& steps, int width,
+py::array quantize(const Floats& x, std::optional<py::array> levels, float w, float clip, const std::vector<float>& steps, int width,
                    std::uint64_t size, std::uint64_t key, std::optional<py::array> spare) {
     const std::size_t n = length(x, "x");
     const Layout layout(n, width, 0);
-    const Scales scales(w, steps);
+    Scales scales(w, steps);
+    scales.clip_at(clip);
     const std::optional<Counts> counts = counts_of(levels, n, steps.size(), size);
     const float* from = x.data();
     py::array words = new_words(layout, spare, layout.words);
@@ -271,8 +277,8 @@ void vote(py::array& words, Floats& out, int width, std::uint64_t size, float un
 void bind_quantization(py::module_& m) {
     m.def("random_bits", &random, arg("key"), arg("n"));
     m.def("coordinates", &coordinates, arg("key"), arg("numel"), arg("first"), arg("count"));
-    m.def("quantize", &quantize, arg("x").noconvert(), arg("levels").noconvert().none(true), arg("w"), arg("steps"),
-          arg("width"), arg("size"), arg("key"), arg("spare") = py::none());
+    m.def("quantize", &quantize, arg("x").noconvert(), arg("levels").noconvert().none(true), arg("w"), arg("clip"),
+          arg("steps"), arg("width"), arg("size"), arg("key"), arg("spare") = py::none());
     m.def("dequantize", &dequantize, arg("words").noconvert(), arg("levels").noconvert().none(true), arg("out").noconvert(),
           arg("w"), arg("steps"), arg("width"), arg("size"), arg("scale"));
     m.def("fine_enough", &fine_enough, arg("x").noconvert(), arg("peaks").noconvert(), arg("w"), arg("steps"), arg("size"),

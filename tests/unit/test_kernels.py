@@ -222,7 +222,8 @@ def quantize(a):
         peaks = np.empty(-(-a.size // 64), np.uint32)
         w = min(float(reference.largest(x, peaks)) * a.one_of(1, 1.7), float(np.finfo(np.float32).max))
         levels = a.levels(scales, size, reference.fine_enough(x, peaks, w, steps, size))
-    return dict(x=x, levels=levels, w=w, steps=steps, width=width, size=size, key=a.draw(KEYS))
+    clip = min(a.one_of(0.0, w / 3, w, 2 * w), float(np.finfo(np.float32).max))
+    return dict(x=x, levels=levels, w=w, clip=clip, steps=steps, width=width, size=size, key=a.draw(KEYS))
 
 
 def dequantize(a):
@@ -315,7 +316,7 @@ def test_large_outputs_begin_and_end_anywhere(name, data, more, offset):
 def test_elements_that_share_a_draw_round_independently(share):
     """Of a word's ten codes, and of eight elements of a block of natural's, any two are uncorrelated, and each mean is right."""
     words, size = 64 * 3000, 8 * 64 * 3000
-    codes = kernels.quantize(np.full(10 * words, share, np.float32), None, 1.0, [1.0], 3, 1, 12345)
+    codes = kernels.quantize(np.full(10 * words, share, np.float32), None, 1.0, 1.0, [1.0], 3, 1, 12345)
     codes = reference.quantization.unpack(codes, 10 * words, 3, 0, 1)
     powers = np.zeros(size, np.float32)
     reference.add_natural(powers, body_of(kernels.encode_natural(np.full(size, 1 + share, np.float32), 12345)[0]), 1.0)

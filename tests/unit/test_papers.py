@@ -251,7 +251,7 @@ def test_sums_of_codes_are_exact_for_any_number_of_ranks(size, bits):
         x = np.where(np.arange(77) % 3 == 0, -w, np.where(np.arange(77) % 3 == 1, w, RNG.uniform(-w, w, 77))).astype(
             np.float32
         )
-        its = kernels.quantize(x, None, w, steps, width, size, rank)
+        its = kernels.quantize(x, None, w, w, steps, width, size, rank)
         own = np.empty(77, np.float32)
         kernels.dequantize(its, None, own, w, steps, width, size, 1.0)
         total += own.astype(np.float64)
@@ -565,6 +565,19 @@ def test_qsgds_variance_bound(norm, s, bucket):
     buckets = np.array([normal(bucket) * np.exp(2 * normal(bucket)) for _ in range(20)]).astype(np.float32)
     run = hc.simulate(
         f"qsgd:min_numel=0,levels={s},bucket_size={bucket},norm={norm}", [[{"t": buckets.reshape(-1)}]] * 60
+def test_terngrad_clips_at_each_ranks_own_deviation():
+    """A rank's outlier counts as clip·σ of that rank, also where another rank's gradient makes the shared scale far larger."""
+    small, large = np.float32(0.1) * normal(2000), normal(2000)
+    small[:20], large[:20] = 5, 0
+    limit = 2.5 * small.std(dtype=np.float64)
+    run = hc.simulate("terngrad:min_numel=0", [[{"t": small}, {"t": large}]] * 300)
+    draws = np.array([mean["t"][:20] for mean in run.mean], np.float64)
+    assert draws.mean() == pytest.approx(limit / 2, abs=5 * draws.std() / math.sqrt(draws.size))
+    assert 5 / 2 > 3 * limit / 2  # what a limit of the shared scale would let through is far from it
+    waits = hc.simulate("terngrad:min_numel=0,ratio=1", [[{"t": small}]])  # with a residual, what is clipped waits in it
+    np.testing.assert_allclose(waits.mean[0]["t"] + waits.state[0]["t"]["residual"], small, rtol=1e-6, atol=1e-6)
+
+
     )
     errors = np.array([mean["t"].reshape(buckets.shape) - buckets for mean in run.mean], np.float64)
     measured = (errors**2).sum(axis=2).mean(axis=0)
