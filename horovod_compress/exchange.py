@@ -99,16 +99,17 @@ class Exchange:
 
     # -- a step ---------------------------------------------------------------------------------------------------------
 
-    def submit(self, name, grad, squares=None):
+    def submit(self, name, grad, squares=None, lr=None):
         """Takes a tensor's flat float32 gradient into the step; returns the carrier for the host to reduce, in place.
 
-        squares: where known, the sums over this rank's samples of their squared gradients, as Step.squares. grad's memory
+        squares, lr: where known, as in Step: the sums over this rank's samples of their squared gradients, and the learning rate of
+        this step. grad's memory
         belongs to the exchange until `finish`. A tensor that is submitted again although its step was never finished
         abandons that step: what it took out of residuals goes back.
         """
         if self._run.tensors and (not self._open or name in self._run.tensors):
             self._end_step()
-        step = self._now if squares is None else dataclasses.replace(self._now, squares=squares)
+        step = self._now if squares is lr is None else dataclasses.replace(self._now, squares=squares, lr=lr)
         return self._begin(name, grad, self._run, step, deferred=self.compressor.clip_norm is not None).carrier
 
     def _begin(self, name, grad, run, step, deferred=False):

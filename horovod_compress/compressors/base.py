@@ -33,6 +33,7 @@ class Step:
     squares: np.ndarray = None
 
 
+    lr: float = None
 # What `encode` returns: one tensor's payload on one rank.
 
 

@@ -130,7 +130,7 @@ struct Halves {
     std::uint64_t count[2];
     bool finite;
 };
-HC_CLONES Halves accumulate_halves(float* __restrict g, float* __restrict r, std::size_t n) {
+HC_CLONES Halves accumulate_halves(float* __restrict g, float* __restrict r, std::size_t n, float growth) {
     constexpr std::size_t lanes = 16;
     std::uint32_t worst = 0;
     Halves total{};
@@ -140,7 +140,7 @@ HC_CLONES Halves accumulate_halves(float* __restrict g, float* __restrict r, std
         std::uint32_t negatives[lanes] = {}, peaks[lanes] = {};
         const auto line = [&](std::size_t i, std::size_t count) HC_HOT {
             for (std::size_t j = 0; j < count; ++j) {
-                const float moved = r[i + j] + g[i + j];
+                const float moved = growth * r[i + j] + g[i + j];
                 const std::uint32_t b = magnitude(moved);
                 peaks[j] = peaks[j] > b ? peaks[j] : b;
                 const float kept = b < kTooLarge ? moved : r[i + j];
@@ -194,7 +194,7 @@ HC_CLONES std::uint32_t add_signs(const std::uint8_t* bits, float* __restrict ou
     return peak;
 }
 
-py::tuple one_bit(Floats& grad, Floats& residual, bool symmetric, std::optional<Bytes> spare) {
+py::tuple one_bit(Floats& grad, Floats& residual, float growth, bool symmetric, std::optional<Bytes> spare) {
     const std::size_t n = length(grad, "grad");
     same_length(n, length(residual, "residual"), "grad and residual");
     float *g = grad.mutable_data(), *r = residual.mutable_data();
@@ -204,7 +204,7 @@ py::tuple one_bit(Floats& grad, Floats& residual, bool symmetric, std::optional<
     Halves halves;
     {
         py::gil_scoped_release release;
-        halves = accumulate_halves(g, r, n);
+        halves = accumulate_halves(g, r, n, growth);
         float units[2] = {};
         if (halves.finite && n) {
             const double both = (halves.sum[0] + halves.sum[1]) / static_cast<double>(n);
@@ -293,7 +293,7 @@ void bind_codes(py::module_& m) {
     m.def("from_float16", &from_float16, arg("half").noconvert(), arg("out").noconvert());
     m.def("encode_bf16", &encode_bf16, arg("grad").noconvert(), arg("spare") = py::none());
     m.def("add_bf16", &decode_bf16, arg("out").noconvert(), arg("body").noconvert(), arg("scale"));
-    m.def("one_bit", &one_bit, arg("grad").noconvert(), arg("residual").noconvert(), arg("symmetric"),
+    m.def("one_bit", &one_bit, arg("grad").noconvert(), arg("residual").noconvert(), arg("growth"), arg("symmetric"),
           arg("spare") = py::none());
     m.def("add_one_bit", &add_one_bit, arg("out").noconvert(), arg("body").noconvert(), arg("scale"));
     m.def("encode_natural", &encode_natural, arg("grad").noconvert(), arg("key"), arg("spare") = py::none());

@@ -15,10 +15,11 @@ from tensorflow.python.ops import control_flow_util
 from .. import kernels, wire
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
+from ..compressors.selective import settle_follow_lr
 from ..handshake import agree
 from ..version import __version__
 from .exchange import GraphExchange
-from .optimizer import check, is_horovods, momentum_of, take_over_momentum, watch_passes
+from .optimizer import check, is_horovods, learning_rate_of, momentum_of, take_over_momentum, watch_passes
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order.
 _numbers = collections.defaultdict(itertools.count)
@@ -63,6 +64,7 @@ class _Call:
     number: tf.Tensor  # of the call
     flat: list  # for each gradient, the shape [-1]
     squared_norm: list  # where gradients are clipped, as GraphExchange.submit takes it; else empty
+    lr: list  # the learning rate, where residuals follow it; else empty
     taken: set = dataclasses.field(default_factory=set)
 
     def take(self, tensor):
@@ -106,7 +108,7 @@ class BoundCompression:
             raise ValueError("this process set is not registered: pass it to hvd.init() or hvd.add_process_set() first")
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             raise ValueError("elastic Horovod is not supported yet")
-        compressor = get_compressor(spec)
+        compressor = settle_follow_lr(get_compressor(spec), optimizer is not None)
         if getattr(compressor, "transport", "horovod") != "horovod":
             raise ValueError("with TensorFlow payloads are moved by operations of the graph: say transport=horovod")
         if optimizer is not None:
@@ -127,6 +129,7 @@ class BoundCompression:
         if self._microbatches and self._active:
             watch_passes(optimizer, self._observe)
         self._compressor = compressor
+        self._optimizer = optimizer  # where a tape serves it; Horovod makes one of its own from it
         self._variables = {}  # key, see `_register`, → _Variable
         self._call = None  # of the function that is being traced
         self._saved = None  # where a state was loaded: of variables that are not known yet
@@ -171,7 +174,7 @@ class BoundCompression:
         stages, herald = variable.stages, variable.name == self._exchange.herald
         with tf.device("/cpu:0"):
             dtypes = [variable.compressor.carries, *(dtype for _, dtype in stages[:1]), *["int64"] * herald]
-            inputs = [call.number, call.own(i), *call.squared_norm, *_read_and_clear(variable.squares)]
+            inputs = [call.number, call.own(i), *call.squared_norm, *call.lr, *_read_and_clear(variable.squares)]
             carrier, *message = _python(self._submit, variable, inputs, dtypes)
             beat = [self._move("sum", message.pop(), "step")] if herald else []
             for stage, (op, dtype) in enumerate(stages):
@@ -229,7 +232,8 @@ class BoundCompression:
             if self._compressor.clip_norm is not None:
                 norm = functools.partial(_squared_norm, factor)
                 squared_norm = [tf.numpy_function(norm, [grad for grad, _ in pairs], tf.float64, stateful=False)]
-        return _Call(variables, number, flat, squared_norm)
+            lr = [learning_rate_of(optimizer or self._optimizer)] if self._compressor.follow_lr else []
+        return _Call(variables, number, flat, squared_norm, lr)
 
     def _travels_as_it_is(self, variable):
         """Whether nothing is done to its gradients before Horovod reduces them: then they go there without a detour."""
@@ -304,9 +308,11 @@ class BoundCompression:
         return np.int64(self._exchange.begin(tensors)), np.full((tensors, 1), -1, np.int32)
 
     def _submit(self, variable, call, grad, *numbers):
-        squared_norm = numbers[0] if self._compressor.clip_norm is not None else None
-        squares = numbers[-1].reshape(-1) if variable.squares is not None else None
-        carrier, message, beat = self._exchange.submit(variable.name, grad, call, squares, squared_norm)
+        numbers = iter(numbers)
+        squared_norm = next(numbers) if self._compressor.clip_norm is not None else None
+        lr = float(next(numbers)) if self._compressor.follow_lr else None
+        squares = next(numbers).reshape(-1) if variable.squares is not None else None
+        carrier, message, beat = self._exchange.submit(variable.name, grad, call, squares, squared_norm, lr)
         outputs = [carrier, *(_or_nothing(message, dtype) for _, dtype in variable.stages[:1])]
         return outputs + [_or_nothing(beat, "int64")] * (variable.name == self._exchange.herald)
 

@@ -74,10 +74,10 @@ class GraphExchange(Exchange):
             self._begun[call] = Run(0), tensors
             return call
 
-    def submit(self, name, grad, call, squares=None, squared_norm=None):
+    def submit(self, name, grad, call, squares=None, squared_norm=None, lr=None):
         """Takes a tensor's flat float32 gradient into a step; returns (carrier, message, the herald's numbers or None).
 
-        grad's memory belongs to the exchange until `finish`. squares: as Step.squares; squared_norm: where they are to be
+        grad's memory belongs to the exchange until `finish`. squares, lr: as in Step; squared_norm: where they are to be
         clipped, of factor · (all gradients of the step), factor being what the host makes of a 1 on each rank. A tensor that was
         never finished abandons its last step.
         """
@@ -89,7 +89,7 @@ class GraphExchange(Exchange):
         if name == self.herald:
             run.number = self._steps[name]
         scale = 1.0 if squared_norm is None else self._clipping(float(squared_norm))
-        step = dataclasses.replace(self._now, index=self._steps[name], scale=scale, squares=squares)
+        step = dataclasses.replace(self._now, index=self._steps[name], scale=scale, squares=squares, lr=lr)
         self._steps[name] += 1
         self._last[name] = call, run
         pending = self._begin(name, grad, run, step)

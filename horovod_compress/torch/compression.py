@@ -10,6 +10,7 @@ import torch
 
 from .. import wire
 from ..compressors import get_compressor
+from ..compressors.selective import settle_follow_lr
 from ..exchange import Exchange
 from ..handshake import agree
 from ..transport.horovod import HorovodTransport
@@ -66,7 +67,7 @@ class BoundCompression:
         self._process_set = hvd.global_process_set if process_set is None else process_set
         if self._process_set.process_set_id is None:
             raise ValueError("this process set is not registered: pass it to hvd.init() or hvd.add_process_set() first")
-        compressor = get_compressor(spec)
+        compressor = settle_follow_lr(get_compressor(spec), optimizer is not None)
         slots = [_Slot(name, param) for name, param in _named(optimizer, named_parameters)]
         # Horovod reduces, and compresses, only where there is more than one rank.
         self._active = bool(self._process_set.included()) and (
@@ -105,7 +106,8 @@ class BoundCompression:
         self._transport = self._make_transport() if self._active else Loopback.group(1)[0]
         number = next(_numbers[tuple(self._process_set.ranks or ())])
         self._label = f"hvdc.{self._process_set.process_set_id}.{number}"
-        self._stepped = False
+        self._optimizer = None  # Horovod's, from the first gradient on
+        self._rates = {}  # id(parameter) → learning rate of this step, where residuals follow it
         if self._active:
             agree(self._transport, self._label, self._description())
 
@@ -119,7 +121,7 @@ class BoundCompression:
         slot = self._find(tensor)
         host, flat = slot.load(tensor)
         squares = self._moments.take(slot.name) if self._moments else None
-        carrier = exchange.submit(slot.name, flat, squares)
+        carrier = exchange.submit(slot.name, flat, squares, self._rates.get(id(slot.param)))
         sent = host if carrier is flat else torch.from_numpy(carrier)
         return sent, (slot.name, tensor, host, sent, carrier)
 
@@ -186,13 +188,15 @@ class BoundCompression:
         return self._exchange
 
     def _begin_step(self):
-        if not self._stepped:
+        if self._optimizer is None:
             optimizer = self._horovods_optimizer()
             # Only now: until here the user could broadcast these options, or load them.
             agree(self._transport, f"{self._label}.step", _options(optimizer))
             if self._takeover:
                 self._takeover.optimizer = optimizer
-            self._stepped = True
+            self._optimizer = optimizer
+        if self._compressor.follow_lr:
+            self._rates = {id(param): float(group["lr"]) for group in self._optimizer.param_groups for param in group["params"]}
         if self._takeover:
             self._takeover.due = False
             for name, options in self._takeover.changes().items():

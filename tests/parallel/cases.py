@@ -1004,6 +1004,68 @@ def reduced(spec, steps=4, process_set=hvd.global_process_set):
 
 
 @case(2, 3)
+def residuals_follow_each_groups_learning_rate():
+    """efsignsgd under a scheduler, with a group of its own rate, through a checkpoint: as `simulate`, which is as published."""
+    groups, rates = {"matrix": 1.0, "kernel": 0.3}, [0.1, 0.2, 0.2, 0.02, 0.5, 0.05]
+
+    def start():
+        params = {name: nn.Parameter(torch.zeros(alike.SHAPES[name])) for name in groups}
+        optimizer = torch.optim.SGD([{"params": [params[name]], "lr": times} for name, times in groups.items()])
+        compression = hvdc.Compression.from_spec("efsignsgd:min_numel=0", optimizer, list(params.items()))
+        wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=list(params.items()), compression=compression)
+        return params, compression, wrapped, torch.optim.lr_scheduler.LambdaLR(wrapped, lambda step: rates[min(step, 5)])
+
+    def take(params, wrapped, scheduler, steps):
+        for step in steps:
+            given = alike.gradients(hvd.rank(), step)
+            wrapped.zero_grad()
+            sum((param * torch.from_numpy(given[name])).sum() for name, param in params.items()).backward()
+            wrapped.step()
+            scheduler.step()
+
+    params, compression, wrapped, scheduler = start()
+    take(params, wrapped, scheduler, range(3))
+    saved = [copy.deepcopy(part.state_dict()) for part in (compression, wrapped, scheduler)]
+    values = {name: param.detach().clone() for name, param in params.items()}
+    params, compression, wrapped, scheduler = start()
+    for part, state in zip((compression, wrapped, scheduler), saved):
+        part.load_state_dict(state)
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(values[name])
+    take(params, wrapped, scheduler, range(3, 6))
+    gradients = [[alike.gradients(rank, step) for rank in range(hvd.size())] for step in range(6)]
+    for name, times in groups.items():
+        own = [[{name: named[name]} for named in ranks] for ranks in gradients]
+        run = simulate("efsignsgd:min_numel=0", own, lr=[rate * times for rate in rates])
+        expected = -sum(rate * times * mean[name].astype(np.float64) for rate, mean in zip(rates, run.mean))
+        np.testing.assert_allclose(params[name].detach().numpy(), expected, rtol=1e-4, atol=1e-5)
+        plain = simulate("efsignsgd:min_numel=0", own)
+        other = -sum(rate * times * mean[name].astype(np.float64) for rate, mean in zip(rates, plain.mean))
+        assert np.abs(other - expected).max() > 0.01 * np.abs(expected).max(), "the rates would not show"
+        residual = compression.state_dict()["tensors"][name]["residual"].numpy()
+        np.testing.assert_allclose(residual, run.state[hvd.rank()][name]["residual"], rtol=1e-4, atol=1e-4)
+    with raises(ValueError, "follow_lr needs the optimizer"):
+        hvdc.Compression.from_spec("efsignsgd:follow_lr=true", None, list(params.items()))
+
+
+@case(2, 3)
+def coordinates_of_the_whole_model():
+    """K of all tensors together, also where a tensor has none of them: as `simulate`."""
+
+    def named(rank, step):
+        return {f"held.{name}": gradient.numpy() for name, gradient in told(rank, step).items()}
+
+    for spec in ("globalrandk:k=40", "maxnorm:k=40", "multiscale:k=40,unbiased=true"):
+        spec += ",of=model,min_numel=0"
+        found, compression = reduced(spec, steps=3)
+        run = simulate(spec, [[named(rank, step) for rank in range(hvd.size())] for step in range(3)])
+        expected = np.array([np.concatenate([mean[name].reshape(-1) for name in named(0, 0)]) for mean in run.mean])
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+        assert compression.stats()["bytes_sent"] == sum(sent[hvd.rank()] for sent in run.bytes_sent), spec
+
+
+@case(2, 3)
 def mpi_gives_what_horovod_gives():
     moved = [id for id, about in available().items() if "transport" in about["options"]]
     for id in moved if hvd.size() == 2 else ("dgc", "multiscale", "powersgd"):

@@ -168,6 +168,46 @@ def payloads_that_would_move_more_than_dense_ones_go_dense():
     assert stats["bytes_sent"] == stats["dense_bytes"], stats
 
 
+@case(2)
+def residuals_follow_the_learning_rate():
+    """efsignsgd with a schedule and with a rate that is set, of both kinds of optimizers and with a tape: as `simulate`, which is as
+    published."""
+    names, rates = ("matrix", "kernel"), [0.1, 0.2, 0.02, 0.5, 0.05]
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0, 1, 2, 3], rates)
+    gradients = [[{n: alike.gradients(rank, step)[n] for n in names} for rank in range(2)] for step in range(5)]
+    expected, plain = (
+        {n: -sum(rate * mean[n].astype(np.float64) for rate, mean in zip(rates, simulate("efsignsgd:min_numel=0", gradients, **lr).mean)) for n in names}
+        for lr in ({"lr": rates}, {})
+    )
+    for kind, scheduled, taped in (("new", True, False), ("legacy", True, True), ("new", False, True), ("legacy", False, False)):
+        variables = {name: tf.Variable(tf.zeros(alike.SHAPES[name]), name=name) for name in names}
+        bound = SGD[kind](schedule if scheduled else rates[0])
+        compression = hvdc.Compression.from_spec("efsignsgd:min_numel=0", bound)
+        optimizer = bound if taped else hvd.DistributedOptimizer(bound, compression=compression)
+        if kind == "new":
+            optimizer.build(list(variables.values()))
+
+        @tf.function
+        def step(given):
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(variables[n] * given[n]) for n in names])
+            if taped:
+                tape = hvdt.DistributedGradientTape(tape, compression=compression)
+                optimizer.apply_gradients(zip(tape.gradient(loss, list(variables.values())), variables.values()))
+            else:
+                optimizer.minimize(loss, list(variables.values()), tape=tape)
+
+        for i, rate in enumerate(rates):
+            if not scheduled:
+                optimizer.learning_rate = rate
+            step(told(i, names))
+        for name, variable in variables.items():
+            what = f"{kind} {'schedule' if scheduled else 'rate'} {'tape' if taped else 'optimizer'} {name}"
+            error = np.abs(variable.numpy() - expected[name]).max()
+            assert error <= 1e-4 * np.abs(expected[name]).max(), f"{what}: off by {error}"
+            assert np.abs(plain[name] - expected[name]).max() > 0.01 * np.abs(expected[name]).max()
+
+
 # -- training -----------------------------------------------------------------------------------------------------------
 
 TRAINED = ("dgc:ratio=0.02", "adacomp", "variance", "maxnorm", "multiscale", "powersgd")

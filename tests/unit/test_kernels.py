@@ -155,7 +155,7 @@ def add_bf16(a):
 
 
 def one_bit(a):
-    return dict(grad=a.exact(), residual=a.exact(), symmetric=a.one_of(False, True))
+    return dict(grad=a.exact(), residual=a.exact(), growth=a.one_of(1.0, 0.0, 0.1, 3.0), symmetric=a.one_of(False, True))
 
 
 def add_one_bit(a):
@@ -351,7 +351,8 @@ def test_one_bit_agrees_to_rounding(symmetric, data):
     a = Arguments(data)
     grad, residual = np.clip(a.any(), -1e36, 1e36), np.clip(a.finite(), -1e36, 1e36)
     mine, its = residual.copy(), residual.copy()
-    got, expected = kernels.one_bit(grad.copy(), mine, symmetric), reference.one_bit(grad.copy(), its, symmetric)
+    growth = a.one_of(1.0, 0.0, 0.1, 3.0)
+    got, expected = (k.one_bit(grad.copy(), r, growth, symmetric) for k, r in ((kernels, mine), (reference, its)))
     assert got[1:] == expected[1:]
     units, expected_units = (buffer[HEADROOM:][:8].view(np.float32) for buffer in (got[0], expected[0]))
     np.testing.assert_allclose(units, expected_units, rtol=2e-6, atol=2e-6 * np.abs(expected_units).max())
@@ -362,7 +363,7 @@ def test_one_bit_agrees_to_rounding(symmetric, data):
 def test_the_mean_of_one_half_does_not_suffer_from_the_other():
     grad = np.full(1000, 1e-3, np.float32)
     grad[::50] = -1e6
-    buffer, *_ = kernels.one_bit(grad, np.zeros(1000, np.float32), False)
+    buffer, *_ = kernels.one_bit(grad, np.zeros(1000, np.float32), 1.0, False)
     np.testing.assert_allclose(buffer[HEADROOM:][:8].view(np.float32), [1e-3, -1e6], rtol=1e-5)
 
 
