@@ -17,7 +17,7 @@ import zlib
 import numpy as np
 
 from . import kernels, wire
-from .compressors.base import Agree, Compressor, Dense, Gathered, State, Step
+from .compressors.base import Agree, Compressor, Dense, Gathered, Model, State, Step
 from .handshake import MismatchError, first_difference
 
 _log = logging.getLogger("horovod_compress")
@@ -80,6 +80,7 @@ class Exchange:
         self.transport = transport
         self._label = label
         self._tensors = {}
+        self._model = Model()
         for name, (shape, variant) in tensors.items():
             self._know(name, shape, variant)
         self._now = Step(0, transport.rank, transport.size)
@@ -93,9 +94,11 @@ class Exchange:
     def _know(self, name, shape, variant):
         chosen = variant.for_tensor(name, shape)
         digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
-        self._tensors[name] = _Tensor(
-            name, tuple(shape), chosen, chosen.init(name, shape), digest, math.prod(shape), np.ones(1, np.float32)
-        )
+        state = chosen.init(name, shape)
+        if type(chosen) is type(self.compressor):
+            self._model.add(name, math.prod(shape))
+            state.model = self._model
+        self._tensors[name] = _Tensor(name, tuple(shape), chosen, state, digest, math.prod(shape), np.ones(1, np.float32))
 
     # -- a step ---------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 An algorithm knows arrays and kernels: nothing of frameworks or networks.
 """
 import dataclasses
+import threading
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -23,7 +24,8 @@ def zeros(numel):
 @dataclasses.dataclass(frozen=True)
 class Step:
     """What an algorithm may know of the step it works in: its number from 0, this rank and the number of ranks, what local
-    clipping makes of this rank's gradient (a factor, 1 without clipping), and the sums of squares over samples, as many
+    clipping makes of this rank's gradient (a factor, 1 without clipping), the learning rate that the optimizer will apply to
+    this tensor's result (None where nobody knows it), and the sums of squares over samples, as many
     as the gradient has elements, where the framework's adapter took them."""
 
     index: int
@@ -31,9 +33,9 @@ class Step:
     size: int
     scale: float = 1.0
     squares: np.ndarray = None
-
-
     lr: float = None
+
+
 # What `encode` returns: one tensor's payload on one rank.
 
 
@@ -76,6 +78,31 @@ class Agree:
     numbers: list
 
 
+class Model:
+    """The tensors that a compressor works on, one behind the other as one vector, in an order that is the same on all ranks."""
+
+    def __init__(self):
+        self.numel = 0
+        self._starts = {}
+        self._drawn = None, None
+        self._lock = threading.Lock()  # graphs bring tensors in several threads
+
+    def add(self, name, numel):
+        self._starts[name] = self.numel, self.numel + numel
+        self.numel += numel
+
+    def own(self, name, key, first, count):
+        """Of `count` coordinates of the whole model, those in this tensor, ascending: see `kernels.coordinates`. A step's tensors draw
+        them together."""
+        with self._lock:
+            if self._drawn[0] != (key, first, count, self.numel):
+                self._drawn = (key, first, count, self.numel), np.sort(kernels.coordinates(key, self.numel, first, count))
+            drawn = self._drawn[1]
+        start, end = self._starts[name]
+        low, high = np.searchsorted(drawn, [start, end])
+        return drawn[low:high] - np.uint32(start)
+
+
 @dataclasses.dataclass
 class State:
     """One tensor's state on one rank: arrays that live between steps, what the open step took, and what `encode` leaves for
@@ -86,6 +113,7 @@ class State:
     taken: object = None
     all_sent: bool = False  # whether the open step sent everything, densely
     scratch: dict = dataclasses.field(default_factory=dict)
+    model: Model = None  # where it is one of several tensors, all of them
     overflows: int = 0  # steps in which a finite element became infinite in a narrower type
 
 
@@ -108,6 +136,7 @@ class Compressor(ABC):
     clip_norm = None  # where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is there
     carries = "float32"  # dtype of its Dense payloads
     seed = None  # where set, what is drawn at random follows from it
+    follow_lr = False  # whether the residual is rescaled where the learning rate changes; None: where that is known
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

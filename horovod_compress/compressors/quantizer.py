@@ -34,7 +34,8 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     @abstractmethod
     def norm_of(self, values, peaks):
-        """What the shared scale is the largest of; infinity where values are not finite. peaks: with several scales, what
+        """What the shared scale is the largest of, and with one scale this rank's values are clipped at, in magnitude; infinity where values
+        are not finite. peaks: with several scales, what
         `kernels.largest` is to fill; else None."""
 
     def encode(self, grad, state, step):
@@ -66,7 +67,7 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     def decode(self, payload, out, state, scale):
         drawn = state.scratch["drawn"]
-        if not drawn.finite:
+        if not drawn.finite or not math.isfinite(scale):
             out.fill(np.nan)
             return False
         if drawn.indices is None:

@@ -94,16 +94,16 @@ FACTS = {
         scales=30,
     ),
     "globalrandk": Facts(
-        variants=("ratio=0.1", "k=30,unbiased=true"),
-        conserves=("ratio=0.1", "k=3"),
+        variants=("ratio=0.1", "k=30,unbiased=true", "ratio=0.02,of=model"),
+        conserves=("ratio=0.1", "k=3", "k=5,of=model"),
         rounds="elements",
-        dense=("ratio=1", "k=100000", "ratio=1,unbiased=true"),
-        unbiased={"ratio=0.3,unbiased=true": any_variance},
+        dense=("ratio=1", "k=100000", "ratio=1,unbiased=true", "ratio=1,of=model"),
+        unbiased={"ratio=0.3,unbiased=true": any_variance, "ratio=0.3,of=model,unbiased=true": any_variance},
         drawn="shared",
     ),
     "maxnorm": Facts(
-        variants=("", "bits=2,norm=l2", "ratio=0.3", "k=30,unbiased=true"),
-        conserves=("ratio=0.3", "ratio=1,bits=2", "k=10,bits=8,norm=l2"),
+        variants=("", "bits=2,norm=l2", "ratio=0.3", "k=30,unbiased=true", "k=3,of=model"),
+        conserves=("ratio=0.3", "ratio=1,bits=2", "k=10,bits=8,norm=l2", "ratio=0.1,of=model"),
         unbiased={
             "": at_most(15),
             "bits=2": at_most(3),
@@ -113,7 +113,7 @@ FACTS = {
         drawn="own",
     ),
     "multiscale": Facts(
-        variants=("", "bits=2+4+8,norm=l2", "ratio=0.3", "k=30,unbiased=true"),
+        variants=("", "bits=2+4+8,norm=l2", "ratio=0.3", "k=30,unbiased=true", "k=3,of=model"),
         conserves=("ratio=0.3", "ratio=1", "k=10,bits=4+8,norm=l2"),
         unbiased={
             "": at_most(3),
@@ -682,7 +682,7 @@ def test_extreme_numbers_are_refused_or_work(id, field):
     """What a spec takes does not fail later."""
     kind = field.metadata["kind"]
     for value in EXTREMES.get(type(kind), []) if field.name not in LENGTHS else []:
-        needs = {"ratio": 0.5} if field.name == "unbiased" else {}
+        needs = {"ratio": 0.5} if field.name in ("unbiased", "of") else {}
         try:
             compressor = hc.get_compressor({"id": id, "min_numel": 0, **needs, field.name: value})
         except ValueError as error:
@@ -753,7 +753,7 @@ def text_of(kind, value):
     return "+".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
-NEEDS = {"unbiased": {"ratio": 0.5}, "nesterov": {"momentum": 0.5}}  # what an option needs besides
+NEEDS = {"unbiased": {"ratio": 0.5}, "of": {"ratio": 0.5}, "nesterov": {"momentum": 0.5}}  # what an option needs besides
 
 
 @over_options
