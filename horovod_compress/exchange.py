@@ -105,10 +105,9 @@ class Exchange:
     def submit(self, name, grad, squares=None, lr=None):
         """Takes a tensor's flat float32 gradient into the step; returns the carrier for the host to reduce, in place.
 
-        squares, lr: where known, as in Step: the sums over this rank's samples of their squared gradients, and the learning rate of
-        this step. grad's memory
-        belongs to the exchange until `finish`. A tensor that is submitted again although its step was never finished
-        abandons that step: what it took out of residuals goes back.
+        squares, lr: where known, as in Step: the sums over this rank's samples of their squared gradients, and the learning rate
+        of this step. grad's memory belongs to the exchange until `finish`. A tensor that is submitted again although its step
+        was never finished abandons that step: what it took out of residuals goes back.
         """
         if self._run.tensors and (not self._open or name in self._run.tensors):
             self._end_step()

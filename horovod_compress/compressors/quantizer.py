@@ -34,9 +34,8 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     @abstractmethod
     def norm_of(self, values, peaks):
-        """What the shared scale is the largest of, and with one scale this rank's values are clipped at, in magnitude; infinity where values
-        are not finite. peaks: with several scales, what
-        `kernels.largest` is to fill; else None."""
+        """What the shared scale is the largest of, and with one scale this rank's values are clipped at, in magnitude; infinity
+        where values are not finite. peaks: with several scales, what `kernels.largest` is to fill; else None."""
 
     def encode(self, grad, state, step):
         indices, values, finite = self.draw(grad, state, step)

@@ -74,6 +74,12 @@ class ErrorFeedback(SelectiveCompressor):
         state.taken = self.pack(grad, state.arrays["residual"], state, step)
         return state.taken
 
+    def accumulate(self, grad, state, step):
+        growth = self.growth(state, step)
+        if growth != 1:
+            state.arrays["residual"] *= np.float32(growth)
+        return super().accumulate(grad, state, step)
+
     @abstractmethod
     def pack(self, grad, residual, state, step):
         """Adds the gradient to the residual, leaves it zero, and takes the Gathered payload out of the residual."""
