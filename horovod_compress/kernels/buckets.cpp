@@ -6,7 +6,7 @@
 #include "bits.hpp"
 #include "columns.hpp"
 
-namespace hc {
+namespace hc::buckets {
 namespace {
 
 constexpr float kTiny = 0x1p-90f, kLift = 0x1p64f;  // norms below, and what is done to their elements: factors stay in range
@@ -61,9 +61,9 @@ struct Fixed {
     std::uint64_t bits = 0, counted = 0;  // in Elias' code, and elements, of the buckets that are sampled
     bool finite = true;
 };
-constexpr std::size_t kSampled = 16, kFew = 64;  // every so manieth bucket is sampled, all of so few
+constexpr std::size_t kSampled = 16, kFew = 64;  // one bucket in so many is sampled; all, where there are so few
 
-HC_CLONES void to_fixed(float* __restrict g, const Shape& shape, const Rounding& rounding, bool l2, Key key, Fixed& body) {
+HC_INLINE void to_fixed(float* __restrict g, const Shape& shape, const Rounding& rounding, bool l2, Key key, Fixed& body) {
     const Rounding round = rounding;
     const std::size_t blocks = blocks_of(shape.bucket), stride = shape.buckets < kFew ? 1 : kSampled;
     for (std::size_t b = 0; b < shape.buckets; ++b) {
@@ -104,7 +104,7 @@ HC_CLONES void to_fixed(float* __restrict g, const Shape& shape, const Rounding&
     }
 }
 
-HC_CLONES std::uint32_t add_fixed(const Shape& shape, const std::uint8_t* norms, const std::uint8_t* widths, const std::uint8_t* codes,
+HC_INLINE std::uint32_t add_fixed(const Shape& shape, const std::uint8_t* norms, const std::uint8_t* widths, const std::uint8_t* codes,
                                   std::uint32_t* __restrict its, float* __restrict out, float unit) {
     std::uint32_t peak = 0;
     for (std::size_t b = 0; b < shape.buckets; ++b) {
@@ -212,7 +212,7 @@ py::tuple encode_buckets(Floats& grad, int steps, std::size_t bucket, bool l2, f
         py::gil_scoped_release release;
         out[0] = fixed;
         Fixed body{out + kHead, out + at_widths, out + at_codes};
-        to_fixed(g, shape, rounding, l2, Key(key), body);
+        dispatch<to_fixed>(g, shape, rounding, l2, Key(key), body);
         finite = body.finite;
         size += body.size;
         if (!finite) {  // nothing is sent: no norm, no level
@@ -308,17 +308,17 @@ bool add_buckets(Floats& out, const Bytes& body, int steps, std::size_t bucket, 
             expected += shape.bytes(b, widths[b]);
         }
         if (size != expected) throw std::invalid_argument("not of the length that its widths say");
-        peak = add_fixed(shape, norms, widths, widths + shape.buckets, levels_of(shape), to, unit);
+        peak = dispatch<add_fixed>(shape, norms, widths, widths + shape.buckets, levels_of(shape), to, unit);
     }
     return peak < kInfinity;
 }
 
 }  // namespace
 
-void bind_buckets(py::module_& m) {
+void bind(py::module_& m) {
     m.def("encode_buckets", &encode_buckets, arg("grad").noconvert(), arg("steps"), arg("bucket"), arg("l2"), arg("limit"),
           arg("key"), arg("spare") = py::none());
     m.def("add_buckets", &add_buckets, arg("out").noconvert(), arg("body").noconvert(), arg("steps"), arg("bucket"), arg("scale"));
 }
 
-}  // namespace hc
+}  // namespace hc::buckets

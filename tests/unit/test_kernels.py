@@ -1,4 +1,5 @@
 """Every native kernel against the reference: bit for bit where the formulas leave no choice, and what both refuse."""
+import contextlib
 import copy
 import platform
 import struct
@@ -12,6 +13,19 @@ from horovod_compress import kernels
 from horovod_compress.kernels import HEADROOM, reference
 
 native_only = pytest.mark.skipif(kernels.backend != "native", reason="compares native kernels, which were not built")
+
+# Native kernels are there for several sets of instructions; what runs by itself is the last.
+INSTRUCTIONS = kernels.native.available_instructions() if kernels.backend == "native" else []
+
+
+@contextlib.contextmanager
+def using(instructions):
+    kernels.native.use_instructions(instructions)
+    try:
+        yield
+    finally:
+        kernels.native.use_instructions(INSTRUCTIONS[-1])
+
 
 # Around vector lengths, blocks of 64 words, and some whole tensors.
 sizes = st.one_of(st.integers(0, 70), st.sampled_from([255, 1000, 1023, 1024, 1025, 4097, 30_000]))
@@ -282,7 +296,7 @@ def assert_same(mine, its):
 def test_native_equals_the_reference(name, data):
     arguments = globals()[name](Arguments(data))
     mine, its = copy.deepcopy(arguments), copy.deepcopy(arguments)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), using(data.draw(st.sampled_from(INSTRUCTIONS))):
         got, expected = getattr(kernels, name)(**mine), getattr(reference, name)(**its)
     if name.startswith("encode_") and expected[-1] is False:  # not finite: what the body says does not count
         got, expected = got[-1], expected[-1]
@@ -305,7 +319,7 @@ def test_large_outputs_begin_and_end_anywhere(name, data, more, offset):
     arguments = globals()[name](a)
     memory = np.full(a.size + 32, 7, np.float32)
     out = memory[offset:][: a.size]
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), using(data.draw(st.sampled_from(INSTRUCTIONS))):
         got, expected = (getattr(k, name)(**{**arguments, "out": to}) for k, to in ((kernels, out), (reference, arguments["out"])))
     assert_same(got, expected)
     np.testing.assert_array_equal(out, arguments["out"])
@@ -327,7 +341,62 @@ def test_elements_that_share_a_draw_round_independently(share):
         assert np.abs(np.corrcoef(drawn) - np.eye(len(drawn))).max() < 4.5 * sigma
 
 
-# Sums of many elements depend on their order: where they are not exact, results agree to float32 rounding.
+# Sums of many elements depend on their order, which is one for all instructions: ranks with different CPUs get the same bits.
+
+
+def any_accumulate(a):
+    k = int(a.rng.integers(0, a.size + 1))
+    return dict(grad=a.any(), u=a.one_of(None, a.finite()), v=a.finite(), momentum=0.9, nesterov=a.one_of(False, True), scale=0.7, k=k,
+                samples=a.one_of(0, 300), offset=a.one_of(0, 5))
+
+
+def any_adacomp(a):
+    return dict(grad=a.any(), residue=a.finite(), sent=a.indices(), its_scale=0.3, bin_length=a.one_of(7, 50, 500), scale_factor=2.0)
+
+
+def matrix(a, *names):
+    n, m, rank = a.draw(st.integers(1, 40)), a.draw(st.integers(1, 70)), a.draw(st.integers(1, 9))
+    lengths = {"p": rank * n, "q": rank * m, "owed": rank * m}
+    return {name: a.rng.standard_normal(lengths.get(name, n * m)).astype(np.float32) for name in names} | {"rank": rank}
+
+
+SUMS = {
+    "accumulate": any_accumulate,
+    "adacomp": any_adacomp,
+    "encode_buckets": lambda a: dict(grad=a.finite(), **buckets(a), l2=True, limit=a.one_of(0.0, 1.0), key=7),
+    "one_bit": lambda a: dict(grad=a.any(), residual=a.finite(), symmetric=a.one_of(False, True)),
+    "orthonormalize": lambda a: matrix(a, "p"),
+    "product": lambda a: matrix(a, "p", "q", "out") | {"scale": -0.3},
+    "project": lambda a: {"owed": None} | matrix(a, "grad", "residual", "q", "p", *a.one_of([], ["owed"])),
+    "project_back": lambda a: matrix(a, "residual", "p", "q"),
+    "spread": lambda a: dict(x=a.finite()),
+    "squared_norm": lambda a: dict(x=a.finite()),
+    "subtract_product": lambda a: matrix(a, "residual", "p", "q"),
+}
+
+
+@native_only
+@pytest.mark.parametrize("name", SUMS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_all_instructions_give_the_same_bits(name, data):
+    arguments, found = SUMS[name](Arguments(data)), []
+    for instructions in INSTRUCTIONS:
+        mine = copy.deepcopy(arguments)
+        with using(instructions):
+            result = getattr(kernels, name)(**mine)
+        found.append((trimmed(result) if name == "encode_buckets" else result, *(a for a in mine.values() if isinstance(a, np.ndarray))))
+    for other in found[1:]:
+        assert_same(other, found[0])
+
+
+@native_only
+def test_instructions_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match="no kernels for the instructions 'avx1024'"):
+        kernels.native.use_instructions("avx1024")
+
+
+# The reference adds up in another order: where sums are not exact, results agree to float32 rounding.
 
 
 @native_only
@@ -438,6 +507,18 @@ def test_orthonormalize(module):
         kept = p[[0, 1, 2, 4]]
         np.testing.assert_allclose(kept @ kept.T, np.eye(4), atol=1e-6)
         np.testing.assert_allclose(vectors @ kept.T @ kept, vectors, atol=1e-5)
+
+
+@native_only
+def test_powersgd_needs_the_same_kernels_on_all_ranks():
+    """Its `same_kernels`: every rank orthonormalizes, and of nearly parallel vectors what is left shows how sums were rounded."""
+    vector = np.random.default_rng(0).standard_normal(100_000)
+    mine = np.concatenate([vector, vector + 3e-6 * np.random.default_rng(1).standard_normal(100_000)]).astype(np.float32)
+    its = mine.copy()
+    kernels.orthonormalize(mine, 2)
+    reference.orthonormalize(its, 2)
+    np.testing.assert_allclose(mine, its, atol=1e-6)
+    assert (mine != its).any()
 
 
 @native_only
