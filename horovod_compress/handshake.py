@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 
+from . import kernels
+
 
 class MismatchError(RuntimeError):
     """The ranks were started with different options, models or versions."""
@@ -28,8 +30,13 @@ def agree(transport, label, description):
     where, expected, found = first_difference(descriptions[0], descriptions[rank])
     raise MismatchError(
         f"rank {rank} differs from rank 0 in {where}: {found} on rank {rank}, {expected} on rank 0. Start all ranks with the "
-        "same model, compression options and version of horovod-compress"
+        "same model, compression options, kernels and version of horovod-compress"
     )
+
+
+def kernels_in_use(compressor):
+    """What `agree` is to compare of the kernels: nothing where replicas agree whatever each rank has."""
+    return {f"kernels, on which {compressor.id}'s last bits depend": kernels.backend} if compressor.same_kernels else {}
 
 
 def first_difference(expected, found, path=""):

@@ -135,6 +135,7 @@ class Compressor(ABC):
     corrects_momentum = False  # takes over the optimizer's momentum: has options momentum, nesterov and a method bound
     clip_norm = None  # where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is there
     carries = "float32"  # dtype of its Dense payloads
+    same_kernels = False  # whether replicas agree only where all ranks have native kernels, or all the reference
     seed = None  # where set, what is drawn at random follows from it
     follow_lr = False  # whether the residual is rescaled where the learning rate changes; None: where that is known
 

@@ -16,7 +16,7 @@ from .. import kernels, wire
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..compressors.selective import settle_follow_lr
-from ..handshake import agree
+from ..handshake import agree, kernels_in_use
 from ..version import __version__
 from .exchange import GraphExchange
 from .optimizer import check, is_horovods, learning_rate_of, momentum_of, take_over_momentum, watch_passes
@@ -140,7 +140,7 @@ class BoundCompression:
         if self._active:
             self._transport = _Eager(self._process_set)
             description = {"version of horovod-compress": __version__, "wire version": wire.VERSION, "options": compressor.config}
-            agree(self._transport, self._label, description)
+            agree(self._transport, self._label, {**description, **kernels_in_use(compressor)})
 
     def _bound(self, compressor, optimizer):
         if optimizer is None:

@@ -12,7 +12,7 @@ from .. import wire
 from ..compressors import get_compressor
 from ..compressors.selective import settle_follow_lr
 from ..exchange import Exchange
-from ..handshake import agree
+from ..handshake import agree, kernels_in_use
 from ..transport.horovod import HorovodTransport
 from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
@@ -215,6 +215,7 @@ class BoundCompression:
             "version of horovod-compress": __version__,
             "wire version": wire.VERSION,
             "options": self._compressor.config,
+            **kernels_in_use(self._compressor),
             "tensors": {n: {"shape": list(s), "compressor": repr(variant)} for n, (s, variant) in self._tensors.items()},
         }
 

@@ -18,7 +18,7 @@ from checks import raises, registry
 from torch import nn
 
 import horovod_compress.torch as hvdc
-from horovod_compress import MismatchError, available, simulate
+from horovod_compress import MismatchError, available, kernels, simulate
 from horovod_compress.transport.mpi import MPITransport
 
 CASES, case = registry()
@@ -772,6 +772,19 @@ def mismatched_ranks_are_named():
     model = model_of()
     with raises(MismatchError, "momentum", f"rank {last}"):
         compressed(model, sgd(model, momentum=0.8 if hvd.rank() == last else 0.9), 1, ours)
+
+
+@case()
+def ranks_on_different_kernels():
+    """Asked for by name, with the reference on rank 1."""
+    assert kernels.backend == ("reference" if hvd.rank() == 1 else "native")
+    for spec in ("dgc:ratio=0.05,clip_norm=1,min_numel=0", "terngrad:min_numel=0", "efsignsgd:min_numel=0"):
+        model = model_of()
+        compressed(model, sgd(model), 10, spec)
+        assert_replicas_identical(model)
+    model = model_of()
+    with raises(MismatchError, "rank 1 differs from rank 0 in kernels", "powersgd", "reference on rank 1, native on rank 0"):
+        compressed(model, sgd(model), 1, "powersgd")
 
 
 @case(2)

@@ -16,7 +16,7 @@ from checks import raises, registry
 from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
-from horovod_compress import MismatchError, simulate
+from horovod_compress import MismatchError, kernels, simulate
 
 CASES, case = registry()
 SGD = {"new": keras.optimizers.SGD, "legacy": keras.optimizers.legacy.SGD}
@@ -681,6 +681,15 @@ def mistakes_get_clear_errors():
             file.truncate(1000)
         with raises(ValueError, "no state of a compression"):
             hvdc.StateCheckpoint(compression, path, restore=path).on_train_begin()
+
+
+@case()
+def ranks_on_different_kernels():
+    """Asked for by name, with the reference on rank 1."""
+    assert kernels.backend == ("reference" if hvd.rank() == 1 else "native")
+    hvdc.Compression.topk()
+    with raises(MismatchError, "rank 1 differs from rank 0 in kernels", "powersgd"):
+        hvdc.Compression.powersgd()
 
 
 @case(2)

@@ -14,11 +14,15 @@ import horovod.torch as hvd  # noqa: E402
 from cases import CASES  # noqa: E402
 from jobs import ENVIRONMENT, HERE, LAUNCHERS, LIMIT, Job, launch  # noqa: E402
 
+from horovod_compress import kernels  # noqa: E402
+
 sys.path.append(str(HERE.parent.parent / "benchmarks"))
 from two_hosts import TwoHosts  # noqa: E402
 
 MPI = shutil.which("mpirun") is not None and hvd.mpi_built()
 needs_mpi = pytest.mark.skipif(not MPI, reason="needs Open MPI, and Horovod built with it")
+
+needs_native = pytest.mark.skipif(kernels.backend != "native", reason="needs native kernels, which were not built")
 
 ACROSS_LAUNCHERS = ("replicas_identical_after_100_steps", "dense_limit", "not_finite_gradients_lose_nothing", "resume_is_bit_for_bit")
 
@@ -68,6 +72,13 @@ def test_beside_four_busy_processes(tmp_path, busy):
 def test_join_is_a_clear_error(tmp_path, launcher, case):
     """In a job of its own, because the ranks are not in step afterwards."""
     launch(tmp_path, LAUNCHERS[launcher], 2, [case]).assert_passed(case)
+
+
+@needs_native
+@pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
+def test_ranks_on_different_kernels(tmp_path, launcher):
+    case = "ranks_on_different_kernels"
+    launch(tmp_path, LAUNCHERS[launcher], 2, [case], environment={"REFERENCE_ON_RANK": "1"}).assert_passed(case)
 
 
 @pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])

@@ -14,6 +14,8 @@ import horovod.tensorflow as hvd  # noqa: E402
 from jobs import ENVIRONMENT, LAUNCHERS, LIMIT, launch  # noqa: E402
 from tensorflow_cases import CASES  # noqa: E402
 
+from horovod_compress import kernels  # noqa: E402
+
 needs_mpi = pytest.mark.skipif(not hvd.mpi_built(), reason="needs Open MPI, and Horovod built with it")
 LAUNCHER = LAUNCHERS["mpirun" if hvd.mpi_built() else "horovodrun-gloo"]
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "keras_images.py"
@@ -47,6 +49,11 @@ def alone(folder, case, launcher=LAUNCHER, **options):
 
 def test_one_thread_between_operations_is_enough(tmp_path):
     alone(tmp_path, "one_thread_is_enough", environment={"TF_NUM_INTEROP_THREADS": "1"})
+
+
+@pytest.mark.skipif(kernels.backend != "native", reason="needs native kernels, which were not built")
+def test_ranks_on_different_kernels(tmp_path):
+    alone(tmp_path, "ranks_on_different_kernels", environment={"REFERENCE_ON_RANK": "1"})
 
 
 def test_a_state_loaded_on_one_rank_only_is_a_clear_error(tmp_path):

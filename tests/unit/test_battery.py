@@ -1,5 +1,6 @@
 """What holds for every algorithm: each id of available() goes through all of this."""
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -853,6 +854,34 @@ def test_submitting_never_waits_and_names_every_operation(id, options):
 
 
 # -- backends ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(kernels.backend != "native", reason="needs native kernels, which were not built")
+@over(variants)
+def test_ranks_on_different_kernels_agree(id, options, monkeypatch):
+    """Rank 0 has native kernels, rank 1 the reference. Where replicas then differ, the handshake compares the kernels."""
+    exchanges = ranks_of(spec_of(id, options), 2, SHAPES)
+
+    def use(rank):
+        for name in reference.__all__:
+            monkeypatch.setattr(kernels, name, getattr(reference if rank else kernels.native, name))
+        return exchanges[rank]
+
+    def rounds_of(rank):
+        for _ in use(rank).rounds():
+            yield
+            use(rank)
+
+    for grads in steps_of(0, 4, 2):
+        carriers = [{n: use(rank).submit(n, g) for n, g in named.items()} for rank, named in enumerate(grads)]
+        for _ in itertools.zip_longest(*map(rounds_of, range(2))):
+            pass  # every rank starts a round before any waits for it
+        for name in SHAPES:
+            reduced = mean_of([named[name] for named in carriers])
+            for rank in range(2):
+                use(rank).finish(name, reduced)
+            same = np.array_equal(*(named[name] for named in grads), equal_nan=True)
+            assert same or exchanges[0].compressor.same_kernels, name
 
 
 @over(variants)
