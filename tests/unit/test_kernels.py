@@ -169,7 +169,7 @@ def add_bf16(a):
 
 
 def one_bit(a):
-    return dict(grad=a.exact(), residual=a.exact(), growth=a.one_of(1.0, 0.0, 0.1, 3.0), symmetric=a.one_of(False, True))
+    return dict(grad=a.exact(), residual=a.exact(), growth=a.one_of(1.0, 0.0, 0.5, 2.0), symmetric=a.one_of(False, True))
 
 
 def add_one_bit(a):
