@@ -42,7 +42,6 @@ class BuildKernels(build_ext):
                 "times slower, set HOROVOD_COMPRESS_KERNELS=reference."
             )
 
-
     def joined(self, sources):
         """Two files, for two cores, that include all: pybind11's headers take more than half of the time of compiling them one by one."""
         sources, parts = sorted(sources, key=os.path.getsize), []

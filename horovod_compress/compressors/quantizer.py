@@ -23,7 +23,7 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     def stages(self, size):
         nothing = np.empty(0, np.float32)
-        codes = kernels.quantize(nothing, None, 1.0, self.steps[:1], _width(self.steps, size), size, 0)
+        codes = kernels.quantize(nothing, None, 1.0, 1.0, self.steps[:1], _width(self.steps, size), size, 0)
         levels = [kernels.fine_enough(nothing, nothing.view(np.uint32), 1.0, self.steps, size)] if len(self.steps) > 1 else []
         return (("max", "float32"), *(("sum", words.dtype.name) for words in (*levels, codes)))
 

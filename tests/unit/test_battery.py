@@ -287,16 +287,17 @@ def test_unbiased_within_the_standard_error(id, options, scale):
 
 @over(lambda facts: facts.unbiased if facts.drawn == "own" else ())
 def test_noise_of_ranks_averages_out(id, options):
-    """The ranks' own rounding is independent: with the same gradient on 16 ranks it has a sixteenth of the variance."""
+    """The ranks' own rounding is independent: with the same gradient on 6 ranks it has a sixth of the variance.
+    (On 8 some would go dense.)"""
     if "unbiased" in options:
         options += ",ratio=1"  # noise of rounding only, not of the coordinates that ranks share
         options = ",".join(part for part in options.split(",") if part != "ratio=0.3")
     gradient = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
     alone, together = (
         np.var(hc.simulate(spec_of(id, options), [[{"t": gradient}] * size] * 3).mean[2]["t"] - gradient)
-        for size in (1, 16)
+        for size in (1, 6)
     )
-    assert together / alone == pytest.approx(1 / 16, rel=0.15)
+    assert together / alone == pytest.approx(1 / 6, rel=0.15)
 
 
 # -- the dense limit, and tensors that go dense ------------------------------------------------------------------------

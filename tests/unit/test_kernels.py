@@ -364,7 +364,7 @@ SUMS = {
     "accumulate": any_accumulate,
     "adacomp": any_adacomp,
     "encode_buckets": lambda a: dict(grad=a.finite(), **buckets(a), l2=True, limit=a.one_of(0.0, 1.0), key=7),
-    "one_bit": lambda a: dict(grad=a.any(), residual=a.finite(), symmetric=a.one_of(False, True)),
+    "one_bit": lambda a: dict(grad=a.any(), residual=a.finite(), growth=a.one_of(1.0, 0.7), symmetric=a.one_of(False, True)),
     "orthonormalize": lambda a: matrix(a, "p"),
     "product": lambda a: matrix(a, "p", "q", "out") | {"scale": -0.3},
     "project": lambda a: {"owed": None} | matrix(a, "grad", "residual", "q", "p", *a.one_of([], ["owed"])),

@@ -441,7 +441,7 @@ def test_tensors_and_steps_have_different_coordinates():
     [((30, 50), 4, 4), ((50, 30), 4, 2), ((40, 40), 1, 1), ((12, 3, 5, 5), 3, 3), ((64, 2), 2, 2)],
 )
 def test_powersgd_is_exact_for_matrices_of_its_rank(shape, rank, true_rank):
-    n, m = shape[0], math.prod(shape[1:])
+    n, m = min(((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))), key=sum)
     left = normal(n, true_rank)
     grads = [(left @ normal(true_rank, m)).reshape(shape) for _ in range(3)]  # on all ranks the same columns
     run = hc.simulate(f"powersgd:rank={rank},min_rate=0,min_numel=0", [[{"t": g} for g in grads]])
