@@ -9,6 +9,7 @@ namespace codes { void bind(py::module_& m); }
 namespace dense { void bind(py::module_& m); }
 namespace lowrank { void bind(py::module_& m); }
 namespace quantization { void bind(py::module_& m); }
+namespace samples { void bind(py::module_& m); }
 namespace selection { void bind(py::module_& m); }
 namespace sparse { void bind(py::module_& m); }
 
@@ -43,4 +44,5 @@ PYBIND11_MODULE(native, m) {
     hc::sparse::bind(m);
     hc::dense::bind(m);
     hc::lowrank::bind(m);
+    hc::samples::bind(m);
 }

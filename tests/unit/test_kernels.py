@@ -266,8 +266,8 @@ def vote(a):
 
 
 ELSEWHERE = {  # have a choice, of what they send or how they round, or compute nothing
-    "HEADROOM", "accumulate", "encode_sparse", "flush_denormals", "orthonormalize", "product", "project", "project_back", "spread",
-    "subtract_product",
+    "HEADROOM", "accumulate", "add_sample_squares", "encode_sparse", "flush_denormals", "orthonormalize", "product", "project",
+    "project_back", "spread", "subtract_product",
 }
 KERNELS = [name for name in reference.__all__ if name not in ELSEWHERE]
 
