@@ -120,7 +120,11 @@ class BoundCompression:
             compressor = self._bound(compressor, optimizer)
         self._microbatches = getattr(compressor, "moments", None) == "microbatch"
         if getattr(compressor, "moments", None) == "per_sample":
-            raise ValueError("moments=per_sample needs PyTorch: with TensorFlow say moments=microbatch or moments=minibatch")
+            raise ValueError(
+                "moments=per_sample needs PyTorch, which shows layers' inputs. With TensorFlow say moments=microbatch, and give "
+                "hvd.DistributedOptimizer(backward_passes_per_step=4) or more: groups of samples stand for samples; or "
+                "moments=minibatch"
+            )
         if self._microbatches and optimizer is None:
             raise ValueError(
                 "moments=microbatch needs the optimizer, to see every backward pass. A tape's gradient is one pass, for which "
