@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Two hosts, a and b, on one machine: network namespaces joined by a link of a chosen speed, with an sshd in each. Needs root.
+"""Two hosts, a and b, on one machine: network namespaces joined by a link of a chosen speed. Needs root and iproute2.
 
     benchmarks/two_hosts.py --rate 1gbit -- horovodrun -np 2 -H a:1,b:1 --network-interfaces eth0 python train.py
     benchmarks/two_hosts.py -- mpirun -np 4 -H a:2,b:2 python train.py
 
-The command runs on host a, where a and b are names, ssh to both works without a password, and Open MPI is told to use the link. Ranks
-of one host find each other through shared memory, those of different hosts through the link only. Nothing outside is changed, and
-everything is taken down at the end. Needs iproute2 and openssh-server.
+The command runs on host a, where a and b are names, `ssh` starts commands on both, and Open MPI is told to use the link. Ranks of one
+host find each other through shared memory, those of different hosts through the link only. Nothing outside is changed, and everything is
+taken down at the end. The ssh is a stand-in that enters the other host's namespace, so no ssh server is needed.
 """
 import argparse
 import contextlib
@@ -16,6 +16,7 @@ import os
 import pathlib
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,19 @@ LAUNCHERS = {
     "mpi": "mpirun -np {ranks} -H {hosts}",
 }
 _numbers = itertools.count()
+# What launchers need of ssh: options before and after the host are skipped, the rest is a command line for the host's shell.
+_SSH = """#!/bin/sh
+host=
+while [ $# -gt 0 ]; do
+    case $1 in
+        -[oip]) shift 2 ;;
+        -*) shift ;;
+        *) if [ "$host" ]; then break; fi; host=$1; shift ;;
+    esac
+done
+case $host in {cases} *) echo "ssh: there is no host $host" >&2; exit 255 ;; esac
+exec {enter} sh -c "$*"
+"""
 _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -49,11 +63,12 @@ class TwoHosts:
     """
 
     def __init__(self, rate=None):
-        missing = [tool for tool in ("ip", "tc", "unshare", "ssh", "ssh-keygen", "sshd") if not self._tool(tool)]
         if os.geteuid() != 0:
             raise RuntimeError("two hosts on one machine need root, to make network namespaces")
-        if missing:
-            raise RuntimeError(f"missing: {', '.join(missing)}; apt-get install iproute2 openssh-server")
+        tools = {tool: shutil.which(tool, path=os.environ["PATH"] + ":/usr/sbin:/sbin") for tool in ("ip", "tc", "unshare")}
+        if None in tools.values():
+            raise RuntimeError(f"missing: {', '.join(tool for tool in tools if not tools[tool])}; apt-get install iproute2")
+        self._tools = tools
         self._rate = rate
         self._spaces = {host: f"hvdc-{os.getpid()}-{next(_numbers)}-{host}" for host in HOSTS}
 
@@ -66,16 +81,10 @@ class TwoHosts:
     def _made(self):
         with contextlib.ExitStack() as stack:
             self._folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            self._make_keys()
+            self._make_ssh()
             for host, space in self._spaces.items():
                 self._make_space(stack, space)
             self._make_link()
-            pathlib.Path("/run/sshd").mkdir(exist_ok=True)
-            for host in HOSTS:
-                daemon = subprocess.Popen(self.command(host, [self._tool("sshd"), "-D", "-f", self._folder / "sshd_config"]))
-                stack.callback(daemon.wait)
-                stack.callback(daemon.terminate)
-            self._wait_for_ssh()
             self._stack = stack.pop_all()
         return self
 
@@ -84,8 +93,7 @@ class TwoHosts:
 
     def command(self, host, argv):
         """The command that runs argv on a host."""
-        script = 'hostname "$0"; exec "$@"'
-        return ["ip", "netns", "exec", self._spaces[host], "unshare", "--uts", "sh", "-c", script, host, *map(str, argv)]
+        return [*self._enter(self._spaces[host], host), *map(str, argv)]
 
     @property
     def environment(self):
@@ -114,26 +122,19 @@ class TwoHosts:
         """Takes a host off the link."""
         self._ip("-n", self._spaces[host], "link", "set", "eth0", "down")
 
-    @staticmethod
-    def _tool(name):
-        return shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin:/sbin")
+    def _enter(self, space, host):
+        """What to put before a command that is to run in a namespace, under a host's name."""
+        rename = 'hostname "$0"; exec "$@"'
+        return [self._tools["ip"], "netns", "exec", space, self._tools["unshare"], "--uts", "sh", "-c", rename, host]
 
-    @staticmethod
-    def _ip(*arguments):
-        subprocess.run(["ip", *arguments], check=True)
+    def _ip(self, *arguments):
+        subprocess.run([self._tools["ip"], *arguments], check=True)
 
-    def _make_keys(self):
-        for key in ("host_key", "user_key"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._folder / key], check=True)
-        (self._folder / "sshd_config").write_text(
-            f"HostKey {self._folder}/host_key\nAuthorizedKeysFile {self._folder}/user_key.pub\nPidFile none\nStrictModes no\n"
-            "PermitRootLogin yes\nPasswordAuthentication no\nUsePAM no\n"
-        )
-        (self._folder / "ssh_config").write_text(
-            f"IdentityFile {self._folder}/user_key\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
-        )
+    def _make_ssh(self):
+        cases = " ".join(f"{host}|{HOSTS[host]}) host={host} space={space} ;;" for host, space in self._spaces.items())
+        enter = shlex.join(self._enter("SPACE", "HOST")).replace("SPACE", '"$space"').replace("HOST", '"$host"')
         ssh = self._folder / "ssh"  # found before the system's: horovodrun and mpirun both call it by name
-        ssh.write_text(f'#!/bin/sh\nexec {shlex.quote(self._tool("ssh"))} -F {self._folder}/ssh_config "$@"\n')
+        ssh.write_text(_SSH.format(cases=cases, enter=enter))
         ssh.chmod(0o755)
 
     def _make_space(self, stack, space):
@@ -153,15 +154,13 @@ class TwoHosts:
                 self._ip("-n", space, "link", "set", device, "up")
             if self._rate:
                 shape = ["tbf", "rate", self._rate, "burst", "128kb", "latency", "50ms"]
-                subprocess.run(["tc", "-n", space, "qdisc", "add", "dev", "eth0", "root", *shape], check=True)
-
-    def _wait_for_ssh(self):
+                subprocess.run([self._tools["tc"], "-n", space, "qdisc", "add", "dev", "eth0", "root", *shape], check=True)
+        show = [self._tools["ip"], "-n", b, "-brief", "link", "show", "eth0", "up"]
         until = time.monotonic() + 120  # on a busy machine; else it takes less than a second
-        for host in HOSTS:
-            while self.run("a", ["ssh", host, "true"], stderr=subprocess.DEVNULL).returncode:
-                if time.monotonic() > until:
-                    raise RuntimeError(f"no ssh to host {host}: see that sshd can run here")
-                time.sleep(0.1)
+        while " UP " not in subprocess.run(show, check=True, capture_output=True, text=True).stdout:
+            if time.monotonic() > until:
+                raise RuntimeError("two hosts cannot be made here: the link between them stays down")
+            time.sleep(0.02)
 
 
 def main():
@@ -169,6 +168,7 @@ def main():
     parser.add_argument("--rate", help="of the link in each direction: 100mbit, 1gbit (default: as fast as it goes)")
     parser.add_argument("command", nargs="+", help="what to run on host a, after --")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through the contexts, so that all is taken down
     try:
         with TwoHosts(options.rate) as hosts:
             sys.exit(hosts.run("a", options.command).returncode)
