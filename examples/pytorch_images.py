@@ -92,7 +92,7 @@ def main():
     parser.add_argument("--epochs", type=int, help="default: 3, or 60 where there are few images")
     parser.add_argument("--batch", type=int, default=64, help="images per rank and step")
     parser.add_argument("--width", type=int, default=32, help="channels of the first convolution (default: 32)")
-    parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate (default: 0.1)")
+    parser.add_argument("--lr", type=float, default=0.15, help="the highest learning rate (default: 0.15)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", help="folder of IDX files; default: Fashion-MNIST if installed, else the digits")
     parser.add_argument("--images", type=int, help="train on the first so many images only")

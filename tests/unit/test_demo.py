@@ -1,4 +1,4 @@
-"""scripts/demo: its options, what it shows of a job while that runs, and what it makes of the figures. The job itself: tests/parallel."""
+"""scripts/demo: its options, what it shows of a job while that runs, and what it makes of the figures. The job itself: tests/parallel/test_demo_run.py."""
 import argparse
 import importlib.util
 import io
