@@ -187,16 +187,22 @@ class BoundCompression:
 
     def _begin_step(self):
         if not self._stepped:
-            optimizer = self._horovods_optimizer()
-            # Only now: until here the user could broadcast these options, or load them.
-            agree(self._transport, f"{self._label}.step", _options(optimizer))
-            if self._takeover:
-                self._takeover.optimizer = optimizer
+            self._attach(self._horovods_optimizer())
             self._stepped = True
         if self._takeover:
             self._takeover.due = False
             for name, options in self._takeover.changes().items():
                 self._exchange.replace(name, **options)
+
+    def _attach(self, optimizer):
+        """Begins to serve Horovod's optimizer."""
+        # Only now: until here the user could broadcast these options, or load them.
+        agree(self._transport, f"{self._label}.step", _options(optimizer))
+        if self._takeover:
+            self._takeover.optimizer = optimizer
+            # Not compiled with the step: what they change from step to step would be taken for constant.
+            optimizer.register_step_pre_hook(torch.compiler.disable(lambda *_: self._takeover.before_step()))
+            optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: self._takeover.restore()))
 
     def _horovods_optimizer(self):
         """The optimizer that calls this compression. It is made after it, never introduces itself, and its groups are the bound
