@@ -23,14 +23,16 @@ def zeros(numel):
 @dataclasses.dataclass(frozen=True)
 class Step:
     """What an algorithm may know of the step it works in: its number from 0, this rank and the number of ranks, what local
-    clipping makes of this rank's gradient (a factor, 1 without clipping), and the sums of squares over samples, as many
-    as the gradient has elements, where the framework's adapter took them."""
+    clipping makes of this rank's gradient (a factor, 1 without clipping), the sums of squares over samples, as many
+    as the gradient has elements, where the framework's adapter took them, and what a gradient of 1 comes as (the loss
+    scale)."""
 
     index: int
     rank: int
     size: int
     scale: float = 1.0
     squares: np.ndarray = None
+    unit: float = 1.0
 
 
 # What `encode` returns: one tensor's payload on one rank.
@@ -106,6 +108,7 @@ class Compressor(ABC):
     clip_norm = None  # where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is there
     carries = "float32"  # dtype of its Dense payloads
     seed = None  # where set, what is drawn at random follows from it
+    degrees = {}  # of arrays of the state that do not grow in proportion to gradients, the power with which they do
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -174,6 +177,12 @@ class Compressor(ABC):
 
     def settle(self, state):
         """Brings the arrays up to date, between steps, where commit left something to the next encode."""
+
+    def rescale(self, state, factor):
+        """Between steps: gradients, and so what is kept of them, will be `factor` times as large."""
+        self.settle(state)
+        for key, array in state.arrays.items():
+            array *= np.float32(factor ** self.degrees.get(key, 1))
 
     def rollback(self, state):
         """The step failed or its result was not finite, on all ranks alike: puts back what encode and decode took."""

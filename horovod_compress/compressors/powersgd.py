@@ -26,6 +26,7 @@ class PowerSGD(SelectiveCompressor):
     number = 17
     road = "allreduce"
     paper = "Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS 2019, arXiv 1905.13727"
+    degrees = {"q": 0}  # a direction
 
     rank: int = option(Count(1), 4, "columns of P and Q; exact for matrices of at most this rank")
     start_step: int = option(Count(), 0, "steps before this one go dense")
