@@ -1,4 +1,4 @@
-"""What users do beside the plain training loop, on real ranks. One job runs all cases; each case is a test of its own here."""
+"""What users do beside the plain training loop, on real ranks. One job a framework runs its cases; each case is a test of its own here."""
 import functools
 
 import pytest
@@ -6,21 +6,35 @@ import pytest
 pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
 
 import horovod.torch as hvd  # noqa: E402
+import users_cases  # noqa: E402
 from jobs import LAUNCHERS, assert_passed, launch  # noqa: E402
-from users_cases import CASES  # noqa: E402
 
 LAUNCHER = LAUNCHERS["mpirun" if hvd.mpi_built() else "horovodrun-gloo"]
-TOGETHER = tuple(name for name, (sizes, _) in CASES.items() if 2 in sizes)
 
 
 @pytest.fixture(scope="session")
-def job(tmp_path_factory):
-    """Runs the job when its first case is asked for, and keeps what it found."""
-    return functools.lru_cache(maxsize=None)(
-        lambda: launch(tmp_path_factory.mktemp("users"), LAUNCHER, 2, TOGETHER, cases="users_cases")
-    )
+def jobs(tmp_path_factory):
+    """Runs a job when its first case is asked for, and keeps what it found."""
+
+    @functools.lru_cache(maxsize=None)
+    def job(cases, names):
+        return launch(tmp_path_factory.mktemp(cases), LAUNCHER, 2, names, timeout=400, cases=cases)
+
+    return job
 
 
-@pytest.mark.parametrize("case", TOGETHER)
-def test_cases(job, case):
-    assert_passed(job(), case, 2)
+@pytest.mark.parametrize("case", users_cases.CASES)
+def test_torch(jobs, case):
+    assert_passed(jobs("users_cases", tuple(users_cases.CASES)), case, 2)
+
+
+TENSORFLOW = (  # by name: TensorFlow is not imported beside PyTorch
+    "discarded_gradients_do_not_come_back", "mistakes_get_clear_errors", "a_change_of_momentum_that_is_not_followed_is_told",
+    "graph_mode_of_tensorflow_1",
+)
+
+
+@pytest.mark.parametrize("case", TENSORFLOW)
+def test_tensorflow(jobs, case):
+    pytest.importorskip("horovod.tensorflow", reason="needs Horovod with TensorFlow")
+    assert_passed(jobs("users_tensorflow_cases", TENSORFLOW), case, 2)
