@@ -131,7 +131,7 @@ class BoundCompression:
         number = next(_numbers[tuple(self._process_set.ranks or ())])
         self._label = f"hvdc.{self._process_set.process_set_id}.{number}"
         self._stepped = False
-        self._unused = False  # a step's results have come, and no optimizer.step() has used them yet
+        self._results = None  # of the last step: "unused" from when they came until an optimizer's step begins, then "in use" until it ends
         if self._active:
             agree(self._transport, self._label, self._description())
             _not_used_yet.add(self)
@@ -168,7 +168,7 @@ class BoundCompression:
             grad.copy_(host)
             if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
                 self._exchange.reject()
-        self._unused = True
+        self._results = "unused"
         if self._takeover:
             self._takeover.due = True
         return grad
@@ -226,8 +226,9 @@ class BoundCompression:
         if not self._stepped:
             self._attach(self._horovods_optimizer(), scale)
             self._stepped = True
-        if self._unused:
+        if self._results == "unused":
             self._forget_or_warn()
+        self._results = None
         if scale is not None:
             if not 0 < scale < float("inf"):
                 raise RuntimeError(f"the GradScaler's scale has come to {scale}: were gradients not finite in every step?")
@@ -258,19 +259,20 @@ class BoundCompression:
         optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: self._after_step()))
 
     def _before_step(self):
-        if not self._unused and _in_grad_scaler():
+        if self._results:
+            self._results = "in use"
+        elif _in_grad_scaler():
             raise RuntimeError(f"GradScaler.step() came before optimizer.synchronize(): {_SYNCHRONIZE_FIRST}")
         if self._takeover:
             self._takeover.before_step()
 
     def _after_step(self):
-        self._unused = False
+        self._results = None
         if self._takeover:
             self._takeover.restore()
 
     def _forget_or_warn(self):
         """What becomes of a step whose results no optimizer.step() has used."""
-        self._unused = False
         if not self._exchange.succeeded:
             return
         if self._discardable:
@@ -325,7 +327,7 @@ class BoundCompression:
     def discard(self):
         """Forgets the last step, as if its gradients had never been; to be called on all ranks. Needs discardable=True, or a
         grad_scaler; a step that optimizer.step() has not used when the next one begins is forgotten without this call."""
-        self._unused = False
+        self._results = None
         self._opened().discard()
 
     def load_state_dict(self, state):
