@@ -29,8 +29,10 @@ DEFAULT = [
     *(f"sgd@0.01/{spec}" for spec in ("none", "multiscale:bits=2+6", "maxnorm:bits=2")),
     *(f"sgd@0.01/{spec},norm=l2" for spec in ("multiscale:bits=2+6", "maxnorm:bits=2")),
     *(f"adam@0.001/{spec}" for spec in ("none", "variance:alpha=1.5", "variance:alpha=2")),
+    *(f"adam@0.001/variance:alpha=1.5,moments={moments}" for moments in ("microbatch", "per_sample")),
 ]
 BATCH = 64  # images a rank and step
+PASSES = 4  # backward passes a step, where moments=microbatch
 
 
 def parts(choice):
@@ -47,13 +49,17 @@ def run(choice, seed, data, epochs):
     (kind, rate), spec = parts(choice)
     optimizer = OPTIMIZERS[kind](model.parameters(), float(rate))
     compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    passes = PASSES if compression.config.get("moments") == "microbatch" else 1
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression, backward_passes_per_step=passes
+    )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     for epoch in range(epochs):
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1000 * seed + epoch))
         for mine in order[: len(order) // (BATCH * hvd.size()) * BATCH * hvd.size()].view(-1, hvd.size(), BATCH)[:, hvd.rank()]:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images[mine]), labels[mine]).backward()
+            for its in mine.chunk(passes):
+                (nn.functional.cross_entropy(model(images[its]), labels[its]) / passes).backward()
             optimizer.step()
     shapes = {name: param.dim() for name, param in model.named_parameters()}
     groups = {"all": (1, 2, 4), "convolutions": (4,), "fully connected": (2,)}

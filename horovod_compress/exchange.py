@@ -8,6 +8,7 @@ op, scale factors or predivision are.
 import dataclasses
 import inspect
 import json
+import logging
 import math
 import numbers
 import time
@@ -16,9 +17,11 @@ import zlib
 import numpy as np
 
 from . import kernels, wire
-from .compressors.base import Agree, Compressor, Dense, Gathered, State, Step
+from .compressors.base import Agree, Compressor, Dense, Gathered, Model, State, Step
 from .handshake import MismatchError, first_difference
 
+_log = logging.getLogger("horovod_compress")
+_TRIES = 16  # of measured payloads that were too large: what trying again costs is at most one part in so many
 _SENT = ("bytes_sent", "dense_bytes", "elements_sent")
 _SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")  # what tensors share is one of them's
 
@@ -34,6 +37,7 @@ class _Tensor:
     carrier: np.ndarray
     run: object = None  # the last step that it was in
     kept: dict = dataclasses.field(default_factory=dict)  # where steps can be discarded: the state's arrays before that step
+    dense_until: int = 0  # the step from which on its payloads are gathered
     counters: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(_SENT + _SPENT, 0))
 
     def one(self):
@@ -49,7 +53,7 @@ class _Tensor:
 
     def end_step(self, succeeded):
         """Commits what the step took out of the state, or puts it back, and forgets its gradient where the state was kept."""
-        (self.compressor.commit if succeeded else self.compressor.rollback)(self.state)
+        self.compressor.end_step(self.state, succeeded)
         if not succeeded:
             self.put_back()
 
@@ -98,6 +102,7 @@ class Exchange:
         self._label = label
         self._discardable = discardable
         self._tensors = {}
+        self._model = Model()
         for name, (shape, variant) in tensors.items():
             self._know(name, shape, variant)
         self._now = Step(0, transport.rank, transport.size)
@@ -106,26 +111,29 @@ class Exchange:
         self._deferred = []  # with clipping: not encoded before all gradients are there
         self._encoding = []  # with rounds to go before they have a payload
         self._steps_ended = self._steps_undone = 0
+        self._said_dense = False
 
     def _know(self, name, shape, variant):
         chosen = variant.for_tensor(name, shape)
         digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
-        self._tensors[name] = _Tensor(
-            name, tuple(shape), chosen, chosen.init(name, shape), digest, math.prod(shape), np.ones(1, np.float32)
-        )
+        state = chosen.init(name, shape)
+        if type(chosen) is type(self.compressor):
+            self._model.add(name, math.prod(shape))
+            state.model = self._model
+        self._tensors[name] = _Tensor(name, tuple(shape), chosen, state, digest, math.prod(shape), np.ones(1, np.float32))
 
     # -- a step ---------------------------------------------------------------------------------------------------------
 
-    def submit(self, name, grad, squares=None):
+    def submit(self, name, grad, squares=None, lr=None):
         """Takes a tensor's flat float32 gradient into the step; returns the carrier for the host to reduce, in place.
 
-        squares: where known, the sums over this rank's samples of their squared gradients, as Step.squares. grad's memory
-        belongs to the exchange until `finish`. A tensor that is submitted again although its step was never finished
-        abandons that step: what it took out of residuals goes back.
+        squares, lr: where known, as in Step: the sums over this rank's samples of their squared gradients, and the learning rate
+        of this step. grad's memory belongs to the exchange until `finish`. A tensor that is submitted again although its step
+        was never finished abandons that step: what it took out of residuals goes back.
         """
         if self._run.tensors and (not self._open or name in self._run.tensors):
             self._end_step()
-        step = self._now if squares is None else dataclasses.replace(self._now, squares=squares)
+        step = self._now if squares is lr is None else dataclasses.replace(self._now, squares=squares, lr=lr)
         return self._begin(name, grad, self._run, step, deferred=self.compressor.clip_norm is not None).carrier
 
     def _begin(self, name, grad, run, step, deferred=False):
@@ -148,17 +156,18 @@ class Exchange:
         tensor.counters["dense_bytes"] += grad.nbytes
         return pending
 
-    def flush(self):
-        """Encodes and starts what had to wait for the whole step; `finish` does so by itself."""
+    def flush(self, factor=1.0):
+        """Encodes and starts what had to wait for the whole step; `finish` does so by itself. factor: what the host makes of a 1 on
+        each rank: 1 where it averages, the number of ranks where it sums; clipping limits what comes out."""
         if self._deferred or self._encoding:
-            for _ in self.rounds():
+            for _ in self.rounds(factor):
                 pass
 
-    def rounds(self):
+    def rounds(self, factor=1.0):
         """`flush` by rounds, for a driver of several ranks: yields when it has started something, before it waits for it."""
         deferred, self._deferred = self._deferred, []
         if deferred:
-            scale = self._clipping(sum(kernels.squared_norm(pending.grad) for pending in deferred))
+            scale = self._clipping(factor**2 * sum(kernels.squared_norm(pending.grad) for pending in deferred))
             for pending in deferred:
                 pending.step = dataclasses.replace(pending.step, scale=scale)
                 self._start(pending)
@@ -169,8 +178,9 @@ class Exchange:
             yield from self._round(waiting, asking, f"{self._label}:agree")
 
     def _clipping(self, squared_norm):
-        """The factor that clips this rank's gradient, all tensors together."""
-        norm, limit = squared_norm**0.5, self.compressor.clip_norm * self.transport.size**-0.5 * self._now.unit
+        """What this rank's gradient is multiplied by, for independent gradients of N ranks to give a result of at most clip_norm.
+        squared_norm: of factor · g, all tensors together; the result is 1/N of the sum of that, whose norm is √N times one rank's."""
+        norm, limit = squared_norm**0.5, self.compressor.clip_norm * self.transport.size**0.5 * self._now.unit
         return limit / norm if limit < norm < float("inf") else 1.0
 
     def _round(self, waiting, asking, agreement):
@@ -201,7 +211,7 @@ class Exchange:
     def finish(self, name, reduced):
         """Leaves the step's result in the memory of the gradient that was submitted. reduced: the carrier as the host
         brought it back. A result that is not finite on some rank is not finite on all of them."""
-        self.flush()
+        self.flush(float(reduced[0]) if self._deferred else 1.0)  # the carrier of what is deferred is a single 1
         pending = self._open[name]
         tensor, grad, payload = pending.tensor, pending.grad, pending.payload
         started = time.perf_counter()
@@ -223,7 +233,9 @@ class Exchange:
 
     def _start(self, pending):
         started = time.perf_counter()
-        encoded = pending.tensor.compressor.encode(pending.grad, pending.tensor.state, pending.step)
+        tensor = pending.tensor
+        encode = tensor.compressor.encode_dense if self._goes_dense(tensor, pending.step) else tensor.compressor.encode
+        encoded = encode(pending.grad, tensor.state, pending.step)
         if inspect.isgenerator(encoded):
             pending.encoding = encoded
             if pending.carrier is None:
@@ -232,6 +244,20 @@ class Exchange:
         else:
             self._send(pending, encoded)
         pending.tensor.counters["encode_seconds"] += time.perf_counter() - started
+
+    def _goes_dense(self, tensor, step):
+        """Whether gathering this step's payloads would bring a rank more than a ring allreduce of the tensor does: by what the
+        compressor knows beforehand, or by what its last gathered payloads were. Alike on all ranks."""
+        bits = tensor.compressor.payload_bits(step)
+        dense = step.index < tensor.dense_until if bits is None else times_dense(bits, step.size) > 1
+        if dense and not self._said_dense:
+            self._said_dense = True
+            if self.transport.rank == 0:
+                _log.warning(
+                    "%s: at step %d gathering %s from %d ranks would move more than a dense exchange does: it goes dense, and so do "
+                    "other tensors wherever that is so", self.compressor.id, step.index, tensor.name, step.size,
+                )
+        return dense
 
     def _resume(self, pending, answer):
         """Lets an encoding go on to what it needs next, or to its payload."""
@@ -271,6 +297,11 @@ class Exchange:
         bodies, finite = wire.unseal(
             arrived, self.transport.size, tensor.compressor.number, tensor.digest, pending.step.index
         )
+        if bodies and grad.size and tensor.compressor.payload_bits(pending.step) is None:
+            bits = 8 * sum(map(len, bodies)) / len(bodies) / grad.size
+            times = times_dense(bits, self.transport.size)
+            if times > 1:
+                tensor.dense_until = pending.step.index + 1 + math.ceil(_TRIES * times)
         if not finite:
             grad.fill(np.nan)
         for rank, body in enumerate(bodies if finite else ()):
@@ -397,6 +428,7 @@ class Exchange:
             "size": self.transport.size,
             "seed": self.compressor.seed,
             "step": self._now.index,
+            "dense_until": {name: tensor.dense_until for name, tensor in self._tensors.items()},
             "tensors": tensors,
         }
 
@@ -404,6 +436,8 @@ class Exchange:
         """Continues from a state_dict of the same rank, size and model. ValueError, and nothing changed, for any other."""
         arrays, step = self._checked(state)
         self._restore(self.arrays(), arrays)
+        for name, tensor in self._tensors.items():
+            tensor.dense_until = dense_until(state, name)
         self._now = dataclasses.replace(self._now, index=step)
         self._run = self._latest = Run(step)
 
@@ -469,6 +503,17 @@ class Exchange:
         """Counts bytes that go into a collective; an allreduce brings as many back, an allgather more."""
         tensor.counters["bytes_sent"] += sent
         tensor.counters["bytes_received"] += sent if received is None else received
+
+
+def times_dense(bits, size):
+    """How many times what a ring allreduce of float32 brings a rank, 2·(N−1)/N·32 bits an element, it gets from an allgather of
+    payloads of `bits` an element, (N−1)·bits."""
+    return size * bits / 64
+
+
+def dense_until(state, name):
+    """The step in a state_dict until which a tensor goes dense; files of before that have none."""
+    return state.get("dense_until", {}).get(name, 0)
 
 
 def _layout(arrays):

@@ -7,13 +7,15 @@ import warnings
 
 import numpy as np
 
+from . import kernels
+
 
 class MismatchError(RuntimeError):
     """The ranks were started with different options, models or versions."""
 
 
 STALLED = 60.0  # seconds, as Horovod's own stall check
-_SAME_START = "Start all ranks with the same model, compression options and version of horovod-compress"
+_SAME_START = "Start all ranks with the same model, compression options, kernels and version of horovod-compress"
 
 
 @contextlib.contextmanager
@@ -50,6 +52,11 @@ def agree(transport, label, description, what="made a compression on these ranks
     raise MismatchError(
         f"rank {rank} differs from rank 0 in {where}: {found} on rank {rank}, {expected} on rank 0. {advice}"
     )
+
+
+def kernels_in_use(compressor):
+    """What `agree` is to compare of the kernels: nothing where replicas agree whatever each rank has."""
+    return {f"kernels, on which {compressor.id}'s last bits depend": kernels.backend} if compressor.same_kernels else {}
 
 
 def first_difference(expected, found, path=""):

@@ -1,4 +1,4 @@
-"""Gradient shapes of known networks, in the order of their layers: {name: shape}."""
+"""Gradient shapes of known networks, in the order of their layers: {name: shape}. As PyTorch has them, but where a name says Keras."""
 
 
 def resnet50():
@@ -26,6 +26,53 @@ def resnet50():
             into = 4 * width
     shapes["fc.weight"], shapes["fc.bias"] = (1000, 2048), (1000,)
     return shapes
+
+
+def mobilenetv2():
+    """MobileNetV2: 158 parameters, 3 504 872 floats (Sandler et al., arXiv 1801.04381)."""
+    shapes = {}
+
+    def convolution(name, out, into, size):  # and its normalization
+        shapes[f"{name}.0.weight"] = (out, into, size, size)
+        shapes[f"{name}.1.weight"] = shapes[f"{name}.1.bias"] = (out,)
+
+    convolution("features.0", 32, 3, 3)
+    into, block = 32, 0
+    for expansion, out, blocks in [(1, 16, 1), (6, 24, 2), (6, 32, 3), (6, 64, 4), (6, 96, 3), (6, 160, 3), (6, 320, 1)]:
+        for _ in range(blocks):
+            block, width = block + 1, expansion * into
+            if expansion > 1:
+                convolution(f"features.{block}.expand", width, into, 1)
+            convolution(f"features.{block}.depthwise", width, 1, 3)
+            convolution(f"features.{block}.project", out, width, 1)
+            into = out
+    convolution("features.18", 1280, 320, 1)
+    shapes["classifier.weight"], shapes["classifier.bias"] = (1000, 1280), (1000,)
+    return shapes
+
+
+def keras_resnet50():
+    """ResNet-50 as Keras has it: 214 parameters, 25 583 592 floats. Its convolutions have biases."""
+    shapes = {}
+    for name, shape in resnet50().items():
+        shapes[name] = _in_keras(shape)
+        if len(shape) == 4:
+            shapes[name.replace("weight", "bias")] = shape[:1]
+    return shapes
+
+
+def keras_mobilenetv2():
+    """MobileNetV2 as Keras has it."""
+    return {name: _in_keras(shape) for name, shape in mobilenetv2().items()}
+
+
+def _in_keras(shape):
+    """A kernel's shape with its extents in space first and outputs last; a depthwise convolution's, of one input a group, with the
+    outputs of each channel last."""
+    if len(shape) < 2:
+        return shape
+    out, into, *space = shape
+    return (*space, out, 1) if space and into == 1 else (*space, into, out)
 
 
 def vgg16():
@@ -79,4 +126,7 @@ def bert(width=768, inner=3072):
     return shapes
 
 
-MODELS = {"resnet50": resnet50, "vgg16": vgg16, "lstm": lstm, "bert": bert}
+MODELS = {
+    "resnet50": resnet50, "mobilenetv2": mobilenetv2, "vgg16": vgg16, "lstm": lstm, "bert": bert,
+    "keras-resnet50": keras_resnet50, "keras-mobilenetv2": keras_mobilenetv2,
+}

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 
 from .compressors import get_compressor
+from .compressors.selective import settle_follow_lr
 from .exchange import Exchange
 from .transport.loopback import Loopback
 
@@ -24,17 +25,20 @@ class Run:
     stats: list
 
 
-def simulate(spec, gradients):
+def simulate(spec, gradients, lr=None):
     """Runs a compression over gradients[step][rank] = {name: array} and returns a `Run`.
 
     spec: as for `get_compressor`. Every rank of every step must have the same names and shapes; the arrays are not
-    changed. Raises ValueError where they differ, AssertionError if replicas ever disagreed.
+    changed. lr: where a residual is to follow the learning rate, that of each step. Raises ValueError where they differ, AssertionError if replicas ever disagreed.
     """
-    compressor = get_compressor(spec)
+    compressor = settle_follow_lr(get_compressor(spec), lr is not None)
     gradients = [list(ranks) for ranks in gradients]
     if not gradients or not gradients[0]:
         raise ValueError("gradients must hold at least one step of at least one rank")
     size = len(gradients[0])
+    rates = [None] * len(gradients) if lr is None else [float(rate) for rate in lr]
+    if len(rates) != len(gradients):
+        raise ValueError(f"lr has {len(rates)} learning rates for {len(gradients)} steps")
     shapes = {name: np.shape(array) for name, array in gradients[0][0].items()}
     tensors = {name: (shape, compressor) for name, shape in shapes.items()}
     exchanges = [Exchange(compressor, transport, tensors) for transport in Loopback.group(size)]
@@ -43,7 +47,7 @@ def simulate(spec, gradients):
         _check(step, ranks, size, shapes)
         sent = [exchange.stats()["bytes_sent"] for exchange in exchanges]
         grads = [{n: np.array(a, np.float32).reshape(-1) for n, a in named.items()} for named in ranks]
-        carriers = [{n: ex.submit(n, g) for n, g in named.items()} for ex, named in zip(exchanges, grads)]
+        carriers = [{n: ex.submit(n, g, lr=rates[step]) for n, g in named.items()} for ex, named in zip(exchanges, grads)]
         for _ in itertools.zip_longest(*(exchange.rounds() for exchange in exchanges)):
             pass  # every rank starts a round before any waits for it
         for name in shapes:

@@ -109,7 +109,7 @@ def inject(framework, spec):
     theirs = hvd.DistributedOptimizer
 
     def with_compression(optimizer, *args, **kwargs):
-        if "compression" not in kwargs and kwargs.get("op") != hvd.Adasum:
+        if "compression" not in kwargs and not (framework == "torch" and kwargs.get("op") == hvd.Adasum):
             options = {"process_set": kwargs.get("process_set")}
             if framework == "torch" and kwargs.get("named_parameters") is not None:
                 options["named_parameters"] = kwargs["named_parameters"] = list(kwargs["named_parameters"])

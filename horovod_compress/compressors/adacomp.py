@@ -29,14 +29,14 @@ class AdaComp(SelectiveCompressor):
     paper = "Chen et al., AdaComp: Adaptive Residual Gradient Compression, AAAI 2018, arXiv 1712.02679"
 
     bin_length: int = option(
-        Auto(Count(1, 2**32 - 1)), "auto", "elements of a bin; auto: 50 for convolutions (three dimensions and more), 500 for all else"
+        Auto(Count(1, 2**32 - 1)), "auto", "elements of a bin; auto: 50 for what has a convolution's shape, 500 for all else"
     )
     scale_factor: float = option(Number(1), 2.0, "of the newest gradient in H: the soft threshold")
 
     def for_tensor(self, name, shape):
         chosen = super().for_tensor(name, shape)
         if chosen is self and self.bin_length == "auto":
-            return dataclasses.replace(self, bin_length=_CONVOLUTION if len(shape) > 2 else _FULLY_CONNECTED)
+            return dataclasses.replace(self, bin_length=_CONVOLUTION if _is_convolution(shape) else _FULLY_CONNECTED)
         return chosen
 
     def init(self, name, shape):
@@ -56,3 +56,27 @@ class AdaComp(SelectiveCompressor):
         indices, scale = state.scratch.pop("owed", _NOTHING)
         residual = state.arrays["residual"]
         residual[indices] -= np.copysign(np.float32(scale), residual[indices])
+
+
+def _is_convolution(shape):
+    """Whether a tensor has the shape of a convolution's kernel: its extents in space, which are small, come last (PyTorch) or
+    first (Keras), beside two dimensions of channels.
+
+    Two and three extents are small up to 32 each; attention kernels of as many dimensions (d, 3, heads, key) have no such end.
+    A single one can look like the heads or the key size of an attention kernel, (d, heads, key) or (heads, key, d): so it must
+    be odd, as heads and key sizes hardly ever are, and from 3 to 63; or, where it comes last, at most 15, below key sizes.
+    And heads·key = d is attention.
+    """
+    extents = len(shape) - 2
+    if extents < 1:
+        return False
+    if extents > 1:
+        return max(shape[:extents]) <= 32 or max(shape[-extents:]) <= 32
+    first, middle, last = shape
+    if first == middle * last or first * middle == last:
+        return False
+    return _is_odd(first) or _is_odd(last) or 2 <= last <= 15
+
+
+def _is_odd(extent):
+    return extent % 2 == 1 and 3 <= extent <= 63

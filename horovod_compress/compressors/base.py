@@ -3,6 +3,7 @@
 An algorithm knows arrays and kernels: nothing of frameworks or networks.
 """
 import dataclasses
+import threading
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -23,15 +24,16 @@ def zeros(numel):
 @dataclasses.dataclass(frozen=True)
 class Step:
     """What an algorithm may know of the step it works in: its number from 0, this rank and the number of ranks, what local
-    clipping makes of this rank's gradient (a factor, 1 without clipping), the sums of squares over samples, as many
-    as the gradient has elements, where the framework's adapter took them, and what a gradient of 1 comes as (the loss
-    scale)."""
+    clipping makes of this rank's gradient (a factor, 1 without clipping), the learning rate that the optimizer will apply to
+    this tensor's result (None where nobody knows it), the sums of squares over samples, as many as the gradient has
+    elements, where the framework's adapter took them, and what a gradient of 1 comes as (the loss scale)."""
 
     index: int
     rank: int
     size: int
     scale: float = 1.0
     squares: np.ndarray = None
+    lr: float = None
     unit: float = 1.0
 
 
@@ -77,6 +79,31 @@ class Agree:
     numbers: list
 
 
+class Model:
+    """The tensors that a compressor works on, one behind the other as one vector, in an order that is the same on all ranks."""
+
+    def __init__(self):
+        self.numel = 0
+        self._starts = {}
+        self._drawn = None, None
+        self._lock = threading.Lock()  # graphs bring tensors in several threads
+
+    def add(self, name, numel):
+        self._starts[name] = self.numel, self.numel + numel
+        self.numel += numel
+
+    def own(self, name, key, first, count):
+        """Of `count` coordinates of the whole model, those in this tensor, ascending: see `kernels.coordinates`. A step's tensors draw
+        them together."""
+        with self._lock:
+            if self._drawn[0] != (key, first, count, self.numel):
+                self._drawn = (key, first, count, self.numel), np.sort(kernels.coordinates(key, self.numel, first, count))
+            drawn = self._drawn[1]
+        start, end = self._starts[name]
+        low, high = np.searchsorted(drawn, [start, end])
+        return drawn[low:high] - np.uint32(start)
+
+
 @dataclasses.dataclass
 class State:
     """One tensor's state on one rank: arrays that live between steps, what the open step took, and what `encode` leaves for
@@ -85,7 +112,9 @@ class State:
     name: str
     arrays: dict = dataclasses.field(default_factory=dict)
     taken: object = None
+    all_sent: bool = False  # whether the open step sent everything, densely
     scratch: dict = dataclasses.field(default_factory=dict)
+    model: Model = None  # where it is one of several tensors, all of them
     overflows: int = 0  # steps in which a finite element became infinite in a narrower type
 
 
@@ -107,8 +136,10 @@ class Compressor(ABC):
     corrects_momentum = False  # takes over the optimizer's momentum: has options momentum, nesterov and a method bound
     clip_norm = None  # where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is there
     carries = "float32"  # dtype of its Dense payloads
+    same_kernels = False  # whether replicas agree only where all ranks have native kernels, or all the reference
     seed = None  # where set, what is drawn at random follows from it
     degrees = {}  # of arrays of the state that do not grow in proportion to gradients, the power with which they do
+    follow_lr = False  # whether the residual is rescaled where the learning rate changes; None: where that is known
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -148,6 +179,34 @@ class Compressor(ABC):
         numbers, or the sum. All tensors of a step go through their rounds together.
         """
 
+    def payload_bits(self, step):
+        """Bits that this step's Gathered payload will take for each of the tensor's elements, where options and ranks tell that
+        beforehand; None where gradients decide. The exchange compares them with those of a dense exchange."""
+        return None
+
+    def encode_dense(self, grad, state, step):
+        """All that waits and the gradient, as a Dense payload: what the exchange asks for instead of `encode` where gathered
+        payloads would move more."""
+        state.all_sent = True
+        self.settle(state)
+        residual = self.residual(state)
+        if residual is not None:
+            finite = self.accumulate(grad, state, step)
+            np.copyto(grad, residual)
+            if not finite:
+                grad[0] = np.nan
+        return Dense(grad)
+
+    def accumulate(self, grad, state, step):
+        """Adds the gradient to what waits, but for elements that are not finite; leaves it zero; returns whether all of it was finite."""
+        return kernels.accumulate(grad, None, self.residual(state), 0.0, False, step.scale, 0, 0, 0)[1]
+
+    def forget_sent(self, state):
+        """A dense step succeeded: nothing waits any more."""
+        residual = self.residual(state)
+        if residual is not None:
+            residual.fill(0)
+
     def decode(self, payload, out, state, scale):
         """Leaves scale · (what the sum of the ranks' Dense or Summed payloads, `payload`, decodes to) in `out`, the gradient's
         memory, and returns whether that is finite. As it stands, of Dense payloads, whose array may be `out` itself."""
@@ -170,6 +229,14 @@ class Compressor(ABC):
     def residual(self, state):
         """The array of what was not sent yet, once it is settled; None where there is none."""
         return state.arrays.get("residual")
+
+    def end_step(self, state, succeeded):
+        """Ends the open step, once, by what it was: `commit` or `rollback`, or what they are to a dense step."""
+        if not state.all_sent:
+            (self.commit if succeeded else self.rollback)(state)
+        elif succeeded:
+            self.forget_sent(state)
+        state.all_sent = False
 
     def commit(self, state):
         """The step succeeded: forgets what would be needed to undo it."""

@@ -18,6 +18,9 @@ class BFloat16(Compressor):
     road = "allgather"
     paper = "-"
 
+    def payload_bits(self, step):
+        return 16
+
     def encode(self, grad, state, step):
         payload = Gathered(*kernels.encode_bf16(grad, state.scratch.get("body")))
         state.scratch["body"] = payload.buffer

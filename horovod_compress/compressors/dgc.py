@@ -5,7 +5,7 @@ import math
 from .. import kernels
 from .base import State, zeros
 from .none import NoCompression
-from .options import Choice, Count, Flag, Number, Schedule, option
+from .options import Choice, Flag, Number, Schedule, ZeroOrCount, option
 from .selective import DENSE
 from .topk import TopK
 
@@ -18,8 +18,8 @@ class DGC(TopK):
     takes over that optimizer's momentum, Nesterov and weight decay, which the optimizer must not apply a second time.
     Unbound, momentum defaults to 0.9; with other optimizers to 0, which is top-k with error feedback.
 
-    A step whose gathered entries would move more bytes than a ring allreduce goes dense: v of all elements is sent, and
-    no momentum is masked. Tensors that it does not cover are averaged first and then get the same momentum.
+    A step that goes dense sends v of all elements and masks no momentum. Tensors that it does not cover are averaged first
+    and then get the same momentum.
     """
 
     id = "dgc"
@@ -35,10 +35,12 @@ class DGC(TopK):
     masking: bool = option(Flag(), True, "momentum factor masking: u becomes 0 where an element was sent (section 3.3)")
     clip_norm: float = option(
         Number(0, low_open=True, optional=True), None,
-        "clips each rank's gradient, all tensors together, to clip_norm/√ranks before it is accumulated (section 3.2)",
+        "limit of the update's norm, all tensors together, as in clip_grad_norm_; each rank clips its own gradient before it is "
+        "accumulated, such that independent gradients of N ranks add up to it (section 3.2): to clip_norm·√N where ranks are averaged",
     )
     warmup_steps: int = option(
-        Count(), 0, "steps over which the density falls in four stages, ratio^(1/5) … ratio^(4/5): 25 % … 0.4 % for 0.1 %"
+        ZeroOrCount(4), 0,
+        "steps over which the density falls in four stages, ratio^(1/5) … ratio^(4/5): 25 % … 0.4 % for 0.1 %; one at least for each stage",
     )
     schedule: tuple = option(Schedule(), (), "density by step, instead of ratio and warmup_steps")
 
@@ -77,6 +79,10 @@ class DGC(TopK):
     def encode(self, grad, state, step):
         u, v = state.arrays.get("u"), state.arrays["v"]
         return self.select(grad, u, v, state, step, self.m, bool(self.nesterov), self.masking)
+
+    def accumulate(self, grad, state, step):
+        u, v = state.arrays.get("u"), state.arrays["v"]
+        return kernels.accumulate(grad, u, v, self.m, bool(self.nesterov), step.scale, 0, 0, 0)[1]
 
     def residual(self, state):
         return state.arrays["v"]

@@ -3,6 +3,7 @@ import dataclasses
 
 from .. import kernels
 from .base import Gathered
+from .options import Flag, option
 from .selective import ErrorFeedback
 
 
@@ -10,6 +11,7 @@ from .selective import ErrorFeedback
 class EFSignSGD(ErrorFeedback):
     """Sends the sign of every element of p = residual + g, one bit, and ‖p‖₁/d, one number a tensor; keeps the error.
 
+    As published p = γ·g + e, and the error e is one of updates: so the residual is e/γ, and grows where the learning rate γ falls.
     A zero is sent as if it were positive: one bit has no third value, and the residual takes the error back.
     """
 
@@ -18,10 +20,17 @@ class EFSignSGD(ErrorFeedback):
     road = "allgather"
     paper = "Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019, arXiv 1901.09847"
 
+    follow_lr: bool = option(
+        Flag(optional=True), None, "the residual is rescaled where the learning rate changes, as published; none: where an optimizer is bound"
+    )
+
     symmetric = True
 
+    def payload_bits(self, step):
+        return 1
+
     def pack(self, grad, residual, state, step):
-        payload = Gathered(*kernels.one_bit(grad, residual, self.symmetric, state.scratch.get("body")))
+        payload = Gathered(*kernels.one_bit(grad, residual, self.growth(state, step), self.symmetric, state.scratch.get("body")))
         state.scratch["body"] = payload.buffer
         return payload
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from .. import kernels
 from .base import State, Summed, zeros
-from .options import Count, Flag, Number, option
+from .options import Choice, Count, Flag, Number, option
 from .selective import SelectiveCompressor
 
 
@@ -15,15 +15,19 @@ class SharedCoordinates(SelectiveCompressor):
     """A compressor that may work on K coordinates of a tensor, the same random ones on all ranks; the others are 0 in the result.
 
     A permutation that follows from the seed is cut into blocks of K, one a step, so a sweep visits every coordinate; the
-    last block of a sweep begins early enough to be whole. The next sweep has another permutation.
+    last block of a sweep begins early enough to be whole. The next sweep has another permutation. The coordinates are a tensor's, or
+    those of all tensors together, of which a step may then have none in a small one.
     """
 
     ratio: float = option(Number(0, 1, low_open=True, optional=True), None, "share of coordinates in a step; none: all")
-    k: int = option(Count(1, optional=True), None, "coordinates of a tensor in a step, instead of a ratio")
+    k: int = option(Count(1, optional=True), None, "coordinates in a step, instead of a ratio")
+    of: str = option(Choice("tensor", "model"), "tensor", "whose coordinates ratio and k count: each tensor's, or those of all that are compressed")
     unbiased: bool = option(Flag(), False, "scale what is drawn by d/K; else what is not drawn waits in a residual")
 
     def __post_init__(self):
         super().__post_init__()
+        if self.of == "model" and not self.sparse:
+            raise ValueError(f"{self.id}: of=model is for coordinates drawn by ratio or k")
         if self.unbiased and not self.sparse:
             raise ValueError(f"{self.id}: unbiased is for coordinates drawn by ratio or k")
 
@@ -33,7 +37,7 @@ class SharedCoordinates(SelectiveCompressor):
         return self.ratio is not None or self.k is not None
 
     def count(self, numel):
-        """K for a tensor of numel elements."""
+        """K of so many elements."""
         return min(numel, self.k or max(1, math.ceil(self.ratio * numel - 1e-6)))
 
     def init(self, name, shape):
@@ -45,11 +49,14 @@ class SharedCoordinates(SelectiveCompressor):
         state.taken for a rollback. Indices None: all, and values are the gradient itself."""
         if not self.sparse:
             return None, grad, True
-        numel = grad.size
+        numel = state.model.numel if self.of == "model" else grad.size
         count = self.count(numel)
         sweep, block = divmod(step.index, -(-numel // count) if count else 1)
-        key = self.key("shared", state.name, sweep)
-        indices = kernels.coordinates(key, numel, min(block * count, numel - count), count)
+        first = min(block * count, numel - count)
+        if self.of == "model":
+            indices = state.model.own(state.name, self.key("shared", sweep), first, count)
+        else:
+            indices = kernels.coordinates(self.key("shared", state.name, sweep), numel, first, count)
         residual = state.arrays.get("residual")
         if residual is None:
             finite = kernels.largest(grad) < np.inf
@@ -57,7 +64,7 @@ class SharedCoordinates(SelectiveCompressor):
             values *= np.float32(numel / max(count, 1))
             grad.fill(0)
         else:
-            _, finite = kernels.accumulate(grad, None, residual, 0.0, False, 1.0, 0, 0, 0)
+            finite = self.accumulate(grad, state, step)
             values = kernels.take(indices, residual, None, "fp32", False)[0]
             state.taken = indices, values.copy()
         return indices, values, finite
@@ -96,9 +103,17 @@ class GlobalRandK(SharedCoordinates):
 
     def encode(self, grad, state, step):
         state.scratch["indices"], values, finite = self.draw(grad, state, step)
+        if self.of == "model":
+            values = np.append(values, np.float32(0))  # there may be none
         if not finite:
             values.fill(np.nan)  # the sum says so to all ranks
         return Summed(values)
 
     def decode(self, payload, out, state, scale):
-        return kernels.scatter_add(out, state.scratch["indices"], payload.array, scale)
+        values = payload.array
+        if self.of == "model":
+            if values[-1] != 0 or not math.isfinite(scale):
+                out.fill(np.nan)
+                return False
+            values = values[:-1]
+        return kernels.scatter_add(out, state.scratch["indices"], values, scale)

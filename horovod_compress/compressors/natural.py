@@ -18,6 +18,9 @@ class Natural(SelectiveCompressor):
     road = "allgather"
     paper = "Horvath et al., Natural Compression for Distributed Deep Learning, arXiv 1905.10988"
 
+    def payload_bits(self, step):
+        return 9
+
     def encode(self, grad, state, step):
         key = self.key("rounding", state.name, step.index, step.rank)
         payload = Gathered(*kernels.encode_natural(grad, key, state.scratch.get("body")))

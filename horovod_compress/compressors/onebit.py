@@ -2,6 +2,7 @@
 import dataclasses
 
 from .efsignsgd import EFSignSGD
+from .options import Flag, option
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -12,5 +13,7 @@ class OneBit(EFSignSGD):
     id = "onebit"
     number = 14
     paper = "Seide et al., 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Training, Interspeech 2014"
+
+    follow_lr: bool = option(Flag(), False, "the residual is rescaled where the learning rate changes; not in the paper")
 
     symmetric = False

@@ -54,6 +54,16 @@ class Count:
         return int(value)
 
 
+class ZeroOrCount(Count):
+    """0, or a whole number from `low` on."""
+
+    def __str__(self):
+        return f"0, or {super().__str__()}"
+
+    def check(self, value):
+        return 0 if value == 0 and not isinstance(value, bool) else super().check(value)
+
+
 class Ascending:
     """Two to eight whole numbers, each larger than the one before, joined by '+' in a spec."""
 

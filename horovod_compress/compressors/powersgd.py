@@ -18,13 +18,14 @@ class PowerSGD(SelectiveCompressor):
     """Approximates each matrix M = residual + g by P·Qᵀ of low rank, found by one power iteration a step from the last step's Q.
 
     P = ΣM·Q, orthonormalized; Q = mean Mᵀ·P; two small allreduces a tensor. The residual is M - P·Qᵀ; the subtraction waits
-    for the pass in which the next step goes over it. Tensors of more dimensions are matrices of their first dimension by all
-    others; one-dimensional ones go dense.
+    for the pass in which the next step goes over it. Tensors of more dimensions are matrices of the first of them by the others,
+    split where least is sent, whichever way a framework lays out its layers; one-dimensional ones go dense.
     """
 
     id = "powersgd"
     number = 17
     road = "allreduce"
+    same_kernels = True  # every rank orthonormalizes the sums itself, and long sums differ in their last bits
     paper = "Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS 2019, arXiv 1905.13727"
     degrees = {"q": 0}  # a direction
 
@@ -34,13 +35,13 @@ class PowerSGD(SelectiveCompressor):
 
     def for_tensor(self, name, shape):
         chosen = super().for_tensor(name, shape)
-        n, m = _matrix(shape)
-        if chosen is self and (n * m == 0 or n * m < self.min_rate * min(self.rank, n, m) * (n + m)):
+        n, m = _matrix(shape, self.rank)
+        if chosen is self and (n * m == 0 or n * m < self.min_rate * _factors(n, m, self.rank)):
             return self.fallback()
         return chosen
 
     def init(self, name, shape):
-        n, m = _matrix(shape)
+        n, m = _matrix(shape, self.rank)
         rank = min(self.rank, n, m)
         q = np.random.default_rng(self.key("start", name)).standard_normal(rank * m, np.float32)
         kernels.orthonormalize(q, rank)  # the same space; but nearly parallel vectors would lose a direction to rounding
@@ -102,5 +103,13 @@ class PowerSGD(SelectiveCompressor):
             kernels.subtract_product(state.arrays["residual"], p, q, rank)
 
 
-def _matrix(shape):
-    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+def _matrix(shape, rank):
+    """Rows and columns: the product of the first dimensions and that of the others, which leaves elements where they lie. Of all
+    such splits the one of the smallest factors, of equal ones the first."""
+    splits = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, max(len(shape), 2))]
+    return min(splits, key=lambda split: _factors(*split, rank))
+
+
+def _factors(n, m, rank):
+    """Floats of P and Q."""
+    return min(rank, n, m) * (n + m)

@@ -27,7 +27,7 @@ class QSGD(SelectiveCompressor):
     coding: str = option(
         Choice("auto", "fixed", "elias"), "auto",
         "of levels: each bucket at the width of its largest; or Elias' gamma code (zeros, sign, level), which is slow where many are "
-        "not 0: elias where it is smaller, auto where it is under a quarter",
+        "not 0: elias where it is smaller, auto where it is smaller by a tenth",
     )
 
     @property
@@ -37,7 +37,7 @@ class QSGD(SelectiveCompressor):
 
     def encode(self, grad, state, step):
         key = self.key("rounding", state.name, step.index, step.rank)
-        limit = {"auto": 0.25, "fixed": 0.0, "elias": 1.0}[self.coding]
+        limit = {"auto": 0.9, "fixed": 0.0, "elias": 1.0}[self.coding]
         buffer, length, elements, finite = kernels.encode_buckets(
             grad, self.s, self.bucket_size, self.norm == "l2", limit, key, state.scratch.get("buffer")
         )

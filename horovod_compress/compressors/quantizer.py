@@ -23,7 +23,7 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     def stages(self, size):
         nothing = np.empty(0, np.float32)
-        codes = kernels.quantize(nothing, None, 1.0, self.steps[:1], _width(self.steps, size), size, 0)
+        codes = kernels.quantize(nothing, None, 1.0, 1.0, self.steps[:1], _width(self.steps, size), size, 0)
         levels = [kernels.fine_enough(nothing, nothing.view(np.uint32), 1.0, self.steps, size)] if len(self.steps) > 1 else []
         return (("max", "float32"), *(("sum", words.dtype.name) for words in (*levels, codes)))
 
@@ -34,16 +34,18 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     @abstractmethod
     def norm_of(self, values, peaks):
-        """What the shared scale is the largest of; infinity where values are not finite. peaks: with several scales, what
-        `kernels.largest` is to fill; else None."""
+        """What the shared scale is the largest of, and with one scale this rank's values are clipped at, in magnitude; infinity
+        where values are not finite. peaks: with several scales, what `kernels.largest` is to fill; else None."""
 
     def encode(self, grad, state, step):
         indices, values, finite = self.draw(grad, state, step)
         steps = self.steps
         peaks = state.scratch.get("peaks")
-        if len(steps) > 1 and peaks is None:
-            peaks = state.scratch["peaks"] = np.empty(-(-values.size // 64), np.uint32)
-        (w,) = yield Agree([self.norm_of(values, peaks) if finite else math.inf])
+        stretches = -(-values.size // 64)
+        if len(steps) > 1 and (peaks is None or peaks.size != stretches):
+            peaks = state.scratch["peaks"] = np.empty(stretches, np.uint32)
+        norm = self.norm_of(values, peaks) if finite else math.inf
+        (w,) = yield Agree([norm])
         if not math.isfinite(w):  # on some rank: no rank's gradient is used
             values.fill(0)
             if peaks is not None:
@@ -54,7 +56,7 @@ class SharedScaleQuantizer(SharedCoordinates):
             drawn.levels = yield Summed(fine)
         key = self.key("rounding", state.name, step.index, step.rank)
         spare = state.scratch.get("words")
-        words = kernels.quantize(values, drawn.levels, drawn.w, steps, drawn.width, step.size, key, spare)
+        words = kernels.quantize(values, drawn.levels, drawn.w, min(norm, drawn.w), steps, drawn.width, step.size, key, spare)
         state.scratch["words"] = words
         if state.taken is not None:
             drawn.dequantize(words, values, 1.0)
@@ -64,7 +66,7 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     def decode(self, payload, out, state, scale):
         drawn = state.scratch["drawn"]
-        if not drawn.finite:
+        if not drawn.finite or not math.isfinite(scale):
             out.fill(np.nan)
             return False
         if drawn.indices is None:

@@ -29,9 +29,12 @@ class RandomK(SelectiveCompressor):
     def init(self, name, shape):
         return State(name, {"residual": zeros(math.prod(shape))})
 
+    def payload_bits(self, step):
+        return 32 * self.ratio
+
     def encode(self, grad, state, step):
         residual = state.arrays["residual"]
-        _, finite = kernels.accumulate(grad, None, residual, 0.0, False, 1.0, 0, 0, 0)
+        finite = self.accumulate(grad, state, step)
         count = max(min(1, residual.size), math.ceil(self.ratio * residual.size - 1e-6)) if finite else 0
         key = self.key("own", state.name, step.index, step.rank)
         indices = kernels.coordinates(key, residual.size, 0, count)

@@ -5,6 +5,8 @@ import hashlib
 import math
 from abc import abstractmethod
 
+import numpy as np
+
 from .base import Compressor, State, zeros
 from .fp16 import Float16
 from .none import NoCompression
@@ -44,14 +46,41 @@ class SelectiveCompressor(Compressor):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ErrorFeedback(SelectiveCompressor):
-    """A compressor that gathers payloads and keeps in `residual` what they do not say."""
+    """A compressor that gathers payloads and keeps in `residual` what they do not say.
+
+    An optimizer multiplies what arrives by the learning rate. Where the residual follows that (`follow_lr`), what waits in it is
+    an update that was put off, γ·residual, and stays that update when γ changes; else it is a gradient, and counts with
+    whatever γ is when it is sent.
+    """
+
+    degrees = {"lr": 0}
 
     def init(self, name, shape):
-        return State(name, {"residual": zeros(math.prod(shape))})
+        arrays = {"residual": zeros(math.prod(shape))}
+        if self.follow_lr:
+            arrays["lr"] = np.zeros(1)  # that the residual is meant for; 0: none yet
+        return State(name, arrays)
+
+    def growth(self, state, step):
+        """What the residual is to be multiplied by in this step: γ of the step before over γ of this one.
+
+        At γ = 0 nothing is applied, whatever is sent: such a step counts as one with the γ before. What is left of gradients
+        from before the first γ above 0 was meant for γ = 0, and is dropped.
+        """
+        if not self.follow_lr or not step.lr:
+            return 1.0
+        last, state.arrays["lr"][0] = float(state.arrays["lr"][0]), step.lr
+        return last / step.lr
 
     def encode(self, grad, state, step):
         state.taken = self.pack(grad, state.arrays["residual"], state, step)
         return state.taken
+
+    def accumulate(self, grad, state, step):
+        growth = self.growth(state, step)
+        if growth != 1:
+            state.arrays["residual"] *= np.float32(growth)
+        return super().accumulate(grad, state, step)
 
     @abstractmethod
     def pack(self, grad, residual, state, step):
@@ -61,3 +90,10 @@ class ErrorFeedback(SelectiveCompressor):
         if state.taken is not None:
             self.add(state.taken.body, state.arrays["residual"], 1.0)
         state.taken = None
+
+
+def settle_follow_lr(compressor, known):
+    """The compressor with `follow_lr` decided. known: whether every step will say its learning rate. ValueError where it must be."""
+    if compressor.follow_lr and not known:
+        raise ValueError(f"{compressor.id}: follow_lr needs the optimizer, whose learning rate it follows")
+    return dataclasses.replace(compressor, follow_lr=known) if compressor.follow_lr is None else compressor

@@ -9,9 +9,10 @@ from .quantizer import SharedScaleQuantizer
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TernGrad(SharedScaleQuantizer):
-    """Rounds every element at random to -w, 0 or w; w is the ranks' largest element, after clipping at clip·σ (section 4).
+    """Clips every element at clip·σ of its own rank and rounds it at random to -w, 0 or w, the ranks' largest after clipping.
 
-    The scale is shared by all ranks (section 3.4), so codes add up. Unbiased but for what is clipped.
+    Each rank has its own σ (section 4); the scale is shared by all ranks (section 3.4), so codes add up. Both are a tensor's, as in
+    the paper. Unbiased but for what is clipped.
     """
 
     id = "terngrad"

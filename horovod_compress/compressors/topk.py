@@ -1,31 +1,20 @@
 """Top-k with error feedback (Aji, Heafield, EMNLP 2017, arXiv 1704.05021; Stich, Cordonnier, Jaggi, NeurIPS 2018)."""
 import dataclasses
-import functools
 import math
 
-import numpy as np
-
 from .. import kernels
-from .base import Dense, Gathered, State, zeros
+from .base import Gathered, State, zeros
 from .options import Choice, Number, option
 from .selective import SelectiveCompressor
 
 _VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16}
 
 
-@functools.lru_cache(maxsize=None)
-def goes_dense(density, size, values):
-    """Whether gathering `size` payloads moves more than a ring allreduce: N·density·bits/2 > 32 bits an element."""
-    bits = _VALUE_BITS[values] + math.log2(1 / density) + 1.44
-    return size * density * bits / 2 > 32
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class TopK(SelectiveCompressor):
     """Sends the ratio·d entries of largest accumulated gradient and keeps the others in a residual for later steps.
 
-    The ordinary optimizer works on the mean. A step whose gathered entries would move more bytes than a ring allreduce
-    goes dense: the residual of all elements is sent.
+    The ordinary optimizer works on the mean. A step that goes dense sends the residual of all elements.
     """
 
     id = "topk"
@@ -41,6 +30,10 @@ class TopK(SelectiveCompressor):
         """The share of elements sent at this step."""
         return self.ratio
 
+    def payload_bits(self, step):
+        density = self.density(step.index)
+        return density * (_VALUE_BITS[self.values] + math.log2(1 / density) + 1.44)  # the last two: the entropy of an index
+
     def init(self, name, shape):
         return State(name, {"residual": zeros(math.prod(shape))})
 
@@ -49,30 +42,17 @@ class TopK(SelectiveCompressor):
 
     def select(self, grad, u, v, state, step, momentum=0.0, nesterov=False, masking=False):
         """Advances momentum u, where there is one, and velocity v, and takes the payload out of them."""
-        density = self.density(step.index)
-        dense = goes_dense(density, step.size, self.values)
-        k = 0 if dense else max(min(1, v.size), math.ceil(density * v.size - 1e-6))
+        k = max(min(1, v.size), math.ceil(self.density(step.index) * v.size - 1e-6))
         samples = int(self.sample_ratio * v.size) + 256
         offset = self.key(state.name, step.index) & 0xFFFFFFFF
         indices, finite = kernels.accumulate(grad, u, v, momentum, nesterov, step.scale, k, samples, offset)
-        if dense:
-            state.taken = "all"
-            np.copyto(grad, v)
-            if not finite:
-                grad[0] = np.nan
-            return Dense(grad)
         if not finite:
             indices = indices[:0]
         state.taken = indices, kernels.take(indices, v, u, self.values, masking)
         return Gathered(kernels.encode_sparse(indices, state.taken[1][0], self.values), len(indices), finite)
 
-    def commit(self, state):
-        if state.taken == "all":
-            self.residual(state).fill(0)
-        state.taken = None
-
     def rollback(self, state):
-        if isinstance(state.taken, tuple):
+        if state.taken is not None:
             indices, taken = state.taken
             self.residual(state)[indices] += taken[0]
             if len(taken) > 1:

@@ -16,10 +16,10 @@ class Variance(SelectiveCompressor):
     sent. What is sent is rounded to a power of two: a sign and a 3-bit exponent an element (section 4.2), after which r
     and v are 0 there. With `tau`, Strom's threshold is required too and sign(r)·tau is sent (section 4.4).
 
-    `moments` says what a sample is, and the same alpha does not mean the same in each: minibatch takes this rank's
-    gradient of a step as one (noise between steps), microbatch each backward pass of backward_passes_per_step, per_sample
-    the samples themselves, exactly, as in the paper. An element whose square leaves float32's range (|g| > 1.8e19) makes
-    the step not finite.
+    `moments` says what a sample is, and the same alpha does not mean the same in each: minibatch, which works everywhere and is
+    not the paper's, takes this rank's gradient of a step as one (noise between steps), microbatch each backward pass of
+    backward_passes_per_step, a group of samples, per_sample the samples themselves, exactly, as in the paper. An element whose
+    square leaves float32's range (|g| > 1.8e19) makes the step not finite.
     """
 
     id = "variance"
@@ -30,7 +30,7 @@ class Variance(SelectiveCompressor):
 
     alpha: float = option(Number(0, low_open=True), 1.5, "how unambiguous: 1 to 2 in the paper")
     zeta: float = option(Number(0, 1), 0.999, "decay of v a step, where nothing is sent")
-    moments: str = option(Choice("minibatch", "microbatch", "per_sample"), "minibatch", "what a sample is")
+    moments: str = option(Choice("minibatch", "microbatch", "per_sample"), "minibatch", "what a sample is; per_sample is the paper's, PyTorch only")
     tau: float = option(Number(0, 1e30), 0.0, "above 0: Strom's threshold besides, and what is sent")
     error_feedback: bool = option(Flag(), False, "keep the rounding error in r; the paper drops it")
 
@@ -48,6 +48,10 @@ class Variance(SelectiveCompressor):
 
     def residual(self, state):
         return state.arrays["r"]
+
+    def forget_sent(self, state):
+        super().forget_sent(state)
+        state.arrays["v"].fill(0)
 
     def rollback(self, state):
         if state.taken is not None:

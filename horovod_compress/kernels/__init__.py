@@ -1,22 +1,30 @@
 """The hot loops, on raw one-dimensional contiguous arrays: native (C++) where it was built, else the NumPy reference.
 
-`backend` says which: "native" or "reference". HOROVOD_COMPRESS_KERNELS=reference asks for the reference.
+`backend` says which: "native" or "reference". The variable HOROVOD_COMPRESS_KERNELS asks for one of them: by itself a missing
+native module is a warning, where it was asked for an error.
 """
 import os
 import warnings
 
 from . import reference
 
+_wanted = os.environ.get("HOROVOD_COMPRESS_KERNELS") or None
+if _wanted not in (None, "native", "reference"):
+    raise ValueError(f"HOROVOD_COMPRESS_KERNELS must be native or reference, not {_wanted!r}")
+
 backend = "reference"
-if os.environ.get("HOROVOD_COMPRESS_KERNELS", "native") != "reference":
+if _wanted != "reference":
     try:
         from . import native
 
         backend = "native"
     except ImportError as error:
+        if _wanted == "native":
+            raise
         warnings.warn(
             f"horovod_compress: the native kernels are not available ({error}); the NumPy reference serves, about ten times "
-            "slower. Install a C++ compiler and reinstall horovod-compress.",
+            "slower. Install a C++ compiler and reinstall horovod-compress, or set HOROVOD_COMPRESS_KERNELS=reference if that is "
+            "what you want.",
             RuntimeWarning,
             stacklevel=2,
         )

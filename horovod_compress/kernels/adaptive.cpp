@@ -9,7 +9,7 @@
 #include "arrays.hpp"
 #include "bits.hpp"
 
-namespace hc {
+namespace hc::adaptive {
 namespace {
 
 constexpr std::size_t kBlock = 256;   // elements that are searched for hits while they are in the first-level cache
@@ -63,7 +63,7 @@ struct Fired {
         count = 0;
     }
     // A body of signs needs the signs of r only.
-    Bytes signs(float scale) const { return sparse_body(indices.data(), r.data(), count, Values::sign, scale); }
+    Bytes signs(float scale) const { return sparse::body_of(indices.data(), r.data(), count, Values::sign, scale); }
 };
 thread_local Fired fired;
 thread_local std::vector<float> scratch;
@@ -84,7 +84,7 @@ HC_INLINE void collect(std::size_t n, Fired& out, Advance advance, Take take) {
     }
 }
 
-HC_CLONES bool strom_pass(float* g, float* r, std::size_t n, float tau, Fired& out) {
+HC_INLINE bool strom_pass(float* g, float* r, std::size_t n, float tau, Fired& out) {
     std::uint32_t worst = 0;
     collect(
         n, out,
@@ -122,7 +122,7 @@ py::tuple strom(Floats& grad, Floats& residual, float tau) {
     bool finite;
     {
         py::gil_scoped_release release;
-        finite = strom_pass(g, r, n, tau, f);
+        finite = dispatch<strom_pass>(g, r, n, tau, f);
         if (!finite) f.undo(r, nullptr);
     }
     return py::make_tuple(f.signs(tau), f.count, finite);
@@ -137,7 +137,7 @@ HC_INLINE std::uint32_t least_power(std::uint32_t largest) {
 }
 
 template <bool kGiven>  // the squares; else they are the gradient's own
-HC_INLINE bool variance_body(float* g, const float* squares, float* r, float* v, std::size_t n, float alpha, float zeta, float tau,
+HC_INLINE bool variance_pass(float* g, const float* squares, float* r, float* v, std::size_t n, float alpha, float zeta, float tau,
                              Fired& out) {
     bool finite = true;
     std::uint32_t largest = 0;  // that was taken so far, where powers are sent: what has none beside it has none in the end
@@ -164,7 +164,7 @@ HC_INLINE bool variance_body(float* g, const float* squares, float* r, float* v,
                 its_r[i] = new_r;
                 its_v[i] = fires ? new_v : zeta * new_v;
                 added[i] = 0;
-                hits[i] = fires & (magnitude(new_r) + kHalfPower >= least) ? 255 : 0;
+                hits[i] = (fires & (magnitude(new_r) + kHalfPower >= least)) ? 255 : 0;
             }
             finite &= peak_r < kTooLarge && peak_v < kInfinity;
         },
@@ -178,17 +178,10 @@ HC_INLINE bool variance_body(float* g, const float* squares, float* r, float* v,
         });
     return finite;
 }
-HC_CLONES bool variance_own(float* g, float* r, float* v, std::size_t n, float alpha, float zeta, float tau, Fired& out) {
-    return variance_body<false>(g, nullptr, r, v, n, alpha, zeta, tau, out);
-}
-HC_CLONES bool variance_given(float* g, const float* squares, float* r, float* v, std::size_t n, float alpha, float zeta,
-                              float tau, Fired& out) {
-    return variance_body<true>(g, squares, r, v, n, alpha, zeta, tau, out);
-}
 
 // What fired as powers of two, into `values`; 0 for what has none. Returns the largest power, 0 where
 // there is none: nothing fired, or denormal numbers only, which no power can stand for.
-HC_CLONES std::uint32_t powers_of(const float* __restrict r, std::size_t count, float* __restrict values) {
+HC_INLINE std::uint32_t powers_of(const float* __restrict r, std::size_t count, float* __restrict values) {
     std::uint32_t peak = 0;
     for (std::size_t i = 0; i < count; ++i) peak = std::max(peak, magnitude(r[i]));
     const std::uint32_t top = peak >> 23, least = least_power(peak);
@@ -260,12 +253,12 @@ py::tuple variance(Floats& grad, std::optional<Floats> squares, Floats& r, Float
     bool finite;
     {
         py::gil_scoped_release release;
-        finite = squares ? variance_given(pg, squares->data(), pr, pv, n, alpha, zeta, tau, f)
-                         : variance_own(pg, pr, pv, n, alpha, zeta, tau, f);
+        finite = squares ? dispatch<variance_pass<true>>(pg, squares->data(), pr, pv, n, alpha, zeta, tau, f)
+                         : dispatch<variance_pass<false>>(pg, nullptr, pr, pv, n, alpha, zeta, tau, f);
         if (!finite) f.undo(pr, pv);
         if (scratch.size() < f.count) scratch.resize(f.indices.size());
         float* values = scratch.data();
-        if (rounds) scale = float_of(powers_of(f.r.data(), f.count, values));
+        if (rounds) scale = float_of(dispatch<powers_of>(f.r.data(), f.count, values));
         else std::copy_n(f.r.data(), f.count, values);  // of which the signs are sent
         parts.sort(values, f.count);
     }
@@ -283,7 +276,7 @@ py::tuple variance(Floats& grad, std::optional<Floats> squares, Floats& r, Float
         py::gil_scoped_release release;
         keep_values(f, parts, scratch.data(), pr, pv, rounds && error_feedback, at, r_before, r_before + count);
     }
-    Bytes body = sparse_body(at, scratch.data(), count, rounds ? Values::power : Values::sign, scale);
+    Bytes body = sparse::body_of(at, scratch.data(), count, rounds ? Values::power : Values::sign, scale);
     return py::make_tuple(body, indices, before, finite);
 }
 
@@ -337,7 +330,7 @@ struct Owed {
 };
 
 // By blocks of whole bins, so that all but the maxima goes by whole lines, whatever the bins' length is.
-HC_CLONES Bins adacomp_pass(float* g, float* residue, std::size_t n, Owed owed, std::size_t bin_length, float more, Block& scratch,
+HC_INLINE Bins adacomp_pass(float* g, float* residue, std::size_t n, Owed owed, std::size_t bin_length, float more, Block& scratch,
                             Fired& out) {
     std::size_t bins = std::max<std::size_t>(kBins / bin_length, 1);
     if (bins > kLanes) bins -= bins % kLanes;
@@ -407,7 +400,7 @@ py::tuple adacomp(Floats& grad, Floats& residue, const Indices& sent, float its_
     float scale;
     {
         py::gil_scoped_release release;
-        bins = adacomp_pass(g, r, n, before, bin_length, scale_factor - 1, block_of_bins, f);
+        bins = dispatch<adacomp_pass>(g, r, n, before, bin_length, scale_factor - 1, block_of_bins, f);
         scale = n ? static_cast<float>(bins.sum / static_cast<double>((n + bin_length - 1) / bin_length)) : 0;
         if (!bins.finite || scale == 0) f.count = 0;
     }
@@ -416,7 +409,7 @@ py::tuple adacomp(Floats& grad, Floats& residue, const Indices& sent, float its_
 
 }  // namespace
 
-void bind_adaptive(py::module_& m) {
+void bind(py::module_& m) {
     m.def("strom", &strom, arg("grad").noconvert(), arg("residual").noconvert(), arg("tau"));
     m.def("variance", &variance, arg("grad").noconvert(), arg("squares").noconvert().none(true), arg("r").noconvert(),
           arg("v").noconvert(), arg("alpha"), arg("zeta"), arg("tau"), arg("error_feedback"), arg("spare") = py::none());
@@ -424,4 +417,4 @@ void bind_adaptive(py::module_& m) {
           arg("bin_length"), arg("scale_factor"));
 }
 
-}  // namespace hc
+}  // namespace hc::adaptive

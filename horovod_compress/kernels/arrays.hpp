@@ -75,17 +75,9 @@ inline Bytes body_in(const std::optional<Bytes>& spare, std::size_t size) {
     return buffer;
 }
 
+namespace sparse {
 // The buffer of a sparse body: indices ascend.
-Bytes sparse_body(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, float scale);
-
-void bind_adaptive(py::module_& m);
-void bind_buckets(py::module_& m);
-void bind_checksum(py::module_& m);
-void bind_codes(py::module_& m);
-void bind_quantization(py::module_& m);
-void bind_selection(py::module_& m);
-void bind_sparse(py::module_& m);
-void bind_dense(py::module_& m);
-void bind_lowrank(py::module_& m);
+Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, float scale);
+}  // namespace sparse
 
 }  // namespace hc

@@ -102,7 +102,7 @@ class BitReader {
     std::uint64_t ones(std::uint64_t limit) {
         std::uint64_t count = 0;
         for (;;) {
-            const std::uint64_t rest = ~next();
+            const std::uint64_t rest = ~peek();
             const int run = rest == 0 ? 64 : __builtin_ctzll(rest);
             const bool ended = run < kWhole;
             count += ended ? run : kWhole;
@@ -112,13 +112,13 @@ class BitReader {
         }
     }
     HC_INLINE std::uint64_t take(int bits) {  // at most 32
-        const std::uint64_t value = next() & ((1ull << bits) - 1);
+        const std::uint64_t value = peek() & ((1ull << bits) - 1);
         skip(bits);
         return value;
     }
     // What put_run wrote: ones << bits | value.
     std::uint64_t run(int bits, std::uint64_t limit) {
-        const std::uint64_t word = next();
+        const std::uint64_t word = peek();
         const int ones_here = ~word == 0 ? 64 : __builtin_ctzll(~word), length = ones_here + 1 + bits;
         if (length <= kWhole) {
             skip(length);
@@ -129,7 +129,7 @@ class BitReader {
     }
     // Nothing may be left but the zeros that fill the last byte.
     void finish() const {
-        if (8 * size_ - at_ >= 8 || next() != 0) throw std::invalid_argument("longer than its entries");
+        if (8 * size_ - at_ >= 8 || peek() != 0) throw std::invalid_argument("longer than its entries");
     }
 
     // The bits from place `at` on, 57 at least, zeros behind the last.
@@ -141,14 +141,15 @@ class BitReader {
         return word >> (at & 7);
     }
 
-  private:
-    static constexpr int kWhole = 57;  // bits that are there wherever in a byte they begin
-    HC_INLINE std::uint64_t next() const { return from(at_); }
+    // The next bits, kWhole at least, zeros behind the last; and to go past some of them.
+    HC_INLINE std::uint64_t peek() const { return from(at_); }
     HC_INLINE void skip(int bits) {
         at_ += bits;
         if (at_ > 8 * size_) throw std::invalid_argument("bits end too early");
     }
 
+  private:
+    static constexpr int kWhole = 57;  // bits that are there wherever in a byte they begin
     const std::uint8_t* in_;
     std::uint64_t size_, at_ = 0;  // in bytes, in bits
 };

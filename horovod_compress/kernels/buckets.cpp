@@ -6,7 +6,7 @@
 #include "bits.hpp"
 #include "columns.hpp"
 
-namespace hc {
+namespace hc::buckets {
 namespace {
 
 constexpr float kTiny = 0x1p-90f, kLift = 0x1p64f;  // norms below, and what is done to their elements: factors stay in range
@@ -18,10 +18,6 @@ constexpr int kMaxLevels = 32767;
 int log2_of(std::uint64_t n) { return 63 - __builtin_clzll(n); }
 // Gamma code of n ≥ 1: as many ones as n has bits after the first, a zero, those bits.
 std::uint64_t gamma_bits(std::uint64_t n) { return 2 * log2_of(n) + 1; }
-void put_gamma(BitWriter& writer, std::uint64_t n) {
-    const int bits = log2_of(n);
-    writer.put_run(bits, n ^ 1ull << bits, bits);
-}
 std::uint64_t take_gamma(BitReader& reader) {
     const int bits = static_cast<int>(reader.ones(31));
     return 1ull << bits | reader.take(bits);
@@ -62,14 +58,14 @@ HC_INLINE float norm_of(const float* x, std::size_t count, std::uint32_t peak, b
 struct Fixed {
     std::uint8_t *norms, *widths, *codes;
     std::size_t size = 0;
-    std::uint64_t count = 0, counted = 0;  // of the levels that are not 0, and of all, of every 16th bucket
+    std::uint64_t bits = 0, counted = 0;  // in Elias' code, and elements, of the buckets that are sampled
     bool finite = true;
 };
-constexpr std::size_t kSampled = 16;
+constexpr std::size_t kSampled = 16, kFew = 64;  // one bucket in so many is sampled; all, where there are so few
 
-HC_CLONES void to_fixed(float* __restrict g, const Shape& shape, const Rounding& rounding, bool l2, Key key, Fixed& body) {
+HC_INLINE void to_fixed(float* __restrict g, const Shape& shape, const Rounding& rounding, bool l2, Key key, Fixed& body) {
     const Rounding round = rounding;
-    const std::size_t blocks = blocks_of(shape.bucket);
+    const std::size_t blocks = blocks_of(shape.bucket), stride = shape.buckets < kFew ? 1 : kSampled;
     for (std::size_t b = 0; b < shape.buckets; ++b) {
         float* x = g + b * shape.bucket;
         const std::size_t count = shape.count(b);
@@ -84,6 +80,7 @@ HC_CLONES void to_fixed(float* __restrict g, const Shape& shape, const Rounding&
         const int width = width_for(round.largest_of(float_of(peak) * lift * factor));
         std::memcpy(body.norms + 4 * b, &norm, 4);
         body.widths[b] = static_cast<std::uint8_t>(width);
+        std::uint64_t gap = 1;
         each_block(count, [&](std::size_t first, std::size_t some) HC_HOT {
             float* from = x + first;
             std::uint32_t codes[kBlock];
@@ -95,17 +92,19 @@ HC_CLONES void to_fixed(float* __restrict g, const Shape& shape, const Rounding&
             std::memset(codes + some, 0, 4 * (columns * kRows - some));
             put_block(codes, body.codes + body.size, columns, width, offset_for(width));
             body.size += bytes_of(some, width);
-            if (b % kSampled == 0) {
-                std::uint32_t counted = 0;
-                for (std::size_t j = 0; j < some; ++j) counted += codes[j] != 0;
-                body.count += counted;
+            if (b % stride == 0) {
+                for (std::size_t j = 0; j < some; ++j) {
+                    const auto level = static_cast<std::int32_t>(codes[j]);
+                    if (level) body.bits += gamma_bits(gap) + 1 + gamma_bits(static_cast<std::uint64_t>(std::abs(level)));
+                    gap = level ? 1 : gap + 1;
+                }
                 body.counted += some;
             }
         });
     }
 }
 
-HC_CLONES std::uint32_t add_fixed(const Shape& shape, const std::uint8_t* norms, const std::uint8_t* widths, const std::uint8_t* codes,
+HC_INLINE std::uint32_t add_fixed(const Shape& shape, const std::uint8_t* norms, const std::uint8_t* widths, const std::uint8_t* codes,
                                   std::uint32_t* __restrict its, float* __restrict out, float unit) {
     std::uint32_t peak = 0;
     for (std::size_t b = 0; b < shape.buckets; ++b) {
@@ -145,37 +144,55 @@ void each_bucket(const Shape& shape, const std::uint8_t* widths, const std::uint
     }
 }
 
-// A body of fixed width in Elias' code, if that has fewer bytes than `limit`; empty if not.
-std::vector<std::uint8_t> to_elias(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes_at, std::size_t limit) {
-    std::vector<std::uint8_t> stream;
-    std::uint64_t bits = 0;
+// The gamma code of n ≥ 1 as a number, from its lowest bit up, of gamma_bits(n).
+HC_INLINE std::uint64_t gamma_of(std::uint64_t n, int more) { return ((1ull << more) - 1) | (n ^ 1ull << more) << (more + 1); }
+
+// Elias' stream while it is written; reused between calls. kSlack: what one entry may take and a write of whole words touches behind.
+constexpr std::size_t kSlack = 32;
+thread_local std::vector<std::uint8_t> stream;
+thread_local std::vector<std::uint32_t> places;
+
+// A body of fixed width in Elias' code, if that has fewer bytes than `limit`: how many lie in `stream` then, else 0.
+std::size_t to_elias(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes_at, std::size_t limit) {
+    if (stream.size() < limit + kSlack) stream.resize(limit + kSlack);
+    if (places.size() < shape.bucket) places.resize(shape.bucket);
+    std::uint8_t *out = stream.data() + 4, *end = stream.data() + limit;
+    std::uint64_t word = 0, next = 0;
     std::uint32_t count = 0;
-    for (bool writing : {false, true}) {
-        if (writing) {
-            if (4 + (bits + 7) / 8 >= limit) return {};
-            stream.resize(4 + (bits + 7) / 8);
-            std::memcpy(stream.data(), &count, 4);
+    int filled = 0;
+    const auto put = [&](std::uint64_t code, int bits) {  // at most 56: whole bytes leave, fewer than 8 bits stay
+        word |= code << filled;
+        std::memcpy(out, &word, 8);
+        filled += bits;
+        out += filled >> 3;
+        word >>= filled & ~7;
+        filled &= 7;
+    };
+    each_bucket(shape, widths, codes_at, [&](std::size_t b, const std::int32_t* level) {
+        std::size_t found = 0;
+        for (std::size_t j = 0; j < shape.count(b); ++j) {  // no branch for each: half of them may be 0
+            places[found] = static_cast<std::uint32_t>(j);
+            found += level[j] != 0;
         }
-        BitWriter writer(stream.data() + (writing ? 4 : 0));
-        std::uint64_t next = 0;
-        each_bucket(shape, widths, codes_at, [&](std::size_t b, const std::int32_t* level) {
-            for (std::size_t j = 0; j < shape.count(b); ++j) {
-                if (level[j] == 0) continue;
-                const std::uint64_t at = b * shape.bucket + j, its = static_cast<std::uint64_t>(std::abs(level[j]));
-                if (writing) {
-                    put_gamma(writer, at - next + 1);
-                    writer.put(level[j] < 0, 1);
-                    put_gamma(writer, its);
-                } else {
-                    bits += gamma_bits(at - next + 1) + 1 + gamma_bits(its);
-                    ++count;
-                }
-                next = at + 1;
+        for (std::size_t i = 0; i < found && out < end; ++i) {
+            const std::int32_t its = level[places[i]];
+            const std::uint64_t at = b * shape.bucket + places[i], gap = at - next + 1, size = static_cast<std::uint64_t>(std::abs(its));
+            const int wide = log2_of(gap), high = log2_of(size);
+            const std::uint64_t signed_size = (its < 0) | gamma_of(size, high) << 1;
+            if (wide < 13) {
+                put(gamma_of(gap, wide) | signed_size << (2 * wide + 1), 2 * (wide + high) + 3);
+            } else {
+                put((1ull << wide) - 1, wide);
+                put((gap ^ 1ull << wide) << 1, wide + 1);
+                put(signed_size, 2 * high + 2);
             }
-        });
-        if (writing) writer.finish();
-    }
-    return stream;
+            next = at + 1;
+        }
+        count += static_cast<std::uint32_t>(found);
+    });
+    const std::size_t bytes = static_cast<std::size_t>(out - stream.data()) + (filled > 0);
+    std::memcpy(stream.data(), &count, 4);
+    return out < end && bytes < limit ? bytes : 0;
 }
 
 // `limit`: Elias' code is used where its bytes are below this share of those at fixed width.
@@ -195,7 +212,7 @@ py::tuple encode_buckets(Floats& grad, int steps, std::size_t bucket, bool l2, f
         py::gil_scoped_release release;
         out[0] = fixed;
         Fixed body{out + kHead, out + at_widths, out + at_codes};
-        to_fixed(g, shape, rounding, l2, Key(key), body);
+        dispatch<to_fixed>(g, shape, rounding, l2, Key(key), body);
         finite = body.finite;
         size += body.size;
         if (!finite) {  // nothing is sent: no norm, no level
@@ -203,17 +220,14 @@ py::tuple encode_buckets(Floats& grad, int steps, std::size_t bucket, bool l2, f
             std::memset(g, 0, shape.n * sizeof *g);
             size = at_codes;
         }
-        // Counting the bits takes longer than all the rest: below a limit of 1 only where an estimate is promising, 3 bits a level and
-        // log2 of the mean gap.
-        const double part = body.count ? static_cast<double>(body.count) / static_cast<double>(body.counted) : 0;
-        const double estimate = body.count && limit < 1 ? shape.n * part * (3 - std::log2(part)) / 8 : 0;
-        const std::size_t most_bytes = std::min(size - at_widths, static_cast<std::size_t>(limit * (size - at_widths)));
-        if (finite && estimate < limit * (size - at_widths)) {
-            const auto stream = to_elias(shape, out + at_widths, out + at_codes, most_bytes);
-            if (!stream.empty()) {
+        // Writing the code takes longer than all the rest: below a limit of 1 only where the sample promises it.
+        const std::size_t most_bytes = std::min(size - at_widths, static_cast<std::size_t>(limit * static_cast<float>(size - at_widths)));
+        const double estimate = body.counted && limit < 1 ? static_cast<double>(body.bits) * shape.n / static_cast<double>(body.counted) : 0;
+        if (finite && estimate < 8.0 * most_bytes) {
+            if (const std::size_t bytes = to_elias(shape, out + at_widths, out + at_codes, most_bytes)) {
                 out[0] = elias;
-                std::memcpy(out + at_widths, stream.data(), stream.size());
-                size = at_widths + stream.size();
+                std::memcpy(out + at_widths, stream.data(), bytes);
+                size = at_widths + bytes;
             }
         }
         out[size] = 0;
@@ -231,10 +245,25 @@ void read_elias(const std::uint8_t* in, const std::uint8_t* end, std::size_t n, 
     BitReader reader(in + 4, end);
     std::uint64_t next = 0;
     for (std::uint32_t i = 0; i < count; ++i) {
-        const std::uint64_t at = next + take_gamma(reader) - 1;
+        std::uint64_t gap, level;
+        bool minus;
+        // An entry that is short, as most are, from one look at the bits.
+        const std::uint64_t word = reader.peek();
+        const int wide = __builtin_ctzll(~word | 1ull << 63);
+        const std::uint64_t rest = wide < 13 ? word >> (2 * wide + 1) : ~0ull;
+        const int high = __builtin_ctzll(~(rest >> 1) | 1ull << 62);
+        if (2 * (wide + high) + 3 <= 56) {
+            gap = 1ull << wide | (word >> (wide + 1) & ((1ull << wide) - 1));
+            minus = rest & 1;
+            level = 1ull << high | (rest >> (high + 2) & ((1ull << high) - 1));
+            reader.skip(2 * (wide + high) + 3);
+        } else {
+            gap = take_gamma(reader);
+            minus = reader.take(1) != 0;
+            level = take_gamma(reader);
+        }
+        const std::uint64_t at = next + gap - 1;
         if (at >= n) throw std::invalid_argument("index outside the tensor");
-        const bool minus = reader.take(1) != 0;
-        const std::uint64_t level = take_gamma(reader);
         if (level > static_cast<std::uint64_t>(steps)) throw std::invalid_argument("level out of range");
         work(at, minus ? -static_cast<float>(level) : static_cast<float>(level));
         next = at + 1;
@@ -264,8 +293,11 @@ bool add_buckets(Floats& out, const Bytes& body, int steps, std::size_t bucket, 
     py::gil_scoped_release release;
     if (in[0] == elias) {
         read_elias(widths, end, shape.n, steps, [](std::uint64_t, float) {});  // all of it is good before anything is added
+        std::uint64_t b = 0;
+        float step = shape.buckets ? step_of(0) : 0;
         read_elias(widths, end, shape.n, steps, [&](std::uint64_t at, float level) {
-            to[at] += step_of(at / bucket) * level;
+            if (at >= (b + 1) * bucket) step = step_of(b = at / bucket);
+            to[at] += step * level;
             peak = std::max(peak, magnitude(to[at]));
         });
     } else {
@@ -276,17 +308,17 @@ bool add_buckets(Floats& out, const Bytes& body, int steps, std::size_t bucket, 
             expected += shape.bytes(b, widths[b]);
         }
         if (size != expected) throw std::invalid_argument("not of the length that its widths say");
-        peak = add_fixed(shape, norms, widths, widths + shape.buckets, levels_of(shape), to, unit);
+        peak = dispatch<add_fixed>(shape, norms, widths, widths + shape.buckets, levels_of(shape), to, unit);
     }
     return peak < kInfinity;
 }
 
 }  // namespace
 
-void bind_buckets(py::module_& m) {
+void bind(py::module_& m) {
     m.def("encode_buckets", &encode_buckets, arg("grad").noconvert(), arg("steps"), arg("bucket"), arg("l2"), arg("limit"),
           arg("key"), arg("spare") = py::none());
     m.def("add_buckets", &add_buckets, arg("out").noconvert(), arg("body").noconvert(), arg("steps"), arg("bucket"), arg("scale"));
 }
 
-}  // namespace hc
+}  // namespace hc::buckets

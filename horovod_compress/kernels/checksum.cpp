@@ -1,7 +1,7 @@
 // The checksum of frames: 16 streams of 32-bit words, each step one addition, one rotation and two multiplications.
 #include "arrays.hpp"
 
-namespace hc {
+namespace hc::checksum {
 namespace {
 
 constexpr std::uint32_t kFirst = 0x9e3779b1u, kSecondFactor = 0x85ebca77u, kThird = 0xc2b2ae3du;
@@ -12,7 +12,7 @@ HC_INLINE void advance(WordLanes& lanes, const WordLanes& words) {
     lanes = (moved << 13 | moved >> 19) * kFirst;
 }
 
-HC_CLONES std::uint32_t checksum_of(const std::uint8_t* bytes, std::size_t size) {
+HC_INLINE std::uint32_t checksum_of(const std::uint8_t* bytes, std::size_t size) {
     WordLanes lanes, words;
     for (std::uint32_t j = 0; j < kLanes; ++j) lanes[j] = (j + 1) * kThird;
     std::size_t at = 0;
@@ -34,11 +34,11 @@ std::uint32_t checksum(const Bytes& data) {
     const std::size_t size = length(data, "data");
     const std::uint8_t* bytes = data.data();
     py::gil_scoped_release release;
-    return checksum_of(bytes, size);
+    return dispatch<checksum_of>(bytes, size);
 }
 
 }  // namespace
 
-void bind_checksum(py::module_& m) { m.def("checksum", &checksum, arg("data").noconvert()); }
+void bind(py::module_& m) { m.def("checksum", &checksum, arg("data").noconvert()); }
 
-}  // namespace hc
+}  // namespace hc::checksum

@@ -5,13 +5,13 @@
 #include "columns.hpp"
 #include "fields.hpp"
 
-namespace hc {
+namespace hc::codes {
 namespace {
 
 constexpr std::size_t kSummed = 1024;  // elements whose sums are added up in float32
 
 // float32 to float16, ties to even, without a branch: numbers below the normal ones are rounded by an addition.
-HC_CLONES std::uint32_t halve(const float* __restrict x, std::uint16_t* __restrict out, std::size_t n) {
+HC_INLINE std::uint32_t halve(const float* __restrict x, std::uint16_t* __restrict out, std::size_t n) {
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
         ask_ahead(x + first, count);
@@ -30,7 +30,7 @@ HC_CLONES std::uint32_t halve(const float* __restrict x, std::uint16_t* __restri
     });
     return peak;
 }
-HC_CLONES std::uint32_t widen(const std::uint16_t* half, float* to, std::size_t n) {
+HC_INLINE std::uint32_t widen(const std::uint16_t* half, float* to, std::size_t n) {
     Output out(to, n);
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
@@ -52,7 +52,7 @@ float to_float16(const Floats& x, Array<std::uint16_t>& half) {
     const float* from = x.data();
     std::uint16_t* to = half.mutable_data();
     py::gil_scoped_release release;
-    return float_of(std::min(halve(from, to, n), kInfinity));
+    return float_of(std::min(dispatch<halve>(from, to, n), kInfinity));
 }
 float from_float16(const Array<std::uint16_t>& half, Floats& out) {
     const std::size_t n = length(out, "out");
@@ -60,10 +60,10 @@ float from_float16(const Array<std::uint16_t>& half, Floats& out) {
     const std::uint16_t* from = half.data();
     float* to = out.mutable_data();
     py::gil_scoped_release release;
-    return float_of(std::min(widen(from, to, n), kInfinity));
+    return float_of(std::min(dispatch<widen>(from, to, n), kInfinity));
 }
 
-HC_CLONES std::uint32_t to_bf16(float* __restrict g, std::uint8_t* __restrict out, std::size_t n) {
+HC_INLINE std::uint32_t to_bf16(float* __restrict g, std::uint8_t* __restrict out, std::size_t n) {
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
         ask_ahead(g + first, count);
@@ -80,7 +80,7 @@ HC_CLONES std::uint32_t to_bf16(float* __restrict g, std::uint8_t* __restrict ou
     });
     return peak;
 }
-HC_CLONES std::uint32_t add_bf16(const std::uint8_t* __restrict in, float* __restrict out, std::size_t n, float scale) {
+HC_INLINE std::uint32_t add_bf16(const std::uint8_t* __restrict in, float* __restrict out, std::size_t n, float scale) {
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
         ask_ahead(out + first, count);
@@ -107,7 +107,7 @@ py::tuple encode_bf16(Floats& grad, std::optional<Bytes> spare) {
     bool finite;
     {
         py::gil_scoped_release release;
-        finite = to_bf16(g, out, n) < kInfinity;
+        finite = dispatch<to_bf16>(g, out, n) < kInfinity;
     }
     return py::make_tuple(buffer, n, finite);
 }
@@ -121,7 +121,7 @@ bool decode_bf16(Floats& out, const Bytes& body, float scale) {
     const std::uint8_t* in = exactly(body, 2 * n);
     float* to = out.mutable_data();
     py::gil_scoped_release release;
-    return add_bf16(in, to, n, scale) < kInfinity;
+    return dispatch<add_bf16>(in, to, n, scale) < kInfinity;
 }
 
 // One bit an element: 1 where it is negative.
@@ -130,7 +130,7 @@ struct Halves {
     std::uint64_t count[2];
     bool finite;
 };
-HC_CLONES Halves accumulate_halves(float* __restrict g, float* __restrict r, std::size_t n) {
+HC_INLINE Halves accumulate_halves(float* __restrict g, float* __restrict r, std::size_t n, float growth) {
     constexpr std::size_t lanes = 16;
     std::uint32_t worst = 0;
     Halves total{};
@@ -140,7 +140,7 @@ HC_CLONES Halves accumulate_halves(float* __restrict g, float* __restrict r, std
         std::uint32_t negatives[lanes] = {}, peaks[lanes] = {};
         const auto line = [&](std::size_t i, std::size_t count) HC_HOT {
             for (std::size_t j = 0; j < count; ++j) {
-                const float moved = r[i + j] + g[i + j];
+                const float moved = growth * r[i + j] + g[i + j];
                 const std::uint32_t b = magnitude(moved);
                 peaks[j] = peaks[j] > b ? peaks[j] : b;
                 const float kept = b < kTooLarge ? moved : r[i + j];
@@ -169,7 +169,7 @@ HC_CLONES Halves accumulate_halves(float* __restrict g, float* __restrict r, std
     total.finite = worst < kTooLarge && std::isfinite(total.sum[0] + total.sum[1]);
     return total;
 }
-HC_CLONES void take_signs(float* __restrict r, std::uint8_t* bits, const Layout& layout, float plus, float minus) {
+HC_INLINE void take_signs(float* __restrict r, std::uint8_t* bits, const Layout& layout, float plus, float minus) {
     pack<std::int32_t>(bits, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
         ask_ahead(r + first, count);
         HC_APART
@@ -180,7 +180,7 @@ HC_CLONES void take_signs(float* __restrict r, std::uint8_t* bits, const Layout&
         }
     });
 }
-HC_CLONES std::uint32_t add_signs(const std::uint8_t* bits, float* __restrict out, const Layout& layout, float plus, float minus) {
+HC_INLINE std::uint32_t add_signs(const std::uint8_t* bits, float* __restrict out, const Layout& layout, float plus, float minus) {
     std::uint32_t peak = 0;
     unpack<std::int32_t>(bits, layout, 0, [&](std::size_t first, std::size_t count, auto sign) HC_HOT {
         ask_ahead(out + first, count);
@@ -194,7 +194,7 @@ HC_CLONES std::uint32_t add_signs(const std::uint8_t* bits, float* __restrict ou
     return peak;
 }
 
-py::tuple one_bit(Floats& grad, Floats& residual, bool symmetric, std::optional<Bytes> spare) {
+py::tuple one_bit(Floats& grad, Floats& residual, float growth, bool symmetric, std::optional<Bytes> spare) {
     const std::size_t n = length(grad, "grad");
     same_length(n, length(residual, "residual"), "grad and residual");
     float *g = grad.mutable_data(), *r = residual.mutable_data();
@@ -204,7 +204,7 @@ py::tuple one_bit(Floats& grad, Floats& residual, bool symmetric, std::optional<
     Halves halves;
     {
         py::gil_scoped_release release;
-        halves = accumulate_halves(g, r, n);
+        halves = dispatch<accumulate_halves>(g, r, n, growth);
         float units[2] = {};
         if (halves.finite && n) {
             const double both = (halves.sum[0] + halves.sum[1]) / static_cast<double>(n);
@@ -214,7 +214,7 @@ py::tuple one_bit(Floats& grad, Floats& residual, bool symmetric, std::optional<
             }
         }
         std::memcpy(out, units, sizeof units);
-        take_signs(r, out + sizeof units, layout, units[0], units[1]);
+        dispatch<take_signs>(r, out + sizeof units, layout, units[0], units[1]);
     }
     return py::make_tuple(buffer, n, halves.finite);
 }
@@ -227,12 +227,12 @@ bool add_one_bit(Floats& out, const Bytes& body, float scale) {
     if (!(magnitude(units[0]) < kInfinity && magnitude(units[1]) < kInfinity)) throw std::invalid_argument("scale not finite");
     float* to = out.mutable_data();
     py::gil_scoped_release release;
-    return add_signs(in + sizeof units, to, layout, scale * units[0], scale * units[1]) < kInfinity;
+    return dispatch<add_signs>(in + sizeof units, to, layout, scale * units[0], scale * units[1]) < kInfinity;
 }
 
 // Sign and exponent, rounded up with the probability that the mantissa says: an addition and a shift.
 constexpr int kPowerBits = 9;
-HC_CLONES std::uint32_t to_powers(float* __restrict g, std::uint8_t* __restrict out, std::size_t n, Key key) {
+HC_INLINE std::uint32_t to_powers(float* __restrict g, std::uint8_t* __restrict out, std::size_t n, Key key) {
     std::uint32_t peak = 0;
     each_block(n, [&](std::size_t first, std::size_t count) HC_HOT {
         float* x = g + first;
@@ -250,7 +250,7 @@ HC_CLONES std::uint32_t to_powers(float* __restrict g, std::uint8_t* __restrict 
     });
     return peak;
 }
-HC_CLONES std::uint32_t add_powers(const std::uint8_t* in, float* __restrict out, std::size_t n, float scale) {
+HC_INLINE std::uint32_t add_powers(const std::uint8_t* in, float* __restrict out, std::size_t n, float scale) {
     std::uint32_t peak = 0;
     each_block(n, [&](std::size_t first, std::size_t count) HC_HOT {
         float* to = out + first;
@@ -274,7 +274,7 @@ py::tuple encode_natural(Floats& grad, std::uint64_t key, std::optional<Bytes> s
     bool finite;
     {
         py::gil_scoped_release release;
-        finite = to_powers(g, out, n, Key(key)) < kInfinity;
+        finite = dispatch<to_powers>(g, out, n, Key(key)) < kInfinity;
     }
     return py::make_tuple(buffer, n, finite);
 }
@@ -283,21 +283,21 @@ bool add_natural(Floats& out, const Bytes& body, float scale) {
     const std::uint8_t* in = exactly(body, bytes_of(n, kPowerBits));
     float* to = out.mutable_data();
     py::gil_scoped_release release;
-    return add_powers(in, to, n, scale) < kInfinity;
+    return dispatch<add_powers>(in, to, n, scale) < kInfinity;
 }
 
 }  // namespace
 
-void bind_codes(py::module_& m) {
+void bind(py::module_& m) {
     m.def("to_float16", &to_float16, arg("x").noconvert(), arg("half").noconvert());
     m.def("from_float16", &from_float16, arg("half").noconvert(), arg("out").noconvert());
     m.def("encode_bf16", &encode_bf16, arg("grad").noconvert(), arg("spare") = py::none());
     m.def("add_bf16", &decode_bf16, arg("out").noconvert(), arg("body").noconvert(), arg("scale"));
-    m.def("one_bit", &one_bit, arg("grad").noconvert(), arg("residual").noconvert(), arg("symmetric"),
+    m.def("one_bit", &one_bit, arg("grad").noconvert(), arg("residual").noconvert(), arg("growth"), arg("symmetric"),
           arg("spare") = py::none());
     m.def("add_one_bit", &add_one_bit, arg("out").noconvert(), arg("body").noconvert(), arg("scale"));
     m.def("encode_natural", &encode_natural, arg("grad").noconvert(), arg("key"), arg("spare") = py::none());
     m.def("add_natural", &add_natural, arg("out").noconvert(), arg("body").noconvert(), arg("scale"));
 }
 
-}  // namespace hc
+}  // namespace hc::codes

@@ -8,12 +8,6 @@
 #include <xmmintrin.h>
 #endif
 
-// x86-64 variants of a hot loop, picked at run time; other CPUs, and sanitizer builds, get the plain one.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(HC_PORTABLE)
-#define HC_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
-#else
-#define HC_CLONES
-#endif
 // Before a loop whose arrays do not overlap, where a lambda hides from the compiler that they are __restrict.
 #if defined(__clang__)
 #define HC_APART _Pragma("clang loop vectorize(assume_safety)")
@@ -54,6 +48,46 @@ namespace hc {
 
 constexpr std::uint32_t kInfinity = 0x7f800000;  // bits of +inf: anything from here on is not finite
 constexpr std::uint32_t kTooLarge = 0x76800000;  // bits of 2^110: no residual goes there, or the sum of many would be infinite for ever
+
+// The instructions that a kernel is compiled for: on x86-64 also AVX2 and AVX-512. Other CPUs, and sanitizer builds, have the baseline only.
+enum class Instructions { baseline, avx2, avx512 };
+
+// dispatch<kernel>(arguments …) calls the variant of a kernel for `instructions`. A kernel is HC_INLINE, and so is what it calls in its
+// loops: what is not inlined into a variant is compiled for any CPU.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(HC_PORTABLE)
+inline Instructions best_instructions() {
+    __builtin_cpu_init();
+    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2"))) return Instructions::baseline;
+    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return wide ? Instructions::avx512 : Instructions::avx2;
+}
+inline Instructions instructions = best_instructions();
+
+template <auto kernel>
+struct Variants;
+template <class Result, class... Arguments, Result (*kernel)(Arguments...)>
+struct Variants<kernel> {
+    static Result baseline(Arguments... arguments) { return kernel(arguments...); }
+    __attribute__((target("avx2,bmi,bmi2"))) static Result avx2(Arguments... arguments) { return kernel(arguments...); }
+    __attribute__((target("avx2,bmi,bmi2,avx512f,avx512bw,avx512cd,avx512dq,avx512vl"))) static Result avx512(Arguments... arguments) {
+        return kernel(arguments...);
+    }
+    static Result best(Arguments... arguments) {
+        if (instructions == Instructions::avx512) return avx512(arguments...);
+        if (instructions == Instructions::avx2) return avx2(arguments...);
+        return baseline(arguments...);
+    }
+};
+template <auto kernel>
+constexpr auto dispatch = Variants<kernel>::best;
+#else
+inline Instructions best_instructions() { return Instructions::baseline; }
+inline Instructions instructions = best_instructions();
+
+template <auto kernel>
+constexpr auto dispatch = kernel;
+#endif
 
 HC_INLINE std::uint32_t bits_of(float x) {
     std::uint32_t b;

@@ -4,11 +4,11 @@
 
 #include "arrays.hpp"
 
-namespace hc {
+namespace hc::dense {
 namespace {
 
 // The largest magnitude, and that of each kStretch elements into `peaks`, where that is given.
-HC_CLONES std::uint32_t largest_magnitude(const float* x, std::size_t n, std::uint32_t* peaks = nullptr) {
+HC_INLINE std::uint32_t largest_magnitude(const float* x, std::size_t n, std::uint32_t* peaks) {
     WordLanes all{};
     std::size_t i = 0;
     for (; i + kLanes * kStretch <= n; i += kLanes * kStretch) {
@@ -43,10 +43,10 @@ float largest(const Floats& x, std::optional<Indices> peaks) {
     const float* p = x.data();
     std::uint32_t* its = peaks ? peaks->mutable_data() : nullptr;
     py::gil_scoped_release release;
-    return float_of(std::min(largest_magnitude(p, n, its), kInfinity));
+    return float_of(std::min(dispatch<largest_magnitude>(p, n, its), kInfinity));
 }
 
-HC_CLONES void apply_momentum(float* __restrict out, const float* __restrict u, float* __restrict new_u, std::size_t n,
+HC_INLINE void apply_momentum(float* __restrict out, const float* __restrict u, float* __restrict new_u, std::size_t n,
                               float m, bool nesterov) {
     for (std::size_t i = 0; i < n; ++i) {
         const float g = out[i], moved = m * u[i] + g;
@@ -63,9 +63,9 @@ bool dense_momentum(Floats& out, const Floats& u, Floats& new_u, float momentum,
     float* moved = new_u.mutable_data();
     const float* from = u.data();
     py::gil_scoped_release release;
-    if (largest_magnitude(to, n) >= kInfinity) return false;
-    apply_momentum(to, from, moved, n, momentum, nesterov);
-    return largest_magnitude(moved, n) < kInfinity && largest_magnitude(to, n) < kInfinity;
+    if (dispatch<largest_magnitude>(to, n, nullptr) >= kInfinity) return false;
+    dispatch<apply_momentum>(to, from, moved, n, momentum, nesterov);
+    return dispatch<largest_magnitude>(moved, n, nullptr) < kInfinity && dispatch<largest_magnitude>(to, n, nullptr) < kInfinity;
 }
 
 // The largest magnitude and the standard deviation, exactly 0 where all elements are equal. A block's sums are scaled, so that squares
@@ -74,7 +74,7 @@ struct Spread {
     std::uint32_t peak;
     double deviation;
 };
-HC_CLONES Spread spread_of(const float* x, std::size_t n) {
+HC_INLINE Spread spread_of(const float* x, std::size_t n) {
     constexpr std::size_t block = 4096;
     constexpr int far = 30;  // binary orders
     Spread all{};
@@ -104,12 +104,12 @@ py::tuple spread(const Floats& x) {
     Spread all;
     {
         py::gil_scoped_release release;
-        all = spread_of(p, n);
+        all = dispatch<spread_of>(p, n);
     }
     return py::make_tuple(float_of(std::min(all.peak, kInfinity)), all.deviation);
 }
 
-HC_CLONES double sum_of_squares(const float* x, std::size_t n) {
+HC_INLINE double sum_of_squares(const float* x, std::size_t n) {
     double lanes[kLanes] = {};
     std::size_t i = 0;
     for (; i + kLanes <= n; i += kLanes)
@@ -124,7 +124,7 @@ double squared_norm(const Floats& x) {
     const std::size_t n = length(x, "x");
     const float* p = x.data();
     py::gil_scoped_release release;
-    return sum_of_squares(p, n);
+    return dispatch<sum_of_squares>(p, n);
 }
 
 bool scatter_add(Floats& out, const Indices& indices, const Floats& values, float scale) {
@@ -159,7 +159,7 @@ std::uint64_t flush_denormals(std::uint64_t mode) {
 
 }  // namespace
 
-void bind_dense(py::module_& m) {
+void bind(py::module_& m) {
     m.def("largest", &largest, arg("x").noconvert(), arg("peaks").noconvert() = py::none());
     m.def("spread", &spread, arg("x").noconvert());
     m.def("squared_norm", &squared_norm, arg("x").noconvert());
@@ -169,4 +169,4 @@ void bind_dense(py::module_& m) {
     m.def("scatter_add", &scatter_add, arg("out").noconvert(), arg("indices").noconvert(), arg("values").noconvert(), arg("scale"));
 }
 
-}  // namespace hc
+}  // namespace hc::dense

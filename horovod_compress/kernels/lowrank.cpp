@@ -5,7 +5,7 @@
 
 #include "arrays.hpp"
 
-namespace hc {
+namespace hc::lowrank {
 namespace {
 
 constexpr std::size_t kHeight = 4, kVectors = 4;  // rows and vectors worked on together: what is loaded serves several products
@@ -96,7 +96,7 @@ HC_INLINE void leave(Lanes& x, const Lanes& product) {
 }
 
 // owed: the Q of a product that x still holds, whose P is in p; or null.
-HC_CLONES bool project_rows(const float* __restrict g, float* __restrict x, const float* q, float* p, const float* owed, std::size_t n,
+HC_INLINE bool project_rows(const float* __restrict g, float* __restrict x, const float* q, float* p, const float* owed, std::size_t n,
                             std::size_t m, std::size_t rank) {
     WordLanes peaks{};
     const auto advance = [&](std::size_t i, const Lanes& product, auto count) HC_HOT {
@@ -130,7 +130,7 @@ HC_CLONES bool project_rows(const float* __restrict g, float* __restrict x, cons
     return largest_of(peaks) < kTooLarge;
 }
 
-HC_CLONES void project_columns(const float* x, const float* p, float* q, std::size_t n, std::size_t m, std::size_t rank) {
+HC_INLINE void project_columns(const float* x, const float* p, float* q, std::size_t n, std::size_t m, std::size_t rank) {
     std::memset(q, 0, 4 * rank * m);
     const auto work = [&](std::size_t row, auto rows, std::size_t k, auto vectors) HC_HOT {
         add_rows<rows.value, vectors.value>(x + row * m, p + k * n + row, n, q + k * m, m);
@@ -152,7 +152,7 @@ HC_INLINE void multiply(const float* p, const float* q, std::size_t n, std::size
     for (; row + kHeight <= n; row += kHeight) part(row, std::integral_constant<std::size_t, kHeight>{});
     for (; row < n; ++row) part(row, std::integral_constant<std::size_t, 1>{});
 }
-HC_CLONES void subtract(float* x, const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank) {
+HC_INLINE void subtract(float* x, const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank) {
     multiply(p, q, n, m, rank, [=](std::size_t i, const Lanes& product, auto count) HC_HOT {
         Lanes its{};
         std::memcpy(&its, x + i, 4 * count);
@@ -160,7 +160,7 @@ HC_CLONES void subtract(float* x, const float* p, const float* q, std::size_t n,
         std::memcpy(x + i, &its, 4 * count);
     });
 }
-HC_CLONES void write(float* out, const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank, float scale) {
+HC_INLINE void write(float* out, const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank, float scale) {
     const std::size_t ahead = std::max(kHeight * m, kAhead);
     multiply(p, q, n, m, rank, [=](std::size_t i, const Lanes& product, auto count) HC_HOT {
         HC_FETCH(out + i + ahead);
@@ -170,7 +170,7 @@ HC_CLONES void write(float* out, const float* p, const float* q, std::size_t n, 
 }
 
 // The dot product, and x += factor · y.
-HC_CLONES double dot(const double* x, const double* y, std::size_t n) {
+HC_INLINE double dot(const double* x, const double* y, std::size_t n) {
     constexpr std::size_t lanes = 8;
     double sums[lanes] = {}, sum = 0;
     std::size_t i = 0;
@@ -180,7 +180,7 @@ HC_CLONES double dot(const double* x, const double* y, std::size_t n) {
     for (double its : sums) sum += its;
     return sum;
 }
-HC_CLONES void add_multiple(double* __restrict x, const double* __restrict y, std::size_t n, double factor) {
+HC_INLINE void add_multiple(double* __restrict x, const double* __restrict y, std::size_t n, double factor) {
     for (std::size_t i = 0; i < n; ++i) x[i] += factor * y[i];
 }
 
@@ -201,7 +201,7 @@ bool project(const Floats& grad, Floats& residual, const Floats& q, Floats& p, s
     float *x = residual.mutable_data(), *to = p.mutable_data();
     const float *g = grad.data(), *from = q.data(), *its = owed ? owed->data() : nullptr;
     py::gil_scoped_release release;
-    return project_rows(g, x, from, to, its, is.n, is.m, rank);
+    return dispatch<project_rows>(g, x, from, to, its, is.n, is.m, rank);
 }
 
 void project_back(const Floats& residual, const Floats& p, Floats& q, std::size_t rank) {
@@ -209,7 +209,7 @@ void project_back(const Floats& residual, const Floats& p, Floats& q, std::size_
     const float *x = residual.data(), *from = p.data();
     float* to = q.mutable_data();
     py::gil_scoped_release release;
-    project_columns(x, from, to, is.n, is.m, rank);
+    dispatch<project_columns>(x, from, to, is.n, is.m, rank);
 }
 
 void subtract_product(Floats& residual, const Floats& p, const Floats& q, std::size_t rank) {
@@ -217,7 +217,7 @@ void subtract_product(Floats& residual, const Floats& p, const Floats& q, std::s
     float* x = residual.mutable_data();
     const float *left = p.data(), *right = q.data();
     py::gil_scoped_release release;
-    subtract(x, left, right, is.n, is.m, rank);
+    dispatch<subtract>(x, left, right, is.n, is.m, rank);
 }
 
 void product(const Floats& p, const Floats& q, Floats& out, std::size_t rank, float scale) {
@@ -225,7 +225,7 @@ void product(const Floats& p, const Floats& q, Floats& out, std::size_t rank, fl
     float* to = out.mutable_data();
     const float *left = p.data(), *right = q.data();
     py::gil_scoped_release release;
-    write(to, left, right, is.n, is.m, rank, scale);
+    dispatch<write>(to, left, right, is.n, is.m, rank, scale);
 }
 
 void orthonormalize(Floats& p, std::size_t rank) {
@@ -237,20 +237,20 @@ void orthonormalize(Floats& p, std::size_t rank) {
     std::vector<double> all(vectors, vectors + size);
     for (std::size_t k = 0; k < rank; ++k) {
         double* its = all.data() + k * n;
-        const double before = std::sqrt(dot(its, its, n));
+        const double before = std::sqrt(dispatch<dot>(its, its, n));
         for (int twice = 0; twice < 2; ++twice)  // once is not orthogonal enough where vectors are nearly parallel
             for (std::size_t other = 0; other < k; ++other) {
                 const double* theirs = all.data() + other * n;
-                add_multiple(its, theirs, n, -dot(its, theirs, n));
+                dispatch<add_multiple>(its, theirs, n, -dispatch<dot>(its, theirs, n));
             }
-        const double left = std::sqrt(dot(its, its, n)), factor = left > 1e-6 * before ? 1 / left : 0;
+        const double left = std::sqrt(dispatch<dot>(its, its, n)), factor = left > 1e-6 * before ? 1 / left : 0;
         for (std::size_t i = 0; i < n; ++i) vectors[k * n + i] = static_cast<float>(its[i] *= factor);
     }
 }
 
 }  // namespace
 
-void bind_lowrank(py::module_& m) {
+void bind(py::module_& m) {
     m.def("project", &project, arg("grad").noconvert(), arg("residual").noconvert(), arg("q").noconvert(), arg("p").noconvert(),
           arg("rank"), arg("owed").noconvert().none(true));
     m.def("project_back", &project_back, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), arg("rank"));
@@ -259,4 +259,4 @@ void bind_lowrank(py::module_& m) {
     m.def("orthonormalize", &orthonormalize, arg("p").noconvert(), arg("rank"));
 }
 
-}  // namespace hc
+}  // namespace hc::lowrank

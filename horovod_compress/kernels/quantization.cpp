@@ -7,16 +7,16 @@
 #include "fields.hpp"
 #include "random.hpp"
 
-namespace hc {
+namespace hc::quantization {
 namespace {
 
-HC_CLONES void fill_random(std::uint32_t* out, std::size_t n, Key key) {
+HC_INLINE void fill_random(std::uint32_t* out, std::size_t n, Key key) {
     for (std::size_t i = 0; i < n; ++i) out[i] = random_bits(static_cast<std::uint32_t>(i), key);
 }
 
 Indices random(std::uint64_t key, std::size_t n) {
     Indices bits(static_cast<py::ssize_t>(n));
-    fill_random(bits.mutable_data(), n, Key(key));
+    dispatch<fill_random>(bits.mutable_data(), n, Key(key));
     return bits;
 }
 
@@ -98,6 +98,11 @@ struct Scales {
         for (int l = 1; l < count; ++l) factor[l] = steps[l] / (w * before) * rounding.one;
     }
     HC_INLINE float in_steps(float x, float its_factor) const { return x * before * its_factor; }
+    // With one scale, a larger magnitude counts as this one.
+    void clip_at(float largest) {
+        if (!(largest >= 0)) throw std::invalid_argument("clip must be at least 0");
+        rounding.limit = std::min(rounding.limit, bits_of(in_steps(largest, factor[0])));
+    }
     // Of the magnitudes that are no more steps of a scale than fit the first, which are those up to one of them: that one, as bits.
     std::uint32_t largest_fit(int scale) const {
         std::uint32_t fits = 0;
@@ -108,7 +113,7 @@ struct Scales {
 };
 
 template <class Word>
-HC_CLONES void quantize_one(const float* __restrict x, std::uint8_t* words, const Layout& layout, const Scales& scales, Key key) {
+HC_INLINE void quantize_one(const float* __restrict x, std::uint8_t* words, const Layout& layout, const Scales& scales, Key key) {
     const Scales s = scales;
     pack_random<Word>(words, layout, key, [=](std::size_t first, std::size_t count, auto each) HC_HOT {
         ask_ahead(x + first, count);
@@ -116,7 +121,7 @@ HC_CLONES void quantize_one(const float* __restrict x, std::uint8_t* words, cons
     });
 }
 template <class Word>
-HC_CLONES void quantize_several(const float* __restrict x, std::uint8_t* words, const Layout& layout, const Scales& scales, Key key,
+HC_INLINE void quantize_several(const float* __restrict x, std::uint8_t* words, const Layout& layout, const Scales& scales, Key key,
                                 const Counts& counts) {
     const Scales s = scales;
     Chosen chosen(counts, scales.factor);
@@ -145,30 +150,31 @@ std::optional<Counts> counts_of(std::optional<py::array>& words, std::size_t n, 
     return counts;
 }
 
-py::array quantize(const Floats& x, std::optional<py::array> levels, float w, const std::vector<float>& steps, int width,
+py::array quantize(const Floats& x, std::optional<py::array> levels, float w, float clip, const std::vector<float>& steps, int width,
                    std::uint64_t size, std::uint64_t key, std::optional<py::array> spare) {
     const std::size_t n = length(x, "x");
     const Layout layout(n, width, 0);
-    const Scales scales(w, steps);
+    Scales scales(w, steps);
+    scales.clip_at(clip);
     const std::optional<Counts> counts = counts_of(levels, n, steps.size(), size);
     const float* from = x.data();
     py::array words = new_words(layout, spare, layout.words);
     on_words(words, layout, layout.words, [&](auto* out, auto word) {
-        if (counts) quantize_several<decltype(word)>(from, out, layout, scales, Key(key), *counts);
-        else quantize_one<decltype(word)>(from, out, layout, scales, Key(key));
+        if (counts) dispatch<quantize_several<decltype(word)>>(from, out, layout, scales, Key(key), *counts);
+        else dispatch<quantize_one<decltype(word)>>(from, out, layout, scales, Key(key));
     });
     return words;
 }
 
 template <class Word>
-HC_CLONES void dequantize_one(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t offset, float unit) {
+HC_INLINE void dequantize_one(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t offset, float unit) {
     Output out(to, layout.n);
     unpack<Word>(words, layout, offset, [&](std::size_t, std::size_t count, auto sum) HC_HOT {
         out.append(count, [=](std::size_t j) HC_HOT { return static_cast<float>(sum(j)) * unit; });
     });
 }
 template <class Word>
-HC_CLONES void dequantize_several(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t offset,
+HC_INLINE void dequantize_several(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t offset,
                                   const Counts& counts, const float* units) {
     Output out(to, layout.n);
     Chosen chosen(counts, units);
@@ -190,13 +196,13 @@ void dequantize(py::array& words, std::optional<py::array> levels, Floats& out, 
     const std::uint64_t offset = size * static_cast<std::uint64_t>(steps[0]);
     float* to = out.mutable_data();
     on_words(words, layout, layout.words, [&](auto* from, auto word) {
-        if (counts) dequantize_several<decltype(word)>(from, to, layout, offset, *counts, units);
-        else dequantize_one<decltype(word)>(from, to, layout, offset, units[0]);
+        if (counts) dispatch<dequantize_several<decltype(word)>>(from, to, layout, offset, *counts, units);
+        else dispatch<dequantize_one<decltype(word)>>(from, to, layout, offset, units[0]);
     });
 }
 
 template <class Word>
-HC_CLONES void count_levels(const float* x, const std::uint32_t* peaks, std::uint8_t* words, const Layout& layout, const Scales& scales,
+HC_INLINE void count_levels(const float* x, const std::uint32_t* peaks, std::uint8_t* words, const Layout& layout, const Scales& scales,
                             int scale) {
     const std::uint32_t largest = scales.largest_fit(scale);
     const std::size_t peaks_in_all = (layout.n + kStretch - 1) / kStretch;
@@ -225,13 +231,13 @@ py::array fine_enough(const Floats& x, const Indices& peaks, float w, const std:
     py::array words = new_words(layout, spare, count);
     on_words(words, layout, count, [&](auto* out, auto word) {
         for (int scale = 1; scale < scales.count; ++scale, out += layout.words * sizeof word)
-            count_levels<decltype(word)>(from, its, out, layout, scales, scale);
+            dispatch<count_levels<decltype(word)>>(from, its, out, layout, scales, scale);
     });
     return words;
 }
 
 template <class Word>
-HC_CLONES void sign_codes(const float* x, std::uint8_t* words, const Layout& layout) {
+HC_INLINE void sign_codes(const float* x, std::uint8_t* words, const Layout& layout) {
     pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
         ask_ahead(x + first, count);
         HC_APART
@@ -239,7 +245,7 @@ HC_CLONES void sign_codes(const float* x, std::uint8_t* words, const Layout& lay
     });
 }
 template <class Word>
-HC_CLONES void majority(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t size, float unit) {
+HC_INLINE void majority(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t size, float unit) {
     Output out(to, layout.n);
     unpack<Word>(words, layout, size, [&](std::size_t, std::size_t count, auto sum) HC_HOT {
         out.append(count, [=](std::size_t j) HC_HOT {
@@ -254,7 +260,7 @@ py::array sum_signs(const Floats& x, int width, std::optional<py::array> spare) 
     const float* from = x.data();
     py::array words = new_words(layout, spare, layout.words + 1);  // and a word for what the compressor has to say
     on_words(words, layout, layout.words + 1, [&](auto* out, auto word) {
-        sign_codes<decltype(word)>(from, out, layout);
+        dispatch<sign_codes<decltype(word)>>(from, out, layout);
         std::memset(out + layout.words * sizeof word, 0, sizeof word);
     });
     return words;
@@ -263,16 +269,18 @@ py::array sum_signs(const Floats& x, int width, std::optional<py::array> spare) 
 void vote(py::array& words, Floats& out, int width, std::uint64_t size, float unit) {
     const Layout layout(length(out, "out"), width, 0);
     float* to = out.mutable_data();
-    on_words(words, layout, layout.words + 1, [&](auto* from, auto word) { majority<decltype(word)>(from, to, layout, size, unit); });
+    on_words(words, layout, layout.words + 1, [&](auto* from, auto word) {
+        dispatch<majority<decltype(word)>>(from, to, layout, size, unit);
+    });
 }
 
 }  // namespace
 
-void bind_quantization(py::module_& m) {
+void bind(py::module_& m) {
     m.def("random_bits", &random, arg("key"), arg("n"));
     m.def("coordinates", &coordinates, arg("key"), arg("numel"), arg("first"), arg("count"));
-    m.def("quantize", &quantize, arg("x").noconvert(), arg("levels").noconvert().none(true), arg("w"), arg("steps"),
-          arg("width"), arg("size"), arg("key"), arg("spare") = py::none());
+    m.def("quantize", &quantize, arg("x").noconvert(), arg("levels").noconvert().none(true), arg("w"), arg("clip"),
+          arg("steps"), arg("width"), arg("size"), arg("key"), arg("spare") = py::none());
     m.def("dequantize", &dequantize, arg("words").noconvert(), arg("levels").noconvert().none(true), arg("out").noconvert(),
           arg("w"), arg("steps"), arg("width"), arg("size"), arg("scale"));
     m.def("fine_enough", &fine_enough, arg("x").noconvert(), arg("peaks").noconvert(), arg("w"), arg("steps"), arg("size"),
@@ -281,4 +289,4 @@ void bind_quantization(py::module_& m) {
     m.def("vote", &vote, arg("words").noconvert(), arg("out").noconvert(), arg("width"), arg("size"), arg("unit"));
 }
 
-}  // namespace hc
+}  // namespace hc::quantization

@@ -32,7 +32,7 @@ constexpr std::uint32_t kNext = 0xfaf2bb1du;
 struct Rounding {
     int fraction;  // bits
     float one, most;
-    std::uint32_t limit;  // most's bits
+    std::uint32_t limit;  // most's bits, or those of what is clipped at
     explicit Rounding(float largest) {
         if (!(largest >= 1 && largest < 536870912.0f)) throw std::invalid_argument("1 to 2^29 steps");
         fraction = 29 - std::ilogb(largest);

@@ -12,7 +12,7 @@
 
 #include "common.hpp"
 
-namespace hc {
+namespace hc::selection {
 
 constexpr std::size_t kLine = 16;               // floats in a cache line
 constexpr std::size_t kChunk = 4 * kLine;        // elements that share one maximum
@@ -199,7 +199,7 @@ HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_
 // The whole of it: floor, pass, and where the sample misled so far that fewer than 0.8·k passed, a second look at v.
 // Returns whether every new v was finite.
 template <Momentum M>
-HC_INLINE bool accumulate_body(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std::size_t offset,
+HC_INLINE bool accumulate_pass(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std::size_t offset,
                                TopK& top) {
     const std::uint32_t floor = k == 0 ? kInfinity : sampled_floor<M>(t, n, k, samples, offset, top);
     std::uint32_t worst = 0;
@@ -218,17 +218,4 @@ HC_INLINE bool accumulate_body(const Update& t, std::size_t n, std::size_t k, st
     return worst < kTooLarge;
 }
 
-HC_CLONES inline bool accumulate_none(const Update& t, std::size_t n, std::size_t k, std::size_t samples,
-                                      std::size_t offset, TopK& top) {
-    return accumulate_body<Momentum::none>(t, n, k, samples, offset, top);
-}
-HC_CLONES inline bool accumulate_vanilla(const Update& t, std::size_t n, std::size_t k, std::size_t samples,
-                                         std::size_t offset, TopK& top) {
-    return accumulate_body<Momentum::vanilla>(t, n, k, samples, offset, top);
-}
-HC_CLONES inline bool accumulate_nesterov(const Update& t, std::size_t n, std::size_t k, std::size_t samples,
-                                          std::size_t offset, TopK& top) {
-    return accumulate_body<Momentum::nesterov>(t, n, k, samples, offset, top);
-}
-
-}  // namespace hc
+}  // namespace hc::selection

@@ -2,7 +2,7 @@
 #include "arrays.hpp"
 #include "select.hpp"
 
-namespace hc {
+namespace hc::selection {
 namespace {
 
 // Scratch of one thread, reused between calls: a step allocates nothing that grows with a gradient.
@@ -24,9 +24,9 @@ py::tuple accumulate(Floats& grad, std::optional<Floats> u, Floats& v, float mom
     TopK top(scratch.candidates, scratch.magnitudes);
     {
         py::gil_scoped_release release;
-        if (!t.u) finite = accumulate_none(t, n, k, samples, offset, top);
-        else if (nesterov) finite = accumulate_nesterov(t, n, k, samples, offset, top);
-        else finite = accumulate_vanilla(t, n, k, samples, offset, top);
+        if (!t.u) finite = dispatch<accumulate_pass<Momentum::none>>(t, n, k, samples, offset, top);
+        else if (nesterov) finite = dispatch<accumulate_pass<Momentum::nesterov>>(t, n, k, samples, offset, top);
+        else finite = dispatch<accumulate_pass<Momentum::vanilla>>(t, n, k, samples, offset, top);
     }
     const std::size_t count = top.count();
     Indices indices(static_cast<py::ssize_t>(count));
@@ -65,7 +65,7 @@ Floats take(const Indices& indices, Floats& v, std::optional<Floats> u, Values k
 
 }  // namespace
 
-void bind_selection(py::module_& m) {
+void bind(py::module_& m) {
     m.def("accumulate", &accumulate, arg("grad").noconvert(), arg("u").noconvert().none(true), arg("v").noconvert(),
           arg("momentum"), arg("nesterov"), arg("scale"), arg("k"), arg("samples"), arg("offset"));
     m.def("take",
@@ -77,4 +77,4 @@ void bind_selection(py::module_& m) {
           arg("indices").noconvert(), arg("v").noconvert(), arg("u").noconvert().none(true), arg("values"), arg("mask"));
 }
 
-}  // namespace hc
+}  // namespace hc::selection

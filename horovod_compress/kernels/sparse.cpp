@@ -3,7 +3,7 @@
 #include "arrays.hpp"
 #include "bits.hpp"
 
-namespace hc {
+namespace hc::sparse {
 namespace {
 
 // Rice code with parameter r, in two parts: the r low bits of all gaps, then each gap >> r as so many zeros and a one. Apart, because
@@ -12,7 +12,7 @@ constexpr int kMaxRice = 31;
 
 std::uint64_t low_size(std::uint64_t n, int r) { return (n * r + 7) / 8; }
 
-HC_CLONES std::uint64_t high_bits(const std::uint32_t* indices, std::size_t n, int r) {
+HC_INLINE std::uint64_t high_bits(const std::uint32_t* indices, std::size_t n, int r) {
     if (n == 0) return 0;
     std::uint32_t zeros = indices[0] >> r;  // all of them are at most as many as the tensor has elements
     for (std::size_t i = 1; i < n; ++i) zeros += (indices[i] - indices[i - 1] - 1) >> r;
@@ -23,8 +23,8 @@ HC_CLONES std::uint64_t high_bits(const std::uint32_t* indices, std::size_t n, i
 int best_rice(const std::uint32_t* indices, std::size_t n) {
     if (n == 0) return 0;
     const double mean = (static_cast<double>(indices[n - 1]) + 1) / static_cast<double>(n);
-    int r = mean > 1 ? std::max(static_cast<int>(std::log2(mean * 0.6931)), 0) : 0;
-    const auto bits = [=](int its) { return n * its + high_bits(indices, n, its); };
+    int r = mean > 1 ? std::max(std::ilogb(mean * 0.6931), 0) : 0;
+    const auto bits = [=](int its) { return n * its + dispatch<high_bits>(indices, n, its); };
     std::uint64_t best = bits(r), other;
     for (; r < kMaxRice && (other = bits(r + 1)) < best; ++r) best = other;
     for (; r > 0 && (other = bits(r - 1)) <= best; --r) best = other;
@@ -41,7 +41,7 @@ HC_INLINE float power_value(std::uint32_t code, float scale) {
     return scale * float_of((code & 8u) << 28 | (127 - (code & 7u)) << 23);  // ±2^-d
 }
 
-HC_CLONES void put_values(const float* __restrict values, std::size_t n, Values kind, float scale, std::uint8_t* __restrict out) {
+HC_INLINE void put_values(const float* __restrict values, std::size_t n, Values kind, float scale, std::uint8_t* __restrict out) {
     if (kind == Values::fp32) {
         if (n) std::memcpy(out, values, 4 * n);
     } else if (kind == Values::sign) {
@@ -64,7 +64,7 @@ HC_CLONES void put_values(const float* __restrict values, std::size_t n, Values 
         }
     }
 }
-HC_CLONES void take_values(const std::uint8_t* __restrict in, std::size_t n, Values kind, float scale, float* __restrict values) {
+HC_INLINE void take_values(const std::uint8_t* __restrict in, std::size_t n, Values kind, float scale, float* __restrict values) {
     if (kind == Values::fp32) {
         if (n) std::memcpy(values, in, 4 * n);
     } else if (kind == Values::sign) {
@@ -89,7 +89,7 @@ HC_CLONES void take_values(const std::uint8_t* __restrict in, std::size_t n, Val
     }
 }
 
-HC_CLONES void put_gaps(const std::uint32_t* indices, std::size_t n, int r, std::uint8_t* out) {
+HC_INLINE void put_gaps(const std::uint32_t* indices, std::size_t n, int r, std::uint8_t* out) {
     BitWriter low(out);
     UnaryWriter high(out + low_size(n, r));
     std::uint32_t next = 0;
@@ -103,7 +103,7 @@ HC_CLONES void put_gaps(const std::uint32_t* indices, std::size_t n, int r, std:
     high.finish();
 }
 // Room for kAtOnce more indices.
-HC_CLONES void take_gaps(const std::uint8_t* in, const std::uint8_t* end, std::size_t n, int r, std::uint64_t numel, std::uint32_t* indices) {
+HC_INLINE void take_gaps(const std::uint8_t* in, const std::uint8_t* end, std::size_t n, int r, std::uint64_t numel, std::uint32_t* indices) {
     const std::uint64_t low = low_size(n, r), size = static_cast<std::uint64_t>(end - in);
     if (size < low) throw std::invalid_argument("shorter than its gaps");
     if (8 * (size - low) > n + ((numel - n) >> r) + 7) throw std::invalid_argument("index outside the tensor");
@@ -159,8 +159,8 @@ void decode_sparse(const std::uint8_t* body, std::size_t size, std::uint64_t num
         in += 4;
     }
     to.reserve(n);  // only now: n entries are really there
-    take_values(in, n, kind, scale, to.values.data());
-    take_gaps(in + values_size(n, kind), end, n, r, numel, to.indices.data());
+    dispatch<take_values>(in, n, kind, scale, to.values.data());
+    dispatch<take_gaps>(in + values_size(n, kind), end, n, r, numel, to.indices.data());
 }
 
 Bytes encode(const Indices& indices, const Floats& values, const std::string& kind, float scale) {
@@ -169,7 +169,7 @@ Bytes encode(const Indices& indices, const Floats& values, const std::string& ki
     const std::uint32_t* at = indices.data();
     for (std::size_t i = 1; i < n; ++i)
         if (at[i] <= at[i - 1]) throw std::invalid_argument("indices must ascend");
-    return sparse_body(at, values.data(), n, values_of(kind), scale);
+    return body_of(at, values.data(), n, values_of(kind), scale);
 }
 
 py::tuple decode(const Bytes& body, std::uint64_t numel) {
@@ -189,25 +189,25 @@ bool add(Floats& out, const Bytes& body, float scale) {
 
 }  // namespace
 
-Bytes sparse_body(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, float scale) {
+Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, float scale) {
     const int r = best_rice(indices, n);
     const std::size_t head = kSparseHead + 4 * has_scale(kind), its_values = values_size(n, kind);
-    Bytes buffer = new_body(head + its_values + low_size(n, r) + (high_bits(indices, n, r) + 7) / 8);
+    Bytes buffer = new_body(head + its_values + low_size(n, r) + (dispatch<high_bits>(indices, n, r) + 7) / 8);
     std::uint8_t* out = buffer.mutable_data() + kHeadroom;
     const auto count = static_cast<std::uint32_t>(n);
     std::memcpy(out, &count, 4);
     out[4] = static_cast<std::uint8_t>(kind);
     out[5] = static_cast<std::uint8_t>(r);
     if (has_scale(kind)) std::memcpy(out + kSparseHead, &scale, 4);
-    put_values(values, n, kind, scale, out + head);
-    put_gaps(indices, n, r, out + head + its_values);
+    dispatch<put_values>(values, n, kind, scale, out + head);
+    dispatch<put_gaps>(indices, n, r, out + head + its_values);
     return buffer;
 }
 
-void bind_sparse(py::module_& m) {
+void bind(py::module_& m) {
     m.def("encode_sparse", &encode, arg("indices").noconvert(), arg("values").noconvert(), arg("kind"), arg("scale") = 0.0f);
     m.def("decode_sparse", &decode, arg("body").noconvert(), arg("numel"));
     m.def("add_sparse", &add, arg("out").noconvert(), arg("body").noconvert(), arg("scale"));
 }
 
-}  // namespace hc
+}  // namespace hc::sparse

@@ -16,10 +16,11 @@ from tensorflow.python.ops import control_flow_util
 from .. import kernels, wire
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
-from ..handshake import agree
+from ..compressors.selective import settle_follow_lr
+from ..handshake import agree, kernels_in_use
 from ..version import __version__
 from .exchange import GraphExchange
-from .optimizer import check, is_horovods, momentum_of, take_over_momentum, watch_passes
+from .optimizer import check, is_horovods, learning_rate_of, momentum_of, take_over_momentum, watch_passes
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order.
 _numbers = collections.defaultdict(itertools.count)
@@ -63,7 +64,8 @@ class _Call:
     variables: list  # (gradient, _Variable)
     number: tf.Tensor  # of the call
     flat: list  # for each gradient, the shape [-1]
-    squared_norm: list  # of all gradients, where they are clipped; else empty
+    squared_norm: list  # where gradients are clipped, as GraphExchange.submit takes it; else empty
+    lr: list  # the learning rate, where residuals follow it; else empty
     taken: set = dataclasses.field(default_factory=set)
 
     def take(self, tensor):
@@ -120,7 +122,7 @@ class BoundCompression:
                 "elastic Horovod is not supported yet: what a compression keeps belongs to one rank of a fixed number. Start with "
                 "a fixed number of ranks, without --min-np, --max-np and --host-discovery-script"
             )
-        compressor = get_compressor(spec)
+        compressor = settle_follow_lr(get_compressor(spec), optimizer is not None)
         if getattr(compressor, "transport", "horovod") != "horovod":
             raise ValueError("with TensorFlow payloads are moved by operations of the graph: say transport=horovod")
         if optimizer is not None:
@@ -133,7 +135,11 @@ class BoundCompression:
             compressor = self._bound(compressor, optimizer)
         self._microbatches = getattr(compressor, "moments", None) == "microbatch"
         if getattr(compressor, "moments", None) == "per_sample":
-            raise ValueError("moments=per_sample needs PyTorch: with TensorFlow say moments=microbatch or moments=minibatch")
+            raise ValueError(
+                "moments=per_sample needs PyTorch, which shows layers' inputs. With TensorFlow say moments=microbatch, and give "
+                "hvd.DistributedOptimizer(backward_passes_per_step=4) or more: groups of samples stand for samples; or "
+                "moments=minibatch"
+            )
         if self._microbatches and optimizer is None:
             raise ValueError(
                 "moments=microbatch needs the optimizer, to see every backward pass. A tape's gradient is one pass, for which "
@@ -142,6 +148,7 @@ class BoundCompression:
         if self._microbatches and self._active:
             watch_passes(optimizer, self._observe)
         self._compressor = compressor
+        self._optimizer = optimizer  # where a tape serves it; Horovod makes one of its own from it
         self._variables = {}  # key, see `_register`, → _Variable
         self._call = None  # of the function that is being traced
         self._saved = None  # where a state was loaded: of variables that are not known yet
@@ -152,7 +159,7 @@ class BoundCompression:
         if self._active:
             self._transport = _Eager(self._process_set)
             description = {"version of horovod-compress": __version__, "wire version": wire.VERSION, "options": compressor.config}
-            agree(self._transport, self._label, description)
+            agree(self._transport, self._label, {**description, **kernels_in_use(compressor)})
 
     def _bound(self, compressor, optimizer):
         if optimizer is None:
@@ -186,7 +193,7 @@ class BoundCompression:
         stages, herald = variable.stages, variable.name == self._exchange.herald
         with tf.device("/cpu:0"):
             dtypes = [variable.compressor.carries, *(dtype for _, dtype in stages[:1]), *["int64"] * herald]
-            inputs = [call.number, call.own(i), *call.squared_norm, *_read_and_clear(variable.squares)]
+            inputs = [call.number, call.own(i), *call.squared_norm, *call.lr, *_read_and_clear(variable.squares)]
             carrier, *message = _python(self._submit, variable, inputs, dtypes)
             beat = [self._move("sum", message.pop(), "step")] if herald else []
             for stage, (op, dtype) in enumerate(stages):
@@ -213,7 +220,7 @@ class BoundCompression:
         return tf.cast(result, dtype)
 
     def _new_call(self, tensor):
-        grads, sources, optimizer = _traced(tensor)
+        grads, sources, factor, optimizer = _traced(tensor)
         if self._taken_from and optimizer and not isinstance(optimizer, self._taken_from):
             raise ValueError(
                 "this compression has taken over the momentum of another optimizer than the one it serves, which would apply its own besides: "
@@ -243,8 +250,10 @@ class BoundCompression:
             flat = tf.unstack(flat, len(pairs))
             squared_norm = []
             if self._compressor.clip_norm is not None:
-                squared_norm = [tf.numpy_function(_squared_norm, [grad for grad, _ in pairs], tf.float64, stateful=False)]
-        return _Call(variables, number, flat, squared_norm)
+                norm = functools.partial(_squared_norm, factor)
+                squared_norm = [tf.numpy_function(norm, [grad for grad, _ in pairs], tf.float64, stateful=False)]
+            lr = [learning_rate_of(optimizer or self._optimizer)] if self._compressor.follow_lr else []
+        return _Call(variables, number, flat, squared_norm, lr)
 
     def _travels_as_it_is(self, variable):
         """Whether nothing is done to its gradients before Horovod reduces them: then they go there without a detour."""
@@ -325,9 +334,11 @@ class BoundCompression:
         return np.int64(self._exchange.begin(tensors)), np.full((tensors, 1), -1, np.int32)
 
     def _submit(self, variable, call, grad, *numbers):
-        squared_norm = numbers[0] if self._compressor.clip_norm is not None else None
-        squares = numbers[-1].reshape(-1) if variable.squares is not None else None
-        carrier, message, beat = self._exchange.submit(variable.name, grad, call, squares, squared_norm)
+        numbers = iter(numbers)
+        squared_norm = next(numbers) if self._compressor.clip_norm is not None else None
+        lr = float(next(numbers)) if self._compressor.follow_lr else None
+        squares = next(numbers).reshape(-1) if variable.squares is not None else None
+        carrier, message, beat = self._exchange.submit(variable.name, grad, call, squares, squared_norm, lr)
         outputs = [carrier, *(_or_nothing(message, dtype) for _, dtype in variable.stages[:1])]
         return outputs + [_or_nothing(beat, "int64")] * (variable.name == self._exchange.herald)
 
@@ -369,8 +380,8 @@ class BoundCompression:
         """This rank's residuals and momentum, as NumPy arrays by variable and plain values: one a rank, next to the model's and
         the optimizer's. See `StateCheckpoint`."""
         state = self._exchange.state_dict()
-        for name, (arrays, steps) in copy.deepcopy(self._saved or {}).items():
-            state["tensors"][name], state["step"][name] = arrays, steps
+        for name, saved in copy.deepcopy(self._saved or {}).items():
+            state["tensors"][name], state["step"][name], state["dense_until"][name] = saved
         return state
 
     def discard(self):
@@ -419,8 +430,8 @@ def _or_nothing(array, dtype):
     return np.empty(0, dtype) if array is None else array
 
 
-def _squared_norm(*grads):
-    return np.float64(sum(kernels.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1)) for grad in grads))
+def _squared_norm(factor, *grads):
+    return np.float64(factor**2 * sum(kernels.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1)) for grad in grads))
 
 
 def _read_and_clear(squares):
@@ -433,13 +444,16 @@ def _read_and_clear(squares):
 
 
 def _traced(tensor):
-    """(gradients, variables, Horovod's optimizer or None) of the exchange in which this gradient is compressed. Horovod says
-    neither names nor variables, but has them in reach, in a function that reduces `grads` of `vars`."""
+    """(gradients, variables, what Horovod makes of a 1 on each rank, Horovod's optimizer or None) of the exchange in which this
+    gradient is compressed. Horovod says neither, but has them in reach, in a function that reduces `grads` of `vars` by `op`."""
     frame, found = sys._getframe(1), None
     while frame is not None:
         grads, variables = frame.f_locals.get("grads"), frame.f_locals.get("vars")
         if found is None and isinstance(grads, (list, tuple)) and variables is not None and any(grad is tensor for grad in grads):
-            found = grads, variables
+            factor = frame.f_locals.get("prescale_factor", 1.0) * frame.f_locals.get("postscale_factor", 1.0)
+            if frame.f_locals.get("op") == hvd.Sum:
+                factor *= frame.f_locals["process_set"].size()
+            found = grads, variables, factor
         caller = frame.f_locals.get("self")
         if found and is_horovods(caller):
             return *found, caller

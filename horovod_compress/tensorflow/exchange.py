@@ -6,7 +6,7 @@ import threading
 import numpy as np
 
 from ..compressors.base import Agree
-from ..exchange import Exchange, Run, is_count, refuse
+from ..exchange import Exchange, Run, dense_until, is_count, refuse
 from ..handshake import first_difference
 from ..transport.base import Transport
 
@@ -53,7 +53,7 @@ class GraphExchange(Exchange):
         """Makes a tensor known; returns its compressor and stages. saved: what `load_state_dict` returned for it; ValueError, and the
         tensor stays unknown, where that does not fit."""
         self._know(name, shape, variant)
-        arrays, self._steps[name] = saved or (None, 0)
+        arrays, self._steps[name], self._tensors[name].dense_until = saved or (None, 0, 0)
         if saved:
             try:
                 self._restore({name: self._tensors[name].state.arrays}, {name: arrays})
@@ -74,11 +74,12 @@ class GraphExchange(Exchange):
             self._begun[call] = Run(0), tensors
             return call
 
-    def submit(self, name, grad, call, squares=None, squared_norm=None):
+    def submit(self, name, grad, call, squares=None, squared_norm=None, lr=None):
         """Takes a tensor's flat float32 gradient into a step; returns (carrier, message, the herald's numbers or None).
 
-        grad's memory belongs to the exchange until `finish`. squares: as Step.squares; squared_norm: of all gradients of the
-        step, where they are to be clipped. A tensor that was never finished abandons its last step.
+        grad's memory belongs to the exchange until `finish`. squares, lr: as in Step; squared_norm: where they are to be
+        clipped, of factor · (all gradients of the step), factor being what the host makes of a 1 on each rank. A tensor that was
+        never finished abandons its last step.
         """
         self._settle(name)
         with self._lock:
@@ -88,7 +89,7 @@ class GraphExchange(Exchange):
         if name == self.herald:
             run.number = self._steps[name]
         scale = 1.0 if squared_norm is None else self._clipping(float(squared_norm))
-        step = dataclasses.replace(self._now, index=self._steps[name], scale=scale, squares=squares)
+        step = dataclasses.replace(self._now, index=self._steps[name], scale=scale, squares=squares, lr=lr)
         self._steps[name] += 1
         self._last[name] = call, run
         pending = self._begin(name, grad, run, step)
@@ -111,7 +112,7 @@ class GraphExchange(Exchange):
         super().finish(name, reduced)
         return pending.grad
 
-    def flush(self):
+    def flush(self, factor=1.0):
         """Nothing waits for a whole step."""
 
     def _goes_on(self, pending):
@@ -187,11 +188,13 @@ class GraphExchange(Exchange):
 
     def load_state_dict(self, state):
         """Continues from a state_dict of the same rank, size and model. Returns what is in it for tensors that are not known yet:
-        {name: (arrays, steps taken)}, for `add`. ValueError, and nothing changed, for any other state."""
+        {name: (arrays, steps taken, dense until)}, for `add`. ValueError, and nothing changed, for any other state."""
         arrays, steps = self._checked(state)
         refuse(first_difference(dict.fromkeys(arrays, "there"), dict.fromkeys(steps, "there"), "step"))
         known = [name for name in arrays if name in self._tensors]
         self._restore(self.arrays(), {name: arrays[name] for name in known})
         self._steps.update((name, steps[name]) for name in known)
         self._latest = Run(0)
-        return {name: (arrays[name], steps[name]) for name in arrays if name not in self._tensors}
+        for name in known:
+            self._tensors[name].dense_until = dense_until(state, name)
+        return {name: (arrays[name], steps[name], dense_until(state, name)) for name in arrays if name not in self._tensors}

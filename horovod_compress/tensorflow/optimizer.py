@@ -36,6 +36,15 @@ def momentum_of(optimizer, compressor):
     return float(momentum), bool(nesterov and momentum)
 
 
+def learning_rate_of(optimizer):
+    """The learning rate, a tensor, that an optimizer will apply in the step whose gradients are being traced."""
+    if isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer):
+        return optimizer._decayed_lr(tf.float32)
+    rate = optimizer._learning_rate
+    # What the optimizer has computed from a schedule is that of the step before.
+    return tf.cast(rate(optimizer.iterations) if callable(rate) else rate.read_value(), tf.float32)
+
+
 def take_over_momentum(optimizer, id, momentum, nesterov, covers):
     """From now on this SGD, and what Horovod makes of it, leaves momentum to the compression: variables that it covers take
     plain steps with their dense gradients. Its configuration stays the user's, decoupled weight decay stays with it. Returns the

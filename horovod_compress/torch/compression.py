@@ -15,8 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import wire
 from ..compressors import get_compressor
+from ..compressors.selective import settle_follow_lr
 from ..exchange import Exchange
-from ..handshake import agree
+from ..handshake import agree, kernels_in_use
 from ..transport.horovod import HorovodTransport
 from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
@@ -91,7 +92,7 @@ class BoundCompression:
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {grad_scaler!r}")
         if self._process_set.process_set_id is None:
             raise ValueError("this process set is not registered: pass it to hvd.init() or hvd.add_process_set() first")
-        compressor = get_compressor(spec)
+        compressor = settle_follow_lr(get_compressor(spec), optimizer is not None)
         slots = [_Slot(name, param) for name, param in _named(optimizer, named_parameters)]
         # Horovod reduces, and compresses, only where there is more than one rank.
         self._active = bool(self._process_set.included()) and hvd.size() > 1
@@ -130,8 +131,9 @@ class BoundCompression:
         self._transport = self._make_transport() if self._active else Loopback.group(1)[0]
         number = next(_numbers[tuple(self._process_set.ranks or ())])
         self._label = f"hvdc.{self._process_set.process_set_id}.{number}"
-        self._stepped = False
         self._results = None  # of the last step: "unused" from when they came until an optimizer's step begins, then "in use" until it ends
+        self._optimizer = None  # Horovod's, from the first gradient on
+        self._rates = {}  # id(parameter) → learning rate of this step, where residuals follow it
         if self._active:
             agree(self._transport, self._label, self._description())
             _not_used_yet.add(self)
@@ -146,7 +148,7 @@ class BoundCompression:
         slot = self._find(tensor)
         host, flat = slot.load(tensor)
         squares = self._moments.take(slot.name) if self._moments else None
-        carrier = exchange.submit(slot.name, flat, squares)
+        carrier = exchange.submit(slot.name, flat, squares, self._rates.get(id(slot.param)))
         sent = host if carrier is flat else torch.from_numpy(carrier)
         return sent, (slot, tensor, host, sent, carrier, slot.param.grad._version)
 
@@ -223,9 +225,10 @@ class BoundCompression:
                 "after hvd.init()"
             )
         scale = None if self._grad_scaler is None else self._grad_scaler.get_scale()
-        if not self._stepped:
-            self._attach(self._horovods_optimizer(), scale)
-            self._stepped = True
+        if self._optimizer is None:
+            optimizer = self._horovods_optimizer()
+            self._attach(optimizer, scale)
+            self._optimizer = optimizer
         if self._results == "unused":
             self._forget_or_warn()
         self._results = None
@@ -233,6 +236,8 @@ class BoundCompression:
             if not 0 < scale < float("inf"):
                 raise RuntimeError(f"the GradScaler's scale has come to {scale}: were gradients not finite in every step?")
             self._exchange.rescale(scale)
+        if self._compressor.follow_lr:
+            self._rates = {id(param): float(group["lr"]) for group in self._optimizer.param_groups for param in group["params"]}
         if self._takeover:
             self._takeover.due = False
             for name, options in self._takeover.changes().items():
@@ -296,6 +301,7 @@ class BoundCompression:
             "version of horovod-compress": __version__,
             "wire version": wire.VERSION,
             "options": self._compressor.config,
+            **kernels_in_use(self._compressor),
             "tensors": {n: {"shape": list(s), "compressor": repr(variant)} for n, (s, variant) in self._tensors.items()},
         }
 

@@ -18,7 +18,7 @@ from checks import raises, registry
 from torch import nn
 
 import horovod_compress.torch as hvdc
-from horovod_compress import MismatchError, available, simulate
+from horovod_compress import MismatchError, available, kernels, simulate
 from horovod_compress.transport.mpi import MPITransport
 
 CASES, case = registry()
@@ -406,6 +406,45 @@ def optimizer_options():
                 assert_close(model, reference)
 
 
+@case(2, 4, 8)
+def clip_norm_limits_the_update_as_clip_grad_norm_does():
+    """Where the ranks' gradients are independent and far above the limit, the update has the norm that vanilla clipping gives it."""
+    for options in ({}, {"op": hvd.Sum}, {"gradient_predivide_factor": 4.0}):
+        for spec in (None, "dgc:ratio=1,momentum=0,clip_norm=1,min_numel=0", "dgc:ratio=0.5,momentum=0,clip_norm=1"):
+            torch.manual_seed(hvd.rank())
+            noise = {"matrix": torch.randn(80, 100), "bias": torch.randn(900)}
+            norm = torch.cat([tensor.flatten() for tensor in noise.values()]).norm()
+            params = {name: nn.Parameter(torch.zeros_like(tensor)) for name, tensor in noise.items()}
+            optimizer = torch.optim.SGD(params.values(), lr=1.0)
+            compression = hvdc.Compression.from_spec(spec, optimizer, params.items()) if spec else hvd.Compression.none
+            optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=params.items(), compression=compression, **options)
+            sum((10 * hvd.size() / norm * noise[name] * param).sum() for name, param in params.items()).backward()
+            optimizer.synchronize()
+            if spec is None:
+                nn.utils.clip_grad_norm_(params.values(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            update = torch.cat([param.detach().flatten() for param in params.values()])
+            if spec and "0.5" in spec:  # what was not sent yet is in the residual, and no part of the limit
+                assert update.norm() < 1.1, f"{options}, {spec}: {update.norm()}"
+            else:
+                assert 0.9 < update.norm() < 1.1, f"{options}, {spec}: {update.norm()}"
+
+
+@case(8)
+def payloads_that_would_move_more_than_dense_ones_go_dense():
+    """9 bits an element from 8 ranks move more than a ring allreduce of 32: the mean is plain Horovod's, and so are the bytes."""
+    reference, model = model_of(), model_of()
+    train(reference, wrap(reference, sgd(reference, momentum=0), hvd.Compression.none), batches(5))
+    optimizer = sgd(model, momentum=0)
+    compression = hvdc.Compression.natural(optimizer, model.named_parameters())
+    train(model, wrap(model, optimizer, compression), batches(5))
+    assert_close(model, reference)
+    assert_replicas_identical(model)
+    stats = compression.stats()
+    assert stats["bytes_sent"] == stats["dense_bytes"], stats
+
+
 @case(2)
 def average_sum_and_predivide_scale_gathered_payloads_alike():
     """The same gathered entries: Sum is twice Average on 2 ranks, a predivide factor changes nothing."""
@@ -735,6 +774,19 @@ def mismatched_ranks_are_named():
         compressed(model, sgd(model, momentum=0.8 if hvd.rank() == last else 0.9), 1, ours)
 
 
+@case()
+def ranks_on_different_kernels():
+    """Asked for by name, with the reference on rank 1."""
+    assert kernels.backend == ("reference" if hvd.rank() == 1 else "native")
+    for spec in ("dgc:ratio=0.05,clip_norm=1,min_numel=0", "terngrad:min_numel=0", "efsignsgd:min_numel=0"):
+        model = model_of()
+        compressed(model, sgd(model), 10, spec)
+        assert_replicas_identical(model)
+    model = model_of()
+    with raises(MismatchError, "rank 1 differs from rank 0 in kernels", "powersgd", "reference on rank 1, native on rank 0"):
+        compressed(model, sgd(model), 1, "powersgd")
+
+
 @case(2)
 def mistakes_get_clear_errors():
     model = model_of()
@@ -867,6 +919,46 @@ def training_with_moments():
         hvdc.Compression.variance(sgd(model), model.named_parameters(), min_numel=0, moments="per_sample")
 
 
+class Sequences(nn.Module):
+    """An embedding, a recurrent layer and attention, over rows of four words."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.lstm = nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True)
+        self.attention = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.out(self.attention(self.lstm(self.embedding(x))[0]).mean(1))
+
+
+def words(steps):
+    generator = torch.Generator().manual_seed(hvd.rank())
+    x = torch.randint(0, 16, (steps, 8, 4), generator=generator)
+    return list(zip(x, x.sum(2) % 10))
+
+
+@case(2)
+def samples_of_sequences():
+    model, passes = model_of(Sequences), words(2)
+    optimizer = sgd(model)
+    compression = hvdc.Compression.from_spec(f"{NEVER_SENT},moments=per_sample", optimizer, model.named_parameters())
+    wrapped = wrap(model, optimizer, compression, backward_passes_per_step=2)
+    expected = sums_of_squares(model, passes, per_sample=True)
+    for x, y in passes:
+        nn.functional.cross_entropy(model(x), y).backward()
+    wrapped.step()
+    assert_variances_are(compression, expected)
+
+    model = model_of(Sequences)
+    optimizer = sgd(model)
+    compression = hvdc.Compression.from_spec("variance:min_numel=0,moments=per_sample", optimizer, model.named_parameters())
+    train(model, wrap(model, optimizer, compression), words(20))
+    assert_replicas_identical(model)
+    assert 0 < compression.stats()["elements_sent"] < 20 * sum(param.numel() for param in model.parameters())
+
+
 @case(1)
 def one_rank_is_not_hooked():
     model = model_of()
@@ -962,6 +1054,68 @@ def reduced(spec, steps=4, process_set=hvd.global_process_set):
         with wrapped.skip_synchronize():
             wrapped.step()
     return torch.stack(results), compression
+
+
+@case(2, 3)
+def residuals_follow_each_groups_learning_rate():
+    """efsignsgd under a scheduler, with a group of its own rate, through a checkpoint: as `simulate`, which is as published."""
+    groups, rates = {"matrix": 1.0, "kernel": 0.3}, [0.1, 0.2, 0.2, 0.02, 0.5, 0.05]
+
+    def start():
+        params = {name: nn.Parameter(torch.zeros(alike.SHAPES[name])) for name in groups}
+        optimizer = torch.optim.SGD([{"params": [params[name]], "lr": times} for name, times in groups.items()])
+        compression = hvdc.Compression.from_spec("efsignsgd:min_numel=0", optimizer, list(params.items()))
+        wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=list(params.items()), compression=compression)
+        return params, compression, wrapped, torch.optim.lr_scheduler.LambdaLR(wrapped, lambda step: rates[min(step, 5)])
+
+    def take(params, wrapped, scheduler, steps):
+        for step in steps:
+            given = alike.gradients(hvd.rank(), step)
+            wrapped.zero_grad()
+            sum((param * torch.from_numpy(given[name])).sum() for name, param in params.items()).backward()
+            wrapped.step()
+            scheduler.step()
+
+    params, compression, wrapped, scheduler = start()
+    take(params, wrapped, scheduler, range(3))
+    saved = [copy.deepcopy(part.state_dict()) for part in (compression, wrapped, scheduler)]
+    values = {name: param.detach().clone() for name, param in params.items()}
+    params, compression, wrapped, scheduler = start()
+    for part, state in zip((compression, wrapped, scheduler), saved):
+        part.load_state_dict(state)
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(values[name])
+    take(params, wrapped, scheduler, range(3, 6))
+    gradients = [[alike.gradients(rank, step) for rank in range(hvd.size())] for step in range(6)]
+    for name, times in groups.items():
+        own = [[{name: named[name]} for named in ranks] for ranks in gradients]
+        run = simulate("efsignsgd:min_numel=0", own, lr=[rate * times for rate in rates])
+        expected = -sum(rate * times * mean[name].astype(np.float64) for rate, mean in zip(rates, run.mean))
+        np.testing.assert_allclose(params[name].detach().numpy(), expected, rtol=1e-4, atol=1e-5)
+        plain = simulate("efsignsgd:min_numel=0", own)
+        other = -sum(rate * times * mean[name].astype(np.float64) for rate, mean in zip(rates, plain.mean))
+        assert np.abs(other - expected).max() > 0.01 * np.abs(expected).max(), "the rates would not show"
+        residual = compression.state_dict()["tensors"][name]["residual"].numpy()
+        np.testing.assert_allclose(residual, run.state[hvd.rank()][name]["residual"], rtol=1e-4, atol=1e-4)
+    with raises(ValueError, "follow_lr needs the optimizer"):
+        hvdc.Compression.from_spec("efsignsgd:follow_lr=true", None, list(params.items()))
+
+
+@case(2, 3)
+def coordinates_of_the_whole_model():
+    """K of all tensors together, also where a tensor has none of them: as `simulate`."""
+
+    def named(rank, step):
+        return {f"held.{name}": gradient.numpy() for name, gradient in told(rank, step).items()}
+
+    for spec in ("globalrandk:k=40", "maxnorm:k=40", "multiscale:k=40,unbiased=true"):
+        spec += ",of=model,min_numel=0"
+        found, compression = reduced(spec, steps=3)
+        run = simulate(spec, [[named(rank, step) for rank in range(hvd.size())] for step in range(3)])
+        expected = np.array([np.concatenate([mean[name].reshape(-1) for name in named(0, 0)]) for mean in run.mean])
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+        assert compression.stats()["bytes_sent"] == sum(sent[hvd.rank()] for sent in run.bytes_sent), spec
 
 
 @case(2, 3)

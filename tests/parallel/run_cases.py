@@ -1,24 +1,50 @@
-"""One rank's part: runs the named cases of a file in order and appends a line of JSON to RESULTS.rank for each."""
+"""One rank's part: runs the named cases of a file in order, and writes to RESULTS.rank a line of JSON when one begins and when it ends.
+
+At SIGUSR1 it writes the stacks of its threads to RESULTS.rank.stacks, wherever it is, and goes on.
+"""
+import faulthandler
 import importlib
 import json
+import os
+import signal
 import sys
 import time
 import traceback
 
+START = "the start of the ranks"  # imports and hvd.init(), reported like a case
+
 
 def main(file, results, names):
-    cases = importlib.import_module(file)
-    rank = cases.start()
-    with open(f"{results}.{rank}", "a") as out:
+    rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]  # known before hvd.init(), which may hang
+    with open(f"{results}.{rank}.stacks", "w") as stacks, open(f"{results}.{rank}", "a") as out:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        cases = recorded(out, START, lambda: started(file))
         for name in names:
-            started, error = time.perf_counter(), None
-            try:
-                cases.CASES[name][1]()
-            except BaseException:
-                error = traceback.format_exc()
-            print(json.dumps({"case": name, "error": error, "seconds": time.perf_counter() - started}), file=out, flush=True)
-            if error:
-                sys.exit(1)  # the ranks are no longer in step
+            recorded(out, name, cases[name][1])
 
 
-main(sys.argv[1], sys.argv[2], sys.argv[3:])
+def started(file):
+    cases = importlib.import_module(file)
+    cases.start()
+    return cases.CASES
+
+
+def recorded(out, case, function):
+    """What the function returns; where it fails, the rank ends, because the ranks are no longer in step."""
+    result = error = None
+    print(json.dumps({"case": case, "pid": os.getpid(), "began": time.time()}), file=out, flush=True)
+    try:
+        result = function()
+    except BaseException:
+        error = traceback.format_exc()
+    print(json.dumps({"case": case, "ended": time.time(), "error": error}), file=out, flush=True)
+    if error:
+        sys.exit(1)
+    return result
+
+
+if __name__ == "__main__":
+    # What a job sets on one rank only, before anything is imported.
+    if os.environ.get("REFERENCE_ON_RANK") == (os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]):
+        os.environ["HOROVOD_COMPRESS_KERNELS"] = "reference"
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,8 +1,6 @@
 """Real ranks under mpirun and horovodrun. One job runs all cases meant for its size; each case is a test of its own here."""
 import contextlib
 import functools
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,13 +12,17 @@ pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorc
 
 import horovod.torch as hvd  # noqa: E402
 from cases import CASES  # noqa: E402
-from jobs import HERE, LAUNCHERS, assert_passed, launch, started  # noqa: E402
+from jobs import ENVIRONMENT, HERE, LAUNCHERS, LIMIT, Job, launch  # noqa: E402
+
+from horovod_compress import kernels  # noqa: E402
 
 sys.path.append(str(HERE.parent.parent / "benchmarks"))
 from two_hosts import TwoHosts  # noqa: E402
 
 MPI = shutil.which("mpirun") is not None and hvd.mpi_built()
 needs_mpi = pytest.mark.skipif(not MPI, reason="needs Open MPI, and Horovod built with it")
+
+needs_native = pytest.mark.skipif(kernels.backend != "native", reason="needs native kernels, which were not built")
 
 ACROSS_LAUNCHERS = ("replicas_identical_after_100_steps", "dense_limit", "not_finite_gradients_lose_nothing", "resume_is_bit_for_bit")
 
@@ -41,33 +43,48 @@ def names_for(size):
 
 
 @needs_mpi
-@pytest.mark.parametrize("size, case", [(size, case) for size in (1, 2, 3, 4) for case in names_for(size)])
+@pytest.mark.parametrize("size, case", [(size, case) for size in (1, 2, 3, 4, 8) for case in names_for(size)])
 def test_under_mpirun(jobs, size, case):
-    assert_passed(jobs("mpirun", size, names_for(size)), case, size)
+    jobs("mpirun", size, names_for(size)).assert_passed(case)
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("horovodrun-mpi", marks=needs_mpi)])
+@pytest.mark.parametrize("case", (*ACROSS_LAUNCHERS, "mpi_needs_mpi"))
+def test_under_horovodrun_with_gloo(jobs, case):
+    jobs("horovodrun-gloo", 2, (*ACROSS_LAUNCHERS, "mpi_needs_mpi")).assert_passed(case)
+
+
+@needs_mpi
 @pytest.mark.parametrize("case", ACROSS_LAUNCHERS)
-def test_under_horovodrun(jobs, launcher, case):
-    assert_passed(jobs(launcher, 2, ACROSS_LAUNCHERS), case, 2)
+def test_under_horovodrun_with_mpi(jobs, case):
+    jobs("horovodrun-mpi", 2, ACROSS_LAUNCHERS).assert_passed(case)
+
+
+def test_beside_four_busy_processes(tmp_path, busy):
+    """`scripts/test --busy 4` runs all tests so."""
+    with busy(4):
+        job = launch(tmp_path, LAUNCHERS["mpirun" if MPI else "horovodrun-gloo"], 2, ACROSS_LAUNCHERS)
+    for case in ACROSS_LAUNCHERS:
+        job.assert_passed(case)
 
 
 @pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("horovodrun-mpi", marks=needs_mpi)])
 @pytest.mark.parametrize("case", ["join_is_refused", "join_is_refused_with_sums"])
 def test_join_is_a_clear_error(tmp_path, launcher, case):
     """In a job of its own, because the ranks are not in step afterwards."""
-    assert_passed(launch(tmp_path, LAUNCHERS[launcher], 2, [case], timeout=90), case, 2)
+    launch(tmp_path, LAUNCHERS[launcher], 2, [case]).assert_passed(case)
 
 
-def test_the_mpi_transport_under_gloo_is_a_clear_error(tmp_path):
-    assert_passed(launch(tmp_path, LAUNCHERS["horovodrun-gloo"], 2, ["mpi_needs_mpi"], timeout=90), "mpi_needs_mpi", 2)
+@needs_native
+@pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
+def test_ranks_on_different_kernels(tmp_path, launcher):
+    case = "ranks_on_different_kernels"
+    launch(tmp_path, LAUNCHERS[launcher], 2, [case], environment={"REFERENCE_ON_RANK": "1"}).assert_passed(case)
 
 
 @pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
 def test_check_cluster(launcher):
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     command = [*LAUNCHERS[launcher].format(size=2).split(), sys.executable, HERE.parent.parent / "scripts" / "check_cluster.py", "--million", "1"]
-    job = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=240)
+    job = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT)
     assert job.returncode == 0, job.stdout + job.stderr
     for line in ("transport horovod: 19 of 19", "transport mpi: 19 of 19")[: 2 if launcher == "mpirun" else 1]:
         assert line in job.stdout
@@ -110,20 +127,23 @@ def test_on_two_hosts(tmp_path, two_hosts, launcher, size):
     cases = ["replicas_identical_after_100_steps", "on_two_hosts"]
     job = launch(tmp_path, ON_TWO_HOSTS[launcher], size, cases, hosts=two_hosts)
     for case in cases:
-        assert_passed(job, case, size)
+        job.assert_passed(case)
 
 
 @on_every_launcher
 def test_a_host_that_is_cut_off_ends_the_job(tmp_path, launcher):
     """Under Gloo with Horovod's own error on the other, within Horovod's own timeout; under MPI it is mpirun that notices."""
-    with two_hosts_or_skip() as hosts, started(tmp_path, ON_TWO_HOSTS[launcher], 2, ["trains_until_cut_off"], hosts) as job:
-        until = time.monotonic() + 60
+    options = {"names": ["trains_until_cut_off"], "environment": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"}}
+    with two_hosts_or_skip() as hosts, Job(tmp_path, ON_TWO_HOSTS[launcher], 2, hosts=hosts, **options) as job:
+        until = time.monotonic() + LIMIT
         while not (tmp_path / "results.0.trains").exists():
-            assert time.monotonic() < until and job.poll() is None, (tmp_path / "output").read_text()
+            assert time.monotonic() < until and job.process.poll() is None, job.printed()
             time.sleep(0.1)
         hosts.cut("b")
-        assert job.wait(120) != 0
+        outcome = job.outcome()
+    assert outcome.limit is None, f"time ran out: the job went on for {outcome.limit} s after the cut\n{outcome.printed}"
+    assert outcome.status, outcome.printed
     if launcher == "horovodrun-gloo":
-        assert "HorovodInternalError" in json.loads((tmp_path / "results.0").read_text())["error"]
+        assert "HorovodInternalError" in outcome.ranks[0]["trains_until_cut_off"]["error"]
     else:
-        assert "lost communication" in (tmp_path / "output").read_text()
+        assert "lost communication" in outcome.printed

@@ -11,8 +11,10 @@ pytest.importorskip("horovod.tensorflow", reason="needs Horovod with TensorFlow"
 
 import alike  # noqa: E402
 import horovod.tensorflow as hvd  # noqa: E402
-from jobs import LAUNCHERS, assert_passed, launch  # noqa: E402
+from jobs import ENVIRONMENT, LAUNCHERS, LIMIT, launch  # noqa: E402
 from tensorflow_cases import CASES  # noqa: E402
+
+from horovod_compress import kernels  # noqa: E402
 
 needs_mpi = pytest.mark.skipif(not hvd.mpi_built(), reason="needs Open MPI, and Horovod built with it")
 LAUNCHER = LAUNCHERS["mpirun" if hvd.mpi_built() else "horovodrun-gloo"]
@@ -26,7 +28,7 @@ def jobs(tmp_path_factory):
 
     @functools.lru_cache(maxsize=None)
     def job(size):
-        return launch(tmp_path_factory.mktemp(f"tensorflow-{size}"), LAUNCHER, size, names_for(size), timeout=600, cases="tensorflow_cases")
+        return launch(tmp_path_factory.mktemp(f"tensorflow-{size}"), LAUNCHER, size, names_for(size), cases="tensorflow_cases")
 
     return job
 
@@ -35,18 +37,23 @@ def names_for(size):
     return tuple(name for name, (sizes, _) in CASES.items() if size in sizes and name not in ALONE)
 
 
-@pytest.mark.parametrize("size, case", [(size, case) for size in (1, 2, 3) for case in names_for(size)])
+@pytest.mark.parametrize("size, case", [(size, case) for size in (1, 2, 3, 4, 8) for case in names_for(size)])
 def test_cases(jobs, size, case):
-    assert_passed(jobs(size), case, size)
+    jobs(size).assert_passed(case)
 
 
 def alone(folder, case, launcher=LAUNCHER, **options):
     """A case in a job of its own."""
-    assert_passed(launch(folder, launcher, 2, [case], **{"cases": "tensorflow_cases", **options}), case, 2)
+    launch(folder, launcher, 2, [case], **{"cases": "tensorflow_cases", **options}).assert_passed(case)
 
 
 def test_one_thread_between_operations_is_enough(tmp_path):
     alone(tmp_path, "one_thread_is_enough", environment={"TF_NUM_INTEROP_THREADS": "1"})
+
+
+@pytest.mark.skipif(kernels.backend != "native", reason="needs native kernels, which were not built")
+def test_ranks_on_different_kernels(tmp_path):
+    alone(tmp_path, "ranks_on_different_kernels", environment={"REFERENCE_ON_RANK": "1"})
 
 
 def test_a_state_loaded_on_one_rank_only_is_a_clear_error(tmp_path):
@@ -54,7 +61,7 @@ def test_a_state_loaded_on_one_rank_only_is_a_clear_error(tmp_path):
 
 
 def test_fit_under_horovodrun_with_gloo(tmp_path):
-    alone(tmp_path, "fit_learns_and_resumes_bit_for_bit", LAUNCHERS["horovodrun-gloo"], timeout=400)
+    alone(tmp_path, "fit_learns_and_resumes_bit_for_bit", LAUNCHERS["horovodrun-gloo"])
 
 
 @needs_mpi
@@ -80,7 +87,9 @@ def test_the_same_gradients_give_the_same_as_in_torch(tmp_path):
 def test_the_example_saves_and_resumes(tmp_path):
     command = [*LAUNCHER.format(size=2).split(), sys.executable, EXAMPLE, "--images", "640", "--compression", "dgc:ratio=0.01"]
     for arguments in (["--epochs", "1"], ["--epochs", "2", "--resume", "1"]):
-        job = subprocess.run([*command, *arguments, "--checkpoints", tmp_path], capture_output=True, text=True, timeout=300)
+        job = subprocess.run(
+            [*command, *arguments, "--checkpoints", tmp_path], env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT
+        )
         assert job.returncode == 0, (job.stdout + job.stderr)[-3000:]
         assert "test accuracy" in job.stdout and "times less" in job.stdout
     assert (tmp_path / "02.rank1.npz").exists()

@@ -7,7 +7,7 @@ pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorc
 
 import horovod.torch as hvd  # noqa: E402
 import users_cases  # noqa: E402
-from jobs import LAUNCHERS, assert_passed, launch  # noqa: E402
+from jobs import LAUNCHERS, launch  # noqa: E402
 
 LAUNCHER = LAUNCHERS["mpirun" if hvd.mpi_built() else "horovodrun-gloo"]
 
@@ -18,14 +18,14 @@ def jobs(tmp_path_factory):
 
     @functools.lru_cache(maxsize=None)
     def job(cases, names):
-        return launch(tmp_path_factory.mktemp(cases), LAUNCHER, 2, names, timeout=400, cases=cases)
+        return launch(tmp_path_factory.mktemp(cases), LAUNCHER, 2, names, cases=cases)
 
     return job
 
 
 @pytest.mark.parametrize("case", users_cases.CASES)
 def test_torch(jobs, case):
-    assert_passed(jobs("users_cases", tuple(users_cases.CASES)), case, 2)
+    jobs("users_cases", tuple(users_cases.CASES)).assert_passed(case)
 
 
 TENSORFLOW = (  # by name: TensorFlow is not imported beside PyTorch
@@ -37,4 +37,4 @@ TENSORFLOW = (  # by name: TensorFlow is not imported beside PyTorch
 @pytest.mark.parametrize("case", TENSORFLOW)
 def test_tensorflow(jobs, case):
     pytest.importorskip("horovod.tensorflow", reason="needs Horovod with TensorFlow")
-    assert_passed(jobs("users_tensorflow_cases", TENSORFLOW), case, 2)
+    jobs("users_tensorflow_cases", TENSORFLOW).assert_passed(case)

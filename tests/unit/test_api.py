@@ -1,6 +1,7 @@
 """Names, specs, simulate, and what importing costs."""
 import inspect
 import json
+import os
 import subprocess
 import sys
 
@@ -8,6 +9,10 @@ import numpy as np
 import pytest
 
 import horovod_compress as hc
+
+
+def python(code, **variables):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **variables})
 
 
 def test_importing_needs_no_framework():
@@ -24,7 +29,22 @@ def test_the_reference_serves_where_nothing_was_built():
         "run = hc.simulate('dgc:ratio=0.1', [[{'w': np.random.randn(40, 40)} for r in range(2)] for s in range(3)])\n"
         "print(k.backend, len(seen), 'compiler' in str(seen[0].message), run.bytes_sent[0][0] < 1200)"
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "reference 1 True True"
+    assert python(code, HOROVOD_COMPRESS_KERNELS="").stdout.strip() == "reference 1 True True"
+
+
+@pytest.mark.parametrize(
+    "wanted, error",
+    [("native", "ModuleNotFoundError"), ("fast", "ValueError: HOROVOD_COMPRESS_KERNELS must be native or reference, not 'fast'")],
+)
+def test_kernels_that_are_asked_for_and_not_there_are_an_error(wanted, error):
+    code = "import sys; sys.modules['horovod_compress.kernels.native'] = None; import horovod_compress"
+    done = python(code, HOROVOD_COMPRESS_KERNELS=wanted)
+    assert done.returncode != 0 and error in done.stderr
+
+
+def test_the_reference_is_served_in_silence_where_it_is_asked_for():
+    done = python("import horovod_compress.kernels as k; print(k.backend)", HOROVOD_COMPRESS_KERNELS="reference")
+    assert (done.stdout.strip(), done.stderr) == ("reference", "")
 
 
 def test_available_lists_options_and_papers():
@@ -79,6 +99,7 @@ def test_specs_and_round_trips(spec, expected):
         ("dgc:schedule=0/0.5+0/0.1", ["from step 0 on"]),
         ("dgc:schedule=0/2", ["from step 0 on"]),
         ("dgc:schedule=0/0.1,warmup_steps=5", ["not both"]),
+        ("dgc:warmup_steps=3", ["warmup_steps must be 0, or a whole number, at least 4", "not 3"]),
         ("dgc:momentum=0,nesterov=true", ["nesterov needs"]),
         ("dgc:ratio=0.1,ratio=0.2", ["twice"]),
         ("dgc:transport=pigeon", ["one of horovod"]),

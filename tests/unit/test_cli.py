@@ -37,6 +37,7 @@ def gradients(tmp_path):
 
 @pytest.mark.parametrize("name, tensors, floats", [
     ("resnet50", 161, 25557032), ("vgg16", 32, 138357544), ("lstm", 11, 66034000), ("bert", 199, 109482240),
+    ("mobilenetv2", 158, 3504872), ("keras-resnet50", 214, 25583592), ("keras-mobilenetv2", 158, 3504872),
 ])
 def test_the_models_are_the_known_ones(name, tensors, floats):
     shapes = models.MODELS[name]()

@@ -1,4 +1,5 @@
 """Every native kernel against the reference: bit for bit where the formulas leave no choice, and what both refuse."""
+import contextlib
 import copy
 import platform
 import struct
@@ -12,6 +13,19 @@ from horovod_compress import kernels
 from horovod_compress.kernels import HEADROOM, reference
 
 native_only = pytest.mark.skipif(kernels.backend != "native", reason="compares native kernels, which were not built")
+
+# Native kernels are there for several sets of instructions; what runs by itself is the last.
+INSTRUCTIONS = kernels.native.available_instructions() if kernels.backend == "native" else []
+
+
+@contextlib.contextmanager
+def using(instructions):
+    kernels.native.use_instructions(instructions)
+    try:
+        yield
+    finally:
+        kernels.native.use_instructions(INSTRUCTIONS[-1])
+
 
 # Around vector lengths, blocks of 64 words, and some whole tensors.
 sizes = st.one_of(st.integers(0, 70), st.sampled_from([255, 1000, 1023, 1024, 1025, 4097, 30_000]))
@@ -155,7 +169,7 @@ def add_bf16(a):
 
 
 def one_bit(a):
-    return dict(grad=a.exact(), residual=a.exact(), symmetric=a.one_of(False, True))
+    return dict(grad=a.exact(), residual=a.exact(), growth=a.one_of(1.0, 0.0, 0.5, 2.0), symmetric=a.one_of(False, True))
 
 
 def add_one_bit(a):
@@ -222,7 +236,8 @@ def quantize(a):
         peaks = np.empty(-(-a.size // 64), np.uint32)
         w = min(float(reference.largest(x, peaks)) * a.one_of(1, 1.7), float(np.finfo(np.float32).max))
         levels = a.levels(scales, size, reference.fine_enough(x, peaks, w, steps, size))
-    return dict(x=x, levels=levels, w=w, steps=steps, width=width, size=size, key=a.draw(KEYS))
+    clip = min(a.one_of(0.0, w / 3, w, 2 * w), float(np.finfo(np.float32).max))
+    return dict(x=x, levels=levels, w=w, clip=clip, steps=steps, width=width, size=size, key=a.draw(KEYS))
 
 
 def dequantize(a):
@@ -251,8 +266,8 @@ def vote(a):
 
 
 ELSEWHERE = {  # have a choice, of what they send or how they round, or compute nothing
-    "HEADROOM", "accumulate", "encode_sparse", "flush_denormals", "orthonormalize", "product", "project", "project_back", "spread",
-    "subtract_product",
+    "HEADROOM", "accumulate", "add_sample_squares", "encode_sparse", "flush_denormals", "orthonormalize", "product", "project",
+    "project_back", "spread", "subtract_product",
 }
 KERNELS = [name for name in reference.__all__ if name not in ELSEWHERE]
 
@@ -281,7 +296,7 @@ def assert_same(mine, its):
 def test_native_equals_the_reference(name, data):
     arguments = globals()[name](Arguments(data))
     mine, its = copy.deepcopy(arguments), copy.deepcopy(arguments)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), using(data.draw(st.sampled_from(INSTRUCTIONS))):
         got, expected = getattr(kernels, name)(**mine), getattr(reference, name)(**its)
     if name.startswith("encode_") and expected[-1] is False:  # not finite: what the body says does not count
         got, expected = got[-1], expected[-1]
@@ -304,7 +319,7 @@ def test_large_outputs_begin_and_end_anywhere(name, data, more, offset):
     arguments = globals()[name](a)
     memory = np.full(a.size + 32, 7, np.float32)
     out = memory[offset:][: a.size]
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), using(data.draw(st.sampled_from(INSTRUCTIONS))):
         got, expected = (getattr(k, name)(**{**arguments, "out": to}) for k, to in ((kernels, out), (reference, arguments["out"])))
     assert_same(got, expected)
     np.testing.assert_array_equal(out, arguments["out"])
@@ -315,7 +330,7 @@ def test_large_outputs_begin_and_end_anywhere(name, data, more, offset):
 def test_elements_that_share_a_draw_round_independently(share):
     """Of a word's ten codes, and of eight elements of a block of natural's, any two are uncorrelated, and each mean is right."""
     words, size = 64 * 3000, 8 * 64 * 3000
-    codes = kernels.quantize(np.full(10 * words, share, np.float32), None, 1.0, [1.0], 3, 1, 12345)
+    codes = kernels.quantize(np.full(10 * words, share, np.float32), None, 1.0, 1.0, [1.0], 3, 1, 12345)
     codes = reference.quantization.unpack(codes, 10 * words, 3, 0, 1)
     powers = np.zeros(size, np.float32)
     reference.add_natural(powers, body_of(kernels.encode_natural(np.full(size, 1 + share, np.float32), 12345)[0]), 1.0)
@@ -326,7 +341,62 @@ def test_elements_that_share_a_draw_round_independently(share):
         assert np.abs(np.corrcoef(drawn) - np.eye(len(drawn))).max() < 4.5 * sigma
 
 
-# Sums of many elements depend on their order: where they are not exact, results agree to float32 rounding.
+# Sums of many elements depend on their order, which is one for all instructions: ranks with different CPUs get the same bits.
+
+
+def any_accumulate(a):
+    k = int(a.rng.integers(0, a.size + 1))
+    return dict(grad=a.any(), u=a.one_of(None, a.finite()), v=a.finite(), momentum=0.9, nesterov=a.one_of(False, True), scale=0.7, k=k,
+                samples=a.one_of(0, 300), offset=a.one_of(0, 5))
+
+
+def any_adacomp(a):
+    return dict(grad=a.any(), residue=a.finite(), sent=a.indices(), its_scale=0.3, bin_length=a.one_of(7, 50, 500), scale_factor=2.0)
+
+
+def matrix(a, *names):
+    n, m, rank = a.draw(st.integers(1, 40)), a.draw(st.integers(1, 70)), a.draw(st.integers(1, 9))
+    lengths = {"p": rank * n, "q": rank * m, "owed": rank * m}
+    return {name: a.rng.standard_normal(lengths.get(name, n * m)).astype(np.float32) for name in names} | {"rank": rank}
+
+
+SUMS = {
+    "accumulate": any_accumulate,
+    "adacomp": any_adacomp,
+    "encode_buckets": lambda a: dict(grad=a.finite(), **buckets(a), l2=True, limit=a.one_of(0.0, 1.0), key=7),
+    "one_bit": lambda a: dict(grad=a.any(), residual=a.finite(), growth=a.one_of(1.0, 0.7), symmetric=a.one_of(False, True)),
+    "orthonormalize": lambda a: matrix(a, "p"),
+    "product": lambda a: matrix(a, "p", "q", "out") | {"scale": -0.3},
+    "project": lambda a: {"owed": None} | matrix(a, "grad", "residual", "q", "p", *a.one_of([], ["owed"])),
+    "project_back": lambda a: matrix(a, "residual", "p", "q"),
+    "spread": lambda a: dict(x=a.finite()),
+    "squared_norm": lambda a: dict(x=a.finite()),
+    "subtract_product": lambda a: matrix(a, "residual", "p", "q"),
+}
+
+
+@native_only
+@pytest.mark.parametrize("name", SUMS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_all_instructions_give_the_same_bits(name, data):
+    arguments, found = SUMS[name](Arguments(data)), []
+    for instructions in INSTRUCTIONS:
+        mine = copy.deepcopy(arguments)
+        with using(instructions):
+            result = getattr(kernels, name)(**mine)
+        found.append((trimmed(result) if name == "encode_buckets" else result, *(a for a in mine.values() if isinstance(a, np.ndarray))))
+    for other in found[1:]:
+        assert_same(other, found[0])
+
+
+@native_only
+def test_instructions_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match="no kernels for the instructions 'avx1024'"):
+        kernels.native.use_instructions("avx1024")
+
+
+# The reference adds up in another order: where sums are not exact, results agree to float32 rounding.
 
 
 @native_only
@@ -350,7 +420,8 @@ def test_one_bit_agrees_to_rounding(symmetric, data):
     a = Arguments(data)
     grad, residual = np.clip(a.any(), -1e36, 1e36), np.clip(a.finite(), -1e36, 1e36)
     mine, its = residual.copy(), residual.copy()
-    got, expected = kernels.one_bit(grad.copy(), mine, symmetric), reference.one_bit(grad.copy(), its, symmetric)
+    growth = a.one_of(1.0, 0.0, 0.1, 3.0)
+    got, expected = (k.one_bit(grad.copy(), r, growth, symmetric) for k, r in ((kernels, mine), (reference, its)))
     assert got[1:] == expected[1:]
     units, expected_units = (buffer[HEADROOM:][:8].view(np.float32) for buffer in (got[0], expected[0]))
     np.testing.assert_allclose(units, expected_units, rtol=2e-6, atol=2e-6 * np.abs(expected_units).max())
@@ -361,7 +432,7 @@ def test_one_bit_agrees_to_rounding(symmetric, data):
 def test_the_mean_of_one_half_does_not_suffer_from_the_other():
     grad = np.full(1000, 1e-3, np.float32)
     grad[::50] = -1e6
-    buffer, *_ = kernels.one_bit(grad, np.zeros(1000, np.float32), False)
+    buffer, *_ = kernels.one_bit(grad, np.zeros(1000, np.float32), 1.0, False)
     np.testing.assert_allclose(buffer[HEADROOM:][:8].view(np.float32), [1e-3, -1e6], rtol=1e-5)
 
 
@@ -436,6 +507,18 @@ def test_orthonormalize(module):
         kept = p[[0, 1, 2, 4]]
         np.testing.assert_allclose(kept @ kept.T, np.eye(4), atol=1e-6)
         np.testing.assert_allclose(vectors @ kept.T @ kept, vectors, atol=1e-5)
+
+
+@native_only
+def test_powersgd_needs_the_same_kernels_on_all_ranks():
+    """Its `same_kernels`: every rank orthonormalizes, and of nearly parallel vectors what is left shows how sums were rounded."""
+    vector = np.random.default_rng(0).standard_normal(100_000)
+    mine = np.concatenate([vector, vector + 3e-6 * np.random.default_rng(1).standard_normal(100_000)]).astype(np.float32)
+    its = mine.copy()
+    kernels.orthonormalize(mine, 2)
+    reference.orthonormalize(its, 2)
+    np.testing.assert_allclose(mine, its, atol=1e-6)
+    assert (mine != its).any()
 
 
 @native_only

@@ -95,14 +95,14 @@ def run_sent(run, step, rank, v, top):
 @settings(max_examples=30, deadline=None)
 @given(any_gradients(), st.floats(1e-3, 1e3))
 def test_clipping_limits_the_norm_over_all_tensors(grads, clip_norm):
-    """g of all tensors together has at most clip_norm/√N; then everything is as for the clipped gradients."""
+    """With op=Average g of all tensors together has at most clip_norm·√N; then everything is as for the clipped gradients."""
     ranks = len(grads[0])
     clipped = []
     for step in grads:
         row = []
         for named in step:
             norm = np.sqrt(sum((a.astype(np.float64) ** 2).sum() for a in named.values()))
-            factor = min(1.0, clip_norm / np.sqrt(ranks) / norm) if norm else 1.0
+            factor = min(1.0, clip_norm * np.sqrt(ranks) / norm) if norm else 1.0
             row.append({n: (a * np.float32(factor)) for n, a in named.items()})
         clipped.append(row)
     options = {"id": "dgc", "ratio": 0.1, "momentum": 0.0, "min_numel": 64}
@@ -117,6 +117,9 @@ def test_warm_up_densities():
     dgc = hc.get_compressor("dgc:ratio=0.001,warmup_steps=400")
     stages = [dgc.density(step) for step in (0, 99, 100, 200, 300, 399, 400, 10_000)]
     assert stages == pytest.approx([0.2512, 0.2512, 0.0631, 0.01585, 0.00398, 0.00398, 0.001, 0.001], rel=1e-3)
+    for steps in range(4, 20):
+        dgc = hc.get_compressor(f"dgc:ratio=0.001,warmup_steps={steps}")
+        assert len({dgc.density(step) for step in range(steps)}) == 4, "a stage is passed over"
     dgc = hc.get_compressor("dgc:schedule=0/0.25+10/0.0625+20/0.001")
     assert [dgc.density(step) for step in (0, 9, 10, 19, 20, 99)] == [0.25, 0.25, 0.0625, 0.0625, 0.001, 0.001]
 

@@ -1,6 +1,7 @@
-"""Sums over samples of squared gradients: against a loop over samples, and what becomes of passes that end otherwise."""
+"""Sums over samples of squared gradients: what becomes of passes that end otherwise, what stays, errors."""
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 
@@ -10,157 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("horovod.torch")  # horovod_compress.torch needs it
 
+from moments_checks import B, Net, assert_taken, collector, loop, loss_of, tokens  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.modules import module as torch_modules  # noqa: E402
 from torch.nn.utils import prune  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from horovod_compress.torch.moments import Moments  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
-B = 5
-
-
-def collector(module, moments="per_sample"):
-    return Moments(moments, dict(module.named_parameters()))
-
-
-def loss_of(output):
-    """A mean over samples, in which every element of the output has a weight of its own."""
-    weights = torch.linspace(0.1, 1, output[0].numel()).reshape(output.shape[1:]).to(output.dtype)
-    return (output.sin() * weights).flatten(1).sum(1).mean()
-
-
-def loop(module, *inputs, loss=loss_of):
-    """{name: Σ_z (g_z / B)²}, by autograd on each sample alone."""
-    named, batch = dict(module.named_parameters()), len(inputs[0])
-    sums = {name: torch.zeros(param.shape) for name, param in named.items()}
-    for z in range(batch):
-        gradients = torch.autograd.grad(loss(module(*(x[z : z + 1] for x in inputs))) / batch, list(named.values()))
-        for name, gradient in zip(named, gradients):
-            sums[name] += gradient.float() ** 2
-    return sums
-
-
-def assert_taken(collector, sums, rtol=1e-4):
-    for name, expected in sums.items():
-        taken = collector.take(name)
-        assert taken is not None and taken.dtype == "float32" and taken.shape == (expected.numel(),), name
-        atol = rtol * expected.max().item()  # of the largest, because what is squared are sums that may cancel
-        torch.testing.assert_close(
-            torch.from_numpy(taken), expected.flatten(), rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}"
-        )
-        assert collector.take(name) is None, "the sums are handed over once"
-
-
-def tokens(*shape, high=7):
-    return torch.randint(0, high, shape)
-
-
-# (module, input): every kind, with the options that change how its parameters are used
-KINDS = {
-    "linear": lambda: (nn.Linear(4, 3), torch.randn(B, 4)),
-    "linear without bias": lambda: (nn.Linear(4, 3, bias=False), torch.randn(B, 4)),
-    "linear over positions": lambda: (nn.Linear(4, 3), torch.randn(B, 6, 4)),
-    "linear over a grid": lambda: (nn.Linear(4, 3), torch.randn(B, 2, 3, 4)),
-    "conv1d": lambda: (nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), torch.randn(B, 4, 9)),
-    "conv1d circular": lambda: (nn.Conv1d(2, 3, 4, padding="same", padding_mode="circular"), torch.randn(B, 2, 9)),
-    "conv2d": lambda: (nn.Conv2d(3, 4, 3), torch.randn(B, 3, 6, 7)),
-    "conv2d stride and padding": lambda: (nn.Conv2d(3, 4, (3, 2), stride=(2, 3), padding=(2, 1)), torch.randn(B, 3, 8, 9)),
-    "conv2d dilated": lambda: (nn.Conv2d(2, 4, 3, dilation=(1, 2), padding="same"), torch.randn(B, 2, 6, 7)),
-    "conv2d even, same": lambda: (nn.Conv2d(2, 4, (2, 4), padding="same"), torch.randn(B, 2, 6, 7)),
-    "conv2d valid": lambda: (nn.Conv2d(2, 4, 3, padding="valid", bias=False), torch.randn(B, 2, 6, 7)),
-    "conv2d depthwise": lambda: (nn.Conv2d(4, 8, 3, groups=4, padding=1), torch.randn(B, 4, 5, 5)),
-    "conv2d reflecting": lambda: (nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect"), torch.randn(B, 2, 5, 5)),
-    "conv2d channels last": lambda: (
-        nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), torch.randn(B, 4, 5, 5).to(memory_format=torch.channels_last)
-    ),
-    "conv3d": lambda: (nn.Conv3d(2, 3, 2, padding=(0, 1, 0)), torch.randn(B, 2, 3, 3, 4)),
-    "embedding": lambda: (nn.Embedding(7, 3), tokens(B, 9)),
-    "embedding of one token": lambda: (nn.Embedding(7, 3), tokens(B)),
-    "embedding with padding": lambda: (nn.Embedding(7, 3, padding_idx=2), tokens(B, 2, 9)),
-    "layer norm": lambda: (nn.LayerNorm(6), torch.randn(B, 6)),
-    "layer norm over positions": lambda: (nn.LayerNorm((4, 6), eps=0.1), torch.randn(B, 3, 4, 6)),
-    "group norm": lambda: (nn.GroupNorm(2, 6), torch.randn(B, 6, 4, 3)),
-    "group norm without positions": lambda: (nn.GroupNorm(2, 6, eps=0.1), torch.randn(B, 6)),
-    "instance norm": lambda: (nn.InstanceNorm2d(3, affine=True), torch.randn(B, 3, 4, 5)),
-    "instance norm of sequences": lambda: (nn.InstanceNorm1d(3, affine=True, eps=0.1), torch.randn(B, 3, 7)),
-}
-if hasattr(nn, "RMSNorm"):
-    KINDS["rms norm"] = lambda: (nn.RMSNorm((2, 6)), torch.randn(B, 3, 2, 6))
-ALONE = {
-    "linear": lambda: (nn.Linear(4, 3), torch.randn(4)),
-    "conv1d": lambda: (nn.Conv1d(4, 6, 3), torch.randn(4, 9)),
-    "conv2d": lambda: (nn.Conv2d(4, 6, 3), torch.randn(4, 5, 5)),
-    "embedding": lambda: (nn.Embedding(7, 3), tokens()),
-    "layer norm": lambda: (nn.LayerNorm((4, 3)), torch.randn(4, 3)),
-    "instance norm": lambda: (nn.InstanceNorm1d(4, affine=True), torch.randn(4, 9)),
-}
-
-
-def made(kinds, kind):
-    torch.manual_seed(0)
-    module, x = kinds[kind]()
-    with torch.no_grad():
-        for param in module.parameters():  # norms begin with ones and zeros
-            param.add_(0.3 * torch.randn_like(param))
-    return module, x
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_per_sample_sums_equal_a_loop_over_samples(kind):
-    module, x = made(KINDS, kind)
-    expected = loop(module, x)
-    moments = collector(module)
-    loss_of(module(x)).backward()
-    assert_taken(moments, expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("block", [1, 100])
-def test_batches_are_worked_through_in_blocks(kind, block, monkeypatch):
-    monkeypatch.setattr("horovod_compress.torch.moments._BLOCK", block)
-    test_per_sample_sums_equal_a_loop_over_samples(kind)
-
-
-@pytest.mark.parametrize("kind", ALONE)
-def test_an_input_without_a_batch_is_one_sample(kind):
-    module, x = made(ALONE, kind)
-    moments = collector(module)
-    module(x).sin().sum().backward()
-    assert_taken(moments, {name: param.grad**2 for name, param in module.named_parameters()})
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("kind", ["linear", "linear over positions", "conv2d", "embedding", "layer norm", "group norm"])
-def test_other_types_are_squared_in_float32(kind, dtype):
-    module, x = made(KINDS, kind)
-    module, x = module.to(dtype), x.to(dtype) if x.is_floating_point() else x
-    expected = loop(copy.deepcopy(module).double(), x.double() if x.is_floating_point() else x)
-    moments, microbatch = collector(module), collector(module, "microbatch")
-    (2.0**-10 * loss_of(module(x).float())).backward()  # squares that float16 does not have
-    expected = {name: sums * 2.0**-20 for name, sums in expected.items()}
-    assert_taken(moments, expected, rtol=1e-4 if dtype == torch.float64 else 0.1)
-    assert_taken(microbatch, {name: param.grad.float() ** 2 for name, param in module.named_parameters()})
-
-
-class Net(nn.Module):
-    """What makes models hard: in-place activations, a layer used twice, a residual, keyword arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, 3, padding=1)
-        self.norm = nn.GroupNorm(2, 4)
-        self.shared = nn.Linear(8, 8)
-        self.out = nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = torch.relu_(self.norm(self.conv(input=x))).mean(3).view(len(x), 2, 8)
-        for _ in range(2):
-            y = self.shared(x)
-            y += x
-            x = torch.relu_(y)
-        return self.out(x)
 
 
 class Tied(nn.Module):
@@ -207,17 +64,6 @@ def test_autocast(net):
         loss = loss_of(model(x).float())
     loss.backward()
     assert_taken(moments, expected, rtol=0.1)
-
-
-@pytest.mark.parametrize("kind", ["linear", "linear over positions", "conv2d"])
-def test_sums_keep_their_precision_in_a_backward_pass_under_autocast(kind):
-    module, x = made(KINDS, kind)
-    expected = loop(module, x)
-    moments = collector(module)
-    loss = loss_of(module(x))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss.backward()
-    assert_taken(moments, expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -271,6 +117,18 @@ def test_microbatch_of_one_pass_is_the_gradient_squared(net):
     loss_of(model(x)).backward()
     for name, param in model.named_parameters():
         assert (collected.take(name) == (param.grad**2).flatten().numpy()).all()
+
+
+def test_groups_of_samples_estimate_the_sum_over_samples_without_bias():
+    """The formula of docs/algorithms.md, over all ways in which 6 samples fall into 3 passes of 2."""
+    samples = torch.randn(6, 10, dtype=torch.float64)
+    total = samples.sum(0)
+    estimates = []
+    for order in itertools.permutations(range(6)):
+        squares = samples[list(order)].view(3, 2, 10).sum(1).square().sum(0)
+        estimates.append((squares * (6 - 1) - total**2 * (2 - 1)) / (6 - 2))
+        assert (estimates[-1] >= total**2 / 6 - 1e-12).all()
+    torch.testing.assert_close(torch.stack(estimates).mean(0), samples.square().sum(0))
 
 
 def test_microbatch_takes_anything_that_is_differentiated():
@@ -411,8 +269,8 @@ class Subclass(nn.Linear):
 
 @pytest.mark.parametrize("module, words", [
     (nn.BatchNorm2d(3), ("layer.weight", "layer.bias", "BatchNorm2d")),
-    (nn.LSTM(3, 4), ("layer.weight_ih_l0", "layer.bias_hh_l0", "of layer, LSTM")),
-    (nn.MultiheadAttention(4, 2), ("layer.in_proj_weight", "MultiheadAttention", "layer.out_proj.weight")),
+    (nn.Bilinear(3, 3, 4), ("layer.weight", "layer.bias", "of layer, Bilinear")),
+    (nn.MultiheadAttention(4, 2, add_bias_kv=True), ("layer.bias_k", "layer.bias_v", "MultiheadAttention")),
     (nn.ConvTranspose2d(2, 3, 2), ("layer.weight", "ConvTranspose2d")),
     (nn.Embedding(7, 3, sparse=True), ("layer.weight", "Embedding, sparse")),
     (nn.Embedding(7, 3, scale_grad_by_freq=True), ("Embedding, scale_grad_by_freq",)),

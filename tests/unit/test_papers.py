@@ -130,13 +130,6 @@ def test_adacomp_selects_nothing_of_a_zero_bin_and_the_last_bin_may_be_short():
     np.testing.assert_allclose(sent[120:], 0.5 / 3, rtol=1e-6)  # the mean over three bins, two of them zero
 
 
-def test_adacomps_bin_length_is_chosen_by_the_shape():
-    compressor = hc.get_compressor("adacomp")
-    for shape, expected in (((64, 3, 7, 7), 50), ((8, 100, 100), 50), ((1000, 512), 500), ((30000, 64), 500)):
-        assert compressor.for_tensor("t", shape).bin_length == expected
-    assert hc.get_compressor("adacomp:bin_length=77").for_tensor("t", (64, 64)).bin_length == 77
-
-
 def test_adacomps_wire_beats_the_papers():
     """8 bits an entry of bins of 50, 16 bits of 500: with the frame and the scale, ours take less."""
     for bin_length, bits in ((50, 8), (500, 16)):
@@ -258,7 +251,7 @@ def test_sums_of_codes_are_exact_for_any_number_of_ranks(size, bits):
         x = np.where(np.arange(77) % 3 == 0, -w, np.where(np.arange(77) % 3 == 1, w, RNG.uniform(-w, w, 77))).astype(
             np.float32
         )
-        its = kernels.quantize(x, None, w, steps, width, size, rank)
+        its = kernels.quantize(x, None, w, w, steps, width, size, rank)
         own = np.empty(77, np.float32)
         kernels.dequantize(its, None, own, w, steps, width, size, 1.0)
         total += own.astype(np.float64)
@@ -409,6 +402,31 @@ def test_globalrandk_has_the_same_coordinates_on_every_rank_and_zeros_elsewhere(
         np.testing.assert_array_equal(exchange.arrays()["t"]["residual"], np.where(sent, 0, gradient))
 
 
+@pytest.mark.parametrize("option", ["k=50", "ratio=0.05"])
+@pytest.mark.parametrize("id", ["globalrandk", "maxnorm", "multiscale"])
+def test_k_may_count_the_whole_models_coordinates(id, option):
+    """As in the authors' code: K of all tensors together in each step, each once a sweep; what goes dense does not count."""
+    shapes = {"a": (20, 30), "b": (12, 25), "tiny": (4, 5), "c": (8, 10)}
+    ones = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    spec = f"{id}:min_numel=15,{option},of=model,unbiased=true"
+    run = hc.simulate(spec, [[{**ones, "bias": np.ones(1000, np.float32)}] * 2] * 40)
+    visits = np.array([np.concatenate([mean[name].reshape(-1) for name in shapes]) for mean in run.mean])
+    assert ((visits != 0).sum(axis=1) == 50).all()
+    np.testing.assert_allclose(visits[visits != 0], 1000 / 50, rtol=1e-5)  # d/K, of the model
+    for sweep in range(2):
+        assert ((visits[20 * sweep : 20 * (sweep + 1)] != 0).sum(axis=0) == 1).all()
+    assert (visits[:20] != visits[20:]).any()
+    per_tensor = [(visits[:, a : a + n] != 0).sum(axis=1) for a, n in ((0, 600), (600, 300), (900, 20))]
+    assert per_tensor[0].std() > 0 and (per_tensor[2] == 0).any()  # so many as fall into it, in a small tensor often none
+
+
+def test_a_gradient_that_is_not_finite_shows_where_nothing_of_it_is_drawn():
+    grads = [[{"a": np.ones((50, 50), np.float32), "b": np.full((4, 4), np.nan, np.float32)}, {"a": np.ones((50, 50)), "b": np.ones((4, 4))}]]
+    for id in ("globalrandk", "maxnorm", "multiscale"):
+        run = hc.simulate(f"{id}:min_numel=0,k=1,of=model", grads * 2)
+        assert [stats["steps_undone"] for stats in run.stats] == [2, 2]
+
+
 def test_tensors_and_steps_have_different_coordinates():
     run = hc.simulate("globalrandk:ratio=0.1,min_numel=0,unbiased=true", [[{"a": np.ones(500), "b": np.ones(500)}]] * 2)
     a, b = (run.mean[0][name] != 0 for name in "ab")
@@ -423,7 +441,7 @@ def test_tensors_and_steps_have_different_coordinates():
     [((30, 50), 4, 4), ((50, 30), 4, 2), ((40, 40), 1, 1), ((12, 3, 5, 5), 3, 3), ((64, 2), 2, 2)],
 )
 def test_powersgd_is_exact_for_matrices_of_its_rank(shape, rank, true_rank):
-    n, m = shape[0], math.prod(shape[1:])
+    n, m = min(((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))), key=sum)
     left = normal(n, true_rank)
     grads = [(left @ normal(true_rank, m)).reshape(shape) for _ in range(3)]  # on all ranks the same columns
     run = hc.simulate(f"powersgd:rank={rank},min_rate=0,min_numel=0", [[{"t": g} for g in grads]])
@@ -545,6 +563,19 @@ def test_terngrad_is_ternary_and_clips():
     assert np.unique(np.abs(mean)).tolist() == [0, np.abs(g).max()]
     two = hc.simulate("terngrad:min_numel=0,clip=0", [[{"t": g}, {"t": 2 * g}]])  # one scale for all
     assert np.unique(np.round(np.abs(two.mean[0]["t"]) / np.abs(2 * g).max(), 5)).tolist() == [0, 0.5, 1]
+
+
+def test_terngrad_clips_at_each_ranks_own_deviation():
+    """A rank's outlier counts as clip·σ of that rank, also where another rank's gradient makes the shared scale far larger."""
+    small, large = np.float32(0.1) * normal(2000), normal(2000)
+    small[:20], large[:20] = 5, 0
+    limit = 2.5 * small.std(dtype=np.float64)
+    run = hc.simulate("terngrad:min_numel=0", [[{"t": small}, {"t": large}]] * 300)
+    draws = np.array([mean["t"][:20] for mean in run.mean], np.float64)
+    assert draws.mean() == pytest.approx(limit / 2, abs=5 * draws.std() / math.sqrt(draws.size))
+    assert 5 / 2 > 3 * limit / 2  # what a limit of the shared scale would let through is far from it
+    waits = hc.simulate("terngrad:min_numel=0,ratio=1", [[{"t": small}]])  # with a residual, what is clipped waits in it
+    np.testing.assert_allclose(waits.mean[0]["t"] + waits.state[0]["t"]["residual"], small, rtol=1e-6, atol=1e-6)
 
 
 def test_terngrad_does_not_clip_what_does_not_vary():

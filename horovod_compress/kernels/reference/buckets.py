@@ -13,7 +13,7 @@ from .quantization import one_of, round_at_random
 from .sparse import new_body
 
 _FIXED, _ELIAS = 0, 1
-_SAMPLED = 16  # every so manieth bucket
+_SAMPLED, _FEW = 16, 64  # every so manieth bucket is sampled, all of so few
 _LARGEST = np.finfo(np.float32).max
 
 
@@ -44,12 +44,12 @@ def encode_buckets(grad, steps, bucket, l2, limit, key, spare=None):
         levels[b * bucket : b * bucket + len(x)] = its
     grad.fill(0)
     fixed = np.concatenate([np.empty(0, np.uint32), *packed])
-    sample = np.concatenate([np.empty(0), *(levels[b * bucket : (b + 1) * bucket] for b in range(0, len(norms), _SAMPLED))])
-    part, whole = np.count_nonzero(sample) / max(len(sample), 1), len(widths) + fixed.nbytes
-    estimate = n * part * (3 - np.log2(part)) / 8 if part and limit < 1 else 0  # native code counts where it is promising only
+    sample = [levels[b * bucket : (b + 1) * bucket] for b in range(0, len(norms), 1 if len(norms) < _FEW else _SAMPLED)]
+    bits, counted, whole = sum(len(_elias(its)) for its in sample), sum(map(len, sample)), len(widths) + fixed.nbytes
+    estimate = bits * n / counted if counted and limit < 1 else 0  # native code writes it where it is promising only
     coded = _elias(levels) if limit else ""
     most = min(whole, int(np.float32(limit) * np.float32(whole)))
-    if finite and estimate < np.float32(limit) * np.float32(whole) and 4 + (len(coded) + 7) // 8 < most:
+    if finite and estimate < 8 * most and 4 + (len(coded) + 7) // 8 < most:
         stream = np.packbits(np.frombuffer(coded.encode(), np.uint8) - ord("0"), bitorder="little")
         body = new_body(bytes([_ELIAS]), norms, struct.pack("<I", np.count_nonzero(levels)), stream)
     else:

@@ -38,15 +38,15 @@ def add_bf16(out, body, scale):
     return _add(out, load(_exactly(body, 2 * len(out)).tobytes(), "bf16"), scale)
 
 
-def one_bit(grad, residual, symmetric, spare=None):
-    """r ← r + g; one bit an element for its sign, 0 counting as positive, decoded to one of two numbers a tensor; r keeps
+def one_bit(grad, residual, growth, symmetric, spare=None):
+    """r ← growth·r + g; one bit an element for its sign, 0 counting as positive, decoded to one of two numbers a tensor; r keeps
     the error.
 
     symmetric: ±Σ|r|/d (EF-SignSGD, Karimireddy et al., ICML 2019); else the means of the two halves (1-bit SGD, Seide et al.,
     Interspeech 2014). An element whose new r would be TOO_LARGE or NaN keeps its old one, and then nothing is sent.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        moved = residual + grad
+        moved = np.float32(growth) * residual + grad
     good = np.abs(moved) < TOO_LARGE
     residual[...] = np.where(good, moved, residual)
     grad.fill(0)

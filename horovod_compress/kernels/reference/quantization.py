@@ -38,17 +38,20 @@ def coordinates(key, numel, first, count):
     return x.astype(np.uint32)
 
 
-def quantize(x, levels, w, steps, width, size, key, spare=None):
+def quantize(x, levels, w, clip, steps, width, size, key, spare=None):
     """Words of the codes sign(x)·(⌊y⌋ + Bernoulli(y − ⌊y⌋)), y = |x|/w·s, at most steps[0] (arXiv 2109.12497).
 
     s is steps[0]; where there are more, that of the finest scale that fits an element's code on all `size` ranks, says `levels`, their
-    summed words of `fine_enough`, among them those of x; then no |x| may be above w, while with one scale it counts as w. w = 0: all
-    codes are 0.
+    summed words of `fine_enough`, among them those of x; then no |x| may be above w. With one scale |x| counts as `clip`, or w, where
+    it is larger. w = 0: all codes are 0.
     """
     levels = _finest(levels, len(x), len(steps), size)
     steps = np.asarray(steps, np.float32)
     before, factor = _factors(w, steps)
     y = x * before * factor[levels]
+    if len(steps) == 1:
+        most = np.float32(clip) * before * factor[0]
+        y = np.clip(y, -most, most)
     return pack(round_at_random(y, field_bits(len(x), width, key), steps[0]), width, 0)
 
 

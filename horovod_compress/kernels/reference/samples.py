@@ -1,0 +1,16 @@
+"""What each sample contributes to a product of matrices."""
+import numpy as np
+
+
+def add_sample_squares(left, right, squares, sums=None):
+    """squares += Σ_z (left_z · right_z)², and sums += Σ_z left_z · right_z where given; flat, left's elements by right's.
+
+    left (samples, places …, elements …) and right (samples, places …, elements) may be views with any strides; as many dimensions
+    of left are places as of right. left_z · right_z sums over places.
+    """
+    places = right.ndim - 2
+    for its_left, its_right in zip(left, right):
+        product = np.tensordot(its_left, its_right, (range(places), range(places))).reshape(-1)
+        squares += product * product
+        if sums is not None:
+            sums += product

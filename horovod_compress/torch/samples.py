@@ -1,0 +1,254 @@
+"""The gradients of single samples, and the sums of their squares, by kind of layer."""
+import concurrent.futures
+import dataclasses
+import functools
+from typing import Callable, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .. import kernels
+
+_WORTH_A_THREAD = 1 << 22  # multiplications
+_BLOCK = 1 << 20  # so many numbers of single samples' gradients at a time: they stay in the cache
+
+
+@dataclasses.dataclass(eq=False)
+class Use:
+    """A use of a parameter: an input and the gradient of the output, both (samples, …).
+
+    gradients: (input, float32 δ) -> (samples, *shape of the parameter's rows).
+    add: (total, input, float32 δ): adds the squares where this use is the only one. None: by `gradients`.
+    rows: the first and the one behind the last of the parameter's, where it is not used as a whole.
+    sorted: by length, as packed sequences are, and not as the batch.
+    """
+
+    gradients: Callable
+    x: Optional[torch.Tensor]
+    delta: torch.Tensor
+    add: Optional[Callable] = None
+    rows: Optional[tuple] = None
+    sorted: bool = False
+
+    @property
+    def batch(self):
+        return len(self.delta)
+
+
+def of_call(module, name, layout, x, delta):
+    """The use of a parameter by a module of KINDS. layout: None, or the dimension of samples where inputs of two have none."""
+    gradients, dims = KINDS[type(module)]
+    alone = x.dim() == (2 if layout is not None else len(module.normalized_shape) if dims is None else dims)
+    if alone:
+        x, delta = x[None], delta[None]
+    elif layout:
+        x, delta = x.transpose(0, layout), delta.transpose(0, layout)
+    if gradients is _linear:
+        x, delta = (t.flatten(1, -2) if t.dim() > 2 else t[:, None] for t in (x, delta))
+        return of_product(x if name == "weight" else None, delta)
+    add = _ADDS.get(gradients) if name == "weight" else None
+    return Use(functools.partial(gradients, module, name), x, delta, add and functools.partial(add, module))
+
+
+def of_product(x, delta, rows=None, add=None, sorted=False):
+    """The use of a weight in x (b, p, i) @ weight.T, or of a bias, where x is None. delta is (b, p, o)."""
+    if x is None:
+        return Use(_of_bias, delta, delta, add, rows, sorted)
+    return Use(_of_weight, x, delta, add or _add_product, rows, sorted)
+
+
+def add_squares(total, uses):
+    """total += the squares of single samples' gradients, summed over samples; a sample's is the sum over uses."""
+    if len(uses) > 1 and any(use.sorted for use in uses):
+        raise ValueError("a layer is used for packed sequences more than once in one backward pass: their samples have no common order")
+    if len(uses) > 1 and all(use.gradients is _of_weight for use in uses):  # more places
+        uses = [of_product(torch.cat([use.x for use in uses], 1), torch.cat([use.delta for use in uses], 1))]
+    if len(uses) == 1 and uses[0].add:
+        uses[0].add(total, uses[0].x, uses[0].delta.float())
+        return
+    block = max(1, _BLOCK // max(1, total.numel()))
+    for z in range(0, uses[0].batch, block):
+        parts = [use.gradients(use.x[z : z + block], use.delta[z : z + block].float()) for use in uses]
+        for gradient in functools.reduce(torch.add, parts):
+            total.addcmul_(gradient, gradient)
+
+
+def gradient_and_squares(weight, x, delta):
+    """(gradient, add) of a product's weight, or bias, where x is None; as in `of_product`."""
+    if x is None:
+        its = delta.float().sum(1)
+        return its.sum(0).to(weight.dtype), lambda total, *_: total.add_(its.square().sum(0))
+    if not _by_kernel(weight):
+        return torch.einsum("bpo,bpi->oi", delta, x), None
+    gradient, squares = torch.zeros_like(weight), torch.zeros_like(weight)
+    _kernel(delta, x, squares, gradient)
+    return gradient, lambda total, *_: total.add_(squares)
+
+
+def _by_kernel(tensor):
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32
+
+
+def _kernel(left, right, *sums):
+    """kernels.add_sample_squares, by as many threads as torch has."""
+    left, right, *sums = (tensor.detach().numpy() for tensor in (left, right, *sums))
+    d = right.ndim - 1  # the first of left's dimensions that is one of the product
+    parts = min(torch.get_num_threads(), left.shape[d], 1 + left.size * right.shape[-1] // _WORTH_A_THREAD)
+    if parts == 1:
+        kernels.add_sample_squares(left, right, *(array.reshape(-1) for array in sums))
+        return
+    rows = [slice(left.shape[d] * part // parts, left.shape[d] * (part + 1) // parts) for part in range(parts)]
+    sums = [array.reshape(left.shape[d], -1) for array in sums]
+
+    def work(its):
+        kernels.add_sample_squares(left[(slice(None),) * d + (its,)], right, *(array[its].reshape(-1) for array in sums))
+
+    list(_threads().map(work, rows))
+
+
+@functools.cache
+def _threads():
+    return concurrent.futures.ThreadPoolExecutor(thread_name_prefix="horovod_compress")
+
+
+def _of_bias(_, delta):
+    return delta.sum(1)
+
+
+def _of_weight(x, delta):
+    return torch.einsum("bpo,bpi->boi", delta, x.float())
+
+
+def _add_product(total, x, delta):
+    if x.shape[1] == 1:
+        total.addmm_(delta[:, 0].square().T, x[:, 0].float().square())
+    elif _by_kernel(total):
+        _kernel(delta, x.float(), total)
+    else:
+        add_squares(total, [Use(_of_weight, x, delta)])
+
+
+# The gradients of single samples: functions of a module, a parameter's name in it, the module's input (b, …), and the
+# float32 gradient of its output (b, …), with the result (b, *shape of the parameter).
+
+
+def _linear(module, name, x, delta):
+    """A product, and no more: see `of_call`."""
+
+
+def _padded(module, x):
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return F.pad(x.float(), module._reversed_padding_repeated_twice, mode=mode)
+
+
+def _conv(module, name, x, delta):
+    if name == "bias":
+        return _of_channels(delta)
+    options = {"stride": module.stride, "dilation": module.dilation, "groups": module.groups}
+    return _of_convolution(module.weight.shape, options, _padded(module, x), delta)
+
+
+def _of_convolution(shape, options, x, delta):
+    gradient = getattr(nn.grad, f"conv{x.dim() - 2}d_weight")
+    return torch.stack([gradient(x[z, None], shape, delta[z, None], **options) for z in range(len(x))])
+
+
+def _add_conv(module, total, x, delta):
+    if module.groups > 1 or not _by_kernel(total):
+        add_squares(total, [Use(functools.partial(_conv, module, "weight"), x, delta)])
+        return
+    squares = total.new_zeros(total[0].numel(), len(total))
+    _kernel(_windows(_padded(module, x), total, module.stride, module.dilation), delta.movedim(1, -1), squares)
+    total.add_(squares.T.reshape(total.shape))
+
+
+def _windows(x, weight, stride, dilation):
+    """What a convolution's weight is multiplied with at each place, (b, places …, channels, …): a view of the padded input."""
+    dims = weight.dim() - 2
+    for d, (size, step, gap) in enumerate(zip(weight.shape[2:], stride, dilation), 2):
+        x = x.unfold(d, gap * (size - 1) + 1, step)[..., ::gap]
+    return x.movedim(1, 1 + dims)
+
+
+class Convolution(torch.autograd.Function):
+    """torch's convolution of float32 on the CPU, in one group, whose weight's gradient is found sample by sample: the squares come with
+    it. tell(Use) is called in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, stride, padding, dilation, tell):
+        ctx.save_for_backward(x, weight)
+        ctx.options, ctx.tell = (stride, padding, dilation), tell
+        return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0], 1)
+
+    @staticmethod
+    def backward(ctx, delta):
+        x, weight = ctx.saved_tensors
+        stride, padding, dilation = ctx.options
+        wanted = ctx.needs_input_grad[:3]
+        again = torch.is_grad_enabled()  # a gradient that is differentiated again is torch's
+        dx, gradient, _ = torch.ops.aten.convolution_backward(  # asked for the bias's, it would find the weight's too
+            delta, x, weight, None, stride, padding, dilation, False, [0], 1, [wanted[0], wanted[1] and again, False]
+        )
+        d_bias = _of_channels(delta).sum(0) if wanted[2] else None
+        if wanted[1]:
+            padded = F.pad(x.detach(), [n for n in reversed(padding) for _ in range(2)])
+            squares, sums = weight.new_zeros(2, weight[0].numel(), len(weight))
+            _kernel(_windows(padded, weight, stride, dilation), delta.movedim(1, -1), squares, sums)
+            gradient = gradient if again else sums.T.reshape(weight.shape)
+            gradients = functools.partial(_of_convolution, weight.shape, {"stride": stride, "padding": padding, "dilation": dilation})
+            ctx.tell(Use(gradients, x, delta, lambda total, *_: total.add_(squares.T.reshape(total.shape))))
+        return dx, gradient, d_bias, None, None, None, None
+
+
+def _embedding(module, name, x, delta):
+    rows, sums = _embedding_rows(module, x, delta)
+    dense = delta.new_zeros(len(x) * module.num_embeddings, module.embedding_dim)
+    dense[rows] = sums
+    return dense.view(len(x), *module.weight.shape)
+
+
+def _embedding_rows(module, x, delta):
+    """(rows, sums) of the gradient (b · num_embeddings, embedding_dim), where it is not zero."""
+    rows = x.reshape(len(x), -1) + module.num_embeddings * torch.arange(len(x), device=x.device)[:, None]
+    kept = slice(None) if module.padding_idx is None else x.flatten() != module.padding_idx
+    rows, place = rows.flatten()[kept].unique(return_inverse=True)
+    sums = delta.new_zeros(len(rows), module.embedding_dim)
+    return rows, sums.index_add_(0, place, delta.reshape(-1, module.embedding_dim)[kept])
+
+
+def _add_embedding(module, total, x, delta):
+    rows, sums = _embedding_rows(module, x, delta)
+    total.index_add_(0, rows % module.num_embeddings, sums.square_())
+
+
+def _layer_norm(module, name, x, delta):
+    if name == "weight":
+        normalize = F.layer_norm if type(module) is nn.LayerNorm else F.rms_norm
+        delta = delta * normalize(x.float(), module.normalized_shape, eps=module.eps)
+    return delta.reshape(len(delta), -1, *module.normalized_shape).sum(1)
+
+
+def _group_norm(module, name, x, delta):
+    if name == "weight":
+        delta = delta * F.group_norm(x.float(), getattr(module, "num_groups", x.shape[1]), eps=module.eps)
+    return _of_channels(delta)
+
+
+def _of_channels(delta):
+    return delta.reshape(*delta.shape[:2], -1).sum(2)
+
+
+# {class: (gradients of single samples, dimensions of an input without a batch)}
+KINDS = {
+    nn.Linear: (_linear, 1),
+    nn.modules.linear.NonDynamicallyQuantizableLinear: (_linear, 1),  # the output projection of attention
+    nn.Embedding: (_embedding, 0),
+    nn.LayerNorm: (_layer_norm, None),  # as many as it normalizes
+    nn.GroupNorm: (_group_norm, 1),
+    **{getattr(nn, f"Conv{n}d"): (_conv, n + 1) for n in (1, 2, 3)},
+    **{getattr(nn, f"InstanceNorm{n}d"): (_group_norm, n + 1) for n in (1, 2, 3)},
+}
+if hasattr(nn, "RMSNorm"):
+    KINDS[nn.RMSNorm] = KINDS[nn.LayerNorm]
+_ADDS = {_conv: _add_conv, _embedding: _add_embedding}

@@ -1,0 +1,57 @@
+"""What all tests share: busy processes beside them, and their order."""
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PARALLEL = pathlib.Path(__file__).parent / "parallel"
+
+
+@contextlib.contextmanager
+def busy_processes(number):
+    """Inside, as many processes compute as hard as they can."""
+    loop = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10**6))"  # ends with the tests, however they end
+    with contextlib.ExitStack() as stack:
+        for _ in range(number):
+            process = subprocess.Popen([sys.executable, "-c", loop])
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        yield
+
+
+@pytest.fixture
+def busy():
+    return busy_processes
+
+
+def pytest_addoption(parser):
+    parser.addoption("--busy", type=int, default=0, metavar="N", help="run the tests beside N processes that keep the cores busy")
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # once, not in every process of pytest-xdist
+        stack = contextlib.ExitStack()
+        stack.enter_context(busy_processes(config.getoption("busy")))
+        config.add_cleanup(stack.close)
+
+
+def pytest_collection_modifyitems(items):
+    """Jobs of real ranks come last, when the other tests leave them the cores: ranks on busy cores wait for each other much longer."""
+    items.sort(key=lambda item: PARALLEL in item.path.parents)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Of pytest-xdist's processes one runs all jobs of real ranks, because several tests ask for the same job, and one builds and tests the
+    kernels with sanitizers. Its own marker for groups does not work with pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            together = ("tests/parallel/", "tests/unit/test_sanitizers.py")
+            return next((tests for tests in together if nodeid.startswith(tests)), nodeid)
+
+    return Scheduling(config, log)

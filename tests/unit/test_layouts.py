@@ -1,0 +1,110 @@
+"""Shapes of PyTorch's and Keras' layers: what a compression makes of a layer does not depend on how a framework lays it out."""
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import ranks_of, run_step
+
+import horovod_compress as hc
+from horovod_compress import bench
+from horovod_compress.models import MODELS
+
+# -- powersgd: the matrix that a tensor is taken for --------------------------------------------------------------------
+
+
+def factors(shape, rank):
+    """(rows, columns, floats of P and Q): what is in fact kept for them."""
+    state = hc.get_compressor(f"powersgd:min_rate=0,min_numel=0,rank={rank}").init("t", shape)
+    p, q, r = state.scratch["p"].size, state.arrays["q"].size, state.scratch["rank"]
+    return p // r, q // r, p + q
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=2, max_size=4), st.integers(1, 8))
+def test_powersgd_takes_the_split_that_sends_least(shape, rank):
+    splits = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
+    n, m, floats = factors(tuple(shape), rank)
+    assert (n, m) in splits
+    assert floats == min(min(rank, n, m) * (n + m) for n, m in splits)
+    first = splits[0]  # what it always took before: PyTorch's outputs by all else
+    assert floats <= min(rank, *first) * sum(first)
+
+
+@pytest.mark.parametrize("pytorch, keras", [
+    ((64, 3, 7, 7), (7, 7, 3, 64)), ((512, 256, 3, 3), (3, 3, 256, 512)), ((2048, 512, 1, 1), (1, 1, 512, 2048)),
+    ((96, 1, 3, 3), (3, 3, 96, 1)), ((64, 32, 3, 3, 3), (3, 3, 3, 32, 64)), ((128, 64, 5), (5, 64, 128)), ((1000, 2048), (2048, 1000)),
+])
+def test_powersgd_sends_the_same_of_a_layer_in_both_layouts(pytorch, keras):
+    (n, m, floats), (its_n, its_m, its_floats) = factors(pytorch, 4), factors(keras, 4)
+    assert floats == its_floats and {n, m} == {its_n, its_m}
+
+
+@pytest.mark.parametrize("model, published", [("resnet50", 66.5), ("mobilenetv2", 23.4)])
+def test_powersgds_ratio_on_keras_models(model, published):
+    """All bytes counted. Keras' ResNet-50 has 53 biases more, which go dense."""
+    ratios = []
+    for name in (model, f"keras-{model}"):
+        gradients = [{n: np.ones(s, np.float32) for n, s in MODELS[name]().items()}]
+        ratios.append(bench.measure(hc.get_compressor("powersgd"), gradients, 2, 1)["ratio"])
+    assert ratios[0] == pytest.approx(published, rel=0.01)
+    assert ratios[1] >= 0.9 * ratios[0]
+
+
+def test_powersgd_refuses_a_state_of_another_split():
+    """A state from before splits were chosen: Keras' kernel was 3 rows."""
+    shapes = {"conv": (3, 3, 64, 128)}
+    (exchange,) = ranks_of("powersgd", 1, shapes)
+    run_step([exchange], [{"conv": np.ones(3 * 3 * 64 * 128, np.float32)}])
+    state = exchange.state_dict()
+    state["tensors"]["conv"]["q"] = np.zeros(3 * 3 * 64 * 128, np.float32)
+    kept = exchange.state_dict()
+    with pytest.raises(ValueError, match="this state does not fit: conv.q"):
+        exchange.load_state_dict(state)
+    np.testing.assert_array_equal(exchange.arrays()["conv"]["q"], kept["tensors"]["conv"]["q"])
+
+
+# -- adacomp: what counts as a convolution -----------------------------------------------------------------------------
+
+CONVOLUTIONS = {
+    "PyTorch": [
+        (64, 3, 7, 7), (512, 512, 3, 3), (256, 64, 1, 1), (96, 1, 3, 3), (192, 3, 16, 16), (64, 1, 31, 31), (64, 3, 7, 1),  # Conv2d
+        (128, 64, 3), (512, 512, 2), (512, 512, 10), (512, 1, 4), (512, 1, 31), (64, 1, 25),  # Conv1d
+        (64, 3, 3, 7, 7), (32, 16, 3, 3, 3),  # Conv3d
+    ],
+    "Keras": [
+        (7, 7, 3, 64), (3, 3, 512, 512), (1, 1, 64, 256), (3, 3, 96, 1), (16, 16, 3, 768), (1, 7, 64, 64),  # Conv2D, DepthwiseConv2D
+        (3, 64, 128), (5, 512, 512), (9, 80, 256), (25, 1, 64), (3, 512, 1), (31, 512, 1),  # Conv1D, DepthwiseConv1D
+        (3, 7, 7, 3, 64), (3, 3, 3, 16, 32),  # Conv3D
+    ],
+}
+OTHERS = {
+    "attention kernels of Keras": [
+        (512, 8, 64), (8, 64, 512), (8, 64), (768, 12, 64), (12, 64, 768), (192, 3, 64), (3, 64, 192), (1024, 16, 64), (256, 4, 32),
+        (4, 32, 256), (32, 2, 32), (2, 32, 32), (64, 8, 8), (8, 8, 64), (768, 1, 768), (1, 768, 768), (512, 3, 8, 64),
+    ],
+    "linear layers, embeddings, recurrent layers": [
+        (1000, 2048), (30522, 768), (6000, 1500), (512, 2048), (3, 3072), (5, 5), (4096,), (),
+    ],
+    "experts, tables of positions": [(8, 512, 2048), (1, 196, 768), (64, 1024, 4096)],
+}
+
+
+@pytest.mark.parametrize("shape", [shape for shapes in CONVOLUTIONS.values() for shape in shapes])
+def test_adacomp_cuts_convolutions_into_bins_of_50(shape):
+    assert hc.get_compressor("adacomp:min_numel=0").for_tensor("t", shape).bin_length == 50
+
+
+@pytest.mark.parametrize("shape", [shape for shapes in OTHERS.values() for shape in shapes])
+def test_adacomp_cuts_all_else_into_bins_of_500(shape):
+    assert hc.get_compressor("adacomp:min_numel=0").for_tensor("t", shape).bin_length == 500
+
+
+def test_adacomp_takes_known_models_alike_in_both_layouts():
+    for model in ("resnet50", "mobilenetv2"):
+        for name in (model, f"keras-{model}"):
+            for tensor, shape in MODELS[name]().items():
+                chosen = hc.get_compressor("adacomp:min_numel=0").for_tensor(tensor, shape)
+                assert chosen.bin_length == (50 if len(shape) == 4 else 500)
+    assert hc.get_compressor("adacomp:bin_length=77").for_tensor("t", (3, 3, 64, 64)).bin_length == 77
