@@ -35,6 +35,8 @@ class _Tensor:
     digest: int
     numel: int
     carrier: np.ndarray
+    run: object = None  # the last step that it was in
+    kept: dict = dataclasses.field(default_factory=dict)  # where steps can be discarded: the state's arrays before that step
     dense_until: int = 0  # the step from which on its payloads are gathered
     counters: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(_SENT + _SPENT, 0))
 
@@ -42,6 +44,24 @@ class _Tensor:
         """The carrier of a payload that travels beside it."""
         self.carrier[0] = 1
         return self.carrier
+
+    def keep(self):
+        """Copies what the state holds before a step."""
+        self.compressor.settle(self.state)
+        for key, array in self.state.arrays.items():
+            np.copyto(self.kept.setdefault(key, np.empty_like(array)), array)
+
+    def end_step(self, succeeded):
+        """Commits what the step took out of the state, or puts it back, and forgets its gradient where the state was kept."""
+        self.compressor.end_step(self.state, succeeded)
+        if not succeeded:
+            self.put_back()
+
+    def put_back(self):
+        """Makes the state what `keep` found."""
+        self.compressor.settle(self.state)
+        for key, array in self.kept.items():
+            np.copyto(self.state.arrays[key], array)
 
 
 @dataclasses.dataclass
@@ -72,19 +92,21 @@ class Exchange:
 
     compressor: the configuration that is in force; tensors: {name: (shape, compressor)}, the compressor being this one or
     a variant (other momentum for another parameter group). The driver submits every tensor of a step before it finishes the
-    first; a step ends when all that was submitted is finished.
+    first; a step ends when all that was submitted is finished. discardable: each step begins with a copy of the state, and one that is
+    not finite, or discarded, leaves no trace in it; else such a step's gradients stay in residuals.
     """
 
-    def __init__(self, compressor, transport, tensors, label="hvdc"):
+    def __init__(self, compressor, transport, tensors, label="hvdc", discardable=False):
         self.compressor = compressor
         self.transport = transport
         self._label = label
+        self._discardable = discardable
         self._tensors = {}
         self._model = Model()
         for name, (shape, variant) in tensors.items():
             self._know(name, shape, variant)
         self._now = Step(0, transport.rank, transport.size)
-        self._run = Run(0)
+        self._run = self._latest = Run(0)  # where the next tensor goes; where the last one went
         self._open = {}  # submitted, not finished
         self._deferred = []  # with clipping: not encoded before all gradients are there
         self._encoding = []  # with rounds to go before they have a payload
@@ -122,6 +144,9 @@ class Exchange:
             raise ValueError(f"{name}: expected {tensor.numel} float32 in one dimension, not {grad.shape} of {grad.dtype}")
         pending = self._open[name] = _Pending(tensor, grad, run, step)
         run.tensors[name] = tensor
+        tensor.run = self._latest = run
+        if self._discardable:
+            tensor.keep()
         if deferred:
             pending.carrier = tensor.one()
             self._deferred.append(pending)
@@ -155,7 +180,7 @@ class Exchange:
     def _clipping(self, squared_norm):
         """What this rank's gradient is multiplied by, for independent gradients of N ranks to give a result of at most clip_norm.
         squared_norm: of factor · g, all tensors together; the result is 1/N of the sum of that, whose norm is √N times one rank's."""
-        norm, limit = squared_norm**0.5, self.compressor.clip_norm * self.transport.size**0.5
+        norm, limit = squared_norm**0.5, self.compressor.clip_norm * self.transport.size**0.5 * self._now.unit
         return limit / norm if limit < norm < float("inf") else 1.0
 
     def _round(self, waiting, asking, agreement):
@@ -306,7 +331,7 @@ class Exchange:
         (ranks, total, squares), run.beat = run.beat().tolist(), False
         if ranks != self.transport.size:
             raise RuntimeError(
-                f"{self.transport.size - ranks} of {self.transport.size} ranks have called hvd.join(), and sums of this compression "
+                f"{self.transport.size - ranks} of {self.transport.size} ranks have called hvd.join(), or are gone, and sums of this compression "
                 "are wrong without them: let every rank take the same number of steps, or use none or fp16"
             )
         if ranks * squares != total * total:  # equal numbers, and only those, have no variance
@@ -317,7 +342,9 @@ class Exchange:
     def _end_step(self):
         succeeded = self._run.finite and not self._open
         for tensor in self._run.tensors.values():
-            tensor.compressor.end_step(tensor.state, succeeded)
+            tensor.end_step(succeeded)
+        self._run.finite = succeeded
+        self._run.tensors.clear()
         self._steps_ended += 1
         self._steps_undone += not succeeded
         self._now = dataclasses.replace(self._now, index=self._now.index + 1)
@@ -338,6 +365,34 @@ class Exchange:
     def under_way(self):
         """Whether something is submitted and not finished."""
         return bool(self._open)
+
+    @property
+    def succeeded(self):
+        """Whether the last step, which is not under way, brought a result that counts."""
+        return self._latest.finite
+
+    def discard(self):
+        """Forgets the last step, on all ranks alike: its result is not used. RuntimeError where steps are not discardable, and in
+        the middle of one."""
+        if not self._discardable:
+            raise RuntimeError("only a compression that was made with discardable=True can forget a step")
+        run = self._latest
+        ended, succeeded, run.finite = not run.tensors, run.finite, False
+        self.settle()
+        if ended and succeeded:
+            self._steps_undone += 1
+            for tensor in self._tensors.values():
+                if tensor.run is run:
+                    tensor.put_back()
+
+    def rescale(self, unit):
+        """From the next step on, gradients come times `unit`, a loss scale; brings what is kept of earlier ones to it."""
+        if unit == self._now.unit:
+            return
+        self.settle()
+        for tensor in self._tensors.values():
+            tensor.compressor.rescale(tensor.state, unit / self._now.unit)
+        self._now = dataclasses.replace(self._now, unit=unit)
 
     # -- between steps --------------------------------------------------------------------------------------------------
 
@@ -364,8 +419,8 @@ class Exchange:
         return {name: tensor.state.arrays for name, tensor in self._tensors.items()}
 
     def state_dict(self):
-        """This rank's state as plain values and copied arrays."""
-        tensors = {name: {k: a.copy() for k, a in arrays.items()} for name, arrays in self.arrays().items()}
+        """This rank's state as plain values and copied arrays, without the loss scale."""
+        tensors = {name: {k: a / self._unit_of(name, k) for k, a in arrays.items()} for name, arrays in self.arrays().items()}
         return {
             "format": 1,
             "id": self.compressor.id,
@@ -384,13 +439,17 @@ class Exchange:
         for name, tensor in self._tensors.items():
             tensor.dense_until = dense_until(state, name)
         self._now = dataclasses.replace(self._now, index=step)
-        self._run = Run(step)
+        self._run = self._latest = Run(step)
 
     def _restore(self, own, arrays):
         refuse(first_difference(_layout(own), _layout(arrays)))
         for name, named in own.items():
             for key, array in named.items():
-                np.copyto(array, arrays[name][key])
+                np.multiply(arrays[name][key], self._unit_of(name, key), out=array)
+
+    def _unit_of(self, name, key):
+        """What a 1 in this array of the state stands as, under the loss scale."""
+        return np.float32(self._now.unit ** self._tensors[name].compressor.degrees.get(key, 1))
 
     def _checked(self, state):
         """(arrays by tensor, steps taken) of a state. ValueError for one of another rank, size, algorithm or seed."""
@@ -432,7 +491,7 @@ class Exchange:
         for key in (*_SENT, *_SPENT):
             counters[key] = sum(tensor.counters[key] for tensor in self._tensors.values())
         counters["ratio"] = counters["dense_bytes"] / counters["bytes_sent"] if counters["bytes_sent"] else 1.0
-        counters["residual_norm"] = squares**0.5
+        counters["residual_norm"] = squares**0.5 / self._now.unit
         counters["overflows"] = sum(tensor.state.overflows for tensor in self._tensors.values())
         return counters
 

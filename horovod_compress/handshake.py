@@ -1,6 +1,9 @@
 """All ranks compare what they were started with, before they exchange anything that depends on it."""
+import contextlib
 import hashlib
 import json
+import threading
+import warnings
 
 import numpy as np
 
@@ -11,16 +14,34 @@ class MismatchError(RuntimeError):
     """The ranks were started with different options, models or versions."""
 
 
-def agree(transport, label, description):
+STALLED = 60.0  # seconds, as Horovod's own stall check
+_SAME_START = "Start all ranks with the same model, compression options, kernels and version of horovod-compress"
+
+
+@contextlib.contextmanager
+def warning_when_stalled(message):
+    """Warns once, in words that say what is waited for, where what this surrounds takes longer than a minute."""
+    text = f"horovod_compress: waiting for {STALLED:g} s already: {message}"
+    timer = threading.Timer(STALLED, warnings.warn, (text, RuntimeWarning))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def agree(transport, label, description, what="made a compression on these ranks", advice=_SAME_START):
     """Compares the ranks' descriptions, nested JSON-able values; blocks until all ranks are here. Of the transport it needs no
-    more than `size` and `allgather`.
+    more than `size` and `allgather`. what: what all ranks must have done to get here; advice: what to do where they differ.
 
     Raises MismatchError, on every rank alike, naming the first rank that differs from rank 0 and in what. Digests travel
     first: whole descriptions only where those differ.
     """
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
     digest = np.frombuffer(digest, np.uint8).copy()
-    digests = transport.allgather(f"{label}.digest", digest)().reshape(transport.size, -1)
+    with warning_when_stalled(f"not all {transport.size} ranks have {what} yet (collective {label}.digest)"):
+        digests = transport.allgather(f"{label}.digest", digest)().reshape(transport.size, -1)
     if (digests == digests[0]).all():
         return
     line = np.frombuffer(json.dumps(description).encode() + b"\n", np.uint8).copy()
@@ -29,8 +50,7 @@ def agree(transport, label, description):
     rank = next(rank for rank, other in enumerate(descriptions) if other != descriptions[0])
     where, expected, found = first_difference(descriptions[0], descriptions[rank])
     raise MismatchError(
-        f"rank {rank} differs from rank 0 in {where}: {found} on rank {rank}, {expected} on rank 0. Start all ranks with the "
-        "same model, compression options, kernels and version of horovod-compress"
+        f"rank {rank} differs from rank 0 in {where}: {found} on rank {rank}, {expected} on rank 0. {advice}"
     )
 
 

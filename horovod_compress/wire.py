@@ -40,6 +40,8 @@ def unseal(data, frames, number, digest, step):
     """
     bodies, at, not_finite = [], 0, 0
     for rank in range(frames):
+        if at == len(data):
+            raise WireError(f"payloads of {rank} ranks came, {frames} were expected: were ranks lost, or is another number of them running now?")
         try:
             body, at, flags = _unseal_one(data, at, number, digest, step)
         except WireError as error:

@@ -25,8 +25,8 @@ def zeros(numel):
 class Step:
     """What an algorithm may know of the step it works in: its number from 0, this rank and the number of ranks, what local
     clipping makes of this rank's gradient (a factor, 1 without clipping), the learning rate that the optimizer will apply to
-    this tensor's result (None where nobody knows it), and the sums of squares over samples, as many
-    as the gradient has elements, where the framework's adapter took them."""
+    this tensor's result (None where nobody knows it), the sums of squares over samples, as many as the gradient has
+    elements, where the framework's adapter took them, and what a gradient of 1 comes as (the loss scale)."""
 
     index: int
     rank: int
@@ -34,6 +34,7 @@ class Step:
     scale: float = 1.0
     squares: np.ndarray = None
     lr: float = None
+    unit: float = 1.0
 
 
 # What `encode` returns: one tensor's payload on one rank.
@@ -137,6 +138,7 @@ class Compressor(ABC):
     carries = "float32"  # dtype of its Dense payloads
     same_kernels = False  # whether replicas agree only where all ranks have native kernels, or all the reference
     seed = None  # where set, what is drawn at random follows from it
+    degrees = {}  # of arrays of the state that do not grow in proportion to gradients, the power with which they do
     follow_lr = False  # whether the residual is rescaled where the learning rate changes; None: where that is known
 
     def __post_init__(self):
@@ -242,6 +244,12 @@ class Compressor(ABC):
 
     def settle(self, state):
         """Brings the arrays up to date, between steps, where commit left something to the next encode."""
+
+    def rescale(self, state, factor):
+        """Between steps: gradients, and so what is kept of them, will be `factor` times as large."""
+        self.settle(state)
+        for key, array in state.arrays.items():
+            array *= np.float32(factor ** self.degrees.get(key, 1))
 
     def rollback(self, state):
         """The step failed or its result was not finite, on all ranks alike: puts back what encode and decode took."""

@@ -27,6 +27,7 @@ class PowerSGD(SelectiveCompressor):
     road = "allreduce"
     same_kernels = True  # every rank orthonormalizes the sums itself, and long sums differ in their last bits
     paper = "Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS 2019, arXiv 1905.13727"
+    degrees = {"q": 0}  # a direction
 
     rank: int = option(Count(1), 4, "columns of P and Q; exact for matrices of at most this rank")
     start_step: int = option(Count(), 0, "steps before this one go dense")

@@ -53,6 +53,8 @@ class ErrorFeedback(SelectiveCompressor):
     whatever γ is when it is sent.
     """
 
+    degrees = {"lr": 0}
+
     def init(self, name, shape):
         arrays = {"residual": zeros(math.prod(shape))}
         if self.follow_lr:

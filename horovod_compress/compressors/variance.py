@@ -26,6 +26,7 @@ class Variance(SelectiveCompressor):
     number = 5
     road = "allgather"
     paper = "Tsuzuku, Imachi, Akiba, Variance-based Gradient Compression, ICLR 2018 workshop, arXiv 1802.06058"
+    degrees = {"v": 2}
 
     alpha: float = option(Number(0, low_open=True), 1.5, "how unambiguous: 1 to 2 in the paper")
     zeta: float = option(Number(0, 1), 0.999, "decay of v a step, where nothing is sent")
@@ -39,7 +40,7 @@ class Variance(SelectiveCompressor):
     def encode(self, grad, state, step):
         r, v = state.arrays["r"], state.arrays["v"]
         buffer, indices, before, finite = kernels.variance(
-            grad, step.squares, r, v, self.alpha, self.zeta, self.tau, self.error_feedback, state.scratch.get("indices")
+            grad, step.squares, r, v, self.alpha, self.zeta, self.tau * step.unit, self.error_feedback, state.scratch.get("indices")
         )
         state.taken = indices, before
         state.scratch["indices"] = indices

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import sys
+import warnings
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -92,22 +93,35 @@ class BoundCompression:
     optimizer: the Keras optimizer, new or legacy, that will be wrapped, or that applies what a tape brings. An SGD's momentum
         and Nesterov are taken over by algorithms that correct momentum (dgc). None where the algorithm needs nothing from it.
     process_set: the one that Horovod's optimizer or tape gets; default: all ranks.
+    discardable: a step whose gradients are not finite is forgotten, as if it had never been, and so is one after which `discard()` is
+        called. Takes as much memory again as the algorithm's state, and the time to copy that in each step.
 
     One compression serves one model on one rank. Its residuals are this rank's own: save `state_dict()` on every rank, or use
     `StateCheckpoint`. Variables become known when their gradients are first traced. Raises ValueError for bad options and
     optimizers, and MismatchError, on all ranks, where ranks were started differently.
     """
 
-    def __init__(self, spec, optimizer=None, process_set=None):
+    def __init__(self, spec, optimizer=None, process_set=None, discardable=False):
         if not hvd.is_initialized():
             raise ValueError("call hvd.init() before making a compression")
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            raise ValueError(
+                "TensorFlow 1's graph mode is not supported: a compression's operations belong to functions that TensorFlow 2 traces. Leave "
+                "out tf.compat.v1.disable_eager_execution() and disable_v2_behavior()"
+            )
         self._process_set = hvd.global_process_set if process_set is None else process_set
         if not isinstance(self._process_set, hvd.ProcessSet):
-            raise TypeError(f"process_set must be one of Horovod's, not {self._process_set!r}; variables need not be named in TensorFlow")
+            raise TypeError(
+                f"process_set must be one of Horovod's, not an object of {type(process_set)}; variables need not be named in TensorFlow, and an "
+                "option goes by its name: ratio=0.01"
+            )
         if self._process_set.process_set_id is None:
             raise ValueError("this process set is not registered: pass it to hvd.init() or hvd.add_process_set() first")
         if os.environ.get("HOROVOD_ELASTIC") == "1":
-            raise ValueError("elastic Horovod is not supported yet")
+            raise ValueError(
+                "elastic Horovod is not supported yet: what a compression keeps belongs to one rank of a fixed number. Start with "
+                "a fixed number of ranks, without --min-np, --max-np and --host-discovery-script"
+            )
         compressor = settle_follow_lr(get_compressor(spec), optimizer is not None)
         if getattr(compressor, "transport", "horovod") != "horovod":
             raise ValueError("with TensorFlow payloads are moved by operations of the graph: say transport=horovod")
@@ -116,6 +130,7 @@ class BoundCompression:
         # Horovod reduces, and compresses, only where there is more than one rank.
         self._active = bool(self._process_set.included()) and self._process_set.size() > 1
         self._taken_from = None  # the class of optimizers that leave momentum to this compression
+        self._serves = None  # Horovod's optimizer, where it is one of those
         if compressor.corrects_momentum:
             compressor = self._bound(compressor, optimizer)
         self._microbatches = getattr(compressor, "moments", None) == "microbatch"
@@ -140,7 +155,7 @@ class BoundCompression:
         number = next(_numbers[tuple(self._process_set.ranks or ())])
         self._label = f"hvdc.{self._process_set.process_set_id}.{number}"
         rank, size = (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
-        self._exchange = GraphExchange(compressor, rank, size, self._label)
+        self._exchange = GraphExchange(compressor, rank, size, self._label, discardable)
         if self._active:
             self._transport = _Eager(self._process_set)
             description = {"version of horovod-compress": __version__, "wire version": wire.VERSION, "options": compressor.config}
@@ -211,6 +226,7 @@ class BoundCompression:
                 "this compression has taken over the momentum of another optimizer than the one it serves, which would apply its own besides: "
                 "bind it to the optimizer that hvd.DistributedOptimizer gets, and make a new one for each"
             )
+        self._serves = optimizer if self._taken_from else None
         pairs = [(grad, source) for grad, source in zip(grads, sources) if isinstance(grad, tf.Tensor)]
         variables = list(zip([grad for grad, _ in pairs], self._register(pairs)))
         unseen = [variable.name for _, variable in variables if variable.squares is not None and not variable.observed]
@@ -309,6 +325,12 @@ class BoundCompression:
                 f"gradients of other variables come to this compression than {known.name} and those that it was traced with: make one for "
                 "each model, and in eager code for each set of variables that is trained by itself"
             )
+        if self._serves is not None and abs(float(self._serves.momentum) - self._compressor.momentum) > 1e-6:
+            _warn_once(
+                f"SGD's momentum was changed to {float(self._serves.momentum):g}: {self._compressor.id} goes on with "
+                f"{self._compressor.momentum:g}, which it took over. (Horovod's momentum_correction is not needed: the learning rate is no part "
+                "of this momentum)"
+            )
         return np.int64(self._exchange.begin(tensors)), np.full((tensors, 1), -1, np.int32)
 
     def _submit(self, variable, call, grad, *numbers):
@@ -362,6 +384,10 @@ class BoundCompression:
             state["tensors"][name], state["step"][name], state["dense_until"][name] = saved
         return state
 
+    def discard(self):
+        """Forgets the last step, as if its gradients had never been; to be called on all ranks. Needs discardable=True."""
+        self._exchange.discard()
+
     def load_state_dict(self, state):
         """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. Variables that are not known yet
         get their state when they are. Raises ValueError, with nothing changed, for any other state; where variables are not known
@@ -385,6 +411,15 @@ def _with_denormals(function, *arguments):
         return function(*arguments)
     finally:
         kernels.flush_denormals(mode)
+
+
+_warned = set()
+
+
+def _warn_once(message):
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(f"horovod_compress: {message}", RuntimeWarning, stacklevel=2)
 
 
 def _first_values(variable):

@@ -37,8 +37,8 @@ class GraphExchange(Exchange):
     brings the result. One tensor, the herald, sends the step's number too, where there are sums.
     """
 
-    def __init__(self, compressor, rank, size, label):
-        super().__init__(compressor, _Messages(rank, size), {}, label)
+    def __init__(self, compressor, rank, size, label, discardable=False):
+        super().__init__(compressor, _Messages(rank, size), {}, label, discardable)
         self._lock = threading.Lock()  # for what tensors share; each tensor's own is in one thread at a time
         self._calls = itertools.count()
         self._begun = {}  # call → (its run, how many tensors are to come)
@@ -165,7 +165,7 @@ class GraphExchange(Exchange):
         self._rounds.pop(name, None)
         self._awaited.pop(name, None)
         tensor, succeeded = self._tensors[name], run.finite and not abandoned
-        tensor.compressor.end_step(tensor.state, succeeded)
+        tensor.end_step(succeeded)
         with self._lock:
             if run.tensors:  # the first of its step
                 self._steps_ended += 1
@@ -194,6 +194,7 @@ class GraphExchange(Exchange):
         known = [name for name in arrays if name in self._tensors]
         self._restore(self.arrays(), {name: arrays[name] for name in known})
         self._steps.update((name, steps[name]) for name in known)
+        self._latest = Run(0)
         for name in known:
             self._tensors[name].dense_until = dense_until(state, name)
         return {name: (arrays[name], steps[name], dense_until(state, name)) for name in arrays if name not in self._tensors}

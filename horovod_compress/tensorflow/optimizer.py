@@ -11,7 +11,7 @@ _SGD = (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)
 def check(optimizer):
     """Raises where an optimizer cannot be bound."""
     if not isinstance(optimizer, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)):
-        raise ValueError(f"a compression is bound to a Keras optimizer, or to None; not to {optimizer!r}")
+        raise ValueError(f"a compression is bound to a Keras optimizer, or to None; not to an object of {type(optimizer)}")
     if is_horovods(optimizer):
         raise ValueError("bind the compression to the optimizer itself, and wrap that in hvd.DistributedOptimizer afterwards")
     if hasattr(optimizer, "inner_optimizer"):

@@ -16,19 +16,26 @@ class Compression:
     """Makes compressions, bound to an optimizer and its parameters: one method an algorithm, and `from_spec`."""
 
     @staticmethod
-    def from_spec(spec, optimizer, named_parameters=None, process_set=None):
+    def from_spec(spec, optimizer, named_parameters=None, process_set=None, grad_scaler=None, discardable=False):
         """The compression of a spec, "dgc:ratio=0.001" or {"id": "dgc", "ratio": 0.001}; see `BoundCompression`."""
-        return BoundCompression(spec, optimizer, named_parameters, process_set)
+        return BoundCompression(spec, optimizer, named_parameters, process_set, grad_scaler, discardable)
+
+    @staticmethod
+    def compress(tensor):
+        """Horovod gets here where it was given this class, or one of its methods, instead of what those return."""
+        raise TypeError("this is no compression yet: call it, as in compression=hvdc.Compression.dgc(optimizer, model.named_parameters())")
 
 
 def _factory(id, cls):
-    def make(optimizer, named_parameters=None, process_set=None, **options):
-        return BoundCompression({"id": id, **options}, optimizer, named_parameters, process_set)
+    def make(optimizer, named_parameters=None, process_set=None, grad_scaler=None, discardable=False, **options):
+        return BoundCompression({"id": id, **options}, optimizer, named_parameters, process_set, grad_scaler, discardable)
 
+    make.compress = Compression.compress
     make.__name__, make.__qualname__ = id, f"Compression.{id}"
     make.__doc__ = f"{cls.__doc__}\n\n    Options: see horovod_compress.available()[{id!r}]; arguments: see BoundCompression."
     return make
 
 
+Compression.from_spec.compress = Compression.compress
 for _id, _cls in REGISTRY.items():
     setattr(Compression, _id, staticmethod(_factory(_id, _cls)))

@@ -1,12 +1,17 @@
 """Horovod's Compressor interface, `compress` and `decompress`, over the exchange."""
-import collections
+import collections.abc
 import gc
+import inspect
 import itertools
 import os
+import sys
 import warnings
+import weakref
 
 import horovod.torch as hvd
 import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import wire
 from ..compressors import get_compressor
@@ -23,6 +28,11 @@ from .sgd import SGDTakeover
 # Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order. Sets are
 # told apart by their ranks here, because Horovod gives the id of a removed set to another one.
 _numbers = collections.defaultdict(itertools.count)
+_GradScaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)  # before PyTorch 2.3 only the second
+_SYNCHRONIZE_FIRST = (
+    "call optimizer.synchronize() before anything that reads or changes gradients (a GradScaler's unscale_() and step(), clipping), and step "
+    "inside `with optimizer.skip_synchronize():`"
+)
 _HALF_OR_DOUBLE = (torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -56,23 +66,36 @@ class BoundCompression:
         algorithms that correct momentum (dgc). None where the algorithm needs nothing from it.
     named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered by parameter group.
     process_set: the one that hvd.DistributedOptimizer gets; default: all ranks.
+    grad_scaler: the torch.amp.GradScaler that scales the loss, where there is one: what is kept of gradients then follows its scale,
+        and steps that it skips are forgotten. Implies discardable.
+    discardable: a step that optimizer.step() does not use (synchronize(), then zero_grad()), or that is not finite, is forgotten, as if
+        it had never been. Takes as much memory again as the algorithm's state, and the time to copy that in each step.
 
     One compression serves one optimizer on one rank. Its residuals are this rank's own: save `state_dict()` on every rank.
     Raises ValueError for bad options and parameters, and MismatchError, on all ranks, where ranks were started differently.
     """
 
-    def __init__(self, spec, optimizer, named_parameters=None, process_set=None):
+    def __init__(self, spec, optimizer, named_parameters=None, process_set=None, grad_scaler=None, discardable=False):
         if not hvd.is_initialized():
             raise ValueError("call hvd.init() before making a compression")
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            raise ValueError(
+                "elastic Horovod is not supported yet: what a compression keeps belongs to one rank of a fixed number. Start with "
+                "a fixed number of ranks, without --min-np, --max-np and --host-discovery-script"
+            )
         self._process_set = hvd.global_process_set if process_set is None else process_set
+        if not isinstance(self._process_set, hvd.ProcessSet):
+            raise TypeError(f"process_set must be one of Horovod's, not {process_set!r}; an option goes by its name: ratio=0.01")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"a compression is bound to a torch optimizer, its first argument, not to an object of {type(optimizer)}")
+        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+            raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {grad_scaler!r}")
         if self._process_set.process_set_id is None:
             raise ValueError("this process set is not registered: pass it to hvd.init() or hvd.add_process_set() first")
         compressor = settle_follow_lr(get_compressor(spec), optimizer is not None)
         slots = [_Slot(name, param) for name, param in _named(optimizer, named_parameters)]
         # Horovod reduces, and compresses, only where there is more than one rank.
-        self._active = bool(self._process_set.included()) and (
-            hvd.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
-        )
+        self._active = bool(self._process_set.included()) and hvd.size() > 1
         self._takeover = None
         variants = {}
         if compressor.corrects_momentum:
@@ -102,14 +125,18 @@ class BoundCompression:
         self._last = slots[-1]
         for slot, following in zip(slots, slots[1:] + slots[:1]):
             slot.following = following
+        self._grad_scaler = grad_scaler
+        self._discardable = bool(discardable or grad_scaler is not None)
         self._exchange = None
         self._transport = self._make_transport() if self._active else Loopback.group(1)[0]
         number = next(_numbers[tuple(self._process_set.ranks or ())])
         self._label = f"hvdc.{self._process_set.process_set_id}.{number}"
+        self._results = None  # of the last step: "unused" from when they came until an optimizer's step begins, then "in use" until it ends
         self._optimizer = None  # Horovod's, from the first gradient on
         self._rates = {}  # id(parameter) → learning rate of this step, where residuals follow it
         if self._active:
             agree(self._transport, self._label, self._description())
+            _not_used_yet.add(self)
 
     # -- Horovod's interface ----------------------------------------------------------------------------------------------
 
@@ -123,7 +150,7 @@ class BoundCompression:
         squares = self._moments.take(slot.name) if self._moments else None
         carrier = exchange.submit(slot.name, flat, squares, self._rates.get(id(slot.param)))
         sent = host if carrier is flat else torch.from_numpy(carrier)
-        return sent, (slot.name, tensor, host, sent, carrier)
+        return sent, (slot, tensor, host, sent, carrier, slot.param.grad._version)
 
     def decompress(self, tensor, ctx):
         """Called by Horovod with what it reduced: returns the gradient, in its own memory, holding the result."""
@@ -134,13 +161,16 @@ class BoundCompression:
                     "give hvd.DistributedOptimizer(sparse_as_dense=True), or bind with momentum=0"
                 )
             return tensor
-        name, grad, host, sent, carrier = ctx
+        slot, grad, host, sent, carrier, version = ctx
+        if slot.param.grad is not None and slot.param.grad._version != version:
+            raise RuntimeError(f"the gradient of {slot.name} was changed while it was exchanged: {_SYNCHRONIZE_FIRST}")
         same = tensor.data_ptr() == sent.data_ptr()
-        self._exchange.finish(name, carrier if same else tensor.cpu().numpy().reshape(-1))
+        self._exchange.finish(slot.name, carrier if same else tensor.cpu().numpy().reshape(-1))
         if host is not grad:
             grad.copy_(host)
             if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
                 self._exchange.reject()
+        self._results = "unused"
         if self._takeover:
             self._takeover.due = True
         return grad
@@ -184,17 +214,28 @@ class BoundCompression:
     def _opened(self):
         """The exchange, made when it is first needed: until then no memory is taken."""
         if self._exchange is None:
-            self._exchange = Exchange(self._compressor, self._transport, self._tensors, self._label)
+            self._exchange = Exchange(self._compressor, self._transport, self._tensors, self._label, self._discardable)
         return self._exchange
 
     def _begin_step(self):
+        if (self._process_set.rank(), self._process_set.size()) != (self._transport.rank, self._transport.size):
+            raise RuntimeError(
+                f"this compression was made for rank {self._transport.rank} of {self._transport.size}, and this is now rank "
+                f"{self._process_set.rank()} of {self._process_set.size()}: the ranks of a compression must stay the same. Make a new one "
+                "after hvd.init()"
+            )
+        scale = None if self._grad_scaler is None else self._grad_scaler.get_scale()
         if self._optimizer is None:
             optimizer = self._horovods_optimizer()
-            # Only now: until here the user could broadcast these options, or load them.
-            agree(self._transport, f"{self._label}.step", _options(optimizer))
-            if self._takeover:
-                self._takeover.optimizer = optimizer
+            self._attach(optimizer, scale)
             self._optimizer = optimizer
+        if self._results == "unused":
+            self._forget_or_warn()
+        self._results = None
+        if scale is not None:
+            if not 0 < scale < float("inf"):
+                raise RuntimeError(f"the GradScaler's scale has come to {scale}: were gradients not finite in every step?")
+            self._exchange.rescale(scale)
         if self._compressor.follow_lr:
             self._rates = {id(param): float(group["lr"]) for group in self._optimizer.param_groups for param in group["params"]}
         if self._takeover:
@@ -202,11 +243,56 @@ class BoundCompression:
             for name, options in self._takeover.changes().items():
                 self._exchange.replace(name, **options)
 
+    def _attach(self, optimizer, scale):
+        """Begins to serve Horovod's optimizer."""
+        _not_used_yet.discard(self)
+        # Only now: until here the user could broadcast these options, or load them.
+        agree(
+            self._transport, f"{self._label}.step", {**_options(optimizer), "loss scale": scale},
+            what="come to their first gradient with this compression",
+            advice="Where only some ranks have set or loaded it, call hvd.broadcast_optimizer_state(optimizer, root_rank=0) before training",
+        )
+        if scale is None and any(scaler._scale is not None for scaler in _living(_GradScaler)):
+            _warn_once(
+                "a GradScaler is at work: where it scales this compression's gradients, give the compression grad_scaler=…, or what it "
+                "keeps of gradients does not follow changes of the scale"
+            )
+        if self._takeover:
+            self._takeover.optimizer = optimizer
+        # Not compiled with the step: what they change from step to step would be taken for constant.
+        optimizer.register_step_pre_hook(torch.compiler.disable(lambda *_: self._before_step()))
+        optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: self._after_step()))
+
+    def _before_step(self):
+        if self._results:
+            self._results = "in use"
+        elif _in_grad_scaler():
+            raise RuntimeError(f"GradScaler.step() came before optimizer.synchronize(): {_SYNCHRONIZE_FIRST}")
+        if self._takeover:
+            self._takeover.before_step()
+
+    def _after_step(self):
+        self._results = None
+        if self._takeover:
+            self._takeover.restore()
+
+    def _forget_or_warn(self):
+        """What becomes of a step whose results no optimizer.step() has used."""
+        if not self._exchange.succeeded:
+            return
+        if self._discardable:
+            self._exchange.discard()
+        elif any(self._exchange.arrays().values()):
+            _warn_once(
+                "the gradients of a step were exchanged, and no optimizer.step() has used them; what was not sent of them is kept, and "
+                "comes in later steps. To forget such steps, make the compression with discardable=True"
+            )
+
     def _horovods_optimizer(self):
         """The optimizer that calls this compression. It is made after it, never introduces itself, and its groups are the bound
         optimizer's only until a state_dict is loaded. Searched once, at the first gradient."""
-        for candidate in gc.get_objects():
-            if issubclass(type(candidate), torch.optim.Optimizer) and any(v is self for v in vars(candidate).values()):
+        for candidate in _living(torch.optim.Optimizer):
+            if any(value is self for value in vars(candidate).values()):
                 return candidate
         raise RuntimeError("gradients came, but no optimizer holds this compression: give it to hvd.DistributedOptimizer")
 
@@ -244,6 +330,12 @@ class BoundCompression:
         state["tensors"] = {n: {k: torch.from_numpy(a) for k, a in arrays.items()} for n, arrays in state["tensors"].items()}
         return state
 
+    def discard(self):
+        """Forgets the last step, as if its gradients had never been; to be called on all ranks. Needs discardable=True, or a
+        grad_scaler; a step that optimizer.step() has not used when the next one begins is forgotten without this call."""
+        self._results = None
+        self._opened().discard()
+
     def load_state_dict(self, state):
         """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. Raises ValueError, with
         nothing changed, for any other."""
@@ -258,7 +350,14 @@ def _named(optimizer, named_parameters):
     if named_parameters is None:
         named = [(f"group{i}.{j}", p) for i, group in enumerate(groups) for j, p in enumerate(group["params"])]
     else:
-        named = list(named_parameters)
+        if not isinstance(named_parameters, collections.abc.Iterable):
+            raise TypeError(
+                f"named_parameters must be (name, parameter) pairs, as model.named_parameters() gives, not {named_parameters!r}; an "
+                "option goes by its name: ratio=0.01"
+            )
+        named = list(_afresh(named_parameters))
+        if not named and isinstance(named_parameters, collections.abc.Iterator):
+            raise ValueError("named_parameters was used up before: give each call its own model.named_parameters(), or a list")
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
             raise ValueError("named_parameters must be (name, parameter) pairs, as model.named_parameters() gives")
     if not named:
@@ -273,6 +372,14 @@ def _named(optimizer, named_parameters):
     return named
 
 
+def _afresh(named_parameters):
+    """What model.named_parameters() gives, without using it up: users give the same generator to hvd.DistributedOptimizer."""
+    code = getattr(named_parameters, "gi_code", None)
+    if code is nn.Module.named_parameters.__code__ and inspect.getgeneratorstate(named_parameters) == inspect.GEN_CREATED:
+        return nn.Module.named_parameters(**inspect.getgeneratorlocals(named_parameters))
+    return named_parameters
+
+
 def _same(a, b):
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
@@ -285,6 +392,37 @@ def _options(optimizer):
         groups[f"parameter group {i}"] = {k: v for k, v in plain.items() if isinstance(v, (bool, int, float, str))}
     return groups
 
+
+def _living(cls):
+    """All objects of a class in this process."""
+    return (found for found in gc.get_objects() if issubclass(type(found), cls))
+
+
+def _in_grad_scaler():
+    """Whether an enabled GradScaler is taking the step that has come to this point."""
+    code, frame = _GradScaler.step.__code__, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return frame.f_locals["self"].is_enabled()
+        frame = frame.f_back
+    return False
+
+
+_not_used_yet = weakref.WeakSet()
+
+
+@torch.compiler.disable
+def _warn_of_unused(optimizer, args, kwargs):
+    """After any optimizer's step: of compressions whose parameters it updates without them."""
+    used = getattr(optimizer, "_compression", None)  # Horovod's optimizers have one
+    for compression in list(_not_used_yet) if used is not None and _not_used_yet else ():
+        its_own = {id(slot.param) for slot in compression._slots}
+        if compression is not used and any(id(p) in its_own for group in optimizer.param_groups for p in group["params"]):
+            _not_used_yet.discard(compression)
+            _warn_once(f"{compression!r} is not used: give it to hvd.DistributedOptimizer(compression=…), which has {used!r}")
+
+
+register_optimizer_step_post_hook(_warn_of_unused)
 
 _warned = set()
 

@@ -154,7 +154,7 @@ def _on_gradient(collector, watched, grads):
         collector().on_gradient(watched, grads[0])
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # a graph break; torch.compile(model, fullgraph=True) says so
 def _on_call(collector, module, args, kwargs, output):
     if collector() is not None and type(module) in samples.KINDS:
         collector().on_call(module, *args, *kwargs.values(), output)

@@ -1,29 +1,12 @@
 """What an SGD optimizer would do to a gradient and a momentum-correcting compression does instead."""
 import dataclasses
+import inspect
 import logging
-import weakref
 
 import horovod.torch as hvd
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 _log = logging.getLogger("horovod_compress")
-_takeovers = weakref.WeakSet()
-
-
-def _before_step(optimizer, args, kwargs):
-    for takeover in list(_takeovers):
-        takeover.before_step(optimizer)
-
-
-def _after_step(optimizer, args, kwargs):
-    for takeover in list(_takeovers):
-        takeover.restore()
-
-
-# One pair of hooks for good: were each takeover to remove its own when it dies, that could happen while torch walks them.
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
 
 
 class SGDTakeover:
@@ -53,15 +36,18 @@ class SGDTakeover:
             momentum, nesterov = self._momentum_of(group)
             if momentum == 0:
                 continue
+            if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(torch.optim.SGD.step):
+                raise ValueError(
+                    f"{type(optimizer).__name__} has a step() of its own, so its momentum cannot be taken over as SGD's can: bind "
+                    f"{compressor.id} with momentum=0, which leaves momentum to it"
+                )
             if group["dampening"] != 0:
                 raise ValueError(f"{compressor.id} cannot take over SGD's dampening={group['dampening']}: set it to 0")
             for param in (param for param in group["params"] if param.requires_grad):
                 self.variants[names[id(param)]] = compressor.bound(momentum, nesterov)
             told.add(f"momentum={momentum:g}{' (nesterov)' if nesterov else ''}, weight_decay={group['weight_decay']:g}")
-        if told:
-            _takeovers.add(self)
-            if hvd.rank() == 0:
-                _log.warning("%s takes over from SGD, which does not apply them itself: %s", compressor.id, "; ".join(told))
+        if told and hvd.rank() == 0:
+            _log.warning("%s takes over from SGD, which does not apply them itself: %s", compressor.id, "; ".join(told))
 
     def covers(self, param):
         """Whether this parameter's momentum is taken over."""
@@ -82,20 +68,20 @@ class SGDTakeover:
             self.variants[name] = dataclasses.replace(self.variants[name], **options)
         return changed
 
-    def before_step(self, optimizer):
+    def before_step(self):
         """Prepares gradients and groups for the step of SGD that comes now.
 
         Horovod's optimizer comes by twice: before it waits for the exchange, and again as the SGD that it extends. A step
         with nothing exchanged is left alone: hvd.broadcast_optimizer_state takes one.
         """
-        if optimizer is not self.optimizer or not self.due:
+        if not self.due:
             return
         self.due = False
-        for group in optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             params = [p for p in group["params"] if self.covers(p) and p.grad is not None]
             if params:
                 momentum, nesterov = self._momentum_of(group)
-                self._add_decay(optimizer, group, params, momentum, nesterov)
+                self._add_decay(group, params, momentum, nesterov)
                 suspended = {key: group[key] for key in ("momentum", "nesterov", "weight_decay")}
                 self._suspended.append((group, suspended))
                 group.update(momentum=0, nesterov=False, weight_decay=0)
@@ -112,21 +98,21 @@ class SGDTakeover:
         nesterov = group["nesterov"] if chosen.nesterov is None else chosen.nesterov
         return float(momentum), bool(nesterov and momentum)
 
-    def _add_decay(self, optimizer, group, params, momentum, nesterov):
-        decay = group["weight_decay"]
+    def _add_decay(self, group, params, momentum, nesterov):
+        state, decay = self.optimizer.state, group["weight_decay"]
         sign = -1 if group["maximize"] else 1  # then SGD negates the gradient, and its buffer is of the negated one
         if decay and any(p.grad.is_sparse for p in params):
             raise RuntimeError("weight_decay option is not compatible with sparse gradients")
         if not decay:
-            params = [p for p in params if self._holds_momentum(optimizer.state[p], p)]
+            params = [p for p in params if self._holds_momentum(state[p], p)]
         if not params:
             return
         with torch.no_grad():
             buffers = []
             for p in params:
-                if optimizer.state[p].get("momentum_buffer") is None:
-                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
-                buffers.append(optimizer.state[p]["momentum_buffer"])
+                if state[p].get("momentum_buffer") is None:
+                    state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
+                buffers.append(state[p]["momentum_buffer"])
             grads, values = [p.grad for p in params], [p.detach() for p in params]
             torch._foreach_mul_(buffers, momentum)
             if decay:

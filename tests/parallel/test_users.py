@@ -1,0 +1,40 @@
+"""What users do beside the plain training loop, on real ranks. One job a framework runs its cases; each case is a test of its own here."""
+import functools
+
+import pytest
+
+pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
+
+import horovod.torch as hvd  # noqa: E402
+import users_cases  # noqa: E402
+from jobs import LAUNCHERS, launch  # noqa: E402
+
+LAUNCHER = LAUNCHERS["mpirun" if hvd.mpi_built() else "horovodrun-gloo"]
+
+
+@pytest.fixture(scope="session")
+def jobs(tmp_path_factory):
+    """Runs a job when its first case is asked for, and keeps what it found."""
+
+    @functools.lru_cache(maxsize=None)
+    def job(cases, names):
+        return launch(tmp_path_factory.mktemp(cases), LAUNCHER, 2, names, cases=cases)
+
+    return job
+
+
+@pytest.mark.parametrize("case", users_cases.CASES)
+def test_torch(jobs, case):
+    jobs("users_cases", tuple(users_cases.CASES)).assert_passed(case)
+
+
+TENSORFLOW = (  # by name: TensorFlow is not imported beside PyTorch
+    "discarded_gradients_do_not_come_back", "mistakes_get_clear_errors", "a_change_of_momentum_that_is_not_followed_is_told",
+    "graph_mode_of_tensorflow_1",
+)
+
+
+@pytest.mark.parametrize("case", TENSORFLOW)
+def test_tensorflow(jobs, case):
+    pytest.importorskip("horovod.tensorflow", reason="needs Horovod with TensorFlow")
+    jobs("users_tensorflow_cases", TENSORFLOW).assert_passed(case)

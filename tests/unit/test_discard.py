@@ -1,0 +1,97 @@
+"""Steps that are forgotten leave no trace, and state follows a loss scale, bit for bit, in every algorithm."""
+import numpy as np
+import pytest
+from ranks import SHAPES, assert_same, copy_of, gradients, ranks_of, run_step, start_step
+
+from horovod_compress import available, get_compressor
+from horovod_compress.exchange import Exchange
+from horovod_compress.transport.loopback import Loopback
+
+SPECS = [*available(), "dgc:momentum=0.9", "dgc:momentum=0.5,nesterov=true,dense=fp16", "variance:tau=0.5", "maxnorm:ratio=0.1"]
+# In half precision another scale is another rounding.
+KEEPS_STATE = [spec for spec in SPECS if any(ranks_of(spec)[0].arrays().values()) and "fp16" not in spec]
+
+
+def discardable(spec, size=2):
+    compressor = get_compressor(spec)
+    tensors = {name: (shape, compressor) for name, shape in SHAPES.items()}
+    return [Exchange(compressor, transport, tensors, discardable=True) for transport in Loopback.group(size)]
+
+
+@pytest.mark.parametrize("how", ["discarded", "discarded after the next step was asked for", "not finite", "abandoned"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_forgotten_step_leaves_no_trace(spec, how):
+    exchanges = discardable(spec)
+    for step in range(3):
+        run_step(exchanges, gradients(step))
+    before = [copy_of(ex) for ex in exchanges]
+    grads = gradients(7)
+    if how == "not finite":
+        grads[1]["w"][5] = np.inf
+    if how == "abandoned":
+        start_step(exchanges, grads)
+        run_step(exchanges, gradients(8))
+        [ex.discard() for ex in exchanges]
+    else:
+        run_step(exchanges, grads)
+    if "asked" in how:
+        [ex.settle() for ex in exchanges]
+    if how.startswith("discarded"):
+        [ex.discard() for ex in exchanges]
+        [ex.discard() for ex in exchanges]  # once is enough
+    for ex, state in zip(exchanges, before):
+        assert_same(copy_of(ex), state)
+        assert ex.stats()["steps_undone"] == (2 if how == "abandoned" else 1)
+    for named in run_step(exchanges, gradients(4)):
+        assert all(np.isfinite(g).all() for g in named.values())
+
+
+def test_a_state_that_was_loaded_is_not_discarded():
+    exchanges = discardable("topk")
+    run_step(exchanges, gradients(0))
+    saved = [ex.state_dict() for ex in exchanges]
+    run_step(exchanges, gradients(1))
+    for ex, state in zip(exchanges, saved):
+        ex.load_state_dict(state)
+        ex.discard()
+        assert_same(copy_of(ex), state["tensors"])
+
+
+@pytest.mark.parametrize("spec", KEEPS_STATE)
+def test_state_follows_the_loss_scale(spec):
+    plain, scaled = ranks_of(spec), ranks_of(spec)
+    for step, scale in enumerate((2.0**16, 2.0**16, 2.0**15, 2.0**3, 2.0**24)):
+        results = []
+        for exchanges, factor in ((plain, 1.0), (scaled, scale)):
+            [ex.rescale(factor) for ex in exchanges]
+            grads = gradients(step)
+            for g in (g for named in grads for g in named.values()):
+                g *= np.float32(factor)
+            results.append([g / np.float32(factor) for g in run_step(exchanges, grads)[0].values()])
+        for expected, found in zip(*results):
+            np.testing.assert_array_equal(found, expected)
+        for a, b in zip(plain, scaled):
+            assert_same(a.state_dict()["tensors"], b.state_dict()["tensors"])
+    assert scaled[0].stats()["residual_norm"] == pytest.approx(plain[0].stats()["residual_norm"], rel=1e-6)
+    for ex, other in zip(ranks_of(spec), scaled):
+        ex.rescale(8.0)
+        ex.load_state_dict(other.state_dict())
+        assert_same(ex.state_dict()["tensors"], other.state_dict()["tensors"])
+
+
+def test_clipping_is_of_true_gradients():
+    for scale in (1.0, 2.0**20):
+        exchanges = ranks_of("dgc:ratio=1,masking=false,momentum=0,clip_norm=0.001")
+        grads = gradients(0)
+        for named in grads:
+            for g in named.values():
+                g *= np.float32(scale)
+        [ex.rescale(scale) for ex in exchanges]
+        run_step(exchanges, grads)
+        norm = sum(np.square(g / scale).sum() for g in grads[0].values()) ** 0.5
+        assert 0 < norm <= 0.001 * 1.0001
+
+
+def test_forgetting_must_be_asked_for():
+    with pytest.raises(RuntimeError, match="discardable=True"):
+        ranks_of("topk")[0].discard()
