@@ -76,7 +76,7 @@ def parse(arguments=None):
     parser.add_argument("--data", help="folder of IDX files; default: Fashion-MNIST if installed, else scikit-learn's digits")
     parser.add_argument("--images", type=int, default=50000, help="train on the first so many images (default: 50000)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=0.15, help="the highest learning rate (default: 0.15)")
+    parser.add_argument("--lr", type=float, default=0.12, help="the highest learning rate (default: 0.12)")
     parser.add_argument("--output", default="demo.png", help="the picture (default: demo.png)")
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)  # before anything is installed
     options = parser.parse_args(arguments)
