@@ -26,8 +26,8 @@ class QSGD(SelectiveCompressor):
     norm: str = option(Choice("l2", "max"), "l2", "of a bucket: ‖g‖₂, or max |g|, which has less variance and more levels in use")
     coding: str = option(
         Choice("auto", "fixed", "elias"), "auto",
-        "of levels: each bucket at the width of its largest; or Elias' gamma code (zeros, sign, level), which is slow where many are "
-        "not 0: elias where it is smaller, auto where it is smaller by a tenth",
+        "of levels: fixed, each bucket at the width of its largest, which takes the least time; or Elias' gamma code (zeros, sign, level): "
+        "elias where it is smaller, auto where it is smaller by a tenth",
     )
 
     @property

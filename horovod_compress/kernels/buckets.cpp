@@ -3,8 +3,8 @@
 #include <cmath>
 
 #include "arrays.hpp"
-#include "bits.hpp"
 #include "columns.hpp"
+#include "elias.hpp"
 
 namespace hc::buckets {
 namespace {
@@ -14,14 +14,6 @@ constexpr float kTiny = 0x1p-90f, kLift = 0x1p64f;  // norms below, and what is 
 enum Coding : std::uint8_t { fixed = 0, elias = 1 };
 constexpr std::size_t kHead = 1;  // coding
 constexpr int kMaxLevels = 32767;
-
-int log2_of(std::uint64_t n) { return 63 - __builtin_clzll(n); }
-// Gamma code of n ≥ 1: as many ones as n has bits after the first, a zero, those bits.
-std::uint64_t gamma_bits(std::uint64_t n) { return 2 * log2_of(n) + 1; }
-std::uint64_t take_gamma(BitReader& reader) {
-    const int bits = static_cast<int>(reader.ones(31));
-    return 1ull << bits | reader.take(bits);
-}
 
 int width_for(std::int32_t largest) { return largest ? log2_of(2 * static_cast<std::uint64_t>(largest)) + 1 : 0; }
 std::uint32_t offset_for(int width) { return width ? (1u << (width - 1)) - 1 : 0; }
@@ -80,7 +72,7 @@ HC_INLINE void to_fixed(float* __restrict g, const Shape& shape, const Rounding&
         const int width = width_for(round.largest_of(float_of(peak) * lift * factor));
         std::memcpy(body.norms + 4 * b, &norm, 4);
         body.widths[b] = static_cast<std::uint8_t>(width);
-        std::uint64_t gap = 1;
+        EliasCoder<BitCount> sample;
         each_block(count, [&](std::size_t first, std::size_t some) HC_HOT {
             float* from = x + first;
             std::uint32_t codes[kBlock];
@@ -93,33 +85,53 @@ HC_INLINE void to_fixed(float* __restrict g, const Shape& shape, const Rounding&
             put_block(codes, body.codes + body.size, columns, width, offset_for(width));
             body.size += bytes_of(some, width);
             if (b % stride == 0) {
-                for (std::size_t j = 0; j < some; ++j) {
-                    const auto level = static_cast<std::int32_t>(codes[j]);
-                    if (level) body.bits += gamma_bits(gap) + 1 + gamma_bits(static_cast<std::uint64_t>(std::abs(level)));
-                    gap = level ? 1 : gap + 1;
-                }
+                sample.put(reinterpret_cast<const std::int32_t*>(codes), some);
                 body.counted += some;
             }
         });
+        body.bits += sample.out.bits();
     }
 }
 
-HC_INLINE std::uint32_t add_fixed(const Shape& shape, const std::uint8_t* norms, const std::uint8_t* widths, const std::uint8_t* codes,
-                                  std::uint32_t* __restrict its, float* __restrict out, float unit) {
+// Adds step · level to each element; returns the largest magnitude.
+template <class Its>
+HC_INLINE std::uint32_t add_levels(const Its* __restrict levels, std::size_t count, float step, float* __restrict to) {
+    std::uint32_t peak = 0;
+    ask_ahead(to, count);
+    for (std::size_t j = 0; j < count; ++j) {
+        to[j] += step * static_cast<float>(levels[j]);
+        peak = peak > magnitude(to[j]) ? peak : magnitude(to[j]);
+    }
+    return peak;
+}
+
+// The weight of a level in each bucket.
+struct Weights {
+    const std::uint8_t* norms;
+    float unit;
+    HC_INLINE float operator[](std::size_t b) const {
+        float norm;
+        std::memcpy(&norm, norms + 4 * b, 4);
+        return unit * norm;
+    }
+};
+
+HC_INLINE std::uint32_t add_fixed(const Shape& shape, const Weights& weights, const std::uint8_t* widths, const std::uint8_t* codes,
+                                  std::uint32_t* its, float* out) {
     std::uint32_t peak = 0;
     for (std::size_t b = 0; b < shape.buckets; ++b) {
         const std::size_t count = shape.count(b);
-        float norm;
-        std::memcpy(&norm, norms + 4 * b, 4);
-        const float step = unit * norm;
-        float* to = out + b * shape.bucket;
-        ask_ahead(to, count);
         take_levels(codes, its, count, widths[b]);
         codes += shape.bytes(b, widths[b]);
-        for (std::size_t j = 0; j < count; ++j) {
-            to[j] += step * static_cast<float>(static_cast<std::int32_t>(its[j]));
-            peak = peak > magnitude(to[j]) ? peak : magnitude(to[j]);
-        }
+        peak = std::max(peak, add_levels(reinterpret_cast<const std::int32_t*>(its), count, weights[b], out + b * shape.bucket));
+    }
+    return peak;
+}
+HC_INLINE std::uint32_t add_coded(const Shape& shape, const Weights& weights, const Level* its, float* out) {
+    std::uint32_t peak = 0;
+    for (std::size_t b = 0; b < shape.buckets; ++b) {
+        const std::size_t first = b * shape.bucket;
+        peak = std::max(peak, add_levels(its + first, shape.count(b), weights[b], out + first));
     }
     return peak;
 }
@@ -133,66 +145,22 @@ std::uint32_t* levels_of(const Shape& shape) {
     return levels.data();
 }
 
-// work(bucket, its levels) for all buckets of a body of fixed width.
-template <class Work>
-void each_bucket(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes, Work work) {
-    std::uint32_t* to = levels_of(shape);
-    for (std::size_t b = 0; b < shape.buckets; ++b) {
-        take_levels(codes, to, shape.count(b), widths[b]);
-        codes += shape.bytes(b, widths[b]);
-        work(b, reinterpret_cast<const std::int32_t*>(to));
-    }
-}
-
-// The gamma code of n ≥ 1 as a number, from its lowest bit up, of gamma_bits(n).
-HC_INLINE std::uint64_t gamma_of(std::uint64_t n, int more) { return ((1ull << more) - 1) | (n ^ 1ull << more) << (more + 1); }
-
-// Elias' stream while it is written; reused between calls. kSlack: what one entry may take and a write of whole words touches behind.
-constexpr std::size_t kSlack = 32;
+// Elias' stream while it is written, and a tensor's levels read from it; reused between calls.
 thread_local std::vector<std::uint8_t> stream;
-thread_local std::vector<std::uint32_t> places;
+thread_local std::vector<Level> coded;
 
-// A body of fixed width in Elias' code, if that has fewer bytes than `limit`: how many lie in `stream` then, else 0.
-std::size_t to_elias(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes_at, std::size_t limit) {
-    if (stream.size() < limit + kSlack) stream.resize(limit + kSlack);
-    if (places.size() < shape.bucket) places.resize(shape.bucket);
-    std::uint8_t *out = stream.data() + 4, *end = stream.data() + limit;
-    std::uint64_t word = 0, next = 0;
-    std::uint32_t count = 0;
-    int filled = 0;
-    const auto put = [&](std::uint64_t code, int bits) {  // at most 56: whole bytes leave, fewer than 8 bits stay
-        word |= code << filled;
-        std::memcpy(out, &word, 8);
-        filled += bits;
-        out += filled >> 3;
-        word >>= filled & ~7;
-        filled &= 7;
-    };
-    each_bucket(shape, widths, codes_at, [&](std::size_t b, const std::int32_t* level) {
-        std::size_t found = 0;
-        for (std::size_t j = 0; j < shape.count(b); ++j) {  // no branch for each: half of them may be 0
-            places[found] = static_cast<std::uint32_t>(j);
-            found += level[j] != 0;
-        }
-        for (std::size_t i = 0; i < found && out < end; ++i) {
-            const std::int32_t its = level[places[i]];
-            const std::uint64_t at = b * shape.bucket + places[i], gap = at - next + 1, size = static_cast<std::uint64_t>(std::abs(its));
-            const int wide = log2_of(gap), high = log2_of(size);
-            const std::uint64_t signed_size = (its < 0) | gamma_of(size, high) << 1;
-            if (wide < 13) {
-                put(gamma_of(gap, wide) | signed_size << (2 * wide + 1), 2 * (wide + high) + 3);
-            } else {
-                put((1ull << wide) - 1, wide);
-                put((gap ^ 1ull << wide) << 1, wide + 1);
-                put(signed_size, 2 * high + 2);
-            }
-            next = at + 1;
-        }
-        count += static_cast<std::uint32_t>(found);
-    });
-    const std::size_t bytes = static_cast<std::size_t>(out - stream.data()) + (filled > 0);
-    std::memcpy(stream.data(), &count, 4);
-    return out < end && bytes < limit ? bytes : 0;
+// A body of fixed width in Elias' code, if that has fewer bytes than `limit`: how many lie in `out` then, else 0.
+HC_INLINE std::size_t to_elias(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes, std::uint32_t* its,
+                               std::uint8_t* out, std::size_t limit) {
+    EliasCoder<BitStream> coder(BitStream(out + 4, out + limit));
+    for (std::size_t b = 0; b < shape.buckets && !coder.out.full(); ++b) {
+        take_levels(codes, its, shape.count(b), widths[b]);
+        codes += shape.bytes(b, widths[b]);
+        coder.put(reinterpret_cast<const std::int32_t*>(its), shape.count(b));
+    }
+    std::memcpy(out, &coder.entries, 4);
+    const std::size_t bytes = 4 + static_cast<std::size_t>((coder.out.bits() + 7) / 8);
+    return bytes < limit ? bytes : 0;
 }
 
 // `limit`: Elias' code is used where its bytes are below this share of those at fixed width.
@@ -224,51 +192,17 @@ py::tuple encode_buckets(Floats& grad, int steps, std::size_t bucket, bool l2, f
         const std::size_t most_bytes = std::min(size - at_widths, static_cast<std::size_t>(limit * static_cast<float>(size - at_widths)));
         const double estimate = body.counted && limit < 1 ? static_cast<double>(body.bits) * shape.n / static_cast<double>(body.counted) : 0;
         if (finite && estimate < 8.0 * most_bytes) {
-            if (const std::size_t bytes = to_elias(shape, out + at_widths, out + at_codes, most_bytes)) {
+            if (stream.size() < most_bytes + BitStream::kSlack) stream.resize(most_bytes + BitStream::kSlack);
+            std::uint8_t *widths = out + at_widths, *codes = out + at_codes, *to = stream.data();
+            if (const std::size_t bytes = dispatch<to_elias>(shape, widths, codes, levels_of(shape), to, most_bytes)) {
                 out[0] = elias;
-                std::memcpy(out + at_widths, stream.data(), bytes);
+                std::memcpy(widths, to, bytes);
                 size = at_widths + bytes;
             }
         }
         out[size] = 0;
     }
     return py::make_tuple(buffer, kHeadroom + size + 1, shape.n, finite);
-}
-
-// Goes through an Elias stream; work(index, level) for every level.
-template <class Work>
-void read_elias(const std::uint8_t* in, const std::uint8_t* end, std::size_t n, int steps, Work work) {
-    if (end - in < 4) throw std::invalid_argument("cut off before its levels");
-    std::uint32_t count;
-    std::memcpy(&count, in, 4);
-    if (count > n) throw std::invalid_argument("more entries than the tensor has elements");
-    BitReader reader(in + 4, end);
-    std::uint64_t next = 0;
-    for (std::uint32_t i = 0; i < count; ++i) {
-        std::uint64_t gap, level;
-        bool minus;
-        // An entry that is short, as most are, from one look at the bits.
-        const std::uint64_t word = reader.peek();
-        const int wide = __builtin_ctzll(~word | 1ull << 63);
-        const std::uint64_t rest = wide < 13 ? word >> (2 * wide + 1) : ~0ull;
-        const int high = __builtin_ctzll(~(rest >> 1) | 1ull << 62);
-        if (2 * (wide + high) + 3 <= 56) {
-            gap = 1ull << wide | (word >> (wide + 1) & ((1ull << wide) - 1));
-            minus = rest & 1;
-            level = 1ull << high | (rest >> (high + 2) & ((1ull << high) - 1));
-            reader.skip(2 * (wide + high) + 3);
-        } else {
-            gap = take_gamma(reader);
-            minus = reader.take(1) != 0;
-            level = take_gamma(reader);
-        }
-        const std::uint64_t at = next + gap - 1;
-        if (at >= n) throw std::invalid_argument("index outside the tensor");
-        if (level > static_cast<std::uint64_t>(steps)) throw std::invalid_argument("level out of range");
-        work(at, minus ? -static_cast<float>(level) : static_cast<float>(level));
-        next = at + 1;
-    }
-    reader.finish();
 }
 
 bool add_buckets(Floats& out, const Bytes& body, int steps, std::size_t bucket, float scale) {
@@ -281,25 +215,18 @@ bool add_buckets(Floats& out, const Bytes& body, int steps, std::size_t bucket, 
         std::memcpy(&norm, norms + 4 * b, 4);
         if (!(norm >= 0 && norm <= FLT_MAX)) throw std::invalid_argument("norm out of range");
     }
-    bucket = shape.bucket;
     float* to = out.mutable_data();
-    const float unit = scale / static_cast<float>(steps);
-    const auto step_of = [&](std::size_t b) {
-        float norm;
-        std::memcpy(&norm, norms + 4 * b, 4);
-        return unit * norm;
-    };
+    const Weights weights{norms, scale / static_cast<float>(steps)};
     std::uint32_t peak = 0;
     py::gil_scoped_release release;
     if (in[0] == elias) {
-        read_elias(widths, end, shape.n, steps, [](std::uint64_t, float) {});  // all of it is good before anything is added
-        std::uint64_t b = 0;
-        float step = shape.buckets ? step_of(0) : 0;
-        read_elias(widths, end, shape.n, steps, [&](std::uint64_t at, float level) {
-            if (at >= (b + 1) * bucket) step = step_of(b = at / bucket);
-            to[at] += step * level;
-            peak = std::max(peak, magnitude(to[at]));
-        });
+        std::uint32_t entries;
+        if (end - widths < 4) throw std::invalid_argument("cut off before its levels");
+        std::memcpy(&entries, widths, 4);
+        if (entries > shape.n) throw std::invalid_argument("more entries than the tensor has elements");
+        if (coded.size() < shape.n + Runs::kReach) coded.resize(shape.n + Runs::kReach);
+        dispatch<read_elias>(widths + 4, end, entries, shape.n, steps, coded.data());  // all of it is good before anything is added
+        peak = dispatch<add_coded>(shape, weights, coded.data(), to);
     } else {
         if (in[0] != fixed) throw std::invalid_argument("unknown coding of levels");
         std::size_t expected = at_widths + shape.buckets;
@@ -308,7 +235,7 @@ bool add_buckets(Floats& out, const Bytes& body, int steps, std::size_t bucket, 
             expected += shape.bytes(b, widths[b]);
         }
         if (size != expected) throw std::invalid_argument("not of the length that its widths say");
-        peak = dispatch<add_fixed>(shape, norms, widths, widths + shape.buckets, levels_of(shape), to, unit);
+        peak = dispatch<add_fixed>(shape, weights, widths, widths + shape.buckets, levels_of(shape), to);
     }
     return peak < kInfinity;
 }
