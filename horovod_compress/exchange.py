@@ -57,6 +57,13 @@ class _Tensor:
         if not succeeded:
             self.put_back()
 
+    def rescale(self, factor):
+        """Between steps: gradients, and so what is kept of them, will be `factor` times as large."""
+        self.compressor.settle(self.state)
+        for arrays in (self.state.arrays, self.kept):
+            for key, array in arrays.items():
+                array *= np.float32(factor ** self.compressor.degrees.get(key, 1))
+
     def put_back(self):
         """Makes the state what `keep` found."""
         self.compressor.settle(self.state)
@@ -376,14 +383,15 @@ class Exchange:
         the middle of one."""
         if not self._discardable:
             raise RuntimeError("only a compression that was made with discardable=True can forget a step")
+        self._refuse_if_under_way()
         run = self._latest
         ended, succeeded, run.finite = not run.tensors, run.finite, False
         self.settle()
-        if ended and succeeded:
+        in_it = [tensor for tensor in self._tensors.values() if tensor.run is run]
+        if ended and succeeded and in_it:
             self._steps_undone += 1
-            for tensor in self._tensors.values():
-                if tensor.run is run:
-                    tensor.put_back()
+            for tensor in in_it:
+                tensor.put_back()
 
     def rescale(self, unit):
         """From the next step on, gradients come times `unit`, a loss scale; brings what is kept of earlier ones to it."""
@@ -391,18 +399,21 @@ class Exchange:
             return
         self.settle()
         for tensor in self._tensors.values():
-            tensor.compressor.rescale(tensor.state, unit / self._now.unit)
+            tensor.rescale(unit / self._now.unit)
         self._now = dataclasses.replace(self._now, unit=unit)
 
     # -- between steps --------------------------------------------------------------------------------------------------
 
-    def settle(self):
-        """Ends the last step where that has not happened yet. RuntimeError in the middle of one."""
+    def _refuse_if_under_way(self):
         if self._open:
             raise RuntimeError(
                 f"a step is under way ({', '.join(list(self._open)[:3])} … not finished): ask between optimizer.step() and "
                 "the next backward()"
             )
+
+    def settle(self):
+        """Ends the last step where that has not happened yet. RuntimeError in the middle of one."""
+        self._refuse_if_under_way()
         if self._run.tensors:
             self._end_step()
 
@@ -463,7 +474,7 @@ class Exchange:
             step = state["step"]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a state_dict of a compression: {error!r}") from None
-        refuse(first_difference(expected, found) or self._wrong_step(step))
+        refuse(first_difference(expected, found) or self._wrong_step(step) or _wrong_dense_until(state))
         return arrays, step
 
     def _wrong_step(self, step):
@@ -514,6 +525,12 @@ def times_dense(bits, size):
 def dense_until(state, name):
     """The step in a state_dict until which a tensor goes dense; files of before that have none."""
     return state.get("dense_until", {}).get(name, 0)
+
+
+def _wrong_dense_until(state):
+    until = state.get("dense_until", {})
+    good = isinstance(until, dict) and all(map(is_count, until.values()))
+    return None if good else ("dense_until", "steps by tensor", until)
 
 
 def _layout(arrays):

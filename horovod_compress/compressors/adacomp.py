@@ -62,7 +62,8 @@ def _is_convolution(shape):
     """Whether a tensor has the shape of a convolution's kernel: its extents in space, which are small, come last (PyTorch) or
     first (Keras), beside two dimensions of channels.
 
-    Two and three extents are small up to 32 each; attention kernels of as many dimensions (d, 3, heads, key) have no such end.
+    Two and three extents are small up to 32 each; attention kernels of as many dimensions, (d, 3, heads, key), have no such end where the
+    key size is larger.
     A single one can look like the heads or the key size of an attention kernel, (d, heads, key) or (heads, key, d): so it must
     be odd, as heads and key sizes hardly ever are, and from 3 to 63; or, where it comes last, at most 15, below key sizes.
     And heads·key = d is attention.

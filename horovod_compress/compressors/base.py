@@ -245,12 +245,6 @@ class Compressor(ABC):
     def settle(self, state):
         """Brings the arrays up to date, between steps, where commit left something to the next encode."""
 
-    def rescale(self, state, factor):
-        """Between steps: gradients, and so what is kept of them, will be `factor` times as large."""
-        self.settle(state)
-        for key, array in state.arrays.items():
-            array *= np.float32(factor ** self.degrees.get(key, 1))
-
     def rollback(self, state):
         """The step failed or its result was not finite, on all ranks alike: puts back what encode and decode took."""
         state.taken = None

@@ -12,6 +12,8 @@ from .fp16 import Float16
 from .none import NoCompression
 from .options import Choice, Count, Patterns, option
 
+_NO_RATE = 1e-30  # a learning rate below counts as 0
+_MOST_GROWTH = 2.0**100  # so that what has grown stays finite
 DENSE = {"fp32": NoCompression(), "fp16": Float16()}
 
 
@@ -67,10 +69,10 @@ class ErrorFeedback(SelectiveCompressor):
         At γ = 0 nothing is applied, whatever is sent: such a step counts as one with the γ before. What is left of gradients
         from before the first γ above 0 was meant for γ = 0, and is dropped.
         """
-        if not self.follow_lr or not step.lr:
+        if not self.follow_lr or step.lr < _NO_RATE:
             return 1.0
         last, state.arrays["lr"][0] = float(state.arrays["lr"][0]), step.lr
-        return last / step.lr
+        return min(last / step.lr, _MOST_GROWTH)
 
     def encode(self, grad, state, step):
         state.taken = self.pack(grad, state.arrays["residual"], state, step)
@@ -79,7 +81,9 @@ class ErrorFeedback(SelectiveCompressor):
     def accumulate(self, grad, state, step):
         growth = self.growth(state, step)
         if growth != 1:
-            state.arrays["residual"] *= np.float32(growth)
+            residual = state.arrays["residual"]
+            residual *= np.float32(growth)
+            np.clip(residual, -_MOST_GROWTH, _MOST_GROWTH, out=residual)
         return super().accumulate(grad, state, step)
 
     @abstractmethod
@@ -92,8 +96,9 @@ class ErrorFeedback(SelectiveCompressor):
         state.taken = None
 
 
-def settle_follow_lr(compressor, known):
-    """The compressor with `follow_lr` decided. known: whether every step will say its learning rate. ValueError where it must be."""
+def settle_follow_lr(compressor, known, default):
+    """The compressor with `follow_lr` decided. known: whether every step will say its learning rate; ValueError where it must be.
+    default: what to do where the user leaves it open."""
     if compressor.follow_lr and not known:
         raise ValueError(f"{compressor.id}: follow_lr needs the optimizer, whose learning rate it follows")
-    return dataclasses.replace(compressor, follow_lr=known) if compressor.follow_lr is None else compressor
+    return dataclasses.replace(compressor, follow_lr=default) if compressor.follow_lr is None else compressor

@@ -19,7 +19,7 @@ class TernGrad(SharedScaleQuantizer):
     number = 11
     paper = "Wen et al., TernGrad: Ternary Gradients to Reduce Communication, NeurIPS 2017, arXiv 1705.07878"
 
-    clip: float = option(Number(0), 2.5, "standard deviations of the tensor at which it is clipped; 0: not at all")
+    clip: float = option(Number(0), 2.5, "standard deviations, of what this rank sends of the tensor, at which it is clipped; 0: not at all")
 
     steps = [1.0]
 

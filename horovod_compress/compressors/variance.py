@@ -3,7 +3,7 @@ import dataclasses
 import math
 
 from .. import kernels
-from .base import Gathered, State, zeros
+from .base import LARGEST, Gathered, State, zeros
 from .options import Choice, Flag, Number, option
 from .selective import SelectiveCompressor
 
@@ -48,6 +48,13 @@ class Variance(SelectiveCompressor):
 
     def residual(self, state):
         return state.arrays["r"]
+
+    def accumulate(self, grad, state, step):
+        # As in a gathered step in which nothing fires; where v is 0 all the same, that is put back.
+        r, v = state.arrays["r"], state.arrays["v"]
+        _, indices, before, finite = kernels.variance(grad, step.squares, r, v, LARGEST, self.zeta, 0.0, False)
+        r[indices], v[indices] = before
+        return finite
 
     def forget_sent(self, state):
         super().forget_sent(state)

@@ -140,10 +140,10 @@ HC_INLINE Halves accumulate_halves(float* __restrict g, float* __restrict r, std
         std::uint32_t negatives[lanes] = {}, peaks[lanes] = {};
         const auto line = [&](std::size_t i, std::size_t count) HC_HOT {
             for (std::size_t j = 0; j < count; ++j) {
-                const float moved = growth * r[i + j] + g[i + j];
+                const float grown = growth * r[i + j], moved = grown + g[i + j];
                 const std::uint32_t b = magnitude(moved);
                 peaks[j] = peaks[j] > b ? peaks[j] : b;
-                const float kept = b < kTooLarge ? moved : r[i + j];
+                const float kept = b < kTooLarge ? moved : magnitude(grown) < kTooLarge ? grown : r[i + j];
                 r[i + j] = kept;
                 g[i + j] = 0;
                 negatives[j] += kept < 0;

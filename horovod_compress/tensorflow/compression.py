@@ -20,7 +20,7 @@ from ..compressors.selective import settle_follow_lr
 from ..handshake import agree, kernels_in_use
 from ..version import __version__
 from .exchange import GraphExchange
-from .optimizer import check, is_horovods, learning_rate_of, momentum_of, take_over_momentum, watch_passes
+from .optimizer import check, is_horovods, is_plain_sgd, learning_rate_of, momentum_of, take_over_momentum, watch_passes
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order.
 _numbers = collections.defaultdict(itertools.count)
@@ -122,7 +122,7 @@ class BoundCompression:
                 "elastic Horovod is not supported yet: what a compression keeps belongs to one rank of a fixed number. Start with "
                 "a fixed number of ranks, without --min-np, --max-np and --host-discovery-script"
             )
-        compressor = settle_follow_lr(get_compressor(spec), optimizer is not None)
+        compressor = settle_follow_lr(get_compressor(spec), optimizer is not None, is_plain_sgd(optimizer))
         if getattr(compressor, "transport", "horovod") != "horovod":
             raise ValueError("with TensorFlow payloads are moved by operations of the graph: say transport=horovod")
         if optimizer is not None:

@@ -26,6 +26,11 @@ def is_horovods(optimizer):
     return isinstance(optimizer, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)) and hasattr(optimizer, "_allreduce_grads")
 
 
+def is_plain_sgd(optimizer):
+    """Whether this is an SGD without momentum: what it adds to variables is the learning rate times what a step brings."""
+    return isinstance(optimizer, _SGD) and not optimizer.get_config()["momentum"]
+
+
 def momentum_of(optimizer, compressor):
     """(momentum, nesterov) to take over: what the compressor says, or else a bound SGD. (0, False) for other optimizers."""
     if not isinstance(optimizer, _SGD):

@@ -23,7 +23,7 @@ from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
 from ..version import __version__
 from .moments import Moments
-from .sgd import SGDTakeover
+from .sgd import SGDTakeover, is_plain_sgd
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order. Sets are
 # told apart by their ranks here, because Horovod gives the id of a removed set to another one.
@@ -92,7 +92,7 @@ class BoundCompression:
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {grad_scaler!r}")
         if self._process_set.process_set_id is None:
             raise ValueError("this process set is not registered: pass it to hvd.init() or hvd.add_process_set() first")
-        compressor = settle_follow_lr(get_compressor(spec), optimizer is not None)
+        compressor = settle_follow_lr(get_compressor(spec), optimizer is not None, is_plain_sgd(optimizer))
         slots = [_Slot(name, param) for name, param in _named(optimizer, named_parameters)]
         # Horovod reduces, and compresses, only where there is more than one rank.
         self._active = bool(self._process_set.included()) and hvd.size() > 1
@@ -233,7 +233,7 @@ class BoundCompression:
             self._forget_or_warn()
         self._results = None
         if scale is not None:
-            if not 0 < scale < float("inf"):
+            if not 2.0**-60 <= scale <= 2.0**60:
                 raise RuntimeError(f"the GradScaler's scale has come to {scale}: were gradients not finite in every step?")
             self._exchange.rescale(scale)
         if self._compressor.follow_lr:
@@ -333,8 +333,8 @@ class BoundCompression:
     def discard(self):
         """Forgets the last step, as if its gradients had never been; to be called on all ranks. Needs discardable=True, or a
         grad_scaler; a step that optimizer.step() has not used when the next one begins is forgotten without this call."""
-        self._results = None
         self._opened().discard()
+        self._results = None
 
     def load_state_dict(self, state):
         """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. Raises ValueError, with

@@ -9,6 +9,11 @@ import torch
 _log = logging.getLogger("horovod_compress")
 
 
+def is_plain_sgd(optimizer):
+    """Whether this is an SGD without momentum: what it adds to parameters is the learning rate times what a step brings."""
+    return isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)
+
+
 class SGDTakeover:
     """Momentum and weight decay of a torch.optim.SGD, applied exactly once.
 

@@ -95,3 +95,31 @@ def test_clipping_is_of_true_gradients():
 def test_forgetting_must_be_asked_for():
     with pytest.raises(RuntimeError, match="discardable=True"):
         ranks_of("topk")[0].discard()
+
+
+def one_rank():
+    compressor = get_compressor("topk:ratio=0.25,min_numel=0")
+    return Exchange(compressor, Loopback.group(1)[0], {"w": ((4,), compressor)}, discardable=True)
+
+
+def test_discarding_in_the_middle_of_a_step_changes_nothing():
+    exchange, twin = (one_rank() for _ in range(2))
+    for ex in (exchange, twin):
+        grad = np.array([1, 2, 3, 10], np.float32)
+        carrier = ex.submit("w", grad)
+        if ex is exchange:
+            with pytest.raises(RuntimeError, match="under way"):
+                ex.discard()
+        ex.finish("w", carrier)
+        assert ex.succeeded
+    assert_same(exchange.arrays(), twin.arrays())
+
+
+def test_a_change_of_scale_before_a_step_is_discarded():
+    exchange = one_rank()
+    for grad in ([1, 2, 3, 10], [0, 0, 0, 1]):
+        exchange.finish("w", exchange.submit("w", np.array(grad, np.float32)))
+        exchange.settle()
+    exchange.rescale(1024.0)
+    exchange.discard()
+    np.testing.assert_array_equal(exchange.state_dict()["tensors"]["w"]["residual"], [1, 2, 3, 0])

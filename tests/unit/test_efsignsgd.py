@@ -91,3 +91,22 @@ def test_what_cannot_be_is_refused():
         hc.simulate(SPEC, gradients, lr=[1, 2, 3])
     with pytest.raises(ValueError, match="follow_lr must be"):
         hc.get_compressor("onebit:follow_lr=none")
+
+
+def test_a_step_that_is_not_finite_keeps_the_update_that_waits():
+    """Where the learning rate changes in it too: what waits is γ·residual, before and after."""
+    good, bad = steps_of(1, 2)[0], steps_of(1, 2, seed=1)[0]
+    bad[1]["t"][:] = np.nan
+    before = hc.simulate(SPEC, [good], lr=[0.1])
+    after = hc.simulate(SPEC, [good, bad], lr=[0.1, 0.01])
+    expected, found = (lr * run.state[1]["t"]["residual"].astype(np.float64) for lr, run in ((0.1, before), (0.01, after)))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 70])
+def test_rates_without_effect_poison_nothing(ranks):
+    """On 70 ranks it goes dense."""
+    gradients = steps_of(4, ranks)
+    run = hc.simulate(SPEC, gradients, lr=[0.1, 1e-40, 1e-25, 0.1])
+    assert all(np.isfinite(mean["t"]).all() for mean in run.mean)
+    assert np.isfinite(run.state[0]["t"]["residual"]).all()

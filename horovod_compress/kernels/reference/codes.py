@@ -43,12 +43,14 @@ def one_bit(grad, residual, growth, symmetric, spare=None):
     the error.
 
     symmetric: ±Σ|r|/d (EF-SignSGD, Karimireddy et al., ICML 2019); else the means of the two halves (1-bit SGD, Seide et al.,
-    Interspeech 2014). An element whose new r would be TOO_LARGE or NaN keeps its old one, and then nothing is sent.
+    Interspeech 2014). An element whose new r would be TOO_LARGE or NaN becomes growth·r, or keeps its old r where
+    that would be too large; then nothing is sent.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        moved = np.float32(growth) * residual + grad
+        grown = np.float32(growth) * residual
+        moved = grown + grad
     good = np.abs(moved) < TOO_LARGE
-    residual[...] = np.where(good, moved, residual)
+    residual[...] = np.where(good, moved, np.where(np.abs(grown) < TOO_LARGE, grown, residual))
     grad.fill(0)
     below = residual < 0
     finite = bool(good.all())
