@@ -22,12 +22,16 @@ import horovod_compress.torch as hvdc
 POINTS = 8  # measurements of accuracy in an epoch
 
 
-def network(side, width=32):
-    """Two convolutions and two linear layers: 421 642 parameters for 28 × 28 images, 206 922 with a width of 16."""
+def network(side, width=32, strided=False):
+    """Two convolutions and two linear layers: 421 642 parameters for 28 × 28 images. strided: the convolutions move by two pixels
+    instead of being pooled, which takes a quarter of the computing; 207 178 parameters with a width of 16."""
+    first, second = nn.Conv2d(1, width, 3, padding=1), nn.Conv2d(width, 2 * width, 3, padding=1)
+    pooled = [first, nn.MaxPool2d(2), nn.ReLU(), second, nn.MaxPool2d(2), nn.ReLU()]
+    if strided:
+        first, second = nn.Conv2d(1, width, 5, stride=2, padding=2), nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
+        pooled = [first, nn.ReLU(), second, nn.ReLU()]
     return nn.Sequential(
-        nn.Conv2d(1, width, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(),
-        nn.Conv2d(width, 2 * width, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(2 * width * (side // 4) ** 2, 128), nn.ReLU(), nn.Linear(128, 10),
+        *pooled, nn.Flatten(), nn.Linear(2 * width * (side // 4) ** 2, 128), nn.ReLU(), nn.Linear(128, 10),
     )
 
 
@@ -44,7 +48,7 @@ def accuracy(model, images, labels):
 def train(spec, data, options, report):
     torch.manual_seed(options.seed)
     images, labels = data["train"]
-    model = network(images.shape[-1], options.width)
+    model = network(images.shape[-1], options.width, options.strided)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=1e-4)
 
     compression = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(spec)
@@ -92,6 +96,7 @@ def main():
     parser.add_argument("--epochs", type=int, help="default: 3, or 60 where there are few images")
     parser.add_argument("--batch", type=int, default=64, help="images per rank and step")
     parser.add_argument("--width", type=int, default=32, help="channels of the first convolution (default: 32)")
+    parser.add_argument("--strided", action="store_true", help="convolutions of stride 2 instead of pooling: less computing")
     parser.add_argument("--lr", type=float, default=0.15, help="the highest learning rate (default: 0.15)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", help="folder of IDX files; default: Fashion-MNIST if installed, else the digits")
