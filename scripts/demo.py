@@ -121,8 +121,8 @@ def command(options, events, on_two_hosts):
         ranks += ["-H", f"a:{(options.ranks + 1) // 2},b:{options.ranks // 2}", "--network-interfaces", "eth0"]
     else:
         ranks[0] = pathlib.Path(sys.executable).with_name("horovodrun")
-    # Half the parameters, so that plain Horovod, too, is done soon; and little computing beside them, as on a GPU.
-    train = [sys.executable, "examples/pytorch_images.py", "--events", events, "--width", 16, "--strided"]
+    # Fewer parameters, so that plain Horovod, too, is done soon; and little computing beside them, as on a GPU.
+    train = [sys.executable, "examples/pytorch_images.py", "--events", events, "--width", 20, "--strided"]
     train += ["--images", options.images, "--seed", options.seed, "--lr", options.lr]
     train += ["--epochs", options.epochs] if options.epochs else []
     train += ["--data", pathlib.Path(options.data).resolve()] if options.data else []
