@@ -140,7 +140,9 @@ class Exchange:
         """
         if self._run.tensors and (not self._open or name in self._run.tensors):
             self._end_step()
-        step = self._now if squares is lr is None else dataclasses.replace(self._now, squares=squares, lr=lr)
+        step = self._now
+        if squares is not None or lr is not None:
+            step = dataclasses.replace(step, squares=squares, lr=lr)
         return self._begin(name, grad, self._run, step, deferred=self.compressor.clip_norm is not None).carrier
 
     def _begin(self, name, grad, run, step, deferred=False):

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from .compressors import get_compressor
-from .compressors.selective import settle_follow_lr
+from .compressors.selective import decide_follow_lr
 from .exchange import Exchange
 from .transport.loopback import Loopback
 
@@ -31,7 +31,7 @@ def simulate(spec, gradients, lr=None):
     spec: as for `get_compressor`. Every rank of every step must have the same names and shapes; the arrays are not
     changed. lr: where a residual is to follow the learning rate, that of each step. Raises ValueError where they differ, AssertionError if replicas ever disagreed.
     """
-    compressor = settle_follow_lr(get_compressor(spec), lr is not None, lr is not None)
+    compressor = decide_follow_lr(get_compressor(spec), lr is not None, lr is not None)
     gradients = [list(ranks) for ranks in gradients]
     if not gradients or not gradients[0]:
         raise ValueError("gradients must hold at least one step of at least one rank")

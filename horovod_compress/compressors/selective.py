@@ -69,7 +69,7 @@ class ErrorFeedback(SelectiveCompressor):
         At γ = 0 nothing is applied, whatever is sent: such a step counts as one with the γ before. What is left of gradients
         from before the first γ above 0 was meant for γ = 0, and is dropped.
         """
-        if not self.follow_lr or step.lr < _NO_RATE:
+        if not self.follow_lr or step.lr is None or step.lr < _NO_RATE:
             return 1.0
         last, state.arrays["lr"][0] = float(state.arrays["lr"][0]), step.lr
         return min(last / step.lr, _MOST_GROWTH)
@@ -96,7 +96,7 @@ class ErrorFeedback(SelectiveCompressor):
         state.taken = None
 
 
-def settle_follow_lr(compressor, known, default):
+def decide_follow_lr(compressor, known, default):
     """The compressor with `follow_lr` decided. known: whether every step will say its learning rate; ValueError where it must be.
     default: what to do where the user leaves it open."""
     if compressor.follow_lr and not known:

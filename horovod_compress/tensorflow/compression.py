@@ -16,7 +16,7 @@ from tensorflow.python.ops import control_flow_util
 from .. import kernels, wire
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
-from ..compressors.selective import settle_follow_lr
+from ..compressors.selective import decide_follow_lr
 from ..handshake import agree, kernels_in_use
 from ..version import __version__
 from .exchange import GraphExchange
@@ -122,7 +122,7 @@ class BoundCompression:
                 "elastic Horovod is not supported yet: what a compression keeps belongs to one rank of a fixed number. Start with "
                 "a fixed number of ranks, without --min-np, --max-np and --host-discovery-script"
             )
-        compressor = settle_follow_lr(get_compressor(spec), optimizer is not None, is_plain_sgd(optimizer))
+        compressor = decide_follow_lr(get_compressor(spec), optimizer is not None, is_plain_sgd(optimizer))
         if getattr(compressor, "transport", "horovod") != "horovod":
             raise ValueError("with TensorFlow payloads are moved by operations of the graph: say transport=horovod")
         if optimizer is not None:

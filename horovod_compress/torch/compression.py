@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import wire
 from ..compressors import get_compressor
-from ..compressors.selective import settle_follow_lr
+from ..compressors.selective import decide_follow_lr
 from ..exchange import Exchange
 from ..handshake import agree, kernels_in_use
 from ..transport.horovod import HorovodTransport
@@ -92,7 +92,7 @@ class BoundCompression:
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {grad_scaler!r}")
         if self._process_set.process_set_id is None:
             raise ValueError("this process set is not registered: pass it to hvd.init() or hvd.add_process_set() first")
-        compressor = settle_follow_lr(get_compressor(spec), optimizer is not None, is_plain_sgd(optimizer))
+        compressor = decide_follow_lr(get_compressor(spec), optimizer is not None, is_plain_sgd(optimizer))
         slots = [_Slot(name, param) for name, param in _named(optimizer, named_parameters)]
         # Horovod reduces, and compresses, only where there is more than one rank.
         self._active = bool(self._process_set.included()) and hvd.size() > 1

@@ -1,6 +1,7 @@
 """EF-SignSGD's residual and the learning rate (Karimireddy et al., ICML 2019, Algorithm 1)."""
 import numpy as np
 import pytest
+from ranks import ranks_of
 
 import horovod_compress as hc
 
@@ -101,6 +102,13 @@ def test_a_step_that_is_not_finite_keeps_the_update_that_waits():
     after = hc.simulate(SPEC, [good, bad], lr=[0.1, 0.01])
     expected, found = (lr * run.state[1]["t"]["residual"].astype(np.float64) for lr, run in ((0.1, before), (0.01, after)))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_parameter_whose_rate_nobody_knows_keeps_a_gradient():
+    """As one that hvd.DistributedOptimizer reduces and that is in none of the optimizer's groups."""
+    (exchange,) = ranks_of("efsignsgd:follow_lr=true,min_numel=0", 1, {"t": (4,)})
+    exchange.finish("t", exchange.submit("t", np.array([1, 2, 3, 10], np.float32)))
+    np.testing.assert_array_equal(exchange.arrays()["t"]["residual"], [-3, -2, -1, 6])
 
 
 @pytest.mark.parametrize("ranks", [2, 70])
