@@ -1,6 +1,5 @@
 """Horovod's Compressor interface, `compress` and `decompress`, over the exchange."""
 import collections.abc
-import gc
 import inspect
 import itertools
 import os
@@ -252,11 +251,6 @@ class BoundCompression:
             what="come to their first gradient with this compression",
             advice="Where only some ranks have set or loaded it, call hvd.broadcast_optimizer_state(optimizer, root_rank=0) before training",
         )
-        if scale is None and any(scaler._scale is not None for scaler in _living(_GradScaler)):
-            _warn_once(
-                "a GradScaler is at work: where it scales this compression's gradients, give the compression grad_scaler=…, or what it "
-                "keeps of gradients does not follow changes of the scale"
-            )
         if self._takeover:
             self._takeover.optimizer = optimizer
         # Not compiled with the step: what they change from step to step would be taken for constant.
@@ -266,6 +260,11 @@ class BoundCompression:
     def _before_step(self):
         if self._results:
             self._results = "in use"
+            if self._grad_scaler is None and _in_grad_scaler():
+                _warn_once(
+                    "a GradScaler scales these gradients: give the compression grad_scaler=…, or what it keeps of gradients does not "
+                    "follow changes of the scale"
+                )
         elif _in_grad_scaler():
             raise RuntimeError(f"GradScaler.step() came before optimizer.synchronize(): {_SYNCHRONIZE_FIRST}")
         if self._takeover:
@@ -289,11 +288,14 @@ class BoundCompression:
             )
 
     def _horovods_optimizer(self):
-        """The optimizer that calls this compression. It is made after it, never introduces itself, and its groups are the bound
-        optimizer's only until a state_dict is loaded. Searched once, at the first gradient."""
-        for candidate in _living(torch.optim.Optimizer):
-            if any(value is self for value in vars(candidate).values()):
-                return candidate
+        """The optimizer that calls this compression. It is made after it and never introduces itself, so it is looked for among the
+        callers, once, at the first gradient. (Its groups are the bound optimizer's only until a state_dict is loaded.)"""
+        frame = sys._getframe(1)
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, torch.optim.Optimizer) and any(value is self for value in vars(caller).values()):
+                return caller
+            frame = frame.f_back
         raise RuntimeError("gradients came, but no optimizer holds this compression: give it to hvd.DistributedOptimizer")
 
     def _description(self):
@@ -391,11 +393,6 @@ def _options(optimizer):
         plain = {k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in group.items()}
         groups[f"parameter group {i}"] = {k: v for k, v in plain.items() if isinstance(v, (bool, int, float, str))}
     return groups
-
-
-def _living(cls):
-    """All objects of a class in this process."""
-    return (found for found in gc.get_objects() if issubclass(type(found), cls))
 
 
 def _in_grad_scaler():
