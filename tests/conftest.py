@@ -45,13 +45,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Of pytest-xdist's processes one runs all jobs of real ranks, because several tests ask for the same job, and one builds and tests the
-    kernels with sanitizers. Its own marker for groups does not work with pytest 9.2."""
+    """A file with jobs of real ranks is run by one of pytest-xdist's processes, because several tests ask for the same job; so is the one
+    that builds and tests the kernels with sanitizers. Its own marker for groups does not work with pytest 9.2."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            together = ("tests/parallel/", "tests/unit/test_sanitizers.py")
-            return next((tests for tests in together if nodeid.startswith(tests)), nodeid)
+            file = nodeid.split("::")[0]
+            return file if file.startswith("tests/parallel/") or file == "tests/unit/test_sanitizers.py" else nodeid
 
     return Scheduling(config, log)

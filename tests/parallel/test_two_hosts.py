@@ -1,0 +1,69 @@
+"""Real ranks on two hosts that this machine plays, under every launcher."""
+import contextlib
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
+
+from jobs import HERE, LIMIT, Job, launch  # noqa: E402
+from test_ranks import needs_mpi  # noqa: E402
+
+sys.path.append(str(HERE.parent.parent / "benchmarks"))
+from two_hosts import TwoHosts  # noqa: E402
+
+ON_TWO_HOSTS = {
+    "horovodrun-gloo": "horovodrun --gloo -np {size} -H a:{half},b:{half} --network-interfaces eth0",
+    "horovodrun-mpi": "horovodrun --mpi -np {size} -H a:{half},b:{half} --network-interfaces eth0",
+    "mpirun": "mpirun -np {size} -H a:{half},b:{half}",
+}
+
+
+on_every_launcher = pytest.mark.parametrize(
+    "launcher", ["horovodrun-gloo", *(pytest.param(name, marks=needs_mpi) for name in ("horovodrun-mpi", "mpirun"))]
+)
+
+
+@contextlib.contextmanager
+def two_hosts_or_skip(rate=None):
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(TwoHosts(rate))
+        except RuntimeError as error:
+            pytest.skip(str(error))
+        yield hosts
+
+
+@pytest.fixture(scope="session")
+def two_hosts():
+    with two_hosts_or_skip("1gbit") as hosts:
+        yield hosts
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@on_every_launcher
+def test_on_two_hosts(tmp_path, two_hosts, launcher, size):
+    cases = ["replicas_identical_after_100_steps", "on_two_hosts"]
+    job = launch(tmp_path, ON_TWO_HOSTS[launcher], size, cases, hosts=two_hosts)
+    for case in cases:
+        job.assert_passed(case)
+
+
+@on_every_launcher
+def test_a_host_that_is_cut_off_ends_the_job(tmp_path, launcher):
+    """Under Gloo with Horovod's own error on the other, within Horovod's own timeout; under MPI it is mpirun that notices."""
+    options = {"names": ["trains_until_cut_off"], "environment": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"}}
+    with two_hosts_or_skip() as hosts, Job(tmp_path, ON_TWO_HOSTS[launcher], 2, hosts=hosts, **options) as job:
+        until = time.monotonic() + LIMIT
+        while not (tmp_path / "results.0.trains").exists():
+            assert time.monotonic() < until and job.process.poll() is None, job.printed()
+            time.sleep(0.1)
+        hosts.cut("b")
+        outcome = job.outcome()
+    assert outcome.limit is None, f"time ran out: the job went on for {outcome.limit} s after the cut\n{outcome.printed}"
+    assert outcome.status, outcome.printed
+    if launcher == "horovodrun-gloo":
+        assert "HorovodInternalError" in outcome.ranks[0]["trains_until_cut_off"]["error"]
+    else:
+        assert "lost communication" in outcome.printed
