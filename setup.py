@@ -17,7 +17,7 @@ if sys.platform != "win32":
     # No contraction: the native kernels give the reference's results bit for bit on every CPU.
     flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 if os.environ.get("HOROVOD_COMPRESS_SANITIZE"):
-    flags = ["-O1", "-g", "-ffp-contract=off", "-fno-omit-frame-pointer", "-DHC_PORTABLE", "-fsanitize=address,undefined",
+    flags = ["-O0", "-g1", "-ffp-contract=off", "-fno-omit-frame-pointer", "-DHC_PORTABLE", "-fsanitize=address,undefined",
              "-fno-sanitize-recover=undefined"]
 
 native = Pybind11Extension(

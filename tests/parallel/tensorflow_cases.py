@@ -216,7 +216,7 @@ TRAINED = ("dgc:ratio=0.02", "adacomp", "variance", "maxnorm", "multiscale", "po
 @case(2)
 def fit_learns_and_resumes_bit_for_bit():
     """Three epochs as with plain Horovod; the state that a callback saved after two, restored, gives the third once more."""
-    plain = fit(model_of(), hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), 40, epochs=3)
+    plain = fit(model_of(), hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), 20, epochs=3)
     for spec in TRAINED:
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "state-{epoch}")
@@ -228,7 +228,7 @@ def fit_learns_and_resumes_bit_for_bit():
             keep = keras.callbacks.LambdaCallback(
                 on_epoch_end=lambda epoch, logs: saved.append([model.get_weights(), [v.numpy() for v in optimizer.variables()]])
             )
-            losses = fit(model, optimizer, 40, [hvdc.StateCheckpoint(compression, path), keep], epochs=3)
+            losses = fit(model, optimizer, 20, [hvdc.StateCheckpoint(compression, path), keep], epochs=3)
             assert losses[2] < losses[0] - 0.5 * (plain[0] - plain[2]), f"{spec}: {losses}, plain {plain}"
             assert_replicas_identical(model)
             ratio = compression.stats()["ratio"]
@@ -243,7 +243,7 @@ def fit_learns_and_resumes_bit_for_bit():
             for variable, value in zip(optimizer.variables(), saved[1][1]):
                 variable.assign(value)
             restore = hvdc.StateCheckpoint(compression, os.path.join(folder, "other"), restore=path.format(epoch=2))
-            fit(again, optimizer, 40, [restore], epochs=1)
+            fit(again, optimizer, 20, [restore], epochs=1)
             assert (flat(again) == flat(model)).all(), spec
 
 
@@ -256,13 +256,13 @@ def dense_limit():
             for decay in decays:
                 sgd = {"momentum": 0.9, "nesterov": nesterov, **decay}
                 plain = trained(None, kind, sgd=sgd)[0]
-                for spec in ("dgc:ratio=1,masking=false", "dgc:ratio=1,masking=false,min_numel=0"):
-                    assert_close(trained(spec, kind, sgd=sgd)[0], plain)
+                for small in ("", ",min_numel=0") if nesterov else ("",):
+                    assert_close(trained(f"dgc:ratio=1,masking=false{small}", kind, sgd=sgd)[0], plain)
 
 
 @case(2)
 def options_of_horovods_optimizer():
-    for wrap in ({"num_groups": 2}, {"backward_passes_per_step": 2}, {"gradient_predivide_factor": 2.0}, {"op": hvdt.Sum}):
+    for wrap in ({"num_groups": 2, "backward_passes_per_step": 2}, {"gradient_predivide_factor": 2.0}, {"op": hvdt.Sum}):
         for kind in SGD:
             sgd = {"momentum": 0.9}
             assert_close(trained("dgc:ratio=1,masking=false", kind, sgd=sgd, wrap=wrap)[0], trained(None, kind, sgd=sgd, wrap=wrap)[0])

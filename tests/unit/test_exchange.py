@@ -172,6 +172,7 @@ def test_statistics_count_every_byte():
     )
 
 
+@pytest.mark.skipif(kernels.backend != "native", reason="the reference makes temporary arrays")
 @pytest.mark.parametrize("spec", ["dgc:ratio=0.001", "dgc:ratio=0.001,nesterov=true,values=fp16,exclude=y", "none"])
 def test_a_step_allocates_nothing_of_gradient_size(spec):
     shapes = {"w": (1000, 1000), "x": (500, 1000), "y": (300, 1000), "bias": (1000,)}
