@@ -4,6 +4,7 @@ An algorithm knows arrays and kernels: nothing of frameworks or networks.
 """
 import dataclasses
 import threading
+import zlib
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -130,7 +131,7 @@ class Compressor(ABC):
     """
 
     id = None  # the name in specs; None: not for users
-    number = None  # the id on the wire
+    number = None  # the id on the wire: below 128 this package's own, which say theirs; above it follows from the id
     road = None  # "allreduce" or "allgather"
     paper = None
     corrects_momentum = False  # takes over the optimizer's momentum: has options momentum, nesterov and a method bound
@@ -140,6 +141,11 @@ class Compressor(ABC):
     seed = None  # where set, what is drawn at random follows from it
     degrees = {}  # of arrays of the state that do not grow in proportion to gradients, the power with which they do
     follow_lr = False  # whether the residual is rescaled where the learning rate changes; None: where that is known
+
+    def __init_subclass__(cls):
+        super().__init_subclass__()
+        if cls.id and "number" not in vars(cls):
+            cls.number = 128 + zlib.crc32(cls.id.encode()) % 128
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

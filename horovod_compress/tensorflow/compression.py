@@ -13,12 +13,12 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from .. import kernels, wire
+from .. import kernels
+from ..binding import description_of
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..compressors.selective import decide_follow_lr
-from ..handshake import agree, kernels_in_use
-from ..version import __version__
+from ..handshake import agree
 from .exchange import GraphExchange
 from .optimizer import check, is_horovods, is_plain_sgd, learning_rate_of, momentum_of, take_over_momentum, watch_passes
 
@@ -158,8 +158,7 @@ class BoundCompression:
         self._exchange = GraphExchange(compressor, rank, size, self._label, discardable)
         if self._active:
             self._transport = _Eager(self._process_set)
-            description = {"version of horovod-compress": __version__, "wire version": wire.VERSION, "options": compressor.config}
-            agree(self._transport, self._label, {**description, **kernels_in_use(compressor)})
+            agree(self._transport, self._label, description_of(compressor))
 
     def _bound(self, compressor, optimizer):
         if optimizer is None:

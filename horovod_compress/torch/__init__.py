@@ -6,13 +6,13 @@
     compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.001)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
 """
-from ..compressors import REGISTRY
+from ..binding import Algorithms
 from .compression import BoundCompression
 
 __all__ = ["BoundCompression", "Compression"]
 
 
-class Compression:
+class Compression(metaclass=Algorithms):
     """Makes compressions, bound to an optimizer and its parameters: one method an algorithm, and `from_spec`."""
 
     @staticmethod
@@ -26,16 +26,4 @@ class Compression:
         raise TypeError("this is no compression yet: call it, as in compression=hvdc.Compression.dgc(optimizer, model.named_parameters())")
 
 
-def _factory(id, cls):
-    def make(optimizer, named_parameters=None, process_set=None, grad_scaler=None, discardable=False, **options):
-        return BoundCompression({"id": id, **options}, optimizer, named_parameters, process_set, grad_scaler, discardable)
-
-    make.compress = Compression.compress
-    make.__name__, make.__qualname__ = id, f"Compression.{id}"
-    make.__doc__ = f"{cls.__doc__}\n\n    Options: see horovod_compress.available()[{id!r}]; arguments: see BoundCompression."
-    return make
-
-
 Compression.from_spec.compress = Compression.compress
-for _id, _cls in REGISTRY.items():
-    setattr(Compression, _id, staticmethod(_factory(_id, _cls)))

@@ -12,15 +12,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .. import wire
+from ..binding import description_of
 from ..compressors import get_compressor
 from ..compressors.selective import decide_follow_lr
 from ..exchange import Exchange
-from ..handshake import agree, kernels_in_use
+from ..handshake import agree
 from ..transport.horovod import HorovodTransport
 from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
-from ..version import __version__
 from .moments import Moments
 from .sgd import SGDTakeover, is_plain_sgd
 
@@ -300,10 +299,7 @@ class BoundCompression:
 
     def _description(self):
         return {
-            "version of horovod-compress": __version__,
-            "wire version": wire.VERSION,
-            "options": self._compressor.config,
-            **kernels_in_use(self._compressor),
+            **description_of(self._compressor),
             "tensors": {n: {"shape": list(s), "compressor": repr(variant)} for n, (s, variant) in self._tensors.items()},
         }
 

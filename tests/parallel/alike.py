@@ -20,3 +20,16 @@ def write(file, results, sent):
     """results[spec][step][name]; sent[spec]: bytes."""
     arrays = {f"{spec}|{step}|{n}": a for spec, steps in results.items() for step, named in enumerate(steps) for n, a in named.items()}
     np.savez(file, **arrays, **{f"{spec}|bytes": np.array(count) for spec, count in sent.items()})
+
+
+def cyclic_means(every, size):
+    """What examples/compressor makes of them: for each step {name: the mean over ranks}, of tensors that it does not leave dense."""
+    residuals = {name: np.zeros((size, np.prod(SHAPES[name])), np.float32) for name in ("matrix", "wide")}
+    for step in range(STEPS):
+        means = {}
+        for name, residual in residuals.items():
+            residual += [gradients(rank, step)[name].ravel() for rank in range(size)]
+            mean = means[name] = np.zeros(SHAPES[name], np.float32)
+            mean.reshape(-1)[step % every :: every] = residual[:, step % every :: every].mean(0)
+            residual[:, step % every :: every] = 0
+        yield means

@@ -1251,3 +1251,21 @@ def told_gradients_to_a_file():
             results[spec].append({name: param.grad.numpy().copy() for name, param in params.items()})
         sent[spec] = compression.stats()["bytes_sent"]
     alike.write(f"{sys.argv[2]}.{hvd.rank()}.npz", results, sent)
+
+
+@case()
+def a_compressor_of_another_package():
+    """For test_other_packages.py, which installs one."""
+    params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in alike.SHAPES.items()}
+    optimizer = torch.optim.Adam(params.values())
+    compression = hvdc.Compression.cyclic(optimizer, list(params.items()), every=4)
+    assert compression.config["id"] == "cyclic"
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=list(params.items()), compression=compression)
+    for step, means in enumerate(alike.cyclic_means(4, hvd.size())):
+        wrapped.zero_grad()
+        given = alike.gradients(hvd.rank(), step)
+        sum((params[name] * torch.from_numpy(gradient)).sum() for name, gradient in given.items()).backward()
+        wrapped.synchronize()
+        for name, mean in means.items():
+            np.testing.assert_allclose(params[name].grad.numpy(), mean, atol=1e-6)
+    assert compression.stats()["ratio"] > 2

@@ -120,6 +120,18 @@ def told_gradients_to_a_file():
     alike.write(f"{sys.argv[2]}.{hvd.rank()}.npz", results, sent)
 
 
+@case()
+def a_compressor_of_another_package():
+    """For test_other_packages.py, which installs one."""
+    compression = hvdc.Compression.cyclic(every=4)
+    step = exchanged(compression)
+    for i, means in enumerate(alike.cyclic_means(4, hvd.size())):
+        found = step(told(i))
+        for name, mean in means.items():
+            np.testing.assert_allclose(found[name].numpy(), mean, atol=1e-6)
+    assert compression.stats()["ratio"] > 2
+
+
 def simulated(spec, steps=alike.STEPS):
     return simulate(spec, [[alike.gradients(rank, step) for rank in range(hvd.size())] for step in range(steps)])
 
