@@ -1,11 +1,15 @@
 """Gradient compression for unmodified Horovod.
 
-Use it through `horovod_compress.torch`. What is here needs no framework: specs, the list of algorithms, and `simulate`.
+Use it through `horovod_compress.torch` or `horovod_compress.tensorflow`. What is here needs no framework: specs, the list of
+algorithms and their classes, whose constructors a compressor's repr calls, and `simulate`.
 """
-from .compressors import available, get_compressor
+from .compressors import REGISTRY, available, get_compressor
 from .handshake import MismatchError
 from .simulate import simulate
 from .version import __version__
 from .wire import WireError
 
-__all__ = ["MismatchError", "WireError", "available", "get_compressor", "simulate", "__version__"]
+_classes = {cls.__name__: cls for cls in REGISTRY.values()}
+globals().update(_classes)
+
+__all__ = ["MismatchError", "WireError", "available", "get_compressor", "simulate", "__version__", *_classes]

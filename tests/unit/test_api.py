@@ -47,6 +47,11 @@ def test_the_reference_is_served_in_silence_where_it_is_asked_for():
     assert (done.stdout.strip(), done.stderr) == ("reference", "")
 
 
+def test_classes_are_exported_and_named_apart():
+    assert {cls.id for cls in map(vars(hc).get, hc.__all__) if isinstance(cls, type) and hasattr(cls, "id")} == set(hc.available())
+    assert hc.DGC(ratio=0.01) == hc.get_compressor("dgc:ratio=0.01")
+
+
 def test_available_lists_options_and_papers():
     listed = hc.available()
     assert {"none", "dgc"} <= set(listed)
@@ -74,7 +79,7 @@ def test_specs_and_round_trips(spec, expected):
     compressor = hc.get_compressor(spec)
     assert compressor == type(compressor)(**expected)
     assert hc.get_compressor(json.loads(json.dumps(compressor.config))) == compressor
-    assert eval(repr(compressor), {type(compressor).__name__: type(compressor)}) == compressor
+    assert eval(repr(compressor), dict(vars(hc))) == compressor
 
 
 @pytest.mark.parametrize(
