@@ -18,7 +18,7 @@ from checks import raises, registry
 from torch import nn
 
 import horovod_compress.torch as hvdc
-from horovod_compress import MismatchError, available, kernels, simulate
+from horovod_compress import MismatchError, available, binding, kernels, simulate
 from horovod_compress.transport.mpi import MPITransport
 
 CASES, case = registry()
@@ -763,12 +763,11 @@ def mismatched_ranks_are_named():
         model.out = nn.Linear(64, 11)
     with raises(MismatchError, "tensors.out.weight.shape", f"rank {last}", "[11, 64]"):
         hvdc.Compression.from_spec(ours, sgd(model), model.named_parameters())
-    model, module = model_of(), sys.modules[hvdc.BoundCompression.__module__]
-    installed = module.__version__
-    module.__version__ = "0.0.9" if hvd.rank() == last else installed
+    model, installed = model_of(), binding.__version__
+    binding.__version__ = "0.0.9" if hvd.rank() == last else installed
     with raises(MismatchError, "version of horovod-compress", "0.0.9", installed):
         hvdc.Compression.from_spec(ours, sgd(model), model.named_parameters())
-    module.__version__ = installed
+    binding.__version__ = installed
     model = model_of()
     with raises(MismatchError, "momentum", f"rank {last}"):
         compressed(model, sgd(model, momentum=0.8 if hvd.rank() == last else 0.9), 1, ours)
