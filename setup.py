@@ -6,6 +6,7 @@ environment:
 """
 import glob
 import os
+import pathlib
 import sys
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
@@ -49,9 +50,9 @@ class BuildKernels(build_ext):
         for i in range(2):
             parts.append(os.path.join(self.build_temp, f"native_{i}.cpp"))
             text = "".join(f'#include "{os.path.abspath(source)}"\n' for source in sources[i::2])
-            if not os.path.exists(parts[i]) or open(parts[i]).read() != text:
-                with open(parts[i], "w") as part:
-                    part.write(text)
+            part = pathlib.Path(parts[i])
+            if not part.exists() or part.read_text() != text:
+                part.write_text(text)
         return parts
 
 

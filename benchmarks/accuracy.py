@@ -17,8 +17,8 @@ from torch import nn
 import horovod_compress.torch as hvdc
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
-from images import load  # noqa: E402
-from pytorch_images import accuracy, network  # noqa: E402
+from images import load
+from pytorch_images import accuracy, network
 
 OPTIMIZERS = {
     "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=1e-4),

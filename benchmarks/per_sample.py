@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/per_sample.py
 
 minibatch collects nothing. The passes are made by turns in one process, and medians of processor time are compared, which
-other processes disturb least. microbatch of 4 makes four passes of a quarter of the batch. CIFAR's ResNet-20 has GroupNorm for BatchNorm, which mixes samples.
+other processes disturb least. microbatch of 4 makes four passes of a quarter of the batch. CIFAR's ResNet-20 has GroupNorm
+for BatchNorm, which mixes samples.
 """
 import argparse
 import pathlib
@@ -16,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
-from pytorch_images import network  # noqa: E402
+from pytorch_images import network
 
-from horovod_compress.torch.moments import Moments  # noqa: E402
+from horovod_compress.torch.moments import Moments
 
 
 class Block(nn.Module):

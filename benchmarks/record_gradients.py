@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
-from images import load  # noqa: E402
-from pytorch_images import network  # noqa: E402
+from images import load
+from pytorch_images import network
 
 BATCH = 64  # images a rank and step
 

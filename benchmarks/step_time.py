@@ -47,6 +47,7 @@ def tiled(recorded, shapes):
 def worker(options):
     import horovod.torch as hvd
     import torch
+
     from horovod_compress.bench import load_gradients, random_gradients
 
     hvd.init()

@@ -82,7 +82,7 @@ class TwoHosts:
         with contextlib.ExitStack() as stack:
             self._folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
             self._make_ssh()
-            for host, space in self._spaces.items():
+            for space in self._spaces.values():
                 self._make_space(stack, space)
             self._make_link()
             self._stack = stack.pop_all()

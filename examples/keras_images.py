@@ -10,12 +10,12 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-import horovod.tensorflow.keras as hvd  # noqa: E402
-import tensorflow as tf  # noqa: E402
-from images import load  # noqa: E402
-from tensorflow import keras  # noqa: E402
+import horovod.tensorflow.keras as hvd
+import tensorflow as tf
+from images import load
+from tensorflow import keras
 
-import horovod_compress.tensorflow as hvdc  # noqa: E402
+import horovod_compress.tensorflow as hvdc
 
 
 def network(side):

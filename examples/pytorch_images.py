@@ -18,7 +18,6 @@ from torch import nn
 
 import horovod_compress.torch as hvdc
 
-
 POINTS = 8  # measurements of accuracy in an epoch
 
 

@@ -424,6 +424,11 @@ class Exchange:
         tensor = self._tensors[name]
         tensor.compressor = dataclasses.replace(tensor.compressor, **options)
 
+    @property
+    def keeps_state(self):
+        """Whether anything of a gradient is kept for later steps."""
+        return any(tensor.state.arrays for tensor in self._tensors.values())
+
     def arrays(self):
         """{name: {array name: array}}: the state itself, not a copy."""
         self.settle()

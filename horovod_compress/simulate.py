@@ -29,7 +29,8 @@ def simulate(spec, gradients, lr=None):
     """Runs a compression over gradients[step][rank] = {name: array} and returns a `Run`.
 
     spec: as for `get_compressor`. Every rank of every step must have the same names and shapes; the arrays are not
-    changed. lr: where a residual is to follow the learning rate, that of each step. Raises ValueError where they differ, AssertionError if replicas ever disagreed.
+    changed. lr: where a residual is to follow the learning rate, that of each step. Raises ValueError where they differ,
+    AssertionError if replicas ever disagreed.
     """
     compressor = decide_follow_lr(get_compressor(spec), lr is not None, lr is not None)
     gradients = [list(ranks) for ranks in gradients]

@@ -13,6 +13,8 @@ from importlib import metadata
 from .base import Compressor
 
 ENTRY_POINTS = "horovod_compress.compressors"
+_RESERVED_IDS = ("compress", "from_spec")
+_RESERVED_OPTIONS = ("id", "spec", "optimizer", "named_parameters", "process_set", "grad_scaler", "discardable")
 
 
 def _registry():
@@ -30,10 +32,16 @@ REGISTRY = _registry()
 
 @functools.lru_cache(maxsize=None)
 def _installed():
-    """{id: entry point} of the algorithms of other packages."""
-    found = metadata.entry_points()
-    found = found.select(group=ENTRY_POINTS) if hasattr(found, "select") else found.get(ENTRY_POINTS, ())  # Python 3.9 has no select
-    return {point.name: point for point in found if point.name not in REGISTRY}
+    """{id: entry points} of the algorithms of other packages; more than one where packages clash."""
+    points = metadata.entry_points()
+    points = points.select(group=ENTRY_POINTS) if hasattr(points, "select") else points.get(ENTRY_POINTS, ())  # Python 3.9 has no select
+    found = {}
+    for point in points:
+        if point.name in REGISTRY:
+            warnings.warn(f"horovod_compress has a compressor {point.name!r} of its own: {point.value} is not used", RuntimeWarning, stacklevel=3)
+        else:
+            found.setdefault(point.name, {})[point.value] = point
+    return {id: list(its.values()) for id, its in found.items()}
 
 
 def ids():
@@ -43,49 +51,63 @@ def ids():
 
 @functools.lru_cache(maxsize=None)
 def find(id):
-    """The class of an algorithm. ValueError for an id that is not there, ImportError where another package's cannot be had."""
+    """The class of an algorithm. ValueError for an id that is not there, ImportError where another package's cannot be used."""
     if id in REGISTRY:
         return REGISTRY[id]
-    if id not in _installed():
+    points = _installed().get(id)
+    if not points:
         raise ValueError(f"unknown compressor {id!r}; there are: {', '.join(ids())}")
-    point = _installed()[id]
+    where = f"the compressor {id!r} is installed as {' and as '.join(point.value for point in points)}"
+    if len(points) > 1:
+        raise ImportError(f"{where}: uninstall all but one of these packages")
     try:
-        cls = point.load()
+        cls = points[0].load()
     except Exception as error:
-        raise ImportError(f"the compressor {id!r} is installed as {point.value}, which cannot be imported: {error!r}") from error
-    if not (inspect.isclass(cls) and issubclass(cls, Compressor) and cls.id == id):
-        raise ImportError(f"the compressor {id!r} is installed as {point.value}, which is no subclass of Compressor with that id")
+        raise ImportError(f"{where}, which cannot be imported: {error!r}") from error
+    wrong = _wrong_with(cls, id)
+    if wrong:
+        raise ImportError(f"{where}, {wrong}")
     return cls
+
+
+def _wrong_with(cls, id):
+    """Why a class cannot be the algorithm of that id, in words; None where it can."""
+    if not (inspect.isclass(cls) and issubclass(cls, Compressor)):
+        return "which is no subclass of horovod_compress.compressors.base.Compressor"
+    if cls.id != id:
+        return f"whose id is {cls.id!r}"
+    if not id.isidentifier() or id.startswith("_") or id in _RESERVED_IDS or hasattr(type, id):
+        return "which is no id that works: it must be a Python name, and not " + ", ".join(_RESERVED_IDS)
+    if "__dataclass_params__" not in vars(cls):
+        return "which is not decorated as @dataclasses.dataclass(frozen=True, repr=False)"
+    for field in dataclasses.fields(cls):
+        if not {"kind", "doc"} <= set(field.metadata):
+            return f"whose field {field.name} is not made by horovod_compress.compressors.options.option(…)"
+        if field.name in _RESERVED_OPTIONS:
+            return f"whose option {field.name} has the name of an argument of compressions: call it something else"
+    return None
 
 
 def package_of(id):
     """The package, with its version, that another package's algorithm comes from; None for this one's own."""
-    package = getattr(_installed().get(id), "dist", None)
+    points = () if id in REGISTRY else _installed().get(id, ())
+    package = getattr(points[0], "dist", None) if points else None  # Python 3.9's entry points do not tell
     return package and f"{package.name} {package.version}"
-
-
-def _all():
-    for id in ids():
-        try:
-            yield id, find(id)
-        except ImportError as error:
-            warnings.warn(f"horovod_compress: {error}", RuntimeWarning, stacklevel=3)
 
 
 def available():
     """{id: {"road", "options": {name: {"default", "values", "doc"}}, "paper"}} for every algorithm. Those of other packages that
     cannot be imported are left out, with a warning."""
-    return {
-        id: {
-            "road": cls.road,
-            "options": {
-                f.name: {"default": f.default, "values": str(f.metadata["kind"]), "doc": f.metadata["doc"]}
-                for f in dataclasses.fields(cls)
-            },
-            "paper": cls.paper,
-        }
-        for id, cls in _all()
-    }
+    listed = {}
+    for id in ids():
+        try:
+            cls = find(id)
+        except ImportError as error:
+            warnings.warn(f"horovod_compress: {error}", RuntimeWarning, stacklevel=2)
+            continue
+        options = {f.name: {"default": f.default, "values": str(f.metadata["kind"]), "doc": f.metadata["doc"]} for f in dataclasses.fields(cls)}
+        listed[id] = {"road": cls.road, "options": options, "paper": cls.paper}
+    return listed
 
 
 def get_compressor(spec):

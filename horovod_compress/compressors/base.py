@@ -144,7 +144,7 @@ class Compressor(ABC):
 
     def __init_subclass__(cls):
         super().__init_subclass__()
-        if cls.id and "number" not in vars(cls):
+        if vars(cls).get("id") and "number" not in vars(cls):
             cls.number = 128 + zlib.crc32(cls.id.encode()) % 128
 
     def __post_init__(self):

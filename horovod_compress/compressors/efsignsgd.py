@@ -21,7 +21,8 @@ class EFSignSGD(ErrorFeedback):
     paper = "Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019, arXiv 1901.09847"
 
     follow_lr: bool = option(
-        Flag(optional=True), None, "the residual is rescaled where the learning rate changes, as published; none: where an SGD without momentum is bound"
+        Flag(optional=True), None,
+        "the residual is rescaled where the learning rate changes, as published; none: where an SGD without momentum is bound",
     )
 
     symmetric = True

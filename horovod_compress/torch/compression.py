@@ -259,7 +259,7 @@ class BoundCompression:
     def _before_step(self):
         if self._results:
             self._results = "in use"
-            if self._grad_scaler is None and _in_grad_scaler():
+            if self._grad_scaler is None and self._exchange.keeps_state and _in_grad_scaler():
                 _warn_once(
                     "a GradScaler scales these gradients: give the compression grad_scaler=…, or what it keeps of gradients does not "
                     "follow changes of the scale"
@@ -280,7 +280,7 @@ class BoundCompression:
             return
         if self._discardable:
             self._exchange.discard()
-        elif any(self._exchange.arrays().values()):
+        elif self._exchange.keeps_state:
             _warn_once(
                 "the gradients of a step were exchanged, and no optimizer.step() has used them; what was not sent of them is kept, and "
                 "comes in later steps. To forget such steps, make the compression with discardable=True"
@@ -393,9 +393,9 @@ def _options(optimizer):
 
 def _in_grad_scaler():
     """Whether an enabled GradScaler is taking the step that has come to this point."""
-    code, frame = _GradScaler.step.__code__, sys._getframe(1)
+    frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is code:
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), _GradScaler):
             return frame.f_locals["self"].is_enabled()
         frame = frame.f_back
     return False

@@ -55,7 +55,7 @@ class _LSTM:
 
     @staticmethod
     def backward(out, kept, d_out, d_last, state, weights, sizes, order):
-        (gates, cells), (dh, dc), (w_ih, w_hh, *_, w_hr) = kept, d_last, weights
+        (gates, cells), (dh, dc), (_, w_hh, *_, w_hr) = kept, d_last, weights
         before = _previous(cells, state[1], order)
         delta = torch.zeros_like(gates) if sizes[-1] < sizes[0] else torch.empty_like(gates)
         hidden, d_hidden = (torch.zeros_like(cells), torch.zeros_like(out)) if w_hr is not None else (None, None)

@@ -808,6 +808,7 @@ def mistakes_get_clear_errors():
     model.extra = nn.Linear(10, 10)
     optimizer.add_param_group({"params": model.extra.parameters()})
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    assert wrapped.param_groups[-1]["params"] == list(model.extra.parameters())
     x, y = next(batches(1))
     with raises(ValueError, "add_param_group"):
         nn.functional.cross_entropy(model.extra(model(x)), y).backward()

@@ -1,6 +1,4 @@
 """What real ranks are asked to prove of the TensorFlow adapter; test_tensorflow.py asks. See cases.py."""
-import contextlib
-import json
 import os
 import resource
 import sys
@@ -187,9 +185,9 @@ def residuals_follow_the_learning_rate():
     names, rates = ("matrix", "kernel"), [0.1, 0.2, 0.02, 0.5, 0.05]
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0, 1, 2, 3], rates)
     gradients = [[{n: alike.gradients(rank, step)[n] for n in names} for rank in range(2)] for step in range(5)]
+    means = [simulate("efsignsgd:min_numel=0", gradients, **lr).mean for lr in ({"lr": rates}, {})]
     expected, plain = (
-        {n: -sum(rate * mean[n].astype(np.float64) for rate, mean in zip(rates, simulate("efsignsgd:min_numel=0", gradients, **lr).mean)) for n in names}
-        for lr in ({"lr": rates}, {})
+        {n: -sum(rate * mean[n].astype(np.float64) for rate, mean in zip(rates, its)) for n in names} for its in means
     )
     for kind, scheduled, taped in (("new", True, False), ("legacy", True, True), ("new", False, True), ("legacy", False, False)):
         variables = {name: tf.Variable(tf.zeros(alike.SHAPES[name]), name=name) for name in names}
@@ -295,7 +293,8 @@ def sparse_gradients():
     def run(spec, sparse_as_dense):
         keras.backend.clear_session()
         keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.layers.Embedding(60, 20, input_length=4), keras.layers.Flatten(), keras.layers.Dense(30), keras.layers.Dense(5)])
+        words = [keras.layers.Embedding(60, 20, input_length=4), keras.layers.Flatten()]
+        model = keras.Sequential([*words, keras.layers.Dense(30), keras.layers.Dense(5)])
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
         compression = hvdt.Compression.none if spec is None else hvdc.Compression.from_spec(spec, optimizer)
         wrapped = hvd.DistributedOptimizer(optimizer, compression=compression, sparse_as_dense=sparse_as_dense)
@@ -350,7 +349,7 @@ def traces_share_a_state_and_models_do_not():
 
 @case(2)
 def a_state_is_restored_as_variables_become_known():
-    results = []
+    results, state = [], None
     for restored in (False, True):
         compression = hvdc.Compression.topk(ratio=0.01)
         if restored:
@@ -494,7 +493,7 @@ def not_finite_gradients_lose_nothing():
                 residual = arrays.get("residual")
                 if residual is not None:
                     finite = 0 if name == poisoned and hvd.rank() == 1 else alike.gradients(hvd.rank(), 2)[name].ravel()
-                    if spec != "powersgd" or not (name == poisoned):
+                    if spec != "powersgd" or name != poisoned:
                         assert np.allclose(residual, before[name]["residual"] + finite, atol=1e-4), (spec, name)
             step(told(3))
             assert compression.stats()["steps_undone"] == 1

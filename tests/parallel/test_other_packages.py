@@ -57,3 +57,49 @@ def test_one_that_is_broken_is_named(tmp_path, environment):
     assert listed.stdout.strip() == "True False" and "cyclic_compressor:Cyclic, which cannot be imported" in listed.stderr
     asked = python("import horovod_compress as hc; hc.get_compressor('cyclic')", broken)
     assert "ImportError: the compressor 'cyclic' is installed as cyclic_compressor:Cyclic, which cannot be imported" in asked.stderr
+
+
+NO_OPTION = """
+import dataclasses
+from horovod_compress.compressors.selective import ErrorFeedback
+class Unfinished(ErrorFeedback):
+    id = "cyclic"
+class Renamed(ErrorFeedback):
+    id = "other"
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plain(ErrorFeedback):
+    id = "cyclic"
+    every: int = 10
+@dataclasses.dataclass(frozen=True, repr=False)
+class Clashing(ErrorFeedback):
+    id = "cyclic"
+    discardable: bool = dataclasses.field(default=True, metadata={"kind": None, "doc": ""})
+Cyclic = CLASS
+"""
+
+
+@pytest.mark.parametrize(
+    "cls, said",
+    [
+        ("Unfinished", "which is not decorated as @dataclasses.dataclass"), ("Renamed", "whose id is 'other'"), ("dict", "which is no subclass of"),
+        ("Plain", "whose field every is not made by"), ("Clashing", "whose option discardable has the name of an argument"),
+    ],
+)
+def test_one_that_cannot_work_is_refused(tmp_path, environment, cls, said):
+    (tmp_path / "cyclic_compressor.py").write_text(NO_OPTION.replace("CLASS", cls))
+    wrong = {"PYTHONPATH": os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])}
+    done = python("import horovod_compress as hc; assert 'dgc' in hc.available(); hc.get_compressor('cyclic')", wrong)
+    assert "ImportError: the compressor 'cyclic' is installed as cyclic_compressor:Cyclic, " + said in done.stderr
+
+
+def test_ids_that_clash_are_named(tmp_path, environment):
+    """With an own algorithm of this package, which wins, and with each other's, of which none does."""
+    clashing = tmp_path / "clashing-1.dist-info"
+    clashing.mkdir()
+    (clashing / "METADATA").write_text("Name: clashing\nVersion: 1\n")
+    points = "[horovod_compress.compressors]\ntopk = clashing:TopK\ncyclic = clashing:Cyclic\n"
+    (clashing / "entry_points.txt").write_text(points)
+    both = {"PYTHONPATH": os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])}
+    done = python("import horovod_compress as hc; hc.get_compressor('topk'); hc.get_compressor('cyclic')", both)
+    assert "has a compressor 'topk' of its own: clashing:TopK is not used" in done.stderr
+    assert "ImportError: the compressor 'cyclic' is installed as " in done.stderr and "uninstall all but one" in done.stderr

@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
 
-import horovod.torch as hvd  # noqa: E402
-from cases import CASES  # noqa: E402
-from jobs import ENVIRONMENT, HERE, LAUNCHERS, LIMIT, launch  # noqa: E402
+import horovod.torch as hvd
+from cases import CASES
+from jobs import ENVIRONMENT, HERE, LAUNCHERS, LIMIT, launch
 
-from horovod_compress import kernels  # noqa: E402
+from horovod_compress import kernels
 
 MPI = shutil.which("mpirun") is not None and hvd.mpi_built()
 needs_mpi = pytest.mark.skipif(not MPI, reason="needs Open MPI, and Horovod built with it")

@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("horovod.tensorflow", reason="needs Horovod with TensorFlow")
 
-import alike  # noqa: E402
-import horovod.tensorflow as hvd  # noqa: E402
-from jobs import ENVIRONMENT, LAUNCHERS, LIMIT, launch  # noqa: E402
-from tensorflow_cases import CASES  # noqa: E402
+import alike
+import horovod.tensorflow as hvd
+from jobs import ENVIRONMENT, LAUNCHERS, LIMIT, launch
+from tensorflow_cases import CASES
 
-from horovod_compress import kernels  # noqa: E402
+from horovod_compress import kernels
 
 needs_mpi = pytest.mark.skipif(not hvd.mpi_built(), reason="needs Open MPI, and Horovod built with it")
 LAUNCHER = LAUNCHERS["mpirun" if hvd.mpi_built() else "horovodrun-gloo"]

@@ -7,11 +7,11 @@ import pytest
 
 pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
 
-from jobs import HERE, LIMIT, Job, launch  # noqa: E402
-from test_ranks import needs_mpi  # noqa: E402
+from jobs import HERE, LIMIT, Job, launch
+from test_ranks import needs_mpi
 
 sys.path.append(str(HERE.parent.parent / "benchmarks"))
-from two_hosts import TwoHosts  # noqa: E402
+from two_hosts import TwoHosts
 
 ON_TWO_HOSTS = {
     "horovodrun-gloo": "horovodrun --gloo -np {size} -H a:{half},b:{half} --network-interfaces eth0",

@@ -5,9 +5,9 @@ import pytest
 
 pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
 
-import horovod.torch as hvd  # noqa: E402
-import users_cases  # noqa: E402
-from jobs import LAUNCHERS, launch  # noqa: E402
+import horovod.torch as hvd
+import users_cases
+from jobs import LAUNCHERS, launch
 
 LAUNCHER = LAUNCHERS["mpirun" if hvd.mpi_built() else "horovodrun-gloo"]
 

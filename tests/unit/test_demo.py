@@ -1,4 +1,7 @@
-"""scripts/demo: its options, what it shows of a job while that runs, and what it makes of the figures. The job itself: tests/parallel/test_demo_run.py."""
+"""scripts/demo: its options, what it shows of a job while that runs, and what it makes of the figures.
+
+The job itself: tests/parallel/test_demo_run.py.
+"""
 import argparse
 import importlib.util
 import io
@@ -10,7 +13,7 @@ import pytest
 
 pytest.importorskip("rich", reason="the demo shows its progress with rich")
 
-from rich.console import Console  # noqa: E402
+from rich.console import Console
 
 SCRIPTS = pathlib.Path(__file__).parent.parent.parent / "scripts"
 _spec = importlib.util.spec_from_file_location("demo", SCRIPTS / "demo.py")
