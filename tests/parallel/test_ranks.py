@@ -62,7 +62,7 @@ def test_beside_four_busy_processes(tmp_path, busy):
         job.assert_passed(case)
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
+@pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("horovodrun-mpi", marks=needs_mpi)])
 @pytest.mark.parametrize("case", ["join_is_refused", "join_is_refused_with_sums"])
 def test_join_is_a_clear_error(tmp_path, launcher, case):
     """In a job of its own, because the ranks are not in step afterwards."""
