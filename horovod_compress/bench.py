@@ -9,7 +9,7 @@ import numpy as np
 
 from . import kernels
 from .compressors.base import zeros
-from .exchange import Exchange
+from .lockstep import make_ranks
 from .transport.base import Transport
 
 WARMUP = 3  # steps that touch new memory, not measured
@@ -29,6 +29,9 @@ class Echo(Transport):
 
     def allreduce(self, name, array, op="sum"):
         return lambda: self._timed(np.multiply, array, self.size if op == "sum" else 1, out=array)
+
+    def alltoall(self, name, payload, splits):
+        return lambda: self._timed(lambda: [payload[: splits[0]].copy() for _ in range(self.size)])
 
     def _timed(self, function, *arguments, **options):
         started = time.perf_counter()
@@ -94,12 +97,12 @@ def _read(file, entry, path):
 def measure(compressor, gradients, ranks, steps, progress=lambda: None):
     """What a compression does on each of `ranks` ranks to gradients[step] = {name: array}, which take turns.
 
-    A dict: road; ratio and bytes_per_step of the measured steps; medians encode_seconds, decode_seconds (of all ranks' payloads) and
+    A dict: collective; ratio and bytes_per_step of the measured steps; medians encode_seconds, decode_seconds (of all ranks' payloads) and
     streaming_seconds (gradient, state and one payload, read and written once); gradient_bytes_per_second; times_streaming, of an encode
     and the decode of one payload; error; residual, whether one is kept.
     """
     echo = Echo(ranks)
-    exchange = Exchange(compressor, echo, {n: (a.shape, compressor) for n, a in gradients[0].items()})
+    (exchange,) = make_ranks(compressor, {name: array.shape for name, array in gradients[0].items()}, [echo])
     grads = {n: zeros(a.size) for n, a in gradients[0].items()}
     seconds = {"encode": [], "decode": [], "streaming": []}
     for step in range(WARMUP + steps):
@@ -123,7 +126,7 @@ def measure(compressor, gradients, ranks, steps, progress=lambda: None):
         encode += encoded - started - (between - echoed)
         for name, carrier in carriers.items():
             exchange.finish(name, carrier)
-        exchange.settle()
+        exchange.end_step()
         decoded = time.perf_counter()
         if step == 0:  # no residual and no momentum yet, so the result can be compared with the gradient
             error = _relative_error(grads, given)
@@ -137,10 +140,10 @@ def measure(compressor, gradients, ranks, steps, progress=lambda: None):
         progress()
     after = exchange.stats()
     median = {f"{part}_seconds": statistics.median(values) for part, values in seconds.items()}
-    decoded_payloads = ranks if compressor.road == "allgather" else 1
+    decoded_payloads = ranks if compressor.collective == "allgather" else 1
     sent, dense = (after[key] - before[key] for key in ("bytes_sent", "dense_bytes"))
     return {
-        "road": compressor.road,
+        "collective": compressor.collective,
         "ratio": dense / sent,
         "bytes_per_step": sent / steps,
         **median,

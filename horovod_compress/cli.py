@@ -26,7 +26,7 @@ one core: taskset -c 0 hvdcompress bench
 
 _COLUMNS = {  # title: what it says of a result
     "spec": lambda result: result["spec"],
-    "road": lambda result: result["road"],
+    "collective": lambda result: result["collective"],
     "ratio": lambda result: _digits(result["ratio"]),
     "kB/step": lambda result: _digits(result["bytes_per_step"] / 1e3),
     "encode\nms": lambda result: f"{1e3 * result['encode_seconds']:.2f}",
@@ -121,10 +121,10 @@ def _info(options):
         return
     console = _console()
     if not options.ids:
-        rows = [(id, about["road"], about["paper"]) for id, about in chosen.items()]
-        console.print(_table(("id", "road", "paper"), rows))
+        rows = [(id, about["collective"], about["paper"]) for id, about in chosen.items()]
+        console.print(_table(("id", "collective", "paper"), rows))
     for id in chosen if options.ids else ():
-        console.print(f"{id} · {chosen[id]['road']} · {chosen[id]['paper']}")
+        console.print(f"{id} · {chosen[id]['collective']} · {chosen[id]['paper']}")
         console.print(inspect.getdoc(classes[id]).partition("\n\n")[0].replace("\n", " "))
         found = chosen[id]["options"].items()
         rows = [(name, _spelled(about["default"]), about["values"], about["doc"]) for name, about in found]
@@ -225,10 +225,10 @@ def _plot(run, path):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
-    for road in sorted({result["road"] for result in run["results"]}):
-        points = [result for result in run["results"] if result["road"] == road]
+    for collective in sorted({result["collective"] for result in run["results"]}):
+        points = [result for result in run["results"] if result["collective"] == collective]
         work = [1e3 * (point["encode_seconds"] + point["decode_seconds"]) for point in points]
-        axes.scatter(work, [point["ratio"] for point in points], label=road)
+        axes.scatter(work, [point["ratio"] for point in points], label=collective)
         for x, point in zip(work, points):
             axes.annotate(point["spec"], (x, point["ratio"]), xytext=(5, 4), textcoords="offset points", fontsize=8)
     axes.set(xscale="log", yscale="log", xlabel="encode + decode, ms", ylabel="ratio on the wire")

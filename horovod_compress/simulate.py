@@ -1,12 +1,11 @@
 """The same compressors and exchange with N ranks in one process: what an algorithm does to given gradients."""
 import dataclasses
-import itertools
 
 import numpy as np
 
 from .compressors import get_compressor
 from .compressors.selective import decide_follow_lr
-from .exchange import Exchange
+from .lockstep import make_ranks, run_step
 from .transport.loopback import Loopback
 
 
@@ -41,22 +40,16 @@ def simulate(spec, gradients, lr=None):
     if len(rates) != len(gradients):
         raise ValueError(f"lr has {len(rates)} learning rates for {len(gradients)} steps")
     shapes = {name: np.shape(array) for name, array in gradients[0][0].items()}
-    tensors = {name: (shape, compressor) for name, shape in shapes.items()}
-    exchanges = [Exchange(compressor, transport, tensors) for transport in Loopback.group(size)]
+    exchanges = make_ranks(compressor, shapes, Loopback.group(size))
     run = Run([], [], [], [])
     for step, ranks in enumerate(gradients):
         _check(step, ranks, size, shapes)
         sent = [exchange.stats()["bytes_sent"] for exchange in exchanges]
         grads = [{n: np.array(a, np.float32).reshape(-1) for n, a in named.items()} for named in ranks]
-        carriers = [{n: ex.submit(n, g, lr=rates[step]) for n, g in named.items()} for ex, named in zip(exchanges, grads)]
-        for _ in itertools.zip_longest(*(exchange.rounds() for exchange in exchanges)):
-            pass  # every rank starts a round before any waits for it
+        run_step(exchanges, grads, rates[step])
         for name in shapes:
-            reduced = np.add.reduce([named[name] for named in carriers], axis=0)  # in their own precision, as Horovod does
-            reduced = reduced / reduced.dtype.type(size)
-            for exchange, named in zip(exchanges, grads):
-                exchange.finish(name, reduced)
-                assert np.array_equal(named[name], grads[0][name], equal_nan=True), f"replicas disagree on {name}, step {step}"
+            same = all(np.array_equal(named[name], grads[0][name], equal_nan=True) for named in grads)
+            assert same, f"replicas disagree on {name}, step {step}"
         run.mean.append({name: grads[0][name].reshape(shape) for name, shape in shapes.items()})
         run.bytes_sent.append([exchange.stats()["bytes_sent"] - before for exchange, before in zip(exchanges, sent)])
     run.state = [exchange.arrays() for exchange in exchanges]

@@ -122,7 +122,7 @@ def advise(numel):
     for id, about in hc.available().items():
         sent, work = costs(id, numel)
         around = 2 * (ranks - 1) / ranks  # what a ring allreduce moves
-        moved = min(sent * (ranks - 1), 4 * numel * around) if about["road"] == "allgather" else sent * around
+        moved = min(sent * (ranks - 1), 4 * numel * around) if about["collective"] == "allgather" else sent * around
         rows.append((work + moved / rate + 3 * latency, id, sent, work))
     for wait, id, sent, work in sorted(rows):
         say(f"  {id:12} {1e3 * wait:9.1f} ms, of which {1e3 * work:7.1f} ms are work; {sent / 1e6:8.2f} MB sent")

@@ -8,7 +8,7 @@ import struct
 import numpy as np
 
 from horovod_compress import kernels
-from horovod_compress.compressors.base import Gathered
+from horovod_compress.requests import Gathered
 from horovod_compress.compressors.options import Count, option
 from horovod_compress.compressors.selective import ErrorFeedback
 
@@ -21,7 +21,6 @@ class Cyclic(ErrorFeedback):
     """
 
     id = "cyclic"
-    road = "allgather"
     paper = "none: an example"
 
     every: int = option(Count(low=1), 10, "n: one of so many elements is sent in a step")

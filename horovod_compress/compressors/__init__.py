@@ -96,7 +96,7 @@ def package_of(id):
 
 
 def available():
-    """{id: {"road", "options": {name: {"default", "values", "doc"}}, "paper"}} for every algorithm. Those of other packages that
+    """{id: {"collective", "options": {name: {"default", "values", "doc"}}, "paper"}} for every algorithm. Those of other packages that
     cannot be imported are left out, with a warning."""
     listed = {}
     for id in ids():
@@ -106,7 +106,7 @@ def available():
             warnings.warn(f"horovod_compress: {error}", RuntimeWarning, stacklevel=2)
             continue
         options = {f.name: {"default": f.default, "values": str(f.metadata["kind"]), "doc": f.metadata["doc"]} for f in dataclasses.fields(cls)}
-        listed[id] = {"road": cls.road, "options": options, "paper": cls.paper}
+        listed[id] = {"collective": cls().collective, "options": options, "paper": cls.paper}
     return listed
 
 

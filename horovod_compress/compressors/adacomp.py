@@ -5,7 +5,8 @@ import math
 import numpy as np
 
 from .. import kernels
-from .base import Gathered, State, zeros
+from ..requests import Gathered
+from .base import State, zeros
 from .options import Auto, Count, Number, option
 from .selective import SelectiveCompressor
 
@@ -25,7 +26,6 @@ class AdaComp(SelectiveCompressor):
 
     id = "adacomp"
     number = 4
-    road = "allgather"
     paper = "Chen et al., AdaComp: Adaptive Residual Gradient Compression, AAAI 2018, arXiv 1712.02679"
 
     bin_length: int = option(
@@ -52,7 +52,7 @@ class AdaComp(SelectiveCompressor):
         if state.taken is not None:
             state.scratch["owed"], state.taken = state.taken, None
 
-    def settle(self, state):
+    def apply_pending(self, state):
         indices, scale = state.scratch.pop("owed", _NOTHING)
         residual = state.arrays["residual"]
         residual[indices] -= np.copysign(np.float32(scale), residual[indices])

@@ -6,12 +6,15 @@ import dataclasses
 import threading
 import zlib
 from abc import ABC, abstractmethod
+from typing import Any, Optional
 
 import numpy as np
 
 from .. import kernels
-from ..kernels import HEADROOM
+from ..requests import Collective, HostReduce
 
+GATHER = Collective("allgather", "uint8")
+HOST = Collective("host", "float32")
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -24,60 +27,24 @@ def zeros(numel):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What an algorithm may know of the step it works in: its number from 0, this rank and the number of ranks, what local
-    clipping makes of this rank's gradient (a factor, 1 without clipping), the learning rate that the optimizer will apply to
-    this tensor's result (None where nobody knows it), the sums of squares over samples, as many as the gradient has
-    elements, where the framework's adapter took them, and what a gradient of 1 comes as (the loss scale)."""
+    """What an algorithm may know of the step it works in. index: its number, from 0; rank, size: this rank and the number of ranks;
+    scale: what local clipping makes of this rank's gradient, a factor; squares: the sums over samples of their squared gradients, as
+    many as the gradient has elements, where the framework's adapter took them; lr: the learning rate that the optimizer will apply
+    to this tensor's result, None where nobody knows it; unit: what a gradient of 1 comes as (the loss scale); clip_norm: where the
+    step is clipped, the limit of its norm."""
 
     index: int
     rank: int
     size: int
     scale: float = 1.0
-    squares: np.ndarray = None
-    lr: float = None
+    squares: Optional[np.ndarray] = None
+    lr: Optional[float] = None
     unit: float = 1.0
+    clip_norm: Optional[float] = None
 
-
-# What `encode` returns: one tensor's payload on one rank.
-
-
-@dataclasses.dataclass
-class Dense:
-    """As many numbers as the tensor has elements, float32 or float16, which the host itself sums over ranks. `array` may be
-    the gradient's memory."""
-
-    array: np.ndarray
-
-
-@dataclasses.dataclass
-class Summed:
-    """float32, int32 or int64 numbers that are summed over ranks by an allreduce of ours."""
-
-    array: np.ndarray
-
-
-@dataclasses.dataclass
-class Gathered:
-    """Bytes that are gathered from all ranks. buffer: uint8, with kernels.HEADROOM bytes free before the body and one
-    behind it; elements: how many of the tensor's it sends. `finite` False says that this rank's gradient was not finite."""
-
-    buffer: np.ndarray
-    elements: int
-    finite: bool = True
-
-    @property
-    def body(self):
-        return self.buffer[HEADROOM:-1]
-
-
-# What an `encode` that is a generator may yield before it returns its payload; a Summed works there too.
-
-
-@dataclasses.dataclass
-class Agree:
-    """A few float32 numbers, not NaN: what comes back is their largest over ranks. One message for all tensors of a step."""
-
-    numbers: list
+    def replace(self, **changes: Any) -> "Step":
+        """This step with other values."""
+        return dataclasses.replace(self, **changes)
 
 
 class Model:
@@ -132,11 +99,9 @@ class Compressor(ABC):
 
     id = None  # the name in specs; None: not for users
     number = None  # the id on the wire: below 128 this package's own, which say theirs; above it follows from the id
-    road = None  # "allreduce" or "allgather"
     paper = None
     corrects_momentum = False  # takes over the optimizer's momentum: has options momentum, nesterov and a method bound
     clip_norm = None  # where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is there
-    carries = "float32"  # dtype of its Dense payloads
     same_kernels = False  # whether replicas agree only where all ranks have native kernels, or all the reference
     seed = None  # where set, what is drawn at random follows from it
     degrees = {}  # of arrays of the state that do not grow in proportion to gradients, the power with which they do
@@ -159,10 +124,15 @@ class Compressor(ABC):
         changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
 
-    def stages(self, size):
-        """The collectives that a tensor takes on `size` ranks, in their order, as (operation, dtype): what `encode` yields and
-        returns. A step that goes dense takes none of them, or, where `encode` is a generator, the first."""
-        return (("gather", "uint8"),) if self.road == "allgather" else ()
+    def collectives(self, size):
+        """What `encode` yields and returns on `size` ranks, in order, as Collectives. A step that goes dense takes none of them, or,
+        where `encode` is a generator, the first. As it stands, one allgather."""
+        return (GATHER,)
+
+    @property
+    def collective(self):
+        """How its payloads travel: "allgather", or "allreduce" where they are summed, by us or by the host."""
+        return "allgather" if self.collectives(2)[-1].verb == "allgather" else "allreduce"
 
     @property
     def config(self):
@@ -179,10 +149,11 @@ class Compressor(ABC):
 
     @abstractmethod
     def encode(self, grad, state, step):
-        """This rank's payload: Dense, Summed or Gathered. grad: float32, flat; it is this method's to change.
+        """This rank's payload: HostReduce, Allreduce or Gathered, of `horovod_compress.requests`. grad: float32, flat; it is this
+        method's to change.
 
-        A generator where ranks must agree on something first: it yields an Agree or a Summed, and is sent the largest
-        numbers, or the sum. All tensors of a step go through their rounds together.
+        A generator where ranks must agree on something first: it yields an Allreduce, Allgather or Alltoall, and is sent the
+        result. All tensors of a step go through their rounds together.
         """
 
     def payload_bits(self, step):
@@ -191,17 +162,17 @@ class Compressor(ABC):
         return None
 
     def encode_dense(self, grad, state, step):
-        """All that waits and the gradient, as a Dense payload: what the exchange asks for instead of `encode` where gathered
+        """All that waits and the gradient, as a HostReduce payload: what the exchange asks for instead of `encode` where gathered
         payloads would move more."""
         state.all_sent = True
-        self.settle(state)
+        self.apply_pending(state)
         residual = self.residual(state)
         if residual is not None:
             finite = self.accumulate(grad, state, step)
             np.copyto(grad, residual)
             if not finite:
                 grad[0] = np.nan
-        return Dense(grad)
+        return HostReduce(grad)
 
     def accumulate(self, grad, state, step):
         """Adds the gradient to what waits, but for elements that are not finite; leaves it zero; returns whether all of it was finite."""
@@ -213,14 +184,19 @@ class Compressor(ABC):
         if residual is not None:
             residual.fill(0)
 
-    def decode(self, payload, out, state, scale):
-        """Leaves scale · (what the sum of the ranks' Dense or Summed payloads, `payload`, decodes to) in `out`, the gradient's
-        memory, and returns whether that is finite. As it stands, of Dense payloads, whose array may be `out` itself."""
-        if payload.array.dtype == np.float16:
-            largest = kernels.from_float16(payload.array.view(np.uint16), out)
+    def decode(self, summed, out, state, step, scale):
+        """Leaves scale · (what the sum of the ranks' Allreduce payloads decodes to) in `out`, the gradient's memory, and returns
+        whether that is finite."""
+        raise NotImplementedError(f"{self.id} returns Allreduce payloads, so it needs a method decode")
+
+    def decode_dense(self, reduced, out, state, scale):
+        """Leaves scale · (what the ranks' HostReduce payloads came to), which may be `out` itself, in `out`, and returns whether that is
+        finite."""
+        if reduced.dtype == np.float16:
+            largest = kernels.from_float16(reduced.view(np.uint16), out)
         else:
-            if payload.array is not out:
-                np.copyto(out, payload.array)
+            if reduced is not out:
+                np.copyto(out, reduced)
             largest = kernels.largest(out)
         if scale != 1:
             out *= np.float32(scale)
@@ -248,7 +224,7 @@ class Compressor(ABC):
         """The step succeeded: forgets what would be needed to undo it."""
         state.taken = None
 
-    def settle(self, state):
+    def apply_pending(self, state):
         """Brings the arrays up to date, between steps, where commit left something to the next encode."""
 
     def rollback(self, state):

@@ -2,7 +2,8 @@
 import dataclasses
 
 from .. import kernels
-from .base import Compressor, Gathered
+from ..requests import Gathered
+from .base import Compressor
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -15,7 +16,6 @@ class BFloat16(Compressor):
 
     id = "bf16"
     number = 16
-    road = "allgather"
     paper = "-"
 
     def payload_bits(self, step):

@@ -24,7 +24,6 @@ class DGC(TopK):
 
     id = "dgc"
     number = 1
-    road = "allgather"
     corrects_momentum = True
     paper = "Lin et al., Deep Gradient Compression, ICLR 2018, arXiv 1712.01887"
 
@@ -98,9 +97,8 @@ class DenseMomentum(NoCompression):
     nesterov: bool = option(Flag(), False, "Nesterov's momentum")
     values: str = option(Choice("fp32", "fp16"), "fp32", "how they travel")
 
-    @property
-    def carries(self):
-        return DENSE[self.values].carries
+    def collectives(self, size):
+        return DENSE[self.values].collectives(size)
 
     def encode(self, grad, state, step):
         return DENSE[self.values].encode(grad, state, step)
@@ -108,8 +106,8 @@ class DenseMomentum(NoCompression):
     def init(self, name, shape):
         return State(name, {"u": zeros(math.prod(shape))} if self.momentum else {})
 
-    def decode(self, payload, out, state, scale):
-        finite = super().decode(payload, out, state, scale)
+    def decode_dense(self, reduced, out, state, scale):
+        finite = super().decode_dense(reduced, out, state, scale)
         u = state.arrays.get("u")
         if u is None or not finite:
             return finite

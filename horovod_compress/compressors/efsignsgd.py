@@ -2,7 +2,7 @@
 import dataclasses
 
 from .. import kernels
-from .base import Gathered
+from ..requests import Gathered
 from .options import Flag, option
 from .selective import ErrorFeedback
 
@@ -17,7 +17,6 @@ class EFSignSGD(ErrorFeedback):
 
     id = "efsignsgd"
     number = 13
-    road = "allgather"
     paper = "Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019, arXiv 1901.09847"
 
     follow_lr: bool = option(

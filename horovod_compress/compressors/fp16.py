@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 
 from .. import kernels
-from .base import Dense
+from ..requests import Collective, HostReduce
 from .none import NoCompression
 
 _LARGEST = 65504
@@ -21,7 +21,9 @@ class Float16(NoCompression):
 
     id = "fp16"
     number = 2
-    carries = "float16"
+
+    def collectives(self, size):
+        return (Collective("host", "float16"),)
 
     def encode(self, grad, state, step):
         if step.scale != 1:
@@ -31,7 +33,7 @@ class Float16(NoCompression):
         half = state.scratch["half"]
         if _LARGEST < kernels.to_float16(grad, half.view(np.uint16)) < np.inf:
             self._tell(state)
-        return Dense(half)
+        return HostReduce(half)
 
     @staticmethod
     def _tell(state):

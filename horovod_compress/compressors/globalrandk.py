@@ -5,7 +5,8 @@ import math
 import numpy as np
 
 from .. import kernels
-from .base import State, Summed, zeros
+from ..requests import Allreduce, Collective
+from .base import State, zeros
 from .options import Choice, Count, Flag, Number, option
 from .selective import SelectiveCompressor
 
@@ -93,13 +94,12 @@ class GlobalRandK(SharedCoordinates):
 
     id = "globalrandk"
     number = 8
-    road = "allreduce"
     paper = "Vineeth S, Unbiased Single-scale and Multi-scale Quantizers for Distributed Optimization, arXiv 2109.12497"
 
     ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of coordinates in a step")
 
-    def stages(self, size):
-        return (("sum", "float32"),)
+    def collectives(self, size):
+        return (Collective("allreduce", "float32", "sum"),)
 
     def encode(self, grad, state, step):
         state.scratch["indices"], values, finite = self.draw(grad, state, step)
@@ -107,10 +107,10 @@ class GlobalRandK(SharedCoordinates):
             values = np.append(values, np.float32(0))  # there may be none
         if not finite:
             values.fill(np.nan)  # the sum says so to all ranks
-        return Summed(values)
+        return Allreduce(values)
 
-    def decode(self, payload, out, state, scale):
-        values = payload.array
+    def decode(self, summed, out, state, step, scale):
+        values = summed
         if self.of == "model":
             if values[-1] != 0 or not math.isfinite(scale):
                 out.fill(np.nan)

@@ -2,7 +2,7 @@
 import dataclasses
 
 from .. import kernels
-from .base import Gathered
+from ..requests import Gathered
 from .selective import SelectiveCompressor
 
 
@@ -15,7 +15,6 @@ class Natural(SelectiveCompressor):
 
     id = "natural"
     number = 15
-    road = "allgather"
     paper = "Horvath et al., Natural Compression for Distributed Deep Learning, arXiv 1905.10988"
 
     def payload_bits(self, step):

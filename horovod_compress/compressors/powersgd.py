@@ -5,7 +5,8 @@ import math
 import numpy as np
 
 from .. import kernels
-from .base import Dense, State, Summed, zeros
+from ..requests import Allreduce, Collective, HostReduce
+from .base import State, zeros
 from .options import Count, Number, option
 from .selective import SelectiveCompressor
 
@@ -24,7 +25,6 @@ class PowerSGD(SelectiveCompressor):
 
     id = "powersgd"
     number = 17
-    road = "allreduce"
     same_kernels = True  # every rank orthonormalizes the sums itself, and long sums differ in their last bits
     paper = "Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS 2019, arXiv 1905.13727"
     degrees = {"q": 0}  # a direction
@@ -48,12 +48,12 @@ class PowerSGD(SelectiveCompressor):
         factors = {"p": zeros(rank * n), "next": zeros(rank * m)}
         return State(name, {"residual": zeros(n * m), "q": q}, scratch={"rank": rank, **factors})
 
-    def stages(self, size):
-        return (("sum", "float32"),) * 2
+    def collectives(self, size):
+        return (Collective("allreduce", "float32", "sum"),) * 2
 
     def encode(self, grad, state, step):
         if step.index < self.start_step:
-            return Dense(grad)
+            return HostReduce(grad)
         rank, p, q = (state.scratch[key] for key in ("rank", "p", "next"))
         residual, last = state.arrays["residual"], state.arrays["q"].reshape(rank, -1)
         lost = [kernels.largest(vector) == 0 for vector in last]  # such a vector would stay zero, and its direction unused
@@ -64,20 +64,17 @@ class PowerSGD(SelectiveCompressor):
         if not kernels.project(grad, residual, state.arrays["q"], p, rank, owed):
             p.fill(np.nan)  # the sum says so to all ranks
         state.scratch.pop("owes", None)
-        total = yield Summed(p)
+        total = yield Allreduce(p)
         if total is not p:
             np.copyto(p, total)
         if kernels.largest(p) < np.inf:
             kernels.orthonormalize(p, rank)
         kernels.project_back(residual, p, q, rank)
-        state.scratch["size"] = step.size
-        return Summed(q)
+        return Allreduce(q)
 
-    def decode(self, payload, out, state, scale):
-        if isinstance(payload, Dense):
-            return super().decode(payload, out, state, scale)
-        rank, size, p, q = (state.scratch[key] for key in ("rank", "size", "p", "next"))
-        np.divide(payload.array, np.float32(size), out=q)
+    def decode(self, summed, out, state, step, scale):
+        rank, size, p, q = (state.scratch["rank"], step.size, state.scratch["p"], state.scratch["next"])
+        np.divide(summed, np.float32(size), out=q)
         largest = sum(kernels.largest(left) * kernels.largest(right) for left, right in zip(p.reshape(rank, -1), q.reshape(rank, -1)))
         if not largest * max(1.0, abs(scale * size)) < _MOST:
             out.fill(np.nan)
@@ -97,7 +94,7 @@ class PowerSGD(SelectiveCompressor):
                 np.divide(state.taken, np.float32(largest), out=state.arrays["q"])
         state.taken = None
 
-    def settle(self, state):
+    def apply_pending(self, state):
         if state.scratch.pop("owes", False):
             rank, p, q = (state.scratch[key] for key in ("rank", "p", "next"))
             kernels.subtract_product(state.arrays["residual"], p, q, rank)

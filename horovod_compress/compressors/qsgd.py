@@ -2,7 +2,7 @@
 import dataclasses
 
 from .. import kernels
-from .base import Gathered
+from ..requests import Gathered
 from .options import Choice, Count, option
 from .selective import SelectiveCompressor
 
@@ -17,7 +17,6 @@ class QSGD(SelectiveCompressor):
 
     id = "qsgd"
     number = 18
-    road = "allgather"
     paper = "Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding, NeurIPS 2017, arXiv 1610.02132"
 
     bits: int = option(Count(1, 15), 4, "s = 2^bits - 1 levels")

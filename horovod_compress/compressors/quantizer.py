@@ -6,7 +6,8 @@ from abc import abstractmethod
 import numpy as np
 
 from .. import kernels
-from .base import LARGEST, Agree, Summed
+from ..requests import Allreduce, Collective
+from .base import LARGEST
 from .globalrandk import SharedCoordinates
 
 
@@ -19,13 +20,13 @@ class SharedScaleQuantizer(SharedCoordinates):
     coarsest on every rank; the ranks agree on that first, by counting.
     """
 
-    road = "allreduce"
 
-    def stages(self, size):
+    def collectives(self, size):
         nothing = np.empty(0, np.float32)
         codes = kernels.quantize(nothing, None, 1.0, 1.0, self.steps[:1], _width(self.steps, size), size, 0)
         levels = [kernels.fine_enough(nothing, nothing.view(np.uint32), 1.0, self.steps, size)] if len(self.steps) > 1 else []
-        return (("max", "float32"), *(("sum", words.dtype.name) for words in (*levels, codes)))
+        words = [Collective("allreduce", words.dtype.name, "sum") for words in (*levels, codes)]
+        return (Collective("allreduce", "float32", "max"), *words)
 
     @property
     @abstractmethod
@@ -45,7 +46,7 @@ class SharedScaleQuantizer(SharedCoordinates):
         if len(steps) > 1 and (peaks is None or peaks.size != stretches):
             peaks = state.scratch["peaks"] = np.empty(stretches, np.uint32)
         norm = self.norm_of(values, peaks) if finite else math.inf
-        (w,) = yield Agree([norm])
+        w = float((yield Allreduce(np.array([norm], np.float32), "max"))[0])
         if not math.isfinite(w):  # on some rank: no rank's gradient is used
             values.fill(0)
             if peaks is not None:
@@ -53,7 +54,7 @@ class SharedScaleQuantizer(SharedCoordinates):
         state.scratch["drawn"] = drawn = _Drawn(indices, w if math.isfinite(w) else 0.0, step.size, steps)
         if len(steps) > 1:
             state.scratch["fine"] = fine = kernels.fine_enough(values, peaks, drawn.w, steps, step.size, state.scratch.get("fine"))
-            drawn.levels = yield Summed(fine)
+            drawn.levels = yield Allreduce(fine)
         key = self.key("rounding", state.name, step.index, step.rank)
         spare = state.scratch.get("words")
         words = kernels.quantize(values, drawn.levels, drawn.w, min(norm, drawn.w), steps, drawn.width, step.size, key, spare)
@@ -62,18 +63,18 @@ class SharedScaleQuantizer(SharedCoordinates):
             drawn.dequantize(words, values, 1.0)
             self.put_back(state, values)
         drawn.finite = math.isfinite(w)
-        return Summed(words)
+        return Allreduce(words)
 
-    def decode(self, payload, out, state, scale):
+    def decode(self, summed, out, state, step, scale):
         drawn = state.scratch["drawn"]
         if not drawn.finite or not math.isfinite(scale):
             out.fill(np.nan)
             return False
         if drawn.indices is None:
-            drawn.dequantize(payload.array, out, scale)
+            drawn.dequantize(summed, out, scale)
         else:
             values = np.empty(drawn.indices.size, np.float32)
-            drawn.dequantize(payload.array, values, scale)
+            drawn.dequantize(summed, values, scale)
             out[drawn.indices] = values
         return drawn.w * abs(scale) * drawn.size < LARGEST or kernels.largest(out) < np.inf
 

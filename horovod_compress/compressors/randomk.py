@@ -6,7 +6,8 @@ import struct
 import numpy as np
 
 from .. import kernels
-from .base import Gathered, State, zeros
+from ..requests import Gathered
+from .base import State, zeros
 from .options import Number, option
 from .selective import SelectiveCompressor
 
@@ -21,7 +22,6 @@ class RandomK(SelectiveCompressor):
 
     id = "randomk"
     number = 7
-    road = "allgather"
     paper = "Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, arXiv 1809.07599"
 
     ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of a tensor's elements sent in a step")

@@ -4,7 +4,7 @@ import dataclasses
 import numpy as np
 
 from .. import kernels
-from .base import Summed
+from ..requests import Allreduce, Collective
 from .selective import SelectiveCompressor
 
 
@@ -18,26 +18,22 @@ class SignSGD(SelectiveCompressor):
 
     id = "signsgd"
     number = 12
-    road = "allreduce"
     paper = "Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018, arXiv 1802.04434"
 
-    def stages(self, size):
-        return (("sum", kernels.sum_signs(np.empty(0, np.float32), _width(size), None).dtype.name),)
+    def collectives(self, size):
+        return (Collective("allreduce", kernels.sum_signs(np.empty(0, np.float32), _width(size), None).dtype.name, "sum"),)
 
     def encode(self, grad, state, step):
-        width = state.scratch["width"] = _width(step.size)
-        state.scratch["size"] = step.size
-        words = state.scratch["words"] = kernels.sum_signs(grad, width, state.scratch.get("words"))
+        words = state.scratch["words"] = kernels.sum_signs(grad, _width(step.size), state.scratch.get("words"))
         words[-1] = not kernels.largest(grad) < np.inf  # the last word counts ranks whose gradient was not finite
-        return Summed(words)
+        return Allreduce(words)
 
-    def decode(self, payload, out, state, scale):
-        size = state.scratch["size"]
-        if payload.array[-1]:
+    def decode(self, summed, out, state, step, scale):
+        if summed[-1]:
             out.fill(np.nan)
             return False
-        kernels.vote(payload.array, out, state.scratch["width"], size, size * scale)
-        return bool(np.isfinite(size * scale))
+        kernels.vote(summed, out, _width(step.size), step.size, step.size * scale)
+        return bool(np.isfinite(step.size * scale))
 
 
 def _width(size):

@@ -2,7 +2,7 @@
 import dataclasses
 
 from .. import kernels
-from .base import Gathered
+from ..requests import Gathered
 from .options import Number, option
 from .selective import ErrorFeedback
 
@@ -17,7 +17,6 @@ class Strom(ErrorFeedback):
 
     id = "strom"
     number = 3
-    road = "allgather"
     paper = "Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, Interspeech 2015"
 
     tau: float = option(Number(1e-30, 1e30), 0.001, "the threshold, and the size of what is sent")

@@ -3,7 +3,8 @@ import dataclasses
 import math
 
 from .. import kernels
-from .base import Gathered, State, zeros
+from ..requests import Gathered
+from .base import State, zeros
 from .options import Choice, Number, option
 from .selective import SelectiveCompressor
 
@@ -19,7 +20,6 @@ class TopK(SelectiveCompressor):
 
     id = "topk"
     number = 6
-    road = "allgather"
     paper = "Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, arXiv 1704.05021"
 
     ratio: float = option(Number(0, 1, low_open=True), 0.001, "share of a tensor's elements sent in a step")

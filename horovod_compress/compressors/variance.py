@@ -3,7 +3,8 @@ import dataclasses
 import math
 
 from .. import kernels
-from .base import LARGEST, Gathered, State, zeros
+from ..requests import Gathered
+from .base import LARGEST, State, zeros
 from .options import Choice, Flag, Number, option
 from .selective import SelectiveCompressor
 
@@ -24,7 +25,6 @@ class Variance(SelectiveCompressor):
 
     id = "variance"
     number = 5
-    road = "allgather"
     paper = "Tsuzuku, Imachi, Akiba, Variance-based Gradient Compression, ICLR 2018 workshop, arXiv 1802.06058"
     degrees = {"v": 2}
 

@@ -19,12 +19,14 @@ from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..compressors.selective import decide_follow_lr
 from ..handshake import agree
+from ..requests import Collective
 from .exchange import GraphExchange
 from .optimizer import check, is_horovods, is_plain_sgd, learning_rate_of, momentum_of, take_over_momentum, watch_passes
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order.
 _numbers = collections.defaultdict(itertools.count)
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
+_SUM = Collective("allreduce", "int64", "sum")
 _INFINITE_HALF = 65520  # what is as large becomes infinite in float16
 
 
@@ -52,7 +54,8 @@ class _Variable:
     number: int  # in the order in which they became known: alike on all ranks, as names need not be
     shape: tuple
     compressor: Compressor
-    stages: tuple
+    carried: str  # dtype of what the host reduces
+    moved: tuple  # the Collectives that the messages beside it take
     squares: tf.Variable = None  # of its passes' gradients, summed, where moments=microbatch
     observed: bool = False  # whether a pass was seen, while it was traced
 
@@ -189,20 +192,20 @@ class BoundCompression:
             # Reshaped because `_begin` may refuse the step: a control dependency would stay outside of the branch that reduces.
             carrier = tf.reshape(tf.cast(tensor, tf.float32), call.flat[i], name=f"{self._label}.{variable.number}")
             return carrier, (variable, tensor.dtype, [call.number])
-        stages, herald = variable.stages, variable.name == self._exchange.herald
+        sends_number = variable.name == self._exchange.sends_number
         with tf.device("/cpu:0"):
-            dtypes = [variable.compressor.carries, *(dtype for _, dtype in stages[:1]), *["int64"] * herald]
             inputs = [call.number, call.own(i), *call.squared_norm, *call.lr, *_read_and_clear(variable.squares)]
+            dtypes = [variable.carried, *_dtypes(variable.moved[:1]), *["int64"] * sends_number]
             carrier, *message = _python(self._submit, variable, inputs, dtypes)
-            beat = [self._move("sum", message.pop(), "step")] if herald else []
-            for stage, (op, dtype) in enumerate(stages):
+            numbers = self._move(_SUM, [message.pop()], "step") if sends_number else []
+            for stage, collective in enumerate(variable.moved):
                 if stage:
-                    advance = functools.partial(self._advance, dtype=dtype)
-                    message, beat = _python(advance, variable, [call.number, *message, *beat], [dtype]), []
-                message = [self._move(op, *message, f"{variable.number}.{stage}")]
+                    advance = functools.partial(self._advance, stage=stage)
+                    message, numbers = _python(advance, variable, [call.number, *message, *numbers], _dtypes([collective])), []
+                message = self._move(collective, message, f"{variable.number}.{stage}")
             # Horovod names its own reduction after what it reduces.
             carrier = tf.identity(carrier, name=f"{self._label}.{variable.number}")
-        return carrier, (variable, tensor.dtype, [call.number, *message, *beat])
+        return carrier, (variable, tensor.dtype, [call.number, *message, *numbers])
 
     @tf.autograph.experimental.do_not_convert
     def decompress(self, tensor, ctx):
@@ -256,7 +259,7 @@ class BoundCompression:
 
     def _travels_as_it_is(self, variable):
         """Whether nothing is done to its gradients before Horovod reduces them: then they go there without a detour."""
-        return not variable.stages and variable.compressor.carries == "float32" and self._compressor.clip_norm is None
+        return not variable.moved and variable.carried == "float32" and self._compressor.clip_norm is None
 
     def _register(self, pairs):
         """The _Variable of each (gradient, source). New ones become known on all ranks at once."""
@@ -290,8 +293,10 @@ class BoundCompression:
                     "without a name throughout a process: name them, or call tf.keras.backend.clear_session() first"
                 )
             for key, (name, shape) in new.items():
-                known = self._exchange.add(name, shape, self._compressor, self._saved and self._saved[name])
-                variable = self._variables[key] = _Variable(name, len(self._variables), shape, *known)
+                compressor = self._exchange.add(name, shape, self._compressor, self._saved and self._saved[name])
+                collectives = compressor.collectives(self._process_set.size())
+                carried, moved = (collectives[0].dtype, ()) if collectives[0].verb == "host" else ("float32", collectives)
+                variable = self._variables[key] = _Variable(name, len(self._variables), shape, compressor, carried, moved)
                 if self._microbatches and hasattr(variable.compressor, "moments"):
                     with tf.init_scope(), tf.device("/cpu:0"):
                         variable.squares = tf.Variable(tf.zeros(shape), trainable=False)
@@ -310,11 +315,16 @@ class BoundCompression:
                 variable.observed = True
         return grads_and_vars
 
-    def _move(self, op, message, name):
-        name = f"{self._label}.{name}"
-        options = {"name": name, "process_set": self._process_set, "ignore_name_scope": True}
-        moved = hvd.allgather(message, **options) if op == "gather" else hvd.allreduce(message, op=_OPS[op], **options)
-        return tf.raw_ops.Snapshot(input=moved)
+    def _move(self, collective, message, name):
+        """The operation that moves a message; what it brings, in as many tensors."""
+        options = {"name": f"{self._label}.{name}", "process_set": self._process_set, "ignore_name_scope": True}
+        if collective.verb == "alltoall":
+            moved = hvd.alltoall(*message, **options)
+        elif collective.verb == "allgather":
+            moved = [hvd.allgather(*message, **options)]
+        else:
+            moved = [hvd.allreduce(*message, op=_OPS[collective.op], **options)]
+        return [tf.raw_ops.Snapshot(input=tensor) for tensor in moved]
 
     # -- the same, while the graph runs -----------------------------------------------------------------------------------
 
@@ -337,22 +347,29 @@ class BoundCompression:
         squared_norm = next(numbers) if self._compressor.clip_norm is not None else None
         lr = float(next(numbers)) if self._compressor.follow_lr else None
         squares = next(numbers).reshape(-1) if variable.squares is not None else None
-        carrier, message, beat = self._exchange.submit(variable.name, grad, call, squares, squared_norm, lr)
-        outputs = [carrier, *(_or_nothing(message, dtype) for _, dtype in variable.stages[:1])]
-        return outputs + [_or_nothing(beat, "int64")] * (variable.name == self._exchange.herald)
+        carrier, message, number = self._exchange.submit(variable.name, grad, call, squares, squared_norm, lr)
+        outputs = [carrier, *(message or self._nothing(variable.moved[:1]))]
+        if variable.name == self._exchange.sends_number:
+            outputs.append(np.empty(0, np.int64) if number is None else number)
+        return outputs
 
-    def _advance(self, variable, call, arrived, beat=None, dtype=None):
-        message = self._exchange.advance(variable.name, call, arrived, beat if beat is not None and beat.size else None)
-        return [_or_nothing(message, dtype)]
+    def _advance(self, variable, call, *brought, stage):
+        arrived, numbers = _taken_apart(brought, variable.moved[stage - 1])
+        return self._exchange.advance(variable.name, call, arrived, numbers) or self._nothing(variable.moved[stage : stage + 1])
+
+    def _nothing(self, collectives):
+        """The message of these collectives, at most one, where a step has none for them."""
+        splits = np.zeros(self._process_set.size(), np.int32)
+        return [splits if dtype == "int32" and c.verb == "alltoall" else np.empty(0, dtype) for c in collectives for dtype in _dtypes([c])]
 
     def _take(self, variable, call, reduced, half):
         """Submits, and finishes, what Horovod has reduced already."""
         self._exchange.submit(variable.name, reduced.reshape(-1), call)
         return self._finish(variable, call, reduced, half=half)
 
-    def _finish(self, variable, call, reduced, arrived=None, beat=None, half=False):
-        beat = beat if beat is not None and beat.size else None
-        result = self._exchange.finish(variable.name, call, reduced.reshape(-1), arrived, beat)
+    def _finish(self, variable, call, reduced, *brought, half):
+        arrived, numbers = _taken_apart(brought, variable.moved[-1]) if brought else (None, None)
+        result = self._exchange.finish(variable.name, call, reduced.reshape(-1), arrived, numbers)
         if half and not kernels.largest(result) < _INFINITE_HALF:
             self._exchange.reject(variable.name)
         return [result.reshape(variable.shape)]
@@ -425,8 +442,16 @@ def _first_values(variable):
     return tf.reshape(variable.read_value(), [-1])[:1000]
 
 
-def _or_nothing(array, dtype):
-    return np.empty(0, dtype) if array is None else array
+def _dtypes(collectives):
+    """Of the arrays that messages of these collectives are: of an alltoall, bytes and how many go to each rank."""
+    return [dtype for c in collectives for dtype in ((c.dtype, "int32") if c.verb == "alltoall" else (c.dtype,))]
+
+
+def _taken_apart(brought, collective):
+    """(what a message of this collective has become, the sum of the steps' numbers where they were sent with it, else None)"""
+    arrays = len(_dtypes([collective]))
+    numbers = brought[arrays] if len(brought) > arrays and brought[arrays].size else None
+    return list(brought[:arrays]), numbers
 
 
 def _squared_norm(factor, *grads):

@@ -1,200 +1,213 @@
-"""The exchange of tensors that a graph's executor brings in any order, several at a time."""
+"""Drives the steps of tensors that a graph's executor brings in any order, several at a time."""
 import dataclasses
 import itertools
 import threading
+from typing import Any, Dict, Generator, List, Optional, Tuple
 
 import numpy as np
 
-from ..compressors.base import Agree
-from ..exchange import Exchange, Run, dense_until, is_count, refuse
+from .. import checkpoint
+from ..compressors.base import Compressor
+from ..driver import Driver, Transaction
 from ..handshake import first_difference
-from ..transport.base import Transport
+from ..requests import Allgather, Allreduce, Alltoall, Final, HostReduce, Outcome, Request, StepNorm
+from ..step import check_step_numbers, conclude, step_numbers
 
-_KEPT = 100  # calls
+_KEPT = 100  # calls of functions
 
-
-class _Messages(Transport):
-    """Keeps what was started until the graph's operations take it, and what they brought until it is asked for."""
-
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
-        self.started, self.arrived = {}, {}
-
-    def allgather(self, name, payload):
-        self.started[name] = payload
-        return lambda: self.arrived.pop(name)
-
-    def allreduce(self, name, array, op="sum"):
-        return self.allgather(name, array)
+Message = List[np.ndarray]  # what an operation is to move: one array; of an alltoall the bytes and, int32, how many go to each rank
+Saved = Tuple[Dict[str, np.ndarray], int, int]  # a tensor's arrays, steps taken, dense until
 
 
-class GraphExchange(Exchange):
-    """One rank's side of a compression whose payloads are moved by operations of a graph.
+@dataclasses.dataclass
+class _Pending:
+    """A tensor's last step, until the next one begins."""
 
-    A step is one call of a traced function; it begins with `begin`. Its tensors come and go in any order, and in several threads:
+    step: Generator[Request, Any, None]
+    call: int
+    transaction: Transaction
+    index: int
+    request: Request  # that it waits for
+    compares: bool = False  # whether it has sent the step's number and waits for the sum
+
+
+class GraphExchange(Driver):
+    """Drives steps whose payloads are moved by operations of a graph.
+
+    A step is one call of a traced function; it begins with `begin`. Tensors come and go in any order, and in several threads:
     one may be finished before another is submitted. None of the methods waits. `submit` and `advance` return the message that an
-    operation is to move next, as the tensor's `stages` say (None in a step that goes dense), and the next call of that tensor
-    brings the result. One tensor, the herald, sends the step's number too, where there are sums.
+    operation is to move next, as the tensor's `collectives` say (None in a step that goes dense), and the next call for that tensor
+    brings the result. One tensor, `sends_number`, also sends the step's number, where there are sums.
     """
 
-    def __init__(self, compressor, rank, size, label, discardable=False):
-        super().__init__(compressor, _Messages(rank, size), {}, label, discardable)
+    def __init__(self, compressor: Compressor, rank: int, size: int, label: str, discardable: bool = False) -> None:
+        super().__init__(compressor, rank, size, label, discardable)
         self._lock = threading.Lock()  # for what tensors share; each tensor's own is in one thread at a time
         self._calls = itertools.count()
-        self._begun = {}  # call → (its run, how many tensors are to come)
-        self._last = {}  # name → (call, run) of the tensor's last step, until that is settled
-        self._steps = {}  # name → steps it has taken
-        self._awaited = {}  # name → what its message is called
-        self._rounds = {}  # name → the round that it is in
-        self._beat = f"{label}:step"
-        self.herald = None
+        self._begun: Dict[int, Tuple[Transaction, int]] = {}  # call → (its transaction, how many tensors are to come)
+        self._pending: Dict[str, _Pending] = {}
+        self._indices: Dict[str, int] = {}  # steps each tensor has taken
+        self.sends_number: Optional[str] = None
 
-    def add(self, name, shape, variant, saved=None):
-        """Makes a tensor known; returns its compressor and stages. saved: what `load_state_dict` returned for it; ValueError, and the
-        tensor stays unknown, where that does not fit."""
-        self._know(name, shape, variant)
-        arrays, self._steps[name], self._tensors[name].dense_until = saved or (None, 0, 0)
+    def add(self, name: str, shape: tuple, variant: Compressor, saved: Optional[Saved] = None) -> Compressor:
+        """Makes a tensor known; returns its compressor. saved: what `load_state_dict` returned for it; ValueError, and the tensor stays
+        unknown, where that does not fit."""
+        tensor = self._add(name, shape, variant)
+        self._indices[name] = 0
         if saved:
+            arrays, self._indices[name], tensor.dense_until = saved
             try:
-                self._restore({name: self._tensors[name].state.arrays}, {name: arrays})
+                checkpoint.restore([tensor], {name: arrays}, self._now.unit)
             except ValueError:
-                del self._tensors[name], self._steps[name]
+                del self._tensors[name], self._indices[name]
                 raise
-        chosen = self._tensors[name].compressor
-        stages = chosen.stages(self.transport.size)
-        if self.herald is None and any(op == "sum" for op, _ in stages):
-            self.herald = name
-        return chosen, stages
+        if self.sends_number is None and any(c.verb == "allreduce" and c.op == "sum" for c in tensor.compressor.collectives(self._now.size)):
+            self.sends_number = name
+        return tensor.compressor
 
-    def begin(self, tensors):
+    def begin(self, tensors: int) -> int:
         """Begins a step of so many tensors; returns the number of the call."""
         with self._lock:
             call = next(self._calls)
             self._begun.pop(call - _KEPT, None)  # some never bring all: what nobody uses is not computed
-            self._begun[call] = Run(0), tensors
+            self._begun[call] = Transaction(), tensors
             return call
 
-    def submit(self, name, grad, call, squares=None, squared_norm=None, lr=None):
-        """Takes a tensor's flat float32 gradient into a step; returns (carrier, message, the herald's numbers or None).
+    def submit(
+        self, name: str, grad: np.ndarray, call: int, squares: Optional[np.ndarray] = None, squared_norm: Optional[float] = None,
+        lr: Optional[float] = None,
+    ) -> Tuple[np.ndarray, Optional[Message], Optional[np.ndarray]]:
+        """Takes a tensor's flat float32 gradient into a step; returns (carrier, message, the step's number to send or None).
 
         grad's memory belongs to the exchange until `finish`. squares, lr: as in Step; squared_norm: where they are to be
         clipped, of factor · (all gradients of the step), factor being what the host makes of a 1 on each rank. A tensor that was
         never finished abandons its last step.
         """
-        self._settle(name)
+        self._end(name)
         with self._lock:
-            run, missing = self._begun.pop(call)
+            transaction, missing = self._begun.pop(call)
             if missing > 1:
-                self._begun[call] = run, missing - 1
-        if name == self.herald:
-            run.number = self._steps[name]
-        scale = 1.0 if squared_norm is None else self._clipping(float(squared_norm))
-        step = dataclasses.replace(self._now, index=self._steps[name], scale=scale, squares=squares, lr=lr)
-        self._steps[name] += 1
-        self._last[name] = call, run
-        pending = self._begin(name, grad, run, step)
-        message = self._message(pending)
-        return pending.carrier, message, self.transport.started.pop(self._beat, None) if name == self.herald else None
+                self._begun[call] = transaction, missing - 1
+            self._latest = transaction
+        tensor = self._known(name, grad)
+        index = self._indices[name]
+        generator = self._begin(tensor, grad, self._now.replace(index=index, squares=squares, lr=lr))
+        self._indices[name] += 1
+        transaction.tensors.append(tensor)
+        pending = self._pending[name] = _Pending(generator, call, transaction, index, HostReduce(grad))
+        carrier = generator.send(None).array
+        request = generator.send(None)
+        if isinstance(request, StepNorm):
+            request = generator.send(float(squared_norm))
+        pending.request = request
+        numbers = None
+        if name == self.sends_number and _is_sum(request):
+            pending.compares, numbers = True, Allreduce(step_numbers(index))
+            tensor.count(numbers)
+        return carrier, _message(request), numbers and numbers.array
 
-    def advance(self, name, call, arrived, beat=None):
-        """Brings what became of a message, and the sum of the herald's numbers; returns the next message."""
-        pending = self._arrive(name, call, arrived, beat)
-        if name in self._rounds:
-            next(self._rounds.pop(name), None)
-        return self._message(pending)
+    def advance(self, name: str, call: int, arrived: Message, numbers: Optional[np.ndarray] = None) -> Optional[Message]:
+        """Brings what became of a message, and the sum of the steps' numbers; returns the next message."""
+        pending = self._arrive(name, call, numbers)
+        if isinstance(pending.request, Final):  # a step that goes dense has no more to send
+            return None
+        pending.request = pending.step.send(_answer(pending.request, arrived))
+        return _message(pending.request)
 
-    def finish(self, name, call, reduced, arrived=None, beat=None):
+    def finish(
+        self, name: str, call: int, reduced: np.ndarray, arrived: Optional[Message] = None, numbers: Optional[np.ndarray] = None
+    ) -> np.ndarray:
         """Brings the carrier as the host reduced it, and what became of the last message; returns the flat float32 result, in the
         memory of the gradient or of the carrier."""
-        pending = self._arrive(name, call, arrived, beat)
-        if pending.wait is None and reduced.dtype == np.float32:  # the carrier was the payload
-            pending.grad = reduced
-        super().finish(name, reduced)
-        return pending.grad
+        pending = self._arrive(name, call, numbers)
+        request = pending.request.request
+        outcome = pending.step.send((reduced, None if request is None else _answer(request, arrived)))
+        pending.request = outcome
+        if not outcome.finite:
+            pending.transaction.finite = False
+        return outcome.result
 
-    def flush(self, factor=1.0):
-        """Nothing waits for a whole step."""
-
-    def _goes_on(self, pending):
-        """`_message` takes it further."""
-
-    def reject(self, name):
+    def reject(self, name: str) -> None:
         """The host could not use this result, on all ranks alike: its step will be rolled back."""
-        self._last[name][1].finite = False
+        self._pending[name].transaction.finite = False
 
-    def _message(self, pending):
-        """What this tensor has started."""
-        name = pending.tensor.name
-        prefix = f"{self._label}.{name}"
-        if pending.encoding is not None:
-            asking = [pending] if isinstance(pending.request, Agree) else []
-            self._rounds[name] = self._round([pending], asking, f"{prefix}:agree")
-            next(self._rounds[name])
-        for awaited in (prefix, f"{prefix}.round", f"{prefix}:agree"):
-            if awaited in self.transport.started:
-                self._awaited[name] = awaited
-                return self.transport.started.pop(awaited)
-        return None
-
-    def _arrive(self, name, call, arrived, beat):
-        if self._last.get(name, (None,))[0] != call or name not in self._open:
+    def _arrive(self, name: str, call: int, numbers: Optional[np.ndarray]) -> _Pending:
+        pending = self._pending.get(name)
+        if pending is None or pending.call != call or isinstance(pending.request, Outcome):
             raise RuntimeError(
                 f"{name}: another gradient of it came before this one was exchanged. One compression serves one model, and one step "
                 "at a time: make a compression for each tape or optimizer whose steps may overlap"
             )
-        if name in self._awaited:
-            self.transport.arrived[self._awaited.pop(name)] = arrived
-        if beat is not None:
-            self.transport.arrived[self._beat] = beat
-        return self._open[name]
+        if pending.compares and numbers is not None:
+            pending.compares = False
+            check_step_numbers(numbers, pending.index, self._now.size)
+        return pending
 
-    def _tell_step(self, pending):
-        if pending.tensor.name == self.herald:
-            super()._tell_step(pending)
-
-    def _compare_steps(self, pending):
-        if pending.tensor.name == self.herald:
-            super()._compare_steps(pending)
-
-    def _settle(self, name):
+    def _end(self, name: str) -> None:
         """Ends a tensor's last step where that has not happened yet."""
-        if name not in self._last:
+        pending = self._pending.pop(name, None)
+        if pending is None:
             return
-        _, run = self._last.pop(name)
-        abandoned = self._open.pop(name, None) is not None
-        self._rounds.pop(name, None)
-        self._awaited.pop(name, None)
-        tensor, succeeded = self._tensors[name], run.finite and not abandoned
-        tensor.end_step(succeeded)
+        transaction = pending.transaction
+        succeeded = transaction.finite and isinstance(pending.request, Outcome)
+        conclude(pending.step, succeeded)
         with self._lock:
-            if run.tensors:  # the first of its step
-                self._steps_ended += 1
-                self._steps_undone += not succeeded
-                run.tensors.clear()
+            if not transaction.ended:  # the first of its step
+                transaction.finite = succeeded
+                self._count_step(transaction)
 
-    def settle(self):
-        if self._open:
-            raise RuntimeError(f"a step is under way or was given up ({', '.join(list(self._open)[:3])} … not finished)")
-        for name in list(self._last):
-            self._settle(name)
+    def open_tensors(self) -> List[str]:
+        return [name for name, pending in self._pending.items() if not isinstance(pending.request, Outcome)]
 
-    def state_dict(self):
-        return {**super().state_dict(), "step": dict(self._steps)}
+    def end_step(self) -> None:
+        self._refuse_in_step()
+        for name in list(self._pending):
+            self._end(name)
 
-    def _wrong_step(self, step):
-        if not isinstance(step, dict):
-            return "step", "steps by tensor", step
-        return next(((f"step.{name}", "a whole number", number) for name, number in step.items() if not is_count(number)), None)
+    def state_dict(self) -> Dict[str, Any]:
+        """This rank's state as plain values and copied arrays."""
+        self.end_step()
+        return self._saved(dict(self._indices))
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: Dict[str, Any]) -> Dict[str, Saved]:
         """Continues from a state_dict of the same rank, size and model. Returns what is in it for tensors that are not known yet:
         {name: (arrays, steps taken, dense until)}, for `add`. ValueError, and nothing changed, for any other state."""
-        arrays, steps = self._checked(state)
-        refuse(first_difference(dict.fromkeys(arrays, "there"), dict.fromkeys(steps, "there"), "step"))
-        known = [name for name in arrays if name in self._tensors]
-        self._restore(self.arrays(), {name: arrays[name] for name in known})
-        self._steps.update((name, steps[name]) for name in known)
-        self._latest = Run(0)
+        arrays, steps = checkpoint.checked(state, self._identity(), _wrong_steps)
+        checkpoint.refuse(first_difference(dict.fromkeys(arrays, "there"), dict.fromkeys(steps, "there"), "step"))
+        self.arrays()
+        known = {name: arrays[name] for name in arrays if name in self._tensors}
+        checkpoint.restore(self._tensors.values(), known, self._now.unit)
+        self._latest = Transaction()
         for name in known:
-            self._tensors[name].dense_until = dense_until(state, name)
-        return {name: (arrays[name], steps[name], dense_until(state, name)) for name in arrays if name not in self._tensors}
+            self._indices[name] = steps[name]
+            self._tensors[name].dense_until = checkpoint.dense_until(state, name)
+        return {name: (arrays[name], steps[name], checkpoint.dense_until(state, name)) for name in arrays if name not in known}
+
+
+def _wrong_steps(steps: Any) -> checkpoint.Difference:
+    if not isinstance(steps, dict):
+        return "step", "steps by tensor", steps
+    return next(filter(None, (checkpoint.wrong_count(f"step.{name}", number) for name, number in steps.items())), None)
+
+
+def _message(request: Request) -> Optional[Message]:
+    """What an operation is to move for a request."""
+    collective = request.request if isinstance(request, Final) else request
+    if isinstance(collective, Alltoall):
+        return [collective.payload, np.array(collective.splits, np.int32)]
+    if isinstance(collective, Allgather):
+        return [collective.payload]
+    return None if collective is None else [collective.array]
+
+
+def _answer(request: Request, arrived: Message) -> Any:
+    """A request's result, from what its operation brought."""
+    if isinstance(request, Alltoall):
+        payload, splits = arrived
+        return np.split(payload, np.cumsum(splits)[:-1])
+    return arrived[0]
+
+
+def _is_sum(request: Request) -> bool:
+    collective = request.request if isinstance(request, Final) else request
+    return isinstance(collective, Allreduce)

@@ -20,3 +20,8 @@ class Transport(ABC):
     def allreduce(self, name, array, op="sum"):
         """Starts the sum, or with op="max" the maximum, over ranks of float32, int32 or int64 arrays of one length; the result may lie
         in `array`'s own memory."""
+
+    @abstractmethod
+    def alltoall(self, name, payload, splits):
+        """Starts sending each rank a part of a uint8 array: the first splits[0] bytes to rank 0, the next splits[1] to rank 1 …; the
+        result is the parts that came, a list by rank."""

@@ -27,6 +27,16 @@ class HorovodTransport(Transport):
         handle = hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=self._process_set)
         return lambda: self._wait(handle).numpy()
 
+    def alltoall(self, name, payload, splits):
+        splits = torch.tensor(splits, dtype=torch.int32)
+        handle = hvd.alltoall_async(torch.from_numpy(payload), splits, name=name, process_set=self._process_set)
+
+        def wait():
+            received, lengths = self._wait(handle)
+            return [part.numpy() for part in received.split(lengths.tolist())]
+
+        return wait
+
     @staticmethod
     def _wait(handle):
         try:

@@ -42,6 +42,7 @@ class MPITransport(Transport):
         self._comm = MPI.COMM_WORLD.Create_group(group)
         self.rank, self.size = self._comm.rank, self._comm.size
         self._started = {}  # (operation, name): array, until it is sent
+        self._splits = {}  # of alltoalls that were started, bytes for each rank
         self._arrived = {}
         self._announcing = None  # what MPI may still write to
         self._broken = False
@@ -51,6 +52,10 @@ class MPITransport(Transport):
 
     def allreduce(self, name, array, op="sum"):
         return self._start((op, name), array)
+
+    def alltoall(self, name, payload, splits):
+        self._splits[name] = np.array(splits, np.int64)
+        return self._start(("alltoall", name), payload)
 
     def _start(self, key, array):
         self._arrived.pop(key, None)  # of a step that was abandoned
@@ -87,13 +92,16 @@ class MPITransport(Transport):
             received = np.empty(totals.sum(), np.uint8)
             self._comm.Allgatherv(sent, [received, totals])
             self._hand_out(list(gathered), received, totals)
-        reduced = [(key, array) for key, array in started if key[0] != "gather"]
+        for (op, name), array in started:
+            if op == "alltoall":
+                self._arrived[op, name] = self._exchange_parts(array, self._splits.pop(name))
+        reduced = [(key, array) for key, array in started if key[0] in ("sum", "max")]
         for op, dtype in sorted({(op, array.dtype.str) for (op, _), array in reduced}):
             self._reduce(op, {key: array for key, array in reduced if (key[0], array.dtype.str) == (op, dtype)})
 
     def _announce(self, started, size):
         """What each rank will gather, in bytes. MismatchError, on all ranks, where they have not started the same operations."""
-        operations = [(*key, 0 if key[0] == "gather" else array.nbytes) for key, array in started]
+        operations = [(*key, array.nbytes if key[0] in ("sum", "max") else 0) for key, array in started]
         mine = np.array([size, len(started), zlib.crc32(repr(operations).encode())], np.int64)
         all_ranks = np.empty((self.size, mine.size), np.int64)
         request, since, warned = self._comm.Iallgather(mine, all_ranks), time.monotonic(), False
@@ -116,6 +124,14 @@ class MPITransport(Transport):
                     "have the same gradients in every step"
                 )
         return all_ranks[:, 0].copy()
+
+    def _exchange_parts(self, payload, splits):
+        """The parts of an alltoall that came, by rank."""
+        lengths = np.empty(self.size, np.int64)
+        self._comm.Alltoall(splits, lengths)
+        received = np.empty(lengths.sum(), np.uint8)
+        self._comm.Alltoallv([payload, splits], [received, lengths])
+        return np.split(received, np.cumsum(lengths)[:-1])
 
     def _hand_out(self, names, received, totals):
         """Joins each operation's parts in rank order."""

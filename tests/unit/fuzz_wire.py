@@ -13,8 +13,9 @@ import numpy as np
 
 import horovod_compress as hc
 from horovod_compress import kernels, wire
-from horovod_compress.compressors.base import Gathered, Step
+from horovod_compress.compressors.base import Step
 from horovod_compress.kernels import HEADROOM, reference
+from horovod_compress.requests import Gathered
 
 DIGEST, STEP = 0x12345678, 7
 VARIANTS = [
@@ -24,7 +25,7 @@ VARIANTS = [
     "qsgd:bits=2",
     "qsgd:coding=fixed,bucket_size=10",
 ]
-SPECS = [id for id, about in hc.available().items() if about["road"] == "allgather"] + VARIANTS
+SPECS = [id for id, about in hc.available().items() if about["collective"] == "allgather"] + VARIANTS
 INTERESTING = [0, 1, 2, 0x7F, 0x80, 0xFF]
 
 

@@ -1,12 +1,11 @@
-"""Ranks in one process, driven step by step: what the tests of exchanges and compressors share."""
-import itertools
+"""Ranks in one process: what the tests of exchanges and compressors share."""
 import math
 
 import numpy as np
 from hypothesis import strategies as st
 
 from horovod_compress.compressors import get_compressor
-from horovod_compress.exchange import Exchange
+from horovod_compress.lockstep import make_ranks, mean_of, run_step, start_step  # noqa: F401
 from horovod_compress.transport.loopback import Loopback
 
 SHAPES = {"w": (30, 40), "x": (40, 40), "bias": (40,)}
@@ -14,37 +13,13 @@ SHAPES = {"w": (30, 40), "x": (40, 40), "bias": (40,)}
 
 def ranks_of(spec, size=2, shapes=SHAPES, transport=Loopback):
     """The exchanges of `size` ranks."""
-    compressor = get_compressor(spec)
-    return [Exchange(compressor, t, {n: (s, compressor) for n, s in shapes.items()}) for t in transport.group(size)]
+    return make_ranks(get_compressor(spec), shapes, transport.group(size))
 
 
 def gradients(seed, size=2, shapes=SHAPES):
     """gradients[rank] = {name: flat array}."""
     rng = np.random.default_rng(seed)
     return [{n: rng.standard_normal(math.prod(s)).astype(np.float32) for n, s in shapes.items()} for _ in range(size)]
-
-
-def start_step(exchanges, grads):
-    """Submits all that grads[rank] holds, and starts it all; returns carriers[rank] = {name: array}."""
-    carriers = [{n: ex.submit(n, g) for n, g in named.items()} for ex, named in zip(exchanges, grads)]
-    for _ in itertools.zip_longest(*(ex.rounds() for ex in exchanges)):
-        pass  # every rank starts a round before any waits for it
-    return carriers
-
-
-def mean_of(arrays):
-    """What a host makes of carriers with op=Average: reduced in their own precision."""
-    return np.add.reduce(arrays, axis=0) / arrays[0].dtype.type(len(arrays))
-
-
-def run_step(exchanges, grads):
-    """One whole step with op=Average; the results lie in grads then."""
-    carriers = start_step(exchanges, grads)
-    for name in grads[0]:
-        reduced = mean_of([named[name] for named in carriers])
-        for ex in exchanges:
-            ex.finish(name, reduced)
-    return grads
 
 
 def copy_of(exchange):

@@ -55,7 +55,7 @@ def test_classes_are_exported_and_named_apart():
 def test_available_lists_options_and_papers():
     listed = hc.available()
     assert {"none", "dgc"} <= set(listed)
-    assert listed["dgc"]["road"] == "allgather" and "1712.01887" in listed["dgc"]["paper"]
+    assert listed["dgc"]["collective"] == "allgather" and "1712.01887" in listed["dgc"]["paper"]
     for name in ("ratio", "momentum", "nesterov", "masking", "clip_norm", "warmup_steps", "schedule", "sample_ratio",
                  "values", "min_numel", "exclude", "seed", "transport"):
         assert listed["dgc"]["options"][name]["doc"]

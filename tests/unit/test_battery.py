@@ -779,7 +779,7 @@ def test_specs_dicts_reprs_and_configs_are_one(id, field):
 def test_what_available_says_is_what_there_is(id):
     about = hc.available()[id]
     compressor = hc.get_compressor(id)
-    assert about["road"] in ("allreduce", "allgather") and about["paper"]
+    assert about["collective"] in ("allreduce", "allgather") and about["paper"]
     assert {name: option["default"] for name, option in about["options"].items()} == {
         name: value for name, value in compressor.config.items() if name != "id"
     }

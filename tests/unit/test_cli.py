@@ -47,13 +47,13 @@ def test_the_models_are_the_known_ones(name, tensors, floats):
 def test_info_lists_every_compressor(capsys):
     rows = [line.split() for line in run(capsys, "info").splitlines()]
     for id, about in hc.available().items():
-        assert any(row[:2] == [id, about["road"]] for row in rows)
+        assert any(row[:2] == [id, about["collective"]] for row in rows)
 
 
 def test_info_shows_every_option(capsys):
     for id, about in hc.available().items():
         text = run(capsys, "info", id)
-        assert text.startswith(f"{id} · {about['road']} · ")
+        assert text.startswith(f"{id} · {about['collective']} · ")
         assert all(name in text for name in about["options"])
     text = run(capsys, "info", "dgc", "none")
     assert "Sends the ratio·d entries of largest accumulated" in text and "Per tensor of d floats" not in text
@@ -72,7 +72,7 @@ def test_bench_measures_every_compressor_on_a_users_gradients(capsys, gradients,
     found = json.loads(out.read_text())
     assert (found["tensors"], found["floats"], found["ranks"], found["steps"]) == (2, 1640, 2, 2)
     results = {result["spec"]: result for result in found["results"]}
-    assert {spec: result["road"] for spec, result in results.items()} == {i: a["road"] for i, a in hc.available().items()}
+    assert {spec: result["collective"] for spec, result in results.items()} == {i: a["collective"] for i, a in hc.available().items()}
     for result in results.values():
         assert min(result["ratio"], result["encode_seconds"], result["decode_seconds"], result["times_streaming"]) > 0
         assert math.isfinite(result["error"])
@@ -105,7 +105,7 @@ def test_bench_on_a_model_with_markdown_and_plot(capsys, tmp_path):
     lines = text.splitlines()
     assert lines[0].startswith("resnet50: 161 tensors, 25.6 M floats; 2 ranks, 1 steps")
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    assert table[0][:4] == ["spec", "road", "ratio", "kB/step"]
+    assert table[0][:4] == ["spec", "collective", "ratio", "kB/step"]
     assert table[2][:4] == ["none", "allreduce", "1", "102228"] and table[3][:2] == ["dgc:ratio=0.01", "allgather"]
     assert plot.read_bytes().startswith(b"\x89PNG")
 

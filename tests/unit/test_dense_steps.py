@@ -9,9 +9,9 @@ from ranks import assert_same, gradients, ranks_of, run_step
 
 import horovod_compress as hc
 from horovod_compress.compressors.base import Step
-from horovod_compress.exchange import times_dense
+from horovod_compress.step import times_dense
 
-GATHERING = [id for id, about in hc.available().items() if about["road"] == "allgather"]
+GATHERING = [id for id, about in hc.available().items() if about["collective"] == "allgather"]
 ELEMENTS = 64 * 64
 DENSE = 4 * ELEMENTS  # bytes
 FRAME = 64  # bytes that a frame, and a carrier, are at most besides the payload

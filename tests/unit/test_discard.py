@@ -35,7 +35,7 @@ def test_a_forgotten_step_leaves_no_trace(spec, how):
     else:
         run_step(exchanges, grads)
     if "asked" in how:
-        [ex.settle() for ex in exchanges]
+        [ex.end_step() for ex in exchanges]
     if how.startswith("discarded"):
         [ex.discard() for ex in exchanges]
         [ex.discard() for ex in exchanges]  # once is enough
@@ -119,7 +119,7 @@ def test_a_change_of_scale_before_a_step_is_discarded():
     exchange = one_rank()
     for grad in ([1, 2, 3, 10], [0, 0, 0, 1]):
         exchange.finish("w", exchange.submit("w", np.array(grad, np.float32)))
-        exchange.settle()
+        exchange.end_step()
     exchange.rescale(1024.0)
     exchange.discard()
     np.testing.assert_array_equal(exchange.state_dict()["tensors"]["w"]["residual"], [1, 2, 3, 0])

@@ -7,9 +7,10 @@ import pytest
 from ranks import SHAPES, assert_same, copy_of, gradients, ranks_of, run_step
 
 import horovod_compress as hc
-from horovod_compress import kernels
+from horovod_compress import driver, kernels
 from horovod_compress.handshake import agree
 from horovod_compress.kernels import HEADROOM
+from horovod_compress.requests import Allgather, Allreduce, Alltoall, Final, HostReduce, Outcome
 from horovod_compress.transport.loopback import Loopback
 
 
@@ -184,7 +185,7 @@ def test_a_step_allocates_nothing_of_gradient_size(spec):
     carriers = {name: exchange.submit(name, grad) for name, grad in grads.items()}
     for name, carrier in carriers.items():
         exchange.finish(name, carrier)
-    exchange.settle()
+    exchange.end_step()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 0.02 * sum(grad.nbytes for grad in grads.values())
@@ -209,7 +210,7 @@ def test_a_step_that_sent_nothing_leaves_what_the_residual_owes(spec):
     (exchange,) = ranks_of(spec, size=1)
     (given,) = gradients(0, size=1)
     (sent,) = run_step([exchange], [{n: g.copy() for n, g in given.items()}])
-    exchange.settle()
+    exchange.end_step()
     tensor = exchange._tensors["w"]
     tensor.compressor.commit(tensor.state)  # as after a gradient that was refused
     np.testing.assert_allclose(sent["w"] + exchange.arrays()["w"]["residual"], given["w"], atol=1e-5)
@@ -310,21 +311,29 @@ def test_handshake_names_the_first_difference_on_every_rank():
 
 @pytest.mark.parametrize("id", [*hc.available(), "multiscale:bits=2+4+8", "multiscale:bits=10+12", "maxnorm:bits=16", "maxnorm:ratio=0.1"])
 @pytest.mark.parametrize("size", [1, 2, 4])  # from 5 ranks on bf16 goes dense
-def test_a_tensor_takes_the_stages_that_its_compressor_says(id, size, monkeypatch):
-    taken = []
-    gather, reduce = Loopback.allgather, Loopback.allreduce
+def test_a_step_yields_what_its_compressor_declares(id, size, monkeypatch):
+    yielded = []
+    step_of = driver.tensor_step
 
-    def allgather(self, name, payload):
-        taken.append(("gather", payload.dtype.name))
-        return gather(self, name, payload)
+    def recorded(*arguments):
+        step, answer = step_of(*arguments), None
+        while True:
+            try:
+                request = step.send(answer)
+            except StopIteration:
+                return
+            yielded.append(request)
+            answer = yield request
 
-    def allreduce(self, name, array, op="sum"):
-        if not name.endswith(":step"):
-            taken.append((op, array.dtype.name))
-        return reduce(self, name, array, op)
-
-    monkeypatch.setattr(Loopback, "allgather", allgather)
-    monkeypatch.setattr(Loopback, "allreduce", allreduce)
+    monkeypatch.setattr(driver, "tensor_step", recorded)
     rng = np.random.default_rng(0)
     hc.simulate(id, [[{"a": rng.standard_normal((40, 50)).astype(np.float32)} for _ in range(size)]])
-    assert taken[::size] == list(hc.get_compressor(id).stages(size))
+    requests = [request.request if isinstance(request, Final) else request for request in yielded]
+    carriers = [request for request in requests if isinstance(request, HostReduce)]
+    moved = [request for request in requests if isinstance(request, (Allreduce, Allgather, Alltoall))]
+    assert len(carriers) == size and sum(isinstance(request, Outcome) for request in requests) == size
+    declared = hc.get_compressor(id).collectives(size)
+    if declared[0].verb == "host":
+        assert [carriers[0].collective] == list(declared) and not moved
+    else:
+        assert [request.collective for request in moved[::size]] == list(declared)

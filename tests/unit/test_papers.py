@@ -9,7 +9,8 @@ from ranks import ranks_of, run_step
 
 import horovod_compress as hc
 from horovod_compress import kernels
-from horovod_compress.compressors.base import Gathered, Step
+from horovod_compress.compressors.base import Step
+from horovod_compress.requests import Gathered
 
 RNG = np.random.default_rng()
 
@@ -753,6 +754,6 @@ def test_payloads_are_what_they_decode_to():
         assert isinstance(payload, Gathered)
         sent = decoded(compressor, payload.body, 900)
         compressor.commit(state)
-        compressor.settle(state)
+        compressor.apply_pending(state)
         np.testing.assert_array_equal(compressor.residual(state), g - sent)
         assert payload.elements == 900 if spec.startswith(("ef", "one")) else payload.elements == np.count_nonzero(sent)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ranks import gradients, ranks_of
 
 from horovod_compress import WireError, get_compressor, kernels, wire
-from horovod_compress.compressors.base import Gathered
 from horovod_compress.kernels import HEADROOM, new_body
 from horovod_compress.kernels.reference.sparse import round_values
+from horovod_compress.requests import Gathered
 from horovod_compress.transport.loopback import Loopback
 
 HERE = pathlib.Path(__file__).parent

@@ -1,0 +1,182 @@
+"""What drivers of a compression's steps share: its tensors, what they keep, and what they have counted. How a step's requests are
+answered is each driver's own."""
+import dataclasses
+import json
+import logging
+import math
+import zlib
+from abc import ABC, abstractmethod
+from typing import Any, Dict, Generator, List
+
+import numpy as np
+
+from . import checkpoint, kernels
+from .compressors.base import Compressor, Model, Step
+from .requests import Request
+from .step import SENT, SPENT, Tensor, tensor_step
+
+_log = logging.getLogger("horovod_compress")
+
+
+@dataclasses.dataclass
+class Transaction:
+    """The tensors of one step of the optimizer, whose results are used together, or not at all. number: the step's, alike on all
+    ranks; ended: whether it was committed or rolled back."""
+
+    number: int = 0
+    finite: bool = True
+    ended: bool = False
+    tensors: List[Tensor] = dataclasses.field(default_factory=list)
+
+
+class Driver(ABC):
+    """One rank's side of a compression. compressor: the configuration in force; discardable: each step begins with a copy of the state,
+    and one that is not finite, or discarded, leaves no trace in it; else such a step's gradients stay in residuals."""
+
+    def __init__(self, compressor: Compressor, rank: int, size: int, label: str, discardable: bool) -> None:
+        self.compressor = compressor
+        self._label = label
+        self._discardable = discardable
+        self._tensors: Dict[str, Tensor] = {}
+        self._model = Model()
+        self._now = Step(0, rank, size, clip_norm=compressor.clip_norm)
+        self._steps_ended = self._steps_undone = 0
+        self._dense_was_logged = False
+        self._latest = Transaction()  # the one that a tensor came to last
+
+    # -- steps ------------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """Ends the last step where that has not happened yet. RuntimeError in the middle of one."""
+
+    @abstractmethod
+    def open_tensors(self) -> List[str]:
+        """Names of the tensors that are submitted and not finished."""
+
+    def _refuse_in_step(self) -> None:
+        names = self.open_tensors()
+        if names:
+            raise RuntimeError(
+                f"a step is under way, or was given up ({', '.join(names[:3])} … not finished): ask between optimizer.step() and the next "
+                "backward()"
+            )
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something is submitted and not finished."""
+        return bool(self.open_tensors())
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the last step, which is not under way, brought a result that counts."""
+        return self._latest.finite
+
+    def discard(self) -> None:
+        """Forgets the last step, on all ranks alike: its result is not used. RuntimeError where steps are not discardable, and in
+        the middle of one."""
+        if not self._discardable:
+            raise RuntimeError("only a compression that was made with discardable=True can forget a step")
+        self._refuse_in_step()
+        latest = self._latest
+        committed, latest.finite = latest.ended and latest.finite, False
+        self.end_step()
+        if committed:
+            self._steps_undone += 1
+            for tensor in latest.tensors:
+                tensor.put_back()
+
+    def _count_step(self, transaction: Transaction) -> None:
+        transaction.ended = True
+        self._steps_ended += 1
+        self._steps_undone += not transaction.finite
+
+    def _add(self, name: str, shape: tuple, variant: Compressor) -> Tensor:
+        """Makes a tensor known."""
+        chosen = variant.for_tensor(name, shape)
+        digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
+        state = chosen.init(name, shape)
+        if type(chosen) is type(self.compressor):
+            self._model.add(name, math.prod(shape))
+            state.model = self._model
+        tensor = self._tensors[name] = Tensor(name, tuple(shape), chosen, state, digest, math.prod(shape))
+        return tensor
+
+    def _known(self, name: str, grad: np.ndarray) -> Tensor:
+        """The tensor that a gradient is of. ValueError for what cannot be one."""
+        if name not in self._tensors:
+            raise ValueError(f"{name} is none of the tensors of this compression")
+        tensor = self._tensors[name]
+        if grad.dtype != np.float32 or grad.shape != (tensor.numel,):
+            raise ValueError(f"{name}: expected {tensor.numel} float32 in one dimension, not {grad.shape} of {grad.dtype}")
+        return tensor
+
+    def _begin(self, tensor: Tensor, grad: np.ndarray, step: Step) -> Generator[Request, Any, None]:
+        """The generator of a tensor's step."""
+        if self._discardable:
+            tensor.keep()
+        dense = tensor.goes_dense(step)
+        if dense and not self._dense_was_logged:
+            self._dense_was_logged = True
+            if step.rank == 0:
+                _log.warning(
+                    "%s: at step %d gathering %s from %d ranks would move more than a dense exchange does: it goes dense, and so do "
+                    "other tensors wherever that is so", self.compressor.id, step.index, tensor.name, step.size,
+                )
+        return tensor_step(tensor, grad, step, dense)
+
+    def rescale(self, unit: float) -> None:
+        """From the next step on, gradients come times `unit`, a loss scale; brings what is kept of earlier ones to it."""
+        if unit == self._now.unit:
+            return
+        self.end_step()
+        for tensor in self._tensors.values():
+            tensor.rescale(unit / self._now.unit)
+        self._now = self._now.replace(unit=unit)
+
+    # -- between steps ----------------------------------------------------------------------------------------------------
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether anything of a gradient is kept for later steps."""
+        return any(tensor.state.arrays for tensor in self._tensors.values())
+
+    def arrays(self) -> Dict[str, Dict[str, np.ndarray]]:
+        """{name: {array name: array}}: the state itself, not a copy."""
+        self.end_step()
+        for tensor in self._tensors.values():
+            tensor.compressor.apply_pending(tensor.state)
+        return {name: tensor.state.arrays for name, tensor in self._tensors.items()}
+
+    def _identity(self) -> Dict[str, Any]:
+        """What a state must have in common with what it is loaded into."""
+        return {"id": self.compressor.id, "rank": self._now.rank, "size": self._now.size, "seed": self.compressor.seed}
+
+    def _saved(self, step: Any) -> Dict[str, Any]:
+        self.arrays()
+        return checkpoint.saved(self._identity(), self._tensors.values(), step, self._now.unit)
+
+    def stats(self) -> Dict[str, float]:
+        """Totals of this rank since the start, by name:
+
+        steps; steps_undone: not finite, or abandoned; bytes_sent, bytes_received: by this rank through collectives,
+        carriers and frames included; dense_bytes: float32 of all gradients; ratio: dense_bytes / bytes_sent;
+        elements_sent; encode_seconds, exchange_seconds (waiting), decode_seconds; residual_norm: ‖v‖₂ over all tensors,
+        now (in the middle of a step, what was just sent may be in it); overflows: how often a tensor had finite elements
+        that became infinite in float16.
+        """
+        if not self.under_way:
+            self.arrays()
+        residuals = [tensor.compressor.residual(tensor.state) for tensor in self._tensors.values()]
+        squares = sum(kernels.squared_norm(residual) for residual in residuals if residual is not None)
+        counters: Dict[str, float] = {"steps": self._steps_ended, "steps_undone": self._steps_undone}
+        for key in (*SENT, *SPENT):
+            counters[key] = sum(tensor.counters[key] for tensor in self._tensors.values())
+        counters["ratio"] = counters["dense_bytes"] / counters["bytes_sent"] if counters["bytes_sent"] else 1.0
+        counters["residual_norm"] = squares**0.5 / self._now.unit
+        counters["overflows"] = sum(tensor.state.overflows for tensor in self._tensors.values())
+        return counters
+
+    def stats_by_tensor(self) -> Dict[str, Dict[str, int]]:
+        """{name: {"bytes_sent", "dense_bytes", "elements_sent"}} of each tensor: totals since the start, as in `stats`."""
+        return {name: {key: tensor.counters[key] for key in SENT} for name, tensor in self._tensors.items()}

@@ -1,0 +1,115 @@
+"""What a tensor's step asks of its driver: typed requests, of which each is answered once.
+
+A compressor's `encode` may yield the collectives among them, and returns one as its payload. `Collective` is what a request is before
+there is an array: compressors declare those, because a graph is built before the first step.
+"""
+import dataclasses
+from typing import NamedTuple, Optional, Sequence, Union
+
+import numpy as np
+
+from .kernels import HEADROOM
+
+
+class Collective(NamedTuple):
+    """verb: "host", "allreduce", "allgather" or "alltoall"; dtype: of what is handed in; op: of an allreduce, "sum" or "max"."""
+
+    verb: str
+    dtype: str
+    op: str = ""
+
+
+@dataclasses.dataclass
+class HostReduce:
+    """Hands `array` to the host (Horovod's optimizer), which reduces it over ranks as its user asked. Answered at once, with None: what
+    the host brings back comes with `Final`. As a payload: as many float32 or float16 as the tensor has elements; may be the
+    gradient's own memory."""
+
+    array: np.ndarray
+
+    @property
+    def collective(self) -> Collective:
+        return Collective("host", self.array.dtype.name)
+
+
+@dataclasses.dataclass
+class Allreduce:
+    """The sum, or with op="max" the maximum, over ranks of float32, int32 or int64 numbers; maxima are of a few float32, not NaN, and
+    all tensors' maxima of one round are one message. Answered with an array, which may be `array` itself."""
+
+    array: np.ndarray
+    op: str = "sum"
+
+    @property
+    def collective(self) -> Collective:
+        return Collective("allreduce", self.array.dtype.name, self.op)
+
+
+@dataclasses.dataclass
+class Allgather:
+    """All ranks' `payload`, uint8 of any length, one behind the other in rank order: one uint8 array."""
+
+    payload: np.ndarray
+
+    @property
+    def collective(self) -> Collective:
+        return Collective("allgather", "uint8")
+
+
+@dataclasses.dataclass
+class Alltoall:
+    """Sends each rank a part of `payload`, uint8: the first splits[0] bytes to rank 0, the next splits[1] to rank 1 …. Answered with the
+    parts that came, a uint8 array for each rank."""
+
+    payload: np.ndarray
+    splits: Sequence[int]
+
+    @property
+    def collective(self) -> Collective:
+        return Collective("alltoall", "uint8")
+
+
+@dataclasses.dataclass
+class StepNorm:
+    """The squared norm of the whole step's gradients on this rank, times the square of what the host makes of a 1 on each rank."""
+
+    grad: np.ndarray
+
+
+@dataclasses.dataclass
+class Final:
+    """The last exchange of a step: starts `request`, if there is one, and is answered with (what the host brought back, the result of
+    the request or None)."""
+
+    request: Optional[Union[Allreduce, Allgather]]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """The result of this tensor's step, flat float32, and whether it is finite. Answered with whether the step has succeeded as a
+    whole; a driver that has no answer closes the generator, and the step is rolled back."""
+
+    result: np.ndarray
+    finite: bool
+
+
+@dataclasses.dataclass
+class Gathered:
+    """A payload that is gathered from all ranks, in a frame. buffer: uint8, with kernels.HEADROOM bytes free before the body and one
+    behind it; elements: how many of the tensor's it sends; finite: whether this rank's gradient was."""
+
+    buffer: np.ndarray
+    elements: int
+    finite: bool = True
+
+    @property
+    def body(self) -> np.ndarray:
+        return self.buffer[HEADROOM:-1]
+
+    @property
+    def collective(self) -> Collective:
+        return Collective("allgather", "uint8")
+
+
+Request = Union[HostReduce, Allreduce, Allgather, Alltoall, StepNorm, Final, Outcome]
+Payload = Union[HostReduce, Allreduce, Gathered]

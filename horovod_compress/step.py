@@ -1,0 +1,199 @@
+"""One tensor's step on one rank, from its gradient to the result, without input or output (sans I/O).
+
+`tensor_step` is a generator: it yields requests, is sent their results, and never waits. It frames payloads, scales results, counts
+bytes, and commits what the step took out of the state or rolls it back. Drivers only pump it: `exchange.Exchange` (eager), the
+TensorFlow adapter's graph, and `lockstep`, N ranks in one process.
+"""
+import contextlib
+import dataclasses
+import inspect
+import math
+from typing import Any, Dict, Generator, Union
+
+import numpy as np
+
+from . import wire
+from .compressors.base import Compressor, State, Step
+from .handshake import MismatchError
+from .requests import Allgather, Allreduce, Alltoall, Final, Gathered, HostReduce, Outcome, Payload, Request, StepNorm
+
+SENT = ("bytes_sent", "dense_bytes", "elements_sent")
+SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")  # what tensors share is one of theirs
+_TRIES = 16  # of measured payloads that were too large: what trying again costs is at most one part in so many
+
+
+@dataclasses.dataclass
+class Tensor:
+    """A tensor of a compression on one rank. digest: uint32 of configuration and tensor, on every frame; dense_until: the step from
+    which on its payloads are gathered; before_step: where steps can be discarded, the state's arrays before the last one."""
+
+    name: str
+    shape: tuple
+    compressor: Compressor
+    state: State
+    digest: int
+    numel: int
+    carrier: np.ndarray = dataclasses.field(default_factory=lambda: np.ones(1, np.float32))
+    dense_until: int = 0
+    before_step: Dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    counters: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(SENT + SPENT, 0))
+
+    def one(self) -> HostReduce:
+        """The carrier of a payload that travels beside it: what the host makes of a 1 is the factor for the sum of the payloads."""
+        self.carrier[0] = 1
+        return HostReduce(self.carrier)
+
+    def hand_over(self, carrier: HostReduce) -> Generator[Request, None, HostReduce]:
+        """Asks for the host's reduction of the carrier, which it returns."""
+        self.count(carrier)
+        yield carrier
+        return carrier
+
+    def count(self, request: Request) -> None:
+        """Counts the bytes that go into a collective. As many come back from an allreduce; an allgather's are counted when they do."""
+        sent = request.payload.nbytes if isinstance(request, (Allgather, Alltoall)) else request.array.nbytes
+        self.counters["bytes_sent"] += sent
+        self.counters["bytes_received"] += 0 if isinstance(request, Allgather) else sent
+
+    def keep(self) -> None:
+        """Copies the state before a step."""
+        self.compressor.apply_pending(self.state)
+        for key, array in self.state.arrays.items():
+            np.copyto(self.before_step.setdefault(key, np.empty_like(array)), array)
+
+    def put_back(self) -> None:
+        """Makes the state what `keep` copied, if anything."""
+        self.compressor.apply_pending(self.state)
+        for key, array in self.before_step.items():
+            np.copyto(self.state.arrays[key], array)
+
+    def rescale(self, factor: float) -> None:
+        """Between steps: gradients, and so what is kept of them, will be `factor` times as large."""
+        self.compressor.apply_pending(self.state)
+        for arrays in (self.state.arrays, self.before_step):
+            for key, array in arrays.items():
+                array *= np.float32(factor ** self.compressor.degrees.get(key, 1))
+
+    def goes_dense(self, step: Step) -> bool:
+        """Whether gathering this step's payloads would bring a rank more than a ring allreduce of the tensor does: by what the
+        compressor knows beforehand, or by what its last gathered payloads were. Alike on all ranks."""
+        bits = self.compressor.payload_bits(step)
+        return step.index < self.dense_until if bits is None else times_dense(bits, step.size) > 1
+
+
+def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = False) -> Generator[Request, Any, None]:
+    """The step of one tensor: yields requests, is sent their results, and decodes the result into `grad`, flat float32, or where the
+    gradient itself was the payload into what the host brought back; `Outcome` says where.
+
+    dense: all that waits is sent, as `encode_dense` makes it. Closed before its Outcome is answered, or where it raises, the step is
+    rolled back. WireError for payloads that are not what this rank expects.
+    """
+    compressor, state = tensor.compressor, tensor.state
+    tensor.counters["dense_bytes"] += grad.nbytes
+    succeeded = False
+    try:
+        carrier = None  # what the host reduces: it has to have it before ranks agree on anything
+        if step.clip_norm is not None:
+            carrier = yield from tensor.hand_over(tensor.one())
+            step = dataclasses.replace(step, scale=_clipping(step, (yield StepNorm(grad))))
+        payload = (compressor.encode_dense if dense else compressor.encode)(grad, state, step)
+        if inspect.isgenerator(payload):
+            carrier = carrier or (yield from tensor.hand_over(tensor.one()))
+            payload = yield from _rounds(tensor, payload)
+        carrier = carrier or (yield from tensor.hand_over(payload if isinstance(payload, HostReduce) else tensor.one()))
+        last = _last_request(tensor, payload, step) if payload is not carrier else None
+        tensor.counters["elements_sent"] += payload.elements if isinstance(payload, Gathered) else tensor.numel
+        if last is not None:
+            tensor.count(last)
+        reduced, arrived = yield Final(last)
+        scale = 1.0 if last is None else float(reduced[0]) / step.size
+        if isinstance(payload, Gathered):
+            finite = _add_payloads(tensor, arrived, grad, step, scale)
+        elif isinstance(payload, Allreduce):
+            finite = compressor.decode(arrived, grad, state, step, scale)
+        else:
+            summed = reduced if last is None else arrived
+            grad = summed if summed.dtype == np.float32 else grad
+            finite = compressor.decode_dense(summed, grad, state, scale)
+        succeeded = yield Outcome(grad, finite)
+    finally:
+        compressor.end_step(state, bool(succeeded))
+        if not succeeded:
+            tensor.put_back()
+
+
+def conclude(step: Generator[Request, Any, None], succeeded: bool) -> None:
+    """Ends a tensor's step: answers its Outcome, or where it has not succeeded or not come that far, rolls it back."""
+    if succeeded:
+        with contextlib.suppress(StopIteration):
+            step.send(True)
+    else:
+        step.close()
+
+
+def _rounds(tensor: Tensor, encoding: Generator[Request, Any, Payload]) -> Generator[Request, Any, Payload]:
+    """What a compressor asks for before it has its payload, counted; returns the payload."""
+    answer = None
+    while True:
+        try:
+            request = encoding.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        tensor.count(request)
+        answer = yield request
+
+
+def _last_request(tensor: Tensor, payload: Payload, step: Step) -> Union[Allreduce, Allgather]:
+    if isinstance(payload, Gathered):
+        return Allgather(wire.seal(payload, tensor.compressor.number, tensor.digest, step.index))
+    return payload if isinstance(payload, Allreduce) else Allreduce(payload.array)
+
+
+def _add_payloads(tensor: Tensor, arrived: np.ndarray, grad: np.ndarray, step: Step, scale: float) -> bool:
+    """Decodes the gathered payloads of all ranks into the gradient's memory, in rank order on every rank."""
+    compressor = tensor.compressor
+    tensor.counters["bytes_received"] += len(arrived)
+    bodies, finite = wire.unseal(arrived, step.size, compressor.number, tensor.digest, step.index)
+    if bodies and grad.size and compressor.payload_bits(step) is None:
+        times = times_dense(8 * sum(map(len, bodies)) / len(bodies) / grad.size, step.size)
+        if times > 1:
+            tensor.dense_until = step.index + 1 + math.ceil(_TRIES * times)
+    if not finite:
+        grad.fill(np.nan)
+    for rank, body in enumerate(bodies if finite else ()):
+        try:
+            finite &= compressor.add(body, grad, scale)
+        except ValueError as error:
+            raise wire.WireError(f"payload of rank {rank}: {error}") from None
+    return finite
+
+
+def _clipping(step: Step, squared_norm: float) -> float:
+    """What this rank's gradient is multiplied by, for independent gradients of N ranks to give a result of at most clip_norm: the result
+    is 1/N of the sum over ranks, whose norm is √N times one rank's."""
+    norm, limit = squared_norm**0.5, step.clip_norm * step.size**0.5 * step.unit
+    return limit / norm if limit < norm < float("inf") else 1.0
+
+
+def times_dense(bits: float, size: int) -> float:
+    """How many times what a ring allreduce of float32 brings a rank, 2·(N−1)/N·32 bits an element, it gets from an allgather of
+    payloads of `bits` an element, (N−1)·bits."""
+    return size * bits / 64
+
+
+def step_numbers(index: int) -> np.ndarray:
+    """int64 whose sum over ranks says whether all ranks are at one step: once a step with sums, which do not carry their step's number
+    as frames do, drivers exchange these before they use a sum."""
+    return np.array([1, index, index * index], np.int64)
+
+
+def check_step_numbers(summed: np.ndarray, index: int, size: int) -> None:
+    """MismatchError where ranks are at different steps, RuntimeError where some are gone."""
+    ranks, total, squares = summed.tolist()
+    if ranks != size:
+        raise RuntimeError(
+            f"{size - ranks} of {size} ranks have called hvd.join(), or are gone, and sums of this compression are wrong without them: let "
+            "every rank take the same number of steps, or use none or fp16"
+        )
+    if ranks * squares != total * total:  # equal numbers, and only those, have no variance
+        raise MismatchError(f"this rank is at step {index}, others are not: was a state loaded, or did training begin, on some ranks only?")
