@@ -63,6 +63,6 @@ def test_a_hundred_thousand_hostile_payloads(environment):
     assert run(environment, HERE / "fuzz_wire.py", "100000").startswith("native: 100000 hostile payloads")
 
 
-@pytest.mark.parametrize("tests", ["test_selection.py", "test_kernels.py"])
+@pytest.mark.parametrize("tests", ["test_selection*.py", "test_kernels*.py"], ids=["test_selection.py", "test_kernels.py"])
 def test_kernels(environment, tests):
-    run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / tests)
+    run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", *sorted(HERE.glob(tests)))
