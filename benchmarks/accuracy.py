@@ -6,19 +6,14 @@ Prints a line for each run and at the end a table in Markdown: the mean over see
 optimizer and rate, and ratios on the wire of all tensors, of the convolutions and of the fully connected layers, every byte counted.
 """
 import argparse
-import pathlib
 import statistics
-import sys
 
 import horovod.torch as hvd
 import torch
+from demo_network import accuracy, load, network
 from torch import nn
 
 import horovod_compress.torch as hvdc
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
-from images import load
-from pytorch_images import accuracy, network
 
 OPTIMIZERS = {
     "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=1e-4),

@@ -7,17 +7,13 @@ other processes disturb least. microbatch of 4 makes four passes of a quarter of
 for BatchNorm, which mixes samples.
 """
 import argparse
-import pathlib
 import statistics
-import sys
 import time
 
 import torch
 import torch.nn.functional as F
+from demo_network import network
 from torch import nn
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
-from pytorch_images import network
 
 from horovod_compress.torch.moments import Moments
 

@@ -6,17 +6,12 @@ Trains the demo's network on real images with plain Horovod and writes recorded.
 `hvdcompress bench --gradients` and for step_time.py, which tiles them to other shapes.
 """
 import argparse
-import pathlib
-import sys
 
 import horovod.torch as hvd
 import numpy as np
 import torch
+from demo_network import load, network
 from torch import nn
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
-from images import load
-from pytorch_images import network
 
 BATCH = 64  # images a rank and step
 

@@ -26,9 +26,7 @@ MOST = 10  # epochs, after which a training is given up
 def worker(options):
     import horovod.torch as hvd
     import torch
-
-    sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
-    from images import load
+    from demo_network import load
 
     hvd.init()
     torch.set_num_threads(1)
@@ -40,7 +38,7 @@ def worker(options):
 
 def train(hvd, torch, spec, data, seed, target):
     """{seconds, steps: until the target was reached, seconds null where it was not; curve: [seconds, accuracy] on the way}."""
-    from pytorch_images import accuracy, network
+    from demo_network import accuracy, network
 
     import horovod_compress.torch as hvdc
 

@@ -8,9 +8,9 @@ import struct
 import numpy as np
 
 from horovod_compress import kernels
-from horovod_compress.requests import Gathered
 from horovod_compress.compressors.options import Count, option
 from horovod_compress.compressors.selective import ErrorFeedback
+from horovod_compress.requests import Gathered
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

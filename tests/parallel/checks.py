@@ -16,6 +16,16 @@ def registry():
     return cases, case
 
 
+def joined(*topics):
+    """The cases of modules, in their order. Their names tell them apart, whatever module they are of."""
+    cases = {}
+    for topic in topics:
+        twice = cases.keys() & topic.CASES.keys()
+        assert not twice, f"cases of {topic.__name__} have names that are taken: {sorted(twice)}"
+        cases.update(topic.CASES)
+    return cases
+
+
 @contextlib.contextmanager
 def raises(kind, *words):
     try:

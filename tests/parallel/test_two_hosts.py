@@ -1,16 +1,13 @@
 """Real ranks on two hosts that this machine plays, under every launcher."""
 import contextlib
-import sys
 import time
 
 import pytest
 
 pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
 
-from jobs import HERE, LIMIT, Job, launch
+from jobs import LIMIT, Job, launch
 from test_ranks import needs_mpi
-
-sys.path.append(str(HERE.parent.parent / "benchmarks"))
 from two_hosts import TwoHosts
 
 ON_TWO_HOSTS = {

@@ -12,18 +12,16 @@ import warnings
 
 import horovod.torch as hvd
 import torch
-from cases import (  # noqa: F401
+from cases.samples import NEVER_SENT, assert_variances_are, sums_of_squares
+from cases.training import (  # noqa: F401
     DENSE,
-    NEVER_SENT,
     assert_close,
     assert_replicas_identical,
-    assert_variances_are,
     batches,
     flat,
     model_of,
     sgd,
     start,
-    sums_of_squares,
     train,
     wrap,
 )

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from horovod_compress.compressors import get_compressor
-from horovod_compress.lockstep import make_ranks, mean_of, run_step, start_step  # noqa: F401
+from horovod_compress.lockstep import make_ranks
 from horovod_compress.transport.loopback import Loopback
 
 SHAPES = {"w": (30, 40), "x": (40, 40), "bias": (40,)}

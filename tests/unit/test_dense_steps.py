@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import assert_same, gradients, ranks_of, run_step
+from ranks import assert_same, gradients, ranks_of
 
 import horovod_compress as hc
 from horovod_compress.compressors.base import Step
+from horovod_compress.lockstep import run_step
 from horovod_compress.step import times_dense
 
 GATHERING = [id for id, about in hc.available().items() if about["collective"] == "allgather"]

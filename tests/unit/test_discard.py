@@ -1,10 +1,11 @@
 """Steps that are forgotten leave no trace, and state follows a loss scale, bit for bit, in every algorithm."""
 import numpy as np
 import pytest
-from ranks import SHAPES, assert_same, copy_of, gradients, ranks_of, run_step, start_step
+from ranks import SHAPES, assert_same, copy_of, gradients, ranks_of
 
 from horovod_compress import available, get_compressor
 from horovod_compress.exchange import Exchange
+from horovod_compress.lockstep import run_step, start_step
 from horovod_compress.transport.loopback import Loopback
 
 SPECS = [*available(), "dgc:momentum=0.9", "dgc:momentum=0.5,nesterov=true,dense=fp16", "variance:tau=0.5", "maxnorm:ratio=0.1"]

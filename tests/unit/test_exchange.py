@@ -4,12 +4,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from ranks import SHAPES, assert_same, copy_of, gradients, ranks_of, run_step
+from ranks import SHAPES, assert_same, copy_of, gradients, ranks_of
 
 import horovod_compress as hc
 from horovod_compress import driver, kernels
 from horovod_compress.handshake import agree
 from horovod_compress.kernels import HEADROOM
+from horovod_compress.lockstep import run_step
 from horovod_compress.requests import Allgather, Allreduce, Alltoall, Final, HostReduce, Outcome
 from horovod_compress.transport.loopback import Loopback
 

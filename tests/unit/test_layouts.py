@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import ranks_of, run_step
+from ranks import ranks_of
 
 import horovod_compress as hc
 from horovod_compress import bench
+from horovod_compress.lockstep import run_step
 from horovod_compress.models import MODELS
 
 # -- powersgd: the matrix that a tensor is taken for --------------------------------------------------------------------

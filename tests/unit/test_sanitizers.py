@@ -52,17 +52,15 @@ def run(environment, *command):
 
 
 def test_the_sanitizer_sees_what_it_should(environment):
-    code = (
-        "import sys; sys.path.insert(0, 'tests/unit'); import native_under_test\n"
-        "import horovod_compress.kernels as k; print(k.native.__file__)"
-    )
-    assert run(environment, "-c", code).strip() == environment["NATIVE_UNDER_TEST"]
+    code = "import native_under_test, horovod_compress.kernels as k; print(k.native.__file__)"
+    beside = {**environment, "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))}
+    assert run(beside, "-c", code).strip() == environment["NATIVE_UNDER_TEST"]
 
 
 def test_a_hundred_thousand_hostile_payloads(environment):
     assert run(environment, HERE / "fuzz_wire.py", "100000").startswith("native: 100000 hostile payloads")
 
 
-@pytest.mark.parametrize("tests", ["test_selection.py", "test_kernels.py"])
+@pytest.mark.parametrize("tests", ["test_selection*.py", "test_kernels*.py"], ids=["test_selection.py", "test_kernels.py"])
 def test_kernels(environment, tests):
-    run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / tests)
+    run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", *sorted(HERE.glob(tests)))

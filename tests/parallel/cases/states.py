@@ -1,0 +1,112 @@
+"""A state resumes bit for bit, and gradients that are not finite lose nothing."""
+import os
+import tempfile
+
+import horovod.torch as hvd
+import torch
+from checks import raises, registry
+from torch import nn
+
+import horovod_compress.torch as hvdc
+
+from .training import assert_replicas_identical, batches, flat, model_of, sgd, train, wrap
+
+CASES, case = registry()
+
+
+@case(2)
+def resume_is_bit_for_bit():
+    for spec in ("dgc:ratio=0.01,values=fp16", "dgc:ratio=0.01,warmup_steps=12", "dgc:ratio=0.01,momentum=0"):
+        def start(seed):
+            model = model_of(seed=seed)
+            optimizer = sgd(model, nesterov=True, weight_decay=0.01)
+            compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+            return model, compression, wrap(model, optimizer, compression)
+
+        model, compression, optimizer = start(seed=0)
+        train(model, optimizer, batches(10))
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, f"rank{hvd.rank()}.pt")
+            torch.save([model.state_dict(), optimizer.state_dict(), compression.state_dict()], path)
+            train(model, optimizer, batches(10, seed=1))
+            again, its_compression, its_optimizer = start(seed=7)
+            loaded = torch.load(path, weights_only=True)
+        again.load_state_dict(loaded[0])
+        its_optimizer.load_state_dict(loaded[1])
+        its_compression.load_state_dict(loaded[2])
+        train(again, its_optimizer, batches(10, seed=1))
+        assert torch.equal(flat(again), flat(model)), spec
+        mine, its = compression.state_dict(), its_compression.state_dict()
+        assert mine["step"] == its["step"] == 20
+        for name, arrays in mine["tensors"].items():
+            for key, array in arrays.items():
+                assert torch.equal(array, its["tensors"][name][key]), (name, key)
+
+        foreign = hvd.allgather_object(loaded[2])[1 - hvd.rank()]
+        with raises(ValueError, "rank"):
+            its_compression.load_state_dict(foreign)
+
+
+@case(2)
+def not_finite_gradients_lose_nothing():
+    for spec in ("dgc:ratio=0.01", "dgc:ratio=0.01,momentum=0,values=fp16", "dgc:ratio=1,masking=false"):
+        for poison in (float("nan"), float("inf")):
+            for layer in ("shared", "norm"):  # a compressed tensor, and one that goes dense
+                model = model_of()
+                optimizer = sgd(model)
+                compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+                wrapped = wrap(model, optimizer, compression)
+                train(model, wrapped, batches(3))
+                x, y = next(batches(1))
+                before = compression.state_dict()["tensors"]
+                wrapped.zero_grad()
+                handle = getattr(model, layer).weight.register_hook(
+                    lambda g: torch.full_like(g, poison) if hvd.rank() == 1 else g
+                )
+                local = {}
+                watch = [
+                    p.register_hook(lambda g, n=n: local.__setitem__(n, g.clone()))
+                    for n, p in model.named_parameters() if p.requires_grad
+                ]
+                nn.functional.cross_entropy(model(x), y).backward()
+                wrapped.synchronize()
+                bad = not torch.isfinite(getattr(model, layer).weight.grad).all()
+                assert bad, "this rank does not see the other's poison"
+                handle.remove()
+                [w.remove() for w in watch]
+                # A GradScaler skips the step here.
+                after = compression.state_dict()["tensors"]
+                for name, arrays in after.items():
+                    for key, array in arrays.items():
+                        assert torch.isfinite(array).all(), (spec, name, key)
+                    if "v" in arrays and "momentum=0" in spec:  # v holds all it had, and the finite part of this gradient
+                        g = torch.nan_to_num(local[name].flatten(), 0, 0, 0)
+                        torch.testing.assert_close(arrays["v"], before[name]["v"] + g, rtol=1e-5, atol=1e-7)
+                wrapped.zero_grad()
+                train(model, wrapped, batches(5, seed=2))
+                assert_replicas_identical(model)
+                assert compression.stats()["steps_undone"] == 1
+
+
+@case(2)
+def dynamic_loss_scaling():
+    """A GradScaler that overflows on one rank skips the step on both, and training goes on."""
+    model = model_of()
+    optimizer = sgd(model, momentum=0)
+    compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
+    wrapped = wrap(model, optimizer, compression)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for step, (x, y) in enumerate(batches(8)):
+        before = flat(model).clone()
+        wrapped.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        if step == 4 and hvd.rank() == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        wrapped.synchronize()
+        with wrapped.skip_synchronize():
+            scaler.step(wrapped)
+        scaler.update()
+        assert torch.equal(flat(model), before) == (step == 4)
+    assert scaler.get_scale() == 1.0
+    assert_replicas_identical(model)

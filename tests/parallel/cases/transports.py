@@ -1,0 +1,108 @@
+"""MPI gives what Horovod's own collectives give; two hosts, and one that goes away."""
+import pathlib
+import socket
+import sys
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from checks import raises, registry
+from torch import nn
+
+import horovod_compress.torch as hvdc
+from horovod_compress import MismatchError, available
+from horovod_compress.transport.mpi import MPITransport
+
+from .told import reduced
+from .training import assert_replicas_identical, batches, compressed, flat, model_of, sgd, train, wrap
+
+CASES, case = registry()
+
+
+@case(2, 3)
+def mpi_gives_what_horovod_gives():
+    moved = [id for id, about in available().items() if "transport" in about["options"]]
+    for id in moved if hvd.size() == 2 else ("dgc", "multiscale", "powersgd"):
+        (expected, other), (found, compression) = (
+            reduced({"id": id, "min_numel": 0, "transport": transport}, steps=2) for transport in ("horovod", "mpi")
+        )
+        # Floats that are summed in another order differ in the last bits.
+        tolerance = 1e-5 if id in ("globalrandk", "powersgd") and hvd.size() > 2 else 0
+        assert (found - expected).abs().max() <= tolerance * expected.abs().max(), f"{id} differs by {(found - expected).abs().max()}"
+        assert compression.stats()["bytes_sent"] == other.stats()["bytes_sent"], id
+        assert (found == hvd.broadcast(found, 0, name=f"of the first rank {id}")).all(), f"{id}: replicas differ"
+
+
+@case(3)
+def mpi_in_a_process_set():
+    members = hvd.add_process_set([0, 2])
+    if members.included():
+        for spec in ("dgc:min_numel=0,momentum=0.9", "maxnorm:min_numel=0"):
+            (expected, _), (found, _) = (reduced(f"{spec},transport={t}", process_set=members) for t in ("horovod", "mpi"))
+            assert (found == expected).all(), spec
+    hvd.remove_process_set(members)
+
+
+@case(2)
+def mpi_transport_with_two_compressions_and_a_step_that_is_not_finite():
+    models = [model_of(seed=seed) for seed in (0, 1)]
+    optimizers = [sgd(model) for model in models]
+    compressions = [
+        hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+        for spec, optimizer, model in zip(("dgc:ratio=0.05,transport=mpi", "maxnorm:transport=mpi"), optimizers, models)
+    ]
+    wrapped = [wrap(*each) for each in zip(models, optimizers, compressions)]
+    for round in range(3):
+        for model, optimizer, compression in zip(models, wrapped, compressions):
+            train(model, optimizer, batches(4))
+            assert_replicas_identical(model)
+            before = flat(model)
+            x, y = next(batches(1))
+            model.zero_grad()
+            (nn.functional.cross_entropy(model(x), y) * (float("nan") if hvd.rank() == 1 else 1)).backward()
+            optimizer.synchronize()
+            assert any(torch.isnan(p.grad).any() for p in model.parameters() if p.requires_grad)
+            assert compression.stats()["steps_undone"] == round + 1 and (flat(model) == before).all()
+
+
+@case(2)
+def mpi_ranks_that_exchange_different_things_get_an_error():
+    transport = MPITransport(hvd, hvd.global_process_set)
+    started = [transport.allgather(f"a{i}", np.zeros(3, np.uint8)) for i in range(1 + hvd.rank())]
+    with raises(MismatchError, "arrays in this step"):
+        started[0]()
+    assert transport.allgather("again", np.full(2, hvd.rank(), np.uint8))().tolist() == [0, 0, 1, 1]  # the ranks are in step
+
+
+@case()
+def mpi_needs_mpi():
+    """Under Gloo, by name."""
+    model = model_of()
+    with raises(ValueError, "transport=mpi needs a Horovod that runs on MPI"):
+        compressed(model, sgd(model), 1, "dgc:transport=mpi")
+
+
+@case()
+def on_two_hosts():
+    """By name: the ranks are on two hosts, and both roads work there, on both transports."""
+    names = hvd.allgather_object(socket.gethostname(), name="hosts")
+    assert sorted(set(names)) == ["a", "b"] and names.count("a") == names.count("b"), names
+    for spec in ("dgc:min_numel=0,momentum=0.9", "maxnorm:min_numel=0"):
+        expected, _ = reduced(spec)
+        if hvd.mpi_enabled():
+            found, _ = reduced(f"{spec},transport=mpi")
+            assert (found == expected).all(), spec
+        assert (expected == hvd.broadcast(expected, 0, name=f"of the first rank {spec}")).all(), spec
+
+
+@case()
+def trains_until_cut_off():
+    """By name: a host goes away meanwhile."""
+    model = model_of()
+    optimizer = sgd(model)
+    transport = "mpi" if hvd.mpi_enabled() else "horovod"
+    wrapped = wrap(model, optimizer, hvdc.Compression.dgc(optimizer, model.named_parameters(), transport=transport))
+    for step in range(10**6):
+        train(model, wrapped, batches(1))
+        if step == 10:
+            pathlib.Path(f"{sys.argv[2]}.{hvd.rank()}.trains").touch()

@@ -1,0 +1,173 @@
+"""Training with Keras, as with plain Horovod and under its options."""
+import os
+import tempfile
+
+import alike
+import horovod.tensorflow as hvdt
+import horovod.tensorflow.keras as hvd
+import numpy as np
+import tensorflow as tf
+from checks import registry
+from tensorflow import keras
+
+import horovod_compress.tensorflow as hvdc
+from horovod_compress import simulate
+
+from .training import LOSS, SGD, assert_close, assert_replicas_identical, data, exchanged, fit, flat, model_of, told, trained
+
+CASES, case = registry()
+
+TRAINED = ("dgc:ratio=0.02", "adacomp", "variance", "maxnorm", "multiscale", "powersgd")
+
+
+@case(2)
+def fit_learns_and_resumes_bit_for_bit():
+    """Three epochs as with plain Horovod; the state that a callback saved after two, restored, gives the third once more."""
+    plain = fit(model_of(), hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), 40, epochs=3)
+    for spec in TRAINED:
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "state-{epoch}")
+            model = model_of()
+            adam = keras.optimizers.Adam(0.01)
+            compression = hvdc.Compression.from_spec(spec, adam)
+            optimizer = hvd.DistributedOptimizer(adam, compression=compression)
+            saved = []
+            keep = keras.callbacks.LambdaCallback(
+                on_epoch_end=lambda epoch, logs: saved.append([model.get_weights(), [v.numpy() for v in optimizer.variables()]])
+            )
+            losses = fit(model, optimizer, 40, [hvdc.StateCheckpoint(compression, path), keep], epochs=3)
+            assert losses[2] < losses[0] - 0.5 * (plain[0] - plain[2]), f"{spec}: {losses}, plain {plain}"
+            assert_replicas_identical(model)
+            ratio = compression.stats()["ratio"]
+            assert ratio > 1.2, f"{spec}: {ratio}"
+
+            again = model_of(seed=5)
+            again.set_weights(saved[1][0])
+            adam = keras.optimizers.Adam(0.01)
+            compression = hvdc.Compression.from_spec(spec, adam)
+            optimizer = hvd.DistributedOptimizer(adam, compression=compression)
+            optimizer.build(again.trainable_variables)
+            for variable, value in zip(optimizer.variables(), saved[1][1]):
+                variable.assign(value)
+            restore = hvdc.StateCheckpoint(compression, os.path.join(folder, "other"), restore=path.format(epoch=2))
+            fit(again, optimizer, 40, [restore], epochs=1)
+            assert (flat(again) == flat(model)).all(), spec
+
+
+@case(2)
+def dense_limit():
+    """With every element sent, parameters are those of plain Horovod: momentum is taken over, and applied once."""
+    for kind in SGD:
+        for nesterov in (False, True):
+            decays = ({}, {"weight_decay": 0.01}) if kind == "new" else ({},)  # the legacy optimizer has none
+            for decay in decays:
+                sgd = {"momentum": 0.9, "nesterov": nesterov, **decay}
+                plain = trained(None, kind, sgd=sgd)[0]
+                for spec in ("dgc:ratio=1,masking=false", "dgc:ratio=1,masking=false,min_numel=0"):
+                    assert_close(trained(spec, kind, sgd=sgd)[0], plain)
+
+
+@case(2)
+def options_of_horovods_optimizer():
+    for wrap in ({"num_groups": 2}, {"backward_passes_per_step": 2}, {"gradient_predivide_factor": 2.0}, {"op": hvdt.Sum}):
+        for kind in SGD:
+            sgd = {"momentum": 0.9}
+            assert_close(trained("dgc:ratio=1,masking=false", kind, sgd=sgd, wrap=wrap)[0], trained(None, kind, sgd=sgd, wrap=wrap)[0])
+    variables = model_of().trainable_variables
+    wrap = {"groups": [variables[2:5], variables[:1]]}
+    model, optimizer = model_of(), SGD["new"](0.05)
+    variables = model.trainable_variables
+    compression = hvdc.Compression.topk(optimizer)
+    fit(model, hvd.DistributedOptimizer(optimizer, compression=compression, groups=[variables[2:5], variables[:1]]), 5)
+    assert_replicas_identical(model)
+    assert compression.stats()["steps"] == 5
+
+
+@case(2)
+def sparse_gradients():
+    """As dense ones they are compressed; as IndexedSlices they keep Horovod's way, and SGD its momentum for them."""
+
+    def run(spec, sparse_as_dense):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(0)
+        words = [keras.layers.Embedding(60, 20, input_length=4), keras.layers.Flatten()]
+        model = keras.Sequential([*words, keras.layers.Dense(30), keras.layers.Dense(5)])
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+        compression = hvdt.Compression.none if spec is None else hvdc.Compression.from_spec(spec, optimizer)
+        wrapped = hvd.DistributedOptimizer(optimizer, compression=compression, sparse_as_dense=sparse_as_dense)
+        x = np.random.default_rng(hvd.rank()).integers(0, 60, (120, 4))
+        model.compile(wrapped, LOSS)
+        model.fit(x, x.sum(1) % 5, batch_size=12, shuffle=False, verbose=0)
+        return model, compression
+
+    for sparse_as_dense in (True, False):
+        model, compression = run("dgc:ratio=1,masking=false", sparse_as_dense)
+        assert_close(model, run(None, sparse_as_dense)[0])
+        assert any("embedding" in name for name in compression.stats_by_tensor()) == sparse_as_dense
+        assert_replicas_identical(model)
+
+
+@case(3)
+def process_set():
+    members = hvd.add_process_set([0, 2])
+    names = ("matrix", "bias")
+    expected = simulate("maxnorm", [[{n: alike.gradients(r, i)[n] for n in names} for r in (0, 2)] for i in range(3)]).mean
+    compression = hvdc.Compression.maxnorm(process_set=members)
+    step = exchanged(compression, names, tape_options={"process_set": members})
+    for i in range(3):
+        for name, gradient in step(told(i, names)).items():
+            wanted = expected[i][name] if members.included() else alike.gradients(hvd.rank(), i)[name]
+            assert np.allclose(gradient.numpy(), wanted, atol=1e-6), (i, name)
+    with tempfile.TemporaryDirectory() as folder:  # each rank has a file of its own, whatever its number in the set is
+        hvdc.StateCheckpoint(compression, os.path.join(folder, "state")).on_epoch_end(0)
+        assert os.listdir(folder) == [f"state.rank{hvd.rank()}.npz"]
+    hvd.remove_process_set(members)
+
+
+@case(1)
+def one_rank_trains_as_without_compression():
+    sgd = {"momentum": 0.9, "nesterov": True}
+    model, compression = trained("dgc", sgd=sgd)
+    assert (flat(model) == flat(trained(None, sgd=sgd)[0])).all()
+    assert compression.stats()["steps"] == 0 and compression.state_dict()["tensors"] == {}
+
+
+@case(2)
+def squares_of_backward_passes():
+    for kind in SGD:
+        model, optimizer = model_of(), SGD[kind](0.0)
+        for layer in model.layers:
+            if isinstance(layer, keras.layers.BatchNormalization):
+                layer.trainable = False  # would make a pass depend on those before it
+        compression = hvdc.Compression.variance(optimizer, moments="microbatch", alpha=1e30, min_numel=0)
+        x, y = data(24)
+        squares = {}
+        for half in (slice(0, 12), slice(12, 24)):
+            with tf.GradientTape() as tape:
+                loss = LOSS(y[half], model(x[half], training=True))
+            for variable, gradient in zip(model.trainable_variables, tape.gradient(loss, model.trainable_variables)):
+                name = variable.name.split(":")[0]
+                squares[name] = squares.get(name, 0) + np.square(gradient.numpy()).ravel()
+        for step in range(2):  # what one step has collected is gone in the next
+            model.compile(hvd.DistributedOptimizer(optimizer, compression=compression, backward_passes_per_step=2), LOSS)
+            model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+            state = compression.state_dict()["tensors"]
+            assert set(state) == set(squares) and len(state) == 8
+            for name, expected in squares.items():
+                both = expected * (0.999 if step == 0 else 0.999 * 1.999)  # zeta = 0.999
+                assert np.abs(state[name]["v"] - both).max() <= 1e-3 * both.max(), (kind, name, step)
+
+
+@case(2)
+def keras_saves_the_optimizer_as_ever():
+    """Momentum is the user's in its configuration, and the classes keep their names."""
+    sgd = keras.optimizers.SGD(0.05, momentum=0.9)
+    hvdc.Compression.dgc(sgd)
+    assert sgd.get_config()["momentum"] == 0.9
+    assert keras.optimizers.serialize(sgd) == keras.optimizers.serialize(keras.optimizers.SGD(0.05, momentum=0.9))
+    sgd = keras.optimizers.SGD(0.05, momentum=0.9)
+    for _ in range(2):  # bound again: the second compression is the one in force
+        compression = hvdc.Compression.dgc(sgd, ratio=1, masking=False)
+    model = model_of()
+    fit(model, hvd.DistributedOptimizer(sgd, compression=compression))
+    assert_close(model, trained(None, sgd={"momentum": 0.9})[0])

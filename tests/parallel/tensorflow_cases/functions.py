@@ -1,0 +1,254 @@
+"""Graphs and their traces, models, threads and memory."""
+import os
+import resource
+import threading
+
+import alike
+import horovod.tensorflow as hvdt
+import horovod.tensorflow.keras as hvd
+import numpy as np
+import tensorflow as tf
+from checks import raises, registry
+from tensorflow import keras
+
+import horovod_compress.tensorflow as hvdc
+from horovod_compress import simulate
+
+from .training import LOSS, SGD, assert_close, assert_replicas_identical, data, fit, flat, model_of, told, trained
+
+CASES, case = registry()
+
+
+@case(2)
+def traces_share_a_state_and_models_do_not():
+    compressions = [hvdc.Compression.topk(ratio=0.02) for _ in range(2)]
+    models = [model_of(), model_of(1)]
+    before = [flat(model) for model in models]
+    steps = []
+    for model, compression in zip(models, compressions):
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+        @tf.function
+        def step(x, y, model=model, compression=compression, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                loss = LOSS(y, model(x, training=True))
+            tape = hvdt.DistributedGradientTape(tape, compression=compression)
+            optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+
+        steps.append(step)
+    x, y = data(12)
+    for sizes in ((12, 12), (7, 5), (12, 7)):  # on one rank a function may be traced more often than on the other
+        n = sizes[hvd.rank()]
+        for step in steps:
+            step(x[:n], y[:n])
+    assert steps[0].experimental_get_tracing_count() >= 2
+    for model, compression, start in zip(models, compressions, before):
+        state = compression.state_dict()
+        assert set(state["step"].values()) == {3} and compression.stats()["steps"] == 3
+        assert set(state["tensors"]) == {v.name.split(":")[0] for v in model.trainable_variables}
+        assert (flat(model) != start).any()
+        assert_replicas_identical(model)
+    residuals = [compression.stats()["residual_norm"] for compression in compressions]
+    assert residuals[0] != residuals[1] and min(residuals) > 0
+
+
+@case(2)
+def a_state_is_restored_as_variables_become_known():
+    results, state = [], None
+    for restored in (False, True):
+        compression = hvdc.Compression.topk(ratio=0.01)
+        if restored:
+            compression.load_state_dict(state)
+            assert compression.state_dict()["step"] == {"matrix": 2, "wide": 1}
+        if not restored:
+            variables = [tf.Variable(tf.zeros(alike.SHAPES[name]), name=name) for name in ("matrix", "wide")]
+
+        def step(i, names):
+            given = told(i, names)
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(v * given[v.name[:-2]]) for v in variables if v.name[:-2] in names])
+            tape = hvdt.DistributedGradientTape(tape, compression=compression)
+            return tape.gradient(loss, [v for v in variables if v.name[:-2] in names])
+
+        if not restored:
+            step(0, ("matrix",))
+            step(1, ("matrix", "wide"))
+            state = compression.state_dict()
+        results.append([g.numpy() for names in (("matrix",), ("matrix", "wide")) for g in step(2, names)])
+    for mine, its in zip(*results):
+        assert np.array_equal(mine, its)
+
+
+@case(2)
+def several_steps_in_a_call_and_gradients_that_are_constant():
+    """A gradient that does not depend on anything is computed once, by TensorFlow; what is exchanged of it is not."""
+    expected = simulate("topk:ratio=0.01", [[{"w": np.ones((40, 50), np.float32)}] * 2] * 6).mean
+    variable, compression = tf.Variable(tf.zeros((40, 50)), name="w"), hvdc.Compression.topk(ratio=0.01)
+
+    @tf.function
+    def steps(n):
+        for _ in tf.range(n):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable)
+            (gradient,) = hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])
+            variable.assign_sub(gradient)
+
+    steps(2)
+    steps(4)
+    twins = [tf.Variable(tf.zeros((40, 50)), name=f"w{i}") for i in range(2)]  # their gradients are one tensor
+    both = hvdc.Compression.topk(ratio=0.01)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(twins[0] + twins[1])
+        return hvdt.DistributedGradientTape(tape, compression=both).gradient(loss, twins)
+
+    gradients = [[np.ones((40, 50), np.float32)] * 2] * 3
+    wanted = simulate("topk:ratio=0.01", [[{"w0": g, "w1": g} for g in ranks] for ranks in gradients]).mean
+    for mean in wanted:
+        for name, gradient in zip(("w0", "w1"), step()):
+            assert np.array_equal(gradient.numpy(), mean[name])
+    assert np.allclose(variable.numpy(), -sum(step["w"] for step in expected), atol=1e-6)
+    assert compression.stats()["steps"] == 6
+    model, optimizer = model_of(), SGD["new"](0.05, momentum=0.9)
+    wrapped = hvd.DistributedOptimizer(optimizer, compression=hvdc.Compression.dgc(optimizer, ratio=1, masking=False))
+    model.compile(wrapped, LOSS, steps_per_execution=5)
+    x, y = data(240)
+    model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+    assert_close(model, trained(None, sgd={"momentum": 0.9})[0])
+
+
+@case(2)
+def eager_gradients_stay_what_they_were():
+    compression = hvdc.Compression.topk(ratio=0.01)
+    variable = tf.Variable(tf.zeros((40, 50)), name="w")
+    given = told(0)["matrix"]
+    kept = given.numpy().copy()
+
+    @tf.custom_gradient
+    def times(x):
+        return tf.zeros(()), lambda _: given
+
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = times(variable)
+        (gradient,) = hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])
+        assert (given.numpy() == kept).all()
+    assert np.count_nonzero(gradient.numpy()) <= 2 * 20 * hvd.size()
+
+
+@case(2)
+def one_thread_is_enough():
+    """In a job with one thread between operations: nothing waits for a collective on it."""
+    assert tf.config.threading.get_inter_op_parallelism_threads() in (0, 1) and os.environ["TF_NUM_INTEROP_THREADS"] == "1"
+    for spec in ("dgc:momentum=0.9,ratio=0.01", "multiscale", "powersgd"):
+        model, compression = trained(spec, steps=10)
+        assert compression.stats()["steps"] == 10
+        assert_replicas_identical(model)
+
+
+@case(2)
+def a_large_gradient_is_not_copied():
+    """Memory of a step at its largest, with a gradient of 400 MB in a graph: the residual comes on top, and no copy."""
+    shape, megabyte = (10_000, 10_000), 2**20
+    variable = tf.Variable(tf.zeros(shape))
+
+    def peak(compression):
+        @tf.function
+        def step(factor):
+            @tf.custom_gradient
+            def apply(x):
+                return tf.zeros(()), lambda _: tf.fill(shape, factor)
+
+            with tf.GradientTape() as tape:
+                loss = apply(variable)
+            tape = tape if compression is None else hvdt.DistributedGradientTape(tape, compression=compression)
+            (gradient,) = tape.gradient(loss, [variable])
+            return gradient[0, 0]
+
+        for i in range(3):
+            step(tf.constant(float(i)))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    alone = peak(None)
+    more = peak(hvdc.Compression.topk(ratio=1e-4)) - alone
+    assert more < 1.4 * 4 * shape[0] * shape[1], f"{more / megabyte:.0f} MB on top of {alone / megabyte:.0f}"
+
+
+@case(2)
+def other_variables_of_the_same_shapes_are_noticed():
+    """TensorFlow does not trace again for them, eagerly or in another model."""
+    compression = hvdc.Compression.topk(ratio=0.01)
+    blocks = [tf.Variable(tf.fill((40, 50), float(i))) for i in range(2)]
+
+    def step(variable):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * told(0)["matrix"])
+        hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])
+
+    step(blocks[0])
+    step(blocks[0])
+    with raises(tf.errors.OpError, "make one for each model"):
+        step(blocks[1])
+    sgd = SGD["new"](0.05, momentum=0.9)
+    compression = hvdc.Compression.dgc(sgd)
+    models = [model_of(), model_of()]  # were the first one gone, TensorFlow might trace again
+    fit(models[0], hvd.DistributedOptimizer(sgd, compression=compression), 3)
+    with raises(tf.errors.OpError, "make one for each model"):
+        fit(models[1], hvd.DistributedOptimizer(sgd, compression=compression), 3)
+    with raises(ValueError, "momentum of another optimizer"):
+        compression = hvdc.Compression.dgc(SGD["new"](0.05, momentum=0.9))
+        fit(model_of(), hvd.DistributedOptimizer(SGD["new"](0.05, momentum=0.9), compression=compression), 3)
+
+
+@case(2)
+def an_optimizer_may_write_before_gradients_come():
+    """A weight decay of Keras changes variables while their gradients are still exchanged: no reason to refuse the step."""
+    model, adam = model_of(), keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    compression = hvdc.Compression.topk(ratio=0.05)
+    x, y = data(12)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = LOSS(y, model(x))
+        tape = hvdt.DistributedGradientTape(tape, compression=compression)
+        adam.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+
+    for _ in range(100):
+        step()
+    assert_replicas_identical(model)
+
+
+@case(2)
+def threads_train_models_of_their_own():
+    compressions = [hvdc.Compression.maxnorm(), hvdc.Compression.topk(ratio=0.05)]
+    errors = []
+
+    def work(which):
+        variables = [tf.Variable(tf.ones((100, 20 + j)), name=f"model{which}_{j}") for j in range(4)]
+
+        @tf.function
+        def step():
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(v * v) for v in variables])
+            with tf.name_scope(f"model{which}"):
+                grads = hvdt.DistributedGradientTape(tape, compression=compressions[which]).gradient(loss, variables)
+            for variable, grad in zip(variables, grads):
+                variable.assign_sub(0.001 * grad)
+
+        try:
+            for _ in range(30):
+                step()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert [compression.stats()["steps"] for compression in compressions] == [30, 30]

@@ -1,0 +1,139 @@
+"""Mistakes are errors: on every rank, in words, without a hang."""
+import os
+import tempfile
+
+import horovod.tensorflow as hvdt
+import horovod.tensorflow.keras as hvd
+import numpy as np
+import tensorflow as tf
+from checks import raises, registry
+from tensorflow import keras
+
+import horovod_compress.tensorflow as hvdc
+from horovod_compress import MismatchError, kernels
+
+from .training import LOSS, data, exchanged, model_of, told
+
+CASES, case = registry()
+
+
+class OwnSGD(keras.optimizers.SGD):
+    def update_step(self, gradient, variable):
+        super().update_step(gradient / 2, variable)
+
+
+@case(2)
+def mistakes_get_clear_errors():
+    sgd = keras.optimizers.SGD(0.1, momentum=0.9)
+    for words, make in {
+        "moments=per_sample needs PyTorch": lambda: hvdc.Compression.variance(sgd, moments="per_sample"),
+        "moments=microbatch needs the optimizer": lambda: hvdc.Compression.variance(moments="microbatch"),
+        "say transport=horovod": lambda: hvdc.Compression.topk(transport="mpi"),
+        "say momentum=": lambda: hvdc.Compression.dgc(),
+        "no option 'ration'": lambda: hvdc.Compression.dgc(sgd, ration=1),
+        "unknown compressor 'gdc'": lambda: hvdc.Compression.from_spec("gdc", sgd),
+        "bind the inner optimizer": lambda: hvdc.Compression.dgc(keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1))),
+        "to the optimizer itself": lambda: hvdc.Compression.dgc(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))),
+        "update_step is not SGD's own": lambda: hvdc.Compression.dgc(OwnSGD(0.1, momentum=0.9)),
+        "nothing else, not 'loss'": lambda: hvdc.StateCheckpoint(None, "state-{epoch}-{loss:.3f}"),
+        "bound to a Keras optimizer": lambda: hvdc.Compression.dgc(model_of().trainable_variables),
+        "not registered": lambda: hvdc.Compression.topk(process_set=hvd.ProcessSet([0])),
+    }.items():
+        with raises(ValueError, words):
+            make()
+    with raises(TypeError, "process_set must be one of Horovod's"):
+        hvdc.Compression.dgc(sgd, [("a", 1)])  # in the order of PyTorch
+    with raises(ValueError, "source_0 has the shape (50,) and had (40,) before"):
+        compression = hvdc.Compression.topk(min_numel=0)
+        for n in (40, 40, 50):
+            with tf.GradientTape() as tape:
+                tape.watch(source := tf.ones(n))
+                loss = tf.reduce_sum(source * source)
+            hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [source])
+    with raises(ValueError, "its shape, (None, 3), must be known"):
+        unknown = tf.Variable(tf.ones((2, 3)), shape=(None, 3), name="unknown")
+
+        @tf.function
+        def step():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(unknown * unknown)
+            return hvdt.DistributedGradientTape(tape, compression=hvdc.Compression.topk()).gradient(loss, [unknown])
+
+        step()
+    with raises(ValueError, "jit_compile=False"):
+        model = model_of()
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=hvdc.Compression.topk()), LOSS, jit_compile=True)
+        model.fit(*data(12), verbose=0)
+    with raises(ValueError, "has seen no backward pass of"):
+        adam = keras.optimizers.Adam()
+        exchanged(hvdc.Compression.variance(adam, moments="microbatch"))(told(0))
+    with raises(ValueError, "here comes a tensor"):
+        hvdt.allreduce(tf.ones(3), compression=hvdc.Compression.topk())
+    compression = hvdc.Compression.topk(ratio=0.01)
+    step = exchanged(compression)
+    step(told(0))
+    state = compression.state_dict()
+    for broken, words in (
+        ({**state, "rank": 1 - hvd.rank()}, "rank"), ({**state, "id": "dgc"}, "id"), ({"a": 1}, "not a state_dict"),
+        ({**state, "step": 3}, "steps by tensor"), ({**state, "step": {**state["step"], "bias": -1}}, "step.bias"),
+    ):
+        with raises(ValueError, words):
+            compression.load_state_dict(broken)
+    other = hvdc.Compression.topk(ratio=0.01)
+    other.load_state_dict({**state, "tensors": {"other": {}}, "step": {"other": 3}})
+    step = exchanged(other)
+    for _ in range(2):
+        with raises(ValueError, "it has nothing for matrix, kernel, wide, bias"):
+            step(told(0))
+    wrong = {**state["tensors"], "matrix": {"residual": np.zeros(3, np.float32)}}
+    other.load_state_dict({**state, "tensors": wrong})
+    for _ in range(2):
+        with raises(ValueError, "matrix.residual"):
+            step(told(0))
+    other.load_state_dict(state)
+    step(told(1))
+    assert set(other.state_dict()["step"].values()) == {2}
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "state")
+        with raises(ValueError, "no state of a compression", f"state.rank{hvd.rank()}.npz"):
+            hvdc.StateCheckpoint(compression, path, restore=path).on_train_begin()
+        hvdc.StateCheckpoint(compression, path).on_epoch_end(0)
+        with open(f"{path}.rank{hvd.rank()}.npz", "r+b") as file:
+            file.truncate(1000)
+        with raises(ValueError, "no state of a compression"):
+            hvdc.StateCheckpoint(compression, path, restore=path).on_train_begin()
+
+
+@case()
+def ranks_on_different_kernels():
+    """Asked for by name, with the reference on rank 1."""
+    assert kernels.backend == ("reference" if hvd.rank() == 1 else "native")
+    hvdc.Compression.topk()
+    with raises(MismatchError, "rank 1 differs from rank 0 in kernels", "powersgd"):
+        hvdc.Compression.powersgd()
+
+
+@case(2)
+def mismatched_ranks_are_named():
+    with raises(MismatchError, "rank 1 differs from rank 0 in options.ratio"):
+        hvdc.Compression.topk(ratio=0.01 + 0.01 * hvd.rank())
+    compression = hvdc.Compression.topk()
+    variable = tf.Variable(tf.zeros((40, 50 + hvd.rank())), name="w")
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable)
+    with raises(Exception, "MismatchError", "variables.w"):  # of a type that TensorFlow chooses, while it traces
+        hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])
+
+
+@case()
+def a_state_loaded_on_one_rank_only():
+    """In a job of its own, because the ranks are not in step afterwards."""
+    for spec, words in (("topk:ratio=0.01", "was a state loaded on some ranks only?"), ("globalrandk", "others are not")):
+        compression = hvdc.Compression.from_spec(spec)
+        step = exchanged(compression, ("matrix",))
+        state = compression.state_dict() if step(told(0, ("matrix",))) is None else compression.state_dict()
+        step(told(1, ("matrix",)))
+        if hvd.rank() == 0:
+            compression.load_state_dict(state)
+        with raises(tf.errors.OpError, words):
+            step(told(2, ("matrix",)))

@@ -1,0 +1,92 @@
+"""Numbers that are not finite, and narrow types."""
+import alike
+import horovod.tensorflow as hvdt
+import horovod.tensorflow.keras as hvd
+import numpy as np
+import tensorflow as tf
+from checks import raises, registry
+from tensorflow import keras
+
+import horovod_compress.tensorflow as hvdc
+from horovod_compress import simulate
+
+from .training import SGD, assert_replicas_identical, exchanged, fit, model_of, told
+
+CASES, case = registry()
+
+
+@case(2)
+def not_finite_gradients_lose_nothing():
+    for spec in ("topk:ratio=0.01", "adacomp", "maxnorm:ratio=0.1", "powersgd"):
+        for poisoned in ("matrix", "bias"):
+            compression = hvdc.Compression.from_spec(spec)
+            step = exchanged(compression)
+            for i in range(2):
+                step(told(i))
+            before = compression.state_dict()["tensors"]
+            gradients = told(2)
+            if hvd.rank() == 1:
+                gradients[poisoned] *= np.inf
+            results = step(gradients)
+            assert not np.isfinite(results[poisoned].numpy()).all(), "this rank does not see the other's poison"
+            after = compression.state_dict()["tensors"]  # the optimizer would have skipped the step
+            for name, arrays in after.items():
+                residual = arrays.get("residual")
+                if residual is not None:
+                    finite = 0 if name == poisoned and hvd.rank() == 1 else alike.gradients(hvd.rank(), 2)[name].ravel()
+                    if spec != "powersgd" or name != poisoned:
+                        assert np.allclose(residual, before[name]["residual"] + finite, atol=1e-4), (spec, name)
+            step(told(3))
+            assert compression.stats()["steps_undone"] == 1
+
+
+@case(2)
+def mixed_precision_skips_steps_and_goes_on():
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        for kind in SGD:
+            model = model_of()
+            sgd = SGD[kind](0.02, momentum=0.9)
+            compression = hvdc.Compression.dgc(sgd, ratio=0.02)
+            wrapped = hvd.DistributedOptimizer(sgd, compression=compression)
+            scaled = keras.mixed_precision.LossScaleOptimizer(wrapped, initial_scale=2.0**24)  # overflows at first
+            losses = fit(model, scaled, 40, epochs=3)
+            stats = compression.stats()
+            assert 0 < stats["steps_undone"] < 20 and stats["steps"] == 120, stats
+            assert losses[-1] < losses[0], losses
+            assert_replicas_identical(model)
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+@case(2)
+def variables_of_other_types():
+    for dtype in (tf.float16, tf.bfloat16, tf.float64):
+        for spec in ("topk:ratio=0.1", "multiscale"):
+            compression = hvdc.Compression.from_spec(spec)
+            variable = tf.Variable(tf.zeros((40, 50), dtype), name="matrix")
+
+            @tf.function
+            def step(gradient):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(variable * gradient)
+                return hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])[0]
+
+            narrow = [tf.cast(alike.gradients(rank, 0)["matrix"], dtype) for rank in range(2)]
+            expected = simulate(spec, [[{"matrix": tf.cast(g, tf.float32).numpy()} for g in narrow]]).mean[0]["matrix"]
+            result = step(narrow[hvd.rank()])
+            assert result.dtype == dtype
+            assert np.array_equal(result.numpy(), tf.cast(expected, dtype).numpy()), (dtype, spec)
+    compression = hvdc.Compression.topk(ratio=1)
+    variable = tf.Variable(tf.zeros((40, 50), tf.float16), name="matrix")
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable * tf.constant(40000, tf.float16))
+    tape = hvdt.DistributedGradientTape(tape, compression=compression, op=hvdt.Sum)  # 80000 is infinite in float16
+    assert np.isinf(tape.gradient(loss, [variable])[0].numpy()).all()
+    assert compression.stats()["steps_undone"] == 1
+    assert np.allclose(compression.state_dict()["tensors"]["matrix"]["residual"], 40000)
+    variable = tf.Variable(tf.zeros((40, 50), tf.complex64))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable)
+    with raises(TypeError, "complex64"):
+        hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])

@@ -1,0 +1,286 @@
+"""What tests of kernels share: arguments of each kernel, drawn by a function of its name, and how results are compared."""
+import contextlib
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from horovod_compress import kernels
+from horovod_compress.kernels import HEADROOM, reference
+
+native_only = pytest.mark.skipif(kernels.backend != "native", reason="compares native kernels, which were not built")
+
+# Native kernels are there for several sets of instructions; what runs by itself is the last.
+INSTRUCTIONS = kernels.native.available_instructions() if kernels.backend == "native" else []
+
+
+@contextlib.contextmanager
+def using(instructions):
+    kernels.native.use_instructions(instructions)
+    try:
+        yield
+    finally:
+        kernels.native.use_instructions(INSTRUCTIONS[-1])
+
+
+# Around vector lengths, blocks of 64 words, and some whole tensors.
+sizes = st.one_of(st.integers(0, 70), st.sampled_from([255, 1000, 1023, 1024, 1025, 4097, 30_000]))
+KEYS = st.integers(0, 2**64 - 1)
+SPECIAL = np.float32([0, -0.0, 1, -1, 1e-45, -1e-39, 2**-126, 65504, 65520, 1e30, 3.4028235e38, -3.4028235e38])
+
+
+class Arguments:
+    """Draws what kernels take."""
+
+    def __init__(self, data):
+        self.draw = data.draw
+        self.rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+        self.size = data.draw(sizes)
+        self.unit = 2.0 ** self.one_of(-130, -10, 0, 100)
+
+    def one_of(self, *choices):
+        return self.draw(st.sampled_from(choices))
+
+    def bits(self, dtype, size=None):
+        info = np.iinfo(dtype)
+        return self.rng.integers(info.min, info.max, self.size if size is None else size, dtype, endpoint=True)
+
+    def finite(self, size=None):
+        size = self.size if size is None else size
+        style = self.one_of("normal", "12 orders", "sparse", "ties", "special", "bits")
+        x = self.rng.standard_normal(size)
+        if style == "12 orders":
+            x = x * 10.0 ** self.rng.uniform(-6, 6, size)
+        elif style == "sparse":
+            x = x * (self.rng.random(size) < 0.05)
+        elif style == "ties":
+            x = self.rng.integers(-3, 4, size) / 2
+        elif style == "special":
+            x = self.rng.choice(SPECIAL, size)
+        elif style == "bits":
+            x = np.nan_to_num(self.bits(np.uint32, size).view(np.float32))
+        return x.astype(np.float32)
+
+    def any(self):
+        """Among them what is not finite, sometimes."""
+        x = self.finite()
+        if self.size and self.one_of(False, False, True):
+            x[self.rng.integers(0, self.size, 3)] = self.rng.choice([np.nan, np.inf, -np.inf], 3)
+        return x
+
+    def exact(self):
+        """Values whose sums, in whatever order, are exact."""
+        return (self.rng.integers(-1000, 1001, self.size) * self.unit).astype(np.float32)
+
+    def indices(self):
+        return np.flatnonzero(self.rng.random(self.size) < self.one_of(0.0, 0.01, 0.3, 1.0)).astype(np.uint32)
+
+    def scale(self):
+        return self.one_of(1.0, 0.5, 1 / 3, -1.0)
+
+    def words(self, count, width, spare, more=0):
+        """Any words at all, as many as `count` fields need."""
+        fields, words, dtype = reference.quantization._shape(count, width, spare)
+        return self.bits(np.dtype(dtype.str.replace("u", "i")), words + more)
+
+    def sparse_body(self):
+        at = self.indices()
+        kind = self.one_of("fp32", "fp16", "bf16", "sign", "power")
+        scale = 2.0 ** int(self.rng.integers(-100, 100)) if kind == "power" else 0.3
+        values = self.finite(len(at))
+        if kind == "power":
+            values = np.copysign(np.float32(scale) * np.float32(0.5) ** self.rng.integers(0, 8, len(at)), values)
+        return body_of(reference.encode_sparse(at, values.astype(np.float32), kind, scale))
+
+    def steps(self, scales):
+        return [2.0**bits - 1 for bits in sorted(self.rng.choice(np.arange(1, 17), scales, replace=False).tolist())]
+
+    def w(self):
+        return float(np.float32(self.one_of(0.0, 1e-42, 1e-20, 0.37, 1.0, 1e20, 3.4e38)))
+
+    def levels(self, scales, size, own=None):
+        """Words of counts of up to `size`, often as many, if this rank's `own` say so too; None for a single scale."""
+        width, counts = size.bit_length(), []
+        for its in np.split(own, scales - 1) if own is not None else [None] * (scales - 1):
+            fits = 1 if its is None else reference.quantization.unpack(its, self.size, width, 1, 0)
+            others = np.where(self.rng.random(self.size) < 0.5, size - 1, self.rng.integers(0, size, self.size))
+            counts.append(reference.quantization.pack(others + fits, width, 1))
+        return np.concatenate(counts) if counts else None
+
+
+def body_of(buffer):
+    return buffer[HEADROOM:-1]
+
+
+# The arguments of each kernel, by name.
+
+
+def take(a):
+    kind, mask = a.one_of("fp32", "fp16", "bf16"), a.one_of(False, True)
+    return dict(indices=a.indices(), v=a.finite(), u=a.one_of(None, a.finite()), values=kind, mask=mask)
+
+
+def scatter_add(a):
+    indices = a.indices()
+    return dict(out=a.finite(), indices=indices, values=a.any()[: len(indices)], scale=a.scale())
+
+
+def add_sparse(a):
+    return dict(out=a.finite(), body=a.sparse_body(), scale=a.scale())
+
+
+def decode_sparse(a):
+    return dict(body=a.sparse_body(), numel=a.size)
+
+
+def strom(a):
+    return dict(grad=a.any(), residual=a.finite(), tau=a.one_of(1e-3, 0.5, 1e10))
+
+
+def variance(a):
+    squares = a.one_of(None, np.abs(a.any()))
+    return dict(grad=a.any(), squares=squares, r=a.finite(), v=np.abs(a.finite()), alpha=a.one_of(0.1, 1.0, 1.5, 2.0),
+                zeta=a.one_of(0.0, 0.999, 1.0), tau=a.one_of(0.0, 0.0, 1e-3, 0.5), error_feedback=a.one_of(False, True))
+
+
+def adacomp(a):
+    return dict(grad=a.exact(), residue=a.exact(), sent=a.indices(), its_scale=a.one_of(0.0, 3 * a.unit),
+                bin_length=a.one_of(1, 2, 15, 16, 17, 50, 500, 10**6), scale_factor=a.one_of(1.0, 2.0, 3.5))
+
+
+def to_float16(a):
+    return dict(x=a.any(), half=a.bits(np.uint16))
+
+
+def from_float16(a):
+    return dict(half=a.bits(np.uint16), out=a.finite())
+
+
+def encode_bf16(a):
+    return dict(grad=a.any())
+
+
+def add_bf16(a):
+    return dict(out=a.finite(), body=body_of(reference.encode_bf16(a.finite())[0]), scale=a.scale())
+
+
+def one_bit(a):
+    return dict(grad=a.exact(), residual=a.exact(), growth=a.one_of(1.0, 0.0, 0.5, 2.0), symmetric=a.one_of(False, True))
+
+
+def add_one_bit(a):
+    words = -(-a.size // 32)
+    body = struct.pack("<2f", *a.finite(2)) + a.bits(np.int32, words).tobytes()
+    return dict(out=a.finite(), body=np.frombuffer(body, np.uint8), scale=a.scale())
+
+
+def encode_natural(a):
+    return dict(grad=a.any(), key=a.draw(KEYS))
+
+
+def add_natural(a):
+    return dict(out=a.finite(), body=body_of(reference.encode_natural(a.finite(), a.draw(KEYS))[0]), scale=a.scale())
+
+
+def buckets(a):
+    bucket = a.one_of(1, 2, 15) if a.size <= 70 else a.one_of(16, 17, 512, 100_000)
+    return dict(steps=a.one_of(1, 3, 15, 255, 32767), bucket=bucket)
+
+
+def encode_buckets(a):
+    return dict(grad=a.any(), **buckets(a), l2=False, limit=a.one_of(0.0, 0.5, 1.0), key=a.draw(KEYS))
+
+
+def add_buckets(a):
+    options = buckets(a)
+    l2, limit = a.one_of(False, True), a.one_of(0.0, 1.0)
+    buffer, length, *_ = reference.encode_buckets(a.finite(), **options, l2=l2, limit=limit, key=1)
+    return dict(out=a.finite(), body=body_of(buffer[:length]), **options, scale=a.scale())
+
+
+def dense_momentum(a):
+    momentum, nesterov = a.one_of(0.0, 0.9), a.one_of(False, True)
+    return dict(out=a.any(), u=a.finite(), new_u=a.finite(), momentum=momentum, nesterov=nesterov)
+
+
+def checksum(a):
+    return dict(data=a.bits(np.uint8))
+
+
+def largest(a):
+    return dict(x=a.any(), peaks=a.one_of(None, a.bits(np.uint32, -(-a.size // 64))))
+
+
+def squared_norm(a):
+    return dict(x=a.exact())
+
+
+def random_bits(a):
+    return dict(key=a.draw(KEYS), n=a.size)
+
+
+def coordinates(a):
+    first = int(a.rng.integers(0, a.size + 1))
+    return dict(key=a.draw(KEYS), numel=a.size, first=first, count=int(a.rng.integers(0, a.size - first + 1)))
+
+
+def quantize(a):
+    scales, size = a.one_of(1, 1, 2, 3, 8), a.one_of(1, 2, 3, 8, 1000)
+    steps, x, w, levels = a.steps(scales), a.finite(), a.w(), None
+    width = (2 * size * int(steps[0])).bit_length()
+    if scales > 1:
+        peaks = np.empty(-(-a.size // 64), np.uint32)
+        w = min(float(reference.largest(x, peaks)) * a.one_of(1, 1.7), float(np.finfo(np.float32).max))
+        levels = a.levels(scales, size, reference.fine_enough(x, peaks, w, steps, size))
+    clip = min(a.one_of(0.0, w / 3, w, 2 * w), float(np.finfo(np.float32).max))
+    return dict(x=x, levels=levels, w=w, clip=clip, steps=steps, width=width, size=size, key=a.draw(KEYS))
+
+
+def dequantize(a):
+    scales, size = a.one_of(1, 1, 2, 3, 8), a.one_of(1, 2, 3, 8, 1000)
+    steps = a.steps(scales)
+    width = (2 * size * int(steps[0])).bit_length()
+    words, levels = a.words(a.size, width, 0), a.levels(scales, size)
+    scaled = dict(w=a.w(), steps=steps, width=width, size=size, scale=a.scale())
+    return dict(words=words, levels=levels, out=a.finite(), **scaled)
+
+
+def fine_enough(a):
+    x, peaks = a.finite(), np.empty(-(-a.size // 64), np.uint32)
+    reference.largest(x, peaks)
+    return dict(x=x, peaks=peaks, w=a.w(), steps=a.steps(a.one_of(2, 3, 8)), size=a.one_of(1, 2, 3, 8, 1000))
+
+
+def sum_signs(a):
+    return dict(x=a.finite(), width=a.one_of(2, 3, 5, 11))
+
+
+def vote(a):
+    size = a.one_of(1, 2, 3, 8, 1000)
+    width = (2 * size).bit_length()
+    return dict(words=a.words(a.size, width, 0, more=1), out=a.finite(), width=width, size=size, unit=a.scale())
+
+
+ELSEWHERE = {  # have a choice, of what they send or how they round, or compute nothing
+    "HEADROOM", "accumulate", "add_sample_squares", "encode_sparse", "flush_denormals", "orthonormalize", "product", "project",
+    "project_back", "spread", "subtract_product",
+}
+KERNELS = [name for name in reference.__all__ if name not in ELSEWHERE]
+
+
+def trimmed(result):
+    """A result whose buffer may be longer than it says."""
+    return (result[0][: result[1]], *result[1:])
+
+
+def assert_same(mine, its):
+    if isinstance(its, tuple):
+        assert len(mine) == len(its)
+        for pair in zip(mine, its):
+            assert_same(*pair)
+    elif isinstance(its, np.ndarray):
+        assert mine.dtype == its.dtype
+        np.testing.assert_array_equal(mine, its)
+    else:
+        assert mine == its
