@@ -49,7 +49,7 @@ class Exchange(Driver):
             self._add(name, shape, variant)
         self._order = {name: i for i, name in enumerate(self._tensors)}  # one on all ranks
         self._transaction = Transaction(0)
-        self._steps: Dict[str, _Pending] = {}  # of the transaction
+        self._steps: Dict[str, Generator[Request, Any, None]] = {}  # of the transaction
         self._open: Dict[str, _Pending] = {}  # of those, submitted and not finished
         self._in_rounds: List[_Pending] = []  # of those, with exchanges to come before they have a payload
         self._numbers: Any = None  # with sums: waits for the ranks' numbers of this step; False once they were compared
@@ -68,7 +68,7 @@ class Exchange(Driver):
         step = self._now if squares is None and lr is None else self._now.replace(squares=squares, lr=lr)
         tensor = self._known(name, grad)
         pending = _Pending(tensor, grad, self._begin(tensor, grad, step))
-        self._steps[name] = self._open[name] = pending
+        self._steps[name], self._open[name] = pending.step, pending
         self._latest = self._transaction
         self._transaction.tensors.append(pending.tensor)
         self._advance(pending, None)
@@ -87,7 +87,7 @@ class Exchange(Driver):
             self._in_rounds.clear()
             squared_norm = factor**2 * sum(kernels.squared_norm(pending.grad) for pending in norms)
             for pending in norms:
-                self._advance(pending, squared_norm)
+                self._advance(pending, (squared_norm, True))
         while self._in_rounds:
             waiting, self._in_rounds = self._in_rounds, []
             maxima = sorted((p for p in waiting if p.wait is None), key=lambda p: self._order[p.tensor.name])
@@ -143,7 +143,9 @@ class Exchange(Driver):
                 pending.wait = self._start(pending, request.request, "")
         else:
             self._in_rounds.append(pending)
-            if not isinstance(request, StepNorm) and getattr(request, "op", "") != "max":
+            if isinstance(request, StepNorm):
+                pending.carrier = request.carrier.array
+            elif getattr(request, "op", "") != "max":
                 pending.wait = self._start(pending, request, ".round")
         pending.tensor.counters["encode_seconds"] += time.perf_counter() - started
 
@@ -177,8 +179,8 @@ class Exchange(Driver):
         """Ends the step: commits it where all that was submitted is finished, and finite, else rolls it back."""
         transaction = self._transaction
         transaction.finite = transaction.finite and not self._open
-        for pending in self._steps.values():
-            conclude(pending.step, transaction.finite)
+        for step in self._steps.values():
+            conclude(step, transaction.finite)
         self._count_step(transaction)
         self._steps.clear()
         self._open.clear()

@@ -71,9 +71,11 @@ class Alltoall:
 
 @dataclasses.dataclass
 class StepNorm:
-    """The squared norm of the whole step's gradients on this rank, times the square of what the host makes of a 1 on each rank."""
+    """The squared norm of the whole step's gradients on this rank, times the square of what the host makes of a 1 on each rank. A driver
+    that has to wait for those hands `carrier` to the host meanwhile. Answered with (squared norm, whether it has done that)."""
 
     grad: np.ndarray
+    carrier: HostReduce
 
 
 @dataclasses.dataclass

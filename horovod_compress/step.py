@@ -94,8 +94,12 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
     try:
         carrier = None  # what the host reduces: it has to have it before ranks agree on anything
         if step.clip_norm is not None:
-            carrier = yield from tensor.hand_over(tensor.one())
-            step = dataclasses.replace(step, scale=_clipping(step, (yield StepNorm(grad))))
+            one = tensor.one()
+            squared_norm, handed_over = yield StepNorm(grad, one)
+            step = step.replace(scale=_clipping(step, squared_norm))
+            if handed_over:
+                carrier = one
+                tensor.count(one)
         payload = (compressor.encode_dense if dense else compressor.encode)(grad, state, step)
         if inspect.isgenerator(payload):
             carrier = carrier or (yield from tensor.hand_over(tensor.one()))
@@ -106,16 +110,9 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
         if last is not None:
             tensor.count(last)
         reduced, arrived = yield Final(last)
-        scale = 1.0 if last is None else float(reduced[0]) / step.size
-        if isinstance(payload, Gathered):
-            finite = _add_payloads(tensor, arrived, grad, step, scale)
-        elif isinstance(payload, Allreduce):
-            finite = compressor.decode(arrived, grad, state, step, scale)
-        else:
-            summed = reduced if last is None else arrived
-            grad = summed if summed.dtype == np.float32 else grad
-            finite = compressor.decode_dense(summed, grad, state, scale)
-        succeeded = yield Outcome(grad, finite)
+        outcome = [_decode(tensor, payload, grad, step, reduced, arrived)]
+        del grad, step, payload, carrier, last, reduced, arrived  # the answer comes with the next step: until then they would stay in memory
+        succeeded = yield outcome.pop()
     finally:
         compressor.end_step(state, bool(succeeded))
         if not succeeded:
@@ -147,6 +144,20 @@ def _last_request(tensor: Tensor, payload: Payload, step: Step) -> Union[Allredu
     if isinstance(payload, Gathered):
         return Allgather(wire.seal(payload, tensor.compressor.number, tensor.digest, step.index))
     return payload if isinstance(payload, Allreduce) else Allreduce(payload.array)
+
+
+def _decode(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step, reduced: np.ndarray, arrived: Any) -> Outcome:
+    """The result, from what the host made of the carrier, and what became of the payload where that is not the carrier itself."""
+    compressor, scale = tensor.compressor, 1.0 if arrived is None else float(reduced[0]) / step.size
+    if isinstance(payload, Gathered):
+        finite = _add_payloads(tensor, arrived, grad, step, scale)
+    elif isinstance(payload, Allreduce):
+        finite = compressor.decode(arrived, grad, tensor.state, step, scale)
+    else:
+        summed = reduced if arrived is None else arrived
+        grad = summed if summed.dtype == np.float32 else grad
+        finite = compressor.decode_dense(summed, grad, tensor.state, scale)
+    return Outcome(grad, finite)
 
 
 def _add_payloads(tensor: Tensor, arrived: np.ndarray, grad: np.ndarray, step: Step, scale: float) -> bool:

@@ -344,7 +344,7 @@ class BoundCompression:
 
     def _submit(self, variable, call, grad, *numbers):
         numbers = iter(numbers)
-        squared_norm = next(numbers) if self._compressor.clip_norm is not None else None
+        squared_norm = float(next(numbers)) if self._compressor.clip_norm is not None else None
         lr = float(next(numbers)) if self._compressor.follow_lr else None
         squares = next(numbers).reshape(-1) if variable.squares is not None else None
         carrier, message, number = self._exchange.submit(variable.name, grad, call, squares, squared_norm, lr)

@@ -10,7 +10,7 @@ from .. import checkpoint
 from ..compressors.base import Compressor
 from ..driver import Driver, Transaction
 from ..handshake import first_difference
-from ..requests import Allgather, Allreduce, Alltoall, Final, HostReduce, Outcome, Request, StepNorm
+from ..requests import Allgather, Allreduce, Alltoall, Final, Request, StepNorm
 from ..step import check_step_numbers, conclude, step_numbers
 
 _KEPT = 100  # calls of functions
@@ -27,7 +27,8 @@ class _Pending:
     call: int
     transaction: Transaction
     index: int
-    request: Request  # that it waits for
+    request: Optional[Request] = None  # that it waits for, until it is finished
+    finished: bool = False
     compares: bool = False  # whether it has sent the step's number and waits for the sum
 
 
@@ -94,12 +95,12 @@ class GraphExchange(Driver):
         generator = self._begin(tensor, grad, self._now.replace(index=index, squares=squares, lr=lr))
         self._indices[name] += 1
         transaction.tensors.append(tensor)
-        pending = self._pending[name] = _Pending(generator, call, transaction, index, HostReduce(grad))
-        carrier = generator.send(None).array
+        pending = self._pending[name] = _Pending(generator, call, transaction, index)
         request = generator.send(None)
         if isinstance(request, StepNorm):
-            request = generator.send(float(squared_norm))
-        pending.request = request
+            request = generator.send((squared_norm, False))
+        carrier = request.array
+        request = pending.request = generator.send(None)
         numbers = None
         if name == self.sends_number and _is_sum(request):
             pending.compares, numbers = True, Allreduce(step_numbers(index))
@@ -122,7 +123,7 @@ class GraphExchange(Driver):
         pending = self._arrive(name, call, numbers)
         request = pending.request.request
         outcome = pending.step.send((reduced, None if request is None else _answer(request, arrived)))
-        pending.request = outcome
+        pending.request, pending.finished = None, True
         if not outcome.finite:
             pending.transaction.finite = False
         return outcome.result
@@ -133,7 +134,7 @@ class GraphExchange(Driver):
 
     def _arrive(self, name: str, call: int, numbers: Optional[np.ndarray]) -> _Pending:
         pending = self._pending.get(name)
-        if pending is None or pending.call != call or isinstance(pending.request, Outcome):
+        if pending is None or pending.call != call or pending.finished:
             raise RuntimeError(
                 f"{name}: another gradient of it came before this one was exchanged. One compression serves one model, and one step "
                 "at a time: make a compression for each tape or optimizer whose steps may overlap"
@@ -149,7 +150,7 @@ class GraphExchange(Driver):
         if pending is None:
             return
         transaction = pending.transaction
-        succeeded = transaction.finite and isinstance(pending.request, Outcome)
+        succeeded = transaction.finite and pending.finished
         conclude(pending.step, succeeded)
         with self._lock:
             if not transaction.ended:  # the first of its step
@@ -157,7 +158,7 @@ class GraphExchange(Driver):
                 self._count_step(transaction)
 
     def open_tensors(self) -> List[str]:
-        return [name for name, pending in self._pending.items() if not isinstance(pending.request, Outcome)]
+        return [name for name, pending in self._pending.items() if not pending.finished]
 
     def end_step(self) -> None:
         self._refuse_in_step()

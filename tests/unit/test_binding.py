@@ -1,0 +1,55 @@
+"""What `Compression.<id>` is in both frameworks: a factory that shows its options, and passes them on as a spec."""
+import inspect
+import pickle
+
+import pytest
+
+from horovod_compress.binding import Algorithms
+
+
+class Compression(metaclass=Algorithms):
+    """As a framework's: records what it is asked for."""
+
+    @staticmethod
+    def from_spec(spec, optimizer=None, process_set=None):
+        return spec, optimizer, process_set
+
+    @staticmethod
+    def compress(tensor):
+        raise TypeError("call it")
+
+
+def test_options_become_a_spec_and_arguments_stay_arguments():
+    assert Compression.dgc("sgd", ratio=0.01, process_set="all") == ({"id": "dgc", "ratio": 0.01}, "sgd", "all")
+    assert Compression.none() == ({"id": "none"}, None, None)
+
+
+def test_an_editor_sees_arguments_and_options():
+    signature = inspect.signature(Compression.topk)
+    assert list(signature.parameters)[:2] == ["optimizer", "process_set"]
+    assert signature.parameters["ratio"].default == 0.001 and signature.parameters["ratio"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert "residual" in Compression.topk.__doc__ and "ratio: share of a tensor's elements" in Compression.topk.__doc__
+    assert Compression.topk.__name__ == "topk" and {"dgc", "topk", "from_spec"} <= set(dir(Compression))
+
+
+def test_a_factory_is_one_object_and_pickles():
+    assert Compression.dgc is Compression.dgc
+    assert pickle.loads(pickle.dumps(Compression.dgc)) is Compression.dgc
+
+
+@pytest.mark.parametrize("name", ["unknown", "_private", "compress_all"])
+def test_what_is_no_algorithm_is_no_attribute(name):
+    assert not hasattr(Compression, name)
+    with pytest.raises(AttributeError, match=name):
+        getattr(Compression, name)
+
+
+def test_the_id_is_no_option():
+    with pytest.raises(TypeError, match="id"):
+        Compression.dgc(id="topk")
+
+
+def test_an_uncalled_factory_given_to_horovod_says_so():
+    for given in (Compression, Compression.dgc):
+        with pytest.raises(TypeError, match="call it"):
+            given.compress(None)
