@@ -1,12 +1,98 @@
-"""What the adapters of both frameworks share: a method for each algorithm, and what all ranks must have alike."""
+"""What the adapters of both frameworks share: a method for each algorithm, and what a bound compression is everywhere."""
+import collections
 import dataclasses
 import functools
 import inspect
+import itertools
+import os
+import warnings
+from abc import ABC, abstractmethod
+from typing import Any, Dict, Iterator, Tuple
 
 from . import wire
 from .compressors import find, ids, package_of
-from .handshake import kernels_in_use
+from .compressors.base import Compressor
+from .driver import Driver
+from .handshake import agree, kernels_in_use
 from .version import __version__
+
+# Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order. Sets are
+# told apart by their ranks here, because Horovod gives the id of a removed set to another one.
+_numbers: Dict[Tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
+
+
+class Binding(ABC):
+    """A compression bound to a process set of a framework's Horovod: `hvd`, initialized. Making one exchanges nothing: ranks compare
+    what they were started with at the first gradient, or in `handshake`."""
+
+    def __init__(self, hvd: Any, process_set: Any, hint: str = "") -> None:
+        if not hvd.is_initialized():
+            raise ValueError("call hvd.init() before making a compression")
+        self._process_set = hvd.global_process_set if process_set is None else process_set
+        if not isinstance(self._process_set, hvd.ProcessSet):
+            raise TypeError(
+                f"process_set must be one of Horovod's, not an object of {type(process_set)}; {hint}an option goes by its name: ratio=0.01"
+            )
+        if self._process_set.process_set_id is None:
+            raise ValueError("this process set is not registered: pass it to hvd.init() or hvd.add_process_set() first")
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            raise ValueError(
+                "elastic Horovod is not supported yet: what a compression keeps belongs to one rank of a fixed number. Start with "
+                "a fixed number of ranks, without --min-np, --max-np and --host-discovery-script"
+            )
+        self._label = f"hvdc.{self._process_set.process_set_id}.{next(_numbers[tuple(self._process_set.ranks or ())])}"
+        self._agreed = False
+
+    _compressor: Compressor
+    _active: bool  # Horovod reduces, and compresses, only where there is more than one rank
+
+    @abstractmethod
+    def _opened(self) -> Driver:
+        """The exchange."""
+
+    @abstractmethod
+    def _description(self) -> Dict[str, Any]:
+        """What all ranks must have alike: nested JSON-able values."""
+
+    @abstractmethod
+    def _handshake_transport(self) -> Any:
+        """What `agree` needs."""
+
+    def handshake(self) -> None:
+        """Compares what the ranks were started with: options, tensors, versions, kernels. To be called on all ranks; the first gradient
+        does so by itself. MismatchError, on all ranks alike, names the first rank that differs and in what."""
+        if self._active and not self._agreed:
+            agree(self._handshake_transport(), self._label, self._description())
+            self._agreed = True
+
+    @property
+    def config(self) -> Dict[str, Any]:
+        """The id and all options, as a JSON-able spec."""
+        return self._compressor.config
+
+    def stats(self) -> Dict[str, float]:
+        """Totals of this rank since the start: see `Driver.stats`. All 0 where Horovod reduces nothing, on one rank."""
+        return self._opened().stats()
+
+    def stats_by_tensor(self) -> Dict[str, Dict[str, int]]:
+        """Bytes and elements by tensor: see `Driver.stats_by_tensor`."""
+        return self._opened().stats_by_tensor()
+
+
+_warned = set()
+
+
+def warn_once(message: str, stacklevel: int = 2) -> None:
+    """A RuntimeWarning, the first time."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(f"horovod_compress: {message}", RuntimeWarning, stacklevel=stacklevel + 1)
+
+
+def check_version(horovod: str) -> None:
+    """Warns where this is not the Horovod whose inside the adapters were written for."""
+    if not horovod.startswith("0.28."):
+        warn_once(f"tested with Horovod 0.28, and this is {horovod}: if gradients are refused, install horovod==0.28.1")
 
 
 class Algorithms(type):
@@ -42,14 +128,14 @@ def _factory(compression, algorithm):
     options = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in fields]
     make.__signature__ = inspect.Signature([*arguments.values(), *options])
     make.__module__, make.__name__, make.__qualname__ = compression.__module__, algorithm.id, f"{compression.__qualname__}.{algorithm.id}"
-    told = [f"    {f.name}: {f.metadata['doc']}; {f.metadata['kind']}" for f in fields]
-    make.__doc__ = "\n".join([inspect.cleandoc(algorithm.__doc__ or ""), "", "Options:", *told, "", "Other arguments: see BoundCompression."])
+    listed = [f"    {f.name}: {f.metadata['doc']}; {f.metadata['kind']}" for f in fields]
+    make.__doc__ = "\n".join([inspect.cleandoc(algorithm.__doc__ or ""), "", "Options:", *listed, "", "Other arguments: see BoundCompression."])
     make.compress = compression.compress
     return make
 
 
 def description_of(compressor):
-    """What all ranks must have alike, whatever the framework: nested JSON-able values."""
+    """What all ranks must have alike of a compressor, whatever the framework: nested JSON-able values."""
     package = package_of(compressor.id)
     return {
         "version of horovod-compress": __version__,

@@ -188,7 +188,7 @@ class Exchange(Driver):
         self._begin_at(self._now.index + 1)
 
     def _begin_at(self, index: int) -> None:
-        self._now = self._now.replace(index=index)
+        self._now = self._now.replace(index=index, rank=self.transport.rank, size=self.transport.size)
         self._transaction, self._numbers = Transaction(index), None
 
     def reject(self) -> None:

@@ -31,7 +31,7 @@ def warning_when_stalled(message):
         timer.cancel()
 
 
-def agree(transport, label, description, what="made a compression on these ranks", advice=_SAME_START):
+def agree(transport, label, description, what="come to their first gradient with this compression", advice=_SAME_START):
     """Compares the ranks' descriptions, nested JSON-able values; blocks until all ranks are here. Of the transport it needs no
     more than `size` and `allgather`. what: what all ranks must have done to get here; advice: what to do where they differ.
 

@@ -1,12 +1,8 @@
 """Horovod's Compressor interface, `compress` and `decompress`, as operations of a TensorFlow graph over the exchange."""
-import collections
 import copy
 import dataclasses
 import functools
 import itertools
-import os
-import sys
-import warnings
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -14,17 +10,16 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from .. import kernels
-from ..binding import description_of
+from ..binding import Binding, description_of, warn_once
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..compressors.selective import decide_follow_lr
 from ..handshake import agree
 from ..requests import Collective
 from .exchange import GraphExchange
-from .optimizer import check, is_horovods, is_plain_sgd, learning_rate_of, momentum_of, take_over_momentum, watch_passes
+from .horovod_internals import traced
+from .optimizer import check, is_plain_sgd, learning_rate_of, momentum_of, take_over_momentum, watch_passes
 
-# Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order.
-_numbers = collections.defaultdict(itertools.count)
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 _SUM = Collective("allreduce", "int64", "sum")
 _INFINITE_HALF = 65520  # what is as large becomes infinite in float16
@@ -89,7 +84,7 @@ class _Call:
         return tf.raw_ops.Snapshot(input=tf.reshape(tf.cast(grad, tf.float32), self.flat[i]))
 
 
-class BoundCompression:
+class BoundCompression(Binding):
     """A compression for hvd.DistributedOptimizer, hvd.DistributedGradientTape and horovod.tensorflow.keras: compression=….
 
     spec: as for horovod_compress.get_compressor.
@@ -101,37 +96,22 @@ class BoundCompression:
 
     One compression serves one model on one rank. Its residuals are this rank's own: save `state_dict()` on every rank, or use
     `StateCheckpoint`. Variables become known when their gradients are first traced. Raises ValueError for bad options and
-    optimizers, and MismatchError, on all ranks, where ranks were started differently.
+    optimizers; the first trace, or `handshake()`, raises MismatchError, on all ranks, where ranks were started differently.
     """
 
     def __init__(self, spec, optimizer=None, process_set=None, discardable=False):
-        if not hvd.is_initialized():
-            raise ValueError("call hvd.init() before making a compression")
+        super().__init__(hvd, process_set, hint="variables need not be named in TensorFlow, and ")
+        self._active = bool(self._process_set.included()) and self._process_set.size() > 1
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise ValueError(
                 "TensorFlow 1's graph mode is not supported: a compression's operations belong to functions that TensorFlow 2 traces. Leave "
                 "out tf.compat.v1.disable_eager_execution() and disable_v2_behavior()"
-            )
-        self._process_set = hvd.global_process_set if process_set is None else process_set
-        if not isinstance(self._process_set, hvd.ProcessSet):
-            raise TypeError(
-                f"process_set must be one of Horovod's, not an object of {type(process_set)}; variables need not be named in TensorFlow, and an "
-                "option goes by its name: ratio=0.01"
-            )
-        if self._process_set.process_set_id is None:
-            raise ValueError("this process set is not registered: pass it to hvd.init() or hvd.add_process_set() first")
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
-            raise ValueError(
-                "elastic Horovod is not supported yet: what a compression keeps belongs to one rank of a fixed number. Start with "
-                "a fixed number of ranks, without --min-np, --max-np and --host-discovery-script"
             )
         compressor = decide_follow_lr(get_compressor(spec), optimizer is not None, is_plain_sgd(optimizer))
         if getattr(compressor, "transport", "horovod") != "horovod":
             raise ValueError("with TensorFlow payloads are moved by operations of the graph: say transport=horovod")
         if optimizer is not None:
             check(optimizer)
-        # Horovod reduces, and compresses, only where there is more than one rank.
-        self._active = bool(self._process_set.included()) and self._process_set.size() > 1
         self._taken_from = None  # the class of optimizers that leave momentum to this compression
         self._serves = None  # Horovod's optimizer, where it is one of those
         if compressor.corrects_momentum:
@@ -155,13 +135,8 @@ class BoundCompression:
         self._variables = {}  # key, see `_register`, → _Variable
         self._call = None  # of the function that is being traced
         self._saved = None  # where a state was loaded: of variables that are not known yet
-        number = next(_numbers[tuple(self._process_set.ranks or ())])
-        self._label = f"hvdc.{self._process_set.process_set_id}.{number}"
         rank, size = (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
         self._exchange = GraphExchange(compressor, rank, size, self._label, discardable)
-        if self._active:
-            self._transport = _Eager(self._process_set)
-            agree(self._transport, self._label, description_of(compressor))
 
     def _bound(self, compressor, optimizer):
         if optimizer is None:
@@ -222,7 +197,7 @@ class BoundCompression:
         return tf.cast(result, dtype)
 
     def _new_call(self, tensor):
-        grads, sources, factor, optimizer = _traced(tensor)
+        grads, sources, factor, optimizer = traced(tensor)
         if self._taken_from and optimizer and not isinstance(optimizer, self._taken_from):
             raise ValueError(
                 "this compression has taken over the momentum of another optimizer than the one it serves, which would apply its own besides: "
@@ -263,6 +238,7 @@ class BoundCompression:
 
     def _register(self, pairs):
         """The _Variable of each (gradient, source). New ones become known on all ranks at once."""
+        self.handshake()
         keys, new = [], {}
         taken = {variable.name for variable in self._variables.values()}
         for i, (grad, source) in enumerate(pairs):
@@ -285,7 +261,7 @@ class BoundCompression:
                 new[keys[-1]] = name, tuple(shape)
         if new:
             shapes = {name: list(shape) for name, shape in new.values()}
-            agree(self._transport, f"{self._label}.{len(self._variables)}", {"variables": shapes})
+            agree(_Eager(self._process_set), f"{self._label}.{len(self._variables)}", {"variables": shapes})
             missing = [name for name in shapes if self._saved is not None and name not in self._saved]
             if missing:
                 raise ValueError(
@@ -335,7 +311,7 @@ class BoundCompression:
                 "each model, and in eager code for each set of variables that is trained by itself"
             )
         if self._serves is not None and abs(float(self._serves.momentum) - self._compressor.momentum) > 1e-6:
-            _warn_once(
+            warn_once(
                 f"SGD's momentum was changed to {float(self._serves.momentum):g}: {self._compressor.id} goes on with "
                 f"{self._compressor.momentum:g}, which it took over. (Horovod's momentum_correction is not needed: the learning rate is no part "
                 "of this momentum)"
@@ -374,23 +350,19 @@ class BoundCompression:
             self._exchange.reject(variable.name)
         return [result.reshape(variable.shape)]
 
-    # -- for users --------------------------------------------------------------------------------------------------------
+    def _opened(self):
+        return self._exchange
 
-    @property
-    def config(self):
-        """The id and all options, as a JSON-able spec."""
-        return self._compressor.config
+    def _description(self):
+        return description_of(self._compressor)
+
+    def _handshake_transport(self):
+        return _Eager(self._process_set)
+
+    # -- for users --------------------------------------------------------------------------------------------------------
 
     def __repr__(self):
         return f"<{self._compressor!r} of {len(self._variables)} variables>"
-
-    def stats(self):
-        """Totals of this rank since the start: see `Exchange.stats`. All 0 where Horovod reduces nothing, on one rank."""
-        return self._exchange.stats()
-
-    def stats_by_tensor(self):
-        """Bytes and elements by variable: see `Exchange.stats_by_tensor`."""
-        return self._exchange.stats_by_tensor()
 
     def state_dict(self):
         """This rank's residuals and momentum, as NumPy arrays by variable and plain values: one a rank, next to the model's and
@@ -429,15 +401,6 @@ def _with_denormals(function, *arguments):
         kernels.flush_denormals(mode)
 
 
-_warned = set()
-
-
-def _warn_once(message):
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(f"horovod_compress: {message}", RuntimeWarning, stacklevel=2)
-
-
 def _first_values(variable):
     return tf.reshape(variable.read_value(), [-1])[:1000]
 
@@ -465,26 +428,3 @@ def _read_and_clear(squares):
     with tf.control_dependencies([read]):
         squares.assign(tf.zeros_like(read))
     return [read]
-
-
-def _traced(tensor):
-    """(gradients, variables, what Horovod makes of a 1 on each rank, Horovod's optimizer or None) of the exchange in which this
-    gradient is compressed. Horovod says neither, but has them in reach, in a function that reduces `grads` of `vars` by `op`."""
-    frame, found = sys._getframe(1), None
-    while frame is not None:
-        grads, variables = frame.f_locals.get("grads"), frame.f_locals.get("vars")
-        if found is None and isinstance(grads, (list, tuple)) and variables is not None and any(grad is tensor for grad in grads):
-            factor = frame.f_locals.get("prescale_factor", 1.0) * frame.f_locals.get("postscale_factor", 1.0)
-            if frame.f_locals.get("op") == hvd.Sum:
-                factor *= frame.f_locals["process_set"].size()
-            found = grads, variables, factor
-        caller = frame.f_locals.get("self")
-        if found and is_horovods(caller):
-            return *found, caller
-        frame = frame.f_back
-    if found:
-        return *found, None
-    raise ValueError(
-        "this compression is for hvd.DistributedOptimizer and hvd.DistributedGradientTape of Horovod 0.28, which reduce the gradients "
-        f"of variables; here comes a tensor of shape {tensor.shape} alone"
-    )

@@ -28,6 +28,7 @@ class _Pending:
     transaction: Transaction
     index: int
     request: Optional[Request] = None  # that it waits for, until it is finished
+    arrived: Optional[Message] = None  # of its last message, in a step with fewer than the graph has operations for
     finished: bool = False
     compares: bool = False  # whether it has sent the step's number and waits for the sum
 
@@ -111,6 +112,7 @@ class GraphExchange(Driver):
         """Brings what became of a message, and the sum of the steps' numbers; returns the next message."""
         pending = self._arrive(name, call, numbers)
         if isinstance(pending.request, Final):  # a step that goes dense has no more to send
+            pending.arrived = pending.arrived or arrived
             return None
         pending.request = pending.step.send(_answer(pending.request, arrived))
         return _message(pending.request)
@@ -122,8 +124,8 @@ class GraphExchange(Driver):
         memory of the gradient or of the carrier."""
         pending = self._arrive(name, call, numbers)
         request = pending.request.request
-        outcome = pending.step.send((reduced, None if request is None else _answer(request, arrived)))
-        pending.request, pending.finished = None, True
+        outcome = pending.step.send((reduced, None if request is None else _answer(request, pending.arrived or arrived)))
+        pending.request, pending.arrived, pending.finished = None, None, True
         if not outcome.finite:
             pending.transaction.finite = False
         return outcome.result

@@ -4,6 +4,8 @@ import logging
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from .horovod_internals import is_horovods
+
 _log = logging.getLogger("horovod_compress")
 _SGD = (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)
 
@@ -19,11 +21,6 @@ def check(optimizer):
             "bind the inner optimizer, wrap that in hvd.DistributedOptimizer, and the result in LossScaleOptimizer (model.compile "
             "does the last by itself under a mixed_float16 policy)"
         )
-
-
-def is_horovods(optimizer):
-    """Whether this is what hvd.DistributedOptimizer makes."""
-    return isinstance(optimizer, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)) and hasattr(optimizer, "_allreduce_grads")
 
 
 def is_plain_sgd(optimizer):

@@ -1,10 +1,6 @@
 """Horovod's Compressor interface, `compress` and `decompress`, over the exchange."""
 import collections.abc
 import inspect
-import itertools
-import os
-import sys
-import warnings
 import weakref
 
 import horovod.torch as hvd
@@ -12,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..binding import description_of
+from ..binding import Binding, description_of, warn_once
 from ..compressors import get_compressor
 from ..compressors.selective import decide_follow_lr
 from ..exchange import Exchange
@@ -20,13 +16,10 @@ from ..handshake import agree
 from ..transport.horovod import HorovodTransport
 from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
+from . import horovod_internals
 from .moments import Moments
 from .sgd import SGDTakeover, is_plain_sgd
 
-# Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order. Sets are
-# told apart by their ranks here, because Horovod gives the id of a removed set to another one.
-_numbers = collections.defaultdict(itertools.count)
-_GradScaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)  # before PyTorch 2.3 only the second
 _SYNCHRONIZE_FIRST = (
     "call optimizer.synchronize() before anything that reads or changes gradients (a GradScaler's unscale_() and step(), clipping), and step "
     "inside `with optimizer.skip_synchronize():`"
@@ -49,14 +42,14 @@ class _Slot:
             raise TypeError(f"{self.name}: gradients of {grad.dtype} cannot be compressed; real floating point is needed")
         if self._staging is None:
             if grad.device.type != "cpu":
-                _warn_once(f"gradients on {grad.device.type} are compressed on the host, through pinned memory")
+                warn_once(f"gradients on {grad.device.type} are compressed on the host, through pinned memory")
             pinned = grad.device.type == "cuda"
             self._staging = torch.empty(grad.shape, dtype=torch.float32, device="cpu", pin_memory=pinned)
         self._staging.copy_(grad)
         return self._staging, self._staging.numpy().reshape(-1)
 
 
-class BoundCompression:
+class BoundCompression(Binding):
     """A compression bound to an optimizer and its parameters, for hvd.DistributedOptimizer(compression=…).
 
     spec: as for horovod_compress.get_compressor.
@@ -70,30 +63,20 @@ class BoundCompression:
         it had never been. Takes as much memory again as the algorithm's state, and the time to copy that in each step.
 
     One compression serves one optimizer on one rank. Its residuals are this rank's own: save `state_dict()` on every rank.
-    Raises ValueError for bad options and parameters, and MismatchError, on all ranks, where ranks were started differently.
+    Raises ValueError for bad options and parameters; the first gradient, or `handshake()`, raises MismatchError, on all ranks, where
+    ranks were started differently.
     """
 
     def __init__(self, spec, optimizer, named_parameters=None, process_set=None, grad_scaler=None, discardable=False):
-        if not hvd.is_initialized():
-            raise ValueError("call hvd.init() before making a compression")
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
-            raise ValueError(
-                "elastic Horovod is not supported yet: what a compression keeps belongs to one rank of a fixed number. Start with "
-                "a fixed number of ranks, without --min-np, --max-np and --host-discovery-script"
-            )
-        self._process_set = hvd.global_process_set if process_set is None else process_set
-        if not isinstance(self._process_set, hvd.ProcessSet):
-            raise TypeError(f"process_set must be one of Horovod's, not {process_set!r}; an option goes by its name: ratio=0.01")
+        super().__init__(hvd, process_set)
+        self._active = bool(self._process_set.included()) and hvd.size() > 1
+        self._ranks = (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"a compression is bound to a torch optimizer, its first argument, not to an object of {type(optimizer)}")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {grad_scaler!r}")
-        if self._process_set.process_set_id is None:
-            raise ValueError("this process set is not registered: pass it to hvd.init() or hvd.add_process_set() first")
         compressor = decide_follow_lr(get_compressor(spec), optimizer is not None, is_plain_sgd(optimizer))
         slots = [_Slot(name, param) for name, param in _named(optimizer, named_parameters)]
-        # Horovod reduces, and compresses, only where there is more than one rank.
-        self._active = bool(self._process_set.included()) and hvd.size() > 1
         self._takeover = None
         variants = {}
         if compressor.corrects_momentum:
@@ -127,13 +110,10 @@ class BoundCompression:
         self._discardable = bool(discardable or grad_scaler is not None)
         self._exchange = None
         self._transport = self._make_transport() if self._active else Loopback.group(1)[0]
-        number = next(_numbers[tuple(self._process_set.ranks or ())])
-        self._label = f"hvdc.{self._process_set.process_set_id}.{number}"
         self._results = None  # of the last step: "unused" from when they came until an optimizer's step begins, then "in use" until it ends
         self._optimizer = None  # Horovod's, from the first gradient on
         self._rates = {}  # id(parameter) → learning rate of this step, where residuals follow it
         if self._active:
-            agree(self._transport, self._label, self._description())
             _not_used_yet.add(self)
 
     # -- Horovod's interface ----------------------------------------------------------------------------------------------
@@ -216,15 +196,15 @@ class BoundCompression:
         return self._exchange
 
     def _begin_step(self):
-        if (self._process_set.rank(), self._process_set.size()) != (self._transport.rank, self._transport.size):
+        rank, size = self._process_set.rank(), self._process_set.size()
+        if (rank, size) != self._ranks:
             raise RuntimeError(
-                f"this compression was made for rank {self._transport.rank} of {self._transport.size}, and this is now rank "
-                f"{self._process_set.rank()} of {self._process_set.size()}: the ranks of a compression must stay the same. Make a new one "
-                "after hvd.init()"
+                f"this compression was made for rank {self._ranks[0]} of {self._ranks[1]}, and this is now rank {rank} of {size}: the ranks of "
+                "a compression must stay the same. Make a new one after hvd.init()"
             )
         scale = None if self._grad_scaler is None else self._grad_scaler.get_scale()
         if self._optimizer is None:
-            optimizer = self._horovods_optimizer()
+            optimizer = horovod_internals.optimizer_of(self)
             self._attach(optimizer, scale)
             self._optimizer = optimizer
         if self._results == "unused":
@@ -244,10 +224,10 @@ class BoundCompression:
     def _attach(self, optimizer, scale):
         """Begins to serve Horovod's optimizer."""
         _not_used_yet.discard(self)
+        self.handshake()
         # Only now: until here the user could broadcast these options, or load them.
         agree(
             self._transport, f"{self._label}.step", {**_options(optimizer), "loss scale": scale},
-            what="come to their first gradient with this compression",
             advice="Where only some ranks have set or loaded it, call hvd.broadcast_optimizer_state(optimizer, root_rank=0) before training",
         )
         if self._takeover:
@@ -259,12 +239,12 @@ class BoundCompression:
     def _before_step(self):
         if self._results:
             self._results = "in use"
-            if self._grad_scaler is None and self._exchange.keeps_state and _in_grad_scaler():
-                _warn_once(
+            if self._grad_scaler is None and self._exchange.keeps_state and horovod_internals.in_grad_scaler():
+                warn_once(
                     "a GradScaler scales these gradients: give the compression grad_scaler=…, or what it keeps of gradients does not "
                     "follow changes of the scale"
                 )
-        elif _in_grad_scaler():
+        elif horovod_internals.in_grad_scaler():
             raise RuntimeError(f"GradScaler.step() came before optimizer.synchronize(): {_SYNCHRONIZE_FIRST}")
         if self._takeover:
             self._takeover.before_step()
@@ -281,21 +261,13 @@ class BoundCompression:
         if self._discardable:
             self._exchange.discard()
         elif self._exchange.keeps_state:
-            _warn_once(
+            warn_once(
                 "the gradients of a step were exchanged, and no optimizer.step() has used them; what was not sent of them is kept, and "
                 "comes in later steps. To forget such steps, make the compression with discardable=True"
             )
 
-    def _horovods_optimizer(self):
-        """The optimizer that calls this compression. It is made after it and never introduces itself, so it is looked for among the
-        callers, once, at the first gradient. (Its groups are the bound optimizer's only until a state_dict is loaded.)"""
-        frame = sys._getframe(1)
-        while frame is not None:
-            caller = frame.f_locals.get("self")
-            if isinstance(caller, torch.optim.Optimizer) and any(value is self for value in vars(caller).values()):
-                return caller
-            frame = frame.f_back
-        raise RuntimeError("gradients came, but no optimizer holds this compression: give it to hvd.DistributedOptimizer")
+    def _handshake_transport(self):
+        return self._transport
 
     def _description(self):
         return {
@@ -305,21 +277,8 @@ class BoundCompression:
 
     # -- for users --------------------------------------------------------------------------------------------------------
 
-    @property
-    def config(self):
-        """The id and all options, as a JSON-able spec."""
-        return self._compressor.config
-
     def __repr__(self):
         return f"<{self._compressor!r} bound to {len(self._slots)} parameters>"
-
-    def stats(self):
-        """Totals of this rank since the start: see `Exchange.stats`. All 0 where Horovod reduces nothing, on one rank."""
-        return self._opened().stats()
-
-    def stats_by_tensor(self):
-        """Bytes and elements by parameter: see `Exchange.stats_by_tensor`."""
-        return self._opened().stats_by_tensor()
 
     def state_dict(self):
         """This rank's residuals and momentum, as tensors and plain values: for torch.save, one file a rank, next to the
@@ -391,36 +350,18 @@ def _options(optimizer):
     return groups
 
 
-def _in_grad_scaler():
-    """Whether an enabled GradScaler is taking the step that has come to this point."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), _GradScaler):
-            return frame.f_locals["self"].is_enabled()
-        frame = frame.f_back
-    return False
-
-
 _not_used_yet = weakref.WeakSet()
 
 
 @torch.compiler.disable
 def _warn_of_unused(optimizer, args, kwargs):
     """After any optimizer's step: of compressions whose parameters it updates without them."""
-    used = getattr(optimizer, "_compression", None)  # Horovod's optimizers have one
+    used = horovod_internals.compression_of(optimizer)
     for compression in list(_not_used_yet) if used is not None and _not_used_yet else ():
-        its_own = {id(slot.param) for slot in compression._slots}
-        if compression is not used and any(id(p) in its_own for group in optimizer.param_groups for p in group["params"]):
+        bound = {id(slot.param) for slot in compression._slots}
+        if compression is not used and any(id(p) in bound for group in optimizer.param_groups for p in group["params"]):
             _not_used_yet.discard(compression)
-            _warn_once(f"{compression!r} is not used: give it to hvd.DistributedOptimizer(compression=…), which has {used!r}")
+            warn_once(f"{compression!r} is not used: give it to hvd.DistributedOptimizer(compression=…), which has {used!r}")
 
 
 register_optimizer_step_post_hook(_warn_of_unused)
-
-_warned = set()
-
-
-def _warn_once(message):
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(f"horovod_compress: {message}", RuntimeWarning, stacklevel=4)

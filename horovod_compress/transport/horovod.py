@@ -16,7 +16,14 @@ class HorovodTransport(Transport):
 
     def __init__(self, process_set=hvd.global_process_set):
         self._process_set = process_set
-        self.rank, self.size = process_set.rank(), process_set.size()
+
+    @property
+    def rank(self):
+        return self._process_set.rank()
+
+    @property
+    def size(self):
+        return self._process_set.size()
 
     def allgather(self, name, payload):
         handle = hvd.allgather_async(torch.from_numpy(payload), name=name, process_set=self._process_set)

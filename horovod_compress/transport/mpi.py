@@ -20,8 +20,9 @@ class MPITransport(Transport):
     follows from the names: a fixed number of bytes that says how much comes, one Allgatherv of all payloads, one Allreduce
     for each operation and type. All ranks must have started the same operations by then.
 
-    hvd: the framework's Horovod, initialized; process_set: the one that is given to hvd.DistributedOptimizer too. Made by all
-    ranks of the set together. Raises ValueError where mpi4py is missing, or Horovod does not run on MPI with threads.
+    hvd: the framework's Horovod, initialized; process_set: the one that is given to hvd.DistributedOptimizer too, whose ranks make the
+    communicator together when they first exchange something. Raises ValueError where mpi4py is missing, or Horovod does not run on
+    MPI with threads.
     """
 
     def __init__(self, hvd, process_set):
@@ -37,15 +38,20 @@ class MPITransport(Transport):
             raise ValueError("transport=mpi needs MPI with MPI_THREAD_MULTIPLE, because Horovod uses it at the same time")
         if (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) != (hvd.rank(), hvd.size()):
             raise ValueError("transport=mpi needs hvd.init() without a communicator: Horovod's ranks must be those of MPI_COMM_WORLD")
-        self._mpi = MPI
-        group = MPI.COMM_WORLD.group.Incl(process_set.ranks)
-        self._comm = MPI.COMM_WORLD.Create_group(group)
-        self.rank, self.size = self._comm.rank, self._comm.size
+        self._mpi, self._comm, self._process_set = MPI, None, process_set
         self._started = {}  # (operation, name): array, until it is sent
         self._splits = {}  # of alltoalls that were started, bytes for each rank
         self._arrived = {}
         self._announcing = None  # what MPI may still write to
         self._broken = False
+
+    @property
+    def rank(self):
+        return self._process_set.rank()
+
+    @property
+    def size(self):
+        return self._process_set.size()
 
     def allgather(self, name, payload):
         return self._start(("gather", name), payload)
@@ -73,6 +79,8 @@ class MPITransport(Transport):
     def _exchange(self):
         if self._broken:
             raise RuntimeError("an exchange over MPI was interrupted: this rank is no longer in step with the others, start again")
+        if self._comm is None:
+            self._comm = self._mpi.COMM_WORLD.Create_group(self._mpi.COMM_WORLD.group.Incl(self._process_set.ranks))
         started, self._started = sorted(self._started.items()), {}
         try:
             self._carry(started)

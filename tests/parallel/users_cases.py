@@ -5,7 +5,6 @@ run_cases.py runs the cases, test_users.py asks.
 import contextlib
 import itertools
 import os
-import sys
 import threading
 import time
 import warnings
@@ -29,7 +28,7 @@ from checks import raises, registry
 from torch import nn
 
 import horovod_compress.torch as hvdc
-from horovod_compress import MismatchError, handshake
+from horovod_compress import MismatchError, binding, handshake
 
 CASES, case = registry()
 
@@ -37,7 +36,7 @@ CASES, case = registry()
 @contextlib.contextmanager
 def all_warnings():
     """Records warnings, those too that other cases had before."""
-    sys.modules[hvdc.BoundCompression.__module__]._warned.clear()
+    binding._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield caught
@@ -331,15 +330,20 @@ def a_rank_that_does_not_come_is_waited_for_with_a_warning():
     handshake.STALLED, stalled = 0.5, handshake.STALLED
     try:
         with all_warnings() as caught:
-            if hvd.rank() == 1:
-                time.sleep(1.5)
             weight, _, optimizer = ones("topk")
-            assert hvd.rank() == 1 or warned_of(caught, "not all 2 ranks have made a compression on these ranks yet")
-            if hvd.rank() == 0:
+            if hvd.rank() == 1:
                 time.sleep(1.5)
             weight.sum().backward()
             optimizer.step()
+            assert hvd.rank() == 1 or warned_of(caught, "not all 2 ranks have come to their first gradient with this compression yet")
+        with all_warnings() as caught:
+            weight, compression, optimizer = ones("topk")
+            if hvd.rank() == 0:
+                time.sleep(1.5)
+            compression.handshake()
             assert hvd.rank() == 0 or warned_of(caught, "come to their first gradient with this compression")
+            weight.sum().backward()
+            optimizer.step()
     finally:
         handshake.STALLED = stalled
 

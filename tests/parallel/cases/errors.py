@@ -30,11 +30,11 @@ def mismatched_ranks_are_named():
     if hvd.rank() == last:
         model.out = nn.Linear(64, 11)
     with raises(MismatchError, "tensors.out.weight.shape", f"rank {last}", "[11, 64]"):
-        hvdc.Compression.from_spec(ours, sgd(model), model.named_parameters())
+        hvdc.Compression.from_spec(ours, sgd(model), model.named_parameters()).handshake()
     model, installed = model_of(), binding.__version__
     binding.__version__ = "0.0.9" if hvd.rank() == last else installed
     with raises(MismatchError, "version of horovod-compress", "0.0.9", installed):
-        hvdc.Compression.from_spec(ours, sgd(model), model.named_parameters())
+        hvdc.Compression.from_spec(ours, sgd(model), model.named_parameters()).handshake()
     binding.__version__ = installed
     model = model_of()
     with raises(MismatchError, "momentum", f"rank {last}"):

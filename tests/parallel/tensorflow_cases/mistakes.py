@@ -108,15 +108,15 @@ def mistakes_get_clear_errors():
 def ranks_on_different_kernels():
     """Asked for by name, with the reference on rank 1."""
     assert kernels.backend == ("reference" if hvd.rank() == 1 else "native")
-    hvdc.Compression.topk()
+    hvdc.Compression.topk().handshake()
     with raises(MismatchError, "rank 1 differs from rank 0 in kernels", "powersgd"):
-        hvdc.Compression.powersgd()
+        hvdc.Compression.powersgd().handshake()
 
 
 @case(2)
 def mismatched_ranks_are_named():
     with raises(MismatchError, "rank 1 differs from rank 0 in options.ratio"):
-        hvdc.Compression.topk(ratio=0.01 + 0.01 * hvd.rank())
+        hvdc.Compression.topk(ratio=0.01 + 0.01 * hvd.rank()).handshake()
     compression = hvdc.Compression.topk()
     variable = tf.Variable(tf.zeros((40, 50 + hvd.rank())), name="w")
     with tf.GradientTape() as tape:
