@@ -7,6 +7,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 from checks import raises, registry
+from owners import Owners
 from torch import nn
 
 import horovod_compress.torch as hvdc
@@ -14,7 +15,7 @@ from horovod_compress import MismatchError, available
 from horovod_compress.transport.mpi import MPITransport
 
 from .told import reduced
-from .training import assert_replicas_identical, batches, compressed, flat, model_of, sgd, train, wrap
+from .training import assert_close, assert_replicas_identical, batches, compressed, flat, model_of, sgd, train, wrap
 
 CASES, case = registry()
 
@@ -31,6 +32,21 @@ def mpi_gives_what_horovod_gives():
         assert (found - expected).abs().max() <= tolerance * expected.abs().max(), f"{id} differs by {(found - expected).abs().max()}"
         assert compression.stats()["bytes_sent"] == other.stats()["bytes_sent"], id
         assert (found == hvd.broadcast(found, 0, name=f"of the first rank {id}")).all(), f"{id}: replicas differ"
+
+
+@case(2, 3)
+def an_alltoall_in_a_step():
+    """A compressor that yields one works in both transports, to the byte."""
+    reference = model_of()
+    train(reference, wrap(reference, sgd(reference), hvd.Compression.none), batches(5))
+    sent = set()
+    for transport in ("horovod", "mpi"):
+        model = model_of()
+        compression = compressed(model, sgd(model), 5, Owners(transport=transport, min_numel=0))
+        assert_close(model, reference, tolerance=1e-5)
+        assert_replicas_identical(model)
+        sent.add(compression.stats()["bytes_sent"])
+    assert len(sent) == 1 and compression.stats()["ratio"] < 1
 
 
 @case(3)

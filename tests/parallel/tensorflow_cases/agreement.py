@@ -7,6 +7,7 @@ import horovod.tensorflow.keras as hvd
 import numpy as np
 import tensorflow as tf
 from checks import registry
+from owners import Owners
 from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
@@ -15,6 +16,18 @@ from horovod_compress import simulate
 from .training import SGD, exchanged, told
 
 CASES, case = registry()
+
+
+@case(2, 3)
+def an_alltoall_in_a_step():
+    """A compressor that yields one gives the mean, in a function that is traced once and in eager code."""
+    for in_graph in (True, False):
+        step = exchanged(hvdc.Compression.from_spec(Owners(min_numel=0)), in_graph=in_graph)
+        for number in range(3):
+            found = step(told(number))
+            given = [alike.gradients(rank, number) for rank in range(hvd.size())]
+            for name, mean in found.items():
+                np.testing.assert_allclose(mean, sum(named[name] for named in given) / hvd.size(), rtol=1e-5, atol=1e-6)
 
 
 @case()

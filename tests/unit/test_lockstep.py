@@ -1,0 +1,44 @@
+"""Ranks in one process: every verb that a step may ask for."""
+import dataclasses
+
+import numpy as np
+
+import horovod_compress as hc
+from horovod_compress.compressors.base import Compressor
+from horovod_compress.requests import Allgather, Allreduce, Alltoall, Collective
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class EveryVerb(Compressor):
+    """Agrees on ranks' numbers by each collective before it sends the gradient."""
+
+    id = "everyverb"
+
+    def collectives(self, size):
+        gather, reduce = Collective("allgather", "uint8"), Collective("allreduce", "float32", "sum")
+        return gather, Collective("alltoall", "uint8"), Collective("allreduce", "int32", "sum"), reduce
+
+    def encode(self, grad, state, step):
+        mine = np.full(step.rank + 1, step.rank, np.uint8)
+        everybody = yield Allgather(mine)
+        assert everybody.tolist() == [rank for rank in range(step.size) for _ in range(rank + 1)]
+        parts = yield Alltoall(np.repeat(mine[:1], step.size * 2), [2] * step.size)
+        assert [part.tolist() for part in parts] == [[rank] * 2 for rank in range(step.size)]
+        total = yield Allreduce(np.array([step.rank], np.int32))
+        assert total.tolist() == [sum(range(step.size))]
+        return Allreduce(grad)
+
+    def decode(self, summed, out, state, step, scale):
+        np.multiply(summed, np.float32(scale), out=out)
+        return bool(np.isfinite(out).all())
+
+
+def test_every_collective_may_come_before_the_payload():
+    rng = np.random.default_rng(0)
+    grads = [[{name: rng.standard_normal((3, 5)).astype(np.float32) for name in "ab"} for _ in range(3)] for _ in range(2)]
+    run = hc.simulate(EveryVerb(), grads)
+    for ranks, mean in zip(grads, run.mean):
+        for name in "ab":
+            np.testing.assert_allclose(mean[name], sum(named[name] for named in ranks) / 3, rtol=1e-5, atol=1e-6)
+    carriers, numbers = 2 * 4, 3 * 8
+    assert run.bytes_sent == [[carriers + numbers + 2 * (rank + 1 + 6 + 4 + 60) for rank in range(3)]] * 2
