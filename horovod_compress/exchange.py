@@ -176,7 +176,7 @@ class Exchange:
         """`flush` by rounds, for a driver of several ranks: yields when it has started something, before it waits for it."""
         deferred, self._deferred = self._deferred, []
         if deferred:
-            scale = self._clipping(factor**2 * sum(kernels.squared_norm(pending.grad) for pending in deferred))
+            scale = self._clipping(factor**2 * sum(kernels.of(pending.grad).squared_norm(pending.grad) for pending in deferred))
             for pending in deferred:
                 pending.step = dataclasses.replace(pending.step, scale=scale)
                 self._start(pending)
@@ -504,7 +504,7 @@ class Exchange:
                 tensor.compressor.settle(tensor.state)
             residual = tensor.compressor.residual(tensor.state)
             if residual is not None:
-                squares += kernels.squared_norm(residual)
+                squares += kernels.of(residual).squared_norm(residual)
         counters = {"steps": self._steps_ended, "steps_undone": self._steps_undone}
         for key in (*_SENT, *_SPENT):
             counters[key] = sum(tensor.counters[key] for tensor in self._tensors.values())

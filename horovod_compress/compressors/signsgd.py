@@ -22,13 +22,15 @@ class SignSGD(SelectiveCompressor):
     paper = "Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018, arXiv 1802.04434"
 
     def stages(self, size):
-        return (("sum", kernels.sum_signs(np.empty(0, np.float32), _width(size), None).dtype.name),)
+        nothing = np.empty(0, np.float32)
+        return (("sum", kernels.of(nothing).encode_signs(nothing, width=_width(size)).dtype.name),)
 
     def encode(self, grad, state, step):
+        k = kernels.of(grad)
         width = state.scratch["width"] = _width(step.size)
         state.scratch["size"] = step.size
-        words = state.scratch["words"] = kernels.sum_signs(grad, width, state.scratch.get("words"))
-        words[-1] = not kernels.largest(grad) < np.inf  # the last word counts ranks whose gradient was not finite
+        words = state.scratch["words"] = k.encode_signs(grad, state.scratch.get("words"), width=width)
+        words[-1] = not k.max_abs(grad) < np.inf  # the last word counts ranks whose gradient was not finite
         return Summed(words)
 
     def decode(self, payload, out, state, scale):
@@ -36,7 +38,7 @@ class SignSGD(SelectiveCompressor):
         if payload.array[-1]:
             out.fill(np.nan)
             return False
-        kernels.vote(payload.array, out, state.scratch["width"], size, size * scale)
+        kernels.of(out).decode_signs(payload.array, out, width=state.scratch["width"], size=size, unit=size * scale)
         return bool(np.isfinite(size * scale))
 
 

@@ -353,7 +353,7 @@ class BoundCompression:
     def _finish(self, variable, call, reduced, arrived=None, beat=None, half=False):
         beat = beat if beat is not None and beat.size else None
         result = self._exchange.finish(variable.name, call, reduced.reshape(-1), arrived, beat)
-        if half and not kernels.largest(result) < _INFINITE_HALF:
+        if half and not kernels.of(result).max_abs(result) < _INFINITE_HALF:
             self._exchange.reject(variable.name)
         return [result.reshape(variable.shape)]
 
@@ -405,11 +405,11 @@ def _python(function, variable, inputs, dtypes):
 
 def _with_denormals(function, *arguments):
     """TensorFlow's threads take denormal numbers for 0; results are to be those of other frameworks, bit for bit."""
-    mode = kernels.flush_denormals(0)
+    mode = kernels.host.flush_denormals(mode=0)
     try:
         return function(*arguments)
     finally:
-        kernels.flush_denormals(mode)
+        kernels.host.flush_denormals(mode=mode)
 
 
 _warned = set()
@@ -430,7 +430,7 @@ def _or_nothing(array, dtype):
 
 
 def _squared_norm(factor, *grads):
-    return np.float64(factor**2 * sum(kernels.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1)) for grad in grads))
+    return np.float64(factor**2 * sum(kernels.host.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1)) for grad in grads))
 
 
 def _read_and_clear(squares):

@@ -251,14 +251,14 @@ def test_sums_of_codes_are_exact_for_any_number_of_ranks(size, bits):
         x = np.where(np.arange(77) % 3 == 0, -w, np.where(np.arange(77) % 3 == 1, w, RNG.uniform(-w, w, 77))).astype(
             np.float32
         )
-        its = kernels.quantize(x, None, w, w, steps, width, size, rank)
+        its = kernels.host.quantize(x, None, w=w, clip=w, steps=steps, width=width, size=size, key=rank)
         own = np.empty(77, np.float32)
-        kernels.dequantize(its, None, own, w, steps, width, size, 1.0)
+        kernels.host.dequantize(its, None, own, w=w, steps=steps, width=width, size=size, scale=1.0)
         total += own.astype(np.float64)
         with np.errstate(over="ignore"):
             words = its if words is None else words + its
     out = np.empty(77, np.float32)
-    kernels.dequantize(words, None, out, w, steps, width, size, 1.0)
+    kernels.host.dequantize(words, None, out, w=w, steps=steps, width=width, size=size, scale=1.0)
     np.testing.assert_array_equal(out, total.astype(np.float32))
     np.testing.assert_array_equal(out[:2], [-size * w, size * w])
 
@@ -368,11 +368,12 @@ def test_globalrandk_visits_every_coordinate_in_a_sweep(d, k):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 3000), st.integers(0, 2**64 - 1), st.data())
 def test_coordinates_are_a_permutation(numel, key, data):
-    assert np.array_equal(np.sort(kernels.coordinates(key, numel, 0, numel)), np.arange(numel))
+    whole = kernels.host.draw_coordinates(key=key, numel=numel, first=0, count=numel)
+    assert np.array_equal(np.sort(whole), np.arange(numel))
     first = data.draw(st.integers(0, numel))
     count = data.draw(st.integers(0, numel - first))
     np.testing.assert_array_equal(
-        kernels.coordinates(key, numel, first, count), kernels.coordinates(key, numel, 0, numel)[first:][:count]
+        kernels.host.draw_coordinates(key=key, numel=numel, first=first, count=count), whole[first:][:count]
     )
 
 
@@ -380,7 +381,7 @@ def test_coordinates_are_spread_evenly():
     """Over many keys each coordinate comes equally often, and neighbours come together no more than chance has it."""
     d, keys = 50, 4000
     draws = np.array(
-        [kernels.coordinates(int(key), d, 0, 10) for key in np.random.default_rng(0).integers(0, 2**63, keys)]
+        [kernels.host.draw_coordinates(key=int(key), numel=d, first=0, count=10) for key in np.random.default_rng(0).integers(0, 2**63, keys)]
     )
     counts = np.bincount(draws.ravel(), minlength=d)
     assert ((counts - 800) ** 2 / 800).sum() < 49 + 5 * math.sqrt(98)

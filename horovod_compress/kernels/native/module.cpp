@@ -32,7 +32,6 @@ void use_instructions(const std::string& name) {
 
 PYBIND11_MODULE(_native, m) {
     m.doc() = "Native kernels: the functions of horovod_compress.kernels.reference on raw memory.";
-    m.attr("HEADROOM") = hc::kHeadroom;
     m.def("available_instructions", &hc::available_instructions);
     m.def("use_instructions", &hc::use_instructions, arg("name"), "For tests: all give the same results, the last of them fastest.");
     hc::adaptive::bind(m);
