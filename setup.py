@@ -22,9 +22,9 @@ if os.environ.get("HOROVOD_COMPRESS_SANITIZE"):
              "-fno-sanitize-recover=undefined"]
 
 native = Pybind11Extension(
-    "horovod_compress.kernels.native",
-    sorted(glob.glob("horovod_compress/kernels/*.cpp")),
-    depends=sorted(glob.glob("horovod_compress/kernels/*.[ch]pp")),
+    "horovod_compress.kernels.native._native",
+    sorted(glob.glob("horovod_compress/kernels/native/*.cpp")),
+    depends=sorted(glob.glob("horovod_compress/kernels/native/*.[ch]pp")),
     cxx_std=17,
     extra_compile_args=flags,
     extra_link_args=[flag for flag in flags if flag.startswith("-fsanitize")],

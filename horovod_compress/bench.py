@@ -156,8 +156,8 @@ def measure(compressor, gradients, ranks, steps, progress=lambda: None):
 
 def _relative_error(results, given):
     """‖result − gradient‖ / ‖gradient‖; the results are not needed afterwards."""
-    whole = sum(kernels.squared_norm(array.reshape(-1)) for array in given.values())
+    whole = sum(kernels.of(array).squared_norm(array.reshape(-1)) for array in given.values())
     for name, result in results.items():
         result -= given[name].reshape(-1)
-    missing = sum(kernels.squared_norm(result) for result in results.values())
+    missing = sum(kernels.of(result).squared_norm(result) for result in results.values())
     return math.sqrt(missing / whole) if whole else 0.0

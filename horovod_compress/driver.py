@@ -168,7 +168,7 @@ class Driver(ABC):
         if not self.under_way:
             self.arrays()
         residuals = [tensor.compressor.residual(tensor.state) for tensor in self._tensors.values()]
-        squares = sum(kernels.squared_norm(residual) for residual in residuals if residual is not None)
+        squares = sum(kernels.of(residual).squared_norm(residual) for residual in residuals if residual is not None)
         counters: Dict[str, float] = {"steps": self._steps_ended, "steps_undone": self._steps_undone}
         for key in (*SENT, *SPENT):
             counters[key] = sum(tensor.counters[key] for tensor in self._tensors.values())

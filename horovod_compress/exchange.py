@@ -85,7 +85,7 @@ class Exchange(Driver):
         norms = [pending for pending in self._in_rounds if isinstance(pending.request, StepNorm)]
         if norms:
             self._in_rounds.clear()
-            squared_norm = factor**2 * sum(kernels.squared_norm(pending.grad) for pending in norms)
+            squared_norm = factor**2 * sum(kernels.of(pending.grad).squared_norm(pending.grad) for pending in norms)
             for pending in norms:
                 self._advance(pending, (squared_norm, True))
         while self._in_rounds:

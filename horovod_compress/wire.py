@@ -28,7 +28,7 @@ def seal(payload, number, digest, step):
     flags = 0 if payload.finite else _NOT_FINITE
     frame = buffer[: _padded(HEADROOM + length, step)]
     _HEADER.pack_into(buffer, 0, _MAGIC, VERSION, number, 0, digest, step & 0xFFFFFFFF, length, flags)
-    struct.pack_into("<I", buffer, 4, kernels.checksum(frame[_CHECKED:]))
+    struct.pack_into("<I", buffer, 4, kernels.host.checksum(frame[_CHECKED:]))
     return frame
 
 
@@ -65,7 +65,7 @@ def _unseal_one(data, at, number, digest, step):
     end = at + _padded(HEADROOM + length, its_step)
     if end > len(data):
         raise WireError("cut off in its body")
-    if kernels.checksum(data[at + _CHECKED : end]) != checksum:
+    if kernels.host.checksum(data[at + _CHECKED : end]) != checksum:
         raise WireError("its checksum does not fit: it was changed on the way")
     if id != number or its_digest != digest:
         raise WireError("made for another compressor, configuration or tensor")

@@ -43,10 +43,13 @@ class AdaComp(SelectiveCompressor):
         return State(name, {"residual": zeros(math.prod(shape))})
 
     def encode(self, grad, state, step):
-        owed = state.scratch.get("owed", _NOTHING)
-        buffer, *state.taken, finite = kernels.adacomp(grad, state.arrays["residual"], *owed, self.bin_length, self.scale_factor)
+        indices, scale = state.scratch.get("owed", _NOTHING)
+        encoded = kernels.of(grad).encode_adacomp(
+            grad, state.arrays["residual"], indices, sent_scale=scale, bin_length=self.bin_length, scale_factor=self.scale_factor
+        )
+        state.taken = encoded.undo
         state.scratch["owed"] = _NOTHING
-        return Gathered(buffer, state.taken[0].size, finite)
+        return Gathered(encoded.buffer, encoded.elements, encoded.finite)
 
     def commit(self, state):
         if state.taken is not None:

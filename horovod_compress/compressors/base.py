@@ -61,11 +61,12 @@ class Model:
         self.numel += numel
 
     def own(self, name, key, first, count):
-        """Of `count` coordinates of the whole model, those in this tensor, ascending: see `kernels.coordinates`. A step's tensors draw
+        """Of `count` coordinates of the whole model, those in this tensor, ascending: see `draw_coordinates`. A step's tensors draw
         them together."""
         with self._lock:
             if self._drawn[0] != (key, first, count, self.numel):
-                self._drawn = (key, first, count, self.numel), np.sort(kernels.coordinates(key, self.numel, first, count))
+                drawn = kernels.host.draw_coordinates(key=key, numel=self.numel, first=first, count=count)
+                self._drawn = (key, first, count, self.numel), np.sort(drawn)
             drawn = self._drawn[1]
         start, end = self._starts[name]
         low, high = np.searchsorted(drawn, [start, end])
@@ -176,7 +177,7 @@ class Compressor(ABC):
 
     def accumulate(self, grad, state, step):
         """Adds the gradient to what waits, but for elements that are not finite; leaves it zero; returns whether all of it was finite."""
-        return kernels.accumulate(grad, None, self.residual(state), 0.0, False, step.scale, 0, 0, 0)[1]
+        return kernels.of(grad).add_to_residual(grad, None, self.residual(state), scale=step.scale)[1]
 
     def forget_sent(self, state):
         """A dense step succeeded: nothing waits any more."""
@@ -193,11 +194,11 @@ class Compressor(ABC):
         """Leaves scale · (what the ranks' HostReduce payloads came to), which may be `out` itself, in `out`, and returns whether that is
         finite."""
         if reduced.dtype == np.float16:
-            largest = kernels.from_float16(reduced.view(np.uint16), out)
+            largest = kernels.of(out).decode_float16(reduced.view(np.uint16), out)
         else:
             if reduced is not out:
                 np.copyto(out, reduced)
-            largest = kernels.largest(out)
+            largest = kernels.of(out).max_abs(out)
         if scale != 1:
             out *= np.float32(scale)
         return largest * abs(scale) <= LARGEST
@@ -206,7 +207,7 @@ class Compressor(ABC):
         """Adds scale · (what the body of one rank's Gathered payload decodes to) to `out`, which was zero before the first
         rank's, and returns whether that is finite. ValueError for a body that `encode` cannot have made. As it stands, of
         sparse bodies."""
-        return kernels.add_sparse(out, body, scale)
+        return kernels.of(out).decode_add_sparse(out, body, scale=scale)
 
     def residual(self, state):
         """The array of what was not sent yet, once it is settled; None where there is none."""

@@ -22,9 +22,9 @@ class BFloat16(Compressor):
         return 16
 
     def encode(self, grad, state, step):
-        payload = Gathered(*kernels.encode_bf16(grad, state.scratch.get("body")))
-        state.scratch["body"] = payload.buffer
-        return payload
+        encoded = kernels.of(grad).encode_bf16(grad, state.scratch.get("body"))
+        state.scratch["body"] = encoded.buffer
+        return Gathered(encoded.buffer, encoded.elements, encoded.finite)
 
     def add(self, body, out, scale):
-        return kernels.add_bf16(out, body, scale)
+        return kernels.of(out).decode_add_bf16(out, body, scale=scale)

@@ -81,7 +81,7 @@ class DGC(TopK):
 
     def accumulate(self, grad, state, step):
         u, v = state.arrays.get("u"), state.arrays["v"]
-        return kernels.accumulate(grad, u, v, self.m, bool(self.nesterov), step.scale, 0, 0, 0)[1]
+        return kernels.of(grad).add_to_residual(grad, u, v, momentum=self.m, nesterov=bool(self.nesterov), scale=step.scale)[1]
 
     def residual(self, state):
         return state.arrays["v"]
@@ -112,7 +112,7 @@ class DenseMomentum(NoCompression):
         if u is None or not finite:
             return finite
         new = state.scratch["u"] if "u" in state.scratch else zeros(u.size)
-        if not kernels.dense_momentum(out, u, new, self.momentum, self.nesterov):
+        if not kernels.of(out).apply_momentum(out, u, new, momentum=self.momentum, nesterov=self.nesterov):
             return False
         state.arrays["u"], state.taken = new, u
         return True

@@ -30,9 +30,11 @@ class EFSignSGD(ErrorFeedback):
         return 1
 
     def pack(self, grad, residual, state, step):
-        payload = Gathered(*kernels.one_bit(grad, residual, self.growth(state, step), self.symmetric, state.scratch.get("body")))
-        state.scratch["body"] = payload.buffer
-        return payload
+        encoded = kernels.of(grad).encode_one_bit(
+            grad, residual, state.scratch.get("body"), growth=self.growth(state, step), symmetric=self.symmetric
+        )
+        state.scratch["body"] = encoded.buffer
+        return Gathered(encoded.buffer, encoded.elements, encoded.finite)
 
     def add(self, body, out, scale):
-        return kernels.add_one_bit(out, body, scale)
+        return kernels.of(out).decode_add_one_bit(out, body, scale=scale)

@@ -31,7 +31,7 @@ class Float16(NoCompression):
         if "half" not in state.scratch:
             state.scratch["half"] = np.empty(grad.size, np.float16)
         half = state.scratch["half"]
-        if _LARGEST < kernels.to_float16(grad, half.view(np.uint16)) < np.inf:
+        if _LARGEST < kernels.of(grad).encode_float16(grad, half.view(np.uint16)) < np.inf:
             self._tell(state)
         return HostReduce(half)
 

@@ -57,16 +57,16 @@ class SharedCoordinates(SelectiveCompressor):
         if self.of == "model":
             indices = state.model.own(state.name, self.key("shared", sweep), first, count)
         else:
-            indices = kernels.coordinates(self.key("shared", state.name, sweep), numel, first, count)
+            indices = kernels.host.draw_coordinates(key=self.key("shared", state.name, sweep), numel=numel, first=first, count=count)
         residual = state.arrays.get("residual")
         if residual is None:
-            finite = kernels.largest(grad) < np.inf
+            finite = kernels.of(grad).max_abs(grad) < np.inf
             values = grad[indices]
             values *= np.float32(numel / max(count, 1))
             grad.fill(0)
         else:
             finite = self.accumulate(grad, state, step)
-            values = kernels.take(indices, residual, None, "fp32", False)[0]
+            values = kernels.of(grad).take_entries(indices, residual, None, kind="fp32", mask=False)[0]
             state.taken = indices, values.copy()
         return indices, values, finite
 
@@ -116,4 +116,4 @@ class GlobalRandK(SharedCoordinates):
                 out.fill(np.nan)
                 return False
             values = values[:-1]
-        return kernels.scatter_add(out, state.scratch["indices"], values, scale)
+        return kernels.of(out).scatter_add(out, state.scratch["indices"], values, scale=scale)

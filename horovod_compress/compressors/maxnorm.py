@@ -27,9 +27,10 @@ class MaxNorm(SharedScaleQuantizer):
         return [2.0**self.bits - 1]
 
     def norm_of(self, values, peaks):
+        k = kernels.of(values)
         if self.norm == "max":
-            return kernels.largest(values, peaks)
+            return k.max_abs(values, peaks)
         if peaks is not None:
-            kernels.largest(values, peaks)  # for what it leaves there
-        squares = kernels.squared_norm(values)
+            k.max_abs(values, peaks)  # for what it leaves there
+        squares = k.squared_norm(values)
         return math.sqrt(squares) if math.isfinite(squares) else math.inf

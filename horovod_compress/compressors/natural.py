@@ -22,9 +22,9 @@ class Natural(SelectiveCompressor):
 
     def encode(self, grad, state, step):
         key = self.key("rounding", state.name, step.index, step.rank)
-        payload = Gathered(*kernels.encode_natural(grad, key, state.scratch.get("body")))
-        state.scratch["body"] = payload.buffer
-        return payload
+        encoded = kernels.of(grad).encode_natural(grad, state.scratch.get("body"), key=key)
+        state.scratch["body"] = encoded.buffer
+        return Gathered(encoded.buffer, encoded.elements, encoded.finite)
 
     def add(self, body, out, scale):
-        return kernels.add_natural(out, body, scale)
+        return kernels.of(out).decode_add_natural(out, body, scale=scale)

@@ -44,7 +44,7 @@ class PowerSGD(SelectiveCompressor):
         n, m = _matrix(shape, self.rank)
         rank = min(self.rank, n, m)
         q = np.random.default_rng(self.key("start", name)).standard_normal(rank * m, np.float32)
-        kernels.orthonormalize(q, rank)  # the same space; but nearly parallel vectors would lose a direction to rounding
+        kernels.of(q).orthonormalize(q, rank=rank)  # the same space; but nearly parallel vectors would lose a direction to rounding
         factors = {"p": zeros(rank * n), "next": zeros(rank * m)}
         return State(name, {"residual": zeros(n * m), "q": q}, scratch={"rank": rank, **factors})
 
@@ -54,42 +54,44 @@ class PowerSGD(SelectiveCompressor):
     def encode(self, grad, state, step):
         if step.index < self.start_step:
             return HostReduce(grad)
+        k = kernels.of(grad)
         rank, p, q = (state.scratch[key] for key in ("rank", "p", "next"))
         residual, last = state.arrays["residual"], state.arrays["q"].reshape(rank, -1)
-        lost = [kernels.largest(vector) == 0 for vector in last]  # such a vector would stay zero, and its direction unused
+        lost = [k.max_abs(vector) == 0 for vector in last]  # such a vector would stay zero, and its direction unused
         if any(lost):
             fresh = np.random.default_rng(self.key("fresh", state.name, step.index)).standard_normal(last.shape, np.float32)
             last[lost] = fresh[lost]
-        owed = q if "owes" in state.scratch else None
-        if not kernels.project(grad, residual, state.arrays["q"], p, rank, owed):
+        pending = q if "owes" in state.scratch else None
+        if not k.project(grad, residual, state.arrays["q"], p, pending, rank=rank):
             p.fill(np.nan)  # the sum says so to all ranks
         state.scratch.pop("owes", None)
         total = yield Allreduce(p)
         if total is not p:
             np.copyto(p, total)
-        if kernels.largest(p) < np.inf:
-            kernels.orthonormalize(p, rank)
-        kernels.project_back(residual, p, q, rank)
+        if k.max_abs(p) < np.inf:
+            k.orthonormalize(p, rank=rank)
+        k.project_back(residual, p, q, rank=rank)
         return Allreduce(q)
 
     def decode(self, summed, out, state, step, scale):
+        k = kernels.of(out)
         rank, size, p, q = (state.scratch["rank"], step.size, state.scratch["p"], state.scratch["next"])
         np.divide(summed, np.float32(size), out=q)
-        largest = sum(kernels.largest(left) * kernels.largest(right) for left, right in zip(p.reshape(rank, -1), q.reshape(rank, -1)))
+        largest = sum(k.max_abs(left) * k.max_abs(right) for left, right in zip(p.reshape(rank, -1), q.reshape(rank, -1)))
         if not largest * max(1.0, abs(scale * size)) < _MOST:
             out.fill(np.nan)
             last = state.arrays["q"]
-            if kernels.largest(last) > _SHORT:  # its length does not matter: shorter, the next sum may stay in range
+            if k.max_abs(last) > _SHORT:  # its length does not matter: shorter, the next sum may stay in range
                 last *= _SHORT
             return False
-        kernels.product(p, q, out, rank, scale * size)
+        k.product(p, q, out, rank=rank, scale=scale * size)
         state.taken = q
         return True
 
     def commit(self, state):
         if state.taken is not None:
             state.scratch["owes"] = True
-            largest = kernels.largest(state.taken)
+            largest = kernels.of(state.taken).max_abs(state.taken)
             if largest > 0:  # the length of its vectors does not matter, and would overflow sooner or later
                 np.divide(state.taken, np.float32(largest), out=state.arrays["q"])
         state.taken = None
@@ -97,7 +99,7 @@ class PowerSGD(SelectiveCompressor):
     def apply_pending(self, state):
         if state.scratch.pop("owes", False):
             rank, p, q = (state.scratch[key] for key in ("rank", "p", "next"))
-            kernels.subtract_product(state.arrays["residual"], p, q, rank)
+            kernels.of(p).subtract_product(state.arrays["residual"], p, q, rank=rank)
 
 
 def _matrix(shape, rank):

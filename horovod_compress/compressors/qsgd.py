@@ -37,11 +37,11 @@ class QSGD(SelectiveCompressor):
     def encode(self, grad, state, step):
         key = self.key("rounding", state.name, step.index, step.rank)
         limit = {"auto": 0.9, "fixed": 0.0, "elias": 1.0}[self.coding]
-        buffer, length, elements, finite = kernels.encode_buckets(
-            grad, self.s, self.bucket_size, self.norm == "l2", limit, key, state.scratch.get("buffer")
+        encoded = kernels.of(grad).encode_buckets(
+            grad, state.scratch.get("memory"), steps=self.s, bucket=self.bucket_size, l2=self.norm == "l2", limit=limit, key=key
         )
-        state.scratch["buffer"] = buffer
-        return Gathered(buffer[:length], elements, finite)
+        (state.scratch["memory"],) = encoded.undo
+        return Gathered(encoded.buffer, encoded.elements, encoded.finite)
 
     def add(self, body, out, scale):
-        return kernels.add_buckets(out, body, self.s, self.bucket_size, scale)
+        return kernels.of(out).decode_add_buckets(out, body, steps=self.s, bucket=self.bucket_size, scale=scale)

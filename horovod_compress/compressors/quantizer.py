@@ -23,8 +23,11 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     def collectives(self, size):
         nothing = np.empty(0, np.float32)
-        codes = kernels.quantize(nothing, None, 1.0, 1.0, self.steps[:1], _width(self.steps, size), size, 0)
-        levels = [kernels.fine_enough(nothing, nothing.view(np.uint32), 1.0, self.steps, size)] if len(self.steps) > 1 else []
+        k = kernels.of(nothing)
+        codes = k.quantize(nothing, None, w=1.0, clip=1.0, steps=self.steps[:1], width=_width(self.steps, size), size=size, key=0)
+        levels = []
+        if len(self.steps) > 1:
+            levels = [k.encode_scales(nothing, nothing.view(np.uint32), w=1.0, steps=self.steps, size=size)]
         words = [Collective("allreduce", words.dtype.name, "sum") for words in (*levels, codes)]
         return (Collective("allreduce", "float32", "max"), *words)
 
@@ -36,9 +39,10 @@ class SharedScaleQuantizer(SharedCoordinates):
     @abstractmethod
     def norm_of(self, values, peaks):
         """What the shared scale is the largest of, and with one scale this rank's values are clipped at, in magnitude; infinity
-        where values are not finite. peaks: with several scales, what `kernels.largest` is to fill; else None."""
+        where values are not finite. peaks: with several scales, what `max_abs` is to fill; else None."""
 
     def encode(self, grad, state, step):
+        k = kernels.of(grad)
         indices, values, finite = self.draw(grad, state, step)
         steps = self.steps
         peaks = state.scratch.get("peaks")
@@ -53,11 +57,14 @@ class SharedScaleQuantizer(SharedCoordinates):
                 peaks.fill(0)
         state.scratch["drawn"] = drawn = _Drawn(indices, w if math.isfinite(w) else 0.0, step.size, steps)
         if len(steps) > 1:
-            state.scratch["fine"] = fine = kernels.fine_enough(values, peaks, drawn.w, steps, step.size, state.scratch.get("fine"))
+            fine = k.encode_scales(values, peaks, state.scratch.get("fine"), w=drawn.w, steps=steps, size=step.size)
+            state.scratch["fine"] = fine
             drawn.levels = yield Allreduce(fine)
         key = self.key("rounding", state.name, step.index, step.rank)
         spare = state.scratch.get("words")
-        words = kernels.quantize(values, drawn.levels, drawn.w, min(norm, drawn.w), steps, drawn.width, step.size, key, spare)
+        words = k.quantize(
+            values, drawn.levels, spare, w=drawn.w, clip=min(norm, drawn.w), steps=steps, width=drawn.width, size=step.size, key=key
+        )
         state.scratch["words"] = words
         if state.taken is not None:
             drawn.dequantize(words, values, 1.0)
@@ -76,7 +83,7 @@ class SharedScaleQuantizer(SharedCoordinates):
             values = np.empty(drawn.indices.size, np.float32)
             drawn.dequantize(summed, values, scale)
             out[drawn.indices] = values
-        return drawn.w * abs(scale) * drawn.size < LARGEST or kernels.largest(out) < np.inf
+        return drawn.w * abs(scale) * drawn.size < LARGEST or kernels.of(out).max_abs(out) < np.inf
 
 
 @dataclasses.dataclass
@@ -95,7 +102,9 @@ class _Drawn:
         return _width(self.steps, self.size)
 
     def dequantize(self, words, out, scale):
-        kernels.dequantize(words, self.levels, out, self.w, self.steps, self.width, self.size, scale)
+        kernels.of(out).dequantize(
+            words, self.levels, out, w=self.w, steps=self.steps, width=self.width, size=self.size, scale=scale
+        )
 
 
 def _width(steps, size):

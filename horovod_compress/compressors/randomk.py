@@ -37,8 +37,8 @@ class RandomK(SelectiveCompressor):
         finite = self.accumulate(grad, state, step)
         count = max(min(1, residual.size), math.ceil(self.ratio * residual.size - 1e-6)) if finite else 0
         key = self.key("own", state.name, step.index, step.rank)
-        indices = kernels.coordinates(key, residual.size, 0, count)
-        values = kernels.take(indices, residual, None, "fp32", False)[0]
+        indices = kernels.host.draw_coordinates(key=key, numel=residual.size, first=0, count=count)
+        values = kernels.of(grad).take_entries(indices, residual, None, kind="fp32", mask=False)[0]
         state.taken = indices, values
         return Gathered(kernels.new_body(struct.pack("<Q", key), values), count, finite)
 
@@ -47,8 +47,8 @@ class RandomK(SelectiveCompressor):
             raise ValueError("not a key and values for at most as many elements as the tensor has")
         (key,) = struct.unpack_from("<Q", body)
         values = np.frombuffer(body[8:].tobytes(), np.float32)
-        indices = kernels.coordinates(key, out.size, 0, len(values))
-        return kernels.scatter_add(out, indices, values, scale)
+        indices = kernels.host.draw_coordinates(key=key, numel=out.size, first=0, count=len(values))
+        return kernels.of(out).scatter_add(out, indices, values, scale=scale)
 
     def rollback(self, state):
         if state.taken is not None:

@@ -21,18 +21,19 @@ class SignSGD(SelectiveCompressor):
     paper = "Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018, arXiv 1802.04434"
 
     def collectives(self, size):
-        return (Collective("allreduce", kernels.sum_signs(np.empty(0, np.float32), _width(size), None).dtype.name, "sum"),)
+        return (Collective("allreduce", kernels.host.encode_signs(np.empty(0, np.float32), width=_width(size)).dtype.name, "sum"),)
 
     def encode(self, grad, state, step):
-        words = state.scratch["words"] = kernels.sum_signs(grad, _width(step.size), state.scratch.get("words"))
-        words[-1] = not kernels.largest(grad) < np.inf  # the last word counts ranks whose gradient was not finite
+        k = kernels.of(grad)
+        words = state.scratch["words"] = k.encode_signs(grad, state.scratch.get("words"), width=_width(step.size))
+        words[-1] = not k.max_abs(grad) < np.inf  # the last word counts ranks whose gradient was not finite
         return Allreduce(words)
 
     def decode(self, summed, out, state, step, scale):
         if summed[-1]:
             out.fill(np.nan)
             return False
-        kernels.vote(summed, out, _width(step.size), step.size, step.size * scale)
+        kernels.of(out).decode_signs(summed, out, width=_width(step.size), size=step.size, unit=step.size * scale)
         return bool(np.isfinite(step.size * scale))
 
 

@@ -22,4 +22,5 @@ class Strom(ErrorFeedback):
     tau: float = option(Number(1e-30, 1e30), 0.001, "the threshold, and the size of what is sent")
 
     def pack(self, grad, residual, state, step):
-        return Gathered(*kernels.strom(grad, residual, self.tau * step.unit))
+        encoded = kernels.of(grad).encode_strom(grad, residual, tau=self.tau * step.unit)
+        return Gathered(encoded.buffer, encoded.elements, encoded.finite)

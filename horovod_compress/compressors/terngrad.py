@@ -24,6 +24,6 @@ class TernGrad(SharedScaleQuantizer):
     steps = [1.0]
 
     def norm_of(self, values, peaks):
-        largest, deviation = kernels.spread(values)
+        largest, deviation = kernels.of(values).max_abs_and_deviation(values)
         clipped = self.clip and deviation and math.isfinite(largest)
         return min(largest, self.clip * deviation) if clipped else largest

@@ -42,14 +42,19 @@ class TopK(SelectiveCompressor):
 
     def select(self, grad, u, v, state, step, momentum=0.0, nesterov=False, masking=False):
         """Advances momentum u, where there is one, and velocity v, and takes the payload out of them."""
-        k = max(min(1, v.size), math.ceil(self.density(step.index) * v.size - 1e-6))
+        k = kernels.of(grad)
+        most = max(min(1, v.size), math.ceil(self.density(step.index) * v.size - 1e-6))
         samples = int(self.sample_ratio * v.size) + 256
         offset = self.key(state.name, step.index) & 0xFFFFFFFF
-        indices, finite = kernels.accumulate(grad, u, v, momentum, nesterov, step.scale, k, samples, offset)
+        indices, finite = k.add_to_residual(
+            grad, u, v, momentum=momentum, nesterov=nesterov, scale=step.scale, k=most, samples=samples, offset=offset
+        )
         if not finite:
             indices = indices[:0]
-        state.taken = indices, kernels.take(indices, v, u, self.values, masking)
-        return Gathered(kernels.encode_sparse(indices, state.taken[1][0], self.values), len(indices), finite)
+        rows = k.take_entries(indices, v, u, kind=self.values, mask=masking)
+        state.taken = indices, rows
+        encoded = k.encode_sparse(indices, rows[0], kind=self.values)
+        return Gathered(encoded.buffer, encoded.elements, finite)
 
     def rollback(self, state):
         if state.taken is not None:

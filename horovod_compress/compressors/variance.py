@@ -39,12 +39,13 @@ class Variance(SelectiveCompressor):
 
     def encode(self, grad, state, step):
         r, v = state.arrays["r"], state.arrays["v"]
-        buffer, indices, before, finite = kernels.variance(
-            grad, step.squares, r, v, self.alpha, self.zeta, self.tau * step.unit, self.error_feedback, state.scratch.get("indices")
+        encoded = kernels.of(grad).encode_variance(
+            grad, step.squares, r, v, state.scratch.get("indices"),
+            alpha=self.alpha, zeta=self.zeta, tau=self.tau * step.unit, error_feedback=self.error_feedback,
         )
-        state.taken = indices, before
-        state.scratch["indices"] = indices
-        return Gathered(buffer, len(indices), finite)
+        state.taken = encoded.undo
+        state.scratch["indices"] = encoded.undo[0]
+        return Gathered(encoded.buffer, encoded.elements, encoded.finite)
 
     def residual(self, state):
         return state.arrays["r"]
@@ -52,9 +53,12 @@ class Variance(SelectiveCompressor):
     def accumulate(self, grad, state, step):
         # As in a gathered step in which nothing fires; where v is 0 all the same, that is put back.
         r, v = state.arrays["r"], state.arrays["v"]
-        _, indices, before, finite = kernels.variance(grad, step.squares, r, v, LARGEST, self.zeta, 0.0, False)
+        encoded = kernels.of(grad).encode_variance(
+            grad, step.squares, r, v, alpha=LARGEST, zeta=self.zeta, tau=0.0, error_feedback=False
+        )
+        indices, before = encoded.undo
         r[indices], v[indices] = before
-        return finite
+        return encoded.finite
 
     def forget_sent(self, state):
         super().forget_sent(state)

@@ -1,23 +1,32 @@
-"""The hot loops, on raw one-dimensional contiguous arrays: native (C++) where it was built, else the NumPy reference.
+"""The hot loops, on raw one-dimensional contiguous arrays, as sets of functions with the same names, arguments and meaning.
 
-`backend` says which: "native" or "reference". The variable HOROVOD_COMPRESS_KERNELS asks for one of them: by itself a missing
-native module is a warning, where it was asked for an error.
+`of(array)` is the set that works on an array. Of NumPy arrays that is `host`: native (C++) where it was built, else the NumPy
+reference; `backend` says which, "native" or "reference". The variable HOROVOD_COMPRESS_KERNELS asks for one of them: by itself a
+missing native module is a warning, where it was asked for an error.
+
+Names: `encode_X` makes a payload's body, or the words of a sum; `decode_X` is its inverse; `decode_add_X` adds what a body decodes to.
+Arrays are positional arguments, numbers and flags keywords.
 """
 import os
 import warnings
 
+import numpy as np
+
 from . import reference
+from .encoded import HEADROOM, Encoded, new_body
+
+__all__ = ["HEADROOM", "Encoded", "backend", "host", "new_body", "of"]
 
 _wanted = os.environ.get("HOROVOD_COMPRESS_KERNELS") or None
 if _wanted not in (None, "native", "reference"):
     raise ValueError(f"HOROVOD_COMPRESS_KERNELS must be native or reference, not {_wanted!r}")
 
-backend = "reference"
+backend, host = "reference", reference
 if _wanted != "reference":
     try:
         from . import native
 
-        backend = "native"
+        backend, host = "native", native
     except ImportError as error:
         if _wanted == "native":
             raise
@@ -29,9 +38,9 @@ if _wanted != "reference":
             stacklevel=2,
         )
 
-from .reference import *  # noqa: E402, F403
-from .reference.sparse import new_body  # noqa: E402, F401
 
-if backend == "native":
-    for _name in reference.__all__:
-        globals()[_name] = getattr(native, _name)
+def of(array):
+    """The kernels that work on this array, a module of functions."""
+    if isinstance(array, np.ndarray):
+        return host
+    raise TypeError(f"no kernels for {type(array).__module__}.{type(array).__qualname__}: they work on NumPy arrays")

@@ -346,7 +346,7 @@ class BoundCompression(Binding):
     def _finish(self, variable, call, reduced, *brought, half):
         arrived, numbers = _taken_apart(brought, variable.moved[-1]) if brought else (None, None)
         result = self._exchange.finish(variable.name, call, reduced.reshape(-1), arrived, numbers)
-        if half and not kernels.largest(result) < _INFINITE_HALF:
+        if half and not kernels.of(result).max_abs(result) < _INFINITE_HALF:
             self._exchange.reject(variable.name)
         return [result.reshape(variable.shape)]
 
@@ -394,11 +394,11 @@ def _python(function, variable, inputs, dtypes):
 
 def _with_denormals(function, *arguments):
     """TensorFlow's threads take denormal numbers for 0; results are to be those of other frameworks, bit for bit."""
-    mode = kernels.flush_denormals(0)
+    mode = kernels.host.flush_denormals(mode=0)
     try:
         return function(*arguments)
     finally:
-        kernels.flush_denormals(mode)
+        kernels.host.flush_denormals(mode=mode)
 
 
 def _first_values(variable):
@@ -418,7 +418,7 @@ def _taken_apart(brought, collective):
 
 
 def _squared_norm(factor, *grads):
-    return np.float64(factor**2 * sum(kernels.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1)) for grad in grads))
+    return np.float64(factor**2 * sum(kernels.host.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1)) for grad in grads))
 
 
 def _read_and_clear(squares):

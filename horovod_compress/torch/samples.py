@@ -91,18 +91,18 @@ def _by_kernel(tensor):
 
 
 def _kernel(left, right, *sums):
-    """kernels.add_sample_squares, by as many threads as torch has."""
+    """add_sample_squares of the kernels, by as many threads as torch has."""
     left, right, *sums = (tensor.detach().numpy() for tensor in (left, right, *sums))
     d = right.ndim - 1  # the first of left's dimensions that is one of the product
     parts = min(torch.get_num_threads(), left.shape[d], 1 + left.size * right.shape[-1] // _WORTH_A_THREAD)
     if parts == 1:
-        kernels.add_sample_squares(left, right, *(array.reshape(-1) for array in sums))
+        kernels.of(left).add_sample_squares(left, right, *(array.reshape(-1) for array in sums))
         return
     rows = [slice(left.shape[d] * part // parts, left.shape[d] * (part + 1) // parts) for part in range(parts)]
     sums = [array.reshape(left.shape[d], -1) for array in sums]
 
     def work(its):
-        kernels.add_sample_squares(left[(slice(None),) * d + (its,)], right, *(array[its].reshape(-1) for array in sums))
+        kernels.of(left).add_sample_squares(left[(slice(None),) * d + (its,)], right, *(array[its].reshape(-1) for array in sums))
 
     list(_threads().map(work, rows))
 

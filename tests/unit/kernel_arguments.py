@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from horovod_compress import kernels
-from horovod_compress.kernels import HEADROOM, reference
+from horovod_compress.kernels import HEADROOM, Encoded, reference
 
 native_only = pytest.mark.skipif(kernels.backend != "native", reason="compares native kernels, which were not built")
 
@@ -91,7 +91,7 @@ class Arguments:
         values = self.finite(len(at))
         if kind == "power":
             values = np.copysign(np.float32(scale) * np.float32(0.5) ** self.rng.integers(0, 8, len(at)), values)
-        return body_of(reference.encode_sparse(at, values.astype(np.float32), kind, scale))
+        return body_of(reference.encode_sparse(at, values.astype(np.float32), kind=kind, scale=scale))
 
     def steps(self, scales):
         return [2.0**bits - 1 for bits in sorted(self.rng.choice(np.arange(1, 17), scales, replace=False).tolist())]
@@ -109,16 +109,16 @@ class Arguments:
         return np.concatenate(counts) if counts else None
 
 
-def body_of(buffer):
-    return buffer[HEADROOM:-1]
+def body_of(encoded):
+    return encoded.buffer[HEADROOM:-1]
 
 
 # The arguments of each kernel, by name.
 
 
-def take(a):
+def take_entries(a):
     kind, mask = a.one_of("fp32", "fp16", "bf16"), a.one_of(False, True)
-    return dict(indices=a.indices(), v=a.finite(), u=a.one_of(None, a.finite()), values=kind, mask=mask)
+    return dict(indices=a.indices(), v=a.finite(), u=a.one_of(None, a.finite()), kind=kind, mask=mask)
 
 
 def scatter_add(a):
@@ -126,7 +126,7 @@ def scatter_add(a):
     return dict(out=a.finite(), indices=indices, values=a.any()[: len(indices)], scale=a.scale())
 
 
-def add_sparse(a):
+def decode_add_sparse(a):
     return dict(out=a.finite(), body=a.sparse_body(), scale=a.scale())
 
 
@@ -134,26 +134,26 @@ def decode_sparse(a):
     return dict(body=a.sparse_body(), numel=a.size)
 
 
-def strom(a):
+def encode_strom(a):
     return dict(grad=a.any(), residual=a.finite(), tau=a.one_of(1e-3, 0.5, 1e10))
 
 
-def variance(a):
+def encode_variance(a):
     squares = a.one_of(None, np.abs(a.any()))
     return dict(grad=a.any(), squares=squares, r=a.finite(), v=np.abs(a.finite()), alpha=a.one_of(0.1, 1.0, 1.5, 2.0),
                 zeta=a.one_of(0.0, 0.999, 1.0), tau=a.one_of(0.0, 0.0, 1e-3, 0.5), error_feedback=a.one_of(False, True))
 
 
-def adacomp(a):
-    return dict(grad=a.exact(), residue=a.exact(), sent=a.indices(), its_scale=a.one_of(0.0, 3 * a.unit),
+def encode_adacomp(a):
+    return dict(grad=a.exact(), residual=a.exact(), sent=a.indices(), sent_scale=a.one_of(0.0, 3 * a.unit),
                 bin_length=a.one_of(1, 2, 15, 16, 17, 50, 500, 10**6), scale_factor=a.one_of(1.0, 2.0, 3.5))
 
 
-def to_float16(a):
+def encode_float16(a):
     return dict(x=a.any(), half=a.bits(np.uint16))
 
 
-def from_float16(a):
+def decode_float16(a):
     return dict(half=a.bits(np.uint16), out=a.finite())
 
 
@@ -161,15 +161,15 @@ def encode_bf16(a):
     return dict(grad=a.any())
 
 
-def add_bf16(a):
-    return dict(out=a.finite(), body=body_of(reference.encode_bf16(a.finite())[0]), scale=a.scale())
+def decode_add_bf16(a):
+    return dict(out=a.finite(), body=body_of(reference.encode_bf16(a.finite())), scale=a.scale())
 
 
-def one_bit(a):
+def encode_one_bit(a):
     return dict(grad=a.exact(), residual=a.exact(), growth=a.one_of(1.0, 0.0, 0.5, 2.0), symmetric=a.one_of(False, True))
 
 
-def add_one_bit(a):
+def decode_add_one_bit(a):
     words = -(-a.size // 32)
     body = struct.pack("<2f", *a.finite(2)) + a.bits(np.int32, words).tobytes()
     return dict(out=a.finite(), body=np.frombuffer(body, np.uint8), scale=a.scale())
@@ -179,8 +179,8 @@ def encode_natural(a):
     return dict(grad=a.any(), key=a.draw(KEYS))
 
 
-def add_natural(a):
-    return dict(out=a.finite(), body=body_of(reference.encode_natural(a.finite(), a.draw(KEYS))[0]), scale=a.scale())
+def decode_add_natural(a):
+    return dict(out=a.finite(), body=body_of(reference.encode_natural(a.finite(), key=a.draw(KEYS))), scale=a.scale())
 
 
 def buckets(a):
@@ -192,14 +192,14 @@ def encode_buckets(a):
     return dict(grad=a.any(), **buckets(a), l2=False, limit=a.one_of(0.0, 0.5, 1.0), key=a.draw(KEYS))
 
 
-def add_buckets(a):
+def decode_add_buckets(a):
     options = buckets(a)
     l2, limit = a.one_of(False, True), a.one_of(0.0, 1.0)
-    buffer, length, *_ = reference.encode_buckets(a.finite(), **options, l2=l2, limit=limit, key=1)
-    return dict(out=a.finite(), body=body_of(buffer[:length]), **options, scale=a.scale())
+    encoded = reference.encode_buckets(a.finite(), **options, l2=l2, limit=limit, key=1)
+    return dict(out=a.finite(), body=body_of(encoded), **options, scale=a.scale())
 
 
-def dense_momentum(a):
+def apply_momentum(a):
     momentum, nesterov = a.one_of(0.0, 0.9), a.one_of(False, True)
     return dict(out=a.any(), u=a.finite(), new_u=a.finite(), momentum=momentum, nesterov=nesterov)
 
@@ -208,7 +208,7 @@ def checksum(a):
     return dict(data=a.bits(np.uint8))
 
 
-def largest(a):
+def max_abs(a):
     return dict(x=a.any(), peaks=a.one_of(None, a.bits(np.uint32, -(-a.size // 64))))
 
 
@@ -220,7 +220,7 @@ def random_bits(a):
     return dict(key=a.draw(KEYS), n=a.size)
 
 
-def coordinates(a):
+def draw_coordinates(a):
     first = int(a.rng.integers(0, a.size + 1))
     return dict(key=a.draw(KEYS), numel=a.size, first=first, count=int(a.rng.integers(0, a.size - first + 1)))
 
@@ -231,8 +231,8 @@ def quantize(a):
     width = (2 * size * int(steps[0])).bit_length()
     if scales > 1:
         peaks = np.empty(-(-a.size // 64), np.uint32)
-        w = min(float(reference.largest(x, peaks)) * a.one_of(1, 1.7), float(np.finfo(np.float32).max))
-        levels = a.levels(scales, size, reference.fine_enough(x, peaks, w, steps, size))
+        w = min(float(reference.max_abs(x, peaks)) * a.one_of(1, 1.7), float(np.finfo(np.float32).max))
+        levels = a.levels(scales, size, reference.encode_scales(x, peaks, w=w, steps=steps, size=size))
     clip = min(a.one_of(0.0, w / 3, w, 2 * w), float(np.finfo(np.float32).max))
     return dict(x=x, levels=levels, w=w, clip=clip, steps=steps, width=width, size=size, key=a.draw(KEYS))
 
@@ -246,35 +246,40 @@ def dequantize(a):
     return dict(words=words, levels=levels, out=a.finite(), **scaled)
 
 
-def fine_enough(a):
+def encode_scales(a):
     x, peaks = a.finite(), np.empty(-(-a.size // 64), np.uint32)
-    reference.largest(x, peaks)
+    reference.max_abs(x, peaks)
     return dict(x=x, peaks=peaks, w=a.w(), steps=a.steps(a.one_of(2, 3, 8)), size=a.one_of(1, 2, 3, 8, 1000))
 
 
-def sum_signs(a):
+def encode_signs(a):
     return dict(x=a.finite(), width=a.one_of(2, 3, 5, 11))
 
 
-def vote(a):
+def decode_signs(a):
     size = a.one_of(1, 2, 3, 8, 1000)
     width = (2 * size).bit_length()
     return dict(words=a.words(a.size, width, 0, more=1), out=a.finite(), width=width, size=size, unit=a.scale())
 
 
 ELSEWHERE = {  # have a choice, of what they send or how they round, or compute nothing
-    "HEADROOM", "accumulate", "add_sample_squares", "encode_sparse", "flush_denormals", "orthonormalize", "product", "project",
-    "project_back", "spread", "subtract_product",
+    "add_to_residual", "add_sample_squares", "encode_sparse", "flush_denormals", "orthonormalize", "product", "project",
+    "project_back", "max_abs_and_deviation", "subtract_product",
 }
 KERNELS = [name for name in reference.__all__ if name not in ELSEWHERE]
 
 
-def trimmed(result):
-    """A result whose buffer may be longer than it says."""
-    return (result[0][: result[1]], *result[1:])
+def trimmed(encoded):
+    """Without the memory that the buffer is a view of."""
+    return encoded._replace(undo=())
+
+
+# Of these a body says nothing where the gradient was not finite.
+BODIES = ("encode_bf16", "encode_buckets", "encode_natural")
 
 
 def assert_same(mine, its):
+    assert isinstance(mine, Encoded) == isinstance(its, Encoded)
     if isinstance(its, tuple):
         assert len(mine) == len(its)
         for pair in zip(mine, its):

@@ -4,7 +4,7 @@ import os
 import sys
 
 if "NATIVE_UNDER_TEST" in os.environ:
-    name = "horovod_compress.kernels.native"
+    name = "horovod_compress.kernels.native._native"
     spec = importlib.util.spec_from_file_location(name, os.environ["NATIVE_UNDER_TEST"])
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

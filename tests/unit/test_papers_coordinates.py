@@ -35,11 +35,12 @@ def test_globalrandk_visits_every_coordinate_in_a_sweep(d, k):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 3000), st.integers(0, 2**64 - 1), st.data())
 def test_coordinates_are_a_permutation(numel, key, data):
-    assert np.array_equal(np.sort(kernels.coordinates(key, numel, 0, numel)), np.arange(numel))
+    whole = kernels.host.draw_coordinates(key=key, numel=numel, first=0, count=numel)
+    assert np.array_equal(np.sort(whole), np.arange(numel))
     first = data.draw(st.integers(0, numel))
     count = data.draw(st.integers(0, numel - first))
     np.testing.assert_array_equal(
-        kernels.coordinates(key, numel, first, count), kernels.coordinates(key, numel, 0, numel)[first:][:count]
+        kernels.host.draw_coordinates(key=key, numel=numel, first=first, count=count), whole[first:][:count]
     )
 
 
@@ -47,7 +48,7 @@ def test_coordinates_are_spread_evenly():
     """Over many keys each coordinate comes equally often, and neighbours come together no more than chance has it."""
     d, keys = 50, 4000
     draws = np.array(
-        [kernels.coordinates(int(key), d, 0, 10) for key in np.random.default_rng(0).integers(0, 2**63, keys)]
+        [kernels.host.draw_coordinates(key=int(key), numel=d, first=0, count=10) for key in np.random.default_rng(0).integers(0, 2**63, keys)]
     )
     counts = np.bincount(draws.ravel(), minlength=d)
     assert ((counts - 800) ** 2 / 800).sum() < 49 + 5 * math.sqrt(98)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_compress import kernels
-from horovod_compress.kernels import reference
+from horovod_compress.kernels import host, reference
 
 pytestmark = pytest.mark.skipif(kernels.backend != "native", reason="compares native kernels, which were not built")
 sizes = st.integers(1, 40)
@@ -18,7 +18,7 @@ def filled(rng, *shape):
 def compare(left, right, with_sums):
     numel = left[0].size // np.prod(right.shape[1:-1], dtype=int) * right.shape[-1]
     results = []
-    for module in (kernels, reference):
+    for module in (host, reference):
         squares, sums = np.ones(numel, np.float32), np.full(numel, 2, np.float32) if with_sums else None
         module.add_sample_squares(left, right, squares, sums)
         results.append((squares, sums))
@@ -43,7 +43,7 @@ def test_matrices(seed, samples, places, rows, columns, layout, with_sums):
         compare(left, right, with_sums)
     else:
         squares = np.ones(rows * columns, np.float32)
-        kernels.add_sample_squares(left, right, squares)
+        host.add_sample_squares(left, right, squares)
         assert (squares == 1).all()
 
 
@@ -61,6 +61,6 @@ def test_shapes_that_do_not_fit_are_refused():
     left, right = np.zeros((2, 3, 4), np.float32), np.zeros((2, 3, 5), np.float32)
     for its_left, its_right, numel in ((left, right, 19), (left[:1], right, 20), (left[:, :2], right, 20), (left, right[0, 0], 20)):
         with pytest.raises(ValueError):
-            kernels.add_sample_squares(its_left, its_right, np.zeros(numel, np.float32))
+            host.add_sample_squares(its_left, its_right, np.zeros(numel, np.float32))
     with pytest.raises(TypeError):
-        kernels.add_sample_squares(left.astype(np.float64), right, np.zeros(20, np.float32))
+        host.add_sample_squares(left.astype(np.float64), right, np.zeros(20, np.float32))

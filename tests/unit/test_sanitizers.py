@@ -42,7 +42,7 @@ def environment():
 
 
 def modules_in(folder):
-    return list(folder.glob("horovod_compress/kernels/native*.so"))
+    return list(folder.glob("horovod_compress/kernels/native/_native*.so"))
 
 
 def run(environment, *command):
@@ -52,7 +52,10 @@ def run(environment, *command):
 
 
 def test_the_sanitizer_sees_what_it_should(environment):
-    code = "import native_under_test, horovod_compress.kernels as k; print(k.native.__file__)"
+    code = (
+        "import native_under_test; from horovod_compress import kernels; from horovod_compress.kernels.native import _native\n"
+        "assert kernels.native.checksum is _native.checksum; print(_native.__file__)"
+    )
     beside = {**environment, "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))}
     assert run(beside, "-c", code).strip() == environment["NATIVE_UNDER_TEST"]
 

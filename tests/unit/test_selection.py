@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from horovod_compress import kernels
-from horovod_compress.kernels import HEADROOM, reference
+from horovod_compress.kernels import HEADROOM, host, reference
 
 RNG = np.random.default_rng(7)
 native_only = pytest.mark.skipif(
@@ -20,8 +20,8 @@ def select(v, ratio, sample_ratio=0.005, offset=0):
     """Indices chosen from |v| by the kernel in use, through an update that leaves v as it is."""
     k = math.ceil(ratio * v.size)
     before = v.copy()
-    indices, finite = kernels.accumulate(
-        np.zeros_like(v), None, v, 0.0, False, 1.0, k, int(sample_ratio * v.size) + 256, offset
+    indices, finite = host.add_to_residual(
+        np.zeros_like(v), None, v, k=k, samples=int(sample_ratio * v.size) + 256, offset=offset
     )
     assert finite and np.array_equal(before, v)
     return indices, k
@@ -75,7 +75,7 @@ def test_a_constant_gradient_reaches_every_element():
     """Trimming must not prefer one end for ever: what was sent is 0, the others have grown."""
     v, seen = np.zeros(1000, np.float32), np.zeros(1000, bool)
     for step in range(10):
-        indices, _ = kernels.accumulate(np.ones_like(v), None, v, 0.0, False, 1.0, 100, 256, step)
+        indices, _ = host.add_to_residual(np.ones_like(v), None, v, k=100, samples=256, offset=step)
         v[indices] = 0
         seen[indices] = True
     assert seen.all()
@@ -95,8 +95,9 @@ def test_native_updates_equal_the_reference_bit_for_bit(data, momentum):
     scale = data.draw(st.sampled_from([1.0, 0.5, 0.1]))
     copies = [(None if u is None else u.copy(), v.copy()) for _ in range(2)]
     results = []
-    for module, (its_u, its_v) in zip((kernels, reference), copies):
-        results.append(module.accumulate(grad.copy(), its_u, its_v, 0.9, momentum == "nesterov", scale, k, 256, 3))
+    for module, (its_u, its_v) in zip((host, reference), copies):
+        options = dict(momentum=0.9, nesterov=momentum == "nesterov", scale=scale, k=k, samples=256, offset=3)
+        results.append(module.add_to_residual(grad.copy(), its_u, its_v, **options))
     (native_u, native_v), (reference_u, reference_v) = copies
     np.testing.assert_array_equal(native_v, reference_v)
     if u is not None:
@@ -117,26 +118,26 @@ def test_native_take_encode_decode_add_equal_the_reference(data, kind):
     v, u = data.draw(finite), data.draw(finite)
     indices = np.flatnonzero(data.draw(hnp.arrays(bool, size))).astype(np.uint32)
     mine, theirs = (v.copy(), u.copy()), (v.copy(), u.copy())
-    taken = kernels.take(indices, *mine, kind, True)
-    expected = reference.take(indices, *theirs, kind, True)
+    taken = host.take_entries(indices, *mine, kind=kind, mask=True)
+    expected = reference.take_entries(indices, *theirs, kind=kind, mask=True)
     np.testing.assert_array_equal(taken, expected)
     np.testing.assert_array_equal(mine, theirs)
-    body = kernels.encode_sparse(indices, taken[0], kind)
-    stated = reference.encode_sparse(indices, taken[0], kind)
+    body = host.encode_sparse(indices, taken[0], kind=kind).buffer
+    stated = reference.encode_sparse(indices, taken[0], kind=kind).buffer
     np.testing.assert_array_equal(body, stated)
     assert not body[:HEADROOM].any() and body[-1] == 0
     out, expected_out = u.copy(), u.copy()
-    finite = reference.scatter_add(expected_out, indices, taken[0], 0.5)
-    for module, its_buffer in ((kernels, stated), (reference, body), (kernels, body)):
+    finite = reference.scatter_add(expected_out, indices, taken[0], scale=0.5)
+    for module, its_buffer in ((host, stated), (reference, body), (host, body)):
         its_body = its_buffer[HEADROOM:-1]
-        its_indices, its_values = module.decode_sparse(its_body, size)
+        its_indices, its_values = module.decode_sparse(its_body, numel=size)
         np.testing.assert_array_equal(its_indices, indices)
         np.testing.assert_array_equal(its_values, taken[0])
         out = u.copy()
-        assert module.add_sparse(out, its_body, 0.5) == finite
+        assert module.decode_add_sparse(out, its_body, scale=0.5) == finite
         np.testing.assert_array_equal(out, expected_out)
     out = u.copy()
-    assert kernels.scatter_add(out, indices, taken[0], 0.5) == finite
+    assert host.scatter_add(out, indices, taken[0], scale=0.5) == finite
     np.testing.assert_array_equal(out, expected_out)
 
 
@@ -152,11 +153,11 @@ def test_native_codes_of_scaled_values_equal_the_reference(seed, size, kind, dat
         np.float32(scale) * np.float32(0.5) ** np.float32(down) * rng.choice([-1, 1], len(indices)).astype(np.float32)
     )
     body, stated = (
-        module.encode_sparse(indices, values.astype(np.float32), kind, scale) for module in (kernels, reference)
+        module.encode_sparse(indices, values.astype(np.float32), kind=kind, scale=scale).buffer for module in (host, reference)
     )
     assert len(body) == len(stated)
-    for module, its_buffer in ((kernels, stated), (reference, body), (kernels, body)):
-        its_indices, its_values = module.decode_sparse(its_buffer[HEADROOM:-1], size)
+    for module, its_buffer in ((host, stated), (reference, body), (host, body)):
+        its_indices, its_values = module.decode_sparse(its_buffer[HEADROOM:-1], numel=size)
         np.testing.assert_array_equal(its_indices, indices)
         np.testing.assert_array_equal(its_values, values)
 
@@ -169,15 +170,15 @@ def test_native_dense_kernels_equal_the_reference(size, bad):
     u = RNG.standard_normal(size).astype(np.float32)
     if bad is not None and size:
         x[size // 2] = bad
-    assert kernels.largest(x) == reference.largest(x)
-    assert np.isfinite(kernels.largest(x)) == (bad is None or size == 0)
+    assert host.max_abs(x) == reference.max_abs(x)
+    assert np.isfinite(host.max_abs(x)) == (bad is None or size == 0)
     if bad is None:
-        assert kernels.squared_norm(x) == pytest.approx(reference.squared_norm(x), rel=1e-12, abs=1e-12)
+        assert host.squared_norm(x) == pytest.approx(reference.squared_norm(x), rel=1e-12, abs=1e-12)
     for nesterov in (False, True):
         outs, news = (x.copy(), x.copy()), (np.zeros_like(u), np.zeros_like(u))
         finite = [
-            module.dense_momentum(out, u, new, 0.9, nesterov)
-            for module, out, new in zip((kernels, reference), outs, news)
+            module.apply_momentum(out, u, new, momentum=0.9, nesterov=nesterov)
+            for module, out, new in zip((host, reference), outs, news)
         ]
         assert finite[0] == finite[1] == (bad is None or size == 0)
         np.testing.assert_array_equal(*outs)
@@ -197,15 +198,15 @@ def test_kernels_refuse_what_they_cannot_work_on():
             {"k": 11},
         ):
             with pytest.raises((ValueError, TypeError)):
-                kernels.accumulate(**{**good, **wrong})
+                host.add_to_residual(**{**good, **wrong})
         with pytest.raises(ValueError, match="outside"):
-            kernels.take(np.array([10], np.uint32), v, None, "fp32", False)
+            host.take_entries(np.array([10], np.uint32), v, None, kind="fp32", mask=False)
         with pytest.raises(ValueError, match="outside"):
-            kernels.scatter_add(v, np.array([10], np.uint32), np.ones(1, np.float32), 1.0)
+            host.scatter_add(v, np.array([10], np.uint32), np.ones(1, np.float32), scale=1.0)
         for indices in ([3, 3], [4, 3]):
             with pytest.raises(ValueError, match="ascend"):
-                kernels.encode_sparse(np.array(indices, np.uint32), np.ones(2, np.float32), "fp32")
+                host.encode_sparse(np.array(indices, np.uint32), np.ones(2, np.float32), kind="fp32")
         with pytest.raises(ValueError, match="fp32, fp16, bf16, sign or power, not fp8"):
-            kernels.encode_sparse(np.array([3], np.uint32), np.ones(1, np.float32), "fp8")
+            host.encode_sparse(np.array([3], np.uint32), np.ones(1, np.float32), kind="fp8")
         with pytest.raises(ValueError, match="same length"):
-            kernels.encode_sparse(np.array([3], np.uint32), np.ones(2, np.float32), "fp32")
+            host.encode_sparse(np.array([3], np.uint32), np.ones(2, np.float32), kind="fp32")

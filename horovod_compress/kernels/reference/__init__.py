@@ -1,23 +1,33 @@
-"""The kernels as the papers state them, in NumPy. The native ones are tested against these; one name, one meaning, both sides.
+"""The kernels as the papers state them, in NumPy. The native ones are tested against these; one name, one meaning, both sets.
 
-All arrays are one-dimensional and contiguous; gradients, residuals and values are float32, indices uint32.
+All arrays are one-dimensional and contiguous; gradients, residuals and values are float32, indices uint32. What makes a payload's body
+returns `Encoded`.
 """
-from .adaptive import adacomp, strom, variance
-from .buckets import add_buckets, encode_buckets
+from .adaptive import encode_adacomp, encode_strom, encode_variance
+from .buckets import decode_add_buckets, encode_buckets
 from .checksum import checksum
-from .codes import add_bf16, add_natural, add_one_bit, encode_bf16, encode_natural, from_float16, one_bit, to_float16
-from .dense import dense_momentum, flush_denormals, largest, scatter_add, spread, squared_norm
+from .codes import (
+    decode_add_bf16,
+    decode_add_natural,
+    decode_add_one_bit,
+    decode_float16,
+    encode_bf16,
+    encode_float16,
+    encode_natural,
+    encode_one_bit,
+)
+from .dense import apply_momentum, flush_denormals, max_abs, max_abs_and_deviation, scatter_add, squared_norm
 from .lowrank import orthonormalize, product, project, project_back, subtract_product
-from .quantization import coordinates, dequantize, fine_enough, quantize, random_bits, sum_signs, vote
+from .quantization import decode_signs, dequantize, draw_coordinates, encode_scales, encode_signs, quantize, random_bits
 from .samples import add_sample_squares
-from .selection import accumulate, take
-from .sparse import HEADROOM, add_sparse, decode_sparse, encode_sparse
+from .selection import add_to_residual, take_entries
+from .sparse import decode_add_sparse, decode_sparse, encode_sparse
 
 __all__ = [
-    "HEADROOM", "accumulate", "adacomp", "add_bf16", "add_buckets", "add_natural", "add_one_bit", "add_sample_squares", "add_sparse",
-    "checksum", "coordinates",
-    "decode_sparse", "dense_momentum", "dequantize", "encode_bf16", "encode_buckets", "encode_natural",
-    "encode_sparse", "fine_enough", "flush_denormals", "from_float16", "largest", "one_bit", "orthonormalize", "product", "project", "project_back",
-    "quantize", "random_bits", "scatter_add", "spread", "squared_norm", "strom", "subtract_product", "sum_signs", "take", "to_float16",
-    "variance", "vote",
+    "add_sample_squares", "add_to_residual", "apply_momentum", "checksum", "decode_add_bf16", "decode_add_buckets", "decode_add_natural",
+    "decode_add_one_bit", "decode_add_sparse", "decode_float16", "decode_signs", "decode_sparse", "dequantize", "draw_coordinates",
+    "encode_adacomp", "encode_bf16", "encode_buckets", "encode_float16", "encode_natural", "encode_one_bit", "encode_scales",
+    "encode_signs", "encode_sparse", "encode_strom", "encode_variance", "flush_denormals", "max_abs", "max_abs_and_deviation",
+    "orthonormalize", "product", "project", "project_back", "quantize", "random_bits", "scatter_add", "squared_norm", "subtract_product",
+    "take_entries",
 ]

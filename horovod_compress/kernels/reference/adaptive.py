@@ -5,20 +5,19 @@ from .dense import TOO_LARGE
 from .sparse import encode_sparse
 
 
-def strom(grad, residual, tau):
+def encode_strom(grad, residual, *, tau):
     """Threshold quantization (Strom, Interspeech 2015): r ← r + g; where |r| > tau, sign(r)·tau is sent and taken out of r.
 
     grad is left zero; an element whose new r would be TOO_LARGE or NaN keeps its old one, and then nothing is sent.
-    Returns (buffer of the sparse body, number of entries, finite).
     """
     finite = _accumulate(residual, grad)
     indices = np.flatnonzero(np.abs(residual) > np.float32(tau)) if finite else np.empty(0, np.int64)
     values = np.copysign(np.float32(tau), residual[indices])
     residual[indices] -= values
-    return encode_sparse(indices.astype(np.uint32), values, "sign", tau), len(indices), finite
+    return encode_sparse(indices.astype(np.uint32), values, kind="sign", scale=tau)._replace(finite=finite)
 
 
-def variance(grad, squares, r, v, alpha, zeta, tau, error_feedback, spare=None):
+def encode_variance(grad, squares, r, v, spare=None, *, alpha, zeta, tau, error_feedback):
     """Variance-based compression (Tsuzuku et al., ICLR 2018 workshop).
 
     r ← r + g, v ← v + squares (squares None: g²). Where r² > alpha·v and |r| > tau the element is sent, elsewhere
@@ -28,8 +27,8 @@ def variance(grad, squares, r, v, alpha, zeta, tau, error_feedback, spare=None):
     largest's; what would need more keeps r and v. Then v ← 0, and r ← 0, or the rounding error with error_feedback.
     tau above 0 (Strom hybrid): sign(r)·tau is sent, r ← r − sign(r)·tau, v ← max(v − 2|r|tau + tau², 0).
 
-    Returns (buffer of the sparse body, indices, rows of r and v before they were taken, finite). spare: an earlier step's indices, which
-    nobody needs any more, nor the rows that came with them: the native function takes their memory where it is large enough.
+    undo: (indices, rows of r and v as they were there before anything was sent). spare: an earlier step's indices, which nobody
+    needs any more, nor the rows that came with them: the native function takes their memory where it is large enough.
     """
     alpha, zeta, tau = np.float32(alpha), np.float32(zeta), np.float32(tau)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -54,7 +53,7 @@ def variance(grad, squares, r, v, alpha, zeta, tau, error_feedback, spare=None):
         v[indices] = 0
     r[indices] = r[indices] - values if tau > 0 or error_feedback else 0
     indices = indices.astype(np.uint32)
-    return encode_sparse(indices, values, kind, float(scale)), indices, before, finite
+    return encode_sparse(indices, values, kind=kind, scale=float(scale))._replace(finite=finite, undo=(indices, before))
 
 
 def _powers(indices, r):
@@ -69,34 +68,34 @@ def _powers(indices, r):
     return indices[keep], values.astype(np.float32), float(np.ldexp(0.5, top))
 
 
-def adacomp(grad, residue, sent, its_scale, bin_length, scale_factor):
-    """AdaComp (Chen et al., AAAI 2018): G = residue + g, H = residue + scale_factor·g; in each bin of bin_length elements those
+def encode_adacomp(grad, residual, sent, *, sent_scale, bin_length, scale_factor):
+    """AdaComp (Chen et al., AAAI 2018): G = residual + g, H = residual + scale_factor·g; in each bin of bin_length elements those
     with |H| ≥ max |G| are sent, as sign(G) times scale, the mean of all bins' maxima.
 
-    What was sent stays in the residue until the next call, which first takes sign(residue)·its_scale out of it at the ascending places
-    `sent`. grad is left zero; an element whose new G would be TOO_LARGE or NaN keeps its old residue, and then nothing is sent.
-    An element with G = 0 is not sent. Returns (buffer of the sparse body, places of its entries, scale, finite).
+    What was sent stays in the residual until the next call, which first takes sign(residual)·sent_scale out of it at the ascending
+    places `sent`. grad is left zero; an element whose new G would be TOO_LARGE or NaN keeps its old residual, and then nothing is sent.
+    An element with G = 0 is not sent. undo: (places of what is sent, scale), which are `sent` and `sent_scale` of the next call.
     """
-    if len(sent) and sent.max() >= len(residue):
+    if len(sent) and sent.max() >= len(residual):
         raise ValueError("index outside the tensor")
-    residue[sent] -= np.copysign(np.float32(its_scale), residue[sent])
+    residual[sent] -= np.copysign(np.float32(sent_scale), residual[sent])
     g = grad.copy()
-    old = residue.copy()
-    finite = _accumulate(residue, grad)
+    old = residual.copy()
+    finite = _accumulate(residual, grad)
     with np.errstate(over="ignore", invalid="ignore"):
         g[~(np.abs(old + g) < TOO_LARGE)] = 0
     bin_length = min(bin_length, max(len(g), 1))
     bins = np.arange(len(g)) // bin_length
     gmax = np.zeros(-(-len(g) // bin_length), np.float32)
-    np.maximum.at(gmax, bins, np.abs(residue))
+    np.maximum.at(gmax, bins, np.abs(residual))
     with np.errstate(over="ignore"):
-        h = residue + np.float32(scale_factor - 1) * g
+        h = residual + np.float32(scale_factor - 1) * g
     scale = np.float32(gmax.sum(dtype=np.float64) / max(len(gmax), 1))
-    selected = (np.abs(h) >= gmax[bins]) & (residue != 0)
+    selected = (np.abs(h) >= gmax[bins]) & (residual != 0)
     indices = np.flatnonzero(selected) if finite and scale else np.empty(0, np.int64)
     indices = indices.astype(np.uint32)
-    body = encode_sparse(indices, np.copysign(scale, residue[indices]), "sign", scale)
-    return body, indices, float(scale), finite
+    encoded = encode_sparse(indices, np.copysign(scale, residual[indices]), kind="sign", scale=scale)
+    return encoded._replace(finite=finite, undo=(indices, float(scale)))
 
 
 def _accumulate(residual, grad):

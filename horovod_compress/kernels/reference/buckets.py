@@ -8,21 +8,20 @@ import struct
 
 import numpy as np
 
+from ..encoded import Encoded, new_body
 from .columns import BLOCK, block_bits, columns_of, from_columns, to_columns
 from .quantization import one_of, round_at_random
-from .sparse import new_body
 
 _FIXED, _ELIAS = 0, 1
 _SAMPLED, _FEW = 16, 64  # every so manieth bucket is sampled, all of so few
 _LARGEST = np.finfo(np.float32).max
 
 
-def encode_buckets(grad, steps, bucket, l2, limit, key, spare=None):
+def encode_buckets(grad, spare=None, *, steps, bucket, l2, limit, key):
     """Levels sign(x)·(⌊y⌋ + Bernoulli(y − ⌊y⌋)), y = |x|/norm·steps, with the norm of the bucket: max |x|, or ‖x‖₂ with l2.
 
-    limit: Elias' code is used where it takes less than this share of the bytes at fixed width. grad is left zero. Returns
-    (buffer, which may be longer than needed, the length in use, number of elements, finite); of a gradient that is not
-    finite nothing is sent.
+    limit: Elias' code is used where it takes less than this share of the bytes at fixed width. grad is left zero. Of a gradient that
+    is not finite nothing is sent. undo: (memory,), which the native function takes as `spare` in the next call.
     """
     n = len(grad)
     bucket = min(bucket, max(n, 1))
@@ -38,14 +37,14 @@ def encode_buckets(grad, steps, bucket, l2, limit, key, spare=None):
         norms[b] = norm = _norm(x, l2)
         lift = np.float32(2**64 if norm < 2**-90 else 1)  # so that the factor is in range
         y = x * lift * (_factor(norm * lift, steps) if norm > 0 else np.float32(0))
-        its = round_at_random(y, bits[b, : len(x)], steps)
+        rounded = round_at_random(y, bits[b, : len(x)], steps)
         widths[b] = _width(-int(-np.abs(y).max()) // -one_of(steps))
-        packed.append(to_columns(its, int(widths[b]), _offset(int(widths[b]))))
-        levels[b * bucket : b * bucket + len(x)] = its
+        packed.append(to_columns(rounded, int(widths[b]), _offset(int(widths[b]))))
+        levels[b * bucket : b * bucket + len(x)] = rounded
     grad.fill(0)
     fixed = np.concatenate([np.empty(0, np.uint32), *packed])
     sample = [levels[b * bucket : (b + 1) * bucket] for b in range(0, len(norms), 1 if len(norms) < _FEW else _SAMPLED)]
-    bits, counted, whole = sum(len(_elias(its)) for its in sample), sum(map(len, sample)), len(widths) + fixed.nbytes
+    bits, counted, whole = sum(len(_elias(part)) for part in sample), sum(map(len, sample)), len(widths) + fixed.nbytes
     estimate = bits * n / counted if counted and limit < 1 else 0  # native code writes it where it is promising only
     coded = _elias(levels) if limit else ""
     most = min(whole, int(np.float32(limit) * np.float32(whole)))
@@ -54,10 +53,10 @@ def encode_buckets(grad, steps, bucket, l2, limit, key, spare=None):
         body = new_body(bytes([_ELIAS]), norms, struct.pack("<I", np.count_nonzero(levels)), stream)
     else:
         body = new_body(bytes([_FIXED]), norms, widths, fixed)
-    return body, len(body), n, finite
+    return Encoded(body, n, finite, (body,))
 
 
-def add_buckets(out, body, steps, bucket, scale):
+def decode_add_buckets(out, body, *, steps, bucket, scale):
     """out += scale · norm/steps · levels, in place; returns whether out is finite. ValueError, and nothing changed,
     for a body that encode_buckets cannot have made."""
     n = len(out)

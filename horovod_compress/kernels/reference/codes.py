@@ -1,17 +1,18 @@
 """Whole tensors in narrower numbers: 16-bit floats, signs, powers of two.
 
-Encoders leave grad zero, for decoded values to be added there, and return (buffer of the body, number of elements,
-finite). The native ones write into `spare`, an earlier step's buffer, where one is given.
+Encoders leave grad zero, for decoded values to be added there. The native ones write into `spare`, an earlier step's buffer, where one
+is given.
 """
 import numpy as np
 
+from ..encoded import Encoded, new_body
 from .columns import BLOCK, block_bits, columns_of, from_columns, to_columns
 from .dense import TOO_LARGE
 from .quantization import pack, unpack
-from .sparse import load, new_body, store
+from .sparse import load, store
 
 
-def to_float16(x, half):
+def encode_float16(x, half):
     """half = x in float16, as uint16 bits, ties to even; too large is infinite. Returns max |x|, infinity for NaN."""
     with np.errstate(over="ignore"):
         half[...] = x.astype(np.float16).view(np.uint16)
@@ -19,7 +20,7 @@ def to_float16(x, half):
     return _peak(x)
 
 
-def from_float16(half, out):
+def decode_float16(half, out):
     """out = float16 given as uint16 bits. Returns max |out|, infinity for NaN."""
     out[...] = half.view(np.float16)
     return _peak(out)
@@ -30,15 +31,15 @@ def encode_bf16(grad, spare=None):
     finite = bool(np.isfinite(grad).all())
     body = new_body(store(np.nan_to_num(grad, nan=0.0), "bf16"))
     grad.fill(0)
-    return body, len(grad), finite
+    return Encoded(body, len(grad), finite)
 
 
-def add_bf16(out, body, scale):
+def decode_add_bf16(out, body, *, scale):
     """out += scale · body, in place; returns whether out is finite."""
     return _add(out, load(_exactly(body, 2 * len(out)).tobytes(), "bf16"), scale)
 
 
-def one_bit(grad, residual, growth, symmetric, spare=None):
+def encode_one_bit(grad, residual, spare=None, *, growth, symmetric):
     """r ← growth·r + g; one bit an element for its sign, 0 counting as positive, decoded to one of two numbers a tensor; r keeps
     the error.
 
@@ -62,11 +63,11 @@ def one_bit(grad, residual, growth, symmetric, spare=None):
         units[1] *= -1
     with np.errstate(over="ignore"):
         residual -= np.where(below, units[1], units[0])
-    return new_body(units, pack(below.astype(np.int64), 1, 0)), len(grad), finite
+    return Encoded(new_body(units, pack(below.astype(np.int64), 1, 0)), len(grad), finite)
 
 
-def add_one_bit(out, body, scale):
-    """out += scale · what the body of one_bit decodes to; returns whether out is finite."""
+def decode_add_one_bit(out, body, *, scale):
+    """out += scale · what the body of encode_one_bit decodes to; returns whether out is finite."""
     n = len(out)
     body = _exactly(body, 8 + 4 * -(-n // 32))
     plus, minus = np.frombuffer(body[:8].tobytes(), np.float32)
@@ -76,20 +77,19 @@ def add_one_bit(out, body, scale):
     return _add(out, np.where(below, np.float32(scale) * minus, np.float32(scale) * plus), 1.0)
 
 
-def encode_natural(grad, key, spare=None):
+def encode_natural(grad, spare=None, *, key):
     """Natural compression (Horvath et al., 2019): sign and exponent, rounded to one of the two nearest powers of two so
-    that the mean
-    is exact. 0 and powers of two stay what they are; what is below 2^-126 becomes that or 0; 2^127 is the largest."""
+    that the mean is exact. 0 and powers of two stay what they are; what is below 2^-126 becomes that or 0; 2^127 is the largest."""
     finite = bool(np.isfinite(grad).all())
     bits = grad.view(np.uint32)
     drawn = block_bits(-(-len(grad) // BLOCK), key).reshape(-1)[: len(grad)] >> 9
     exponent = np.minimum(((bits & 0x7FFFFFFF) + drawn) >> 23, 254)
     words = to_columns((bits >> 31 << 8 | exponent).astype(np.int64), 9)
     grad.fill(0)
-    return new_body(words), len(grad), finite
+    return Encoded(new_body(words), len(grad), finite)
 
 
-def add_natural(out, body, scale):
+def decode_add_natural(out, body, *, scale):
     """out += scale · what the body of encode_natural decodes to; returns whether out is finite."""
     n = len(out)
     words = np.frombuffer(_exactly(body, 4 * 9 * columns_of(n)).tobytes(), np.uint32)

@@ -33,7 +33,7 @@ def columns_of(count):
 
 def block_bits(count, key):
     """A row of 512 random bits for each of `count` blocks: elements 64 apart share a draw."""
-    drawn = random_bits(key, count * _DRAWS)
+    drawn = random_bits(key=key, n=count * _DRAWS)
     return next_bits(drawn, BLOCK // _DRAWS).reshape(BLOCK // _DRAWS, count, _DRAWS).swapaxes(0, 1).reshape(count, BLOCK)
 
 

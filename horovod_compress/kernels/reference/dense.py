@@ -4,7 +4,7 @@ import numpy as np
 TOO_LARGE = 2.0**110  # no residual goes there, or the sum of many would be infinite for ever
 
 
-def largest(x, peaks=None):
+def max_abs(x, peaks=None):
     """max |x| as a float; infinity where anything is infinite or NaN, 0 for no elements. peaks: uint32 for the bits of the largest
     magnitude of each 64 elements."""
     if peaks is not None:
@@ -16,11 +16,11 @@ def largest(x, peaks=None):
     return float(peak) if np.isfinite(peak) else float("inf")
 
 
-def spread(x):
+def max_abs_and_deviation(x):
     """(max |x|, standard deviation), as floats; the former is infinity where anything is infinite or NaN, the latter
     means nothing then."""
     with np.errstate(invalid="ignore"):
-        return largest(x), float((x.astype(np.float64) - x[0]).std()) if len(x) else 0.0
+        return max_abs(x), float((x.astype(np.float64) - x[0]).std()) if len(x) else 0.0
 
 
 def squared_norm(x):
@@ -29,7 +29,7 @@ def squared_norm(x):
     return float(np.dot(x, x))
 
 
-def dense_momentum(out, u, new_u, momentum, nesterov):
+def apply_momentum(out, u, new_u, *, momentum, nesterov):
     """new_u ← m·u + out, then out ← new_u, or out + m·new_u for Nesterov. Where `out` is not finite everywhere, nothing is
     written. Returns whether it was, and still is, and new_u too."""
     if not np.isfinite(out).all():
@@ -42,14 +42,14 @@ def dense_momentum(out, u, new_u, momentum, nesterov):
     return bool(np.isfinite(new_u).all() and np.isfinite(out).all())
 
 
-def scatter_add(out, indices, values, scale):
+def scatter_add(out, indices, values, *, scale):
     """out[indices] += scale·values, in place; indices do not repeat. Returns whether what stands there now is finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         out[indices] += np.float32(scale) * values
     return bool(np.isfinite(out[indices]).all())
 
 
-def flush_denormals(mode):
+def flush_denormals(*, mode):
     """Whether this thread takes denormal numbers for 0, as a mode of its CPU; returns the mode before. 0: it does not, and float16's
     small numbers, which become denormal on their way, are what they are. NumPy cannot change it: here nothing happens."""
     return mode

@@ -9,14 +9,14 @@ from .dense import TOO_LARGE
 _ALL = 1e-6  # what is left of a vector that lies in the space of those before it
 
 
-def project(grad, residual, q, p, rank, owed):
+def project(grad, residual, q, p, pending, *, rank):
     """residual ← residual + grad, then p ← M·Q of that as M. Returns whether all of it is finite.
 
-    An element that would be TOO_LARGE or not finite keeps its old value. owed: where the residual still holds the product that
-    was sent last, the Q of that, whose P is in p: `subtract_product` comes first. Else None.
+    An element that would be TOO_LARGE or not finite keeps its old value. pending: where the residual still holds the product
+    that was sent last, the Q of that, whose P is in p: `subtract_product` comes first. Else None.
     """
-    if owed is not None:
-        subtract_product(residual, p, owed, rank)
+    if pending is not None:
+        subtract_product(residual, p, pending, rank=rank)
     with np.errstate(over="ignore", invalid="ignore"):
         moved = residual + grad
     finite = np.abs(moved) < TOO_LARGE
@@ -26,13 +26,13 @@ def project(grad, residual, q, p, rank, owed):
     return bool(finite.all())
 
 
-def project_back(residual, p, q, rank):
+def project_back(residual, p, q, *, rank):
     """q ← Mᵀ·P."""
     vectors = p.reshape(rank, -1)
     q.reshape(rank, -1)[...] = vectors @ residual.reshape(vectors.shape[1], -1)
 
 
-def product(p, q, out, rank, scale):
+def product(p, q, out, *, rank, scale):
     """out ← scale·P·Qᵀ. One vector after the other is added up, so that all kernels give the same bits."""
     out.fill(0)
     for left, right in zip(p.reshape(rank, -1), q.reshape(rank, -1)):
@@ -40,14 +40,14 @@ def product(p, q, out, rank, scale):
     out *= np.float32(scale)
 
 
-def subtract_product(residual, p, q, rank):
+def subtract_product(residual, p, q, *, rank):
     """residual ← residual − P·Qᵀ, kept within ±2^109, so that rounding alone never takes it to where nothing can be added any more."""
-    taken = np.empty_like(residual)
-    product(p, q, taken, rank, 1.0)
-    np.clip(residual - taken, -TOO_LARGE / 2, TOO_LARGE / 2, out=residual)
+    sent = np.empty_like(residual)
+    product(p, q, sent, rank=rank, scale=1.0)
+    np.clip(residual - sent, -TOO_LARGE / 2, TOO_LARGE / 2, out=residual)
 
 
-def orthonormalize(p, rank):
+def orthonormalize(p, *, rank):
     """Gram-Schmidt, in place; a vector in the space of those before it, to rounding, becomes zero."""
     vectors = p.reshape(rank, -1).astype(np.float64)
     for k, vector in enumerate(vectors):

@@ -12,18 +12,18 @@ _BLOCK = 64
 _NEXT = 0xFAF2BB1D
 
 
-def random_bits(key, n):
+def random_bits(*, key, n):
     """uint32 of the places 0 … n-1 in the stream of a 64-bit key."""
     return bits_at(np.arange(n, dtype=np.uint32), key)
 
 
-def coordinates(key, numel, first, count):
+def draw_coordinates(*, key, numel, first, count):
     """uint32 places first … first+count-1 of a permutation of 0 … numel-1 that follows from a 64-bit key."""
     if count > numel or first > numel - count:
         raise ValueError("more coordinates than elements")
     bits = max(numel - 1, 0).bit_length()
     mask, shift = np.uint64((1 << bits) - 1), np.uint64((bits + 1) // 2)
-    draws = random_bits(key, 8).astype(np.uint64)
+    draws = random_bits(key=key, n=8).astype(np.uint64)
     x = np.arange(first, first + count, dtype=np.uint64)
     if bits == 0:
         return x.astype(np.uint32)
@@ -38,11 +38,11 @@ def coordinates(key, numel, first, count):
     return x.astype(np.uint32)
 
 
-def quantize(x, levels, w, clip, steps, width, size, key, spare=None):
+def quantize(x, levels, spare=None, *, w, clip, steps, width, size, key):
     """Words of the codes sign(x)·(⌊y⌋ + Bernoulli(y − ⌊y⌋)), y = |x|/w·s, at most steps[0] (arXiv 2109.12497).
 
     s is steps[0]; where there are more, that of the finest scale that fits an element's code on all `size` ranks, says `levels`, their
-    summed words of `fine_enough`, among them those of x; then no |x| may be above w. With one scale |x| counts as `clip`, or w, where
+    summed words of `encode_scales`, among them those of x; then no |x| may be above w. With one scale |x| counts as `clip`, or w, where
     it is larger. w = 0: all codes are 0.
     """
     levels = _finest(levels, len(x), len(steps), size)
@@ -55,7 +55,7 @@ def quantize(x, levels, w, clip, steps, width, size, key, spare=None):
     return pack(round_at_random(y, field_bits(len(x), width, key), steps[0]), width, 0)
 
 
-def dequantize(words, levels, out, w, steps, width, size, scale):
+def dequantize(words, levels, out, *, w, steps, width, size, scale):
     """out = (sum of `size` ranks' codes) · w/s · scale, with the levels that they were quantized at."""
     levels = _finest(levels, len(out), len(steps), size)
     unit = (w / np.asarray(steps, np.float64) * scale).astype(np.float32)
@@ -63,7 +63,7 @@ def dequantize(words, levels, out, w, steps, width, size, scale):
     out[...] = codes * unit[levels]
 
 
-def fine_enough(x, peaks, w, steps, size, spare=None):
+def encode_scales(x, peaks, spare=None, *, w, steps, size):
     """Words of a 1 for each scale l ≥ 1, and each element whose code at steps[l] is at most steps[0]; `size` ranks' words add up.
 
     peaks: for each 64 elements, a number that the bits of no magnitude are above: so that not all of x must be read.
@@ -77,13 +77,13 @@ def fine_enough(x, peaks, w, steps, size, spare=None):
     return np.concatenate(words) if words else pack(np.empty(0, np.int64), size.bit_length(), 1)
 
 
-def sum_signs(x, width, spare=None):
+def encode_signs(x, spare=None, *, width):
     """Words of sign(x), 0 for 0, and one word more, 0, for the compressor's use."""
     words = pack(np.sign(x).astype(np.int64), width, 0)
     return np.append(words, words.dtype.type(0))
 
 
-def vote(words, out, width, size, unit):
+def decode_signs(words, out, *, width, size, unit):
     """out = unit · the sign of the sum of `size` ranks' signs; 0 where they tie."""
     out[...] = np.sign(unpack(words[:-1], len(out), width, 0, size)) * np.float32(unit)
 
@@ -114,7 +114,7 @@ def round_at_random(y, bits, largest):
 
 
 def _finest(levels, n, scales, size):
-    """Each element's scale, from words of `fine_enough`."""
+    """Each element's scale, from words of `encode_scales`."""
     finest = np.zeros(n, np.intp)
     for scale, words in enumerate(levels.reshape(scales - 1, -1) if scales > 1 else (), 1):
         finest[unpack(words, n, size.bit_length(), 1, 0) == size] = scale
@@ -169,7 +169,7 @@ def next_bits(bits, count):
 def field_bits(n, width, key):
     """Random bits of each element; the fields of a word share a draw."""
     fields, words, _ = _shape(n, width, 0)
-    return _by_element(next_bits(random_bits(key, words), fields), n)
+    return _by_element(next_bits(random_bits(key=key, n=words), fields), n)
 
 
 def pack(codes, width, spare):

@@ -9,8 +9,8 @@ def add_sample_squares(left, right, squares, sums=None):
     of left are places as of right. left_z · right_z sums over places.
     """
     places = right.ndim - 2
-    for its_left, its_right in zip(left, right):
-        product = np.tensordot(its_left, its_right, (range(places), range(places))).reshape(-1)
+    for of_left, of_right in zip(left, right):
+        product = np.tensordot(of_left, of_right, (range(places), range(places))).reshape(-1)
         squares += product * product
         if sums is not None:
             sums += product

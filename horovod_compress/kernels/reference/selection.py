@@ -5,7 +5,7 @@ from .dense import TOO_LARGE
 from .sparse import round_values
 
 
-def accumulate(grad, u, v, momentum, nesterov, scale, k, samples, offset):
+def add_to_residual(grad, u, v, *, momentum=0.0, nesterov=False, scale=1.0, k=0, samples=0, offset=0):
     """Adds a gradient to momentum u and velocity v in place and chooses what to send (DGC, arXiv 1712.01887, section 3).
 
     vanilla: u ← m·u + g, v ← v + u; Nesterov: u ← m·(u + g), v ← v + u + g; without momentum (u None): v ← v + g;
@@ -39,13 +39,13 @@ def accumulate(grad, u, v, momentum, nesterov, scale, k, samples, offset):
     return indices, bool(finite.all())
 
 
-def take(indices, v, u, values, mask):
-    """Takes what is sent out of the residual: returns rows of the values sent, rounded to `values` ("fp32", "fp16", "bf16"),
+def take_entries(indices, v, u, *, kind, mask):
+    """Takes what is sent out of the residual: returns rows of the values sent, rounded as `kind` says ("fp32", "fp16", "bf16"),
     and, with `mask` and u given, of the u at those places. v keeps the rounding error; masked u becomes 0."""
-    sent = round_values(v[indices], values)
+    sent = round_values(v[indices], kind)
     v[indices] -= sent
     if not mask or u is None:
         return sent[None]
-    taken = np.stack([sent, u[indices]])
+    rows = np.stack([sent, u[indices]])
     u[indices] = 0
-    return taken
+    return rows

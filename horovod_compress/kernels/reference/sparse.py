@@ -1,14 +1,10 @@
-"""Index and value coding of sparse payloads (docs/wire-format.md).
-
-An encoded body is a uint8 array with HEADROOM zero bytes before it, for a frame's header, and a zero byte behind it.
-"""
+"""Index and value coding of sparse payloads (docs/wire-format.md)."""
 import struct
 
 import numpy as np
 
+from ..encoded import Encoded, new_body
 from .dense import scatter_add
-
-HEADROOM = 24
 
 _HEAD = struct.Struct("<IBB")  # count, kind, Rice parameter
 _KINDS = ("fp32", "fp16", "bf16", "sign", "power")
@@ -16,14 +12,8 @@ _BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "sign": 1, "power": 4}
 _MAX_RICE = 31
 
 
-def new_body(*parts):
-    """The buffer of a body that joins `parts`, bytes or arrays."""
-    body = b"".join(part if isinstance(part, bytes) else part.tobytes() for part in parts)
-    return np.frombuffer(bytes(HEADROOM) + body + b"\0", np.uint8).copy()
-
-
-def encode_sparse(indices, values, kind, scale=0.0):
-    """The buffer of a sparse body: ascending uint32 indices and float32 values.
+def encode_sparse(indices, values, *, kind, scale=0.0):
+    """A sparse body: ascending uint32 indices and float32 values, which are finite.
 
     kind: "fp32", "fp16", "bf16" round the values; "sign" keeps their signs, they decode to ±scale; "power" takes values
     that are exactly ±scale/2^d with d from 0 to 7, scale being a power of two.
@@ -36,10 +26,11 @@ def encode_sparse(indices, values, kind, scale=0.0):
     head = _HEAD.pack(len(indices), _KINDS.index(kind), r)
     if kind in ("sign", "power"):
         head += struct.pack("<f", scale)
-    return new_body(head, store(values, kind, scale), _pack_bits(gaps[:, None] >> np.arange(r) & 1), _pack_bits(high))
+    body = new_body(head, store(values, kind, scale), _pack_bits(gaps[:, None] >> np.arange(r) & 1), _pack_bits(high))
+    return Encoded(body, len(indices))
 
 
-def decode_sparse(body, numel):
+def decode_sparse(body, *, numel):
     """The inverse of encode_sparse: (indices, values). ValueError where the body cannot be entries of a tensor of `numel`
     elements, down to its last bit."""
     if len(body) < _HEAD.size:
@@ -77,11 +68,11 @@ def decode_sparse(body, numel):
     return indices, values
 
 
-def add_sparse(out, body, scale):
+def decode_add_sparse(out, body, *, scale):
     """out[indices] += scale·values of a sparse body, in place; nothing is changed where the body is refused with a ValueError.
     Returns whether what stands there now is finite."""
-    indices, values = decode_sparse(body, out.size)
-    return scatter_add(out, indices, values, scale)
+    indices, values = decode_sparse(body, numel=out.size)
+    return scatter_add(out, indices, values, scale=scale)
 
 
 def round_values(values, kind):

@@ -12,7 +12,7 @@ struct Scratch {
 };
 thread_local Scratch scratch;
 
-py::tuple accumulate(Floats& grad, std::optional<Floats> u, Floats& v, float momentum, bool nesterov, float scale,
+py::tuple add_to_residual(Floats& grad, std::optional<Floats> u, Floats& v, float momentum, bool nesterov, float scale,
                      std::size_t k, std::size_t samples, std::size_t offset) {
     const std::size_t n = length(grad, "grad");
     same_length(n, length(v, "v"), "grad and v");
@@ -24,9 +24,9 @@ py::tuple accumulate(Floats& grad, std::optional<Floats> u, Floats& v, float mom
     TopK top(scratch.candidates, scratch.magnitudes);
     {
         py::gil_scoped_release release;
-        if (!t.u) finite = dispatch<accumulate_pass<Momentum::none>>(t, n, k, samples, offset, top);
-        else if (nesterov) finite = dispatch<accumulate_pass<Momentum::nesterov>>(t, n, k, samples, offset, top);
-        else finite = dispatch<accumulate_pass<Momentum::vanilla>>(t, n, k, samples, offset, top);
+        if (!t.u) finite = dispatch<add_to_residual_pass<Momentum::none>>(t, n, k, samples, offset, top);
+        else if (nesterov) finite = dispatch<add_to_residual_pass<Momentum::nesterov>>(t, n, k, samples, offset, top);
+        else finite = dispatch<add_to_residual_pass<Momentum::vanilla>>(t, n, k, samples, offset, top);
     }
     const std::size_t count = top.count();
     Indices indices(static_cast<py::ssize_t>(count));
@@ -35,14 +35,14 @@ py::tuple accumulate(Floats& grad, std::optional<Floats> u, Floats& v, float mom
     return py::make_tuple(indices, finite);
 }
 
-Floats take(const Indices& indices, Floats& v, std::optional<Floats> u, Values kind, bool mask) {
+Floats take_entries(const Indices& indices, Floats& v, std::optional<Floats> u, Values kind, bool mask) {
     const std::size_t n = length(indices, "indices"), numel = length(v, "v");
     if (u) same_length(numel, length(*u, "u"), "u and v");
     const std::uint32_t* at = indices.data();
     inside(at, n, numel);
     // One row of values, and one of what masking takes out of u, for a rollback.
-    Floats taken(std::vector<py::ssize_t>{mask && u ? 2 : 1, static_cast<py::ssize_t>(n)});
-    float* values = taken.mutable_data();
+    Floats rows(std::vector<py::ssize_t>{mask && u ? 2 : 1, static_cast<py::ssize_t>(n)});
+    float* values = rows.mutable_data();
     float* pv = v.mutable_data();
     float* pu = u ? u->mutable_data() : nullptr;
     py::gil_scoped_release release;
@@ -60,21 +60,23 @@ Floats take(const Indices& indices, Floats& v, std::optional<Floats> u, Values k
             pu[j] = 0;
         }
     }
-    return taken;
+    return rows;
 }
 
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("accumulate", &accumulate, arg("grad").noconvert(), arg("u").noconvert().none(true), arg("v").noconvert(),
-          arg("momentum"), arg("nesterov"), arg("scale"), arg("k"), arg("samples"), arg("offset"));
-    m.def("take",
-          [](const Indices& indices, Floats& v, std::optional<Floats> u, const std::string& kind, bool mask) {
-              const Values values = values_of(kind);
-              if (has_scale(values)) throw std::invalid_argument("values must be fp32, fp16 or bf16, not " + kind);
-              return take(indices, v, u, values, mask);
-          },
-          arg("indices").noconvert(), arg("v").noconvert(), arg("u").noconvert().none(true), arg("values"), arg("mask"));
+    m.def("add_to_residual", &add_to_residual, arg("grad").noconvert(), arg("u").noconvert().none(true), arg("v").noconvert(),
+          py::kw_only(), arg("momentum") = 0.0f, arg("nesterov") = false, arg("scale") = 1.0f, arg("k") = 0, arg("samples") = 0,
+          arg("offset") = 0);
+    m.def(
+        "take_entries",
+        [](const Indices& indices, Floats& v, std::optional<Floats> u, const std::string& kind, bool mask) {
+            const Values values = values_of(kind);
+            if (has_scale(values)) throw std::invalid_argument("values must be fp32, fp16 or bf16, not " + kind);
+            return take_entries(indices, v, u, values, mask);
+        },
+        arg("indices").noconvert(), arg("v").noconvert(), arg("u").noconvert().none(true), py::kw_only(), arg("kind"), arg("mask"));
 }
 
 }  // namespace hc::selection

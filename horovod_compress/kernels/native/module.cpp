@@ -30,9 +30,8 @@ void use_instructions(const std::string& name) {
 }  // namespace
 }  // namespace hc
 
-PYBIND11_MODULE(native, m) {
+PYBIND11_MODULE(_native, m) {
     m.doc() = "Native kernels: the functions of horovod_compress.kernels.reference on raw memory.";
-    m.attr("HEADROOM") = hc::kHeadroom;
     m.def("available_instructions", &hc::available_instructions);
     m.def("use_instructions", &hc::use_instructions, arg("name"), "For tests: all give the same results, the last of them fastest.");
     hc::adaptive::bind(m);

@@ -11,7 +11,7 @@ namespace {
 constexpr std::size_t kSummed = 1024;  // elements whose sums are added up in float32
 
 // float32 to float16, ties to even, without a branch: numbers below the normal ones are rounded by an addition.
-HC_INLINE std::uint32_t halve(const float* __restrict x, std::uint16_t* __restrict out, std::size_t n) {
+HC_INLINE std::uint32_t encode_float16_pass(const float* __restrict x, std::uint16_t* __restrict out, std::size_t n) {
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
         ask_ahead(x + first, count);
@@ -30,7 +30,7 @@ HC_INLINE std::uint32_t halve(const float* __restrict x, std::uint16_t* __restri
     });
     return peak;
 }
-HC_INLINE std::uint32_t widen(const std::uint16_t* half, float* to, std::size_t n) {
+HC_INLINE std::uint32_t decode_float16_pass(const std::uint16_t* half, float* to, std::size_t n) {
     Output out(to, n);
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
@@ -46,24 +46,24 @@ HC_INLINE std::uint32_t widen(const std::uint16_t* half, float* to, std::size_t 
     return peak;
 }
 
-float to_float16(const Floats& x, Array<std::uint16_t>& half) {
+float encode_float16(const Floats& x, Array<std::uint16_t>& half) {
     const std::size_t n = length(x, "x");
     same_length(n, length(half, "half"), "x and half");
     const float* from = x.data();
     std::uint16_t* to = half.mutable_data();
     py::gil_scoped_release release;
-    return float_of(std::min(dispatch<halve>(from, to, n), kInfinity));
+    return float_of(std::min(dispatch<encode_float16_pass>(from, to, n), kInfinity));
 }
-float from_float16(const Array<std::uint16_t>& half, Floats& out) {
+float decode_float16(const Array<std::uint16_t>& half, Floats& out) {
     const std::size_t n = length(out, "out");
     same_length(n, length(half, "half"), "half and out");
     const std::uint16_t* from = half.data();
     float* to = out.mutable_data();
     py::gil_scoped_release release;
-    return float_of(std::min(dispatch<widen>(from, to, n), kInfinity));
+    return float_of(std::min(dispatch<decode_float16_pass>(from, to, n), kInfinity));
 }
 
-HC_INLINE std::uint32_t to_bf16(float* __restrict g, std::uint8_t* __restrict out, std::size_t n) {
+HC_INLINE std::uint32_t encode_bf16_pass(float* __restrict g, std::uint8_t* __restrict out, std::size_t n) {
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
         ask_ahead(g + first, count);
@@ -80,7 +80,7 @@ HC_INLINE std::uint32_t to_bf16(float* __restrict g, std::uint8_t* __restrict ou
     });
     return peak;
 }
-HC_INLINE std::uint32_t add_bf16(const std::uint8_t* __restrict in, float* __restrict out, std::size_t n, float scale) {
+HC_INLINE std::uint32_t decode_add_bf16_pass(const std::uint8_t* __restrict in, float* __restrict out, std::size_t n, float scale) {
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
         ask_ahead(out + first, count);
@@ -99,7 +99,7 @@ HC_INLINE std::uint32_t add_bf16(const std::uint8_t* __restrict in, float* __res
     return peak;
 }
 
-py::tuple encode_bf16(Floats& grad, std::optional<Bytes> spare) {
+py::object encode_bf16(Floats& grad, std::optional<Bytes> spare) {
     const std::size_t n = length(grad, "grad");
     Bytes buffer = body_in(spare, 2 * n);
     float* g = grad.mutable_data();
@@ -107,21 +107,21 @@ py::tuple encode_bf16(Floats& grad, std::optional<Bytes> spare) {
     bool finite;
     {
         py::gil_scoped_release release;
-        finite = dispatch<to_bf16>(g, out, n) < kInfinity;
+        finite = dispatch<encode_bf16_pass>(g, out, n) < kInfinity;
     }
-    return py::make_tuple(buffer, n, finite);
+    return encoded(buffer, n, finite);
 }
 // The body's bytes, which must be `size`.
 const std::uint8_t* exactly(const Bytes& body, std::size_t size) {
     if (length(body, "body") != size) throw std::invalid_argument("not of the length that a tensor of this size has");
     return body.data();
 }
-bool decode_bf16(Floats& out, const Bytes& body, float scale) {
+bool decode_add_bf16(Floats& out, const Bytes& body, float scale) {
     const std::size_t n = length(out, "out");
     const std::uint8_t* in = exactly(body, 2 * n);
     float* to = out.mutable_data();
     py::gil_scoped_release release;
-    return dispatch<add_bf16>(in, to, n, scale) < kInfinity;
+    return dispatch<decode_add_bf16_pass>(in, to, n, scale) < kInfinity;
 }
 
 // One bit an element: 1 where it is negative.
@@ -130,7 +130,7 @@ struct Halves {
     std::uint64_t count[2];
     bool finite;
 };
-HC_INLINE Halves accumulate_halves(float* __restrict g, float* __restrict r, std::size_t n, float growth) {
+HC_INLINE Halves add_to_halves(float* __restrict g, float* __restrict r, std::size_t n, float growth) {
     constexpr std::size_t lanes = 16;
     std::uint32_t worst = 0;
     Halves total{};
@@ -169,7 +169,7 @@ HC_INLINE Halves accumulate_halves(float* __restrict g, float* __restrict r, std
     total.finite = worst < kTooLarge && std::isfinite(total.sum[0] + total.sum[1]);
     return total;
 }
-HC_INLINE void take_signs(float* __restrict r, std::uint8_t* bits, const Layout& layout, float plus, float minus) {
+HC_INLINE void encode_one_bit_pass(float* __restrict r, std::uint8_t* bits, const Layout& layout, float plus, float minus) {
     pack<std::int32_t>(bits, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
         ask_ahead(r + first, count);
         HC_APART
@@ -180,7 +180,7 @@ HC_INLINE void take_signs(float* __restrict r, std::uint8_t* bits, const Layout&
         }
     });
 }
-HC_INLINE std::uint32_t add_signs(const std::uint8_t* bits, float* __restrict out, const Layout& layout, float plus, float minus) {
+HC_INLINE std::uint32_t decode_add_one_bit_pass(const std::uint8_t* bits, float* __restrict out, const Layout& layout, float plus, float minus) {
     std::uint32_t peak = 0;
     unpack<std::int32_t>(bits, layout, 0, [&](std::size_t first, std::size_t count, auto sign) HC_HOT {
         ask_ahead(out + first, count);
@@ -194,7 +194,7 @@ HC_INLINE std::uint32_t add_signs(const std::uint8_t* bits, float* __restrict ou
     return peak;
 }
 
-py::tuple one_bit(Floats& grad, Floats& residual, float growth, bool symmetric, std::optional<Bytes> spare) {
+py::object encode_one_bit(Floats& grad, Floats& residual, std::optional<Bytes> spare, float growth, bool symmetric) {
     const std::size_t n = length(grad, "grad");
     same_length(n, length(residual, "residual"), "grad and residual");
     float *g = grad.mutable_data(), *r = residual.mutable_data();
@@ -204,7 +204,7 @@ py::tuple one_bit(Floats& grad, Floats& residual, float growth, bool symmetric, 
     Halves halves;
     {
         py::gil_scoped_release release;
-        halves = dispatch<accumulate_halves>(g, r, n, growth);
+        halves = dispatch<add_to_halves>(g, r, n, growth);
         float units[2] = {};
         if (halves.finite && n) {
             const double both = (halves.sum[0] + halves.sum[1]) / static_cast<double>(n);
@@ -214,11 +214,11 @@ py::tuple one_bit(Floats& grad, Floats& residual, float growth, bool symmetric, 
             }
         }
         std::memcpy(out, units, sizeof units);
-        dispatch<take_signs>(r, out + sizeof units, layout, units[0], units[1]);
+        dispatch<encode_one_bit_pass>(r, out + sizeof units, layout, units[0], units[1]);
     }
-    return py::make_tuple(buffer, n, halves.finite);
+    return encoded(buffer, n, halves.finite);
 }
-bool add_one_bit(Floats& out, const Bytes& body, float scale) {
+bool decode_add_one_bit(Floats& out, const Bytes& body, float scale) {
     const std::size_t n = length(out, "out");
     const Layout layout(n, 1, 0);
     const std::uint8_t* in = exactly(body, 8 + 4 * layout.words);
@@ -227,12 +227,12 @@ bool add_one_bit(Floats& out, const Bytes& body, float scale) {
     if (!(magnitude(units[0]) < kInfinity && magnitude(units[1]) < kInfinity)) throw std::invalid_argument("scale not finite");
     float* to = out.mutable_data();
     py::gil_scoped_release release;
-    return dispatch<add_signs>(in + sizeof units, to, layout, scale * units[0], scale * units[1]) < kInfinity;
+    return dispatch<decode_add_one_bit_pass>(in + sizeof units, to, layout, scale * units[0], scale * units[1]) < kInfinity;
 }
 
 // Sign and exponent, rounded up with the probability that the mantissa says: an addition and a shift.
 constexpr int kPowerBits = 9;
-HC_INLINE std::uint32_t to_powers(float* __restrict g, std::uint8_t* __restrict out, std::size_t n, Key key) {
+HC_INLINE std::uint32_t encode_natural_pass(float* __restrict g, std::uint8_t* __restrict out, std::size_t n, Key key) {
     std::uint32_t peak = 0;
     each_block(n, [&](std::size_t first, std::size_t count) HC_HOT {
         float* x = g + first;
@@ -250,7 +250,7 @@ HC_INLINE std::uint32_t to_powers(float* __restrict g, std::uint8_t* __restrict 
     });
     return peak;
 }
-HC_INLINE std::uint32_t add_powers(const std::uint8_t* in, float* __restrict out, std::size_t n, float scale) {
+HC_INLINE std::uint32_t decode_add_natural_pass(const std::uint8_t* in, float* __restrict out, std::size_t n, float scale) {
     std::uint32_t peak = 0;
     each_block(n, [&](std::size_t first, std::size_t count) HC_HOT {
         float* to = out + first;
@@ -266,7 +266,7 @@ HC_INLINE std::uint32_t add_powers(const std::uint8_t* in, float* __restrict out
     return peak;
 }
 
-py::tuple encode_natural(Floats& grad, std::uint64_t key, std::optional<Bytes> spare) {
+py::object encode_natural(Floats& grad, std::optional<Bytes> spare, std::uint64_t key) {
     const std::size_t n = length(grad, "grad");
     Bytes buffer = body_in(spare, bytes_of(n, kPowerBits));
     float* g = grad.mutable_data();
@@ -274,30 +274,30 @@ py::tuple encode_natural(Floats& grad, std::uint64_t key, std::optional<Bytes> s
     bool finite;
     {
         py::gil_scoped_release release;
-        finite = dispatch<to_powers>(g, out, n, Key(key)) < kInfinity;
+        finite = dispatch<encode_natural_pass>(g, out, n, Key(key)) < kInfinity;
     }
-    return py::make_tuple(buffer, n, finite);
+    return encoded(buffer, n, finite);
 }
-bool add_natural(Floats& out, const Bytes& body, float scale) {
+bool decode_add_natural(Floats& out, const Bytes& body, float scale) {
     const std::size_t n = length(out, "out");
     const std::uint8_t* in = exactly(body, bytes_of(n, kPowerBits));
     float* to = out.mutable_data();
     py::gil_scoped_release release;
-    return dispatch<add_powers>(in, to, n, scale) < kInfinity;
+    return dispatch<decode_add_natural_pass>(in, to, n, scale) < kInfinity;
 }
 
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("to_float16", &to_float16, arg("x").noconvert(), arg("half").noconvert());
-    m.def("from_float16", &from_float16, arg("half").noconvert(), arg("out").noconvert());
+    m.def("encode_float16", &encode_float16, arg("x").noconvert(), arg("half").noconvert());
+    m.def("decode_float16", &decode_float16, arg("half").noconvert(), arg("out").noconvert());
     m.def("encode_bf16", &encode_bf16, arg("grad").noconvert(), arg("spare") = py::none());
-    m.def("add_bf16", &decode_bf16, arg("out").noconvert(), arg("body").noconvert(), arg("scale"));
-    m.def("one_bit", &one_bit, arg("grad").noconvert(), arg("residual").noconvert(), arg("growth"), arg("symmetric"),
-          arg("spare") = py::none());
-    m.def("add_one_bit", &add_one_bit, arg("out").noconvert(), arg("body").noconvert(), arg("scale"));
-    m.def("encode_natural", &encode_natural, arg("grad").noconvert(), arg("key"), arg("spare") = py::none());
-    m.def("add_natural", &add_natural, arg("out").noconvert(), arg("body").noconvert(), arg("scale"));
+    m.def("decode_add_bf16", &decode_add_bf16, arg("out").noconvert(), arg("body").noconvert(), py::kw_only(), arg("scale"));
+    m.def("encode_one_bit", &encode_one_bit, arg("grad").noconvert(), arg("residual").noconvert(), arg("spare") = py::none(), py::kw_only(),
+          arg("growth"), arg("symmetric"));
+    m.def("decode_add_one_bit", &decode_add_one_bit, arg("out").noconvert(), arg("body").noconvert(), py::kw_only(), arg("scale"));
+    m.def("encode_natural", &encode_natural, arg("grad").noconvert(), arg("spare") = py::none(), py::kw_only(), arg("key"));
+    m.def("decode_add_natural", &decode_add_natural, arg("out").noconvert(), arg("body").noconvert(), py::kw_only(), arg("scale"));
 }
 
 }  // namespace hc::codes

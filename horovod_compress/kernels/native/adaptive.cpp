@@ -84,7 +84,7 @@ HC_INLINE void collect(std::size_t n, Fired& out, Advance advance, Take take) {
     }
 }
 
-HC_INLINE bool strom_pass(float* g, float* r, std::size_t n, float tau, Fired& out) {
+HC_INLINE bool encode_strom_pass(float* g, float* r, std::size_t n, float tau, Fired& out) {
     std::uint32_t worst = 0;
     collect(
         n, out,
@@ -113,7 +113,7 @@ HC_INLINE bool strom_pass(float* g, float* r, std::size_t n, float tau, Fired& o
     return worst < kTooLarge;
 }
 
-py::tuple strom(Floats& grad, Floats& residual, float tau) {
+py::object encode_strom(Floats& grad, Floats& residual, float tau) {
     const std::size_t n = length(grad, "grad");
     same_length(n, length(residual, "residual"), "grad and residual");
     float* g = grad.mutable_data();
@@ -122,10 +122,10 @@ py::tuple strom(Floats& grad, Floats& residual, float tau) {
     bool finite;
     {
         py::gil_scoped_release release;
-        finite = dispatch<strom_pass>(g, r, n, tau, f);
+        finite = dispatch<encode_strom_pass>(g, r, n, tau, f);
         if (!finite) f.undo(r, nullptr);
     }
-    return py::make_tuple(f.signs(tau), f.count, finite);
+    return encoded(f.signs(tau), f.count, finite);
 }
 
 // Numbers are sent as powers of two within 2^7 of the largest's. Adding half a mantissa carries into the exponent from 1.5 on.
@@ -137,7 +137,7 @@ HC_INLINE std::uint32_t least_power(std::uint32_t largest) {
 }
 
 template <bool kGiven>  // the squares; else they are the gradient's own
-HC_INLINE bool variance_pass(float* g, const float* squares, float* r, float* v, std::size_t n, float alpha, float zeta, float tau,
+HC_INLINE bool encode_variance_pass(float* g, const float* squares, float* r, float* v, std::size_t n, float alpha, float zeta, float tau,
                              Fired& out) {
     bool finite = true;
     std::uint32_t largest = 0;  // that was taken so far, where powers are sent: what has none beside it has none in the end
@@ -240,8 +240,8 @@ void keep_values(const Fired& f, const Parts& its, float* values, float* r, floa
     }
 }
 
-py::tuple variance(Floats& grad, std::optional<Floats> squares, Floats& r, Floats& v, float alpha, float zeta, float tau,
-                   bool error_feedback, std::optional<Indices> spare) {
+py::object encode_variance(Floats& grad, std::optional<Floats> squares, Floats& r, Floats& v, std::optional<Indices> spare, float alpha,
+                           float zeta, float tau, bool error_feedback) {
     const std::size_t n = length(grad, "grad");
     same_length(n, length(r, "r"), "grad and r");
     same_length(n, length(v, "v"), "grad and v");
@@ -253,8 +253,8 @@ py::tuple variance(Floats& grad, std::optional<Floats> squares, Floats& r, Float
     bool finite;
     {
         py::gil_scoped_release release;
-        finite = squares ? dispatch<variance_pass<true>>(pg, squares->data(), pr, pv, n, alpha, zeta, tau, f)
-                         : dispatch<variance_pass<false>>(pg, nullptr, pr, pv, n, alpha, zeta, tau, f);
+        finite = squares ? dispatch<encode_variance_pass<true>>(pg, squares->data(), pr, pv, n, alpha, zeta, tau, f)
+                         : dispatch<encode_variance_pass<false>>(pg, nullptr, pr, pv, n, alpha, zeta, tau, f);
         if (!finite) f.undo(pr, pv);
         if (scratch.size() < f.count) scratch.resize(f.indices.size());
         float* values = scratch.data();
@@ -277,7 +277,7 @@ py::tuple variance(Floats& grad, std::optional<Floats> squares, Floats& r, Float
         keep_values(f, parts, scratch.data(), pr, pv, rounds && error_feedback, at, r_before, r_before + count);
     }
     Bytes body = sparse::body_of(at, scratch.data(), count, rounds ? Values::power : Values::sign, scale);
-    return py::make_tuple(body, indices, before, finite);
+    return encoded(body, count, finite, py::make_tuple(indices, before));
 }
 
 struct Bins {
@@ -312,25 +312,25 @@ HC_INLINE void peaks_of_bins(const float* x, std::size_t bins, std::size_t lengt
     }
 }
 
-// What adacomp_pass needs of a block: the bins' maxima, each element's floor, and whether it is to be sent.
+// What encode_adacomp_pass needs of a block: the bins' maxima, each element's floor, and whether it is to be sent.
 struct Block {
     std::vector<float> peaks, floors;
     std::vector<std::uint8_t> hits;
 };
 thread_local Block block_of_bins;
 
-// What the step before has sent, and is still to be taken from the residue: sign(residue)·scale at ascending places.
-struct Owed {
+// What the step before has sent and is still in the residual: sign(residual)·scale at ascending places.
+struct Pending {
     const std::uint32_t* indices;
     std::size_t count;
     float scale;
-    HC_INLINE void take_below(std::size_t end, float* residue) {
-        for (; count && *indices < end; ++indices, --count) residue[*indices] -= std::copysign(scale, residue[*indices]);
+    HC_INLINE void subtract_below(std::size_t end, float* residual) {
+        for (; count && *indices < end; ++indices, --count) residual[*indices] -= std::copysign(scale, residual[*indices]);
     }
 };
 
 // By blocks of whole bins, so that all but the maxima goes by whole lines, whatever the bins' length is.
-HC_INLINE Bins adacomp_pass(float* g, float* residue, std::size_t n, Owed owed, std::size_t bin_length, float more, Block& scratch,
+HC_INLINE Bins encode_adacomp_pass(float* g, float* residual, std::size_t n, Pending pending, std::size_t bin_length, float more, Block& scratch,
                             Fired& out) {
     std::size_t bins = std::max<std::size_t>(kBins / bin_length, 1);
     if (bins > kLanes) bins -= bins % kLanes;
@@ -347,8 +347,8 @@ HC_INLINE Bins adacomp_pass(float* g, float* residue, std::size_t n, Owed owed, 
     out.count = 0;
     for (std::size_t begin = 0; begin < n; begin += block) {
         const std::size_t count = std::min(block, n - begin), whole = count / bin_length;
-        float *newest = g + begin, *total = residue + begin;
-        owed.take_below(begin + count, residue);
+        float *newest = g + begin, *total = residual + begin;
+        pending.subtract_below(begin + count, residual);
         by_stretches(count, [&](std::size_t first, std::size_t some) HC_HOT {
             ask_ahead(newest + first, some);
             ask_ahead(total + first, some);
@@ -382,39 +382,41 @@ HC_INLINE Bins adacomp_pass(float* g, float* residue, std::size_t n, Owed owed, 
         out.reserve(count);
         const std::size_t before = out.count;
         out.push(hits, count, begin);
-        for (std::size_t entry = before; entry < out.count; ++entry) out.r[entry] = residue[out.indices[entry]];
+        for (std::size_t entry = before; entry < out.count; ++entry) out.r[entry] = residual[out.indices[entry]];
     }
     return {worst < kTooLarge, sum};
 }
 
-py::tuple adacomp(Floats& grad, Floats& residue, const Indices& sent, float its_scale, std::size_t bin_length, float scale_factor) {
-    const std::size_t n = length(grad, "grad"), owed = length(sent, "sent");
-    same_length(n, length(residue, "residue"), "grad and residue");
-    inside(sent.data(), owed, n);
+py::object encode_adacomp(Floats& grad, Floats& residual, const Indices& sent, float sent_scale, std::size_t bin_length,
+                          float scale_factor) {
+    const std::size_t n = length(grad, "grad"), count = length(sent, "sent");
+    same_length(n, length(residual, "residual"), "grad and residual");
+    inside(sent.data(), count, n);
     if (bin_length == 0) throw std::invalid_argument("bin_length must be at least 1");
     bin_length = std::min(bin_length, std::max<std::size_t>(n, 1));
-    float *g = grad.mutable_data(), *r = residue.mutable_data();
-    const Owed before{sent.data(), owed, its_scale};
+    float *g = grad.mutable_data(), *r = residual.mutable_data();
+    const Pending pending{sent.data(), count, sent_scale};
     Fired& f = fired;
     Bins bins;
     float scale;
     {
         py::gil_scoped_release release;
-        bins = dispatch<adacomp_pass>(g, r, n, before, bin_length, scale_factor - 1, block_of_bins, f);
+        bins = dispatch<encode_adacomp_pass>(g, r, n, pending, bin_length, scale_factor - 1, block_of_bins, f);
         scale = n ? static_cast<float>(bins.sum / static_cast<double>((n + bin_length - 1) / bin_length)) : 0;
         if (!bins.finite || scale == 0) f.count = 0;
     }
-    return py::make_tuple(f.signs(scale), Indices(static_cast<py::ssize_t>(f.count), f.indices.data()), scale, bins.finite);
+    const Indices indices(static_cast<py::ssize_t>(f.count), f.indices.data());
+    return encoded(f.signs(scale), f.count, bins.finite, py::make_tuple(indices, scale));
 }
 
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("strom", &strom, arg("grad").noconvert(), arg("residual").noconvert(), arg("tau"));
-    m.def("variance", &variance, arg("grad").noconvert(), arg("squares").noconvert().none(true), arg("r").noconvert(),
-          arg("v").noconvert(), arg("alpha"), arg("zeta"), arg("tau"), arg("error_feedback"), arg("spare") = py::none());
-    m.def("adacomp", &adacomp, arg("grad").noconvert(), arg("residue").noconvert(), arg("sent").noconvert(), arg("its_scale"),
-          arg("bin_length"), arg("scale_factor"));
+    m.def("encode_strom", &encode_strom, arg("grad").noconvert(), arg("residual").noconvert(), py::kw_only(), arg("tau"));
+    m.def("encode_variance", &encode_variance, arg("grad").noconvert(), arg("squares").noconvert().none(true), arg("r").noconvert(),
+          arg("v").noconvert(), arg("spare") = py::none(), py::kw_only(), arg("alpha"), arg("zeta"), arg("tau"), arg("error_feedback"));
+    m.def("encode_adacomp", &encode_adacomp, arg("grad").noconvert(), arg("residual").noconvert(), arg("sent").noconvert(), py::kw_only(),
+          arg("sent_scale"), arg("bin_length"), arg("scale_factor"));
 }
 
 }  // namespace hc::adaptive

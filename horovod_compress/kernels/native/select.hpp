@@ -199,7 +199,7 @@ HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_
 // The whole of it: floor, pass, and where the sample misled so far that fewer than 0.8·k passed, a second look at v.
 // Returns whether every new v was finite.
 template <Momentum M>
-HC_INLINE bool accumulate_pass(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std::size_t offset,
+HC_INLINE bool add_to_residual_pass(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std::size_t offset,
                                TopK& top) {
     const std::uint32_t floor = k == 0 ? kInfinity : sampled_floor<M>(t, n, k, samples, offset, top);
     std::uint32_t worst = 0;

@@ -75,6 +75,16 @@ inline Bytes body_in(const std::optional<Bytes>& spare, std::size_t size) {
     return buffer;
 }
 
+// The named tuple that encoders return, kernels.encoded.Encoded; made as a plain tuple is, because its constructor is a Python function.
+inline PyObject* encoded_class = nullptr;
+inline py::object encoded(const Bytes& buffer, std::size_t elements, bool finite, const py::tuple& undo = py::tuple()) {
+    if (!encoded_class) encoded_class = py::object(py::module_::import("horovod_compress.kernels.encoded").attr("Encoded")).release().ptr();
+    const py::tuple fields = py::make_tuple(py::make_tuple(buffer, elements, finite, undo));
+    PyObject* tuple = PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(encoded_class), fields.ptr(), nullptr);
+    if (!tuple) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(tuple);
+}
+
 namespace sparse {
 // The buffer of a sparse body: indices ascend.
 Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, float scale);

@@ -64,7 +64,7 @@ HC_INLINE void put_values(const float* __restrict values, std::size_t n, Values 
         }
     }
 }
-HC_INLINE void take_values(const std::uint8_t* __restrict in, std::size_t n, Values kind, float scale, float* __restrict values) {
+HC_INLINE void read_values(const std::uint8_t* __restrict in, std::size_t n, Values kind, float scale, float* __restrict values) {
     if (kind == Values::fp32) {
         if (n) std::memcpy(values, in, 4 * n);
     } else if (kind == Values::sign) {
@@ -103,7 +103,7 @@ HC_INLINE void put_gaps(const std::uint32_t* indices, std::size_t n, int r, std:
     high.finish();
 }
 // Room for kAtOnce more indices.
-HC_INLINE void take_gaps(const std::uint8_t* in, const std::uint8_t* end, std::size_t n, int r, std::uint64_t numel, std::uint32_t* indices) {
+HC_INLINE void read_gaps(const std::uint8_t* in, const std::uint8_t* end, std::size_t n, int r, std::uint64_t numel, std::uint32_t* indices) {
     const std::uint64_t low = low_size(n, r), size = static_cast<std::uint64_t>(end - in);
     if (size < low) throw std::invalid_argument("shorter than its gaps");
     if (8 * (size - low) > n + ((numel - n) >> r) + 7) throw std::invalid_argument("index outside the tensor");
@@ -140,7 +140,7 @@ struct Sparse {
 thread_local Sparse decoded;  // reused between calls
 
 // Reads a body into `to`. The body must be used up exactly, its padding zero.
-void decode_sparse(const std::uint8_t* body, std::size_t size, std::uint64_t numel, Sparse& to) {
+void read_sparse(const std::uint8_t* body, std::size_t size, std::uint64_t numel, Sparse& to) {
     if (size < kSparseHead) throw std::invalid_argument("cut off in the head of its entries");
     std::uint32_t n;
     std::memcpy(&n, body, 4);
@@ -159,31 +159,31 @@ void decode_sparse(const std::uint8_t* body, std::size_t size, std::uint64_t num
         in += 4;
     }
     to.reserve(n);  // only now: n entries are really there
-    dispatch<take_values>(in, n, kind, scale, to.values.data());
-    dispatch<take_gaps>(in + values_size(n, kind), end, n, r, numel, to.indices.data());
+    dispatch<read_values>(in, n, kind, scale, to.values.data());
+    dispatch<read_gaps>(in + values_size(n, kind), end, n, r, numel, to.indices.data());
 }
 
-Bytes encode(const Indices& indices, const Floats& values, const std::string& kind, float scale) {
+py::object encode_sparse(const Indices& indices, const Floats& values, const std::string& kind, float scale) {
     const std::size_t n = length(indices, "indices");
     same_length(n, length(values, "values"), "indices and values");
     const std::uint32_t* at = indices.data();
     for (std::size_t i = 1; i < n; ++i)
         if (at[i] <= at[i - 1]) throw std::invalid_argument("indices must ascend");
-    return body_of(at, values.data(), n, values_of(kind), scale);
+    return encoded(body_of(at, values.data(), n, values_of(kind), scale), n, true);
 }
 
-py::tuple decode(const Bytes& body, std::uint64_t numel) {
-    decode_sparse(body.data(), length(body, "body"), numel, decoded);
+py::tuple decode_sparse(const Bytes& body, std::uint64_t numel) {
+    read_sparse(body.data(), length(body, "body"), numel, decoded);
     const auto n = static_cast<py::ssize_t>(decoded.count);
     return py::make_tuple(Indices(n, decoded.indices.data()), Floats(n, decoded.values.data()));
 }
 
-bool add(Floats& out, const Bytes& body, float scale) {
+bool decode_add_sparse(Floats& out, const Bytes& body, float scale) {
     const std::size_t numel = length(out, "out"), size = length(body, "body");
     const std::uint8_t* bytes = body.data();
     float* to = out.mutable_data();
     py::gil_scoped_release release;
-    decode_sparse(bytes, size, numel, decoded);
+    read_sparse(bytes, size, numel, decoded);
     return add_entries(to, decoded.indices.data(), decoded.values.data(), decoded.count, scale);
 }
 
@@ -205,9 +205,10 @@ Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, 
 }
 
 void bind(py::module_& m) {
-    m.def("encode_sparse", &encode, arg("indices").noconvert(), arg("values").noconvert(), arg("kind"), arg("scale") = 0.0f);
-    m.def("decode_sparse", &decode, arg("body").noconvert(), arg("numel"));
-    m.def("add_sparse", &add, arg("out").noconvert(), arg("body").noconvert(), arg("scale"));
+    m.def("encode_sparse", &encode_sparse, arg("indices").noconvert(), arg("values").noconvert(), py::kw_only(), arg("kind"),
+          arg("scale") = 0.0f);
+    m.def("decode_sparse", &decode_sparse, arg("body").noconvert(), py::kw_only(), arg("numel"));
+    m.def("decode_add_sparse", &decode_add_sparse, arg("out").noconvert(), arg("body").noconvert(), py::kw_only(), arg("scale"));
 }
 
 }  // namespace hc::sparse

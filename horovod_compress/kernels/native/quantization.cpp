@@ -52,7 +52,7 @@ class Permutation {
     std::array<std::uint32_t, kRounds> times_, plus_;
 };
 
-Indices coordinates(std::uint64_t key, std::uint64_t numel, std::uint64_t first, std::uint64_t count) {
+Indices draw_coordinates(std::uint64_t key, std::uint64_t numel, std::uint64_t first, std::uint64_t count) {
     if (numel > 0xffffffffu) throw std::invalid_argument("a tensor has at most 2^32 - 1 elements");
     if (count > numel || first > numel - count) throw std::invalid_argument("more coordinates than elements");
     Indices indices(static_cast<py::ssize_t>(count));
@@ -138,7 +138,7 @@ Layout of_counts(std::size_t n, std::uint64_t size) {
     if (size == 0) throw std::invalid_argument("1 rank or more");
     return {n, 64 - __builtin_clzll(size), 1};
 }
-// What `fine_enough` has made and the ranks have summed up, where there are several scales.
+// What `encode_scales` has made and the ranks have summed up, where there are several scales.
 std::optional<Counts> counts_of(std::optional<py::array>& words, std::size_t n, std::size_t scales, std::uint64_t size) {
     const Layout layout = of_counts(n, size);
     if (words.has_value() != (scales > 1)) throw std::invalid_argument("levels are of 2 scales and more");
@@ -150,8 +150,8 @@ std::optional<Counts> counts_of(std::optional<py::array>& words, std::size_t n, 
     return counts;
 }
 
-py::array quantize(const Floats& x, std::optional<py::array> levels, float w, float clip, const std::vector<float>& steps, int width,
-                   std::uint64_t size, std::uint64_t key, std::optional<py::array> spare) {
+py::array quantize(const Floats& x, std::optional<py::array> levels, std::optional<py::array> spare, float w, float clip,
+                   const std::vector<float>& steps, int width, std::uint64_t size, std::uint64_t key) {
     const std::size_t n = length(x, "x");
     const Layout layout(n, width, 0);
     Scales scales(w, steps);
@@ -202,7 +202,7 @@ void dequantize(py::array& words, std::optional<py::array> levels, Floats& out, 
 }
 
 template <class Word>
-HC_INLINE void count_levels(const float* x, const std::uint32_t* peaks, std::uint8_t* words, const Layout& layout, const Scales& scales,
+HC_INLINE void encode_scales_pass(const float* x, const std::uint32_t* peaks, std::uint8_t* words, const Layout& layout, const Scales& scales,
                             int scale) {
     const std::uint32_t largest = scales.largest_fit(scale);
     const std::size_t peaks_in_all = (layout.n + kStretch - 1) / kStretch;
@@ -219,8 +219,8 @@ HC_INLINE void count_levels(const float* x, const std::uint32_t* peaks, std::uin
     });
 }
 
-py::array fine_enough(const Floats& x, const Indices& peaks, float w, const std::vector<float>& steps, std::uint64_t size,
-                      std::optional<py::array> spare) {
+py::array encode_scales(const Floats& x, const Indices& peaks, std::optional<py::array> spare, float w, const std::vector<float>& steps,
+                        std::uint64_t size) {
     const Scales scales(w, steps);
     const std::size_t n = length(x, "x");
     same_length((n + kStretch - 1) / kStretch, length(peaks, "peaks"), "peaks, one for 64 elements, and x");
@@ -231,13 +231,13 @@ py::array fine_enough(const Floats& x, const Indices& peaks, float w, const std:
     py::array words = new_words(layout, spare, count);
     on_words(words, layout, count, [&](auto* out, auto word) {
         for (int scale = 1; scale < scales.count; ++scale, out += layout.words * sizeof word)
-            dispatch<count_levels<decltype(word)>>(from, its, out, layout, scales, scale);
+            dispatch<encode_scales_pass<decltype(word)>>(from, its, out, layout, scales, scale);
     });
     return words;
 }
 
 template <class Word>
-HC_INLINE void sign_codes(const float* x, std::uint8_t* words, const Layout& layout) {
+HC_INLINE void encode_signs_pass(const float* x, std::uint8_t* words, const Layout& layout) {
     pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
         ask_ahead(x + first, count);
         HC_APART
@@ -245,7 +245,7 @@ HC_INLINE void sign_codes(const float* x, std::uint8_t* words, const Layout& lay
     });
 }
 template <class Word>
-HC_INLINE void majority(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t size, float unit) {
+HC_INLINE void decode_signs_pass(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t size, float unit) {
     Output out(to, layout.n);
     unpack<Word>(words, layout, size, [&](std::size_t, std::size_t count, auto sum) HC_HOT {
         out.append(count, [=](std::size_t j) HC_HOT {
@@ -255,38 +255,39 @@ HC_INLINE void majority(const std::uint8_t* words, float* to, const Layout& layo
     });
 }
 
-py::array sum_signs(const Floats& x, int width, std::optional<py::array> spare) {
+py::array encode_signs(const Floats& x, std::optional<py::array> spare, int width) {
     const Layout layout(length(x, "x"), width, 0);
     const float* from = x.data();
     py::array words = new_words(layout, spare, layout.words + 1);  // and a word for what the compressor has to say
     on_words(words, layout, layout.words + 1, [&](auto* out, auto word) {
-        dispatch<sign_codes<decltype(word)>>(from, out, layout);
+        dispatch<encode_signs_pass<decltype(word)>>(from, out, layout);
         std::memset(out + layout.words * sizeof word, 0, sizeof word);
     });
     return words;
 }
 
-void vote(py::array& words, Floats& out, int width, std::uint64_t size, float unit) {
+void decode_signs(py::array& words, Floats& out, int width, std::uint64_t size, float unit) {
     const Layout layout(length(out, "out"), width, 0);
     float* to = out.mutable_data();
     on_words(words, layout, layout.words + 1, [&](auto* from, auto word) {
-        dispatch<majority<decltype(word)>>(from, to, layout, size, unit);
+        dispatch<decode_signs_pass<decltype(word)>>(from, to, layout, size, unit);
     });
 }
 
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("random_bits", &random, arg("key"), arg("n"));
-    m.def("coordinates", &coordinates, arg("key"), arg("numel"), arg("first"), arg("count"));
-    m.def("quantize", &quantize, arg("x").noconvert(), arg("levels").noconvert().none(true), arg("w"), arg("clip"),
-          arg("steps"), arg("width"), arg("size"), arg("key"), arg("spare") = py::none());
-    m.def("dequantize", &dequantize, arg("words").noconvert(), arg("levels").noconvert().none(true), arg("out").noconvert(),
+    m.def("random_bits", &random, py::kw_only(), arg("key"), arg("n"));
+    m.def("draw_coordinates", &draw_coordinates, py::kw_only(), arg("key"), arg("numel"), arg("first"), arg("count"));
+    m.def("quantize", &quantize, arg("x").noconvert(), arg("levels").noconvert().none(true), arg("spare") = py::none(), py::kw_only(),
+          arg("w"), arg("clip"), arg("steps"), arg("width"), arg("size"), arg("key"));
+    m.def("dequantize", &dequantize, arg("words").noconvert(), arg("levels").noconvert().none(true), arg("out").noconvert(), py::kw_only(),
           arg("w"), arg("steps"), arg("width"), arg("size"), arg("scale"));
-    m.def("fine_enough", &fine_enough, arg("x").noconvert(), arg("peaks").noconvert(), arg("w"), arg("steps"), arg("size"),
-          arg("spare") = py::none());
-    m.def("sum_signs", &sum_signs, arg("x").noconvert(), arg("width"), arg("spare") = py::none());
-    m.def("vote", &vote, arg("words").noconvert(), arg("out").noconvert(), arg("width"), arg("size"), arg("unit"));
+    m.def("encode_scales", &encode_scales, arg("x").noconvert(), arg("peaks").noconvert(), arg("spare") = py::none(), py::kw_only(),
+          arg("w"), arg("steps"), arg("size"));
+    m.def("encode_signs", &encode_signs, arg("x").noconvert(), arg("spare") = py::none(), py::kw_only(), arg("width"));
+    m.def("decode_signs", &decode_signs, arg("words").noconvert(), arg("out").noconvert(), py::kw_only(), arg("width"), arg("size"),
+          arg("unit"));
 }
 
 }  // namespace hc::quantization

@@ -95,15 +95,15 @@ HC_INLINE void leave(Lanes& x, const Lanes& product) {
     std::memcpy(&x, &moved, sizeof x);
 }
 
-// owed: the Q of a product that x still holds, whose P is in p; or null.
-HC_INLINE bool project_rows(const float* __restrict g, float* __restrict x, const float* q, float* p, const float* owed, std::size_t n,
+// pending: the Q of a product that x still holds, whose P is in p; or null.
+HC_INLINE bool project_pass(const float* __restrict g, float* __restrict x, const float* q, float* p, const float* pending, std::size_t n,
                             std::size_t m, std::size_t rank) {
     WordLanes peaks{};
     const auto advance = [&](std::size_t i, const Lanes& product, auto count) HC_HOT {
         Lanes its{}, added{};
         std::memcpy(&its, x + i, 4 * count);
         std::memcpy(&added, g + i, 4 * count);
-        if (owed) leave(its, product);
+        if (pending) leave(its, product);
         const Lanes moved = its + added;
         WordLanes b;
         std::memcpy(&b, &moved, sizeof b);
@@ -119,7 +119,7 @@ HC_INLINE bool project_rows(const float* __restrict g, float* __restrict x, cons
             HC_FETCH(g + row * m + i + ahead);
             advance(row * m + i, product, count);
         };
-        multiply_rows<rows.value>(p + row, owed, n, m, owed ? rank : 0, its);
+        multiply_rows<rows.value>(p + row, pending, n, m, pending ? rank : 0, its);
         by_vectors<rows.value>(row, rank, [&](std::size_t, auto, std::size_t k, auto vectors) HC_HOT {
             dots<rows.value, vectors.value>(x + row * m, q + k * m, m, p + k * n + row, n);
         });
@@ -130,7 +130,7 @@ HC_INLINE bool project_rows(const float* __restrict g, float* __restrict x, cons
     return largest_of(peaks) < kTooLarge;
 }
 
-HC_INLINE void project_columns(const float* x, const float* p, float* q, std::size_t n, std::size_t m, std::size_t rank) {
+HC_INLINE void project_back_pass(const float* x, const float* p, float* q, std::size_t n, std::size_t m, std::size_t rank) {
     std::memset(q, 0, 4 * rank * m);
     const auto work = [&](std::size_t row, auto rows, std::size_t k, auto vectors) HC_HOT {
         add_rows<rows.value, vectors.value>(x + row * m, p + k * n + row, n, q + k * m, m);
@@ -152,7 +152,7 @@ HC_INLINE void multiply(const float* p, const float* q, std::size_t n, std::size
     for (; row + kHeight <= n; row += kHeight) part(row, std::integral_constant<std::size_t, kHeight>{});
     for (; row < n; ++row) part(row, std::integral_constant<std::size_t, 1>{});
 }
-HC_INLINE void subtract(float* x, const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank) {
+HC_INLINE void subtract_product_pass(float* x, const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank) {
     multiply(p, q, n, m, rank, [=](std::size_t i, const Lanes& product, auto count) HC_HOT {
         Lanes its{};
         std::memcpy(&its, x + i, 4 * count);
@@ -160,7 +160,7 @@ HC_INLINE void subtract(float* x, const float* p, const float* q, std::size_t n,
         std::memcpy(x + i, &its, 4 * count);
     });
 }
-HC_INLINE void write(float* out, const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank, float scale) {
+HC_INLINE void product_pass(float* out, const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank, float scale) {
     const std::size_t ahead = std::max(kHeight * m, kAhead);
     multiply(p, q, n, m, rank, [=](std::size_t i, const Lanes& product, auto count) HC_HOT {
         HC_FETCH(out + i + ahead);
@@ -194,14 +194,14 @@ struct Dimensions {
     }
 };
 
-bool project(const Floats& grad, Floats& residual, const Floats& q, Floats& p, std::size_t rank, const std::optional<Floats>& owed) {
+bool project(const Floats& grad, Floats& residual, const Floats& q, Floats& p, const std::optional<Floats>& pending, std::size_t rank) {
     const Dimensions is(length(residual, "residual"), length(p, "p"), length(q, "q"), rank);
     same_length(length(grad, "grad"), length(residual, "residual"), "grad and residual");
-    if (owed) same_length(length(*owed, "owed"), length(q, "q"), "owed and q");
+    if (pending) same_length(length(*pending, "pending"), length(q, "q"), "pending and q");
     float *x = residual.mutable_data(), *to = p.mutable_data();
-    const float *g = grad.data(), *from = q.data(), *its = owed ? owed->data() : nullptr;
+    const float *g = grad.data(), *from = q.data(), *its = pending ? pending->data() : nullptr;
     py::gil_scoped_release release;
-    return dispatch<project_rows>(g, x, from, to, its, is.n, is.m, rank);
+    return dispatch<project_pass>(g, x, from, to, its, is.n, is.m, rank);
 }
 
 void project_back(const Floats& residual, const Floats& p, Floats& q, std::size_t rank) {
@@ -209,7 +209,7 @@ void project_back(const Floats& residual, const Floats& p, Floats& q, std::size_
     const float *x = residual.data(), *from = p.data();
     float* to = q.mutable_data();
     py::gil_scoped_release release;
-    dispatch<project_columns>(x, from, to, is.n, is.m, rank);
+    dispatch<project_back_pass>(x, from, to, is.n, is.m, rank);
 }
 
 void subtract_product(Floats& residual, const Floats& p, const Floats& q, std::size_t rank) {
@@ -217,7 +217,7 @@ void subtract_product(Floats& residual, const Floats& p, const Floats& q, std::s
     float* x = residual.mutable_data();
     const float *left = p.data(), *right = q.data();
     py::gil_scoped_release release;
-    dispatch<subtract>(x, left, right, is.n, is.m, rank);
+    dispatch<subtract_product_pass>(x, left, right, is.n, is.m, rank);
 }
 
 void product(const Floats& p, const Floats& q, Floats& out, std::size_t rank, float scale) {
@@ -225,7 +225,7 @@ void product(const Floats& p, const Floats& q, Floats& out, std::size_t rank, fl
     float* to = out.mutable_data();
     const float *left = p.data(), *right = q.data();
     py::gil_scoped_release release;
-    dispatch<write>(to, left, right, is.n, is.m, rank, scale);
+    dispatch<product_pass>(to, left, right, is.n, is.m, rank, scale);
 }
 
 void orthonormalize(Floats& p, std::size_t rank) {
@@ -252,11 +252,14 @@ void orthonormalize(Floats& p, std::size_t rank) {
 
 void bind(py::module_& m) {
     m.def("project", &project, arg("grad").noconvert(), arg("residual").noconvert(), arg("q").noconvert(), arg("p").noconvert(),
-          arg("rank"), arg("owed").noconvert().none(true));
-    m.def("project_back", &project_back, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), arg("rank"));
-    m.def("subtract_product", &subtract_product, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), arg("rank"));
-    m.def("product", &product, arg("p").noconvert(), arg("q").noconvert(), arg("out").noconvert(), arg("rank"), arg("scale"));
-    m.def("orthonormalize", &orthonormalize, arg("p").noconvert(), arg("rank"));
+          arg("pending").noconvert().none(true), py::kw_only(), arg("rank"));
+    m.def("project_back", &project_back, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), py::kw_only(),
+          arg("rank"));
+    m.def("subtract_product", &subtract_product, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), py::kw_only(),
+          arg("rank"));
+    m.def("product", &product, arg("p").noconvert(), arg("q").noconvert(), arg("out").noconvert(), py::kw_only(), arg("rank"),
+          arg("scale"));
+    m.def("orthonormalize", &orthonormalize, arg("p").noconvert(), py::kw_only(), arg("rank"));
 }
 
 }  // namespace hc::lowrank

@@ -8,7 +8,7 @@ namespace hc::dense {
 namespace {
 
 // The largest magnitude, and that of each kStretch elements into `peaks`, where that is given.
-HC_INLINE std::uint32_t largest_magnitude(const float* x, std::size_t n, std::uint32_t* peaks) {
+HC_INLINE std::uint32_t max_abs_pass(const float* x, std::size_t n, std::uint32_t* peaks) {
     WordLanes all{};
     std::size_t i = 0;
     for (; i + kLanes * kStretch <= n; i += kLanes * kStretch) {
@@ -37,16 +37,16 @@ HC_INLINE std::uint32_t largest_magnitude(const float* x, std::size_t n, std::ui
     return peak;
 }
 
-float largest(const Floats& x, std::optional<Indices> peaks) {
+float max_abs(const Floats& x, std::optional<Indices> peaks) {
     const std::size_t n = length(x, "x");
     if (peaks) same_length((n + kStretch - 1) / kStretch, length(*peaks, "peaks"), "peaks, one for 64 elements, and x");
     const float* p = x.data();
     std::uint32_t* its = peaks ? peaks->mutable_data() : nullptr;
     py::gil_scoped_release release;
-    return float_of(std::min(dispatch<largest_magnitude>(p, n, its), kInfinity));
+    return float_of(std::min(dispatch<max_abs_pass>(p, n, its), kInfinity));
 }
 
-HC_INLINE void apply_momentum(float* __restrict out, const float* __restrict u, float* __restrict new_u, std::size_t n,
+HC_INLINE void apply_momentum_pass(float* __restrict out, const float* __restrict u, float* __restrict new_u, std::size_t n,
                               float m, bool nesterov) {
     for (std::size_t i = 0; i < n; ++i) {
         const float g = out[i], moved = m * u[i] + g;
@@ -55,7 +55,7 @@ HC_INLINE void apply_momentum(float* __restrict out, const float* __restrict u, 
     }
 }
 
-bool dense_momentum(Floats& out, const Floats& u, Floats& new_u, float momentum, bool nesterov) {
+bool apply_momentum(Floats& out, const Floats& u, Floats& new_u, float momentum, bool nesterov) {
     const std::size_t n = length(out, "out");
     same_length(n, length(u, "u"), "out and u");
     same_length(n, length(new_u, "new_u"), "out and new_u");
@@ -63,21 +63,21 @@ bool dense_momentum(Floats& out, const Floats& u, Floats& new_u, float momentum,
     float* moved = new_u.mutable_data();
     const float* from = u.data();
     py::gil_scoped_release release;
-    if (dispatch<largest_magnitude>(to, n, nullptr) >= kInfinity) return false;
-    dispatch<apply_momentum>(to, from, moved, n, momentum, nesterov);
-    return dispatch<largest_magnitude>(moved, n, nullptr) < kInfinity && dispatch<largest_magnitude>(to, n, nullptr) < kInfinity;
+    if (dispatch<max_abs_pass>(to, n, nullptr) >= kInfinity) return false;
+    dispatch<apply_momentum_pass>(to, from, moved, n, momentum, nesterov);
+    return dispatch<max_abs_pass>(moved, n, nullptr) < kInfinity && dispatch<max_abs_pass>(to, n, nullptr) < kInfinity;
 }
 
 // The largest magnitude and the standard deviation, exactly 0 where all elements are equal. A block's sums are scaled, so that squares
 // stay in range: as those of the block before were, and if that does not do by its own largest.
-struct Spread {
+struct PeakAndDeviation {
     std::uint32_t peak;
     double deviation;
 };
-HC_INLINE Spread spread_of(const float* x, std::size_t n) {
+HC_INLINE PeakAndDeviation max_abs_and_deviation_pass(const float* x, std::size_t n) {
     constexpr std::size_t block = 4096;
     constexpr int far = 30;  // binary orders
-    Spread all{};
+    PeakAndDeviation all{};
     double sum = 0, squares = 0;
     int exponent = 0;
     for (std::size_t begin = 0; begin < n; begin += block) {
@@ -98,18 +98,18 @@ HC_INLINE Spread spread_of(const float* x, std::size_t n) {
     return all;
 }
 
-py::tuple spread(const Floats& x) {
+py::tuple max_abs_and_deviation(const Floats& x) {
     const std::size_t n = length(x, "x");
     const float* p = x.data();
-    Spread all;
+    PeakAndDeviation all;
     {
         py::gil_scoped_release release;
-        all = dispatch<spread_of>(p, n);
+        all = dispatch<max_abs_and_deviation_pass>(p, n);
     }
     return py::make_tuple(float_of(std::min(all.peak, kInfinity)), all.deviation);
 }
 
-HC_INLINE double sum_of_squares(const float* x, std::size_t n) {
+HC_INLINE double squared_norm_pass(const float* x, std::size_t n) {
     double lanes[kLanes] = {};
     std::size_t i = 0;
     for (; i + kLanes <= n; i += kLanes)
@@ -124,7 +124,7 @@ double squared_norm(const Floats& x) {
     const std::size_t n = length(x, "x");
     const float* p = x.data();
     py::gil_scoped_release release;
-    return dispatch<sum_of_squares>(p, n);
+    return dispatch<squared_norm_pass>(p, n);
 }
 
 bool scatter_add(Floats& out, const Indices& indices, const Floats& values, float scale) {
@@ -160,13 +160,14 @@ std::uint64_t flush_denormals(std::uint64_t mode) {
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("largest", &largest, arg("x").noconvert(), arg("peaks").noconvert() = py::none());
-    m.def("spread", &spread, arg("x").noconvert());
+    m.def("max_abs", &max_abs, arg("x").noconvert(), arg("peaks").noconvert() = py::none());
+    m.def("max_abs_and_deviation", &max_abs_and_deviation, arg("x").noconvert());
     m.def("squared_norm", &squared_norm, arg("x").noconvert());
-    m.def("dense_momentum", &dense_momentum, arg("out").noconvert(), arg("u").noconvert(), arg("new_u").noconvert(),
+    m.def("apply_momentum", &apply_momentum, arg("out").noconvert(), arg("u").noconvert(), arg("new_u").noconvert(), py::kw_only(),
           arg("momentum"), arg("nesterov"));
-    m.def("flush_denormals", &flush_denormals, arg("mode"));
-    m.def("scatter_add", &scatter_add, arg("out").noconvert(), arg("indices").noconvert(), arg("values").noconvert(), arg("scale"));
+    m.def("flush_denormals", &flush_denormals, py::kw_only(), arg("mode"));
+    m.def("scatter_add", &scatter_add, arg("out").noconvert(), arg("indices").noconvert(), arg("values").noconvert(), py::kw_only(),
+          arg("scale"));
 }
 
 }  // namespace hc::dense

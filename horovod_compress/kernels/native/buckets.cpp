@@ -164,15 +164,15 @@ HC_INLINE std::size_t to_elias(const Shape& shape, const std::uint8_t* widths, c
 }
 
 // `limit`: Elias' code is used where its bytes are below this share of those at fixed width.
-py::tuple encode_buckets(Floats& grad, int steps, std::size_t bucket, bool l2, float limit, std::uint64_t key,
-                         std::optional<Bytes> spare) {
+py::object encode_buckets(Floats& grad, std::optional<Bytes> spare, int steps, std::size_t bucket, bool l2, float limit,
+                          std::uint64_t key) {
     const Shape shape(length(grad, "grad"), bucket, steps);
     const Rounding rounding(static_cast<float>(steps));
     const std::size_t at_widths = kHead + 4 * shape.buckets, at_codes = at_widths + shape.buckets;
     std::size_t most = at_codes;
     for (std::size_t b = 0; b < shape.buckets; ++b) most += shape.bytes(b, width_for(steps));
-    Bytes buffer = body_in(spare, most);
-    std::uint8_t* out = buffer.mutable_data() + kHeadroom;
+    Bytes memory = body_in(spare, most);
+    std::uint8_t* out = memory.mutable_data() + kHeadroom;
     float* g = grad.mutable_data();
     bool finite;
     std::size_t size = at_codes;
@@ -202,10 +202,11 @@ py::tuple encode_buckets(Floats& grad, int steps, std::size_t bucket, bool l2, f
         }
         out[size] = 0;
     }
-    return py::make_tuple(buffer, kHeadroom + size + 1, shape.n, finite);
+    const Bytes buffer(static_cast<py::ssize_t>(kHeadroom + size + 1), memory.data(), memory);
+    return encoded(buffer, shape.n, finite, py::make_tuple(memory));
 }
 
-bool add_buckets(Floats& out, const Bytes& body, int steps, std::size_t bucket, float scale) {
+bool decode_add_buckets(Floats& out, const Bytes& body, int steps, std::size_t bucket, float scale) {
     const Shape shape(length(out, "out"), bucket, steps);
     const std::size_t size = length(body, "body"), at_widths = kHead + 4 * shape.buckets;
     if (size < at_widths) throw std::invalid_argument("shorter than its norms");
@@ -243,9 +244,10 @@ bool add_buckets(Floats& out, const Bytes& body, int steps, std::size_t bucket, 
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("encode_buckets", &encode_buckets, arg("grad").noconvert(), arg("steps"), arg("bucket"), arg("l2"), arg("limit"),
-          arg("key"), arg("spare") = py::none());
-    m.def("add_buckets", &add_buckets, arg("out").noconvert(), arg("body").noconvert(), arg("steps"), arg("bucket"), arg("scale"));
+    m.def("encode_buckets", &encode_buckets, arg("grad").noconvert(), arg("spare") = py::none(), py::kw_only(), arg("steps"), arg("bucket"),
+          arg("l2"), arg("limit"), arg("key"));
+    m.def("decode_add_buckets", &decode_add_buckets, arg("out").noconvert(), arg("body").noconvert(), py::kw_only(), arg("steps"),
+          arg("bucket"), arg("scale"));
 }
 
 }  // namespace hc::buckets

@@ -1,0 +1,5 @@
+"""The kernels in C++: the functions of `kernels.reference` by the same names, and a choice of instructions for tests.
+
+Importing this raises ImportError where the extension was not built.
+"""
+from ._native import *  # noqa: F403
