@@ -67,7 +67,7 @@ def refuse(difference: Difference) -> None:
 
 def _unit(tensor: Tensor, key: str, unit: float) -> np.float32:
     """What a 1 in this array stands as, under the loss scale."""
-    return np.float32(unit ** tensor.compressor.degrees.get(key, 1))
+    return np.float32(unit ** tensor.compressor.kept[key].degree)
 
 
 def _wrong_dense_until(state: Dict[str, Any]) -> Difference:

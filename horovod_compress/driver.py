@@ -96,6 +96,9 @@ class Driver(ABC):
         chosen = variant.for_tensor(name, shape)
         digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
         state = chosen.init(name, shape)
+        undeclared = [key for key in state.arrays if key not in chosen.kept]
+        if undeclared:
+            raise ValueError(f"{chosen.id} keeps {', '.join(undeclared)}, of which its `kept` does not say what they are")
         if type(chosen) is type(self.compressor):
             self._model.add(name, math.prod(shape))
             state.model = self._model

@@ -8,7 +8,7 @@ from typing import NamedTuple, Optional, Sequence, Union
 
 import numpy as np
 
-from .kernels import HEADROOM
+from .kernels import Encoded
 
 
 class Collective(NamedTuple):
@@ -95,23 +95,5 @@ class Outcome:
     finite: bool
 
 
-@dataclasses.dataclass
-class Gathered:
-    """A payload that is gathered from all ranks, in a frame. buffer: uint8, with kernels.HEADROOM bytes free before the body and one
-    behind it; elements: how many of the tensor's it sends; finite: whether this rank's gradient was."""
-
-    buffer: np.ndarray
-    elements: int
-    finite: bool = True
-
-    @property
-    def body(self) -> np.ndarray:
-        return self.buffer[HEADROOM:-1]
-
-    @property
-    def collective(self) -> Collective:
-        return Collective("allgather", "uint8")
-
-
 Request = Union[HostReduce, Allreduce, Allgather, Alltoall, StepNorm, Final, Outcome]
-Payload = Union[HostReduce, Allreduce, Gathered]
+Payload = Union[HostReduce, Allreduce, Encoded]  # Encoded: a body, which every rank gathers in a frame

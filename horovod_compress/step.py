@@ -15,7 +15,8 @@ import numpy as np
 from . import wire
 from .compressors.base import Compressor, State, Step
 from .handshake import MismatchError
-from .requests import Allgather, Allreduce, Alltoall, Final, Gathered, HostReduce, Outcome, Payload, Request, StepNorm
+from .kernels import Encoded
+from .requests import Allgather, Allreduce, Alltoall, Final, HostReduce, Outcome, Payload, Request, StepNorm
 
 SENT = ("bytes_sent", "dense_bytes", "elements_sent")
 SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")  # what tensors share is one of theirs
@@ -50,10 +51,11 @@ class Tensor:
         return carrier
 
     def count(self, request: Request) -> None:
-        """Counts the bytes that go into a collective. As many come back from an allreduce; an allgather's are counted when they do."""
+        """Counts the bytes that go into a collective. As many come back; an allgather's, which are more, are counted when they do, without
+        this rank's own."""
         sent = request.payload.nbytes if isinstance(request, (Allgather, Alltoall)) else request.array.nbytes
         self.counters["bytes_sent"] += sent
-        self.counters["bytes_received"] += 0 if isinstance(request, Allgather) else sent
+        self.counters["bytes_received"] += -sent if isinstance(request, Allgather) else sent
 
     def keep(self) -> None:
         """Copies the state before a step."""
@@ -72,7 +74,7 @@ class Tensor:
         self.compressor.apply_pending(self.state)
         for arrays in (self.state.arrays, self.before_step):
             for key, array in arrays.items():
-                array *= np.float32(factor ** self.compressor.degrees.get(key, 1))
+                array *= np.float32(factor ** self.compressor.kept[key].degree)
 
     def goes_dense(self, step: Step) -> bool:
         """Whether gathering this step's payloads would bring a rank more than a ring allreduce of the tensor does: by what the
@@ -106,7 +108,7 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
             payload = yield from _rounds(tensor, payload)
         carrier = carrier or (yield from tensor.hand_over(payload if isinstance(payload, HostReduce) else tensor.one()))
         last = _last_request(tensor, payload, step) if payload is not carrier else None
-        tensor.counters["elements_sent"] += payload.elements if isinstance(payload, Gathered) else tensor.numel
+        tensor.counters["elements_sent"] += payload.elements if isinstance(payload, Encoded) else tensor.numel
         if last is not None:
             tensor.count(last)
         reduced, arrived = yield Final(last)
@@ -141,7 +143,7 @@ def _rounds(tensor: Tensor, encoding: Generator[Request, Any, Payload]) -> Gener
 
 
 def _last_request(tensor: Tensor, payload: Payload, step: Step) -> Union[Allreduce, Allgather]:
-    if isinstance(payload, Gathered):
+    if isinstance(payload, Encoded):
         return Allgather(wire.seal(payload, tensor.compressor.number, tensor.digest, step.index))
     return payload if isinstance(payload, Allreduce) else Allreduce(payload.array)
 
@@ -149,7 +151,7 @@ def _last_request(tensor: Tensor, payload: Payload, step: Step) -> Union[Allredu
 def _decode(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step, reduced: np.ndarray, arrived: Any) -> Outcome:
     """The result, from what the host made of the carrier, and what became of the payload where that is not the carrier itself."""
     compressor, scale = tensor.compressor, 1.0 if arrived is None else float(reduced[0]) / step.size
-    if isinstance(payload, Gathered):
+    if isinstance(payload, Encoded):
         finite = _add_payloads(tensor, arrived, grad, step, scale)
     elif isinstance(payload, Allreduce):
         finite = compressor.decode(arrived, grad, tensor.state, step, scale)

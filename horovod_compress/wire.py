@@ -21,7 +21,7 @@ class WireError(ValueError):
 
 
 def seal(payload, number, digest, step):
-    """The frame of a Gathered payload, made in its own buffer. number: the compressor's id on the wire; digest: uint32 of
+    """The frame of an Encoded payload, made in its own buffer. number: the compressor's id on the wire; digest: uint32 of
     configuration and tensor; step: its number, the low 32 bits travel."""
     buffer = payload.buffer
     length = len(buffer) - HEADROOM - 1

@@ -10,7 +10,6 @@ import numpy as np
 from horovod_compress import kernels
 from horovod_compress.compressors.options import Count, option
 from horovod_compress.compressors.selective import ErrorFeedback
-from horovod_compress.requests import Gathered
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -33,7 +32,7 @@ class Cyclic(ErrorFeedback):
         first = step.index % self.every
         values = residual[first :: self.every].copy()
         residual[first :: self.every] = 0
-        return Gathered(kernels.new_body(struct.pack("<I", first), values), values.size, finite)
+        return kernels.Encoded(kernels.new_body(struct.pack("<I", first), values), values.size, finite)
 
     def add(self, body, out, scale):
         first, values = int.from_bytes(body[:4].tobytes(), "little"), np.frombuffer(body[4:].tobytes(), np.float32)

@@ -1,17 +1,24 @@
 """AdaComp (Chen, Choi, Brand, Agrawal, Zhang, Gopalakrishnan, AAAI 2018, arXiv 1712.02679)."""
 import dataclasses
 import math
+from typing import Tuple
 
 import numpy as np
 
 from .. import kernels
-from ..requests import Gathered
-from .base import State, zeros
+from .base import LOCAL, State, zeros
 from .options import Auto, Count, Number, option
 from .selective import SelectiveCompressor
 
 _CONVOLUTION, _FULLY_CONNECTED = 50, 500
 _NOTHING = np.empty(0, np.uint32), 0.0
+
+
+@dataclasses.dataclass
+class AdaCompState(State):
+    """pending: (indices, scale) of what the last step has sent, still to be subtracted from the residual."""
+
+    pending: Tuple[np.ndarray, float] = _NOTHING
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -26,6 +33,7 @@ class AdaComp(SelectiveCompressor):
 
     id = "adacomp"
     number = 4
+    kept = {"residual": LOCAL}
     paper = "Chen et al., AdaComp: Adaptive Residual Gradient Compression, AAAI 2018, arXiv 1712.02679"
 
     bin_length: int = option(
@@ -40,23 +48,22 @@ class AdaComp(SelectiveCompressor):
         return chosen
 
     def init(self, name, shape):
-        return State(name, {"residual": zeros(math.prod(shape))})
+        return AdaCompState(name, {"residual": zeros(math.prod(shape))})
 
     def encode(self, grad, state, step):
-        indices, scale = state.scratch.get("owed", _NOTHING)
+        indices, scale = state.pending
         encoded = kernels.of(grad).encode_adacomp(
             grad, state.arrays["residual"], indices, sent_scale=scale, bin_length=self.bin_length, scale_factor=self.scale_factor
         )
-        state.taken = encoded.undo
-        state.scratch["owed"] = _NOTHING
-        return Gathered(encoded.buffer, encoded.elements, encoded.finite)
+        state.sent, state.pending = encoded.undo, _NOTHING
+        return encoded
 
     def commit(self, state):
-        if state.taken is not None:
-            state.scratch["owed"], state.taken = state.taken, None
+        if state.sent is not None:
+            state.pending = state.sent
 
     def apply_pending(self, state):
-        indices, scale = state.scratch.pop("owed", _NOTHING)
+        (indices, scale), state.pending = state.pending, _NOTHING
         residual = state.arrays["residual"]
         residual[indices] -= np.copysign(np.float32(scale), residual[indices])
 

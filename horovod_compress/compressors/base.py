@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, Optional
+from typing import Any, Dict, List, NamedTuple, Optional
 
 import numpy as np
 
@@ -73,18 +73,45 @@ class Model:
         return drawn[low:high] - np.uint32(start)
 
 
+class Kept(NamedTuple):
+    """What an array of the state is. role: "local", this rank's own, what it has not sent yet; or "shared", alike on all ranks;
+    degree: the power of gradients' size that it grows with."""
+
+    role: str
+    degree: int = 1
+
+
+LOCAL, SHARED = Kept("local"), Kept("shared")
+
+
+class Undo(NamedTuple):
+    """What puts an array of the state back where a step found it: `values`, added to the elements `indices`, or with `replace` written
+    there. indices None: values are a payload's body, which is decoded and added."""
+
+    array: str
+    indices: Optional[np.ndarray]
+    values: np.ndarray
+    replace: bool = False
+
+
 @dataclasses.dataclass
 class State:
-    """One tensor's state on one rank: arrays that live between steps, what the open step took, and what `encode` leaves for
-    `decode` and for the memory of later steps."""
+    """One tensor's state on one rank. An algorithm that needs more has a State of its own.
+
+    arrays: what lives between steps, is saved and is loaded, as `Compressor.kept` says; undo: what puts them back, until the open step
+    has ended; sent: what `commit` needs of the open step; all_sent: whether that sent everything, densely; buffer: memory of
+    the last payload, which the next may use; model: where it is one of several tensors, all of them; overflows: steps in which a
+    finite element became infinite in a narrower type.
+    """
 
     name: str
-    arrays: dict = dataclasses.field(default_factory=dict)
-    taken: object = None
-    all_sent: bool = False  # whether the open step sent everything, densely
-    scratch: dict = dataclasses.field(default_factory=dict)
-    model: Model = None  # where it is one of several tensors, all of them
-    overflows: int = 0  # steps in which a finite element became infinite in a narrower type
+    arrays: Dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    undo: List[Undo] = dataclasses.field(default_factory=list)
+    sent: Any = None
+    all_sent: bool = False
+    buffer: Optional[np.ndarray] = None
+    model: Optional[Model] = None
+    overflows: int = 0
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -105,7 +132,7 @@ class Compressor(ABC):
     clip_norm = None  # where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is there
     same_kernels = False  # whether replicas agree only where all ranks have native kernels, or all the reference
     seed = None  # where set, what is drawn at random follows from it
-    degrees = {}  # of arrays of the state that do not grow in proportion to gradients, the power with which they do
+    kept = {}  # what the arrays of the state are, by name
     follow_lr = False  # whether the residual is rescaled where the learning rate changes; None: where that is known
 
     def __init_subclass__(cls):
@@ -150,7 +177,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def encode(self, grad, state, step):
-        """This rank's payload: HostReduce, Allreduce or Gathered, of `horovod_compress.requests`. grad: float32, flat; it is this
+        """This rank's payload: HostReduce or Allreduce, of `horovod_compress.requests`, or Encoded. grad: float32, flat; it is this
         method's to change.
 
         A generator where ranks must agree on something first: it yields an Allreduce, Allgather or Alltoall, and is sent the
@@ -158,7 +185,7 @@ class Compressor(ABC):
         """
 
     def payload_bits(self, step):
-        """Bits that this step's Gathered payload will take for each of the tensor's elements, where options and ranks tell that
+        """Bits that this step's Encoded payload will take for each of the tensor's elements, where options and ranks tell that
         beforehand; None where gradients decide. The exchange compares them with those of a dense exchange."""
         return None
 
@@ -204,7 +231,7 @@ class Compressor(ABC):
         return largest * abs(scale) <= LARGEST
 
     def add(self, body, out, scale):
-        """Adds scale · (what the body of one rank's Gathered payload decodes to) to `out`, which was zero before the first
+        """Adds scale · (what the body of one rank's Encoded payload decodes to) to `out`, which was zero before the first
         rank's, and returns whether that is finite. ValueError for a body that `encode` cannot have made. As it stands, of
         sparse bodies."""
         return kernels.of(out).decode_add_sparse(out, body, scale=scale)
@@ -219,15 +246,21 @@ class Compressor(ABC):
             (self.commit if succeeded else self.rollback)(state)
         elif succeeded:
             self.forget_sent(state)
-        state.all_sent = False
+        state.undo.clear()
+        state.sent, state.all_sent = None, False
 
     def commit(self, state):
-        """The step succeeded: forgets what would be needed to undo it."""
-        state.taken = None
+        """The step succeeded: what it changed stays."""
+
+    def rollback(self, state):
+        """The step failed or its result was not finite, on all ranks alike: puts back what it took out of the state."""
+        for array, indices, values, replace in state.undo:
+            if indices is None:
+                self.add(values, state.arrays[array], 1.0)
+            elif replace:
+                state.arrays[array][indices] = values
+            else:
+                state.arrays[array][indices] += values
 
     def apply_pending(self, state):
         """Brings the arrays up to date, between steps, where commit left something to the next encode."""
-
-    def rollback(self, state):
-        """The step failed or its result was not finite, on all ranks alike: puts back what encode and decode took."""
-        state.taken = None

@@ -2,7 +2,6 @@
 import dataclasses
 
 from .. import kernels
-from ..requests import Gathered
 from .base import Compressor
 
 
@@ -22,9 +21,9 @@ class BFloat16(Compressor):
         return 16
 
     def encode(self, grad, state, step):
-        encoded = kernels.of(grad).encode_bf16(grad, state.scratch.get("body"))
-        state.scratch["body"] = encoded.buffer
-        return Gathered(encoded.buffer, encoded.elements, encoded.finite)
+        encoded = kernels.of(grad).encode_bf16(grad, state.buffer)
+        state.buffer = encoded.buffer
+        return encoded
 
     def add(self, body, out, scale):
         return kernels.of(out).decode_add_bf16(out, body, scale=scale)

@@ -1,9 +1,12 @@
 """Deep Gradient Compression (Lin, Han, Mao, Wang, Dally, ICLR 2018, arXiv 1712.01887)."""
 import dataclasses
 import math
+from typing import Optional
+
+import numpy as np
 
 from .. import kernels
-from .base import State, zeros
+from .base import LOCAL, SHARED, State, zeros
 from .none import NoCompression
 from .options import Choice, Flag, Number, Schedule, ZeroOrCount, option
 from .selective import DENSE
@@ -25,6 +28,7 @@ class DGC(TopK):
     id = "dgc"
     number = 1
     corrects_momentum = True
+    kept = {"u": LOCAL, "v": LOCAL}
     paper = "Lin et al., Deep Gradient Compression, ICLR 2018, arXiv 1712.01887"
 
     momentum: float = option(
@@ -76,8 +80,7 @@ class DGC(TopK):
         return State(name, {array: zeros(math.prod(shape)) for array in names})
 
     def encode(self, grad, state, step):
-        u, v = state.arrays.get("u"), state.arrays["v"]
-        return self.select(grad, u, v, state, step, self.m, bool(self.nesterov), self.masking)
+        return self.select(grad, state, step, "v", self.m, bool(self.nesterov), self.masking)
 
     def accumulate(self, grad, state, step):
         u, v = state.arrays.get("u"), state.arrays["v"]
@@ -87,11 +90,19 @@ class DGC(TopK):
         return state.arrays["v"]
 
 
+@dataclasses.dataclass
+class DenseMomentumState(State):
+    """spare: the memory that the next step's momentum goes to; `sent` is it until that is committed."""
+
+    spare: Optional[np.ndarray] = None
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class DenseMomentum(NoCompression):
     """The tensors that DGC leaves alone: averaged first, then vanilla or Nesterov momentum, alike on all ranks."""
 
     id = number = None  # not for users: DGC's own
+    kept = {"u": SHARED}
 
     momentum: float = option(Number(0, 1), 0.9, "of the mean gradient")
     nesterov: bool = option(Flag(), False, "Nesterov's momentum")
@@ -104,23 +115,20 @@ class DenseMomentum(NoCompression):
         return DENSE[self.values].encode(grad, state, step)
 
     def init(self, name, shape):
-        return State(name, {"u": zeros(math.prod(shape))} if self.momentum else {})
+        return DenseMomentumState(name, {"u": zeros(math.prod(shape))} if self.momentum else {})
 
     def decode_dense(self, reduced, out, state, scale):
         finite = super().decode_dense(reduced, out, state, scale)
         u = state.arrays.get("u")
         if u is None or not finite:
             return finite
-        new = state.scratch["u"] if "u" in state.scratch else zeros(u.size)
-        if not kernels.of(out).apply_momentum(out, u, new, momentum=self.momentum, nesterov=self.nesterov):
+        if state.spare is None:
+            state.spare = zeros(u.size)
+        if not kernels.of(out).apply_momentum(out, u, state.spare, momentum=self.momentum, nesterov=self.nesterov):
             return False
-        state.arrays["u"], state.taken = new, u
+        state.sent = state.spare
         return True
 
     def commit(self, state):
-        if state.taken is not None:
-            state.taken, state.scratch["u"] = None, state.taken
-
-    def rollback(self, state):
-        if state.taken is not None:
-            state.arrays["u"], state.taken, state.scratch["u"] = state.taken, None, state.arrays["u"]
+        if state.sent is not None:
+            state.arrays["u"], state.spare = state.sent, state.arrays["u"]

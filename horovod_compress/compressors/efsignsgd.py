@@ -2,7 +2,6 @@
 import dataclasses
 
 from .. import kernels
-from ..requests import Gathered
 from .options import Flag, option
 from .selective import ErrorFeedback
 
@@ -31,10 +30,10 @@ class EFSignSGD(ErrorFeedback):
 
     def pack(self, grad, residual, state, step):
         encoded = kernels.of(grad).encode_one_bit(
-            grad, residual, state.scratch.get("body"), growth=self.growth(state, step), symmetric=self.symmetric
+            grad, residual, state.buffer, growth=self.growth(state, step), symmetric=self.symmetric
         )
-        state.scratch["body"] = encoded.buffer
-        return Gathered(encoded.buffer, encoded.elements, encoded.finite)
+        state.buffer = encoded.buffer
+        return encoded
 
     def add(self, body, out, scale):
         return kernels.of(out).decode_add_one_bit(out, body, scale=scale)

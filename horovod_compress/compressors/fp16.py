@@ -28,9 +28,9 @@ class Float16(NoCompression):
     def encode(self, grad, state, step):
         if step.scale != 1:
             grad *= np.float32(step.scale)
-        if "half" not in state.scratch:
-            state.scratch["half"] = np.empty(grad.size, np.float16)
-        half = state.scratch["half"]
+        if state.buffer is None:
+            state.buffer = np.empty(grad.size, np.float16)
+        half = state.buffer
         if _LARGEST < kernels.of(grad).encode_float16(grad, half.view(np.uint16)) < np.inf:
             self._tell(state)
         return HostReduce(half)

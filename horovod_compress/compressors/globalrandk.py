@@ -1,14 +1,22 @@
 """Global random-k: the same random coordinates on every rank, so payloads add up (Vineeth S, arXiv 2109.12497)."""
 import dataclasses
 import math
+from typing import Optional
 
 import numpy as np
 
 from .. import kernels
 from ..requests import Allreduce, Collective
-from .base import State, zeros
+from .base import LOCAL, State, Undo, zeros
 from .options import Choice, Count, Flag, Number, option
 from .selective import SelectiveCompressor
+
+
+@dataclasses.dataclass
+class CoordinatesState(State):
+    """indices: uint32, the coordinates of the open step, where those are not all."""
+
+    indices: Optional[np.ndarray] = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -19,6 +27,8 @@ class SharedCoordinates(SelectiveCompressor):
     last block of a sweep begins early enough to be whole. The next sweep has another permutation. The coordinates are a tensor's, or
     those of all tensors together, of which a step may then have none in a small one.
     """
+
+    kept = {"residual": LOCAL}
 
     ratio: float = option(Number(0, 1, low_open=True, optional=True), None, "share of coordinates in a step; none: all")
     k: int = option(Count(1, optional=True), None, "coordinates in a step, instead of a ratio")
@@ -43,11 +53,11 @@ class SharedCoordinates(SelectiveCompressor):
 
     def init(self, name, shape):
         waits = self.sparse and not self.unbiased
-        return State(name, {"residual": zeros(math.prod(shape))} if waits else {})
+        return CoordinatesState(name, {"residual": zeros(math.prod(shape))} if waits else {})
 
     def draw(self, grad, state, step):
-        """(indices, values, finite): what this step works on, taken out of the gradient, or the residual, and kept in
-        state.taken for a rollback. Indices None: all, and values are the gradient itself."""
+        """(indices, values, finite): what this step works on, taken out of the gradient, or the residual. Indices None:
+        all, and values are the gradient itself."""
         if not self.sparse:
             return None, grad, True
         numel = state.model.numel if self.of == "model" else grad.size
@@ -67,21 +77,14 @@ class SharedCoordinates(SelectiveCompressor):
         else:
             finite = self.accumulate(grad, state, step)
             values = kernels.of(grad).take_entries(indices, residual, None, kind="fp32", mask=False)[0]
-            state.taken = indices, values.copy()
+            state.undo = [Undo("residual", indices, values.copy())]
         return indices, values, finite
 
-    def put_back(self, state, sent):
+    def keep_error(self, state, sent):
         """What stands for the values drawn is `sent`: the difference goes back into the residual."""
-        if state.taken is not None:
-            indices, values = state.taken
-            state.arrays["residual"][indices] += values - sent
-            state.taken = indices, sent
-
-    def rollback(self, state):
-        if state.taken is not None:
-            indices, values = state.taken
-            state.arrays["residual"][indices] += values
-        state.taken = None
+        (drawn,) = state.undo
+        state.arrays["residual"][drawn.indices] += drawn.values - sent
+        state.undo = [drawn._replace(values=sent)]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -102,7 +105,7 @@ class GlobalRandK(SharedCoordinates):
         return (Collective("allreduce", "float32", "sum"),)
 
     def encode(self, grad, state, step):
-        state.scratch["indices"], values, finite = self.draw(grad, state, step)
+        state.indices, values, finite = self.draw(grad, state, step)
         if self.of == "model":
             values = np.append(values, np.float32(0))  # there may be none
         if not finite:
@@ -116,4 +119,4 @@ class GlobalRandK(SharedCoordinates):
                 out.fill(np.nan)
                 return False
             values = values[:-1]
-        return kernels.of(out).scatter_add(out, state.scratch["indices"], values, scale=scale)
+        return kernels.of(out).scatter_add(out, state.indices, values, scale=scale)

@@ -2,7 +2,6 @@
 import dataclasses
 
 from .. import kernels
-from ..requests import Gathered
 from .selective import SelectiveCompressor
 
 
@@ -22,9 +21,9 @@ class Natural(SelectiveCompressor):
 
     def encode(self, grad, state, step):
         key = self.key("rounding", state.name, step.index, step.rank)
-        encoded = kernels.of(grad).encode_natural(grad, state.scratch.get("body"), key=key)
-        state.scratch["body"] = encoded.buffer
-        return Gathered(encoded.buffer, encoded.elements, encoded.finite)
+        encoded = kernels.of(grad).encode_natural(grad, state.buffer, key=key)
+        state.buffer = encoded.buffer
+        return encoded
 
     def add(self, body, out, scale):
         return kernels.of(out).decode_add_natural(out, body, scale=scale)

@@ -1,17 +1,29 @@
 """PowerSGD (Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727)."""
 import dataclasses
 import math
+from typing import Optional
 
 import numpy as np
 
 from .. import kernels
 from ..requests import Allreduce, Collective, HostReduce
-from .base import State, zeros
+from .base import LOCAL, Kept, State, zeros
 from .options import Count, Number, option
 from .selective import SelectiveCompressor
 
 _MOST = 2.0**126  # a bound on the result's elements from which they may not be finite
 _SHORT = np.float32(2.0**-40)
+
+
+@dataclasses.dataclass
+class PowerSGDState(State):
+    """rank: of the factors; p, q: the open or last step's factors, vectors one behind the other; pending: whether their product is still
+    to be subtracted from the residual."""
+
+    rank: int = 0
+    p: Optional[np.ndarray] = None
+    q: Optional[np.ndarray] = None
+    pending: bool = False
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -27,7 +39,7 @@ class PowerSGD(SelectiveCompressor):
     number = 17
     same_kernels = True  # every rank orthonormalizes the sums itself, and long sums differ in their last bits
     paper = "Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS 2019, arXiv 1905.13727"
-    degrees = {"q": 0}  # a direction
+    kept = {"residual": LOCAL, "q": Kept("shared", 0)}  # q: a direction
 
     rank: int = option(Count(1), 4, "columns of P and Q; exact for matrices of at most this rank")
     start_step: int = option(Count(), 0, "steps before this one go dense")
@@ -45,8 +57,7 @@ class PowerSGD(SelectiveCompressor):
         rank = min(self.rank, n, m)
         q = np.random.default_rng(self.key("start", name)).standard_normal(rank * m, np.float32)
         kernels.of(q).orthonormalize(q, rank=rank)  # the same space; but nearly parallel vectors would lose a direction to rounding
-        factors = {"p": zeros(rank * n), "next": zeros(rank * m)}
-        return State(name, {"residual": zeros(n * m), "q": q}, scratch={"rank": rank, **factors})
+        return PowerSGDState(name, {"residual": zeros(n * m), "q": q}, rank=rank, p=zeros(rank * n), q=zeros(rank * m))
 
     def collectives(self, size):
         return (Collective("allreduce", "float32", "sum"),) * 2
@@ -55,16 +66,15 @@ class PowerSGD(SelectiveCompressor):
         if step.index < self.start_step:
             return HostReduce(grad)
         k = kernels.of(grad)
-        rank, p, q = (state.scratch[key] for key in ("rank", "p", "next"))
+        rank, p, q = state.rank, state.p, state.q
         residual, last = state.arrays["residual"], state.arrays["q"].reshape(rank, -1)
         lost = [k.max_abs(vector) == 0 for vector in last]  # such a vector would stay zero, and its direction unused
         if any(lost):
             fresh = np.random.default_rng(self.key("fresh", state.name, step.index)).standard_normal(last.shape, np.float32)
             last[lost] = fresh[lost]
-        pending = q if "owes" in state.scratch else None
-        if not k.project(grad, residual, state.arrays["q"], p, pending, rank=rank):
+        if not k.project(grad, residual, state.arrays["q"], p, q if state.pending else None, rank=rank):
             p.fill(np.nan)  # the sum says so to all ranks
-        state.scratch.pop("owes", None)
+        state.pending = False
         total = yield Allreduce(p)
         if total is not p:
             np.copyto(p, total)
@@ -75,7 +85,7 @@ class PowerSGD(SelectiveCompressor):
 
     def decode(self, summed, out, state, step, scale):
         k = kernels.of(out)
-        rank, size, p, q = (state.scratch["rank"], step.size, state.scratch["p"], state.scratch["next"])
+        rank, size, p, q = state.rank, step.size, state.p, state.q
         np.divide(summed, np.float32(size), out=q)
         largest = sum(k.max_abs(left) * k.max_abs(right) for left, right in zip(p.reshape(rank, -1), q.reshape(rank, -1)))
         if not largest * max(1.0, abs(scale * size)) < _MOST:
@@ -85,21 +95,20 @@ class PowerSGD(SelectiveCompressor):
                 last *= _SHORT
             return False
         k.product(p, q, out, rank=rank, scale=scale * size)
-        state.taken = q
+        state.sent = q
         return True
 
     def commit(self, state):
-        if state.taken is not None:
-            state.scratch["owes"] = True
-            largest = kernels.of(state.taken).max_abs(state.taken)
+        if state.sent is not None:
+            state.pending = True
+            largest = kernels.of(state.sent).max_abs(state.sent)
             if largest > 0:  # the length of its vectors does not matter, and would overflow sooner or later
-                np.divide(state.taken, np.float32(largest), out=state.arrays["q"])
-        state.taken = None
+                np.divide(state.sent, np.float32(largest), out=state.arrays["q"])
 
     def apply_pending(self, state):
-        if state.scratch.pop("owes", False):
-            rank, p, q = (state.scratch[key] for key in ("rank", "p", "next"))
-            kernels.of(p).subtract_product(state.arrays["residual"], p, q, rank=rank)
+        if state.pending:
+            state.pending = False
+            kernels.of(state.p).subtract_product(state.arrays["residual"], state.p, state.q, rank=state.rank)
 
 
 def _matrix(shape, rank):

@@ -2,7 +2,6 @@
 import dataclasses
 
 from .. import kernels
-from ..requests import Gathered
 from .options import Choice, Count, option
 from .selective import SelectiveCompressor
 
@@ -38,10 +37,10 @@ class QSGD(SelectiveCompressor):
         key = self.key("rounding", state.name, step.index, step.rank)
         limit = {"auto": 0.9, "fixed": 0.0, "elias": 1.0}[self.coding]
         encoded = kernels.of(grad).encode_buckets(
-            grad, state.scratch.get("memory"), steps=self.s, bucket=self.bucket_size, l2=self.norm == "l2", limit=limit, key=key
+            grad, state.buffer, steps=self.s, bucket=self.bucket_size, l2=self.norm == "l2", limit=limit, key=key
         )
-        (state.scratch["memory"],) = encoded.undo
-        return Gathered(encoded.buffer, encoded.elements, encoded.finite)
+        (state.buffer,) = encoded.undo
+        return encoded
 
     def add(self, body, out, scale):
         return kernels.of(out).decode_add_buckets(out, body, steps=self.s, bucket=self.bucket_size, scale=scale)

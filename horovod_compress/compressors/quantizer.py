@@ -2,88 +2,14 @@
 import dataclasses
 import math
 from abc import abstractmethod
+from typing import Optional
 
 import numpy as np
 
 from .. import kernels
 from ..requests import Allreduce, Collective
 from .base import LARGEST
-from .globalrandk import SharedCoordinates
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class SharedScaleQuantizer(SharedCoordinates):
-    """Rounds every element at random to one of 2s + 1 values from -w to w, w being the largest norm of all ranks.
-
-    All ranks use the same w, so integer codes add up: N ranks' sums fit fields of ⌈log2(2·N·s + 1)⌉ bits, many to a word, and an
-    allreduce adds the words. With several scales each element takes the finest at which its code is at most that of the
-    coarsest on every rank; the ranks agree on that first, by counting.
-    """
-
-
-    def collectives(self, size):
-        nothing = np.empty(0, np.float32)
-        k = kernels.of(nothing)
-        codes = k.quantize(nothing, None, w=1.0, clip=1.0, steps=self.steps[:1], width=_width(self.steps, size), size=size, key=0)
-        levels = []
-        if len(self.steps) > 1:
-            levels = [k.encode_scales(nothing, nothing.view(np.uint32), w=1.0, steps=self.steps, size=size)]
-        words = [Collective("allreduce", words.dtype.name, "sum") for words in (*levels, codes)]
-        return (Collective("allreduce", "float32", "max"), *words)
-
-    @property
-    @abstractmethod
-    def steps(self):
-        """s of each scale, ascending; codes of all of them are at most the first."""
-
-    @abstractmethod
-    def norm_of(self, values, peaks):
-        """What the shared scale is the largest of, and with one scale this rank's values are clipped at, in magnitude; infinity
-        where values are not finite. peaks: with several scales, what `max_abs` is to fill; else None."""
-
-    def encode(self, grad, state, step):
-        k = kernels.of(grad)
-        indices, values, finite = self.draw(grad, state, step)
-        steps = self.steps
-        peaks = state.scratch.get("peaks")
-        stretches = -(-values.size // 64)
-        if len(steps) > 1 and (peaks is None or peaks.size != stretches):
-            peaks = state.scratch["peaks"] = np.empty(stretches, np.uint32)
-        norm = self.norm_of(values, peaks) if finite else math.inf
-        w = float((yield Allreduce(np.array([norm], np.float32), "max"))[0])
-        if not math.isfinite(w):  # on some rank: no rank's gradient is used
-            values.fill(0)
-            if peaks is not None:
-                peaks.fill(0)
-        state.scratch["drawn"] = drawn = _Drawn(indices, w if math.isfinite(w) else 0.0, step.size, steps)
-        if len(steps) > 1:
-            fine = k.encode_scales(values, peaks, state.scratch.get("fine"), w=drawn.w, steps=steps, size=step.size)
-            state.scratch["fine"] = fine
-            drawn.levels = yield Allreduce(fine)
-        key = self.key("rounding", state.name, step.index, step.rank)
-        spare = state.scratch.get("words")
-        words = k.quantize(
-            values, drawn.levels, spare, w=drawn.w, clip=min(norm, drawn.w), steps=steps, width=drawn.width, size=step.size, key=key
-        )
-        state.scratch["words"] = words
-        if state.taken is not None:
-            drawn.dequantize(words, values, 1.0)
-            self.put_back(state, values)
-        drawn.finite = math.isfinite(w)
-        return Allreduce(words)
-
-    def decode(self, summed, out, state, step, scale):
-        drawn = state.scratch["drawn"]
-        if not drawn.finite or not math.isfinite(scale):
-            out.fill(np.nan)
-            return False
-        if drawn.indices is None:
-            drawn.dequantize(summed, out, scale)
-        else:
-            values = np.empty(drawn.indices.size, np.float32)
-            drawn.dequantize(summed, values, scale)
-            out[drawn.indices] = values
-        return drawn.w * abs(scale) * drawn.size < LARGEST or kernels.of(out).max_abs(out) < np.inf
+from .globalrandk import CoordinatesState, SharedCoordinates
 
 
 @dataclasses.dataclass
@@ -105,6 +31,88 @@ class _Drawn:
         kernels.of(out).dequantize(
             words, self.levels, out, w=self.w, steps=self.steps, width=self.width, size=self.size, scale=scale
         )
+
+
+@dataclasses.dataclass
+class QuantizerState(CoordinatesState):
+    """peaks: the bits of the largest magnitudes of each 64 values; scales: this rank's words of which scales fit; drawn: the open
+    step's, for decode."""
+
+    peaks: Optional[np.ndarray] = None
+    scales: Optional[np.ndarray] = None
+    drawn: Optional[_Drawn] = None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SharedScaleQuantizer(SharedCoordinates):
+    """Rounds every element at random to one of 2s + 1 values from -w to w, w being the largest norm of all ranks.
+
+    All ranks use the same w, so integer codes add up: N ranks' sums fit fields of ⌈log2(2·N·s + 1)⌉ bits, many to a word, and an
+    allreduce adds the words. With several scales each element takes the finest at which its code is at most that of the
+    coarsest on every rank; the ranks agree on that first, by counting.
+    """
+
+
+    def collectives(self, size):
+        spare_and_width = [(0, _width(self.steps, size))]
+        if len(self.steps) > 1:
+            spare_and_width.insert(0, (1, size.bit_length()))
+        words = [Collective("allreduce", kernels.word_dtype(width, spare).name, "sum") for spare, width in spare_and_width]
+        return (Collective("allreduce", "float32", "max"), *words)
+
+    def init(self, name, shape):
+        return QuantizerState(name, super().init(name, shape).arrays)
+
+    @property
+    @abstractmethod
+    def steps(self):
+        """s of each scale, ascending; codes of all of them are at most the first."""
+
+    @abstractmethod
+    def norm_of(self, values, peaks):
+        """What the shared scale is the largest of, and with one scale this rank's values are clipped at, in magnitude; infinity
+        where values are not finite. peaks: with several scales, what `max_abs` is to fill; else None."""
+
+    def encode(self, grad, state, step):
+        k = kernels.of(grad)
+        indices, values, finite = self.draw(grad, state, step)
+        steps = self.steps
+        stretches = -(-values.size // 64)
+        if len(steps) > 1 and (state.peaks is None or state.peaks.size != stretches):
+            state.peaks = np.empty(stretches, np.uint32)
+        peaks = state.peaks
+        norm = self.norm_of(values, peaks) if finite else math.inf
+        w = float((yield Allreduce(np.array([norm], np.float32), "max"))[0])
+        if not math.isfinite(w):  # on some rank: no rank's gradient is used
+            values.fill(0)
+            if peaks is not None:
+                peaks.fill(0)
+        state.drawn = drawn = _Drawn(indices, w if math.isfinite(w) else 0.0, step.size, steps)
+        if len(steps) > 1:
+            state.scales = k.encode_scales(values, peaks, state.scales, w=drawn.w, steps=steps, size=step.size)
+            drawn.levels = yield Allreduce(state.scales)
+        key = self.key("rounding", state.name, step.index, step.rank)
+        words = state.buffer = k.quantize(
+            values, drawn.levels, state.buffer, w=drawn.w, clip=min(norm, drawn.w), steps=steps, width=drawn.width, size=step.size, key=key
+        )
+        if state.undo:
+            drawn.dequantize(words, values, 1.0)
+            self.keep_error(state, values)
+        drawn.finite = math.isfinite(w)
+        return Allreduce(words)
+
+    def decode(self, summed, out, state, step, scale):
+        drawn = state.drawn
+        if not drawn.finite or not math.isfinite(scale):
+            out.fill(np.nan)
+            return False
+        if drawn.indices is None:
+            drawn.dequantize(summed, out, scale)
+        else:
+            values = np.empty(drawn.indices.size, np.float32)
+            drawn.dequantize(summed, values, scale)
+            out[drawn.indices] = values
+        return drawn.w * abs(scale) * drawn.size < LARGEST or kernels.of(out).max_abs(out) < np.inf
 
 
 def _width(steps, size):

@@ -6,8 +6,7 @@ import struct
 import numpy as np
 
 from .. import kernels
-from ..requests import Gathered
-from .base import State, zeros
+from .base import LOCAL, State, Undo, zeros
 from .options import Number, option
 from .selective import SelectiveCompressor
 
@@ -22,6 +21,7 @@ class RandomK(SelectiveCompressor):
 
     id = "randomk"
     number = 7
+    kept = {"residual": LOCAL}
     paper = "Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, arXiv 1809.07599"
 
     ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of a tensor's elements sent in a step")
@@ -39,8 +39,8 @@ class RandomK(SelectiveCompressor):
         key = self.key("own", state.name, step.index, step.rank)
         indices = kernels.host.draw_coordinates(key=key, numel=residual.size, first=0, count=count)
         values = kernels.of(grad).take_entries(indices, residual, None, kind="fp32", mask=False)[0]
-        state.taken = indices, values
-        return Gathered(kernels.new_body(struct.pack("<Q", key), values), count, finite)
+        state.undo.append(Undo("residual", indices, values))
+        return kernels.Encoded(kernels.new_body(struct.pack("<Q", key), values), count, finite)
 
     def add(self, body, out, scale):
         if len(body) < 8 or (len(body) - 8) % 4 or (len(body) - 8) // 4 > out.size:
@@ -49,9 +49,3 @@ class RandomK(SelectiveCompressor):
         values = np.frombuffer(body[8:].tobytes(), np.float32)
         indices = kernels.host.draw_coordinates(key=key, numel=out.size, first=0, count=len(values))
         return kernels.of(out).scatter_add(out, indices, values, scale=scale)
-
-    def rollback(self, state):
-        if state.taken is not None:
-            indices, values = state.taken
-            state.arrays["residual"][indices] += values
-        state.taken = None

@@ -7,7 +7,7 @@ from abc import abstractmethod
 
 import numpy as np
 
-from .base import Compressor, State, zeros
+from .base import LOCAL, Compressor, Kept, State, Undo, zeros
 from .fp16 import Float16
 from .none import NoCompression
 from .options import Choice, Count, Patterns, option
@@ -55,7 +55,7 @@ class ErrorFeedback(SelectiveCompressor):
     whatever γ is when it is sent.
     """
 
-    degrees = {"lr": 0}
+    kept = {"residual": LOCAL, "lr": Kept("shared", 0)}
 
     def init(self, name, shape):
         arrays = {"residual": zeros(math.prod(shape))}
@@ -75,8 +75,9 @@ class ErrorFeedback(SelectiveCompressor):
         return min(last / step.lr, _MOST_GROWTH)
 
     def encode(self, grad, state, step):
-        state.taken = self.pack(grad, state.arrays["residual"], state, step)
-        return state.taken
+        encoded = self.pack(grad, state.arrays["residual"], state, step)
+        state.undo.append(Undo("residual", None, encoded.body))
+        return encoded
 
     def accumulate(self, grad, state, step):
         growth = self.growth(state, step)
@@ -88,12 +89,7 @@ class ErrorFeedback(SelectiveCompressor):
 
     @abstractmethod
     def pack(self, grad, residual, state, step):
-        """Adds the gradient to the residual, leaves it zero, and takes the Gathered payload out of the residual."""
-
-    def rollback(self, state):
-        if state.taken is not None:
-            self.add(state.taken.body, state.arrays["residual"], 1.0)
-        state.taken = None
+        """Adds the gradient to the residual, leaves it zero, and takes the payload, Encoded, out of the residual."""
 
 
 def decide_follow_lr(compressor, known, default):

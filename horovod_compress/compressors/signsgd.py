@@ -21,11 +21,11 @@ class SignSGD(SelectiveCompressor):
     paper = "Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018, arXiv 1802.04434"
 
     def collectives(self, size):
-        return (Collective("allreduce", kernels.host.encode_signs(np.empty(0, np.float32), width=_width(size)).dtype.name, "sum"),)
+        return (Collective("allreduce", kernels.word_dtype(_width(size)).name, "sum"),)
 
     def encode(self, grad, state, step):
         k = kernels.of(grad)
-        words = state.scratch["words"] = k.encode_signs(grad, state.scratch.get("words"), width=_width(step.size))
+        words = state.buffer = k.encode_signs(grad, state.buffer, width=_width(step.size))
         words[-1] = not k.max_abs(grad) < np.inf  # the last word counts ranks whose gradient was not finite
         return Allreduce(words)
 

@@ -2,7 +2,6 @@
 import dataclasses
 
 from .. import kernels
-from ..requests import Gathered
 from .options import Number, option
 from .selective import ErrorFeedback
 
@@ -23,4 +22,4 @@ class Strom(ErrorFeedback):
 
     def pack(self, grad, residual, state, step):
         encoded = kernels.of(grad).encode_strom(grad, residual, tau=self.tau * step.unit)
-        return Gathered(encoded.buffer, encoded.elements, encoded.finite)
+        return encoded

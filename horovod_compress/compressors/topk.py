@@ -3,8 +3,7 @@ import dataclasses
 import math
 
 from .. import kernels
-from ..requests import Gathered
-from .base import State, zeros
+from .base import LOCAL, State, Undo, zeros
 from .options import Choice, Number, option
 from .selective import SelectiveCompressor
 
@@ -20,6 +19,7 @@ class TopK(SelectiveCompressor):
 
     id = "topk"
     number = 6
+    kept = {"residual": LOCAL}
     paper = "Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, arXiv 1704.05021"
 
     ratio: float = option(Number(0, 1, low_open=True), 0.001, "share of a tensor's elements sent in a step")
@@ -38,11 +38,11 @@ class TopK(SelectiveCompressor):
         return State(name, {"residual": zeros(math.prod(shape))})
 
     def encode(self, grad, state, step):
-        return self.select(grad, None, state.arrays["residual"], state, step)
+        return self.select(grad, state, step)
 
-    def select(self, grad, u, v, state, step, momentum=0.0, nesterov=False, masking=False):
-        """Advances momentum u, where there is one, and velocity v, and takes the payload out of them."""
-        k = kernels.of(grad)
+    def select(self, grad, state, step, residual="residual", momentum=0.0, nesterov=False, masking=False):
+        """Advances momentum u, where there is one, and the array `residual`, and takes the payload out of them."""
+        k, u, v = kernels.of(grad), state.arrays.get("u"), state.arrays[residual]
         most = max(min(1, v.size), math.ceil(self.density(step.index) * v.size - 1e-6))
         samples = int(self.sample_ratio * v.size) + 256
         offset = self.key(state.name, step.index) & 0xFFFFFFFF
@@ -52,14 +52,7 @@ class TopK(SelectiveCompressor):
         if not finite:
             indices = indices[:0]
         rows = k.take_entries(indices, v, u, kind=self.values, mask=masking)
-        state.taken = indices, rows
-        encoded = k.encode_sparse(indices, rows[0], kind=self.values)
-        return Gathered(encoded.buffer, encoded.elements, finite)
-
-    def rollback(self, state):
-        if state.taken is not None:
-            indices, taken = state.taken
-            self.residual(state)[indices] += taken[0]
-            if len(taken) > 1:
-                state.arrays["u"][indices] = taken[1]
-        state.taken = None
+        state.undo.append(Undo(residual, indices, rows[0]))
+        if len(rows) > 1:
+            state.undo.append(Undo("u", indices, rows[1], replace=True))
+        return k.encode_sparse(indices, rows[0], kind=self.values)._replace(finite=finite)

@@ -1,12 +1,21 @@
 """Variance-based gradient compression (Tsuzuku, Imachi, Akiba, ICLR 2018 workshop, arXiv 1802.06058)."""
 import dataclasses
 import math
+from typing import Optional
+
+import numpy as np
 
 from .. import kernels
-from ..requests import Gathered
-from .base import LARGEST, State, zeros
+from .base import LARGEST, LOCAL, Kept, State, Undo, zeros
 from .options import Choice, Flag, Number, option
 from .selective import SelectiveCompressor
+
+
+@dataclasses.dataclass
+class VarianceState(State):
+    """indices: uint32, of what the last step sent, whose memory the next may use."""
+
+    indices: Optional[np.ndarray] = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -26,7 +35,7 @@ class Variance(SelectiveCompressor):
     id = "variance"
     number = 5
     paper = "Tsuzuku, Imachi, Akiba, Variance-based Gradient Compression, ICLR 2018 workshop, arXiv 1802.06058"
-    degrees = {"v": 2}
+    kept = {"r": LOCAL, "v": Kept("local", 2)}
 
     alpha: float = option(Number(0, low_open=True), 1.5, "how unambiguous: 1 to 2 in the paper")
     zeta: float = option(Number(0, 1), 0.999, "decay of v a step, where nothing is sent")
@@ -35,17 +44,17 @@ class Variance(SelectiveCompressor):
     error_feedback: bool = option(Flag(), False, "keep the rounding error in r; the paper drops it")
 
     def init(self, name, shape):
-        return State(name, {"r": zeros(math.prod(shape)), "v": zeros(math.prod(shape))})
+        return VarianceState(name, {"r": zeros(math.prod(shape)), "v": zeros(math.prod(shape))})
 
     def encode(self, grad, state, step):
         r, v = state.arrays["r"], state.arrays["v"]
         encoded = kernels.of(grad).encode_variance(
-            grad, step.squares, r, v, state.scratch.get("indices"),
+            grad, step.squares, r, v, state.indices,
             alpha=self.alpha, zeta=self.zeta, tau=self.tau * step.unit, error_feedback=self.error_feedback,
         )
-        state.taken = encoded.undo
-        state.scratch["indices"] = encoded.undo[0]
-        return Gathered(encoded.buffer, encoded.elements, encoded.finite)
+        state.indices, (r_before, v_before) = encoded.undo
+        state.undo = [Undo("r", state.indices, r_before, replace=True), Undo("v", state.indices, v_before, replace=True)]
+        return encoded
 
     def residual(self, state):
         return state.arrays["r"]
@@ -63,9 +72,3 @@ class Variance(SelectiveCompressor):
     def forget_sent(self, state):
         super().forget_sent(state)
         state.arrays["v"].fill(0)
-
-    def rollback(self, state):
-        if state.taken is not None:
-            indices, before = state.taken
-            state.arrays["r"][indices], state.arrays["v"][indices] = before
-        state.taken = None

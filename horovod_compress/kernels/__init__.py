@@ -14,8 +14,9 @@ import numpy as np
 
 from . import reference
 from .encoded import HEADROOM, Encoded, new_body
+from .reference.quantization import word_dtype
 
-__all__ = ["HEADROOM", "Encoded", "backend", "host", "new_body", "of"]
+__all__ = ["HEADROOM", "Encoded", "backend", "host", "new_body", "of", "word_dtype"]
 
 _wanted = os.environ.get("HOROVOD_COMPRESS_KERNELS") or None
 if _wanted not in (None, "native", "reference"):

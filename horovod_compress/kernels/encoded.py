@@ -22,6 +22,10 @@ class Encoded(NamedTuple):
     finite: bool = True
     undo: tuple = ()
 
+    @property
+    def body(self):
+        return self.buffer[HEADROOM:-1]
+
 
 def new_body(*parts):
     """The buffer of a body that joins `parts`, bytes or arrays."""

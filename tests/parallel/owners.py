@@ -5,8 +5,8 @@ import struct
 import numpy as np
 
 from horovod_compress.compressors.selective import SelectiveCompressor
-from horovod_compress.kernels.reference.sparse import new_body
-from horovod_compress.requests import Allreduce, Alltoall, Collective, Gathered
+from horovod_compress.kernels import Encoded, new_body
+from horovod_compress.requests import Allreduce, Alltoall, Collective
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -30,7 +30,7 @@ class Owners(SelectiveCompressor):
         summed = np.sum([part.view(np.float32) for part in parts], axis=0, dtype=np.float32)
         assert np.abs(summed).max(initial=0) <= step.size * largest
         grad.fill(0)
-        return Gathered(new_body(struct.pack("<Q", firsts[step.rank]), summed), summed.size)
+        return Encoded(new_body(struct.pack("<Q", firsts[step.rank]), summed), summed.size)
 
     def add(self, body, out, scale):
         (first,) = struct.unpack_from("<Q", body)

@@ -14,8 +14,7 @@ import numpy as np
 import horovod_compress as hc
 from horovod_compress import kernels, wire
 from horovod_compress.compressors.base import Step
-from horovod_compress.kernels import HEADROOM, reference
-from horovod_compress.requests import Gathered
+from horovod_compress.kernels import HEADROOM, Encoded, reference
 
 DIGEST, STEP = 0x12345678, 7
 VARIANTS = [
@@ -35,7 +34,7 @@ def frames_of(compressor, numel, rng):
         state = compressor.init("t", (numel,))
         grad = (rng.standard_normal(numel) * (rng.random(numel) < 0.3)).astype(np.float32)
         payload = compressor.encode(grad, state, Step(STEP, rank=0, size=2))
-        if isinstance(payload, Gathered):  # not a step that goes dense
+        if isinstance(payload, Encoded):  # not a step that goes dense
             yield bytes(wire.seal(payload, compressor.number, DIGEST, STEP))
 
 

@@ -45,6 +45,20 @@ def test_global_generators_are_left_alone(id, options):
 
 
 @over(variants)
+def test_the_state_is_what_the_compressor_says(id, options):
+    """Shared arrays are alike on all ranks, after every step; local ones differ, but where all was sent."""
+    exchanges = ranks_of(spec_of(id, options), 3, SHAPES)
+    for ranks in steps_of(0, 4, 3, spread=False):
+        run_step(exchanges, ranks)
+        kept = [{(n, k): a.tobytes() for n, arrays in copy_of(ex).items() for k, a in arrays.items()} for ex in exchanges]
+        for name, key in kept[0]:
+            role = exchanges[0]._tensors[name].compressor.kept[key].role
+            same = len({state[name, key] for state in kept}) == 1
+            assert role in ("local", "shared") and (same or role == "local"), (name, key)
+            assert not same or role == "shared" or not any(kept[0][name, key]), (name, key)
+
+
+@over(variants)
 def test_a_loaded_state_continues_bit_for_bit(id, options):
     steps = steps_of(0, 9, 3)
     exchanges = ranks_of(spec_of(id, options), 3, SHAPES)

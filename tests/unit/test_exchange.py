@@ -169,6 +169,7 @@ def test_statistics_count_every_byte():
     assert 2 * HEADROOM + 4 * entries < frames < 2 * HEADROOM + 6 * entries + 6
     assert stats["ratio"] == stats["dense_bytes"] / stats["bytes_sent"]
     assert stats["steps"] == 1 and stats["steps_undone"] == 0
+    assert stats["bytes_received"] == stats["bytes_sent"]  # the other rank's frames are as long
     assert stats["residual_norm"] == pytest.approx(
         np.sqrt(sum((exchanges[0].arrays()[n]["v"].astype(np.float64) ** 2).sum() for n in ("w", "x"))), rel=1e-6
     )

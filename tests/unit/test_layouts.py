@@ -18,7 +18,7 @@ from horovod_compress.models import MODELS
 def factors(shape, rank):
     """(rows, columns, floats of P and Q): what is in fact kept for them."""
     state = hc.get_compressor(f"powersgd:min_rate=0,min_numel=0,rank={rank}").init("t", shape)
-    p, q, r = state.scratch["p"].size, state.arrays["q"].size, state.scratch["rank"]
+    p, q, r = state.p.size, state.arrays["q"].size, state.rank
     return p // r, q // r, p + q
 
 

@@ -5,8 +5,8 @@ from paper_checks import alone, decoded, normal, payload_of, seeded  # noqa: F40
 from ranks import ranks_of
 
 import horovod_compress as hc
+from horovod_compress.kernels import Encoded
 from horovod_compress.lockstep import run_step
-from horovod_compress.requests import Gathered
 
 
 def test_momentum_is_taken_once():
@@ -91,7 +91,7 @@ def test_payloads_are_what_they_decode_to():
         g = normal(900)
         spec += ("," if ":" in spec else ":") + "min_numel=0"
         payload, compressor, state = payload_of(spec, g, squares=np.zeros(900, np.float32))
-        assert isinstance(payload, Gathered)
+        assert isinstance(payload, Encoded)
         sent = decoded(compressor, payload.body, 900)
         compressor.commit(state)
         compressor.apply_pending(state)

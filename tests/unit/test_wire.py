@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from ranks import gradients, ranks_of
 
 from horovod_compress import WireError, get_compressor, kernels, wire
-from horovod_compress.kernels import HEADROOM, new_body
+from horovod_compress.kernels import HEADROOM, Encoded, new_body
 from horovod_compress.kernels.reference.sparse import round_values
-from horovod_compress.requests import Gathered
 from horovod_compress.transport.loopback import Loopback
 
 HERE = pathlib.Path(__file__).parent
@@ -23,7 +22,7 @@ KINDS = ("fp32", "fp16", "bf16", "sign", "power")
 
 
 def frame_of(body=b"12345", number=1, digest=5, step=0, finite=True):
-    return wire.seal(Gathered(new_body(body), 1, finite), number, digest, step)
+    return wire.seal(Encoded(new_body(body), 1, finite), number, digest, step)
 
 
 @settings(max_examples=200, deadline=None)
@@ -90,7 +89,7 @@ def test_old_frames_stay_readable():
         out = np.zeros(12, np.float32)
         assert finite and compressor.add(body, out, 1.0)
         np.testing.assert_array_equal(out, np.array(expected, np.float32))
-        np.testing.assert_array_equal(wire.seal(Gathered(new_body(body), 1), compressor.number, 0xDEADBEEF, 3), frame)
+        np.testing.assert_array_equal(wire.seal(Encoded(new_body(body), 1), compressor.number, 0xDEADBEEF, 3), frame)
 
 
 STORED = {

@@ -135,12 +135,17 @@ def _factors(w, steps):
     return before, factor
 
 
+def word_dtype(width, spare=0):
+    """The type of words whose fields have so many bits: int32, or int64 where that holds over a tenth more of them. `spare` bits at the
+    top of a word stay free."""
+    return np.dtype(np.int64 if 10 * ((64 - spare) // width) > 22 * ((32 - spare) // width) else np.int32)
+
+
 def _shape(n, width, spare):
     """(fields, words, dtype); `spare` bits at the top of a word stay free."""
-    in_32, in_64 = (32 - spare) // width, (64 - spare) // width
-    wide = 10 * in_64 > 22 * in_32
-    fields = in_64 if wide else in_32
-    return fields, -(-n // fields), np.dtype(np.uint64 if wide else np.uint32)
+    signed = word_dtype(width, spare)
+    fields = (8 * signed.itemsize - spare) // width
+    return fields, -(-n // fields), np.dtype(f"u{signed.name}")
 
 
 def _by_field(codes, fields, words):
