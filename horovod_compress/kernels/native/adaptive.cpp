@@ -55,10 +55,10 @@ struct Fired {
         indices.resize(2 * (count + n) + kAtOnce);
     }
     // Nothing is sent: puts back what was taken.
-    void undo(float* its_r, float* its_v) {
+    void undo(float* to_r, float* to_v) {
         for (std::size_t i = 0; i < count; ++i) {
-            its_r[indices[i]] = r[i];
-            if (its_v) its_v[indices[i]] = v[i];
+            to_r[indices[i]] = r[i];
+            if (to_v) to_v[indices[i]] = v[i];
         }
         count = 0;
     }
@@ -91,17 +91,17 @@ HC_INLINE bool encode_strom_pass(float* g, float* r, std::size_t n, float tau, F
         [&](std::size_t begin, std::size_t count, std::uint8_t* hits) HC_HOT {
             float *added = g + begin, *kept = r + begin;
             std::uint32_t peak = 0;
-            ask_ahead(added, count);
-            ask_ahead(kept, count);
+            prefetch_ahead(added, count);
+            prefetch_ahead(kept, count);
             HC_APART
             for (std::size_t i = 0; i < count; ++i) {
                 const float moved = kept[i] + added[i];
                 const std::uint32_t b = magnitude(moved);
                 peak = peak > b ? peak : b;
-                const float its = b < kTooLarge ? moved : kept[i];
-                kept[i] = its;
+                const float now = b < kTooLarge ? moved : kept[i];
+                kept[i] = now;
                 added[i] = 0;
-                hits[i] = std::fabs(its) > tau ? 255 : 0;
+                hits[i] = std::fabs(now) > tau ? 255 : 0;
             }
             worst = std::max(worst, peak);
         },
@@ -145,14 +145,14 @@ HC_INLINE bool encode_variance_pass(float* g, const float* squares, float* r, fl
         n, out,
         [&](std::size_t begin, std::size_t count, std::uint8_t* hits) HC_HOT {
             const std::uint32_t least = least_power(largest);
-            float *added = g + begin, *its_r = r + begin, *its_v = v + begin;
+            float *added = g + begin, *to_r = r + begin, *to_v = v + begin;
             const float* given = squares + (kGiven ? begin : 0);
             std::uint32_t peak_r = 0, peak_v = 0;
-            for (const float* its : {added, its_r, its_v}) ask_ahead(its, count);
-            if (kGiven) ask_ahead(given, count);
+            for (const float* row : {added, to_r, to_v}) prefetch_ahead(row, count);
+            if (kGiven) prefetch_ahead(given, count);
             HC_APART
             for (std::size_t i = 0; i < count; ++i) {
-                const float old_r = its_r[i], old_v = its_v[i];
+                const float old_r = to_r[i], old_v = to_v[i];
                 float new_r = old_r + added[i], new_v = old_v + (kGiven ? given[i] : added[i] * added[i]);
                 const std::uint32_t a = magnitude(new_r), b = magnitude(new_v);
                 peak_r = peak_r > a ? peak_r : a;
@@ -161,20 +161,20 @@ HC_INLINE bool encode_variance_pass(float* g, const float* squares, float* r, fl
                 new_r = good ? new_r : old_r;
                 new_v = good ? new_v : old_v;
                 const bool fires = (new_r * new_r > alpha * new_v) & (std::fabs(new_r) > tau);
-                its_r[i] = new_r;
-                its_v[i] = fires ? new_v : zeta * new_v;
+                to_r[i] = new_r;
+                to_v[i] = fires ? new_v : zeta * new_v;
                 added[i] = 0;
                 hits[i] = (fires & (magnitude(new_r) + kHalfPower >= least)) ? 255 : 0;
             }
             finite &= peak_r < kTooLarge && peak_v < kInfinity;
         },
         [&](std::size_t entry) HC_HOT {
-            float &its_r = r[out.indices[entry]], &its_v = v[out.indices[entry]];
-            out.r[entry] = its_r;
-            out.v[entry] = its_v;
-            if (tau == 0) largest = std::max(largest, magnitude(its_r));
-            its_v = tau > 0 ? std::max(its_v - 2 * std::fabs(its_r) * tau + tau * tau, 0.0f) : 0;
-            its_r = tau > 0 ? its_r - std::copysign(tau, its_r) : 0;
+            float &to_r = r[out.indices[entry]], &to_v = v[out.indices[entry]];
+            out.r[entry] = to_r;
+            out.v[entry] = to_v;
+            if (tau == 0) largest = std::max(largest, magnitude(to_r));
+            to_v = tau > 0 ? std::max(to_v - 2 * std::fabs(to_r) * tau + tau * tau, 0.0f) : 0;
+            to_r = tau > 0 ? to_r - std::copysign(tau, to_r) : 0;
         });
     return finite;
 }
@@ -215,21 +215,21 @@ struct Parts {
 thread_local Parts parts;
 
 // Copies what has a value, and its value to the first ones; puts back the others. What rounding took from r stays there, or is forgotten.
-void keep_values(const Fired& f, const Parts& its, float* values, float* r, float* v, bool error_feedback, std::uint32_t* indices,
+void keep_values(const Fired& f, const Parts& split, float* values, float* r, float* v, bool error_feedback, std::uint32_t* indices,
                  float* r_before, float* v_before) {
-    const std::uint32_t* places = its.places.data();
-    for (std::size_t i = 0; i < its.kept; ++i) {
+    const std::uint32_t* places = split.places.data();
+    for (std::size_t i = 0; i < split.kept; ++i) {
         const std::uint32_t place = places[i];
         indices[i] = f.indices[place];
         r_before[i] = f.r[place];
         v_before[i] = f.v[place];
         values[i] = values[place];
     }
-    for (std::size_t i = 0; error_feedback && i < its.kept; ++i) {
-        if (i + kAhead < its.kept) HC_PREFETCH(r + indices[i + kAhead]);
+    for (std::size_t i = 0; error_feedback && i < split.kept; ++i) {
+        if (i + kAhead < split.kept) HC_PREFETCH(r + indices[i + kAhead]);
         r[indices[i]] = r_before[i] - values[i];
     }
-    for (std::size_t i = its.kept + 1; i <= f.count; ++i) {
+    for (std::size_t i = split.kept + 1; i <= f.count; ++i) {
         if (i + kAhead <= f.count) {
             HC_PREFETCH(r + f.indices[places[i + kAhead]]);
             HC_PREFETCH(v + f.indices[places[i + kAhead]]);
@@ -350,8 +350,8 @@ HC_INLINE Bins encode_adacomp_pass(float* g, float* residual, std::size_t n, Pen
         float *newest = g + begin, *total = residual + begin;
         pending.subtract_below(begin + count, residual);
         by_stretches(count, [&](std::size_t first, std::size_t some) HC_HOT {
-            ask_ahead(newest + first, some);
-            ask_ahead(total + first, some);
+            prefetch_ahead(newest + first, some);
+            prefetch_ahead(total + first, some);
             HC_APART
             for (std::size_t i = first; i < first + some; ++i) {
                 const float old = total[i], moved = old + newest[i];

@@ -61,7 +61,7 @@ HC_INLINE void to_fixed(float* __restrict g, const Shape& shape, const Rounding&
     for (std::size_t b = 0; b < shape.buckets; ++b) {
         float* x = g + b * shape.bucket;
         const std::size_t count = shape.count(b);
-        ask_ahead(x, count);
+        prefetch_ahead(x, count);
         const std::uint32_t peak = peak_of(x, count);
         body.finite = peak < kInfinity;
         if (!body.finite) return;
@@ -94,10 +94,10 @@ HC_INLINE void to_fixed(float* __restrict g, const Shape& shape, const Rounding&
 }
 
 // Adds step · level to each element; returns the largest magnitude.
-template <class Its>
-HC_INLINE std::uint32_t add_levels(const Its* __restrict levels, std::size_t count, float step, float* __restrict to) {
+template <class Integer>
+HC_INLINE std::uint32_t add_levels(const Integer* __restrict levels, std::size_t count, float step, float* __restrict to) {
     std::uint32_t peak = 0;
-    ask_ahead(to, count);
+    prefetch_ahead(to, count);
     for (std::size_t j = 0; j < count; ++j) {
         to[j] += step * static_cast<float>(levels[j]);
         peak = peak > magnitude(to[j]) ? peak : magnitude(to[j]);
@@ -117,21 +117,21 @@ struct Weights {
 };
 
 HC_INLINE std::uint32_t add_fixed(const Shape& shape, const Weights& weights, const std::uint8_t* widths, const std::uint8_t* codes,
-                                  std::uint32_t* its, float* out) {
+                                  std::uint32_t* unpacked, float* out) {
     std::uint32_t peak = 0;
     for (std::size_t b = 0; b < shape.buckets; ++b) {
         const std::size_t count = shape.count(b);
-        take_levels(codes, its, count, widths[b]);
+        take_levels(codes, unpacked, count, widths[b]);
         codes += shape.bytes(b, widths[b]);
-        peak = std::max(peak, add_levels(reinterpret_cast<const std::int32_t*>(its), count, weights[b], out + b * shape.bucket));
+        peak = std::max(peak, add_levels(reinterpret_cast<const std::int32_t*>(unpacked), count, weights[b], out + b * shape.bucket));
     }
     return peak;
 }
-HC_INLINE std::uint32_t add_coded(const Shape& shape, const Weights& weights, const Level* its, float* out) {
+HC_INLINE std::uint32_t add_coded(const Shape& shape, const Weights& weights, const Level* unpacked, float* out) {
     std::uint32_t peak = 0;
     for (std::size_t b = 0; b < shape.buckets; ++b) {
         const std::size_t first = b * shape.bucket;
-        peak = std::max(peak, add_levels(its + first, shape.count(b), weights[b], out + first));
+        peak = std::max(peak, add_levels(unpacked + first, shape.count(b), weights[b], out + first));
     }
     return peak;
 }
@@ -150,13 +150,13 @@ thread_local std::vector<std::uint8_t> stream;
 thread_local std::vector<Level> coded;
 
 // A body of fixed width in Elias' code, if that has fewer bytes than `limit`: how many lie in `out` then, else 0.
-HC_INLINE std::size_t to_elias(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes, std::uint32_t* its,
+HC_INLINE std::size_t to_elias(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes, std::uint32_t* unpacked,
                                std::uint8_t* out, std::size_t limit) {
     EliasCoder<BitStream> coder(BitStream(out + 4, out + limit));
     for (std::size_t b = 0; b < shape.buckets && !coder.out.full(); ++b) {
-        take_levels(codes, its, shape.count(b), widths[b]);
+        take_levels(codes, unpacked, shape.count(b), widths[b]);
         codes += shape.bytes(b, widths[b]);
-        coder.put(reinterpret_cast<const std::int32_t*>(its), shape.count(b));
+        coder.put(reinterpret_cast<const std::int32_t*>(unpacked), shape.count(b));
     }
     std::memcpy(out, &coder.entries, 4);
     const std::size_t bytes = 4 + static_cast<std::size_t>((coder.out.bits() + 7) / 8);

@@ -14,8 +14,8 @@ constexpr std::size_t kSummed = 1024;  // elements whose sums are added up in fl
 HC_INLINE std::uint32_t encode_float16_pass(const float* __restrict x, std::uint16_t* __restrict out, std::size_t n) {
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
-        ask_ahead(x + first, count);
-        ask_ahead(out + first, count);
+        prefetch_ahead(x + first, count);
+        prefetch_ahead(out + first, count);
         for (std::size_t i = first; i < first + count; ++i) {
             const std::uint32_t b = bits_of(x[i]), a = b & 0x7fffffffu;
             peak = peak > a ? peak : a;
@@ -66,8 +66,8 @@ float decode_float16(const Array<std::uint16_t>& half, Floats& out) {
 HC_INLINE std::uint32_t encode_bf16_pass(float* __restrict g, std::uint8_t* __restrict out, std::size_t n) {
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
-        ask_ahead(g + first, count);
-        ask_ahead(out + 2 * first, 2 * count);
+        prefetch_ahead(g + first, count);
+        prefetch_ahead(out + 2 * first, 2 * count);
         HC_APART
         for (std::size_t i = first; i < first + count; ++i) {
             const std::uint32_t b = bits_of(g[i]), a = b & 0x7fffffffu;
@@ -83,7 +83,7 @@ HC_INLINE std::uint32_t encode_bf16_pass(float* __restrict g, std::uint8_t* __re
 HC_INLINE std::uint32_t decode_add_bf16_pass(const std::uint8_t* __restrict in, float* __restrict out, std::size_t n, float scale) {
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
-        ask_ahead(out + first, count);
+        prefetch_ahead(out + first, count);
         HC_APART
         for (std::size_t i = first; i < first + count; ++i) {
             std::uint16_t half;
@@ -153,8 +153,8 @@ HC_INLINE Halves add_to_halves(float* __restrict g, float* __restrict r, std::si
         };
         std::size_t i = begin;
         for (; i + lanes <= end; i += lanes) {
-            ask_ahead(g + i, lanes);
-            ask_ahead(r + i, lanes);
+            prefetch_ahead(g + i, lanes);
+            prefetch_ahead(r + i, lanes);
             line(i, lanes);
         }
         line(i, end - i);
@@ -171,7 +171,7 @@ HC_INLINE Halves add_to_halves(float* __restrict g, float* __restrict r, std::si
 }
 HC_INLINE void encode_one_bit_pass(float* __restrict r, std::uint8_t* bits, const Layout& layout, float plus, float minus) {
     pack<std::int32_t>(bits, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
-        ask_ahead(r + first, count);
+        prefetch_ahead(r + first, count);
         HC_APART
         for (std::size_t j = 0; j < count; ++j) {
             const bool below = r[first + j] < 0;
@@ -183,7 +183,7 @@ HC_INLINE void encode_one_bit_pass(float* __restrict r, std::uint8_t* bits, cons
 HC_INLINE std::uint32_t decode_add_one_bit_pass(const std::uint8_t* bits, float* __restrict out, const Layout& layout, float plus, float minus) {
     std::uint32_t peak = 0;
     unpack<std::int32_t>(bits, layout, 0, [&](std::size_t first, std::size_t count, auto sign) HC_HOT {
-        ask_ahead(out + first, count);
+        prefetch_ahead(out + first, count);
         HC_APART
         for (std::size_t j = 0; j < count; ++j) {
             out[first + j] += sign(j) ? minus : plus;
@@ -236,7 +236,7 @@ HC_INLINE std::uint32_t encode_natural_pass(float* __restrict g, std::uint8_t* _
     std::uint32_t peak = 0;
     each_block(n, [&](std::size_t first, std::size_t count) HC_HOT {
         float* x = g + first;
-        ask_ahead(x, count);
+        prefetch_ahead(x, count);
         peak = std::max(peak, peak_of(x, count));
         std::uint32_t codes[kBlock];
         each_drawn(count, first / kBlock, key, [&](std::size_t j, std::uint32_t bits) HC_HOT {
@@ -254,7 +254,7 @@ HC_INLINE std::uint32_t decode_add_natural_pass(const std::uint8_t* in, float* _
     std::uint32_t peak = 0;
     each_block(n, [&](std::size_t first, std::size_t count) HC_HOT {
         float* to = out + first;
-        ask_ahead(to, count);
+        prefetch_ahead(to, count);
         std::uint32_t codes[kBlock], largest = 0;
         take_block(in + bytes_of(first, kPowerBits), codes, columns_of(count), kPowerBits, 0);
         for (std::size_t j = 0; j < count; ++j) {

@@ -99,12 +99,12 @@ HC_INLINE float float_of(std::uint32_t bits) {
     std::memcpy(&x, &bits, sizeof x);
     return x;
 }
-// A pass in plain order that does more than add up, or that writes without reading, asks for memory ahead: for what comes some time
+// A pass in plain order that does more than add up, or that writes without reading, fetches memory ahead: what comes some time
 // after x[0] … x[count-1]. Processors' own guesses end at pages; and some are twice as slow to write lines that nobody has read.
 template <class T>
 constexpr std::size_t kLead = 3072 / sizeof(T);
 template <class T>
-HC_INLINE void ask_ahead(const T* x, std::size_t count) {
+HC_INLINE void prefetch_ahead(const T* x, std::size_t count) {
     for (std::size_t i = 0; i < count; i += 64 / sizeof(T)) HC_FETCH(x + kLead<T> + i);
 }
 // work(first, count) for all of n elements, by as many as compilers know.
@@ -135,7 +135,7 @@ class Output {
             if (++appended_ >= kWaiting) stream_until(appended_ - kWaiting + 1);
         } else {
             stream_until(appended_);
-            ask_ahead(to_, count);
+            prefetch_ahead(to_, count);
             HC_APART
             for (std::size_t j = 0; j < count; ++j) to_[j] = value(j);
             to_ += count;
@@ -254,7 +254,7 @@ HC_INLINE Sums scaled_sums(const float* x, std::size_t n, float down) {
         squares[0][0] += y * y;
     }
     std::uint32_t peak = rest;
-    for (const WordLanes& its : peaks) peak = peak > largest_of(its) ? peak : largest_of(its);
+    for (const WordLanes& each : peaks) peak = peak > largest_of(each) ? peak : largest_of(each);
     return {total((sums[0] + sums[1]) + (sums[2] + sums[3])), total((squares[0] + squares[1]) + (squares[2] + squares[3])), peak};
 }
 

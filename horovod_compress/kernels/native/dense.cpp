@@ -15,7 +15,7 @@ HC_INLINE std::uint32_t max_abs_pass(const float* x, std::size_t n, std::uint32_
         WordLanes rows[kLanes];
         for (std::size_t row = 0; row < kLanes; ++row) {
             const float* from = x + i + row * kStretch;
-            ask_ahead(from, kStretch);
+            prefetch_ahead(from, kStretch);
             rows[row] = WordLanes{};
             for (std::size_t j = 0; j < kStretch; j += kLanes) {
                 WordLanes b;
@@ -30,9 +30,9 @@ HC_INLINE std::uint32_t max_abs_pass(const float* x, std::size_t n, std::uint32_
     }
     std::uint32_t peak = largest_of(all);
     for (; i < n; i += kStretch) {
-        const std::uint32_t its = peak_of(x + i, std::min(kStretch, n - i));
-        if (peaks) peaks[i / kStretch] = its;
-        peak = std::max(peak, its);
+        const std::uint32_t part = peak_of(x + i, std::min(kStretch, n - i));
+        if (peaks) peaks[i / kStretch] = part;
+        peak = std::max(peak, part);
     }
     return peak;
 }
@@ -41,9 +41,9 @@ float max_abs(const Floats& x, std::optional<Indices> peaks) {
     const std::size_t n = length(x, "x");
     if (peaks) same_length((n + kStretch - 1) / kStretch, length(*peaks, "peaks"), "peaks, one for 64 elements, and x");
     const float* p = x.data();
-    std::uint32_t* its = peaks ? peaks->mutable_data() : nullptr;
+    std::uint32_t* parts = peaks ? peaks->mutable_data() : nullptr;
     py::gil_scoped_release release;
-    return float_of(std::min(dispatch<max_abs_pass>(p, n, its), kInfinity));
+    return float_of(std::min(dispatch<max_abs_pass>(p, n, parts), kInfinity));
 }
 
 HC_INLINE void apply_momentum_pass(float* __restrict out, const float* __restrict u, float* __restrict new_u, std::size_t n,
@@ -85,8 +85,8 @@ HC_INLINE PeakAndDeviation max_abs_and_deviation_pass(const float* x, std::size_
         Sums sums = scaled_sums(x + begin, count, power_of_two(-exponent));
         all.peak = std::max(all.peak, sums.peak);
         if (sums.peak == 0 || sums.peak >= kInfinity) continue;
-        if (const int its = exponent_of(sums.peak); std::abs(its - exponent) > far) {
-            exponent = its;
+        if (const int here = exponent_of(sums.peak); std::abs(here - exponent) > far) {
+            exponent = here;
             sums = scaled_sums(x + begin, count, power_of_two(-exponent));
         }
         sum += std::ldexp(sums.one, exponent);

@@ -104,7 +104,7 @@ class EliasCoder {
     Out out;
     std::uint32_t entries = 0;
 
-    explicit EliasCoder(Out its_out = Out()) : out(its_out) {}
+    explicit EliasCoder(Out to = Out()) : out(to) {}
 
     // Appends levels, until `out` is full; behind them in memory, zeros fill up the last group.
     HC_INLINE void put(const std::int32_t* levels, std::size_t count) {
@@ -129,20 +129,20 @@ class EliasCoder {
             indices[i] = (word | word >> 10) & 0xfff;
         }
         entries += found;
-        EliasCoder its = *this;  // which, unlike this one, nobody else can see: it stays in registers
-        for (std::size_t i = 0; i < groups && !its.out.full(); ++i) {
+        EliasCoder local = *this;  // which, unlike this one, nobody else can see: it stays in registers
+        for (std::size_t i = 0; i < groups && !local.out.full(); ++i) {
             const Groups::Group& codes = kGroups.groups[indices[i]];
-            if (codes.lead == Groups::kNotCoded || its.zeros_ >= Groups::kNear) {
-                for (std::size_t j = 0; j < group; ++j) its.put_one(levels[group * i + j]);
+            if (codes.lead == Groups::kNotCoded || local.zeros_ >= Groups::kNear) {
+                for (std::size_t j = 0; j < group; ++j) local.put_one(levels[group * i + j]);
                 continue;
             }
-            Code code = kGroups.gaps[its.zeros_ + codes.lead];
+            Code code = kGroups.gaps[local.zeros_ + codes.lead];
             code.append({codes.code, codes.bits});
-            its.out.append(code);
-            its.zeros_ = codes.tail + its.zeros_ * codes.empty;
+            local.out.append(code);
+            local.zeros_ = codes.tail + local.zeros_ * codes.empty;
         }
-        its.zeros_ -= groups * group - count;
-        *this = its;
+        local.zeros_ -= groups * group - count;
+        *this = local;
     }
     HC_INLINE void put_one(std::int32_t level) {
         if (level == 0) {
@@ -252,8 +252,8 @@ HC_INLINE void read_elias(const std::uint8_t* in, const std::uint8_t* end, std::
                 size = kRuns.sizes[index];
                 Narrow some;
                 std::memcpy(&some, kRuns.levels[index], sizeof some);
-                const Wide its = __builtin_convertvector(some, Wide);
-                std::memcpy(levels + next + size.lead(), &its, sizeof its);
+                const Wide widened = __builtin_convertvector(some, Wide);
+                std::memcpy(levels + next + size.lead(), &widened, sizeof widened);
                 word >>= size.bits();
                 bits += size.bits();
                 next += size.levels();

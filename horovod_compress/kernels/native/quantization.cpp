@@ -97,7 +97,7 @@ struct Scales {
         factor[0] = rounding.factor_for(w * before);
         for (int l = 1; l < count; ++l) factor[l] = steps[l] / (w * before) * rounding.one;
     }
-    HC_INLINE float in_steps(float x, float its_factor) const { return x * before * its_factor; }
+    HC_INLINE float in_steps(float x, float scale_factor) const { return x * before * scale_factor; }
     // With one scale, a larger magnitude counts as this one.
     void clip_at(float largest) {
         if (!(largest >= 0)) throw std::invalid_argument("clip must be at least 0");
@@ -116,7 +116,7 @@ template <class Word>
 HC_INLINE void quantize_one(const float* __restrict x, std::uint8_t* words, const Layout& layout, const Scales& scales, Key key) {
     const Scales s = scales;
     pack_random<Word>(words, layout, key, [=](std::size_t first, std::size_t count, auto each) HC_HOT {
-        ask_ahead(x + first, count);
+        prefetch_ahead(x + first, count);
         each([=](std::size_t j, std::uint32_t bits) HC_HOT { return s.rounding(s.in_steps(x[first + j], s.factor[0]), bits); });
     });
 }
@@ -126,7 +126,7 @@ HC_INLINE void quantize_several(const float* __restrict x, std::uint8_t* words, 
     const Scales s = scales;
     Chosen chosen(counts, scales.factor);
     pack_random<Word>(words, layout, key, [&](std::size_t first, std::size_t count, auto each) HC_HOT {
-        ask_ahead(x + first, count);
+        prefetch_ahead(x + first, count);
         chosen.next(count, [&](auto factor) HC_HOT {
             each([=](std::size_t j, std::uint32_t bits) HC_HOT { return s.rounding.within(s.in_steps(x[first + j], factor(j)), bits); });
         });
@@ -209,7 +209,7 @@ HC_INLINE void encode_scales_pass(const float* x, const std::uint32_t* peaks, st
     pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
         // Where the peak decides, elements need not be read.
         const std::size_t at = first / kStretch, then = at + kLead<float> / kStretch;
-        if (then >= peaks_in_all || peaks[then] > largest) ask_ahead(x + first, count);
+        if (then >= peaks_in_all || peaks[then] > largest) prefetch_ahead(x + first, count);
         if (count == kStretch && first % kStretch == 0 && peaks[at] <= largest) {
             for (std::size_t j = 0; j < count; ++j) put(j, 1);
             return;
@@ -227,11 +227,11 @@ py::array encode_scales(const Floats& x, const Indices& peaks, std::optional<py:
     const Layout layout = of_counts(n, size);
     const std::size_t count = (steps.size() - 1) * layout.words;
     const float* from = x.data();
-    const std::uint32_t* its = peaks.data();
+    const std::uint32_t* bounds = peaks.data();
     py::array words = new_words(layout, spare, count);
     on_words(words, layout, count, [&](auto* out, auto word) {
         for (int scale = 1; scale < scales.count; ++scale, out += layout.words * sizeof word)
-            dispatch<encode_scales_pass<decltype(word)>>(from, its, out, layout, scales, scale);
+            dispatch<encode_scales_pass<decltype(word)>>(from, bounds, out, layout, scales, scale);
     });
     return words;
 }
@@ -239,7 +239,7 @@ py::array encode_scales(const Floats& x, const Indices& peaks, std::optional<py:
 template <class Word>
 HC_INLINE void encode_signs_pass(const float* x, std::uint8_t* words, const Layout& layout) {
     pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
-        ask_ahead(x + first, count);
+        prefetch_ahead(x + first, count);
         HC_APART
         for (std::size_t j = 0; j < count; ++j) put(j, (x[first + j] > 0) - (x[first + j] < 0));
     });
@@ -249,8 +249,8 @@ HC_INLINE void decode_signs_pass(const std::uint8_t* words, float* to, const Lay
     Output out(to, layout.n);
     unpack<Word>(words, layout, size, [&](std::size_t, std::size_t count, auto sum) HC_HOT {
         out.append(count, [=](std::size_t j) HC_HOT {
-            const std::int32_t its = sum(j);
-            return its > 0 ? unit : its < 0 ? -unit : 0;
+            const std::int32_t votes = sum(j);
+            return votes > 0 ? unit : votes < 0 ? -unit : 0;
         });
     });
 }

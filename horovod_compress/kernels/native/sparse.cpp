@@ -24,7 +24,7 @@ int best_rice(const std::uint32_t* indices, std::size_t n) {
     if (n == 0) return 0;
     const double mean = (static_cast<double>(indices[n - 1]) + 1) / static_cast<double>(n);
     int r = mean > 1 ? std::max(std::ilogb(mean * 0.6931), 0) : 0;
-    const auto bits = [=](int its) { return n * its + dispatch<high_bits>(indices, n, its); };
+    const auto bits = [=](int parameter) { return n * parameter + dispatch<high_bits>(indices, n, parameter); };
     std::uint64_t best = bits(r), other;
     for (; r < kMaxRice && (other = bits(r + 1)) < best; ++r) best = other;
     for (; r > 0 && (other = bits(r - 1)) <= best; --r) best = other;
@@ -191,8 +191,8 @@ bool decode_add_sparse(Floats& out, const Bytes& body, float scale) {
 
 Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, float scale) {
     const int r = best_rice(indices, n);
-    const std::size_t head = kSparseHead + 4 * has_scale(kind), its_values = values_size(n, kind);
-    Bytes buffer = new_body(head + its_values + low_size(n, r) + (dispatch<high_bits>(indices, n, r) + 7) / 8);
+    const std::size_t head = kSparseHead + 4 * has_scale(kind), value_bytes = values_size(n, kind);
+    Bytes buffer = new_body(head + value_bytes + low_size(n, r) + (dispatch<high_bits>(indices, n, r) + 7) / 8);
     std::uint8_t* out = buffer.mutable_data() + kHeadroom;
     const auto count = static_cast<std::uint32_t>(n);
     std::memcpy(out, &count, 4);
@@ -200,7 +200,7 @@ Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, 
     out[5] = static_cast<std::uint8_t>(r);
     if (has_scale(kind)) std::memcpy(out + kSparseHead, &scale, 4);
     dispatch<put_values>(values, n, kind, scale, out + head);
-    dispatch<put_gaps>(indices, n, r, out + head + its_values);
+    dispatch<put_gaps>(indices, n, r, out + head + value_bytes);
     return buffer;
 }
 
