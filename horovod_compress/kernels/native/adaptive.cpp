@@ -12,9 +12,12 @@
 namespace hc::adaptive {
 namespace {
 
-constexpr std::size_t kBlock = 256;   // elements that are searched for hits while they are in the first-level cache
-constexpr std::size_t kBins = 1024;   // elements of bins that are worked on together: three arrays of as many stay in that cache
-constexpr std::size_t kGroup = 64;    // elements whose hits make one word
+
+using tuning::kBinBlock;
+using tuning::kHitBlock;
+using tuning::kScatterAhead;
+
+constexpr std::size_t kGroup = 64;  // elements whose hits make one word
 
 // Which of 64 bytes are 255 and not 0, as bits.
 HC_INLINE std::uint64_t bits_of_bytes(const std::uint8_t* bytes) {
@@ -50,9 +53,9 @@ struct Fired {
     }
     // Room for `n` more, and for what push writes behind them.
     void reserve(std::size_t n) {
-        if (indices.size() >= count + n + kAtOnce) return;
-        for (auto* rows : {&r, &v}) rows->resize(2 * (count + n) + kAtOnce);
-        indices.resize(2 * (count + n) + kAtOnce);
+        if (indices.size() >= count + n + kPlacesAtOnce) return;
+        for (auto* rows : {&r, &v}) rows->resize(2 * (count + n) + kPlacesAtOnce);
+        indices.resize(2 * (count + n) + kPlacesAtOnce);
     }
     // Nothing is sent: puts back what was taken.
     void undo(float* to_r, float* to_v) {
@@ -73,9 +76,9 @@ thread_local std::vector<float> scratch;
 template <class Advance, class Take>
 HC_INLINE void collect(std::size_t n, Fired& out, Advance advance, Take take) {
     out.count = 0;
-    std::uint8_t hits[kBlock + kGroup];
-    for (std::size_t block = 0; block < n; block += kBlock) {
-        const std::size_t count = std::min(kBlock, n - block), before = out.count;
+    std::uint8_t hits[kHitBlock + kGroup];
+    for (std::size_t block = 0; block < n; block += kHitBlock) {
+        const std::size_t count = std::min(kHitBlock, n - block), before = out.count;
         out.reserve(count);
         advance(block, count, hits);
         std::memset(hits + count, 0, kGroup);
@@ -193,8 +196,6 @@ HC_INLINE std::uint32_t powers_of(const float* __restrict r, std::size_t count, 
     return top << 23;
 }
 
-constexpr std::size_t kAhead = 48;  // entries: scattered memory is asked for early
-
 // The places of what fired: first of what has a value, then, from kept + 1 to the last, of what has none; reused between calls.
 struct Parts {
     std::vector<std::uint32_t> places;
@@ -226,13 +227,13 @@ void keep_values(const Fired& f, const Parts& split, float* values, float* r, fl
         values[i] = values[place];
     }
     for (std::size_t i = 0; error_feedback && i < split.kept; ++i) {
-        if (i + kAhead < split.kept) HC_PREFETCH(r + indices[i + kAhead]);
+        if (i + kScatterAhead < split.kept) HC_PREFETCH(r + indices[i + kScatterAhead]);
         r[indices[i]] = r_before[i] - values[i];
     }
     for (std::size_t i = split.kept + 1; i <= f.count; ++i) {
-        if (i + kAhead <= f.count) {
-            HC_PREFETCH(r + f.indices[places[i + kAhead]]);
-            HC_PREFETCH(v + f.indices[places[i + kAhead]]);
+        if (i + kScatterAhead <= f.count) {
+            HC_PREFETCH(r + f.indices[places[i + kScatterAhead]]);
+            HC_PREFETCH(v + f.indices[places[i + kScatterAhead]]);
         }
         const std::uint32_t place = places[i], at = f.indices[place];
         r[at] = f.r[place];
@@ -332,11 +333,11 @@ struct Pending {
 // By blocks of whole bins, so that all but the maxima goes by whole lines, whatever the bins' length is.
 HC_INLINE Bins encode_adacomp_pass(float* g, float* residual, std::size_t n, Pending pending, std::size_t bin_length, float more, Block& scratch,
                             Fired& out) {
-    std::size_t bins = std::max<std::size_t>(kBins / bin_length, 1);
+    std::size_t bins = std::max<std::size_t>(kBinBlock / bin_length, 1);
     if (bins > kLanes) bins -= bins % kLanes;
     const std::size_t block = bins * bin_length;
     if (scratch.hits.size() < block + kGroup) {
-        scratch.peaks.resize(kBins);
+        scratch.peaks.resize(kBinBlock);
         scratch.floors.resize(block + kLanes);
         scratch.hits.resize(block + kGroup);
     }

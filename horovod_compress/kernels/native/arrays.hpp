@@ -38,7 +38,7 @@ inline void inside(const std::uint32_t* indices, std::size_t n, std::size_t nume
 
 // to[at[i]] += scale · value[i]; returns whether what stands there now is finite.
 inline bool add_entries(float* to, const std::uint32_t* at, const float* value, std::size_t n, float scale) {
-    constexpr std::size_t ahead = 48;  // scattered writes: fetch early what comes next
+    constexpr std::size_t ahead = tuning::kScatterAhead;
     std::uint32_t peak = 0;
     for (std::size_t i = 0; i < n; ++i) {
         if (i + ahead < n) HC_PREFETCH(to + at[i + ahead]);

@@ -53,11 +53,10 @@ struct Fixed {
     std::uint64_t bits = 0, counted = 0;  // in Elias' code, and elements, of the buckets that are sampled
     bool finite = true;
 };
-constexpr std::size_t kSampled = 16, kFew = 64;  // one bucket in so many is sampled; all, where there are so few
 
 HC_INLINE void to_fixed(float* __restrict g, const Shape& shape, const Rounding& rounding, bool l2, Key key, Fixed& body) {
     const Rounding round = rounding;
-    const std::size_t blocks = blocks_of(shape.bucket), stride = shape.buckets < kFew ? 1 : kSampled;
+    const std::size_t blocks = blocks_of(shape.bucket), stride = shape.buckets < tuning::kFewBuckets ? 1 : tuning::kSampledBucket;
     for (std::size_t b = 0; b < shape.buckets; ++b) {
         float* x = g + b * shape.bucket;
         const std::size_t count = shape.count(b);

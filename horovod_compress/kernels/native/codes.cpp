@@ -8,7 +8,7 @@
 namespace hc::codes {
 namespace {
 
-constexpr std::size_t kSummed = 1024;  // elements whose sums are added up in float32
+using tuning::kFloatSum;
 
 // float32 to float16, ties to even, without a branch: numbers below the normal ones are rounded by an addition.
 HC_INLINE std::uint32_t encode_float16_pass(const float* __restrict x, std::uint16_t* __restrict out, std::size_t n) {
@@ -134,8 +134,8 @@ HC_INLINE Halves add_to_halves(float* __restrict g, float* __restrict r, std::si
     constexpr std::size_t lanes = 16;
     std::uint32_t worst = 0;
     Halves total{};
-    for (std::size_t begin = 0; begin < n; begin += kSummed) {
-        const std::size_t end = std::min(n, begin + kSummed);
+    for (std::size_t begin = 0; begin < n; begin += kFloatSum) {
+        const std::size_t end = std::min(n, begin + kFloatSum);
         float negative[lanes] = {}, positive[lanes] = {};  // short sums in float32, the long one in float64
         std::uint32_t negatives[lanes] = {}, peaks[lanes] = {};
         const auto line = [&](std::size_t i, std::size_t count) HC_HOT {

@@ -4,6 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+
+#include "tuning.hpp"
+
 #if defined(__SSE__)
 #include <xmmintrin.h>
 #endif
@@ -102,13 +105,13 @@ HC_INLINE float float_of(std::uint32_t bits) {
 // A pass in plain order that does more than add up, or that writes without reading, fetches memory ahead: what comes some time
 // after x[0] … x[count-1]. Processors' own guesses end at pages; and some are twice as slow to write lines that nobody has read.
 template <class T>
-constexpr std::size_t kLead = 3072 / sizeof(T);
+constexpr std::size_t kLead = tuning::kPrefetchBytes / sizeof(T);
 template <class T>
 HC_INLINE void prefetch_ahead(const T* x, std::size_t count) {
     for (std::size_t i = 0; i < count; i += 64 / sizeof(T)) HC_FETCH(x + kLead<T> + i);
 }
 // work(first, count) for all of n elements, by as many as compilers know.
-constexpr std::size_t kStretch = 64;
+using tuning::kStretch;
 template <class Work>
 HC_INLINE void by_stretches(std::size_t n, Work work) {
     std::size_t i = 0;
@@ -120,7 +123,7 @@ HC_INLINE void by_stretches(std::size_t n, Work work) {
 // be read first. A stretch waits until two more are there: what was just written in vectors is slow to read in smaller ones.
 class Output {
   public:
-    Output(float* to, std::size_t n) : to_(to), past_caches_(n >= kLarge) {}
+    Output(float* to, std::size_t n) : to_(to), past_caches_(n >= tuning::kPastCaches) {}
     Output(const Output&) = delete;
     HC_INLINE ~Output() {
         stream_until(appended_);
@@ -150,7 +153,7 @@ class Output {
         }
     }
 
-    static constexpr std::size_t kLarge = 1 << 18, kWaiting = 4;
+    static constexpr std::size_t kWaiting = tuning::kWaitingStretches;
     float* to_;
     const bool past_caches_;
     std::size_t appended_ = 0, streamed_ = 0;  // stretches

@@ -75,8 +75,7 @@ struct PeakAndDeviation {
     double deviation;
 };
 HC_INLINE PeakAndDeviation max_abs_and_deviation_pass(const float* x, std::size_t n) {
-    constexpr std::size_t block = 4096;
-    constexpr int far = 30;  // binary orders
+    constexpr std::size_t block = tuning::kMomentBlock;
     PeakAndDeviation all{};
     double sum = 0, squares = 0;
     int exponent = 0;
@@ -85,7 +84,7 @@ HC_INLINE PeakAndDeviation max_abs_and_deviation_pass(const float* x, std::size_
         Sums sums = scaled_sums(x + begin, count, power_of_two(-exponent));
         all.peak = std::max(all.peak, sums.peak);
         if (sums.peak == 0 || sums.peak >= kInfinity) continue;
-        if (const int here = exponent_of(sums.peak); std::abs(here - exponent) > far) {
+        if (const int here = exponent_of(sums.peak); std::abs(here - exponent) > tuning::kFarOrders) {
             exponent = here;
             sums = scaled_sums(x + begin, count, power_of_two(-exponent));
         }

@@ -35,7 +35,8 @@ HC_INLINE Code signed_gamma_of(std::int32_t level) {
 // is looked up by the number of zeros, those before the group included.
 class Groups {
   public:
-    static constexpr int kGroup = 4, kSmall = 3, kLarge = 4, kNear = 64, kNoLevel = kNear + kGroup, kNotCoded = 255;
+    static constexpr int kGroup = tuning::kEliasGroup, kSmall = tuning::kEliasSmall, kNear = tuning::kEliasNear;
+    static constexpr int kLarge = kSmall + 1, kNoLevel = kNear + kGroup, kNotCoded = 255;
     struct Group {
         std::uint32_t code;
         std::uint8_t bits, lead, tail;  // zeros before its first level that is not 0, or kNoLevel, or kNotCoded; and after its last
@@ -196,7 +197,7 @@ inline Entry take_entry(BitReader& reader) {
 // The whole entries in any kLook bits, as far as their levels are among kSpan from the first that is not 0.
 class Runs {
   public:
-    static constexpr int kLook = 11, kSpan = 8, kMost = kLook / 3;  // an entry has 3 bits at least
+    static constexpr int kLook = tuning::kEliasLook, kSpan = tuning::kEliasSpan, kMost = kLook / 3;  // an entry has 3 bits at least
     static constexpr int kReach = (1 << kLook / 2) + kSpan;          // levels that it may go past
     struct Size {
         std::uint32_t word;  // the largest level highest, so that words compare as those do

@@ -8,9 +8,11 @@
 namespace hc::lowrank {
 namespace {
 
-constexpr std::size_t kHeight = 4, kVectors = 4;  // rows and vectors worked on together: what is loaded serves several products
-constexpr std::size_t kAdded = 8;                 // rows whose products are added to q's lines at once: each time these are read and written
-constexpr std::size_t kAhead = 4096;              // floats, at least, by which memory is asked for what comes next
+using tuning::kAddedRows;
+using tuning::kHeight;
+using tuning::kRowsAhead;
+using tuning::kVectors;
+
 constexpr float kMost = 0x1p109f;  // of what is left of an element: rounding alone must not take it to kTooLarge
 
 HC_INLINE void load(Lanes& lanes, const float* x) { std::memcpy(&lanes, x, sizeof lanes); }
@@ -39,7 +41,7 @@ HC_INLINE void dots(const float* x, const float* q, std::size_t m, float* p, std
 // q[k] += Σ over rows of p[k·n + row] · x[row].
 template <std::size_t rows, std::size_t vectors>
 HC_INLINE void add_rows(const float* x, const float* p, std::size_t n, float* q, std::size_t m) {
-    const std::size_t ahead = std::max(rows * m, kAhead);  // the rows that come after these
+    const std::size_t ahead = std::max(rows * m, kRowsAhead);  // the rows that come after these
     std::size_t j = 0;
     for (; j + kLanes <= m; j += kLanes) {
         Lanes lines[rows], sum;
@@ -112,7 +114,7 @@ HC_INLINE bool project_pass(const float* __restrict g, float* __restrict x, cons
         kept = b < kTooLarge ? moved : kept;
         std::memcpy(x + i, &kept, 4 * count);
     };
-    const std::size_t ahead = std::max(kHeight * m, kAhead);
+    const std::size_t ahead = std::max(kHeight * m, kRowsAhead);
     const auto part = [&](std::size_t row, auto rows) HC_HOT {
         const auto fetch_and_advance = [&](std::size_t i, const Lanes& product, auto count) HC_HOT {
             HC_FETCH(x + row * m + i + ahead);
@@ -136,7 +138,7 @@ HC_INLINE void project_back_pass(const float* x, const float* p, float* q, std::
         add_rows<rows.value, vectors.value>(x + row * m, p + k * n + row, n, q + k * m, m);
     };
     std::size_t row = 0;
-    for (; row + kAdded <= n; row += kAdded) by_vectors<kAdded>(row, rank, work);
+    for (; row + kAddedRows <= n; row += kAddedRows) by_vectors<kAddedRows>(row, rank, work);
     for (; row < n; ++row) by_vectors<1>(row, rank, work);
 }
 
@@ -161,7 +163,7 @@ HC_INLINE void subtract_product_pass(float* x, const float* p, const float* q, s
     });
 }
 HC_INLINE void product_pass(float* out, const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank, float scale) {
-    const std::size_t ahead = std::max(kHeight * m, kAhead);
+    const std::size_t ahead = std::max(kHeight * m, kRowsAhead);
     multiply(p, q, n, m, rank, [=](std::size_t i, const Lanes& product, auto count) HC_HOT {
         HC_FETCH(out + i + ahead);
         const Lanes scaled = product * scale;

@@ -6,7 +6,7 @@
 namespace hc::samples {
 namespace {
 
-constexpr std::size_t kTall = 6;  // rows of a product that are worked on together with kLanes columns: their sums stay in registers
+using tuning::kTall;
 
 using Offsets = std::vector<std::ptrdiff_t>;  // where elements are, in floats from a sample's first
 

@@ -14,9 +14,10 @@
 
 namespace hc::selection {
 
-constexpr std::size_t kLine = 16;               // floats in a cache line
-constexpr std::size_t kChunk = 4 * kLine;        // elements that share one maximum
-constexpr std::size_t kBlock = 32 * kChunk;      // elements after which the chunks that hold candidates are searched
+using tuning::kChunk;
+
+constexpr std::size_t kLine = 16;  // floats in a cache line
+constexpr std::size_t kBlock = tuning::kChunksOfBlock * kChunk;
 
 enum class Momentum { none, vanilla, nesterov };
 
@@ -58,7 +59,7 @@ class TopK {
         k_ = k;
         count_ = 0;
         floor_ = std::max(floor, 1u);
-        capacity_ = std::min(2 * k + kChunk, stream) + std::min(batch, stream);
+        capacity_ = std::min(tuning::kTrimAt * k + kChunk, stream) + std::min(batch, stream);
         if (buffer_.size() < capacity_) buffer_.resize(capacity_);
     }
     std::uint32_t floor() const { return floor_; }
@@ -171,7 +172,7 @@ HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_
     const std::size_t chunks = n / kChunk, wanted = std::min(chunks, (samples + kChunk - 1) / kChunk);
     if (wanted == 0) return 1;
     const double expected = static_cast<double>(k) * static_cast<double>(wanted * kChunk) / static_cast<double>(n);
-    const std::size_t rank = static_cast<std::size_t>(expected + 2 * std::sqrt(expected) + 2);
+    const std::size_t rank = static_cast<std::size_t>(expected + tuning::kSampleMargin * std::sqrt(expected) + 2);
     if (rank >= wanted * kChunk) return 1;
     const std::size_t stride = chunks / wanted, shift = offset % stride;
     top.start(rank, 1, wanted * kChunk, kChunk);

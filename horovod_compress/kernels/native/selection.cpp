@@ -46,7 +46,7 @@ Floats take_entries(const Indices& indices, Floats& v, std::optional<Floats> u, 
     float* pv = v.mutable_data();
     float* pu = u ? u->mutable_data() : nullptr;
     py::gil_scoped_release release;
-    constexpr std::size_t ahead = 16;  // scattered reads: fetch early what comes next
+    constexpr std::size_t ahead = tuning::kTakeAhead;
     for (std::size_t i = 0; i < n; ++i) {
         if (i + ahead < n) {
             HC_PREFETCH(pv + at[i + ahead]);

@@ -102,7 +102,7 @@ HC_INLINE void put_gaps(const std::uint32_t* indices, std::size_t n, int r, std:
     low.finish();
     high.finish();
 }
-// Room for kAtOnce more indices.
+// Room for kPlacesAtOnce more indices.
 HC_INLINE void read_gaps(const std::uint8_t* in, const std::uint8_t* end, std::size_t n, int r, std::uint64_t numel, std::uint32_t* indices) {
     const std::uint64_t low = low_size(n, r), size = static_cast<std::uint64_t>(end - in);
     if (size < low) throw std::invalid_argument("shorter than its gaps");
@@ -133,7 +133,7 @@ struct Sparse {
     void reserve(std::size_t n) {  // they only grow: what they grow by is filled with zeros
         count = n;
         if (values.size() >= n) return;
-        indices.resize(n + kAtOnce);
+        indices.resize(n + kPlacesAtOnce);
         values.resize(n);
     }
 };
