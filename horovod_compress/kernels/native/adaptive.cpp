@@ -1,4 +1,17 @@
-// Passes that decide element by element, or bin by bin, whether enough has gathered to be sent.
+// Strom's threshold, variance-based compression and AdaComp: each element, or each bin of them, decides by itself whether it is sent.
+//
+// All three make one pass over the gradient and the residual (variance over its v, and the samples' squares, too), block by block:
+// 1. the block is advanced: residual += gradient, the gradient is set to zero, and a byte an element says whether it is sent; an element
+//    that would become too large or not finite keeps its residual;
+// 2. the bytes become words of bits, the bits become indices, appended to thread-local lists with the residual's value there;
+// 3. while the block is in the cache, what is sent is subtracted from the residual (not in AdaComp, see below).
+// Then the lists are written as a sparse body. If any element was not finite, the lists put back what step 3 subtracted.
+//
+// Variance without tau sends powers of two within 2^7 of the largest, which is known only after the pass: entries that turn out too small
+// are put back by keep_values, which also copies what a rollback needs.
+//
+// AdaComp's block is a number of whole bins: their maxima are found between steps 1 and 2. Its scale is the mean of all maxima, so what is
+// sent stays in the residual, and the pass of the next call subtracts it just before it reaches it.
 #include <algorithm>
 #include <cmath>
 

@@ -1,5 +1,8 @@
-// Python's face of the kernels: arrays in and out, checked. What each function computes is stated in reference/, which has the
-// same functions in NumPy, file by file.
+// What the kernels share at the border to Python: arrays in and out, checked, and what encoders return.
+//
+// What each function computes is stated in reference/, which has the same functions in NumPy, file by file. A function takes arrays without
+// converting or copying them, checks lengths, releases Python's lock and calls the variant of its pass for this CPU. Passes know pointers
+// only. Buffers of bodies begin on a cache line and are those of an earlier step where they fit.
 #pragma once
 
 #include <pybind11/numpy.h>

@@ -1,4 +1,8 @@
-// Streams of bits, which fill bytes from the lowest up. Reading trusts nothing: every read is inside the bytes.
+// Streams of bits, which fill bytes from the lowest up.
+//
+// BitWriter and UnaryWriter collect bits in one register and store it when it is full; the caller has made room. BitReader keeps only its
+// place, and loads the 8 bytes from there anew for each number. read_places and put_places turn the ones of words
+// into indices without a branch for each. Reading trusts nothing: every load is inside the bytes, and what does not fit is an exception.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,12 @@
-// Levels by bucket, each bucket against its own norm; levels at the width of the bucket's largest, or in Elias' gamma code.
+// QSGD: levels by bucket, each bucket against its own norm.
+//
+// Encoding goes bucket by bucket over the gradient: the largest magnitude (and the norm, for L2) is one read; the second one, from the cache,
+// rounds each element at random to a level, sets the gradient to zero, and writes the levels into the body, in columns at the width of the
+// bucket's largest level. One bucket in 16 also counts the bits that Elias' code would take. Where that promises a shorter body, the levels
+// are read back from the body and written in Elias' code into a thread-local buffer, which replaces them if it is shorter indeed.
+//
+// Decoding at fixed width unpacks a bucket's levels into thread-local memory and adds them to the output, norm/steps times. Elias' code is
+// read into an array of the whole tensor's levels first: nothing may be added before all of it has proved good.
 #include <cfloat>
 #include <cmath>
 

@@ -1,4 +1,13 @@
-// Whole tensors in narrower numbers: 16-bit floats, signs, powers of two, levels by bucket.
+// Whole tensors in narrower numbers: 16-bit floats, one bit for the sign, nine bits for sign and exponent.
+//
+// float16, bfloat16 and natural compression read the gradient once and write the codes once; the two that gather set the gradient to zero in
+// the same turn, while it is in the cache. Natural compression goes by blocks of 512: peak, codes by an addition of random bits, columns.
+// All keep the largest magnitude as integer bits, which says in the end whether everything was finite.
+//
+// One-bit compression takes two passes over the residual. The first adds the gradient, sets that to zero, and sums the positive and the
+// negative half: short sums in float32, the long one in float64. The second writes the sign bits and subtracts what they decode to.
+//
+// Decoding reads codes and adds to the output in one pass each.
 #include <cmath>
 
 #include "arrays.hpp"
@@ -36,7 +45,8 @@ HC_INLINE std::uint32_t decode_float16_pass(const std::uint16_t* half, float* to
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
         out.append(count, [&](std::size_t j) HC_HOT {
             const std::uint32_t h = half[first + j], a = h & 0x7fffu;
-            const float below = static_cast<float>(static_cast<std::int32_t>(a)) * 0x1p-24f;  // as an integer: some processors are slow with denormals
+            // Below the normal numbers, as an integer: some processors are slow with denormals.
+            const float below = static_cast<float>(static_cast<std::int32_t>(a)) * 0x1p-24f;
             const std::uint32_t normal = (a << 13) + (a < 0x7c00u ? 0x38000000u : 0x70000000u);
             const std::uint32_t b = a < 0x0400u ? bits_of(below) : normal;
             peak = peak > b ? peak : b;

@@ -1,4 +1,10 @@
-// What all kernels share: variants for CPUs, floats as bits.
+// What all kernels share: variants for CPUs, floats as bits, prefetching, and sums and maxima of vectors.
+//
+// dispatch<pass> compiles a pass once for each set of instructions and calls the one in force. Vectors are 16 floats wide for all of them:
+// so sums are added up in one order, and all give the same bits. Magnitudes are compared as integers: the bits of a float without the sign
+// order as absolute values do, and infinity and NaN are the largest.
+//
+// Output writes decoded gradients in plain order, large ones past the caches, through a ring of a few stretches.
 #pragma once
 
 #include <cstddef>
@@ -38,7 +44,7 @@
 #define HC_FETCH(address)
 #define HC_UNROLL
 #endif
-// Four numbers to memory past the caches, and the end of such: before it no other thread may be told.
+// HC_STREAM writes four numbers to memory past the caches; other threads may read them after HC_FENCE only.
 #if defined(__SSE__)
 #define HC_STREAM(to, from) _mm_stream_ps(to, _mm_load_ps(from))
 #define HC_FENCE() _mm_sfence()

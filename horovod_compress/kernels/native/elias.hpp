@@ -1,6 +1,10 @@
 // Elias' code of levels, most of them small: for each that is not 0 the gamma code of the zeros before it plus 1, a sign bit, the gamma
-// code of its magnitude. One look into a table gives the code of four levels, or the few entries at the front of a stream; what is large
-// or far apart goes one by one.
+// code of its magnitude.
+//
+// Writing looks up four levels at a time in a table (Groups), by their values in 3 bits each: one look gives their code, all but that of
+// the gap before the first, which depends on the zeros before and comes from a second table. Reading looks up the next 11 bits in a table
+// (Runs): one look gives the whole entries in them, as up to 8 levels that are stored at once. What is large or far apart goes one by one.
+// Tables are made when the module is loaded.
 #pragma once
 
 #include <cstdlib>

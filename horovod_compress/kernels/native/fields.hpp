@@ -1,4 +1,10 @@
-// Integer codes of a few bits side by side in words.
+// Integer codes of a few bits side by side in words that ranks can add up.
+//
+// Layout says how many fields a word has and where elements go: by blocks of 64 words, of which one field after the other is filled, so that
+// vectors of elements go into vectors of words. pack and pack_random keep a block's words in an array of 64 while they are filled, and then
+// store them: elements are read and words written as one stream each. unpack hands each field's number straight to what uses it.
+//
+// Counts and Chosen are the second array of words where there are several scales: how many ranks say that an element fits a finer one.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +16,7 @@
 
 namespace hc {
 
-constexpr std::size_t kWordBlock = 64;  // words of a block: a few vectors, so its sums stay near and memory is read as one stream
+constexpr std::size_t kWordBlock = 64;  // words of a block, part of the wire format: a few vectors, and memory is read as one stream
 
 // Elements go to words by blocks: of the elements for a block of words, the first of each word come first, then the second …, so
 // whole vectors of elements go into whole vectors of words. Words have 32 bits, and 64 where those

@@ -1,4 +1,9 @@
-// Products of a matrix M of n rows and m columns with few vectors. Those lie one behind the other: P as rank × n, Q as rank × m.
+// PowerSGD's products of a matrix M of n rows and m columns with few vectors. Those lie one behind the other: P as rank × n, Q as rank × m.
+//
+// project makes one pass over the residual M and the gradient, four rows at a time: it subtracts the pending product P·Qᵀ of the last step,
+// adds the gradient, and, while the rows are in the cache, multiplies them with the vectors of Q into P. project_back reads M once, eight rows
+// at a time, and adds their multiples to the vectors of Q. product and subtract_product go over their matrix once, four rows at a time, for
+// which a load of Q's lines serves all. orthonormalize is Gram-Schmidt, each vector twice, in float64.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>

@@ -1,4 +1,11 @@
 // Randomness from counters, and integer codes that many ranks can add up in one word.
+//
+// quantize reads x once, scales each element to fixed point, adds random bits below the point, shifts, and packs the integers into words
+// (fields.hpp). dequantize reads the sums of words and writes the output once, past the caches where it is large. With several scales both
+// also read the words of counts, which encode_scales makes: it compares each magnitude with the largest that fits a scale, and skips a
+// stretch of 64 elements whose peak already fits. encode_signs and decode_signs are the same for the signs alone.
+//
+// draw_coordinates computes places of a permutation one by one, each from its number: it needs no memory but the result's.
 #include <algorithm>
 #include <array>
 #include <cmath>

@@ -1,4 +1,8 @@
-// What each sample contributes to a product of matrices, squared and summed. No sample's product is ever written to memory.
+// What each sample contributes to a product of matrices, squared and summed, for variance's moments.
+//
+// For each sample, 16 columns of the right matrix are copied side by side; six rows of the left one times these columns are summed over
+// places in registers, squared, and added to `squares` (and `sums`). No sample's product is ever written to memory. The left matrix is copied
+// first where its rows lie together, and read in place where it is a view of overlapping windows.
 #include <algorithm>
 
 #include "arrays.hpp"

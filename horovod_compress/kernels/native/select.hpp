@@ -1,7 +1,14 @@
-// Accumulation and selection: one pass over gradient, momentum u and velocity v that also collects the largest |v|.
+// Accumulation and selection: Deep Gradient Compression's one pass over gradient, momentum u and velocity v, which also collects the
+// largest |v|.
 //
-// Magnitudes are compared as integers: for finite floats the bits without the sign order as the absolute values do, one
-// unsigned maximum then answers both "is anything here above the floor" and "is anything here not finite".
+// 1. sampled_floor advances copies of some chunks of 64 elements and takes a magnitude from them that somewhat more than k are above.
+// 2. The pass advances one chunk after the other: u and v are updated, the gradient is set to zero, the largest new magnitude is kept.
+//    After 32 chunks, those whose maximum reaches the floor are searched, in the cache; what reaches it becomes a candidate.
+// 3. When the buffer of candidates is full it is trimmed to the k largest, which raises the floor.
+// 4. If fewer than 0.8·k have passed, v is read once more, from floor 0. A last trim leaves at most k.
+//
+// Magnitudes are compared as integers: for finite floats the bits without the sign order as the absolute values do, one unsigned maximum
+// then answers both "is anything here above the floor" and "is anything here not finite".
 #pragma once
 
 #include <algorithm>

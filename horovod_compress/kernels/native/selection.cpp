@@ -1,4 +1,7 @@
-// Accumulation with momentum, and the choice of the largest entries.
+// Accumulation with momentum, and the choice of the largest entries: select.hpp for Python.
+//
+// add_to_residual runs the pass of select.hpp with thread-local memory for candidates, so that a step allocates nothing that grows with a
+// gradient, and returns their indices. take_entries reads and writes v, and u where it is masked, at those indices, with prefetching.
 #include "arrays.hpp"
 #include "select.hpp"
 

@@ -1,13 +1,17 @@
 // Index and value coding of sparse payloads (docs/wire-format.md): the values, then the gaps between ascending indices in Rice code.
-// Decoding trusts nothing: every read is inside the body, every index inside the tensor.
+//
+// A Rice code with parameter r is the gap's r low bits and the rest in unary. The low bits of all gaps come first and the unary parts after
+// them, so that where an entry's low bits are does not wait for the entries before. Encoding tries parameters around the one that fits the
+// mean gap, each a read of the indices; then it reads values and indices once and writes the body. Decoding reads the unary parts as the places of
+// ones, adds the low bits, and leaves indices and values in thread-local memory; decode_add_sparse then adds them to the output.
+//
+// Decoding trusts nothing: every read is inside the body, every index inside the tensor, and all is checked before anything is added.
 #include "arrays.hpp"
 #include "bits.hpp"
 
 namespace hc::sparse {
 namespace {
 
-// Rice code with parameter r, in two parts: the r low bits of all gaps, then each gap >> r as so many zeros and a one. Apart, because
-// where an entry's low bits are then does not wait for those before it.
 constexpr int kMaxRice = 31;
 
 std::uint64_t low_size(std::uint64_t n, int r) { return (n * r + 7) / 8; }

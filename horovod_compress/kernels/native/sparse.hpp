@@ -1,4 +1,4 @@
-// The values of sparse bodies (docs/wire-format.md): 32, 16, 4 bits or 1.
+// The values of sparse bodies (docs/wire-format.md): 32, 16, 4 bits or 1, and how a float is rounded to 16 bits.
 #pragma once
 
 #include <cmath>
