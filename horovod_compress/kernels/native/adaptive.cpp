@@ -25,7 +25,6 @@
 namespace hc::adaptive {
 namespace {
 
-
 using tuning::kBinBlock;
 using tuning::kHitBlock;
 using tuning::kScatterAhead;
@@ -154,7 +153,7 @@ HC_INLINE std::uint32_t least_power(std::uint32_t largest) {
 
 template <bool kGiven>  // the squares; else they are the gradient's own
 HC_INLINE bool encode_variance_pass(float* g, const float* squares, float* r, float* v, std::size_t n, float alpha, float zeta, float tau,
-                             Fired& out) {
+                                    Fired& out) {
     bool finite = true;
     std::uint32_t largest = 0;  // that was taken so far, where powers are sent: what has none beside it has none in the end
     collect(
@@ -229,8 +228,8 @@ struct Parts {
 thread_local Parts parts;
 
 // Copies what has a value, and its value to the first ones; puts back the others. What rounding took from r stays there, or is forgotten.
-void keep_values(const Fired& f, const Parts& split, float* values, float* r, float* v, bool error_feedback, std::uint32_t* indices,
-                 float* r_before, float* v_before) {
+void keep_values(const Fired& f, const Parts& split, float* values, float* r, float* v, bool error_feedback, std::uint32_t* indices, float* r_before,
+                 float* v_before) {
     const std::uint32_t* places = split.places.data();
     for (std::size_t i = 0; i < split.kept; ++i) {
         const std::uint32_t place = places[i];
@@ -254,8 +253,8 @@ void keep_values(const Fired& f, const Parts& split, float* values, float* r, fl
     }
 }
 
-py::object encode_variance(Floats& grad, std::optional<Floats> squares, Floats& r, Floats& v, std::optional<Indices> spare, float alpha,
-                           float zeta, float tau, bool error_feedback) {
+py::object encode_variance(Floats& grad, std::optional<Floats> squares, Floats& r, Floats& v, std::optional<Indices> spare, float alpha, float zeta,
+                           float tau, bool error_feedback) {
     const std::size_t n = length(grad, "grad");
     same_length(n, length(r, "r"), "grad and r");
     same_length(n, length(v, "v"), "grad and v");
@@ -345,7 +344,7 @@ struct Pending {
 
 // By blocks of whole bins, so that all but the maxima goes by whole lines, whatever the bins' length is.
 HC_INLINE Bins encode_adacomp_pass(float* g, float* residual, std::size_t n, Pending pending, std::size_t bin_length, float more, Block& scratch,
-                            Fired& out) {
+                                   Fired& out) {
     std::size_t bins = std::max<std::size_t>(kBinBlock / bin_length, 1);
     if (bins > kLanes) bins -= bins % kLanes;
     const std::size_t block = bins * bin_length;
@@ -401,8 +400,7 @@ HC_INLINE Bins encode_adacomp_pass(float* g, float* residual, std::size_t n, Pen
     return {worst < kTooLarge, sum};
 }
 
-py::object encode_adacomp(Floats& grad, Floats& residual, const Indices& sent, float sent_scale, std::size_t bin_length,
-                          float scale_factor) {
+py::object encode_adacomp(Floats& grad, Floats& residual, const Indices& sent, float sent_scale, std::size_t bin_length, float scale_factor) {
     const std::size_t n = length(grad, "grad"), count = length(sent, "sent");
     same_length(n, length(residual, "residual"), "grad and residual");
     inside(sent.data(), count, n);

@@ -40,9 +40,8 @@ struct Shape {
 };
 
 HC_INLINE void take_levels(const std::uint8_t* in, std::uint32_t* to, std::size_t count, int width) {
-    each_block(count, [&](std::size_t first, std::size_t some) HC_HOT {
-        take_block(in + bytes_of(first, width), to + first, columns_of(some), width, offset_for(width));
-    });
+    each_block(count, [&](std::size_t first, std::size_t some)
+                          HC_HOT { take_block(in + bytes_of(first, width), to + first, columns_of(some), width, offset_for(width)); });
 }
 
 // The norm of a bucket whose largest magnitude is finite, and at least that.
@@ -157,8 +156,8 @@ thread_local std::vector<std::uint8_t> stream;
 thread_local std::vector<Level> coded;
 
 // A body of fixed width in Elias' code, if that has fewer bytes than `limit`: how many lie in `out` then, else 0.
-HC_INLINE std::size_t to_elias(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes, std::uint32_t* unpacked,
-                               std::uint8_t* out, std::size_t limit) {
+HC_INLINE std::size_t to_elias(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes, std::uint32_t* unpacked, std::uint8_t* out,
+                               std::size_t limit) {
     EliasCoder<BitStream> coder(BitStream(out + 4, out + limit));
     for (std::size_t b = 0; b < shape.buckets && !coder.out.full(); ++b) {
         take_levels(codes, unpacked, shape.count(b), widths[b]);
@@ -171,8 +170,7 @@ HC_INLINE std::size_t to_elias(const Shape& shape, const std::uint8_t* widths, c
 }
 
 // `limit`: Elias' code is used where its bytes are below this share of those at fixed width.
-py::object encode_buckets(Floats& grad, std::optional<Bytes> spare, int steps, std::size_t bucket, bool l2, float limit,
-                          std::uint64_t key) {
+py::object encode_buckets(Floats& grad, std::optional<Bytes> spare, int steps, std::size_t bucket, bool l2, float limit, std::uint64_t key) {
     const Shape shape(length(grad, "grad"), bucket, steps);
     const Rounding rounding(static_cast<float>(steps));
     const std::size_t at_widths = kHead + 4 * shape.buckets, at_codes = at_widths + shape.buckets;
@@ -253,8 +251,8 @@ bool decode_add_buckets(Floats& out, const Bytes& body, int steps, std::size_t b
 void bind(py::module_& m) {
     m.def("encode_buckets", &encode_buckets, arg("grad").noconvert(), arg("spare") = py::none(), py::kw_only(), arg("steps"), arg("bucket"),
           arg("l2"), arg("limit"), arg("key"));
-    m.def("decode_add_buckets", &decode_add_buckets, arg("out").noconvert(), arg("body").noconvert(), py::kw_only(), arg("steps"),
-          arg("bucket"), arg("scale"));
+    m.def("decode_add_buckets", &decode_add_buckets, arg("out").noconvert(), arg("body").noconvert(), py::kw_only(), arg("steps"), arg("bucket"),
+          arg("scale"));
 }
 
 }  // namespace hc::buckets

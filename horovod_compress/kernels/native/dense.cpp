@@ -53,8 +53,7 @@ float max_abs(const Floats& x, std::optional<Indices> peaks) {
     return float_of(std::min(dispatch<max_abs_pass>(p, n, parts), kInfinity));
 }
 
-HC_INLINE void apply_momentum_pass(float* __restrict out, const float* __restrict u, float* __restrict new_u, std::size_t n,
-                              float m, bool nesterov) {
+HC_INLINE void apply_momentum_pass(float* __restrict out, const float* __restrict u, float* __restrict new_u, std::size_t n, float m, bool nesterov) {
     for (std::size_t i = 0; i < n; ++i) {
         const float g = out[i], moved = m * u[i] + g;
         new_u[i] = moved;
@@ -169,11 +168,10 @@ void bind(py::module_& m) {
     m.def("max_abs", &max_abs, arg("x").noconvert(), arg("peaks").noconvert() = py::none());
     m.def("max_abs_and_deviation", &max_abs_and_deviation, arg("x").noconvert());
     m.def("squared_norm", &squared_norm, arg("x").noconvert());
-    m.def("apply_momentum", &apply_momentum, arg("out").noconvert(), arg("u").noconvert(), arg("new_u").noconvert(), py::kw_only(),
-          arg("momentum"), arg("nesterov"));
+    m.def("apply_momentum", &apply_momentum, arg("out").noconvert(), arg("u").noconvert(), arg("new_u").noconvert(), py::kw_only(), arg("momentum"),
+          arg("nesterov"));
     m.def("flush_denormals", &flush_denormals, py::kw_only(), arg("mode"));
-    m.def("scatter_add", &scatter_add, arg("out").noconvert(), arg("indices").noconvert(), arg("values").noconvert(), py::kw_only(),
-          arg("scale"));
+    m.def("scatter_add", &scatter_add, arg("out").noconvert(), arg("indices").noconvert(), arg("values").noconvert(), py::kw_only(), arg("scale"));
 }
 
 }  // namespace hc::dense

@@ -179,8 +179,8 @@ HC_INLINE Entry entry_in(std::uint64_t word) {
     const int high = __builtin_ctzll(~(rest >> 1) | 1ull << 62);
     const std::uint32_t bits = 2 * static_cast<std::uint32_t>(wide + high) + 3;
     if (bits > kShort) return {0, 0, false, bits};
-    return {1ull << wide | (word >> (wide + 1) & ((1ull << wide) - 1)), 1ull << high | (rest >> (high + 2) & ((1ull << high) - 1)),
-            (rest & 1) != 0, bits};
+    return {1ull << wide | (word >> (wide + 1) & ((1ull << wide) - 1)), 1ull << high | (rest >> (high + 2) & ((1ull << high) - 1)), (rest & 1) != 0,
+            bits};
 }
 inline Entry take_entry(BitReader& reader) {
     Entry entry = entry_in(reader.peek());
@@ -202,7 +202,7 @@ inline Entry take_entry(BitReader& reader) {
 class Runs {
   public:
     static constexpr int kLook = tuning::kEliasLook, kSpan = tuning::kEliasSpan, kMost = kLook / 3;  // an entry has 3 bits at least
-    static constexpr int kReach = (1 << kLook / 2) + kSpan;          // levels that it may go past
+    static constexpr int kReach = (1 << kLook / 2) + kSpan;  // levels that it may go past
     struct Size {
         std::uint32_t word;  // the largest level highest, so that words compare as those do
         Size() = default;

@@ -105,18 +105,17 @@ HC_INLINE void unpack(const std::uint8_t* words, const Layout& layout, std::uint
     for (int field = 0; field < layout.fields; ++field) offsets += static_cast<Unsigned>(offset) << (field * layout.width);
     const Unsigned mask = static_cast<Unsigned>(~0ull >> (64 - layout.width)), less = static_cast<Unsigned>(offset);
     const int width = layout.width;
-    layout.blocks(
-        [=](std::size_t word, std::size_t many) HC_HOT { prefetch_ahead(words + word * sizeof(Word), many * sizeof(Word)); },
-        [&](int field, std::size_t word, std::size_t first, std::size_t count) HC_HOT {
-            const int shift = field * width;
-            const std::uint8_t* from = words + word * sizeof(Word);
-            decode(first, count, [=](std::size_t j) HC_HOT {
-                Unsigned sums;
-                std::memcpy(&sums, from + j * sizeof sums, sizeof sums);
-                return static_cast<std::int32_t>(((sums + offsets) >> shift & mask) - less);
-            });
-        },
-        [](std::size_t, std::size_t) HC_HOT {});
+    layout.blocks([=](std::size_t word, std::size_t many) HC_HOT { prefetch_ahead(words + word * sizeof(Word), many * sizeof(Word)); },
+                  [&](int field, std::size_t word, std::size_t first, std::size_t count) HC_HOT {
+                      const int shift = field * width;
+                      const std::uint8_t* from = words + word * sizeof(Word);
+                      decode(first, count, [=](std::size_t j) HC_HOT {
+                          Unsigned sums;
+                          std::memcpy(&sums, from + j * sizeof sums, sizeof sums);
+                          return static_cast<std::int32_t>(((sums + offsets) >> shift & mask) - less);
+                      });
+                  },
+                  [](std::size_t, std::size_t) HC_HOT {});
 }
 
 // Words of counts up to `full`, for each of several scales but the first: how many ranks say that an element fits it.

@@ -139,9 +139,8 @@ HC_INLINE bool project_pass(const float* __restrict g, float* __restrict x, cons
 
 HC_INLINE void project_back_pass(const float* x, const float* p, float* q, std::size_t n, std::size_t m, std::size_t rank) {
     std::memset(q, 0, 4 * rank * m);
-    const auto work = [&](std::size_t row, auto rows, std::size_t k, auto vectors) HC_HOT {
-        add_rows<rows.value, vectors.value>(x + row * m, p + k * n + row, n, q + k * m, m);
-    };
+    const auto work = [&](std::size_t row, auto rows, std::size_t k, auto vectors)
+                          HC_HOT { add_rows<rows.value, vectors.value>(x + row * m, p + k * n + row, n, q + k * m, m); };
     std::size_t row = 0;
     for (; row + kAddedRows <= n; row += kAddedRows) by_vectors<kAddedRows>(row, rank, work);
     for (; row < n; ++row) by_vectors<1>(row, rank, work);
@@ -151,9 +150,8 @@ HC_INLINE void project_back_pass(const float* x, const float* p, float* q, std::
 template <class Finish>
 HC_INLINE void multiply(const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank, Finish finish) {
     const auto part = [&](std::size_t row, auto rows) HC_HOT {
-        multiply_rows<rows.value>(p + row, q, n, m, rank, [&](std::size_t i, const Lanes& product, auto count) HC_HOT {
-            finish(row * m + i, product, count);
-        });
+        multiply_rows<rows.value>(p + row, q, n, m, rank,
+                                  [&](std::size_t i, const Lanes& product, auto count) HC_HOT { finish(row * m + i, product, count); });
     };
     std::size_t row = 0;
     for (; row + kHeight <= n; row += kHeight) part(row, std::integral_constant<std::size_t, kHeight>{});
@@ -260,12 +258,9 @@ void orthonormalize(Floats& p, std::size_t rank) {
 void bind(py::module_& m) {
     m.def("project", &project, arg("grad").noconvert(), arg("residual").noconvert(), arg("q").noconvert(), arg("p").noconvert(),
           arg("pending").noconvert().none(true), py::kw_only(), arg("rank"));
-    m.def("project_back", &project_back, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), py::kw_only(),
-          arg("rank"));
-    m.def("subtract_product", &subtract_product, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), py::kw_only(),
-          arg("rank"));
-    m.def("product", &product, arg("p").noconvert(), arg("q").noconvert(), arg("out").noconvert(), py::kw_only(), arg("rank"),
-          arg("scale"));
+    m.def("project_back", &project_back, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), py::kw_only(), arg("rank"));
+    m.def("subtract_product", &subtract_product, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), py::kw_only(), arg("rank"));
+    m.def("product", &product, arg("p").noconvert(), arg("q").noconvert(), arg("out").noconvert(), py::kw_only(), arg("rank"), arg("scale"));
     m.def("orthonormalize", &orthonormalize, arg("p").noconvert(), py::kw_only(), arg("rank"));
 }
 

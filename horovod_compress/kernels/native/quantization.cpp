@@ -151,9 +151,8 @@ std::optional<Counts> counts_of(std::optional<py::array>& words, std::size_t n, 
     if (words.has_value() != (scales > 1)) throw std::invalid_argument("levels are of 2 scales and more");
     std::optional<Counts> counts;
     if (words)
-        on_words(*words, layout, (scales - 1) * layout.words, [&](auto* data, auto) {
-            counts = Counts{data, layout, size, static_cast<int>(scales)};
-        });
+        on_words(*words, layout, (scales - 1) * layout.words,
+                 [&](auto* data, auto) { counts = Counts{data, layout, size, static_cast<int>(scales)}; });
     return counts;
 }
 
@@ -181,14 +180,12 @@ HC_INLINE void dequantize_one(const std::uint8_t* words, float* to, const Layout
     });
 }
 template <class Word>
-HC_INLINE void dequantize_several(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t offset,
-                                  const Counts& counts, const float* units) {
+HC_INLINE void dequantize_several(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t offset, const Counts& counts,
+                                  const float* units) {
     Output out(to, layout.n);
     Chosen chosen(counts, units);
     unpack<Word>(words, layout, offset, [&](std::size_t, std::size_t count, auto sum) HC_HOT {
-        chosen.next(count, [&](auto unit) HC_HOT {
-            out.append(count, [=](std::size_t j) HC_HOT { return static_cast<float>(sum(j)) * unit(j); });
-        });
+        chosen.next(count, [&](auto unit) HC_HOT { out.append(count, [=](std::size_t j) HC_HOT { return static_cast<float>(sum(j)) * unit(j); }); });
     });
 }
 
@@ -210,7 +207,7 @@ void dequantize(py::array& words, std::optional<py::array> levels, Floats& out, 
 
 template <class Word>
 HC_INLINE void encode_scales_pass(const float* x, const std::uint32_t* peaks, std::uint8_t* words, const Layout& layout, const Scales& scales,
-                            int scale) {
+                                  int scale) {
     const std::uint32_t largest = scales.largest_fit(scale);
     const std::size_t peaks_in_all = (layout.n + kStretch - 1) / kStretch;
     pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
@@ -276,9 +273,8 @@ py::array encode_signs(const Floats& x, std::optional<py::array> spare, int widt
 void decode_signs(py::array& words, Floats& out, int width, std::uint64_t size, float unit) {
     const Layout layout(length(out, "out"), width, 0);
     float* to = out.mutable_data();
-    on_words(words, layout, layout.words + 1, [&](auto* from, auto word) {
-        dispatch<decode_signs_pass<decltype(word)>>(from, to, layout, size, unit);
-    });
+    on_words(words, layout, layout.words + 1,
+             [&](auto* from, auto word) { dispatch<decode_signs_pass<decltype(word)>>(from, to, layout, size, unit); });
 }
 
 }  // namespace
@@ -286,15 +282,14 @@ void decode_signs(py::array& words, Floats& out, int width, std::uint64_t size, 
 void bind(py::module_& m) {
     m.def("random_bits", &random, py::kw_only(), arg("key"), arg("n"));
     m.def("draw_coordinates", &draw_coordinates, py::kw_only(), arg("key"), arg("numel"), arg("first"), arg("count"));
-    m.def("quantize", &quantize, arg("x").noconvert(), arg("levels").noconvert().none(true), arg("spare") = py::none(), py::kw_only(),
-          arg("w"), arg("clip"), arg("steps"), arg("width"), arg("size"), arg("key"));
-    m.def("dequantize", &dequantize, arg("words").noconvert(), arg("levels").noconvert().none(true), arg("out").noconvert(), py::kw_only(),
-          arg("w"), arg("steps"), arg("width"), arg("size"), arg("scale"));
-    m.def("encode_scales", &encode_scales, arg("x").noconvert(), arg("peaks").noconvert(), arg("spare") = py::none(), py::kw_only(),
-          arg("w"), arg("steps"), arg("size"));
+    m.def("quantize", &quantize, arg("x").noconvert(), arg("levels").noconvert().none(true), arg("spare") = py::none(), py::kw_only(), arg("w"),
+          arg("clip"), arg("steps"), arg("width"), arg("size"), arg("key"));
+    m.def("dequantize", &dequantize, arg("words").noconvert(), arg("levels").noconvert().none(true), arg("out").noconvert(), py::kw_only(), arg("w"),
+          arg("steps"), arg("width"), arg("size"), arg("scale"));
+    m.def("encode_scales", &encode_scales, arg("x").noconvert(), arg("peaks").noconvert(), arg("spare") = py::none(), py::kw_only(), arg("w"),
+          arg("steps"), arg("size"));
     m.def("encode_signs", &encode_signs, arg("x").noconvert(), arg("spare") = py::none(), py::kw_only(), arg("width"));
-    m.def("decode_signs", &decode_signs, arg("words").noconvert(), arg("out").noconvert(), py::kw_only(), arg("width"), arg("size"),
-          arg("unit"));
+    m.def("decode_signs", &decode_signs, arg("words").noconvert(), arg("out").noconvert(), py::kw_only(), arg("width"), arg("size"), arg("unit"));
 }
 
 }  // namespace hc::quantization

@@ -55,8 +55,8 @@ HC_INLINE void gather_rows(const float* sample, const Matrices& left, float* str
 
 // Rows that lie together are gathered first: at their places the caches' sets would collide. Those of a convolution's windows overlap
 // and stay where they are.
-HC_INLINE void add_products(const Matrices& left, const Matrices& right, std::size_t samples, bool gathers, float* squares, float* sums,
-                            float* panel, float* strip) {
+HC_INLINE void add_products(const Matrices& left, const Matrices& right, std::size_t samples, bool gathers, float* squares, float* sums, float* panel,
+                            float* strip) {
     const std::size_t rows = left.elements.size(), columns = right.elements.size(), places = left.places.size();
     std::ptrdiff_t offsets[kTall];
     for (std::size_t k = 0; k < kTall; ++k) offsets[k] = static_cast<std::ptrdiff_t>(k);

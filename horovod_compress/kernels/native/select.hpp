@@ -75,8 +75,7 @@ class TopK {
 
     // Searches the chunks of one block of `n` values, the first of which has index `first` in its tensor; `hits` are the
     // chunks' offsets. Nothing here branches on data: a mispredicted branch costs more than a line's search.
-    HC_INLINE void search(const float* values, std::size_t n, const std::uint32_t* hits, std::size_t count,
-                          std::size_t first) {
+    HC_INLINE void search(const float* values, std::size_t n, const std::uint32_t* hits, std::size_t count, std::size_t first) {
         std::uint32_t lines[kBlock / kLine];
         std::size_t found = 0;
         const std::uint32_t floor = floor_;
@@ -134,8 +133,7 @@ class TopK {
 // large again. The gradient's memory is
 // left zero, while it is in the cache: the decoded sum will be added there.
 template <Momentum M>
-HC_INLINE std::uint32_t advance_chunk(float* __restrict g, float* __restrict u, float* __restrict v, float momentum,
-                                      float scale, std::size_t count) {
+HC_INLINE std::uint32_t advance_chunk(float* __restrict g, float* __restrict u, float* __restrict v, float momentum, float scale, std::size_t count) {
     std::uint32_t peak = 0;
     for (std::size_t j = 0; j < count; ++j) {
         const float old_u = M == Momentum::none ? 0 : u[j], old_v = v[j];
@@ -174,8 +172,7 @@ HC_INLINE void pass(const float* values, std::size_t n, TopK& top, Peak peak) {
 // The floor to start with: from a sample, of what v is about to become, of whole chunks evenly spaced from `offset` on. The
 // rank in the sample is the wanted one plus two standard deviations, so too few candidates are rare.
 template <Momentum M>
-HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_t k, std::size_t samples,
-                                      std::size_t offset, TopK& top) {
+HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std::size_t offset, TopK& top) {
     const std::size_t chunks = n / kChunk, wanted = std::min(chunks, (samples + kChunk - 1) / kChunk);
     if (wanted == 0) return 1;
     const double expected = static_cast<double>(k) * static_cast<double>(wanted * kChunk) / static_cast<double>(n);
@@ -207,8 +204,7 @@ HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_
 // The whole of it: floor, pass, and where the sample misled so far that fewer than 0.8·k passed, a second look at v.
 // Returns whether every new v was finite.
 template <Momentum M>
-HC_INLINE bool add_to_residual_pass(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std::size_t offset,
-                               TopK& top) {
+HC_INLINE bool add_to_residual_pass(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std::size_t offset, TopK& top) {
     const std::uint32_t floor = k == 0 ? kInfinity : sampled_floor<M>(t, n, k, samples, offset, top);
     std::uint32_t worst = 0;
     top.start(k, floor, n, kBlock);

@@ -209,8 +209,7 @@ Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, 
 }
 
 void bind(py::module_& m) {
-    m.def("encode_sparse", &encode_sparse, arg("indices").noconvert(), arg("values").noconvert(), py::kw_only(), arg("kind"),
-          arg("scale") = 0.0f);
+    m.def("encode_sparse", &encode_sparse, arg("indices").noconvert(), arg("values").noconvert(), py::kw_only(), arg("kind"), arg("scale") = 0.0f);
     m.def("decode_sparse", &decode_sparse, arg("body").noconvert(), py::kw_only(), arg("numel"));
     m.def("decode_add_sparse", &decode_add_sparse, arg("out").noconvert(), arg("body").noconvert(), py::kw_only(), arg("scale"));
 }
