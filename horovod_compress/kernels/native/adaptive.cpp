@@ -1,4 +1,17 @@
-// Passes that decide element by element, or bin by bin, whether enough has gathered to be sent.
+// Strom's threshold, variance-based compression and AdaComp: each element, or each bin of them, decides by itself whether it is sent.
+//
+// All three make one pass over the gradient and the residual (variance over its v, and the samples' squares, too), block by block:
+// 1. the block is advanced: residual += gradient, the gradient is set to zero, and a byte an element says whether it is sent; an element
+//    that would become too large or not finite keeps its residual;
+// 2. the bytes become words of bits, the bits become indices, appended to thread-local lists with the residual's value there;
+// 3. while the block is in the cache, what is sent is subtracted from the residual (not in AdaComp, see below).
+// Then the lists are written as a sparse body. If any element was not finite, the lists put back what step 3 subtracted.
+//
+// Variance without tau sends powers of two within 2^7 of the largest, which is known only after the pass: entries that turn out too small
+// are put back by keep_values, which also copies what a rollback needs.
+//
+// AdaComp's block is a number of whole bins: their maxima are found between steps 1 and 2. Its scale is the mean of all maxima, so what is
+// sent stays in the residual, and the pass of the next call subtracts it just before it reaches it.
 #include <algorithm>
 #include <cmath>
 
@@ -12,9 +25,11 @@
 namespace hc::adaptive {
 namespace {
 
-constexpr std::size_t kBlock = 256;   // elements that are searched for hits while they are in the first-level cache
-constexpr std::size_t kBins = 1024;   // elements of bins that are worked on together: three arrays of as many stay in that cache
-constexpr std::size_t kGroup = 64;    // elements whose hits make one word
+using tuning::kBinBlock;
+using tuning::kHitBlock;
+using tuning::kScatterAhead;
+
+constexpr std::size_t kGroup = 64;  // elements whose hits make one word
 
 // Which of 64 bytes are 255 and not 0, as bits.
 HC_INLINE std::uint64_t bits_of_bytes(const std::uint8_t* bytes) {
@@ -50,15 +65,15 @@ struct Fired {
     }
     // Room for `n` more, and for what push writes behind them.
     void reserve(std::size_t n) {
-        if (indices.size() >= count + n + kAtOnce) return;
-        for (auto* rows : {&r, &v}) rows->resize(2 * (count + n) + kAtOnce);
-        indices.resize(2 * (count + n) + kAtOnce);
+        if (indices.size() >= count + n + kPlacesAtOnce) return;
+        for (auto* rows : {&r, &v}) rows->resize(2 * (count + n) + kPlacesAtOnce);
+        indices.resize(2 * (count + n) + kPlacesAtOnce);
     }
     // Nothing is sent: puts back what was taken.
-    void undo(float* its_r, float* its_v) {
+    void undo(float* to_r, float* to_v) {
         for (std::size_t i = 0; i < count; ++i) {
-            its_r[indices[i]] = r[i];
-            if (its_v) its_v[indices[i]] = v[i];
+            to_r[indices[i]] = r[i];
+            if (to_v) to_v[indices[i]] = v[i];
         }
         count = 0;
     }
@@ -73,9 +88,9 @@ thread_local std::vector<float> scratch;
 template <class Advance, class Take>
 HC_INLINE void collect(std::size_t n, Fired& out, Advance advance, Take take) {
     out.count = 0;
-    std::uint8_t hits[kBlock + kGroup];
-    for (std::size_t block = 0; block < n; block += kBlock) {
-        const std::size_t count = std::min(kBlock, n - block), before = out.count;
+    std::uint8_t hits[kHitBlock + kGroup];
+    for (std::size_t block = 0; block < n; block += kHitBlock) {
+        const std::size_t count = std::min(kHitBlock, n - block), before = out.count;
         out.reserve(count);
         advance(block, count, hits);
         std::memset(hits + count, 0, kGroup);
@@ -91,17 +106,17 @@ HC_INLINE bool encode_strom_pass(float* g, float* r, std::size_t n, float tau, F
         [&](std::size_t begin, std::size_t count, std::uint8_t* hits) HC_HOT {
             float *added = g + begin, *kept = r + begin;
             std::uint32_t peak = 0;
-            ask_ahead(added, count);
-            ask_ahead(kept, count);
+            prefetch_ahead(added, count);
+            prefetch_ahead(kept, count);
             HC_APART
             for (std::size_t i = 0; i < count; ++i) {
                 const float moved = kept[i] + added[i];
                 const std::uint32_t b = magnitude(moved);
                 peak = peak > b ? peak : b;
-                const float its = b < kTooLarge ? moved : kept[i];
-                kept[i] = its;
+                const float now = b < kTooLarge ? moved : kept[i];
+                kept[i] = now;
                 added[i] = 0;
-                hits[i] = std::fabs(its) > tau ? 255 : 0;
+                hits[i] = std::fabs(now) > tau ? 255 : 0;
             }
             worst = std::max(worst, peak);
         },
@@ -138,21 +153,21 @@ HC_INLINE std::uint32_t least_power(std::uint32_t largest) {
 
 template <bool kGiven>  // the squares; else they are the gradient's own
 HC_INLINE bool encode_variance_pass(float* g, const float* squares, float* r, float* v, std::size_t n, float alpha, float zeta, float tau,
-                             Fired& out) {
+                                    Fired& out) {
     bool finite = true;
     std::uint32_t largest = 0;  // that was taken so far, where powers are sent: what has none beside it has none in the end
     collect(
         n, out,
         [&](std::size_t begin, std::size_t count, std::uint8_t* hits) HC_HOT {
             const std::uint32_t least = least_power(largest);
-            float *added = g + begin, *its_r = r + begin, *its_v = v + begin;
+            float *added = g + begin, *to_r = r + begin, *to_v = v + begin;
             const float* given = squares + (kGiven ? begin : 0);
             std::uint32_t peak_r = 0, peak_v = 0;
-            for (const float* its : {added, its_r, its_v}) ask_ahead(its, count);
-            if (kGiven) ask_ahead(given, count);
+            for (const float* row : {added, to_r, to_v}) prefetch_ahead(row, count);
+            if (kGiven) prefetch_ahead(given, count);
             HC_APART
             for (std::size_t i = 0; i < count; ++i) {
-                const float old_r = its_r[i], old_v = its_v[i];
+                const float old_r = to_r[i], old_v = to_v[i];
                 float new_r = old_r + added[i], new_v = old_v + (kGiven ? given[i] : added[i] * added[i]);
                 const std::uint32_t a = magnitude(new_r), b = magnitude(new_v);
                 peak_r = peak_r > a ? peak_r : a;
@@ -161,20 +176,20 @@ HC_INLINE bool encode_variance_pass(float* g, const float* squares, float* r, fl
                 new_r = good ? new_r : old_r;
                 new_v = good ? new_v : old_v;
                 const bool fires = (new_r * new_r > alpha * new_v) & (std::fabs(new_r) > tau);
-                its_r[i] = new_r;
-                its_v[i] = fires ? new_v : zeta * new_v;
+                to_r[i] = new_r;
+                to_v[i] = fires ? new_v : zeta * new_v;
                 added[i] = 0;
                 hits[i] = (fires & (magnitude(new_r) + kHalfPower >= least)) ? 255 : 0;
             }
             finite &= peak_r < kTooLarge && peak_v < kInfinity;
         },
         [&](std::size_t entry) HC_HOT {
-            float &its_r = r[out.indices[entry]], &its_v = v[out.indices[entry]];
-            out.r[entry] = its_r;
-            out.v[entry] = its_v;
-            if (tau == 0) largest = std::max(largest, magnitude(its_r));
-            its_v = tau > 0 ? std::max(its_v - 2 * std::fabs(its_r) * tau + tau * tau, 0.0f) : 0;
-            its_r = tau > 0 ? its_r - std::copysign(tau, its_r) : 0;
+            float &to_r = r[out.indices[entry]], &to_v = v[out.indices[entry]];
+            out.r[entry] = to_r;
+            out.v[entry] = to_v;
+            if (tau == 0) largest = std::max(largest, magnitude(to_r));
+            to_v = tau > 0 ? std::max(to_v - 2 * std::fabs(to_r) * tau + tau * tau, 0.0f) : 0;
+            to_r = tau > 0 ? to_r - std::copysign(tau, to_r) : 0;
         });
     return finite;
 }
@@ -192,8 +207,6 @@ HC_INLINE std::uint32_t powers_of(const float* __restrict r, std::size_t count, 
     }
     return top << 23;
 }
-
-constexpr std::size_t kAhead = 48;  // entries: scattered memory is asked for early
 
 // The places of what fired: first of what has a value, then, from kept + 1 to the last, of what has none; reused between calls.
 struct Parts {
@@ -215,24 +228,24 @@ struct Parts {
 thread_local Parts parts;
 
 // Copies what has a value, and its value to the first ones; puts back the others. What rounding took from r stays there, or is forgotten.
-void keep_values(const Fired& f, const Parts& its, float* values, float* r, float* v, bool error_feedback, std::uint32_t* indices,
-                 float* r_before, float* v_before) {
-    const std::uint32_t* places = its.places.data();
-    for (std::size_t i = 0; i < its.kept; ++i) {
+void keep_values(const Fired& f, const Parts& split, float* values, float* r, float* v, bool error_feedback, std::uint32_t* indices, float* r_before,
+                 float* v_before) {
+    const std::uint32_t* places = split.places.data();
+    for (std::size_t i = 0; i < split.kept; ++i) {
         const std::uint32_t place = places[i];
         indices[i] = f.indices[place];
         r_before[i] = f.r[place];
         v_before[i] = f.v[place];
         values[i] = values[place];
     }
-    for (std::size_t i = 0; error_feedback && i < its.kept; ++i) {
-        if (i + kAhead < its.kept) HC_PREFETCH(r + indices[i + kAhead]);
+    for (std::size_t i = 0; error_feedback && i < split.kept; ++i) {
+        if (i + kScatterAhead < split.kept) HC_PREFETCH(r + indices[i + kScatterAhead]);
         r[indices[i]] = r_before[i] - values[i];
     }
-    for (std::size_t i = its.kept + 1; i <= f.count; ++i) {
-        if (i + kAhead <= f.count) {
-            HC_PREFETCH(r + f.indices[places[i + kAhead]]);
-            HC_PREFETCH(v + f.indices[places[i + kAhead]]);
+    for (std::size_t i = split.kept + 1; i <= f.count; ++i) {
+        if (i + kScatterAhead <= f.count) {
+            HC_PREFETCH(r + f.indices[places[i + kScatterAhead]]);
+            HC_PREFETCH(v + f.indices[places[i + kScatterAhead]]);
         }
         const std::uint32_t place = places[i], at = f.indices[place];
         r[at] = f.r[place];
@@ -240,8 +253,8 @@ void keep_values(const Fired& f, const Parts& its, float* values, float* r, floa
     }
 }
 
-py::object encode_variance(Floats& grad, std::optional<Floats> squares, Floats& r, Floats& v, std::optional<Indices> spare, float alpha,
-                           float zeta, float tau, bool error_feedback) {
+py::object encode_variance(Floats& grad, std::optional<Floats> squares, Floats& r, Floats& v, std::optional<Indices> spare, float alpha, float zeta,
+                           float tau, bool error_feedback) {
     const std::size_t n = length(grad, "grad");
     same_length(n, length(r, "r"), "grad and r");
     same_length(n, length(v, "v"), "grad and v");
@@ -331,12 +344,12 @@ struct Pending {
 
 // By blocks of whole bins, so that all but the maxima goes by whole lines, whatever the bins' length is.
 HC_INLINE Bins encode_adacomp_pass(float* g, float* residual, std::size_t n, Pending pending, std::size_t bin_length, float more, Block& scratch,
-                            Fired& out) {
-    std::size_t bins = std::max<std::size_t>(kBins / bin_length, 1);
+                                   Fired& out) {
+    std::size_t bins = std::max<std::size_t>(kBinBlock / bin_length, 1);
     if (bins > kLanes) bins -= bins % kLanes;
     const std::size_t block = bins * bin_length;
     if (scratch.hits.size() < block + kGroup) {
-        scratch.peaks.resize(kBins);
+        scratch.peaks.resize(kBinBlock);
         scratch.floors.resize(block + kLanes);
         scratch.hits.resize(block + kGroup);
     }
@@ -350,8 +363,8 @@ HC_INLINE Bins encode_adacomp_pass(float* g, float* residual, std::size_t n, Pen
         float *newest = g + begin, *total = residual + begin;
         pending.subtract_below(begin + count, residual);
         by_stretches(count, [&](std::size_t first, std::size_t some) HC_HOT {
-            ask_ahead(newest + first, some);
-            ask_ahead(total + first, some);
+            prefetch_ahead(newest + first, some);
+            prefetch_ahead(total + first, some);
             HC_APART
             for (std::size_t i = first; i < first + some; ++i) {
                 const float old = total[i], moved = old + newest[i];
@@ -387,8 +400,7 @@ HC_INLINE Bins encode_adacomp_pass(float* g, float* residual, std::size_t n, Pen
     return {worst < kTooLarge, sum};
 }
 
-py::object encode_adacomp(Floats& grad, Floats& residual, const Indices& sent, float sent_scale, std::size_t bin_length,
-                          float scale_factor) {
+py::object encode_adacomp(Floats& grad, Floats& residual, const Indices& sent, float sent_scale, std::size_t bin_length, float scale_factor) {
     const std::size_t n = length(grad, "grad"), count = length(sent, "sent");
     same_length(n, length(residual, "residual"), "grad and residual");
     inside(sent.data(), count, n);

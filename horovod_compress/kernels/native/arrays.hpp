@@ -1,5 +1,8 @@
-// Python's face of the kernels: arrays in and out, checked. What each function computes is stated in reference/, which has the
-// same functions in NumPy, file by file.
+// What the kernels share at the border to Python: arrays in and out, checked, and what encoders return.
+//
+// What each function computes is stated in reference/, which has the same functions in NumPy, file by file. A function takes arrays without
+// converting or copying them, checks lengths, releases Python's lock and calls the variant of its pass for this CPU. Passes know pointers
+// only. Buffers of bodies begin on a cache line and are those of an earlier step where they fit.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -38,7 +41,7 @@ inline void inside(const std::uint32_t* indices, std::size_t n, std::size_t nume
 
 // to[at[i]] += scale · value[i]; returns whether what stands there now is finite.
 inline bool add_entries(float* to, const std::uint32_t* at, const float* value, std::size_t n, float scale) {
-    constexpr std::size_t ahead = 48;  // scattered writes: fetch early what comes next
+    constexpr std::size_t ahead = tuning::kScatterAhead;
     std::uint32_t peak = 0;
     for (std::size_t i = 0; i < n; ++i) {
         if (i + ahead < n) HC_PREFETCH(to + at[i + ahead]);

@@ -1,4 +1,12 @@
-// Levels by bucket, each bucket against its own norm; levels at the width of the bucket's largest, or in Elias' gamma code.
+// QSGD: levels by bucket, each bucket against its own norm.
+//
+// Encoding goes bucket by bucket over the gradient: the largest magnitude (and the norm, for L2) is one read; the second one, from the cache,
+// rounds each element at random to a level, sets the gradient to zero, and writes the levels into the body, in columns at the width of the
+// bucket's largest level. One bucket in 16 also counts the bits that Elias' code would take. Where that promises a shorter body, the levels
+// are read back from the body and written in Elias' code into a thread-local buffer, which replaces them if it is shorter indeed.
+//
+// Decoding at fixed width unpacks a bucket's levels into thread-local memory and adds them to the output, norm/steps times. Elias' code is
+// read into an array of the whole tensor's levels first: nothing may be added before all of it has proved good.
 #include <cfloat>
 #include <cmath>
 
@@ -32,9 +40,8 @@ struct Shape {
 };
 
 HC_INLINE void take_levels(const std::uint8_t* in, std::uint32_t* to, std::size_t count, int width) {
-    each_block(count, [&](std::size_t first, std::size_t some) HC_HOT {
-        take_block(in + bytes_of(first, width), to + first, columns_of(some), width, offset_for(width));
-    });
+    each_block(count, [&](std::size_t first, std::size_t some)
+                          HC_HOT { take_block(in + bytes_of(first, width), to + first, columns_of(some), width, offset_for(width)); });
 }
 
 // The norm of a bucket whose largest magnitude is finite, and at least that.
@@ -53,15 +60,14 @@ struct Fixed {
     std::uint64_t bits = 0, counted = 0;  // in Elias' code, and elements, of the buckets that are sampled
     bool finite = true;
 };
-constexpr std::size_t kSampled = 16, kFew = 64;  // one bucket in so many is sampled; all, where there are so few
 
 HC_INLINE void to_fixed(float* __restrict g, const Shape& shape, const Rounding& rounding, bool l2, Key key, Fixed& body) {
     const Rounding round = rounding;
-    const std::size_t blocks = blocks_of(shape.bucket), stride = shape.buckets < kFew ? 1 : kSampled;
+    const std::size_t blocks = blocks_of(shape.bucket), stride = shape.buckets < tuning::kFewBuckets ? 1 : tuning::kSampledBucket;
     for (std::size_t b = 0; b < shape.buckets; ++b) {
         float* x = g + b * shape.bucket;
         const std::size_t count = shape.count(b);
-        ask_ahead(x, count);
+        prefetch_ahead(x, count);
         const std::uint32_t peak = peak_of(x, count);
         body.finite = peak < kInfinity;
         if (!body.finite) return;
@@ -94,10 +100,10 @@ HC_INLINE void to_fixed(float* __restrict g, const Shape& shape, const Rounding&
 }
 
 // Adds step · level to each element; returns the largest magnitude.
-template <class Its>
-HC_INLINE std::uint32_t add_levels(const Its* __restrict levels, std::size_t count, float step, float* __restrict to) {
+template <class Integer>
+HC_INLINE std::uint32_t add_levels(const Integer* __restrict levels, std::size_t count, float step, float* __restrict to) {
     std::uint32_t peak = 0;
-    ask_ahead(to, count);
+    prefetch_ahead(to, count);
     for (std::size_t j = 0; j < count; ++j) {
         to[j] += step * static_cast<float>(levels[j]);
         peak = peak > magnitude(to[j]) ? peak : magnitude(to[j]);
@@ -117,21 +123,21 @@ struct Weights {
 };
 
 HC_INLINE std::uint32_t add_fixed(const Shape& shape, const Weights& weights, const std::uint8_t* widths, const std::uint8_t* codes,
-                                  std::uint32_t* its, float* out) {
+                                  std::uint32_t* unpacked, float* out) {
     std::uint32_t peak = 0;
     for (std::size_t b = 0; b < shape.buckets; ++b) {
         const std::size_t count = shape.count(b);
-        take_levels(codes, its, count, widths[b]);
+        take_levels(codes, unpacked, count, widths[b]);
         codes += shape.bytes(b, widths[b]);
-        peak = std::max(peak, add_levels(reinterpret_cast<const std::int32_t*>(its), count, weights[b], out + b * shape.bucket));
+        peak = std::max(peak, add_levels(reinterpret_cast<const std::int32_t*>(unpacked), count, weights[b], out + b * shape.bucket));
     }
     return peak;
 }
-HC_INLINE std::uint32_t add_coded(const Shape& shape, const Weights& weights, const Level* its, float* out) {
+HC_INLINE std::uint32_t add_coded(const Shape& shape, const Weights& weights, const Level* unpacked, float* out) {
     std::uint32_t peak = 0;
     for (std::size_t b = 0; b < shape.buckets; ++b) {
         const std::size_t first = b * shape.bucket;
-        peak = std::max(peak, add_levels(its + first, shape.count(b), weights[b], out + first));
+        peak = std::max(peak, add_levels(unpacked + first, shape.count(b), weights[b], out + first));
     }
     return peak;
 }
@@ -150,13 +156,13 @@ thread_local std::vector<std::uint8_t> stream;
 thread_local std::vector<Level> coded;
 
 // A body of fixed width in Elias' code, if that has fewer bytes than `limit`: how many lie in `out` then, else 0.
-HC_INLINE std::size_t to_elias(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes, std::uint32_t* its,
-                               std::uint8_t* out, std::size_t limit) {
+HC_INLINE std::size_t to_elias(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes, std::uint32_t* unpacked, std::uint8_t* out,
+                               std::size_t limit) {
     EliasCoder<BitStream> coder(BitStream(out + 4, out + limit));
     for (std::size_t b = 0; b < shape.buckets && !coder.out.full(); ++b) {
-        take_levels(codes, its, shape.count(b), widths[b]);
+        take_levels(codes, unpacked, shape.count(b), widths[b]);
         codes += shape.bytes(b, widths[b]);
-        coder.put(reinterpret_cast<const std::int32_t*>(its), shape.count(b));
+        coder.put(reinterpret_cast<const std::int32_t*>(unpacked), shape.count(b));
     }
     std::memcpy(out, &coder.entries, 4);
     const std::size_t bytes = 4 + static_cast<std::size_t>((coder.out.bits() + 7) / 8);
@@ -164,8 +170,7 @@ HC_INLINE std::size_t to_elias(const Shape& shape, const std::uint8_t* widths, c
 }
 
 // `limit`: Elias' code is used where its bytes are below this share of those at fixed width.
-py::object encode_buckets(Floats& grad, std::optional<Bytes> spare, int steps, std::size_t bucket, bool l2, float limit,
-                          std::uint64_t key) {
+py::object encode_buckets(Floats& grad, std::optional<Bytes> spare, int steps, std::size_t bucket, bool l2, float limit, std::uint64_t key) {
     const Shape shape(length(grad, "grad"), bucket, steps);
     const Rounding rounding(static_cast<float>(steps));
     const std::size_t at_widths = kHead + 4 * shape.buckets, at_codes = at_widths + shape.buckets;
@@ -246,8 +251,8 @@ bool decode_add_buckets(Floats& out, const Bytes& body, int steps, std::size_t b
 void bind(py::module_& m) {
     m.def("encode_buckets", &encode_buckets, arg("grad").noconvert(), arg("spare") = py::none(), py::kw_only(), arg("steps"), arg("bucket"),
           arg("l2"), arg("limit"), arg("key"));
-    m.def("decode_add_buckets", &decode_add_buckets, arg("out").noconvert(), arg("body").noconvert(), py::kw_only(), arg("steps"),
-          arg("bucket"), arg("scale"));
+    m.def("decode_add_buckets", &decode_add_buckets, arg("out").noconvert(), arg("body").noconvert(), py::kw_only(), arg("steps"), arg("bucket"),
+          arg("scale"));
 }
 
 }  // namespace hc::buckets

@@ -1,4 +1,13 @@
-// Whole tensors in narrower numbers: 16-bit floats, signs, powers of two, levels by bucket.
+// Whole tensors in narrower numbers: 16-bit floats, one bit for the sign, nine bits for sign and exponent.
+//
+// float16, bfloat16 and natural compression read the gradient once and write the codes once; the two that gather set the gradient to zero in
+// the same turn, while it is in the cache. Natural compression goes by blocks of 512: peak, codes by an addition of random bits, columns.
+// All keep the largest magnitude as integer bits, which says in the end whether everything was finite.
+//
+// One-bit compression takes two passes over the residual. The first adds the gradient, sets that to zero, and sums the positive and the
+// negative half: short sums in float32, the long one in float64. The second writes the sign bits and subtracts what they decode to.
+//
+// Decoding reads codes and adds to the output in one pass each.
 #include <cmath>
 
 #include "arrays.hpp"
@@ -8,14 +17,14 @@
 namespace hc::codes {
 namespace {
 
-constexpr std::size_t kSummed = 1024;  // elements whose sums are added up in float32
+using tuning::kFloatSum;
 
 // float32 to float16, ties to even, without a branch: numbers below the normal ones are rounded by an addition.
 HC_INLINE std::uint32_t encode_float16_pass(const float* __restrict x, std::uint16_t* __restrict out, std::size_t n) {
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
-        ask_ahead(x + first, count);
-        ask_ahead(out + first, count);
+        prefetch_ahead(x + first, count);
+        prefetch_ahead(out + first, count);
         for (std::size_t i = first; i < first + count; ++i) {
             const std::uint32_t b = bits_of(x[i]), a = b & 0x7fffffffu;
             peak = peak > a ? peak : a;
@@ -36,7 +45,8 @@ HC_INLINE std::uint32_t decode_float16_pass(const std::uint16_t* half, float* to
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
         out.append(count, [&](std::size_t j) HC_HOT {
             const std::uint32_t h = half[first + j], a = h & 0x7fffu;
-            const float below = static_cast<float>(static_cast<std::int32_t>(a)) * 0x1p-24f;  // as an integer: some processors are slow with denormals
+            // Below the normal numbers, as an integer: some processors are slow with denormals.
+            const float below = static_cast<float>(static_cast<std::int32_t>(a)) * 0x1p-24f;
             const std::uint32_t normal = (a << 13) + (a < 0x7c00u ? 0x38000000u : 0x70000000u);
             const std::uint32_t b = a < 0x0400u ? bits_of(below) : normal;
             peak = peak > b ? peak : b;
@@ -66,8 +76,8 @@ float decode_float16(const Array<std::uint16_t>& half, Floats& out) {
 HC_INLINE std::uint32_t encode_bf16_pass(float* __restrict g, std::uint8_t* __restrict out, std::size_t n) {
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
-        ask_ahead(g + first, count);
-        ask_ahead(out + 2 * first, 2 * count);
+        prefetch_ahead(g + first, count);
+        prefetch_ahead(out + 2 * first, 2 * count);
         HC_APART
         for (std::size_t i = first; i < first + count; ++i) {
             const std::uint32_t b = bits_of(g[i]), a = b & 0x7fffffffu;
@@ -83,7 +93,7 @@ HC_INLINE std::uint32_t encode_bf16_pass(float* __restrict g, std::uint8_t* __re
 HC_INLINE std::uint32_t decode_add_bf16_pass(const std::uint8_t* __restrict in, float* __restrict out, std::size_t n, float scale) {
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
-        ask_ahead(out + first, count);
+        prefetch_ahead(out + first, count);
         HC_APART
         for (std::size_t i = first; i < first + count; ++i) {
             std::uint16_t half;
@@ -134,8 +144,8 @@ HC_INLINE Halves add_to_halves(float* __restrict g, float* __restrict r, std::si
     constexpr std::size_t lanes = 16;
     std::uint32_t worst = 0;
     Halves total{};
-    for (std::size_t begin = 0; begin < n; begin += kSummed) {
-        const std::size_t end = std::min(n, begin + kSummed);
+    for (std::size_t begin = 0; begin < n; begin += kFloatSum) {
+        const std::size_t end = std::min(n, begin + kFloatSum);
         float negative[lanes] = {}, positive[lanes] = {};  // short sums in float32, the long one in float64
         std::uint32_t negatives[lanes] = {}, peaks[lanes] = {};
         const auto line = [&](std::size_t i, std::size_t count) HC_HOT {
@@ -153,8 +163,8 @@ HC_INLINE Halves add_to_halves(float* __restrict g, float* __restrict r, std::si
         };
         std::size_t i = begin;
         for (; i + lanes <= end; i += lanes) {
-            ask_ahead(g + i, lanes);
-            ask_ahead(r + i, lanes);
+            prefetch_ahead(g + i, lanes);
+            prefetch_ahead(r + i, lanes);
             line(i, lanes);
         }
         line(i, end - i);
@@ -171,7 +181,7 @@ HC_INLINE Halves add_to_halves(float* __restrict g, float* __restrict r, std::si
 }
 HC_INLINE void encode_one_bit_pass(float* __restrict r, std::uint8_t* bits, const Layout& layout, float plus, float minus) {
     pack<std::int32_t>(bits, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
-        ask_ahead(r + first, count);
+        prefetch_ahead(r + first, count);
         HC_APART
         for (std::size_t j = 0; j < count; ++j) {
             const bool below = r[first + j] < 0;
@@ -183,7 +193,7 @@ HC_INLINE void encode_one_bit_pass(float* __restrict r, std::uint8_t* bits, cons
 HC_INLINE std::uint32_t decode_add_one_bit_pass(const std::uint8_t* bits, float* __restrict out, const Layout& layout, float plus, float minus) {
     std::uint32_t peak = 0;
     unpack<std::int32_t>(bits, layout, 0, [&](std::size_t first, std::size_t count, auto sign) HC_HOT {
-        ask_ahead(out + first, count);
+        prefetch_ahead(out + first, count);
         HC_APART
         for (std::size_t j = 0; j < count; ++j) {
             out[first + j] += sign(j) ? minus : plus;
@@ -236,7 +246,7 @@ HC_INLINE std::uint32_t encode_natural_pass(float* __restrict g, std::uint8_t* _
     std::uint32_t peak = 0;
     each_block(n, [&](std::size_t first, std::size_t count) HC_HOT {
         float* x = g + first;
-        ask_ahead(x, count);
+        prefetch_ahead(x, count);
         peak = std::max(peak, peak_of(x, count));
         std::uint32_t codes[kBlock];
         each_drawn(count, first / kBlock, key, [&](std::size_t j, std::uint32_t bits) HC_HOT {
@@ -254,7 +264,7 @@ HC_INLINE std::uint32_t decode_add_natural_pass(const std::uint8_t* in, float* _
     std::uint32_t peak = 0;
     each_block(n, [&](std::size_t first, std::size_t count) HC_HOT {
         float* to = out + first;
-        ask_ahead(to, count);
+        prefetch_ahead(to, count);
         std::uint32_t codes[kBlock], largest = 0;
         take_block(in + bytes_of(first, kPowerBits), codes, columns_of(count), kPowerBits, 0);
         for (std::size_t j = 0; j < count; ++j) {

@@ -1,9 +1,18 @@
-// What all kernels share: variants for CPUs, floats as bits.
+// What all kernels share: variants for CPUs, floats as bits, prefetching, and sums and maxima of vectors.
+//
+// dispatch<pass> compiles a pass once for each set of instructions and calls the one in force. Vectors are 16 floats wide for all of them:
+// so sums are added up in one order, and all give the same bits. Magnitudes are compared as integers: the bits of a float without the sign
+// order as absolute values do, and infinity and NaN are the largest.
+//
+// Output writes decoded gradients in plain order, large ones past the caches, through a ring of a few stretches.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+
+#include "tuning.hpp"
+
 #if defined(__SSE__)
 #include <xmmintrin.h>
 #endif
@@ -35,7 +44,7 @@
 #define HC_FETCH(address)
 #define HC_UNROLL
 #endif
-// Four numbers to memory past the caches, and the end of such: before it no other thread may be told.
+// HC_STREAM writes four numbers to memory past the caches; other threads may read them after HC_FENCE only.
 #if defined(__SSE__)
 #define HC_STREAM(to, from) _mm_stream_ps(to, _mm_load_ps(from))
 #define HC_FENCE() _mm_sfence()
@@ -99,16 +108,16 @@ HC_INLINE float float_of(std::uint32_t bits) {
     std::memcpy(&x, &bits, sizeof x);
     return x;
 }
-// A pass in plain order that does more than add up, or that writes without reading, asks for memory ahead: for what comes some time
+// A pass in plain order that does more than add up, or that writes without reading, fetches memory ahead: what comes some time
 // after x[0] … x[count-1]. Processors' own guesses end at pages; and some are twice as slow to write lines that nobody has read.
 template <class T>
-constexpr std::size_t kLead = 3072 / sizeof(T);
+constexpr std::size_t kLead = tuning::kPrefetchBytes / sizeof(T);
 template <class T>
-HC_INLINE void ask_ahead(const T* x, std::size_t count) {
+HC_INLINE void prefetch_ahead(const T* x, std::size_t count) {
     for (std::size_t i = 0; i < count; i += 64 / sizeof(T)) HC_FETCH(x + kLead<T> + i);
 }
 // work(first, count) for all of n elements, by as many as compilers know.
-constexpr std::size_t kStretch = 64;
+using tuning::kStretch;
 template <class Work>
 HC_INLINE void by_stretches(std::size_t n, Work work) {
     std::size_t i = 0;
@@ -120,7 +129,7 @@ HC_INLINE void by_stretches(std::size_t n, Work work) {
 // be read first. A stretch waits until two more are there: what was just written in vectors is slow to read in smaller ones.
 class Output {
   public:
-    Output(float* to, std::size_t n) : to_(to), past_caches_(n >= kLarge) {}
+    Output(float* to, std::size_t n) : to_(to), past_caches_(n >= tuning::kPastCaches) {}
     Output(const Output&) = delete;
     HC_INLINE ~Output() {
         stream_until(appended_);
@@ -135,7 +144,7 @@ class Output {
             if (++appended_ >= kWaiting) stream_until(appended_ - kWaiting + 1);
         } else {
             stream_until(appended_);
-            ask_ahead(to_, count);
+            prefetch_ahead(to_, count);
             HC_APART
             for (std::size_t j = 0; j < count; ++j) to_[j] = value(j);
             to_ += count;
@@ -150,7 +159,7 @@ class Output {
         }
     }
 
-    static constexpr std::size_t kLarge = 1 << 18, kWaiting = 4;
+    static constexpr std::size_t kWaiting = tuning::kWaitingStretches;
     float* to_;
     const bool past_caches_;
     std::size_t appended_ = 0, streamed_ = 0;  // stretches
@@ -254,7 +263,7 @@ HC_INLINE Sums scaled_sums(const float* x, std::size_t n, float down) {
         squares[0][0] += y * y;
     }
     std::uint32_t peak = rest;
-    for (const WordLanes& its : peaks) peak = peak > largest_of(its) ? peak : largest_of(its);
+    for (const WordLanes& each : peaks) peak = peak > largest_of(each) ? peak : largest_of(each);
     return {total((sums[0] + sums[1]) + (sums[2] + sums[3])), total((squares[0] + squares[1]) + (squares[2] + squares[3])), peak};
 }
 

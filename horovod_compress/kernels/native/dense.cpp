@@ -1,4 +1,11 @@
 // What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries; how threads treat denormal numbers.
+//
+// max_abs and squared_norm read x once. max_abs works on 16 stretches of 64 elements at a time and folds their maxima together, one for each
+// stretch, which `peaks` gets. max_abs_and_deviation sums y and y² by blocks of y = x scaled by a power of two, so that squares stay in
+// range, and reads x again only to see whether all elements are equal.
+//
+// apply_momentum reads `out` for finiteness, then out and u, writes new_u and out, and reads both for finiteness. scatter_add writes the
+// places that indices name, with prefetching.
 #include <cmath>
 #include <cstdlib>
 
@@ -15,7 +22,7 @@ HC_INLINE std::uint32_t max_abs_pass(const float* x, std::size_t n, std::uint32_
         WordLanes rows[kLanes];
         for (std::size_t row = 0; row < kLanes; ++row) {
             const float* from = x + i + row * kStretch;
-            ask_ahead(from, kStretch);
+            prefetch_ahead(from, kStretch);
             rows[row] = WordLanes{};
             for (std::size_t j = 0; j < kStretch; j += kLanes) {
                 WordLanes b;
@@ -30,9 +37,9 @@ HC_INLINE std::uint32_t max_abs_pass(const float* x, std::size_t n, std::uint32_
     }
     std::uint32_t peak = largest_of(all);
     for (; i < n; i += kStretch) {
-        const std::uint32_t its = peak_of(x + i, std::min(kStretch, n - i));
-        if (peaks) peaks[i / kStretch] = its;
-        peak = std::max(peak, its);
+        const std::uint32_t part = peak_of(x + i, std::min(kStretch, n - i));
+        if (peaks) peaks[i / kStretch] = part;
+        peak = std::max(peak, part);
     }
     return peak;
 }
@@ -41,13 +48,12 @@ float max_abs(const Floats& x, std::optional<Indices> peaks) {
     const std::size_t n = length(x, "x");
     if (peaks) same_length((n + kStretch - 1) / kStretch, length(*peaks, "peaks"), "peaks, one for 64 elements, and x");
     const float* p = x.data();
-    std::uint32_t* its = peaks ? peaks->mutable_data() : nullptr;
+    std::uint32_t* parts = peaks ? peaks->mutable_data() : nullptr;
     py::gil_scoped_release release;
-    return float_of(std::min(dispatch<max_abs_pass>(p, n, its), kInfinity));
+    return float_of(std::min(dispatch<max_abs_pass>(p, n, parts), kInfinity));
 }
 
-HC_INLINE void apply_momentum_pass(float* __restrict out, const float* __restrict u, float* __restrict new_u, std::size_t n,
-                              float m, bool nesterov) {
+HC_INLINE void apply_momentum_pass(float* __restrict out, const float* __restrict u, float* __restrict new_u, std::size_t n, float m, bool nesterov) {
     for (std::size_t i = 0; i < n; ++i) {
         const float g = out[i], moved = m * u[i] + g;
         new_u[i] = moved;
@@ -75,8 +81,7 @@ struct PeakAndDeviation {
     double deviation;
 };
 HC_INLINE PeakAndDeviation max_abs_and_deviation_pass(const float* x, std::size_t n) {
-    constexpr std::size_t block = 4096;
-    constexpr int far = 30;  // binary orders
+    constexpr std::size_t block = tuning::kMomentBlock;
     PeakAndDeviation all{};
     double sum = 0, squares = 0;
     int exponent = 0;
@@ -85,8 +90,8 @@ HC_INLINE PeakAndDeviation max_abs_and_deviation_pass(const float* x, std::size_
         Sums sums = scaled_sums(x + begin, count, power_of_two(-exponent));
         all.peak = std::max(all.peak, sums.peak);
         if (sums.peak == 0 || sums.peak >= kInfinity) continue;
-        if (const int its = exponent_of(sums.peak); std::abs(its - exponent) > far) {
-            exponent = its;
+        if (const int here = exponent_of(sums.peak); std::abs(here - exponent) > tuning::kFarOrders) {
+            exponent = here;
             sums = scaled_sums(x + begin, count, power_of_two(-exponent));
         }
         sum += std::ldexp(sums.one, exponent);
@@ -163,11 +168,10 @@ void bind(py::module_& m) {
     m.def("max_abs", &max_abs, arg("x").noconvert(), arg("peaks").noconvert() = py::none());
     m.def("max_abs_and_deviation", &max_abs_and_deviation, arg("x").noconvert());
     m.def("squared_norm", &squared_norm, arg("x").noconvert());
-    m.def("apply_momentum", &apply_momentum, arg("out").noconvert(), arg("u").noconvert(), arg("new_u").noconvert(), py::kw_only(),
-          arg("momentum"), arg("nesterov"));
+    m.def("apply_momentum", &apply_momentum, arg("out").noconvert(), arg("u").noconvert(), arg("new_u").noconvert(), py::kw_only(), arg("momentum"),
+          arg("nesterov"));
     m.def("flush_denormals", &flush_denormals, py::kw_only(), arg("mode"));
-    m.def("scatter_add", &scatter_add, arg("out").noconvert(), arg("indices").noconvert(), arg("values").noconvert(), py::kw_only(),
-          arg("scale"));
+    m.def("scatter_add", &scatter_add, arg("out").noconvert(), arg("indices").noconvert(), arg("values").noconvert(), py::kw_only(), arg("scale"));
 }
 
 }  // namespace hc::dense

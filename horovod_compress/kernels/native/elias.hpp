@@ -1,6 +1,10 @@
 // Elias' code of levels, most of them small: for each that is not 0 the gamma code of the zeros before it plus 1, a sign bit, the gamma
-// code of its magnitude. One look into a table gives the code of four levels, or the few entries at the front of a stream; what is large
-// or far apart goes one by one.
+// code of its magnitude.
+//
+// Writing looks up four levels at a time in a table (Groups), by their values in 3 bits each: one look gives their code, all but that of
+// the gap before the first, which depends on the zeros before and comes from a second table. Reading looks up the next 11 bits in a table
+// (Runs): one look gives the whole entries in them, as up to 8 levels that are stored at once. What is large or far apart goes one by one.
+// Tables are made when the module is loaded.
 #pragma once
 
 #include <cstdlib>
@@ -35,7 +39,8 @@ HC_INLINE Code signed_gamma_of(std::int32_t level) {
 // is looked up by the number of zeros, those before the group included.
 class Groups {
   public:
-    static constexpr int kGroup = 4, kSmall = 3, kLarge = 4, kNear = 64, kNoLevel = kNear + kGroup, kNotCoded = 255;
+    static constexpr int kGroup = tuning::kEliasGroup, kSmall = tuning::kEliasSmall, kNear = tuning::kEliasNear;
+    static constexpr int kLarge = kSmall + 1, kNoLevel = kNear + kGroup, kNotCoded = 255;
     struct Group {
         std::uint32_t code;
         std::uint8_t bits, lead, tail;  // zeros before its first level that is not 0, or kNoLevel, or kNotCoded; and after its last
@@ -104,7 +109,7 @@ class EliasCoder {
     Out out;
     std::uint32_t entries = 0;
 
-    explicit EliasCoder(Out its_out = Out()) : out(its_out) {}
+    explicit EliasCoder(Out to = Out()) : out(to) {}
 
     // Appends levels, until `out` is full; behind them in memory, zeros fill up the last group.
     HC_INLINE void put(const std::int32_t* levels, std::size_t count) {
@@ -129,20 +134,20 @@ class EliasCoder {
             indices[i] = (word | word >> 10) & 0xfff;
         }
         entries += found;
-        EliasCoder its = *this;  // which, unlike this one, nobody else can see: it stays in registers
-        for (std::size_t i = 0; i < groups && !its.out.full(); ++i) {
+        EliasCoder local = *this;  // which, unlike this one, nobody else can see: it stays in registers
+        for (std::size_t i = 0; i < groups && !local.out.full(); ++i) {
             const Groups::Group& codes = kGroups.groups[indices[i]];
-            if (codes.lead == Groups::kNotCoded || its.zeros_ >= Groups::kNear) {
-                for (std::size_t j = 0; j < group; ++j) its.put_one(levels[group * i + j]);
+            if (codes.lead == Groups::kNotCoded || local.zeros_ >= Groups::kNear) {
+                for (std::size_t j = 0; j < group; ++j) local.put_one(levels[group * i + j]);
                 continue;
             }
-            Code code = kGroups.gaps[its.zeros_ + codes.lead];
+            Code code = kGroups.gaps[local.zeros_ + codes.lead];
             code.append({codes.code, codes.bits});
-            its.out.append(code);
-            its.zeros_ = codes.tail + its.zeros_ * codes.empty;
+            local.out.append(code);
+            local.zeros_ = codes.tail + local.zeros_ * codes.empty;
         }
-        its.zeros_ -= groups * group - count;
-        *this = its;
+        local.zeros_ -= groups * group - count;
+        *this = local;
     }
     HC_INLINE void put_one(std::int32_t level) {
         if (level == 0) {
@@ -174,8 +179,8 @@ HC_INLINE Entry entry_in(std::uint64_t word) {
     const int high = __builtin_ctzll(~(rest >> 1) | 1ull << 62);
     const std::uint32_t bits = 2 * static_cast<std::uint32_t>(wide + high) + 3;
     if (bits > kShort) return {0, 0, false, bits};
-    return {1ull << wide | (word >> (wide + 1) & ((1ull << wide) - 1)), 1ull << high | (rest >> (high + 2) & ((1ull << high) - 1)),
-            (rest & 1) != 0, bits};
+    return {1ull << wide | (word >> (wide + 1) & ((1ull << wide) - 1)), 1ull << high | (rest >> (high + 2) & ((1ull << high) - 1)), (rest & 1) != 0,
+            bits};
 }
 inline Entry take_entry(BitReader& reader) {
     Entry entry = entry_in(reader.peek());
@@ -196,8 +201,8 @@ inline Entry take_entry(BitReader& reader) {
 // The whole entries in any kLook bits, as far as their levels are among kSpan from the first that is not 0.
 class Runs {
   public:
-    static constexpr int kLook = 11, kSpan = 8, kMost = kLook / 3;  // an entry has 3 bits at least
-    static constexpr int kReach = (1 << kLook / 2) + kSpan;          // levels that it may go past
+    static constexpr int kLook = tuning::kEliasLook, kSpan = tuning::kEliasSpan, kMost = kLook / 3;  // an entry has 3 bits at least
+    static constexpr int kReach = (1 << kLook / 2) + kSpan;  // levels that it may go past
     struct Size {
         std::uint32_t word;  // the largest level highest, so that words compare as those do
         Size() = default;
@@ -252,8 +257,8 @@ HC_INLINE void read_elias(const std::uint8_t* in, const std::uint8_t* end, std::
                 size = kRuns.sizes[index];
                 Narrow some;
                 std::memcpy(&some, kRuns.levels[index], sizeof some);
-                const Wide its = __builtin_convertvector(some, Wide);
-                std::memcpy(levels + next + size.lead(), &its, sizeof its);
+                const Wide widened = __builtin_convertvector(some, Wide);
+                std::memcpy(levels + next + size.lead(), &widened, sizeof widened);
                 word >>= size.bits();
                 bits += size.bits();
                 next += size.levels();

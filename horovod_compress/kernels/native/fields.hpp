@@ -1,4 +1,10 @@
-// Integer codes of a few bits side by side in words.
+// Integer codes of a few bits side by side in words that ranks can add up.
+//
+// Layout says how many fields a word has and where elements go: by blocks of 64 words, of which one field after the other is filled, so that
+// vectors of elements go into vectors of words. pack and pack_random keep a block's words in an array of 64 while they are filled, and then
+// store them: elements are read and words written as one stream each. unpack hands each field's number straight to what uses it.
+//
+// Counts and Chosen are the second array of words where there are several scales: how many ranks say that an element fits a finer one.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +16,7 @@
 
 namespace hc {
 
-constexpr std::size_t kWordBlock = 64;  // words of a block: a few vectors, so its sums stay near and memory is read as one stream
+constexpr std::size_t kWordBlock = 64;  // words of a block, part of the wire format: a few vectors, and memory is read as one stream
 
 // Elements go to words by blocks: of the elements for a block of words, the first of each word come first, then the second …, so
 // whole vectors of elements go into whole vectors of words. Words have 32 bits, and 64 where those
@@ -99,18 +105,17 @@ HC_INLINE void unpack(const std::uint8_t* words, const Layout& layout, std::uint
     for (int field = 0; field < layout.fields; ++field) offsets += static_cast<Unsigned>(offset) << (field * layout.width);
     const Unsigned mask = static_cast<Unsigned>(~0ull >> (64 - layout.width)), less = static_cast<Unsigned>(offset);
     const int width = layout.width;
-    layout.blocks(
-        [=](std::size_t word, std::size_t many) HC_HOT { ask_ahead(words + word * sizeof(Word), many * sizeof(Word)); },
-        [&](int field, std::size_t word, std::size_t first, std::size_t count) HC_HOT {
-            const int shift = field * width;
-            const std::uint8_t* from = words + word * sizeof(Word);
-            decode(first, count, [=](std::size_t j) HC_HOT {
-                Unsigned its;
-                std::memcpy(&its, from + j * sizeof its, sizeof its);
-                return static_cast<std::int32_t>(((its + offsets) >> shift & mask) - less);
-            });
-        },
-        [](std::size_t, std::size_t) HC_HOT {});
+    layout.blocks([=](std::size_t word, std::size_t many) HC_HOT { prefetch_ahead(words + word * sizeof(Word), many * sizeof(Word)); },
+                  [&](int field, std::size_t word, std::size_t first, std::size_t count) HC_HOT {
+                      const int shift = field * width;
+                      const std::uint8_t* from = words + word * sizeof(Word);
+                      decode(first, count, [=](std::size_t j) HC_HOT {
+                          Unsigned sums;
+                          std::memcpy(&sums, from + j * sizeof sums, sizeof sums);
+                          return static_cast<std::int32_t>(((sums + offsets) >> shift & mask) - less);
+                      });
+                  },
+                  [](std::size_t, std::size_t) HC_HOT {});
 }
 
 // Words of counts up to `full`, for each of several scales but the first: how many ranks say that an element fits it.
@@ -133,15 +138,15 @@ class Chosen {
         if (counts_.scales == 2 && !counts_.layout.wide && count == kWordBlock && count == many_ && at_ == 0) {
             // The usual case, for which they are looked up where they are used.
             const std::uint8_t* from = words<std::uint32_t>(1);
-            if (field_ == 0) ask_ahead(from, count * sizeof(std::uint32_t));
+            if (field_ == 0) prefetch_ahead(from, count * sizeof(std::uint32_t));
             const int shift = field_ * counts_.layout.width;
             const auto mask = mask_of<std::uint32_t>() << shift, full = static_cast<std::uint32_t>(counts_.full) << shift;
-            const float its = numbers_[1], otherwise = numbers_[0];
+            const float fitting = numbers_[1], otherwise = numbers_[0];
             skip(count);
             return use([=](std::size_t j) HC_HOT {
                 std::uint32_t word;
                 std::memcpy(&word, from + j * sizeof word, sizeof word);
-                return (word & mask) == full ? its : otherwise;
+                return (word & mask) == full ? fitting : otherwise;
             });
         }
         float chosen[kWordBlock];
@@ -159,8 +164,8 @@ class Chosen {
 
   private:
     std::size_t many_from(std::size_t word) const {
-        const Layout& its = counts_.layout;
-        return (word + kWordBlock) * its.fields <= its.n ? kWordBlock : its.words - word;
+        const Layout& layout = counts_.layout;
+        return (word + kWordBlock) * layout.fields <= layout.n ? kWordBlock : layout.words - word;
     }
     // Where the counts of the next elements are.
     template <class Word>
@@ -185,11 +190,11 @@ class Chosen {
         const std::uint8_t* from = words<Word>(scale);
         const int shift = field_ * counts_.layout.width;
         const Word mask = mask_of<Word>(), full = static_cast<Word>(counts_.full);
-        const float its = numbers_[scale], otherwise = numbers_[0];
+        const float fitting = numbers_[scale], otherwise = numbers_[0];
         for (std::size_t j = 0; j < count; ++j) {
             Word word;
             std::memcpy(&word, from + j * sizeof word, sizeof word);
-            out[j] = (word >> shift & mask) == full ? its : scale == 1 ? otherwise : out[j];
+            out[j] = (word >> shift & mask) == full ? fitting : scale == 1 ? otherwise : out[j];
         }
     }
 

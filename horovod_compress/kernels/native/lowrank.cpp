@@ -1,4 +1,9 @@
-// Products of a matrix M of n rows and m columns with few vectors. Those lie one behind the other: P as rank × n, Q as rank × m.
+// PowerSGD's products of a matrix M of n rows and m columns with few vectors. Those lie one behind the other: P as rank × n, Q as rank × m.
+//
+// project makes one pass over the residual M and the gradient, four rows at a time: it subtracts the pending product P·Qᵀ of the last step,
+// adds the gradient, and, while the rows are in the cache, multiplies them with the vectors of Q into P. project_back reads M once, eight rows
+// at a time, and adds their multiples to the vectors of Q. product and subtract_product go over their matrix once, four rows at a time, for
+// which a load of Q's lines serves all. orthonormalize is Gram-Schmidt, each vector twice, in float64.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
@@ -8,9 +13,11 @@
 namespace hc::lowrank {
 namespace {
 
-constexpr std::size_t kHeight = 4, kVectors = 4;  // rows and vectors worked on together: what is loaded serves several products
-constexpr std::size_t kAdded = 8;                 // rows whose products are added to q's lines at once: each time these are read and written
-constexpr std::size_t kAhead = 4096;              // floats, at least, by which memory is asked for what comes next
+using tuning::kAddedRows;
+using tuning::kHeight;
+using tuning::kRowsAhead;
+using tuning::kVectors;
+
 constexpr float kMost = 0x1p109f;  // of what is left of an element: rounding alone must not take it to kTooLarge
 
 HC_INLINE void load(Lanes& lanes, const float* x) { std::memcpy(&lanes, x, sizeof lanes); }
@@ -39,7 +46,7 @@ HC_INLINE void dots(const float* x, const float* q, std::size_t m, float* p, std
 // q[k] += Σ over rows of p[k·n + row] · x[row].
 template <std::size_t rows, std::size_t vectors>
 HC_INLINE void add_rows(const float* x, const float* p, std::size_t n, float* q, std::size_t m) {
-    const std::size_t ahead = std::max(rows * m, kAhead);  // the rows that come after these
+    const std::size_t ahead = std::max(rows * m, kRowsAhead);  // the rows that come after these
     std::size_t j = 0;
     for (; j + kLanes <= m; j += kLanes) {
         Lanes lines[rows], sum;
@@ -100,26 +107,26 @@ HC_INLINE bool project_pass(const float* __restrict g, float* __restrict x, cons
                             std::size_t m, std::size_t rank) {
     WordLanes peaks{};
     const auto advance = [&](std::size_t i, const Lanes& product, auto count) HC_HOT {
-        Lanes its{}, added{};
-        std::memcpy(&its, x + i, 4 * count);
+        Lanes kept{}, added{};
+        std::memcpy(&kept, x + i, 4 * count);
         std::memcpy(&added, g + i, 4 * count);
-        if (pending) leave(its, product);
-        const Lanes moved = its + added;
+        if (pending) leave(kept, product);
+        const Lanes moved = kept + added;
         WordLanes b;
         std::memcpy(&b, &moved, sizeof b);
         b &= 0x7fffffffu;
         peaks = peaks > b ? peaks : b;
-        its = b < kTooLarge ? moved : its;
-        std::memcpy(x + i, &its, 4 * count);
+        kept = b < kTooLarge ? moved : kept;
+        std::memcpy(x + i, &kept, 4 * count);
     };
-    const std::size_t ahead = std::max(kHeight * m, kAhead);
+    const std::size_t ahead = std::max(kHeight * m, kRowsAhead);
     const auto part = [&](std::size_t row, auto rows) HC_HOT {
-        const auto its = [&](std::size_t i, const Lanes& product, auto count) HC_HOT {
+        const auto fetch_and_advance = [&](std::size_t i, const Lanes& product, auto count) HC_HOT {
             HC_FETCH(x + row * m + i + ahead);
             HC_FETCH(g + row * m + i + ahead);
             advance(row * m + i, product, count);
         };
-        multiply_rows<rows.value>(p + row, pending, n, m, pending ? rank : 0, its);
+        multiply_rows<rows.value>(p + row, pending, n, m, pending ? rank : 0, fetch_and_advance);
         by_vectors<rows.value>(row, rank, [&](std::size_t, auto, std::size_t k, auto vectors) HC_HOT {
             dots<rows.value, vectors.value>(x + row * m, q + k * m, m, p + k * n + row, n);
         });
@@ -132,11 +139,10 @@ HC_INLINE bool project_pass(const float* __restrict g, float* __restrict x, cons
 
 HC_INLINE void project_back_pass(const float* x, const float* p, float* q, std::size_t n, std::size_t m, std::size_t rank) {
     std::memset(q, 0, 4 * rank * m);
-    const auto work = [&](std::size_t row, auto rows, std::size_t k, auto vectors) HC_HOT {
-        add_rows<rows.value, vectors.value>(x + row * m, p + k * n + row, n, q + k * m, m);
-    };
+    const auto work = [&](std::size_t row, auto rows, std::size_t k, auto vectors)
+                          HC_HOT { add_rows<rows.value, vectors.value>(x + row * m, p + k * n + row, n, q + k * m, m); };
     std::size_t row = 0;
-    for (; row + kAdded <= n; row += kAdded) by_vectors<kAdded>(row, rank, work);
+    for (; row + kAddedRows <= n; row += kAddedRows) by_vectors<kAddedRows>(row, rank, work);
     for (; row < n; ++row) by_vectors<1>(row, rank, work);
 }
 
@@ -144,9 +150,8 @@ HC_INLINE void project_back_pass(const float* x, const float* p, float* q, std::
 template <class Finish>
 HC_INLINE void multiply(const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank, Finish finish) {
     const auto part = [&](std::size_t row, auto rows) HC_HOT {
-        multiply_rows<rows.value>(p + row, q, n, m, rank, [&](std::size_t i, const Lanes& product, auto count) HC_HOT {
-            finish(row * m + i, product, count);
-        });
+        multiply_rows<rows.value>(p + row, q, n, m, rank,
+                                  [&](std::size_t i, const Lanes& product, auto count) HC_HOT { finish(row * m + i, product, count); });
     };
     std::size_t row = 0;
     for (; row + kHeight <= n; row += kHeight) part(row, std::integral_constant<std::size_t, kHeight>{});
@@ -154,18 +159,18 @@ HC_INLINE void multiply(const float* p, const float* q, std::size_t n, std::size
 }
 HC_INLINE void subtract_product_pass(float* x, const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank) {
     multiply(p, q, n, m, rank, [=](std::size_t i, const Lanes& product, auto count) HC_HOT {
-        Lanes its{};
-        std::memcpy(&its, x + i, 4 * count);
-        leave(its, product);
-        std::memcpy(x + i, &its, 4 * count);
+        Lanes kept{};
+        std::memcpy(&kept, x + i, 4 * count);
+        leave(kept, product);
+        std::memcpy(x + i, &kept, 4 * count);
     });
 }
 HC_INLINE void product_pass(float* out, const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank, float scale) {
-    const std::size_t ahead = std::max(kHeight * m, kAhead);
+    const std::size_t ahead = std::max(kHeight * m, kRowsAhead);
     multiply(p, q, n, m, rank, [=](std::size_t i, const Lanes& product, auto count) HC_HOT {
         HC_FETCH(out + i + ahead);
-        const Lanes its = product * scale;
-        std::memcpy(out + i, &its, 4 * count);
+        const Lanes scaled = product * scale;
+        std::memcpy(out + i, &scaled, 4 * count);
     });
 }
 
@@ -177,7 +182,7 @@ HC_INLINE double dot(const double* x, const double* y, std::size_t n) {
     for (; i + lanes <= n; i += lanes)
         for (std::size_t j = 0; j < lanes; ++j) sums[j] += x[i + j] * y[i + j];
     for (; i < n; ++i) sums[0] += x[i] * y[i];
-    for (double its : sums) sum += its;
+    for (double lane : sums) sum += lane;
     return sum;
 }
 HC_INLINE void add_multiple(double* __restrict x, const double* __restrict y, std::size_t n, double factor) {
@@ -199,9 +204,9 @@ bool project(const Floats& grad, Floats& residual, const Floats& q, Floats& p, c
     same_length(length(grad, "grad"), length(residual, "residual"), "grad and residual");
     if (pending) same_length(length(*pending, "pending"), length(q, "q"), "pending and q");
     float *x = residual.mutable_data(), *to = p.mutable_data();
-    const float *g = grad.data(), *from = q.data(), *its = pending ? pending->data() : nullptr;
+    const float *g = grad.data(), *from = q.data(), *last_q = pending ? pending->data() : nullptr;
     py::gil_scoped_release release;
-    return dispatch<project_pass>(g, x, from, to, its, is.n, is.m, rank);
+    return dispatch<project_pass>(g, x, from, to, last_q, is.n, is.m, rank);
 }
 
 void project_back(const Floats& residual, const Floats& p, Floats& q, std::size_t rank) {
@@ -236,15 +241,15 @@ void orthonormalize(Floats& p, std::size_t rank) {
     py::gil_scoped_release release;
     std::vector<double> all(vectors, vectors + size);
     for (std::size_t k = 0; k < rank; ++k) {
-        double* its = all.data() + k * n;
-        const double before = std::sqrt(dispatch<dot>(its, its, n));
+        double* vector = all.data() + k * n;
+        const double before = std::sqrt(dispatch<dot>(vector, vector, n));
         for (int twice = 0; twice < 2; ++twice)  // once is not orthogonal enough where vectors are nearly parallel
             for (std::size_t other = 0; other < k; ++other) {
-                const double* theirs = all.data() + other * n;
-                dispatch<add_multiple>(its, theirs, n, -dispatch<dot>(its, theirs, n));
+                const double* earlier = all.data() + other * n;
+                dispatch<add_multiple>(vector, earlier, n, -dispatch<dot>(vector, earlier, n));
             }
-        const double left = std::sqrt(dispatch<dot>(its, its, n)), factor = left > 1e-6 * before ? 1 / left : 0;
-        for (std::size_t i = 0; i < n; ++i) vectors[k * n + i] = static_cast<float>(its[i] *= factor);
+        const double left = std::sqrt(dispatch<dot>(vector, vector, n)), factor = left > 1e-6 * before ? 1 / left : 0;
+        for (std::size_t i = 0; i < n; ++i) vectors[k * n + i] = static_cast<float>(vector[i] *= factor);
     }
 }
 
@@ -253,12 +258,9 @@ void orthonormalize(Floats& p, std::size_t rank) {
 void bind(py::module_& m) {
     m.def("project", &project, arg("grad").noconvert(), arg("residual").noconvert(), arg("q").noconvert(), arg("p").noconvert(),
           arg("pending").noconvert().none(true), py::kw_only(), arg("rank"));
-    m.def("project_back", &project_back, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), py::kw_only(),
-          arg("rank"));
-    m.def("subtract_product", &subtract_product, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), py::kw_only(),
-          arg("rank"));
-    m.def("product", &product, arg("p").noconvert(), arg("q").noconvert(), arg("out").noconvert(), py::kw_only(), arg("rank"),
-          arg("scale"));
+    m.def("project_back", &project_back, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), py::kw_only(), arg("rank"));
+    m.def("subtract_product", &subtract_product, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), py::kw_only(), arg("rank"));
+    m.def("product", &product, arg("p").noconvert(), arg("q").noconvert(), arg("out").noconvert(), py::kw_only(), arg("rank"), arg("scale"));
     m.def("orthonormalize", &orthonormalize, arg("p").noconvert(), py::kw_only(), arg("rank"));
 }
 

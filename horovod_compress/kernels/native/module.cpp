@@ -1,4 +1,4 @@
-// The native kernels: one file a group, as in reference/.
+// The extension module: binds the groups, one file each as in reference/, and says and sets the instructions in use.
 #include "arrays.hpp"
 
 namespace hc {

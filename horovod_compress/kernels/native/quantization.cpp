@@ -1,4 +1,11 @@
 // Randomness from counters, and integer codes that many ranks can add up in one word.
+//
+// quantize reads x once, scales each element to fixed point, adds random bits below the point, shifts, and packs the integers into words
+// (fields.hpp). dequantize reads the sums of words and writes the output once, past the caches where it is large. With several scales both
+// also read the words of counts, which encode_scales makes: it compares each magnitude with the largest that fits a scale, and skips a
+// stretch of 64 elements whose peak already fits. encode_signs and decode_signs are the same for the signs alone.
+//
+// draw_coordinates computes places of a permutation one by one, each from its number: it needs no memory but the result's.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -97,7 +104,7 @@ struct Scales {
         factor[0] = rounding.factor_for(w * before);
         for (int l = 1; l < count; ++l) factor[l] = steps[l] / (w * before) * rounding.one;
     }
-    HC_INLINE float in_steps(float x, float its_factor) const { return x * before * its_factor; }
+    HC_INLINE float in_steps(float x, float scale_factor) const { return x * before * scale_factor; }
     // With one scale, a larger magnitude counts as this one.
     void clip_at(float largest) {
         if (!(largest >= 0)) throw std::invalid_argument("clip must be at least 0");
@@ -116,7 +123,7 @@ template <class Word>
 HC_INLINE void quantize_one(const float* __restrict x, std::uint8_t* words, const Layout& layout, const Scales& scales, Key key) {
     const Scales s = scales;
     pack_random<Word>(words, layout, key, [=](std::size_t first, std::size_t count, auto each) HC_HOT {
-        ask_ahead(x + first, count);
+        prefetch_ahead(x + first, count);
         each([=](std::size_t j, std::uint32_t bits) HC_HOT { return s.rounding(s.in_steps(x[first + j], s.factor[0]), bits); });
     });
 }
@@ -126,7 +133,7 @@ HC_INLINE void quantize_several(const float* __restrict x, std::uint8_t* words, 
     const Scales s = scales;
     Chosen chosen(counts, scales.factor);
     pack_random<Word>(words, layout, key, [&](std::size_t first, std::size_t count, auto each) HC_HOT {
-        ask_ahead(x + first, count);
+        prefetch_ahead(x + first, count);
         chosen.next(count, [&](auto factor) HC_HOT {
             each([=](std::size_t j, std::uint32_t bits) HC_HOT { return s.rounding.within(s.in_steps(x[first + j], factor(j)), bits); });
         });
@@ -144,9 +151,8 @@ std::optional<Counts> counts_of(std::optional<py::array>& words, std::size_t n, 
     if (words.has_value() != (scales > 1)) throw std::invalid_argument("levels are of 2 scales and more");
     std::optional<Counts> counts;
     if (words)
-        on_words(*words, layout, (scales - 1) * layout.words, [&](auto* data, auto) {
-            counts = Counts{data, layout, size, static_cast<int>(scales)};
-        });
+        on_words(*words, layout, (scales - 1) * layout.words,
+                 [&](auto* data, auto) { counts = Counts{data, layout, size, static_cast<int>(scales)}; });
     return counts;
 }
 
@@ -174,14 +180,12 @@ HC_INLINE void dequantize_one(const std::uint8_t* words, float* to, const Layout
     });
 }
 template <class Word>
-HC_INLINE void dequantize_several(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t offset,
-                                  const Counts& counts, const float* units) {
+HC_INLINE void dequantize_several(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t offset, const Counts& counts,
+                                  const float* units) {
     Output out(to, layout.n);
     Chosen chosen(counts, units);
     unpack<Word>(words, layout, offset, [&](std::size_t, std::size_t count, auto sum) HC_HOT {
-        chosen.next(count, [&](auto unit) HC_HOT {
-            out.append(count, [=](std::size_t j) HC_HOT { return static_cast<float>(sum(j)) * unit(j); });
-        });
+        chosen.next(count, [&](auto unit) HC_HOT { out.append(count, [=](std::size_t j) HC_HOT { return static_cast<float>(sum(j)) * unit(j); }); });
     });
 }
 
@@ -203,13 +207,13 @@ void dequantize(py::array& words, std::optional<py::array> levels, Floats& out, 
 
 template <class Word>
 HC_INLINE void encode_scales_pass(const float* x, const std::uint32_t* peaks, std::uint8_t* words, const Layout& layout, const Scales& scales,
-                            int scale) {
+                                  int scale) {
     const std::uint32_t largest = scales.largest_fit(scale);
     const std::size_t peaks_in_all = (layout.n + kStretch - 1) / kStretch;
     pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
         // Where the peak decides, elements need not be read.
         const std::size_t at = first / kStretch, then = at + kLead<float> / kStretch;
-        if (then >= peaks_in_all || peaks[then] > largest) ask_ahead(x + first, count);
+        if (then >= peaks_in_all || peaks[then] > largest) prefetch_ahead(x + first, count);
         if (count == kStretch && first % kStretch == 0 && peaks[at] <= largest) {
             for (std::size_t j = 0; j < count; ++j) put(j, 1);
             return;
@@ -227,11 +231,11 @@ py::array encode_scales(const Floats& x, const Indices& peaks, std::optional<py:
     const Layout layout = of_counts(n, size);
     const std::size_t count = (steps.size() - 1) * layout.words;
     const float* from = x.data();
-    const std::uint32_t* its = peaks.data();
+    const std::uint32_t* bounds = peaks.data();
     py::array words = new_words(layout, spare, count);
     on_words(words, layout, count, [&](auto* out, auto word) {
         for (int scale = 1; scale < scales.count; ++scale, out += layout.words * sizeof word)
-            dispatch<encode_scales_pass<decltype(word)>>(from, its, out, layout, scales, scale);
+            dispatch<encode_scales_pass<decltype(word)>>(from, bounds, out, layout, scales, scale);
     });
     return words;
 }
@@ -239,7 +243,7 @@ py::array encode_scales(const Floats& x, const Indices& peaks, std::optional<py:
 template <class Word>
 HC_INLINE void encode_signs_pass(const float* x, std::uint8_t* words, const Layout& layout) {
     pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
-        ask_ahead(x + first, count);
+        prefetch_ahead(x + first, count);
         HC_APART
         for (std::size_t j = 0; j < count; ++j) put(j, (x[first + j] > 0) - (x[first + j] < 0));
     });
@@ -249,8 +253,8 @@ HC_INLINE void decode_signs_pass(const std::uint8_t* words, float* to, const Lay
     Output out(to, layout.n);
     unpack<Word>(words, layout, size, [&](std::size_t, std::size_t count, auto sum) HC_HOT {
         out.append(count, [=](std::size_t j) HC_HOT {
-            const std::int32_t its = sum(j);
-            return its > 0 ? unit : its < 0 ? -unit : 0;
+            const std::int32_t votes = sum(j);
+            return votes > 0 ? unit : votes < 0 ? -unit : 0;
         });
     });
 }
@@ -269,9 +273,8 @@ py::array encode_signs(const Floats& x, std::optional<py::array> spare, int widt
 void decode_signs(py::array& words, Floats& out, int width, std::uint64_t size, float unit) {
     const Layout layout(length(out, "out"), width, 0);
     float* to = out.mutable_data();
-    on_words(words, layout, layout.words + 1, [&](auto* from, auto word) {
-        dispatch<decode_signs_pass<decltype(word)>>(from, to, layout, size, unit);
-    });
+    on_words(words, layout, layout.words + 1,
+             [&](auto* from, auto word) { dispatch<decode_signs_pass<decltype(word)>>(from, to, layout, size, unit); });
 }
 
 }  // namespace
@@ -279,15 +282,14 @@ void decode_signs(py::array& words, Floats& out, int width, std::uint64_t size, 
 void bind(py::module_& m) {
     m.def("random_bits", &random, py::kw_only(), arg("key"), arg("n"));
     m.def("draw_coordinates", &draw_coordinates, py::kw_only(), arg("key"), arg("numel"), arg("first"), arg("count"));
-    m.def("quantize", &quantize, arg("x").noconvert(), arg("levels").noconvert().none(true), arg("spare") = py::none(), py::kw_only(),
-          arg("w"), arg("clip"), arg("steps"), arg("width"), arg("size"), arg("key"));
-    m.def("dequantize", &dequantize, arg("words").noconvert(), arg("levels").noconvert().none(true), arg("out").noconvert(), py::kw_only(),
-          arg("w"), arg("steps"), arg("width"), arg("size"), arg("scale"));
-    m.def("encode_scales", &encode_scales, arg("x").noconvert(), arg("peaks").noconvert(), arg("spare") = py::none(), py::kw_only(),
-          arg("w"), arg("steps"), arg("size"));
+    m.def("quantize", &quantize, arg("x").noconvert(), arg("levels").noconvert().none(true), arg("spare") = py::none(), py::kw_only(), arg("w"),
+          arg("clip"), arg("steps"), arg("width"), arg("size"), arg("key"));
+    m.def("dequantize", &dequantize, arg("words").noconvert(), arg("levels").noconvert().none(true), arg("out").noconvert(), py::kw_only(), arg("w"),
+          arg("steps"), arg("width"), arg("size"), arg("scale"));
+    m.def("encode_scales", &encode_scales, arg("x").noconvert(), arg("peaks").noconvert(), arg("spare") = py::none(), py::kw_only(), arg("w"),
+          arg("steps"), arg("size"));
     m.def("encode_signs", &encode_signs, arg("x").noconvert(), arg("spare") = py::none(), py::kw_only(), arg("width"));
-    m.def("decode_signs", &decode_signs, arg("words").noconvert(), arg("out").noconvert(), py::kw_only(), arg("width"), arg("size"),
-          arg("unit"));
+    m.def("decode_signs", &decode_signs, arg("words").noconvert(), arg("out").noconvert(), py::kw_only(), arg("width"), arg("size"), arg("unit"));
 }
 
 }  // namespace hc::quantization

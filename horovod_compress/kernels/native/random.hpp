@@ -1,4 +1,8 @@
-// Randomness from counters: any place of any stream can be computed alone.
+// Randomness from counters, and rounding at random.
+//
+// random_bits hashes a place and a key: any place of any stream can be computed alone, in any order and vector. Where several numbers share a
+// draw, each multiplies the one before by a constant. Rounding turns a float into the integer below or above it, in fixed point: ⌊y + u⌋,
+// one addition and one shift.
 #pragma once
 
 #include <cmath>

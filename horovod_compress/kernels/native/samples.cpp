@@ -1,4 +1,8 @@
-// What each sample contributes to a product of matrices, squared and summed. No sample's product is ever written to memory.
+// What each sample contributes to a product of matrices, squared and summed, for variance's moments.
+//
+// For each sample, 16 columns of the right matrix are copied side by side; six rows of the left one times these columns are summed over
+// places in registers, squared, and added to `squares` (and `sums`). No sample's product is ever written to memory. The left matrix is copied
+// first where its rows lie together, and read in place where it is a view of overlapping windows.
 #include <algorithm>
 
 #include "arrays.hpp"
@@ -6,7 +10,7 @@
 namespace hc::samples {
 namespace {
 
-constexpr std::size_t kTall = 6;  // rows of a product that are worked on together with kLanes columns: their sums stay in registers
+using tuning::kTall;
 
 using Offsets = std::vector<std::ptrdiff_t>;  // where elements are, in floats from a sample's first
 
@@ -29,30 +33,30 @@ HC_INLINE void add(float* to, const Lanes& lanes, std::size_t count) {
 }
 
 // panel[place · kLanes + c] = column first + c of one sample; 0 behind the last one.
-HC_INLINE void gather_columns(const float* its, const Matrices& right, std::size_t first, float* panel) {
+HC_INLINE void gather_columns(const float* sample, const Matrices& right, std::size_t first, float* panel) {
     const std::size_t places = right.places.size(), count = std::min(kLanes, right.elements.size() - first);
     const std::ptrdiff_t *places_at = right.places.data(), *at = right.elements.data() + first;
     if (count == kLanes && at[kLanes - 1] - at[0] == kLanes - 1) {
-        for (std::size_t p = 0; p < places; ++p) std::memcpy(panel + p * kLanes, its + places_at[p] + at[0], 4 * kLanes);
+        for (std::size_t p = 0; p < places; ++p) std::memcpy(panel + p * kLanes, sample + places_at[p] + at[0], 4 * kLanes);
         return;
     }
     for (std::size_t c = 0; c < kLanes; ++c)
-        for (std::size_t p = 0; p < places; ++p) panel[p * kLanes + c] = c < count ? its[places_at[p] + at[c]] : 0;
+        for (std::size_t p = 0; p < places; ++p) panel[p * kLanes + c] = c < count ? sample[places_at[p] + at[c]] : 0;
 }
 
 // strip[(row · places + place · kTall) + k] = row row + k of one sample, for each kTall rows; the last row again behind it.
-HC_INLINE void gather_rows(const float* its, const Matrices& left, float* strip) {
+HC_INLINE void gather_rows(const float* sample, const Matrices& left, float* strip) {
     const std::size_t rows = left.elements.size(), places = left.places.size();
     for (std::size_t row = 0; row < rows; row += kTall)
         for (std::size_t p = 0; p < places; ++p)
             for (std::size_t k = 0; k < kTall; ++k)
-                strip[row * places + p * kTall + k] = its[left.places[p] + left.elements[std::min(row + k, rows - 1)]];
+                strip[row * places + p * kTall + k] = sample[left.places[p] + left.elements[std::min(row + k, rows - 1)]];
 }
 
 // Rows that lie together are gathered first: at their places the caches' sets would collide. Those of a convolution's windows overlap
 // and stay where they are.
-HC_INLINE void add_products(const Matrices& left, const Matrices& right, std::size_t samples, bool gathers, float* squares, float* sums,
-                            float* panel, float* strip) {
+HC_INLINE void add_products(const Matrices& left, const Matrices& right, std::size_t samples, bool gathers, float* squares, float* sums, float* panel,
+                            float* strip) {
     const std::size_t rows = left.elements.size(), columns = right.elements.size(), places = left.places.size();
     std::ptrdiff_t offsets[kTall];
     for (std::size_t k = 0; k < kTall; ++k) offsets[k] = static_cast<std::ptrdiff_t>(k);
@@ -69,9 +73,9 @@ HC_INLINE void add_products(const Matrices& left, const Matrices& right, std::si
                 for (std::size_t p = 0; p < places; ++p) {
                     Lanes line;
                     std::memcpy(&line, panel + p * kLanes, sizeof line);
-                    const float* its = from + (gathers ? static_cast<std::ptrdiff_t>(p * kTall) : left.places[p]);
+                    const float* at = from + (gathers ? static_cast<std::ptrdiff_t>(p * kTall) : left.places[p]);
                     HC_UNROLL
-                    for (std::size_t k = 0; k < kTall; ++k) products[k] += its[offsets[k]] * line;
+                    for (std::size_t k = 0; k < kTall; ++k) products[k] += at[offsets[k]] * line;
                 }
                 const std::size_t height = std::min(kTall, rows - row), width = std::min(kLanes, columns - column);
                 for (std::size_t k = 0; k < height; ++k) {

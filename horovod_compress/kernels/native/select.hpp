@@ -1,7 +1,14 @@
-// Accumulation and selection: one pass over gradient, momentum u and velocity v that also collects the largest |v|.
+// Accumulation and selection: Deep Gradient Compression's one pass over gradient, momentum u and velocity v, which also collects the
+// largest |v|.
 //
-// Magnitudes are compared as integers: for finite floats the bits without the sign order as the absolute values do, one
-// unsigned maximum then answers both "is anything here above the floor" and "is anything here not finite".
+// 1. sampled_floor advances copies of some chunks of 64 elements and takes a magnitude from them that somewhat more than k are above.
+// 2. The pass advances one chunk after the other: u and v are updated, the gradient is set to zero, the largest new magnitude is kept.
+//    After 32 chunks, those whose maximum reaches the floor are searched, in the cache; what reaches it becomes a candidate.
+// 3. When the buffer of candidates is full it is trimmed to the k largest, which raises the floor.
+// 4. If fewer than 0.8·k have passed, v is read once more, from floor 0. A last trim leaves at most k.
+//
+// Magnitudes are compared as integers: for finite floats the bits without the sign order as the absolute values do, one unsigned maximum
+// then answers both "is anything here above the floor" and "is anything here not finite".
 #pragma once
 
 #include <algorithm>
@@ -14,9 +21,10 @@
 
 namespace hc::selection {
 
-constexpr std::size_t kLine = 16;               // floats in a cache line
-constexpr std::size_t kChunk = 4 * kLine;        // elements that share one maximum
-constexpr std::size_t kBlock = 32 * kChunk;      // elements after which the chunks that hold candidates are searched
+using tuning::kChunk;
+
+constexpr std::size_t kLine = 16;  // floats in a cache line
+constexpr std::size_t kBlock = tuning::kChunksOfBlock * kChunk;
 
 enum class Momentum { none, vanilla, nesterov };
 
@@ -58,7 +66,7 @@ class TopK {
         k_ = k;
         count_ = 0;
         floor_ = std::max(floor, 1u);
-        capacity_ = std::min(2 * k + kChunk, stream) + std::min(batch, stream);
+        capacity_ = std::min(tuning::kTrimAt * k + kChunk, stream) + std::min(batch, stream);
         if (buffer_.size() < capacity_) buffer_.resize(capacity_);
     }
     std::uint32_t floor() const { return floor_; }
@@ -67,8 +75,7 @@ class TopK {
 
     // Searches the chunks of one block of `n` values, the first of which has index `first` in its tensor; `hits` are the
     // chunks' offsets. Nothing here branches on data: a mispredicted branch costs more than a line's search.
-    HC_INLINE void search(const float* values, std::size_t n, const std::uint32_t* hits, std::size_t count,
-                          std::size_t first) {
+    HC_INLINE void search(const float* values, std::size_t n, const std::uint32_t* hits, std::size_t count, std::size_t first) {
         std::uint32_t lines[kBlock / kLine];
         std::size_t found = 0;
         const std::uint32_t floor = floor_;
@@ -126,8 +133,7 @@ class TopK {
 // large again. The gradient's memory is
 // left zero, while it is in the cache: the decoded sum will be added there.
 template <Momentum M>
-HC_INLINE std::uint32_t advance_chunk(float* __restrict g, float* __restrict u, float* __restrict v, float momentum,
-                                      float scale, std::size_t count) {
+HC_INLINE std::uint32_t advance_chunk(float* __restrict g, float* __restrict u, float* __restrict v, float momentum, float scale, std::size_t count) {
     std::uint32_t peak = 0;
     for (std::size_t j = 0; j < count; ++j) {
         const float old_u = M == Momentum::none ? 0 : u[j], old_v = v[j];
@@ -166,12 +172,11 @@ HC_INLINE void pass(const float* values, std::size_t n, TopK& top, Peak peak) {
 // The floor to start with: from a sample, of what v is about to become, of whole chunks evenly spaced from `offset` on. The
 // rank in the sample is the wanted one plus two standard deviations, so too few candidates are rare.
 template <Momentum M>
-HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_t k, std::size_t samples,
-                                      std::size_t offset, TopK& top) {
+HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std::size_t offset, TopK& top) {
     const std::size_t chunks = n / kChunk, wanted = std::min(chunks, (samples + kChunk - 1) / kChunk);
     if (wanted == 0) return 1;
     const double expected = static_cast<double>(k) * static_cast<double>(wanted * kChunk) / static_cast<double>(n);
-    const std::size_t rank = static_cast<std::size_t>(expected + 2 * std::sqrt(expected) + 2);
+    const std::size_t rank = static_cast<std::size_t>(expected + tuning::kSampleMargin * std::sqrt(expected) + 2);
     if (rank >= wanted * kChunk) return 1;
     const std::size_t stride = chunks / wanted, shift = offset % stride;
     top.start(rank, 1, wanted * kChunk, kChunk);
@@ -199,8 +204,7 @@ HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_
 // The whole of it: floor, pass, and where the sample misled so far that fewer than 0.8·k passed, a second look at v.
 // Returns whether every new v was finite.
 template <Momentum M>
-HC_INLINE bool add_to_residual_pass(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std::size_t offset,
-                               TopK& top) {
+HC_INLINE bool add_to_residual_pass(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std::size_t offset, TopK& top) {
     const std::uint32_t floor = k == 0 ? kInfinity : sampled_floor<M>(t, n, k, samples, offset, top);
     std::uint32_t worst = 0;
     top.start(k, floor, n, kBlock);

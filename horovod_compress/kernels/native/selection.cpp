@@ -1,4 +1,7 @@
-// Accumulation with momentum, and the choice of the largest entries.
+// Accumulation with momentum, and the choice of the largest entries: select.hpp for Python.
+//
+// add_to_residual runs the pass of select.hpp with thread-local memory for candidates, so that a step allocates nothing that grows with a
+// gradient, and returns their indices. take_entries reads and writes v, and u where it is masked, at those indices, with prefetching.
 #include "arrays.hpp"
 #include "select.hpp"
 
@@ -12,8 +15,8 @@ struct Scratch {
 };
 thread_local Scratch scratch;
 
-py::tuple add_to_residual(Floats& grad, std::optional<Floats> u, Floats& v, float momentum, bool nesterov, float scale,
-                     std::size_t k, std::size_t samples, std::size_t offset) {
+py::tuple add_to_residual(Floats& grad, std::optional<Floats> u, Floats& v, float momentum, bool nesterov, float scale, std::size_t k,
+                          std::size_t samples, std::size_t offset) {
     const std::size_t n = length(grad, "grad");
     same_length(n, length(v, "v"), "grad and v");
     if (u) same_length(n, length(*u, "u"), "grad and u");
@@ -46,7 +49,7 @@ Floats take_entries(const Indices& indices, Floats& v, std::optional<Floats> u, 
     float* pv = v.mutable_data();
     float* pu = u ? u->mutable_data() : nullptr;
     py::gil_scoped_release release;
-    constexpr std::size_t ahead = 16;  // scattered reads: fetch early what comes next
+    constexpr std::size_t ahead = tuning::kTakeAhead;
     for (std::size_t i = 0; i < n; ++i) {
         if (i + ahead < n) {
             HC_PREFETCH(pv + at[i + ahead]);
@@ -66,9 +69,8 @@ Floats take_entries(const Indices& indices, Floats& v, std::optional<Floats> u, 
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("add_to_residual", &add_to_residual, arg("grad").noconvert(), arg("u").noconvert().none(true), arg("v").noconvert(),
-          py::kw_only(), arg("momentum") = 0.0f, arg("nesterov") = false, arg("scale") = 1.0f, arg("k") = 0, arg("samples") = 0,
-          arg("offset") = 0);
+    m.def("add_to_residual", &add_to_residual, arg("grad").noconvert(), arg("u").noconvert().none(true), arg("v").noconvert(), py::kw_only(),
+          arg("momentum") = 0.0f, arg("nesterov") = false, arg("scale") = 1.0f, arg("k") = 0, arg("samples") = 0, arg("offset") = 0);
     m.def(
         "take_entries",
         [](const Indices& indices, Floats& v, std::optional<Floats> u, const std::string& kind, bool mask) {

@@ -1,13 +1,17 @@
 // Index and value coding of sparse payloads (docs/wire-format.md): the values, then the gaps between ascending indices in Rice code.
-// Decoding trusts nothing: every read is inside the body, every index inside the tensor.
+//
+// A Rice code with parameter r is the gap's r low bits and the rest in unary. The low bits of all gaps come first and the unary parts after
+// them, so that where an entry's low bits are does not wait for the entries before. Encoding tries parameters around the one that fits the
+// mean gap, each a read of the indices; then it reads values and indices once and writes the body. Decoding reads the unary parts as the places of
+// ones, adds the low bits, and leaves indices and values in thread-local memory; decode_add_sparse then adds them to the output.
+//
+// Decoding trusts nothing: every read is inside the body, every index inside the tensor, and all is checked before anything is added.
 #include "arrays.hpp"
 #include "bits.hpp"
 
 namespace hc::sparse {
 namespace {
 
-// Rice code with parameter r, in two parts: the r low bits of all gaps, then each gap >> r as so many zeros and a one. Apart, because
-// where an entry's low bits are then does not wait for those before it.
 constexpr int kMaxRice = 31;
 
 std::uint64_t low_size(std::uint64_t n, int r) { return (n * r + 7) / 8; }
@@ -24,7 +28,7 @@ int best_rice(const std::uint32_t* indices, std::size_t n) {
     if (n == 0) return 0;
     const double mean = (static_cast<double>(indices[n - 1]) + 1) / static_cast<double>(n);
     int r = mean > 1 ? std::max(std::ilogb(mean * 0.6931), 0) : 0;
-    const auto bits = [=](int its) { return n * its + dispatch<high_bits>(indices, n, its); };
+    const auto bits = [=](int parameter) { return n * parameter + dispatch<high_bits>(indices, n, parameter); };
     std::uint64_t best = bits(r), other;
     for (; r < kMaxRice && (other = bits(r + 1)) < best; ++r) best = other;
     for (; r > 0 && (other = bits(r - 1)) <= best; --r) best = other;
@@ -102,7 +106,7 @@ HC_INLINE void put_gaps(const std::uint32_t* indices, std::size_t n, int r, std:
     low.finish();
     high.finish();
 }
-// Room for kAtOnce more indices.
+// Room for kPlacesAtOnce more indices.
 HC_INLINE void read_gaps(const std::uint8_t* in, const std::uint8_t* end, std::size_t n, int r, std::uint64_t numel, std::uint32_t* indices) {
     const std::uint64_t low = low_size(n, r), size = static_cast<std::uint64_t>(end - in);
     if (size < low) throw std::invalid_argument("shorter than its gaps");
@@ -133,7 +137,7 @@ struct Sparse {
     void reserve(std::size_t n) {  // they only grow: what they grow by is filled with zeros
         count = n;
         if (values.size() >= n) return;
-        indices.resize(n + kAtOnce);
+        indices.resize(n + kPlacesAtOnce);
         values.resize(n);
     }
 };
@@ -191,8 +195,8 @@ bool decode_add_sparse(Floats& out, const Bytes& body, float scale) {
 
 Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, float scale) {
     const int r = best_rice(indices, n);
-    const std::size_t head = kSparseHead + 4 * has_scale(kind), its_values = values_size(n, kind);
-    Bytes buffer = new_body(head + its_values + low_size(n, r) + (dispatch<high_bits>(indices, n, r) + 7) / 8);
+    const std::size_t head = kSparseHead + 4 * has_scale(kind), value_bytes = values_size(n, kind);
+    Bytes buffer = new_body(head + value_bytes + low_size(n, r) + (dispatch<high_bits>(indices, n, r) + 7) / 8);
     std::uint8_t* out = buffer.mutable_data() + kHeadroom;
     const auto count = static_cast<std::uint32_t>(n);
     std::memcpy(out, &count, 4);
@@ -200,13 +204,12 @@ Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, 
     out[5] = static_cast<std::uint8_t>(r);
     if (has_scale(kind)) std::memcpy(out + kSparseHead, &scale, 4);
     dispatch<put_values>(values, n, kind, scale, out + head);
-    dispatch<put_gaps>(indices, n, r, out + head + its_values);
+    dispatch<put_gaps>(indices, n, r, out + head + value_bytes);
     return buffer;
 }
 
 void bind(py::module_& m) {
-    m.def("encode_sparse", &encode_sparse, arg("indices").noconvert(), arg("values").noconvert(), py::kw_only(), arg("kind"),
-          arg("scale") = 0.0f);
+    m.def("encode_sparse", &encode_sparse, arg("indices").noconvert(), arg("values").noconvert(), py::kw_only(), arg("kind"), arg("scale") = 0.0f);
     m.def("decode_sparse", &decode_sparse, arg("body").noconvert(), py::kw_only(), arg("numel"));
     m.def("decode_add_sparse", &decode_add_sparse, arg("out").noconvert(), arg("body").noconvert(), py::kw_only(), arg("scale"));
 }

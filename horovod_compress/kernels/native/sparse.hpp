@@ -1,4 +1,4 @@
-// The values of sparse bodies (docs/wire-format.md): 32, 16, 4 bits or 1.
+// The values of sparse bodies (docs/wire-format.md): 32, 16, 4 bits or 1, and how a float is rounded to 16 bits.
 #pragma once
 
 #include <cmath>
@@ -35,9 +35,9 @@ inline std::uint16_t to_half(float x) {
     std::memcpy(&b, &x, 4);
     const std::uint16_t sign = static_cast<std::uint16_t>((b >> 16) & 0x8000u);
     b &= 0x7fffffffu;
-    if (b >= 0x477fe000u) return sign | 0x7bffu;                   // from 65504 on
+    if (b >= 0x477fe000u) return sign | 0x7bffu;  // from 65504 on
     if (b >= 0x38800000u) return sign | static_cast<std::uint16_t>((b - 0x38000000u + 0xfffu + ((b >> 13) & 1u)) >> 13);
-    float magnitude;                                               // subnormal half: a multiple of 2^-24
+    float magnitude;  // subnormal half: a multiple of 2^-24
     std::memcpy(&magnitude, &b, 4);
     return sign | static_cast<std::uint16_t>(std::nearbyintf(magnitude * 16777216.0f));
 }

@@ -1,4 +1,8 @@
-"""Passes that decide element by element, or bin by bin, whether enough has gathered to be sent."""
+"""Passes that decide element by element, or bin by bin, whether enough has gathered to be sent.
+
+Each adds the gradient to the residual, selects by what stands there now, encodes the selection as a sparse body, and subtracts what that
+decodes to; AdaComp subtracts it in the next call. Where the gradient is not finite everywhere nothing is selected.
+"""
 import numpy as np
 
 from .dense import TOO_LARGE

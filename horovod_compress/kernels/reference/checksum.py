@@ -1,4 +1,4 @@
-"""The checksum of frames."""
+"""The checksum of frames: the words of a line of 16 go through one stream each, and the streams are mixed in the end."""
 import numpy as np
 
 _LANES = 16

@@ -1,4 +1,4 @@
-"""What each sample contributes to a product of matrices."""
+"""What each sample contributes to a product of matrices: sample by sample, its product is made, squared and added."""
 import numpy as np
 
 

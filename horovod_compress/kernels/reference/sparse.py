@@ -1,4 +1,8 @@
-"""Index and value coding of sparse payloads (docs/wire-format.md)."""
+"""Index and value coding of sparse payloads (docs/wire-format.md).
+
+A body: its number of entries, the kind of values and the Rice parameter r; a scale where the kind has one; the values; the r low bits of
+all gaps between indices; for each gap the rest as so many zeros and a one. The r of fewest bits is found by trying all.
+"""
 import struct
 
 import numpy as np
