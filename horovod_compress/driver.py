@@ -12,6 +12,7 @@ import numpy as np
 
 from . import checkpoint, kernels
 from .compressors.base import Compressor, Model, Step
+from .plan import compressor_for
 from .requests import Request
 from .step import SENT, SPENT, Tensor, tensor_step
 
@@ -93,7 +94,7 @@ class Driver(ABC):
 
     def _add(self, name: str, shape: tuple, variant: Compressor) -> Tensor:
         """Makes a tensor known."""
-        chosen = variant.for_tensor(name, shape)
+        chosen = compressor_for(variant, name, shape)
         digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
         state = chosen.init(name, shape)
         undeclared = [key for key in state.arrays if key not in chosen.kept]

@@ -41,11 +41,10 @@ class AdaComp(SelectiveCompressor):
     )
     scale_factor: float = option(Number(1), 2.0, "of the newest gradient in H: the soft threshold")
 
-    def for_tensor(self, name, shape):
-        chosen = super().for_tensor(name, shape)
-        if chosen is self and self.bin_length == "auto":
-            return dataclasses.replace(self, bin_length=_CONVOLUTION if _is_convolution(shape) else _FULLY_CONNECTED)
-        return chosen
+    def adapted(self, shape):
+        if self.bin_length != "auto":
+            return self
+        return dataclasses.replace(self, bin_length=_CONVOLUTION if _is_convolution(shape) else _FULLY_CONNECTED)
 
     def init(self, name, shape):
         return AdaCompState(name, {"residual": zeros(math.prod(shape))})

@@ -167,10 +167,6 @@ class Compressor(ABC):
         """The id and all options: JSON-able, and a spec that get_compressor understands."""
         return {"id": self.id, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}
 
-    def for_tensor(self, name, shape):
-        """The compressor of one tensor: this one, or another that it leaves the tensor to."""
-        return self
-
     def init(self, name, shape):
         """The State of one tensor."""
         return State(name)

@@ -45,12 +45,9 @@ class PowerSGD(SelectiveCompressor):
     start_step: int = option(Count(), 0, "steps before this one go dense")
     min_rate: float = option(Number(0), 2.0, "tensors that would shrink less than this many times go dense")
 
-    def for_tensor(self, name, shape):
-        chosen = super().for_tensor(name, shape)
+    def adapted(self, shape):
         n, m = _matrix(shape, self.rank)
-        if chosen is self and (n * m == 0 or n * m < self.min_rate * _factors(n, m, self.rank)):
-            return self.fallback()
-        return chosen
+        return self if 0 < n * m >= self.min_rate * _factors(n, m, self.rank) else None
 
     def init(self, name, shape):
         n, m = _matrix(shape, self.rank)

@@ -1,6 +1,5 @@
 """What compressors share that choose their tensors: the common options, the fallback, randomness, error feedback."""
 import dataclasses
-import fnmatch
 import hashlib
 import math
 from abc import abstractmethod
@@ -19,7 +18,7 @@ DENSE = {"fp32": NoCompression(), "fp16": Float16()}
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SelectiveCompressor(Compressor):
-    """A compressor that leaves small, one-dimensional and excluded tensors to another one, `fallback()`."""
+    """A compressor that is not for every tensor: `plan.compressor_for` leaves small, one-dimensional and excluded ones to `fallback()`."""
 
     transport: str = option(
         Choice("horovod", "mpi"), "horovod", "what moves payloads: Horovod, while backward goes on; or MPI, all of a step at once"
@@ -31,10 +30,9 @@ class SelectiveCompressor(Compressor):
     exclude: tuple = option(Patterns(), (), "names of tensors that go dense, as shell patterns")
     dense: str = option(Choice("fp32", "fp16"), "fp32", "how tensors that go dense travel")
 
-    def for_tensor(self, name, shape):
-        excluded = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
-        small = self.min_numel and (len(shape) < 2 or math.prod(shape) < self.min_numel)
-        return self.fallback() if excluded or small else self
+    def adapted(self, shape):
+        """This compressor as a tensor of that shape needs it, or None where it does not pay for one."""
+        return self
 
     def fallback(self):
         """The compressor of the tensors that this one leaves alone."""

@@ -13,6 +13,7 @@ from ..compressors import get_compressor
 from ..compressors.selective import decide_follow_lr
 from ..exchange import Exchange
 from ..handshake import agree
+from ..plan import compressor_for
 from ..transport.horovod import HorovodTransport
 from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
@@ -98,7 +99,7 @@ class BoundCompression(Binding):
         asking = {
             slot.name: slot.param for slot in slots
             if slot.name in self._tensors
-            and getattr(compressor.for_tensor(slot.name, tuple(slot.param.shape)), "moments", None) == moments
+            and getattr(compressor_for(compressor, slot.name, tuple(slot.param.shape)), "moments", None) == moments
         }
         # The squares of a minibatch's gradient need no collecting.
         self._moments = Moments(moments, asking) if asking and moments != "minibatch" else None

@@ -15,6 +15,7 @@ import horovod_compress as hc
 from horovod_compress import kernels, wire
 from horovod_compress.compressors.base import Step
 from horovod_compress.kernels import HEADROOM, Encoded, reference
+from horovod_compress.plan import compressor_for
 
 DIGEST, STEP = 0x12345678, 7
 VARIANTS = [
@@ -103,7 +104,7 @@ def main(count):
             name = SPECS[i // 500 % len(SPECS)]
             known = hc.available()[name.partition(":")[0]]["options"]
             options = ",".join(o for o in ("min_numel=0", "ratio=0.2") if o.partition("=")[0] in known)
-            compressor = hc.get_compressor(name + ("," if ":" in name else ":") + options).for_tensor("t", (numel,))
+            compressor = compressor_for(hc.get_compressor(name + ("," if ":" in name else ":") + options), "t", (numel,))
             frames = list(frames_of(compressor, numel, np.random.default_rng(i)))
             others = list(frames_of(compressor, numel + 1, np.random.default_rng(i)))
         frame = mutate(rng, frames[i % 4], others[i % 4])

@@ -4,6 +4,7 @@ import pytest
 
 import horovod_compress as hc
 from horovod_compress.compressors.base import Step
+from horovod_compress.plan import compressor_for
 
 RNG = np.random.default_rng()
 
@@ -26,7 +27,7 @@ def alone(spec, *gradients):
 
 def payload_of(spec, gradient, state=None, step=0, size=1, squares=None):
     """(payload, compressor, state) of one tensor's encoding."""
-    compressor = hc.get_compressor(spec).for_tensor("t", gradient.shape)
+    compressor = compressor_for(hc.get_compressor(spec), "t", gradient.shape)
     state = state or compressor.init("t", gradient.shape)
     payload = compressor.encode(gradient.reshape(-1).copy(), state, Step(step, 0, size, squares=squares))
     return payload, compressor, state

@@ -11,6 +11,7 @@ import horovod_compress as hc
 from horovod_compress import bench
 from horovod_compress.lockstep import run_step
 from horovod_compress.models import MODELS
+from horovod_compress.plan import compressor_for
 
 # -- powersgd: the matrix that a tensor is taken for --------------------------------------------------------------------
 
@@ -94,18 +95,18 @@ OTHERS = {
 
 @pytest.mark.parametrize("shape", [shape for shapes in CONVOLUTIONS.values() for shape in shapes])
 def test_adacomp_cuts_convolutions_into_bins_of_50(shape):
-    assert hc.get_compressor("adacomp:min_numel=0").for_tensor("t", shape).bin_length == 50
+    assert compressor_for(hc.get_compressor("adacomp:min_numel=0"), "t", shape).bin_length == 50
 
 
 @pytest.mark.parametrize("shape", [shape for shapes in OTHERS.values() for shape in shapes])
 def test_adacomp_cuts_all_else_into_bins_of_500(shape):
-    assert hc.get_compressor("adacomp:min_numel=0").for_tensor("t", shape).bin_length == 500
+    assert compressor_for(hc.get_compressor("adacomp:min_numel=0"), "t", shape).bin_length == 500
 
 
 def test_adacomp_takes_known_models_alike_in_both_layouts():
     for model in ("resnet50", "mobilenetv2"):
         for name in (model, f"keras-{model}"):
             for tensor, shape in MODELS[name]().items():
-                chosen = hc.get_compressor("adacomp:min_numel=0").for_tensor(tensor, shape)
+                chosen = compressor_for(hc.get_compressor("adacomp:min_numel=0"), tensor, shape)
                 assert chosen.bin_length == (50 if len(shape) == 4 else 500)
-    assert hc.get_compressor("adacomp:bin_length=77").for_tensor("t", (3, 3, 64, 64)).bin_length == 77
+    assert compressor_for(hc.get_compressor("adacomp:bin_length=77"), "t", (3, 3, 64, 64)).bin_length == 77

@@ -1,0 +1,17 @@
+"""Which compressor each tensor gets: the one that was asked for, or for small, one-dimensional and excluded tensors a dense one."""
+import fnmatch
+import math
+from typing import Tuple
+
+from .compressors.base import Compressor
+from .compressors.selective import SelectiveCompressor
+
+
+def compressor_for(compressor: Compressor, name: str, shape: Tuple[int, ...]) -> Compressor:
+    """The compressor of a tensor of this name and shape, where `compressor` was asked for."""
+    if not isinstance(compressor, SelectiveCompressor):
+        return compressor
+    excluded = any(fnmatch.fnmatchcase(name, pattern) for pattern in compressor.exclude)
+    small = compressor.min_numel and (len(shape) < 2 or math.prod(shape) < compressor.min_numel)
+    adapted = None if excluded or small else compressor.adapted(shape)
+    return compressor.fallback() if adapted is None else adapted
