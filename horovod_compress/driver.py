@@ -13,7 +13,7 @@ import numpy as np
 from . import checkpoint, kernels
 from .compressors.base import Compressor, Model, Step
 from .plan import compressor_for
-from .requests import Request
+from .requests import FLOAT32, Request
 from .step import SENT, SPENT, Tensor, tensor_step
 
 _log = logging.getLogger("horovod_compress")
@@ -111,7 +111,7 @@ class Driver(ABC):
         if name not in self._tensors:
             raise ValueError(f"{name} is none of the tensors of this compression")
         tensor = self._tensors[name]
-        if grad.dtype != np.float32 or grad.shape != (tensor.numel,):
+        if grad.dtype != FLOAT32 or grad.shape != (tensor.numel,):
             raise ValueError(f"{name}: expected {tensor.numel} float32 in one dimension, not {grad.shape} of {grad.dtype}")
         return tensor
 

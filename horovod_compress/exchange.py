@@ -14,7 +14,7 @@ import numpy as np
 from . import checkpoint, kernels
 from .compressors.base import Compressor
 from .driver import Driver, Transaction
-from .requests import Allgather, Allreduce, Alltoall, Final, HostReduce, Request, StepNorm
+from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Final, HostReduce, Request, StepNorm
 from .step import Tensor, check_step_numbers, conclude, step_numbers
 from .transport.base import Transport
 
@@ -66,11 +66,11 @@ class Exchange(Driver):
         if self._steps and (not self._open or name in self._steps):
             self._end()
         step = self._now if squares is None and lr is None else self._now.replace(squares=squares, lr=lr)
-        tensor = self._known(name, grad)
-        pending = _Pending(tensor, grad, self._begin(tensor, grad, step))
-        self._steps[name], self._open[name] = pending.step, pending
-        self._latest = self._transaction
-        self._transaction.tensors.append(pending.tensor)
+        tensor, transaction = self._known(name, grad), self._transaction
+        pending = self._open[name] = _Pending(tensor, grad, self._begin(tensor, grad, step))
+        self._steps[name] = pending.step
+        self._latest = transaction
+        transaction.tensors.append(tensor)
         self._advance(pending, None)
         return pending.carrier
 
@@ -119,7 +119,7 @@ class Exchange(Driver):
             arrived = pending.wait()
             counters["exchange_seconds"] += time.perf_counter() - started
             started = time.perf_counter()
-        elif reduced.dtype == np.float32 and reduced is not pending.grad:
+        elif reduced.dtype == FLOAT32 and reduced is not pending.grad:
             np.copyto(pending.grad, reduced)
             reduced = pending.grad
         outcome = pending.step.send((reduced, arrived))
@@ -133,10 +133,11 @@ class Exchange(Driver):
     def _advance(self, pending: _Pending, answer: Any) -> None:
         """Sends a step what it waits for, and starts what it asks for next."""
         started = time.perf_counter()
-        request = pending.step.send(answer)
+        send = pending.step.send
+        request = send(answer)
         if isinstance(request, HostReduce):
             pending.carrier = request.array
-            request = pending.step.send(None)
+            request = send(None)
         pending.request, pending.wait = request, None
         if isinstance(request, Final):
             if request.request is not None:

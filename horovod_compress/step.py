@@ -4,11 +4,10 @@
 bytes, and commits what the step took out of the state or rolls it back. Drivers only pump it: `exchange.Exchange` (eager), the
 TensorFlow adapter's graph, and `lockstep`, N ranks in one process.
 """
-import contextlib
 import dataclasses
-import inspect
 import math
-from typing import Any, Dict, Generator, Union
+from types import GeneratorType
+from typing import Any, Dict, Generator, Optional, Union
 
 import numpy as np
 
@@ -16,17 +15,22 @@ from . import wire
 from .compressors.base import Compressor, State, Step
 from .handshake import MismatchError
 from .kernels import Encoded
-from .requests import Allgather, Allreduce, Alltoall, Final, HostReduce, Outcome, Payload, Request, StepNorm
+from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Final, HostReduce, Outcome, Payload, Request, StepNorm
 
 SENT = ("bytes_sent", "dense_bytes", "elements_sent")
 SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")  # what tensors share is one of theirs
+_NOTHING_MORE = Final(None)
 _TRIES = 16  # of measured payloads that were too large: what trying again costs is at most one part in so many
 
 
 @dataclasses.dataclass
 class Tensor:
-    """A tensor of a compression on one rank. digest: uint32 of configuration and tensor, on every frame; dense_until: the step from
-    which on its payloads are gathered; before_step: where steps can be discarded, the state's arrays before the last one."""
+    """A tensor of a compression on one rank.
+
+    digest: uint32 of configuration and tensor, on every frame; carrier: a single 1, for the host; dense_until: the step from which on
+    payloads of measured size are gathered again; bits: what an element of the open step's payload takes, where that is known
+    beforehand; before_step: where steps can be discarded, the state's arrays before the last one.
+    """
 
     name: str
     shape: tuple
@@ -34,28 +38,24 @@ class Tensor:
     state: State
     digest: int
     numel: int
-    carrier: np.ndarray = dataclasses.field(default_factory=lambda: np.ones(1, np.float32))
+    carrier: HostReduce = dataclasses.field(default_factory=lambda: HostReduce(np.ones(1, np.float32)))
     dense_until: int = 0
+    bits: Optional[float] = None
     before_step: Dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     counters: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(SENT + SPENT, 0))
 
     def one(self) -> HostReduce:
         """The carrier of a payload that travels beside it: what the host makes of a 1 is the factor for the sum of the payloads."""
-        self.carrier[0] = 1
-        return HostReduce(self.carrier)
-
-    def hand_over(self, carrier: HostReduce) -> Generator[Request, None, HostReduce]:
-        """Asks for the host's reduction of the carrier, which it returns."""
-        self.count(carrier)
-        yield carrier
-        return carrier
+        self.carrier.array[0] = 1
+        return self.carrier
 
     def count(self, request: Request) -> None:
         """Counts the bytes that go into a collective. As many come back; an allgather's, which are more, are counted when they do, without
         this rank's own."""
-        sent = request.payload.nbytes if isinstance(request, (Allgather, Alltoall)) else request.array.nbytes
-        self.counters["bytes_sent"] += sent
-        self.counters["bytes_received"] += -sent if isinstance(request, Allgather) else sent
+        counters, gathers = self.counters, isinstance(request, Allgather)
+        sent = request.payload.nbytes if gathers or isinstance(request, Alltoall) else request.array.nbytes
+        counters["bytes_sent"] += sent
+        counters["bytes_received"] += -sent if gathers else sent
 
     def keep(self) -> None:
         """Copies the state before a step."""
@@ -79,7 +79,7 @@ class Tensor:
     def goes_dense(self, step: Step) -> bool:
         """Whether gathering this step's payloads would bring a rank more than a ring allreduce of the tensor does: by what the
         compressor knows beforehand, or by what its last gathered payloads were. Alike on all ranks."""
-        bits = self.compressor.payload_bits(step)
+        bits = self.bits = self.compressor.payload_bits(step)
         return step.index < self.dense_until if bits is None else times_dense(bits, step.size) > 1
 
 
@@ -94,26 +94,24 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
     tensor.counters["dense_bytes"] += grad.nbytes
     succeeded = False
     try:
-        carrier = None  # what the host reduces: it has to have it before ranks agree on anything
+        carrier = None  # what the host reduces: it has to have that before ranks agree on anything
         if step.clip_norm is not None:
             one = tensor.one()
             squared_norm, handed_over = yield StepNorm(grad, one)
             step = step.replace(scale=_clipping(step, squared_norm))
-            if handed_over:
-                carrier = one
-                tensor.count(one)
+            carrier = one if handed_over else None
         payload = (compressor.encode_dense if dense else compressor.encode)(grad, state, step)
-        if inspect.isgenerator(payload):
-            carrier = carrier or (yield from tensor.hand_over(tensor.one()))
+        if carrier is None:
+            carrier = payload if isinstance(payload, HostReduce) else tensor.one()
+            yield carrier
+        tensor.count(carrier)
+        if isinstance(payload, GeneratorType):
             payload = yield from _rounds(tensor, payload)
-        carrier = carrier or (yield from tensor.hand_over(payload if isinstance(payload, HostReduce) else tensor.one()))
-        last = _last_request(tensor, payload, step) if payload is not carrier else None
+        final = _NOTHING_MORE if payload is carrier else Final(_last_request(tensor, payload, step))
         tensor.counters["elements_sent"] += payload.elements if isinstance(payload, Encoded) else tensor.numel
-        if last is not None:
-            tensor.count(last)
-        reduced, arrived = yield Final(last)
+        reduced, arrived = yield final
         outcome = [_decode(tensor, payload, grad, step, reduced, arrived)]
-        del grad, step, payload, carrier, last, reduced, arrived  # the answer comes with the next step: until then they would stay in memory
+        del grad, step, payload, carrier, final, reduced, arrived  # the answer comes with the next step: until then they would stay in memory
         succeeded = yield outcome.pop()
     finally:
         compressor.end_step(state, bool(succeeded))
@@ -123,11 +121,13 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
 
 def conclude(step: Generator[Request, Any, None], succeeded: bool) -> None:
     """Ends a tensor's step: answers its Outcome, or where it has not succeeded or not come that far, rolls it back."""
-    if succeeded:
-        with contextlib.suppress(StopIteration):
-            step.send(True)
-    else:
+    if not succeeded:
         step.close()
+        return
+    try:  # once a tensor: contextlib.suppress takes three times as long
+        step.send(True)
+    except StopIteration:
+        return
 
 
 def _rounds(tensor: Tensor, encoding: Generator[Request, Any, Payload]) -> Generator[Request, Any, Payload]:
@@ -143,9 +143,14 @@ def _rounds(tensor: Tensor, encoding: Generator[Request, Any, Payload]) -> Gener
 
 
 def _last_request(tensor: Tensor, payload: Payload, step: Step) -> Union[Allreduce, Allgather]:
+    """What moves a payload that is not the carrier, counted."""
+    request: Union[Allreduce, Allgather]
     if isinstance(payload, Encoded):
-        return Allgather(wire.seal(payload, tensor.compressor.number, tensor.digest, step.index))
-    return payload if isinstance(payload, Allreduce) else Allreduce(payload.array)
+        request = Allgather(wire.seal(payload, tensor.compressor.number, tensor.digest, step.index))
+    else:
+        request = payload if isinstance(payload, Allreduce) else Allreduce(payload.array)
+    tensor.count(request)
+    return request
 
 
 def _decode(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step, reduced: np.ndarray, arrived: Any) -> Outcome:
@@ -157,7 +162,7 @@ def _decode(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step, redu
         finite = compressor.decode(arrived, grad, tensor.state, step, scale)
     else:
         summed = reduced if arrived is None else arrived
-        grad = summed if summed.dtype == np.float32 else grad
+        grad = summed if summed.dtype == FLOAT32 else grad
         finite = compressor.decode_dense(summed, grad, tensor.state, scale)
     return Outcome(grad, finite)
 
@@ -167,7 +172,7 @@ def _add_payloads(tensor: Tensor, arrived: np.ndarray, grad: np.ndarray, step: S
     compressor = tensor.compressor
     tensor.counters["bytes_received"] += len(arrived)
     bodies, finite = wire.unseal(arrived, step.size, compressor.number, tensor.digest, step.index)
-    if bodies and grad.size and compressor.payload_bits(step) is None:
+    if tensor.bits is None and bodies and grad.size:
         times = times_dense(8 * sum(map(len, bodies)) / len(bodies) / grad.size, step.size)
         if times > 1:
             tensor.dense_until = step.index + 1 + math.ceil(_TRIES * times)

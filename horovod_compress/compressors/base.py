@@ -11,7 +11,7 @@ from typing import Any, Dict, List, NamedTuple, Optional
 import numpy as np
 
 from .. import kernels
-from ..requests import Collective, HostReduce
+from ..requests import FLOAT32, Collective, HostReduce
 
 GATHER = Collective("allgather", "uint8")
 HOST = Collective("host", "float32")
@@ -216,7 +216,7 @@ class Compressor(ABC):
     def decode_dense(self, reduced, out, state, scale):
         """Leaves scale · (what the ranks' HostReduce payloads came to), which may be `out` itself, in `out`, and returns whether that is
         finite."""
-        if reduced.dtype == np.float16:
+        if reduced.dtype != FLOAT32:
             largest = kernels.of(out).decode_float16(reduced.view(np.uint16), out)
         else:
             if reduced is not out:
@@ -242,8 +242,7 @@ class Compressor(ABC):
             (self.commit if succeeded else self.rollback)(state)
         elif succeeded:
             self.forget_sent(state)
-        state.undo.clear()
-        state.sent, state.all_sent = None, False
+        state.undo, state.sent, state.all_sent = [], None, False
 
     def commit(self, state):
         """The step succeeded: what it changed stays."""

@@ -52,7 +52,8 @@ class TopK(SelectiveCompressor):
         if not finite:
             indices = indices[:0]
         rows = k.take_entries(indices, v, u, kind=self.values, mask=masking)
-        state.undo.append(Undo(residual, indices, rows[0]))
+        state.undo = [Undo(residual, indices, rows[0])]
         if len(rows) > 1:
-            state.undo.append(Undo("u", indices, rows[1], replace=True))
-        return k.encode_sparse(indices, rows[0], kind=self.values)._replace(finite=finite)
+            state.undo.append(Undo("u", indices, rows[1], True))
+        encoded = k.encode_sparse(indices, rows[0], kind=self.values)
+        return encoded if finite else encoded._replace(finite=False)
