@@ -1,6 +1,6 @@
 """A compression's state in and out: plain values and arrays, of one rank."""
 import numbers
-from typing import Any, Dict, Iterable, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Optional, Tuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ def saved(identity: Dict[str, Any], tensors: Iterable[Tensor], step: Any, unit: 
     }
 
 
-def checked(state: Any, identity: Dict[str, Any], wrong_step) -> Tuple[Dict[str, Dict[str, np.ndarray]], Any]:
+def checked(state: Any, identity: Dict[str, Any], wrong_step: Callable[[Any], Difference]) -> Tuple[Dict[str, Dict[str, np.ndarray]], Any]:
     """(arrays by tensor, step) of a state_dict. ValueError for one of another algorithm, seed, rank or number of ranks."""
     expected = {"format": _FORMAT, **identity}
     try:
@@ -81,4 +81,4 @@ def _layout(arrays: Dict[str, Dict[str, np.ndarray]]) -> Dict[str, Dict[str, str
 
 
 def _is_count(number: Any) -> bool:
-    return isinstance(number, numbers.Integral) and not isinstance(number, bool) and number >= 0
+    return isinstance(number, numbers.Integral) and not isinstance(number, bool) and int(number) >= 0

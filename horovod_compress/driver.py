@@ -6,14 +6,14 @@ import logging
 import math
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, Dict, Generator, List
+from typing import Any, Dict, List
 
 import numpy as np
 
 from . import checkpoint, kernels
 from .compressors.base import Compressor, Model, Step
 from .plan import compressor_for
-from .requests import FLOAT32, Request
+from .requests import FLOAT32, TensorStep
 from .step import SENT, SPENT, Tensor, tensor_step
 
 _log = logging.getLogger("horovod_compress")
@@ -115,7 +115,7 @@ class Driver(ABC):
             raise ValueError(f"{name}: expected {tensor.numel} float32 in one dimension, not {grad.shape} of {grad.dtype}")
         return tensor
 
-    def _begin(self, tensor: Tensor, grad: np.ndarray, step: Step) -> Generator[Request, Any, None]:
+    def _begin(self, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         """The generator of a tensor's step."""
         if self._discardable:
             tensor.keep()

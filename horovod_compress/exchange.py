@@ -6,15 +6,16 @@ single 1: what came back, divided by the number of ranks, is the factor for the 
 op, scale factors or predivision are.
 """
 import dataclasses
+import functools
 import time
-from typing import Any, Callable, Dict, Generator, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import numpy as np
 
 from . import checkpoint, kernels
 from .compressors.base import Compressor
 from .driver import Driver, Transaction
-from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Final, HostReduce, Request, StepNorm
+from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Final, HostReduce, StepNorm, TensorStep
 from .step import Tensor, check_step_numbers, conclude, step_numbers
 from .transport.base import Transport
 
@@ -25,10 +26,10 @@ class _Pending:
 
     tensor: Tensor
     grad: np.ndarray
-    step: Generator[Request, Any, None]
-    carrier: Optional[np.ndarray] = None
-    request: Optional[Request] = None  # that it waits for
-    wait: Optional[Callable[[], Any]] = None  # for the collective of that request, where one was started
+    step: TensorStep
+    carrier: Any = None  # an array, from the first request on
+    request: Any = None  # the Request that it waits for
+    wait: Any = None  # a function that waits for the collective of that request, where one was started
 
 
 class Exchange(Driver):
@@ -49,7 +50,7 @@ class Exchange(Driver):
             self._add(name, shape, variant)
         self._order = {name: i for i, name in enumerate(self._tensors)}  # one on all ranks
         self._transaction = Transaction(0)
-        self._steps: Dict[str, Generator[Request, Any, None]] = {}  # of the transaction
+        self._steps: Dict[str, TensorStep] = {}  # of the transaction
         self._open: Dict[str, _Pending] = {}  # of those, submitted and not finished
         self._in_rounds: List[_Pending] = []  # of those, with exchanges to come before they have a payload
         self._numbers: Any = None  # with sums: waits for the ranks' numbers of this step; False once they were compared
@@ -90,19 +91,13 @@ class Exchange(Driver):
                 self._advance(pending, (squared_norm, True))
         while self._in_rounds:
             waiting, self._in_rounds = self._in_rounds, []
-            maxima = sorted((p for p in waiting if p.wait is None), key=lambda p: self._order[p.tensor.name])
-            wait_for_maxima = self._start_maxima(maxima) if maxima else None
+            self._start_maxima([pending for pending in waiting if pending.wait is None])
             yield
             started = time.perf_counter()
             self._compare_step_numbers()
-            largest = wait_for_maxima() if maxima else None
-            answers = [pending.wait() for pending in waiting if pending.wait]
-            at = 0
-            for pending in maxima:
-                at += pending.request.array.size
-                answers.append(largest[at - pending.request.array.size : at])
+            answers = [pending.wait() for pending in waiting]
             waiting[0].tensor.counters["exchange_seconds"] += time.perf_counter() - started
-            for pending, answer in zip([p for p in waiting if p.wait] + maxima, answers):
+            for pending, answer in zip(waiting, answers):
                 self._advance(pending, answer)
 
     def finish(self, name: str, reduced: np.ndarray) -> None:
@@ -150,7 +145,7 @@ class Exchange(Driver):
                 pending.wait = self._start(pending, request, ".round")
         pending.tensor.counters["encode_seconds"] += time.perf_counter() - started
 
-    def _start(self, pending: _Pending, request: Request, suffix: str) -> Callable[[], Any]:
+    def _start(self, pending: _Pending, request: Union[Allreduce, Allgather, Alltoall], suffix: str) -> Callable[[], Any]:
         name = f"{self._label}.{pending.tensor.name}{suffix}"
         if isinstance(request, Allgather):
             return self.transport.allgather(name, request.payload)
@@ -159,11 +154,18 @@ class Exchange(Driver):
         self._start_step_numbers(pending)
         return self.transport.allreduce(name, request.array, request.op)
 
-    def _start_maxima(self, maxima: List[_Pending]) -> Callable[[], np.ndarray]:
-        """Starts all tensors' maxima of a round, as one message."""
+    def _start_maxima(self, maxima: List[_Pending]) -> None:
+        """Starts all tensors' maxima of a round, as one message, of which each waits for its part."""
+        if not maxima:
+            return
         self._start_step_numbers(maxima[0])
+        maxima.sort(key=lambda pending: self._order[pending.tensor.name])
         together = np.concatenate([pending.request.array for pending in maxima])
-        return self.transport.allreduce(f"{self._label}:agree", together, "max")
+        wait = functools.lru_cache(maxsize=None)(self.transport.allreduce(f"{self._label}:agree", together, "max"))
+        end = 0
+        for pending in maxima:
+            start, end = end, end + pending.request.array.size
+            pending.wait = lambda start=start, end=end: wait()[start:end]
 
     def _start_step_numbers(self, pending: _Pending) -> None:
         if self._numbers is None:

@@ -4,7 +4,7 @@ A compressor's `encode` may yield the collectives among them, and returns one as
 there is an array: compressors declare those, because a graph is built before the first step.
 """
 import dataclasses
-from typing import NamedTuple, Optional, Sequence, Union
+from typing import Any, Generator, NamedTuple, Optional, Sequence, Union
 
 import numpy as np
 
@@ -30,6 +30,10 @@ class HostReduce:
     array: np.ndarray
 
     @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+    @property
     def collective(self) -> Collective:
         return Collective("host", self.array.dtype.name)
 
@@ -43,6 +47,10 @@ class Allreduce:
     op: str = "sum"
 
     @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+    @property
     def collective(self) -> Collective:
         return Collective("allreduce", self.array.dtype.name, self.op)
 
@@ -52,6 +60,10 @@ class Allgather:
     """All ranks' `payload`, uint8 of any length, one behind the other in rank order: one uint8 array."""
 
     payload: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return self.payload.nbytes
 
     @property
     def collective(self) -> Collective:
@@ -65,6 +77,10 @@ class Alltoall:
 
     payload: np.ndarray
     splits: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        return self.payload.nbytes
 
     @property
     def collective(self) -> Collective:
@@ -97,5 +113,7 @@ class Outcome:
     finite: bool
 
 
-Request = Union[HostReduce, Allreduce, Allgather, Alltoall, StepNorm, Final, Outcome]
+Exchanged = Union[HostReduce, Allreduce, Allgather, Alltoall]
+Request = Union[Exchanged, StepNorm, Final, Outcome]
 Payload = Union[HostReduce, Allreduce, Encoded]  # Encoded: a body, which every rank gathers in a frame
+TensorStep = Generator[Any, Any, None]  # yields Requests; what it is sent depends on each

@@ -15,7 +15,7 @@ from . import wire
 from .compressors.base import Compressor, State, Step
 from .handshake import MismatchError
 from .kernels import Encoded
-from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Final, HostReduce, Outcome, Payload, Request, StepNorm
+from .requests import FLOAT32, Allgather, Allreduce, Exchanged, Final, HostReduce, Outcome, Payload, StepNorm, TensorStep
 
 SENT = ("bytes_sent", "dense_bytes", "elements_sent")
 SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")  # what tensors share is one of theirs
@@ -49,13 +49,11 @@ class Tensor:
         self.carrier.array[0] = 1
         return self.carrier
 
-    def count(self, request: Request) -> None:
+    def count(self, request: Exchanged) -> None:
         """Counts the bytes that go into a collective. As many come back; an allgather's, which are more, are counted when they do, without
         this rank's own."""
-        counters, gathers = self.counters, isinstance(request, Allgather)
-        sent = request.payload.nbytes if gathers or isinstance(request, Alltoall) else request.array.nbytes
-        counters["bytes_sent"] += sent
-        counters["bytes_received"] += -sent if gathers else sent
+        self.counters["bytes_sent"] += request.nbytes
+        self.counters["bytes_received"] += -request.nbytes if isinstance(request, Allgather) else request.nbytes
 
     def keep(self) -> None:
         """Copies the state before a step."""
@@ -83,7 +81,7 @@ class Tensor:
         return step.index < self.dense_until if bits is None else times_dense(bits, step.size) > 1
 
 
-def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = False) -> Generator[Request, Any, None]:
+def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = False) -> TensorStep:
     """The step of one tensor: yields requests, is sent their results, and decodes the result into `grad`, flat float32, or where the
     gradient itself was the payload into what the host brought back; `Outcome` says where.
 
@@ -119,7 +117,7 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
             tensor.put_back()
 
 
-def conclude(step: Generator[Request, Any, None], succeeded: bool) -> None:
+def conclude(step: TensorStep, succeeded: bool) -> None:
     """Ends a tensor's step: answers its Outcome, or where it has not succeeded or not come that far, rolls it back."""
     if not succeeded:
         step.close()
@@ -130,7 +128,7 @@ def conclude(step: Generator[Request, Any, None], succeeded: bool) -> None:
         return
 
 
-def _rounds(tensor: Tensor, encoding: Generator[Request, Any, Payload]) -> Generator[Request, Any, Payload]:
+def _rounds(tensor: Tensor, encoding: Generator[Exchanged, Any, Payload]) -> Generator[Exchanged, Any, Payload]:
     """What a compressor asks for before it has its payload, counted; returns the payload."""
     answer = None
     while True:

@@ -2,7 +2,7 @@
 import dataclasses
 import itertools
 import threading
-from typing import Any, Dict, Generator, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -10,12 +10,12 @@ from .. import checkpoint
 from ..compressors.base import Compressor
 from ..driver import Driver, Transaction
 from ..handshake import first_difference
-from ..requests import Allgather, Allreduce, Alltoall, Final, Request, StepNorm
+from ..requests import Allgather, Allreduce, Alltoall, Final, StepNorm, TensorStep
 from ..step import check_step_numbers, conclude, step_numbers
 
 _KEPT = 100  # calls of functions
 
-Message = List[np.ndarray]  # what an operation is to move: one array; of an alltoall the bytes and, int32, how many go to each rank
+Message = Sequence[np.ndarray]  # what an operation is to move: one array; of an alltoall the bytes and, int32, how many go to each rank
 Saved = Tuple[Dict[str, np.ndarray], int, int]  # a tensor's arrays, steps taken, dense until
 
 
@@ -23,11 +23,11 @@ Saved = Tuple[Dict[str, np.ndarray], int, int]  # a tensor's arrays, steps taken
 class _Pending:
     """A tensor's last step, until the next one begins."""
 
-    step: Generator[Request, Any, None]
+    step: TensorStep
     call: int
     transaction: Transaction
     index: int
-    request: Optional[Request] = None  # that it waits for, until it is finished
+    request: Any = None  # the Request that it waits for, until it is finished
     arrived: Optional[Message] = None  # of its last message, in a step with fewer than the graph has operations for
     finished: bool = False
     compares: bool = False  # whether it has sent the step's number and waits for the sum
@@ -102,11 +102,11 @@ class GraphExchange(Driver):
             request = generator.send((squared_norm, False))
         carrier = request.array
         request = pending.request = generator.send(None)
-        numbers = None
-        if name == self.sends_number and _is_sum(request):
-            pending.compares, numbers = True, Allreduce(step_numbers(index))
-            tensor.count(numbers)
-        return carrier, _message(request), numbers and numbers.array
+        if name != self.sends_number or not isinstance(_collective(request), Allreduce):
+            return carrier, _message(request), None
+        pending.compares, numbers = True, Allreduce(step_numbers(index))
+        tensor.count(numbers)
+        return carrier, _message(request), numbers.array
 
     def advance(self, name: str, call: int, arrived: Message, numbers: Optional[np.ndarray] = None) -> Optional[Message]:
         """Brings what became of a message, and the sum of the steps' numbers; returns the next message."""
@@ -118,7 +118,7 @@ class GraphExchange(Driver):
         return _message(pending.request)
 
     def finish(
-        self, name: str, call: int, reduced: np.ndarray, arrived: Optional[Message] = None, numbers: Optional[np.ndarray] = None
+        self, name: str, call: int, reduced: np.ndarray, arrived: Message = (), numbers: Optional[np.ndarray] = None
     ) -> np.ndarray:
         """Brings the carrier as the host reduced it, and what became of the last message; returns the flat float32 result, in the
         memory of the gradient or of the carrier."""
@@ -193,9 +193,9 @@ def _wrong_steps(steps: Any) -> checkpoint.Difference:
     return next(filter(None, (checkpoint.wrong_count(f"step.{name}", number) for name, number in steps.items())), None)
 
 
-def _message(request: Request) -> Optional[Message]:
+def _message(request: Any) -> Optional[Message]:
     """What an operation is to move for a request."""
-    collective = request.request if isinstance(request, Final) else request
+    collective = _collective(request)
     if isinstance(collective, Alltoall):
         return [collective.payload, np.array(collective.splits, np.int32)]
     if isinstance(collective, Allgather):
@@ -203,7 +203,7 @@ def _message(request: Request) -> Optional[Message]:
     return None if collective is None else [collective.array]
 
 
-def _answer(request: Request, arrived: Message) -> Any:
+def _answer(request: Any, arrived: Message) -> Any:
     """A request's result, from what its operation brought."""
     if isinstance(request, Alltoall):
         payload, splits = arrived
@@ -211,6 +211,6 @@ def _answer(request: Request, arrived: Message) -> Any:
     return arrived[0]
 
 
-def _is_sum(request: Request) -> bool:
-    collective = request.request if isinstance(request, Final) else request
-    return isinstance(collective, Allreduce)
+def _collective(request: Any) -> Any:
+    """What a request exchanges; None where that is nothing."""
+    return request.request if isinstance(request, Final) else request
