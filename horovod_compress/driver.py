@@ -6,7 +6,7 @@ import logging
 import math
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, Dict, List
+from typing import Any, Collection, Dict, List
 
 import numpy as np
 
@@ -52,14 +52,14 @@ class Driver(ABC):
         """Ends the last step where that has not happened yet. RuntimeError in the middle of one."""
 
     @abstractmethod
-    def open_tensors(self) -> List[str]:
+    def open_tensors(self) -> Collection[str]:
         """Names of the tensors that are submitted and not finished."""
 
     def _refuse_in_step(self) -> None:
         names = self.open_tensors()
         if names:
             raise RuntimeError(
-                f"a step is under way, or was given up ({', '.join(names[:3])} … not finished): ask between optimizer.step() and the next "
+                f"a step is under way, or was given up ({', '.join(list(names)[:3])} … not finished): ask between optimizer.step() and the next "
                 "backward()"
             )
 

@@ -8,7 +8,7 @@ op, scale factors or predivision are.
 import dataclasses
 import functools
 import time
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Collection, Dict, Iterator, List, Optional, Tuple, Union
 
 import numpy as np
 
@@ -198,12 +198,8 @@ class Exchange(Driver):
         """The host could not use a result of this step, on all ranks alike: the step will be rolled back."""
         self._transaction.finite = False
 
-    def is_open(self, name: str) -> bool:
-        """Whether this tensor is submitted and not finished."""
-        return name in self._open
-
-    def open_tensors(self) -> List[str]:
-        return list(self._open)
+    def open_tensors(self) -> Collection[str]:
+        return self._open
 
     def end_step(self) -> None:
         self._refuse_in_step()

@@ -316,7 +316,7 @@ class BoundCompression(Binding):
                 f"{self._compressor.momentum:g}, which it took over. (Horovod's momentum_correction is not needed: the learning rate is no part "
                 "of this momentum)"
             )
-        return np.int64(self._exchange.begin(tensors)), np.full((tensors, 1), -1, np.int32)
+        return np.int64(self._exchange.begin(tensors, self._process_set.rank(), self._process_set.size())), np.full((tensors, 1), -1, np.int32)
 
     def _submit(self, variable, call, grad, *numbers):
         numbers = iter(numbers)

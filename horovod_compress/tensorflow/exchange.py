@@ -2,7 +2,7 @@
 import dataclasses
 import itertools
 import threading
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Collection, Dict, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -67,9 +67,11 @@ class GraphExchange(Driver):
             self.sends_number = name
         return tensor.compressor
 
-    def begin(self, tensors: int) -> int:
-        """Begins a step of so many tensors; returns the number of the call."""
+    def begin(self, tensors: int, rank: int, size: int) -> int:
+        """Begins a step of so many tensors, on this rank of so many; returns the number of the call."""
         with self._lock:
+            if (rank, size) != (self._now.rank, self._now.size):
+                self._now = self._now.replace(rank=rank, size=size)
             call = next(self._calls)
             self._begun.pop(call - _KEPT, None)  # some never bring all: what nobody uses is not computed
             self._begun[call] = Transaction(), tensors
@@ -159,7 +161,7 @@ class GraphExchange(Driver):
                 transaction.finite = succeeded
                 self._count_step(transaction)
 
-    def open_tensors(self) -> List[str]:
+    def open_tensors(self) -> Collection[str]:
         return [name for name, pending in self._pending.items() if not pending.finished]
 
     def end_step(self) -> None:

@@ -175,7 +175,7 @@ class BoundCompression(Binding):
             if slot.param.grad is not None and slot.param.grad.is_sparse and slot.param.shape == tensor.shape
         ]
         if len(alike) > 1:  # each comes once a step; of equal gradients, first come first served
-            alike = [slot for slot in alike if not self._exchange.is_open(slot.name)]
+            alike = [slot for slot in alike if slot.name not in self._exchange.open_tensors()]
         if len(alike) > 1:
             alike = [slot for slot in alike if _same(slot.param.grad.to_dense(), tensor)]
         if not alike:
