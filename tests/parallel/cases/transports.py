@@ -36,11 +36,11 @@ def mpi_gives_what_horovod_gives():
 
 @case(2, 3)
 def an_alltoall_in_a_step():
-    """A compressor that yields one works in both transports, to the byte."""
+    """A compressor that yields one works in both transports, to the byte; over Gloo in Horovod's own."""
     reference = model_of()
     train(reference, wrap(reference, sgd(reference), hvd.Compression.none), batches(5))
     sent = set()
-    for transport in ("horovod", "mpi"):
+    for transport in ("horovod", "mpi") if hvd.mpi_enabled() else ("horovod",):
         model = model_of()
         compression = compressed(model, sgd(model), 5, Owners(transport=transport, min_numel=0))
         assert_close(model, reference, tolerance=1e-5)

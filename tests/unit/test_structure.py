@@ -1,0 +1,59 @@
+"""The package's shape: imports point one way, and functions are short."""
+import ast
+import pathlib
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).parents[2] / "horovod_compress"
+LINES = 45
+# Each may import those before it.
+LAYERS = [
+    ["version"],
+    ["kernels"],
+    ["requests"],
+    ["handshake", "wire"],
+    ["compressors"],
+    ["plan", "step", "transport"],
+    ["checkpoint", "driver"],
+    ["exchange"],
+    ["lockstep"],
+    ["simulate", "bench", "models"],
+    ["binding"],
+    ["torch", "tensorflow", "cli"],
+]
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem not in ("__init__", "__main__"))
+
+
+def part_of(path):
+    """The module or folder of the package that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path):
+    """Absolute names of all that a file imports of this package, wherever it does."""
+    package = ["horovod_compress", *path.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+            yield from ([".".join([*base, alias.name]) for alias in node.names])
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            yield from (name for name in names if name.split(".")[0] == "horovod_compress")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_one_way(path):
+    level = {part: i for i, parts in enumerate(LAYERS) for part in parts}
+    part = part_of(path)
+    for name in imported(path):
+        other = name.split(".")[1]
+        if other != part and other in level:
+            below = level[other] < level[part] or (part, other) in (("driver", "checkpoint"),)
+            assert below, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_functions_are_short(path):
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    long = {node.name: node.end_lineno - node.lineno + 1 for node in functions if node.end_lineno - node.lineno >= LINES}
+    assert not long
