@@ -4,12 +4,13 @@ import re
 import statistics
 import time
 import zipfile
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import numpy as np
 
 from . import kernels
-from .compressors.base import zeros
-from .lockstep import make_ranks
+from .compressors.base import Compressor, zeros
+from .lockstep import Named, make_ranks
 from .transport.base import Transport
 
 WARMUP = 3  # steps that touch new memory, not measured
@@ -21,26 +22,26 @@ class Echo(Transport):
 
     rank = 0
 
-    def __init__(self, size):
+    def __init__(self, size: int) -> None:
         self.size, self.seconds = size, 0.0
 
-    def allgather(self, name, payload):
+    def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         return lambda: self._timed(np.tile, payload, self.size)
 
-    def allreduce(self, name, array, op="sum"):
+    def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
         return lambda: self._timed(np.multiply, array, self.size if op == "sum" else 1, out=array)
 
-    def alltoall(self, name, payload, splits):
+    def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
         return lambda: self._timed(lambda: [payload[: splits[0]].copy() for _ in range(self.size)])
 
-    def _timed(self, function, *arguments, **options):
+    def _timed(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         started = time.perf_counter()
         result = function(*arguments, **options)
         self.seconds += time.perf_counter() - started
         return result
 
 
-def random_gradients(shapes, seed):
+def random_gradients(shapes: Dict[str, Tuple[int, ...]], seed: int) -> List[Named]:
     """A few steps' gradients {name: array}: normal numbers, whose scale is log-normal by row and the same in all steps."""
     rng = np.random.default_rng(seed)
     scales = {n: 1e-3 * rng.lognormal(size=s[:1] + (1,) * (len(s) - 1)) for n, s in shapes.items()}
@@ -52,14 +53,15 @@ def random_gradients(shapes, seed):
     return steps
 
 
-def load_gradients(path):
+def load_gradients(path: str) -> List[Named]:
     """The steps' gradients {name: array} of an .npz file: an entry a tensor; with several steps, entries `step/name`.
 
     ValueError, naming the entry, for what cannot be gradients.
     """
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is not there, or not an .npz file")
-    steps, numbered = {}, None
+    steps: Dict[int, Named] = {}
+    numbered = None
     with np.load(path) as file:
         for entry in file.files:
             array = _read(file, entry, path)
@@ -80,7 +82,7 @@ def load_gradients(path):
     return [{name: steps[step][name] for name in shapes} for step in sorted(steps)]
 
 
-def _read(file, entry, path):
+def _read(file: Any, entry: str, path: str) -> np.ndarray:
     try:
         array = np.asarray(file[entry])
     except Exception as error:  # whatever zip, zlib or NumPy make of a damaged entry
@@ -94,7 +96,7 @@ def _read(file, entry, path):
     return array
 
 
-def measure(compressor, gradients, ranks, steps, progress=lambda: None):
+def measure(compressor: Compressor, gradients: Sequence[Named], ranks: int, steps: int, progress: Callable[[], Any] = lambda: None) -> Dict[str, Any]:
     """What a compression does on each of `ranks` ranks to gradients[step] = {name: array}, which take turns.
 
     A dict: collective; ratio and bytes_per_step of the measured steps; medians encode_seconds, decode_seconds (of all ranks' payloads) and
@@ -104,14 +106,14 @@ def measure(compressor, gradients, ranks, steps, progress=lambda: None):
     echo = Echo(ranks)
     (exchange,) = make_ranks(compressor, {name: array.shape for name, array in gradients[0].items()}, [echo])
     grads = {n: zeros(a.size) for n, a in gradients[0].items()}
-    seconds = {"encode": [], "decode": [], "streaming": []}
+    seconds: Dict[str, List[float]] = {"encode": [], "decode": [], "streaming": []}
     for step in range(WARMUP + steps):
         given = gradients[step % len(gradients)]
         if step == WARMUP - 1:
             before = exchange.stats()
         if step == WARMUP:
             last, before = before, exchange.stats()
-            payload = zeros((before["bytes_sent"] - last["bytes_sent"]) // 4)
+            payload = zeros(int(before["bytes_sent"] - last["bytes_sent"]) // 4)
             state = [array for arrays in exchange.arrays().values() for array in arrays.values()]
             streams = [*grads.values(), *state, payload]
         carriers, encode, echoed = {}, 0.0, echo.seconds
@@ -154,7 +156,7 @@ def measure(compressor, gradients, ranks, steps, progress=lambda: None):
     }
 
 
-def _relative_error(results, given):
+def _relative_error(results: Named, given: Named) -> float:
     """‖result − gradient‖ / ‖gradient‖; the results are not needed afterwards."""
     whole = sum(kernels.of(array).squared_norm(array.reshape(-1)) for array in given.values())
     for name, result in results.items():

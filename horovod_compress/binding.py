@@ -7,13 +7,13 @@ import itertools
 import os
 import warnings
 from abc import ABC, abstractmethod
-from typing import Any, Dict, Iterator, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Set, Tuple, Type
 
 from . import wire
 from .compressors import find, ids, package_of
 from .compressors.base import Compressor
 from .driver import Driver
-from .handshake import agree, kernels_in_use
+from .handshake import Gathering, agree, kernels_in_use
 from .version import __version__
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order. Sets are
@@ -55,7 +55,7 @@ class Binding(ABC):
         """What all ranks must have alike: nested JSON-able values."""
 
     @abstractmethod
-    def _handshake_transport(self) -> Any:
+    def _handshake_transport(self) -> Gathering:
         """What `agree` needs."""
 
     def handshake(self) -> None:
@@ -79,7 +79,7 @@ class Binding(ABC):
         return self._opened().stats_by_tensor()
 
 
-_warned = set()
+_warned: Set[str] = set()
 
 
 def warn_once(message: str, stacklevel: int = 2) -> None:
@@ -102,7 +102,7 @@ class Algorithms(type):
     uncalled, the class and its methods say in `compress` what is missing.
     """
 
-    def __getattr__(cls, id):
+    def __getattr__(cls, id: str) -> Callable[..., Any]:
         try:
             if id.startswith("_"):
                 raise ValueError(f"type object {cls.__name__!r} has no attribute {id!r}")
@@ -110,33 +110,32 @@ class Algorithms(type):
         except (ValueError, ImportError) as error:
             raise AttributeError(str(error)) from error
 
-    def __dir__(cls):
+    def __dir__(cls) -> List[str]:
         return sorted({*super().__dir__(), *ids()})
 
 
 @functools.lru_cache(maxsize=None)
-def _factory(compression, algorithm):
+def _factory(compression: Any, algorithm: Type[Compressor]) -> Callable[..., Any]:
     """The function that makes a compression of an algorithm, with its options among its arguments, for editors to show."""
     arguments = dict(inspect.signature(compression.from_spec).parameters)
     del arguments["spec"]
 
-    def make(*args, **keywords):
+    def make(*args: Any, **keywords: Any) -> Any:
         options = {name: keywords.pop(name) for name in list(keywords) if name not in arguments and name != "id"}
         return compression.from_spec({"id": algorithm.id, **options}, *args, **keywords)
 
     fields = dataclasses.fields(algorithm)
     options = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in fields]
-    make.__signature__ = inspect.Signature([*arguments.values(), *options])
-    make.__module__, make.__name__, make.__qualname__ = compression.__module__, algorithm.id, f"{compression.__qualname__}.{algorithm.id}"
+    vars(make).update(compress=compression.compress, __signature__=inspect.Signature([*arguments.values(), *options]))
+    make.__module__, make.__name__, make.__qualname__ = compression.__module__, str(algorithm.id), f"{compression.__qualname__}.{algorithm.id}"
     listed = [f"    {f.name}: {f.metadata['doc']}; {f.metadata['kind']}" for f in fields]
     make.__doc__ = "\n".join([inspect.cleandoc(algorithm.__doc__ or ""), "", "Options:", *listed, "", "Other arguments: see BoundCompression."])
-    make.compress = compression.compress
     return make
 
 
-def description_of(compressor):
+def description_of(compressor: Compressor) -> Dict[str, Any]:
     """What all ranks must have alike of a compressor, whatever the framework: nested JSON-able values."""
-    package = package_of(compressor.id)
+    package = package_of(str(compressor.id))
     return {
         "version of horovod-compress": __version__,
         "wire version": wire.VERSION,

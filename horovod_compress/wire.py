@@ -4,13 +4,19 @@ A frame carries its own length, because an allgather joins the frames of all ran
 whatever is cut off, changed or meant for another tensor is a WireError, never a wrong result.
 """
 import struct
+from typing import Any, Callable, List, Tuple
+
+import numpy as np
 
 from . import kernels
-from .kernels import HEADROOM
+from .kernels import HEADROOM, Encoded
 
 VERSION = 1
 _MAGIC = b"hC"
 _HEADER = struct.Struct("<2sBBIIIII")  # magic version id, checksum digest step length flags
+_pack_header: Callable[..., None] = _HEADER.pack_into  # NumPy does not type its arrays as buffers before Python 3.12
+_unpack_header: Callable[..., Tuple[Any, ...]] = _HEADER.unpack_from
+_pack_into: Callable[..., None] = struct.pack_into
 _CHECKED = 8  # the checksum covers what comes from here on; all before it is compared as it is
 _NOT_FINITE = 1
 assert _HEADER.size == HEADROOM
@@ -20,19 +26,19 @@ class WireError(ValueError):
     """A payload that is not what this rank expects: truncated, changed, or of another tensor, step or configuration."""
 
 
-def seal(payload, number, digest, step):
+def seal(payload: Encoded, number: int, digest: int, step: int) -> np.ndarray:
     """The frame of an Encoded payload, made in its own buffer. number: the compressor's id on the wire; digest: uint32 of
     configuration and tensor; step: its number, the low 32 bits travel."""
     buffer = payload.buffer
     length = len(buffer) - HEADROOM - 1
     flags = 0 if payload.finite else _NOT_FINITE
     frame = buffer[: _padded(HEADROOM + length, step)]
-    _HEADER.pack_into(buffer, 0, _MAGIC, VERSION, number, 0, digest, step & 0xFFFFFFFF, length, flags)
-    struct.pack_into("<I", buffer, 4, kernels.host.checksum(frame[_CHECKED:]))
+    _pack_header(buffer, 0, _MAGIC, VERSION, number, 0, digest, step & 0xFFFFFFFF, length, flags)
+    _pack_into("<I", buffer, 4, kernels.host.checksum(frame[_CHECKED:]))
     return frame
 
 
-def unseal(data, frames, number, digest, step):
+def unseal(data: np.ndarray, frames: int, number: int, digest: int, step: int) -> Tuple[List[np.ndarray], bool]:
     """(bodies, finite): the bodies in `data`, a uint8 array that joins exactly `frames` frames, one a rank, and whether every
     rank's gradient was finite.
 
@@ -53,10 +59,10 @@ def unseal(data, frames, number, digest, step):
     return bodies, not not_finite
 
 
-def _unseal_one(data, at, number, digest, step):
+def _unseal_one(data: np.ndarray, at: int, number: int, digest: int, step: int) -> Tuple[np.ndarray, int, int]:
     if len(data) - at < HEADROOM:
         raise WireError("cut off in its header")
-    magic, version, id, checksum, its_digest, its_step, length, flags = _HEADER.unpack_from(data, at)
+    magic, version, id, checksum, its_digest, its_step, length, flags = _unpack_header(data, at)
     if magic != _MAGIC:
         raise WireError("not a horovod_compress payload")
     if version != VERSION:
@@ -76,7 +82,7 @@ def _unseal_one(data, at, number, digest, step):
     return data[body : body + length], end, flags
 
 
-def _padded(length, step):
+def _padded(length: int, step: int) -> int:
     """One zero byte more where that makes the length odd in odd steps and even in even ones.
 
     Two frames of a tensor in a row then never have one length. Horovod would answer an allgather of the same shapes from

@@ -1,12 +1,13 @@
 """AdaComp (Chen, Choi, Brand, Agrawal, Zhang, Gopalakrishnan, AAAI 2018, arXiv 1712.02679)."""
 import dataclasses
 import math
-from typing import Tuple
+from typing import Tuple, Union
 
 import numpy as np
 
 from .. import kernels
-from .base import LOCAL, State, zeros
+from ..kernels import Encoded
+from .base import LOCAL, State, Step, zeros
 from .options import Auto, Count, Number, option
 from .selective import SelectiveCompressor
 
@@ -36,20 +37,20 @@ class AdaComp(SelectiveCompressor):
     kept = {"residual": LOCAL}
     paper = "Chen et al., AdaComp: Adaptive Residual Gradient Compression, AAAI 2018, arXiv 1712.02679"
 
-    bin_length: int = option(
+    bin_length: Union[int, str] = option(
         Auto(Count(1, 2**32 - 1)), "auto", "elements of a bin; auto: 50 for what has a convolution's shape, 500 for all else"
     )
     scale_factor: float = option(Number(1), 2.0, "of the newest gradient in H: the soft threshold")
 
-    def adapted(self, shape):
+    def adapted(self, shape: Tuple[int, ...]) -> "AdaComp":
         if self.bin_length != "auto":
             return self
         return dataclasses.replace(self, bin_length=_CONVOLUTION if _is_convolution(shape) else _FULLY_CONNECTED)
 
-    def init(self, name, shape):
+    def init(self, name: str, shape: Tuple[int, ...]) -> AdaCompState:
         return AdaCompState(name, {"residual": zeros(math.prod(shape))})
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: AdaCompState, step: Step) -> Encoded:
         indices, scale = state.pending
         encoded = kernels.of(grad).encode_adacomp(
             grad, state.arrays["residual"], indices, sent_scale=scale, bin_length=self.bin_length, scale_factor=self.scale_factor
@@ -57,17 +58,17 @@ class AdaComp(SelectiveCompressor):
         state.sent, state.pending = encoded.undo, _NOTHING
         return encoded
 
-    def commit(self, state):
+    def commit(self, state: AdaCompState) -> None:
         if state.sent is not None:
             state.pending = state.sent
 
-    def apply_pending(self, state):
+    def apply_pending(self, state: AdaCompState) -> None:
         (indices, scale), state.pending = state.pending, _NOTHING
         residual = state.arrays["residual"]
         residual[indices] -= np.copysign(np.float32(scale), residual[indices])
 
 
-def _is_convolution(shape):
+def _is_convolution(shape: Tuple[int, ...]) -> bool:
     """Whether a tensor has the shape of a convolution's kernel: its extents in space, which are small, come last (PyTorch) or
     first (Keras), beside two dimensions of channels.
 
@@ -88,5 +89,5 @@ def _is_convolution(shape):
     return _is_odd(first) or _is_odd(last) or 2 <= last <= 15
 
 
-def _is_odd(extent):
+def _is_odd(extent: int) -> bool:
     return extent % 2 == 1 and 3 <= extent <= 63

@@ -6,19 +6,20 @@ import dataclasses
 import threading
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, ClassVar, Dict, Generator, List, NamedTuple, Optional, Tuple, Union
 
 import numpy as np
 
 from .. import kernels
-from ..requests import FLOAT32, Collective, HostReduce
+from ..requests import FLOAT32, Collective, HostReduce, Payload, Request
 
 GATHER = Collective("allgather", "uint8")
 HOST = Collective("host", "float32")
 LARGEST = float(np.finfo(np.float32).max)
+Encoding = Union[Payload, Generator[Request, Any, Payload]]
 
 
-def zeros(numel):
+def zeros(numel: int) -> np.ndarray:
     """float32 zeros that begin on a cache line: unaligned state makes the pass over it up to half as long again."""
     memory = np.empty(numel + 16, np.float32)  # unlike np.zeros, on huge pages where it is large: scattered reads are faster
     memory.fill(0)
@@ -50,17 +51,17 @@ class Step:
 class Model:
     """The tensors that a compressor works on, one behind the other as one vector, in an order that is the same on all ranks."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.numel = 0
-        self._starts = {}
-        self._drawn = None, None
+        self._starts: Dict[str, Tuple[int, int]] = {}
+        self._drawn: Tuple[Any, Any] = None, None
         self._lock = threading.Lock()  # graphs bring tensors in several threads
 
-    def add(self, name, numel):
+    def add(self, name: str, numel: int) -> None:
         self._starts[name] = self.numel, self.numel + numel
         self.numel += numel
 
-    def own(self, name, key, first, count):
+    def own(self, name: str, key: int, first: int, count: int) -> np.ndarray:
         """Of `count` coordinates of the whole model, those in this tensor, ascending: see `draw_coordinates`. A step's tensors draw
         them together."""
         with self._lock:
@@ -125,22 +126,23 @@ class Compressor(ABC):
     Raises ValueError for an option of the wrong type or out of range, with what is valid.
     """
 
-    id = None  # the name in specs; None: not for users
-    number = None  # the id on the wire: below 128 this package's own, which say theirs; above it follows from the id
-    paper = None
+    id: ClassVar[Optional[str]] = None  # the name in specs; None: not for users
+    number: ClassVar[int] = -1  # the id on the wire: below 128 this package's own, which say theirs; above it follows from the id
+    paper: ClassVar[Optional[str]] = None
     corrects_momentum = False  # takes over the optimizer's momentum: has options momentum, nesterov and a method bound
-    clip_norm = None  # where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is there
+    clip_norm = None  # type: Optional[float]  # where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is there
     same_kernels = False  # whether replicas agree only where all ranks have native kernels, or all the reference
-    seed = None  # where set, what is drawn at random follows from it
-    kept = {}  # what the arrays of the state are, by name
-    follow_lr = False  # whether the residual is rescaled where the learning rate changes; None: where that is known
+    seed = None  # type: Optional[int]  # where set, what is drawn at random follows from it
+    kept: ClassVar[Dict[str, Kept]] = {}  # what the arrays of the state are, by name
+    follow_lr = False  # type: Optional[bool]  # whether the residual is rescaled where the learning rate changes; None: where that is known
 
-    def __init_subclass__(cls):
+    def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if vars(cls).get("id") and "number" not in vars(cls):
-            cls.number = 128 + zlib.crc32(cls.id.encode()) % 128
+        id = vars(cls).get("id")
+        if id and "number" not in vars(cls):
+            cls.number = 128 + zlib.crc32(id.encode()) % 128
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             kind, value = field.metadata["kind"], getattr(self, field.name)
             try:
@@ -148,31 +150,31 @@ class Compressor(ABC):
             except (ValueError, TypeError, OverflowError):
                 raise ValueError(f"{self.id}: {field.name} must be {kind}, not {value!r}") from None
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
 
-    def collectives(self, size):
+    def collectives(self, size: int) -> Tuple[Collective, ...]:
         """What `encode` yields and returns on `size` ranks, in order, as Collectives. A step that goes dense takes none of them, or,
         where `encode` is a generator, the first. As it stands, one allgather."""
         return (GATHER,)
 
     @property
-    def collective(self):
+    def collective(self) -> str:
         """How its payloads travel: "allgather", or "allreduce" where they are summed, by us or by the host."""
         return "allgather" if self.collectives(2)[-1].verb == "allgather" else "allreduce"
 
     @property
-    def config(self):
+    def config(self) -> Dict[str, Any]:
         """The id and all options: JSON-able, and a spec that get_compressor understands."""
         return {"id": self.id, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}
 
-    def init(self, name, shape):
+    def init(self, name: str, shape: Tuple[int, ...]) -> State:
         """The State of one tensor."""
         return State(name)
 
     @abstractmethod
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
         """This rank's payload: HostReduce or Allreduce, of `horovod_compress.requests`, or Encoded. grad: float32, flat; it is this
         method's to change.
 
@@ -180,12 +182,12 @@ class Compressor(ABC):
         result. All tensors of a step go through their rounds together.
         """
 
-    def payload_bits(self, step):
+    def payload_bits(self, step: Step) -> Optional[float]:
         """Bits that this step's Encoded payload will take for each of the tensor's elements, where options and ranks tell that
         beforehand; None where gradients decide. The exchange compares them with those of a dense exchange."""
         return None
 
-    def encode_dense(self, grad, state, step):
+    def encode_dense(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
         """All that waits and the gradient, as a HostReduce payload: what the exchange asks for instead of `encode` where gathered
         payloads would move more."""
         state.all_sent = True
@@ -198,22 +200,22 @@ class Compressor(ABC):
                 grad[0] = np.nan
         return HostReduce(grad)
 
-    def accumulate(self, grad, state, step):
+    def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         """Adds the gradient to what waits, but for elements that are not finite; leaves it zero; returns whether all of it was finite."""
         return kernels.of(grad).add_to_residual(grad, None, self.residual(state), scale=step.scale)[1]
 
-    def forget_sent(self, state):
+    def forget_sent(self, state: State) -> None:
         """A dense step succeeded: nothing waits any more."""
         residual = self.residual(state)
         if residual is not None:
             residual.fill(0)
 
-    def decode(self, summed, out, state, step, scale):
+    def decode(self, summed: np.ndarray, out: np.ndarray, state: State, step: Step, scale: float) -> bool:
         """Leaves scale · (what the sum of the ranks' Allreduce payloads decodes to) in `out`, the gradient's memory, and returns
         whether that is finite."""
         raise NotImplementedError(f"{self.id} returns Allreduce payloads, so it needs a method decode")
 
-    def decode_dense(self, reduced, out, state, scale):
+    def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float) -> bool:
         """Leaves scale · (what the ranks' HostReduce payloads came to), which may be `out` itself, in `out`, and returns whether that is
         finite."""
         if reduced.dtype != FLOAT32:
@@ -226,17 +228,17 @@ class Compressor(ABC):
             out *= np.float32(scale)
         return largest * abs(scale) <= LARGEST
 
-    def add(self, body, out, scale):
+    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
         """Adds scale · (what the body of one rank's Encoded payload decodes to) to `out`, which was zero before the first
         rank's, and returns whether that is finite. ValueError for a body that `encode` cannot have made. As it stands, of
         sparse bodies."""
         return kernels.of(out).decode_add_sparse(out, body, scale=scale)
 
-    def residual(self, state):
+    def residual(self, state: State) -> Optional[np.ndarray]:
         """The array of what was not sent yet, once it is settled; None where there is none."""
         return state.arrays.get("residual")
 
-    def end_step(self, state, succeeded):
+    def end_step(self, state: State, succeeded: bool) -> None:
         """Ends the open step, once, by what it was: `commit` or `rollback`, or what they are to a dense step."""
         if not state.all_sent:
             (self.commit if succeeded else self.rollback)(state)
@@ -244,10 +246,10 @@ class Compressor(ABC):
             self.forget_sent(state)
         state.undo, state.sent, state.all_sent = [], None, False
 
-    def commit(self, state):
+    def commit(self, state: State) -> None:
         """The step succeeded: what it changed stays."""
 
-    def rollback(self, state):
+    def rollback(self, state: State) -> None:
         """The step failed or its result was not finite, on all ranks alike: puts back what it took out of the state."""
         for array, indices, values, replace in state.undo:
             if indices is None:
@@ -257,5 +259,5 @@ class Compressor(ABC):
             else:
                 state.arrays[array][indices] += values
 
-    def apply_pending(self, state):
+    def apply_pending(self, state: State) -> None:
         """Brings the arrays up to date, between steps, where commit left something to the next encode."""

@@ -1,8 +1,11 @@
 """bfloat16: float32's range with 8 bits of precision."""
 import dataclasses
 
+import numpy as np
+
 from .. import kernels
-from .base import Compressor
+from ..kernels import Encoded
+from .base import Compressor, State, Step
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -17,13 +20,13 @@ class BFloat16(Compressor):
     number = 16
     paper = "-"
 
-    def payload_bits(self, step):
+    def payload_bits(self, step: Step) -> float:
         return 16
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
         encoded = kernels.of(grad).encode_bf16(grad, state.buffer)
         state.buffer = encoded.buffer
         return encoded
 
-    def add(self, body, out, scale):
+    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
         return kernels.of(out).decode_add_bf16(out, body, scale=scale)

@@ -1,11 +1,13 @@
 """Half precision, summed as such by the host: what Horovod's own Compression.fp16 does."""
 import dataclasses
 import warnings
+from typing import Tuple
 
 import numpy as np
 
 from .. import kernels
 from ..requests import Collective, HostReduce
+from .base import State, Step
 from .none import NoCompression
 
 _LARGEST = 65504
@@ -22,10 +24,10 @@ class Float16(NoCompression):
     id = "fp16"
     number = 2
 
-    def collectives(self, size):
+    def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (Collective("host", "float16"),)
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
         if step.scale != 1:
             grad *= np.float32(step.scale)
         if state.buffer is None:
@@ -36,7 +38,7 @@ class Float16(NoCompression):
         return HostReduce(half)
 
     @staticmethod
-    def _tell(state):
+    def _tell(state: State) -> None:
         if not state.overflows:
             warnings.warn(
                 f"horovod_compress: {state.name} has elements beyond {_LARGEST}, which are infinite in float16: scale the loss "

@@ -1,6 +1,9 @@
 """Single-scale quantization against the ranks' largest norm (Vineeth S, arXiv 2109.12497, section 3)."""
 import dataclasses
 import math
+from typing import List, Optional
+
+import numpy as np
 
 from .. import kernels
 from .options import Choice, Count, option
@@ -23,10 +26,10 @@ class MaxNorm(SharedScaleQuantizer):
     norm: str = option(Choice("max", "l2"), "max", "what the shared scale is the largest of: max |g|, or ‖g‖₂")
 
     @property
-    def steps(self):
+    def steps(self) -> List[float]:
         return [2.0**self.bits - 1]
 
-    def norm_of(self, values, peaks):
+    def norm_of(self, values: np.ndarray, peaks: Optional[np.ndarray]) -> float:
         k = kernels.of(values)
         if self.norm == "max":
             return k.max_abs(values, peaks)

@@ -1,5 +1,6 @@
 """Multi-scale quantization against the ranks' largest norm (Vineeth S, arXiv 2109.12497, section 4)."""
 import dataclasses
+from typing import List, Tuple
 
 from .maxnorm import MaxNorm
 from .options import Ascending, option
@@ -16,8 +17,10 @@ class MultiScale(MaxNorm):
     id = "multiscale"
     number = 10
 
-    bits: tuple = option(Ascending(1, 16), (2, 6), "s = 2^bits - 1 steps of each scale; codes fit the first")
+    bits: Tuple[int, ...] = option(  # type: ignore[assignment]  # one number in maxnorm, and here one for each scale
+        Ascending(1, 16), (2, 6), "s = 2^bits - 1 steps of each scale; codes fit the first"
+    )
 
     @property
-    def steps(self):
+    def steps(self) -> List[float]:
         return [2.0**bits - 1 for bits in self.bits]

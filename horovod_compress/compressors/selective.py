@@ -3,10 +3,12 @@ import dataclasses
 import hashlib
 import math
 from abc import abstractmethod
+from typing import Any, Optional, Tuple
 
 import numpy as np
 
-from .base import LOCAL, Compressor, Kept, State, Undo, zeros
+from ..kernels import Encoded
+from .base import LOCAL, Compressor, Kept, State, Step, Undo, zeros
 from .fp16 import Float16
 from .none import NoCompression
 from .options import Choice, Count, Patterns, option
@@ -27,18 +29,18 @@ class SelectiveCompressor(Compressor):
     min_numel: int = option(
         Count(), 1024, "tensors with fewer elements, and one-dimensional ones, go dense; 0: every tensor is compressed"
     )
-    exclude: tuple = option(Patterns(), (), "names of tensors that go dense, as shell patterns")
+    exclude: Tuple[str, ...] = option(Patterns(), (), "names of tensors that go dense, as shell patterns")
     dense: str = option(Choice("fp32", "fp16"), "fp32", "how tensors that go dense travel")
 
-    def adapted(self, shape):
+    def adapted(self, shape: Tuple[int, ...]) -> Optional[Compressor]:
         """This compressor as a tensor of that shape needs it, or None where it does not pay for one."""
         return self
 
-    def fallback(self):
+    def fallback(self) -> Compressor:
         """The compressor of the tensors that this one leaves alone."""
         return DENSE[self.dense]
 
-    def key(self, *words):
+    def key(self, *words: Any) -> int:
         """64 bits that follow from the seed and `words`: tensor, step, and rank where ranks are to differ."""
         text = "/".join(map(str, (self.seed, *words)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -55,13 +57,13 @@ class ErrorFeedback(SelectiveCompressor):
 
     kept = {"residual": LOCAL, "lr": Kept("shared", 0)}
 
-    def init(self, name, shape):
+    def init(self, name: str, shape: Tuple[int, ...]) -> State:
         arrays = {"residual": zeros(math.prod(shape))}
         if self.follow_lr:
             arrays["lr"] = np.zeros(1)  # that the residual is meant for; 0: none yet
         return State(name, arrays)
 
-    def growth(self, state, step):
+    def growth(self, state: State, step: Step) -> float:
         """What the residual is to be multiplied by in this step: γ of the step before over γ of this one.
 
         At γ = 0 nothing is applied, whatever is sent: such a step counts as one with the γ before. What is left of gradients
@@ -72,12 +74,12 @@ class ErrorFeedback(SelectiveCompressor):
         last, state.arrays["lr"][0] = float(state.arrays["lr"][0]), step.lr
         return min(last / step.lr, _MOST_GROWTH)
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
         encoded = self.pack(grad, state.arrays["residual"], state, step)
         state.undo.append(Undo("residual", None, encoded.body))
         return encoded
 
-    def accumulate(self, grad, state, step):
+    def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         growth = self.growth(state, step)
         if growth != 1:
             residual = state.arrays["residual"]
@@ -86,13 +88,13 @@ class ErrorFeedback(SelectiveCompressor):
         return super().accumulate(grad, state, step)
 
     @abstractmethod
-    def pack(self, grad, residual, state, step):
+    def pack(self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step) -> Encoded:
         """Adds the gradient to the residual, leaves it zero, and takes the payload, Encoded, out of the residual."""
 
 
-def decide_follow_lr(compressor, known, default):
+def decide_follow_lr(compressor: Compressor, known: bool, default: bool) -> Compressor:
     """The compressor with `follow_lr` decided. known: whether every step will say its learning rate; ValueError where it must be.
     default: what to do where the user leaves it open."""
     if compressor.follow_lr and not known:
         raise ValueError(f"{compressor.id}: follow_lr needs the optimizer, whose learning rate it follows")
-    return dataclasses.replace(compressor, follow_lr=default) if compressor.follow_lr is None else compressor
+    return dataclasses.replace(compressor, **{"follow_lr": default}) if compressor.follow_lr is None else compressor

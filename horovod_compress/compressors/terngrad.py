@@ -1,6 +1,9 @@
 """TernGrad (Wen et al., NeurIPS 2017, arXiv 1705.07878)."""
 import dataclasses
 import math
+from typing import Optional
+
+import numpy as np
 
 from .. import kernels
 from .options import Number, option
@@ -23,7 +26,7 @@ class TernGrad(SharedScaleQuantizer):
 
     steps = [1.0]
 
-    def norm_of(self, values, peaks):
+    def norm_of(self, values: np.ndarray, peaks: Optional[np.ndarray]) -> float:
         largest, deviation = kernels.of(values).max_abs_and_deviation(values)
         clipped = self.clip and deviation and math.isfinite(largest)
         return min(largest, self.clip * deviation) if clipped else largest

@@ -1,12 +1,13 @@
 """Variance-based gradient compression (Tsuzuku, Imachi, Akiba, ICLR 2018 workshop, arXiv 1802.06058)."""
 import dataclasses
 import math
-from typing import Optional
+from typing import Optional, Tuple
 
 import numpy as np
 
 from .. import kernels
-from .base import LARGEST, LOCAL, Kept, State, Undo, zeros
+from ..kernels import Encoded
+from .base import LARGEST, LOCAL, Kept, State, Step, Undo, zeros
 from .options import Choice, Flag, Number, option
 from .selective import SelectiveCompressor
 
@@ -43,10 +44,10 @@ class Variance(SelectiveCompressor):
     tau: float = option(Number(0, 1e30), 0.0, "above 0: Strom's threshold besides, and what is sent")
     error_feedback: bool = option(Flag(), False, "keep the rounding error in r; the paper drops it")
 
-    def init(self, name, shape):
+    def init(self, name: str, shape: Tuple[int, ...]) -> VarianceState:
         return VarianceState(name, {"r": zeros(math.prod(shape)), "v": zeros(math.prod(shape))})
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: VarianceState, step: Step) -> Encoded:
         r, v = state.arrays["r"], state.arrays["v"]
         encoded = kernels.of(grad).encode_variance(
             grad, step.squares, r, v, state.indices,
@@ -56,10 +57,10 @@ class Variance(SelectiveCompressor):
         state.undo = [Undo("r", state.indices, r_before, replace=True), Undo("v", state.indices, v_before, replace=True)]
         return encoded
 
-    def residual(self, state):
+    def residual(self, state: VarianceState) -> Optional[np.ndarray]:
         return state.arrays["r"]
 
-    def accumulate(self, grad, state, step):
+    def accumulate(self, grad: np.ndarray, state: VarianceState, step: Step) -> bool:
         # As in a gathered step in which nothing fires; where v is 0 all the same, that is put back.
         r, v = state.arrays["r"], state.arrays["v"]
         encoded = kernels.of(grad).encode_variance(
@@ -69,6 +70,6 @@ class Variance(SelectiveCompressor):
         r[indices], v[indices] = before
         return encoded.finite
 
-    def forget_sent(self, state):
+    def forget_sent(self, state: VarianceState) -> None:
         super().forget_sent(state)
         state.arrays["v"].fill(0)

@@ -9,6 +9,8 @@ Arrays are positional arguments, numbers and flags keywords.
 """
 import os
 import warnings
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +24,8 @@ _wanted = os.environ.get("HOROVOD_COMPRESS_KERNELS") or None
 if _wanted not in (None, "native", "reference"):
     raise ValueError(f"HOROVOD_COMPRESS_KERNELS must be native or reference, not {_wanted!r}")
 
-backend, host = "reference", reference
+backend = "reference"
+host: ModuleType = reference
 if _wanted != "reference":
     try:
         from . import native
@@ -40,7 +43,7 @@ if _wanted != "reference":
         )
 
 
-def of(array):
+def of(array: Any) -> ModuleType:
     """The kernels that work on this array, a module of functions."""
     if isinstance(array, np.ndarray):
         return host

@@ -1,5 +1,5 @@
 """What encoders return: a payload's body in a buffer, and what goes with it."""
-from typing import NamedTuple
+from typing import NamedTuple, Union
 
 import numpy as np
 
@@ -23,11 +23,11 @@ class Encoded(NamedTuple):
     undo: tuple = ()
 
     @property
-    def body(self):
+    def body(self) -> np.ndarray:
         return self.buffer[HEADROOM:-1]
 
 
-def new_body(*parts):
+def new_body(*parts: Union[bytes, np.ndarray]) -> np.ndarray:
     """The buffer of a body that joins `parts`, bytes or arrays."""
     body = b"".join(part if isinstance(part, bytes) else part.tobytes() for part in parts)
     return np.frombuffer(bytes(HEADROOM) + body + b"\0", np.uint8).copy()

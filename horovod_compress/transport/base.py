@@ -1,5 +1,8 @@
 """The contract of a transport: named, asynchronous collectives on flat arrays."""
 from abc import ABC, abstractmethod
+from typing import Callable, List, Sequence
+
+import numpy as np
 
 
 class Transport(ABC):
@@ -13,15 +16,15 @@ class Transport(ABC):
     size: int
 
     @abstractmethod
-    def allgather(self, name, payload):
+    def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         """Starts the gathering of uint8 arrays, whose lengths may differ; the result joins them in rank order."""
 
     @abstractmethod
-    def allreduce(self, name, array, op="sum"):
+    def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
         """Starts the sum, or with op="max" the maximum, over ranks of float32, int32 or int64 arrays of one length; the result may lie
         in `array`'s own memory."""
 
     @abstractmethod
-    def alltoall(self, name, payload, splits):
+    def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
         """Starts sending each rank a part of a uint8 array: the first splits[0] bytes to rank 0, the next splits[1] to rank 1 …; the
         result is the parts that came, a list by rank."""

@@ -2,12 +2,14 @@
 import time
 import warnings
 import zlib
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import numpy as np
 
 from ..handshake import MismatchError
 from .base import Transport
 
+_Key = Tuple[str, str]  # operation, name
 _ALONE = 2**20  # bytes from which an array is reduced where it lies; smaller ones are put together
 _MOST = 2**31 - 1  # bytes of one MPI operation
 _STALLED = 60.0  # seconds, as Horovod's own stall check
@@ -25,7 +27,7 @@ class MPITransport(Transport):
     MPI with threads.
     """
 
-    def __init__(self, hvd, process_set):
+    def __init__(self, hvd: Any, process_set: Any) -> None:
         if not hvd.mpi_enabled():
             raise ValueError(
                 "transport=mpi needs a Horovod that runs on MPI: start with mpirun or horovodrun --mpi, or say transport=horovod"
@@ -38,36 +40,37 @@ class MPITransport(Transport):
             raise ValueError("transport=mpi needs MPI with MPI_THREAD_MULTIPLE, because Horovod uses it at the same time")
         if (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) != (hvd.rank(), hvd.size()):
             raise ValueError("transport=mpi needs hvd.init() without a communicator: Horovod's ranks must be those of MPI_COMM_WORLD")
-        self._mpi, self._comm, self._process_set = MPI, None, process_set
-        self._started = {}  # (operation, name): array, until it is sent
-        self._splits = {}  # of alltoalls that were started, bytes for each rank
-        self._arrived = {}
-        self._announcing = None  # what MPI may still write to
+        self._mpi, self._process_set = MPI, process_set
+        self._comm: Any = None
+        self._started: Dict[_Key, np.ndarray] = {}  # until they are sent
+        self._splits: Dict[str, np.ndarray] = {}  # of alltoalls that were started, bytes for each rank
+        self._arrived: Dict[_Key, Any] = {}
+        self._announcing: Any = None  # what MPI may still write to
         self._broken = False
 
     @property
-    def rank(self):
+    def rank(self) -> int:
         return self._process_set.rank()
 
     @property
-    def size(self):
+    def size(self) -> int:
         return self._process_set.size()
 
-    def allgather(self, name, payload):
+    def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         return self._start(("gather", name), payload)
 
-    def allreduce(self, name, array, op="sum"):
+    def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
         return self._start((op, name), array)
 
-    def alltoall(self, name, payload, splits):
+    def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
         self._splits[name] = np.array(splits, np.int64)
         return self._start(("alltoall", name), payload)
 
-    def _start(self, key, array):
+    def _start(self, key: _Key, array: np.ndarray) -> Callable[[], Any]:
         self._arrived.pop(key, None)  # of a step that was abandoned
         self._started[key] = array
 
-        def wait():
+        def wait() -> Any:
             if key in self._started:
                 self._exchange()
             if key not in self._arrived:
@@ -76,7 +79,7 @@ class MPITransport(Transport):
 
         return wait
 
-    def _exchange(self):
+    def _exchange(self) -> None:
         if self._broken:
             raise RuntimeError("an exchange over MPI was interrupted: this rank is no longer in step with the others, start again")
         if self._comm is None:
@@ -89,7 +92,7 @@ class MPITransport(Transport):
             self._broken = not isinstance(error, (MismatchError, ValueError))  # those come on all ranks alike
             raise
 
-    def _carry(self, started):
+    def _carry(self, started: List[Tuple[_Key, np.ndarray]]) -> None:
         gathered = {name: array for (op, name), array in started if op == "gather"}
         lengths = np.array([array.nbytes for array in gathered.values()], np.int64)
         sent = np.concatenate([lengths.view(np.uint8), *gathered.values()])
@@ -107,7 +110,7 @@ class MPITransport(Transport):
         for op, dtype in sorted({(op, array.dtype.str) for (op, _), array in reduced}):
             self._reduce(op, {key: array for key, array in reduced if (key[0], array.dtype.str) == (op, dtype)})
 
-    def _announce(self, started, size):
+    def _announce(self, started: List[Tuple[_Key, np.ndarray]], size: int) -> np.ndarray:
         """What each rank will gather, in bytes. MismatchError, on all ranks, where they have not started the same operations."""
         operations = [(*key, array.nbytes if key[0] in ("sum", "max") else 0) for key, array in started]
         mine = np.array([size, len(started), zlib.crc32(repr(operations).encode())], np.int64)
@@ -133,7 +136,7 @@ class MPITransport(Transport):
                 )
         return all_ranks[:, 0].copy()
 
-    def _exchange_parts(self, payload, splits):
+    def _exchange_parts(self, payload: np.ndarray, splits: np.ndarray) -> List[np.ndarray]:
         """The parts of an alltoall that came, by rank."""
         lengths = np.empty(self.size, np.int64)
         self._comm.Alltoall(splits, lengths)
@@ -141,9 +144,9 @@ class MPITransport(Transport):
         self._comm.Alltoallv([payload, splits], [received, lengths])
         return np.split(received, np.cumsum(lengths)[:-1])
 
-    def _hand_out(self, names, received, totals):
+    def _hand_out(self, names: List[str], received: np.ndarray, totals: np.ndarray) -> None:
         """Joins each operation's parts in rank order."""
-        parts = {name: [] for name in names}
+        parts: Dict[str, List[np.ndarray]] = {name: [] for name in names}
         for rank_part in np.split(received, np.cumsum(totals)[:-1]):
             lengths = rank_part[: 8 * len(names)].view(np.int64)
             ends = 8 * len(names) + np.cumsum(lengths)
@@ -152,7 +155,7 @@ class MPITransport(Transport):
         for name, its in parts.items():
             self._arrived["gather", name] = np.concatenate(its)
 
-    def _reduce(self, op, arrays):
+    def _reduce(self, op: str, arrays: Dict[_Key, np.ndarray]) -> None:
         operation = {"sum": self._mpi.SUM, "max": self._mpi.MAX}[op]
         together = {key: array for key, array in arrays.items() if array.nbytes < _ALONE}
         for key, array in arrays.items():

@@ -1,11 +1,16 @@
 """Accumulation with momentum, and the choice of the largest entries: Deep Gradient Compression's pass over memory."""
+from typing import Optional, Tuple
+
 import numpy as np
 
 from .dense import TOO_LARGE
 from .sparse import round_values
 
 
-def add_to_residual(grad, u, v, *, momentum=0.0, nesterov=False, scale=1.0, k=0, samples=0, offset=0):
+def add_to_residual(
+    grad: np.ndarray, u: Optional[np.ndarray], v: np.ndarray, *, momentum: float = 0.0, nesterov: bool = False, scale: float = 1.0,
+    k: int = 0, samples: int = 0, offset: int = 0,
+) -> Tuple[np.ndarray, bool]:
     """Adds a gradient to momentum u and velocity v in place and chooses what to send (DGC, arXiv 1712.01887, section 3).
 
     vanilla: u ← m·u + g, v ← v + u; Nesterov: u ← m·(u + g), v ← v + u + g; without momentum (u None): v ← v + g;
@@ -21,7 +26,7 @@ def add_to_residual(grad, u, v, *, momentum=0.0, nesterov=False, scale=1.0, k=0,
         g = np.float32(scale) * grad
         m = np.float32(momentum)
         if u is None:
-            new_u, new_v = None, v + g
+            new_u = new_v = v + g
         elif nesterov:
             new_u = m * (u + g)
             new_v = v + (new_u + g)
@@ -39,7 +44,7 @@ def add_to_residual(grad, u, v, *, momentum=0.0, nesterov=False, scale=1.0, k=0,
     return indices, bool(finite.all())
 
 
-def take_entries(indices, v, u, *, kind, mask):
+def take_entries(indices: np.ndarray, v: np.ndarray, u: Optional[np.ndarray], *, kind: str, mask: bool) -> np.ndarray:
     """Takes what is sent out of the residual: returns rows of the values sent, rounded as `kind` says ("fp32", "fp16", "bf16"),
     and, with `mask` and u given, of the u at those places. v keeps the rounding error; masked u becomes 0."""
     sent = round_values(v[indices], kind)
