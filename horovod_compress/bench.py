@@ -1,4 +1,4 @@
-"""Measures compressions on one rank, steps through the exchange taking turns with merely reading and writing the same memory."""
+"""Measures compressions on one rank. Steps through the exchange alternate with merely reading and writing the same memory."""
 import math
 import re
 import statistics
@@ -14,11 +14,11 @@ from .lockstep import Named, make_ranks
 from .transport.base import Transport
 
 WARMUP = 3  # steps that touch new memory, not measured
-_PREPARED = 1e9  # bytes of random gradients, where that is at least two steps'
+_PREPARED = 1e9  # bytes of random gradients, but at least two steps
 
 
 class Echo(Transport):
-    """`size` ranks that all send what this one sends. seconds: what moving it has taken, no part of a compression."""
+    """`size` ranks that all send the same as this one. seconds is the time spent on copies, which is no part of a compression."""
 
     rank = 0
 
@@ -42,7 +42,7 @@ class Echo(Transport):
 
 
 def random_gradients(shapes: Dict[str, Tuple[int, ...]], seed: int) -> List[Named]:
-    """A few steps' gradients {name: array}: normal numbers, whose scale is log-normal by row and the same in all steps."""
+    """Gradients {name: array} of a few steps: normal numbers, whose scale is log-normal by row and the same in all steps."""
     rng = np.random.default_rng(seed)
     scales = {n: 1e-3 * rng.lognormal(size=s[:1] + (1,) * (len(s) - 1)) for n, s in shapes.items()}
     count = int(_PREPARED / (4 * sum(map(math.prod, shapes.values()))))
@@ -54,9 +54,9 @@ def random_gradients(shapes: Dict[str, Tuple[int, ...]], seed: int) -> List[Name
 
 
 def load_gradients(path: str) -> List[Named]:
-    """The steps' gradients {name: array} of an .npz file: an entry a tensor; with several steps, entries `step/name`.
+    """Gradients {name: array} of the steps in an .npz file: one entry for each tensor, or with several steps, entries `step/name`.
 
-    ValueError, naming the entry, for what cannot be gradients.
+    Raises ValueError, naming the entry, for arrays that cannot be gradients.
     """
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is not there, or not an .npz file")
@@ -97,11 +97,11 @@ def _read(file: Any, entry: str, path: str) -> np.ndarray:
 
 
 def measure(compressor: Compressor, gradients: Sequence[Named], ranks: int, steps: int, progress: Callable[[], Any] = lambda: None) -> Dict[str, Any]:
-    """What a compression does on each of `ranks` ranks to gradients[step] = {name: array}, which take turns.
+    """Measures a compression on each of `ranks` ranks. Steps cycle through gradients[step] = {name: array}.
 
-    A dict: collective; ratio and bytes_per_step of the measured steps; medians encode_seconds, decode_seconds (of all ranks' payloads) and
-    streaming_seconds (gradient, state and one payload, read and written once); gradient_bytes_per_second; times_streaming, of an encode
-    and the decode of one payload; error; residual, whether one is kept.
+    Returns a dict: collective; ratio and bytes_per_step of the measured steps; medians encode_seconds, decode_seconds (of all ranks'
+    payloads) and streaming_seconds (to read and write gradient, state and one payload once); gradient_bytes_per_second; times_streaming,
+    of an encode and the decode of one payload; error; residual, whether there is one.
     """
     echo = Echo(ranks)
     (exchange,) = make_ranks(compressor, {name: array.shape for name, array in gradients[0].items()}, [echo])

@@ -1,4 +1,4 @@
-"""The command line tool: what compressions there are, and what they do to a model's gradients on this machine."""
+"""The command line tool, which lists compressions and measures them on a model's gradients on this machine."""
 import argparse
 import functools
 import importlib.util
@@ -30,7 +30,7 @@ is log-normal by row; a few sets take turns.
 one core: taskset -c 0 hvdcompress bench
 """
 
-_COLUMNS = {  # title: what it says of a result
+_COLUMNS = {  # {title: function that formats a result}
     "spec": lambda result: result["spec"],
     "collective": lambda result: result["collective"],
     "ratio": lambda result: _digits(result["ratio"]),
@@ -164,7 +164,7 @@ def _bench(options: argparse.Namespace) -> None:
         compressors = {spec: get_compressor(spec) for spec in options.specs or available()}
         if options.gradients:
             name, gradients = options.gradients, bench.load_gradients(options.gradients)
-        for compressor in compressors.values():  # what it lacks here shows before the long run
+        for compressor in compressors.values():  # so that errors show before the long run
             bench.measure(compressor, [{"w": np.eye(40, dtype=np.float32)}], options.ranks, 1)
     except ValueError as error:
         options.parser.error(str(error))
@@ -202,7 +202,7 @@ def _title(run: Dict[str, Any]) -> str:
 
 
 def _report(run: Dict[str, Any], markdown: bool) -> None:
-    rows = [[says(result) for says in _COLUMNS.values()] for result in run["results"]]
+    rows = [[shown(result) for shown in _COLUMNS.values()] for result in run["results"]]
     if markdown:
         titles = [title.replace("\n", " ") for title in _COLUMNS]
         rows = [titles, ["---", "---", *["---:"] * (len(titles) - 2)], *rows]

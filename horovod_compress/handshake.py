@@ -1,4 +1,4 @@
-"""All ranks compare what they were started with, before they exchange anything that depends on it."""
+"""All ranks compare their configurations before they exchange anything that depends on them."""
 import contextlib
 import hashlib
 import json
@@ -33,7 +33,7 @@ _SAME_START = "Start all ranks with the same model, compression options, kernels
 
 @contextlib.contextmanager
 def warning_when_stalled(message: str) -> Iterator[None]:
-    """Warns once, in words that say what is waited for, where what this surrounds takes longer than a minute."""
+    """Warns once, with the message, where the body of the `with` statement takes longer than a minute."""
     text = f"horovod_compress: waiting for {STALLED:g} s already: {message}"
     timer = threading.Timer(STALLED, warnings.warn, (text, RuntimeWarning))
     timer.daemon = True
@@ -70,7 +70,7 @@ def agree(
 
 
 def kernels_in_use(compressor: Compressor) -> Dict[str, str]:
-    """What `agree` is to compare of the kernels: nothing where replicas agree whatever each rank has."""
+    """The part of a description that names the kernels: empty where replicas agree whichever kernels each rank has."""
     return {f"kernels, on which {compressor.id}'s last bits depend": kernels.backend} if compressor.same_kernels else {}
 
 

@@ -1,4 +1,4 @@
-"""Gradient shapes of known networks, in the order of their layers: {name: shape}. As PyTorch has them, but where a name says Keras."""
+"""Gradient shapes {name: shape} of known networks, in the order of layers: as in PyTorch, or in Keras where the name says so."""
 from typing import Dict, Tuple
 
 Shape = Tuple[int, ...]
@@ -36,7 +36,7 @@ def mobilenetv2() -> Shapes:
     """MobileNetV2: 158 parameters, 3 504 872 floats (Sandler et al., arXiv 1801.04381)."""
     shapes: Shapes = {}
 
-    def convolution(name: str, out: int, into: int, size: int) -> None:  # and its normalization
+    def convolution(name: str, out: int, into: int, size: int) -> None:  # with the normalization that follows
         shapes[f"{name}.0.weight"] = (out, into, size, size)
         shapes[f"{name}.1.weight"] = shapes[f"{name}.1.bias"] = (out,)
 
@@ -56,7 +56,7 @@ def mobilenetv2() -> Shapes:
 
 
 def keras_resnet50() -> Shapes:
-    """ResNet-50 as Keras has it: 214 parameters, 25 583 592 floats. Its convolutions have biases."""
+    """ResNet-50 as Keras has it, with biases in convolutions: 214 parameters, 25 583 592 floats."""
     shapes: Shapes = {}
     for name, shape in resnet50().items():
         shapes[name] = _in_keras(shape)
@@ -71,8 +71,7 @@ def keras_mobilenetv2() -> Shapes:
 
 
 def _in_keras(shape: Shape) -> Shape:
-    """A kernel's shape with its extents in space first and outputs last; a depthwise convolution's, of one input a group, with the
-    outputs of each channel last."""
+    """A kernel's shape in Keras: extents in space first, outputs last. A depthwise convolution has outputs of each channel last."""
     if len(shape) < 2:
         return shape
     out, into, *space = shape
@@ -94,7 +93,7 @@ def vgg16() -> Shapes:
 
 
 def lstm(words: int = 10000, width: int = 1500) -> Shapes:
-    """A language model of two LSTM layers on the Penn Treebank, its decoder not tied: 11 parameters, 66 034 000 floats
+    """A language model of two LSTM layers on the Penn Treebank, with an untied decoder: 11 parameters, 66 034 000 floats
     (Zaremba et al., arXiv 1409.2329)."""
     shapes: Shapes = {"encoder.weight": (words, width)}
     for layer in range(2):

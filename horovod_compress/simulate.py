@@ -1,4 +1,4 @@
-"""The same compressors and exchange with N ranks in one process: what an algorithm does to given gradients."""
+"""Runs the same compressors and exchange with N ranks in one process, on given gradients."""
 import dataclasses
 from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
@@ -12,11 +12,11 @@ from .transport.loopback import Loopback
 
 @dataclasses.dataclass
 class Run:
-    """What `simulate` saw.
+    """The results of `simulate`.
 
-    mean[step][name]: what every rank gets with op=Average, float32 in the gradient's shape;
-    bytes_sent[step][rank]: bytes that the rank hands to collectives, carriers and frames included;
-    state[rank][name]: {array name: array} after the last step; stats[rank]: the counters of `Exchange.stats`.
+    mean[step][name] is every rank's result with op=Average, float32 in the gradient's shape. bytes_sent[step][rank] counts the bytes
+    that the rank hands to collectives, carriers and frames included. state[rank][name] is {array name: array} after the last step.
+    stats[rank] are the counters of `Exchange.stats`.
     """
 
     mean: List[Named]
@@ -28,8 +28,8 @@ class Run:
 def simulate(spec: Spec, gradients: Iterable[Iterable[Named]], lr: Optional[Iterable[float]] = None) -> Run:
     """Runs a compression over gradients[step][rank] = {name: array} and returns a `Run`.
 
-    spec: as for `get_compressor`. Every rank of every step must have the same names and shapes; the arrays are not
-    changed. lr: where a residual is to follow the learning rate, that of each step. Raises ValueError where they differ,
+    spec is as for `get_compressor`. Every rank of every step must have the same names and shapes. The arrays are not changed. lr is
+    the learning rate of each step, for residuals that follow it. Raises ValueError where names, shapes or numbers of steps differ, and
     AssertionError if replicas ever disagreed.
     """
     compressor = decide_follow_lr(get_compressor(spec), lr is not None, lr is not None)

@@ -1,6 +1,6 @@
-"""One algorithm a file; a file that defines a Compressor with an id is found by it. Specs become compressors here.
+"""The algorithms, one in each file, and the specs that name them. A Compressor with an id is found in its file.
 
-Other packages add algorithms under the entry points `horovod_compress.compressors`: `id = "module:Class"`.
+Other packages add algorithms as entry points of the group `horovod_compress.compressors`: `id = "module:Class"`.
 """
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ REGISTRY = _registry()
 
 @functools.lru_cache(maxsize=None)
 def _installed() -> Dict[str, List[metadata.EntryPoint]]:
-    """{id: entry points} of the algorithms of other packages; more than one where packages clash."""
+    """{id: entry points} of the algorithms of other packages. An id has several where packages clash."""
     points: Any = metadata.entry_points()
     points = points.select(group=ENTRY_POINTS) if hasattr(points, "select") else points.get(ENTRY_POINTS, ())  # Python 3.9 has no select
     found: Dict[str, Dict[str, metadata.EntryPoint]] = {}
@@ -43,7 +43,7 @@ def _installed() -> Dict[str, List[metadata.EntryPoint]]:
             warnings.warn(f"horovod_compress has a compressor {point.name!r} of its own: {point.value} is not used", RuntimeWarning, stacklevel=3)
         else:
             found.setdefault(point.name, {})[point.value] = point
-    return {id: list(its.values()) for id, its in found.items()}
+    return {id: list(by_value.values()) for id, by_value in found.items()}
 
 
 def ids() -> List[str]:
@@ -53,7 +53,7 @@ def ids() -> List[str]:
 
 @functools.lru_cache(maxsize=None)
 def find(id: str) -> Type[Compressor]:
-    """The class of an algorithm. ValueError for an id that is not there, ImportError where another package's cannot be used."""
+    """The class of an algorithm. Raises ValueError for an unknown id, and ImportError where another package's cannot be used."""
     if id in REGISTRY:
         return REGISTRY[id]
     points = _installed().get(id)
@@ -73,7 +73,7 @@ def find(id: str) -> Type[Compressor]:
 
 
 def _wrong_with(cls: Any, id: str) -> Optional[str]:
-    """Why a class cannot be the algorithm of that id, in words; None where it can."""
+    """The reason why a class cannot be the algorithm of that id; None where it can."""
     if not (inspect.isclass(cls) and issubclass(cls, Compressor)):
         return "which is no subclass of horovod_compress.compressors.base.Compressor"
     if cls.id != id:
@@ -91,14 +91,14 @@ def _wrong_with(cls: Any, id: str) -> Optional[str]:
 
 
 def package_of(id: str) -> Optional[str]:
-    """The package, with its version, that another package's algorithm comes from; None for this one's own."""
+    """The name and version of the package that an algorithm comes from; None for this package's own."""
     points = () if id in REGISTRY else _installed().get(id, ())
-    package = getattr(points[0], "dist", None) if points else None  # Python 3.9's entry points do not tell
+    package = getattr(points[0], "dist", None) if points else None  # unknown in Python 3.9
     return package and f"{package.name} {package.version}"
 
 
 def available() -> Dict[str, Dict[str, Any]]:
-    """{id: {"collective", "options": {name: {"default", "values", "doc"}}, "paper"}} for every algorithm. Those of other packages that
+    """{id: {"collective", "options": {name: {"default", "values", "doc"}}, "paper"}} of every algorithm. Those of other packages that
     cannot be imported are left out, with a warning."""
     listed = {}
     for id in ids():

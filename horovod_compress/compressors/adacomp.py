@@ -17,7 +17,7 @@ _NOTHING = np.empty(0, np.uint32), 0.0
 
 @dataclasses.dataclass
 class AdaCompState(State):
-    """pending: (indices, scale) of what the last step has sent, still to be subtracted from the residual."""
+    """pending is (indices, scale) of the last payload, still to be subtracted from the residual."""
 
     pending: Tuple[np.ndarray, float] = _NOTHING
 
@@ -26,10 +26,10 @@ class AdaCompState(State):
 class AdaComp(SelectiveCompressor):
     """Sends, of each bin of elements, those that the newest gradient could have lifted over the bin's largest.
 
-    G = residue + g and H = residue + scale_factor·g; an element is sent where |H| ≥ max |G| of its bin, as the sign of G
-    times the mean of all bins' maxima, one number a tensor. What that leaves of G stays in the residue; the subtraction waits
-    for the pass in which the next step goes over it. How many are sent adapts to the layer and the phase of training; there is
-    nothing to warm up. The ordinary optimizer works on the mean.
+    With G = residual + g and H = residual + scale_factor·g, an element is sent where |H| ≥ max |G| of its bin. It is sent as the sign
+    of G times the mean of all bins' maxima, one scale for a tensor. The error stays in the residual. The subtraction is pending until
+    the next step's pass over the residual. How many elements are sent adapts to the layer and the phase of training, so there is no
+    warm-up. The ordinary optimizer works on the mean.
     """
 
     id = "adacomp"
@@ -69,14 +69,13 @@ class AdaComp(SelectiveCompressor):
 
 
 def _is_convolution(shape: Tuple[int, ...]) -> bool:
-    """Whether a tensor has the shape of a convolution's kernel: its extents in space, which are small, come last (PyTorch) or
-    first (Keras), beside two dimensions of channels.
+    """Whether a tensor has the shape of a convolution's kernel: two dimensions of channels, and small extents in space, which come last
+    (PyTorch) or first (Keras).
 
-    Two and three extents are small up to 32 each; attention kernels of as many dimensions, (d, 3, heads, key), have no such end where the
-    key size is larger.
-    A single one can look like the heads or the key size of an attention kernel, (d, heads, key) or (heads, key, d): so it must
-    be odd, as heads and key sizes hardly ever are, and from 3 to 63; or, where it comes last, at most 15, below key sizes.
-    And heads·key = d is attention.
+    Two or three extents count as small up to 32 each. Attention kernels of as many dimensions, (d, 3, heads, key), have no such end
+    where the key size is larger. A single extent can look like the heads or the key size of an attention kernel, (d, heads, key) or
+    (heads, key, d). So it must be odd and from 3 to 63, which heads and key sizes hardly ever are, or come last and be at most 15,
+    which is below key sizes. A shape with heads·key = d is attention.
     """
     extents = len(shape) - 2
     if extents < 1:

@@ -12,8 +12,8 @@ from .base import Compressor, State, Step
 class BFloat16(Compressor):
     """Gathers bfloat16 and sums it in float32: Horovod's MPI and Gloo backends do not reduce bfloat16.
 
-    Half the bytes of float32 for two ranks; an allgather's bytes grow with the ranks, so for many of them fp16 is
-    smaller. Nothing finite becomes infinite; elements are rounded to nearest, ties to even.
+    Two ranks move half the bytes of float32. An allgather's bytes grow with the ranks, so for many of them fp16 moves less. Nothing
+    finite becomes infinite. Elements are rounded to nearest, ties to even.
     """
 
     id = "bf16"

@@ -19,12 +19,12 @@ from .topk import TopK
 class DGC(TopK):
     """Sends the ratio·d entries of largest accumulated, momentum-corrected gradient; keeps the others for later steps.
 
-    Per tensor of d floats: momentum u and velocity v (section 3.2; u only where momentum > 0). Bound to an SGD optimizer it
+    Each tensor of d floats has a momentum u and a velocity v (section 3.2); u only where momentum > 0. Bound to an SGD optimizer it
     takes over that optimizer's momentum, Nesterov and weight decay, which the optimizer must not apply a second time.
     Unbound, momentum defaults to 0.9; with other optimizers to 0, which is top-k with error feedback.
 
-    A step that goes dense sends v of all elements and masks no momentum. Tensors that it does not cover are averaged first
-    and then get the same momentum.
+    A dense step sends v of all elements and masks no momentum. Tensors that are not compressed are averaged first and then get the
+    same momentum.
     """
 
     id = "dgc"
@@ -94,14 +94,14 @@ class DGC(TopK):
 
 @dataclasses.dataclass
 class DenseMomentumState(State):
-    """spare: the memory that the next step's momentum goes to; `sent` is it until that is committed."""
+    """spare is memory for the next step's momentum; `sent` refers to it until that step is committed."""
 
     spare: Optional[np.ndarray] = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class DenseMomentum(NoCompression):
-    """The tensors that DGC leaves alone: averaged first, then vanilla or Nesterov momentum, alike on all ranks."""
+    """For tensors that DGC does not compress: they are averaged, then get vanilla or Nesterov momentum, the same on all ranks."""
 
     id, number = None, -1  # not for users: DGC's own
     kept = {"u": SHARED}

@@ -15,8 +15,8 @@ from .selective import ErrorFeedback
 class EFSignSGD(ErrorFeedback):
     """Sends the sign of every element of p = residual + g, one bit, and ‖p‖₁/d, one number a tensor; keeps the error.
 
-    As published p = γ·g + e, and the error e is one of updates: so the residual is e/γ, and grows where the learning rate γ falls.
-    A zero is sent as if it were positive: one bit has no third value, and the residual takes the error back.
+    The paper has p = γ·g + e, where the error e is one of updates. So the residual is e/γ, which grows where the learning rate γ falls.
+    A zero is sent as if it were positive, because one bit has no third value; the residual keeps that error too.
     """
 
     id = "efsignsgd"

@@ -14,7 +14,7 @@ from .selective import SelectiveCompressor
 
 @dataclasses.dataclass
 class CoordinatesState(State):
-    """indices: uint32, the coordinates of the open step, where those are not all."""
+    """indices are the coordinates of the open step, uint32; None where it works on all."""
 
     indices: Optional[np.ndarray] = None
 
@@ -23,9 +23,9 @@ class CoordinatesState(State):
 class SharedCoordinates(SelectiveCompressor):
     """A compressor that may work on K coordinates of a tensor, the same random ones on all ranks; the others are 0 in the result.
 
-    A permutation that follows from the seed is cut into blocks of K, one a step, so a sweep visits every coordinate; the
-    last block of a sweep begins early enough to be whole. The next sweep has another permutation. The coordinates are a tensor's, or
-    those of all tensors together, of which a step may then have none in a small one.
+    A permutation that follows from the seed is cut into blocks of K, one a step, so a sweep visits every coordinate. The last block of
+    a sweep begins early enough to be whole. The next sweep has another permutation. The coordinates are those of one tensor, or those
+    of all tensors together; then a small tensor may have none in some steps.
     """
 
     kept = {"residual": LOCAL}
@@ -33,7 +33,7 @@ class SharedCoordinates(SelectiveCompressor):
     ratio: Optional[float] = option(Number(0, 1, low_open=True, optional=True), None, "share of coordinates in a step; none: all")
     k: Optional[int] = option(Count(1, optional=True), None, "coordinates in a step, instead of a ratio")
     of: str = option(Choice("tensor", "model"), "tensor", "whose coordinates ratio and k count: each tensor's, or those of all that are compressed")
-    unbiased: bool = option(Flag(), False, "scale what is drawn by d/K; else what is not drawn waits in a residual")
+    unbiased: bool = option(Flag(), False, "scale what is drawn by d/K; else what is not drawn stays in a residual")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,16 +48,16 @@ class SharedCoordinates(SelectiveCompressor):
         return self.ratio is not None or self.k is not None
 
     def count(self, numel: int) -> int:
-        """K of so many elements."""
+        """K of a tensor, or model, of numel elements."""
         return min(numel, self.k or max(1, math.ceil((self.ratio or 0) * numel - 1e-6)))
 
     def init(self, name: str, shape: Tuple[int, ...]) -> CoordinatesState:
-        waits = self.sparse and not self.unbiased
-        return CoordinatesState(name, {"residual": zeros(math.prod(shape))} if waits else {})
+        error_feedback = self.sparse and not self.unbiased
+        return CoordinatesState(name, {"residual": zeros(math.prod(shape))} if error_feedback else {})
 
     def draw(self, grad: np.ndarray, state: CoordinatesState, step: Step) -> Tuple[Optional[np.ndarray], np.ndarray, bool]:
-        """(indices, values, finite): what this step works on, taken out of the gradient, or the residual. Indices None:
-        all, and values are the gradient itself."""
+        """(indices, values, finite) of this step, moved out of the gradient or the residual. Where indices is None, values are the
+        gradient itself."""
         if not self.sparse:
             return None, grad, True
         model = state.model if self.of == "model" else None
@@ -82,7 +82,7 @@ class SharedCoordinates(SelectiveCompressor):
         return indices, values, finite
 
     def keep_error(self, state: CoordinatesState, sent: np.ndarray) -> None:
-        """What stands for the values drawn is `sent`: the difference goes back into the residual."""
+        """Adds the rounding error, the values drawn less those sent, to the residual."""
         (drawn,) = state.undo
         state.arrays["residual"][drawn.indices] += drawn.values - sent
         state.undo = [drawn._replace(values=sent)]
@@ -92,8 +92,8 @@ class SharedCoordinates(SelectiveCompressor):
 class GlobalRandK(SharedCoordinates):
     """Sums ratio·d, or k, coordinates of each tensor, the same random ones on every rank, in float32.
 
-    No index travels and the payload is an allreduce's, so it scales to any number of ranks. With error feedback (the default)
-    what waits is sent when its turn comes; unbiased, it is dropped and what is drawn counts d/K times.
+    No index travels and payloads are allreduced, so it scales to any number of ranks. With error feedback (the default) the residual
+    keeps the other coordinates until they are drawn. Unbiased, they are dropped and those drawn count d/K times.
     """
 
     id = "globalrandk"

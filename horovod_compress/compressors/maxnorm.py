@@ -14,8 +14,8 @@ from .quantizer import SharedScaleQuantizer
 class MaxNorm(SharedScaleQuantizer):
     """Rounds |g|/w·s at random to a whole number, s = 2^bits - 1, w the largest norm of all ranks; sums the codes.
 
-    Unbiased, variance at most w²/(4s²) an element. Payloads add up exactly: an allreduce of words whose fields hold the sums of
-    all ranks. With ratio or k only so many random coordinates are quantized, the same on all ranks.
+    It is unbiased, with a variance of at most w²/(4s²) an element. Payloads add up exactly: an allreduce adds words whose fields hold
+    the sums of all ranks. With ratio or k only so many random coordinates are quantized, the same on all ranks.
     """
 
     id = "maxnorm"
@@ -34,6 +34,6 @@ class MaxNorm(SharedScaleQuantizer):
         if self.norm == "max":
             return k.max_abs(values, peaks)
         if peaks is not None:
-            k.max_abs(values, peaks)  # for what it leaves there
+            k.max_abs(values, peaks)  # fills peaks
         squares = k.squared_norm(values)
         return math.sqrt(squares) if math.isfinite(squares) else math.inf

@@ -10,8 +10,8 @@ from .options import Ascending, option
 class MultiScale(MaxNorm):
     """As maxnorm, but small elements are rounded on a finer scale: the finest at which every rank's code still fits bits[0].
 
-    Which one that is follows from the elements themselves, not from the random draw, so boundary values are unbiased too.
-    It takes a message more a step: the ranks count, in ⌈log2(N + 1)⌉ bits an element and finer scale, how many it fits.
+    The choice follows from the elements themselves, not from the random draw, so boundary values are unbiased too.
+    It needs one more collective a step, which counts the ranks that a scale fits, in ⌈log2(N + 1)⌉ bits an element and finer scale.
     """
 
     id = "multiscale"

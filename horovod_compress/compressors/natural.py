@@ -13,7 +13,7 @@ from .selective import SelectiveCompressor
 class Natural(SelectiveCompressor):
     """Rounds every element at random to one of the two powers of two next to it: a sign and an exponent, 9 bits.
 
-    Unbiased, variance at most g²/8 an element. Elements from 2^127 on are rounded down to that.
+    It is unbiased, with a variance of at most g²/8 an element. Elements from 2^127 on are rounded down to that.
     """
 
     id = "natural"

@@ -1,4 +1,4 @@
-"""No compression: the gradient itself rides Horovod's allreduce. The baseline, and what small tensors get."""
+"""No compression: the payload is the gradient itself. This is the baseline, and the fallback of small tensors."""
 import dataclasses
 from typing import ClassVar, Optional, Tuple
 

@@ -1,4 +1,4 @@
-"""What the options of compressors may be: each kind of value reads itself from a spec's text and checks itself."""
+"""Kinds of values of compressors' options. Each kind parses a spec's text and checks values."""
 import dataclasses
 import math
 import numbers
@@ -16,7 +16,7 @@ class Kind(Protocol):
 
 
 def option(kind: Kind, default: Any, doc: str) -> Any:
-    """A compressor's option, for a dataclass: its kind of value, its default and a line that explains it."""
+    """A dataclass field for an option of a compressor. doc is a line that explains it."""
     return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc})
 
 

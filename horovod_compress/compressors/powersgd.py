@@ -17,8 +17,8 @@ _SHORT = np.float32(2.0**-40)
 
 @dataclasses.dataclass
 class PowerSGDState(State):
-    """rank: of the factors; p, q: the open or last step's factors, vectors one behind the other; pending: whether their product is still
-    to be subtracted from the residual."""
+    """rank is that of the factors. p and q are the open or last step's factors, as concatenated vectors. pending says whether their
+    product is still to be subtracted from the residual."""
 
     rank: int = 0
     p: np.ndarray = dataclasses.field(default_factory=lambda: zeros(0))
@@ -30,14 +30,14 @@ class PowerSGDState(State):
 class PowerSGD(SelectiveCompressor):
     """Approximates each matrix M = residual + g by P·Qᵀ of low rank, found by one power iteration a step from the last step's Q.
 
-    P = ΣM·Q, orthonormalized; Q = mean Mᵀ·P; two small allreduces a tensor. The residual is M - P·Qᵀ; the subtraction waits
-    for the pass in which the next step goes over it. Tensors of more dimensions are matrices of the first of them by the others,
-    split where least is sent, whichever way a framework lays out its layers; one-dimensional ones go dense.
+    P = ΣM·Q, orthonormalized; Q = mean Mᵀ·P; two small allreduces a tensor. The residual is M - P·Qᵀ. The subtraction is pending until
+    the next step's pass over the residual. Tensors of more dimensions are matrices of the first dimensions by the others, split where
+    least is sent, so layouts of different frameworks do not matter. One-dimensional tensors go dense.
     """
 
     id = "powersgd"
     number = 17
-    same_kernels = True  # every rank orthonormalizes the sums itself, and long sums differ in their last bits
+    same_kernels = True  # every rank orthonormalizes the sums itself, and kernels differ in the last bits of long sums
     paper = "Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS 2019, arXiv 1905.13727"
     kept = {"residual": LOCAL, "q": Kept("shared", 0)}  # q: a direction
 
@@ -88,7 +88,7 @@ class PowerSGD(SelectiveCompressor):
         if not largest * max(1.0, abs(scale * size)) < _MOST:
             out.fill(np.nan)
             last = state.arrays["q"]
-            if k.max_abs(last) > _SHORT:  # its length does not matter: shorter, the next sum may stay in range
+            if k.max_abs(last) > _SHORT:  # lengths do not matter, and with a shorter one the next sum may stay in range
                 last *= _SHORT
             return False
         k.product(p, q, out, rank=rank, scale=scale * size)
@@ -99,7 +99,7 @@ class PowerSGD(SelectiveCompressor):
         if state.sent is not None:
             state.pending = True
             largest = kernels.of(state.sent).max_abs(state.sent)
-            if largest > 0:  # the length of its vectors does not matter, and would overflow sooner or later
+            if largest > 0:  # the lengths of vectors do not matter, and would overflow sooner or later
                 np.divide(state.sent, np.float32(largest), out=state.arrays["q"])
 
     def apply_pending(self, state: PowerSGDState) -> None:
@@ -109,8 +109,8 @@ class PowerSGD(SelectiveCompressor):
 
 
 def _matrix(shape: Tuple[int, ...], rank: int) -> Tuple[int, int]:
-    """Rows and columns: the product of the first dimensions and that of the others, which leaves elements where they lie. Of all
-    such splits the one of the smallest factors, of equal ones the first."""
+    """Rows and columns: the products of the first dimensions and of the others, so that elements need not move. Of all splits it is
+    the first one with the smallest factors."""
     splits = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, max(len(shape), 2))]
     return min(splits, key=lambda split: _factors(split[0], split[1], rank))
 

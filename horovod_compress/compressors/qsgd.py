@@ -15,8 +15,8 @@ from .selective import SelectiveCompressor
 class QSGD(SelectiveCompressor):
     """Rounds every element at random to one of s levels of its bucket's norm and sends signs and levels.
 
-    Unbiased; E‖Q(g) - g‖² ≤ min(d/s², √d/s)·‖g‖² for a bucket of d elements (Lemma 3.1). Each bucket and rank has its own norm,
-    so payloads are gathered; where they should add up, see maxnorm. A bucket of zeros stays zeros.
+    It is unbiased, with E‖Q(g) - g‖² ≤ min(d/s², √d/s)·‖g‖² for a bucket of d elements (Lemma 3.1). Each bucket and rank has its own
+    norm, so payloads are gathered; where they should add up, see maxnorm. A bucket of zeros stays zeros.
     """
 
     id = "qsgd"

@@ -14,7 +14,7 @@ from .globalrandk import CoordinatesState, SharedCoordinates
 
 @dataclasses.dataclass
 class _Drawn:
-    """What encode knows of a step's codes and decode needs."""
+    """What decode needs to know of the open step's codes."""
 
     indices: Optional[np.ndarray] = None
     w: float = 0.0
@@ -35,8 +35,8 @@ class _Drawn:
 
 @dataclasses.dataclass
 class QuantizerState(CoordinatesState):
-    """peaks: the bits of the largest magnitudes of each 64 values; scales: this rank's words of which scales fit; drawn: the open
-    step's, for decode."""
+    """peaks are the bits of the largest magnitude of each 64 values. scales are this rank's words that say which scales fit. drawn is
+    that of the open step."""
 
     peaks: Optional[np.ndarray] = None
     scales: Optional[np.ndarray] = None
@@ -47,11 +47,10 @@ class QuantizerState(CoordinatesState):
 class SharedScaleQuantizer(SharedCoordinates):
     """Rounds every element at random to one of 2s + 1 values from -w to w, w being the largest norm of all ranks.
 
-    All ranks use the same w, so integer codes add up: N ranks' sums fit fields of ⌈log2(2·N·s + 1)⌉ bits, many to a word, and an
-    allreduce adds the words. With several scales each element takes the finest at which its code is at most that of the
-    coarsest on every rank; the ranks agree on that first, by counting.
+    All ranks use the same w, so integer codes add up: sums of N ranks fit fields of ⌈log2(2·N·s + 1)⌉ bits, many to a word, and an
+    allreduce adds the words. With several scales each element uses the finest scale at which no rank's code is above the largest code
+    of the coarsest. The ranks agree on that scale first, by counting.
     """
-
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         spare_and_width = [(0, _width(self.steps, size))]
@@ -66,12 +65,14 @@ class SharedScaleQuantizer(SharedCoordinates):
     @property
     @abstractmethod
     def steps(self) -> List[float]:
-        """s of each scale, ascending; codes of all of them are at most the first."""
+        """s of each scale, ascending. No code of any scale is above the first s."""
 
     @abstractmethod
     def norm_of(self, values: np.ndarray, peaks: Optional[np.ndarray]) -> float:
-        """What the shared scale is the largest of, and with one scale this rank's values are clipped at, in magnitude; infinity
-        where values are not finite. peaks: with several scales, what `max_abs` is to fill; else None."""
+        """This rank's norm; infinity where values are not finite. The shared scale is the largest norm of all ranks.
+
+        With one scale, magnitudes are clipped at this norm. peaks is filled as by the kernel `max_abs`, and None with one scale.
+        """
 
     def encode(self, grad: np.ndarray, state: QuantizerState, step: Step) -> Generator[Request, Any, Payload]:
         k = kernels.of(grad)

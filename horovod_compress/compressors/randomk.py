@@ -17,8 +17,8 @@ from .selective import SelectiveCompressor
 class RandomK(SelectiveCompressor):
     """Sends ratio·d entries of the accumulated gradient, each rank its own random ones, and keeps the others in a residual.
 
-    Only values travel, and the number from which receivers draw the same places. The baseline for topk; where ranks should
-    share their places, so that payloads add up, see globalrandk.
+    Only values travel, and the key from which receivers draw the same indices. It is the baseline for topk. Where all ranks should
+    draw the same indices, so that payloads add up, see globalrandk.
     """
 
     id = "randomk"

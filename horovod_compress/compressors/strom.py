@@ -25,5 +25,4 @@ class Strom(ErrorFeedback):
     tau: float = option(Number(1e-30, 1e30), 0.001, "the threshold, and the size of what is sent")
 
     def pack(self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step) -> Encoded:
-        encoded = kernels.of(grad).encode_strom(grad, residual, tau=self.tau * step.unit)
-        return encoded
+        return kernels.of(grad).encode_strom(grad, residual, tau=self.tau * step.unit)

@@ -14,8 +14,8 @@ from .quantizer import SharedScaleQuantizer
 class TernGrad(SharedScaleQuantizer):
     """Clips every element at clip·σ of its own rank and rounds it at random to -w, 0 or w, the ranks' largest after clipping.
 
-    Each rank has its own σ (section 4); the scale is shared by all ranks (section 3.4), so codes add up. Both are a tensor's, as in
-    the paper. Unbiased but for what is clipped.
+    Each rank has its own σ (section 4). The scale is shared by all ranks (section 3.4), so codes add up. Both are those of a tensor, as
+    in the paper. Apart from clipping it is unbiased.
     """
 
     id = "terngrad"

@@ -18,7 +18,7 @@ _VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16}
 class TopK(SelectiveCompressor):
     """Sends the ratio·d entries of largest accumulated gradient and keeps the others in a residual for later steps.
 
-    The ordinary optimizer works on the mean. A step that goes dense sends the residual of all elements.
+    The ordinary optimizer works on the mean. A dense step sends the residual of all elements.
     """
 
     id = "topk"
@@ -48,7 +48,7 @@ class TopK(SelectiveCompressor):
         self, grad: np.ndarray, state: State, step: Step, residual: str = "residual", momentum: float = 0.0, nesterov: bool = False,
         masking: bool = False,
     ) -> Encoded:
-        """Advances momentum u, where there is one, and the array `residual`, and takes the payload out of them."""
+        """Adds the gradient to momentum u, where there is one, and to the array `residual`, and moves the selection into a payload."""
         k, u, v = kernels.of(grad), state.arrays.get("u"), state.arrays[residual]
         most = max(min(1, v.size), math.ceil(self.density(step.index) * v.size - 1e-6))
         samples = int(self.sample_ratio * v.size) + 256

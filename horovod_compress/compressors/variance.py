@@ -14,7 +14,7 @@ from .selective import SelectiveCompressor
 
 @dataclasses.dataclass
 class VarianceState(State):
-    """indices: uint32, of what the last step sent, whose memory the next may use."""
+    """indices are those of the last payload, uint32, whose memory the next step may use."""
 
     indices: Optional[np.ndarray] = None
 
@@ -23,14 +23,14 @@ class VarianceState(State):
 class Variance(SelectiveCompressor):
     """Sends an element once its accumulated mean is unambiguous against its noise: r² > alpha·v.
 
-    r accumulates gradients, v the squares of what each sample contributed to them; v decays by zeta where nothing is
-    sent. What is sent is rounded to a power of two: a sign and a 3-bit exponent an element (section 4.2), after which r
-    and v are 0 there. With `tau`, Strom's threshold is required too and sign(r)·tau is sent (section 4.4).
+    r accumulates gradients, and v the squares of what each sample contributed to them. v decays by zeta where nothing is sent. Values
+    are rounded to powers of two, a sign and a 3-bit exponent each (section 4.2), after which r and v are 0 there. With `tau`, Strom's
+    threshold is required too and sign(r)·tau is sent (section 4.4).
 
-    `moments` says what a sample is, and the same alpha does not mean the same in each: minibatch, which works everywhere and is
-    not the paper's, takes this rank's gradient of a step as one (noise between steps), microbatch each backward pass of
-    backward_passes_per_step, a group of samples, per_sample the samples themselves, exactly, as in the paper. An element whose
-    square leaves float32's range (|g| > 1.8e19) makes the step not finite.
+    `moments` says what counts as a sample, and the same alpha means something else in each. minibatch works everywhere and is not the
+    paper's: this rank's gradient of a step is one sample, so noise is that between steps. microbatch counts each backward pass of
+    backward_passes_per_step, a group of samples. per_sample counts the samples themselves, as in the paper. An element whose square
+    leaves float32's range (|g| > 1.8e19) makes the step not finite.
     """
 
     id = "variance"
@@ -61,7 +61,7 @@ class Variance(SelectiveCompressor):
         return state.arrays["r"]
 
     def accumulate(self, grad: np.ndarray, state: VarianceState, step: Step) -> bool:
-        # As in a gathered step in which nothing fires; where v is 0 all the same, that is put back.
+        # Works as a gathered step that selects nothing. Elements with v = 0 are selected all the same, and are restored.
         r, v = state.arrays["r"], state.arrays["v"]
         encoded = kernels.of(grad).encode_variance(
             grad, step.squares, r, v, alpha=LARGEST, zeta=self.zeta, tau=0.0, error_feedback=False

@@ -1,4 +1,4 @@
-"""Horovod's own collectives, through horovod.torch: works under MPI and Gloo, fused by Horovod with everything else it does."""
+"""Horovod's own collectives, through horovod.torch. They work with MPI and Gloo, and Horovod fuses them with its other ones."""
 from typing import Any, Callable, List, Sequence
 
 import horovod.torch as hvd
@@ -14,7 +14,7 @@ _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 class HorovodTransport(Transport):
     """The ranks of a Horovod process set.
 
-    process_set: the one that is given to hvd.DistributedOptimizer too; default: all ranks.
+    process_set is the one that hvd.DistributedOptimizer has too, by default all ranks.
     """
 
     def __init__(self, process_set: hvd.ProcessSet = hvd.global_process_set) -> None:

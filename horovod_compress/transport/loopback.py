@@ -1,16 +1,16 @@
-"""N ranks in one process: what tests and `simulate` use. The ranks may be driven one after the other in one thread."""
+"""N ranks in one process, for tests and `simulate`. One thread may drive the ranks one after the other."""
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import numpy as np
 
 from .base import Transport
 
-_Board = Dict[Tuple[str, str], Dict[int, Any]]  # {operation and name: {rank: what it has handed in}}
+_Board = Dict[Tuple[str, str], Dict[int, Any]]  # {operation and name: {rank: its array or parts}}
 _OPS: Dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum}
 
 
 class Loopback(Transport):
-    """One rank of a group made by `group`. A result can be waited for once every rank has started the operation."""
+    """One rank of a group made by `group`. Results are available once every rank has started the operation."""
 
     def __init__(self, rank: int, size: int, board: _Board) -> None:
         self.rank, self.size, self._board = rank, size, board

@@ -1,4 +1,4 @@
-"""MPI's collectives, through mpi4py: everything that a step has started travels in one exchange."""
+"""MPI's collectives, through mpi4py. All collectives that a step has started run together, in one exchange."""
 import time
 import warnings
 import zlib
@@ -10,7 +10,7 @@ from ..handshake import MismatchError
 from .base import Transport
 
 _Key = Tuple[str, str]  # operation, name
-_ALONE = 2**20  # bytes from which an array is reduced where it lies; smaller ones are put together
+_ALONE = 2**20  # bytes from which an array is reduced in place; smaller ones are joined
 _MOST = 2**31 - 1  # bytes of one MPI operation
 _STALLED = 60.0  # seconds, as Horovod's own stall check
 
@@ -18,13 +18,13 @@ _STALLED = 60.0  # seconds, as Horovod's own stall check
 class MPITransport(Transport):
     """The ranks of a Horovod process set, on a communicator of their own, beside Horovod's use of MPI.
 
-    Nothing is sent before the first result is asked for. Then everything that was started goes together, in an order that
-    follows from the names: a fixed number of bytes that says how much comes, one Allgatherv of all payloads, one Allreduce
-    for each operation and type. All ranks must have started the same operations by then.
+    Nothing is sent before the first call that waits for a result. Then all collectives that were started run, in an order that follows
+    from their names: an announcement of sizes, of fixed length, one Allgatherv of all payloads, and one Allreduce for each operation
+    and type. All ranks must have started the same operations by then.
 
-    hvd: the framework's Horovod, initialized; process_set: the one that is given to hvd.DistributedOptimizer too, whose ranks make the
-    communicator together when they first exchange something. Raises ValueError where mpi4py is missing, or Horovod does not run on
-    MPI with threads.
+    hvd is the framework's Horovod, initialized. process_set is the one that hvd.DistributedOptimizer has too. The ranks of the set make
+    the communicator together in their first exchange. Raises ValueError where mpi4py is missing, or Horovod does not run on MPI with
+    threads.
     """
 
     def __init__(self, hvd: Any, process_set: Any) -> None:
@@ -86,13 +86,13 @@ class MPITransport(Transport):
             self._comm = self._mpi.COMM_WORLD.Create_group(self._mpi.COMM_WORLD.group.Incl(self._process_set.ranks))
         started, self._started = sorted(self._started.items()), {}
         try:
-            self._carry(started)
+            self._run(started)
         except BaseException as error:
             self._arrived.clear()
-            self._broken = not isinstance(error, (MismatchError, ValueError))  # those come on all ranks alike
+            self._broken = not isinstance(error, (MismatchError, ValueError))  # all ranks raise those alike
             raise
 
-    def _carry(self, started: List[Tuple[_Key, np.ndarray]]) -> None:
+    def _run(self, started: List[Tuple[_Key, np.ndarray]]) -> None:
         gathered = {name: array for (op, name), array in started if op == "gather"}
         lengths = np.array([array.nbytes for array in gathered.values()], np.int64)
         sent = np.concatenate([lengths.view(np.uint8), *gathered.values()])
@@ -111,12 +111,12 @@ class MPITransport(Transport):
             self._reduce(op, {key: array for key, array in reduced if (key[0], array.dtype.str) == (op, dtype)})
 
     def _announce(self, started: List[Tuple[_Key, np.ndarray]], size: int) -> np.ndarray:
-        """What each rank will gather, in bytes. MismatchError, on all ranks, where they have not started the same operations."""
+        """The bytes that each rank contributes to the Allgatherv. Raises MismatchError, on all ranks, where operations differ."""
         operations = [(*key, array.nbytes if key[0] in ("sum", "max") else 0) for key, array in started]
-        mine = np.array([size, len(started), zlib.crc32(repr(operations).encode())], np.int64)
-        all_ranks = np.empty((self.size, mine.size), np.int64)
-        request, since, warned = self._comm.Iallgather(mine, all_ranks), time.monotonic(), False
-        self._announcing = request, mine, all_ranks
+        own = np.array([size, len(started), zlib.crc32(repr(operations).encode())], np.int64)
+        all_ranks = np.empty((self.size, own.size), np.int64)
+        request, since, warned = self._comm.Iallgather(own, all_ranks), time.monotonic(), False
+        self._announcing = request, own, all_ranks
         while not request.Test():
             waited = time.monotonic() - since
             if waited > 1e-3:
@@ -128,16 +128,16 @@ class MPITransport(Transport):
                     "what goes with it. With transport=mpi all ranks must take the same number of steps: hvd.join() is not supported",
                     RuntimeWarning, stacklevel=2,
                 )
-        for rank, theirs in enumerate(all_ranks):
-            if (theirs[1:] != all_ranks[0][1:]).any():
+        for rank, announced in enumerate(all_ranks):
+            if (announced[1:] != all_ranks[0][1:]).any():
                 raise MismatchError(
-                    f"rank {rank} exchanges {theirs[1]} arrays in this step and rank 0 {all_ranks[0][1]}, or others: all ranks must "
+                    f"rank {rank} exchanges {announced[1]} arrays in this step and rank 0 {all_ranks[0][1]}, or others: all ranks must "
                     "have the same gradients in every step"
                 )
         return all_ranks[:, 0].copy()
 
     def _exchange_parts(self, payload: np.ndarray, splits: np.ndarray) -> List[np.ndarray]:
-        """The parts of an alltoall that came, by rank."""
+        """The parts that an alltoall received, by rank."""
         lengths = np.empty(self.size, np.int64)
         self._comm.Alltoall(splits, lengths)
         received = np.empty(lengths.sum(), np.uint8)
@@ -152,8 +152,8 @@ class MPITransport(Transport):
             ends = 8 * len(names) + np.cumsum(lengths)
             for name, length, end in zip(names, lengths.tolist(), ends.tolist()):
                 parts[name].append(rank_part[end - length : end])
-        for name, its in parts.items():
-            self._arrived["gather", name] = np.concatenate(its)
+        for name, arrays in parts.items():
+            self._arrived["gather", name] = np.concatenate(arrays)
 
     def _reduce(self, op: str, arrays: Dict[_Key, np.ndarray]) -> None:
         operation = {"sum": self._mpi.SUM, "max": self._mpi.MAX}[op]

@@ -1,7 +1,7 @@
-"""Passes that decide element by element, or bin by bin, whether enough has gathered to be sent.
+"""Adaptive selections: element by element, or bin by bin, from the values of the residual.
 
-Each adds the gradient to the residual, selects by what stands there now, encodes the selection as a sparse body, and subtracts what that
-decodes to; AdaComp subtracts it in the next call. Where the gradient is not finite everywhere nothing is selected.
+Each adds the gradient to the residual, selects elements, encodes the selection as a sparse body, and subtracts the decoded values from
+the residual; AdaComp subtracts them in the next call. Where the gradient is not finite everywhere nothing is selected.
 """
 from typing import Optional, Tuple
 
@@ -13,7 +13,7 @@ from .sparse import encode_sparse
 
 
 def encode_strom(grad: np.ndarray, residual: np.ndarray, *, tau: float) -> Encoded:
-    """Threshold quantization (Strom, Interspeech 2015): r ← r + g; where |r| > tau, sign(r)·tau is sent and taken out of r.
+    """Threshold quantization (Strom, Interspeech 2015): r ← r + g; where |r| > tau, sign(r)·tau is sent and subtracted from r.
 
     grad is left zero; an element whose new r would be TOO_LARGE or NaN keeps its old one, and then nothing is sent.
     """
@@ -34,11 +34,11 @@ def encode_variance(
     v ← zeta·v. grad is left zero; an element whose new r would be TOO_LARGE or NaN, or v infinite, keeps its old ones.
 
     tau 0: r is rounded to a power of two, the largest ones down, and sent with a sign and a 3-bit exponent below the
-    largest's; what would need more keeps r and v. Then v ← 0, and r ← 0, or the rounding error with error_feedback.
+    largest's. An element that would need more bits keeps r and v. Else v ← 0, and r ← 0, or the rounding error with error_feedback.
     tau above 0 (Strom hybrid): sign(r)·tau is sent, r ← r − sign(r)·tau, v ← max(v − 2|r|tau + tau², 0).
 
-    undo: (indices, rows of r and v as they were there before anything was sent). spare: an earlier step's indices, which nobody
-    needs any more, nor the rows that came with them: the native function takes their memory where it is large enough.
+    undo: (indices, rows of r and v there before the subtraction). spare: indices of an earlier step. The native function reuses their
+    memory, and that of the rows returned with them, where it is large enough.
     """
     alpha, zeta, tau = np.float32(alpha), np.float32(zeta), np.float32(tau)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -82,9 +82,9 @@ def encode_adacomp(grad: np.ndarray, residual: np.ndarray, sent: np.ndarray, *, 
     """AdaComp (Chen et al., AAAI 2018): G = residual + g, H = residual + scale_factor·g; in each bin of bin_length elements those
     with |H| ≥ max |G| are sent, as sign(G) times scale, the mean of all bins' maxima.
 
-    What was sent stays in the residual until the next call, which first takes sign(residual)·sent_scale out of it at the ascending
-    places `sent`. grad is left zero; an element whose new G would be TOO_LARGE or NaN keeps its old residual, and then nothing is sent.
-    An element with G = 0 is not sent. undo: (places of what is sent, scale), which are `sent` and `sent_scale` of the next call.
+    The selection stays in the residual until the next call, which first subtracts sign(residual)·sent_scale at the ascending indices
+    `sent`. grad is left zero; an element whose new G would be TOO_LARGE or NaN keeps its old residual, and then nothing is sent.
+    An element with G = 0 is not sent. undo: (indices of the selection, scale), which are `sent` and `sent_scale` of the next call.
     """
     if len(sent) and sent.max() >= len(residual):
         raise ValueError("index outside the tensor")

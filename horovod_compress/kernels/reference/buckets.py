@@ -1,8 +1,8 @@
 """Levels by bucket, each bucket against its own norm (QSGD, Alistarh et al., NeurIPS 2017, arXiv 1610.02132).
 
-Body: coding (0 fixed width, 1 Elias); a float32 norm for each bucket; then either, for each bucket, a byte for the width
-that holds what its largest element may become, and its levels in columns; or a uint32 count and for each level that is not 0: gamma code of
-the zeros before it plus 1, a sign bit, gamma code of its magnitude.
+A body has the coding (0 fixed width, 1 Elias) and a float32 norm for each bucket. At fixed width follow, for each bucket, a byte for the
+width that holds the largest level possible for its elements, then all levels in columns. In Elias' code follow a uint32 count and, for each
+level that is not 0, the gamma code of the number of zeros before it plus 1, a sign bit, and the gamma code of the level's magnitude.
 """
 import struct
 from typing import Optional
@@ -14,15 +14,15 @@ from .columns import BLOCK, block_bits, columns_of, from_columns, to_columns
 from .quantization import one_of, round_at_random
 
 _FIXED, _ELIAS = 0, 1
-_SAMPLED, _FEW = 16, 64  # every so manieth bucket is sampled, all of so few
+_SAMPLED, _FEW = 16, 64  # every 16th bucket is sampled; all of them where there are fewer than 64
 _LARGEST = np.finfo(np.float32).max
 
 
 def encode_buckets(grad: np.ndarray, spare: Optional[np.ndarray] = None, *, steps: int, bucket: int, l2: bool, limit: float, key: int) -> Encoded:
     """Levels sign(x)·(⌊y⌋ + Bernoulli(y − ⌊y⌋)), y = |x|/norm·steps, with the norm of the bucket: max |x|, or ‖x‖₂ with l2.
 
-    limit: Elias' code is used where it takes less than this share of the bytes at fixed width. grad is left zero. Of a gradient that
-    is not finite nothing is sent. undo: (memory,), which the native function takes as `spare` in the next call.
+    limit: Elias' code is used where it takes less than this share of the bytes at fixed width. grad is left zero. Nothing is sent of a
+    gradient that is not finite. undo: (memory,), which is `spare` of the native function's next call.
     """
     n = len(grad)
     bucket = min(bucket, max(n, 1))
@@ -46,7 +46,7 @@ def encode_buckets(grad: np.ndarray, spare: Optional[np.ndarray] = None, *, step
     fixed = np.concatenate([np.empty(0, np.uint32), *packed])
     sample = [levels[b * bucket : (b + 1) * bucket] for b in range(0, len(norms), 1 if len(norms) < _FEW else _SAMPLED)]
     elias_bits, counted, whole = sum(len(_elias(part)) for part in sample), sum(map(len, sample)), len(widths) + fixed.nbytes
-    estimate = elias_bits * n / counted if counted and limit < 1 else 0  # native code writes it where it is promising only
+    estimate = elias_bits * n / counted if counted and limit < 1 else 0  # native code writes Elias' code only where the estimate is promising
     coded = _elias(levels) if limit else ""
     most = min(whole, int(np.float32(limit) * np.float32(whole)))
     if finite and estimate < 8 * most and 4 + (len(coded) + 7) // 8 < most:
@@ -77,7 +77,7 @@ def decode_add_buckets(out: np.ndarray, body: np.ndarray, *, steps: int, bucket:
 
 
 def _width(largest: int) -> int:
-    """Bits for -largest … largest."""
+    """Bits that hold -largest … largest."""
     return (2 * largest).bit_length()
 
 
@@ -95,7 +95,7 @@ def _norm(x: np.ndarray, l2: bool) -> np.float32:
 
 
 def _factor(norm: np.float32, steps: int) -> np.float32:
-    """What makes steps of numbers up to norm, in units of 1/one_of(steps), norm itself becoming no more than `steps`."""
+    """The factor from numbers up to norm to steps in units of 1/one_of(steps), by which norm itself becomes at most `steps`."""
     most = np.float32(steps) * np.float32(one_of(steps))
     factor = most / norm
     return np.nextafter(factor, np.float32(0)) if norm * factor > most else factor
@@ -111,7 +111,7 @@ def _elias(levels: np.ndarray) -> str:
 
 
 def _gamma(n: int) -> str:
-    """As many ones as n has bits after the first, a zero, those bits from the lowest up."""
+    """The gamma code of n: a one for each bit after the first, a zero, then those bits from the lowest up."""
     rest = n.bit_length() - 1
     return "1" * rest + "0" + "".join(str(n >> j & 1) for j in range(rest))
 

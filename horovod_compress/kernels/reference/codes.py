@@ -1,7 +1,7 @@
 """Whole tensors in narrower numbers: 16-bit floats, signs, powers of two.
 
-Encoders leave grad zero, for decoded values to be added there. The native ones write into `spare`, an earlier step's buffer, where one
-is given.
+Encoders leave grad zero, so that decoded values can be added there. Native encoders write into `spare`, an earlier step's buffer, where
+it is given.
 """
 from typing import Optional
 
@@ -15,7 +15,7 @@ from .sparse import load, store
 
 
 def encode_float16(x: np.ndarray, half: np.ndarray) -> float:
-    """half = x in float16, as uint16 bits, ties to even; too large is infinite. Returns max |x|, infinity for NaN."""
+    """half = x in float16, as uint16 bits, ties to even; numbers too large become infinite. Returns max |x|, infinity for NaN."""
     with np.errstate(over="ignore"):
         half[...] = x.astype(np.float16).view(np.uint16)
     half[np.isnan(x)] = half[np.isnan(x)] & 0x8000 | 0x7E00
@@ -29,7 +29,7 @@ def decode_float16(half: np.ndarray, out: np.ndarray) -> float:
 
 
 def encode_bf16(grad: np.ndarray, spare: Optional[np.ndarray] = None) -> Encoded:
-    """bfloat16, ties to even; what is too large becomes the largest finite value."""
+    """bfloat16, ties to even; numbers too large become the largest finite value."""
     finite = bool(np.isfinite(grad).all())
     body = new_body(store(np.nan_to_num(grad, nan=0.0), "bf16"))
     grad.fill(0)
@@ -69,7 +69,7 @@ def encode_one_bit(grad: np.ndarray, residual: np.ndarray, spare: Optional[np.nd
 
 
 def decode_add_one_bit(out: np.ndarray, body: np.ndarray, *, scale: float) -> bool:
-    """out += scale · what the body of encode_one_bit decodes to; returns whether out is finite."""
+    """Decodes a body of encode_one_bit and adds it, times scale, to out. Returns whether out is finite."""
     n = len(out)
     body = _exactly(body, 8 + 4 * -(-n // 32))
     plus, minus = np.frombuffer(body[:8].tobytes(), np.float32)
@@ -81,7 +81,7 @@ def decode_add_one_bit(out: np.ndarray, body: np.ndarray, *, scale: float) -> bo
 
 def encode_natural(grad: np.ndarray, spare: Optional[np.ndarray] = None, *, key: int) -> Encoded:
     """Natural compression (Horvath et al., 2019): sign and exponent, rounded to one of the two nearest powers of two so
-    that the mean is exact. 0 and powers of two stay what they are; what is below 2^-126 becomes that or 0; 2^127 is the largest."""
+    that the mean is exact. 0 and powers of two stay the same; numbers below 2^-126 become that or 0; 2^127 is the largest."""
     finite = bool(np.isfinite(grad).all())
     bits = grad.view(np.uint32)
     drawn = block_bits(-(-len(grad) // BLOCK), key).reshape(-1)[: len(grad)] >> 9
@@ -92,7 +92,7 @@ def encode_natural(grad: np.ndarray, spare: Optional[np.ndarray] = None, *, key:
 
 
 def decode_add_natural(out: np.ndarray, body: np.ndarray, *, scale: float) -> bool:
-    """out += scale · what the body of encode_natural decodes to; returns whether out is finite."""
+    """Decodes a body of encode_natural and adds it, times scale, to out. Returns whether out is finite."""
     n = len(out)
     words = np.frombuffer(_exactly(body, 4 * 9 * columns_of(n)).tobytes(), np.uint32)
     codes = from_columns(words, n, 9).astype(np.uint32)

@@ -1,7 +1,7 @@
-"""Codes of any width side by side, where no sums of words are needed: not a bit stays free.
+"""Codes of any width packed without free bits, for payloads whose words need not add up.
 
-A block of 512 elements is 32 rows of 16 columns, the last of ⌈count/32⌉ columns. The codes of a column, `width` bits each,
-follow each other in `width` uint32 words; word k of column c lies at k·columns + c.
+A block of 512 elements is 32 rows of 16 columns; the last block has ⌈count/32⌉ columns. The codes of a column, `width` bits each,
+follow each other in `width` uint32 words. Word k of column c lies at k·columns + c.
 """
 import numpy as np
 

@@ -1,9 +1,9 @@
 """Randomness from counters, and integer codes that many ranks can add up in one word.
 
 Codes of `width` bits lie side by side in words, int32, or int64 where those hold over a tenth more. Elements go to words
-by blocks of 64: of a block's elements the first of each word come first, then the second …. Fields of signed codes
-borrow from the one above, so the sum of the ranks' words is the word of the sums; 2·(ranks · largest code) + 1 values
-must fit a field. The native functions write into `spare`, an earlier step's words, where they are given.
+by blocks of 64: the first fields of a block's words come first, then the second …. Fields of signed codes borrow from the
+one above, so the sum of the ranks' words is the word of the sums. A field must hold 2·(ranks · largest code) + 1 values.
+The native functions write into `spare`, an earlier step's words, where it is given.
 """
 from typing import Optional, Sequence, Tuple, Union
 
@@ -18,12 +18,12 @@ Steps = Union[Sequence[float], np.ndarray]
 
 
 def random_bits(*, key: int, n: int) -> np.ndarray:
-    """uint32 of the places 0 … n-1 in the stream of a 64-bit key."""
+    """The first n uint32 numbers of the stream of a 64-bit key."""
     return bits_at(np.arange(n, dtype=np.uint32), key)
 
 
 def draw_coordinates(*, key: int, numel: int, first: int, count: int) -> np.ndarray:
-    """uint32 places first … first+count-1 of a permutation of 0 … numel-1 that follows from a 64-bit key."""
+    """Elements first … first+count-1, uint32, of a permutation of 0 … numel-1 that follows from a 64-bit key."""
     if count > numel or first > numel - count:
         raise ValueError("more coordinates than elements")
     bits = max(numel - 1, 0).bit_length()
@@ -49,9 +49,9 @@ def quantize(
 ) -> np.ndarray:
     """Words of the codes sign(x)·(⌊y⌋ + Bernoulli(y − ⌊y⌋)), y = |x|/w·s, at most steps[0] (arXiv 2109.12497).
 
-    s is steps[0]; where there are more, that of the finest scale that fits an element's code on all `size` ranks, says `levels`, their
-    summed words of `encode_scales`, among them those of x; then no |x| may be above w. With one scale |x| counts as `clip`, or w, where
-    it is larger. w = 0: all codes are 0.
+    With one scale, s is steps[0], and |x| counts as at most `clip` and w. With more, s is that of the finest scale that fits an element's
+    code on all `size` ranks, and no |x| may be above w. `levels` are the ranks' summed words of `encode_scales`, those of x included.
+    With w = 0 all codes are 0.
     """
     levels = _finest(levels, len(x), len(steps), size)
     steps = np.asarray(steps, np.float32)
@@ -66,7 +66,7 @@ def quantize(
 def dequantize(
     words: np.ndarray, levels: Optional[np.ndarray], out: np.ndarray, *, w: float, steps: Steps, width: int, size: int, scale: float
 ) -> None:
-    """out = (sum of `size` ranks' codes) · w/s · scale, with the levels that they were quantized at."""
+    """out = (sum of `size` ranks' codes) · w/s · scale. levels are those that the codes were quantized with."""
     levels = _finest(levels, len(out), len(steps), size)
     unit = (w / np.asarray(steps, np.float64) * scale).astype(np.float32)
     codes = unpack(words, len(out), width, 0, size * int(steps[0])).astype(np.float32)
@@ -76,9 +76,9 @@ def dequantize(
 def encode_scales(
     x: np.ndarray, peaks: np.ndarray, spare: Optional[np.ndarray] = None, *, w: float, steps: Steps, size: int
 ) -> np.ndarray:
-    """Words of a 1 for each scale l ≥ 1, and each element whose code at steps[l] is at most steps[0]; `size` ranks' words add up.
+    """Words with a 1 for each scale l ≥ 1 and each element whose code at steps[l] is at most steps[0]. Words of `size` ranks add up.
 
-    peaks: for each 64 elements, a number that the bits of no magnitude are above: so that not all of x must be read.
+    peaks: for each 64 elements, an upper bound of the magnitudes' bits, so that not all of x must be read.
     """
     if len(peaks) != -(-len(x) // 64):
         raise ValueError("peaks, one for 64 elements, and x must have the same length")
@@ -112,13 +112,13 @@ def bits_at(i: np.ndarray, key: int) -> np.ndarray:
 
 
 def one_of(largest: float) -> int:
-    """1 as `round_at_random` wants it: 2^30 over the power of two above the largest step."""
+    """The fixed-point 1 of `round_at_random`: 2^30 over the power of two above the largest step."""
     return 2 ** (30 - int(largest).bit_length())
 
 
 def round_at_random(y: np.ndarray, bits: np.ndarray, largest: float) -> np.ndarray:
-    """int64 codes ⌊y⌋ + Bernoulli(y − ⌊y⌋), at most `largest` in magnitude; y: float32 in units of 1/one_of(largest), what is
-    finer is cut off; bits: uint32 random bits."""
+    """int64 codes ⌊y⌋ + Bernoulli(y − ⌊y⌋), at most `largest` in magnitude. y: float32 in units of 1/one_of(largest), of which
+    fractions are cut off; bits: uint32 random bits."""
     one = one_of(largest)
     most = np.float32(largest) * np.float32(one)
     fixed = np.clip(y, -most, most).astype(np.int64)
@@ -134,8 +134,8 @@ def _finest(levels: Optional[np.ndarray], n: int, scales: int, size: int) -> np.
 
 
 def _factors(w: Float, steps: np.ndarray) -> Tuple[np.float32, np.ndarray]:
-    """Two factors that make steps of x in units of 1/one_of(steps[0]), in range even where w is denormal or huge, and of w no more than
-    steps[0] of the first scale's."""
+    """Two factors from x to steps in units of 1/one_of(steps[0]), in range even where w is denormal or huge. In the first scale w itself
+    becomes at most steps[0]."""
     w = np.float32(w)
     if not w > 0:
         return np.float32(1), np.zeros_like(steps)
@@ -148,7 +148,7 @@ def _factors(w: Float, steps: np.ndarray) -> Tuple[np.float32, np.ndarray]:
 
 
 def word_dtype(width: int, spare: int = 0) -> np.dtype:
-    """The type of words whose fields have so many bits: int32, or int64 where that holds over a tenth more of them. `spare` bits at the
+    """The type of words whose fields have `width` bits: int32, or int64 where that holds over a tenth more fields. `spare` bits at the
     top of a word stay free."""
     return np.dtype(np.int64 if 10 * ((64 - spare) // width) > 22 * ((32 - spare) // width) else np.int32)
 
@@ -161,7 +161,7 @@ def _shape(n: int, width: int, spare: int) -> Tuple[int, int, np.dtype]:
 
 
 def _by_field(codes: np.ndarray, fields: int, words: int) -> np.ndarray:
-    """Codes of each word, a column of `fields` rows; 0 where the elements have come to an end."""
+    """Codes of each word, a column of `fields` rows. Fields beyond the last element are 0."""
     padded = np.zeros(fields * words, codes.dtype)
     padded[: len(codes)] = codes
     whole = len(codes) // (fields * _BLOCK) * fields * _BLOCK
@@ -170,7 +170,7 @@ def _by_field(codes: np.ndarray, fields: int, words: int) -> np.ndarray:
 
 
 def _by_element(fielded: np.ndarray, n: int) -> np.ndarray:
-    """The reverse of `_by_field`: what belongs to each of n elements."""
+    """The inverse of `_by_field` for n elements."""
     fields = len(fielded)
     whole = n // (fields * _BLOCK) * _BLOCK
     blocks = fielded[:, :whole].reshape(fields, -1, _BLOCK).swapaxes(0, 1)
@@ -178,7 +178,7 @@ def _by_element(fielded: np.ndarray, n: int) -> np.ndarray:
 
 
 def next_bits(bits: np.ndarray, count: int) -> np.ndarray:
-    """Rows of random bits for `count` codes that share a draw: each takes the product of the one before with a constant."""
+    """Rows of random bits for `count` codes that share a draw. Each row is the one before times a constant."""
     powers = [pow(_NEXT, i, 2**32) for i in range(count)]
     return bits * np.array(powers, np.uint32)[:, None]
 
@@ -198,7 +198,7 @@ def pack(codes: np.ndarray, width: int, spare: int) -> np.ndarray:
 
 
 def unpack(words: np.ndarray, n: int, width: int, spare: int, offset: int) -> np.ndarray:
-    """The n sums in words, as int64; `offset` is the largest magnitude that one can have, 0 where they are not signed."""
+    """The n sums in words, as int64. `offset` is the largest magnitude of a sum, and 0 where sums are not signed."""
     fields, count, dtype = _shape(n, width, spare)
     if len(words) != count:
         raise ValueError("words, for as many elements, must have the same length")

@@ -14,9 +14,9 @@ def add_to_residual(
     """Adds a gradient to momentum u and velocity v in place and chooses what to send (DGC, arXiv 1712.01887, section 3).
 
     vanilla: u ← m·u + g, v ← v + u; Nesterov: u ← m·(u + g), v ← v + u + g; without momentum (u None): v ← v + g;
-    where g = scale·grad. An element whose new v would be TOO_LARGE or not finite keeps its old v, and its u, which
-    becomes 0 though where the new v would be finite: the next step must not be as large again. grad is left zero, for the decoded
-    sum to be added there.
+    where g = scale·grad. An element whose new v would be TOO_LARGE or not finite keeps its old v. Where that new v would be finite its u
+    becomes 0, so that the next step is not as large again; else it keeps its old u. grad is left zero, so that the decoded sum can be
+    added there.
 
     Returns (indices, finite): ascending indices of at most k of the largest non-zero |v|, at least 0.8·k where that many
     are not zero; and whether every new v was finite. The native kernel finds its threshold from about `samples` sampled
@@ -45,8 +45,8 @@ def add_to_residual(
 
 
 def take_entries(indices: np.ndarray, v: np.ndarray, u: Optional[np.ndarray], *, kind: str, mask: bool) -> np.ndarray:
-    """Takes what is sent out of the residual: returns rows of the values sent, rounded as `kind` says ("fp32", "fp16", "bf16"),
-    and, with `mask` and u given, of the u at those places. v keeps the rounding error; masked u becomes 0."""
+    """Subtracts the selection from the residual v. Returns a row of the values sent, rounded to `kind` ("fp32", "fp16", "bf16"), and,
+    with `mask` and u given, a row of u at those indices. v keeps the rounding error; masked u becomes 0."""
     sent = round_values(v[indices], kind)
     v[indices] -= sent
     if not mask or u is None:

@@ -1,7 +1,7 @@
 """Index and value coding of sparse payloads (docs/wire-format.md).
 
-A body: its number of entries, the kind of values and the Rice parameter r; a scale where the kind has one; the values; the r low bits of
-all gaps between indices; for each gap the rest as so many zeros and a one. The r of fewest bits is found by trying all.
+A body has the number of entries, the kind of values and the Rice parameter r; a scale where the kind has one; the values; the r low bits
+of all gaps between indices; and for each gap as many zeros as its high bits say, then a one. Encoding tries all r for the fewest bits.
 """
 import struct
 from typing import Tuple
@@ -36,8 +36,8 @@ def encode_sparse(indices: np.ndarray, values: np.ndarray, *, kind: str, scale: 
 
 
 def decode_sparse(body: np.ndarray, *, numel: int) -> Tuple[np.ndarray, np.ndarray]:
-    """The inverse of encode_sparse: (indices, values). ValueError where the body cannot be entries of a tensor of `numel`
-    elements, down to its last bit."""
+    """The inverse of encode_sparse: (indices, values). Raises ValueError for a body that is not, down to the last bit, entries of a
+    tensor of `numel` elements."""
     if len(body) < _HEAD.size:
         raise ValueError("cut off in the head of its entries")
     count, kind, r = _HEAD.unpack_from(body.data)
@@ -74,19 +74,19 @@ def decode_sparse(body: np.ndarray, *, numel: int) -> Tuple[np.ndarray, np.ndarr
 
 
 def decode_add_sparse(out: np.ndarray, body: np.ndarray, *, scale: float) -> bool:
-    """out[indices] += scale·values of a sparse body, in place; nothing is changed where the body is refused with a ValueError.
-    Returns whether what stands there now is finite."""
+    """out[indices] += scale·values of a sparse body, in place. Raises ValueError, and changes nothing, for an invalid body. Returns
+    whether the new elements are finite."""
     indices, values = decode_sparse(body, numel=out.size)
     return scatter_add(out, indices, values, scale=scale)
 
 
 def round_values(values: np.ndarray, kind: str) -> np.ndarray:
-    """float32 values as they will be decoded: nearest, ties to even; what is too large becomes the largest finite value."""
+    """float32 values as they will be decoded: nearest, ties to even; numbers too large become the largest finite value."""
     return values if kind == "fp32" else load(store(values, kind).tobytes(), kind)
 
 
 def store(values: np.ndarray, kind: str, scale: Float = 0.0) -> np.ndarray:
-    """The values as they lie on the wire."""
+    """The values as they are on the wire."""
     if kind == "fp32":
         return values
     if kind == "fp16":
