@@ -10,6 +10,7 @@ import numpy as np
 
 from . import kernels
 from .compressors.base import Compressor, zeros
+from .exchange import Exchange
 from .lockstep import Named, make_ranks
 from .transport.base import Transport
 
@@ -116,20 +117,7 @@ def measure(compressor: Compressor, gradients: Sequence[Named], ranks: int, step
             payload = zeros(int(before["bytes_sent"] - last["bytes_sent"]) // 4)
             state = [array for arrays in exchange.arrays().values() for array in arrays.values()]
             streams = [*grads.values(), *state, payload]
-        carriers, encode, echoed = {}, 0.0, echo.seconds
-        for name, grad in grads.items():
-            np.copyto(grad, given[name].reshape(-1))  # just written, as backward hands it over
-            started = time.perf_counter()
-            carriers[name] = exchange.submit(name, grad)
-            encode += time.perf_counter() - started
-        started = time.perf_counter()
-        exchange.flush()
-        between, encoded = echo.seconds, time.perf_counter()
-        encode += encoded - started - (between - echoed)
-        for name, carrier in carriers.items():
-            exchange.finish(name, carrier)
-        exchange.end_step()
-        decoded = time.perf_counter()
+        encode, decode = _time_step(exchange, echo, grads, given)
         if step == 0:  # no residual and no momentum yet, so the result can be compared with the gradient
             error = _relative_error(grads, given)
         if step >= WARMUP:
@@ -137,7 +125,7 @@ def measure(compressor: Compressor, gradients: Sequence[Named], ranks: int, step
             for stream in streams:
                 np.add(stream, stream.dtype.type(-0.0), out=stream)  # which changes nothing
             seconds["encode"].append(encode)
-            seconds["decode"].append(decoded - encoded - (echo.seconds - between))
+            seconds["decode"].append(decode)
             seconds["streaming"].append(time.perf_counter() - streaming)
         progress()
     after = exchange.stats()
@@ -154,6 +142,25 @@ def measure(compressor: Compressor, gradients: Sequence[Named], ranks: int, step
         "error": error,
         "residual": after["residual_norm"] > 0,
     }
+
+
+def _time_step(exchange: Exchange, echo: Echo, grads: Named, given: Named) -> Tuple[float, float]:
+    """Runs one step on copies of the given gradients, made in the memory of `grads`. Returns the seconds of encoding and of decoding."""
+    carriers, encode, echoed = {}, 0.0, echo.seconds
+    for name, grad in grads.items():
+        np.copyto(grad, given[name].reshape(-1))  # just written, as backward hands it over
+        started = time.perf_counter()
+        carriers[name] = exchange.submit(name, grad)
+        encode += time.perf_counter() - started
+    started = time.perf_counter()
+    exchange.flush()
+    between, encoded = echo.seconds, time.perf_counter()
+    encode += encoded - started - (between - echoed)
+    for name, carrier in carriers.items():
+        exchange.finish(name, carrier)
+    exchange.end_step()
+    decoded = time.perf_counter()
+    return encode, decoded - encoded - (echo.seconds - between)
 
 
 def _relative_error(results: Named, given: Named) -> float:

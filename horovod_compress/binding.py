@@ -17,7 +17,7 @@ from .handshake import Gathering, agree, kernels_in_use
 from .version import __version__
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order. Sets are
-# told apart by their ranks here, because Horovod gives the id of a removed set to another one.
+# identified by their ranks here, because Horovod reuses the id of a removed set.
 _numbers: Dict[Tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
