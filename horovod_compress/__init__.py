@@ -1,7 +1,7 @@
 """Gradient compression for unmodified Horovod.
 
-Use it through `horovod_compress.torch` or `horovod_compress.tensorflow`. What is here needs no framework: specs, the list of
-algorithms and their classes, whose constructors a compressor's repr calls, and `simulate`.
+Use it through `horovod_compress.torch` or `horovod_compress.tensorflow`. This module needs no framework. It has specs, the list of
+algorithms, the algorithms' classes, which are the constructors in a compressor's repr, and `simulate`.
 """
 from .compressors import REGISTRY, available, get_compressor
 from .handshake import MismatchError

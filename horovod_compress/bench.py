@@ -1,47 +1,49 @@
-"""Measures compressions on one rank, steps through the exchange taking turns with merely reading and writing the same memory."""
+"""Measures compressions on one rank. Steps through the exchange alternate with merely reading and writing the same memory."""
 import math
 import re
 import statistics
 import time
 import zipfile
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import numpy as np
 
 from . import kernels
-from .compressors.base import zeros
-from .lockstep import make_ranks
+from .compressors.base import Compressor, zeros
+from .exchange import Exchange
+from .lockstep import Named, make_ranks
 from .transport.base import Transport
 
 WARMUP = 3  # steps that touch new memory, not measured
-_PREPARED = 1e9  # bytes of random gradients, where that is at least two steps'
+_PREPARED = 1e9  # bytes of random gradients, but at least two steps
 
 
 class Echo(Transport):
-    """`size` ranks that all send what this one sends. seconds: what moving it has taken, no part of a compression."""
+    """`size` ranks that all send the same as this one. seconds is the time spent on copies, which is no part of a compression."""
 
     rank = 0
 
-    def __init__(self, size):
+    def __init__(self, size: int) -> None:
         self.size, self.seconds = size, 0.0
 
-    def allgather(self, name, payload):
+    def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         return lambda: self._timed(np.tile, payload, self.size)
 
-    def allreduce(self, name, array, op="sum"):
+    def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
         return lambda: self._timed(np.multiply, array, self.size if op == "sum" else 1, out=array)
 
-    def alltoall(self, name, payload, splits):
+    def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
         return lambda: self._timed(lambda: [payload[: splits[0]].copy() for _ in range(self.size)])
 
-    def _timed(self, function, *arguments, **options):
+    def _timed(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         started = time.perf_counter()
         result = function(*arguments, **options)
         self.seconds += time.perf_counter() - started
         return result
 
 
-def random_gradients(shapes, seed):
-    """A few steps' gradients {name: array}: normal numbers, whose scale is log-normal by row and the same in all steps."""
+def random_gradients(shapes: Dict[str, Tuple[int, ...]], seed: int) -> List[Named]:
+    """Gradients {name: array} of a few steps: normal numbers, whose scale is log-normal by row and the same in all steps."""
     rng = np.random.default_rng(seed)
     scales = {n: 1e-3 * rng.lognormal(size=s[:1] + (1,) * (len(s) - 1)) for n, s in shapes.items()}
     count = int(_PREPARED / (4 * sum(map(math.prod, shapes.values()))))
@@ -52,14 +54,15 @@ def random_gradients(shapes, seed):
     return steps
 
 
-def load_gradients(path):
-    """The steps' gradients {name: array} of an .npz file: an entry a tensor; with several steps, entries `step/name`.
+def load_gradients(path: str) -> List[Named]:
+    """Gradients {name: array} of the steps in an .npz file: one entry for each tensor, or with several steps, entries `step/name`.
 
-    ValueError, naming the entry, for what cannot be gradients.
+    Raises ValueError, naming the entry, for arrays that cannot be gradients.
     """
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is not there, or not an .npz file")
-    steps, numbered = {}, None
+    steps: Dict[int, Named] = {}
+    numbered = None
     with np.load(path) as file:
         for entry in file.files:
             array = _read(file, entry, path)
@@ -80,7 +83,7 @@ def load_gradients(path):
     return [{name: steps[step][name] for name in shapes} for step in sorted(steps)]
 
 
-def _read(file, entry, path):
+def _read(file: Any, entry: str, path: str) -> np.ndarray:
     try:
         array = np.asarray(file[entry])
     except Exception as error:  # whatever zip, zlib or NumPy make of a damaged entry
@@ -94,40 +97,27 @@ def _read(file, entry, path):
     return array
 
 
-def measure(compressor, gradients, ranks, steps, progress=lambda: None):
-    """What a compression does on each of `ranks` ranks to gradients[step] = {name: array}, which take turns.
+def measure(compressor: Compressor, gradients: Sequence[Named], ranks: int, steps: int, progress: Callable[[], Any] = lambda: None) -> Dict[str, Any]:
+    """Measures a compression on each of `ranks` ranks. Steps cycle through gradients[step] = {name: array}.
 
-    A dict: collective; ratio and bytes_per_step of the measured steps; medians encode_seconds, decode_seconds (of all ranks' payloads) and
-    streaming_seconds (gradient, state and one payload, read and written once); gradient_bytes_per_second; times_streaming, of an encode
-    and the decode of one payload; error; residual, whether one is kept.
+    Returns a dict: collective; ratio and bytes_per_step of the measured steps; medians encode_seconds, decode_seconds (of all ranks'
+    payloads) and streaming_seconds (to read and write gradient, state and one payload once); gradient_bytes_per_second; times_streaming,
+    of an encode and the decode of one payload; error; residual, whether there is one.
     """
     echo = Echo(ranks)
     (exchange,) = make_ranks(compressor, {name: array.shape for name, array in gradients[0].items()}, [echo])
     grads = {n: zeros(a.size) for n, a in gradients[0].items()}
-    seconds = {"encode": [], "decode": [], "streaming": []}
+    seconds: Dict[str, List[float]] = {"encode": [], "decode": [], "streaming": []}
     for step in range(WARMUP + steps):
         given = gradients[step % len(gradients)]
         if step == WARMUP - 1:
             before = exchange.stats()
         if step == WARMUP:
             last, before = before, exchange.stats()
-            payload = zeros((before["bytes_sent"] - last["bytes_sent"]) // 4)
+            payload = zeros(int(before["bytes_sent"] - last["bytes_sent"]) // 4)
             state = [array for arrays in exchange.arrays().values() for array in arrays.values()]
             streams = [*grads.values(), *state, payload]
-        carriers, encode, echoed = {}, 0.0, echo.seconds
-        for name, grad in grads.items():
-            np.copyto(grad, given[name].reshape(-1))  # just written, as backward hands it over
-            started = time.perf_counter()
-            carriers[name] = exchange.submit(name, grad)
-            encode += time.perf_counter() - started
-        started = time.perf_counter()
-        exchange.flush()
-        between, encoded = echo.seconds, time.perf_counter()
-        encode += encoded - started - (between - echoed)
-        for name, carrier in carriers.items():
-            exchange.finish(name, carrier)
-        exchange.end_step()
-        decoded = time.perf_counter()
+        encode, decode = _time_step(exchange, echo, grads, given)
         if step == 0:  # no residual and no momentum yet, so the result can be compared with the gradient
             error = _relative_error(grads, given)
         if step >= WARMUP:
@@ -135,7 +125,7 @@ def measure(compressor, gradients, ranks, steps, progress=lambda: None):
             for stream in streams:
                 np.add(stream, stream.dtype.type(-0.0), out=stream)  # which changes nothing
             seconds["encode"].append(encode)
-            seconds["decode"].append(decoded - encoded - (echo.seconds - between))
+            seconds["decode"].append(decode)
             seconds["streaming"].append(time.perf_counter() - streaming)
         progress()
     after = exchange.stats()
@@ -154,7 +144,26 @@ def measure(compressor, gradients, ranks, steps, progress=lambda: None):
     }
 
 
-def _relative_error(results, given):
+def _time_step(exchange: Exchange, echo: Echo, grads: Named, given: Named) -> Tuple[float, float]:
+    """Runs one step on copies of the given gradients, made in the memory of `grads`. Returns the seconds of encoding and of decoding."""
+    carriers, encode, echoed = {}, 0.0, echo.seconds
+    for name, grad in grads.items():
+        np.copyto(grad, given[name].reshape(-1))  # just written, as backward hands it over
+        started = time.perf_counter()
+        carriers[name] = exchange.submit(name, grad)
+        encode += time.perf_counter() - started
+    started = time.perf_counter()
+    exchange.flush()
+    between, encoded = echo.seconds, time.perf_counter()
+    encode += encoded - started - (between - echoed)
+    for name, carrier in carriers.items():
+        exchange.finish(name, carrier)
+    exchange.end_step()
+    decoded = time.perf_counter()
+    return encode, decoded - encoded - (echo.seconds - between)
+
+
+def _relative_error(results: Named, given: Named) -> float:
     """‖result − gradient‖ / ‖gradient‖; the results are not needed afterwards."""
     whole = sum(kernels.of(array).squared_norm(array.reshape(-1)) for array in given.values())
     for name, result in results.items():

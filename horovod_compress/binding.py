@@ -1,4 +1,4 @@
-"""What the adapters of both frameworks share: a method for each algorithm, and what a bound compression is everywhere."""
+"""What the adapters of both frameworks share: a method for each algorithm, and the base class of bound compressions."""
 import collections
 import dataclasses
 import functools
@@ -7,23 +7,23 @@ import itertools
 import os
 import warnings
 from abc import ABC, abstractmethod
-from typing import Any, Dict, Iterator, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Set, Tuple, Type
 
 from . import wire
 from .compressors import find, ids, package_of
 from .compressors.base import Compressor
 from .driver import Driver
-from .handshake import agree, kernels_in_use
+from .handshake import Gathering, agree, kernels_in_use
 from .version import __version__
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order. Sets are
-# told apart by their ranks here, because Horovod gives the id of a removed set to another one.
+# identified by their ranks here, because Horovod reuses the id of a removed set.
 _numbers: Dict[Tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 class Binding(ABC):
-    """A compression bound to a process set of a framework's Horovod: `hvd`, initialized. Making one exchanges nothing: ranks compare
-    what they were started with at the first gradient, or in `handshake`."""
+    """A compression bound to a process set of a framework's Horovod. `hvd` is initialized. Construction exchanges nothing: ranks
+    compare their configurations at the first gradient, or in `handshake`."""
 
     def __init__(self, hvd: Any, process_set: Any, hint: str = "") -> None:
         if not hvd.is_initialized():
@@ -52,15 +52,17 @@ class Binding(ABC):
 
     @abstractmethod
     def _description(self) -> Dict[str, Any]:
-        """What all ranks must have alike: nested JSON-able values."""
+        """The configuration, which must be the same on all ranks: nested JSON-able values."""
 
     @abstractmethod
-    def _handshake_transport(self) -> Any:
-        """What `agree` needs."""
+    def _handshake_transport(self) -> Gathering:
+        """The transport that `handshake` uses."""
 
     def handshake(self) -> None:
-        """Compares what the ranks were started with: options, tensors, versions, kernels. To be called on all ranks; the first gradient
-        does so by itself. MismatchError, on all ranks alike, names the first rank that differs and in what."""
+        """Compares the ranks' options, tensors, versions and kernels. All ranks must call it; the first gradient calls it otherwise.
+
+        Raises MismatchError, on all ranks alike, which names the first rank that differs and the difference.
+        """
         if self._active and not self._agreed:
             agree(self._handshake_transport(), self._label, self._description())
             self._agreed = True
@@ -71,38 +73,38 @@ class Binding(ABC):
         return self._compressor.config
 
     def stats(self) -> Dict[str, float]:
-        """Totals of this rank since the start: see `Driver.stats`. All 0 where Horovod reduces nothing, on one rank."""
+        """Totals of this rank since the start, as `Driver.stats` describes them. All are 0 on a single rank, where Horovod reduces nothing."""
         return self._opened().stats()
 
     def stats_by_tensor(self) -> Dict[str, Dict[str, int]]:
-        """Bytes and elements by tensor: see `Driver.stats_by_tensor`."""
+        """Bytes and elements by tensor, as `Driver.stats_by_tensor` describes them."""
         return self._opened().stats_by_tensor()
 
 
-_warned = set()
+_warned: Set[str] = set()
 
 
 def warn_once(message: str, stacklevel: int = 2) -> None:
-    """A RuntimeWarning, the first time."""
+    """Issues a RuntimeWarning the first time that it is called with this message."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(f"horovod_compress: {message}", RuntimeWarning, stacklevel=stacklevel + 1)
 
 
 def check_version(horovod: str) -> None:
-    """Warns where this is not the Horovod whose inside the adapters were written for."""
+    """Warns of versions of Horovod other than the one whose internals the adapters were written for."""
     if not horovod.startswith("0.28."):
         warn_once(f"tested with Horovod 0.28, and this is {horovod}: if gradients are refused, install horovod==0.28.1")
 
 
 class Algorithms(type):
-    """The metaclass of a framework's `Compression`: gives it one method an algorithm, those of other packages included.
+    """The metaclass of a framework's `Compression`: gives it one method for each algorithm, those of other packages included.
 
-    `Compression.dgc(optimizer, ratio=0.01)` is `Compression.from_spec({"id": "dgc", "ratio": 0.01}, optimizer)`. Given to Horovod
-    uncalled, the class and its methods say in `compress` what is missing.
+    `Compression.dgc(optimizer, ratio=0.01)` is `Compression.from_spec({"id": "dgc", "ratio": 0.01}, optimizer)`. Where the class or a
+    method is given to Horovod uncalled, `compress` raises an error that says so.
     """
 
-    def __getattr__(cls, id):
+    def __getattr__(cls, id: str) -> Callable[..., Any]:
         try:
             if id.startswith("_"):
                 raise ValueError(f"type object {cls.__name__!r} has no attribute {id!r}")
@@ -110,33 +112,32 @@ class Algorithms(type):
         except (ValueError, ImportError) as error:
             raise AttributeError(str(error)) from error
 
-    def __dir__(cls):
+    def __dir__(cls) -> List[str]:
         return sorted({*super().__dir__(), *ids()})
 
 
 @functools.lru_cache(maxsize=None)
-def _factory(compression, algorithm):
-    """The function that makes a compression of an algorithm, with its options among its arguments, for editors to show."""
+def _factory(compression: Any, algorithm: Type[Compressor]) -> Callable[..., Any]:
+    """The function that makes a compression of an algorithm. Its signature lists the options, for editors to show."""
     arguments = dict(inspect.signature(compression.from_spec).parameters)
     del arguments["spec"]
 
-    def make(*args, **keywords):
+    def make(*args: Any, **keywords: Any) -> Any:
         options = {name: keywords.pop(name) for name in list(keywords) if name not in arguments and name != "id"}
         return compression.from_spec({"id": algorithm.id, **options}, *args, **keywords)
 
     fields = dataclasses.fields(algorithm)
     options = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in fields]
-    make.__signature__ = inspect.Signature([*arguments.values(), *options])
-    make.__module__, make.__name__, make.__qualname__ = compression.__module__, algorithm.id, f"{compression.__qualname__}.{algorithm.id}"
+    vars(make).update(compress=compression.compress, __signature__=inspect.Signature([*arguments.values(), *options]))
+    make.__module__, make.__name__, make.__qualname__ = compression.__module__, str(algorithm.id), f"{compression.__qualname__}.{algorithm.id}"
     listed = [f"    {f.name}: {f.metadata['doc']}; {f.metadata['kind']}" for f in fields]
     make.__doc__ = "\n".join([inspect.cleandoc(algorithm.__doc__ or ""), "", "Options:", *listed, "", "Other arguments: see BoundCompression."])
-    make.compress = compression.compress
     return make
 
 
-def description_of(compressor):
-    """What all ranks must have alike of a compressor, whatever the framework: nested JSON-able values."""
-    package = package_of(compressor.id)
+def description_of(compressor: Compressor) -> Dict[str, Any]:
+    """The part of a configuration that does not depend on the framework: nested JSON-able values, the same on all ranks."""
+    package = package_of(str(compressor.id))
     return {
         "version of horovod-compress": __version__,
         "wire version": wire.VERSION,

@@ -1,4 +1,4 @@
-"""The command line tool: what compressions there are, and what they do to a model's gradients on this machine."""
+"""The command line tool, which lists compressions and measures them on a model's gradients on this machine."""
 import argparse
 import functools
 import importlib.util
@@ -6,11 +6,17 @@ import inspect
 import json
 import pathlib
 import sys
+from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional, Sequence
 
 import numpy as np
 
 from . import available, bench, get_compressor, kernels
 from .models import MODELS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
 
 _EPILOG = """\
 gradients of your own: save them with NumPy, one entry a tensor; with several steps entries step/name, in any order:
@@ -24,7 +30,7 @@ is log-normal by row; a few sets take turns.
 one core: taskset -c 0 hvdcompress bench
 """
 
-_COLUMNS = {  # title: what it says of a result
+_COLUMNS = {  # {title: function that formats a result}
     "spec": lambda result: result["spec"],
     "collective": lambda result: result["collective"],
     "ratio": lambda result: _digits(result["ratio"]),
@@ -49,7 +55,7 @@ _NOTES = (
 )
 
 
-def main(argv=None):
+def main(argv: Optional[Sequence[str]] = None) -> None:
     options = _parser().parse_args(argv)
     for module in ["rich"] + ["matplotlib"] * bool(getattr(options, "plot", None)):
         if importlib.util.find_spec(module) is None:
@@ -57,7 +63,7 @@ def main(argv=None):
     options.run(options)
 
 
-def _parser():
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hvdcompress", description="Gradient compression for unmodified Horovod.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     help = "lists all compressions, or what some of them are and what options they have"
@@ -85,23 +91,23 @@ def _parser():
     return parser
 
 
-def _positive(text, least=1):
+def _positive(text: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}")
     return int(text)
 
 
-def _seed(text):
+def _seed(text: str) -> int:
     return _positive(text, least=0)
 
 
-def _output(text):
+def _output(text: str) -> str:
     if not pathlib.Path(text).resolve().parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {pathlib.Path(text).parent}")
     return text
 
 
-def _console():
+def _console() -> "Console":
     from rich.console import Console
 
     return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -110,9 +116,9 @@ def _console():
 # -- info ---------------------------------------------------------------------------------------------------------------
 
 
-def _info(options):
+def _info(options: argparse.Namespace) -> None:
     try:
-        classes = {cls.id: cls for cls in map(type, map(get_compressor, options.ids or available()))}
+        classes = {str(cls.id): cls for cls in (type(get_compressor(spec)) for spec in options.ids or available())}
     except ValueError as error:
         options.parser.error(str(error))
     chosen = {id: available()[id] for id in classes}
@@ -125,20 +131,20 @@ def _info(options):
         console.print(_table(("id", "collective", "paper"), rows))
     for id in chosen if options.ids else ():
         console.print(f"{id} · {chosen[id]['collective']} · {chosen[id]['paper']}")
-        console.print(inspect.getdoc(classes[id]).partition("\n\n")[0].replace("\n", " "))
+        console.print((inspect.getdoc(classes[id]) or "").partition("\n\n")[0].replace("\n", " "))
         found = chosen[id]["options"].items()
-        rows = [(name, _spelled(about["default"]), about["values"], about["doc"]) for name, about in found]
-        console.print(_table(("option", "default", "values", "meaning"), rows) if rows else "no options", end="\n\n")
+        lines = [(name, _spelled(about["default"]), about["values"], about["doc"]) for name, about in found]
+        console.print(_table(("option", "default", "values", "meaning"), lines) if lines else "no options", end="\n\n")
 
 
-def _spelled(value):
+def _spelled(value: Any) -> str:
     """A value as a spec spells it."""
     if isinstance(value, (tuple, list)):
         return "+".join(map(_spelled, value)) or "-"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def _table(titles, rows, right=()):
+def _table(titles: Iterable[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -153,12 +159,12 @@ def _table(titles, rows, right=()):
 # -- bench -------------------------------------------------------------------------------------------------------------
 
 
-def _bench(options):
+def _bench(options: argparse.Namespace) -> None:
     try:
         compressors = {spec: get_compressor(spec) for spec in options.specs or available()}
         if options.gradients:
             name, gradients = options.gradients, bench.load_gradients(options.gradients)
-        for compressor in compressors.values():  # what it lacks here shows before the long run
+        for compressor in compressors.values():  # so that errors show before the long run
             bench.measure(compressor, [{"w": np.eye(40, dtype=np.float32)}], options.ranks, 1)
     except ValueError as error:
         options.parser.error(str(error))
@@ -188,15 +194,15 @@ def _bench(options):
         _plot(run, options.plot)
 
 
-def _title(run):
+def _title(run: Dict[str, Any]) -> str:
     return (
         f"{run['gradients']}: {run['tensors']} tensors, {_digits(run['floats'] / 1e6)} M floats; {run['ranks']} ranks, "
         f"{run['steps']} steps, {run['kernels']} kernels"
     )
 
 
-def _report(run, markdown):
-    rows = [[says(result) for says in _COLUMNS.values()] for result in run["results"]]
+def _report(run: Dict[str, Any], markdown: bool) -> None:
+    rows = [[shown(result) for shown in _COLUMNS.values()] for result in run["results"]]
     if markdown:
         titles = [title.replace("\n", " ") for title in _COLUMNS]
         rows = [titles, ["---", "---", *["---:"] * (len(titles) - 2)], *rows]
@@ -206,7 +212,7 @@ def _report(run, markdown):
         _console().print(_title(run), _table(_COLUMNS, rows, right=list(_COLUMNS)[2:]), *_NOTES, sep="\n")
 
 
-def _progress():
+def _progress() -> "Progress":
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -214,11 +220,11 @@ def _progress():
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
-def _digits(number):
+def _digits(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _plot(run, path):
+def _plot(run: Dict[str, Any], path: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

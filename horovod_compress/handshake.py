@@ -1,17 +1,30 @@
-"""All ranks compare what they were started with, before they exchange anything that depends on it."""
+"""All ranks compare their configurations before they exchange anything that depends on them."""
 import contextlib
 import hashlib
 import json
 import threading
 import warnings
+from typing import Any, Callable, Dict, Iterator, Optional, Protocol, Tuple
 
 import numpy as np
 
 from . import kernels
+from .compressors.base import Compressor
 
 
 class MismatchError(RuntimeError):
     """The ranks were started with different options, models or versions."""
+
+
+class Gathering(Protocol):
+    """What `agree` needs of a transport."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
+        """As in `Transport`."""
 
 
 STALLED = 60.0  # seconds, as Horovod's own stall check
@@ -19,8 +32,8 @@ _SAME_START = "Start all ranks with the same model, compression options, kernels
 
 
 @contextlib.contextmanager
-def warning_when_stalled(message):
-    """Warns once, in words that say what is waited for, where what this surrounds takes longer than a minute."""
+def warning_when_stalled(message: str) -> Iterator[None]:
+    """Warns once, with the message, where the body of the `with` statement takes longer than a minute."""
     text = f"horovod_compress: waiting for {STALLED:g} s already: {message}"
     timer = threading.Timer(STALLED, warnings.warn, (text, RuntimeWarning))
     timer.daemon = True
@@ -31,15 +44,17 @@ def warning_when_stalled(message):
         timer.cancel()
 
 
-def agree(transport, label, description, what="come to their first gradient with this compression", advice=_SAME_START):
-    """Compares the ranks' descriptions, nested JSON-able values; blocks until all ranks are here. Of the transport it needs no
-    more than `size` and `allgather`. what: what all ranks must have done to get here; advice: what to do where they differ.
+def agree(
+    transport: Gathering, label: str, description: Any, what: str = "come to their first gradient with this compression", advice: str = _SAME_START
+) -> None:
+    """Compares the ranks' descriptions, nested JSON-able values, and blocks until all ranks are here.
 
-    Raises MismatchError, on every rank alike, naming the first rank that differs from rank 0 and in what. Digests travel
-    first: whole descriptions only where those differ.
+    what: what all ranks must have done to get here; advice: how to proceed where descriptions differ. Raises MismatchError, on every
+    rank alike, which names the first rank that differs from rank 0 and the difference. Digests travel first, and whole descriptions
+    only where digests differ.
     """
-    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
-    digest = np.frombuffer(digest, np.uint8).copy()
+    hashed = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
+    digest = np.frombuffer(hashed, np.uint8).copy()
     with warning_when_stalled(f"not all {transport.size} ranks have {what} yet (collective {label}.digest)"):
         digests = transport.allgather(f"{label}.digest", digest)().reshape(transport.size, -1)
     if (digests == digests[0]).all():
@@ -48,18 +63,18 @@ def agree(transport, label, description, what="come to their first gradient with
     texts = transport.allgather(f"{label}.description", line)().tobytes().split(b"\n")
     descriptions = [json.loads(text) for text in texts[: transport.size]]
     rank = next(rank for rank, other in enumerate(descriptions) if other != descriptions[0])
-    where, expected, found = first_difference(descriptions[0], descriptions[rank])
+    where, expected, found = first_difference(descriptions[0], descriptions[rank]) or ("", None, None)
     raise MismatchError(
         f"rank {rank} differs from rank 0 in {where}: {found} on rank {rank}, {expected} on rank 0. {advice}"
     )
 
 
-def kernels_in_use(compressor):
-    """What `agree` is to compare of the kernels: nothing where replicas agree whatever each rank has."""
+def kernels_in_use(compressor: Compressor) -> Dict[str, str]:
+    """The part of a description that names the kernels: empty where replicas agree whichever kernels each rank has."""
     return {f"kernels, on which {compressor.id}'s last bits depend": kernels.backend} if compressor.same_kernels else {}
 
 
-def first_difference(expected, found, path=""):
+def first_difference(expected: Any, found: Any, path: str = "") -> Optional[Tuple[str, Any, Any]]:
     """(where, expected, found) of the first difference of two nested values, or None."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in [*expected, *(key for key in found if key not in expected)]:

@@ -1,4 +1,4 @@
-"""Drives ranks that live in one process: each begins a round before any waits for it. `simulate`, `bench` and tests run steps so."""
+"""Drives the ranks of one process in lockstep, for `simulate`, `bench` and tests: all ranks start a round before any waits for it."""
 import itertools
 from typing import Dict, List, Optional, Sequence
 
@@ -12,13 +12,13 @@ Named = Dict[str, np.ndarray]
 
 
 def make_ranks(compressor: Compressor, shapes: Dict[str, tuple], transports: Sequence[Transport], discardable: bool = False) -> List[Exchange]:
-    """The exchanges of connected ranks, whose tensors have these names and shapes."""
+    """The exchanges of connected ranks whose tensors have these names and shapes."""
     tensors = {name: (shape, compressor) for name, shape in shapes.items()}
     return [Exchange(compressor, transport, tensors, discardable=discardable) for transport in transports]
 
 
 def start_step(exchanges: Sequence[Exchange], grads: Sequence[Named], lr: Optional[float] = None) -> List[Named]:
-    """Submits grads[rank] = {name: flat float32 array}, and takes all ranks to their last exchanges; returns carriers[rank]."""
+    """Submits grads[rank] = {name: flat float32 array} and runs all rounds of the step. Returns carriers[rank]."""
     carriers = [{name: ex.submit(name, grad, lr=lr) for name, grad in named.items()} for ex, named in zip(exchanges, grads)]
     for _ in itertools.zip_longest(*(ex.rounds() for ex in exchanges)):
         pass
@@ -26,12 +26,12 @@ def start_step(exchanges: Sequence[Exchange], grads: Sequence[Named], lr: Option
 
 
 def mean_of(carriers: Sequence[np.ndarray]) -> np.ndarray:
-    """What a host makes of carriers with op=Average: reduced in their own precision."""
+    """The mean of carriers in their own precision, as a host computes it with op=Average."""
     return np.add.reduce(carriers, axis=0) / carriers[0].dtype.type(len(carriers))
 
 
 def run_step(exchanges: Sequence[Exchange], grads: Sequence[Named], lr: Optional[float] = None) -> Sequence[Named]:
-    """One whole step with op=Average of grads[rank] = {name: flat float32 array}, which hold the results then."""
+    """Runs one whole step with op=Average. The results replace grads[rank] = {name: flat float32 array}, which are returned."""
     carriers = start_step(exchanges, grads, lr)
     for name in grads[0]:
         reduced = mean_of([named[name] for named in carriers])

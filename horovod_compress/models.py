@@ -1,14 +1,18 @@
-"""Gradient shapes of known networks, in the order of their layers: {name: shape}. As PyTorch has them, but where a name says Keras."""
+"""Gradient shapes {name: shape} of known networks, in the order of layers: as in PyTorch, or in Keras where the name says so."""
+from typing import Dict, Tuple
+
+Shape = Tuple[int, ...]
+Shapes = Dict[str, Shape]
 
 
-def resnet50():
+def resnet50() -> Shapes:
     """ResNet-50: 161 parameters, 25 557 032 floats (He et al., arXiv 1512.03385)."""
-    shapes = {}
+    shapes: Shapes = {}
 
-    def convolution(name, out, into, size):
+    def convolution(name: str, out: int, into: int, size: int) -> None:
         shapes[f"{name}.weight"] = (out, into, size, size)
 
-    def normalization(name, channels):
+    def normalization(name: str, channels: int) -> None:
         shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (channels,)
 
     convolution("conv1", 64, 3, 7)
@@ -28,11 +32,11 @@ def resnet50():
     return shapes
 
 
-def mobilenetv2():
+def mobilenetv2() -> Shapes:
     """MobileNetV2: 158 parameters, 3 504 872 floats (Sandler et al., arXiv 1801.04381)."""
-    shapes = {}
+    shapes: Shapes = {}
 
-    def convolution(name, out, into, size):  # and its normalization
+    def convolution(name: str, out: int, into: int, size: int) -> None:  # with the normalization that follows
         shapes[f"{name}.0.weight"] = (out, into, size, size)
         shapes[f"{name}.1.weight"] = shapes[f"{name}.1.bias"] = (out,)
 
@@ -51,9 +55,9 @@ def mobilenetv2():
     return shapes
 
 
-def keras_resnet50():
-    """ResNet-50 as Keras has it: 214 parameters, 25 583 592 floats. Its convolutions have biases."""
-    shapes = {}
+def keras_resnet50() -> Shapes:
+    """ResNet-50 as Keras has it, with biases in convolutions: 214 parameters, 25 583 592 floats."""
+    shapes: Shapes = {}
     for name, shape in resnet50().items():
         shapes[name] = _in_keras(shape)
         if len(shape) == 4:
@@ -61,23 +65,22 @@ def keras_resnet50():
     return shapes
 
 
-def keras_mobilenetv2():
+def keras_mobilenetv2() -> Shapes:
     """MobileNetV2 as Keras has it."""
     return {name: _in_keras(shape) for name, shape in mobilenetv2().items()}
 
 
-def _in_keras(shape):
-    """A kernel's shape with its extents in space first and outputs last; a depthwise convolution's, of one input a group, with the
-    outputs of each channel last."""
+def _in_keras(shape: Shape) -> Shape:
+    """A kernel's shape in Keras: extents in space first, outputs last. A depthwise convolution has outputs of each channel last."""
     if len(shape) < 2:
         return shape
     out, into, *space = shape
     return (*space, out, 1) if space and into == 1 else (*space, into, out)
 
 
-def vgg16():
+def vgg16() -> Shapes:
     """VGG-16: 32 parameters, 138 357 544 floats (Simonyan and Zisserman, arXiv 1409.1556)."""
-    shapes = {}
+    shapes: Shapes = {}
     into, index = 3, 0
     for width, convolutions in [(64, 2), (128, 2), (256, 3), (512, 3), (512, 3)]:
         for _ in range(convolutions):
@@ -89,10 +92,10 @@ def vgg16():
     return shapes
 
 
-def lstm(words=10000, width=1500):
-    """A language model of two LSTM layers on the Penn Treebank, its decoder not tied: 11 parameters, 66 034 000 floats
+def lstm(words: int = 10000, width: int = 1500) -> Shapes:
+    """A language model of two LSTM layers on the Penn Treebank, with an untied decoder: 11 parameters, 66 034 000 floats
     (Zaremba et al., arXiv 1409.2329)."""
-    shapes = {"encoder.weight": (words, width)}
+    shapes: Shapes = {"encoder.weight": (words, width)}
     for layer in range(2):
         for part in ("ih", "hh"):  # of input and of hidden state, four gates each
             shapes[f"rnn.weight_{part}_l{layer}"] = (4 * width, width)
@@ -101,14 +104,14 @@ def lstm(words=10000, width=1500):
     return shapes
 
 
-def bert(width=768, inner=3072):
+def bert(width: int = 768, inner: int = 3072) -> Shapes:
     """BERT-base with its pooler: 199 parameters, 109 482 240 floats (Devlin et al., arXiv 1810.04805)."""
-    shapes = {}
+    shapes: Shapes = {}
 
-    def linear(name, out, into):
+    def linear(name: str, out: int, into: int) -> None:
         shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (out, into), (out,)
 
-    def normalization(name):
+    def normalization(name: str) -> None:
         shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (width,)
 
     for name, rows in {"word": 30522, "position": 512, "token_type": 2}.items():

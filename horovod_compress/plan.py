@@ -1,4 +1,4 @@
-"""Which compressor each tensor gets: the one that was asked for, or for small, one-dimensional and excluded tensors a dense one."""
+"""Which compressor each tensor gets: the configured one, or a dense one for small, one-dimensional and excluded tensors."""
 import fnmatch
 import math
 from typing import Tuple
@@ -8,7 +8,7 @@ from .compressors.selective import SelectiveCompressor
 
 
 def compressor_for(compressor: Compressor, name: str, shape: Tuple[int, ...]) -> Compressor:
-    """The compressor of a tensor of this name and shape, where `compressor` was asked for."""
+    """The compressor of a tensor of this name and shape, where `compressor` is configured."""
     if not isinstance(compressor, SelectiveCompressor):
         return compressor
     excluded = any(fnmatch.fnmatchcase(name, pattern) for pattern in compressor.exclude)

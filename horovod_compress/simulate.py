@@ -1,48 +1,49 @@
-"""The same compressors and exchange with N ranks in one process: what an algorithm does to given gradients."""
+"""Runs the same compressors and exchange with N ranks in one process, on given gradients."""
 import dataclasses
+from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from .compressors import get_compressor
+from .compressors import Spec, get_compressor
 from .compressors.selective import decide_follow_lr
-from .lockstep import make_ranks, run_step
+from .lockstep import Named, make_ranks, run_step
 from .transport.loopback import Loopback
 
 
 @dataclasses.dataclass
 class Run:
-    """What `simulate` saw.
+    """The results of `simulate`.
 
-    mean[step][name]: what every rank gets with op=Average, float32 in the gradient's shape;
-    bytes_sent[step][rank]: bytes that the rank hands to collectives, carriers and frames included;
-    state[rank][name]: {array name: array} after the last step; stats[rank]: the counters of `Exchange.stats`.
+    mean[step][name] is every rank's result with op=Average, float32 in the gradient's shape. bytes_sent[step][rank] counts the bytes
+    that the rank hands to collectives, carriers and frames included. state[rank][name] is {array name: array} after the last step.
+    stats[rank] are the counters of `Exchange.stats`.
     """
 
-    mean: list
-    bytes_sent: list
-    state: list
-    stats: list
+    mean: List[Named]
+    bytes_sent: List[List[float]]
+    state: List[Dict[str, Named]]
+    stats: List[Dict[str, float]]
 
 
-def simulate(spec, gradients, lr=None):
+def simulate(spec: Spec, gradients: Iterable[Iterable[Named]], lr: Optional[Iterable[float]] = None) -> Run:
     """Runs a compression over gradients[step][rank] = {name: array} and returns a `Run`.
 
-    spec: as for `get_compressor`. Every rank of every step must have the same names and shapes; the arrays are not
-    changed. lr: where a residual is to follow the learning rate, that of each step. Raises ValueError where they differ,
+    spec is as for `get_compressor`. Every rank of every step must have the same names and shapes. The arrays are not changed. lr is
+    the learning rate of each step, for residuals that follow it. Raises ValueError where names, shapes or numbers of steps differ, and
     AssertionError if replicas ever disagreed.
     """
     compressor = decide_follow_lr(get_compressor(spec), lr is not None, lr is not None)
-    gradients = [list(ranks) for ranks in gradients]
-    if not gradients or not gradients[0]:
+    steps = [list(ranks) for ranks in gradients]
+    if not steps or not steps[0]:
         raise ValueError("gradients must hold at least one step of at least one rank")
-    size = len(gradients[0])
-    rates = [None] * len(gradients) if lr is None else [float(rate) for rate in lr]
-    if len(rates) != len(gradients):
-        raise ValueError(f"lr has {len(rates)} learning rates for {len(gradients)} steps")
-    shapes = {name: np.shape(array) for name, array in gradients[0][0].items()}
+    size = len(steps[0])
+    rates = [None] * len(steps) if lr is None else [float(rate) for rate in lr]
+    if len(rates) != len(steps):
+        raise ValueError(f"lr has {len(rates)} learning rates for {len(steps)} steps")
+    shapes = {name: np.shape(array) for name, array in steps[0][0].items()}
     exchanges = make_ranks(compressor, shapes, Loopback.group(size))
     run = Run([], [], [], [])
-    for step, ranks in enumerate(gradients):
+    for step, ranks in enumerate(steps):
         _check(step, ranks, size, shapes)
         sent = [exchange.stats()["bytes_sent"] for exchange in exchanges]
         grads = [{n: np.array(a, np.float32).reshape(-1) for n, a in named.items()} for named in ranks]
@@ -57,7 +58,7 @@ def simulate(spec, gradients, lr=None):
     return run
 
 
-def _check(step, ranks, size, shapes):
+def _check(step: int, ranks: Sequence[Named], size: int, shapes: Dict[str, Tuple[int, ...]]) -> None:
     if len(ranks) != size:
         raise ValueError(f"step {step} has {len(ranks)} ranks, step 0 has {size}")
     for rank, named in enumerate(ranks):

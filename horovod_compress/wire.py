@@ -1,17 +1,23 @@
 """Payloads as self-checking frames of bytes; docs/wire-format.md describes every field.
 
-A frame carries its own length, because an allgather joins the frames of all ranks, and a checksum over all of itself:
-whatever is cut off, changed or meant for another tensor is a WireError, never a wrong result.
+A frame carries its length, because an allgather joins the frames of all ranks, and a checksum. Whatever is cut off, changed or meant
+for another tensor is a WireError, never a wrong result.
 """
 import struct
+from typing import Any, Callable, List, Tuple
+
+import numpy as np
 
 from . import kernels
-from .kernels import HEADROOM
+from .kernels import HEADROOM, Encoded
 
 VERSION = 1
 _MAGIC = b"hC"
 _HEADER = struct.Struct("<2sBBIIIII")  # magic version id, checksum digest step length flags
-_CHECKED = 8  # the checksum covers what comes from here on; all before it is compared as it is
+_pack_header: Callable[..., None] = _HEADER.pack_into  # NumPy does not type its arrays as buffers before Python 3.12
+_unpack_header: Callable[..., Tuple[Any, ...]] = _HEADER.unpack_from
+_pack_into: Callable[..., None] = struct.pack_into
+_CHECKED = 8  # the checksum covers the frame from this byte on; the fields before are compared as they are
 _NOT_FINITE = 1
 assert _HEADER.size == HEADROOM
 
@@ -20,21 +26,24 @@ class WireError(ValueError):
     """A payload that is not what this rank expects: truncated, changed, or of another tensor, step or configuration."""
 
 
-def seal(payload, number, digest, step):
-    """The frame of an Encoded payload, made in its own buffer. number: the compressor's id on the wire; digest: uint32 of
-    configuration and tensor; step: its number, the low 32 bits travel."""
+def seal(payload: Encoded, number: int, digest: int, step: int) -> np.ndarray:
+    """The frame of an Encoded payload, made in the payload's buffer.
+
+    number: the compressor's id on the wire; digest: uint32 of configuration and tensor; step: the number of the step, of which the
+    low 32 bits travel.
+    """
     buffer = payload.buffer
     length = len(buffer) - HEADROOM - 1
     flags = 0 if payload.finite else _NOT_FINITE
     frame = buffer[: _padded(HEADROOM + length, step)]
-    _HEADER.pack_into(buffer, 0, _MAGIC, VERSION, number, 0, digest, step & 0xFFFFFFFF, length, flags)
-    struct.pack_into("<I", buffer, 4, kernels.host.checksum(frame[_CHECKED:]))
+    _pack_header(buffer, 0, _MAGIC, VERSION, number, 0, digest, step & 0xFFFFFFFF, length, flags)
+    _pack_into("<I", buffer, 4, kernels.host.checksum(frame[_CHECKED:]))
     return frame
 
 
-def unseal(data, frames, number, digest, step):
-    """(bodies, finite): the bodies in `data`, a uint8 array that joins exactly `frames` frames, one a rank, and whether every
-    rank's gradient was finite.
+def unseal(data: np.ndarray, frames: int, number: int, digest: int, step: int) -> Tuple[List[np.ndarray], bool]:
+    """(bodies, finite): the bodies of exactly `frames` joined frames in `data`, uint8, one for each rank, and whether every rank's
+    gradient was finite.
 
     Raises WireError, naming the rank, for anything else.
     """
@@ -53,33 +62,33 @@ def unseal(data, frames, number, digest, step):
     return bodies, not not_finite
 
 
-def _unseal_one(data, at, number, digest, step):
+def _unseal_one(data: np.ndarray, at: int, number: int, digest: int, step: int) -> Tuple[np.ndarray, int, int]:
     if len(data) - at < HEADROOM:
         raise WireError("cut off in its header")
-    magic, version, id, checksum, its_digest, its_step, length, flags = _HEADER.unpack_from(data, at)
+    magic, version, id, checksum, found_digest, found_step, length, flags = _unpack_header(data, at)
     if magic != _MAGIC:
         raise WireError("not a horovod_compress payload")
     if version != VERSION:
         raise WireError(f"wire version {version}, this rank has {VERSION}; install the same horovod-compress everywhere")
     body = at + HEADROOM
-    end = at + _padded(HEADROOM + length, its_step)
+    end = at + _padded(HEADROOM + length, found_step)
     if end > len(data):
         raise WireError("cut off in its body")
     if kernels.host.checksum(data[at + _CHECKED : end]) != checksum:
         raise WireError("its checksum does not fit: it was changed on the way")
-    if id != number or its_digest != digest:
+    if id != number or found_digest != digest:
         raise WireError("made for another compressor, configuration or tensor")
-    if its_step != step & 0xFFFFFFFF:
-        raise WireError(f"of step {its_step}, this rank is at step {step}; was a state loaded on some ranks only?")
+    if found_step != step & 0xFFFFFFFF:
+        raise WireError(f"of step {found_step}, this rank is at step {step}; was a state loaded on some ranks only?")
     if flags > _NOT_FINITE or (end > body + length and data[end - 1]):
         raise WireError("unknown flags")
     return data[body : body + length], end, flags
 
 
-def _padded(length, step):
-    """One zero byte more where that makes the length odd in odd steps and even in even ones.
+def _padded(length: int, step: int) -> int:
+    """The length of a frame with its padding: at most one zero byte, so that lengths are odd in odd steps and even in even ones.
 
-    Two frames of a tensor in a row then never have one length. Horovod would answer an allgather of the same shapes from
-    its response cache, and a rank that has called hvd.join() dies of that; otherwise it gets a proper error.
+    Frames of a tensor in successive steps then never have the same length. Otherwise Horovod would answer an allgather of the same
+    shapes from its response cache, which crashes a rank that has called hvd.join(); now that rank gets a proper error.
     """
     return length + ((length + step) & 1)

@@ -1,6 +1,6 @@
-"""One algorithm a file; a file that defines a Compressor with an id is found by it. Specs become compressors here.
+"""The algorithms, one in each file, and the specs that name them. A Compressor with an id is found in its file.
 
-Other packages add algorithms under the entry points `horovod_compress.compressors`: `id = "module:Class"`.
+Other packages add algorithms as entry points of the group `horovod_compress.compressors`: `id = "module:Class"`.
 """
 import dataclasses
 import functools
@@ -9,17 +9,19 @@ import inspect
 import pkgutil
 import warnings
 from importlib import metadata
+from typing import Any, Dict, Iterable, List, Optional, Type, Union
 
 from .base import Compressor
 
 ENTRY_POINTS = "horovod_compress.compressors"
+Spec = Union[str, Dict[str, Any], Compressor]
 _RESERVED_IDS = ("compress", "from_spec")
 _RESERVED_OPTIONS = ("id", "spec", "optimizer", "named_parameters", "process_set", "grad_scaler", "discardable")
 
 
-def _registry():
+def _registry() -> Dict[str, Type[Compressor]]:
     """{id: class} of this package's own algorithms, in the order of their numbers."""
-    found = {}
+    found: Dict[str, Type[Compressor]] = {}
     for module in pkgutil.iter_modules(__path__):
         for _, cls in inspect.getmembers(importlib.import_module(f"{__name__}.{module.name}"), inspect.isclass):
             if issubclass(cls, Compressor) and cls.id:
@@ -31,27 +33,27 @@ REGISTRY = _registry()
 
 
 @functools.lru_cache(maxsize=None)
-def _installed():
-    """{id: entry points} of the algorithms of other packages; more than one where packages clash."""
-    points = metadata.entry_points()
+def _installed() -> Dict[str, List[metadata.EntryPoint]]:
+    """{id: entry points} of the algorithms of other packages. An id has several where packages clash."""
+    points: Any = metadata.entry_points()
     points = points.select(group=ENTRY_POINTS) if hasattr(points, "select") else points.get(ENTRY_POINTS, ())  # Python 3.9 has no select
-    found = {}
+    found: Dict[str, Dict[str, metadata.EntryPoint]] = {}
     for point in points:
         if point.name in REGISTRY:
             warnings.warn(f"horovod_compress has a compressor {point.name!r} of its own: {point.value} is not used", RuntimeWarning, stacklevel=3)
         else:
             found.setdefault(point.name, {})[point.value] = point
-    return {id: list(its.values()) for id, its in found.items()}
+    return {id: list(by_value.values()) for id, by_value in found.items()}
 
 
-def ids():
+def ids() -> List[str]:
     """The ids of all algorithms, those of other packages last."""
     return [*REGISTRY, *sorted(_installed())]
 
 
 @functools.lru_cache(maxsize=None)
-def find(id):
-    """The class of an algorithm. ValueError for an id that is not there, ImportError where another package's cannot be used."""
+def find(id: str) -> Type[Compressor]:
+    """The class of an algorithm. Raises ValueError for an unknown id, and ImportError where another package's cannot be used."""
     if id in REGISTRY:
         return REGISTRY[id]
     points = _installed().get(id)
@@ -70,8 +72,8 @@ def find(id):
     return cls
 
 
-def _wrong_with(cls, id):
-    """Why a class cannot be the algorithm of that id, in words; None where it can."""
+def _wrong_with(cls: Any, id: str) -> Optional[str]:
+    """The reason why a class cannot be the algorithm of that id; None where it can."""
     if not (inspect.isclass(cls) and issubclass(cls, Compressor)):
         return "which is no subclass of horovod_compress.compressors.base.Compressor"
     if cls.id != id:
@@ -88,15 +90,15 @@ def _wrong_with(cls, id):
     return None
 
 
-def package_of(id):
-    """The package, with its version, that another package's algorithm comes from; None for this one's own."""
+def package_of(id: str) -> Optional[str]:
+    """The name and version of the package that an algorithm comes from; None for this package's own."""
     points = () if id in REGISTRY else _installed().get(id, ())
-    package = getattr(points[0], "dist", None) if points else None  # Python 3.9's entry points do not tell
+    package = getattr(points[0], "dist", None) if points else None  # unknown in Python 3.9
     return package and f"{package.name} {package.version}"
 
 
-def available():
-    """{id: {"collective", "options": {name: {"default", "values", "doc"}}, "paper"}} for every algorithm. Those of other packages that
+def available() -> Dict[str, Dict[str, Any]]:
+    """{id: {"collective", "options": {name: {"default", "values", "doc"}}, "paper"}} of every algorithm. Those of other packages that
     cannot be imported are left out, with a warning."""
     listed = {}
     for id in ids():
@@ -110,7 +112,7 @@ def available():
     return listed
 
 
-def get_compressor(spec):
+def get_compressor(spec: Spec) -> Compressor:
     """The compressor of a spec: "dgc:ratio=0.001,momentum=0.9", or {"id": "dgc", "ratio": 0.001}, or a compressor itself.
 
     Raises ValueError for an unknown id or option, naming the valid ones, and for a value out of range or of a wrong type;
@@ -130,14 +132,14 @@ def get_compressor(spec):
     return cls(**options)
 
 
-def _check_names(cls, names):
+def _check_names(cls: Type[Compressor], names: Iterable[str]) -> None:
     valid = [f.name for f in dataclasses.fields(cls)]
     for name in names:
         if name not in valid:
             raise ValueError(f"{cls.id} has no option {name!r}; its options: {', '.join(valid) or 'none'}")
 
 
-def _parse(cls, text):
+def _parse(cls: Type[Compressor], text: str) -> Dict[str, Any]:
     options = {}
     kinds = {f.name: f.metadata["kind"] for f in dataclasses.fields(cls)}
     for part in filter(None, (part.strip() for part in text.split(","))):

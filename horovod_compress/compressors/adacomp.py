@@ -1,12 +1,13 @@
 """AdaComp (Chen, Choi, Brand, Agrawal, Zhang, Gopalakrishnan, AAAI 2018, arXiv 1712.02679)."""
 import dataclasses
 import math
-from typing import Tuple
+from typing import Tuple, Union
 
 import numpy as np
 
 from .. import kernels
-from .base import LOCAL, State, zeros
+from ..kernels import Encoded
+from .base import LOCAL, State, Step, zeros
 from .options import Auto, Count, Number, option
 from .selective import SelectiveCompressor
 
@@ -16,7 +17,7 @@ _NOTHING = np.empty(0, np.uint32), 0.0
 
 @dataclasses.dataclass
 class AdaCompState(State):
-    """pending: (indices, scale) of what the last step has sent, still to be subtracted from the residual."""
+    """pending is (indices, scale) of the last payload, still to be subtracted from the residual."""
 
     pending: Tuple[np.ndarray, float] = _NOTHING
 
@@ -25,10 +26,10 @@ class AdaCompState(State):
 class AdaComp(SelectiveCompressor):
     """Sends, of each bin of elements, those that the newest gradient could have lifted over the bin's largest.
 
-    G = residue + g and H = residue + scale_factor·g; an element is sent where |H| ≥ max |G| of its bin, as the sign of G
-    times the mean of all bins' maxima, one number a tensor. What that leaves of G stays in the residue; the subtraction waits
-    for the pass in which the next step goes over it. How many are sent adapts to the layer and the phase of training; there is
-    nothing to warm up. The ordinary optimizer works on the mean.
+    With G = residual + g and H = residual + scale_factor·g, an element is sent where |H| ≥ max |G| of its bin. It is sent as the sign
+    of G times the mean of all bins' maxima, one scale for a tensor. The error stays in the residual. The subtraction is pending until
+    the next step's pass over the residual. How many elements are sent adapts to the layer and the phase of training, so there is no
+    warm-up. The ordinary optimizer works on the mean.
     """
 
     id = "adacomp"
@@ -36,20 +37,20 @@ class AdaComp(SelectiveCompressor):
     kept = {"residual": LOCAL}
     paper = "Chen et al., AdaComp: Adaptive Residual Gradient Compression, AAAI 2018, arXiv 1712.02679"
 
-    bin_length: int = option(
+    bin_length: Union[int, str] = option(
         Auto(Count(1, 2**32 - 1)), "auto", "elements of a bin; auto: 50 for what has a convolution's shape, 500 for all else"
     )
     scale_factor: float = option(Number(1), 2.0, "of the newest gradient in H: the soft threshold")
 
-    def adapted(self, shape):
+    def adapted(self, shape: Tuple[int, ...]) -> "AdaComp":
         if self.bin_length != "auto":
             return self
         return dataclasses.replace(self, bin_length=_CONVOLUTION if _is_convolution(shape) else _FULLY_CONNECTED)
 
-    def init(self, name, shape):
+    def init(self, name: str, shape: Tuple[int, ...]) -> AdaCompState:
         return AdaCompState(name, {"residual": zeros(math.prod(shape))})
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: AdaCompState, step: Step) -> Encoded:
         indices, scale = state.pending
         encoded = kernels.of(grad).encode_adacomp(
             grad, state.arrays["residual"], indices, sent_scale=scale, bin_length=self.bin_length, scale_factor=self.scale_factor
@@ -57,25 +58,24 @@ class AdaComp(SelectiveCompressor):
         state.sent, state.pending = encoded.undo, _NOTHING
         return encoded
 
-    def commit(self, state):
+    def commit(self, state: AdaCompState) -> None:
         if state.sent is not None:
             state.pending = state.sent
 
-    def apply_pending(self, state):
+    def apply_pending(self, state: AdaCompState) -> None:
         (indices, scale), state.pending = state.pending, _NOTHING
         residual = state.arrays["residual"]
         residual[indices] -= np.copysign(np.float32(scale), residual[indices])
 
 
-def _is_convolution(shape):
-    """Whether a tensor has the shape of a convolution's kernel: its extents in space, which are small, come last (PyTorch) or
-    first (Keras), beside two dimensions of channels.
+def _is_convolution(shape: Tuple[int, ...]) -> bool:
+    """Whether a tensor has the shape of a convolution's kernel: two dimensions of channels, and small extents in space, which come last
+    (PyTorch) or first (Keras).
 
-    Two and three extents are small up to 32 each; attention kernels of as many dimensions, (d, 3, heads, key), have no such end where the
-    key size is larger.
-    A single one can look like the heads or the key size of an attention kernel, (d, heads, key) or (heads, key, d): so it must
-    be odd, as heads and key sizes hardly ever are, and from 3 to 63; or, where it comes last, at most 15, below key sizes.
-    And heads·key = d is attention.
+    Two or three extents count as small up to 32 each. Attention kernels of as many dimensions, (d, 3, heads, key), have no such end
+    where the key size is larger. A single extent can look like the heads or the key size of an attention kernel, (d, heads, key) or
+    (heads, key, d). So it must be odd and from 3 to 63, which heads and key sizes hardly ever are, or come last and be at most 15,
+    which is below key sizes. A shape with heads·key = d is attention.
     """
     extents = len(shape) - 2
     if extents < 1:
@@ -88,5 +88,5 @@ def _is_convolution(shape):
     return _is_odd(first) or _is_odd(last) or 2 <= last <= 15
 
 
-def _is_odd(extent):
+def _is_odd(extent: int) -> bool:
     return extent % 2 == 1 and 3 <= extent <= 63

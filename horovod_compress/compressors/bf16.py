@@ -1,29 +1,32 @@
 """bfloat16: float32's range with 8 bits of precision."""
 import dataclasses
 
+import numpy as np
+
 from .. import kernels
-from .base import Compressor
+from ..kernels import Encoded
+from .base import Compressor, State, Step
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BFloat16(Compressor):
     """Gathers bfloat16 and sums it in float32: Horovod's MPI and Gloo backends do not reduce bfloat16.
 
-    Half the bytes of float32 for two ranks; an allgather's bytes grow with the ranks, so for many of them fp16 is
-    smaller. Nothing finite becomes infinite; elements are rounded to nearest, ties to even.
+    Two ranks move half the bytes of float32. An allgather's bytes grow with the ranks, so for many of them fp16 moves less. Nothing
+    finite becomes infinite. Elements are rounded to nearest, ties to even.
     """
 
     id = "bf16"
     number = 16
     paper = "-"
 
-    def payload_bits(self, step):
+    def payload_bits(self, step: Step) -> float:
         return 16
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
         encoded = kernels.of(grad).encode_bf16(grad, state.buffer)
         state.buffer = encoded.buffer
         return encoded
 
-    def add(self, body, out, scale):
+    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
         return kernels.of(out).decode_add_bf16(out, body, scale=scale)

@@ -1,12 +1,14 @@
 """Deep Gradient Compression (Lin, Han, Mao, Wang, Dally, ICLR 2018, arXiv 1712.01887)."""
 import dataclasses
 import math
-from typing import Optional
+from typing import Optional, Tuple
 
 import numpy as np
 
 from .. import kernels
-from .base import LOCAL, SHARED, State, zeros
+from ..kernels import Encoded
+from ..requests import Collective, HostReduce
+from .base import LOCAL, SHARED, State, Step, zeros
 from .none import NoCompression
 from .options import Choice, Flag, Number, Schedule, ZeroOrCount, option
 from .selective import DENSE
@@ -17,12 +19,12 @@ from .topk import TopK
 class DGC(TopK):
     """Sends the ratio·d entries of largest accumulated, momentum-corrected gradient; keeps the others for later steps.
 
-    Per tensor of d floats: momentum u and velocity v (section 3.2; u only where momentum > 0). Bound to an SGD optimizer it
+    Each tensor of d floats has a momentum u and a velocity v (section 3.2); u only where momentum > 0. Bound to an SGD optimizer it
     takes over that optimizer's momentum, Nesterov and weight decay, which the optimizer must not apply a second time.
     Unbound, momentum defaults to 0.9; with other optimizers to 0, which is top-k with error feedback.
 
-    A step that goes dense sends v of all elements and masks no momentum. Tensors that it does not cover are averaged first
-    and then get the same momentum.
+    A dense step sends v of all elements and masks no momentum. Tensors that are not compressed are averaged first and then get the
+    same momentum.
     """
 
     id = "dgc"
@@ -31,12 +33,12 @@ class DGC(TopK):
     kept = {"u": LOCAL, "v": LOCAL}
     paper = "Lin et al., Deep Gradient Compression, ICLR 2018, arXiv 1712.01887"
 
-    momentum: float = option(
+    momentum: Optional[float] = option(
         Number(0, 1, optional=True), None, "none: the bound SGD's, 0.9 unbound, 0 for other optimizers"
     )
-    nesterov: bool = option(Flag(optional=True), None, "none: the bound SGD's, else false")
+    nesterov: Optional[bool] = option(Flag(optional=True), None, "none: the bound SGD's, else false")
     masking: bool = option(Flag(), True, "momentum factor masking: u becomes 0 where an element was sent (section 3.3)")
-    clip_norm: float = option(
+    clip_norm: Optional[float] = option(
         Number(0, low_open=True, optional=True), None,
         "limit of the update's norm, all tensors together, as in clip_grad_norm_; each rank clips its own gradient before it is "
         "accumulated, such that independent gradients of N ranks add up to it (section 3.2): to clip_norm·√N where ranks are averaged",
@@ -45,9 +47,9 @@ class DGC(TopK):
         ZeroOrCount(4), 0,
         "steps over which the density falls in four stages, ratio^(1/5) … ratio^(4/5): 25 % … 0.4 % for 0.1 %; one at least for each stage",
     )
-    schedule: tuple = option(Schedule(), (), "density by step, instead of ratio and warmup_steps")
+    schedule: Tuple[Tuple[int, float], ...] = option(Schedule(), (), "density by step, instead of ratio and warmup_steps")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.schedule and self.warmup_steps:
             raise ValueError("dgc: give schedule or warmup_steps, not both")
@@ -55,18 +57,18 @@ class DGC(TopK):
             raise ValueError("dgc: nesterov needs a momentum above 0")
 
     @property
-    def m(self):
+    def m(self) -> float:
         """The momentum in force."""
         return 0.9 if self.momentum is None else self.momentum
 
-    def bound(self, momentum, nesterov):
+    def bound(self, momentum: float, nesterov: bool) -> "DGC":
         """This compressor with the momentum of an optimizer's parameter group."""
         return dataclasses.replace(self, momentum=momentum, nesterov=nesterov)
 
-    def fallback(self):
+    def fallback(self) -> "DenseMomentum":
         return DenseMomentum(momentum=self.m, nesterov=bool(self.nesterov), values=self.dense)
 
-    def density(self, step):
+    def density(self, step: int) -> float:
         """The share of elements sent at this step."""
         if self.schedule:
             return next(ratio for first, ratio in reversed(self.schedule) if first <= step)
@@ -75,49 +77,49 @@ class DGC(TopK):
             return self.ratio ** ((stage + 1) / 5)
         return self.ratio
 
-    def init(self, name, shape):
+    def init(self, name: str, shape: Tuple[int, ...]) -> State:
         names = ("u", "v") if self.m else ("v",)
         return State(name, {array: zeros(math.prod(shape)) for array in names})
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
         return self.select(grad, state, step, "v", self.m, bool(self.nesterov), self.masking)
 
-    def accumulate(self, grad, state, step):
+    def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         u, v = state.arrays.get("u"), state.arrays["v"]
         return kernels.of(grad).add_to_residual(grad, u, v, momentum=self.m, nesterov=bool(self.nesterov), scale=step.scale)[1]
 
-    def residual(self, state):
+    def residual(self, state: State) -> np.ndarray:
         return state.arrays["v"]
 
 
 @dataclasses.dataclass
 class DenseMomentumState(State):
-    """spare: the memory that the next step's momentum goes to; `sent` is it until that is committed."""
+    """spare is memory for the next step's momentum; `sent` refers to it until that step is committed."""
 
     spare: Optional[np.ndarray] = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class DenseMomentum(NoCompression):
-    """The tensors that DGC leaves alone: averaged first, then vanilla or Nesterov momentum, alike on all ranks."""
+    """For tensors that DGC does not compress: they are averaged, then get vanilla or Nesterov momentum, the same on all ranks."""
 
-    id = number = None  # not for users: DGC's own
+    id, number = None, -1  # not for users: DGC's own
     kept = {"u": SHARED}
 
     momentum: float = option(Number(0, 1), 0.9, "of the mean gradient")
     nesterov: bool = option(Flag(), False, "Nesterov's momentum")
     values: str = option(Choice("fp32", "fp16"), "fp32", "how they travel")
 
-    def collectives(self, size):
+    def collectives(self, size: int) -> Tuple[Collective, ...]:
         return DENSE[self.values].collectives(size)
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
         return DENSE[self.values].encode(grad, state, step)
 
-    def init(self, name, shape):
+    def init(self, name: str, shape: Tuple[int, ...]) -> DenseMomentumState:
         return DenseMomentumState(name, {"u": zeros(math.prod(shape))} if self.momentum else {})
 
-    def decode_dense(self, reduced, out, state, scale):
+    def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: DenseMomentumState, scale: float) -> bool:
         finite = super().decode_dense(reduced, out, state, scale)
         u = state.arrays.get("u")
         if u is None or not finite:
@@ -129,6 +131,6 @@ class DenseMomentum(NoCompression):
         state.sent = state.spare
         return True
 
-    def commit(self, state):
+    def commit(self, state: DenseMomentumState) -> None:
         if state.sent is not None:
             state.arrays["u"], state.spare = state.sent, state.arrays["u"]

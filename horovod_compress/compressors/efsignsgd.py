@@ -1,7 +1,12 @@
 """EF-SignSGD (Karimireddy, Rebjock, Stich, Jaggi, ICML 2019, arXiv 1901.09847)."""
 import dataclasses
+from typing import Optional
+
+import numpy as np
 
 from .. import kernels
+from ..kernels import Encoded
+from .base import State, Step
 from .options import Flag, option
 from .selective import ErrorFeedback
 
@@ -10,30 +15,30 @@ from .selective import ErrorFeedback
 class EFSignSGD(ErrorFeedback):
     """Sends the sign of every element of p = residual + g, one bit, and ‖p‖₁/d, one number a tensor; keeps the error.
 
-    As published p = γ·g + e, and the error e is one of updates: so the residual is e/γ, and grows where the learning rate γ falls.
-    A zero is sent as if it were positive: one bit has no third value, and the residual takes the error back.
+    The paper has p = γ·g + e, where the error e is one of updates. So the residual is e/γ, which grows where the learning rate γ falls.
+    A zero is sent as if it were positive, because one bit has no third value; the residual keeps that error too.
     """
 
     id = "efsignsgd"
     number = 13
     paper = "Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019, arXiv 1901.09847"
 
-    follow_lr: bool = option(
+    follow_lr: Optional[bool] = option(
         Flag(optional=True), None,
         "the residual is rescaled where the learning rate changes, as published; none: where an SGD without momentum is bound",
     )
 
     symmetric = True
 
-    def payload_bits(self, step):
+    def payload_bits(self, step: Step) -> float:
         return 1
 
-    def pack(self, grad, residual, state, step):
+    def pack(self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step) -> Encoded:
         encoded = kernels.of(grad).encode_one_bit(
             grad, residual, state.buffer, growth=self.growth(state, step), symmetric=self.symmetric
         )
         state.buffer = encoded.buffer
         return encoded
 
-    def add(self, body, out, scale):
+    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
         return kernels.of(out).decode_add_one_bit(out, body, scale=scale)

@@ -1,11 +1,13 @@
 """Half precision, summed as such by the host: what Horovod's own Compression.fp16 does."""
 import dataclasses
 import warnings
+from typing import Tuple
 
 import numpy as np
 
 from .. import kernels
 from ..requests import Collective, HostReduce
+from .base import State, Step
 from .none import NoCompression
 
 _LARGEST = 65504
@@ -15,28 +17,28 @@ _LARGEST = 65504
 class Float16(NoCompression):
     """Dense float16, summed over ranks in float16.
 
-    A finite number beyond 65504 becomes infinity, as in Horovod's own: then the step is not finite on any rank, a
-    GradScaler skips it, `stats()["overflows"]` counts it, and the first time there is a warning.
+    A finite number beyond 65504 becomes infinity, as in Horovod's own. Then the step is not finite on any rank, a GradScaler skips it,
+    and `stats()["overflows"]` counts it. The first time there is a warning.
     """
 
     id = "fp16"
     number = 2
 
-    def collectives(self, size):
+    def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (Collective("host", "float16"),)
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
         if step.scale != 1:
             grad *= np.float32(step.scale)
         if state.buffer is None:
             state.buffer = np.empty(grad.size, np.float16)
         half = state.buffer
         if _LARGEST < kernels.of(grad).encode_float16(grad, half.view(np.uint16)) < np.inf:
-            self._tell(state)
+            self._count_overflow(state)
         return HostReduce(half)
 
     @staticmethod
-    def _tell(state):
+    def _count_overflow(state: State) -> None:
         if not state.overflows:
             warnings.warn(
                 f"horovod_compress: {state.name} has elements beyond {_LARGEST}, which are infinite in float16: scale the loss "

@@ -1,20 +1,20 @@
 """Global random-k: the same random coordinates on every rank, so payloads add up (Vineeth S, arXiv 2109.12497)."""
 import dataclasses
 import math
-from typing import Optional
+from typing import Optional, Tuple
 
 import numpy as np
 
 from .. import kernels
 from ..requests import Allreduce, Collective
-from .base import LOCAL, State, Undo, zeros
+from .base import LOCAL, State, Step, Undo, zeros
 from .options import Choice, Count, Flag, Number, option
 from .selective import SelectiveCompressor
 
 
 @dataclasses.dataclass
 class CoordinatesState(State):
-    """indices: uint32, the coordinates of the open step, where those are not all."""
+    """indices are the coordinates of the open step, uint32; None where it works on all."""
 
     indices: Optional[np.ndarray] = None
 
@@ -23,19 +23,19 @@ class CoordinatesState(State):
 class SharedCoordinates(SelectiveCompressor):
     """A compressor that may work on K coordinates of a tensor, the same random ones on all ranks; the others are 0 in the result.
 
-    A permutation that follows from the seed is cut into blocks of K, one a step, so a sweep visits every coordinate; the
-    last block of a sweep begins early enough to be whole. The next sweep has another permutation. The coordinates are a tensor's, or
-    those of all tensors together, of which a step may then have none in a small one.
+    A permutation that follows from the seed is cut into blocks of K, one a step, so a sweep visits every coordinate. The last block of
+    a sweep begins early enough to be whole. The next sweep has another permutation. The coordinates are those of one tensor, or those
+    of all tensors together; then a small tensor may have none in some steps.
     """
 
     kept = {"residual": LOCAL}
 
-    ratio: float = option(Number(0, 1, low_open=True, optional=True), None, "share of coordinates in a step; none: all")
-    k: int = option(Count(1, optional=True), None, "coordinates in a step, instead of a ratio")
+    ratio: Optional[float] = option(Number(0, 1, low_open=True, optional=True), None, "share of coordinates in a step; none: all")
+    k: Optional[int] = option(Count(1, optional=True), None, "coordinates in a step, instead of a ratio")
     of: str = option(Choice("tensor", "model"), "tensor", "whose coordinates ratio and k count: each tensor's, or those of all that are compressed")
-    unbiased: bool = option(Flag(), False, "scale what is drawn by d/K; else what is not drawn waits in a residual")
+    unbiased: bool = option(Flag(), False, "scale what is drawn by d/K; else what is not drawn stays in a residual")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.of == "model" and not self.sparse:
             raise ValueError(f"{self.id}: of=model is for coordinates drawn by ratio or k")
@@ -43,29 +43,30 @@ class SharedCoordinates(SelectiveCompressor):
             raise ValueError(f"{self.id}: unbiased is for coordinates drawn by ratio or k")
 
     @property
-    def sparse(self):
+    def sparse(self) -> bool:
         """Whether only some coordinates are worked on."""
         return self.ratio is not None or self.k is not None
 
-    def count(self, numel):
-        """K of so many elements."""
-        return min(numel, self.k or max(1, math.ceil(self.ratio * numel - 1e-6)))
+    def count(self, numel: int) -> int:
+        """K of a tensor, or model, of numel elements."""
+        return min(numel, self.k or max(1, math.ceil((self.ratio or 0) * numel - 1e-6)))
 
-    def init(self, name, shape):
-        waits = self.sparse and not self.unbiased
-        return CoordinatesState(name, {"residual": zeros(math.prod(shape))} if waits else {})
+    def init(self, name: str, shape: Tuple[int, ...]) -> CoordinatesState:
+        error_feedback = self.sparse and not self.unbiased
+        return CoordinatesState(name, {"residual": zeros(math.prod(shape))} if error_feedback else {})
 
-    def draw(self, grad, state, step):
-        """(indices, values, finite): what this step works on, taken out of the gradient, or the residual. Indices None:
-        all, and values are the gradient itself."""
+    def draw(self, grad: np.ndarray, state: CoordinatesState, step: Step) -> Tuple[Optional[np.ndarray], np.ndarray, bool]:
+        """(indices, values, finite) of this step, moved out of the gradient or the residual. Where indices is None, values are the
+        gradient itself."""
         if not self.sparse:
             return None, grad, True
-        numel = state.model.numel if self.of == "model" else grad.size
+        model = state.model if self.of == "model" else None
+        numel = grad.size if model is None else model.numel
         count = self.count(numel)
         sweep, block = divmod(step.index, -(-numel // count) if count else 1)
         first = min(block * count, numel - count)
-        if self.of == "model":
-            indices = state.model.own(state.name, self.key("shared", sweep), first, count)
+        if model is not None:
+            indices = model.own(state.name, self.key("shared", sweep), first, count)
         else:
             indices = kernels.host.draw_coordinates(key=self.key("shared", state.name, sweep), numel=numel, first=first, count=count)
         residual = state.arrays.get("residual")
@@ -80,8 +81,8 @@ class SharedCoordinates(SelectiveCompressor):
             state.undo = [Undo("residual", indices, values.copy())]
         return indices, values, finite
 
-    def keep_error(self, state, sent):
-        """What stands for the values drawn is `sent`: the difference goes back into the residual."""
+    def keep_error(self, state: CoordinatesState, sent: np.ndarray) -> None:
+        """Adds the rounding error, the values drawn less those sent, to the residual."""
         (drawn,) = state.undo
         state.arrays["residual"][drawn.indices] += drawn.values - sent
         state.undo = [drawn._replace(values=sent)]
@@ -91,8 +92,8 @@ class SharedCoordinates(SelectiveCompressor):
 class GlobalRandK(SharedCoordinates):
     """Sums ratio·d, or k, coordinates of each tensor, the same random ones on every rank, in float32.
 
-    No index travels and the payload is an allreduce's, so it scales to any number of ranks. With error feedback (the default)
-    what waits is sent when its turn comes; unbiased, it is dropped and what is drawn counts d/K times.
+    No index travels and payloads are allreduced, so it scales to any number of ranks. With error feedback (the default) the residual
+    keeps the other coordinates until they are drawn. Unbiased, they are dropped and those drawn count d/K times.
     """
 
     id = "globalrandk"
@@ -101,10 +102,10 @@ class GlobalRandK(SharedCoordinates):
 
     ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of coordinates in a step")
 
-    def collectives(self, size):
+    def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (Collective("allreduce", "float32", "sum"),)
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: CoordinatesState, step: Step) -> Allreduce:
         state.indices, values, finite = self.draw(grad, state, step)
         if self.of == "model":
             values = np.append(values, np.float32(0))  # there may be none
@@ -112,7 +113,7 @@ class GlobalRandK(SharedCoordinates):
             values.fill(np.nan)  # the sum says so to all ranks
         return Allreduce(values)
 
-    def decode(self, summed, out, state, step, scale):
+    def decode(self, summed: np.ndarray, out: np.ndarray, state: CoordinatesState, step: Step, scale: float) -> bool:
         values = summed
         if self.of == "model":
             if values[-1] != 0 or not math.isfinite(scale):

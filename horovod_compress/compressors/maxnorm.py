@@ -1,6 +1,9 @@
 """Single-scale quantization against the ranks' largest norm (Vineeth S, arXiv 2109.12497, section 3)."""
 import dataclasses
 import math
+from typing import List, Optional
+
+import numpy as np
 
 from .. import kernels
 from .options import Choice, Count, option
@@ -11,8 +14,8 @@ from .quantizer import SharedScaleQuantizer
 class MaxNorm(SharedScaleQuantizer):
     """Rounds |g|/w·s at random to a whole number, s = 2^bits - 1, w the largest norm of all ranks; sums the codes.
 
-    Unbiased, variance at most w²/(4s²) an element. Payloads add up exactly: an allreduce of words whose fields hold the sums of
-    all ranks. With ratio or k only so many random coordinates are quantized, the same on all ranks.
+    It is unbiased, with a variance of at most w²/(4s²) an element. Payloads add up exactly: an allreduce adds words whose fields hold
+    the sums of all ranks. With ratio or k only so many random coordinates are quantized, the same on all ranks.
     """
 
     id = "maxnorm"
@@ -23,14 +26,14 @@ class MaxNorm(SharedScaleQuantizer):
     norm: str = option(Choice("max", "l2"), "max", "what the shared scale is the largest of: max |g|, or ‖g‖₂")
 
     @property
-    def steps(self):
+    def steps(self) -> List[float]:
         return [2.0**self.bits - 1]
 
-    def norm_of(self, values, peaks):
+    def norm_of(self, values: np.ndarray, peaks: Optional[np.ndarray]) -> float:
         k = kernels.of(values)
         if self.norm == "max":
             return k.max_abs(values, peaks)
         if peaks is not None:
-            k.max_abs(values, peaks)  # for what it leaves there
+            k.max_abs(values, peaks)  # fills peaks
         squares = k.squared_norm(values)
         return math.sqrt(squares) if math.isfinite(squares) else math.inf

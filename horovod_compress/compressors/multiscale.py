@@ -1,5 +1,6 @@
 """Multi-scale quantization against the ranks' largest norm (Vineeth S, arXiv 2109.12497, section 4)."""
 import dataclasses
+from typing import List, Tuple
 
 from .maxnorm import MaxNorm
 from .options import Ascending, option
@@ -9,15 +10,17 @@ from .options import Ascending, option
 class MultiScale(MaxNorm):
     """As maxnorm, but small elements are rounded on a finer scale: the finest at which every rank's code still fits bits[0].
 
-    Which one that is follows from the elements themselves, not from the random draw, so boundary values are unbiased too.
-    It takes a message more a step: the ranks count, in ⌈log2(N + 1)⌉ bits an element and finer scale, how many it fits.
+    The choice follows from the elements themselves, not from the random draw, so boundary values are unbiased too.
+    It needs one more collective a step, which counts the ranks that a scale fits, in ⌈log2(N + 1)⌉ bits an element and finer scale.
     """
 
     id = "multiscale"
     number = 10
 
-    bits: tuple = option(Ascending(1, 16), (2, 6), "s = 2^bits - 1 steps of each scale; codes fit the first")
+    bits: Tuple[int, ...] = option(  # type: ignore[assignment]  # one number in maxnorm, and here one for each scale
+        Ascending(1, 16), (2, 6), "s = 2^bits - 1 steps of each scale; codes fit the first"
+    )
 
     @property
-    def steps(self):
+    def steps(self) -> List[float]:
         return [2.0**bits - 1 for bits in self.bits]

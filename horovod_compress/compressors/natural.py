@@ -1,7 +1,11 @@
 """Natural compression (Horvath et al., arXiv 1905.10988)."""
 import dataclasses
 
+import numpy as np
+
 from .. import kernels
+from ..kernels import Encoded
+from .base import State, Step
 from .selective import SelectiveCompressor
 
 
@@ -9,21 +13,21 @@ from .selective import SelectiveCompressor
 class Natural(SelectiveCompressor):
     """Rounds every element at random to one of the two powers of two next to it: a sign and an exponent, 9 bits.
 
-    Unbiased, variance at most g²/8 an element. Elements from 2^127 on are rounded down to that.
+    It is unbiased, with a variance of at most g²/8 an element. Elements from 2^127 on are rounded down to that.
     """
 
     id = "natural"
     number = 15
     paper = "Horvath et al., Natural Compression for Distributed Deep Learning, arXiv 1905.10988"
 
-    def payload_bits(self, step):
+    def payload_bits(self, step: Step) -> float:
         return 9
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
         key = self.key("rounding", state.name, step.index, step.rank)
         encoded = kernels.of(grad).encode_natural(grad, state.buffer, key=key)
         state.buffer = encoded.buffer
         return encoded
 
-    def add(self, body, out, scale):
+    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
         return kernels.of(out).decode_add_natural(out, body, scale=scale)

@@ -1,24 +1,25 @@
-"""No compression: the gradient itself rides Horovod's allreduce. The baseline, and what small tensors get."""
+"""No compression: the payload is the gradient itself. This is the baseline, and the fallback of small tensors."""
 import dataclasses
+from typing import ClassVar, Optional, Tuple
 
 import numpy as np
 
-from ..requests import HostReduce
-from .base import HOST, Compressor
+from ..requests import Collective, HostReduce
+from .base import HOST, Compressor, State, Step
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NoCompression(Compressor):
     """Dense float32, summed over ranks."""
 
-    id = "none"
+    id: ClassVar[Optional[str]] = "none"
     number = 0
     paper = "-"
 
-    def collectives(self, size):
+    def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (HOST,)
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
         if step.scale != 1:
             grad *= np.float32(step.scale)
         return HostReduce(grad)

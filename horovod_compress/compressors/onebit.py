@@ -8,7 +8,7 @@ from .options import Flag, option
 @dataclasses.dataclass(frozen=True, repr=False)
 class OneBit(EFSignSGD):
     """Sends the sign of every element of residual + g, one bit, and the means of the positive and the negative half, two
-    numbers a tensor; keeps the error. (The paper has two numbers a column; here a tensor is one column.)"""
+    numbers a tensor; keeps the error. The paper has two numbers a column; here a tensor is one column."""
 
     id = "onebit"
     number = 14

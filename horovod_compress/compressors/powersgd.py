@@ -1,13 +1,13 @@
 """PowerSGD (Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727)."""
 import dataclasses
 import math
-from typing import Optional
+from typing import Optional, Tuple
 
 import numpy as np
 
 from .. import kernels
 from ..requests import Allreduce, Collective, HostReduce
-from .base import LOCAL, Kept, State, zeros
+from .base import LOCAL, Encoding, Kept, State, Step, zeros
 from .options import Count, Number, option
 from .selective import SelectiveCompressor
 
@@ -17,12 +17,12 @@ _SHORT = np.float32(2.0**-40)
 
 @dataclasses.dataclass
 class PowerSGDState(State):
-    """rank: of the factors; p, q: the open or last step's factors, vectors one behind the other; pending: whether their product is still
-    to be subtracted from the residual."""
+    """rank is that of the factors. p and q are the open or last step's factors, as concatenated vectors. pending says whether their
+    product is still to be subtracted from the residual."""
 
     rank: int = 0
-    p: Optional[np.ndarray] = None
-    q: Optional[np.ndarray] = None
+    p: np.ndarray = dataclasses.field(default_factory=lambda: zeros(0))
+    q: np.ndarray = dataclasses.field(default_factory=lambda: zeros(0))
     pending: bool = False
 
 
@@ -30,14 +30,14 @@ class PowerSGDState(State):
 class PowerSGD(SelectiveCompressor):
     """Approximates each matrix M = residual + g by P·Qᵀ of low rank, found by one power iteration a step from the last step's Q.
 
-    P = ΣM·Q, orthonormalized; Q = mean Mᵀ·P; two small allreduces a tensor. The residual is M - P·Qᵀ; the subtraction waits
-    for the pass in which the next step goes over it. Tensors of more dimensions are matrices of the first of them by the others,
-    split where least is sent, whichever way a framework lays out its layers; one-dimensional ones go dense.
+    P = ΣM·Q, orthonormalized; Q = mean Mᵀ·P; two small allreduces a tensor. The residual is M - P·Qᵀ. The subtraction is pending until
+    the next step's pass over the residual. Tensors of more dimensions are matrices of the first dimensions by the others, split where
+    least is sent, so layouts of different frameworks do not matter. One-dimensional tensors go dense.
     """
 
     id = "powersgd"
     number = 17
-    same_kernels = True  # every rank orthonormalizes the sums itself, and long sums differ in their last bits
+    same_kernels = True  # every rank orthonormalizes the sums itself, and kernels differ in the last bits of long sums
     paper = "Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS 2019, arXiv 1905.13727"
     kept = {"residual": LOCAL, "q": Kept("shared", 0)}  # q: a direction
 
@@ -45,21 +45,21 @@ class PowerSGD(SelectiveCompressor):
     start_step: int = option(Count(), 0, "steps before this one go dense")
     min_rate: float = option(Number(0), 2.0, "tensors that would shrink less than this many times go dense")
 
-    def adapted(self, shape):
+    def adapted(self, shape: Tuple[int, ...]) -> Optional["PowerSGD"]:
         n, m = _matrix(shape, self.rank)
         return self if 0 < n * m >= self.min_rate * _factors(n, m, self.rank) else None
 
-    def init(self, name, shape):
+    def init(self, name: str, shape: Tuple[int, ...]) -> PowerSGDState:
         n, m = _matrix(shape, self.rank)
         rank = min(self.rank, n, m)
         q = np.random.default_rng(self.key("start", name)).standard_normal(rank * m, np.float32)
         kernels.of(q).orthonormalize(q, rank=rank)  # the same space; but nearly parallel vectors would lose a direction to rounding
         return PowerSGDState(name, {"residual": zeros(n * m), "q": q}, rank=rank, p=zeros(rank * n), q=zeros(rank * m))
 
-    def collectives(self, size):
+    def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (Collective("allreduce", "float32", "sum"),) * 2
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: PowerSGDState, step: Step) -> Encoding:
         if step.index < self.start_step:
             return HostReduce(grad)
         k = kernels.of(grad)
@@ -80,7 +80,7 @@ class PowerSGD(SelectiveCompressor):
         k.project_back(residual, p, q, rank=rank)
         return Allreduce(q)
 
-    def decode(self, summed, out, state, step, scale):
+    def decode(self, summed: np.ndarray, out: np.ndarray, state: PowerSGDState, step: Step, scale: float) -> bool:
         k = kernels.of(out)
         rank, size, p, q = state.rank, step.size, state.p, state.q
         np.divide(summed, np.float32(size), out=q)
@@ -88,33 +88,33 @@ class PowerSGD(SelectiveCompressor):
         if not largest * max(1.0, abs(scale * size)) < _MOST:
             out.fill(np.nan)
             last = state.arrays["q"]
-            if k.max_abs(last) > _SHORT:  # its length does not matter: shorter, the next sum may stay in range
+            if k.max_abs(last) > _SHORT:  # lengths do not matter, and with a shorter one the next sum may stay in range
                 last *= _SHORT
             return False
         k.product(p, q, out, rank=rank, scale=scale * size)
         state.sent = q
         return True
 
-    def commit(self, state):
+    def commit(self, state: PowerSGDState) -> None:
         if state.sent is not None:
             state.pending = True
             largest = kernels.of(state.sent).max_abs(state.sent)
-            if largest > 0:  # the length of its vectors does not matter, and would overflow sooner or later
+            if largest > 0:  # the lengths of vectors do not matter, and would overflow sooner or later
                 np.divide(state.sent, np.float32(largest), out=state.arrays["q"])
 
-    def apply_pending(self, state):
+    def apply_pending(self, state: PowerSGDState) -> None:
         if state.pending:
             state.pending = False
             kernels.of(state.p).subtract_product(state.arrays["residual"], state.p, state.q, rank=state.rank)
 
 
-def _matrix(shape, rank):
-    """Rows and columns: the product of the first dimensions and that of the others, which leaves elements where they lie. Of all
-    such splits the one of the smallest factors, of equal ones the first."""
+def _matrix(shape: Tuple[int, ...], rank: int) -> Tuple[int, int]:
+    """Rows and columns: the products of the first dimensions and of the others, so that elements need not move. Of all splits it is
+    the first one with the smallest factors."""
     splits = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, max(len(shape), 2))]
-    return min(splits, key=lambda split: _factors(*split, rank))
+    return min(splits, key=lambda split: _factors(split[0], split[1], rank))
 
 
-def _factors(n, m, rank):
+def _factors(n: int, m: int, rank: int) -> int:
     """Floats of P and Q."""
     return min(rank, n, m) * (n + m)

@@ -2,32 +2,32 @@
 import dataclasses
 import math
 from abc import abstractmethod
-from typing import Optional
+from typing import Any, Generator, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from .. import kernels
-from ..requests import Allreduce, Collective
-from .base import LARGEST
+from ..requests import Allreduce, Collective, Payload, Request
+from .base import LARGEST, Step
 from .globalrandk import CoordinatesState, SharedCoordinates
 
 
 @dataclasses.dataclass
 class _Drawn:
-    """What encode knows of a step's codes and decode needs."""
+    """What decode needs to know of the open step's codes."""
 
-    indices: np.ndarray
-    w: float
-    size: int
-    steps: list
-    levels: np.ndarray = None  # with several scales, how many ranks' codes fit each
+    indices: Optional[np.ndarray] = None
+    w: float = 0.0
+    size: int = 1
+    steps: Sequence[float] = ()
+    levels: Optional[np.ndarray] = None  # with several scales, how many ranks' codes fit each
     finite: bool = True
 
     @property
-    def width(self):
+    def width(self) -> int:
         return _width(self.steps, self.size)
 
-    def dequantize(self, words, out, scale):
+    def dequantize(self, words: np.ndarray, out: np.ndarray, scale: float) -> None:
         kernels.of(out).dequantize(
             words, self.levels, out, w=self.w, steps=self.steps, width=self.width, size=self.size, scale=scale
         )
@@ -35,45 +35,46 @@ class _Drawn:
 
 @dataclasses.dataclass
 class QuantizerState(CoordinatesState):
-    """peaks: the bits of the largest magnitudes of each 64 values; scales: this rank's words of which scales fit; drawn: the open
-    step's, for decode."""
+    """peaks are the bits of the largest magnitude of each 64 values. scales are this rank's words that say which scales fit. drawn is
+    that of the open step."""
 
     peaks: Optional[np.ndarray] = None
     scales: Optional[np.ndarray] = None
-    drawn: Optional[_Drawn] = None
+    drawn: _Drawn = dataclasses.field(default_factory=_Drawn)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SharedScaleQuantizer(SharedCoordinates):
     """Rounds every element at random to one of 2s + 1 values from -w to w, w being the largest norm of all ranks.
 
-    All ranks use the same w, so integer codes add up: N ranks' sums fit fields of ⌈log2(2·N·s + 1)⌉ bits, many to a word, and an
-    allreduce adds the words. With several scales each element takes the finest at which its code is at most that of the
-    coarsest on every rank; the ranks agree on that first, by counting.
+    All ranks use the same w, so integer codes add up: sums of N ranks fit fields of ⌈log2(2·N·s + 1)⌉ bits, many to a word, and an
+    allreduce adds the words. With several scales each element uses the finest scale at which no rank's code is above the largest code
+    of the coarsest. The ranks agree on that scale first, by counting.
     """
 
-
-    def collectives(self, size):
+    def collectives(self, size: int) -> Tuple[Collective, ...]:
         spare_and_width = [(0, _width(self.steps, size))]
         if len(self.steps) > 1:
             spare_and_width.insert(0, (1, size.bit_length()))
         words = [Collective("allreduce", kernels.word_dtype(width, spare).name, "sum") for spare, width in spare_and_width]
         return (Collective("allreduce", "float32", "max"), *words)
 
-    def init(self, name, shape):
+    def init(self, name: str, shape: Tuple[int, ...]) -> QuantizerState:
         return QuantizerState(name, super().init(name, shape).arrays)
 
     @property
     @abstractmethod
-    def steps(self):
-        """s of each scale, ascending; codes of all of them are at most the first."""
+    def steps(self) -> List[float]:
+        """s of each scale, ascending. No code of any scale is above the first s."""
 
     @abstractmethod
-    def norm_of(self, values, peaks):
-        """What the shared scale is the largest of, and with one scale this rank's values are clipped at, in magnitude; infinity
-        where values are not finite. peaks: with several scales, what `max_abs` is to fill; else None."""
+    def norm_of(self, values: np.ndarray, peaks: Optional[np.ndarray]) -> float:
+        """This rank's norm; infinity where values are not finite. The shared scale is the largest norm of all ranks.
 
-    def encode(self, grad, state, step):
+        With one scale, magnitudes are clipped at this norm. peaks is filled as by the kernel `max_abs`, and None with one scale.
+        """
+
+    def encode(self, grad: np.ndarray, state: QuantizerState, step: Step) -> Generator[Request, Any, Payload]:
         k = kernels.of(grad)
         indices, values, finite = self.draw(grad, state, step)
         steps = self.steps
@@ -101,7 +102,7 @@ class SharedScaleQuantizer(SharedCoordinates):
         drawn.finite = math.isfinite(w)
         return Allreduce(words)
 
-    def decode(self, summed, out, state, step, scale):
+    def decode(self, summed: np.ndarray, out: np.ndarray, state: QuantizerState, step: Step, scale: float) -> bool:
         drawn = state.drawn
         if not drawn.finite or not math.isfinite(scale):
             out.fill(np.nan)
@@ -115,6 +116,6 @@ class SharedScaleQuantizer(SharedCoordinates):
         return drawn.w * abs(scale) * drawn.size < LARGEST or kernels.of(out).max_abs(out) < np.inf
 
 
-def _width(steps, size):
+def _width(steps: Sequence[float], size: int) -> int:
     """Bits of a field that holds any sum of `size` codes."""
     return (2 * size * int(steps[0])).bit_length()

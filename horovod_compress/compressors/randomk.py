@@ -2,11 +2,13 @@
 import dataclasses
 import math
 import struct
+from typing import Tuple
 
 import numpy as np
 
 from .. import kernels
-from .base import LOCAL, State, Undo, zeros
+from ..kernels import Encoded
+from .base import LOCAL, State, Step, Undo, zeros
 from .options import Number, option
 from .selective import SelectiveCompressor
 
@@ -15,8 +17,8 @@ from .selective import SelectiveCompressor
 class RandomK(SelectiveCompressor):
     """Sends ratio·d entries of the accumulated gradient, each rank its own random ones, and keeps the others in a residual.
 
-    Only values travel, and the number from which receivers draw the same places. The baseline for topk; where ranks should
-    share their places, so that payloads add up, see globalrandk.
+    Only values travel, and the key from which receivers draw the same indices. It is the baseline for topk. Where all ranks should
+    draw the same indices, so that payloads add up, see globalrandk.
     """
 
     id = "randomk"
@@ -26,13 +28,13 @@ class RandomK(SelectiveCompressor):
 
     ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of a tensor's elements sent in a step")
 
-    def init(self, name, shape):
+    def init(self, name: str, shape: Tuple[int, ...]) -> State:
         return State(name, {"residual": zeros(math.prod(shape))})
 
-    def payload_bits(self, step):
+    def payload_bits(self, step: Step) -> float:
         return 32 * self.ratio
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
         residual = state.arrays["residual"]
         finite = self.accumulate(grad, state, step)
         count = max(min(1, residual.size), math.ceil(self.ratio * residual.size - 1e-6)) if finite else 0
@@ -42,10 +44,10 @@ class RandomK(SelectiveCompressor):
         state.undo.append(Undo("residual", indices, values))
         return kernels.Encoded(kernels.new_body(struct.pack("<Q", key), values), count, finite)
 
-    def add(self, body, out, scale):
+    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
         if len(body) < 8 or (len(body) - 8) % 4 or (len(body) - 8) // 4 > out.size:
             raise ValueError("not a key and values for at most as many elements as the tensor has")
-        (key,) = struct.unpack_from("<Q", body)
+        (key,) = struct.unpack_from("<Q", body.data)
         values = np.frombuffer(body[8:].tobytes(), np.float32)
         indices = kernels.host.draw_coordinates(key=key, numel=out.size, first=0, count=len(values))
         return kernels.of(out).scatter_add(out, indices, values, scale=scale)

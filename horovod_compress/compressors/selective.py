@@ -1,24 +1,26 @@
-"""What compressors share that choose their tensors: the common options, the fallback, randomness, error feedback."""
+"""What compressors that choose their tensors share: common options, the dense fallback, randomness, error feedback."""
 import dataclasses
 import hashlib
 import math
 from abc import abstractmethod
+from typing import Any, Optional, Tuple
 
 import numpy as np
 
-from .base import LOCAL, Compressor, Kept, State, Undo, zeros
+from ..kernels import Encoded
+from .base import LOCAL, Compressor, Kept, State, Step, Undo, zeros
 from .fp16 import Float16
 from .none import NoCompression
 from .options import Choice, Count, Patterns, option
 
 _NO_RATE = 1e-30  # a learning rate below counts as 0
-_MOST_GROWTH = 2.0**100  # so that what has grown stays finite
+_MOST_GROWTH = 2.0**100  # so that the residual stays finite
 DENSE = {"fp32": NoCompression(), "fp16": Float16()}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SelectiveCompressor(Compressor):
-    """A compressor that is not for every tensor: `plan.compressor_for` leaves small, one-dimensional and excluded ones to `fallback()`."""
+    """A compressor that is not for every tensor: `plan.compressor_for` gives small, one-dimensional and excluded ones `fallback()`."""
 
     transport: str = option(
         Choice("horovod", "mpi"), "horovod", "what moves payloads: Horovod, while backward goes on; or MPI, all of a step at once"
@@ -27,57 +29,57 @@ class SelectiveCompressor(Compressor):
     min_numel: int = option(
         Count(), 1024, "tensors with fewer elements, and one-dimensional ones, go dense; 0: every tensor is compressed"
     )
-    exclude: tuple = option(Patterns(), (), "names of tensors that go dense, as shell patterns")
+    exclude: Tuple[str, ...] = option(Patterns(), (), "names of tensors that go dense, as shell patterns")
     dense: str = option(Choice("fp32", "fp16"), "fp32", "how tensors that go dense travel")
 
-    def adapted(self, shape):
-        """This compressor as a tensor of that shape needs it, or None where it does not pay for one."""
+    def adapted(self, shape: Tuple[int, ...]) -> Optional[Compressor]:
+        """This compressor with the options that suit a tensor of that shape, or None where compression does not pay."""
         return self
 
-    def fallback(self):
-        """The compressor of the tensors that this one leaves alone."""
+    def fallback(self) -> Compressor:
+        """The dense compressor of the tensors that this one does not compress."""
         return DENSE[self.dense]
 
-    def key(self, *words):
-        """64 bits that follow from the seed and `words`: tensor, step, and rank where ranks are to differ."""
+    def key(self, *words: Any) -> int:
+        """A 64-bit key that follows from the seed and `words`: tensor, step, and rank where ranks are to differ."""
         text = "/".join(map(str, (self.seed, *words)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ErrorFeedback(SelectiveCompressor):
-    """A compressor that gathers payloads and keeps in `residual` what they do not say.
+    """A compressor that gathers payloads and keeps their error in `residual`.
 
-    An optimizer multiplies what arrives by the learning rate. Where the residual follows that (`follow_lr`), what waits in it is
-    an update that was put off, γ·residual, and stays that update when γ changes; else it is a gradient, and counts with
-    whatever γ is when it is sent.
+    An optimizer multiplies results by the learning rate γ. Without `follow_lr` the residual is a gradient, which counts with the γ of
+    the step that sends it. With `follow_lr` it stands for the deferred update γ·residual, and is rescaled when γ changes so that this
+    update stays the same.
     """
 
     kept = {"residual": LOCAL, "lr": Kept("shared", 0)}
 
-    def init(self, name, shape):
+    def init(self, name: str, shape: Tuple[int, ...]) -> State:
         arrays = {"residual": zeros(math.prod(shape))}
         if self.follow_lr:
-            arrays["lr"] = np.zeros(1)  # that the residual is meant for; 0: none yet
+            arrays["lr"] = np.zeros(1)  # the γ that the residual is meant for; 0: none yet
         return State(name, arrays)
 
-    def growth(self, state, step):
-        """What the residual is to be multiplied by in this step: γ of the step before over γ of this one.
+    def growth(self, state: State, step: Step) -> float:
+        """The factor by which this step multiplies the residual: γ of the step before over γ of this one.
 
-        At γ = 0 nothing is applied, whatever is sent: such a step counts as one with the γ before. What is left of gradients
-        from before the first γ above 0 was meant for γ = 0, and is dropped.
+        At γ = 0 the optimizer applies nothing, so such a step counts as one with the γ before. A residual from before the first γ
+        above 0 was meant for γ = 0, and is dropped.
         """
         if not self.follow_lr or step.lr is None or step.lr < _NO_RATE:
             return 1.0
         last, state.arrays["lr"][0] = float(state.arrays["lr"][0]), step.lr
         return min(last / step.lr, _MOST_GROWTH)
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
         encoded = self.pack(grad, state.arrays["residual"], state, step)
         state.undo.append(Undo("residual", None, encoded.body))
         return encoded
 
-    def accumulate(self, grad, state, step):
+    def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         growth = self.growth(state, step)
         if growth != 1:
             residual = state.arrays["residual"]
@@ -86,13 +88,13 @@ class ErrorFeedback(SelectiveCompressor):
         return super().accumulate(grad, state, step)
 
     @abstractmethod
-    def pack(self, grad, residual, state, step):
-        """Adds the gradient to the residual, leaves it zero, and takes the payload, Encoded, out of the residual."""
+    def pack(self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step) -> Encoded:
+        """Adds the gradient to the residual, leaves the gradient zero, encodes the payload and subtracts that from the residual."""
 
 
-def decide_follow_lr(compressor, known, default):
-    """The compressor with `follow_lr` decided. known: whether every step will say its learning rate; ValueError where it must be.
-    default: what to do where the user leaves it open."""
+def decide_follow_lr(compressor: Compressor, known: bool, default: bool) -> Compressor:
+    """The compressor with `follow_lr` decided, by `default` where the user left it open. known: whether every step will have a learning
+    rate. Raises ValueError where `follow_lr` needs one and there is none."""
     if compressor.follow_lr and not known:
         raise ValueError(f"{compressor.id}: follow_lr needs the optimizer, whose learning rate it follows")
-    return dataclasses.replace(compressor, follow_lr=default) if compressor.follow_lr is None else compressor
+    return dataclasses.replace(compressor, **{"follow_lr": default}) if compressor.follow_lr is None else compressor  # an option only of some

@@ -1,6 +1,9 @@
 """TernGrad (Wen et al., NeurIPS 2017, arXiv 1705.07878)."""
 import dataclasses
 import math
+from typing import Optional
+
+import numpy as np
 
 from .. import kernels
 from .options import Number, option
@@ -11,8 +14,8 @@ from .quantizer import SharedScaleQuantizer
 class TernGrad(SharedScaleQuantizer):
     """Clips every element at clip·σ of its own rank and rounds it at random to -w, 0 or w, the ranks' largest after clipping.
 
-    Each rank has its own σ (section 4); the scale is shared by all ranks (section 3.4), so codes add up. Both are a tensor's, as in
-    the paper. Unbiased but for what is clipped.
+    Each rank has its own σ (section 4). The scale is shared by all ranks (section 3.4), so codes add up. Both are those of a tensor, as
+    in the paper. Apart from clipping it is unbiased.
     """
 
     id = "terngrad"
@@ -23,7 +26,7 @@ class TernGrad(SharedScaleQuantizer):
 
     steps = [1.0]
 
-    def norm_of(self, values, peaks):
+    def norm_of(self, values: np.ndarray, peaks: Optional[np.ndarray]) -> float:
         largest, deviation = kernels.of(values).max_abs_and_deviation(values)
         clipped = self.clip and deviation and math.isfinite(largest)
         return min(largest, self.clip * deviation) if clipped else largest

@@ -1,9 +1,13 @@
 """Top-k with error feedback (Aji, Heafield, EMNLP 2017, arXiv 1704.05021; Stich, Cordonnier, Jaggi, NeurIPS 2018)."""
 import dataclasses
 import math
+from typing import Tuple
+
+import numpy as np
 
 from .. import kernels
-from .base import LOCAL, State, Undo, zeros
+from ..kernels import Encoded
+from .base import LOCAL, State, Step, Undo, zeros
 from .options import Choice, Number, option
 from .selective import SelectiveCompressor
 
@@ -14,7 +18,7 @@ _VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16}
 class TopK(SelectiveCompressor):
     """Sends the ratio·d entries of largest accumulated gradient and keeps the others in a residual for later steps.
 
-    The ordinary optimizer works on the mean. A step that goes dense sends the residual of all elements.
+    The ordinary optimizer works on the mean. A dense step sends the residual of all elements.
     """
 
     id = "topk"
@@ -26,22 +30,25 @@ class TopK(SelectiveCompressor):
     sample_ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of elements sampled for the threshold")
     values: str = option(Choice("fp32", "fp16", "bf16"), "fp32", "values on the wire; the residual keeps the rounding error")
 
-    def density(self, step):
+    def density(self, step: int) -> float:
         """The share of elements sent at this step."""
         return self.ratio
 
-    def payload_bits(self, step):
+    def payload_bits(self, step: Step) -> float:
         density = self.density(step.index)
         return density * (_VALUE_BITS[self.values] + math.log2(1 / density) + 1.44)  # the last two: the entropy of an index
 
-    def init(self, name, shape):
+    def init(self, name: str, shape: Tuple[int, ...]) -> State:
         return State(name, {"residual": zeros(math.prod(shape))})
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
         return self.select(grad, state, step)
 
-    def select(self, grad, state, step, residual="residual", momentum=0.0, nesterov=False, masking=False):
-        """Advances momentum u, where there is one, and the array `residual`, and takes the payload out of them."""
+    def select(
+        self, grad: np.ndarray, state: State, step: Step, residual: str = "residual", momentum: float = 0.0, nesterov: bool = False,
+        masking: bool = False,
+    ) -> Encoded:
+        """Adds the gradient to momentum u, where there is one, and to the array `residual`, and moves the selection into a payload."""
         k, u, v = kernels.of(grad), state.arrays.get("u"), state.arrays[residual]
         most = max(min(1, v.size), math.ceil(self.density(step.index) * v.size - 1e-6))
         samples = int(self.sample_ratio * v.size) + 256

@@ -1,19 +1,20 @@
 """Variance-based gradient compression (Tsuzuku, Imachi, Akiba, ICLR 2018 workshop, arXiv 1802.06058)."""
 import dataclasses
 import math
-from typing import Optional
+from typing import Optional, Tuple
 
 import numpy as np
 
 from .. import kernels
-from .base import LARGEST, LOCAL, Kept, State, Undo, zeros
+from ..kernels import Encoded
+from .base import LARGEST, LOCAL, Kept, State, Step, Undo, zeros
 from .options import Choice, Flag, Number, option
 from .selective import SelectiveCompressor
 
 
 @dataclasses.dataclass
 class VarianceState(State):
-    """indices: uint32, of what the last step sent, whose memory the next may use."""
+    """indices are those of the last payload, uint32, whose memory the next step may use."""
 
     indices: Optional[np.ndarray] = None
 
@@ -22,14 +23,14 @@ class VarianceState(State):
 class Variance(SelectiveCompressor):
     """Sends an element once its accumulated mean is unambiguous against its noise: r² > alpha·v.
 
-    r accumulates gradients, v the squares of what each sample contributed to them; v decays by zeta where nothing is
-    sent. What is sent is rounded to a power of two: a sign and a 3-bit exponent an element (section 4.2), after which r
-    and v are 0 there. With `tau`, Strom's threshold is required too and sign(r)·tau is sent (section 4.4).
+    r accumulates gradients, and v the squares of what each sample contributed to them. v decays by zeta where nothing is sent. Values
+    are rounded to powers of two, a sign and a 3-bit exponent each (section 4.2), after which r and v are 0 there. With `tau`, Strom's
+    threshold is required too and sign(r)·tau is sent (section 4.4).
 
-    `moments` says what a sample is, and the same alpha does not mean the same in each: minibatch, which works everywhere and is
-    not the paper's, takes this rank's gradient of a step as one (noise between steps), microbatch each backward pass of
-    backward_passes_per_step, a group of samples, per_sample the samples themselves, exactly, as in the paper. An element whose
-    square leaves float32's range (|g| > 1.8e19) makes the step not finite.
+    `moments` says what counts as a sample, and the same alpha means something else in each. minibatch works everywhere and is not the
+    paper's: this rank's gradient of a step is one sample, so noise is that between steps. microbatch counts each backward pass of
+    backward_passes_per_step, a group of samples. per_sample counts the samples themselves, as in the paper. An element whose square
+    leaves float32's range (|g| > 1.8e19) makes the step not finite.
     """
 
     id = "variance"
@@ -43,10 +44,10 @@ class Variance(SelectiveCompressor):
     tau: float = option(Number(0, 1e30), 0.0, "above 0: Strom's threshold besides, and what is sent")
     error_feedback: bool = option(Flag(), False, "keep the rounding error in r; the paper drops it")
 
-    def init(self, name, shape):
+    def init(self, name: str, shape: Tuple[int, ...]) -> VarianceState:
         return VarianceState(name, {"r": zeros(math.prod(shape)), "v": zeros(math.prod(shape))})
 
-    def encode(self, grad, state, step):
+    def encode(self, grad: np.ndarray, state: VarianceState, step: Step) -> Encoded:
         r, v = state.arrays["r"], state.arrays["v"]
         encoded = kernels.of(grad).encode_variance(
             grad, step.squares, r, v, state.indices,
@@ -56,11 +57,11 @@ class Variance(SelectiveCompressor):
         state.undo = [Undo("r", state.indices, r_before, replace=True), Undo("v", state.indices, v_before, replace=True)]
         return encoded
 
-    def residual(self, state):
+    def residual(self, state: VarianceState) -> Optional[np.ndarray]:
         return state.arrays["r"]
 
-    def accumulate(self, grad, state, step):
-        # As in a gathered step in which nothing fires; where v is 0 all the same, that is put back.
+    def accumulate(self, grad: np.ndarray, state: VarianceState, step: Step) -> bool:
+        # Works as a gathered step that selects nothing. Elements with v = 0 are selected all the same, and are restored.
         r, v = state.arrays["r"], state.arrays["v"]
         encoded = kernels.of(grad).encode_variance(
             grad, step.squares, r, v, alpha=LARGEST, zeta=self.zeta, tau=0.0, error_feedback=False
@@ -69,6 +70,6 @@ class Variance(SelectiveCompressor):
         r[indices], v[indices] = before
         return encoded.finite
 
-    def forget_sent(self, state):
+    def forget_sent(self, state: VarianceState) -> None:
         super().forget_sent(state)
         state.arrays["v"].fill(0)

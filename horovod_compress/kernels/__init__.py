@@ -1,14 +1,16 @@
-"""The hot loops, on raw one-dimensional contiguous arrays, as sets of functions with the same names, arguments and meaning.
+"""The hot loops, on one-dimensional contiguous arrays: modules of functions with the same names, arguments and meaning.
 
-`of(array)` is the set that works on an array. Of NumPy arrays that is `host`: native (C++) where it was built, else the NumPy
-reference; `backend` says which, "native" or "reference". The variable HOROVOD_COMPRESS_KERNELS asks for one of them: by itself a
-missing native module is a warning, where it was asked for an error.
+`of(array)` is the module that works on an array. For NumPy arrays that is `host`: the native module (C++) where it was built, else the
+NumPy reference. `backend` names it, "native" or "reference". The environment variable HOROVOD_COMPRESS_KERNELS selects one of them. A
+missing native module is an error where it was selected, and otherwise a warning.
 
-Names: `encode_X` makes a payload's body, or the words of a sum; `decode_X` is its inverse; `decode_add_X` adds what a body decodes to.
-Arrays are positional arguments, numbers and flags keywords.
+`encode_X` makes a payload's body, or the words of a sum. `decode_X` is the inverse. `decode_add_X` decodes a body and adds the result.
+Arrays are positional arguments; numbers and flags are keywords.
 """
 import os
 import warnings
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +24,8 @@ _wanted = os.environ.get("HOROVOD_COMPRESS_KERNELS") or None
 if _wanted not in (None, "native", "reference"):
     raise ValueError(f"HOROVOD_COMPRESS_KERNELS must be native or reference, not {_wanted!r}")
 
-backend, host = "reference", reference
+backend = "reference"
+host: ModuleType = reference
 if _wanted != "reference":
     try:
         from . import native
@@ -40,7 +43,7 @@ if _wanted != "reference":
         )
 
 
-def of(array):
+def of(array: Any) -> ModuleType:
     """The kernels that work on this array, a module of functions."""
     if isinstance(array, np.ndarray):
         return host

@@ -1,27 +1,30 @@
 """The contract of a transport: named, asynchronous collectives on flat arrays."""
 from abc import ABC, abstractmethod
+from typing import Callable, List, Sequence
+
+import numpy as np
 
 
 class Transport(ABC):
     """Moves flat contiguous arrays between `size` ranks, of which this is `rank`.
 
-    Operations of one name belong together; their order may differ between ranks. Each returns a function that waits for
-    the result, to be called once.
+    Operations of one name on all ranks are one collective. Ranks may start collectives in different orders. Each method returns a
+    function that waits for the result, to be called once.
     """
 
     rank: int
     size: int
 
     @abstractmethod
-    def allgather(self, name, payload):
-        """Starts the gathering of uint8 arrays, whose lengths may differ; the result joins them in rank order."""
+    def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
+        """Starts an allgather of uint8 arrays, whose lengths may differ. The result joins them in rank order."""
 
     @abstractmethod
-    def allreduce(self, name, array, op="sum"):
-        """Starts the sum, or with op="max" the maximum, over ranks of float32, int32 or int64 arrays of one length; the result may lie
-        in `array`'s own memory."""
+    def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
+        """Starts the sum, or with op="max" the maximum, over ranks of float32, int32 or int64 arrays of one length. The result may use
+        the memory of `array`."""
 
     @abstractmethod
-    def alltoall(self, name, payload, splits):
-        """Starts sending each rank a part of a uint8 array: the first splits[0] bytes to rank 0, the next splits[1] to rank 1 …; the
-        result is the parts that came, a list by rank."""
+    def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
+        """Starts sending each rank a part of a uint8 array: the first splits[0] bytes to rank 0, the next splits[1] to rank 1 …. The
+        result is a list of the parts received, by rank."""

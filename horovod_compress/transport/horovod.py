@@ -1,5 +1,8 @@
-"""Horovod's own collectives, through horovod.torch: works under MPI and Gloo, fused by Horovod with everything else it does."""
+"""Horovod's own collectives, through horovod.torch. They work with MPI and Gloo, and Horovod fuses them with its other ones."""
+from typing import Any, Callable, List, Sequence
+
 import horovod.torch as hvd
+import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
@@ -11,41 +14,41 @@ _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 class HorovodTransport(Transport):
     """The ranks of a Horovod process set.
 
-    process_set: the one that is given to hvd.DistributedOptimizer too; default: all ranks.
+    process_set is the one that hvd.DistributedOptimizer has too, by default all ranks.
     """
 
-    def __init__(self, process_set=hvd.global_process_set):
+    def __init__(self, process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
         self._process_set = process_set
 
     @property
-    def rank(self):
+    def rank(self) -> int:
         return self._process_set.rank()
 
     @property
-    def size(self):
+    def size(self) -> int:
         return self._process_set.size()
 
-    def allgather(self, name, payload):
+    def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         handle = hvd.allgather_async(torch.from_numpy(payload), name=name, process_set=self._process_set)
         return lambda: self._wait(handle).numpy()
 
-    def allreduce(self, name, array, op="sum"):
+    def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
         tensor = torch.from_numpy(array)
         handle = hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=self._process_set)
         return lambda: self._wait(handle).numpy()
 
-    def alltoall(self, name, payload, splits):
-        splits = torch.tensor(splits, dtype=torch.int32)
-        handle = hvd.alltoall_async(torch.from_numpy(payload), splits, name=name, process_set=self._process_set)
+    def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
+        lengths = torch.tensor(splits, dtype=torch.int32)
+        handle = hvd.alltoall_async(torch.from_numpy(payload), lengths, name=name, process_set=self._process_set)
 
-        def wait():
+        def wait() -> List[np.ndarray]:
             received, lengths = self._wait(handle)
             return [part.numpy() for part in received.split(lengths.tolist())]
 
         return wait
 
     @staticmethod
-    def _wait(handle):
+    def _wait(handle: int) -> Any:
         try:
             return hvd.synchronize(handle)
         except HorovodInternalError as error:

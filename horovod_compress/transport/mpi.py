@@ -1,14 +1,16 @@
-"""MPI's collectives, through mpi4py: everything that a step has started travels in one exchange."""
+"""MPI's collectives, through mpi4py. All collectives that a step has started run together, in one exchange."""
 import time
 import warnings
 import zlib
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import numpy as np
 
 from ..handshake import MismatchError
 from .base import Transport
 
-_ALONE = 2**20  # bytes from which an array is reduced where it lies; smaller ones are put together
+_Key = Tuple[str, str]  # operation, name
+_ALONE = 2**20  # bytes from which an array is reduced in place; smaller ones are joined
 _MOST = 2**31 - 1  # bytes of one MPI operation
 _STALLED = 60.0  # seconds, as Horovod's own stall check
 
@@ -16,16 +18,16 @@ _STALLED = 60.0  # seconds, as Horovod's own stall check
 class MPITransport(Transport):
     """The ranks of a Horovod process set, on a communicator of their own, beside Horovod's use of MPI.
 
-    Nothing is sent before the first result is asked for. Then everything that was started goes together, in an order that
-    follows from the names: a fixed number of bytes that says how much comes, one Allgatherv of all payloads, one Allreduce
-    for each operation and type. All ranks must have started the same operations by then.
+    Nothing is sent before the first call that waits for a result. Then all collectives that were started run, in an order that follows
+    from their names: an announcement of sizes, of fixed length, one Allgatherv of all payloads, and one Allreduce for each operation
+    and type. All ranks must have started the same operations by then.
 
-    hvd: the framework's Horovod, initialized; process_set: the one that is given to hvd.DistributedOptimizer too, whose ranks make the
-    communicator together when they first exchange something. Raises ValueError where mpi4py is missing, or Horovod does not run on
-    MPI with threads.
+    hvd is the framework's Horovod, initialized. process_set is the one that hvd.DistributedOptimizer has too. The ranks of the set make
+    the communicator together in their first exchange. Raises ValueError where mpi4py is missing, or Horovod does not run on MPI with
+    threads.
     """
 
-    def __init__(self, hvd, process_set):
+    def __init__(self, hvd: Any, process_set: Any) -> None:
         if not hvd.mpi_enabled():
             raise ValueError(
                 "transport=mpi needs a Horovod that runs on MPI: start with mpirun or horovodrun --mpi, or say transport=horovod"
@@ -38,36 +40,37 @@ class MPITransport(Transport):
             raise ValueError("transport=mpi needs MPI with MPI_THREAD_MULTIPLE, because Horovod uses it at the same time")
         if (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) != (hvd.rank(), hvd.size()):
             raise ValueError("transport=mpi needs hvd.init() without a communicator: Horovod's ranks must be those of MPI_COMM_WORLD")
-        self._mpi, self._comm, self._process_set = MPI, None, process_set
-        self._started = {}  # (operation, name): array, until it is sent
-        self._splits = {}  # of alltoalls that were started, bytes for each rank
-        self._arrived = {}
-        self._announcing = None  # what MPI may still write to
+        self._mpi, self._process_set = MPI, process_set
+        self._comm: Any = None
+        self._started: Dict[_Key, np.ndarray] = {}  # until they are sent
+        self._splits: Dict[str, np.ndarray] = {}  # of alltoalls that were started, bytes for each rank
+        self._arrived: Dict[_Key, Any] = {}
+        self._announcing: Any = None  # what MPI may still write to
         self._broken = False
 
     @property
-    def rank(self):
+    def rank(self) -> int:
         return self._process_set.rank()
 
     @property
-    def size(self):
+    def size(self) -> int:
         return self._process_set.size()
 
-    def allgather(self, name, payload):
+    def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         return self._start(("gather", name), payload)
 
-    def allreduce(self, name, array, op="sum"):
+    def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
         return self._start((op, name), array)
 
-    def alltoall(self, name, payload, splits):
+    def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
         self._splits[name] = np.array(splits, np.int64)
         return self._start(("alltoall", name), payload)
 
-    def _start(self, key, array):
+    def _start(self, key: _Key, array: np.ndarray) -> Callable[[], Any]:
         self._arrived.pop(key, None)  # of a step that was abandoned
         self._started[key] = array
 
-        def wait():
+        def wait() -> Any:
             if key in self._started:
                 self._exchange()
             if key not in self._arrived:
@@ -76,20 +79,20 @@ class MPITransport(Transport):
 
         return wait
 
-    def _exchange(self):
+    def _exchange(self) -> None:
         if self._broken:
             raise RuntimeError("an exchange over MPI was interrupted: this rank is no longer in step with the others, start again")
         if self._comm is None:
             self._comm = self._mpi.COMM_WORLD.Create_group(self._mpi.COMM_WORLD.group.Incl(self._process_set.ranks))
         started, self._started = sorted(self._started.items()), {}
         try:
-            self._carry(started)
+            self._run(started)
         except BaseException as error:
             self._arrived.clear()
-            self._broken = not isinstance(error, (MismatchError, ValueError))  # those come on all ranks alike
+            self._broken = not isinstance(error, (MismatchError, ValueError))  # all ranks raise those alike
             raise
 
-    def _carry(self, started):
+    def _run(self, started: List[Tuple[_Key, np.ndarray]]) -> None:
         gathered = {name: array for (op, name), array in started if op == "gather"}
         lengths = np.array([array.nbytes for array in gathered.values()], np.int64)
         sent = np.concatenate([lengths.view(np.uint8), *gathered.values()])
@@ -107,13 +110,13 @@ class MPITransport(Transport):
         for op, dtype in sorted({(op, array.dtype.str) for (op, _), array in reduced}):
             self._reduce(op, {key: array for key, array in reduced if (key[0], array.dtype.str) == (op, dtype)})
 
-    def _announce(self, started, size):
-        """What each rank will gather, in bytes. MismatchError, on all ranks, where they have not started the same operations."""
+    def _announce(self, started: List[Tuple[_Key, np.ndarray]], size: int) -> np.ndarray:
+        """The bytes that each rank contributes to the Allgatherv. Raises MismatchError, on all ranks, where operations differ."""
         operations = [(*key, array.nbytes if key[0] in ("sum", "max") else 0) for key, array in started]
-        mine = np.array([size, len(started), zlib.crc32(repr(operations).encode())], np.int64)
-        all_ranks = np.empty((self.size, mine.size), np.int64)
-        request, since, warned = self._comm.Iallgather(mine, all_ranks), time.monotonic(), False
-        self._announcing = request, mine, all_ranks
+        own = np.array([size, len(started), zlib.crc32(repr(operations).encode())], np.int64)
+        all_ranks = np.empty((self.size, own.size), np.int64)
+        request, since, warned = self._comm.Iallgather(own, all_ranks), time.monotonic(), False
+        self._announcing = request, own, all_ranks
         while not request.Test():
             waited = time.monotonic() - since
             if waited > 1e-3:
@@ -125,34 +128,34 @@ class MPITransport(Transport):
                     "what goes with it. With transport=mpi all ranks must take the same number of steps: hvd.join() is not supported",
                     RuntimeWarning, stacklevel=2,
                 )
-        for rank, theirs in enumerate(all_ranks):
-            if (theirs[1:] != all_ranks[0][1:]).any():
+        for rank, announced in enumerate(all_ranks):
+            if (announced[1:] != all_ranks[0][1:]).any():
                 raise MismatchError(
-                    f"rank {rank} exchanges {theirs[1]} arrays in this step and rank 0 {all_ranks[0][1]}, or others: all ranks must "
+                    f"rank {rank} exchanges {announced[1]} arrays in this step and rank 0 {all_ranks[0][1]}, or others: all ranks must "
                     "have the same gradients in every step"
                 )
         return all_ranks[:, 0].copy()
 
-    def _exchange_parts(self, payload, splits):
-        """The parts of an alltoall that came, by rank."""
+    def _exchange_parts(self, payload: np.ndarray, splits: np.ndarray) -> List[np.ndarray]:
+        """The parts that an alltoall received, by rank."""
         lengths = np.empty(self.size, np.int64)
         self._comm.Alltoall(splits, lengths)
         received = np.empty(lengths.sum(), np.uint8)
         self._comm.Alltoallv([payload, splits], [received, lengths])
         return np.split(received, np.cumsum(lengths)[:-1])
 
-    def _hand_out(self, names, received, totals):
+    def _hand_out(self, names: List[str], received: np.ndarray, totals: np.ndarray) -> None:
         """Joins each operation's parts in rank order."""
-        parts = {name: [] for name in names}
+        parts: Dict[str, List[np.ndarray]] = {name: [] for name in names}
         for rank_part in np.split(received, np.cumsum(totals)[:-1]):
             lengths = rank_part[: 8 * len(names)].view(np.int64)
             ends = 8 * len(names) + np.cumsum(lengths)
             for name, length, end in zip(names, lengths.tolist(), ends.tolist()):
                 parts[name].append(rank_part[end - length : end])
-        for name, its in parts.items():
-            self._arrived["gather", name] = np.concatenate(its)
+        for name, arrays in parts.items():
+            self._arrived["gather", name] = np.concatenate(arrays)
 
-    def _reduce(self, op, arrays):
+    def _reduce(self, op: str, arrays: Dict[_Key, np.ndarray]) -> None:
         operation = {"sum": self._mpi.SUM, "max": self._mpi.MAX}[op]
         together = {key: array for key, array in arrays.items() if array.nbytes < _ALONE}
         for key, array in arrays.items():

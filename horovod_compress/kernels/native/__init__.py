@@ -1,4 +1,4 @@
-"""The kernels in C++: the functions of `kernels.reference` by the same names, and a choice of instructions for tests.
+"""The kernels in C++: the functions of `kernels.reference` by the same names, and a function by which tests choose CPU instructions.
 
 Importing this raises ImportError where the extension was not built.
 """

@@ -1,7 +1,7 @@
-"""The kernels as the papers state them, in NumPy. The native ones are tested against these; one name, one meaning, both sets.
+"""The kernels as the papers state them, in NumPy. The native kernels have the same names and meanings, and are tested against these.
 
-All arrays are one-dimensional and contiguous; gradients, residuals and values are float32, indices uint32. What makes a payload's body
-returns `Encoded`.
+All arrays are one-dimensional and contiguous. Gradients, residuals and values are float32; indices are uint32. Encoders of a payload's
+body return `Encoded`.
 """
 from .adaptive import encode_adacomp, encode_strom, encode_variance
 from .buckets import decode_add_buckets, encode_buckets

@@ -1,16 +1,19 @@
-"""Passes that decide element by element, or bin by bin, whether enough has gathered to be sent.
+"""Adaptive selections: element by element, or bin by bin, from the values of the residual.
 
-Each adds the gradient to the residual, selects by what stands there now, encodes the selection as a sparse body, and subtracts what that
-decodes to; AdaComp subtracts it in the next call. Where the gradient is not finite everywhere nothing is selected.
+Each adds the gradient to the residual, selects elements, encodes the selection as a sparse body, and subtracts the decoded values from
+the residual; AdaComp subtracts them in the next call. Where the gradient is not finite everywhere nothing is selected.
 """
+from typing import Optional, Tuple
+
 import numpy as np
 
-from .dense import TOO_LARGE
+from ..encoded import Encoded
+from .dense import TOO_LARGE, Float
 from .sparse import encode_sparse
 
 
-def encode_strom(grad, residual, *, tau):
-    """Threshold quantization (Strom, Interspeech 2015): r ← r + g; where |r| > tau, sign(r)·tau is sent and taken out of r.
+def encode_strom(grad: np.ndarray, residual: np.ndarray, *, tau: float) -> Encoded:
+    """Threshold quantization (Strom, Interspeech 2015): r ← r + g; where |r| > tau, sign(r)·tau is sent and subtracted from r.
 
     grad is left zero; an element whose new r would be TOO_LARGE or NaN keeps its old one, and then nothing is sent.
     """
@@ -21,18 +24,21 @@ def encode_strom(grad, residual, *, tau):
     return encode_sparse(indices.astype(np.uint32), values, kind="sign", scale=tau)._replace(finite=finite)
 
 
-def encode_variance(grad, squares, r, v, spare=None, *, alpha, zeta, tau, error_feedback):
+def encode_variance(
+    grad: np.ndarray, squares: Optional[np.ndarray], r: np.ndarray, v: np.ndarray, spare: Optional[np.ndarray] = None, *,
+    alpha: Float, zeta: Float, tau: Float, error_feedback: bool,
+) -> Encoded:
     """Variance-based compression (Tsuzuku et al., ICLR 2018 workshop).
 
     r ← r + g, v ← v + squares (squares None: g²). Where r² > alpha·v and |r| > tau the element is sent, elsewhere
     v ← zeta·v. grad is left zero; an element whose new r would be TOO_LARGE or NaN, or v infinite, keeps its old ones.
 
     tau 0: r is rounded to a power of two, the largest ones down, and sent with a sign and a 3-bit exponent below the
-    largest's; what would need more keeps r and v. Then v ← 0, and r ← 0, or the rounding error with error_feedback.
+    largest's. An element that would need more bits keeps r and v. Else v ← 0, and r ← 0, or the rounding error with error_feedback.
     tau above 0 (Strom hybrid): sign(r)·tau is sent, r ← r − sign(r)·tau, v ← max(v − 2|r|tau + tau², 0).
 
-    undo: (indices, rows of r and v as they were there before anything was sent). spare: an earlier step's indices, which nobody
-    needs any more, nor the rows that came with them: the native function takes their memory where it is large enough.
+    undo: (indices, rows of r and v there before the subtraction). spare: indices of an earlier step. The native function reuses their
+    memory, and that of the rows returned with them, where it is large enough.
     """
     alpha, zeta, tau = np.float32(alpha), np.float32(zeta), np.float32(tau)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -43,8 +49,8 @@ def encode_variance(grad, squares, r, v, spare=None, *, alpha, zeta, tau, error_
     v[...] = np.where(fires, v, zeta * v)
     grad.fill(0)
     finite = bool(good.all())
-    indices = np.flatnonzero(fires) if finite else np.empty(0, np.int64)
-    kind, scale = "sign", tau
+    indices: np.ndarray = np.flatnonzero(fires) if finite else np.empty(0, np.int64)
+    kind, scale = "sign", float(tau)
     if tau > 0:
         values = np.copysign(tau, r[indices])
     else:
@@ -57,10 +63,10 @@ def encode_variance(grad, squares, r, v, spare=None, *, alpha, zeta, tau, error_
         v[indices] = 0
     r[indices] = r[indices] - values if tau > 0 or error_feedback else 0
     indices = indices.astype(np.uint32)
-    return encode_sparse(indices, values, kind=kind, scale=float(scale))._replace(finite=finite, undo=(indices, before))
+    return encode_sparse(indices, values, kind=kind, scale=scale)._replace(finite=finite, undo=(indices, before))
 
 
-def _powers(indices, r):
+def _powers(indices: np.ndarray, r: np.ndarray) -> Tuple[np.ndarray, np.ndarray, float]:
     """(indices, values, scale) of the powers of two that stand for r there."""
     mantissa, exponent = np.frexp(np.abs(r[indices]))  # in [0.5, 1)·2^exponent
     top = exponent.max(initial=-1000)
@@ -72,13 +78,13 @@ def _powers(indices, r):
     return indices[keep], values.astype(np.float32), float(np.ldexp(0.5, top))
 
 
-def encode_adacomp(grad, residual, sent, *, sent_scale, bin_length, scale_factor):
+def encode_adacomp(grad: np.ndarray, residual: np.ndarray, sent: np.ndarray, *, sent_scale: float, bin_length: int, scale_factor: float) -> Encoded:
     """AdaComp (Chen et al., AAAI 2018): G = residual + g, H = residual + scale_factor·g; in each bin of bin_length elements those
     with |H| ≥ max |G| are sent, as sign(G) times scale, the mean of all bins' maxima.
 
-    What was sent stays in the residual until the next call, which first takes sign(residual)·sent_scale out of it at the ascending
-    places `sent`. grad is left zero; an element whose new G would be TOO_LARGE or NaN keeps its old residual, and then nothing is sent.
-    An element with G = 0 is not sent. undo: (places of what is sent, scale), which are `sent` and `sent_scale` of the next call.
+    The selection stays in the residual until the next call, which first subtracts sign(residual)·sent_scale at the ascending indices
+    `sent`. grad is left zero; an element whose new G would be TOO_LARGE or NaN keeps its old residual, and then nothing is sent.
+    An element with G = 0 is not sent. undo: (indices of the selection, scale), which are `sent` and `sent_scale` of the next call.
     """
     if len(sent) and sent.max() >= len(residual):
         raise ValueError("index outside the tensor")
@@ -96,13 +102,13 @@ def encode_adacomp(grad, residual, sent, *, sent_scale, bin_length, scale_factor
         h = residual + np.float32(scale_factor - 1) * g
     scale = np.float32(gmax.sum(dtype=np.float64) / max(len(gmax), 1))
     selected = (np.abs(h) >= gmax[bins]) & (residual != 0)
-    indices = np.flatnonzero(selected) if finite and scale else np.empty(0, np.int64)
+    indices: np.ndarray = np.flatnonzero(selected) if finite and scale else np.empty(0, np.int64)
     indices = indices.astype(np.uint32)
     encoded = encode_sparse(indices, np.copysign(scale, residual[indices]), kind="sign", scale=scale)
     return encoded._replace(finite=finite, undo=(indices, float(scale)))
 
 
-def _accumulate(residual, grad):
+def _accumulate(residual: np.ndarray, grad: np.ndarray) -> bool:
     """residual += grad where that is neither TOO_LARGE nor NaN; grad becomes zero. Returns whether it was finite everywhere."""
     with np.errstate(over="ignore", invalid="ignore"):
         moved = residual + grad

@@ -1,10 +1,11 @@
 """Levels by bucket, each bucket against its own norm (QSGD, Alistarh et al., NeurIPS 2017, arXiv 1610.02132).
 
-Body: coding (0 fixed width, 1 Elias); a float32 norm for each bucket; then either, for each bucket, a byte for the width
-that holds what its largest element may become, and its levels in columns; or a uint32 count and for each level that is not 0: gamma code of
-the zeros before it plus 1, a sign bit, gamma code of its magnitude.
+A body has the coding (0 fixed width, 1 Elias) and a float32 norm for each bucket. At fixed width follow, for each bucket, a byte for the
+width that holds the largest level possible for its elements, then all levels in columns. In Elias' code follow a uint32 count and, for each
+level that is not 0, the gamma code of the number of zeros before it plus 1, a sign bit, and the gamma code of the level's magnitude.
 """
 import struct
+from typing import Optional
 
 import numpy as np
 
@@ -13,15 +14,15 @@ from .columns import BLOCK, block_bits, columns_of, from_columns, to_columns
 from .quantization import one_of, round_at_random
 
 _FIXED, _ELIAS = 0, 1
-_SAMPLED, _FEW = 16, 64  # every so manieth bucket is sampled, all of so few
+_SAMPLED, _FEW = 16, 64  # every 16th bucket is sampled; all of them where there are fewer than 64
 _LARGEST = np.finfo(np.float32).max
 
 
-def encode_buckets(grad, spare=None, *, steps, bucket, l2, limit, key):
+def encode_buckets(grad: np.ndarray, spare: Optional[np.ndarray] = None, *, steps: int, bucket: int, l2: bool, limit: float, key: int) -> Encoded:
     """Levels sign(x)·(⌊y⌋ + Bernoulli(y − ⌊y⌋)), y = |x|/norm·steps, with the norm of the bucket: max |x|, or ‖x‖₂ with l2.
 
-    limit: Elias' code is used where it takes less than this share of the bytes at fixed width. grad is left zero. Of a gradient that
-    is not finite nothing is sent. undo: (memory,), which the native function takes as `spare` in the next call.
+    limit: Elias' code is used where it takes less than this share of the bytes at fixed width. grad is left zero. Nothing is sent of a
+    gradient that is not finite. undo: (memory,), which is `spare` of the native function's next call.
     """
     n = len(grad)
     bucket = min(bucket, max(n, 1))
@@ -44,8 +45,8 @@ def encode_buckets(grad, spare=None, *, steps, bucket, l2, limit, key):
     grad.fill(0)
     fixed = np.concatenate([np.empty(0, np.uint32), *packed])
     sample = [levels[b * bucket : (b + 1) * bucket] for b in range(0, len(norms), 1 if len(norms) < _FEW else _SAMPLED)]
-    bits, counted, whole = sum(len(_elias(part)) for part in sample), sum(map(len, sample)), len(widths) + fixed.nbytes
-    estimate = bits * n / counted if counted and limit < 1 else 0  # native code writes it where it is promising only
+    elias_bits, counted, whole = sum(len(_elias(part)) for part in sample), sum(map(len, sample)), len(widths) + fixed.nbytes
+    estimate = elias_bits * n / counted if counted and limit < 1 else 0  # native code writes Elias' code only where the estimate is promising
     coded = _elias(levels) if limit else ""
     most = min(whole, int(np.float32(limit) * np.float32(whole)))
     if finite and estimate < 8 * most and 4 + (len(coded) + 7) // 8 < most:
@@ -56,7 +57,7 @@ def encode_buckets(grad, spare=None, *, steps, bucket, l2, limit, key):
     return Encoded(body, n, finite, (body,))
 
 
-def decode_add_buckets(out, body, *, steps, bucket, scale):
+def decode_add_buckets(out: np.ndarray, body: np.ndarray, *, steps: int, bucket: int, scale: float) -> bool:
     """out += scale · norm/steps · levels, in place; returns whether out is finite. ValueError, and nothing changed,
     for a body that encode_buckets cannot have made."""
     n = len(out)
@@ -75,16 +76,16 @@ def decode_add_buckets(out, body, *, steps, bucket, scale):
     return bool(np.isfinite(out).all())
 
 
-def _width(largest):
-    """Bits for -largest … largest."""
+def _width(largest: int) -> int:
+    """Bits that hold -largest … largest."""
     return (2 * largest).bit_length()
 
 
-def _offset(width):
+def _offset(width: int) -> int:
     return (1 << width - 1) - 1 if width else 0
 
 
-def _norm(x, l2):
+def _norm(x: np.ndarray, l2: bool) -> np.float32:
     peak = np.abs(x).max(initial=0)
     if not l2 or peak == 0:
         return peak
@@ -93,14 +94,14 @@ def _norm(x, l2):
     return max(np.float32(min(norm, np.float64(_LARGEST))), peak)
 
 
-def _factor(norm, steps):
-    """What makes steps of numbers up to norm, in units of 1/one_of(steps), norm itself becoming no more than `steps`."""
+def _factor(norm: np.float32, steps: int) -> np.float32:
+    """The factor from numbers up to norm to steps in units of 1/one_of(steps), by which norm itself becomes at most `steps`."""
     most = np.float32(steps) * np.float32(one_of(steps))
     factor = most / norm
     return np.nextafter(factor, np.float32(0)) if norm * factor > most else factor
 
 
-def _elias(levels):
+def _elias(levels: np.ndarray) -> str:
     bits, last = [], -1
     for i in np.flatnonzero(levels).tolist():
         level = int(levels[i])
@@ -109,13 +110,13 @@ def _elias(levels):
     return "".join(bits)
 
 
-def _gamma(n):
-    """As many ones as n has bits after the first, a zero, those bits from the lowest up."""
+def _gamma(n: int) -> str:
+    """The gamma code of n: a one for each bit after the first, a zero, then those bits from the lowest up."""
     rest = n.bit_length() - 1
     return "1" * rest + "0" + "".join(str(n >> j & 1) for j in range(rest))
 
 
-def _read_fixed(data, n, bucket, steps):
+def _read_fixed(data: np.ndarray, n: int, bucket: int, steps: int) -> np.ndarray:
     buckets = -(-n // bucket)
     widths = data[:buckets].astype(int)
     if len(widths) < buckets or (widths > _width(steps)).any():
@@ -132,7 +133,7 @@ def _read_fixed(data, n, bucket, steps):
     return np.concatenate(levels)
 
 
-def _read_elias(data, n, steps):
+def _read_elias(data: np.ndarray, n: int, steps: int) -> np.ndarray:
     if len(data) < 4:
         raise ValueError("cut off before its levels")
     (count,) = struct.unpack("<I", data[:4].tobytes())
@@ -142,7 +143,7 @@ def _read_elias(data, n, steps):
     levels = np.zeros(n, np.int64)
     at, index = 0, -1
 
-    def gamma():
+    def gamma() -> int:
         nonlocal at
         rest = 0
         while bits[at]:

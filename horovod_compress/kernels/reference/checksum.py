@@ -1,4 +1,4 @@
-"""The checksum of frames: the words of a line of 16 go through one stream each, and the streams are mixed in the end."""
+"""The checksum of frames: each of the 16 words of a line feeds its own stream, and the streams are mixed in the end."""
 import numpy as np
 
 _LANES = 16
@@ -6,8 +6,8 @@ _FIRST, _SECOND, _THIRD = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _MASK = 0xFFFFFFFF
 
 
-def checksum(data):
-    """32 bits of a uint8 array: its little-endian words, padded with zeros to whole lines of 16, go through 16 streams,
+def checksum(data: np.ndarray) -> int:
+    """32 bits of a uint8 array. Its little-endian words, padded with zeros to whole lines of 16, feed 16 streams,
     h ← rotate(h + word·B, 13)·A; those and the length are mixed in the end. A changed word always changes its stream."""
     padded = np.zeros((len(data) // (4 * _LANES) + 1) * 4 * _LANES, np.uint8)
     padded[: len(data)] = data

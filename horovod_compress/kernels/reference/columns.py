@@ -1,7 +1,7 @@
-"""Codes of any width side by side, where no sums of words are needed: not a bit stays free.
+"""Codes of any width packed without free bits, for payloads whose words need not add up.
 
-A block of 512 elements is 32 rows of 16 columns, the last of ⌈count/32⌉ columns. The codes of a column, `width` bits each,
-follow each other in `width` uint32 words; word k of column c lies at k·columns + c.
+A block of 512 elements is 32 rows of 16 columns; the last block has ⌈count/32⌉ columns. The codes of a column, `width` bits each,
+follow each other in `width` uint32 words. Word k of column c lies at k·columns + c.
 """
 import numpy as np
 
@@ -10,13 +10,13 @@ from .quantization import next_bits, random_bits
 BLOCK, _ROWS, _DRAWS = 512, 32, 64
 
 
-def to_columns(codes, width, offset=0):
+def to_columns(codes: np.ndarray, width: int, offset: int = 0) -> np.ndarray:
     """uint32 words of int64 codes + offset."""
     blocks = (codes[first : first + BLOCK] for first in range(0, len(codes), BLOCK))
     return np.concatenate([np.empty(0, np.uint32), *(_put(block, width, offset) for block in blocks)])
 
 
-def from_columns(words, count, width, offset=0):
+def from_columns(words: np.ndarray, count: int, width: int, offset: int = 0) -> np.ndarray:
     """int64 codes, from words of codes + offset."""
     codes, at = [np.empty(0, np.int64)], 0
     for first in range(0, count, BLOCK):
@@ -27,17 +27,17 @@ def from_columns(words, count, width, offset=0):
     return np.concatenate(codes) - offset
 
 
-def columns_of(count):
+def columns_of(count: int) -> int:
     return -(-count // _ROWS)
 
 
-def block_bits(count, key):
+def block_bits(count: int, key: int) -> np.ndarray:
     """A row of 512 random bits for each of `count` blocks: elements 64 apart share a draw."""
     drawn = random_bits(key=key, n=count * _DRAWS)
     return next_bits(drawn, BLOCK // _DRAWS).reshape(BLOCK // _DRAWS, count, _DRAWS).swapaxes(0, 1).reshape(count, BLOCK)
 
 
-def _put(codes, width, offset):
+def _put(codes: np.ndarray, width: int, offset: int) -> np.ndarray:
     columns = columns_of(len(codes))
     padded = np.zeros(_ROWS * columns, np.int64)
     padded[: len(codes)] = codes
@@ -46,7 +46,7 @@ def _put(codes, width, offset):
     return words.sum(axis=1).astype(np.uint32).reshape(-1)
 
 
-def _take(words, count, width):
+def _take(words: np.ndarray, count: int, width: int) -> np.ndarray:
     columns = columns_of(count)
     bits = words.astype(np.int64).reshape(width, 1, columns) >> np.arange(32)[:, None] & 1
     codes = bits.reshape(_ROWS, width, columns) << np.arange(width)[:, None]

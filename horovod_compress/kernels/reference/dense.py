@@ -1,10 +1,13 @@
-"""What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries; how threads treat denormal numbers."""
+"""Operations on whole tensors: norms, finiteness, momentum after averaging, adding entries; and the mode for denormal numbers."""
+from typing import Optional, Tuple, Union
+
 import numpy as np
 
-TOO_LARGE = 2.0**110  # no residual goes there, or the sum of many would be infinite for ever
+Float = Union[float, np.floating]
+TOO_LARGE = 2.0**110  # residuals stay below, because otherwise sums of many would stay infinite for ever
 
 
-def max_abs(x, peaks=None):
+def max_abs(x: np.ndarray, peaks: Optional[np.ndarray] = None) -> float:
     """max |x| as a float; infinity where anything is infinite or NaN, 0 for no elements. peaks: uint32 for the bits of the largest
     magnitude of each 64 elements."""
     if peaks is not None:
@@ -16,22 +19,22 @@ def max_abs(x, peaks=None):
     return float(peak) if np.isfinite(peak) else float("inf")
 
 
-def max_abs_and_deviation(x):
-    """(max |x|, standard deviation), as floats; the former is infinity where anything is infinite or NaN, the latter
-    means nothing then."""
+def max_abs_and_deviation(x: np.ndarray) -> Tuple[float, float]:
+    """(max |x|, standard deviation), as floats. Where anything is infinite or NaN the former is infinity, and the latter is
+    meaningless."""
     with np.errstate(invalid="ignore"):
         return max_abs(x), float((x.astype(np.float64) - x[0]).std()) if len(x) else 0.0
 
 
-def squared_norm(x):
+def squared_norm(x: np.ndarray) -> float:
     """Σ x², in float64."""
     x = x.astype(np.float64)
     return float(np.dot(x, x))
 
 
-def apply_momentum(out, u, new_u, *, momentum, nesterov):
+def apply_momentum(out: np.ndarray, u: np.ndarray, new_u: np.ndarray, *, momentum: float, nesterov: bool) -> bool:
     """new_u ← m·u + out, then out ← new_u, or out + m·new_u for Nesterov. Where `out` is not finite everywhere, nothing is
-    written. Returns whether it was, and still is, and new_u too."""
+    written. Returns whether out, before and after, and new_u are finite."""
     if not np.isfinite(out).all():
         return False
     m = np.float32(momentum)
@@ -42,14 +45,16 @@ def apply_momentum(out, u, new_u, *, momentum, nesterov):
     return bool(np.isfinite(new_u).all() and np.isfinite(out).all())
 
 
-def scatter_add(out, indices, values, *, scale):
-    """out[indices] += scale·values, in place; indices do not repeat. Returns whether what stands there now is finite."""
+def scatter_add(out: np.ndarray, indices: np.ndarray, values: np.ndarray, *, scale: float) -> bool:
+    """out[indices] += scale·values, in place; indices do not repeat. Returns whether the new elements are finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         out[indices] += np.float32(scale) * values
     return bool(np.isfinite(out[indices]).all())
 
 
-def flush_denormals(*, mode):
-    """Whether this thread takes denormal numbers for 0, as a mode of its CPU; returns the mode before. 0: it does not, and float16's
-    small numbers, which become denormal on their way, are what they are. NumPy cannot change it: here nothing happens."""
+def flush_denormals(*, mode: int) -> int:
+    """Sets the CPU mode by which this thread treats denormal numbers as 0, and returns the mode before.
+
+    Mode 0 keeps denormal numbers, which small float16 numbers become in conversions. NumPy cannot change the mode, so this does nothing.
+    """
     return mode

@@ -1,24 +1,29 @@
 """Randomness from counters, and integer codes that many ranks can add up in one word.
 
 Codes of `width` bits lie side by side in words, int32, or int64 where those hold over a tenth more. Elements go to words
-by blocks of 64: of a block's elements the first of each word come first, then the second …. Fields of signed codes
-borrow from the one above, so the sum of the ranks' words is the word of the sums; 2·(ranks · largest code) + 1 values
-must fit a field. The native functions write into `spare`, an earlier step's words, where they are given.
+by blocks of 64: the first fields of a block's words come first, then the second …. Fields of signed codes borrow from the
+one above, so the sum of the ranks' words is the word of the sums. A field must hold 2·(ranks · largest code) + 1 values.
+The native functions write into `spare`, an earlier step's words, where it is given.
 """
+from typing import Optional, Sequence, Tuple, Union
+
 import numpy as np
+
+from .dense import Float
 
 _LOW = 0xFFFFFFFF
 _BLOCK = 64
 _NEXT = 0xFAF2BB1D
+Steps = Union[Sequence[float], np.ndarray]
 
 
-def random_bits(*, key, n):
-    """uint32 of the places 0 … n-1 in the stream of a 64-bit key."""
+def random_bits(*, key: int, n: int) -> np.ndarray:
+    """The first n uint32 numbers of the stream of a 64-bit key."""
     return bits_at(np.arange(n, dtype=np.uint32), key)
 
 
-def draw_coordinates(*, key, numel, first, count):
-    """uint32 places first … first+count-1 of a permutation of 0 … numel-1 that follows from a 64-bit key."""
+def draw_coordinates(*, key: int, numel: int, first: int, count: int) -> np.ndarray:
+    """Elements first … first+count-1, uint32, of a permutation of 0 … numel-1 that follows from a 64-bit key."""
     if count > numel or first > numel - count:
         raise ValueError("more coordinates than elements")
     bits = max(numel - 1, 0).bit_length()
@@ -38,12 +43,15 @@ def draw_coordinates(*, key, numel, first, count):
     return x.astype(np.uint32)
 
 
-def quantize(x, levels, spare=None, *, w, clip, steps, width, size, key):
+def quantize(
+    x: np.ndarray, levels: Optional[np.ndarray], spare: Optional[np.ndarray] = None, *, w: float, clip: float, steps: Steps,
+    width: int, size: int, key: int,
+) -> np.ndarray:
     """Words of the codes sign(x)·(⌊y⌋ + Bernoulli(y − ⌊y⌋)), y = |x|/w·s, at most steps[0] (arXiv 2109.12497).
 
-    s is steps[0]; where there are more, that of the finest scale that fits an element's code on all `size` ranks, says `levels`, their
-    summed words of `encode_scales`, among them those of x; then no |x| may be above w. With one scale |x| counts as `clip`, or w, where
-    it is larger. w = 0: all codes are 0.
+    With one scale, s is steps[0], and |x| counts as at most `clip` and w. With more, s is that of the finest scale that fits an element's
+    code on all `size` ranks, and no |x| may be above w. `levels` are the ranks' summed words of `encode_scales`, those of x included.
+    With w = 0 all codes are 0.
     """
     levels = _finest(levels, len(x), len(steps), size)
     steps = np.asarray(steps, np.float32)
@@ -55,18 +63,22 @@ def quantize(x, levels, spare=None, *, w, clip, steps, width, size, key):
     return pack(round_at_random(y, field_bits(len(x), width, key), steps[0]), width, 0)
 
 
-def dequantize(words, levels, out, *, w, steps, width, size, scale):
-    """out = (sum of `size` ranks' codes) · w/s · scale, with the levels that they were quantized at."""
+def dequantize(
+    words: np.ndarray, levels: Optional[np.ndarray], out: np.ndarray, *, w: float, steps: Steps, width: int, size: int, scale: float
+) -> None:
+    """out = (sum of `size` ranks' codes) · w/s · scale. levels are those that the codes were quantized with."""
     levels = _finest(levels, len(out), len(steps), size)
     unit = (w / np.asarray(steps, np.float64) * scale).astype(np.float32)
     codes = unpack(words, len(out), width, 0, size * int(steps[0])).astype(np.float32)
     out[...] = codes * unit[levels]
 
 
-def encode_scales(x, peaks, spare=None, *, w, steps, size):
-    """Words of a 1 for each scale l ≥ 1, and each element whose code at steps[l] is at most steps[0]; `size` ranks' words add up.
+def encode_scales(
+    x: np.ndarray, peaks: np.ndarray, spare: Optional[np.ndarray] = None, *, w: float, steps: Steps, size: int
+) -> np.ndarray:
+    """Words with a 1 for each scale l ≥ 1 and each element whose code at steps[l] is at most steps[0]. Words of `size` ranks add up.
 
-    peaks: for each 64 elements, a number that the bits of no magnitude are above: so that not all of x must be read.
+    peaks: for each 64 elements, an upper bound of the magnitudes' bits, so that not all of x must be read.
     """
     if len(peaks) != -(-len(x) // 64):
         raise ValueError("peaks, one for 64 elements, and x must have the same length")
@@ -77,21 +89,21 @@ def encode_scales(x, peaks, spare=None, *, w, steps, size):
     return np.concatenate(words) if words else pack(np.empty(0, np.int64), size.bit_length(), 1)
 
 
-def encode_signs(x, spare=None, *, width):
+def encode_signs(x: np.ndarray, spare: Optional[np.ndarray] = None, *, width: int) -> np.ndarray:
     """Words of sign(x), 0 for 0, and one word more, 0, for the compressor's use."""
     words = pack(np.sign(x).astype(np.int64), width, 0)
     return np.append(words, words.dtype.type(0))
 
 
-def decode_signs(words, out, *, width, size, unit):
+def decode_signs(words: np.ndarray, out: np.ndarray, *, width: int, size: int, unit: float) -> None:
     """out = unit · the sign of the sum of `size` ranks' signs; 0 where they tie."""
     out[...] = np.sign(unpack(words[:-1], len(out), width, 0, size)) * np.float32(unit)
 
 
-def bits_at(i, key):
+def bits_at(i: np.ndarray, key: int) -> np.ndarray:
     """uint32 random bits of places i, an array of uint32."""
     with np.errstate(over="ignore"):
-        x = i * np.uint32(0x9E3779B9) + np.uint32(key & _LOW)
+        x: np.ndarray = i * np.uint32(0x9E3779B9) + np.uint32(key & _LOW)
         x ^= x >> 16
         x *= np.uint32(0x85EBCA6B)
         x ^= (x >> 13) ^ np.uint32(key >> 32)
@@ -99,31 +111,31 @@ def bits_at(i, key):
         return x ^ (x >> 16)
 
 
-def one_of(largest):
-    """1 as `round_at_random` wants it: 2^30 over the power of two above the largest step."""
+def one_of(largest: float) -> int:
+    """The fixed-point 1 of `round_at_random`: 2^30 over the power of two above the largest step."""
     return 2 ** (30 - int(largest).bit_length())
 
 
-def round_at_random(y, bits, largest):
-    """int64 codes ⌊y⌋ + Bernoulli(y − ⌊y⌋), at most `largest` in magnitude; y: float32 in units of 1/one_of(largest), what is
-    finer is cut off; bits: uint32 random bits."""
+def round_at_random(y: np.ndarray, bits: np.ndarray, largest: float) -> np.ndarray:
+    """int64 codes ⌊y⌋ + Bernoulli(y − ⌊y⌋), at most `largest` in magnitude. y: float32 in units of 1/one_of(largest), of which
+    fractions are cut off; bits: uint32 random bits."""
     one = one_of(largest)
     most = np.float32(largest) * np.float32(one)
     fixed = np.clip(y, -most, most).astype(np.int64)
     return fixed + (bits >> np.uint32(33 - one.bit_length())).astype(np.int64) >> one.bit_length() - 1
 
 
-def _finest(levels, n, scales, size):
+def _finest(levels: Optional[np.ndarray], n: int, scales: int, size: int) -> np.ndarray:
     """Each element's scale, from words of `encode_scales`."""
     finest = np.zeros(n, np.intp)
-    for scale, words in enumerate(levels.reshape(scales - 1, -1) if scales > 1 else (), 1):
+    for scale, words in enumerate(() if levels is None or scales == 1 else levels.reshape(scales - 1, -1), 1):
         finest[unpack(words, n, size.bit_length(), 1, 0) == size] = scale
     return finest
 
 
-def _factors(w, steps):
-    """Two factors that make steps of x in units of 1/one_of(steps[0]), in range even where w is denormal or huge, and of w no more than
-    steps[0] of the first scale's."""
+def _factors(w: Float, steps: np.ndarray) -> Tuple[np.float32, np.ndarray]:
+    """Two factors from x to steps in units of 1/one_of(steps[0]), in range even where w is denormal or huge. In the first scale w itself
+    becomes at most steps[0]."""
     w = np.float32(w)
     if not w > 0:
         return np.float32(1), np.zeros_like(steps)
@@ -135,21 +147,21 @@ def _factors(w, steps):
     return before, factor
 
 
-def word_dtype(width, spare=0):
-    """The type of words whose fields have so many bits: int32, or int64 where that holds over a tenth more of them. `spare` bits at the
+def word_dtype(width: int, spare: int = 0) -> np.dtype:
+    """The type of words whose fields have `width` bits: int32, or int64 where that holds over a tenth more fields. `spare` bits at the
     top of a word stay free."""
     return np.dtype(np.int64 if 10 * ((64 - spare) // width) > 22 * ((32 - spare) // width) else np.int32)
 
 
-def _shape(n, width, spare):
+def _shape(n: int, width: int, spare: int) -> Tuple[int, int, np.dtype]:
     """(fields, words, dtype); `spare` bits at the top of a word stay free."""
     signed = word_dtype(width, spare)
     fields = (8 * signed.itemsize - spare) // width
     return fields, -(-n // fields), np.dtype(f"u{signed.name}")
 
 
-def _by_field(codes, fields, words):
-    """Codes of each word, a column of `fields` rows; 0 where the elements have come to an end."""
+def _by_field(codes: np.ndarray, fields: int, words: int) -> np.ndarray:
+    """Codes of each word, a column of `fields` rows. Fields beyond the last element are 0."""
     padded = np.zeros(fields * words, codes.dtype)
     padded[: len(codes)] = codes
     whole = len(codes) // (fields * _BLOCK) * fields * _BLOCK
@@ -157,27 +169,27 @@ def _by_field(codes, fields, words):
     return np.hstack([blocks, padded[whole:].reshape(fields, -1)])
 
 
-def _by_element(fielded, n):
-    """The reverse of `_by_field`: what belongs to each of n elements."""
+def _by_element(fielded: np.ndarray, n: int) -> np.ndarray:
+    """The inverse of `_by_field` for n elements."""
     fields = len(fielded)
     whole = n // (fields * _BLOCK) * _BLOCK
     blocks = fielded[:, :whole].reshape(fields, -1, _BLOCK).swapaxes(0, 1)
     return np.concatenate([blocks.reshape(-1), fielded[:, whole:].reshape(-1)])[:n]
 
 
-def next_bits(bits, count):
-    """Rows of random bits for `count` codes that share a draw: each takes the product of the one before with a constant."""
+def next_bits(bits: np.ndarray, count: int) -> np.ndarray:
+    """Rows of random bits for `count` codes that share a draw. Each row is the one before times a constant."""
     powers = [pow(_NEXT, i, 2**32) for i in range(count)]
     return bits * np.array(powers, np.uint32)[:, None]
 
 
-def field_bits(n, width, key):
+def field_bits(n: int, width: int, key: int) -> np.ndarray:
     """Random bits of each element; the fields of a word share a draw."""
     fields, words, _ = _shape(n, width, 0)
     return _by_element(next_bits(random_bits(key=key, n=words), fields), n)
 
 
-def pack(codes, width, spare):
+def pack(codes: np.ndarray, width: int, spare: int) -> np.ndarray:
     """Words of int64 codes."""
     fields, count, dtype = _shape(len(codes), width, spare)
     shifts = np.arange(fields, dtype=dtype)[:, None] * dtype.type(width)
@@ -185,8 +197,8 @@ def pack(codes, width, spare):
     return words.view(dtype.str.replace("u", "i"))
 
 
-def unpack(words, n, width, spare, offset):
-    """The n sums in words, as int64; `offset` is the largest magnitude that one can have, 0 where they are not signed."""
+def unpack(words: np.ndarray, n: int, width: int, spare: int, offset: int) -> np.ndarray:
+    """The n sums in words, as int64. `offset` is the largest magnitude of a sum, and 0 where sums are not signed."""
     fields, count, dtype = _shape(n, width, spare)
     if len(words) != count:
         raise ValueError("words, for as many elements, must have the same length")

@@ -1,17 +1,22 @@
 """Accumulation with momentum, and the choice of the largest entries: Deep Gradient Compression's pass over memory."""
+from typing import Optional, Tuple
+
 import numpy as np
 
 from .dense import TOO_LARGE
 from .sparse import round_values
 
 
-def add_to_residual(grad, u, v, *, momentum=0.0, nesterov=False, scale=1.0, k=0, samples=0, offset=0):
+def add_to_residual(
+    grad: np.ndarray, u: Optional[np.ndarray], v: np.ndarray, *, momentum: float = 0.0, nesterov: bool = False, scale: float = 1.0,
+    k: int = 0, samples: int = 0, offset: int = 0,
+) -> Tuple[np.ndarray, bool]:
     """Adds a gradient to momentum u and velocity v in place and chooses what to send (DGC, arXiv 1712.01887, section 3).
 
     vanilla: u ← m·u + g, v ← v + u; Nesterov: u ← m·(u + g), v ← v + u + g; without momentum (u None): v ← v + g;
-    where g = scale·grad. An element whose new v would be TOO_LARGE or not finite keeps its old v, and its u, which
-    becomes 0 though where the new v would be finite: the next step must not be as large again. grad is left zero, for the decoded
-    sum to be added there.
+    where g = scale·grad. An element whose new v would be TOO_LARGE or not finite keeps its old v. Where that new v would be finite its u
+    becomes 0, so that the next step is not as large again; else it keeps its old u. grad is left zero, so that the decoded sum can be
+    added there.
 
     Returns (indices, finite): ascending indices of at most k of the largest non-zero |v|, at least 0.8·k where that many
     are not zero; and whether every new v was finite. The native kernel finds its threshold from about `samples` sampled
@@ -21,7 +26,7 @@ def add_to_residual(grad, u, v, *, momentum=0.0, nesterov=False, scale=1.0, k=0,
         g = np.float32(scale) * grad
         m = np.float32(momentum)
         if u is None:
-            new_u, new_v = None, v + g
+            new_u = new_v = v + g
         elif nesterov:
             new_u = m * (u + g)
             new_v = v + (new_u + g)
@@ -39,9 +44,9 @@ def add_to_residual(grad, u, v, *, momentum=0.0, nesterov=False, scale=1.0, k=0,
     return indices, bool(finite.all())
 
 
-def take_entries(indices, v, u, *, kind, mask):
-    """Takes what is sent out of the residual: returns rows of the values sent, rounded as `kind` says ("fp32", "fp16", "bf16"),
-    and, with `mask` and u given, of the u at those places. v keeps the rounding error; masked u becomes 0."""
+def take_entries(indices: np.ndarray, v: np.ndarray, u: Optional[np.ndarray], *, kind: str, mask: bool) -> np.ndarray:
+    """Subtracts the selection from the residual v. Returns a row of the values sent, rounded to `kind` ("fp32", "fp16", "bf16"), and,
+    with `mask` and u given, a row of u at those indices. v keeps the rounding error; masked u becomes 0."""
     sent = round_values(v[indices], kind)
     v[indices] -= sent
     if not mask or u is None:

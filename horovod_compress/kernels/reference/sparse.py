@@ -1,14 +1,15 @@
 """Index and value coding of sparse payloads (docs/wire-format.md).
 
-A body: its number of entries, the kind of values and the Rice parameter r; a scale where the kind has one; the values; the r low bits of
-all gaps between indices; for each gap the rest as so many zeros and a one. The r of fewest bits is found by trying all.
+A body has the number of entries, the kind of values and the Rice parameter r; a scale where the kind has one; the values; the r low bits
+of all gaps between indices; and for each gap as many zeros as its high bits say, then a one. Encoding tries all r for the fewest bits.
 """
 import struct
+from typing import Tuple
 
 import numpy as np
 
 from ..encoded import Encoded, new_body
-from .dense import scatter_add
+from .dense import Float, scatter_add
 
 _HEAD = struct.Struct("<IBB")  # count, kind, Rice parameter
 _KINDS = ("fp32", "fp16", "bf16", "sign", "power")
@@ -16,7 +17,7 @@ _BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "sign": 1, "power": 4}
 _MAX_RICE = 31
 
 
-def encode_sparse(indices, values, *, kind, scale=0.0):
+def encode_sparse(indices: np.ndarray, values: np.ndarray, *, kind: str, scale: Float = 0.0) -> Encoded:
     """A sparse body: ascending uint32 indices and float32 values, which are finite.
 
     kind: "fp32", "fp16", "bf16" round the values; "sign" keeps their signs, they decode to ±scale; "power" takes values
@@ -34,12 +35,12 @@ def encode_sparse(indices, values, *, kind, scale=0.0):
     return Encoded(body, len(indices))
 
 
-def decode_sparse(body, *, numel):
-    """The inverse of encode_sparse: (indices, values). ValueError where the body cannot be entries of a tensor of `numel`
-    elements, down to its last bit."""
+def decode_sparse(body: np.ndarray, *, numel: int) -> Tuple[np.ndarray, np.ndarray]:
+    """The inverse of encode_sparse: (indices, values). Raises ValueError for a body that is not, down to the last bit, entries of a
+    tensor of `numel` elements."""
     if len(body) < _HEAD.size:
         raise ValueError("cut off in the head of its entries")
-    count, kind, r = _HEAD.unpack_from(body)
+    count, kind, r = _HEAD.unpack_from(body.data)
     if count > numel:
         raise ValueError("more entries than the tensor has elements")
     if kind >= len(_KINDS):
@@ -52,7 +53,7 @@ def decode_sparse(body, *, numel):
     if len(body) < end:
         raise ValueError("shorter than its values")
     if scaled:
-        (scale,) = struct.unpack_from("<f", body, at)
+        (scale,) = struct.unpack_from("<f", body.data, at)
         at += 4
         if not np.isfinite(scale):
             raise ValueError("scale not finite")
@@ -72,20 +73,20 @@ def decode_sparse(body, *, numel):
     return indices, values
 
 
-def decode_add_sparse(out, body, *, scale):
-    """out[indices] += scale·values of a sparse body, in place; nothing is changed where the body is refused with a ValueError.
-    Returns whether what stands there now is finite."""
+def decode_add_sparse(out: np.ndarray, body: np.ndarray, *, scale: float) -> bool:
+    """out[indices] += scale·values of a sparse body, in place. Raises ValueError, and changes nothing, for an invalid body. Returns
+    whether the new elements are finite."""
     indices, values = decode_sparse(body, numel=out.size)
     return scatter_add(out, indices, values, scale=scale)
 
 
-def round_values(values, kind):
-    """float32 values as they will be decoded: nearest, ties to even; what is too large becomes the largest finite value."""
+def round_values(values: np.ndarray, kind: str) -> np.ndarray:
+    """float32 values as they will be decoded: nearest, ties to even; numbers too large become the largest finite value."""
     return values if kind == "fp32" else load(store(values, kind).tobytes(), kind)
 
 
-def store(values, kind, scale=0.0):
-    """The values as they lie on the wire."""
+def store(values: np.ndarray, kind: str, scale: Float = 0.0) -> np.ndarray:
+    """The values as they are on the wire."""
     if kind == "fp32":
         return values
     if kind == "fp16":
@@ -101,7 +102,7 @@ def store(values, kind, scale=0.0):
     return (bits >> 16 & 0x8000 | rounded.astype(np.uint32)).astype(np.uint16)
 
 
-def load(data, kind, count=0, scale=0.0):
+def load(data: bytes, kind: str, count: int = 0, scale: Float = 0.0) -> np.ndarray:
     """float32 from the bytes on the wire."""
     if kind == "fp32":
         return np.frombuffer(data, "<f4").copy()
@@ -117,5 +118,5 @@ def load(data, kind, count=0, scale=0.0):
     return np.where(codes & 8, -scale, scale) * np.float32(0.5) ** (codes & 7).astype(np.float32)
 
 
-def _pack_bits(bits):
+def _pack_bits(bits: np.ndarray) -> np.ndarray:
     return np.packbits(np.asarray(bits, np.uint8), bitorder="little")
