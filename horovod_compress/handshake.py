@@ -62,11 +62,11 @@ def agree(
     line = np.frombuffer(json.dumps(description).encode() + b"\n", np.uint8).copy()
     texts = transport.allgather(f"{label}.description", line)().tobytes().split(b"\n")
     descriptions = [json.loads(text) for text in texts[: transport.size]]
-    rank = next(rank for rank, other in enumerate(descriptions) if other != descriptions[0])
-    where, expected, found = first_difference(descriptions[0], descriptions[rank]) or ("", None, None)
-    raise MismatchError(
-        f"rank {rank} differs from rank 0 in {where}: {found} on rank {rank}, {expected} on rank 0. {advice}"
-    )
+    for rank, other in enumerate(descriptions):
+        difference = first_difference(descriptions[0], other)
+        if difference:  # 0 and 0.0 are written differently, and are the same
+            where, expected, found = difference
+            raise MismatchError(f"rank {rank} differs from rank 0 in {where}: {found} on rank {rank}, {expected} on rank 0. {advice}")
 
 
 def kernels_in_use(compressor: Compressor) -> Dict[str, str]:

@@ -6,7 +6,6 @@ TensorFlow adapter's graph, and `lockstep`, N ranks in one process.
 """
 import dataclasses
 import math
-from types import GeneratorType
 from typing import Any, Dict, Generator, Optional, Union
 
 import numpy as np
@@ -98,18 +97,17 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
             squared_norm, handed_over = yield StepNorm(grad, one)
             step = step.replace(scale=_clipping(step, squared_norm))
             carrier = one if handed_over else None
-        payload = (compressor.encode_dense if dense else compressor.encode)(grad, state, step)
+        encoded = (compressor.encode_dense if dense else compressor.encode)(grad, state, step)
         if carrier is None:
-            carrier = payload if isinstance(payload, HostReduce) else tensor.one()
+            carrier = encoded if isinstance(encoded, HostReduce) else tensor.one()
             yield carrier
         tensor.count(carrier)
-        if isinstance(payload, GeneratorType):
-            payload = yield from _rounds(tensor, payload)
+        payload = encoded if isinstance(encoded, (HostReduce, Allreduce, Encoded)) else (yield from _rounds(tensor, encoded))
         final = _NOTHING_MORE if payload is carrier else Final(_last_request(tensor, payload, step))
         tensor.counters["elements_sent"] += payload.elements if isinstance(payload, Encoded) else tensor.numel
         reduced, arrived = yield final
         outcome = [_decode(tensor, payload, grad, step, reduced, arrived)]
-        del grad, step, payload, carrier, final, reduced, arrived  # the answer comes with the next step: until then they would stay in memory
+        del grad, step, encoded, payload, carrier, final, reduced, arrived  # the answer comes with the next step: until then they would stay in memory
         succeeded = yield outcome.pop()
     finally:
         compressor.end_step(state, bool(succeeded))

@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Dict, Generator, List, NamedTuple, Optional, T
 import numpy as np
 
 from .. import kernels
-from ..requests import FLOAT32, Collective, HostReduce, Payload, Request
+from ..requests import FLOAT32, Collective, Exchanged, HostReduce, Payload
 
 GATHER = Collective("allgather", "uint8")
 HOST = Collective("host", "float32")
 LARGEST = float(np.finfo(np.float32).max)
-Encoding = Union[Payload, Generator[Request, Any, Payload]]
+Encoding = Union[Payload, Generator[Exchanged, Any, Payload]]
 
 
 def zeros(numel: int) -> np.ndarray:

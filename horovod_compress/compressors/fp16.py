@@ -11,13 +11,14 @@ from .base import State, Step
 from .none import NoCompression
 
 _LARGEST = 65504
+_INFINITE = 65520  # halfway to the next: what is as large rounds to infinity
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Float16(NoCompression):
     """Dense float16, summed over ranks in float16.
 
-    A finite number beyond 65504 becomes infinity, as in Horovod's own. Then the step is not finite on any rank, a GradScaler skips it,
+    A finite number that rounds beyond 65504 becomes infinity, as in Horovod's own. Then the step is not finite on any rank, a GradScaler skips it,
     and `stats()["overflows"]` counts it. The first time there is a warning.
     """
 
@@ -33,7 +34,7 @@ class Float16(NoCompression):
         if state.buffer is None:
             state.buffer = np.empty(grad.size, np.float16)
         half = state.buffer
-        if _LARGEST < kernels.of(grad).encode_float16(grad, half.view(np.uint16)) < np.inf:
+        if _INFINITE <= kernels.of(grad).encode_float16(grad, half.view(np.uint16)) < np.inf:
             self._count_overflow(state)
         return HostReduce(half)
 

@@ -7,7 +7,7 @@ from typing import Any, Generator, List, Optional, Sequence, Tuple
 import numpy as np
 
 from .. import kernels
-from ..requests import Allreduce, Collective, Payload, Request
+from ..requests import Allreduce, Collective, Exchanged, Payload
 from .base import LARGEST, Step
 from .globalrandk import CoordinatesState, SharedCoordinates
 
@@ -74,7 +74,7 @@ class SharedScaleQuantizer(SharedCoordinates):
         With one scale, magnitudes are clipped at this norm. peaks is filled as by the kernel `max_abs`, and None with one scale.
         """
 
-    def encode(self, grad: np.ndarray, state: QuantizerState, step: Step) -> Generator[Request, Any, Payload]:
+    def encode(self, grad: np.ndarray, state: QuantizerState, step: Step) -> Generator[Exchanged, Any, Payload]:
         k = kernels.of(grad)
         indices, values, finite = self.draw(grad, state, step)
         steps = self.steps

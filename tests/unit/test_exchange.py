@@ -280,13 +280,14 @@ BARRIER = threading.Barrier(3)
 
 
 def test_handshake_names_the_first_difference_on_every_rank():
-    base = {"options": {"id": "dgc", "ratio": 0.1}, "tensors": {"w": {"shape": [3, 4]}, "x": {"shape": [1]}}}
+    base = {"options": {"id": "dgc", "ratio": 0.1, "decay": 0}, "tensors": {"w": {"shape": [3, 4]}, "x": {"shape": [1]}}}
     for change, words in (
         (lambda d: d["options"].update(ratio=0.2), "options.ratio: 0.2 on rank 2, 0.1 on rank 0"),
         (lambda d: d["tensors"]["w"].update(shape=[4, 3]), r"tensors.w.shape: \[4, 3\] on rank 2"),
         (lambda d: d["tensors"].pop("x"), "tensors.x: missing on rank 2, there on rank 0"),
         (lambda d: d["tensors"].update(y=1), "tensors.y: there on rank 2, missing on rank 0"),
         (lambda d: d.update(tensors=dict(reversed(d["tensors"].items()))), None),
+        (lambda d: d["options"].update(decay=0.0), None),
     ):
         errors = [None] * 3
         board = {}

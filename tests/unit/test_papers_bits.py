@@ -67,6 +67,8 @@ def test_float16_tells_what_became_infinite():
     assert np.isinf(run.mean[0]["t"][1])
     quiet = hc.simulate("fp16", [[{"t": np.float32([1, np.inf])}] * 2])  # it was infinite before
     assert quiet.stats[0]["overflows"] == 0 and quiet.stats[0]["steps_undone"] == 1
+    rounded = hc.simulate("fp16", [[{"t": np.float32([1, 65519])}]])  # to 65504, the largest
+    assert rounded.mean[0]["t"][1] == 65504 and rounded.stats[0]["overflows"] == 0
 
 
 def test_bf16_keeps_the_range_of_float32():
