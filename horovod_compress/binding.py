@@ -7,11 +7,12 @@ import itertools
 import os
 import warnings
 from abc import ABC, abstractmethod
-from typing import Any, Dict, Iterator, Tuple
+from typing import Any, Dict, Iterator, Mapping, Tuple
 
 from . import wire
-from .compressors import find, ids, package_of
+from .compressors import find, get_compressor, ids, package_of
 from .compressors.base import Compressor
+from .compressors.selective import decide_follow_lr
 from .driver import Driver
 from .handshake import agree, kernels_in_use
 from .version import __version__
@@ -46,13 +47,18 @@ class Binding(ABC):
     _compressor: Compressor
     _active: bool  # Horovod reduces, and compresses, only where there is more than one rank
 
+    @property
     @abstractmethod
-    def _opened(self) -> Driver:
-        """The exchange."""
+    def _exchange(self) -> Driver:
+        """What drives the steps."""
 
-    @abstractmethod
+    def _rank_and_size(self) -> Tuple[int, int]:
+        """This rank and the number of ranks in the process set; a rank that compresses nothing counts as the only one."""
+        return (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
+
     def _description(self) -> Dict[str, Any]:
         """What all ranks must have alike: nested JSON-able values."""
+        return description_of(self._compressor)
 
     @abstractmethod
     def _handshake_transport(self) -> Any:
@@ -72,11 +78,37 @@ class Binding(ABC):
 
     def stats(self) -> Dict[str, float]:
         """Totals of this rank since the start: see `Driver.stats`. All 0 where Horovod reduces nothing, on one rank."""
-        return self._opened().stats()
+        return self._exchange.stats()
 
     def stats_by_tensor(self) -> Dict[str, Dict[str, int]]:
         """Bytes and elements by tensor: see `Driver.stats_by_tensor`."""
-        return self._opened().stats_by_tensor()
+        return self._exchange.stats_by_tensor()
+
+    def discard(self) -> None:
+        """Forgets the last step, as if its gradients had never been; to be called on all ranks. Needs discardable=True."""
+        self._exchange.discard()
+
+
+def requested_compressor(spec: Any, optimizer: Any, plain_sgd: bool) -> Any:
+    """The compressor of a spec, with `follow_lr` decided. ValueError where it needs the optimizer, and that is None."""
+    compressor = decide_follow_lr(get_compressor(spec), optimizer is not None, plain_sgd)
+    if compressor.corrects_momentum and optimizer is None and compressor.momentum is None:
+        raise ValueError(f"{compressor.id} needs the optimizer, to take over its momentum; or say momentum=…")
+    return compressor
+
+
+def momentum_of(compressor: Any, sgd: Mapping[str, Any]) -> Tuple[float, bool]:
+    """(momentum, nesterov) to take over: the compressor's options, or where those are open an SGD's."""
+    momentum = sgd["momentum"] if compressor.momentum is None else compressor.momentum
+    nesterov = sgd["nesterov"] if compressor.nesterov is None else compressor.nesterov
+    return float(momentum), bool(nesterov and momentum)
+
+
+def checked_state(state: Any) -> Dict[str, Any]:
+    """A state_dict as it is. ValueError for what cannot be one."""
+    if not isinstance(state, dict):
+        raise ValueError("not a state_dict of a compression")
+    return state
 
 
 _warned = set()
@@ -101,6 +133,10 @@ class Algorithms(type):
     `Compression.dgc(optimizer, ratio=0.01)` is `Compression.from_spec({"id": "dgc", "ratio": 0.01}, optimizer)`. Given to Horovod
     uncalled, the class and its methods say in `compress` what is missing.
     """
+
+    def __init__(cls, name: str, bases: Tuple[type, ...], members: Dict[str, Any]) -> None:
+        super().__init__(name, bases, members)
+        cls.from_spec.compress = cls.compress
 
     def __getattr__(cls, id):
         try:
