@@ -6,12 +6,12 @@
     compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.001)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
 """
-from typing import Any, Iterable, Optional, Tuple
+from typing import Any, Optional
 
 import torch
 
 from ..binding import Algorithms
-from .compression import BoundCompression
+from .compression import BoundCompression, NamedParameters
 
 __all__ = ["BoundCompression", "Compression"]
 
@@ -21,7 +21,7 @@ class Compression(metaclass=Algorithms):
 
     @staticmethod
     def from_spec(
-        spec: Any, optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[Iterable[Tuple[str, torch.Tensor]]] = None,
+        spec: Any, optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[NamedParameters] = None,
         process_set: Any = None, grad_scaler: Any = None, discardable: bool = False,
     ) -> BoundCompression:
         """The compression of a spec, "dgc:ratio=0.001" or {"id": "dgc", "ratio": 0.001}; see `BoundCompression`."""

@@ -27,6 +27,7 @@ _SYNCHRONIZE_FIRST = (
     "call optimizer.synchronize() before anything that reads or changes gradients (a GradScaler's unscale_() and step(), clipping), and step "
     "inside `with optimizer.skip_synchronize():`"
 )
+NamedParameters = Iterable[Tuple[str, torch.Tensor]]  # as model.named_parameters() gives
 _HALF_OR_DOUBLE = (torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -71,7 +72,7 @@ class BoundCompression(Binding):
     """
 
     def __init__(
-        self, spec: Any, optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[Iterable[Tuple[str, torch.Tensor]]] = None,
+        self, spec: Any, optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[NamedParameters] = None,
         process_set: Any = None, grad_scaler: Any = None, discardable: bool = False,
     ) -> None:
         super().__init__(hvd, process_set)
@@ -121,13 +122,13 @@ class BoundCompression(Binding):
         carrier = exchange.submit(slot.name, flat, squares, self._rates.get(id(slot.param)))
         sent = host if carrier is flat else torch.from_numpy(carrier)
         grad = slot.param.grad
-        assert grad is not None  # by it `_find` has known the slot
+        assert grad is not None  # `_find` has seen it.
         return sent, (slot, tensor, host, sent, carrier, grad._version)
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Called by Horovod with what it reduced: returns the gradient, in its own memory, holding the result."""
-        if ctx is None:  # Horovod's own path for sparse gradients, which never came through compress
-            if any(self._takeover and self._takeover.covers(slot.param) and _is_sparse(slot.param.grad) for slot in self._slots):
+        if ctx is None:  # Horovod brings sparse gradients, which it reduces by itself, without a call of compress.
+            if self._takeover and any(self._takeover.covers(slot.param) and _is_sparse(slot.param.grad) for slot in self._slots):
                 raise ValueError(
                     f"{self._compressor.id} has taken over the optimizer's momentum, which a sparse gradient cannot have: "
                     "give hvd.DistributedOptimizer(sparse_as_dense=True), or bind with momentum=0"
@@ -148,8 +149,7 @@ class BoundCompression(Binding):
         return grad
 
     def _find(self, tensor: torch.Tensor) -> _Slot:
-        # Gradients come in nearly the same order every step.
-        slot = self._last.following
+        slot = self._last.following  # Gradients come in nearly the same order every step.
         if slot.param.grad is not tensor:
             slot = next((slot for slot in self._slots if slot.param.grad is tensor), None) or self._find_densified(tensor)
             self._last.following = slot
@@ -302,9 +302,7 @@ def _moments_of(compressor: Any, slots: List[_Slot]) -> Optional[Moments]:
     return Moments(moments, params) if params else None
 
 
-def _named(
-    optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[Iterable[Tuple[str, torch.Tensor]]]
-) -> List[Tuple[str, torch.Tensor]]:
+def _named(optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[NamedParameters]) -> List[Tuple[str, torch.Tensor]]:
     """(name, parameter) pairs of all parameters to expect, checked."""
     groups = [] if optimizer is None else optimizer.param_groups
     if named_parameters is None:
@@ -323,7 +321,7 @@ def _named(
     return named
 
 
-def _listed(named_parameters: Iterable[Tuple[str, torch.Tensor]]) -> List[Tuple[str, torch.Tensor]]:
+def _listed(named_parameters: NamedParameters) -> List[Tuple[str, torch.Tensor]]:
     """The pairs of `named_parameters`. TypeError and ValueError for what does not bring (name, parameter) pairs."""
     if not isinstance(named_parameters, collections.abc.Iterable):
         raise TypeError(
@@ -338,7 +336,7 @@ def _listed(named_parameters: Iterable[Tuple[str, torch.Tensor]]) -> List[Tuple[
     return named
 
 
-def _afresh(named_parameters: Any) -> Iterable[Tuple[str, torch.Tensor]]:
+def _afresh(named_parameters: Any) -> NamedParameters:
     """What model.named_parameters() gives, without using it up: users give the same generator to hvd.DistributedOptimizer."""
     code = getattr(named_parameters, "gi_code", None)
     if code is nn.Module.named_parameters.__code__ and inspect.getgeneratorstate(named_parameters) == inspect.GEN_CREATED:
