@@ -59,9 +59,10 @@ class Moments:
     def watches(self, module: nn.Module) -> bool:
         return module in self._modules
 
-    def watched(self, param: torch.Tensor) -> "Optional[_Param]":
+    def watched(self, param: Optional[torch.Tensor]) -> "Optional[_Param]":
         """What is collected of a parameter; None where nothing is, or it has no gradients."""
-        return self._by_id.get(id(param)) if param.requires_grad else None
+        watched = self._by_id.get(id(param))
+        return watched if watched is not None and watched.param.requires_grad else None
 
     def after_forward(self, module: nn.Module, x: torch.Tensor, output: torch.Tensor) -> None:
         """Makes the backward pass through a module's output record the uses of its parameters."""
@@ -135,6 +136,9 @@ class _Param:
         for rows in {use.rows for use in uses}:  # Rows are all of them, or disjoint.
             samples.add_squares(total[slice(*rows)] if rows else total, [use for use in uses if use.rows == rows])
         return uses[0].batch
+
+
+References = List["weakref.ref[_Param]"]
 
 
 class _Tap(torch.autograd.Function):
@@ -214,14 +218,17 @@ def _plain(arg: Any) -> Any:
     return arg.as_subclass(torch.Tensor) if isinstance(arg, _Followed) else arg
 
 
-def _watchers(param: Optional[torch.Tensor]) -> "weakref.WeakSet[_Param]":
-    """What collectors collect of a parameter: as long as they live, whatever autograd keeps."""
-    found = [] if param is None else [collector.watched(param) for collector in list(_live)]
-    return weakref.WeakSet(watched for watched in found if watched is not None)
+def _watchers(param: Optional[torch.Tensor]) -> References:
+    """What collectors collect of a parameter, as long as they live, whatever autograd keeps."""
+    return [weakref.ref(watched) for collector in list(_live) if (watched := collector.watched(param)) is not None]
 
 
-def _record(watchers: "weakref.WeakSet[_Param]", use: samples.Use) -> None:
-    for watched in watchers:
+def _alive(references: References) -> List[_Param]:
+    return [watched for reference in references if (watched := reference()) is not None]
+
+
+def _record(watchers: References, use: samples.Use) -> None:
+    for watched in _alive(watchers):
         watched.record(use)
 
 
@@ -251,7 +258,7 @@ def _convolution(
     dims = weight.dim() - 2
     stride, padding, dilation = ([n] * dims if isinstance(n, int) else list(n) for n in (stride, padding, dilation))
     output = samples.Convolution.apply(x, weight, bias, stride, padding, dilation, functools.partial(_record, watchers))
-    for watched in watchers:
+    for watched in _alive(watchers):
         watched.followed = True
     return output
 
@@ -280,7 +287,7 @@ class _Projections(torch.overrides.TorchFunctionMode):
 
 
 def _record_projection(
-    batch: int, width: int, uses: "List[Tuple[torch.Tensor, torch.Tensor, weakref.WeakSet[_Param]]]", x: torch.Tensor, delta: torch.Tensor
+    batch: int, width: int, uses: List[Tuple[torch.Tensor, torch.Tensor, References]], x: torch.Tensor, delta: torch.Tensor
 ) -> None:
     x, delta = (t.reshape(-1, batch, t.shape[-1]).transpose(0, 1) for t in (x, delta))
     for part, whole, watchers in uses:
