@@ -51,7 +51,7 @@ class _Variable:
     carried: str  # dtype of what the host reduces
     moved: Sequence[Collective]  # those of the messages that travel beside it
     squares: Any = None  # a tf.Variable, the sum of its passes' squared gradients, where moments=microbatch
-    observed: bool = False  # whether a pass was seen, while it was traced
+    observed: bool = False  # whether one of its passes was traced
 
 
 @dataclasses.dataclass(eq=False)
@@ -153,7 +153,7 @@ class BoundCompression(Binding):
             assert i is not None  # `traced` found it
         variable = call.variables[i][1]
         if self._travels_as_it_is(variable):
-            # Reshaped because `_begin` may refuse the step: a control dependency would stay outside of the branch that reduces.
+            # It is reshaped because `_begin` may refuse the step: a control dependency would stay outside of the branch that reduces.
             carrier = tf.reshape(tf.cast(tensor, tf.float32), call.flat[i], name=f"{self._label}.{variable.number}")
             return carrier, (variable, tensor.dtype, [call.number])
         sends_number = variable.name == self._exchange.sends_number
@@ -230,7 +230,7 @@ class BoundCompression(Binding):
         return number, tf.unstack(flat, len(sources))
 
     def _travels_as_it_is(self, variable: _Variable) -> bool:
-        """Whether nothing is done to its gradients before Horovod reduces them: then they go there without a detour."""
+        """Whether nothing is done to the variable's gradients before Horovod reduces them, so that they need no operation of ours."""
         return not variable.moved and variable.carried == "float32" and self._compressor.clip_norm is None
 
     def _register(self, pairs: List[Tuple[Any, Any]]) -> List[_Variable]:
@@ -289,7 +289,7 @@ class BoundCompression(Binding):
         return grads_and_vars
 
     def _move(self, collective: Collective, message: List[Any], name: str) -> List[Any]:
-        """The operation that moves a message; what it brings, in as many tensors."""
+        """Adds the operation that moves a message; returns what it brings, in as many tensors."""
         options = {"name": f"{self._label}.{name}", "process_set": self._process_set, "ignore_name_scope": True}
         if collective.verb == "alltoall":
             moved = hvd.alltoall(*message, **options)
@@ -307,7 +307,7 @@ class BoundCompression(Binding):
                 f"gradients of other variables come to this compression than {known.name} and those that it was traced with: make one for "
                 "each model, and in eager code for each set of variables that is trained by itself"
             )
-        compressor: Any = self._compressor  # which has a momentum where one was taken over
+        compressor: Any = self._compressor  # It has a momentum where one was taken over.
         if self._served is not None and abs(float(self._served.momentum) - compressor.momentum) > 1e-6:
             warn_once(
                 f"SGD's momentum was changed to {float(self._served.momentum):g}: {compressor.id} goes on with "
@@ -399,7 +399,7 @@ def _identified(i: int, grad: Any, source: Any) -> Tuple[Any, str, Tuple[int, ..
 
 
 def _python(function: Callable[..., List[np.ndarray]], variable: _Variable, inputs: List[Any], dtypes: List[str]) -> List[Any]:
-    """An operation that calls function(variable, arrays of the inputs…) and has outputs of these dtypes."""
+    """Adds an operation that calls function(variable, arrays of the inputs…); returns its outputs, of these dtypes."""
     # It is not stateful: TensorFlow would run such operations one after the other, with a round over the network in between.
     call = functools.partial(_with_denormals, function, variable)
     return tf.numpy_function(call, inputs, [tf.as_dtype(dtype) for dtype in dtypes], stateful=False)

@@ -100,8 +100,8 @@ def _own_class(optimizer: Any) -> Type:
 
 
 def _become(optimizer: Any, cls: Any) -> None:
-    # Horovod makes an optimizer of its own from the bound one's class and configuration: so it is the class that must change. It
-    # keeps its names, by which Keras saves optimizers.
+    # Horovod makes an optimizer of its own from the bound one's class and configuration: so it is the class that must change. The
+    # new class keeps the old one's names, by which Keras saves optimizers.
     base = cls.__base__
     cls._bound_to_compression = True
     for name in ("__name__", "__qualname__", "__module__", "__doc__", *(key for key in vars(base) if key.startswith("_keras_api_names"))):

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, MutableMapping, Optional, Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from . import recurrent, samples
@@ -31,7 +31,7 @@ class Moments:
     modules in which samples cannot be told apart (BatchNorm), or of classes that are not known here.
     """
 
-    def __init__(self, moments: str, params: Dict[str, torch.Tensor]) -> None:
+    def __init__(self, moments: str, params: Dict[str, Tensor]) -> None:
         self._params = {name: _Param(name, param) for name, param in params.items()}
         self._by_id = {id(watched.param): watched for watched in self._params.values()}
         self._per_sample = moments == "per_sample"
@@ -59,22 +59,22 @@ class Moments:
     def watches(self, module: nn.Module) -> bool:
         return module in self._modules
 
-    def watched(self, param: Optional[torch.Tensor]) -> "Optional[_Param]":
+    def watched(self, param: Optional[Tensor]) -> "Optional[_Param]":
         """What is collected of a parameter; None where nothing is, or it has no gradients."""
         watched = self._by_id.get(id(param))
         return watched if watched is not None and watched.param.requires_grad else None
 
-    def after_forward(self, module: nn.Module, x: torch.Tensor, output: torch.Tensor) -> None:
+    def after_forward(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
         """Makes the backward pass through a module's output record the uses of its parameters."""
         owned = self._modules.get(module, ())
-        pairs = [(weakref.ref(watched), name) for watched, name in owned if watched.param.requires_grad and not watched.followed]
+        uses = [(name, [weakref.ref(watched)]) for watched, name in owned if watched.param.requires_grad and not watched.followed]
         for watched, _ in owned:
             watched.followed = False
-        if pairs and output.requires_grad:
-            _Tap.apply(output, x.detach(), functools.partial(_record_module, module, pairs, self._layouts.get(module)))
+        if uses and output.requires_grad:
+            _Tap.apply(output, x.detach(), functools.partial(_record_module, module, uses, self._layouts.get(module)))
 
     @torch.no_grad()
-    def on_gradient(self, watched: "_Param", grad: torch.Tensor) -> None:
+    def on_gradient(self, watched: "_Param", grad: Tensor) -> None:
         """Adds the squares of a parameter's gradient of one backward pass, in which all its uses are recorded."""
         before = watched.param.grad
         if watched.total is None or before is None or not before.any():  # The gradient was zeroed without a step, so the sums are void.
@@ -101,17 +101,20 @@ class Moments:
             )
 
 
+References = List["weakref.ref[_Param]"]
+
+
 class _Param:
     """What is collected of one parameter."""
 
-    def __init__(self, name: str, param: torch.Tensor) -> None:
+    def __init__(self, name: str, param: Tensor) -> None:
         self.name, self.param = name, param
         self.node = torch.autograd.graph.get_gradient_edge(param).node
-        self.total: Optional[torch.Tensor] = None  # the sums, once there are some
-        self.spare: Optional[torch.Tensor] = None  # the memory of the sums
+        self.total: Optional[Tensor] = None  # the sums, once there are some
+        self.spare: Optional[Tensor] = None  # the memory of the sums
         self.task: Optional[int] = None  # the backward pass that `uses` are of
         self.uses: List[samples.Use] = []
-        self.followed = False  # in the forward pass of its module that is under way: `_convolution` records its use
+        self.followed = False  # whether `_convolution` records its use in the forward pass that is under way
 
     def record(self, use: samples.Use) -> None:
         """Keeps a use in a backward pass until the gradient comes."""
@@ -122,7 +125,7 @@ class _Param:
             torch.autograd.Variable._execution_engine.queue_callback(self.uses.clear)
         self.uses.append(use)  # It is not detached, so autograd sees that its memory is in use.
 
-    def add_uses(self, total: torch.Tensor) -> int:
+    def add_uses(self, total: Tensor) -> int:
         """Adds the squares to `total`; returns the number of samples."""
         uses = list(self.uses) if self.task == torch._C._current_graph_task_id() else []
         self.uses.clear()
@@ -138,26 +141,23 @@ class _Param:
         return uses[0].batch
 
 
-References = List["weakref.ref[_Param]"]
-
-
 class _Tap(torch.autograd.Function):
     """The identity on a module's output, in place. Autograd keeps, frees and recomputes the input like its own."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, x: torch.Tensor, record: Callable[[torch.Tensor, torch.Tensor], None]) -> torch.Tensor:
+    def forward(ctx: Any, output: Tensor, x: Tensor, record: Callable[[Tensor, Tensor], None]) -> Tensor:
         ctx.save_for_backward(x)
         ctx.mark_dirty(output)
         ctx.record = record
         return output
 
     @staticmethod
-    def backward(ctx: Any, delta: torch.Tensor) -> Tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, delta: Tensor) -> Tuple[Tensor, None, None]:
         ctx.record(*ctx.saved_tensors, delta)
         return delta, None, None
 
 
-def _on_gradient(reference: "weakref.ref[Moments]", watched: _Param, grads: Sequence[Optional[torch.Tensor]]) -> None:
+def _on_gradient(reference: "weakref.ref[Moments]", watched: _Param, grads: Sequence[Optional[Tensor]]) -> None:
     collector = reference()
     if collector is not None and grads[0] is not None:
         collector.on_gradient(watched, grads[0])
@@ -171,13 +171,9 @@ def _after_forward(reference: "weakref.ref[Moments]", module: nn.Module, args: t
         collector.after_forward(module, x, output)
 
 
-def _record_module(
-    module: nn.Module, pairs: "List[Tuple[weakref.ref[_Param], str]]", layout: Optional[int], x: torch.Tensor, delta: torch.Tensor
-) -> None:
-    for reference, name in pairs:
-        watched = reference()
-        if watched is not None:
-            watched.record(samples.of_module(module, name, layout, x, delta))
+def _record_module(module: nn.Module, uses: List[Tuple[str, References]], layout: Optional[int], x: Tensor, delta: Tensor) -> None:
+    for name, watchers in uses:
+        _record(watchers, samples.of_module(module, name, layout, x, delta))
 
 
 # -- torch's functions that layers call, and ours in their place, in which samples can be told apart -------------------------
@@ -196,11 +192,11 @@ def _before_forward(reference: "weakref.ref[Moments]", module: nn.Module, args: 
 def _followed(arg: Any) -> Any:
     if isinstance(arg, nn.utils.rnn.PackedSequence):
         return arg._replace(data=_followed(arg.data))
-    is_input = isinstance(arg, torch.Tensor) and arg.is_floating_point() and not isinstance(arg, _Followed)
+    is_input = isinstance(arg, Tensor) and arg.is_floating_point() and not isinstance(arg, _Followed)
     return arg.as_subclass(_Followed) if is_input else arg
 
 
-class _Followed(torch.Tensor):
+class _Followed(Tensor):
     """An input of a layer that calls one of our functions instead of torch's."""
 
     @classmethod
@@ -215,10 +211,10 @@ class _Followed(torch.Tensor):
 def _plain(arg: Any) -> Any:
     if isinstance(arg, (tuple, list)):
         return type(arg)(_plain(each) for each in arg)
-    return arg.as_subclass(torch.Tensor) if isinstance(arg, _Followed) else arg
+    return arg.as_subclass(Tensor) if isinstance(arg, _Followed) else arg
 
 
-def _watchers(param: Optional[torch.Tensor]) -> References:
+def _watchers(param: Optional[Tensor]) -> References:
     """What collectors collect of a parameter, as long as they live, whatever autograd keeps."""
     return [weakref.ref(watched) for collector in list(_live) if (watched := collector.watched(param)) is not None]
 
@@ -232,7 +228,7 @@ def _record(watchers: References, use: samples.Use) -> None:
         watched.record(use)
 
 
-def _recurrent_gradient(weight: torch.Tensor, x: Optional[torch.Tensor], delta: torch.Tensor, packed: bool) -> torch.Tensor:
+def _recurrent_gradient(weight: Tensor, x: Optional[Tensor], delta: Tensor, packed: bool) -> Tensor:
     """The gradient of a recurrent layer's weight, which comes with the sum of the squares."""
     gradient, add = samples.gradient_and_squares(weight, x, delta)
     _record(_watchers(weight), samples.of_product(x, delta, add=add, sorted=packed))
@@ -247,9 +243,9 @@ _multi_head_attention = types.FunctionType(
 
 
 def _convolution(
-    torchs: Callable, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None, stride: Any = 1, padding: Any = 0,
+    torchs: Callable, x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, stride: Any = 1, padding: Any = 0,
     dilation: Any = 1, groups: int = 1,
-) -> torch.Tensor:
+) -> Tensor:
     """Finds the weight's gradient once, where torch's function followed by the module's hook would find it twice."""
     watchers = _watchers(weight)
     plain = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
@@ -263,7 +259,7 @@ def _convolution(
     return output
 
 
-def _attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _attention(query: Tensor, *args: Any, **kwargs: Any) -> Any:
     with _Projections(query.shape[1] if query.dim() == 3 else 1, query.shape[-1]):
         return _multi_head_attention(query, *args, **kwargs)
 
@@ -286,9 +282,7 @@ class _Projections(torch.overrides.TorchFunctionMode):
         return output
 
 
-def _record_projection(
-    batch: int, width: int, uses: List[Tuple[torch.Tensor, torch.Tensor, References]], x: torch.Tensor, delta: torch.Tensor
-) -> None:
+def _record_projection(batch: int, width: int, uses: List[Tuple[Tensor, Tensor, References]], x: Tensor, delta: Tensor) -> None:
     x, delta = (t.reshape(-1, batch, t.shape[-1]).transpose(0, 1) for t in (x, delta))
     for part, whole, watchers in uses:
         first = (part.storage_offset() - whole.storage_offset()) // part.stride(0)

@@ -8,12 +8,14 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _sigmoid_back = torch.ops.aten.sigmoid_backward.grad_input
 _tanh_back = torch.ops.aten.tanh_backward.grad_input
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
+Gradient = Callable[..., Tensor]  # see FUNCTIONS
 Weights = Sequence[Any]  # tensors of the input, the hidden state, their biases, and the projection: None for those that a layer lacks
 
 
@@ -33,24 +35,22 @@ class _Cell(ABC):
     states = 1
 
     @abstractmethod
-    def forward(self, x: torch.Tensor, run: _Run) -> Tuple[torch.Tensor, Tensors, Tensors]:
+    def forward(self, x: Tensor, run: _Run) -> Tuple[Tensor, Tensors, Tensors]:
         """(out, last states, what backward needs)"""
 
     @abstractmethod
-    def backward(
-        self, out: torch.Tensor, kept: Tensors, d_out: torch.Tensor, d_last: Tensors, run: _Run
-    ) -> Tuple[torch.Tensor, torch.Tensor, Tensors, Optional[Tensors]]:
+    def backward(self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Tuple[Tensor, Tensor, Tensors, Optional[Tensors]]:
         """(δ of what the input's weights gave, δ of what the hidden state's gave, gradients of the first states, (input, δ) of the
         projection or None)"""
 
 
-def _previous(states: torch.Tensor, first: torch.Tensor, order: range) -> torch.Tensor:
+def _previous(states: Tensor, first: Tensor, order: range) -> Tensor:
     """What a state, kept for each time, was before that."""
     parts = (first[None], states[:-1]) if order.step > 0 else (states[1:], first[None])
     return torch.cat(parts)
 
 
-def _carry(states: torch.Tensor, t: int, n: int, before: torch.Tensor) -> None:
+def _carry(states: Tensor, t: int, n: int, before: Tensor) -> None:
     if n < len(before):
         states[t, n:] = before[n:]
 
@@ -58,7 +58,7 @@ def _carry(states: torch.Tensor, t: int, n: int, before: torch.Tensor) -> None:
 class _LSTM(_Cell):
     states = 2
 
-    def forward(self, x: torch.Tensor, run: _Run) -> Any:
+    def forward(self, x: Tensor, run: _Run) -> Any:
         (h, c), (w_ih, w_hh, b_ih, b_hh, w_hr), sizes, order = run
         gates = F.linear(x, w_ih, None if b_ih is None else b_ih + b_hh)
         out, cells = h.new_empty(len(x), *h.shape), c.new_empty(len(x), *c.shape)
@@ -76,7 +76,7 @@ class _LSTM(_Cell):
             h = out[t]
         return out, (h, c), (gates, cells)
 
-    def backward(self, out: torch.Tensor, kept: Tensors, d_out: torch.Tensor, d_last: Tensors, run: _Run) -> Any:
+    def backward(self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Any:
         (gates, cells), (dh, dc), ((_, first), (_, w_hh, *_, w_hr), sizes, order) = kept, d_last, run
         before = _previous(cells, first, order)
         delta = torch.zeros_like(gates) if sizes[-1] < sizes[0] else torch.empty_like(gates)
@@ -102,7 +102,7 @@ class _LSTM(_Cell):
 
 
 class _GRU(_Cell):
-    def forward(self, x: torch.Tensor, run: _Run) -> Any:
+    def forward(self, x: Tensor, run: _Run) -> Any:
         (h,), (w_ih, w_hh, b_ih, b_hh, _), sizes, order = run
         gates, size = F.linear(x, w_ih, b_ih), h.shape[1]
         out, news = h.new_empty(len(x), *h.shape), h.new_zeros(len(x), *h.shape)
@@ -118,7 +118,7 @@ class _GRU(_Cell):
             h = out[t]
         return out, (h,), (gates, news)
 
-    def backward(self, out: torch.Tensor, kept: Tensors, d_out: torch.Tensor, d_last: Tensors, run: _Run) -> Any:
+    def backward(self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Any:
         (gates, news), (dh,), ((first,), (_, w_hh, *_), sizes, order) = kept, d_last, run
         before = _previous(out, first, order)
         delta, inner = torch.zeros_like(gates), torch.zeros_like(gates)
@@ -140,7 +140,7 @@ class _RNN(_Cell):
     def __init__(self, squash: Callable, back: Callable) -> None:
         self._squash, self._back = squash, back
 
-    def forward(self, x: torch.Tensor, run: _Run) -> Any:
+    def forward(self, x: Tensor, run: _Run) -> Any:
         (h,), (w_ih, w_hh, b_ih, b_hh, _), sizes, order = run
         inner = F.linear(x, w_ih, None if b_ih is None else b_ih + b_hh)
         out = h.new_empty(len(x), *h.shape)
@@ -151,7 +151,7 @@ class _RNN(_Cell):
             h = out[t]
         return out, (h,), ()
 
-    def backward(self, out: torch.Tensor, kept: Tensors, d_out: torch.Tensor, d_last: Tensors, run: _Run) -> Any:
+    def backward(self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Any:
         (dh,), (_, (_, w_hh, *_), sizes, order) = d_last, run
         delta = torch.zeros_like(out)
         for t in reversed(order):
@@ -165,9 +165,7 @@ class _Layer(torch.autograd.Function):
     """One layer in one direction."""
 
     @staticmethod
-    def forward(
-        ctx: Any, cell: _Cell, sizes: List[int], order: range, weight_gradient: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any
-    ) -> Tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, cell: _Cell, sizes: List[int], order: range, weight_gradient: Gradient, x: Tensor, *rest: Any) -> Tuple[Tensor, ...]:
         with torch.autocast(x.device.type, enabled=False):
             out, last, kept = cell.forward(x, _Run(rest[: cell.states], rest[cell.states :], sizes, order))
         ctx.save_for_backward(x, out, *rest, *kept)
@@ -176,7 +174,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: torch.Tensor, *d_last: torch.Tensor) -> tuple:
+    def backward(ctx: Any, d_out: Tensor, *d_last: Tensor) -> tuple:
         cell = ctx.cell
         x, out, *rest = ctx.saved_tensors
         state, weights, kept = rest[: cell.states], rest[cell.states : cell.states + 5], rest[cell.states + 5 :]
@@ -194,10 +192,10 @@ class _Layer(torch.autograd.Function):
 
 
 def _layers(
-    cell: _Cell, x: torch.Tensor, states: Tensors, params: Tensors, biases: bool, layers: int, dropout: float, train: bool,
-    bidirectional: bool, sizes: List[int], weight_gradient: Callable[..., torch.Tensor],
-) -> Tuple[torch.Tensor, List[torch.Tensor]]:
-    """All layers: (out, last states)."""
+    cell: _Cell, x: Tensor, states: Tensors, params: Tensors, biases: bool, layers: int, dropout: float, train: bool,
+    bidirectional: bool, sizes: List[int], weight_gradient: Gradient,
+) -> Tuple[Tensor, List[Tensor]]:
+    """Runs all layers; returns (out, last states)."""
     directions = 2 if bidirectional else 1
     each = len(params) // (layers * directions)
     lasts = []
@@ -208,9 +206,8 @@ def _layers(
             weights: List[Any] = list(params[number * each : (number + 1) * each])
             weights[2:2] = [] if biases else [None, None]
             weights += [None] * (5 - len(weights))
-            order = range(len(x) - 1, -1, -1) if direction else range(len(x))
-            first = [state[number] for state in states]
-            out, *last = _Layer.apply(cell, sizes, order, weight_gradient, x, *first, *weights)
+            order = range(len(x))[::-1] if direction else range(len(x))
+            out, *last = _Layer.apply(cell, sizes, order, weight_gradient, x, *(state[number] for state in states), *weights)
             outs.append(out)
             lasts.append(last)
         x = torch.cat(outs, 2) if bidirectional else outs[0]
@@ -219,9 +216,9 @@ def _layers(
     return x, [torch.stack(last) for last in zip(*lasts)]
 
 
-def _sequences(cell: _Cell, weight_gradient: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> Tuple[torch.Tensor, ...]:
+def _sequences(cell: _Cell, weight_gradient: Gradient, x: Tensor, *args: Any) -> Tuple[Tensor, ...]:
     """`torch.lstm` and its like, of padded and of packed sequences."""
-    packed = isinstance(args[0], torch.Tensor) and isinstance(args[2], (list, tuple))
+    packed = isinstance(args[0], Tensor) and isinstance(args[2], (list, tuple))
     lengths: Any = args[0]  # where the sequences are packed; else there is no such argument
     states, params, biases, layers, dropout, train, bidirectional, *batch_first = args[int(packed) :]
     states = [states] if cell.states == 1 else states
@@ -240,7 +237,7 @@ def _sequences(cell: _Cell, weight_gradient: Callable[..., torch.Tensor], x: tor
     return out, *lasts
 
 
-def _single(cell: _Cell, weight_gradient: Callable[..., torch.Tensor], x: torch.Tensor, states: Any, *weights: Any) -> Any:
+def _single(cell: _Cell, weight_gradient: Gradient, x: Tensor, states: Any, *weights: Any) -> Any:
     """`torch.lstm_cell` and its like."""
     dtype = weights[0].dtype
     first = [state.to(dtype) for state in ([states] if cell.states == 1 else states)]

@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import grad as convolution_gradients
 
 from .. import kernels
@@ -20,16 +20,16 @@ class Use:
     """A use of a parameter: an input and the gradient of the output, both (samples, …).
 
     gradients: (input, float32 δ) -> (samples, *shape of the parameter's rows).
-    add: (total, input, float32 δ): adds the squares where this use is the only one. None: by `gradients`.
-    rows: the first and the one behind the last of the parameter's, where it is not used as a whole.
-    sorted: by length, as packed sequences are, and not as the batch.
+    add: (total, input, float32 δ): adds the squares where this use is the only one. None: `gradients` brings them.
+    rows: (first, end) of the parameter's rows, where it is not used as a whole.
+    sorted: whether samples are sorted by length, as those of packed sequences are, and not as in the batch.
     """
 
-    gradients: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    x: torch.Tensor
-    delta: torch.Tensor
-    add: Optional[Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = None
-    rows: Optional[Tuple[int, int]] = None
+    gradients: Callable[[Tensor, Tensor], Tensor]
+    x: Tensor
+    delta: Tensor
+    add: Optional[Callable[[Tensor, Tensor, Tensor], Any]] = None
+    rows: Optional[tuple] = None
     sorted: bool = False
 
     @property
@@ -37,7 +37,7 @@ class Use:
         return len(self.delta)
 
 
-def of_module(module: Any, name: str, layout: Optional[int], x: torch.Tensor, delta: torch.Tensor) -> Use:
+def of_module(module: Any, name: str, layout: Optional[int], x: Tensor, delta: Tensor) -> Use:
     """The use of a parameter by a module of KINDS. layout: None, or the dimension of samples where inputs of two have none."""
     gradients, dims = KINDS[type(module)]
     alone = x.dim() == (2 if layout is not None else len(module.normalized_shape) if dims is None else dims)
@@ -52,17 +52,15 @@ def of_module(module: Any, name: str, layout: Optional[int], x: torch.Tensor, de
     return Use(functools.partial(gradients, module, name), x, delta, add and functools.partial(add, module))
 
 
-def of_product(
-    x: Optional[torch.Tensor], delta: torch.Tensor, rows: Optional[Tuple[int, int]] = None, add: Optional[Callable] = None, sorted: bool = False
-) -> Use:
+def of_product(x: Optional[Tensor], delta: Tensor, rows: Optional[tuple] = None, add: Optional[Callable] = None, sorted: bool = False) -> Use:
     """The use of a weight in x (b, p, i) @ weight.T, or of a bias, where x is None. delta is (b, p, o)."""
     if x is None:
         return Use(_of_bias, delta, delta, add, rows, sorted)
     return Use(_of_weight, x, delta, add or _add_product, rows, sorted)
 
 
-def add_squares(total: torch.Tensor, uses: List[Use]) -> None:
-    """total += the squares of single samples' gradients, summed over samples; a sample's is the sum over uses."""
+def add_squares(total: Tensor, uses: List[Use]) -> None:
+    """Adds the squares of single samples' gradients, summed over samples, to `total`; a sample's gradient is the sum over uses."""
     if len(uses) > 1 and any(use.sorted for use in uses):
         raise ValueError("a layer is used for packed sequences more than once in one backward pass: their samples have no common order")
     if len(uses) > 1 and all(use.gradients is _of_weight for use in uses):  # Together they are one use with more places.
@@ -77,7 +75,7 @@ def add_squares(total: torch.Tensor, uses: List[Use]) -> None:
             total.addcmul_(gradient, gradient)
 
 
-def gradient_and_squares(weight: torch.Tensor, x: Optional[torch.Tensor], delta: torch.Tensor) -> Tuple[torch.Tensor, Optional[Callable]]:
+def gradient_and_squares(weight: Tensor, x: Optional[Tensor], delta: Tensor) -> Tuple[Tensor, Optional[Callable]]:
     """(gradient, add) of a product's weight, or bias, where x is None; as in `of_product`."""
     if x is None:
         by_sample = delta.float().sum(1)
@@ -89,12 +87,12 @@ def gradient_and_squares(weight: torch.Tensor, x: Optional[torch.Tensor], delta:
     return gradient, lambda total, *_: total.add_(squares)
 
 
-def _by_kernel(tensor: torch.Tensor) -> bool:
+def _by_kernel(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
-def _kernel(left: torch.Tensor, right: torch.Tensor, *sums: torch.Tensor) -> None:
-    """add_sample_squares of the kernels, by as many threads as torch has."""
+def _kernel(left: Tensor, right: Tensor, *sums: Tensor) -> None:
+    """Runs the kernels' add_sample_squares, in as many threads as torch has."""
     a, b, *totals = (tensor.detach().numpy() for tensor in (left, right, *sums))
     d = b.ndim - 1  # the first of a's dimensions that is one of the product
     parts = min(torch.get_num_threads(), a.shape[d], 1 + a.size * b.shape[-1] // _WORTH_A_THREAD)
@@ -115,15 +113,15 @@ def _threads() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(thread_name_prefix="horovod_compress")
 
 
-def _of_bias(_: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+def _of_bias(_: Tensor, delta: Tensor) -> Tensor:
     return delta.sum(1)
 
 
-def _of_weight(x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+def _of_weight(x: Tensor, delta: Tensor) -> Tensor:
     return torch.einsum("bpo,bpi->boi", delta, x.float())
 
 
-def _add_product(total: torch.Tensor, x: torch.Tensor, delta: torch.Tensor) -> None:
+def _add_product(total: Tensor, x: Tensor, delta: Tensor) -> None:
     if x.shape[1] == 1:
         total.addmm_(delta[:, 0].square().T, x[:, 0].float().square())
     elif _by_kernel(total):
@@ -136,24 +134,24 @@ def _add_product(total: torch.Tensor, x: torch.Tensor, delta: torch.Tensor) -> N
 # float32 gradient of its output (b, …), with the result (b, *shape of the parameter).
 
 
-def _padded(module: Any, x: torch.Tensor) -> torch.Tensor:
+def _padded(module: Any, x: Tensor) -> Tensor:
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     return F.pad(x.float(), module._reversed_padding_repeated_twice, mode=mode)
 
 
-def _conv(module: Any, name: str, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+def _conv(module: Any, name: str, x: Tensor, delta: Tensor) -> Tensor:
     if name == "bias":
         return _of_channels(delta)
     options = {"stride": module.stride, "dilation": module.dilation, "groups": module.groups}
     return _of_convolution(module.weight.shape, options, _padded(module, x), delta)
 
 
-def _of_convolution(shape: Sequence[int], options: Dict[str, Any], x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+def _of_convolution(shape: Sequence[int], options: Dict[str, Any], x: Tensor, delta: Tensor) -> Tensor:
     gradient = getattr(convolution_gradients, f"conv{x.dim() - 2}d_weight")
     return torch.stack([gradient(x[z, None], shape, delta[z, None], **options) for z in range(len(x))])
 
 
-def _add_conv(module: Any, total: torch.Tensor, x: torch.Tensor, delta: torch.Tensor) -> None:
+def _add_conv(module: Any, total: Tensor, x: Tensor, delta: Tensor) -> None:
     if module.groups > 1 or not _by_kernel(total):
         add_squares(total, [Use(functools.partial(_conv, module, "weight"), x, delta)])
         return
@@ -162,7 +160,7 @@ def _add_conv(module: Any, total: torch.Tensor, x: torch.Tensor, delta: torch.Te
     total.add_(squares.T.reshape(total.shape))
 
 
-def _windows(x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], dilation: Sequence[int]) -> torch.Tensor:
+def _windows(x: Tensor, weight: Tensor, stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
     """What a convolution's weight is multiplied with at each place, (b, places …, channels, …): a view of the padded input."""
     dims = weight.dim() - 2
     for d, (size, shift, gap) in enumerate(zip(weight.shape[2:], stride, dilation), 2):
@@ -176,15 +174,15 @@ class Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], stride: List[int], padding: List[int],
+        ctx: Any, x: Tensor, weight: Tensor, bias: Optional[Tensor], stride: List[int], padding: List[int],
         dilation: List[int], record: Callable[[Use], None],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.options, ctx.record = (stride, padding, dilation), record
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0], 1)
 
     @staticmethod
-    def backward(ctx: Any, delta: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
+    def backward(ctx: Any, delta: Tensor) -> Tuple[Optional[Tensor], ...]:
         x, weight = ctx.saved_tensors
         stride, padding, dilation = ctx.options
         wanted = ctx.needs_input_grad[:3]
@@ -203,14 +201,14 @@ class Convolution(torch.autograd.Function):
         return dx, gradient, d_bias, None, None, None, None
 
 
-def _embedding(module: Any, name: str, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+def _embedding(module: Any, name: str, x: Tensor, delta: Tensor) -> Tensor:
     rows, sums = _embedding_rows(module, x, delta)
     dense = delta.new_zeros(len(x) * module.num_embeddings, module.embedding_dim)
     dense[rows] = sums
     return dense.view(len(x), *module.weight.shape)
 
 
-def _embedding_rows(module: Any, x: torch.Tensor, delta: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+def _embedding_rows(module: Any, x: Tensor, delta: Tensor) -> Tuple[Tensor, Tensor]:
     """(rows, sums) of the gradient (b · num_embeddings, embedding_dim), where it is not zero."""
     rows = x.reshape(len(x), -1) + module.num_embeddings * torch.arange(len(x), device=x.device)[:, None]
     kept = slice(None) if module.padding_idx is None else x.flatten() != module.padding_idx
@@ -219,25 +217,25 @@ def _embedding_rows(module: Any, x: torch.Tensor, delta: torch.Tensor) -> Tuple[
     return rows, sums.index_add_(0, place, delta.reshape(-1, module.embedding_dim)[kept])
 
 
-def _add_embedding(module: Any, total: torch.Tensor, x: torch.Tensor, delta: torch.Tensor) -> None:
+def _add_embedding(module: Any, total: Tensor, x: Tensor, delta: Tensor) -> None:
     rows, sums = _embedding_rows(module, x, delta)
     total.index_add_(0, rows % module.num_embeddings, sums.square_())
 
 
-def _layer_norm(module: Any, name: str, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+def _layer_norm(module: Any, name: str, x: Tensor, delta: Tensor) -> Tensor:
     if name == "weight":
         normalize = F.layer_norm if type(module) is nn.LayerNorm else F.rms_norm
         delta = delta * normalize(x.float(), module.normalized_shape, eps=module.eps)
     return delta.reshape(len(delta), -1, *module.normalized_shape).sum(1)
 
 
-def _group_norm(module: Any, name: str, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+def _group_norm(module: Any, name: str, x: Tensor, delta: Tensor) -> Tensor:
     if name == "weight":
         delta = delta * F.group_norm(x.float(), getattr(module, "num_groups", x.shape[1]), eps=module.eps)
     return _of_channels(delta)
 
 
-def _of_channels(delta: torch.Tensor) -> torch.Tensor:
+def _of_channels(delta: Tensor) -> Tensor:
     return delta.reshape(*delta.shape[:2], -1).sum(2)
 
 
