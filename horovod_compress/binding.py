@@ -7,13 +7,14 @@ import itertools
 import os
 import warnings
 from abc import ABC, abstractmethod
-from typing import Any, Callable, Dict, Iterator, List, Set, Tuple, Type
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Set, Tuple, Type
 
-from . import wire
-from .compressors import find, ids, package_of
+from . import kernels, wire
+from .compressors import find, get_compressor, ids, package_of
 from .compressors.base import Compressor
+from .compressors.selective import decide_follow_lr
 from .driver import Driver
-from .handshake import Gathering, agree, kernels_in_use
+from .handshake import Gathering, agree
 from .version import __version__
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order. Sets are
@@ -46,13 +47,18 @@ class Binding(ABC):
     _compressor: Compressor
     _active: bool  # Horovod reduces, and compresses, only where there is more than one rank
 
+    @property
     @abstractmethod
-    def _opened(self) -> Driver:
-        """The exchange."""
+    def _exchange(self) -> Driver:
+        """What drives the steps."""
 
-    @abstractmethod
+    def _rank_and_size(self) -> Tuple[int, int]:
+        """This rank and the number of ranks in the process set; a rank that compresses nothing counts as the only one."""
+        return (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
+
     def _description(self) -> Dict[str, Any]:
         """The configuration, which must be the same on all ranks: nested JSON-able values."""
+        return description_of(self._compressor)
 
     @abstractmethod
     def _handshake_transport(self) -> Gathering:
@@ -73,12 +79,38 @@ class Binding(ABC):
         return self._compressor.config
 
     def stats(self) -> Dict[str, float]:
-        """Totals of this rank since the start, as `Driver.stats` describes them. All are 0 on a single rank, where Horovod reduces nothing."""
-        return self._opened().stats()
+        """Totals of this rank since the start: see `Driver.stats`. All 0 where Horovod reduces nothing, on one rank."""
+        return self._exchange.stats()
 
     def stats_by_tensor(self) -> Dict[str, Dict[str, int]]:
-        """Bytes and elements by tensor, as `Driver.stats_by_tensor` describes them."""
-        return self._opened().stats_by_tensor()
+        """Bytes and elements by tensor: see `Driver.stats_by_tensor`."""
+        return self._exchange.stats_by_tensor()
+
+    def discard(self) -> None:
+        """Forgets the last step, as if its gradients had never been; to be called on all ranks. Needs discardable=True."""
+        self._exchange.discard()
+
+
+def requested_compressor(spec: Any, optimizer: Any, plain_sgd: bool) -> Any:
+    """The compressor of a spec, with `follow_lr` decided. ValueError where it needs the optimizer, and that is None."""
+    compressor: Any = decide_follow_lr(get_compressor(spec), optimizer is not None, plain_sgd)
+    if compressor.corrects_momentum and optimizer is None and compressor.momentum is None:
+        raise ValueError(f"{compressor.id} needs the optimizer, to take over its momentum; or say momentum=…")
+    return compressor
+
+
+def momentum_of(compressor: Any, sgd: Mapping[str, Any]) -> Tuple[float, bool]:
+    """(momentum, nesterov) to take over: the compressor's options, or where those are open an SGD's."""
+    momentum = sgd["momentum"] if compressor.momentum is None else compressor.momentum
+    nesterov = sgd["nesterov"] if compressor.nesterov is None else compressor.nesterov
+    return float(momentum), bool(nesterov and momentum)
+
+
+def checked_state(state: Any) -> Dict[str, Any]:
+    """A state_dict as it is. ValueError for what cannot be one."""
+    if not isinstance(state, dict):
+        raise ValueError("not a state_dict of a compression")
+    return state
 
 
 _warned: Set[str] = set()
@@ -103,6 +135,13 @@ class Algorithms(type):
     `Compression.dgc(optimizer, ratio=0.01)` is `Compression.from_spec({"id": "dgc", "ratio": 0.01}, optimizer)`. Where the class or a
     method is given to Horovod uncalled, `compress` raises an error that says so.
     """
+
+    from_spec: Any  # of the class: makes the compression of a spec
+    compress: Any  # of the class: raises TypeError
+
+    def __init__(cls, name: str, bases: Tuple[type, ...], members: Dict[str, Any]) -> None:
+        super().__init__(name, bases, members)
+        cls.from_spec.compress = cls.compress
 
     def __getattr__(cls, id: str) -> Callable[..., Any]:
         try:
@@ -143,5 +182,5 @@ def description_of(compressor: Compressor) -> Dict[str, Any]:
         "wire version": wire.VERSION,
         "options": compressor.config,
         **({f"package of {compressor.id}": package} if package else {}),
-        **kernels_in_use(compressor),
+        **({f"kernels, on which {compressor.id}'s last bits depend": kernels.backend} if compressor.same_kernels else {}),
     }

@@ -4,12 +4,9 @@ import hashlib
 import json
 import threading
 import warnings
-from typing import Any, Callable, Dict, Iterator, Optional, Protocol, Tuple
+from typing import Any, Callable, Iterator, Optional, Protocol, Tuple
 
 import numpy as np
-
-from . import kernels
-from .compressors.base import Compressor
 
 
 class MismatchError(RuntimeError):
@@ -67,11 +64,6 @@ def agree(
         if difference:  # 0 and 0.0 are written differently, and are the same
             where, expected, found = difference
             raise MismatchError(f"rank {rank} differs from rank 0 in {where}: {found} on rank {rank}, {expected} on rank 0. {advice}")
-
-
-def kernels_in_use(compressor: Compressor) -> Dict[str, str]:
-    """The part of a description that names the kernels: empty where replicas agree whichever kernels each rank has."""
-    return {f"kernels, on which {compressor.id}'s last bits depend": kernels.backend} if compressor.same_kernels else {}
 
 
 def first_difference(expected: Any, found: Any, path: str = "") -> Optional[Tuple[str, Any, Any]]:

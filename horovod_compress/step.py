@@ -107,7 +107,8 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
         tensor.counters["elements_sent"] += payload.elements if isinstance(payload, Encoded) else tensor.numel
         reduced, arrived = yield final
         outcome = [_decode(tensor, payload, grad, step, reduced, arrived)]
-        del grad, step, encoded, payload, carrier, final, reduced, arrived  # the answer comes with the next step: until then they would stay in memory
+        # The answer comes with the next step: until then these would stay in memory.
+        del grad, step, encoded, payload, carrier, final, reduced, arrived
         succeeded = yield outcome.pop()
     finally:
         compressor.end_step(state, bool(succeeded))

@@ -6,6 +6,8 @@
     compression = hvdc.Compression.dgc(optimizer, ratio=0.001)
     optimizer = hvd.DistributedOptimizer(optimizer, compression=compression)
 """
+from typing import Any
+
 from ..binding import Algorithms
 from .checkpoint import StateCheckpoint
 from .compression import BoundCompression
@@ -17,14 +19,11 @@ class Compression(metaclass=Algorithms):
     """Makes compressions, bound to an optimizer where the algorithm needs it: one method an algorithm, and `from_spec`."""
 
     @staticmethod
-    def from_spec(spec, optimizer=None, process_set=None, discardable=False):
+    def from_spec(spec: Any, optimizer: Any = None, process_set: Any = None, discardable: bool = False) -> BoundCompression:
         """The compression of a spec, "dgc:ratio=0.001" or {"id": "dgc", "ratio": 0.001}; see `BoundCompression`."""
         return BoundCompression(spec, optimizer, process_set, discardable)
 
     @staticmethod
-    def compress(tensor):
+    def compress(tensor: Any) -> None:
         """Horovod gets here where it was given this class, or one of its methods, instead of what those return."""
         raise TypeError("this is no compression yet: call it, as in compression=hvdc.Compression.dgc(optimizer)")
-
-
-Compression.from_spec.compress = Compression.compress

@@ -2,10 +2,13 @@
 import json
 import os
 import zipfile
+from typing import Any, Dict, Optional, Union
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+
+from .compression import BoundCompression
 
 
 class StateCheckpoint(tf.keras.callbacks.Callback):
@@ -20,7 +23,9 @@ class StateCheckpoint(tf.keras.callbacks.Callback):
     another model, algorithm, rank or number of ranks.
     """
 
-    def __init__(self, compression, filepath, restore=None):
+    def __init__(
+        self, compression: BoundCompression, filepath: Union[str, os.PathLike], restore: Optional[Union[str, os.PathLike]] = None
+    ) -> None:
         super().__init__()
         self._compression, self._filepath, self._restore = compression, os.fspath(filepath), restore
         try:
@@ -28,21 +33,21 @@ class StateCheckpoint(tf.keras.callbacks.Callback):
         except (KeyError, IndexError) as error:
             raise ValueError(f"filepath may hold {{epoch}} and nothing else, not {error}: what else there is differs between ranks") from None
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Any = None) -> None:
         if self._restore is not None:
             self._compression.load_state_dict(_read(_file(os.fspath(self._restore))))
-            self._restore = None  # not again, where fit is called once more
+            self._restore = None  # A second call of fit does not restore again.
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         path = self._filepath.format(epoch=epoch + 1)
         _write(_file(path), self._compression.state_dict())
 
 
-def _file(path):
+def _file(path: str) -> str:
     return f"{path}.rank{hvd.rank()}.npz"
 
 
-def _write(file, state):
+def _write(file: str, state: Dict[str, Any]) -> None:
     flat = [(name, key, array) for name, named in state["tensors"].items() for key, array in named.items()]
     plain = {key: value for key, value in state.items() if key != "tensors"}
     plain["arrays"] = [(name, key) for name, key, _ in flat]
@@ -53,7 +58,7 @@ def _write(file, state):
     os.replace(f"{file}.part", file)
 
 
-def _read(file):
+def _read(file: str) -> Dict[str, Any]:
     try:
         with np.load(file, allow_pickle=False) as saved:
             state = json.loads(saved["plain"].item())

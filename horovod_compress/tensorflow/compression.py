@@ -3,6 +3,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Type
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -10,31 +11,29 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from .. import kernels
-from ..binding import Binding, description_of, warn_once
-from ..compressors import get_compressor
+from ..binding import Binding, checked_state, momentum_of, requested_compressor, warn_once
 from ..compressors.base import Compressor
-from ..compressors.selective import decide_follow_lr
 from ..handshake import agree
 from ..requests import Collective
-from .exchange import GraphExchange
+from .exchange import GraphExchange, Message, Saved
 from .horovod_internals import traced
-from .optimizer import check, is_plain_sgd, learning_rate_of, momentum_of, take_over_momentum, watch_passes
+from .optimizer import check, is_plain_sgd, is_sgd, learning_rate_of, take_over_momentum, watch_passes
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 _SUM = Collective("allreduce", "int64", "sum")
-_INFINITE_HALF = 65520  # what is as large becomes infinite in float16
+_INFINITE_HALF = 65520  # numbers as large as this become infinite in float16
 
 
 class _Eager:
     """Horovod's allgather while no graph runs: for what ranks compare before they exchange gradients.
 
-    Through a graph all the same: eagerly Horovod ignores names, and threads that trace at once would get each other's messages.
+    It goes through a graph all the same: eagerly Horovod ignores names, and threads that trace at once would get each other's messages.
     """
 
-    def __init__(self, process_set):
+    def __init__(self, process_set: Any) -> None:
         self._process_set, self.size = process_set, process_set.size()
 
-    def allgather(self, name, payload):
+    def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         with tf.init_scope(), tf.device("/cpu:0"):
             sent = tf.constant(payload)
             gather = functools.partial(hvd.allgather, name=name, ignore_name_scope=True, process_set=self._process_set)
@@ -47,34 +46,34 @@ class _Variable:
 
     name: str
     number: int  # in the order in which they became known: alike on all ranks, as names need not be
-    shape: tuple
+    shape: Tuple[int, ...]
     compressor: Compressor
     carried: str  # dtype of what the host reduces
-    moved: tuple  # the Collectives that the messages beside it take
-    squares: tf.Variable = None  # of its passes' gradients, summed, where moments=microbatch
-    observed: bool = False  # whether a pass was seen, while it was traced
+    moved: Sequence[Collective]  # those of the messages that travel beside it
+    squares: Any = None  # a tf.Variable, the sum of its passes' squared gradients, where moments=microbatch
+    observed: bool = False  # whether one of its passes was traced
 
 
 @dataclasses.dataclass(eq=False)
 class _Call:
     """What each call of one traced function exchanges."""
 
-    variables: list  # (gradient, _Variable)
-    number: tf.Tensor  # of the call
-    flat: list  # for each gradient, the shape [-1]
-    squared_norm: list  # where gradients are clipped, as GraphExchange.submit takes it; else empty
-    lr: list  # the learning rate, where residuals follow it; else empty
-    taken: set = dataclasses.field(default_factory=set)
+    variables: List[Tuple[Any, _Variable]]  # (gradient, _Variable)
+    number: Any  # of the call, a tensor
+    flat: List[Any]  # for each gradient, the shape [-1]
+    squared_norm: List[Any]  # where gradients are clipped, as GraphExchange.submit expects it; else empty
+    lr: List[Any]  # the learning rate, where residuals follow it; else empty
+    compressed: Set[int] = dataclasses.field(default_factory=set)
 
-    def take(self, tensor):
-        """The position of a gradient that was not taken yet, or None. Variables may have the same one: first come, first served."""
+    def claim(self, tensor: Any) -> Optional[int]:
+        """The position of a gradient that was not compressed yet, or None. Variables that have the same one are served in order."""
         for i, (grad, _) in enumerate(self.variables):
-            if grad is tensor and i not in self.taken:
-                self.taken.add(i)
+            if grad is tensor and i not in self.compressed:
+                self.compressed.add(i)
                 return i
         return None
 
-    def own(self, i):
+    def copied(self, i: int) -> Any:
         """The gradient, flat, in memory that nobody else reads, because it is worked in: a copy only where somebody holds it.
 
         Snapshot alone is not enough: TensorFlow computes it once for equal gradients, and for all steps where they are
@@ -99,77 +98,67 @@ class BoundCompression(Binding):
     optimizers; the first trace, or `handshake()`, raises MismatchError, on all ranks, where ranks were started differently.
     """
 
-    def __init__(self, spec, optimizer=None, process_set=None, discardable=False):
+    def __init__(self, spec: Any, optimizer: Any = None, process_set: Any = None, discardable: bool = False) -> None:
         super().__init__(hvd, process_set, hint="variables need not be named in TensorFlow, and ")
         self._active = bool(self._process_set.included()) and self._process_set.size() > 1
+        self._ranks = self._rank_and_size()
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise ValueError(
                 "TensorFlow 1's graph mode is not supported: a compression's operations belong to functions that TensorFlow 2 traces. Leave "
                 "out tf.compat.v1.disable_eager_execution() and disable_v2_behavior()"
             )
-        compressor = decide_follow_lr(get_compressor(spec), optimizer is not None, is_plain_sgd(optimizer))
-        if getattr(compressor, "transport", "horovod") != "horovod":
-            raise ValueError("with TensorFlow payloads are moved by operations of the graph: say transport=horovod")
         if optimizer is not None:
             check(optimizer)
-        self._taken_from = None  # the class of optimizers that leave momentum to this compression
-        self._serves = None  # Horovod's optimizer, where it is one of those
-        if compressor.corrects_momentum:
-            compressor = self._bound(compressor, optimizer)
-        self._microbatches = getattr(compressor, "moments", None) == "microbatch"
-        if getattr(compressor, "moments", None) == "per_sample":
-            raise ValueError(
-                "moments=per_sample needs PyTorch, which shows layers' inputs. With TensorFlow say moments=microbatch, and give "
-                "hvd.DistributedOptimizer(backward_passes_per_step=4) or more: groups of samples stand for samples; or "
-                "moments=minibatch"
-            )
-        if self._microbatches and optimizer is None:
-            raise ValueError(
-                "moments=microbatch needs the optimizer, to see every backward pass. A tape's gradient is one pass, for which "
-                "moments=minibatch is the same"
-            )
+        compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
+        moments = getattr(compressor, "moments", None)
+        _refuse_options(compressor, moments, optimizer)
+        self._discardable = discardable
+        self._optimizer = optimizer  # where a tape serves it; Horovod makes one of its own from it
+        self._momentum_class: Optional[Type] = None  # the class of optimizers that leave momentum to this compression
+        self._served: Any = None  # Horovod's optimizer, where it is one of those
+        self._variables: Dict[Any, _Variable] = {}  # by key, see `_identified`
+        self._call: Optional[_Call] = None  # of the function that is being traced
+        self._saved: Optional[Dict[str, Saved]] = None  # where a state was loaded: of variables that are not known yet
+        self._compressor = self._take_over(compressor) if compressor.corrects_momentum and optimizer is not None else compressor
+        self._microbatches = moments == "microbatch"
         if self._microbatches and self._active:
             watch_passes(optimizer, self._observe)
-        self._compressor = compressor
-        self._optimizer = optimizer  # where a tape serves it; Horovod makes one of its own from it
-        self._variables = {}  # key, see `_register`, → _Variable
-        self._call = None  # of the function that is being traced
-        self._saved = None  # where a state was loaded: of variables that are not known yet
-        rank, size = (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
-        self._exchange = GraphExchange(compressor, rank, size, self._label, discardable)
 
-    def _bound(self, compressor, optimizer):
-        if optimizer is None:
-            if compressor.momentum is None:
-                raise ValueError(f"{compressor.id} needs the optimizer, to take over its momentum; or say momentum=…")
-            return compressor
-        momentum, nesterov = momentum_of(optimizer, compressor)
+    @functools.cached_property
+    def _exchange(self) -> GraphExchange:
+        return GraphExchange(self._compressor, *self._ranks, self._label, self._discardable)
+
+    def _take_over(self, compressor: Any) -> Compressor:
+        """The compressor with the optimizer's momentum, which the optimizer leaves to it from now on."""
+        momentum, nesterov = momentum_of(compressor, self._optimizer.get_config()) if is_sgd(self._optimizer) else (0.0, False)
         if momentum and self._active:
             covers = lambda variable: variable.ref() in self._variables  # noqa: E731
-            self._taken_from = take_over_momentum(optimizer, compressor.id, momentum, nesterov, covers)
+            self._momentum_class = take_over_momentum(self._optimizer, compressor.id, momentum, nesterov, covers)
         return compressor.bound(momentum, nesterov)
 
     # -- Horovod's interface, while it traces a function ------------------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert
-    def compress(self, tensor):
+    def compress(self, tensor: Any) -> Tuple[Any, Any]:
         """Called by Horovod with a variable's gradient: returns what Horovod is to reduce, and a context."""
         if not self._active:
             return tensor, None
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise ValueError("functions that XLA compiles cannot compress gradients: say jit_compile=False")
-        i = self._call and self._call.take(tensor)
-        if i is None:
-            self._call = self._new_call(tensor)
-            i = self._call.take(tensor)
-        call, (_, variable) = self._call, self._call.variables[i]
+        call = self._call
+        i = None if call is None else call.claim(tensor)
+        if call is None or i is None:
+            call = self._call = self._new_call(tensor)
+            i = call.claim(tensor)
+            assert i is not None  # `traced` found it
+        variable = call.variables[i][1]
         if self._travels_as_it_is(variable):
-            # Reshaped because `_begin` may refuse the step: a control dependency would stay outside of the branch that reduces.
+            # It is reshaped because `_begin` may refuse the step: a control dependency would stay outside of the branch that reduces.
             carrier = tf.reshape(tf.cast(tensor, tf.float32), call.flat[i], name=f"{self._label}.{variable.number}")
             return carrier, (variable, tensor.dtype, [call.number])
         sends_number = variable.name == self._exchange.sends_number
         with tf.device("/cpu:0"):
-            inputs = [call.number, call.own(i), *call.squared_norm, *call.lr, *_read_and_clear(variable.squares)]
+            inputs = [call.number, call.copied(i), *call.squared_norm, *call.lr, *_read_and_clear(variable.squares)]
             dtypes = [variable.carried, *_dtypes(variable.moved[:1]), *["int64"] * sends_number]
             carrier, *message = _python(self._submit, variable, inputs, dtypes)
             numbers = self._move(_SUM, [message.pop()], "step") if sends_number else []
@@ -183,27 +172,28 @@ class BoundCompression(Binding):
         return carrier, (variable, tensor.dtype, [call.number, *message, *numbers])
 
     @tf.autograph.experimental.do_not_convert
-    def decompress(self, tensor, ctx):
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
         """Called by Horovod with what it reduced: returns the gradient."""
         if ctx is None:
             return tensor
         variable, dtype, (number, *brought) = ctx
         with tf.device("/cpu:0"):
-            finish = self._take if self._travels_as_it_is(variable) else self._finish
-            finish = functools.partial(finish, half=dtype == tf.float16)
+            finish = self._submit_and_finish if self._travels_as_it_is(variable) else self._finish
+            function = functools.partial(finish, half=dtype == tf.float16)
             inputs = [number, tf.raw_ops.Snapshot(input=tensor), *brought]
-            (result,) = _python(finish, variable, inputs, ["float32"])
+            (result,) = _python(function, variable, inputs, ["float32"])
         result.set_shape(variable.shape)
         return tf.cast(result, dtype)
 
-    def _new_call(self, tensor):
+    def _new_call(self, tensor: Any) -> _Call:
+        """The next call of the function that is being traced, for all gradients that Horovod compresses with this one."""
         grads, sources, factor, optimizer = traced(tensor)
-        if self._taken_from and optimizer and not isinstance(optimizer, self._taken_from):
+        if self._momentum_class and optimizer and not isinstance(optimizer, self._momentum_class):
             raise ValueError(
                 "this compression has taken over the momentum of another optimizer than the one it serves, which would apply its own besides: "
                 "bind it to the optimizer that hvd.DistributedOptimizer gets, and make a new one for each"
             )
-        self._serves = optimizer if self._taken_from else None
+        self._served = optimizer if self._momentum_class else None
         pairs = [(grad, source) for grad, source in zip(grads, sources) if isinstance(grad, tf.Tensor)]
         variables = list(zip([grad for grad, _ in pairs], self._register(pairs)))
         unseen = [variable.name for _, variable in variables if variable.squares is not None and not variable.observed]
@@ -216,74 +206,81 @@ class BoundCompression(Binding):
         if around is None:
             raise ValueError("gradients are compressed in graphs, which Horovod makes also of eager code: not with run_functions_eagerly(True)")
         with around.as_default(), tf.device("/cpu:0"):
-            # Stateful, so that every call of the function has its own; what depends on it is not folded or shared between calls.
-            # It brings values of the smallest variable, because TensorFlow runs a trace again for others of the same shapes.
-            known = min((source for _, source in pairs if isinstance(source, tf.Variable)), key=lambda v: v.shape.num_elements(), default=None)
-            begin = functools.partial(self._begin, len(pairs), known)
-            number, flat = tf.numpy_function(begin, [] if known is None else [_first_values(known)], [tf.int64, tf.int32])
-            if known is not None:
-                with tf.control_dependencies([number]):
-                    known.read_value()  # so that what writes to the variable (a weight decay) waits for the comparison
-            flat = tf.unstack(flat, len(pairs))
-            squared_norm = []
+            number, flat = self._begin_operation([source for _, source in pairs])
+            squared_norm: List[Any] = []
             if self._compressor.clip_norm is not None:
                 norm = functools.partial(_squared_norm, factor)
                 squared_norm = [tf.numpy_function(norm, [grad for grad, _ in pairs], tf.float64, stateful=False)]
             lr = [learning_rate_of(optimizer or self._optimizer)] if self._compressor.follow_lr else []
         return _Call(variables, number, flat, squared_norm, lr)
 
-    def _travels_as_it_is(self, variable):
-        """Whether nothing is done to its gradients before Horovod reduces them: then they go there without a detour."""
+    def _begin_operation(self, sources: List[Any]) -> Tuple[Any, List[Any]]:
+        """The operation that begins a call: its number, and for each gradient the shape [-1].
+
+        It is stateful, so that every call of the function has its own, and what depends on it is not folded or shared between calls.
+        It brings values of the smallest variable, because TensorFlow runs a trace again for others of the same shapes.
+        """
+        variables = [source for source in sources if isinstance(source, tf.Variable)]
+        known = min(variables, key=lambda variable: variable.shape.num_elements(), default=None)
+        begin = functools.partial(self._begin, len(sources), known)
+        number, flat = tf.numpy_function(begin, [] if known is None else [_first_values(known)], [tf.int64, tf.int32])
+        if known is not None:
+            with tf.control_dependencies([number]):
+                known.read_value()  # What writes to the variable (a weight decay) waits for the comparison.
+        return number, tf.unstack(flat, len(sources))
+
+    def _travels_as_it_is(self, variable: _Variable) -> bool:
+        """Whether nothing is done to the variable's gradients before Horovod reduces them, so that they need no operation of ours."""
         return not variable.moved and variable.carried == "float32" and self._compressor.clip_norm is None
 
-    def _register(self, pairs):
+    def _register(self, pairs: List[Tuple[Any, Any]]) -> List[_Variable]:
         """The _Variable of each (gradient, source). New ones become known on all ranks at once."""
         self.handshake()
         keys, new = [], {}
-        taken = {variable.name for variable in self._variables.values()}
+        names = {variable.name for variable in self._variables.values()}
         for i, (grad, source) in enumerate(pairs):
-            is_variable = isinstance(source, tf.Variable)
-            keys.append(source.ref() if is_variable else i)
-            name = source.name.split(":")[0] if is_variable else f"source_{i}"
-            shape = (source if is_variable else grad).shape
-            if not shape.is_fully_defined():
-                raise ValueError(f"{name}: its shape, {shape}, must be known when it is traced: what it holds is kept from step to step")
-            if keys[-1] in self._variables and self._variables[keys[-1]].shape != tuple(shape):
-                raise ValueError(
-                    f"{name} has the shape {shape} and had {self._variables[keys[-1]].shape} before: residuals are kept for variables, or tensors "
-                    "of one shape"
-                )
-            if keys[-1] not in self._variables:
+            key, name, shape = _identified(i, grad, source)
+            keys.append(key)
+            if key not in self._variables:
                 if not grad.dtype.is_floating:
                     raise TypeError(f"{name}: gradients of {grad.dtype.name} cannot be compressed; real floating point is needed")
-                name = next(n for n in itertools.chain([name], (f"{name}_{k}" for k in itertools.count(1))) if n not in taken)
-                taken.add(name)
-                new[keys[-1]] = name, tuple(shape)
-        if new:
-            shapes = {name: list(shape) for name, shape in new.values()}
-            agree(_Eager(self._process_set), f"{self._label}.{len(self._variables)}", {"variables": shapes})
-            missing = [name for name in shapes if self._saved is not None and name not in self._saved]
-            if missing:
+                name = next(n for n in itertools.chain([name], (f"{name}_{k}" for k in itertools.count(1))) if n not in names)
+                names.add(name)
+                new[key] = name, shape
+            elif self._variables[key].shape != shape:
                 raise ValueError(
-                    f"the state that was loaded does not fit: it has nothing for {', '.join(missing)}. Was it this model? Keras numbers layers "
-                    "without a name throughout a process: name them, or call tf.keras.backend.clear_session() first"
+                    f"{name} has the shape {shape} and had {self._variables[key].shape} before: residuals are kept for variables, or tensors "
+                    "of one shape"
                 )
-            for key, (name, shape) in new.items():
-                compressor = self._exchange.add(name, shape, self._compressor, self._saved and self._saved[name])
-                collectives = compressor.collectives(self._process_set.size())
-                carried, moved = (collectives[0].dtype, ()) if collectives[0].verb == "host" else ("float32", collectives)
-                variable = self._variables[key] = _Variable(name, len(self._variables), shape, compressor, carried, moved)
-                if self._microbatches and hasattr(variable.compressor, "moments"):
-                    with tf.init_scope(), tf.device("/cpu:0"):
-                        variable.squares = tf.Variable(tf.zeros(shape), trainable=False)
-            if self._saved is not None:
-                self._saved = {name: saved for name, saved in self._saved.items() if name not in shapes}
+        if new:
+            self._make_known(new)
         return [self._variables[key] for key in keys]
 
-    def _observe(self, grads_and_vars):
+    def _make_known(self, new: Dict[Any, Tuple[str, Tuple[int, ...]]]) -> None:
+        """Adds variables, {key: (name, shape)}, with the state that was loaded for them."""
+        shapes = {name: list(shape) for name, shape in new.values()}
+        agree(_Eager(self._process_set), f"{self._label}.{len(self._variables)}", {"variables": shapes})
+        missing = [name for name in shapes if self._saved is not None and name not in self._saved]
+        if missing:
+            raise ValueError(
+                f"the state that was loaded does not fit: it has nothing for {', '.join(missing)}. Was it this model? Keras numbers layers "
+                "without a name throughout a process: name them, or call tf.keras.backend.clear_session() first"
+            )
+        for key, (name, shape) in new.items():
+            compressor = self._exchange.add(name, shape, self._compressor, self._saved[name] if self._saved else None)
+            collectives = compressor.collectives(self._process_set.size())
+            carried, moved = (collectives[0].dtype, ()) if collectives[0].verb == "host" else ("float32", collectives)
+            variable = self._variables[key] = _Variable(name, len(self._variables), shape, compressor, carried, moved)
+            if self._microbatches and hasattr(compressor, "moments"):
+                with tf.init_scope(), tf.device("/cpu:0"):
+                    variable.squares = tf.Variable(tf.zeros(shape), trainable=False)
+        if self._saved is not None:
+            self._saved = {name: saved for name, saved in self._saved.items() if name not in shapes}
+
+    def _observe(self, grads_and_vars: Iterable[Tuple[Any, Any]]) -> List[Tuple[Any, Any]]:
         """Adds the squares of one backward pass."""
         grads_and_vars = list(grads_and_vars)
-        # Sparse ones count where they become dense afterwards; elsewhere nobody asks for their squares.
+        # Sparse gradients count where they become dense afterwards; the squares of the others are not used.
         pairs = [(tf.convert_to_tensor(grad), source) for grad, source in grads_and_vars if grad is not None]
         for (grad, _), variable in zip(pairs, self._register(pairs)):
             if variable.squares is not None:
@@ -291,8 +288,8 @@ class BoundCompression(Binding):
                 variable.observed = True
         return grads_and_vars
 
-    def _move(self, collective, message, name):
-        """The operation that moves a message; what it brings, in as many tensors."""
+    def _move(self, collective: Collective, message: List[Any], name: str) -> List[Any]:
+        """Adds the operation that moves a message; returns what it brings, in as many tensors."""
         options = {"name": f"{self._label}.{name}", "process_set": self._process_set, "ignore_name_scope": True}
         if collective.verb == "alltoall":
             moved = hvd.alltoall(*message, **options)
@@ -304,22 +301,23 @@ class BoundCompression(Binding):
 
     # -- the same, while the graph runs -----------------------------------------------------------------------------------
 
-    def _begin(self, tensors, known, values=None):
+    def _begin(self, tensors: int, known: Any, values: Any = None) -> Tuple[np.int64, np.ndarray]:
         if known is not None and not np.array_equal(_first_values(known).numpy(), values, equal_nan=True):
             raise ValueError(
                 f"gradients of other variables come to this compression than {known.name} and those that it was traced with: make one for "
                 "each model, and in eager code for each set of variables that is trained by itself"
             )
-        if self._serves is not None and abs(float(self._serves.momentum) - self._compressor.momentum) > 1e-6:
+        compressor: Any = self._compressor  # It has a momentum where one was taken over.
+        if self._served is not None and abs(float(self._served.momentum) - compressor.momentum) > 1e-6:
             warn_once(
-                f"SGD's momentum was changed to {float(self._serves.momentum):g}: {self._compressor.id} goes on with "
-                f"{self._compressor.momentum:g}, which it took over. (Horovod's momentum_correction is not needed: the learning rate is no part "
+                f"SGD's momentum was changed to {float(self._served.momentum):g}: {compressor.id} goes on with "
+                f"{compressor.momentum:g}, which it took over. (Horovod's momentum_correction is not needed: the learning rate is no part "
                 "of this momentum)"
             )
         return np.int64(self._exchange.begin(tensors, self._process_set.rank(), self._process_set.size())), np.full((tensors, 1), -1, np.int32)
 
-    def _submit(self, variable, call, grad, *numbers):
-        numbers = iter(numbers)
+    def _submit(self, variable: _Variable, call: int, grad: np.ndarray, *options: np.ndarray) -> List[np.ndarray]:
+        numbers = iter(options)
         squared_norm = float(next(numbers)) if self._compressor.clip_norm is not None else None
         lr = float(next(numbers)) if self._compressor.follow_lr else None
         squares = next(numbers).reshape(-1) if variable.squares is not None else None
@@ -329,42 +327,36 @@ class BoundCompression(Binding):
             outputs.append(np.empty(0, np.int64) if number is None else number)
         return outputs
 
-    def _advance(self, variable, call, *brought, stage):
-        arrived, numbers = _taken_apart(brought, variable.moved[stage - 1])
+    def _advance(self, variable: _Variable, call: int, *brought: np.ndarray, stage: int) -> Message:
+        arrived, numbers = _split_message(brought, variable.moved[stage - 1])
         return self._exchange.advance(variable.name, call, arrived, numbers) or self._nothing(variable.moved[stage : stage + 1])
 
-    def _nothing(self, collectives):
+    def _nothing(self, collectives: Sequence[Collective]) -> Message:
         """The message of these collectives, at most one, where a step has none for them."""
         splits = np.zeros(self._process_set.size(), np.int32)
         return [splits if dtype == "int32" and c.verb == "alltoall" else np.empty(0, dtype) for c in collectives for dtype in _dtypes([c])]
 
-    def _take(self, variable, call, reduced, half):
-        """Submits, and finishes, what Horovod has reduced already."""
+    def _submit_and_finish(self, variable: _Variable, call: int, reduced: np.ndarray, half: bool) -> List[np.ndarray]:
+        """Submits a gradient that Horovod has reduced already, and finishes it."""
         self._exchange.submit(variable.name, reduced.reshape(-1), call)
         return self._finish(variable, call, reduced, half=half)
 
-    def _finish(self, variable, call, reduced, *brought, half):
-        arrived, numbers = _taken_apart(brought, variable.moved[-1]) if brought else (None, None)
+    def _finish(self, variable: _Variable, call: int, reduced: np.ndarray, *brought: np.ndarray, half: bool) -> List[np.ndarray]:
+        arrived, numbers = _split_message(brought, variable.moved[-1]) if brought else (None, None)
         result = self._exchange.finish(variable.name, call, reduced.reshape(-1), arrived, numbers)
         if half and not kernels.of(result).max_abs(result) < _INFINITE_HALF:
             self._exchange.reject(variable.name)
         return [result.reshape(variable.shape)]
 
-    def _opened(self):
-        return self._exchange
-
-    def _description(self):
-        return description_of(self._compressor)
-
-    def _handshake_transport(self):
+    def _handshake_transport(self) -> _Eager:
         return _Eager(self._process_set)
 
     # -- for users --------------------------------------------------------------------------------------------------------
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<{self._compressor!r} of {len(self._variables)} variables>"
 
-    def state_dict(self):
+    def state_dict(self) -> Dict[str, Any]:
         """This rank's residuals and momentum, as NumPy arrays by variable and plain values: one a rank, next to the model's and
         the optimizer's. See `StateCheckpoint`."""
         state = self._exchange.state_dict()
@@ -372,28 +364,49 @@ class BoundCompression(Binding):
             state["tensors"][name], state["step"][name], state["dense_until"][name] = saved
         return state
 
-    def discard(self):
-        """Forgets the last step, as if its gradients had never been; to be called on all ranks. Needs discardable=True."""
-        self._exchange.discard()
-
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. Variables that are not known yet
         get their state when they are. Raises ValueError, with nothing changed, for any other state; where variables are not known
         yet, tracing does."""
-        if not isinstance(state, dict):
-            raise ValueError("not a state_dict of a compression")
-        self._saved = copy.deepcopy(self._exchange.load_state_dict(state))
+        self._saved = copy.deepcopy(self._exchange.load_state_dict(checked_state(state)))
 
 
-def _python(function, variable, inputs, dtypes):
-    """An operation that calls function(variable, arrays of the inputs…) and has outputs of these dtypes."""
-    # Not stateful: TensorFlow would run such operations one after the other, with a round over the network in between.
+def _refuse_options(compressor: Any, moments: Optional[str], optimizer: Any) -> None:
+    """Raises ValueError for options that TensorFlow cannot serve."""
+    if getattr(compressor, "transport", "horovod") != "horovod":
+        raise ValueError("with TensorFlow payloads are moved by operations of the graph: say transport=horovod")
+    if moments == "per_sample":
+        raise ValueError(
+            "moments=per_sample needs PyTorch, which shows layers' inputs. With TensorFlow say moments=microbatch, and give "
+            "hvd.DistributedOptimizer(backward_passes_per_step=4) or more: groups of samples stand for samples; or "
+            "moments=minibatch"
+        )
+    if moments == "microbatch" and optimizer is None:
+        raise ValueError(
+            "moments=microbatch needs the optimizer, to see every backward pass. A tape's gradient is one pass, for which "
+            "moments=minibatch is the same"
+        )
+
+
+def _identified(i: int, grad: Any, source: Any) -> Tuple[Any, str, Tuple[int, ...]]:
+    """(key, name, shape) of the source, at position i, of a gradient: variables are known by themselves, other tensors by position."""
+    is_variable = isinstance(source, tf.Variable)
+    name = source.name.split(":")[0] if is_variable else f"source_{i}"
+    shape = (source if is_variable else grad).shape
+    if not shape.is_fully_defined():
+        raise ValueError(f"{name}: its shape, {shape}, must be known when it is traced: what it holds is kept from step to step")
+    return source.ref() if is_variable else i, name, tuple(shape)
+
+
+def _python(function: Callable[..., Sequence[np.ndarray]], variable: _Variable, inputs: List[Any], dtypes: List[str]) -> List[Any]:
+    """Adds an operation that calls function(variable, arrays of the inputs…); returns its outputs, of these dtypes."""
+    # It is not stateful: TensorFlow would run such operations one after the other, with a round over the network in between.
     call = functools.partial(_with_denormals, function, variable)
     return tf.numpy_function(call, inputs, [tf.as_dtype(dtype) for dtype in dtypes], stateful=False)
 
 
-def _with_denormals(function, *arguments):
-    """TensorFlow's threads take denormal numbers for 0; results are to be those of other frameworks, bit for bit."""
+def _with_denormals(function: Callable[..., Sequence[np.ndarray]], *arguments: Any) -> Sequence[np.ndarray]:
+    """Calls a function with denormal numbers, which TensorFlow's threads treat as 0: results are other frameworks', bit for bit."""
     mode = kernels.host.flush_denormals(mode=0)
     try:
         return function(*arguments)
@@ -401,27 +414,27 @@ def _with_denormals(function, *arguments):
         kernels.host.flush_denormals(mode=mode)
 
 
-def _first_values(variable):
+def _first_values(variable: Any) -> Any:
     return tf.reshape(variable.read_value(), [-1])[:1000]
 
 
-def _dtypes(collectives):
-    """Of the arrays that messages of these collectives are: of an alltoall, bytes and how many go to each rank."""
+def _dtypes(collectives: Sequence[Collective]) -> List[str]:
+    """The dtypes of the arrays in messages of these collectives: an alltoall's are bytes, and how many go to each rank."""
     return [dtype for c in collectives for dtype in ((c.dtype, "int32") if c.verb == "alltoall" else (c.dtype,))]
 
 
-def _taken_apart(brought, collective):
+def _split_message(brought: Sequence[np.ndarray], collective: Collective) -> Tuple[Message, Optional[np.ndarray]]:
     """(what a message of this collective has become, the sum of the steps' numbers where they were sent with it, else None)"""
     arrays = len(_dtypes([collective]))
     numbers = brought[arrays] if len(brought) > arrays and brought[arrays].size else None
     return list(brought[:arrays]), numbers
 
 
-def _squared_norm(factor, *grads):
+def _squared_norm(factor: float, *grads: np.ndarray) -> np.float64:
     return np.float64(factor**2 * sum(kernels.host.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1)) for grad in grads))
 
 
-def _read_and_clear(squares):
+def _read_and_clear(squares: Any) -> List[Any]:
     if squares is None:
         return []
     read = squares.read_value()

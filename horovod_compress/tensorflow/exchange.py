@@ -120,13 +120,13 @@ class GraphExchange(Driver):
         return _message(pending.request)
 
     def finish(
-        self, name: str, call: int, reduced: np.ndarray, arrived: Message = (), numbers: Optional[np.ndarray] = None
+        self, name: str, call: int, reduced: np.ndarray, arrived: Optional[Message] = None, numbers: Optional[np.ndarray] = None
     ) -> np.ndarray:
         """Brings the carrier as the host reduced it, and what became of the last message; returns the flat float32 result, in the
         memory of the gradient or of the carrier."""
         pending = self._arrive(name, call, numbers)
         request = pending.request.request
-        outcome = pending.step.send((reduced, None if request is None else _answer(request, pending.arrived or arrived)))
+        outcome = pending.step.send((reduced, None if request is None else _answer(request, pending.arrived or arrived or ())))
         pending.request, pending.arrived, pending.finished = None, None, True
         if not outcome.finite:
             pending.transaction.finite = False

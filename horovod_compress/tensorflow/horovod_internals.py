@@ -1,5 +1,7 @@
 """All that relies on how Horovod 0.28 is written inside, and nowhere says so: which gradients, of which variables, it reduces, and how."""
 import sys
+from types import FrameType
+from typing import Any, Optional, Sequence, Tuple
 
 import horovod
 import horovod.tensorflow as hvd
@@ -10,15 +12,16 @@ from ..binding import check_version
 check_version(horovod.__version__)
 
 
-def is_horovods(optimizer):
+def is_horovods(optimizer: Any) -> bool:
     """Whether this is what hvd.DistributedOptimizer makes."""
     return isinstance(optimizer, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)) and hasattr(optimizer, "_allreduce_grads")
 
 
-def traced(tensor):
+def traced(tensor: Any) -> Tuple[Sequence[Any], Sequence[Any], float, Any]:
     """(gradients, variables, what Horovod makes of a 1 on each rank, Horovod's optimizer or None) of the exchange in which this
     gradient is compressed. Horovod says neither, but has them in reach, in a function that reduces `grads` of `vars` by `op`."""
-    frame, found = sys._getframe(1), None
+    frame: Optional[FrameType] = sys._getframe(1)
+    found = None
     while frame is not None:
         grads, variables = frame.f_locals.get("grads"), frame.f_locals.get("vars")
         if found is None and isinstance(grads, (list, tuple)) and variables is not None and any(grad is tensor for grad in grads):

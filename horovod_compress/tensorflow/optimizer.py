@@ -1,5 +1,6 @@
 """What a Keras optimizer does to gradients, and a compression does instead or must see."""
 import logging
+from typing import Any, Callable, Optional, Type
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -10,7 +11,7 @@ _log = logging.getLogger("horovod_compress")
 _SGD = (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)
 
 
-def check(optimizer):
+def check(optimizer: Any) -> None:
     """Raises where an optimizer cannot be bound."""
     if not isinstance(optimizer, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)):
         raise ValueError(f"a compression is bound to a Keras optimizer, or to None; not to an object of {type(optimizer)}")
@@ -23,48 +24,41 @@ def check(optimizer):
         )
 
 
-def is_plain_sgd(optimizer):
+def is_sgd(optimizer: Any) -> bool:
+    return isinstance(optimizer, _SGD)
+
+
+def is_plain_sgd(optimizer: Any) -> bool:
     """Whether this is an SGD without momentum: what it adds to variables is the learning rate times what a step brings."""
-    return isinstance(optimizer, _SGD) and not optimizer.get_config()["momentum"]
+    return is_sgd(optimizer) and not optimizer.get_config()["momentum"]
 
 
-def momentum_of(optimizer, compressor):
-    """(momentum, nesterov) to take over: what the compressor says, or else a bound SGD. (0, False) for other optimizers."""
-    if not isinstance(optimizer, _SGD):
-        return 0.0, False
-    config = optimizer.get_config()
-    momentum = config["momentum"] if compressor.momentum is None else compressor.momentum
-    nesterov = config["nesterov"] if compressor.nesterov is None else compressor.nesterov
-    return float(momentum), bool(nesterov and momentum)
-
-
-def learning_rate_of(optimizer):
+def learning_rate_of(optimizer: Any) -> Any:
     """The learning rate, a tensor, that an optimizer will apply in the step whose gradients are being traced."""
     if isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer):
         return optimizer._decayed_lr(tf.float32)
     rate = optimizer._learning_rate
-    # What the optimizer has computed from a schedule is that of the step before.
+    # The value that the optimizer has computed from a schedule is that of the step before.
     return tf.cast(rate(optimizer.iterations) if callable(rate) else rate.read_value(), tf.float32)
 
 
-def take_over_momentum(optimizer, id, momentum, nesterov, covers):
+def take_over_momentum(optimizer: Any, id: str, momentum: float, nesterov: bool, covers: Callable[[Any], bool]) -> Type:
     """From now on this SGD, and what Horovod makes of it, leaves momentum to the compression: variables that it covers take
     plain steps with their dense gradients. Its configuration stays the user's, decoupled weight decay stays with it. Returns the
     class of both."""
-
-    own = _own_class(optimizer)
+    own: Any = _own_class(optimizer)
     known = next(cls for cls in _SGD if issubclass(own, cls))
     method = "update_step" if hasattr(known, "update_step") else "_resource_apply_dense"
     if getattr(own, method) is not getattr(known, method):
         raise ValueError(f"{own.__name__}.{method} is not SGD's own, so its momentum cannot be taken over: bind with momentum=0")
 
     class PlainSteps(own):
-        def update_step(self, gradient, variable):
+        def update_step(self, gradient: Any, variable: Any) -> None:
             if isinstance(gradient, tf.IndexedSlices) or not covers(variable):
                 return super().update_step(gradient, variable)
             variable.assign_sub(gradient * tf.cast(self.learning_rate, variable.dtype))
 
-        def _resource_apply_dense(self, grad, var, apply_state=None):  # the legacy optimizer's
+        def _resource_apply_dense(self, grad: Any, var: Any, apply_state: Optional[dict] = None) -> Any:  # the legacy optimizer's
             if not covers(var):
                 return super()._resource_apply_dense(grad, var, apply_state)
             key = var.device, var.dtype.base_dtype
@@ -81,14 +75,15 @@ def take_over_momentum(optimizer, id, momentum, nesterov, covers):
     return PlainSteps
 
 
-def watch_passes(optimizer, observe):
-    """observe(gradients and variables) is called with those of every backward pass, ahead of Horovod's aggregation."""
+def watch_passes(optimizer: Any, observe: Callable[[Any], Any]) -> None:
+    """Has observe(gradients and variables) called in every backward pass, ahead of Horovod's aggregation."""
+    own: Any = _own_class(optimizer)
 
-    class Watched(_own_class(optimizer)):
-        def compute_gradients(self, *args, **kwargs):
+    class Watched(own):
+        def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
             return observe(super().compute_gradients(*args, **kwargs))
 
-        def _compute_gradients(self, *args, **kwargs):  # the legacy optimizer's
+        def _compute_gradients(self, *args: Any, **kwargs: Any) -> Any:  # the legacy optimizer's
             return observe(super()._compute_gradients(*args, **kwargs))
 
     if isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer):
@@ -98,15 +93,15 @@ def watch_passes(optimizer, observe):
     _become(optimizer, Watched)
 
 
-def _own_class(optimizer):
-    """Its class, without what an earlier binding made of that."""
-    cls = type(optimizer)
+def _own_class(optimizer: Any) -> Type:
+    """The class of an optimizer, as it was before an earlier binding changed it."""
+    cls: Any = type(optimizer)
     return cls.__base__ if getattr(cls, "_bound_to_compression", False) else cls
 
 
-def _become(optimizer, cls):
-    # Horovod makes an optimizer of its own from the bound one's class and configuration: so it is the class that must change. It
-    # keeps its names, by which Keras saves optimizers.
+def _become(optimizer: Any, cls: Any) -> None:
+    # Horovod makes an optimizer of its own from the bound one's class and configuration: so it is the class that must change. The
+    # new class keeps the old one's names, by which Keras saves optimizers.
     base = cls.__base__
     cls._bound_to_compression = True
     for name in ("__name__", "__qualname__", "__module__", "__doc__", *(key for key in vars(base) if key.startswith("_keras_api_names"))):

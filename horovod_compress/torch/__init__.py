@@ -6,8 +6,12 @@
     compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.001)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
 """
+from typing import Any, Optional
+
+import torch
+
 from ..binding import Algorithms
-from .compression import BoundCompression
+from .compression import BoundCompression, NamedParameters
 
 __all__ = ["BoundCompression", "Compression"]
 
@@ -16,14 +20,14 @@ class Compression(metaclass=Algorithms):
     """Makes compressions, bound to an optimizer and its parameters: one method an algorithm, and `from_spec`."""
 
     @staticmethod
-    def from_spec(spec, optimizer, named_parameters=None, process_set=None, grad_scaler=None, discardable=False):
+    def from_spec(
+        spec: Any, optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[NamedParameters] = None,
+        process_set: Any = None, grad_scaler: Any = None, discardable: bool = False,
+    ) -> BoundCompression:
         """The compression of a spec, "dgc:ratio=0.001" or {"id": "dgc", "ratio": 0.001}; see `BoundCompression`."""
         return BoundCompression(spec, optimizer, named_parameters, process_set, grad_scaler, discardable)
 
     @staticmethod
-    def compress(tensor):
+    def compress(tensor: torch.Tensor) -> None:
         """Horovod gets here where it was given this class, or one of its methods, instead of what those return."""
         raise TypeError("this is no compression yet: call it, as in compression=hvdc.Compression.dgc(optimizer, model.named_parameters())")
-
-
-Compression.from_spec.compress = Compression.compress

@@ -1,19 +1,21 @@
 """Horovod's Compressor interface, `compress` and `decompress`, over the exchange."""
 import collections.abc
+import functools
 import inspect
 import weakref
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..binding import Binding, description_of, warn_once
-from ..compressors import get_compressor
-from ..compressors.selective import decide_follow_lr
+from ..binding import Binding, checked_state, requested_compressor, warn_once
 from ..exchange import Exchange
 from ..handshake import agree
 from ..plan import compressor_for
+from ..transport.base import Transport
 from ..transport.horovod import HorovodTransport
 from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
@@ -25,17 +27,18 @@ _SYNCHRONIZE_FIRST = (
     "call optimizer.synchronize() before anything that reads or changes gradients (a GradScaler's unscale_() and step(), clipping), and step "
     "inside `with optimizer.skip_synchronize():`"
 )
+NamedParameters = Iterable[Tuple[str, torch.Tensor]]  # as model.named_parameters() gives
 _HALF_OR_DOUBLE = (torch.float16, torch.bfloat16, torch.float64)
 
 
 class _Slot:
-    """One parameter: its name, the parameter that followed it in the last step, and a host copy of its gradient where the
-    gradient itself is not contiguous float32 in host memory."""
+    """A parameter under its name. following: the slot of the parameter that came after it in the last step."""
 
-    def __init__(self, name, param):
-        self.name, self.param, self.following, self._staging = name, param, None, None
+    def __init__(self, name: str, param: torch.Tensor) -> None:
+        self.name, self.param, self.following = name, param, self
+        self._staging: Optional[torch.Tensor] = None  # a copy of the gradient, where its own memory is not contiguous float32 on the host
 
-    def load(self, grad):
+    def load(self, grad: torch.Tensor) -> Tuple[torch.Tensor, np.ndarray]:
         """(tensor, flat array) of float32 on the host: the gradient's own memory where possible."""
         if grad.dtype == torch.float32 and grad.device.type == "cpu" and grad.is_contiguous():
             return grad, grad.numpy().reshape(-1)
@@ -68,60 +71,49 @@ class BoundCompression(Binding):
     ranks were started differently.
     """
 
-    def __init__(self, spec, optimizer, named_parameters=None, process_set=None, grad_scaler=None, discardable=False):
+    def __init__(
+        self, spec: Any, optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[NamedParameters] = None,
+        process_set: Any = None, grad_scaler: Any = None, discardable: bool = False,
+    ) -> None:
         super().__init__(hvd, process_set)
         self._active = bool(self._process_set.included()) and hvd.size() > 1
-        self._ranks = (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
+        self._ranks = self._rank_and_size()
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"a compression is bound to a torch optimizer, its first argument, not to an object of {type(optimizer)}")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {grad_scaler!r}")
-        compressor = decide_follow_lr(get_compressor(spec), optimizer is not None, is_plain_sgd(optimizer))
-        slots = [_Slot(name, param) for name, param in _named(optimizer, named_parameters)]
-        self._takeover = None
-        variants = {}
-        if compressor.corrects_momentum:
-            if optimizer is None and compressor.momentum is None:
-                raise ValueError(f"{compressor.id} needs the optimizer, to take over its momentum; or say momentum=…")
-            if self._active and isinstance(optimizer, torch.optim.SGD) and compressor.momentum != 0:
-                takeover = SGDTakeover(optimizer, compressor, {id(slot.param): slot.name for slot in slots})
-                variants = takeover.variants
-                self._takeover = takeover if variants else None
-            if optimizer is not None and compressor.momentum is None:  # what is not taken over stays with the optimizer
-                compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))
+        compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
+        self._slots = _slots_of(_named(optimizer, named_parameters))
+        self._last = self._slots[-1]
+        self._takeover = self._take_over(compressor, optimizer)
+        variants = self._takeover.variants if self._takeover else {}
+        if compressor.corrects_momentum and optimizer is not None and compressor.momentum is None:
+            compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))  # other momentum stays with the optimizer
         self._compressor = next(iter(variants.values()), compressor)
-        self._tensors = {
-            slot.name: (tuple(slot.param.shape), variants.get(slot.name, compressor))
-            for slot in slots
-            if self._active and slot.param.requires_grad
-        }
-        moments = getattr(compressor, "moments", "minibatch")
-        asking = {
-            slot.name: slot.param for slot in slots
-            if slot.name in self._tensors
-            and getattr(compressor_for(compressor, slot.name, tuple(slot.param.shape)), "moments", None) == moments
-        }
-        # The squares of a minibatch's gradient need no collecting.
-        self._moments = Moments(moments, asking) if asking and moments != "minibatch" else None
-        self._slots = slots
-        self._last = slots[-1]
-        for slot, following in zip(slots, slots[1:] + slots[:1]):
-            slot.following = following
+        active = [slot for slot in self._slots if self._active and slot.param.requires_grad]
+        self._tensors = {slot.name: (tuple(slot.param.shape), variants.get(slot.name, compressor)) for slot in active}
+        self._moments = _moments_of(compressor, active)
         self._grad_scaler = grad_scaler
         self._discardable = bool(discardable or grad_scaler is not None)
-        self._exchange = None
-        self._transport = self._make_transport() if self._active else Loopback.group(1)[0]
-        self._results = None  # of the last step: "unused" from when they came until an optimizer's step begins, then "in use" until it ends
-        self._optimizer = None  # Horovod's, from the first gradient on
-        self._rates = {}  # id(parameter) → learning rate of this step, where residuals follow it
+        self._transport = self._make_transport()
+        self._results: Optional[str] = None  # of the last step: "unused" until an optimizer's step begins, then "in use" until it ends
+        self._optimizer: Optional[torch.optim.Optimizer] = None  # Horovod's, from the first gradient on
+        self._rates: Dict[int, float] = {}  # id(parameter) → learning rate of this step, where residuals follow it
         if self._active:
             _not_used_yet.add(self)
 
+    def _take_over(self, compressor: Any, optimizer: Optional[torch.optim.Optimizer]) -> Optional[SGDTakeover]:
+        """What takes momentum over from the optimizer, where the algorithm corrects some that the optimizer has."""
+        if not (self._active and compressor.corrects_momentum and isinstance(optimizer, torch.optim.SGD) and compressor.momentum != 0):
+            return None
+        takeover = SGDTakeover(optimizer, compressor, {id(slot.param): slot.name for slot in self._slots})
+        return takeover if takeover.variants else None
+
     # -- Horovod's interface ----------------------------------------------------------------------------------------------
 
-    def compress(self, tensor):
+    def compress(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
         """Called by Horovod with a parameter's gradient: returns what Horovod is to reduce, and a context."""
-        exchange = self._opened()
+        exchange = self._exchange
         if not exchange.under_way:
             self._begin_step()
         slot = self._find(tensor)
@@ -129,12 +121,14 @@ class BoundCompression(Binding):
         squares = self._moments.take(slot.name) if self._moments else None
         carrier = exchange.submit(slot.name, flat, squares, self._rates.get(id(slot.param)))
         sent = host if carrier is flat else torch.from_numpy(carrier)
-        return sent, (slot, tensor, host, sent, carrier, slot.param.grad._version)
+        grad = slot.param.grad
+        assert grad is not None  # `_find` has seen it.
+        return sent, (slot, tensor, host, sent, carrier, grad._version)
 
-    def decompress(self, tensor, ctx):
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Called by Horovod with what it reduced: returns the gradient, in its own memory, holding the result."""
-        if ctx is None:  # Horovod's own path for sparse gradients, which never came through compress
-            if any(self._takes_momentum_of(slot.param) and slot.param.grad.is_sparse for slot in self._slots):
+        if ctx is None:  # Horovod brings sparse gradients, which it reduces by itself, without a call of compress.
+            if self._takeover and any(self._takeover.covers(slot.param) and _is_sparse(slot.param.grad) for slot in self._slots):
                 raise ValueError(
                     f"{self._compressor.id} has taken over the optimizer's momentum, which a sparse gradient cannot have: "
                     "give hvd.DistributedOptimizer(sparse_as_dense=True), or bind with momentum=0"
@@ -154,30 +148,23 @@ class BoundCompression(Binding):
             self._takeover.due = True
         return grad
 
-    def _takes_momentum_of(self, param):
-        return self._takeover is not None and param.grad is not None and self._takeover.covers(param)
-
-    def _find(self, tensor):
-        # Gradients come in nearly the same order every step.
-        slot = self._last.following
+    def _find(self, tensor: torch.Tensor) -> _Slot:
+        slot = self._last.following  # Gradients come in nearly the same order every step.
         if slot.param.grad is not tensor:
             slot = next((slot for slot in self._slots if slot.param.grad is tensor), None) or self._find_densified(tensor)
             self._last.following = slot
         self._last = slot
         return slot
 
-    def _find_densified(self, tensor):
+    def _find_densified(self, tensor: torch.Tensor) -> _Slot:
         """sparse_as_dense hands over a dense copy: the parameter is known by shape, and by value where shapes agree."""
         if any(slot.param is tensor for slot in self._slots):
             raise ValueError("op=Adasum is not supported: it reduces parameters, not gradients; use hvd.Average or hvd.Sum")
-        alike = [
-            slot for slot in self._slots
-            if slot.param.grad is not None and slot.param.grad.is_sparse and slot.param.shape == tensor.shape
-        ]
-        if len(alike) > 1:  # each comes once a step; of equal gradients, first come first served
+        alike = [slot for slot in self._slots if _is_sparse(slot.param.grad) and slot.param.shape == tensor.shape]
+        if len(alike) > 1:  # Each comes once a step, so the first one that is left is right among equal gradients.
             alike = [slot for slot in alike if slot.name not in self._exchange.open_tensors()]
         if len(alike) > 1:
-            alike = [slot for slot in alike if _same(slot.param.grad.to_dense(), tensor)]
+            alike = [slot for slot in alike if slot.param.grad is not None and _same(slot.param.grad.to_dense(), tensor)]
         if not alike:
             raise ValueError(
                 f"a gradient of shape {tuple(tensor.shape)} belongs to none of the parameters that this compression was bound "
@@ -185,18 +172,18 @@ class BoundCompression(Binding):
             )
         return alike[0]
 
-    def _make_transport(self):
+    def _make_transport(self) -> Transport:
+        if not self._active:
+            return Loopback.group(1)[0]
         if getattr(self._compressor, "transport", None) == "mpi":
             return MPITransport(hvd, self._process_set)
         return HorovodTransport(self._process_set)
 
-    def _opened(self):
-        """The exchange, made when it is first needed: until then no memory is taken."""
-        if self._exchange is None:
-            self._exchange = Exchange(self._compressor, self._transport, self._tensors, self._label, self._discardable)
-        return self._exchange
+    @functools.cached_property
+    def _exchange(self) -> Exchange:  # made when it is first needed, because it allocates the state
+        return Exchange(self._compressor, self._transport, self._tensors, self._label, self._discardable)
 
-    def _begin_step(self):
+    def _begin_step(self) -> None:
         rank, size = self._process_set.rank(), self._process_set.size()
         if (rank, size) != self._ranks:
             raise RuntimeError(
@@ -222,22 +209,22 @@ class BoundCompression(Binding):
             for name, options in self._takeover.changes().items():
                 self._exchange.replace(name, **options)
 
-    def _attach(self, optimizer, scale):
+    def _attach(self, optimizer: torch.optim.Optimizer, scale: Optional[float]) -> None:
         """Begins to serve Horovod's optimizer."""
         _not_used_yet.discard(self)
         self.handshake()
-        # Only now: until here the user could broadcast these options, or load them.
+        # The user can broadcast or load these options until here.
         agree(
             self._transport, f"{self._label}.step", {**_options(optimizer), "loss scale": scale},
             advice="Where only some ranks have set or loaded it, call hvd.broadcast_optimizer_state(optimizer, root_rank=0) before training",
         )
         if self._takeover:
             self._takeover.optimizer = optimizer
-        # Not compiled with the step: what they change from step to step would be taken for constant.
+        # The hooks are not compiled with the step, because the compiler would consider what they change constant.
         optimizer.register_step_pre_hook(torch.compiler.disable(lambda *_: self._before_step()))
         optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: self._after_step()))
 
-    def _before_step(self):
+    def _before_step(self) -> None:
         if self._results:
             self._results = "in use"
             if self._grad_scaler is None and self._exchange.keeps_state and horovod_internals.in_grad_scaler():
@@ -250,13 +237,13 @@ class BoundCompression(Binding):
         if self._takeover:
             self._takeover.before_step()
 
-    def _after_step(self):
+    def _after_step(self) -> None:
         self._results = None
         if self._takeover:
             self._takeover.restore()
 
-    def _forget_or_warn(self):
-        """What becomes of a step whose results no optimizer.step() has used."""
+    def _forget_or_warn(self) -> None:
+        """Forgets a step whose results no optimizer.step() has used, or warns that its effects stay."""
         if not self._exchange.succeeded:
             return
         if self._discardable:
@@ -267,57 +254,61 @@ class BoundCompression(Binding):
                 "comes in later steps. To forget such steps, make the compression with discardable=True"
             )
 
-    def _handshake_transport(self):
+    def _handshake_transport(self) -> Transport:
         return self._transport
 
-    def _description(self):
-        return {
-            **description_of(self._compressor),
-            "tensors": {n: {"shape": list(s), "compressor": repr(variant)} for n, (s, variant) in self._tensors.items()},
-        }
+    def _description(self) -> Dict[str, Any]:
+        tensors = {name: {"shape": list(shape), "compressor": repr(variant)} for name, (shape, variant) in self._tensors.items()}
+        return {**super()._description(), "tensors": tensors}
 
     # -- for users --------------------------------------------------------------------------------------------------------
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<{self._compressor!r} bound to {len(self._slots)} parameters>"
 
-    def state_dict(self):
+    def state_dict(self) -> Dict[str, Any]:
         """This rank's residuals and momentum, as tensors and plain values: for torch.save, one file a rank, next to the
         model's and the optimizer's."""
-        state = self._opened().state_dict()
+        state = self._exchange.state_dict()
         state["tensors"] = {n: {k: torch.from_numpy(a) for k, a in arrays.items()} for n, arrays in state["tensors"].items()}
         return state
 
-    def discard(self):
+    def discard(self) -> None:
         """Forgets the last step, as if its gradients had never been; to be called on all ranks. Needs discardable=True, or a
         grad_scaler; a step that optimizer.step() has not used when the next one begins is forgotten without this call."""
-        self._opened().discard()
+        super().discard()
         self._results = None
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. Raises ValueError, with
         nothing changed, for any other."""
-        if not isinstance(state, dict):
-            raise ValueError("not a state_dict of a compression")
-        self._opened().load_state_dict(state)
+        self._exchange.load_state_dict(checked_state(state))
 
 
-def _named(optimizer, named_parameters):
+def _slots_of(named: List[Tuple[str, torch.Tensor]]) -> List[_Slot]:
+    slots = [_Slot(name, param) for name, param in named]
+    for slot, following in zip(slots, slots[1:] + slots[:1]):
+        slot.following = following
+    return slots
+
+
+def _moments_of(compressor: Any, slots: List[_Slot]) -> Optional[Moments]:
+    """The collector of squared gradients; None where no tensor's compressor needs one, as none does that asks for a minibatch's."""
+    moments = getattr(compressor, "moments", "minibatch")
+    if moments == "minibatch":
+        return None
+    chosen = {slot: compressor_for(compressor, slot.name, tuple(slot.param.shape)) for slot in slots}
+    params = {slot.name: slot.param for slot, each in chosen.items() if getattr(each, "moments", None) == moments}
+    return Moments(moments, params) if params else None
+
+
+def _named(optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[NamedParameters]) -> List[Tuple[str, torch.Tensor]]:
     """(name, parameter) pairs of all parameters to expect, checked."""
     groups = [] if optimizer is None else optimizer.param_groups
     if named_parameters is None:
         named = [(f"group{i}.{j}", p) for i, group in enumerate(groups) for j, p in enumerate(group["params"])]
     else:
-        if not isinstance(named_parameters, collections.abc.Iterable):
-            raise TypeError(
-                f"named_parameters must be (name, parameter) pairs, as model.named_parameters() gives, not {named_parameters!r}; an "
-                "option goes by its name: ratio=0.01"
-            )
-        named = list(_afresh(named_parameters))
-        if not named and isinstance(named_parameters, collections.abc.Iterator):
-            raise ValueError("named_parameters was used up before: give each call its own model.named_parameters(), or a list")
-        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
-            raise ValueError("named_parameters must be (name, parameter) pairs, as model.named_parameters() gives")
+        named = _listed(named_parameters)
     if not named:
         raise ValueError("no parameters: give the optimizer, named_parameters=model.named_parameters(), or both")
     names = [name for name, _ in named]
@@ -330,7 +321,22 @@ def _named(optimizer, named_parameters):
     return named
 
 
-def _afresh(named_parameters):
+def _listed(named_parameters: NamedParameters) -> List[Tuple[str, torch.Tensor]]:
+    """The pairs of `named_parameters`. TypeError and ValueError for what does not bring (name, parameter) pairs."""
+    if not isinstance(named_parameters, collections.abc.Iterable):
+        raise TypeError(
+            f"named_parameters must be (name, parameter) pairs, as model.named_parameters() gives, not {named_parameters!r}; an "
+            "option goes by its name: ratio=0.01"
+        )
+    named = list(_afresh(named_parameters))
+    if not named and isinstance(named_parameters, collections.abc.Iterator):
+        raise ValueError("named_parameters was used up before: give each call its own model.named_parameters(), or a list")
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
+        raise ValueError("named_parameters must be (name, parameter) pairs, as model.named_parameters() gives")
+    return named
+
+
+def _afresh(named_parameters: Any) -> NamedParameters:
     """What model.named_parameters() gives, without using it up: users give the same generator to hvd.DistributedOptimizer."""
     code = getattr(named_parameters, "gi_code", None)
     if code is nn.Module.named_parameters.__code__ and inspect.getgeneratorstate(named_parameters) == inspect.GEN_CREATED:
@@ -338,11 +344,15 @@ def _afresh(named_parameters):
     return named_parameters
 
 
-def _same(a, b):
+def _is_sparse(grad: Optional[torch.Tensor]) -> bool:
+    return grad is not None and grad.is_sparse
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _options(optimizer):
+def _options(optimizer: torch.optim.Optimizer) -> Dict[str, Dict[str, Any]]:
     """The options of an optimizer's groups that are plain values: what all ranks must have alike."""
     groups = {}
     for i, group in enumerate(optimizer.param_groups):
@@ -351,12 +361,12 @@ def _options(optimizer):
     return groups
 
 
-_not_used_yet = weakref.WeakSet()
+_not_used_yet: "weakref.WeakSet[BoundCompression]" = weakref.WeakSet()
 
 
 @torch.compiler.disable
-def _warn_of_unused(optimizer, args, kwargs):
-    """After any optimizer's step: of compressions whose parameters it updates without them."""
+def _warn_of_unused(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Warns, after any optimizer's step, of the compressions that it should have used for its parameters."""
     used = horovod_internals.compression_of(optimizer)
     for compression in list(_not_used_yet) if used is not None and _not_used_yet else ():
         bound = {id(slot.param) for slot in compression._slots}

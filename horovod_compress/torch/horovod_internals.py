@@ -1,6 +1,7 @@
 """All that relies on how Horovod 0.28 and PyTorch are written inside, and nowhere says so: who calls, and with which gradients."""
 import sys
-from typing import Any, Iterator
+from types import FrameType
+from typing import Any, Iterator, Optional
 
 import horovod
 import torch
@@ -15,13 +16,14 @@ check_version(horovod.__version__)
 def optimizer_of(compression: Any) -> torch.optim.Optimizer:
     """The optimizer of Horovod's that hands its gradients to this compression. It is made after the compression and never introduces
     itself; but it is the method's owner that calls `compress`. RuntimeError where none is, or two are, among the callers."""
-    found = {id(owner): owner for owner in _callers() if isinstance(owner, torch.optim.Optimizer) and compression_of(owner) is compression}
+    owners = {id(owner): owner for owner in (frame.f_locals.get("self") for frame in _callers())}
+    found = [owner for owner in owners.values() if isinstance(owner, torch.optim.Optimizer) and compression_of(owner) is compression]
     if len(found) != 1:
         raise RuntimeError(
             f"gradients came, but {'no optimizer holds' if not found else 'several optimizers hold'} this compression: give it to one "
             "hvd.DistributedOptimizer"
         )
-    return next(iter(found.values()))
+    return found[0]
 
 
 def compression_of(optimizer: torch.optim.Optimizer) -> Any:
@@ -31,18 +33,17 @@ def compression_of(optimizer: torch.optim.Optimizer) -> Any:
 
 def in_grad_scaler() -> bool:
     """Whether an enabled GradScaler is taking the step that has come to this point."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if frame.f_code.co_name == "step" and isinstance(owner, _GradScaler):
-            return owner.is_enabled()
-        frame = frame.f_back
+    for frame in _callers():
+        if frame.f_code.co_name == "step":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, _GradScaler):
+                return owner.is_enabled()
     return False
 
 
-def _callers() -> Iterator[Any]:
-    """The owners of the methods that have led here, the nearest first."""
-    frame = sys._getframe(1)
+def _callers() -> Iterator[FrameType]:
+    """The frames of the functions that have led here, the nearest first."""
+    frame: Optional[FrameType] = sys._getframe(1)
     while frame is not None:
-        yield frame.f_locals.get("self")
+        yield frame
         frame = frame.f_back

@@ -3,40 +3,63 @@
 The same functions as `torch.lstm`, `torch.gru`, `torch.rnn_tanh`, `torch.rnn_relu` and their cells.
 """
 import functools
+from abc import ABC, abstractmethod
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _sigmoid_back = torch.ops.aten.sigmoid_backward.grad_input
 _tanh_back = torch.ops.aten.tanh_backward.grad_input
 
-# A kind of cell has two functions over time, on arrays (time, batch, …). Samples are sorted by length: at step t the first
-# sizes[t] of them are there, and the states of the others stay as they are.
-#
-# forward(x, state, weights, sizes, order) -> (out, last states, what backward needs)
-# backward(out, kept, d_out, d_last, state, weights, sizes, order) -> (δ of what the input's weights gave, δ of what the hidden
-#     state's gave, gradients of the first states, (input, δ) of the projection or None)
+Tensors = Sequence[Tensor]
+Gradient = Callable[..., Tensor]  # see FUNCTIONS
+Weights = Sequence[Any]  # tensors of the input, the hidden state, their biases, and the projection: None for those that a layer lacks
 
 
-def _previous(states, first, order):
-    """What a state, kept for each step, was before the step."""
+class _Run(NamedTuple):
+    """What a layer runs with, over time in one direction. Samples are sorted by length: at time t the first sizes[t] of them are there,
+    and the states of the others stay as they are."""
+
+    state: Tensors
+    weights: Weights
+    sizes: List[int]
+    order: range
+
+
+class _Cell(ABC):
+    """A kind of cell: two functions over time, on arrays (time, batch, …)."""
+
+    states = 1
+
+    @abstractmethod
+    def forward(self, x: Tensor, run: _Run) -> Tuple[Tensor, Tensors, Tensors]:
+        """(out, last states, what backward needs)"""
+
+    @abstractmethod
+    def backward(self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Tuple[Tensor, Tensor, Tensors, Optional[Tensors]]:
+        """(δ of what the input's weights gave, δ of what the hidden state's gave, gradients of the first states, (input, δ) of the
+        projection or None)"""
+
+
+def _previous(states: Tensor, first: Tensor, order: range) -> Tensor:
+    """What a state, kept for each time, was before that."""
     parts = (first[None], states[:-1]) if order.step > 0 else (states[1:], first[None])
     return torch.cat(parts)
 
 
-def _carry(states, t, n, before):
+def _carry(states: Tensor, t: int, n: int, before: Tensor) -> None:
     if n < len(before):
         states[t, n:] = before[n:]
 
 
-class _LSTM:
+class _LSTM(_Cell):
     states = 2
 
-    @staticmethod
-    def forward(x, state, weights, sizes, order):
-        w_ih, w_hh, b_ih, b_hh, w_hr = weights
-        h, c = state
+    def forward(self, x: Tensor, run: _Run) -> Any:
+        (h, c), (w_ih, w_hh, b_ih, b_hh, w_hr), sizes, order = run
         gates = F.linear(x, w_ih, None if b_ih is None else b_ih + b_hh)
         out, cells = h.new_empty(len(x), *h.shape), c.new_empty(len(x), *c.shape)
         for t in order:
@@ -53,12 +76,11 @@ class _LSTM:
             h = out[t]
         return out, (h, c), (gates, cells)
 
-    @staticmethod
-    def backward(out, kept, d_out, d_last, state, weights, sizes, order):
-        (gates, cells), (dh, dc), (_, w_hh, *_, w_hr) = kept, d_last, weights
-        before = _previous(cells, state[1], order)
+    def backward(self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Any:
+        (gates, cells), (dh, dc), ((_, first), (_, w_hh, *_, w_hr), sizes, order) = kept, d_last, run
+        before = _previous(cells, first, order)
         delta = torch.zeros_like(gates) if sizes[-1] < sizes[0] else torch.empty_like(gates)
-        hidden, d_hidden = (torch.zeros_like(cells), torch.zeros_like(out)) if w_hr is not None else (None, None)
+        projection = [] if w_hr is None else [torch.zeros_like(cells), torch.zeros_like(out)]
         for t in reversed(order):
             n = sizes[t]
             i, f, g, o = gates[t, :n].chunk(4, 1)
@@ -66,26 +88,22 @@ class _LSTM:
             squashed = cells[t, :n].tanh()
             back = dh[:n] + d_out[t, :n]
             if w_hr is not None:
-                torch.mul(o, squashed, out=hidden[t, :n])
-                d_hidden[t, :n] = back
+                torch.mul(o, squashed, out=projection[0][t, :n])
+                projection[1][t, :n] = back
                 back = back @ w_hr
             _sigmoid_back(back * squashed, o, grad_input=do)
-            its = dc[:n].add_(torch.ops.aten.tanh_backward(back * o, squashed))
-            _sigmoid_back(its * g, i, grad_input=di)
-            _sigmoid_back(its * before[t, :n], f, grad_input=df)
-            _tanh_back(its * i, g, grad_input=dg)
-            its.mul_(f)
+            d_cell = dc[:n].add_(torch.ops.aten.tanh_backward(back * o, squashed))
+            _sigmoid_back(d_cell * g, i, grad_input=di)
+            _sigmoid_back(d_cell * before[t, :n], f, grad_input=df)
+            _tanh_back(d_cell * i, g, grad_input=dg)
+            d_cell.mul_(f)
             torch.mm(delta[t, :n], w_hh, out=dh[:n])
-        return delta, delta, (dh, dc), None if w_hr is None else (hidden, d_hidden)
+        return delta, delta, (dh, dc), projection or None
 
 
-class _GRU:
-    states = 1
-
-    @staticmethod
-    def forward(x, state, weights, sizes, order):
-        w_ih, w_hh, b_ih, b_hh, _ = weights
-        (h,) = state
+class _GRU(_Cell):
+    def forward(self, x: Tensor, run: _Run) -> Any:
+        (h,), (w_ih, w_hh, b_ih, b_hh, _), sizes, order = run
         gates, size = F.linear(x, w_ih, b_ih), h.shape[1]
         out, news = h.new_empty(len(x), *h.shape), h.new_zeros(len(x), *h.shape)
         for t in order:
@@ -100,10 +118,9 @@ class _GRU:
             h = out[t]
         return out, (h,), (gates, news)
 
-    @staticmethod
-    def backward(out, kept, d_out, d_last, state, weights, sizes, order):
-        (gates, news), (dh,), (_, w_hh, *_) = kept, d_last, weights
-        before = _previous(out, state[0], order)
+    def backward(self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Any:
+        (gates, news), (dh,), ((first,), (_, w_hh, *_), sizes, order) = kept, d_last, run
+        before = _previous(out, first, order)
         delta, inner = torch.zeros_like(gates), torch.zeros_like(gates)
         for t in reversed(order):
             n = sizes[t]
@@ -119,15 +136,12 @@ class _GRU:
         return delta, inner, (dh,), None
 
 
-class _RNN:
-    states = 1
-
-    def __init__(self, squash, back):
+class _RNN(_Cell):
+    def __init__(self, squash: Callable, back: Callable) -> None:
         self._squash, self._back = squash, back
 
-    def forward(self, x, state, weights, sizes, order):
-        w_ih, w_hh, b_ih, b_hh, _ = weights
-        (h,) = state
+    def forward(self, x: Tensor, run: _Run) -> Any:
+        (h,), (w_ih, w_hh, b_ih, b_hh, _), sizes, order = run
         inner = F.linear(x, w_ih, None if b_ih is None else b_ih + b_hh)
         out = h.new_empty(len(x), *h.shape)
         for t in order:
@@ -137,8 +151,8 @@ class _RNN:
             h = out[t]
         return out, (h,), ()
 
-    def backward(self, out, kept, d_out, d_last, state, weights, sizes, order):
-        (dh,), (_, w_hh, *_) = d_last, weights
+    def backward(self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Any:
+        (dh,), (_, (_, w_hh, *_), sizes, order) = d_last, run
         delta = torch.zeros_like(out)
         for t in reversed(order):
             n = sizes[t]
@@ -151,36 +165,37 @@ class _Layer(torch.autograd.Function):
     """One layer in one direction."""
 
     @staticmethod
-    def forward(ctx, cell, sizes, order, tell, x, *rest):
-        state, weights = rest[: cell.states], rest[cell.states :]
+    def forward(ctx: Any, cell: _Cell, sizes: List[int], order: range, weight_gradient: Gradient, x: Tensor, *rest: Any) -> Tuple[Tensor, ...]:
         with torch.autocast(x.device.type, enabled=False):
-            out, last, kept = cell.forward(x, state, weights, sizes, order)
+            out, last, kept = cell.forward(x, _Run(rest[: cell.states], rest[cell.states :], sizes, order))
         ctx.save_for_backward(x, out, *rest, *kept)
-        ctx.cell, ctx.sizes, ctx.order, ctx.tell = cell, sizes, order, tell
+        ctx.cell, ctx.sizes, ctx.order, ctx.weight_gradient = cell, sizes, order, weight_gradient
         return out, *(states.clone() for states in last)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_out, *d_last):
+    def backward(ctx: Any, d_out: Tensor, *d_last: Tensor) -> tuple:
         cell = ctx.cell
         x, out, *rest = ctx.saved_tensors
         state, weights, kept = rest[: cell.states], rest[cell.states : cell.states + 5], rest[cell.states + 5 :]
+        run, last = _Run(state, weights, ctx.sizes, ctx.order), [d.contiguous().clone() for d in d_last]
         with torch.autocast(x.device.type, enabled=False):
-            outer, inner, d_first, projection = cell.backward(
-                out, kept, d_out, [d.contiguous().clone() for d in d_last], state, weights, ctx.sizes, ctx.order
-            )
+            outer, inner, d_first, projection = cell.backward(out, kept, d_out, last, run)
             hidden = _previous(out, state[0], ctx.order)
             pairs = [(x, outer), (hidden, inner), (None, outer), (None, inner), projection]
             gradients = [
-                None if weight is None or not needed else ctx.tell(weight, *(t if t is None else t.transpose(0, 1) for t in pair))
+                None if weight is None or not needed else ctx.weight_gradient(weight, *(t if t is None else t.transpose(0, 1) for t in pair))
                 for weight, pair, needed in zip(weights, pairs, ctx.needs_input_grad[5 + cell.states :])
             ]
             dx = outer @ weights[0] if ctx.needs_input_grad[4] else None
         return None, None, None, None, dx, *d_first, *gradients
 
 
-def _layers(cell, x, states, params, biases, layers, dropout, train, bidirectional, sizes, tell):
-    """All layers: (out, last states)."""
+def _layers(
+    cell: _Cell, x: Tensor, states: Tensors, params: Tensors, biases: bool, layers: int, dropout: float, train: bool,
+    bidirectional: bool, sizes: List[int], weight_gradient: Gradient,
+) -> Tuple[Tensor, List[Tensor]]:
+    """Runs all layers; returns (out, last states)."""
     directions = 2 if bidirectional else 1
     each = len(params) // (layers * directions)
     lasts = []
@@ -188,12 +203,11 @@ def _layers(cell, x, states, params, biases, layers, dropout, train, bidirection
         outs = []
         for direction in range(directions):
             number = layer * directions + direction
-            weights = list(params[number * each : (number + 1) * each])
+            weights: List[Any] = list(params[number * each : (number + 1) * each])
             weights[2:2] = [] if biases else [None, None]
             weights += [None] * (5 - len(weights))
-            order = range(len(x) - 1, -1, -1) if direction else range(len(x))
-            first = [state[number] for state in states]
-            out, *last = _Layer.apply(cell, sizes, order, tell, x, *first, *weights)
+            order = range(len(x))[::-1] if direction else range(len(x))
+            out, *last = _Layer.apply(cell, sizes, order, weight_gradient, x, *(state[number] for state in states), *weights)
             outs.append(out)
             lasts.append(last)
         x = torch.cat(outs, 2) if bidirectional else outs[0]
@@ -202,45 +216,44 @@ def _layers(cell, x, states, params, biases, layers, dropout, train, bidirection
     return x, [torch.stack(last) for last in zip(*lasts)]
 
 
-def _sequences(cell, tell, x, *args):
+def _sequences(cell: _Cell, weight_gradient: Gradient, x: Tensor, *args: Any) -> Tuple[Tensor, ...]:
     """`torch.lstm` and its like, of padded and of packed sequences."""
-    packed = isinstance(args[0], torch.Tensor) and isinstance(args[2], (list, tuple))
-    lengths, args = (args[0], args[1:]) if packed else (None, args)
-    states, params, biases, layers, dropout, train, bidirectional, *batch_first = args
+    packed = isinstance(args[0], Tensor) and isinstance(args[2], (list, tuple))
+    lengths: Any = args[0]  # where the sequences are packed; else there is no such argument
+    states, params, biases, layers, dropout, train, bidirectional, *batch_first = args[int(packed) :]
     states = [states] if cell.states == 1 else states
     dtype = params[0].dtype  # under autocast an input may have another
     x, states = x.to(dtype), [state.to(dtype) for state in states]
-    tell = functools.partial(tell, packed=packed)
+    weight_gradient = functools.partial(weight_gradient, packed=packed)
     if packed:
         sizes = lengths.tolist()
-        there = torch.arange(sizes[0]) < lengths[:, None]
-        there = there.to(x.device)
+        there = (torch.arange(sizes[0]) < lengths[:, None]).to(x.device)
         x = x.new_zeros(*there.shape, x.shape[1]).masked_scatter(there[..., None], x)
     else:
         x = x.transpose(0, 1) if batch_first[0] else x
         sizes = [x.shape[1]] * len(x)
-    out, lasts = _layers(cell, x, states, params, biases, layers, dropout, train, bidirectional, sizes, tell)
+    out, lasts = _layers(cell, x, states, params, biases, layers, dropout, train, bidirectional, sizes, weight_gradient)
     out = out[there] if packed else out.transpose(0, 1) if batch_first[0] else out
     return out, *lasts
 
 
-def _step(cell, tell, x, states, *weights):
+def _single(cell: _Cell, weight_gradient: Gradient, x: Tensor, states: Any, *weights: Any) -> Any:
     """`torch.lstm_cell` and its like."""
-    states = [states] if cell.states == 1 else states
     dtype = weights[0].dtype
+    first = [state.to(dtype) for state in ([states] if cell.states == 1 else states)]
     weights = (*weights, *[None] * (5 - len(weights)))
-    first = [state.to(dtype) for state in states]
-    _, *last = _Layer.apply(cell, [len(x)], range(1), functools.partial(tell, packed=False), x.to(dtype)[None], *first, *weights)
+    weight_gradient = functools.partial(weight_gradient, packed=False)
+    _, *last = _Layer.apply(cell, [len(x)], range(1), weight_gradient, x.to(dtype)[None], *first, *weights)
     return last[0] if cell.states == 1 else tuple(last)
 
 
-_CELLS = {
-    "lstm": _LSTM,
-    "gru": _GRU,
+_CELLS: Dict[str, _Cell] = {
+    "lstm": _LSTM(),
+    "gru": _GRU(),
     "rnn_tanh": _RNN(torch.tanh, torch.ops.aten.tanh_backward),
     "rnn_relu": _RNN(torch.relu, lambda d, out: torch.ops.aten.threshold_backward(d, out, 0)),
 }
-# {torch's function: the same with a first argument `tell`}. tell(weight, x, δ, packed=…) is called in the backward pass for every weight
-# and returns its gradient: the sum over b and p of δ[b, p, o]·x[b, p, i], or, of a bias, where x is None, of δ[b, p, o].
+# {torch's function: the same with a first argument `weight_gradient`}. weight_gradient(weight, x, δ, packed=…) is called in the backward
+# pass for every weight and returns its gradient: the sum over b and p of δ[b, p, o]·x[b, p, i], or, of a bias, where x is None, of δ[b, p, o].
 FUNCTIONS = {getattr(torch, name): functools.partial(_sequences, cell) for name, cell in _CELLS.items()}
-FUNCTIONS |= {getattr(torch, f"{name}_cell"): functools.partial(_step, cell) for name, cell in _CELLS.items()}
+FUNCTIONS |= {getattr(torch, f"{name}_cell"): functools.partial(_single, cell) for name, cell in _CELLS.items()}

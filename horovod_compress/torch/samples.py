@@ -2,11 +2,12 @@
 import concurrent.futures
 import dataclasses
 import functools
-from typing import Callable, Optional
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import grad as convolution_gradients
 
 from .. import kernels
 
@@ -19,24 +20,24 @@ class Use:
     """A use of a parameter: an input and the gradient of the output, both (samples, …).
 
     gradients: (input, float32 δ) -> (samples, *shape of the parameter's rows).
-    add: (total, input, float32 δ): adds the squares where this use is the only one. None: by `gradients`.
-    rows: the first and the one behind the last of the parameter's, where it is not used as a whole.
-    sorted: by length, as packed sequences are, and not as the batch.
+    add: (total, input, float32 δ): adds the squares where this use is the only one. None: `gradients` brings them.
+    rows: (first, end) of the parameter's rows, where it is not used as a whole.
+    sorted: whether samples are sorted by length, as those of packed sequences are, and not as in the batch.
     """
 
-    gradients: Callable
-    x: Optional[torch.Tensor]
-    delta: torch.Tensor
-    add: Optional[Callable] = None
+    gradients: Callable[[Tensor, Tensor], Tensor]
+    x: Tensor
+    delta: Tensor
+    add: Optional[Callable[[Tensor, Tensor, Tensor], Any]] = None
     rows: Optional[tuple] = None
     sorted: bool = False
 
     @property
-    def batch(self):
+    def batch(self) -> int:
         return len(self.delta)
 
 
-def of_call(module, name, layout, x, delta):
+def of_module(module: Any, name: str, layout: Optional[int], x: Tensor, delta: Tensor) -> Use:
     """The use of a parameter by a module of KINDS. layout: None, or the dimension of samples where inputs of two have none."""
     gradients, dims = KINDS[type(module)]
     alone = x.dim() == (2 if layout is not None else len(module.normalized_shape) if dims is None else dims)
@@ -44,25 +45,25 @@ def of_call(module, name, layout, x, delta):
         x, delta = x[None], delta[None]
     elif layout:
         x, delta = x.transpose(0, layout), delta.transpose(0, layout)
-    if gradients is _linear:
+    if gradients is None:
         x, delta = (t.flatten(1, -2) if t.dim() > 2 else t[:, None] for t in (x, delta))
         return of_product(x if name == "weight" else None, delta)
     add = _ADDS.get(gradients) if name == "weight" else None
     return Use(functools.partial(gradients, module, name), x, delta, add and functools.partial(add, module))
 
 
-def of_product(x, delta, rows=None, add=None, sorted=False):
+def of_product(x: Optional[Tensor], delta: Tensor, rows: Optional[tuple] = None, add: Optional[Callable] = None, sorted: bool = False) -> Use:
     """The use of a weight in x (b, p, i) @ weight.T, or of a bias, where x is None. delta is (b, p, o)."""
     if x is None:
         return Use(_of_bias, delta, delta, add, rows, sorted)
     return Use(_of_weight, x, delta, add or _add_product, rows, sorted)
 
 
-def add_squares(total, uses):
-    """total += the squares of single samples' gradients, summed over samples; a sample's is the sum over uses."""
+def add_squares(total: Tensor, uses: List[Use]) -> None:
+    """Adds the squares of single samples' gradients, summed over samples, to `total`; a sample's gradient is the sum over uses."""
     if len(uses) > 1 and any(use.sorted for use in uses):
         raise ValueError("a layer is used for packed sequences more than once in one backward pass: their samples have no common order")
-    if len(uses) > 1 and all(use.gradients is _of_weight for use in uses):  # more places
+    if len(uses) > 1 and all(use.gradients is _of_weight for use in uses):  # Together they are one use with more places.
         uses = [of_product(torch.cat([use.x for use in uses], 1), torch.cat([use.delta for use in uses], 1))]
     if len(uses) == 1 and uses[0].add:
         uses[0].add(total, uses[0].x, uses[0].delta.float())
@@ -74,11 +75,11 @@ def add_squares(total, uses):
             total.addcmul_(gradient, gradient)
 
 
-def gradient_and_squares(weight, x, delta):
+def gradient_and_squares(weight: Tensor, x: Optional[Tensor], delta: Tensor) -> Tuple[Tensor, Optional[Callable]]:
     """(gradient, add) of a product's weight, or bias, where x is None; as in `of_product`."""
     if x is None:
-        its = delta.float().sum(1)
-        return its.sum(0).to(weight.dtype), lambda total, *_: total.add_(its.square().sum(0))
+        by_sample = delta.float().sum(1)
+        return by_sample.sum(0).to(weight.dtype), lambda total, *_: total.add_(by_sample.square().sum(0))
     if not _by_kernel(weight):
         return torch.einsum("bpo,bpi->oi", delta, x), None
     gradient, squares = torch.zeros_like(weight), torch.zeros_like(weight)
@@ -86,41 +87,41 @@ def gradient_and_squares(weight, x, delta):
     return gradient, lambda total, *_: total.add_(squares)
 
 
-def _by_kernel(tensor):
+def _by_kernel(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
-def _kernel(left, right, *sums):
-    """add_sample_squares of the kernels, by as many threads as torch has."""
-    left, right, *sums = (tensor.detach().numpy() for tensor in (left, right, *sums))
-    d = right.ndim - 1  # the first of left's dimensions that is one of the product
-    parts = min(torch.get_num_threads(), left.shape[d], 1 + left.size * right.shape[-1] // _WORTH_A_THREAD)
+def _kernel(left: Tensor, right: Tensor, *sums: Tensor) -> None:
+    """Runs the kernels' add_sample_squares, in as many threads as torch has."""
+    a, b, *totals = (tensor.detach().numpy() for tensor in (left, right, *sums))
+    d = b.ndim - 1  # the first of a's dimensions that is one of the product
+    parts = min(torch.get_num_threads(), a.shape[d], 1 + a.size * b.shape[-1] // _WORTH_A_THREAD)
     if parts == 1:
-        kernels.of(left).add_sample_squares(left, right, *(array.reshape(-1) for array in sums))
+        kernels.of(a).add_sample_squares(a, b, *(array.reshape(-1) for array in totals))
         return
-    rows = [slice(left.shape[d] * part // parts, left.shape[d] * (part + 1) // parts) for part in range(parts)]
-    sums = [array.reshape(left.shape[d], -1) for array in sums]
+    rows = [slice(a.shape[d] * part // parts, a.shape[d] * (part + 1) // parts) for part in range(parts)]
+    totals = [array.reshape(a.shape[d], -1) for array in totals]
 
-    def work(its):
-        kernels.of(left).add_sample_squares(left[(slice(None),) * d + (its,)], right, *(array[its].reshape(-1) for array in sums))
+    def work(part: slice) -> None:
+        kernels.of(a).add_sample_squares(a[(slice(None),) * d + (part,)], b, *(array[part].reshape(-1) for array in totals))
 
     list(_threads().map(work, rows))
 
 
 @functools.cache
-def _threads():
+def _threads() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(thread_name_prefix="horovod_compress")
 
 
-def _of_bias(_, delta):
+def _of_bias(_: Tensor, delta: Tensor) -> Tensor:
     return delta.sum(1)
 
 
-def _of_weight(x, delta):
+def _of_weight(x: Tensor, delta: Tensor) -> Tensor:
     return torch.einsum("bpo,bpi->boi", delta, x.float())
 
 
-def _add_product(total, x, delta):
+def _add_product(total: Tensor, x: Tensor, delta: Tensor) -> None:
     if x.shape[1] == 1:
         total.addmm_(delta[:, 0].square().T, x[:, 0].float().square())
     elif _by_kernel(total):
@@ -133,28 +134,24 @@ def _add_product(total, x, delta):
 # float32 gradient of its output (b, …), with the result (b, *shape of the parameter).
 
 
-def _linear(module, name, x, delta):
-    """A product, and no more: see `of_call`."""
-
-
-def _padded(module, x):
+def _padded(module: Any, x: Tensor) -> Tensor:
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     return F.pad(x.float(), module._reversed_padding_repeated_twice, mode=mode)
 
 
-def _conv(module, name, x, delta):
+def _conv(module: Any, name: str, x: Tensor, delta: Tensor) -> Tensor:
     if name == "bias":
         return _of_channels(delta)
     options = {"stride": module.stride, "dilation": module.dilation, "groups": module.groups}
     return _of_convolution(module.weight.shape, options, _padded(module, x), delta)
 
 
-def _of_convolution(shape, options, x, delta):
-    gradient = getattr(nn.grad, f"conv{x.dim() - 2}d_weight")
+def _of_convolution(shape: Sequence[int], options: Dict[str, Any], x: Tensor, delta: Tensor) -> Tensor:
+    gradient = getattr(convolution_gradients, f"conv{x.dim() - 2}d_weight")
     return torch.stack([gradient(x[z, None], shape, delta[z, None], **options) for z in range(len(x))])
 
 
-def _add_conv(module, total, x, delta):
+def _add_conv(module: Any, total: Tensor, x: Tensor, delta: Tensor) -> None:
     if module.groups > 1 or not _by_kernel(total):
         add_squares(total, [Use(functools.partial(_conv, module, "weight"), x, delta)])
         return
@@ -163,26 +160,29 @@ def _add_conv(module, total, x, delta):
     total.add_(squares.T.reshape(total.shape))
 
 
-def _windows(x, weight, stride, dilation):
+def _windows(x: Tensor, weight: Tensor, stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
     """What a convolution's weight is multiplied with at each place, (b, places …, channels, …): a view of the padded input."""
     dims = weight.dim() - 2
-    for d, (size, step, gap) in enumerate(zip(weight.shape[2:], stride, dilation), 2):
-        x = x.unfold(d, gap * (size - 1) + 1, step)[..., ::gap]
+    for d, (size, shift, gap) in enumerate(zip(weight.shape[2:], stride, dilation), 2):
+        x = x.unfold(d, gap * (size - 1) + 1, shift)[..., ::gap]
     return x.movedim(1, 1 + dims)
 
 
 class Convolution(torch.autograd.Function):
     """torch's convolution of float32 on the CPU, in one group, whose weight's gradient is found sample by sample: the squares come with
-    it. tell(Use) is called in the backward pass."""
+    it. record(Use) is called in the backward pass."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, stride, padding, dilation, tell):
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Optional[Tensor], stride: List[int], padding: List[int],
+        dilation: List[int], record: Callable[[Use], None],
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.options, ctx.tell = (stride, padding, dilation), tell
+        ctx.options, ctx.record = (stride, padding, dilation), record
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0], 1)
 
     @staticmethod
-    def backward(ctx, delta):
+    def backward(ctx: Any, delta: Tensor) -> Tuple[Optional[Tensor], ...]:
         x, weight = ctx.saved_tensors
         stride, padding, dilation = ctx.options
         wanted = ctx.needs_input_grad[:3]
@@ -197,18 +197,18 @@ class Convolution(torch.autograd.Function):
             _kernel(_windows(padded, weight, stride, dilation), delta.movedim(1, -1), squares, sums)
             gradient = gradient if again else sums.T.reshape(weight.shape)
             gradients = functools.partial(_of_convolution, weight.shape, {"stride": stride, "padding": padding, "dilation": dilation})
-            ctx.tell(Use(gradients, x, delta, lambda total, *_: total.add_(squares.T.reshape(total.shape))))
+            ctx.record(Use(gradients, x, delta, lambda total, *_: total.add_(squares.T.reshape(total.shape))))
         return dx, gradient, d_bias, None, None, None, None
 
 
-def _embedding(module, name, x, delta):
+def _embedding(module: Any, name: str, x: Tensor, delta: Tensor) -> Tensor:
     rows, sums = _embedding_rows(module, x, delta)
     dense = delta.new_zeros(len(x) * module.num_embeddings, module.embedding_dim)
     dense[rows] = sums
     return dense.view(len(x), *module.weight.shape)
 
 
-def _embedding_rows(module, x, delta):
+def _embedding_rows(module: Any, x: Tensor, delta: Tensor) -> Tuple[Tensor, Tensor]:
     """(rows, sums) of the gradient (b · num_embeddings, embedding_dim), where it is not zero."""
     rows = x.reshape(len(x), -1) + module.num_embeddings * torch.arange(len(x), device=x.device)[:, None]
     kept = slice(None) if module.padding_idx is None else x.flatten() != module.padding_idx
@@ -217,32 +217,32 @@ def _embedding_rows(module, x, delta):
     return rows, sums.index_add_(0, place, delta.reshape(-1, module.embedding_dim)[kept])
 
 
-def _add_embedding(module, total, x, delta):
+def _add_embedding(module: Any, total: Tensor, x: Tensor, delta: Tensor) -> None:
     rows, sums = _embedding_rows(module, x, delta)
     total.index_add_(0, rows % module.num_embeddings, sums.square_())
 
 
-def _layer_norm(module, name, x, delta):
+def _layer_norm(module: Any, name: str, x: Tensor, delta: Tensor) -> Tensor:
     if name == "weight":
         normalize = F.layer_norm if type(module) is nn.LayerNorm else F.rms_norm
         delta = delta * normalize(x.float(), module.normalized_shape, eps=module.eps)
     return delta.reshape(len(delta), -1, *module.normalized_shape).sum(1)
 
 
-def _group_norm(module, name, x, delta):
+def _group_norm(module: Any, name: str, x: Tensor, delta: Tensor) -> Tensor:
     if name == "weight":
         delta = delta * F.group_norm(x.float(), getattr(module, "num_groups", x.shape[1]), eps=module.eps)
     return _of_channels(delta)
 
 
-def _of_channels(delta):
+def _of_channels(delta: Tensor) -> Tensor:
     return delta.reshape(*delta.shape[:2], -1).sum(2)
 
 
-# {class: (gradients of single samples, dimensions of an input without a batch)}
-KINDS = {
-    nn.Linear: (_linear, 1),
-    nn.modules.linear.NonDynamicallyQuantizableLinear: (_linear, 1),  # the output projection of attention
+# {class: (gradients of single samples, or None for a product's, dimensions of an input without a batch)}
+KINDS: Dict[type, Tuple[Optional[Callable], Optional[int]]] = {
+    nn.Linear: (None, 1),
+    nn.modules.linear.NonDynamicallyQuantizableLinear: (None, 1),  # the output projection of attention
     nn.Embedding: (_embedding, 0),
     nn.LayerNorm: (_layer_norm, None),  # as many as it normalizes
     nn.GroupNorm: (_group_norm, 1),

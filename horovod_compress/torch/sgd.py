@@ -2,14 +2,17 @@
 import dataclasses
 import inspect
 import logging
+from typing import Any, Dict, List, Set, Tuple
 
 import horovod.torch as hvd
 import torch
 
+from ..binding import momentum_of
+
 _log = logging.getLogger("horovod_compress")
 
 
-def is_plain_sgd(optimizer):
+def is_plain_sgd(optimizer: Any) -> bool:
     """Whether this is an SGD without momentum: what it adds to parameters is the learning rate times what a step brings."""
     return isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)
 
@@ -28,56 +31,60 @@ class SGDTakeover:
     expect, and what they change counts from the next gradient on.
     """
 
-    def __init__(self, optimizer, compressor, names):
+    def __init__(self, optimizer: torch.optim.SGD, compressor: Any, names: Dict[int, str]) -> None:
         self.due = False  # a step's gradients have come through the compression, and no step has used them yet
-        self.variants = {}  # name → the compressor with its group's momentum
+        self.variants: Dict[str, Any] = {}  # name → the compressor with its group's momentum
         self._names = names  # id(parameter) → name
         self._compressor = compressor
-        self.optimizer = optimizer  # who steps: from the first gradient on, Horovod's optimizer
-        self._suspended = []  # (group, its options) of the step that is being taken
-        self._checked = set()  # buffers of parameters without weight decay that were found to hold something
-        told = set()
+        self.optimizer: torch.optim.Optimizer = optimizer  # it takes the steps: Horovod's optimizer, from the first gradient on
+        self._suspended: List[Tuple[dict, dict]] = []  # (group, its options) of the step that is under way
+        self._checked: Set[int] = set()  # buffers of parameters without weight decay that were found to hold something
+        logged = set()
         for group in optimizer.param_groups:
-            momentum, nesterov = self._momentum_of(group)
+            momentum, nesterov = momentum_of(compressor, group)
             if momentum == 0:
                 continue
-            if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(torch.optim.SGD.step):
-                raise ValueError(
-                    f"{type(optimizer).__name__} has a step() of its own, so its momentum cannot be taken over as SGD's can: bind "
-                    f"{compressor.id} with momentum=0, which leaves momentum to it"
-                )
-            if group["dampening"] != 0:
-                raise ValueError(f"{compressor.id} cannot take over SGD's dampening={group['dampening']}: set it to 0")
+            self._refuse(group)
             for param in (param for param in group["params"] if param.requires_grad):
                 self.variants[names[id(param)]] = compressor.bound(momentum, nesterov)
-            told.add(f"momentum={momentum:g}{' (nesterov)' if nesterov else ''}, weight_decay={group['weight_decay']:g}")
-        if told and hvd.rank() == 0:
-            _log.warning("%s takes over from SGD, which does not apply them itself: %s", compressor.id, "; ".join(told))
+            logged.add(f"momentum={momentum:g}{' (nesterov)' if nesterov else ''}, weight_decay={group['weight_decay']:g}")
+        if logged and hvd.rank() == 0:
+            _log.warning("%s takes over from SGD, which does not apply them itself: %s", compressor.id, "; ".join(logged))
 
-    def covers(self, param):
+    def _refuse(self, group: Dict[str, Any]) -> None:
+        """Raises ValueError where the momentum of a group cannot be taken over."""
+        if inspect.unwrap(type(self.optimizer).step) is not inspect.unwrap(torch.optim.SGD.step):
+            raise ValueError(
+                f"{type(self.optimizer).__name__} has a step() of its own, so its momentum cannot be taken over as SGD's can: bind "
+                f"{self._compressor.id} with momentum=0, which leaves momentum to it"
+            )
+        if group["dampening"] != 0:
+            raise ValueError(f"{self._compressor.id} cannot take over SGD's dampening={group['dampening']}: set it to 0")
+
+    def covers(self, param: torch.Tensor) -> bool:
         """Whether this parameter's momentum is taken over."""
         return self._names.get(id(param)) in self.variants
 
-    def changes(self):
+    def changes(self) -> Dict[str, Dict[str, Any]]:
         """{name: options} of the parameters whose momentum the optimizer's groups have changed since the last call."""
         self.restore()
-        changed = {}
+        changed: Dict[str, Dict[str, Any]] = {}
         for group in self.optimizer.param_groups:
-            momentum, nesterov = self._momentum_of(group)
+            momentum, nesterov = momentum_of(self._compressor, group)
             for param in filter(self.covers, group["params"]):
                 variant = self.variants[self._names[id(param)]]
                 if (variant.momentum, variant.nesterov) == (momentum, nesterov):
-                    break  # as its group
+                    break  # The parameters of a group have one momentum.
                 changed[self._names[id(param)]] = {"momentum": momentum, "nesterov": nesterov}
         for name, options in changed.items():
             self.variants[name] = dataclasses.replace(self.variants[name], **options)
         return changed
 
-    def before_step(self):
+    def before_step(self) -> None:
         """Prepares gradients and groups for the step of SGD that comes now.
 
-        Horovod's optimizer comes by twice: before it waits for the exchange, and again as the SGD that it extends. A step
-        with nothing exchanged is left alone: hvd.broadcast_optimizer_state takes one.
+        Horovod's optimizer calls this twice: before it waits for the exchange, and again as the SGD that it extends. A step
+        with nothing exchanged is left alone: hvd.broadcast_optimizer_state makes one.
         """
         if not self.due:
             return
@@ -85,28 +92,22 @@ class SGDTakeover:
         for group in self.optimizer.param_groups:
             params = [p for p in group["params"] if self.covers(p) and p.grad is not None]
             if params:
-                momentum, nesterov = self._momentum_of(group)
+                momentum, nesterov = momentum_of(self._compressor, group)
                 self._add_decay(group, params, momentum, nesterov)
                 suspended = {key: group[key] for key in ("momentum", "nesterov", "weight_decay")}
                 self._suspended.append((group, suspended))
                 group.update(momentum=0, nesterov=False, weight_decay=0)
 
-    def restore(self):
+    def restore(self) -> None:
         """Gives the groups back what a step has suspended."""
         while self._suspended:
             group, options = self._suspended.pop()
             group.update(options)
 
-    def _momentum_of(self, group):
-        chosen = self._compressor
-        momentum = group["momentum"] if chosen.momentum is None else chosen.momentum
-        nesterov = group["nesterov"] if chosen.nesterov is None else chosen.nesterov
-        return float(momentum), bool(nesterov and momentum)
-
-    def _add_decay(self, group, params, momentum, nesterov):
+    def _add_decay(self, group: Dict[str, Any], params: List[torch.Tensor], momentum: float, nesterov: bool) -> None:
         state, decay = self.optimizer.state, group["weight_decay"]
         sign = -1 if group["maximize"] else 1  # then SGD negates the gradient, and its buffer is of the negated one
-        if decay and any(p.grad.is_sparse for p in params):
+        if decay and any(p.grad is not None and p.grad.is_sparse for p in params):
             raise RuntimeError("weight_decay option is not compatible with sparse gradients")
         if not decay:
             params = [p for p in params if self._holds_momentum(state[p], p)]
@@ -118,7 +119,7 @@ class SGDTakeover:
                 if state[p].get("momentum_buffer") is None:
                     state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
                 buffers.append(state[p]["momentum_buffer"])
-            grads, values = [p.grad for p in params], [p.detach() for p in params]
+            grads, values = [p.grad for p in params if p.grad is not None], [p.detach() for p in params]
             torch._foreach_mul_(buffers, momentum)
             if decay:
                 torch._foreach_add_(buffers, values, alpha=decay)
@@ -126,7 +127,7 @@ class SGDTakeover:
                 torch._foreach_add_(grads, values, alpha=sign * decay)
             torch._foreach_add_(grads, buffers, alpha=sign * momentum if nesterov else sign)
 
-    def _holds_momentum(self, state, param):
+    def _holds_momentum(self, state: Dict[str, Any], param: torch.Tensor) -> bool:
         """Whether a buffer without weight decay is worth keeping: hvd.broadcast_optimizer_state makes empty ones."""
         buffer = state.get("momentum_buffer")
         if buffer is None or id(param) in self._checked:
