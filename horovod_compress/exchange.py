@@ -148,9 +148,9 @@ class Exchange(Driver):
     def _start(self, pending: _Pending, request: Union[Allreduce, Allgather, Alltoall], suffix: str) -> Callable[[], Any]:
         name = f"{self._label}.{pending.tensor.name}{suffix}"
         if isinstance(request, Allgather):
-            return self.transport.allgather(name, request.payload)
+            return self.transport.allgather(name, request.array)
         if isinstance(request, Alltoall):
-            return self.transport.alltoall(name, request.payload, request.splits)
+            return self.transport.alltoall(name, request.array, request.splits)
         self._start_step_numbers(pending)
         return self.transport.allreduce(name, request.array, request.op)
 

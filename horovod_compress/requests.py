@@ -21,70 +21,58 @@ class Collective(NamedTuple):
     op: str = ""
 
 
+class Exchanged:
+    """A request that hands an array in."""
+
+    array: np.ndarray
+    verb: str
+    op = ""
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+    @property
+    def collective(self) -> Collective:
+        return Collective(self.verb, self.array.dtype.name, self.op)
+
+
 @dataclasses.dataclass
-class HostReduce:
+class HostReduce(Exchanged):
     """Hands `array` to the host (Horovod's optimizer), which reduces it over ranks as its user asked. Answered at once, with None: what
     the host brings back comes with `Final`. As a payload: as many float32 or float16 as the tensor has elements; may be the
     gradient's own memory."""
 
     array: np.ndarray
-
-    @property
-    def nbytes(self) -> int:
-        return self.array.nbytes
-
-    @property
-    def collective(self) -> Collective:
-        return Collective("host", self.array.dtype.name)
+    verb = "host"
 
 
 @dataclasses.dataclass
-class Allreduce:
+class Allreduce(Exchanged):
     """The sum, or with op="max" the maximum, over ranks of float32, int32 or int64 numbers; maxima are of a few float32, not NaN, and
     all tensors' maxima of one round are one message. Answered with an array, which may be `array` itself."""
 
     array: np.ndarray
     op: str = "sum"
-
-    @property
-    def nbytes(self) -> int:
-        return self.array.nbytes
-
-    @property
-    def collective(self) -> Collective:
-        return Collective("allreduce", self.array.dtype.name, self.op)
+    verb = "allreduce"
 
 
 @dataclasses.dataclass
-class Allgather:
-    """All ranks' `payload`, uint8 of any length, one behind the other in rank order: one uint8 array."""
+class Allgather(Exchanged):
+    """All ranks' arrays, uint8 of any length, one behind the other in rank order: one uint8 array."""
 
-    payload: np.ndarray
-
-    @property
-    def nbytes(self) -> int:
-        return self.payload.nbytes
-
-    @property
-    def collective(self) -> Collective:
-        return Collective("allgather", "uint8")
+    array: np.ndarray
+    verb = "allgather"
 
 
 @dataclasses.dataclass
-class Alltoall:
-    """Sends each rank a part of `payload`, uint8: the first splits[0] bytes to rank 0, the next splits[1] to rank 1 …. Answered with the
+class Alltoall(Exchanged):
+    """Sends each rank a part of `array`, uint8: the first splits[0] bytes to rank 0, the next splits[1] to rank 1 …. Answered with the
     parts that came, a uint8 array for each rank."""
 
-    payload: np.ndarray
+    array: np.ndarray
     splits: Sequence[int]
-
-    @property
-    def nbytes(self) -> int:
-        return self.payload.nbytes
-
-    @property
-    def collective(self) -> Collective:
-        return Collective("alltoall", "uint8")
+    verb = "alltoall"
 
 
 @dataclasses.dataclass
@@ -113,7 +101,5 @@ class Outcome:
     finite: bool
 
 
-Exchanged = Union[HostReduce, Allreduce, Allgather, Alltoall]
-Request = Union[Exchanged, StepNorm, Final, Outcome]
 Payload = Union[HostReduce, Allreduce, Encoded]  # Encoded: a body, which every rank gathers in a frame
 TensorStep = Generator[Any, Any, None]  # yields Requests; what it is sent depends on each

@@ -10,7 +10,7 @@ from .. import checkpoint
 from ..compressors.base import Compressor
 from ..driver import Driver, Transaction
 from ..handshake import first_difference
-from ..requests import Allgather, Allreduce, Alltoall, Final, StepNorm, TensorStep
+from ..requests import Allreduce, Alltoall, Final, StepNorm, TensorStep
 from ..step import check_step_numbers, conclude, step_numbers
 
 _KEPT = 100  # calls of functions
@@ -199,9 +199,7 @@ def _message(request: Any) -> Optional[Message]:
     """What an operation is to move for a request."""
     collective = _collective(request)
     if isinstance(collective, Alltoall):
-        return [collective.payload, np.array(collective.splits, np.int32)]
-    if isinstance(collective, Allgather):
-        return [collective.payload]
+        return [collective.array, np.array(collective.splits, np.int32)]
     return None if collective is None else [collective.array]
 
 
