@@ -1,6 +1,6 @@
 """The contract of a transport: named, asynchronous collectives on flat arrays."""
 from abc import ABC, abstractmethod
-from typing import Callable, List, Sequence
+from typing import Any, Callable, List, Sequence
 
 import numpy as np
 
@@ -28,3 +28,18 @@ class Transport(ABC):
     def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
         """Starts sending each rank a part of a uint8 array: the first splits[0] bytes to rank 0, the next splits[1] to rank 1 …. The
         result is a list of the parts received, by rank."""
+
+
+class ProcessSetTransport(Transport):
+    """The ranks of a Horovod process set, the one that hvd.DistributedOptimizer has too, as it is now."""
+
+    def __init__(self, process_set: Any) -> None:
+        self._process_set = process_set
+
+    @property
+    def rank(self) -> int:
+        return self._process_set.rank()
+
+    @property
+    def size(self) -> int:
+        return self._process_set.size()

@@ -6,27 +6,13 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from .base import Transport
+from .base import ProcessSetTransport
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 
 
-class HorovodTransport(Transport):
-    """The ranks of a Horovod process set.
-
-    process_set is the one that hvd.DistributedOptimizer has too, by default all ranks.
-    """
-
-    def __init__(self, process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
-        self._process_set = process_set
-
-    @property
-    def rank(self) -> int:
-        return self._process_set.rank()
-
-    @property
-    def size(self) -> int:
-        return self._process_set.size()
+class HorovodTransport(ProcessSetTransport):
+    """Sends each message when it is started; Horovod negotiates the order."""
 
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         handle = hvd.allgather_async(torch.from_numpy(payload), name=name, process_set=self._process_set)

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 import numpy as np
 
 from ..handshake import MismatchError
-from .base import Transport
+from .base import ProcessSetTransport
 
 _Key = Tuple[str, str]  # operation, name
 _ALONE = 2**20  # bytes from which an array is reduced in place; smaller ones are joined
@@ -15,7 +15,7 @@ _MOST = 2**31 - 1  # bytes of one MPI operation
 _STALLED = 60.0  # seconds, as Horovod's own stall check
 
 
-class MPITransport(Transport):
+class MPITransport(ProcessSetTransport):
     """The ranks of a Horovod process set, on a communicator of their own, beside Horovod's use of MPI.
 
     Nothing is sent before the first call that waits for a result. Then all collectives that were started run, in an order that follows
@@ -40,21 +40,14 @@ class MPITransport(Transport):
             raise ValueError("transport=mpi needs MPI with MPI_THREAD_MULTIPLE, because Horovod uses it at the same time")
         if (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) != (hvd.rank(), hvd.size()):
             raise ValueError("transport=mpi needs hvd.init() without a communicator: Horovod's ranks must be those of MPI_COMM_WORLD")
-        self._mpi, self._process_set = MPI, process_set
+        super().__init__(process_set)
+        self._mpi = MPI
         self._comm: Any = None
         self._started: Dict[_Key, np.ndarray] = {}  # until they are sent
         self._splits: Dict[str, np.ndarray] = {}  # of alltoalls that were started, bytes for each rank
         self._arrived: Dict[_Key, Any] = {}
         self._announcing: Any = None  # what MPI may still write to
         self._broken = False
-
-    @property
-    def rank(self) -> int:
-        return self._process_set.rank()
-
-    @property
-    def size(self) -> int:
-        return self._process_set.size()
 
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         return self._start(("gather", name), payload)
