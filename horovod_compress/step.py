@@ -6,6 +6,7 @@ TensorFlow adapter's graph, and `lockstep`, N ranks in one process.
 """
 import dataclasses
 import math
+from types import GeneratorType
 from typing import Any, Dict, Generator, Optional, Union
 
 import numpy as np
@@ -14,11 +15,12 @@ from . import wire
 from .compressors.base import Compressor, State, Step
 from .handshake import MismatchError
 from .kernels import Encoded
-from .requests import FLOAT32, Allgather, Allreduce, Exchanged, Final, HostReduce, Outcome, Payload, StepNorm, TensorStep
+from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Exchanged, Final, HostReduce, Outcome, Payload, StepNorm, TensorStep
 
 SENT = ("bytes_sent", "dense_bytes", "elements_sent")
 SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")  # what tensors share is one of theirs
 _NOTHING_MORE = Final(None)
+_PAYLOADS = (HostReduce, Allreduce, Encoded)
 _TRIES = 16  # of measured payloads that were too large: what trying again costs is at most one part in so many
 
 
@@ -102,7 +104,7 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
             carrier = encoded if isinstance(encoded, HostReduce) else tensor.one()
             yield carrier
         tensor.count(carrier)
-        payload = encoded if isinstance(encoded, (HostReduce, Allreduce, Encoded)) else (yield from _rounds(tensor, encoded))
+        payload = encoded if isinstance(encoded, _PAYLOADS) else (yield from _rounds(tensor, encoded))
         final = _NOTHING_MORE if payload is carrier else Final(_last_request(tensor, payload, step))
         tensor.counters["elements_sent"] += payload.elements if isinstance(payload, Encoded) else tensor.numel
         reduced, arrived = yield final
@@ -127,16 +129,22 @@ def conclude(step: TensorStep, succeeded: bool) -> None:
         return
 
 
-def _rounds(tensor: Tensor, encoding: Generator[Exchanged, Any, Payload]) -> Generator[Exchanged, Any, Payload]:
-    """What a compressor asks for before it has its payload, counted; returns the payload."""
+def _rounds(tensor: Tensor, encoding: Any) -> Generator[Exchanged, Any, Payload]:
+    """What a compressor asks for before it has its payload, counted; returns the payload. TypeError for what is neither."""
     answer = None
-    while True:
+    while isinstance(encoding, GeneratorType):
         try:
             request = encoding.send(answer)
         except StopIteration as stop:
-            return stop.value
+            encoding = stop.value
+            break
+        if not isinstance(request, (Allreduce, Allgather, Alltoall)):
+            raise TypeError(f"{tensor.compressor.id}: encode yields Allreduce, Allgather or Alltoall, not an object of {type(request)}")
         tensor.count(request)
         answer = yield request
+    if not isinstance(encoding, _PAYLOADS):
+        raise TypeError(f"{tensor.compressor.id}: encode returns Encoded, Allreduce or HostReduce, not an object of {type(encoding)}")
+    return encoding
 
 
 def _last_request(tensor: Tensor, payload: Payload, step: Step) -> Union[Allreduce, Allgather]:

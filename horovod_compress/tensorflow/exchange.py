@@ -10,7 +10,7 @@ from .. import checkpoint
 from ..compressors.base import Compressor
 from ..driver import Driver, Transaction
 from ..handshake import first_difference
-from ..requests import Allreduce, Alltoall, Final, StepNorm, TensorStep
+from ..requests import Allreduce, Alltoall, Collective, Final, StepNorm, TensorStep
 from ..step import check_step_numbers, conclude, step_numbers
 
 _KEPT = 100  # calls of functions
@@ -30,6 +30,7 @@ class _Pending:
     request: Any = None  # the Request that it waits for, until it is finished
     arrived: Optional[Message] = None  # of its last message, in a step with fewer than the graph has operations for
     finished: bool = False
+    stage: int = 0  # how many of its messages have been handed out
     compares: bool = False  # whether it has sent the step's number and waits for the sum
 
 
@@ -49,6 +50,7 @@ class GraphExchange(Driver):
         self._begun: Dict[int, Tuple[Transaction, int]] = {}  # call → (its transaction, how many tensors are to come)
         self._pending: Dict[str, _Pending] = {}
         self._indices: Dict[str, int] = {}  # steps each tensor has taken
+        self._declared: Dict[str, Tuple[Collective, ...]] = {}  # what each tensor's operations move
         self.sends_number: Optional[str] = None
 
     def add(self, name: str, shape: tuple, variant: Compressor, saved: Optional[Saved] = None) -> Compressor:
@@ -63,7 +65,8 @@ class GraphExchange(Driver):
             except ValueError:
                 del self._tensors[name], self._indices[name]
                 raise
-        if self.sends_number is None and any(c.verb == "allreduce" and c.op == "sum" for c in tensor.compressor.collectives(self._now.size)):
+        declared = self._declared[name] = tensor.compressor.collectives(self._now.size)
+        if self.sends_number is None and any(c.verb == "allreduce" and c.op == "sum" for c in declared):
             self.sends_number = name
         return tensor.compressor
 
@@ -105,10 +108,10 @@ class GraphExchange(Driver):
         carrier = request.array
         request = pending.request = generator.send(None)
         if name != self.sends_number or not isinstance(_collective(request), Allreduce):
-            return carrier, _message(request), None
+            return carrier, self._message(name, pending), None
         pending.compares, numbers = True, Allreduce(step_numbers(index))
         tensor.count(numbers)
-        return carrier, _message(request), numbers.array
+        return carrier, self._message(name, pending), numbers.array
 
     def advance(self, name: str, call: int, arrived: Message, numbers: Optional[np.ndarray] = None) -> Optional[Message]:
         """Brings what became of a message, and the sum of the steps' numbers; returns the next message."""
@@ -117,7 +120,7 @@ class GraphExchange(Driver):
             pending.arrived = pending.arrived or arrived
             return None
         pending.request = pending.step.send(_answer(pending.request, arrived))
-        return _message(pending.request)
+        return self._message(name, pending)
 
     def finish(
         self, name: str, call: int, reduced: np.ndarray, arrived: Optional[Message] = None, numbers: Optional[np.ndarray] = None
@@ -147,6 +150,18 @@ class GraphExchange(Driver):
             pending.compares = False
             check_step_numbers(numbers, pending.index, self._now.size)
         return pending
+
+    def _message(self, name: str, pending: _Pending) -> Optional[Message]:
+        """What the tensor's next operation is to move. RuntimeError where that is not what the compressor has declared."""
+        request = _collective(pending.request)
+        if request is None:
+            return None
+        declared = self._declared[name]
+        if request.collective not in declared[pending.stage : pending.stage + 1]:
+            id = self._tensors[name].compressor.id
+            raise RuntimeError(f"{id}: message {pending.stage} of a step is {request.collective}, but `collectives` declares {declared}")
+        pending.stage += 1
+        return [request.array, np.array(request.splits, np.int32)] if isinstance(request, Alltoall) else [request.array]
 
     def _end(self, name: str) -> None:
         """Ends a tensor's last step where that has not happened yet."""
@@ -193,14 +208,6 @@ def _wrong_steps(steps: Any) -> checkpoint.Difference:
     if not isinstance(steps, dict):
         return "step", "steps by tensor", steps
     return next(filter(None, (checkpoint.wrong_count(f"step.{name}", number) for name, number in steps.items())), None)
-
-
-def _message(request: Any) -> Optional[Message]:
-    """What an operation is to move for a request."""
-    collective = _collective(request)
-    if isinstance(collective, Alltoall):
-        return [collective.array, np.array(collective.splits, np.int32)]
-    return None if collective is None else [collective.array]
 
 
 def _answer(request: Any, arrived: Message) -> Any:

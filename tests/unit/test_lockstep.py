@@ -1,7 +1,9 @@
 """Ranks in one process: every verb that a step may ask for."""
 import dataclasses
+import re
 
 import numpy as np
+import pytest
 
 import horovod_compress as hc
 from horovod_compress.compressors.base import Compressor
@@ -42,3 +44,33 @@ def test_every_collective_may_come_before_the_payload():
             np.testing.assert_allclose(mean[name], sum(named[name] for named in ranks) / 3, rtol=1e-5, atol=1e-6)
     carriers, numbers = 2 * 4, 3 * 8
     assert run.bytes_sent == [[carriers + numbers + 2 * (rank + 1 + 6 + 4 + 60) for rank in range(3)]] * 2
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Mistaken(Compressor):
+    """Its encode yields and returns what a test puts here."""
+
+    id = "mistaken"
+    yields = returns = None
+
+    def encode(self, grad, state, step):
+        if type(self).yields is None:
+            return type(self).returns
+        return self.rounds()
+
+    def rounds(self):
+        yield type(self).yields
+        return type(self).returns
+
+
+@pytest.mark.parametrize("yields, returns, words", [
+    (None, None, "encode returns Encoded, Allreduce or HostReduce, not an object of <class 'NoneType'>"),
+    (None, b"body", "not an object of <class 'bytes'>"),
+    ("sum", Allreduce(np.zeros(1, np.float32)), "encode yields Allreduce, Allgather or Alltoall, not an object of <class 'str'>"),
+    (Allgather(np.zeros(1, np.uint8)), [1.0], "encode returns Encoded, Allreduce or HostReduce, not an object of <class 'list'>"),
+])
+def test_what_no_step_can_use_is_named(yields, returns, words, monkeypatch):
+    monkeypatch.setattr(Mistaken, "yields", yields)
+    monkeypatch.setattr(Mistaken, "returns", returns)
+    with pytest.raises(TypeError, match=re.escape(words)):
+        hc.simulate(Mistaken(), [[{"a": np.ones((3, 5), np.float32)}]])
