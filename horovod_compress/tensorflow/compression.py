@@ -17,7 +17,7 @@ from ..handshake import agree
 from ..requests import Collective
 from .exchange import GraphExchange, Message, Saved
 from .horovod_internals import traced
-from .optimizer import check, is_plain_sgd, is_sgd, learning_rate_of, take_over_momentum, watch_passes
+from .optimizer import SGD, check, is_plain_sgd, learning_rate_of, take_over_momentum, watch_passes
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 _SUM = Collective("allreduce", "int64", "sum")
@@ -31,7 +31,11 @@ class _Eager:
     """
 
     def __init__(self, process_set: Any) -> None:
-        self._process_set, self.size = process_set, process_set.size()
+        self._process_set = process_set
+
+    @property
+    def size(self) -> int:
+        return self._process_set.size()
 
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         with tf.init_scope(), tf.device("/cpu:0"):
@@ -112,12 +116,12 @@ class BoundCompression(Binding):
         compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
         moments = getattr(compressor, "moments", None)
         _refuse_options(compressor, moments, optimizer)
-        self._discardable = discardable
+        self._transport, self._discardable = _Eager(self._process_set), discardable
         self._optimizer = optimizer  # where a tape serves it; Horovod makes one of its own from it
         self._momentum_class: Optional[Type] = None  # the class of optimizers that leave momentum to this compression
         self._served: Any = None  # Horovod's optimizer, where it is one of those
         self._variables: Dict[Any, _Variable] = {}  # by key, see `_identified`
-        self._call: Optional[_Call] = None  # of the function that is being traced
+        self._call = _Call([], None, [], [], [])  # of the function that is being traced
         self._saved: Optional[Dict[str, Saved]] = None  # where a state was loaded: of variables that are not known yet
         self._compressor = self._take_over(compressor) if compressor.corrects_momentum and optimizer is not None else compressor
         self._microbatches = moments == "microbatch"
@@ -130,7 +134,7 @@ class BoundCompression(Binding):
 
     def _take_over(self, compressor: Any) -> Compressor:
         """The compressor with the optimizer's momentum, which the optimizer leaves to it from now on."""
-        momentum, nesterov = momentum_of(compressor, self._optimizer.get_config()) if is_sgd(self._optimizer) else (0.0, False)
+        momentum, nesterov = momentum_of(compressor, self._optimizer.get_config()) if isinstance(self._optimizer, SGD) else (0.0, False)
         if momentum and self._active:
             covers = lambda variable: variable.ref() in self._variables  # noqa: E731
             self._momentum_class = take_over_momentum(self._optimizer, compressor.id, momentum, nesterov, covers)
@@ -145,13 +149,12 @@ class BoundCompression(Binding):
             return tensor, None
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise ValueError("functions that XLA compiles cannot compress gradients: say jit_compile=False")
-        call = self._call
-        i = None if call is None else call.claim(tensor)
-        if call is None or i is None:
-            call = self._call = self._new_call(tensor)
-            i = call.claim(tensor)
+        i = self._call.claim(tensor)
+        if i is None:
+            self._call = self._new_call(tensor)
+            i = self._call.claim(tensor)
             assert i is not None  # `traced` found it
-        variable = call.variables[i][1]
+        call, (_, variable) = self._call, self._call.variables[i]
         if self._travels_as_it_is(variable):
             # It is reshaped because `_begin` may refuse the step: a control dependency would stay outside of the branch that reduces.
             carrier = tf.reshape(tf.cast(tensor, tf.float32), call.flat[i], name=f"{self._label}.{variable.number}")
@@ -179,9 +182,8 @@ class BoundCompression(Binding):
         variable, dtype, (number, *brought) = ctx
         with tf.device("/cpu:0"):
             finish = self._submit_and_finish if self._travels_as_it_is(variable) else self._finish
-            function = functools.partial(finish, half=dtype == tf.float16)
             inputs = [number, tf.raw_ops.Snapshot(input=tensor), *brought]
-            (result,) = _python(function, variable, inputs, ["float32"])
+            (result,) = _python(functools.partial(finish, half=dtype == tf.float16), variable, inputs, ["float32"])
         result.set_shape(variable.shape)
         return tf.cast(result, dtype)
 
@@ -195,7 +197,7 @@ class BoundCompression(Binding):
             )
         self._served = optimizer if self._momentum_class else None
         pairs = [(grad, source) for grad, source in zip(grads, sources) if isinstance(grad, tf.Tensor)]
-        variables = list(zip([grad for grad, _ in pairs], self._register(pairs)))
+        variables = [(grad, variable) for (grad, _), variable in zip(pairs, self._register(pairs))]
         unseen = [variable.name for _, variable in variables if variable.squares is not None and not variable.observed]
         if unseen:
             raise ValueError(
@@ -207,10 +209,9 @@ class BoundCompression(Binding):
             raise ValueError("gradients are compressed in graphs, which Horovod makes also of eager code: not with run_functions_eagerly(True)")
         with around.as_default(), tf.device("/cpu:0"):
             number, flat = self._begin_operation([source for _, source in pairs])
-            squared_norm: List[Any] = []
-            if self._compressor.clip_norm is not None:
-                norm = functools.partial(_squared_norm, factor)
-                squared_norm = [tf.numpy_function(norm, [grad for grad, _ in pairs], tf.float64, stateful=False)]
+            norm, grads = functools.partial(_squared_norm, factor), [grad for grad, _ in pairs]
+            clips = self._compressor.clip_norm is not None
+            squared_norm = [tf.numpy_function(norm, grads, tf.float64, stateful=False)] if clips else []
             lr = [learning_rate_of(optimizer or self._optimizer)] if self._compressor.follow_lr else []
         return _Call(variables, number, flat, squared_norm, lr)
 
@@ -259,7 +260,7 @@ class BoundCompression(Binding):
     def _make_known(self, new: Dict[Any, Tuple[str, Tuple[int, ...]]]) -> None:
         """Adds variables, {key: (name, shape)}, with the state that was loaded for them."""
         shapes = {name: list(shape) for name, shape in new.values()}
-        agree(_Eager(self._process_set), f"{self._label}.{len(self._variables)}", {"variables": shapes})
+        agree(self._transport, f"{self._label}.{len(self._variables)}", {"variables": shapes})
         missing = [name for name in shapes if self._saved is not None and name not in self._saved]
         if missing:
             raise ValueError(
@@ -347,9 +348,6 @@ class BoundCompression(Binding):
         if half and not kernels.of(result).max_abs(result) < _INFINITE_HALF:
             self._exchange.reject(variable.name)
         return [result.reshape(variable.shape)]
-
-    def _handshake_transport(self) -> _Eager:
-        return _Eager(self._process_set)
 
     # -- for users --------------------------------------------------------------------------------------------------------
 
