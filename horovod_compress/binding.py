@@ -7,7 +7,6 @@ import itertools
 import os
 import sys
 import warnings
-from abc import ABC, abstractmethod
 from types import FrameType
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Tuple, Type
 
@@ -24,7 +23,7 @@ from .version import __version__
 _numbers: Dict[Tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
-class Binding(ABC):
+class Binding:
     """A compression bound to a process set of a framework's Horovod. `hvd` is initialized. Construction exchanges nothing: ranks
     compare their configurations at the first gradient, or in `handshake`."""
 
@@ -49,11 +48,7 @@ class Binding(ABC):
     _compressor: Compressor
     _active: bool  # Horovod reduces, and compresses, only where there is more than one rank
     _transport: Gathering  # the one that `handshake` uses
-
-    @property
-    @abstractmethod
-    def _exchange(self) -> Driver:
-        """What drives the steps."""
+    _exchange: Driver  # what drives the steps
 
     def _rank_and_size(self) -> Tuple[int, int]:
         """This rank and the number of ranks in the process set; a rank that compresses nothing counts as the only one."""

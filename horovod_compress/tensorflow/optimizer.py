@@ -39,9 +39,8 @@ def learning_rate_of(optimizer: Any) -> Any:
 
 
 def take_over_momentum(optimizer: Any, id: str, momentum: float, nesterov: bool, covers: Callable[[Any], bool]) -> Type:
-    """From now on this SGD, and what Horovod makes of it, leaves momentum to the compression: variables that it covers take
-    plain steps with their dense gradients. Its configuration stays the user's, decoupled weight decay stays with it. Returns the
-    class of both."""
+    """From now on this SGD, and what Horovod makes of it, leaves momentum to the compression: variables that it covers take plain steps with their
+    dense gradients. Its configuration stays the user's, decoupled weight decay stays with it. Returns the class of both."""
     own: Any = _own_class(optimizer)
     known = next(cls for cls in SGD if issubclass(own, cls))
     method = "update_step" if hasattr(known, "update_step") else "_resource_apply_dense"

@@ -29,7 +29,6 @@ _SYNCHRONIZE_FIRST = (
     "inside `with optimizer.skip_synchronize():`"
 )
 NamedParameters = Iterable[Tuple[str, torch.Tensor]]  # as model.named_parameters() gives
-_HALF_OR_DOUBLE = (torch.float16, torch.bfloat16, torch.float64)
 
 
 class _Slot:
@@ -43,7 +42,7 @@ class _Slot:
         """(tensor, flat array) of float32 on the host: the gradient's own memory where possible."""
         if grad.dtype == torch.float32 and grad.device.type == "cpu" and grad.is_contiguous():
             return grad, grad.numpy().reshape(-1)
-        if grad.dtype != torch.float32 and grad.dtype not in _HALF_OR_DOUBLE:
+        if grad.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             raise TypeError(f"{self.name}: gradients of {grad.dtype} cannot be compressed; real floating point is needed")
         if self._staging is None:
             if grad.device.type != "cpu":
@@ -66,9 +65,8 @@ class BoundCompression(Binding):
     discardable: a step that optimizer.step() does not use (synchronize(), then zero_grad()), or that is not finite, is forgotten, as if
         it had never been. Takes as much memory again as the algorithm's state, and the time to copy that in each step.
 
-    One compression serves one optimizer on one rank. Its residuals are this rank's own: save `state_dict()` on every rank.
-    Raises ValueError for bad options and parameters; the first gradient, or `handshake()`, raises MismatchError, on all ranks, where
-    ranks were started differently.
+    One compression serves one optimizer on one rank. Its residuals are this rank's own: save `state_dict()` on every rank. Raises ValueError for bad
+    options and parameters; the first gradient, or `handshake()`, raises MismatchError, on all ranks, where ranks were started differently.
     """
 
     def __init__(
@@ -132,8 +130,7 @@ class BoundCompression(Binding):
         slot, grad, host, sent, carrier, version = ctx
         if slot.param.grad is not None and slot.param.grad._version != version:
             raise RuntimeError(f"the gradient of {slot.name} was changed while it was exchanged: {_SYNCHRONIZE_FIRST}")
-        same = tensor.data_ptr() == sent.data_ptr()
-        self._exchange.finish(slot.name, carrier if same else tensor.cpu().numpy().reshape(-1))
+        self._exchange.finish(slot.name, carrier if tensor.data_ptr() == sent.data_ptr() else tensor.cpu().numpy().reshape(-1))
         if host is not grad:
             grad.copy_(host)
             if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
@@ -210,10 +207,7 @@ class BoundCompression(Binding):
         if self._results:
             self._results = "in use"
             if self._grad_scaler is None and self._exchange.keeps_state and horovod_internals.in_grad_scaler():
-                warn_once(
-                    "a GradScaler scales these gradients: give the compression grad_scaler=…, or what it keeps of gradients does not "
-                    "follow changes of the scale"
-                )
+                warn_once("a GradScaler scales these gradients: give the compression grad_scaler=…, or what it keeps does not follow the scale")
         elif horovod_internals.in_grad_scaler():
             raise RuntimeError(f"GradScaler.step() came before optimizer.synchronize(): {_SYNCHRONIZE_FIRST}")
         self._takeover.before_step(optimizer)
@@ -242,8 +236,7 @@ class BoundCompression(Binding):
         return f"<{self._compressor!r} bound to {len(self._slots)} parameters>"
 
     def state_dict(self) -> Dict[str, Any]:
-        """This rank's residuals and momentum, as tensors and plain values: for torch.save, one file a rank, next to the
-        model's and the optimizer's."""
+        """This rank's residuals and momentum, as tensors and plain values: for torch.save, one file a rank, next to the model's and optimizer's."""
         state = self._exchange.state_dict()
         state["tensors"] = {n: {k: torch.from_numpy(a) for k, a in arrays.items()} for n, arrays in state["tensors"].items()}
         return state
@@ -255,8 +248,7 @@ class BoundCompression(Binding):
         self._results = None
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. Raises ValueError, with
-        nothing changed, for any other."""
+        """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. ValueError, with nothing changed, for any other."""
         self._exchange.load_state_dict(checked_state(state))
 
 
@@ -265,8 +257,8 @@ def _moments_of(compressor: Any, slots: List[_Slot]) -> Optional[Moments]:
     moments = getattr(compressor, "moments", "minibatch")
     if moments == "minibatch":
         return None
-    chosen = {slot: compressor_for(compressor, slot.name, tuple(slot.param.shape)) for slot in slots}
-    params = {slot.name: slot.param for slot, each in chosen.items() if getattr(each, "moments", None) == moments}
+    chosen = ((slot, compressor_for(compressor, slot.name, tuple(slot.param.shape))) for slot in slots)
+    params = {slot.name: slot.param for slot, each in chosen if getattr(each, "moments", None) == moments}
     return Moments(moments, params) if params else None
 
 
@@ -286,27 +278,23 @@ def _named(optimizer: Optional[torch.optim.Optimizer], named_parameters: Optiona
     return named
 
 
-def _listed(named_parameters: NamedParameters) -> List[Tuple[str, torch.Tensor]]:
+def _listed(named_parameters: Any) -> List[Tuple[str, torch.Tensor]]:
     """The pairs of `named_parameters`. TypeError and ValueError for what does not bring (name, parameter) pairs."""
+    code = getattr(named_parameters, "gi_code", None)
+    if code is nn.Module.named_parameters.__code__ and inspect.getgeneratorstate(named_parameters) == inspect.GEN_CREATED:
+        # It is not used up here, but made once more: users give the same generator to hvd.DistributedOptimizer.
+        named_parameters = nn.Module.named_parameters(**inspect.getgeneratorlocals(named_parameters))
     if not isinstance(named_parameters, collections.abc.Iterable):
         raise TypeError(
             f"named_parameters must be (name, parameter) pairs, as model.named_parameters() gives, not {named_parameters!r}; an "
             "option goes by its name: ratio=0.01"
         )
-    named = list(_afresh(named_parameters))
+    named = list(named_parameters)
     if not named and isinstance(named_parameters, collections.abc.Iterator):
         raise ValueError("named_parameters was used up before: give each call its own model.named_parameters(), or a list")
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
         raise ValueError("named_parameters must be (name, parameter) pairs, as model.named_parameters() gives")
     return named
-
-
-def _afresh(named_parameters: Any) -> NamedParameters:
-    """What model.named_parameters() gives, without using it up: users give the same generator to hvd.DistributedOptimizer."""
-    code = getattr(named_parameters, "gi_code", None)
-    if code is nn.Module.named_parameters.__code__ and inspect.getgeneratorstate(named_parameters) == inspect.GEN_CREATED:
-        return nn.Module.named_parameters(**inspect.getgeneratorlocals(named_parameters))
-    return named_parameters
 
 
 def _is_sparse(grad: Optional[torch.Tensor]) -> bool:

@@ -17,10 +17,8 @@ def optimizer_of(compression: Any) -> torch.optim.Optimizer:
     owners = {id(owner): owner for owner in (frame.f_locals.get("self") for frame in callers())}
     found = [owner for owner in owners.values() if isinstance(owner, torch.optim.Optimizer) and compression_of(owner) is compression]
     if len(found) != 1:
-        raise RuntimeError(
-            f"gradients came, but {'no optimizer holds' if not found else 'several optimizers hold'} this compression: give it to one "
-            "hvd.DistributedOptimizer"
-        )
+        holders = "several optimizers hold" if found else "no optimizer holds"
+        raise RuntimeError(f"gradients came, but {holders} this compression: give it to one hvd.DistributedOptimizer")
     return found[0]
 
 

@@ -48,8 +48,7 @@ class Moments:
             weakref.finalize(self, hook.remove)
 
     def take(self, name: str) -> Optional[np.ndarray]:
-        """The flat float32 sums of a parameter since they were last asked for; None if it got no gradient. The next gradient
-        reuses their memory."""
+        """The flat float32 sums of a parameter since they were last asked for; None if it got no gradient. The next gradient reuses their memory."""
         watched = self._params.get(name)
         if watched is None or watched.total is None:
             return None
@@ -128,9 +127,8 @@ class _Param:
 
     def record(self, use: samples.Use) -> None:
         """Keeps a use in a backward pass until the gradient comes."""
-        task = torch._C._current_graph_task_id()  # torch's checkpointing does the same: a pass that failed leaves uses behind
-        if self.task != task:
-            self.task, self.uses = task, []
+        if self.task != torch._C._current_graph_task_id():  # torch's checkpointing does the same: a pass that failed leaves uses behind
+            self.task, self.uses = torch._C._current_graph_task_id(), []
             # torch.autograd.grad() may be after other gradients only: then nothing else clears these.
             torch.autograd.Variable._execution_engine.queue_callback(self.uses.clear)
         self.uses.append(use)  # It is not detached, so autograd sees that its memory is in use.
@@ -192,8 +190,7 @@ class _Followed(Tensor):
         ours = _OURS.get(function)
         if ours is None:
             return super().__torch_function__(function, types, args, kwargs or {})
-        plain = {key: _plain(value) for key, value in (kwargs or {}).items()}
-        return ours(*(_plain(arg) for arg in args), **plain)
+        return ours(*_plain(args), **{key: _plain(value) for key, value in (kwargs or {}).items()})
 
 
 def _plain(arg: Any) -> Any:
@@ -221,10 +218,8 @@ def _recurrent_gradient(weight: Tensor, x: Optional[Tensor], delta: Tensor, pack
 
 
 # torch's function calls has_torch_function first, by which it would hand itself, and not the products in it, to a mode.
-_multi_head_attention = types.FunctionType(
-    F.multi_head_attention_forward.__code__, {**vars(F), "has_torch_function": lambda _: False}, None,
-    F.multi_head_attention_forward.__defaults__,
-)
+_torchs: Any = F.multi_head_attention_forward
+_multi_head_attention = types.FunctionType(_torchs.__code__, {**vars(F), "has_torch_function": lambda _: False}, None, _torchs.__defaults__)
 
 
 def _convolution(
@@ -288,10 +283,8 @@ _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 
 
 def _modules_of(by_id: Dict[int, _Param]) -> Tuple[MutableMapping[nn.Module, List[Tuple[_Param, str]]], MutableMapping[nn.Module, int]]:
-    """({module: [(_Param, its name in the module)]}, {module in a transformer: the dimension of its samples}).
-
-    Nobody hands modules over, so the process is searched.
-    """
+    """({module: [(_Param, its name in the module)]}, {module in a transformer: the dimension of its samples}). Nobody hands modules over, so the
+    process is searched."""
     modules: MutableMapping[nn.Module, List[Tuple[_Param, str]]] = weakref.WeakKeyDictionary()
     layouts: MutableMapping[nn.Module, int] = weakref.WeakKeyDictionary()
     unknown = []

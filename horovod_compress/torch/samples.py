@@ -12,6 +12,7 @@ from torch.nn import grad as convolution_gradients
 from .. import kernels
 
 _WORTH_A_THREAD = 1 << 22  # multiplications
+_threads = concurrent.futures.ThreadPoolExecutor(thread_name_prefix="horovod_compress")  # started when they are first needed
 _BLOCK = 1 << 20  # so many numbers of single samples' gradients at a time: they stay in the cache
 
 
@@ -97,12 +98,7 @@ def _kernel(left: Tensor, right: Tensor, *sums: Tensor) -> None:
     def work(part: slice) -> None:
         kernels.of(a).add_sample_squares(a[(slice(None),) * d + (part,)], b, *(array[part].reshape(-1) for array in totals))
 
-    list((_threads().map if parts > 1 else map)(work, rows))
-
-
-@functools.cache
-def _threads() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(thread_name_prefix="horovod_compress")
+    list((_threads.map if parts > 1 else map)(work, rows))
 
 
 def _of_bias(_: Tensor, delta: Tensor) -> Tensor:

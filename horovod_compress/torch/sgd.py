@@ -20,12 +20,11 @@ def is_plain_sgd(optimizer: Any) -> bool:
 class SGDTakeover:
     """Momentum and weight decay of a torch.optim.SGD, applied exactly once. With any other optimizer, or None, it takes nothing over.
 
-    The compression corrects momentum (DGC section 3.2), so SGD must not apply it again. SGD also runs the weight-decay term
-    λ·p through its momentum; that term is the same on all ranks and has no place in the compressed stream. So for the time of
-    a step whose gradients have come through the compression, the groups' momentum and weight decay are 0, and the term
-    w ← m·w + λ·p is added to the gradient instead: after a GradScaler has unscaled it, and not at all when that skips the step.
-    w is SGD's own momentum buffer, which nothing else uses then. It is broadcast, saved and loaded with the optimizer, and
-    momentum from a plain run lives on in it.
+    The compression corrects momentum (DGC section 3.2), so SGD must not apply it again. SGD also runs the weight-decay term λ·p through its momentum;
+    that term is the same on all ranks and has no place in the compressed stream. So for the time of a step whose gradients have come through the
+    compression, the groups' momentum and weight decay are 0, and the term w ← m·w + λ·p is added to the gradient instead: after a GradScaler has
+    unscaled it, and not at all when that skips the step. w is SGD's own momentum buffer, which nothing else uses then. It is broadcast, saved and
+    loaded with the optimizer, and momentum from a plain run lives on in it.
 
     Outside such steps the groups are the user's: schedulers, checkpoints and hvd.broadcast_optimizer_state find what they
     expect, and what they change counts from the next gradient on.
@@ -77,11 +76,8 @@ class SGDTakeover:
         return changed
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Prepares gradients and groups for the step of SGD that comes now.
-
-        Horovod's optimizer calls this twice: before it waits for the exchange, and again as the SGD that it extends. A step
-        with nothing exchanged is left alone: hvd.broadcast_optimizer_state makes one.
-        """
+        """Prepares gradients and groups for the step of SGD that comes now. Horovod's optimizer calls this twice: before it waits for the exchange,
+        and again as the SGD that it extends. A step with nothing exchanged is left alone: hvd.broadcast_optimizer_state makes one."""
         if not self.due:
             return
         self.due = False
@@ -122,10 +118,9 @@ class SGDTakeover:
     def _holds_momentum(self, state: Dict[str, Any], param: torch.Tensor) -> bool:
         """Whether a buffer without weight decay is worth keeping: hvd.broadcast_optimizer_state makes empty ones."""
         buffer = state.get("momentum_buffer")
-        if buffer is None or id(param) in self._checked:
-            return buffer is not None
-        if not buffer.any():
-            del state["momentum_buffer"]
-            return False
-        self._checked.add(id(param))
-        return True
+        if buffer is not None and id(param) not in self._checked:
+            if not buffer.any():
+                del state["momentum_buffer"]
+                return False
+            self._checked.add(id(param))
+        return buffer is not None
