@@ -5,9 +5,10 @@ import functools
 import inspect
 import itertools
 import os
+import sys
 import warnings
-from abc import ABC, abstractmethod
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Set, Tuple, Type
+from types import FrameType
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Tuple, Type
 
 from . import kernels, wire
 from .compressors import find, get_compressor, ids, package_of
@@ -22,7 +23,7 @@ from .version import __version__
 _numbers: Dict[Tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
-class Binding(ABC):
+class Binding:
     """A compression bound to a process set of a framework's Horovod. `hvd` is initialized. Construction exchanges nothing: ranks
     compare their configurations at the first gradient, or in `handshake`."""
 
@@ -46,11 +47,8 @@ class Binding(ABC):
 
     _compressor: Compressor
     _active: bool  # Horovod reduces, and compresses, only where there is more than one rank
-
-    @property
-    @abstractmethod
-    def _exchange(self) -> Driver:
-        """What drives the steps."""
+    _transport: Gathering  # the one that `handshake` uses
+    _exchange: Driver  # what drives the steps
 
     def _rank_and_size(self) -> Tuple[int, int]:
         """This rank and the number of ranks in the process set; a rank that compresses nothing counts as the only one."""
@@ -60,17 +58,13 @@ class Binding(ABC):
         """The configuration, which must be the same on all ranks: nested JSON-able values."""
         return description_of(self._compressor)
 
-    @abstractmethod
-    def _handshake_transport(self) -> Gathering:
-        """The transport that `handshake` uses."""
-
     def handshake(self) -> None:
         """Compares the ranks' options, tensors, versions and kernels. All ranks must call it; the first gradient calls it otherwise.
 
         Raises MismatchError, on all ranks alike, which names the first rank that differs and the difference.
         """
         if self._active and not self._agreed:
-            agree(self._handshake_transport(), self._label, self._description())
+            agree(self._transport, self._label, self._description())
             self._agreed = True
 
     @property
@@ -129,19 +123,30 @@ def check_version(horovod: str) -> None:
         warn_once(f"tested with Horovod 0.28, and this is {horovod}: if gradients are refused, install horovod==0.28.1")
 
 
+def callers() -> Iterator[FrameType]:
+    """The frames of the functions that have led here, the nearest first."""
+    frame: Optional[FrameType] = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 class Algorithms(type):
     """The metaclass of a framework's `Compression`: gives it one method for each algorithm, those of other packages included.
 
-    `Compression.dgc(optimizer, ratio=0.01)` is `Compression.from_spec({"id": "dgc", "ratio": 0.01}, optimizer)`. Where the class or a
-    method is given to Horovod uncalled, `compress` raises an error that says so.
+    `Compression.dgc(optimizer, ratio=0.01)` is `Compression.from_spec({"id": "dgc", "ratio": 0.01}, optimizer)`.
     """
 
     from_spec: Any  # of the class: makes the compression of a spec
-    compress: Any  # of the class: raises TypeError
+    _example: str  # of the class: what to write instead of the class alone
 
     def __init__(cls, name: str, bases: Tuple[type, ...], members: Dict[str, Any]) -> None:
         super().__init__(name, bases, members)
         cls.from_spec.compress = cls.compress
+
+    def compress(cls, tensor: Any) -> None:
+        """Horovod gets here where it was given the class, or one of its methods, instead of what those return."""
+        raise TypeError(f"this is no compression yet: call it, as in compression={cls._example}")
 
     def __getattr__(cls, id: str) -> Callable[..., Any]:
         try:

@@ -18,12 +18,9 @@ __all__ = ["BoundCompression", "Compression", "StateCheckpoint"]
 class Compression(metaclass=Algorithms):
     """Makes compressions, bound to an optimizer where the algorithm needs it: one method an algorithm, and `from_spec`."""
 
+    _example = "hvdc.Compression.dgc(optimizer)"
+
     @staticmethod
     def from_spec(spec: Any, optimizer: Any = None, process_set: Any = None, discardable: bool = False) -> BoundCompression:
         """The compression of a spec, "dgc:ratio=0.001" or {"id": "dgc", "ratio": 0.001}; see `BoundCompression`."""
         return BoundCompression(spec, optimizer, process_set, discardable)
-
-    @staticmethod
-    def compress(tensor: Any) -> None:
-        """Horovod gets here where it was given this class, or one of its methods, instead of what those return."""
-        raise TypeError("this is no compression yet: call it, as in compression=hvdc.Compression.dgc(optimizer)")

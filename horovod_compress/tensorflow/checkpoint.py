@@ -2,7 +2,7 @@
 import json
 import os
 import zipfile
-from typing import Any, Dict, Optional, Union
+from typing import Any, Dict, Union
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -23,9 +23,7 @@ class StateCheckpoint(tf.keras.callbacks.Callback):
     another model, algorithm, rank or number of ranks.
     """
 
-    def __init__(
-        self, compression: BoundCompression, filepath: Union[str, os.PathLike], restore: Optional[Union[str, os.PathLike]] = None
-    ) -> None:
+    def __init__(self, compression: BoundCompression, filepath: Union[str, os.PathLike], restore: Union[str, os.PathLike, None] = None) -> None:
         super().__init__()
         self._compression, self._filepath, self._restore = compression, os.fspath(filepath), restore
         try:
@@ -39,8 +37,7 @@ class StateCheckpoint(tf.keras.callbacks.Callback):
             self._restore = None  # A second call of fit does not restore again.
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        path = self._filepath.format(epoch=epoch + 1)
-        _write(_file(path), self._compression.state_dict())
+        _write(_file(self._filepath.format(epoch=epoch + 1)), self._compression.state_dict())
 
 
 def _file(path: str) -> str:
@@ -50,8 +47,7 @@ def _file(path: str) -> str:
 def _write(file: str, state: Dict[str, Any]) -> None:
     flat = [(name, key, array) for name, named in state["tensors"].items() for key, array in named.items()]
     plain = {key: value for key, value in state.items() if key != "tensors"}
-    plain["arrays"] = [(name, key) for name, key, _ in flat]
-    plain["names"] = list(state["tensors"])  # some have no arrays
+    plain.update(arrays=[(name, key) for name, key, _ in flat], names=list(state["tensors"]))  # some names have no arrays
     os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
     with open(f"{file}.part", "wb") as part:
         np.savez(part, plain=np.array(json.dumps(plain)), **{str(i): array for i, (_, _, array) in enumerate(flat)})

@@ -17,21 +17,24 @@ from ..handshake import agree
 from ..requests import Collective
 from .exchange import GraphExchange, Message, Saved
 from .horovod_internals import traced
-from .optimizer import check, is_plain_sgd, is_sgd, learning_rate_of, take_over_momentum, watch_passes
+from .optimizer import SGD, check, is_plain_sgd, learning_rate_of, take_over_momentum, watch_passes
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 _SUM = Collective("allreduce", "int64", "sum")
+_ONE_PASS = "A tape's gradient is one pass, for which moments=minibatch is the same"
 _INFINITE_HALF = 65520  # numbers as large as this become infinite in float16
 
 
 class _Eager:
-    """Horovod's allgather while no graph runs: for what ranks compare before they exchange gradients.
-
-    It goes through a graph all the same: eagerly Horovod ignores names, and threads that trace at once would get each other's messages.
-    """
+    """Horovod's allgather while no graph runs: for what ranks compare before they exchange gradients. It goes through a graph all the same:
+    eagerly Horovod ignores names, and threads that trace at once would get each other's messages."""
 
     def __init__(self, process_set: Any) -> None:
-        self._process_set, self.size = process_set, process_set.size()
+        self._process_set = process_set
+
+    @property
+    def size(self) -> int:
+        return self._process_set.size()
 
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         with tf.init_scope(), tf.device("/cpu:0"):
@@ -74,13 +77,10 @@ class _Call:
         return None
 
     def copied(self, i: int) -> Any:
-        """The gradient, flat, in memory that nobody else reads, because it is worked in: a copy only where somebody holds it.
-
-        Snapshot alone is not enough: TensorFlow computes it once for equal gradients, and for all steps where they are
-        constant. The shape comes from an operation that it must run, and differs from those of other gradients to it.
-        """
-        grad, _ = self.variables[i]
-        return tf.raw_ops.Snapshot(input=tf.reshape(tf.cast(grad, tf.float32), self.flat[i]))
+        """The gradient, flat, in memory that nobody else reads, because it is worked in: a copy only where somebody holds it. Snapshot alone is not
+        enough: TensorFlow computes it once for equal gradients, and for all steps where they are constant. The shape comes from an operation
+        that it must run, and differs from those of other gradients to it."""
+        return tf.raw_ops.Snapshot(input=tf.reshape(tf.cast(self.variables[i][0], tf.float32), self.flat[i]))
 
 
 class BoundCompression(Binding):
@@ -110,17 +110,15 @@ class BoundCompression(Binding):
         if optimizer is not None:
             check(optimizer)
         compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
-        moments = getattr(compressor, "moments", None)
-        _refuse_options(compressor, moments, optimizer)
-        self._discardable = discardable
+        self._microbatches = _checked_moments(compressor, optimizer) == "microbatch"
+        self._transport, self._discardable = _Eager(self._process_set), discardable
         self._optimizer = optimizer  # where a tape serves it; Horovod makes one of its own from it
         self._momentum_class: Optional[Type] = None  # the class of optimizers that leave momentum to this compression
         self._served: Any = None  # Horovod's optimizer, where it is one of those
         self._variables: Dict[Any, _Variable] = {}  # by key, see `_identified`
-        self._call: Optional[_Call] = None  # of the function that is being traced
+        self._call = _Call([], None, [], [], [])  # of the function that is being traced
         self._saved: Optional[Dict[str, Saved]] = None  # where a state was loaded: of variables that are not known yet
         self._compressor = self._take_over(compressor) if compressor.corrects_momentum and optimizer is not None else compressor
-        self._microbatches = moments == "microbatch"
         if self._microbatches and self._active:
             watch_passes(optimizer, self._observe)
 
@@ -130,7 +128,7 @@ class BoundCompression(Binding):
 
     def _take_over(self, compressor: Any) -> Compressor:
         """The compressor with the optimizer's momentum, which the optimizer leaves to it from now on."""
-        momentum, nesterov = momentum_of(compressor, self._optimizer.get_config()) if is_sgd(self._optimizer) else (0.0, False)
+        momentum, nesterov = momentum_of(compressor, self._optimizer.get_config()) if isinstance(self._optimizer, SGD) else (0.0, False)
         if momentum and self._active:
             covers = lambda variable: variable.ref() in self._variables  # noqa: E731
             self._momentum_class = take_over_momentum(self._optimizer, compressor.id, momentum, nesterov, covers)
@@ -145,13 +143,12 @@ class BoundCompression(Binding):
             return tensor, None
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise ValueError("functions that XLA compiles cannot compress gradients: say jit_compile=False")
-        call = self._call
-        i = None if call is None else call.claim(tensor)
-        if call is None or i is None:
-            call = self._call = self._new_call(tensor)
-            i = call.claim(tensor)
+        i = self._call.claim(tensor)
+        if i is None:
+            self._call = self._new_call(tensor)
+            i = self._call.claim(tensor)
             assert i is not None  # `traced` found it
-        variable = call.variables[i][1]
+        call, (_, variable) = self._call, self._call.variables[i]
         if self._travels_as_it_is(variable):
             # It is reshaped because `_begin` may refuse the step: a control dependency would stay outside of the branch that reduces.
             carrier = tf.reshape(tf.cast(tensor, tf.float32), call.flat[i], name=f"{self._label}.{variable.number}")
@@ -178,10 +175,8 @@ class BoundCompression(Binding):
             return tensor
         variable, dtype, (number, *brought) = ctx
         with tf.device("/cpu:0"):
-            finish = self._submit_and_finish if self._travels_as_it_is(variable) else self._finish
-            function = functools.partial(finish, half=dtype == tf.float16)
             inputs = [number, tf.raw_ops.Snapshot(input=tensor), *brought]
-            (result,) = _python(function, variable, inputs, ["float32"])
+            (result,) = _python(functools.partial(self._finish, half=dtype == tf.float16), variable, inputs, ["float32"])
         result.set_shape(variable.shape)
         return tf.cast(result, dtype)
 
@@ -195,31 +190,25 @@ class BoundCompression(Binding):
             )
         self._served = optimizer if self._momentum_class else None
         pairs = [(grad, source) for grad, source in zip(grads, sources) if isinstance(grad, tf.Tensor)]
-        variables = list(zip([grad for grad, _ in pairs], self._register(pairs)))
+        variables = [(grad, variable) for (grad, _), variable in zip(pairs, self._register(pairs))]
         unseen = [variable.name for _, variable in variables if variable.squares is not None and not variable.observed]
         if unseen:
-            raise ValueError(
-                f"moments=microbatch has seen no backward pass of {', '.join(unseen)}: it needs the bound optimizer's minimize or fit. A "
-                "tape's gradient is one pass, for which moments=minibatch is the same"
-            )
+            names = ", ".join(unseen)
+            raise ValueError(f"moments=microbatch has seen no backward pass of {names}: it needs the bound optimizer's minimize or fit. {_ONE_PASS}")
         around = getattr(tf.compat.v1.get_default_graph(), "outer_graph", None)  # of the branches in which Horovod compresses
         if around is None:
             raise ValueError("gradients are compressed in graphs, which Horovod makes also of eager code: not with run_functions_eagerly(True)")
         with around.as_default(), tf.device("/cpu:0"):
             number, flat = self._begin_operation([source for _, source in pairs])
-            squared_norm: List[Any] = []
-            if self._compressor.clip_norm is not None:
-                norm = functools.partial(_squared_norm, factor)
-                squared_norm = [tf.numpy_function(norm, [grad for grad, _ in pairs], tf.float64, stateful=False)]
+            norm, grads = functools.partial(_squared_norm, factor), [grad for grad, _ in pairs]
+            squared_norm = [tf.numpy_function(norm, grads, tf.float64, stateful=False)] if self._compressor.clip_norm is not None else []
             lr = [learning_rate_of(optimizer or self._optimizer)] if self._compressor.follow_lr else []
         return _Call(variables, number, flat, squared_norm, lr)
 
     def _begin_operation(self, sources: List[Any]) -> Tuple[Any, List[Any]]:
-        """The operation that begins a call: its number, and for each gradient the shape [-1].
-
-        It is stateful, so that every call of the function has its own, and what depends on it is not folded or shared between calls.
-        It brings values of the smallest variable, because TensorFlow runs a trace again for others of the same shapes.
-        """
+        """The operation that begins a call: its number, and for each gradient the shape [-1]. It is stateful, so that every call of the function
+        has its own, and what depends on it is not folded or shared between calls. It brings values of the smallest variable, because
+        TensorFlow runs a trace again for others of the same shapes."""
         variables = [source for source in sources if isinstance(source, tf.Variable)]
         known = min(variables, key=lambda variable: variable.shape.num_elements(), default=None)
         begin = functools.partial(self._begin, len(sources), known)
@@ -248,10 +237,8 @@ class BoundCompression(Binding):
                 names.add(name)
                 new[key] = name, shape
             elif self._variables[key].shape != shape:
-                raise ValueError(
-                    f"{name} has the shape {shape} and had {self._variables[key].shape} before: residuals are kept for variables, or tensors "
-                    "of one shape"
-                )
+                had = self._variables[key].shape
+                raise ValueError(f"{name} has the shape {shape} and had {had} before: residuals are kept for variables, or tensors of one shape")
         if new:
             self._make_known(new)
         return [self._variables[key] for key in keys]
@@ -259,7 +246,7 @@ class BoundCompression(Binding):
     def _make_known(self, new: Dict[Any, Tuple[str, Tuple[int, ...]]]) -> None:
         """Adds variables, {key: (name, shape)}, with the state that was loaded for them."""
         shapes = {name: list(shape) for name, shape in new.values()}
-        agree(_Eager(self._process_set), f"{self._label}.{len(self._variables)}", {"variables": shapes})
+        agree(self._transport, f"{self._label}.{len(self._variables)}", {"variables": shapes})
         missing = [name for name in shapes if self._saved is not None and name not in self._saved]
         if missing:
             raise ValueError(
@@ -317,15 +304,13 @@ class BoundCompression(Binding):
         return np.int64(self._exchange.begin(tensors, self._process_set.rank(), self._process_set.size())), np.full((tensors, 1), -1, np.int32)
 
     def _submit(self, variable: _Variable, call: int, grad: np.ndarray, *options: np.ndarray) -> List[np.ndarray]:
-        numbers = iter(options)
-        squared_norm = float(next(numbers)) if self._compressor.clip_norm is not None else None
-        lr = float(next(numbers)) if self._compressor.follow_lr else None
-        squares = next(numbers).reshape(-1) if variable.squares is not None else None
+        given = iter(options)
+        squared_norm = float(next(given)) if self._compressor.clip_norm is not None else None
+        lr = float(next(given)) if self._compressor.follow_lr else None
+        squares = next(given).reshape(-1) if variable.squares is not None else None
         carrier, message, number = self._exchange.submit(variable.name, grad, call, squares, squared_norm, lr)
-        outputs = [carrier, *(message or self._nothing(variable.moved[:1]))]
-        if variable.name == self._exchange.sends_number:
-            outputs.append(np.empty(0, np.int64) if number is None else number)
-        return outputs
+        numbers = [np.empty(0, np.int64) if number is None else number] if variable.name == self._exchange.sends_number else []
+        return [carrier, *(message or self._nothing(variable.moved[:1])), *numbers]
 
     def _advance(self, variable: _Variable, call: int, *brought: np.ndarray, stage: int) -> Message:
         arrived, numbers = _split_message(brought, variable.moved[stage - 1])
@@ -336,20 +321,14 @@ class BoundCompression(Binding):
         splits = np.zeros(self._process_set.size(), np.int32)
         return [splits if dtype == "int32" and c.verb == "alltoall" else np.empty(0, dtype) for c in collectives for dtype in _dtypes([c])]
 
-    def _submit_and_finish(self, variable: _Variable, call: int, reduced: np.ndarray, half: bool) -> List[np.ndarray]:
-        """Submits a gradient that Horovod has reduced already, and finishes it."""
-        self._exchange.submit(variable.name, reduced.reshape(-1), call)
-        return self._finish(variable, call, reduced, half=half)
-
     def _finish(self, variable: _Variable, call: int, reduced: np.ndarray, *brought: np.ndarray, half: bool) -> List[np.ndarray]:
+        if self._travels_as_it_is(variable):  # Horovod has reduced it already.
+            self._exchange.submit(variable.name, reduced.reshape(-1), call)
         arrived, numbers = _split_message(brought, variable.moved[-1]) if brought else (None, None)
         result = self._exchange.finish(variable.name, call, reduced.reshape(-1), arrived, numbers)
         if half and not kernels.of(result).max_abs(result) < _INFINITE_HALF:
             self._exchange.reject(variable.name)
         return [result.reshape(variable.shape)]
-
-    def _handshake_transport(self) -> _Eager:
-        return _Eager(self._process_set)
 
     # -- for users --------------------------------------------------------------------------------------------------------
 
@@ -357,35 +336,31 @@ class BoundCompression(Binding):
         return f"<{self._compressor!r} of {len(self._variables)} variables>"
 
     def state_dict(self) -> Dict[str, Any]:
-        """This rank's residuals and momentum, as NumPy arrays by variable and plain values: one a rank, next to the model's and
-        the optimizer's. See `StateCheckpoint`."""
+        """This rank's residuals and momentum, as NumPy arrays by variable and plain values: one a rank, as `StateCheckpoint` saves them."""
         state = self._exchange.state_dict()
         for name, saved in copy.deepcopy(self._saved or {}).items():
             state["tensors"][name], state["step"][name], state["dense_until"][name] = saved
         return state
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. Variables that are not known yet
-        get their state when they are. Raises ValueError, with nothing changed, for any other state; where variables are not known
-        yet, tracing does."""
+        """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. Variables that are not known yet get their state
+        when they are. Raises ValueError, with nothing changed, for any other state; where variables are not known yet, tracing does."""
         self._saved = copy.deepcopy(self._exchange.load_state_dict(checked_state(state)))
 
 
-def _refuse_options(compressor: Any, moments: Optional[str], optimizer: Any) -> None:
-    """Raises ValueError for options that TensorFlow cannot serve."""
+def _checked_moments(compressor: Any, optimizer: Any) -> Optional[str]:
+    """The option `moments` of algorithms that have it. Raises ValueError for options that TensorFlow cannot serve."""
+    moments = getattr(compressor, "moments", None)
     if getattr(compressor, "transport", "horovod") != "horovod":
         raise ValueError("with TensorFlow payloads are moved by operations of the graph: say transport=horovod")
     if moments == "per_sample":
         raise ValueError(
-            "moments=per_sample needs PyTorch, which shows layers' inputs. With TensorFlow say moments=microbatch, and give "
-            "hvd.DistributedOptimizer(backward_passes_per_step=4) or more: groups of samples stand for samples; or "
-            "moments=minibatch"
+            "moments=per_sample needs PyTorch, which shows layers' inputs. With TensorFlow say moments=microbatch, and give hvd.DistributedOptimizer("
+            "backward_passes_per_step=4) or more: groups of samples stand for samples; or moments=minibatch"
         )
     if moments == "microbatch" and optimizer is None:
-        raise ValueError(
-            "moments=microbatch needs the optimizer, to see every backward pass. A tape's gradient is one pass, for which "
-            "moments=minibatch is the same"
-        )
+        raise ValueError(f"moments=microbatch needs the optimizer, to see every backward pass. {_ONE_PASS}")
+    return moments
 
 
 def _identified(i: int, grad: Any, source: Any) -> Tuple[Any, str, Tuple[int, ...]]:
@@ -401,8 +376,7 @@ def _identified(i: int, grad: Any, source: Any) -> Tuple[Any, str, Tuple[int, ..
 def _python(function: Callable[..., Sequence[np.ndarray]], variable: _Variable, inputs: List[Any], dtypes: List[str]) -> List[Any]:
     """Adds an operation that calls function(variable, arrays of the inputs…); returns its outputs, of these dtypes."""
     # It is not stateful: TensorFlow would run such operations one after the other, with a round over the network in between.
-    call = functools.partial(_with_denormals, function, variable)
-    return tf.numpy_function(call, inputs, [tf.as_dtype(dtype) for dtype in dtypes], stateful=False)
+    return tf.numpy_function(functools.partial(_with_denormals, function, variable), inputs, list(map(tf.as_dtype, dtypes)), stateful=False)
 
 
 def _with_denormals(function: Callable[..., Sequence[np.ndarray]], *arguments: Any) -> Sequence[np.ndarray]:

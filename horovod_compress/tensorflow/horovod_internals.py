@@ -1,13 +1,11 @@
 """All that relies on how Horovod 0.28 is written inside, and nowhere says so: which gradients, of which variables, it reduces, and how."""
-import sys
-from types import FrameType
-from typing import Any, Optional, Sequence, Tuple
+from typing import Any, Sequence, Tuple
 
 import horovod
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..binding import check_version
+from ..binding import callers, check_version
 
 check_version(horovod.__version__)
 
@@ -20,19 +18,14 @@ def is_horovods(optimizer: Any) -> bool:
 def traced(tensor: Any) -> Tuple[Sequence[Any], Sequence[Any], float, Any]:
     """(gradients, variables, what Horovod makes of a 1 on each rank, Horovod's optimizer or None) of the exchange in which this
     gradient is compressed. Horovod says neither, but has them in reach, in a function that reduces `grads` of `vars` by `op`."""
-    frame: Optional[FrameType] = sys._getframe(1)
     found = None
-    while frame is not None:
-        grads, variables = frame.f_locals.get("grads"), frame.f_locals.get("vars")
+    for known in (frame.f_locals for frame in callers()):
+        grads, variables = known.get("grads"), known.get("vars")
         if found is None and isinstance(grads, (list, tuple)) and variables is not None and any(grad is tensor for grad in grads):
-            factor = frame.f_locals.get("prescale_factor", 1.0) * frame.f_locals.get("postscale_factor", 1.0)
-            if frame.f_locals.get("op") == hvd.Sum:
-                factor *= frame.f_locals["process_set"].size()
-            found = grads, variables, factor
-        caller = frame.f_locals.get("self")
-        if found and is_horovods(caller):
-            return *found, caller
-        frame = frame.f_back
+            ranks = known["process_set"].size() if known.get("op") == hvd.Sum else 1
+            found = grads, variables, known.get("prescale_factor", 1.0) * known.get("postscale_factor", 1.0) * ranks
+        if found and is_horovods(known.get("self")):
+            return *found, known["self"]
     if found:
         return *found, None
     raise ValueError(

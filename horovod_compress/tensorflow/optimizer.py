@@ -8,7 +8,7 @@ import tensorflow as tf
 from .horovod_internals import is_horovods
 
 _log = logging.getLogger("horovod_compress")
-_SGD = (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)
+SGD = (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)
 
 
 def check(optimizer: Any) -> None:
@@ -24,13 +24,9 @@ def check(optimizer: Any) -> None:
         )
 
 
-def is_sgd(optimizer: Any) -> bool:
-    return isinstance(optimizer, _SGD)
-
-
 def is_plain_sgd(optimizer: Any) -> bool:
     """Whether this is an SGD without momentum: what it adds to variables is the learning rate times what a step brings."""
-    return is_sgd(optimizer) and not optimizer.get_config()["momentum"]
+    return isinstance(optimizer, SGD) and not optimizer.get_config()["momentum"]
 
 
 def learning_rate_of(optimizer: Any) -> Any:
@@ -43,11 +39,10 @@ def learning_rate_of(optimizer: Any) -> Any:
 
 
 def take_over_momentum(optimizer: Any, id: str, momentum: float, nesterov: bool, covers: Callable[[Any], bool]) -> Type:
-    """From now on this SGD, and what Horovod makes of it, leaves momentum to the compression: variables that it covers take
-    plain steps with their dense gradients. Its configuration stays the user's, decoupled weight decay stays with it. Returns the
-    class of both."""
+    """From now on this SGD, and what Horovod makes of it, leaves momentum to the compression: variables that it covers take plain steps with their
+    dense gradients. Its configuration stays the user's, decoupled weight decay stays with it. Returns the class of both."""
     own: Any = _own_class(optimizer)
-    known = next(cls for cls in _SGD if issubclass(own, cls))
+    known = next(cls for cls in SGD if issubclass(own, cls))
     method = "update_step" if hasattr(known, "update_step") else "_resource_apply_dense"
     if getattr(own, method) is not getattr(known, method):
         raise ValueError(f"{own.__name__}.{method} is not SGD's own, so its momentum cannot be taken over: bind with momentum=0")
@@ -78,19 +73,13 @@ def take_over_momentum(optimizer: Any, id: str, momentum: float, nesterov: bool,
 def watch_passes(optimizer: Any, observe: Callable[[Any], Any]) -> None:
     """Has observe(gradients and variables) called in every backward pass, ahead of Horovod's aggregation."""
     own: Any = _own_class(optimizer)
+    method = "_compute_gradients" if isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer) else "compute_gradients"
 
-    class Watched(own):
-        def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
-            return observe(super().compute_gradients(*args, **kwargs))
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return observe(getattr(super(watched, self), method)(*args, **kwargs))
 
-        def _compute_gradients(self, *args: Any, **kwargs: Any) -> Any:  # the legacy optimizer's
-            return observe(super()._compute_gradients(*args, **kwargs))
-
-    if isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer):
-        del Watched.compute_gradients
-    else:
-        del Watched._compute_gradients
-    _become(optimizer, Watched)
+    watched = type(own)(own.__name__, (own,), {method: compute})
+    _become(optimizer, watched)
 
 
 def _own_class(optimizer: Any) -> Type:
@@ -100,8 +89,7 @@ def _own_class(optimizer: Any) -> Type:
 
 
 def _become(optimizer: Any, cls: Any) -> None:
-    # Horovod makes an optimizer of its own from the bound one's class and configuration: so it is the class that must change. The
-    # new class keeps the old one's names, by which Keras saves optimizers.
+    """Changes the class, because Horovod makes its own optimizer from that and the configuration, under its old names, by which Keras saves it."""
     base = cls.__base__
     cls._bound_to_compression = True
     for name in ("__name__", "__qualname__", "__module__", "__doc__", *(key for key in vars(base) if key.startswith("_keras_api_names"))):

@@ -19,6 +19,8 @@ __all__ = ["BoundCompression", "Compression"]
 class Compression(metaclass=Algorithms):
     """Makes compressions, bound to an optimizer and its parameters: one method an algorithm, and `from_spec`."""
 
+    _example = "hvdc.Compression.dgc(optimizer, model.named_parameters())"
+
     @staticmethod
     def from_spec(
         spec: Any, optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[NamedParameters] = None,
@@ -26,8 +28,3 @@ class Compression(metaclass=Algorithms):
     ) -> BoundCompression:
         """The compression of a spec, "dgc:ratio=0.001" or {"id": "dgc", "ratio": 0.001}; see `BoundCompression`."""
         return BoundCompression(spec, optimizer, named_parameters, process_set, grad_scaler, discardable)
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> None:
-        """Horovod gets here where it was given this class, or one of its methods, instead of what those return."""
-        raise TypeError("this is no compression yet: call it, as in compression=hvdc.Compression.dgc(optimizer, model.named_parameters())")

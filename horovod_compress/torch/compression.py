@@ -1,4 +1,5 @@
 """Horovod's Compressor interface, `compress` and `decompress`, over the exchange."""
+import collections
 import collections.abc
 import functools
 import inspect
@@ -28,7 +29,6 @@ _SYNCHRONIZE_FIRST = (
     "inside `with optimizer.skip_synchronize():`"
 )
 NamedParameters = Iterable[Tuple[str, torch.Tensor]]  # as model.named_parameters() gives
-_HALF_OR_DOUBLE = (torch.float16, torch.bfloat16, torch.float64)
 
 
 class _Slot:
@@ -42,13 +42,12 @@ class _Slot:
         """(tensor, flat array) of float32 on the host: the gradient's own memory where possible."""
         if grad.dtype == torch.float32 and grad.device.type == "cpu" and grad.is_contiguous():
             return grad, grad.numpy().reshape(-1)
-        if grad.dtype != torch.float32 and grad.dtype not in _HALF_OR_DOUBLE:
+        if grad.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             raise TypeError(f"{self.name}: gradients of {grad.dtype} cannot be compressed; real floating point is needed")
         if self._staging is None:
             if grad.device.type != "cpu":
                 warn_once(f"gradients on {grad.device.type} are compressed on the host, through pinned memory")
-            pinned = grad.device.type == "cuda"
-            self._staging = torch.empty(grad.shape, dtype=torch.float32, device="cpu", pin_memory=pinned)
+            self._staging = torch.empty(grad.shape, dtype=torch.float32, device="cpu", pin_memory=grad.device.type == "cuda")
         self._staging.copy_(grad)
         return self._staging, self._staging.numpy().reshape(-1)
 
@@ -66,9 +65,8 @@ class BoundCompression(Binding):
     discardable: a step that optimizer.step() does not use (synchronize(), then zero_grad()), or that is not finite, is forgotten, as if
         it had never been. Takes as much memory again as the algorithm's state, and the time to copy that in each step.
 
-    One compression serves one optimizer on one rank. Its residuals are this rank's own: save `state_dict()` on every rank.
-    Raises ValueError for bad options and parameters; the first gradient, or `handshake()`, raises MismatchError, on all ranks, where
-    ranks were started differently.
+    One compression serves one optimizer on one rank. Its residuals are this rank's own: save `state_dict()` on every rank. Raises ValueError for bad
+    options and parameters; the first gradient, or `handshake()`, raises MismatchError, on all ranks, where ranks were started differently.
     """
 
     def __init__(
@@ -83,10 +81,10 @@ class BoundCompression(Binding):
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {grad_scaler!r}")
         compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
-        self._slots = _slots_of(_named(optimizer, named_parameters))
+        self._slots = [_Slot(name, param) for name, param in _named(optimizer, named_parameters)]
         self._last = self._slots[-1]
-        self._takeover = self._take_over(compressor, optimizer)
-        variants = self._takeover.variants if self._takeover else {}
+        self._takeover = SGDTakeover(optimizer if self._active else None, compressor, {id(slot.param): slot.name for slot in self._slots})
+        variants = self._takeover.variants
         if compressor.corrects_momentum and optimizer is not None and compressor.momentum is None:
             compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))  # other momentum stays with the optimizer
         self._compressor = next(iter(variants.values()), compressor)
@@ -95,31 +93,26 @@ class BoundCompression(Binding):
         self._moments = _moments_of(compressor, active)
         self._grad_scaler = grad_scaler
         self._discardable = bool(discardable or grad_scaler is not None)
-        self._transport = self._make_transport()
+        self._transport: Transport = Loopback.group(1)[0]
+        if self._active:
+            over_mpi = getattr(compressor, "transport", None) == "mpi"
+            self._transport = MPITransport(hvd, self._process_set) if over_mpi else HorovodTransport(self._process_set)
         self._results: Optional[str] = None  # of the last step: "unused" until an optimizer's step begins, then "in use" until it ends
         self._optimizer: Optional[torch.optim.Optimizer] = None  # Horovod's, from the first gradient on
         self._rates: Dict[int, float] = {}  # id(parameter) → learning rate of this step, where residuals follow it
         if self._active:
             _not_used_yet.add(self)
 
-    def _take_over(self, compressor: Any, optimizer: Optional[torch.optim.Optimizer]) -> Optional[SGDTakeover]:
-        """What takes momentum over from the optimizer, where the algorithm corrects some that the optimizer has."""
-        if not (self._active and compressor.corrects_momentum and isinstance(optimizer, torch.optim.SGD) and compressor.momentum != 0):
-            return None
-        takeover = SGDTakeover(optimizer, compressor, {id(slot.param): slot.name for slot in self._slots})
-        return takeover if takeover.variants else None
-
     # -- Horovod's interface ----------------------------------------------------------------------------------------------
 
     def compress(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
         """Called by Horovod with a parameter's gradient: returns what Horovod is to reduce, and a context."""
-        exchange = self._exchange
-        if not exchange.under_way:
+        if not self._exchange.under_way:
             self._begin_step()
         slot = self._find(tensor)
         host, flat = slot.load(tensor)
         squares = self._moments.take(slot.name) if self._moments else None
-        carrier = exchange.submit(slot.name, flat, squares, self._rates.get(id(slot.param)))
+        carrier = self._exchange.submit(slot.name, flat, squares, self._rates.get(id(slot.param)))
         sent = host if carrier is flat else torch.from_numpy(carrier)
         grad = slot.param.grad
         assert grad is not None  # `_find` has seen it.
@@ -128,7 +121,7 @@ class BoundCompression(Binding):
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Called by Horovod with what it reduced: returns the gradient, in its own memory, holding the result."""
         if ctx is None:  # Horovod brings sparse gradients, which it reduces by itself, without a call of compress.
-            if self._takeover and any(self._takeover.covers(slot.param) and _is_sparse(slot.param.grad) for slot in self._slots):
+            if any(self._takeover.covers(slot.param) and _is_sparse(slot.param.grad) for slot in self._slots):
                 raise ValueError(
                     f"{self._compressor.id} has taken over the optimizer's momentum, which a sparse gradient cannot have: "
                     "give hvd.DistributedOptimizer(sparse_as_dense=True), or bind with momentum=0"
@@ -137,15 +130,12 @@ class BoundCompression(Binding):
         slot, grad, host, sent, carrier, version = ctx
         if slot.param.grad is not None and slot.param.grad._version != version:
             raise RuntimeError(f"the gradient of {slot.name} was changed while it was exchanged: {_SYNCHRONIZE_FIRST}")
-        same = tensor.data_ptr() == sent.data_ptr()
-        self._exchange.finish(slot.name, carrier if same else tensor.cpu().numpy().reshape(-1))
+        self._exchange.finish(slot.name, carrier if tensor.data_ptr() == sent.data_ptr() else tensor.cpu().numpy().reshape(-1))
         if host is not grad:
             grad.copy_(host)
             if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
                 self._exchange.reject()
-        self._results = "unused"
-        if self._takeover:
-            self._takeover.due = True
+        self._results, self._takeover.due = "unused", True
         return grad
 
     def _find(self, tensor: torch.Tensor) -> _Slot:
@@ -164,20 +154,13 @@ class BoundCompression(Binding):
         if len(alike) > 1:  # Each comes once a step, so the first one that is left is right among equal gradients.
             alike = [slot for slot in alike if slot.name not in self._exchange.open_tensors()]
         if len(alike) > 1:
-            alike = [slot for slot in alike if slot.param.grad is not None and _same(slot.param.grad.to_dense(), tensor)]
+            alike = [slot for slot in alike if (g := slot.param.grad) is not None and torch.allclose(g.to_dense(), tensor, 0, 0, equal_nan=True)]
         if not alike:
             raise ValueError(
                 f"a gradient of shape {tuple(tensor.shape)} belongs to none of the parameters that this compression was bound "
                 "to: bind it to the optimizer's parameters as they are now, after all add_param_group()"
             )
         return alike[0]
-
-    def _make_transport(self) -> Transport:
-        if not self._active:
-            return Loopback.group(1)[0]
-        if getattr(self._compressor, "transport", None) == "mpi":
-            return MPITransport(hvd, self._process_set)
-        return HorovodTransport(self._process_set)
 
     @functools.cached_property
     def _exchange(self) -> Exchange:  # made when it is first needed, because it allocates the state
@@ -191,10 +174,7 @@ class BoundCompression(Binding):
                 "a compression must stay the same. Make a new one after hvd.init()"
             )
         scale = None if self._grad_scaler is None else self._grad_scaler.get_scale()
-        if self._optimizer is None:
-            optimizer = horovod_internals.optimizer_of(self)
-            self._attach(optimizer, scale)
-            self._optimizer = optimizer
+        optimizer = self._optimizer = self._optimizer or self._attach(scale)
         if self._results == "unused":
             self._forget_or_warn()
         self._results = None
@@ -203,14 +183,14 @@ class BoundCompression(Binding):
                 raise RuntimeError(f"the GradScaler's scale has come to {scale}: were gradients not finite in every step?")
             self._exchange.rescale(scale)
         if self._compressor.follow_lr:
-            self._rates = {id(param): float(group["lr"]) for group in self._optimizer.param_groups for param in group["params"]}
-        if self._takeover:
-            self._takeover.due = False
-            for name, options in self._takeover.changes().items():
-                self._exchange.replace(name, **options)
+            self._rates = {id(param): float(group["lr"]) for group in optimizer.param_groups for param in group["params"]}
+        self._takeover.due = False
+        for name, options in self._takeover.changes(optimizer).items():
+            self._exchange.replace(name, **options)
 
-    def _attach(self, optimizer: torch.optim.Optimizer, scale: Optional[float]) -> None:
-        """Begins to serve Horovod's optimizer."""
+    def _attach(self, scale: Optional[float]) -> torch.optim.Optimizer:
+        """Begins to serve Horovod's optimizer, and returns it."""
+        optimizer = horovod_internals.optimizer_of(self)
         _not_used_yet.discard(self)
         self.handshake()
         # The user can broadcast or load these options until here.
@@ -218,44 +198,33 @@ class BoundCompression(Binding):
             self._transport, f"{self._label}.step", {**_options(optimizer), "loss scale": scale},
             advice="Where only some ranks have set or loaded it, call hvd.broadcast_optimizer_state(optimizer, root_rank=0) before training",
         )
-        if self._takeover:
-            self._takeover.optimizer = optimizer
         # The hooks are not compiled with the step, because the compiler would consider what they change constant.
-        optimizer.register_step_pre_hook(torch.compiler.disable(lambda *_: self._before_step()))
+        optimizer.register_step_pre_hook(torch.compiler.disable(lambda *_: self._before_step(optimizer)))
         optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: self._after_step()))
+        return optimizer
 
-    def _before_step(self) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._results:
             self._results = "in use"
             if self._grad_scaler is None and self._exchange.keeps_state and horovod_internals.in_grad_scaler():
-                warn_once(
-                    "a GradScaler scales these gradients: give the compression grad_scaler=…, or what it keeps of gradients does not "
-                    "follow changes of the scale"
-                )
+                warn_once("a GradScaler scales these gradients: give the compression grad_scaler=…, or what it keeps does not follow the scale")
         elif horovod_internals.in_grad_scaler():
             raise RuntimeError(f"GradScaler.step() came before optimizer.synchronize(): {_SYNCHRONIZE_FIRST}")
-        if self._takeover:
-            self._takeover.before_step()
+        self._takeover.before_step(optimizer)
 
     def _after_step(self) -> None:
         self._results = None
-        if self._takeover:
-            self._takeover.restore()
+        self._takeover.restore()
 
     def _forget_or_warn(self) -> None:
         """Forgets a step whose results no optimizer.step() has used, or warns that its effects stay."""
-        if not self._exchange.succeeded:
-            return
-        if self._discardable:
+        if self._exchange.succeeded and self._discardable:
             self._exchange.discard()
-        elif self._exchange.keeps_state:
+        elif self._exchange.succeeded and self._exchange.keeps_state:
             warn_once(
                 "the gradients of a step were exchanged, and no optimizer.step() has used them; what was not sent of them is kept, and "
                 "comes in later steps. To forget such steps, make the compression with discardable=True"
             )
-
-    def _handshake_transport(self) -> Transport:
-        return self._transport
 
     def _description(self) -> Dict[str, Any]:
         tensors = {name: {"shape": list(shape), "compressor": repr(variant)} for name, (shape, variant) in self._tensors.items()}
@@ -267,8 +236,7 @@ class BoundCompression(Binding):
         return f"<{self._compressor!r} bound to {len(self._slots)} parameters>"
 
     def state_dict(self) -> Dict[str, Any]:
-        """This rank's residuals and momentum, as tensors and plain values: for torch.save, one file a rank, next to the
-        model's and the optimizer's."""
+        """This rank's residuals and momentum, as tensors and plain values: for torch.save, one file a rank, next to the model's and optimizer's."""
         state = self._exchange.state_dict()
         state["tensors"] = {n: {k: torch.from_numpy(a) for k, a in arrays.items()} for n, arrays in state["tensors"].items()}
         return state
@@ -280,16 +248,8 @@ class BoundCompression(Binding):
         self._results = None
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. Raises ValueError, with
-        nothing changed, for any other."""
+        """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. ValueError, with nothing changed, for any other."""
         self._exchange.load_state_dict(checked_state(state))
-
-
-def _slots_of(named: List[Tuple[str, torch.Tensor]]) -> List[_Slot]:
-    slots = [_Slot(name, param) for name, param in named]
-    for slot, following in zip(slots, slots[1:] + slots[:1]):
-        slot.following = following
-    return slots
 
 
 def _moments_of(compressor: Any, slots: List[_Slot]) -> Optional[Moments]:
@@ -297,22 +257,19 @@ def _moments_of(compressor: Any, slots: List[_Slot]) -> Optional[Moments]:
     moments = getattr(compressor, "moments", "minibatch")
     if moments == "minibatch":
         return None
-    chosen = {slot: compressor_for(compressor, slot.name, tuple(slot.param.shape)) for slot in slots}
-    params = {slot.name: slot.param for slot, each in chosen.items() if getattr(each, "moments", None) == moments}
+    chosen = ((slot, compressor_for(compressor, slot.name, tuple(slot.param.shape))) for slot in slots)
+    params = {slot.name: slot.param for slot, each in chosen if getattr(each, "moments", None) == moments}
     return Moments(moments, params) if params else None
 
 
 def _named(optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[NamedParameters]) -> List[Tuple[str, torch.Tensor]]:
     """(name, parameter) pairs of all parameters to expect, checked."""
     groups = [] if optimizer is None else optimizer.param_groups
-    if named_parameters is None:
-        named = [(f"group{i}.{j}", p) for i, group in enumerate(groups) for j, p in enumerate(group["params"])]
-    else:
-        named = _listed(named_parameters)
+    numbered = [(f"group{i}.{j}", p) for i, group in enumerate(groups) for j, p in enumerate(group["params"])]
+    named = numbered if named_parameters is None else _listed(named_parameters)
     if not named:
         raise ValueError("no parameters: give the optimizer, named_parameters=model.named_parameters(), or both")
-    names = [name for name, _ in named]
-    repeated = sorted({name for name in names if names.count(name) > 1})
+    repeated = sorted(name for name, count in collections.Counter(name for name, _ in named).items() if count > 1)
     if repeated:
         raise ValueError(f"parameter names must be unique; these come twice: {', '.join(repeated)}")
     known = {id(p) for _, p in named}
@@ -321,14 +278,18 @@ def _named(optimizer: Optional[torch.optim.Optimizer], named_parameters: Optiona
     return named
 
 
-def _listed(named_parameters: NamedParameters) -> List[Tuple[str, torch.Tensor]]:
+def _listed(named_parameters: Any) -> List[Tuple[str, torch.Tensor]]:
     """The pairs of `named_parameters`. TypeError and ValueError for what does not bring (name, parameter) pairs."""
+    code = getattr(named_parameters, "gi_code", None)
+    if code is nn.Module.named_parameters.__code__ and inspect.getgeneratorstate(named_parameters) == inspect.GEN_CREATED:
+        # It is not used up here, but made once more: users give the same generator to hvd.DistributedOptimizer.
+        named_parameters = nn.Module.named_parameters(**inspect.getgeneratorlocals(named_parameters))
     if not isinstance(named_parameters, collections.abc.Iterable):
         raise TypeError(
             f"named_parameters must be (name, parameter) pairs, as model.named_parameters() gives, not {named_parameters!r}; an "
             "option goes by its name: ratio=0.01"
         )
-    named = list(_afresh(named_parameters))
+    named = list(named_parameters)
     if not named and isinstance(named_parameters, collections.abc.Iterator):
         raise ValueError("named_parameters was used up before: give each call its own model.named_parameters(), or a list")
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
@@ -336,20 +297,8 @@ def _listed(named_parameters: NamedParameters) -> List[Tuple[str, torch.Tensor]]
     return named
 
 
-def _afresh(named_parameters: Any) -> NamedParameters:
-    """What model.named_parameters() gives, without using it up: users give the same generator to hvd.DistributedOptimizer."""
-    code = getattr(named_parameters, "gi_code", None)
-    if code is nn.Module.named_parameters.__code__ and inspect.getgeneratorstate(named_parameters) == inspect.GEN_CREATED:
-        return nn.Module.named_parameters(**inspect.getgeneratorlocals(named_parameters))
-    return named_parameters
-
-
 def _is_sparse(grad: Optional[torch.Tensor]) -> bool:
     return grad is not None and grad.is_sparse
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _options(optimizer: torch.optim.Optimizer) -> Dict[str, Dict[str, Any]]:

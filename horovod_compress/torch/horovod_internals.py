@@ -1,12 +1,10 @@
 """All that relies on how Horovod 0.28 and PyTorch are written inside, and nowhere says so: who calls, and with which gradients."""
-import sys
-from types import FrameType
-from typing import Any, Iterator, Optional
+from typing import Any
 
 import horovod
 import torch
 
-from ..binding import check_version
+from ..binding import callers, check_version
 
 _GradScaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)  # before PyTorch 2.3 only the second
 
@@ -16,13 +14,11 @@ check_version(horovod.__version__)
 def optimizer_of(compression: Any) -> torch.optim.Optimizer:
     """The optimizer of Horovod's that hands its gradients to this compression. It is made after the compression and never introduces
     itself; but it is the method's owner that calls `compress`. RuntimeError where none is, or two are, among the callers."""
-    owners = {id(owner): owner for owner in (frame.f_locals.get("self") for frame in _callers())}
+    owners = {id(owner): owner for owner in (frame.f_locals.get("self") for frame in callers())}
     found = [owner for owner in owners.values() if isinstance(owner, torch.optim.Optimizer) and compression_of(owner) is compression]
     if len(found) != 1:
-        raise RuntimeError(
-            f"gradients came, but {'no optimizer holds' if not found else 'several optimizers hold'} this compression: give it to one "
-            "hvd.DistributedOptimizer"
-        )
+        holders = "several optimizers hold" if found else "no optimizer holds"
+        raise RuntimeError(f"gradients came, but {holders} this compression: give it to one hvd.DistributedOptimizer")
     return found[0]
 
 
@@ -33,17 +29,5 @@ def compression_of(optimizer: torch.optim.Optimizer) -> Any:
 
 def in_grad_scaler() -> bool:
     """Whether an enabled GradScaler is taking the step that has come to this point."""
-    for frame in _callers():
-        if frame.f_code.co_name == "step":
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, _GradScaler):
-                return owner.is_enabled()
-    return False
-
-
-def _callers() -> Iterator[FrameType]:
-    """The frames of the functions that have led here, the nearest first."""
-    frame: Optional[FrameType] = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    owners = (frame.f_locals.get("self") for frame in callers() if frame.f_code.co_name == "step")
+    return next((owner.is_enabled() for owner in owners if isinstance(owner, _GradScaler)), False)

@@ -33,53 +33,55 @@ class Moments:
 
     def __init__(self, moments: str, params: Dict[str, Tensor]) -> None:
         self._params = {name: _Param(name, param) for name, param in params.items()}
-        self._by_id = {id(watched.param): watched for watched in self._params.values()}
+        self.watched = {id(watched.param): watched for watched in self._params.values()}
         self._per_sample = moments == "per_sample"
-        self._modules, self._layouts = _modules_of(self._by_id) if self._per_sample else ({}, {})
+        self._modules, self._layouts = _modules_of(self.watched) if self._per_sample else ({}, {})
         self._batch: Tuple[Optional[int], int, str] = None, 0, ""  # (backward pass, samples in it, name of a parameter that was used with as many)
-        me = weakref.ref(self)
         # The node that adds to param.grad gets a pass's gradient summed over all uses, ahead of Horovod.
-        hooks = [w.node.register_prehook(functools.partial(_on_gradient, me, w)) for w in self._params.values()]
+        hooks = [w.node.register_prehook(functools.partial(_weakly(self._on_gradient), w)) for w in self._params.values()]
         if self._per_sample:  # The hooks are for all modules, because a module's own would be copied and pickled with it.
-            hooks.append(register_module_forward_pre_hook(functools.partial(_before_forward, me)))
-            hooks.append(register_module_forward_hook(functools.partial(_after_forward, me), with_kwargs=True))
+            # They break compiled graphs; torch.compile(model, fullgraph=True) says so.
+            hooks.append(register_module_forward_pre_hook(torch.compiler.disable(_weakly(self._before_forward))))
+            hooks.append(register_module_forward_hook(torch.compiler.disable(_weakly(self._after_forward)), with_kwargs=True))
             _live.add(self)
         for hook in hooks:
             weakref.finalize(self, hook.remove)
 
     def take(self, name: str) -> Optional[np.ndarray]:
-        """The flat float32 sums of a parameter since they were last asked for; None if it got no gradient. The next gradient
-        reuses their memory."""
+        """The flat float32 sums of a parameter since they were last asked for; None if it got no gradient. The next gradient reuses their memory."""
         watched = self._params.get(name)
         if watched is None or watched.total is None:
             return None
         watched.spare, watched.total = watched.total, None
         return watched.spare.cpu().numpy().reshape(-1)
 
-    def watches(self, module: nn.Module) -> bool:
-        return module in self._modules
+    def _before_forward(self, module: nn.Module, args: tuple) -> Optional[tuple]:
+        """Has the functions of torch's that the forward pass of such a layer calls end in `_Followed`."""
+        if type(module) not in _FOLLOWED or module not in self._modules or not torch.is_grad_enabled():
+            return None
+        seen: Dict[int, Any] = {}  # Attention looks whether key, value and query are the same.
+        return tuple(seen.setdefault(id(arg), _followed(arg)) for arg in args)
 
-    def watched(self, param: Optional[Tensor]) -> "Optional[_Param]":
-        """What is collected of a parameter; None where nothing is, or it has no gradients."""
-        watched = self._by_id.get(id(param))
-        return watched if watched is not None and watched.param.requires_grad else None
-
-    def after_forward(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
+    def _after_forward(self, module: nn.Module, args: tuple, kwargs: Dict[str, Any], output: Any) -> None:
         """Makes the backward pass through a module's output record the uses of its parameters."""
+        if type(module) not in samples.KINDS:
+            return
+        (x,) = *args, *kwargs.values()
         owned = self._modules.get(module, ())
-        uses = [(name, [weakref.ref(watched)]) for watched, name in owned if watched.param.requires_grad and not watched.followed]
+        uses = [(name, References([watched])) for watched, name in owned if watched.param.requires_grad and not watched.followed]
         for watched, _ in owned:
             watched.followed = False
         if uses and output.requires_grad:
             _Tap.apply(output, x.detach(), functools.partial(_record_module, module, uses, self._layouts.get(module)))
 
     @torch.no_grad()
-    def on_gradient(self, watched: "_Param", grad: Tensor) -> None:
+    def _on_gradient(self, watched: "_Param", grads: Sequence[Optional[Tensor]]) -> None:
         """Adds the squares of a parameter's gradient of one backward pass, in which all its uses are recorded."""
-        before = watched.param.grad
+        grad, before = grads[0], watched.param.grad
+        if grad is None:
+            return
         if watched.total is None or before is None or not before.any():  # The gradient was zeroed without a step, so the sums are void.
-            if watched.spare is None:
-                watched.spare = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
+            watched.spare = torch.empty(grad.shape, dtype=torch.float32, device=grad.device) if watched.spare is None else watched.spare
             watched.total = watched.spare.zero_()
         with torch.autocast(grad.device.type, enabled=False):
             if self._per_sample:
@@ -90,9 +92,8 @@ class Moments:
 
     def _agree(self, watched: "_Param", batch: int) -> None:
         """All parameters must mean the same samples: elsewhere a batch's first dimension is not the samples'."""
-        task = torch._C._current_graph_task_id()
-        if self._batch[0] != task:
-            self._batch = task, batch, watched.name
+        if self._batch[0] != torch._C._current_graph_task_id():
+            self._batch = torch._C._current_graph_task_id(), batch, watched.name
         _, others, name = self._batch
         if batch != others:
             raise ValueError(
@@ -101,7 +102,15 @@ class Moments:
             )
 
 
-References = List["weakref.ref[_Param]"]
+def _weakly(method: Callable) -> Callable:
+    """A hook that calls a method as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive(*args)
+
+    return call
 
 
 class _Param:
@@ -118,9 +127,8 @@ class _Param:
 
     def record(self, use: samples.Use) -> None:
         """Keeps a use in a backward pass until the gradient comes."""
-        task = torch._C._current_graph_task_id()  # torch's checkpointing does the same: a pass that failed leaves uses behind
-        if self.task != task:
-            self.task, self.uses = task, []
+        if self.task != torch._C._current_graph_task_id():  # torch's checkpointing does the same: a pass that failed leaves uses behind
+            self.task, self.uses = torch._C._current_graph_task_id(), []
             # torch.autograd.grad() may be after other gradients only: then nothing else clears these.
             torch.autograd.Variable._execution_engine.queue_callback(self.uses.clear)
         self.uses.append(use)  # It is not detached, so autograd sees that its memory is in use.
@@ -134,11 +142,11 @@ class _Param:
                 f"{self.name} has a gradient that came through no call of its module: {_ADVICE}. (Recurrent and attention layers need "
                 "their inputs by position; torch.compile must come after the compression.)"
             )
-        if len({use.batch for use in uses}) > 1:
+        if len({len(use.delta) for use in uses}) > 1:
             raise ValueError(f"{self.name} is used for batches of different sizes in one backward pass: {_ADVICE}")
         for rows in {use.rows for use in uses}:  # Rows are all of them, or disjoint.
             samples.add_squares(total[slice(*rows)] if rows else total, [use for use in uses if use.rows == rows])
-        return uses[0].batch
+        return len(uses[0].delta)
 
 
 class _Tap(torch.autograd.Function):
@@ -157,18 +165,7 @@ class _Tap(torch.autograd.Function):
         return delta, None, None
 
 
-def _on_gradient(reference: "weakref.ref[Moments]", watched: _Param, grads: Sequence[Optional[Tensor]]) -> None:
-    collector = reference()
-    if collector is not None and grads[0] is not None:
-        collector.on_gradient(watched, grads[0])
-
-
-@torch.compiler.disable  # a graph break; torch.compile(model, fullgraph=True) says so
-def _after_forward(reference: "weakref.ref[Moments]", module: nn.Module, args: tuple, kwargs: Dict[str, Any], output: Any) -> None:
-    collector = reference()
-    if collector is not None and type(module) in samples.KINDS:
-        (x,) = *args, *kwargs.values()
-        collector.after_forward(module, x, output)
+References = weakref.WeakSet[_Param]  # what collectors collect, as long as they live, whatever autograd keeps
 
 
 def _record_module(module: nn.Module, uses: List[Tuple[str, References]], layout: Optional[int], x: Tensor, delta: Tensor) -> None:
@@ -179,21 +176,10 @@ def _record_module(module: nn.Module, uses: List[Tuple[str, References]], layout
 # -- torch's functions that layers call, and ours in their place, in which samples can be told apart -------------------------
 
 
-@torch.compiler.disable
-def _before_forward(reference: "weakref.ref[Moments]", module: nn.Module, args: tuple) -> Optional[tuple]:
-    """Has the functions that the forward pass of such a layer calls end in `_Followed`."""
-    collector = reference()
-    if collector is None or type(module) not in _FOLLOWED or not collector.watches(module) or not torch.is_grad_enabled():
-        return None
-    seen: Dict[int, Any] = {}  # Attention looks whether key, value and query are the same.
-    return tuple(seen.setdefault(id(arg), _followed(arg)) for arg in args)
-
-
 def _followed(arg: Any) -> Any:
     if isinstance(arg, nn.utils.rnn.PackedSequence):
         return arg._replace(data=_followed(arg.data))
-    is_input = isinstance(arg, Tensor) and arg.is_floating_point() and not isinstance(arg, _Followed)
-    return arg.as_subclass(_Followed) if is_input else arg
+    return arg.as_subclass(_Followed) if isinstance(arg, Tensor) and arg.is_floating_point() and not isinstance(arg, _Followed) else arg
 
 
 class _Followed(Tensor):
@@ -204,8 +190,7 @@ class _Followed(Tensor):
         ours = _OURS.get(function)
         if ours is None:
             return super().__torch_function__(function, types, args, kwargs or {})
-        plain = {key: _plain(value) for key, value in (kwargs or {}).items()}
-        return ours(*(_plain(arg) for arg in args), **plain)
+        return ours(*_plain(args), **{key: _plain(value) for key, value in (kwargs or {}).items()})
 
 
 def _plain(arg: Any) -> Any:
@@ -215,16 +200,13 @@ def _plain(arg: Any) -> Any:
 
 
 def _watchers(param: Optional[Tensor]) -> References:
-    """What collectors collect of a parameter, as long as they live, whatever autograd keeps."""
-    return [weakref.ref(watched) for collector in list(_live) if (watched := collector.watched(param)) is not None]
-
-
-def _alive(references: References) -> List[_Param]:
-    return [watched for reference in references if (watched := reference()) is not None]
+    """What collectors collect of a parameter: nothing of one that has no gradients."""
+    found = (collector.watched.get(id(param)) for collector in list(_live))
+    return References(watched for watched in found if watched is not None and watched.param.requires_grad)
 
 
 def _record(watchers: References, use: samples.Use) -> None:
-    for watched in _alive(watchers):
+    for watched in list(watchers):
         watched.record(use)
 
 
@@ -236,10 +218,8 @@ def _recurrent_gradient(weight: Tensor, x: Optional[Tensor], delta: Tensor, pack
 
 
 # torch's function calls has_torch_function first, by which it would hand itself, and not the products in it, to a mode.
-_multi_head_attention = types.FunctionType(
-    F.multi_head_attention_forward.__code__, {**vars(F), "has_torch_function": lambda _: False}, None,
-    F.multi_head_attention_forward.__defaults__,
-)
+_torchs: Any = F.multi_head_attention_forward
+_multi_head_attention = types.FunctionType(_torchs.__code__, {**vars(F), "has_torch_function": lambda _: False}, None, _torchs.__defaults__)
 
 
 def _convolution(
@@ -254,7 +234,7 @@ def _convolution(
     dims = weight.dim() - 2
     stride, padding, dilation = ([n] * dims if isinstance(n, int) else list(n) for n in (stride, padding, dilation))
     output = samples.Convolution.apply(x, weight, bias, stride, padding, dilation, functools.partial(_record, watchers))
-    for watched in _alive(watchers):
+    for watched in list(watchers):
         watched.followed = True
     return output
 
@@ -275,8 +255,8 @@ class _Projections(torch.overrides.TorchFunctionMode):
         output = function(*args, **(kwargs or {}))
         if function is F.linear and output.requires_grad:
             x, *parts = args
-            wholes = [part if part is None or part._base is None else part._base for part in parts]
-            uses = [(part, whole, watchers) for part, whole in zip(parts, wholes) if (watchers := _watchers(whole))]
+            wholes = [(part, part if part is None or part._base is None else part._base) for part in parts]
+            uses = [(part, whole, watchers) for part, whole in wholes if (watchers := _watchers(whole))]
             if uses:
                 _Tap.apply(output, x.detach(), functools.partial(_record_projection, self._batch, self._width, uses))
         return output
@@ -299,31 +279,26 @@ _OURS: Dict[Callable, Callable] = {
 }
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 _FOLLOWED = {*_RECURRENT, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d}
-_TRANSFORMERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 
 
 def _modules_of(by_id: Dict[int, _Param]) -> Tuple[MutableMapping[nn.Module, List[Tuple[_Param, str]]], MutableMapping[nn.Module, int]]:
-    """({module: [(_Param, its name in the module)]}, {module in a transformer: the dimension of its samples}).
-
-    Nobody hands modules over, so the process is searched.
-    """
+    """({module: [(_Param, its name in the module)]}, {module in a transformer: the dimension of its samples}). Nobody hands modules over, so the
+    process is searched."""
     modules: MutableMapping[nn.Module, List[Tuple[_Param, str]]] = weakref.WeakKeyDictionary()
     layouts: MutableMapping[nn.Module, int] = weakref.WeakKeyDictionary()
-    found, unknown = set(), []
+    unknown = []
     for module in [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]:
-        if isinstance(module, _TRANSFORMERS + _STACKS):
+        if isinstance(module, (*_STACKS, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
             layer: Any = module.layers[0] if isinstance(module, _STACKS) else module
             layouts.update((inner, 0 if layer.self_attn.batch_first else 1) for inner in module.modules())
-        for name, param in vars(module).get("_parameters", {}).items():
-            if id(param) in by_id:
-                watched = by_id[id(param)]
-                found.add(watched)
+        for name, watched in ((name, by_id.get(id(param))) for name, param in vars(module).get("_parameters", {}).items()):
+            if watched is not None:
                 modules.setdefault(module, []).append((watched, name))
                 if not _is_known(module, name):
                     option = next((f", {option}" for option in _OPTIONS if getattr(module, option, False)), "")
-                    path = watched.name.rpartition(".")[0] or "the model"
-                    unknown.append(f"{watched.name} (of {path}, {type(module).__name__}{option})")
+                    unknown.append(f"{watched.name} (of {watched.name.rpartition('.')[0] or 'the model'}, {type(module).__name__}{option})")
+    found = {watched for owned in modules.values() for watched, _ in owned}
     unknown += [f"{watched.name} (which no module owns)" for watched in by_id.values() if watched not in found]
     if unknown:
         raise ValueError(f"moments=per_sample cannot tell samples apart in {', '.join(unknown)}: {_ADVICE}")

@@ -1,7 +1,5 @@
-"""LSTM, GRU and RNN layers whose backward pass can see the samples apart, which torch's own, fused ones do not let anyone.
-
-The same functions as `torch.lstm`, `torch.gru`, `torch.rnn_tanh`, `torch.rnn_relu` and their cells.
-"""
+"""LSTM, GRU and RNN layers whose backward pass can see the samples apart, which torch's own, fused ones do not let anyone: `torch.lstm`,
+`torch.gru`, `torch.rnn_tanh`, `torch.rnn_relu` and their cells."""
 import functools
 from abc import ABC, abstractmethod
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
@@ -40,19 +38,19 @@ class _Cell(ABC):
 
     @abstractmethod
     def backward(self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Tuple[Tensor, Tensor, Tensors, Optional[Tensors]]:
-        """(δ of what the input's weights gave, δ of what the hidden state's gave, gradients of the first states, (input, δ) of the
-        projection or None)"""
+        """(δ of what the input's weights gave, δ of the hidden state's, gradients of the first states, (input, δ) of the projection or None)"""
 
 
 def _previous(states: Tensor, first: Tensor, order: range) -> Tensor:
     """What a state, kept for each time, was before that."""
-    parts = (first[None], states[:-1]) if order.step > 0 else (states[1:], first[None])
-    return torch.cat(parts)
+    return torch.cat((first[None], states[:-1]) if order.step > 0 else (states[1:], first[None]))
 
 
-def _carry(states: Tensor, t: int, n: int, before: Tensor) -> None:
+def _carry(states: Tensor, t: int, n: int, before: Tensor) -> Tensor:
+    """The states at time t, where the first n samples are there, and the others keep what was before."""
     if n < len(before):
         states[t, n:] = before[n:]
+    return states[t]
 
 
 class _LSTM(_Cell):
@@ -68,12 +66,10 @@ class _LSTM(_Cell):
             gates[t, :n, : 2 * c.shape[1]].sigmoid_()
             g.tanh_(), o.sigmoid_()
             torch.mul(f, c[:n], out=cells[t, :n]).addcmul_(i, g)
-            _carry(cells, t, n, c)
-            c = cells[t]
+            c = _carry(cells, t, n, c)
             hidden = o * c[:n].tanh()
             out[t, :n] = hidden if w_hr is None else hidden @ w_hr.T
-            _carry(out, t, n, h)
-            h = out[t]
+            h = _carry(out, t, n, h)
         return out, (h, c), (gates, cells)
 
     def backward(self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Any:
@@ -114,8 +110,7 @@ class _GRU(_Cell):
             news[t, :n] = inner[:, 2 * size :]
             new.addcmul_(r, news[t, :n]).tanh_()
             torch.lerp(new, h[:n], z, out=out[t, :n])
-            _carry(out, t, n, h)
-            h = out[t]
+            h = _carry(out, t, n, h)
         return out, (h,), (gates, news)
 
     def backward(self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Any:
@@ -147,8 +142,7 @@ class _RNN(_Cell):
         for t in order:
             n = sizes[t]
             out[t, :n] = self._squash(inner[t, :n].addmm_(h[:n], w_hh.T))
-            _carry(out, t, n, h)
-            h = out[t]
+            h = _carry(out, t, n, h)
         return out, (h,), ()
 
     def backward(self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Any:
@@ -196,17 +190,16 @@ def _layers(
     bidirectional: bool, sizes: List[int], weight_gradient: Gradient,
 ) -> Tuple[Tensor, List[Tensor]]:
     """Runs all layers; returns (out, last states)."""
-    directions = 2 if bidirectional else 1
-    each = len(params) // (layers * directions)
-    lasts = []
+    orders = [range(len(x)), range(len(x))[::-1]][: 2 if bidirectional else 1]
+    each = len(params) // (layers * len(orders))
+    lasts: List[Any] = []
     for layer in range(layers):
         outs = []
-        for direction in range(directions):
-            number = layer * directions + direction
+        for order in orders:
+            number = len(lasts)
             weights: List[Any] = list(params[number * each : (number + 1) * each])
             weights[2:2] = [] if biases else [None, None]
             weights += [None] * (5 - len(weights))
-            order = range(len(x))[::-1] if direction else range(len(x))
             out, *last = _Layer.apply(cell, sizes, order, weight_gradient, x, *(state[number] for state in states), *weights)
             outs.append(out)
             lasts.append(last)
@@ -242,8 +235,7 @@ def _single(cell: _Cell, weight_gradient: Gradient, x: Tensor, states: Any, *wei
     dtype = weights[0].dtype
     first = [state.to(dtype) for state in ([states] if cell.states == 1 else states)]
     weights = (*weights, *[None] * (5 - len(weights)))
-    weight_gradient = functools.partial(weight_gradient, packed=False)
-    _, *last = _Layer.apply(cell, [len(x)], range(1), weight_gradient, x.to(dtype)[None], *first, *weights)
+    _, *last = _Layer.apply(cell, [len(x)], range(1), functools.partial(weight_gradient, packed=False), x.to(dtype)[None], *first, *weights)
     return last[0] if cell.states == 1 else tuple(last)
 
 

@@ -12,6 +12,7 @@ from torch.nn import grad as convolution_gradients
 from .. import kernels
 
 _WORTH_A_THREAD = 1 << 22  # multiplications
+_threads = concurrent.futures.ThreadPoolExecutor(thread_name_prefix="horovod_compress")  # started when they are first needed
 _BLOCK = 1 << 20  # so many numbers of single samples' gradients at a time: they stay in the cache
 
 
@@ -32,16 +33,11 @@ class Use:
     rows: Optional[tuple] = None
     sorted: bool = False
 
-    @property
-    def batch(self) -> int:
-        return len(self.delta)
-
 
 def of_module(module: Any, name: str, layout: Optional[int], x: Tensor, delta: Tensor) -> Use:
     """The use of a parameter by a module of KINDS. layout: None, or the dimension of samples where inputs of two have none."""
     gradients, dims = KINDS[type(module)]
-    alone = x.dim() == (2 if layout is not None else len(module.normalized_shape) if dims is None else dims)
-    if alone:
+    if x.dim() == (2 if layout is not None else len(module.normalized_shape) if dims is None else dims):
         x, delta = x[None], delta[None]
     elif layout:
         x, delta = x.transpose(0, layout), delta.transpose(0, layout)
@@ -69,7 +65,7 @@ def add_squares(total: Tensor, uses: List[Use]) -> None:
         uses[0].add(total, uses[0].x, uses[0].delta.float())
         return
     block = max(1, _BLOCK // max(1, total.numel()))
-    for z in range(0, uses[0].batch, block):
+    for z in range(0, len(uses[0].delta), block):
         parts = [use.gradients(use.x[z : z + block], use.delta[z : z + block].float()) for use in uses]
         for gradient in functools.reduce(torch.add, parts):
             total.addcmul_(gradient, gradient)
@@ -96,21 +92,13 @@ def _kernel(left: Tensor, right: Tensor, *sums: Tensor) -> None:
     a, b, *totals = (tensor.detach().numpy() for tensor in (left, right, *sums))
     d = b.ndim - 1  # the first of a's dimensions that is one of the product
     parts = min(torch.get_num_threads(), a.shape[d], 1 + a.size * b.shape[-1] // _WORTH_A_THREAD)
-    if parts == 1:
-        kernels.of(a).add_sample_squares(a, b, *(array.reshape(-1) for array in totals))
-        return
     rows = [slice(a.shape[d] * part // parts, a.shape[d] * (part + 1) // parts) for part in range(parts)]
     totals = [array.reshape(a.shape[d], -1) for array in totals]
 
     def work(part: slice) -> None:
         kernels.of(a).add_sample_squares(a[(slice(None),) * d + (part,)], b, *(array[part].reshape(-1) for array in totals))
 
-    list(_threads().map(work, rows))
-
-
-@functools.cache
-def _threads() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(thread_name_prefix="horovod_compress")
+    list((_threads.map if parts > 1 else map)(work, rows))
 
 
 def _of_bias(_: Tensor, delta: Tensor) -> Tensor:

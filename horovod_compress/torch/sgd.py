@@ -2,7 +2,7 @@
 import dataclasses
 import inspect
 import logging
-from typing import Any, Dict, List, Set, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import horovod.torch as hvd
 import torch
@@ -18,44 +18,41 @@ def is_plain_sgd(optimizer: Any) -> bool:
 
 
 class SGDTakeover:
-    """Momentum and weight decay of a torch.optim.SGD, applied exactly once.
+    """Momentum and weight decay of a torch.optim.SGD, applied exactly once. With any other optimizer, or None, it takes nothing over.
 
-    The compression corrects momentum (DGC section 3.2), so SGD must not apply it again. SGD also runs the weight-decay term
-    λ·p through its momentum; that term is the same on all ranks and has no place in the compressed stream. So for the time of
-    a step whose gradients have come through the compression, the groups' momentum and weight decay are 0, and the term
-    w ← m·w + λ·p is added to the gradient instead: after a GradScaler has unscaled it, and not at all when that skips the step.
-    w is SGD's own momentum buffer, which nothing else uses then. It is broadcast, saved and loaded with the optimizer, and
-    momentum from a plain run lives on in it.
+    The compression corrects momentum (DGC section 3.2), so SGD must not apply it again. SGD also runs the weight-decay term λ·p through its momentum;
+    that term is the same on all ranks and has no place in the compressed stream. So for the time of a step whose gradients have come through the
+    compression, the groups' momentum and weight decay are 0, and the term w ← m·w + λ·p is added to the gradient instead: after a GradScaler has
+    unscaled it, and not at all when that skips the step. w is SGD's own momentum buffer, which nothing else uses then. It is broadcast, saved and
+    loaded with the optimizer, and momentum from a plain run lives on in it.
 
     Outside such steps the groups are the user's: schedulers, checkpoints and hvd.broadcast_optimizer_state find what they
     expect, and what they change counts from the next gradient on.
     """
 
-    def __init__(self, optimizer: torch.optim.SGD, compressor: Any, names: Dict[int, str]) -> None:
+    def __init__(self, optimizer: Optional[torch.optim.Optimizer], compressor: Any, names: Dict[int, str]) -> None:
         self.due = False  # a step's gradients have come through the compression, and no step has used them yet
         self.variants: Dict[str, Any] = {}  # name → the compressor with its group's momentum
         self._names = names  # id(parameter) → name
         self._compressor = compressor
-        self.optimizer: torch.optim.Optimizer = optimizer  # it takes the steps: Horovod's optimizer, from the first gradient on
         self._suspended: List[Tuple[dict, dict]] = []  # (group, its options) of the step that is under way
         self._checked: Set[int] = set()  # buffers of parameters without weight decay that were found to hold something
         logged = set()
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) and compressor.corrects_momentum else ():
             momentum, nesterov = momentum_of(compressor, group)
             if momentum == 0:
                 continue
-            self._refuse(group)
-            for param in (param for param in group["params"] if param.requires_grad):
-                self.variants[names[id(param)]] = compressor.bound(momentum, nesterov)
+            self._refuse(optimizer, group)
+            self.variants.update((names[id(param)], compressor.bound(momentum, nesterov)) for param in group["params"] if param.requires_grad)
             logged.add(f"momentum={momentum:g}{' (nesterov)' if nesterov else ''}, weight_decay={group['weight_decay']:g}")
         if logged and hvd.rank() == 0:
             _log.warning("%s takes over from SGD, which does not apply them itself: %s", compressor.id, "; ".join(logged))
 
-    def _refuse(self, group: Dict[str, Any]) -> None:
+    def _refuse(self, optimizer: Any, group: Dict[str, Any]) -> None:
         """Raises ValueError where the momentum of a group cannot be taken over."""
-        if inspect.unwrap(type(self.optimizer).step) is not inspect.unwrap(torch.optim.SGD.step):
+        if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(torch.optim.SGD.step):
             raise ValueError(
-                f"{type(self.optimizer).__name__} has a step() of its own, so its momentum cannot be taken over as SGD's can: bind "
+                f"{type(optimizer).__name__} has a step() of its own, so its momentum cannot be taken over as SGD's can: bind "
                 f"{self._compressor.id} with momentum=0, which leaves momentum to it"
             )
         if group["dampening"] != 0:
@@ -65,37 +62,30 @@ class SGDTakeover:
         """Whether this parameter's momentum is taken over."""
         return self._names.get(id(param)) in self.variants
 
-    def changes(self) -> Dict[str, Dict[str, Any]]:
+    def changes(self, optimizer: torch.optim.Optimizer) -> Dict[str, Dict[str, Any]]:
         """{name: options} of the parameters whose momentum the optimizer's groups have changed since the last call."""
         self.restore()
         changed: Dict[str, Dict[str, Any]] = {}
-        for group in self.optimizer.param_groups:
-            momentum, nesterov = momentum_of(self._compressor, group)
+        for group in optimizer.param_groups:
             for param in filter(self.covers, group["params"]):
-                variant = self.variants[self._names[id(param)]]
-                if (variant.momentum, variant.nesterov) == (momentum, nesterov):
+                name, (momentum, nesterov) = self._names[id(param)], momentum_of(self._compressor, group)
+                if (self.variants[name].momentum, self.variants[name].nesterov) == (momentum, nesterov):
                     break  # The parameters of a group have one momentum.
-                changed[self._names[id(param)]] = {"momentum": momentum, "nesterov": nesterov}
-        for name, options in changed.items():
-            self.variants[name] = dataclasses.replace(self.variants[name], **options)
+                changed[name] = {"momentum": momentum, "nesterov": nesterov}
+                self.variants[name] = dataclasses.replace(self.variants[name], **changed[name])
         return changed
 
-    def before_step(self) -> None:
-        """Prepares gradients and groups for the step of SGD that comes now.
-
-        Horovod's optimizer calls this twice: before it waits for the exchange, and again as the SGD that it extends. A step
-        with nothing exchanged is left alone: hvd.broadcast_optimizer_state makes one.
-        """
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Prepares gradients and groups for the step of SGD that comes now. Horovod's optimizer calls this twice: before it waits for the exchange,
+        and again as the SGD that it extends. A step with nothing exchanged is left alone: hvd.broadcast_optimizer_state makes one."""
         if not self.due:
             return
         self.due = False
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             params = [p for p in group["params"] if self.covers(p) and p.grad is not None]
             if params:
-                momentum, nesterov = momentum_of(self._compressor, group)
-                self._add_decay(group, params, momentum, nesterov)
-                suspended = {key: group[key] for key in ("momentum", "nesterov", "weight_decay")}
-                self._suspended.append((group, suspended))
+                self._add_decay(optimizer.state, group, params, *momentum_of(self._compressor, group))
+                self._suspended.append((group, {key: group[key] for key in ("momentum", "nesterov", "weight_decay")}))
                 group.update(momentum=0, nesterov=False, weight_decay=0)
 
     def restore(self) -> None:
@@ -104,8 +94,9 @@ class SGDTakeover:
             group, options = self._suspended.pop()
             group.update(options)
 
-    def _add_decay(self, group: Dict[str, Any], params: List[torch.Tensor], momentum: float, nesterov: bool) -> None:
-        state, decay = self.optimizer.state, group["weight_decay"]
+    @torch.no_grad()
+    def _add_decay(self, state: Any, group: Dict[str, Any], params: List[torch.Tensor], momentum: float, nesterov: bool) -> None:
+        decay = group["weight_decay"]
         sign = -1 if group["maximize"] else 1  # then SGD negates the gradient, and its buffer is of the negated one
         if decay and any(p.grad is not None and p.grad.is_sparse for p in params):
             raise RuntimeError("weight_decay option is not compatible with sparse gradients")
@@ -113,27 +104,23 @@ class SGDTakeover:
             params = [p for p in params if self._holds_momentum(state[p], p)]
         if not params:
             return
-        with torch.no_grad():
-            buffers = []
-            for p in params:
-                if state[p].get("momentum_buffer") is None:
-                    state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
-                buffers.append(state[p]["momentum_buffer"])
-            grads, values = [p.grad for p in params if p.grad is not None], [p.detach() for p in params]
-            torch._foreach_mul_(buffers, momentum)
-            if decay:
-                torch._foreach_add_(buffers, values, alpha=decay)
-            if decay and nesterov:
-                torch._foreach_add_(grads, values, alpha=sign * decay)
-            torch._foreach_add_(grads, buffers, alpha=sign * momentum if nesterov else sign)
+        for p in params:
+            if state[p].get("momentum_buffer") is None:
+                state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
+        buffers, grads = [state[p]["momentum_buffer"] for p in params], [p.grad for p in params if p.grad is not None]
+        torch._foreach_mul_(buffers, momentum)
+        if decay:
+            torch._foreach_add_(buffers, params, alpha=decay)
+        if decay and nesterov:
+            torch._foreach_add_(grads, params, alpha=sign * decay)
+        torch._foreach_add_(grads, buffers, alpha=sign * momentum if nesterov else sign)
 
     def _holds_momentum(self, state: Dict[str, Any], param: torch.Tensor) -> bool:
         """Whether a buffer without weight decay is worth keeping: hvd.broadcast_optimizer_state makes empty ones."""
         buffer = state.get("momentum_buffer")
-        if buffer is None or id(param) in self._checked:
-            return buffer is not None
-        if not buffer.any():
-            del state["momentum_buffer"]
-            return False
-        self._checked.add(id(param))
-        return True
+        if buffer is not None and id(param) not in self._checked:
+            if not buffer.any():
+                del state["momentum_buffer"]
+                return False
+            self._checked.add(id(param))
+        return buffer is not None
