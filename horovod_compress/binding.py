@@ -100,13 +100,6 @@ def momentum_of(compressor: Any, sgd: Mapping[str, Any]) -> Tuple[float, bool]:
     return float(momentum), bool(nesterov and momentum)
 
 
-def checked_state(state: Any) -> Dict[str, Any]:
-    """A state_dict as it is. ValueError for what cannot be one."""
-    if not isinstance(state, dict):
-        raise ValueError("not a state_dict of a compression")
-    return state
-
-
 _warned: Set[str] = set()
 
 

@@ -30,7 +30,7 @@ def checked(state: Any, identity: Dict[str, Any], wrong_step: Callable[[Any], Di
         found = {key: state[key] for key in expected}
         arrays = {name: {key: np.asarray(a) for key, a in named.items()} for name, named in state["tensors"].items()}
         step = state["step"]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"not a state_dict of a compression: {error!r}") from None
     refuse(first_difference(expected, found) or wrong_step(step) or _wrong_dense_until(state))
     return arrays, step

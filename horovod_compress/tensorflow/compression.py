@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from .. import kernels
-from ..binding import Binding, checked_state, momentum_of, requested_compressor, warn_once
+from ..binding import Binding, momentum_of, requested_compressor, warn_once
 from ..compressors.base import Compressor
 from ..handshake import agree
 from ..requests import Collective
@@ -101,7 +101,6 @@ class BoundCompression(Binding):
     def __init__(self, spec: Any, optimizer: Any = None, process_set: Any = None, discardable: bool = False) -> None:
         super().__init__(hvd, process_set, hint="variables need not be named in TensorFlow, and ")
         self._active = bool(self._process_set.included()) and self._process_set.size() > 1
-        self._ranks = self._rank_and_size()
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise ValueError(
                 "TensorFlow 1's graph mode is not supported: a compression's operations belong to functions that TensorFlow 2 traces. Leave "
@@ -111,7 +110,7 @@ class BoundCompression(Binding):
             check(optimizer)
         compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
         self._microbatches = _checked_moments(compressor, optimizer) == "microbatch"
-        self._transport, self._discardable = _Eager(self._process_set), discardable
+        self._transport = _Eager(self._process_set)
         self._optimizer = optimizer  # where a tape serves it; Horovod makes one of its own from it
         self._momentum_class: Optional[Type] = None  # the class of optimizers that leave momentum to this compression
         self._served: Any = None  # Horovod's optimizer, where it is one of those
@@ -119,12 +118,9 @@ class BoundCompression(Binding):
         self._call = _Call([], None, [], [], [])  # of the function that is being traced
         self._saved: Optional[Dict[str, Saved]] = None  # where a state was loaded: of variables that are not known yet
         self._compressor = self._take_over(compressor) if compressor.corrects_momentum and optimizer is not None else compressor
+        self._exchange: GraphExchange = GraphExchange(self._compressor, *self._rank_and_size(), self._label, discardable)
         if self._microbatches and self._active:
             watch_passes(optimizer, self._observe)
-
-    @functools.cached_property
-    def _exchange(self) -> GraphExchange:
-        return GraphExchange(self._compressor, *self._ranks, self._label, self._discardable)
 
     def _take_over(self, compressor: Any) -> Compressor:
         """The compressor with the optimizer's momentum, which the optimizer leaves to it from now on."""
@@ -230,13 +226,13 @@ class BoundCompression(Binding):
         for i, (grad, source) in enumerate(pairs):
             key, name, shape = _identified(i, grad, source)
             keys.append(key)
-            if key not in self._variables:
+            if key not in self._variables and key not in new:
                 if not grad.dtype.is_floating:
                     raise TypeError(f"{name}: gradients of {grad.dtype.name} cannot be compressed; real floating point is needed")
                 name = next(n for n in itertools.chain([name], (f"{name}_{k}" for k in itertools.count(1))) if n not in names)
                 names.add(name)
                 new[key] = name, shape
-            elif self._variables[key].shape != shape:
+            elif key in self._variables and self._variables[key].shape != shape:
                 had = self._variables[key].shape
                 raise ValueError(f"{name} has the shape {shape} and had {had} before: residuals are kept for variables, or tensors of one shape")
         if new:
@@ -345,7 +341,7 @@ class BoundCompression(Binding):
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. Variables that are not known yet get their state
         when they are. Raises ValueError, with nothing changed, for any other state; where variables are not known yet, tracing does."""
-        self._saved = copy.deepcopy(self._exchange.load_state_dict(checked_state(state)))
+        self._saved = copy.deepcopy(self._exchange.load_state_dict(state))
 
 
 def _checked_moments(compressor: Any, optimizer: Any) -> Optional[str]:

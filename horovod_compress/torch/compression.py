@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..binding import Binding, checked_state, requested_compressor, warn_once
+from ..binding import Binding, requested_compressor, warn_once
 from ..exchange import Exchange
 from ..handshake import agree
 from ..plan import compressor_for
@@ -249,7 +249,7 @@ class BoundCompression(Binding):
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. ValueError, with nothing changed, for any other."""
-        self._exchange.load_state_dict(checked_state(state))
+        self._exchange.load_state_dict(state)
 
 
 def _moments_of(compressor: Any, slots: List[_Slot]) -> Optional[Moments]:
