@@ -46,9 +46,8 @@ def agree(
 ) -> None:
     """Compares the ranks' descriptions, nested JSON-able values, and blocks until all ranks are here.
 
-    what: what all ranks must have done to get here; advice: how to proceed where descriptions differ. Raises MismatchError, on every
-    rank alike, which names the first rank that differs from rank 0 and the difference. Digests travel first, and whole descriptions
-    only where digests differ.
+    what: what all ranks must have done to get here; advice: how to proceed where descriptions differ. Raises MismatchError, on every rank alike,
+    which names the first rank that differs from rank 0 and the difference. Digests travel first, and whole descriptions only where digests differ.
     """
     hashed = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
     digest = np.frombuffer(hashed, np.uint8).copy()

@@ -220,8 +220,7 @@ class Compressor(ABC):
             residual.fill(0)
 
     def decode(self, summed: np.ndarray, out: np.ndarray, state: State, step: Step, scale: float) -> bool:
-        """Decodes the sum of the ranks' Allreduce payloads, times scale, into `out`, the gradient's memory. Returns whether that is
-        finite."""
+        """Decodes the sum of the ranks' Allreduce payloads, times scale, into `out`, the gradient's memory. Returns whether that is finite."""
         raise NotImplementedError(f"{self.id} returns Allreduce payloads, so it needs a method decode")
 
     def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float) -> bool:

@@ -50,9 +50,8 @@ class SelectiveCompressor(Compressor):
 class ErrorFeedback(SelectiveCompressor):
     """A compressor that gathers payloads and keeps their error in `residual`.
 
-    An optimizer multiplies results by the learning rate γ. Without `follow_lr` the residual is a gradient, which counts with the γ of
-    the step that sends it. With `follow_lr` it stands for the deferred update γ·residual, and is rescaled when γ changes so that this
-    update stays the same.
+    An optimizer multiplies results by the learning rate γ. Without `follow_lr` the residual is a gradient, which counts with the γ of the step that
+    sends it. With `follow_lr` it stands for the deferred update γ·residual, and is rescaled when γ changes so that this update stays the same.
     """
 
     kept = {"residual": LOCAL, "lr": Kept("shared", 0)}
