@@ -113,17 +113,15 @@ def _info(options: argparse.Namespace) -> None:
     except ValueError as error:
         options.parser.error(str(error))
     chosen = {id: available()[id] for id in classes}
+    console = _console()
     if options.json:
         print(json.dumps(chosen, indent=2))
-        return
-    console = _console()
-    if not options.ids:
+    elif not options.ids:
         console.print(_table(("id", "collective", "paper"), [(id, about["collective"], about["paper"]) for id, about in chosen.items()]))
-    for id in chosen if options.ids else ():
-        console.print(f"{id} · {chosen[id]['collective']} · {chosen[id]['paper']}")
+    for id, about in chosen.items() if options.ids and not options.json else ():
+        console.print(f"{id} · {about['collective']} · {about['paper']}")
         console.print((inspect.getdoc(classes[id]) or "").partition("\n\n")[0].replace("\n", " "))
-        found = chosen[id]["options"].items()
-        lines = [(name, _spelled(about["default"]), about["values"], about["doc"]) for name, about in found]
+        lines = [(name, _spelled(found["default"]), found["values"], found["doc"]) for name, found in about["options"].items()]
         console.print(_table(("option", "default", "values", "meaning"), lines) if lines else "no options", end="\n\n")
 
 
