@@ -63,8 +63,8 @@ def load_gradients(path: str) -> List[Named]:
     with np.load(path) as file:
         for entry in file.files:
             array = _read(file, entry, path)
-            match = re.fullmatch(r"(\d+)/(.+)", entry)
-            if bool(match) != bool(re.fullmatch(r"\d+/.+", file.files[0])):
+            match, first_match = (re.fullmatch(r"(\d+)/(.+)", name) for name in (entry, file.files[0]))
+            if bool(match) != bool(first_match):
                 raise ValueError(f"{path}: {entry}: either all entries are named step/name, or none is")
             step, name = (int(match[1]), match[2]) if match else (0, entry)
             steps.setdefault(step, {})[name] = array
@@ -105,11 +105,11 @@ def measure(compressor: Compressor, gradients: Sequence[Named], ranks: int, step
     for step in range(WARMUP + steps):
         given = gradients[step % len(gradients)]
         if step == WARMUP - 1:
-            last = exchange.stats()
+            earlier = exchange.stats()
         if step == WARMUP:
             before = exchange.stats()
             state = [array for arrays in exchange.arrays().values() for array in arrays.values()]
-            streams = [*grads.values(), *state, zeros(int(before["bytes_sent"] - last["bytes_sent"]) // 4)]  # the last: a payload
+            streams = [*grads.values(), *state, zeros(int(before["bytes_sent"] - earlier["bytes_sent"]) // 4)]  # the last: a payload
         encode, decode = _time_step(exchange, echo, grads, given)
         if step == 0:  # no residual and no momentum yet, so the result can be compared with the gradient
             error = _relative_error(grads, given)

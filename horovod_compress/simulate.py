@@ -23,9 +23,12 @@ class Run:
 
 
 def simulate(spec: Spec, gradients: Iterable[Iterable[Named]], lr: Optional[Iterable[float]] = None) -> Run:
-    """Runs a compression over gradients[step][rank] = {name: array} and returns a `Run`. spec is as for `get_compressor`. Every rank of every step
-    must have the same names and shapes. The arrays are not changed. lr is the learning rate of each step, for residuals that follow it. Raises
-    ValueError where names, shapes or numbers of steps differ, and AssertionError if replicas ever disagreed."""
+    """Runs a compression over gradients[step][rank] = {name: array} and returns a `Run`.
+
+    spec is as for `get_compressor`. Every rank of every step must have the same names and shapes. The arrays are not changed. lr is the learning rate
+    of each step, for residuals that follow it. Raises ValueError where names, shapes or numbers of steps differ, and AssertionError if replicas ever
+    disagreed.
+    """
     compressor = decide_follow_lr(get_compressor(spec), lr is not None, lr is not None)
     steps = [list(ranks) for ranks in gradients]
     if not steps or not steps[0]:
