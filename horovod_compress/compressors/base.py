@@ -101,7 +101,7 @@ class State:
 
     arrays lives between steps, and is saved and loaded; `Compressor.kept` describes it. undo lists how a rollback of the open step restores the
     arrays. sent is what `commit` needs of the open step. all_sent says whether the open step sent everything, densely. indices, uint32, are those
-    that the last step worked on, where they or their memory are needed again. buffer is the memory of the last payload, which the next payload may use.
+    that the last step worked on, where they or their memory are needed again. buffer is the memory of the last payload, for the next to use.
     model is all tensors, where this is one of several. overflows counts steps in which a finite element became infinite in a narrower type.
     """
 
