@@ -55,21 +55,17 @@ def random_gradients(shapes: Dict[str, Tuple[int, ...]], seed: int) -> List[Name
 
 
 def load_gradients(path: str) -> List[Named]:
-    """Gradients {name: array} of the steps in an .npz file: one entry for each tensor, or with several steps, entries `step/name`.
-
-    Raises ValueError, naming the entry, for arrays that cannot be gradients.
-    """
+    """Gradients {name: array} of the steps in an .npz file: one entry for each tensor, or with several steps, entries `step/name`. Raises ValueError,
+    naming the entry, for arrays that cannot be gradients."""
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is not there, or not an .npz file")
     steps: Dict[int, Named] = {}
-    numbered = None
     with np.load(path) as file:
         for entry in file.files:
             array = _read(file, entry, path)
-            match = re.fullmatch(r"(\d+)/(.+)", entry)
-            if numbered not in (None, bool(match)):
+            match, first_match = (re.fullmatch(r"(\d+)/(.+)", name) for name in (entry, file.files[0]))
+            if bool(match) != bool(first_match):
                 raise ValueError(f"{path}: {entry}: either all entries are named step/name, or none is")
-            numbered = bool(match)
             step, name = (int(match[1]), match[2]) if match else (0, entry)
             steps.setdefault(step, {})[name] = array
     if not steps:
@@ -98,25 +94,22 @@ def _read(file: Any, entry: str, path: str) -> np.ndarray:
 
 
 def measure(compressor: Compressor, gradients: Sequence[Named], ranks: int, steps: int, progress: Callable[[], Any] = lambda: None) -> Dict[str, Any]:
-    """Measures a compression on each of `ranks` ranks. Steps cycle through gradients[step] = {name: array}.
-
-    Returns a dict: collective; ratio and bytes_per_step of the measured steps; medians encode_seconds, decode_seconds (of all ranks'
-    payloads) and streaming_seconds (to read and write gradient, state and one payload once); gradient_bytes_per_second; times_streaming,
-    of an encode and the decode of one payload; error; residual, whether there is one.
-    """
+    """Measures a compression on each of `ranks` ranks. Steps cycle through gradients[step] = {name: array}. Returns a dict: collective; ratio and
+    bytes_per_step of the measured steps; medians encode_seconds, decode_seconds (of all ranks' payloads) and streaming_seconds (to read and write
+    gradient, state and one payload once); gradient_bytes_per_second; times_streaming, of an encode and the decode of one payload; error; residual,
+    whether there is one."""
     echo = Echo(ranks)
     (exchange,) = make_ranks(compressor, {name: array.shape for name, array in gradients[0].items()}, [echo])
     grads = {n: zeros(a.size) for n, a in gradients[0].items()}
-    seconds: Dict[str, List[float]] = {"encode": [], "decode": [], "streaming": []}
+    seconds = []
     for step in range(WARMUP + steps):
         given = gradients[step % len(gradients)]
         if step == WARMUP - 1:
-            before = exchange.stats()
+            earlier = exchange.stats()
         if step == WARMUP:
-            last, before = before, exchange.stats()
-            payload = zeros(int(before["bytes_sent"] - last["bytes_sent"]) // 4)
+            before = exchange.stats()
             state = [array for arrays in exchange.arrays().values() for array in arrays.values()]
-            streams = [*grads.values(), *state, payload]
+            streams = [*grads.values(), *state, zeros(int(before["bytes_sent"] - earlier["bytes_sent"]) // 4)]  # the last: a payload
         encode, decode = _time_step(exchange, echo, grads, given)
         if step == 0:  # no residual and no momentum yet, so the result can be compared with the gradient
             error = _relative_error(grads, given)
@@ -124,23 +117,18 @@ def measure(compressor: Compressor, gradients: Sequence[Named], ranks: int, step
             streaming = time.perf_counter()
             for stream in streams:
                 np.add(stream, stream.dtype.type(-0.0), out=stream)  # which changes nothing
-            seconds["encode"].append(encode)
-            seconds["decode"].append(decode)
-            seconds["streaming"].append(time.perf_counter() - streaming)
+            seconds.append((encode, decode, time.perf_counter() - streaming))
         progress()
     after = exchange.stats()
-    median = {f"{part}_seconds": statistics.median(values) for part, values in seconds.items()}
+    encode, decode, streaming = map(statistics.median, zip(*seconds))
     decoded_payloads = ranks if compressor.collective == "allgather" else 1
     sent, dense = (after[key] - before[key] for key in ("bytes_sent", "dense_bytes"))
     return {
-        "collective": compressor.collective,
-        "ratio": dense / sent,
-        "bytes_per_step": sent / steps,
-        **median,
-        "gradient_bytes_per_second": dense / steps / (median["encode_seconds"] + median["decode_seconds"]),
-        "times_streaming": (median["encode_seconds"] + median["decode_seconds"] / decoded_payloads) / median["streaming_seconds"],
-        "error": error,
-        "residual": after["residual_norm"] > 0,
+        "collective": compressor.collective, "ratio": dense / sent, "bytes_per_step": sent / steps,
+        "encode_seconds": encode, "decode_seconds": decode, "streaming_seconds": streaming,
+        "gradient_bytes_per_second": dense / steps / (encode + decode),
+        "times_streaming": (encode + decode / decoded_payloads) / streaming,
+        "error": error, "residual": after["residual_norm"] > 0,
     }
 
 

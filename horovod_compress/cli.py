@@ -44,14 +44,13 @@ _COLUMNS = {  # {title: function that formats a result}
 
 _NOTES = (
     "ratio: float32 bytes of all gradients / all bytes that a rank sends, frames and carriers included",
-    "encode: from the first gradient to the last framed payload; decode: checks, decodes and adds the payloads of all "
-    "ranks, of every tensor (where payloads are summed on the way: decodes their sum), and ends the step; both are "
-    "medians, and there is no network: a copy takes its part and is not counted",
+    "encode: from the first gradient to the last framed payload; decode: checks, decodes and adds the payloads of all ranks, of every tensor "
+    "(where payloads are summed on the way: decodes their sum), and ends the step; both are medians, and there is no network: a copy takes "
+    "its part and is not counted",
     "GB/s: of gradient, through encode and decode",
-    "× streaming: encode and the decode of one payload, over the time to read and write the gradient, the algorithm's state and the "
-    "payload once",
-    "error: ‖mean over ranks − gradient‖ / ‖gradient‖ of the first step, when no residual and no momentum adds to the "
-    "gradient yet; *: what is missing stays in a residual and is sent later",
+    "× streaming: encode and the decode of one payload, over the time to read and write the gradient, the algorithm's state and the payload once",
+    "error: ‖mean over ranks − gradient‖ / ‖gradient‖ of the first step, when no residual and no momentum adds to the gradient yet; *: what is "
+    "missing stays in a residual and is sent later",
 )
 
 
@@ -73,17 +72,16 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(run=_info, parser=info)
 
     help = "measures compressions on a model's gradients"
-    measure = commands.add_parser(
-        "bench", help=help, description=f"hvdcompress bench {help}: bytes, time and error of a step.", epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = f"hvdcompress bench {help}: bytes, time and error of a step."
+    raw = argparse.RawDescriptionHelpFormatter
+    measure = commands.add_parser("bench", help=help, description=description, epilog=_EPILOG, formatter_class=raw)
     add = measure.add_argument
     add("specs", nargs="*", metavar="SPEC", help="such as dgc:ratio=0.01 (default: all ids, with their defaults)")
     add("--model", choices=MODELS, default="resnet50", help="whose gradients' shapes to use (default: resnet50)")
     add("--gradients", metavar="FILE.npz", help="gradients of your own, instead of a model's")
-    add("--ranks", type=_positive, default=2, help="how many ranks' payloads are decoded (default: 2)")
-    add("--steps", type=_positive, default=10, help=f"measured steps, after {bench.WARMUP} others (default: 10)")
-    add("--seed", type=_seed, default=0, help="of the random gradients (default: 0)")
+    add("--ranks", type=_whole, default=2, help="how many ranks' payloads are decoded (default: 2)")
+    add("--steps", type=_whole, default=10, help=f"measured steps, after {bench.WARMUP} others (default: 10)")
+    add("--seed", type=functools.partial(_whole, least=0), default=0, help="of the random gradients (default: 0)")
     add("--plot", metavar="FILE.png", type=_output, help="draw ratio against time")
     add("--json", metavar="FILE", type=_output, help="write the results as JSON")
     add("--markdown", action="store_true", help="print the table as Markdown")
@@ -91,14 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str, least: int = 1) -> int:
+def _whole(text: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}")
     return int(text)
-
-
-def _seed(text: str) -> int:
-    return _positive(text, least=0)
 
 
 def _output(text: str) -> str:
@@ -113,27 +107,21 @@ def _console() -> "Console":
     return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
-# -- info ---------------------------------------------------------------------------------------------------------------
-
-
 def _info(options: argparse.Namespace) -> None:
     try:
         classes = {str(cls.id): cls for cls in (type(get_compressor(spec)) for spec in options.ids or available())}
     except ValueError as error:
         options.parser.error(str(error))
     chosen = {id: available()[id] for id in classes}
+    console = _console()
     if options.json:
         print(json.dumps(chosen, indent=2))
-        return
-    console = _console()
-    if not options.ids:
-        rows = [(id, about["collective"], about["paper"]) for id, about in chosen.items()]
-        console.print(_table(("id", "collective", "paper"), rows))
-    for id in chosen if options.ids else ():
-        console.print(f"{id} · {chosen[id]['collective']} · {chosen[id]['paper']}")
+    elif not options.ids:
+        console.print(_table(("id", "collective", "paper"), [(id, about["collective"], about["paper"]) for id, about in chosen.items()]))
+    for id, about in chosen.items() if options.ids and not options.json else ():
+        console.print(f"{id} · {about['collective']} · {about['paper']}")
         console.print((inspect.getdoc(classes[id]) or "").partition("\n\n")[0].replace("\n", " "))
-        found = chosen[id]["options"].items()
-        lines = [(name, _spelled(about["default"]), about["values"], about["doc"]) for name, about in found]
+        lines = [(name, _spelled(found["default"]), found["values"], found["doc"]) for name, found in about["options"].items()]
         console.print(_table(("option", "default", "values", "meaning"), lines) if lines else "no options", end="\n\n")
 
 
@@ -146,17 +134,13 @@ def _spelled(value: Any) -> str:
 
 def _table(titles: Iterable[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> "Table":
     from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for title in titles:
-        table.add_column(title, justify="right" if title in right else "left", overflow="fold")
+    columns = [Column(title, justify="right" if title in right else "left", overflow="fold") for title in titles]
+    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for row in rows:
         table.add_row(*row)
     return table
-
-
-# -- bench -------------------------------------------------------------------------------------------------------------
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -175,17 +159,11 @@ def _bench(options: argparse.Namespace) -> None:
             name, gradients = options.model, bench.random_gradients(MODELS[options.model](), options.seed)
         for spec, compressor in compressors.items():
             progress.update(task, description=spec)
-            advance = functools.partial(progress.advance, task)
-            measured = bench.measure(compressor, gradients, options.ranks, options.steps, advance)
+            measured = bench.measure(compressor, gradients, options.ranks, options.steps, functools.partial(progress.advance, task))
             results.append({"spec": spec, **measured})
     run = {
-        "gradients": name,
-        "tensors": len(gradients[0]),
-        "floats": sum(array.size for array in gradients[0].values()),
-        "ranks": options.ranks,
-        "steps": options.steps,
-        "kernels": kernels.backend,
-        "results": results,
+        "gradients": name, "tensors": len(gradients[0]), "floats": sum(array.size for array in gradients[0].values()),
+        "ranks": options.ranks, "steps": options.steps, "kernels": kernels.backend, "results": results,
     }
     _report(run, options.markdown)
     if options.json:
@@ -195,10 +173,8 @@ def _bench(options: argparse.Namespace) -> None:
 
 
 def _title(run: Dict[str, Any]) -> str:
-    return (
-        f"{run['gradients']}: {run['tensors']} tensors, {_digits(run['floats'] / 1e6)} M floats; {run['ranks']} ranks, "
-        f"{run['steps']} steps, {run['kernels']} kernels"
-    )
+    shown = "{gradients}: {tensors} tensors, {millions} M floats; {ranks} ranks, {steps} steps, {kernels} kernels"
+    return shown.format(**run, millions=_digits(run["floats"] / 1e6))
 
 
 def _report(run: Dict[str, Any], markdown: bool) -> None:
@@ -225,12 +201,10 @@ def _digits(number: float) -> str:
 
 
 def _plot(run: Dict[str, Any], path: str) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
     for collective in sorted({result["collective"] for result in run["results"]}):
         points = [result for result in run["results"] if result["collective"] == collective]
         work = [1e3 * (point["encode_seconds"] + point["decode_seconds"]) for point in points]
@@ -244,4 +218,3 @@ def _plot(run: Dict[str, Any], path: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=130)
-    plt.close(figure)

@@ -25,6 +25,7 @@ class Gathering(Protocol):
 
 
 STALLED = 60.0  # seconds, as Horovod's own stall check
+_FIRST_GRADIENT = "come to their first gradient with this compression"
 _SAME_START = "Start all ranks with the same model, compression options, kernels and version of horovod-compress"
 
 
@@ -41,19 +42,13 @@ def warning_when_stalled(message: str) -> Iterator[None]:
         timer.cancel()
 
 
-def agree(
-    transport: Gathering, label: str, description: Any, what: str = "come to their first gradient with this compression", advice: str = _SAME_START
-) -> None:
-    """Compares the ranks' descriptions, nested JSON-able values, and blocks until all ranks are here.
-
-    what: what all ranks must have done to get here; advice: how to proceed where descriptions differ. Raises MismatchError, on every
-    rank alike, which names the first rank that differs from rank 0 and the difference. Digests travel first, and whole descriptions
-    only where digests differ.
-    """
-    hashed = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
-    digest = np.frombuffer(hashed, np.uint8).copy()
+def agree(transport: Gathering, label: str, description: Any, what: str = _FIRST_GRADIENT, advice: str = _SAME_START) -> None:
+    """Compares the ranks' descriptions, nested JSON-able values, and blocks until all ranks are here. what: what all ranks must have done to get
+    here; advice: how to proceed where descriptions differ. Raises MismatchError, on every rank alike, which names the first rank that differs from
+    rank 0 and the difference. Digests travel first, and whole descriptions only where digests differ."""
+    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
     with warning_when_stalled(f"not all {transport.size} ranks have {what} yet (collective {label}.digest)"):
-        digests = transport.allgather(f"{label}.digest", digest)().reshape(transport.size, -1)
+        digests = transport.allgather(f"{label}.digest", np.frombuffer(digest, np.uint8).copy())().reshape(transport.size, -1)
     if (digests == digests[0]).all():
         return
     line = np.frombuffer(json.dumps(description).encode() + b"\n", np.uint8).copy()

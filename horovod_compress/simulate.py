@@ -12,12 +12,9 @@ from .transport.loopback import Loopback
 
 @dataclasses.dataclass
 class Run:
-    """The results of `simulate`.
-
-    mean[step][name] is every rank's result with op=Average, float32 in the gradient's shape. bytes_sent[step][rank] counts the bytes
-    that the rank hands to collectives, carriers and frames included. state[rank][name] is {array name: array} after the last step.
-    stats[rank] are the counters of `Exchange.stats`.
-    """
+    """The results of `simulate`. mean[step][name] is every rank's result with op=Average, float32 in the gradient's shape. bytes_sent[step][rank]
+    counts the bytes that the rank hands to collectives, carriers and frames included. state[rank][name] is {array name: array} after the last step.
+    stats[rank] are the counters of `Exchange.stats`."""
 
     mean: List[Named]
     bytes_sent: List[List[float]]
@@ -28,9 +25,9 @@ class Run:
 def simulate(spec: Spec, gradients: Iterable[Iterable[Named]], lr: Optional[Iterable[float]] = None) -> Run:
     """Runs a compression over gradients[step][rank] = {name: array} and returns a `Run`.
 
-    spec is as for `get_compressor`. Every rank of every step must have the same names and shapes. The arrays are not changed. lr is
-    the learning rate of each step, for residuals that follow it. Raises ValueError where names, shapes or numbers of steps differ, and
-    AssertionError if replicas ever disagreed.
+    spec is as for `get_compressor`. Every rank of every step must have the same names and shapes. The arrays are not changed. lr is the learning rate
+    of each step, for residuals that follow it. Raises ValueError where names, shapes or numbers of steps differ, and AssertionError if replicas ever
+    disagreed.
     """
     compressor = decide_follow_lr(get_compressor(spec), lr is not None, lr is not None)
     steps = [list(ranks) for ranks in gradients]
@@ -42,7 +39,7 @@ def simulate(spec: Spec, gradients: Iterable[Iterable[Named]], lr: Optional[Iter
         raise ValueError(f"lr has {len(rates)} learning rates for {len(steps)} steps")
     shapes = {name: np.shape(array) for name, array in steps[0][0].items()}
     exchanges = make_ranks(compressor, shapes, Loopback.group(size))
-    run = Run([], [], [], [])
+    mean, bytes_sent = [], []
     for step, ranks in enumerate(steps):
         _check(step, ranks, size, shapes)
         sent = [exchange.stats()["bytes_sent"] for exchange in exchanges]
@@ -51,11 +48,9 @@ def simulate(spec: Spec, gradients: Iterable[Iterable[Named]], lr: Optional[Iter
         for name in shapes:
             same = all(np.array_equal(named[name], grads[0][name], equal_nan=True) for named in grads)
             assert same, f"replicas disagree on {name}, step {step}"
-        run.mean.append({name: grads[0][name].reshape(shape) for name, shape in shapes.items()})
-        run.bytes_sent.append([exchange.stats()["bytes_sent"] - before for exchange, before in zip(exchanges, sent)])
-    run.state = [exchange.arrays() for exchange in exchanges]
-    run.stats = [exchange.stats() for exchange in exchanges]
-    return run
+        mean.append({name: grads[0][name].reshape(shape) for name, shape in shapes.items()})
+        bytes_sent.append([exchange.stats()["bytes_sent"] - before for exchange, before in zip(exchanges, sent)])
+    return Run(mean, bytes_sent, [exchange.arrays() for exchange in exchanges], [exchange.stats() for exchange in exchanges])
 
 
 def _check(step: int, ranks: Sequence[Named], size: int, shapes: Dict[str, Tuple[int, ...]]) -> None:

@@ -1,8 +1,5 @@
-"""Payloads as self-checking frames of bytes; docs/wire-format.md describes every field.
-
-A frame carries its length, because an allgather joins the frames of all ranks, and a checksum. Whatever is cut off, changed or meant
-for another tensor is a WireError, never a wrong result.
-"""
+"""Payloads as self-checking frames of bytes; docs/wire-format.md describes every field. A frame carries its length, because an allgather joins the
+frames of all ranks, and a checksum. Whatever is cut off, changed or meant for another tensor is a WireError, never a wrong result."""
 import struct
 from typing import Any, Callable, List, Tuple
 
@@ -27,26 +24,19 @@ class WireError(ValueError):
 
 
 def seal(payload: Encoded, number: int, digest: int, step: int) -> np.ndarray:
-    """The frame of an Encoded payload, made in the payload's buffer.
-
-    number: the compressor's id on the wire; digest: uint32 of configuration and tensor; step: the number of the step, of which the
-    low 32 bits travel.
-    """
+    """The frame of an Encoded payload, made in the payload's buffer. number: the compressor's id on the wire; digest: uint32 of configuration and
+    tensor; step: the number of the step, of which the low 32 bits travel."""
     buffer = payload.buffer
     length = len(buffer) - HEADROOM - 1
-    flags = 0 if payload.finite else _NOT_FINITE
     frame = buffer[: _padded(HEADROOM + length, step)]
-    _pack_header(buffer, 0, _MAGIC, VERSION, number, 0, digest, step & 0xFFFFFFFF, length, flags)
+    _pack_header(buffer, 0, _MAGIC, VERSION, number, 0, digest, step & 0xFFFFFFFF, length, 0 if payload.finite else _NOT_FINITE)
     _pack_into("<I", buffer, 4, kernels.host.checksum(frame[_CHECKED:]))
     return frame
 
 
 def unseal(data: np.ndarray, frames: int, number: int, digest: int, step: int) -> Tuple[List[np.ndarray], bool]:
-    """(bodies, finite): the bodies of exactly `frames` joined frames in `data`, uint8, one for each rank, and whether every rank's
-    gradient was finite.
-
-    Raises WireError, naming the rank, for anything else.
-    """
+    """(bodies, finite): the bodies of exactly `frames` joined frames in `data`, uint8, one for each rank, and whether every rank's gradient was
+    finite. Raises WireError, naming the rank, for anything else."""
     bodies, at, not_finite = [], 0, 0
     for rank in range(frames):
         if at == len(data):
@@ -86,9 +76,7 @@ def _unseal_one(data: np.ndarray, at: int, number: int, digest: int, step: int) 
 
 
 def _padded(length: int, step: int) -> int:
-    """The length of a frame with its padding: at most one zero byte, so that lengths are odd in odd steps and even in even ones.
-
-    Frames of a tensor in successive steps then never have the same length. Otherwise Horovod would answer an allgather of the same
-    shapes from its response cache, which crashes a rank that has called hvd.join(); now that rank gets a proper error.
-    """
+    """The length of a frame with its padding: at most one zero byte, so that lengths are odd in odd steps and even in even ones. Frames of a tensor
+    in successive steps then never have the same length. Otherwise Horovod would answer an allgather of the same shapes from its response cache, which
+    crashes a rank that has called hvd.join(); now that rank gets a proper error."""
     return length + ((length + step) & 1)

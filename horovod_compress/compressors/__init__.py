@@ -1,7 +1,5 @@
-"""The algorithms, one in each file, and the specs that name them. A Compressor with an id is found in its file.
-
-Other packages add algorithms as entry points of the group `horovod_compress.compressors`: `id = "module:Class"`.
-"""
+"""The algorithms, one in each file, and the specs that name them. A Compressor with an id is found in its file. Other packages add algorithms as
+entry points of the group `horovod_compress.compressors`: `id = "module:Class"`."""
 import dataclasses
 import functools
 import importlib
@@ -9,9 +7,10 @@ import inspect
 import pkgutil
 import warnings
 from importlib import metadata
-from typing import Any, Dict, Iterable, List, Optional, Type, Union
+from typing import Any, Dict, List, Optional, Type, Union
 
 from .base import Compressor
+from .options import Kind
 
 ENTRY_POINTS = "horovod_compress.compressors"
 Spec = Union[str, Dict[str, Any], Compressor]
@@ -21,12 +20,9 @@ _RESERVED_OPTIONS = ("id", "spec", "optimizer", "named_parameters", "process_set
 
 def _registry() -> Dict[str, Type[Compressor]]:
     """{id: class} of this package's own algorithms, in the order of their numbers."""
-    found: Dict[str, Type[Compressor]] = {}
-    for module in pkgutil.iter_modules(__path__):
-        for _, cls in inspect.getmembers(importlib.import_module(f"{__name__}.{module.name}"), inspect.isclass):
-            if issubclass(cls, Compressor) and cls.id:
-                found[cls.id] = cls
-    return dict(sorted(found.items(), key=lambda item: item[1].number))
+    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    classes = {cls for module in modules for cls in vars(module).values() if inspect.isclass(cls) and issubclass(cls, Compressor) and cls.id}
+    return {str(cls.id): cls for cls in sorted(classes, key=lambda cls: cls.number)}
 
 
 REGISTRY = _registry()
@@ -113,11 +109,9 @@ def available() -> Dict[str, Dict[str, Any]]:
 
 
 def get_compressor(spec: Spec) -> Compressor:
-    """The compressor of a spec: "dgc:ratio=0.001,momentum=0.9", or {"id": "dgc", "ratio": 0.001}, or a compressor itself.
-
-    Raises ValueError for an unknown id or option, naming the valid ones, and for a value out of range or of a wrong type;
-    ImportError for an algorithm of another package that cannot be imported.
-    """
+    """The compressor of a spec: "dgc:ratio=0.001,momentum=0.9", or {"id": "dgc", "ratio": 0.001}, or a compressor itself. Raises ValueError for an
+    unknown id or option, naming the valid ones, and for a value out of range or of a wrong type; ImportError for an algorithm of another package that
+    cannot be imported."""
     if isinstance(spec, Compressor):
         return spec
     if isinstance(spec, str):
@@ -128,29 +122,29 @@ def get_compressor(spec: Spec) -> Compressor:
     else:
         raise ValueError(f"a spec is a string 'id:option=value,…' or a dict with an 'id', not {spec!r}")
     cls = find(id.strip())
-    _check_names(cls, options)
+    for name in options:
+        _kind(cls, name)
     return cls(**options)
 
 
-def _check_names(cls: Type[Compressor], names: Iterable[str]) -> None:
-    valid = [f.name for f in dataclasses.fields(cls)]
-    for name in names:
-        if name not in valid:
-            raise ValueError(f"{cls.id} has no option {name!r}; its options: {', '.join(valid) or 'none'}")
+def _kind(cls: Type[Compressor], name: str) -> Kind:
+    kinds = {f.name: f.metadata["kind"] for f in dataclasses.fields(cls)}
+    if name not in kinds:
+        raise ValueError(f"{cls.id} has no option {name!r}; its options: {', '.join(kinds) or 'none'}")
+    return kinds[name]
 
 
 def _parse(cls: Type[Compressor], text: str) -> Dict[str, Any]:
-    options = {}
-    kinds = {f.name: f.metadata["kind"] for f in dataclasses.fields(cls)}
+    options: Dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not equals:
             raise ValueError(f"{cls.id}: expected option=value, found {part!r}")
-        _check_names(cls, [name])
+        kind = _kind(cls, name)
         if name in options:
             raise ValueError(f"{cls.id}: {name} is given twice")
         try:
-            options[name] = kinds[name].parse(value)
+            options[name] = kind.parse(value)
         except ValueError:
-            raise ValueError(f"{cls.id}: {name} must be {kinds[name]}, not {value!r}") from None
+            raise ValueError(f"{cls.id}: {name} must be {kind}, not {value!r}") from None
     return options

@@ -1,13 +1,11 @@
 """AdaComp (Chen, Choi, Brand, Agrawal, Zhang, Gopalakrishnan, AAAI 2018, arXiv 1712.02679)."""
 import dataclasses
-import math
 from typing import Tuple, Union
 
 import numpy as np
 
 from .. import kernels
-from ..kernels import Encoded
-from .base import LOCAL, State, Step, zeros
+from .base import LOCAL, State, Step
 from .options import Auto, Count, Number, option
 from .selective import SelectiveCompressor
 
@@ -35,6 +33,7 @@ class AdaComp(SelectiveCompressor):
     id = "adacomp"
     number = 4
     kept = {"residual": LOCAL}
+    state_type = AdaCompState
     paper = "Chen et al., AdaComp: Adaptive Residual Gradient Compression, AAAI 2018, arXiv 1712.02679"
 
     bin_length: Union[int, str] = option(
@@ -43,14 +42,10 @@ class AdaComp(SelectiveCompressor):
     scale_factor: float = option(Number(1), 2.0, "of the newest gradient in H: the soft threshold")
 
     def adapted(self, shape: Tuple[int, ...]) -> "AdaComp":
-        if self.bin_length != "auto":
-            return self
-        return dataclasses.replace(self, bin_length=_CONVOLUTION if _is_convolution(shape) else _FULLY_CONNECTED)
+        length = _CONVOLUTION if _is_convolution(shape) else _FULLY_CONNECTED
+        return dataclasses.replace(self, bin_length=length) if self.bin_length == "auto" else self
 
-    def init(self, name: str, shape: Tuple[int, ...]) -> AdaCompState:
-        return AdaCompState(name, {"residual": zeros(math.prod(shape))})
-
-    def encode(self, grad: np.ndarray, state: AdaCompState, step: Step) -> Encoded:
+    def encode(self, grad: np.ndarray, state: AdaCompState, step: Step) -> kernels.Encoded:
         indices, scale = state.pending
         encoded = kernels.of(grad).encode_adacomp(
             grad, state.arrays["residual"], indices, sent_scale=scale, bin_length=self.bin_length, scale_factor=self.scale_factor
@@ -69,14 +64,11 @@ class AdaComp(SelectiveCompressor):
 
 
 def _is_convolution(shape: Tuple[int, ...]) -> bool:
-    """Whether a tensor has the shape of a convolution's kernel: two dimensions of channels, and small extents in space, which come last
-    (PyTorch) or first (Keras).
-
-    Two or three extents count as small up to 32 each. Attention kernels of as many dimensions, (d, 3, heads, key), have no such end
-    where the key size is larger. A single extent can look like the heads or the key size of an attention kernel, (d, heads, key) or
-    (heads, key, d). So it must be odd and from 3 to 63, which heads and key sizes hardly ever are, or come last and be at most 15,
-    which is below key sizes. A shape with heads·key = d is attention.
-    """
+    """Whether a tensor has the shape of a convolution's kernel: two dimensions of channels, and small extents in space, which come last (PyTorch) or
+    first (Keras). Two or three extents count as small up to 32 each. Attention kernels of as many dimensions, (d, 3, heads, key), have no such end
+    where the key size is larger. A single extent can look like the heads or the key size of an attention kernel, (d, heads, key) or (heads, key, d).
+    So it must be odd and from 3 to 63, which heads and key sizes hardly ever are, or come last and be at most 15, which is below key sizes. A shape
+    with heads·key = d is attention."""
     extents = len(shape) - 2
     if extents < 1:
         return False
@@ -85,8 +77,4 @@ def _is_convolution(shape: Tuple[int, ...]) -> bool:
     first, middle, last = shape
     if first == middle * last or first * middle == last:
         return False
-    return _is_odd(first) or _is_odd(last) or 2 <= last <= 15
-
-
-def _is_odd(extent: int) -> bool:
-    return extent % 2 == 1 and 3 <= extent <= 63
+    return 2 <= last <= 15 or any(extent % 2 == 1 and 3 <= extent <= 63 for extent in (first, last))

@@ -1,12 +1,10 @@
-"""The contract between an algorithm and the exchange.
-
-An algorithm knows arrays and kernels: nothing of frameworks or networks.
-"""
+"""The contract between an algorithm and the exchange. An algorithm knows arrays and kernels: nothing of frameworks or networks."""
 import dataclasses
+import math
 import threading
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Dict, Generator, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, ClassVar, Dict, Generator, List, NamedTuple, Optional, Tuple, Type, Union
 
 import numpy as np
 
@@ -77,11 +75,8 @@ class Model:
 
 
 class Kept(NamedTuple):
-    """What an array of the state is.
-
-    role is "local" for what this rank has not sent yet, or "shared" for what is the same on all ranks. degree is the power of the
-    gradients' size with which the array grows.
-    """
+    """What an array of the state is. role is "local" for what this rank has not sent yet, or "shared" for what is the same on all ranks. degree is
+    the power of the gradients' size with which the array grows."""
 
     role: str
     degree: int = 1
@@ -91,10 +86,8 @@ LOCAL, SHARED = Kept("local"), Kept("shared")
 
 
 class Undo(NamedTuple):
-    """How a rollback restores an array of the state: it adds `values` to the elements `indices`, or with `replace` writes them there.
-
-    Where indices is None, values is the body of a payload, which is decoded and added.
-    """
+    """How a rollback restores an array of the state: it adds `values` to the elements `indices`, or with `replace` writes them there. Where indices
+    is None, values is the body of a payload, which is decoded and added."""
 
     array: str
     indices: Optional[np.ndarray]
@@ -104,12 +97,12 @@ class Undo(NamedTuple):
 
 @dataclasses.dataclass
 class State:
-    """One tensor's state on one rank. An algorithm that needs more has a subclass of State.
+    """One tensor's state on one rank. An algorithm that needs more has a subclass of State as its `state_type`.
 
-    arrays lives between steps, and is saved and loaded; `Compressor.kept` describes it. undo lists how a rollback of the open step
-    restores the arrays. sent is what `commit` needs of the open step. all_sent says whether the open step sent everything, densely.
-    buffer is the memory of the last payload, which the next payload may use. model is all tensors, where this is one of several.
-    overflows counts steps in which a finite element became infinite in a narrower type.
+    arrays lives between steps, and is saved and loaded; `Compressor.kept` describes it. undo lists how a rollback of the open step restores the
+    arrays. sent is what `commit` needs of the open step. all_sent says whether the open step sent everything, densely. indices, uint32, are those
+    that the last step worked on, where they or their memory are needed again. buffer is the memory of the last payload, for the next to use.
+    model is all tensors, where this is one of several. overflows counts steps in which a finite element became infinite in a narrower type.
     """
 
     name: str
@@ -117,6 +110,7 @@ class State:
     undo: List[Undo] = dataclasses.field(default_factory=list)
     sent: Any = None
     all_sent: bool = False
+    indices: Optional[np.ndarray] = None
     buffer: Optional[np.ndarray] = None
     model: Optional[Model] = None
     overflows: int = 0
@@ -141,6 +135,8 @@ class Compressor(ABC):
     same_kernels = False  # whether replicas agree only where all ranks have native kernels, or all the reference
     seed = None  # type: Optional[int]  # where set, all random draws follow from it
     kept: ClassVar[Dict[str, Kept]] = {}  # what the arrays of the state are, by name
+    accumulator: ClassVar[str] = "residual"  # which of them is the residual
+    state_type: ClassVar[Type[State]] = State
     follow_lr = False  # type: Optional[bool]  # whether the residual is rescaled where the learning rate changes; None: where that is known
 
     def __init_subclass__(cls) -> None:
@@ -162,10 +158,8 @@ class Compressor(ABC):
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
-        """The Collectives that `encode` yields and returns on `size` ranks, in order: one allgather unless a subclass says otherwise.
-
-        A dense step uses none of them, or, where `encode` is a generator, the first.
-        """
+        """The Collectives that `encode` yields and returns on `size` ranks, in order: one allgather unless a subclass says otherwise. A dense step
+        uses none of them, or, where `encode` is a generator, the first."""
         return (GATHER,)
 
     @property
@@ -179,17 +173,14 @@ class Compressor(ABC):
         return {"id": self.id, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}
 
     def init(self, name: str, shape: Tuple[int, ...]) -> State:
-        """The State of one tensor."""
-        return State(name)
+        """The State of one tensor. Unless a subclass says otherwise, each of the arrays in `kept` is as long as the tensor, and zero."""
+        return self.state_type(name, {array: zeros(math.prod(shape)) for array in self.kept})
 
     @abstractmethod
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
-        """This rank's payload: HostReduce or Allreduce, of `horovod_compress.requests`, or Encoded. grad is flat float32, and this
-        method may change it.
-
-        It is a generator where ranks must agree on something first: it yields an Allreduce, Allgather or Alltoall, and is sent the
-        result. All tensors of a step go through these rounds together.
-        """
+        """This rank's payload: HostReduce or Allreduce, of `horovod_compress.requests`, or Encoded. grad is flat float32, and this method may change
+        it. It is a generator where ranks must agree on something first: it yields an Allreduce, Allgather or Alltoall, and is sent the result. All
+        tensors of a step go through these rounds together."""
 
     def payload_bits(self, step: Step) -> Optional[float]:
         """Bits of this step's Encoded payload for each element of the tensor; None where they depend on the gradients. The exchange
@@ -220,8 +211,7 @@ class Compressor(ABC):
             residual.fill(0)
 
     def decode(self, summed: np.ndarray, out: np.ndarray, state: State, step: Step, scale: float) -> bool:
-        """Decodes the sum of the ranks' Allreduce payloads, times scale, into `out`, the gradient's memory. Returns whether that is
-        finite."""
+        """Decodes the sum of the ranks' Allreduce payloads, times scale, into `out`, the gradient's memory. Returns whether that is finite."""
         raise NotImplementedError(f"{self.id} returns Allreduce payloads, so it needs a method decode")
 
     def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float) -> bool:
@@ -237,16 +227,13 @@ class Compressor(ABC):
         return largest * abs(scale) <= LARGEST
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
-        """Decodes the body of one rank's Encoded payload and adds it, times scale, to `out`, which is zero before the first rank's.
-
-        Returns whether the sum is finite. Raises ValueError for a body that `encode` cannot have made. Bodies are sparse unless a
-        subclass says otherwise.
-        """
+        """Decodes the body of one rank's Encoded payload and adds it, times scale, to `out`, which is zero before the first rank's. Returns whether
+        the sum is finite. Raises ValueError for a body that `encode` cannot have made. Bodies are sparse unless a subclass says otherwise."""
         return kernels.of(out).decode_add_sparse(out, body, scale=scale)
 
     def residual(self, state: State) -> Optional[np.ndarray]:
         """The residual, up to date only after `apply_pending`; None where the algorithm keeps none."""
-        return state.arrays.get("residual")
+        return state.arrays.get(self.accumulator)
 
     def end_step(self, state: State, succeeded: bool) -> None:
         """Ends the open step: by `commit` or `rollback`, or after a dense step that succeeded by `forget_sent`."""

@@ -4,7 +4,6 @@ import dataclasses
 import numpy as np
 
 from .. import kernels
-from ..kernels import Encoded
 from .base import Compressor, State, Step
 
 
@@ -23,7 +22,7 @@ class BFloat16(Compressor):
     def payload_bits(self, step: Step) -> float:
         return 16
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
         encoded = kernels.of(grad).encode_bf16(grad, state.buffer)
         state.buffer = encoded.buffer
         return encoded

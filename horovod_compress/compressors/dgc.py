@@ -6,7 +6,6 @@ from typing import Optional, Tuple
 import numpy as np
 
 from .. import kernels
-from ..kernels import Encoded
 from ..requests import Collective, HostReduce
 from .base import LOCAL, SHARED, State, Step, zeros
 from .none import NoCompression
@@ -19,23 +18,21 @@ from .topk import TopK
 class DGC(TopK):
     """Sends the ratio·d entries of largest accumulated, momentum-corrected gradient; keeps the others for later steps.
 
-    Each tensor of d floats has a momentum u and a velocity v (section 3.2); u only where momentum > 0. Bound to an SGD optimizer it
-    takes over that optimizer's momentum, Nesterov and weight decay, which the optimizer must not apply a second time.
-    Unbound, momentum defaults to 0.9; with other optimizers to 0, which is top-k with error feedback.
+    Each tensor of d floats has a momentum u and a velocity v (section 3.2); u only where momentum > 0. Bound to an SGD optimizer it takes over that
+    optimizer's momentum, Nesterov and weight decay, which the optimizer must not apply a second time. Unbound, momentum defaults to 0.9; with other
+    optimizers to 0, which is top-k with error feedback.
 
-    A dense step sends v of all elements and masks no momentum. Tensors that are not compressed are averaged first and then get the
-    same momentum.
+    A dense step sends v of all elements and masks no momentum. Tensors that are not compressed are averaged first and then get the same momentum.
     """
 
     id = "dgc"
     number = 1
     corrects_momentum = True
     kept = {"u": LOCAL, "v": LOCAL}
+    accumulator = "v"
     paper = "Lin et al., Deep Gradient Compression, ICLR 2018, arXiv 1712.01887"
 
-    momentum: Optional[float] = option(
-        Number(0, 1, optional=True), None, "none: the bound SGD's, 0.9 unbound, 0 for other optimizers"
-    )
+    momentum: Optional[float] = option(Number(0, 1, optional=True), None, "none: the bound SGD's, 0.9 unbound, 0 for other optimizers")
     nesterov: Optional[bool] = option(Flag(optional=True), None, "none: the bound SGD's, else false")
     masking: bool = option(Flag(), True, "momentum factor masking: u becomes 0 where an element was sent (section 3.3)")
     clip_norm: Optional[float] = option(
@@ -73,23 +70,19 @@ class DGC(TopK):
         if self.schedule:
             return next(ratio for first, ratio in reversed(self.schedule) if first <= step)
         if step < self.warmup_steps:
-            stage = 4 * step // self.warmup_steps
-            return self.ratio ** ((stage + 1) / 5)
+            return self.ratio ** ((4 * step // self.warmup_steps + 1) / 5)
         return self.ratio
 
     def init(self, name: str, shape: Tuple[int, ...]) -> State:
         names = ("u", "v") if self.m else ("v",)
         return State(name, {array: zeros(math.prod(shape)) for array in names})
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
-        return self.select(grad, state, step, "v", self.m, bool(self.nesterov), self.masking)
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
+        return self.select(grad, state, step, self.m, bool(self.nesterov), self.masking)
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         u, v = state.arrays.get("u"), state.arrays["v"]
         return kernels.of(grad).add_to_residual(grad, u, v, momentum=self.m, nesterov=bool(self.nesterov), scale=step.scale)[1]
-
-    def residual(self, state: State) -> np.ndarray:
-        return state.arrays["v"]
 
 
 @dataclasses.dataclass
@@ -126,10 +119,9 @@ class DenseMomentum(NoCompression):
             return finite
         if state.spare is None:
             state.spare = zeros(u.size)
-        if not kernels.of(out).apply_momentum(out, u, state.spare, momentum=self.momentum, nesterov=self.nesterov):
-            return False
-        state.sent = state.spare
-        return True
+        finite = kernels.of(out).apply_momentum(out, u, state.spare, momentum=self.momentum, nesterov=self.nesterov)
+        state.sent = state.spare if finite else None
+        return finite
 
     def commit(self, state: DenseMomentumState) -> None:
         if state.sent is not None:

@@ -5,7 +5,6 @@ from typing import Optional
 import numpy as np
 
 from .. import kernels
-from ..kernels import Encoded
 from .base import State, Step
 from .options import Flag, option
 from .selective import ErrorFeedback
@@ -33,10 +32,8 @@ class EFSignSGD(ErrorFeedback):
     def payload_bits(self, step: Step) -> float:
         return 1
 
-    def pack(self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step) -> Encoded:
-        encoded = kernels.of(grad).encode_one_bit(
-            grad, residual, state.buffer, growth=self.growth(state, step), symmetric=self.symmetric
-        )
+    def pack(self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step) -> kernels.Encoded:
+        encoded = kernels.of(grad).encode_one_bit(grad, residual, state.buffer, growth=self.growth(state, step), symmetric=self.symmetric)
         state.buffer = encoded.buffer
         return encoded
 

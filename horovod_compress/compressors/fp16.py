@@ -35,16 +35,8 @@ class Float16(NoCompression):
             state.buffer = np.empty(grad.size, np.float16)
         half = state.buffer
         if _INFINITE <= kernels.of(grad).encode_float16(grad, half.view(np.uint16)) < np.inf:
-            self._count_overflow(state)
+            if not state.overflows:
+                said = f"horovod_compress: {state.name} has elements beyond {_LARGEST}, which are infinite in float16: scale the loss down, or leave "
+                warnings.warn(said + "this tensor out with another compression's exclude=", RuntimeWarning, stacklevel=1)
+            state.overflows += 1
         return HostReduce(half)
-
-    @staticmethod
-    def _count_overflow(state: State) -> None:
-        if not state.overflows:
-            warnings.warn(
-                f"horovod_compress: {state.name} has elements beyond {_LARGEST}, which are infinite in float16: scale the loss "
-                "down, or leave this tensor out with another compression's exclude=",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        state.overflows += 1

@@ -7,26 +7,17 @@ import numpy as np
 
 from .. import kernels
 from ..requests import Allreduce, Collective
-from .base import LOCAL, State, Step, Undo, zeros
+from .base import LOCAL, State, Step, Undo
 from .options import Choice, Count, Flag, Number, option
 from .selective import SelectiveCompressor
 
 
-@dataclasses.dataclass
-class CoordinatesState(State):
-    """indices are the coordinates of the open step, uint32; None where it works on all."""
-
-    indices: Optional[np.ndarray] = None
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class SharedCoordinates(SelectiveCompressor):
-    """A compressor that may work on K coordinates of a tensor, the same random ones on all ranks; the others are 0 in the result.
-
-    A permutation that follows from the seed is cut into blocks of K, one a step, so a sweep visits every coordinate. The last block of
-    a sweep begins early enough to be whole. The next sweep has another permutation. The coordinates are those of one tensor, or those
-    of all tensors together; then a small tensor may have none in some steps.
-    """
+    """A compressor that may work on K coordinates of a tensor, the same random ones on all ranks; the others are 0 in the result. A permutation that
+    follows from the seed is cut into blocks of K, one a step, so a sweep visits every coordinate. The last block of a sweep begins early enough to be
+    whole. The next sweep has another permutation. The coordinates are those of one tensor, or those of all tensors together; then a small tensor may
+    have none in some steps."""
 
     kept = {"residual": LOCAL}
 
@@ -37,10 +28,9 @@ class SharedCoordinates(SelectiveCompressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.of == "model" and not self.sparse:
-            raise ValueError(f"{self.id}: of=model is for coordinates drawn by ratio or k")
-        if self.unbiased and not self.sparse:
-            raise ValueError(f"{self.id}: unbiased is for coordinates drawn by ratio or k")
+        for what, given in {"of=model": self.of == "model", "unbiased": self.unbiased}.items():
+            if given and not self.sparse:
+                raise ValueError(f"{self.id}: {what} is for coordinates drawn by ratio or k")
 
     @property
     def sparse(self) -> bool:
@@ -51,11 +41,10 @@ class SharedCoordinates(SelectiveCompressor):
         """K of a tensor, or model, of numel elements."""
         return min(numel, self.k or max(1, math.ceil((self.ratio or 0) * numel - 1e-6)))
 
-    def init(self, name: str, shape: Tuple[int, ...]) -> CoordinatesState:
-        error_feedback = self.sparse and not self.unbiased
-        return CoordinatesState(name, {"residual": zeros(math.prod(shape))} if error_feedback else {})
+    def init(self, name: str, shape: Tuple[int, ...]) -> State:
+        return super().init(name, shape) if self.sparse and not self.unbiased else self.state_type(name)
 
-    def draw(self, grad: np.ndarray, state: CoordinatesState, step: Step) -> Tuple[Optional[np.ndarray], np.ndarray, bool]:
+    def draw(self, grad: np.ndarray, state: State, step: Step) -> Tuple[Optional[np.ndarray], np.ndarray, bool]:
         """(indices, values, finite) of this step, moved out of the gradient or the residual. Where indices is None, values are the
         gradient itself."""
         if not self.sparse:
@@ -81,7 +70,7 @@ class SharedCoordinates(SelectiveCompressor):
             state.undo = [Undo("residual", indices, values.copy())]
         return indices, values, finite
 
-    def keep_error(self, state: CoordinatesState, sent: np.ndarray) -> None:
+    def keep_error(self, state: State, sent: np.ndarray) -> None:
         """Adds the rounding error, the values drawn less those sent, to the residual."""
         (drawn,) = state.undo
         state.arrays["residual"][drawn.indices] += drawn.values - sent
@@ -105,7 +94,7 @@ class GlobalRandK(SharedCoordinates):
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (Collective("allreduce", "float32", "sum"),)
 
-    def encode(self, grad: np.ndarray, state: CoordinatesState, step: Step) -> Allreduce:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Allreduce:
         state.indices, values, finite = self.draw(grad, state, step)
         if self.of == "model":
             values = np.append(values, np.float32(0))  # there may be none
@@ -113,11 +102,9 @@ class GlobalRandK(SharedCoordinates):
             values.fill(np.nan)  # the sum says so to all ranks
         return Allreduce(values)
 
-    def decode(self, summed: np.ndarray, out: np.ndarray, state: CoordinatesState, step: Step, scale: float) -> bool:
-        values = summed
-        if self.of == "model":
-            if values[-1] != 0 or not math.isfinite(scale):
-                out.fill(np.nan)
-                return False
-            values = values[:-1]
+    def decode(self, summed: np.ndarray, out: np.ndarray, state: State, step: Step, scale: float) -> bool:
+        if self.of == "model" and (summed[-1] != 0 or not math.isfinite(scale)):
+            out.fill(np.nan)
+            return False
+        values = summed[:-1] if self.of == "model" else summed
         return kernels.of(out).scatter_add(out, state.indices, values, scale=scale)

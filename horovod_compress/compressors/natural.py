@@ -4,7 +4,6 @@ import dataclasses
 import numpy as np
 
 from .. import kernels
-from ..kernels import Encoded
 from .base import State, Step
 from .selective import SelectiveCompressor
 
@@ -23,7 +22,7 @@ class Natural(SelectiveCompressor):
     def payload_bits(self, step: Step) -> float:
         return 9
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
         key = self.key("rounding", state.name, step.index, step.rank)
         encoded = kernels.of(grad).encode_natural(grad, state.buffer, key=key)
         state.buffer = encoded.buffer

@@ -5,7 +5,6 @@ from typing import Optional
 import numpy as np
 
 from .. import kernels
-from ..kernels import Encoded
 from .base import State, Step
 from .options import Choice, Count, option
 from .selective import SelectiveCompressor
@@ -38,7 +37,7 @@ class QSGD(SelectiveCompressor):
         """The number of levels above 0."""
         return self.levels or 2**self.bits - 1
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
         key = self.key("rounding", state.name, step.index, step.rank)
         limit = {"auto": 0.9, "fixed": 0.0, "elias": 1.0}[self.coding]
         encoded = kernels.of(grad).encode_buckets(

@@ -8,8 +8,8 @@ import numpy as np
 
 from .. import kernels
 from ..requests import Allreduce, Collective, Exchanged, Payload
-from .base import LARGEST, Step
-from .globalrandk import CoordinatesState, SharedCoordinates
+from .base import LARGEST, State, Step
+from .globalrandk import SharedCoordinates
 
 
 @dataclasses.dataclass
@@ -23,18 +23,13 @@ class _Drawn:
     levels: Optional[np.ndarray] = None  # with several scales, how many ranks' codes fit each
     finite: bool = True
 
-    @property
-    def width(self) -> int:
-        return _width(self.steps, self.size)
-
     def dequantize(self, words: np.ndarray, out: np.ndarray, scale: float) -> None:
-        kernels.of(out).dequantize(
-            words, self.levels, out, w=self.w, steps=self.steps, width=self.width, size=self.size, scale=scale
-        )
+        width = _width(self.steps, self.size)
+        kernels.of(out).dequantize(words, self.levels, out, w=self.w, steps=self.steps, width=width, size=self.size, scale=scale)
 
 
 @dataclasses.dataclass
-class QuantizerState(CoordinatesState):
+class QuantizerState(State):
     """peaks are the bits of the largest magnitude of each 64 values. scales are this rank's words that say which scales fit. drawn is
     that of the open step."""
 
@@ -45,12 +40,12 @@ class QuantizerState(CoordinatesState):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SharedScaleQuantizer(SharedCoordinates):
-    """Rounds every element at random to one of 2s + 1 values from -w to w, w being the largest norm of all ranks.
+    """Rounds every element at random to one of 2s + 1 values from -w to w, w being the largest norm of all ranks. All ranks use the same w, so
+    integer codes add up: sums of N ranks fit fields of ⌈log2(2·N·s + 1)⌉ bits, many to a word, and an allreduce adds the words. With several scales
+    each element uses the finest scale at which no rank's code is above the largest code of the coarsest. The ranks agree on that scale first, by
+    counting."""
 
-    All ranks use the same w, so integer codes add up: sums of N ranks fit fields of ⌈log2(2·N·s + 1)⌉ bits, many to a word, and an
-    allreduce adds the words. With several scales each element uses the finest scale at which no rank's code is above the largest code
-    of the coarsest. The ranks agree on that scale first, by counting.
-    """
+    state_type = QuantizerState
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         spare_and_width = [(0, _width(self.steps, size))]
@@ -59,9 +54,6 @@ class SharedScaleQuantizer(SharedCoordinates):
         words = [Collective("allreduce", kernels.word_dtype(width, spare).name, "sum") for spare, width in spare_and_width]
         return (Collective("allreduce", "float32", "max"), *words)
 
-    def init(self, name: str, shape: Tuple[int, ...]) -> QuantizerState:
-        return QuantizerState(name, super().init(name, shape).arrays)
-
     @property
     @abstractmethod
     def steps(self) -> List[float]:
@@ -69,37 +61,35 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     @abstractmethod
     def norm_of(self, values: np.ndarray, peaks: Optional[np.ndarray]) -> float:
-        """This rank's norm; infinity where values are not finite. The shared scale is the largest norm of all ranks.
-
-        With one scale, magnitudes are clipped at this norm. peaks is filled as by the kernel `max_abs`, and None with one scale.
-        """
+        """This rank's norm; infinity where values are not finite. The shared scale is the largest norm of all ranks. With one scale, magnitudes are
+        clipped at this norm. peaks is filled as by the kernel `max_abs`, and None with one scale."""
 
     def encode(self, grad: np.ndarray, state: QuantizerState, step: Step) -> Generator[Exchanged, Any, Payload]:
         k = kernels.of(grad)
         indices, values, finite = self.draw(grad, state, step)
-        steps = self.steps
+        steps, size = self.steps, step.size
         stretches = -(-values.size // 64)
         if len(steps) > 1 and (state.peaks is None or state.peaks.size != stretches):
             state.peaks = np.empty(stretches, np.uint32)
         peaks = state.peaks
         norm = self.norm_of(values, peaks) if finite else math.inf
         w = float((yield Allreduce(np.array([norm], np.float32), "max"))[0])
+        state.drawn = drawn = _Drawn(indices, w, size, steps)
         if not math.isfinite(w):  # on some rank: no rank's gradient is used
+            drawn.w, drawn.finite = 0.0, False
             values.fill(0)
             if peaks is not None:
                 peaks.fill(0)
-        state.drawn = drawn = _Drawn(indices, w if math.isfinite(w) else 0.0, step.size, steps)
         if len(steps) > 1:
-            state.scales = k.encode_scales(values, peaks, state.scales, w=drawn.w, steps=steps, size=step.size)
+            state.scales = k.encode_scales(values, peaks, state.scales, w=drawn.w, steps=steps, size=size)
             drawn.levels = yield Allreduce(state.scales)
         key = self.key("rounding", state.name, step.index, step.rank)
         words = state.buffer = k.quantize(
-            values, drawn.levels, state.buffer, w=drawn.w, clip=min(norm, drawn.w), steps=steps, width=drawn.width, size=step.size, key=key
+            values, drawn.levels, state.buffer, w=drawn.w, clip=min(norm, drawn.w), steps=steps, width=_width(steps, size), size=size, key=key
         )
         if state.undo:
             drawn.dequantize(words, values, 1.0)
             self.keep_error(state, values)
-        drawn.finite = math.isfinite(w)
         return Allreduce(words)
 
     def decode(self, summed: np.ndarray, out: np.ndarray, state: QuantizerState, step: Step, scale: float) -> bool:
@@ -107,11 +97,9 @@ class SharedScaleQuantizer(SharedCoordinates):
         if not drawn.finite or not math.isfinite(scale):
             out.fill(np.nan)
             return False
-        if drawn.indices is None:
-            drawn.dequantize(summed, out, scale)
-        else:
-            values = np.empty(drawn.indices.size, np.float32)
-            drawn.dequantize(summed, values, scale)
+        values = out if drawn.indices is None else np.empty(drawn.indices.size, np.float32)
+        drawn.dequantize(summed, values, scale)
+        if drawn.indices is not None:
             out[drawn.indices] = values
         return drawn.w * abs(scale) * drawn.size < LARGEST or kernels.of(out).max_abs(out) < np.inf
 

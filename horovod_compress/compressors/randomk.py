@@ -2,13 +2,11 @@
 import dataclasses
 import math
 import struct
-from typing import Tuple
 
 import numpy as np
 
 from .. import kernels
-from ..kernels import Encoded
-from .base import LOCAL, State, Step, Undo, zeros
+from .base import LOCAL, State, Step, Undo
 from .options import Number, option
 from .selective import SelectiveCompressor
 
@@ -28,13 +26,10 @@ class RandomK(SelectiveCompressor):
 
     ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of a tensor's elements sent in a step")
 
-    def init(self, name: str, shape: Tuple[int, ...]) -> State:
-        return State(name, {"residual": zeros(math.prod(shape))})
-
     def payload_bits(self, step: Step) -> float:
         return 32 * self.ratio
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
         residual = state.arrays["residual"]
         finite = self.accumulate(grad, state, step)
         count = max(min(1, residual.size), math.ceil(self.ratio * residual.size - 1e-6)) if finite else 0

@@ -26,9 +26,7 @@ class SelectiveCompressor(Compressor):
         Choice("horovod", "mpi"), "horovod", "what moves payloads: Horovod, while backward goes on; or MPI, all of a step at once"
     )
     seed: int = option(Count(), 0, "of everything that is drawn at random")
-    min_numel: int = option(
-        Count(), 1024, "tensors with fewer elements, and one-dimensional ones, go dense; 0: every tensor is compressed"
-    )
+    min_numel: int = option(Count(), 1024, "tensors with fewer elements, and one-dimensional ones, go dense; 0: every tensor is compressed")
     exclude: Tuple[str, ...] = option(Patterns(), (), "names of tensors that go dense, as shell patterns")
     dense: str = option(Choice("fp32", "fp16"), "fp32", "how tensors that go dense travel")
 
@@ -48,12 +46,9 @@ class SelectiveCompressor(Compressor):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ErrorFeedback(SelectiveCompressor):
-    """A compressor that gathers payloads and keeps their error in `residual`.
-
-    An optimizer multiplies results by the learning rate γ. Without `follow_lr` the residual is a gradient, which counts with the γ of
-    the step that sends it. With `follow_lr` it stands for the deferred update γ·residual, and is rescaled when γ changes so that this
-    update stays the same.
-    """
+    """A compressor that gathers payloads and keeps their error in `residual`. An optimizer multiplies results by the learning rate γ. Without
+    `follow_lr` the residual is a gradient, which counts with the γ of the step that sends it. With `follow_lr` it stands for the deferred update
+    γ·residual, and is rescaled when γ changes so that this update stays the same."""
 
     kept = {"residual": LOCAL, "lr": Kept("shared", 0)}
 
@@ -64,11 +59,8 @@ class ErrorFeedback(SelectiveCompressor):
         return State(name, arrays)
 
     def growth(self, state: State, step: Step) -> float:
-        """The factor by which this step multiplies the residual: γ of the step before over γ of this one.
-
-        At γ = 0 the optimizer applies nothing, so such a step counts as one with the γ before. A residual from before the first γ
-        above 0 was meant for γ = 0, and is dropped.
-        """
+        """The factor by which this step multiplies the residual: γ of the step before over γ of this one. At γ = 0 the optimizer applies nothing, so
+        such a step counts as one with the γ before. A residual from before the first γ above 0 was meant for γ = 0, and is dropped."""
         if not self.follow_lr or step.lr is None or step.lr < _NO_RATE:
             return 1.0
         last, state.arrays["lr"][0] = float(state.arrays["lr"][0]), step.lr

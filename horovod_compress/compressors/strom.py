@@ -4,7 +4,6 @@ import dataclasses
 import numpy as np
 
 from .. import kernels
-from ..kernels import Encoded
 from .base import State, Step
 from .options import Number, option
 from .selective import ErrorFeedback
@@ -24,5 +23,5 @@ class Strom(ErrorFeedback):
 
     tau: float = option(Number(1e-30, 1e30), 0.001, "the threshold, and the size of what is sent")
 
-    def pack(self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step) -> Encoded:
+    def pack(self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step) -> kernels.Encoded:
         return kernels.of(grad).encode_strom(grad, residual, tau=self.tau * step.unit)

@@ -1,13 +1,11 @@
 """Top-k with error feedback (Aji, Heafield, EMNLP 2017, arXiv 1704.05021; Stich, Cordonnier, Jaggi, NeurIPS 2018)."""
 import dataclasses
 import math
-from typing import Tuple
 
 import numpy as np
 
 from .. import kernels
-from ..kernels import Encoded
-from .base import LOCAL, State, Step, Undo, zeros
+from .base import LOCAL, State, Step, Undo
 from .options import Choice, Number, option
 from .selective import SelectiveCompressor
 
@@ -38,28 +36,23 @@ class TopK(SelectiveCompressor):
         density = self.density(step.index)
         return density * (_VALUE_BITS[self.values] + math.log2(1 / density) + 1.44)  # the last two: the entropy of an index
 
-    def init(self, name: str, shape: Tuple[int, ...]) -> State:
-        return State(name, {"residual": zeros(math.prod(shape))})
-
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
         return self.select(grad, state, step)
 
     def select(
-        self, grad: np.ndarray, state: State, step: Step, residual: str = "residual", momentum: float = 0.0, nesterov: bool = False,
-        masking: bool = False,
-    ) -> Encoded:
-        """Adds the gradient to momentum u, where there is one, and to the array `residual`, and moves the selection into a payload."""
-        k, u, v = kernels.of(grad), state.arrays.get("u"), state.arrays[residual]
+        self, grad: np.ndarray, state: State, step: Step, momentum: float = 0.0, nesterov: bool = False, masking: bool = False
+    ) -> kernels.Encoded:
+        """Adds the gradient to momentum u, where there is one, and to the residual, and moves the selection into a payload."""
+        k, u, v = kernels.of(grad), state.arrays.get("u"), state.arrays[self.accumulator]
         most = max(min(1, v.size), math.ceil(self.density(step.index) * v.size - 1e-6))
         samples = int(self.sample_ratio * v.size) + 256
         offset = self.key(state.name, step.index) & 0xFFFFFFFF
         indices, finite = k.add_to_residual(
             grad, u, v, momentum=momentum, nesterov=nesterov, scale=step.scale, k=most, samples=samples, offset=offset
         )
-        if not finite:
-            indices = indices[:0]
+        indices = indices if finite else indices[:0]
         rows = k.take_entries(indices, v, u, kind=self.values, mask=masking)
-        state.undo = [Undo(residual, indices, rows[0])]
+        state.undo = [Undo(self.accumulator, indices, rows[0])]
         if len(rows) > 1:
             state.undo.append(Undo("u", indices, rows[1], True))
         encoded = k.encode_sparse(indices, rows[0], kind=self.values)

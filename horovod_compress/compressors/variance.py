@@ -1,22 +1,12 @@
 """Variance-based gradient compression (Tsuzuku, Imachi, Akiba, ICLR 2018 workshop, arXiv 1802.06058)."""
 import dataclasses
-import math
-from typing import Optional, Tuple
 
 import numpy as np
 
 from .. import kernels
-from ..kernels import Encoded
-from .base import LARGEST, LOCAL, Kept, State, Step, Undo, zeros
+from .base import LARGEST, LOCAL, Kept, State, Step, Undo
 from .options import Choice, Flag, Number, option
 from .selective import SelectiveCompressor
-
-
-@dataclasses.dataclass
-class VarianceState(State):
-    """indices are those of the last payload, uint32, whose memory the next step may use."""
-
-    indices: Optional[np.ndarray] = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -37,6 +27,7 @@ class Variance(SelectiveCompressor):
     number = 5
     paper = "Tsuzuku, Imachi, Akiba, Variance-based Gradient Compression, ICLR 2018 workshop, arXiv 1802.06058"
     kept = {"r": LOCAL, "v": Kept("local", 2)}
+    accumulator = "r"
 
     alpha: float = option(Number(0, low_open=True), 1.5, "how unambiguous: 1 to 2 in the paper")
     zeta: float = option(Number(0, 1), 0.999, "decay of v a step, where nothing is sent")
@@ -44,10 +35,7 @@ class Variance(SelectiveCompressor):
     tau: float = option(Number(0, 1e30), 0.0, "above 0: Strom's threshold besides, and what is sent")
     error_feedback: bool = option(Flag(), False, "keep the rounding error in r; the paper drops it")
 
-    def init(self, name: str, shape: Tuple[int, ...]) -> VarianceState:
-        return VarianceState(name, {"r": zeros(math.prod(shape)), "v": zeros(math.prod(shape))})
-
-    def encode(self, grad: np.ndarray, state: VarianceState, step: Step) -> Encoded:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
         r, v = state.arrays["r"], state.arrays["v"]
         encoded = kernels.of(grad).encode_variance(
             grad, step.squares, r, v, state.indices,
@@ -57,19 +45,14 @@ class Variance(SelectiveCompressor):
         state.undo = [Undo("r", state.indices, r_before, replace=True), Undo("v", state.indices, v_before, replace=True)]
         return encoded
 
-    def residual(self, state: VarianceState) -> Optional[np.ndarray]:
-        return state.arrays["r"]
-
-    def accumulate(self, grad: np.ndarray, state: VarianceState, step: Step) -> bool:
+    def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         # Works as a gathered step that selects nothing. Elements with v = 0 are selected all the same, and are restored.
         r, v = state.arrays["r"], state.arrays["v"]
-        encoded = kernels.of(grad).encode_variance(
-            grad, step.squares, r, v, alpha=LARGEST, zeta=self.zeta, tau=0.0, error_feedback=False
-        )
+        encoded = kernels.of(grad).encode_variance(grad, step.squares, r, v, alpha=LARGEST, zeta=self.zeta, tau=0.0, error_feedback=False)
         indices, before = encoded.undo
         r[indices], v[indices] = before
         return encoded.finite
 
-    def forget_sent(self, state: VarianceState) -> None:
+    def forget_sent(self, state: State) -> None:
         super().forget_sent(state)
         state.arrays["v"].fill(0)
