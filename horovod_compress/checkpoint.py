@@ -52,7 +52,8 @@ def dense_until(state: Dict[str, Any], name: str) -> int:
 
 def wrong_count(where: str, number: Any) -> Difference:
     """The difference to a whole number of steps, if there is one."""
-    return None if _is_count(number) else (where, "a whole number", number)
+    whole = isinstance(number, numbers.Integral) and not isinstance(number, bool)
+    return None if whole and number >= 0 else (where, "a whole number", number)
 
 
 def refuse(difference: Difference) -> None:
@@ -72,13 +73,9 @@ def _unit(tensor: Tensor, key: str, unit: float) -> np.float32:
 
 def _wrong_dense_until(state: Dict[str, Any]) -> Difference:
     until = state.get("dense_until", {})
-    good = isinstance(until, dict) and all(map(_is_count, until.values()))
+    good = isinstance(until, dict) and not any(wrong_count(name, step) for name, step in until.items())
     return None if good else ("dense_until", "steps by tensor", until)
 
 
 def _layout(arrays: Dict[str, Dict[str, np.ndarray]]) -> Dict[str, Dict[str, str]]:
     return {name: {k: f"{a.dtype} of {a.shape}" for k, a in named.items()} for name, named in arrays.items()}
-
-
-def _is_count(number: Any) -> bool:
-    return isinstance(number, numbers.Integral) and not isinstance(number, bool) and int(number) >= 0

@@ -13,7 +13,7 @@ import numpy as np
 from . import checkpoint, kernels
 from .compressors.base import Compressor, Model, Step
 from .plan import compressor_for
-from .requests import FLOAT32, TensorStep
+from .requests import DECLARABLE, FLOAT32, TensorStep
 from .step import SENT, SPENT, Tensor, tensor_step
 
 _log = logging.getLogger("horovod_compress")
@@ -45,8 +45,6 @@ class Driver(ABC):
         self._dense_was_logged = False
         self._latest = Transaction()  # the one that a tensor came to last
 
-    # -- steps ------------------------------------------------------------------------------------------------------------
-
     @abstractmethod
     def end_step(self) -> None:
         """Ends the last step where that has not happened yet. RuntimeError in the middle of one."""
@@ -54,6 +52,10 @@ class Driver(ABC):
     @abstractmethod
     def open_tensors(self) -> Collection[str]:
         """Names of the tensors that are submitted and not finished."""
+
+    @abstractmethod
+    def _steps_taken(self) -> Any:
+        """What a state says of them: a number, or one for each tensor."""
 
     def _refuse_in_step(self) -> None:
         names = self.open_tensors()
@@ -82,7 +84,7 @@ class Driver(ABC):
         latest = self._latest
         committed, latest.finite = latest.ended and latest.finite, False
         self.end_step()
-        if committed:
+        if committed and latest.tensors:
             self._steps_undone += 1
             for tensor in latest.tensors:
                 tensor.put_back()
@@ -96,14 +98,16 @@ class Driver(ABC):
         """Makes a tensor known."""
         chosen = compressor_for(variant, name, shape)
         digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
-        state = chosen.init(name, shape)
-        undeclared = [key for key in state.arrays if key not in chosen.kept]
+        state, declared = chosen.init(name, shape), chosen.collectives(self._now.size)
+        undeclared = [key for key in state.arrays if getattr(chosen.kept.get(key), "role", None) not in ("local", "shared")]
         if undeclared:
-            raise ValueError(f"{chosen.id} keeps {', '.join(undeclared)}, of which its `kept` does not say what they are")
+            raise ValueError(f"{chosen.id} keeps {', '.join(undeclared)}: `kept` must say of each array of the state whether it is LOCAL or SHARED")
+        if not isinstance(declared, tuple) or not declared or not DECLARABLE.issuperset(declared):
+            raise ValueError(f"{chosen.id}: `collectives` must return a tuple of some of {sorted(DECLARABLE)}, not {declared!r}")
         if type(chosen) is type(self.compressor):
             self._model.add(name, math.prod(shape))
             state.model = self._model
-        tensor = self._tensors[name] = Tensor(name, tuple(shape), chosen, state, digest, math.prod(shape))
+        tensor = self._tensors[name] = Tensor(name, chosen, state, digest, math.prod(shape), declared)
         return tensor
 
     def _known(self, name: str, grad: np.ndarray) -> Tensor:
@@ -136,9 +140,7 @@ class Driver(ABC):
         self.end_step()
         for tensor in self._tensors.values():
             tensor.rescale(unit / self._now.unit)
-        self._now = self._now.replace(unit=unit)
-
-    # -- between steps ----------------------------------------------------------------------------------------------------
+        self._now = dataclasses.replace(self._now, unit=unit)
 
     @property
     def keeps_state(self) -> bool:
@@ -156,9 +158,10 @@ class Driver(ABC):
         """What a state must have in common with what it is loaded into."""
         return {"id": self.compressor.id, "rank": self._now.rank, "size": self._now.size, "seed": self.compressor.seed}
 
-    def _saved(self, step: Any) -> Dict[str, Any]:
+    def state_dict(self) -> Dict[str, Any]:
+        """This rank's state as plain values and copied arrays, without the loss scale."""
         self.arrays()
-        return checkpoint.saved(self._identity(), self._tensors.values(), step, self._now.unit)
+        return checkpoint.saved(self._identity(), self._tensors.values(), self._steps_taken(), self._now.unit)
 
     def stats(self) -> Dict[str, float]:
         """Totals of this rank since the start, by name:

@@ -55,8 +55,6 @@ class Exchange(Driver):
         self._in_rounds: List[_Pending] = []  # of those, with exchanges to come before they have a payload
         self._numbers: Any = None  # with sums: waits for the ranks' numbers of this step; False once they were compared
 
-    # -- a step ---------------------------------------------------------------------------------------------------------
-
     def submit(self, name: str, grad: np.ndarray, squares: Optional[np.ndarray] = None, lr: Optional[float] = None) -> np.ndarray:
         """Takes a tensor's flat float32 gradient into the step; returns the carrier for the host to reduce, in place.
 
@@ -66,7 +64,7 @@ class Exchange(Driver):
         """
         if self._steps and (not self._open or name in self._steps):
             self._end()
-        step = self._now if squares is None and lr is None else self._now.replace(squares=squares, lr=lr)
+        step = self._now if squares is None and lr is None else dataclasses.replace(self._now, squares=squares, lr=lr)
         tensor, transaction = self._known(name, grad), self._transaction
         pending = self._open[name] = _Pending(tensor, grad, self._begin(tensor, grad, step))
         self._steps[name] = pending.step
@@ -117,7 +115,10 @@ class Exchange(Driver):
         elif reduced.dtype == FLOAT32 and reduced is not pending.grad:
             np.copyto(pending.grad, reduced)
             reduced = pending.grad
-        outcome = pending.step.send((reduced, arrived))
+        try:
+            outcome = pending.step.send((reduced, arrived))
+        except StopIteration:
+            raise RuntimeError(f"{name}: its step has failed before: submit it again") from None
         if outcome.result is not pending.grad:
             np.copyto(pending.grad, outcome.result)
         if not outcome.finite:
@@ -191,7 +192,7 @@ class Exchange(Driver):
         self._begin_at(self._now.index + 1)
 
     def _begin_at(self, index: int) -> None:
-        self._now = self._now.replace(index=index, rank=self.transport.rank, size=self.transport.size)
+        self._now = dataclasses.replace(self._now, index=index, rank=self.transport.rank, size=self.transport.size)
         self._transaction, self._numbers = Transaction(index), None
 
     def reject(self) -> None:
@@ -206,17 +207,13 @@ class Exchange(Driver):
         if self._steps:
             self._end()
 
-    # -- between steps --------------------------------------------------------------------------------------------------
-
     def replace(self, name: str, **options: Any) -> None:
         """Changes options of one tensor's compressor between steps (a momentum that a scheduler has changed)."""
         tensor = self._tensors[name]
         tensor.compressor = dataclasses.replace(tensor.compressor, **options)
 
-    def state_dict(self) -> Dict[str, Any]:
-        """This rank's state as plain values and copied arrays, without the loss scale."""
-        self.end_step()
-        return self._saved(self._now.index)
+    def _steps_taken(self) -> int:
+        return self._now.index
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Continues from a state_dict of the same rank, size and model. ValueError, and nothing changed, for any other."""
@@ -226,4 +223,4 @@ class Exchange(Driver):
         for name, tensor in self._tensors.items():
             tensor.dense_until = checkpoint.dense_until(state, name)
         self._begin_at(step)
-        self._latest = self._transaction
+        self._latest = Transaction()

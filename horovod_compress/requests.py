@@ -21,6 +21,13 @@ class Collective(NamedTuple):
     op: str = ""
 
 
+DECLARABLE = {
+    *(Collective("host", dtype) for dtype in ("float32", "float16")),
+    *(Collective("allreduce", dtype, op) for dtype in ("float32", "int32", "int64") for op in ("sum", "max")),
+    Collective("allgather", "uint8"), Collective("alltoall", "uint8"),
+}
+
+
 class Exchanged:
     """A request that hands an array in."""
 

@@ -7,7 +7,7 @@ TensorFlow adapter's graph, and `lockstep`, N ranks in one process.
 import dataclasses
 import math
 from types import GeneratorType
-from typing import Any, Dict, Generator, Optional, Union
+from typing import Any, Dict, Generator, Optional, Tuple, Union
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from . import wire
 from .compressors.base import Compressor, State, Step
 from .handshake import MismatchError
 from .kernels import Encoded
-from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Exchanged, Final, HostReduce, Outcome, Payload, StepNorm, TensorStep
+from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Collective, Exchanged, Final, HostReduce, Outcome, Payload, StepNorm, TensorStep
 
 SENT = ("bytes_sent", "dense_bytes", "elements_sent")
 SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")  # what tensors share is one of theirs
@@ -28,17 +28,19 @@ _TRIES = 16  # of measured payloads that were too large: what trying again costs
 class Tensor:
     """A tensor of a compression on one rank.
 
-    digest: uint32 of configuration and tensor, on every frame; carrier: a single 1, for the host; dense_until: the step from which on
+    digest: uint32 of configuration and tensor, on every frame; declared: what its compressor says that a step exchanges; checked: whether
+    the first step has kept to that, and to the rest of the contract; carrier: a single 1, for the host; dense_until: the step from which on
     payloads of measured size are gathered again; bits: what an element of the open step's payload takes, where that is known
     beforehand; before_step: where steps can be discarded, the state's arrays before the last one.
     """
 
     name: str
-    shape: tuple
     compressor: Compressor
     state: State
     digest: int
     numel: int
+    declared: Tuple[Collective, ...]
+    checked: bool = False
     carrier: HostReduce = dataclasses.field(default_factory=lambda: HostReduce(np.ones(1, np.float32)))
     dense_until: int = 0
     bits: Optional[float] = None
@@ -97,15 +99,17 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
         if step.clip_norm is not None:
             one = tensor.one()
             squared_norm, handed_over = yield StepNorm(grad, one)
-            step = step.replace(scale=_clipping(step, squared_norm))
+            step = dataclasses.replace(step, scale=_clipping(step, squared_norm))
             carrier = one if handed_over else None
         encoded = (compressor.encode_dense if dense else compressor.encode)(grad, state, step)
         if carrier is None:
             carrier = encoded if isinstance(encoded, HostReduce) else tensor.one()
             yield carrier
         tensor.count(carrier)
-        payload = encoded if isinstance(encoded, _PAYLOADS) else (yield from _rounds(tensor, encoded))
+        payload = encoded if isinstance(encoded, _PAYLOADS) else (yield from _rounds(tensor, encoded, step.size))
         final = _NOTHING_MORE if payload is carrier else Final(_last_request(tensor, payload, step))
+        if not tensor.checked:
+            _check(tensor, payload, grad)
         tensor.counters["elements_sent"] += payload.elements if isinstance(payload, Encoded) else tensor.numel
         reduced, arrived = yield final
         outcome = [_decode(tensor, payload, grad, step, reduced, arrived)]
@@ -129,7 +133,7 @@ def conclude(step: TensorStep, succeeded: bool) -> None:
         return
 
 
-def _rounds(tensor: Tensor, encoding: Any) -> Generator[Exchanged, Any, Payload]:
+def _rounds(tensor: Tensor, encoding: Any, size: int) -> Generator[Exchanged, Any, Payload]:
     """What a compressor asks for before it has its payload, counted; returns the payload. TypeError for what is neither."""
     answer = None
     while isinstance(encoding, GeneratorType):
@@ -140,11 +144,28 @@ def _rounds(tensor: Tensor, encoding: Any) -> Generator[Exchanged, Any, Payload]
             break
         if not isinstance(request, (Allreduce, Allgather, Alltoall)):
             raise TypeError(f"{tensor.compressor.id}: encode yields Allreduce, Allgather or Alltoall, not an object of {type(request)}")
+        if request.collective not in tensor.declared:
+            raise ValueError(f"{tensor.compressor.id}: encode yields {request.collective}, and `collectives` declares {tensor.declared}")
+        if isinstance(request, Alltoall) and (len(request.splits) != size or min(request.splits) < 0 or sum(request.splits) != request.array.size):
+            raise ValueError(
+                f"{tensor.compressor.id}: an alltoall of {request.array.size} bytes on {size} ranks needs {size} splits that add up to those, "
+                f"not {list(request.splits)}"
+            )
         tensor.count(request)
         answer = yield request
     if not isinstance(encoding, _PAYLOADS):
         raise TypeError(f"{tensor.compressor.id}: encode returns Encoded, Allreduce or HostReduce, not an object of {type(encoding)}")
     return encoding
+
+
+def _check(tensor: Tensor, payload: Payload, grad: np.ndarray) -> None:
+    """Raises ValueError where a tensor's first payload is not what its compressor has declared, or what all ranks can add to."""
+    tensor.checked = True
+    found = Collective("allgather", "uint8") if isinstance(payload, Encoded) else payload.collective
+    if found != tensor.declared[-1] and not isinstance(payload, HostReduce):
+        raise ValueError(f"{tensor.compressor.id}: encode returns {found}, and `collectives` declares {tensor.declared}")
+    if isinstance(payload, Encoded) and payload.finite and grad.any():
+        raise ValueError(f"{tensor.compressor.id}: encode must leave the gradient zero, because payloads are added to it")
 
 
 def _last_request(tensor: Tensor, payload: Payload, step: Step) -> Union[Allreduce, Allgather]:

@@ -43,10 +43,6 @@ class Step:
     unit: float = 1.0
     clip_norm: Optional[float] = None
 
-    def replace(self, **changes: Any) -> "Step":
-        """This step with other values."""
-        return dataclasses.replace(self, **changes)
-
 
 class Model:
     """All tensors of a compressor, concatenated to one vector in an order that is the same on all ranks."""
@@ -179,8 +175,8 @@ class Compressor(ABC):
     @abstractmethod
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
         """This rank's payload: HostReduce or Allreduce, of `horovod_compress.requests`, or Encoded. grad is flat float32, and this method may change
-        it. It is a generator where ranks must agree on something first: it yields an Allreduce, Allgather or Alltoall, and is sent the result. All
-        tensors of a step go through these rounds together."""
+        it; where it returns Encoded it leaves grad zero, because payloads are added there. It is a generator where ranks must agree first: it
+        yields an Allreduce, Allgather or Alltoall, and is sent the result. All tensors of a step go through these rounds together."""
 
     def payload_bits(self, step: Step) -> Optional[float]:
         """Bits of this step's Encoded payload for each element of the tensor; None where they depend on the gradients. The exchange

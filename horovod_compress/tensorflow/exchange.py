@@ -10,7 +10,7 @@ from .. import checkpoint
 from ..compressors.base import Compressor
 from ..driver import Driver, Transaction
 from ..handshake import first_difference
-from ..requests import Allreduce, Alltoall, Collective, Final, StepNorm, TensorStep
+from ..requests import Allreduce, Alltoall, Final, StepNorm, TensorStep
 from ..step import check_step_numbers, conclude, step_numbers
 
 _KEPT = 100  # calls of functions
@@ -50,7 +50,6 @@ class GraphExchange(Driver):
         self._begun: Dict[int, Tuple[Transaction, int]] = {}  # call → (its transaction, how many tensors are to come)
         self._pending: Dict[str, _Pending] = {}
         self._indices: Dict[str, int] = {}  # steps each tensor has taken
-        self._declared: Dict[str, Tuple[Collective, ...]] = {}  # what each tensor's operations move
         self.sends_number: Optional[str] = None
 
     def add(self, name: str, shape: tuple, variant: Compressor, saved: Optional[Saved] = None) -> Compressor:
@@ -65,8 +64,7 @@ class GraphExchange(Driver):
             except ValueError:
                 del self._tensors[name], self._indices[name]
                 raise
-        declared = self._declared[name] = tensor.compressor.collectives(self._now.size)
-        if self.sends_number is None and any(c.verb == "allreduce" and c.op == "sum" for c in declared):
+        if self.sends_number is None and any(c.verb == "allreduce" and c.op == "sum" for c in tensor.declared):
             self.sends_number = name
         return tensor.compressor
 
@@ -74,7 +72,7 @@ class GraphExchange(Driver):
         """Begins a step of so many tensors, on this rank of so many; returns the number of the call."""
         with self._lock:
             if (rank, size) != (self._now.rank, self._now.size):
-                self._now = self._now.replace(rank=rank, size=size)
+                self._now = dataclasses.replace(self._now, rank=rank, size=size)
             call = next(self._calls)
             self._begun.pop(call - _KEPT, None)  # some never bring all: what nobody uses is not computed
             self._begun[call] = Transaction(), tensors
@@ -98,7 +96,7 @@ class GraphExchange(Driver):
             self._latest = transaction
         tensor = self._known(name, grad)
         index = self._indices[name]
-        generator = self._begin(tensor, grad, self._now.replace(index=index, squares=squares, lr=lr))
+        generator = self._begin(tensor, grad, dataclasses.replace(self._now, index=index, squares=squares, lr=lr))
         self._indices[name] += 1
         transaction.tensors.append(tensor)
         pending = self._pending[name] = _Pending(generator, call, transaction, index)
@@ -156,7 +154,7 @@ class GraphExchange(Driver):
         request = _collective(pending.request)
         if request is None:
             return None
-        declared = self._declared[name]
+        declared = self._tensors[name].declared
         if request.collective not in declared[pending.stage : pending.stage + 1]:
             id = self._tensors[name].compressor.id
             raise RuntimeError(f"{id}: message {pending.stage} of a step is {request.collective}, but `collectives` declares {declared}")
@@ -184,10 +182,8 @@ class GraphExchange(Driver):
         for name in list(self._pending):
             self._end(name)
 
-    def state_dict(self) -> Dict[str, Any]:
-        """This rank's state as plain values and copied arrays."""
-        self.end_step()
-        return self._saved(dict(self._indices))
+    def _steps_taken(self) -> Dict[str, int]:
+        return dict(self._indices)
 
     def load_state_dict(self, state: Dict[str, Any]) -> Dict[str, Saved]:
         """Continues from a state_dict of the same rank, size and model. Returns what is in it for tensors that are not known yet:

@@ -250,6 +250,7 @@ class BoundCompression(Binding):
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. ValueError, with nothing changed, for any other."""
         self._exchange.load_state_dict(state)
+        self._results = None
 
 
 def _moments_of(compressor: Any, slots: List[_Slot]) -> Optional[Moments]:

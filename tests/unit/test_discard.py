@@ -56,6 +56,9 @@ def test_a_state_that_was_loaded_is_not_discarded():
         ex.load_state_dict(state)
         ex.discard()
         assert_same(copy_of(ex), state["tensors"])
+    undone = [ex.stats()["steps_undone"] for ex in exchanges]
+    run_step(exchanges, gradients(2))  # the next step counts
+    assert [ex.stats()["steps_undone"] for ex in exchanges] == undone == [0, 0]
 
 
 @pytest.mark.parametrize("spec", KEEPS_STATE)

@@ -7,7 +7,10 @@ import pytest
 
 import horovod_compress as hc
 from horovod_compress.compressors.base import Compressor
+from horovod_compress.kernels import Encoded, new_body
+from horovod_compress.lockstep import make_ranks
 from horovod_compress.requests import Allgather, Allreduce, Alltoall, Collective
+from horovod_compress.transport.loopback import Loopback
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -52,6 +55,10 @@ class Mistaken(Compressor):
 
     id = "mistaken"
     yields = returns = None
+    says = (Collective("alltoall", "uint8"), Collective("allgather", "uint8"))
+
+    def collectives(self, size):
+        return self.says
 
     def encode(self, grad, state, step):
         if type(self).yields is None:
@@ -68,9 +75,34 @@ class Mistaken(Compressor):
     (None, b"body", "not an object of <class 'bytes'>"),
     ("sum", Allreduce(np.zeros(1, np.float32)), "encode yields Allreduce, Allgather or Alltoall, not an object of <class 'str'>"),
     (Allgather(np.zeros(1, np.uint8)), [1.0], "encode returns Encoded, Allreduce or HostReduce, not an object of <class 'list'>"),
+    (Allreduce(np.zeros(1, np.float32), "max"), None, "encode yields Collective(verb='allreduce', dtype='float32', op='max')"),
+    (Alltoall(np.zeros(2, np.uint8), [1, 5]), None, "an alltoall of 2 bytes on 1 ranks needs 1 splits"),
+    (Alltoall(np.zeros(5, np.uint8), [4]), None, "add up to those, not [4]"),
+    (None, Allreduce(np.zeros(1, np.float32)), "encode returns Collective(verb='allreduce', dtype='float32', op='sum')"),
+    (None, Encoded(new_body(b"1"), 1), "encode must leave the gradient zero"),
 ])
 def test_what_no_step_can_use_is_named(yields, returns, words, monkeypatch):
     monkeypatch.setattr(Mistaken, "yields", yields)
     monkeypatch.setattr(Mistaken, "returns", returns)
-    with pytest.raises(TypeError, match=re.escape(words)):
+    if isinstance(yields, Allgather):
+        monkeypatch.setattr(Mistaken, "says", (yields.collective,))
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
         hc.simulate(Mistaken(), [[{"a": np.ones((3, 5), np.float32)}]])
+
+
+@pytest.mark.parametrize("says", [
+    (), Collective("allgather", "uint8"), (Collective("allgather", "float32"),), (Collective("allreduce", "float32", "min"),), None,
+])
+def test_declarations_that_no_graph_can_be_built_from_are_refused(says, monkeypatch):
+    monkeypatch.setattr(Mistaken, "says", says)
+    with pytest.raises(ValueError, match="mistaken: `collectives` must return a tuple"):
+        hc.simulate(Mistaken(), [[{"a": np.ones((3, 5), np.float32)}]])
+
+
+def test_a_step_that_has_failed_cannot_be_finished():
+    (exchange,) = make_ranks(hc.get_compressor("topk"), {"a": (40, 40)}, Loopback.group(1))
+    exchange.submit("a", np.ones(1600, np.float32))
+    exchange._tensors["a"].digest += 1
+    for error, words in ((hc.WireError, "made for another"), (RuntimeError, "a: its step has failed before: submit it again")):
+        with pytest.raises(error, match=words):
+            exchange.finish("a", np.ones(1, np.float32))
