@@ -19,7 +19,7 @@ from .handshake import Gathering, agree
 from .version import __version__
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order. Sets are
-# identified by their ranks here, because Horovod reuses the id of a removed set.
+# identified by their ranks here, because Horovod reuses the id of a removed set; that of all ranks, whose number may change, by none.
 _numbers: Dict[Tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
@@ -37,12 +37,11 @@ class Binding:
             )
         if self._process_set.process_set_id is None:
             raise ValueError("this process set is not registered: pass it to hvd.init() or hvd.add_process_set() first")
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
-            raise ValueError(
-                "elastic Horovod is not supported yet: what a compression keeps belongs to one rank of a fixed number. Start with "
-                "a fixed number of ranks, without --min-np, --max-np and --host-discovery-script"
-            )
-        self._label = f"hvdc.{self._process_set.process_set_id}.{next(_numbers[tuple(self._process_set.ranks or ())])}"
+        everyone = self._process_set.process_set_id == 0
+        if is_elastic() and not everyone:
+            raise ValueError("in an elastic job Horovod forgets process sets whenever ranks come or go: leave process_set out")
+        ranks = () if everyone else tuple(self._process_set.ranks or ())
+        self._label = f"hvdc.{self._process_set.process_set_id}.{next(_numbers[ranks])}"
         self._agreed = False
 
     _compressor: Compressor
@@ -83,6 +82,11 @@ class Binding:
     def discard(self) -> None:
         """Forgets the last step, as if its gradients had never been; to be called on all ranks. Needs discardable=True."""
         self._exchange.discard()
+
+
+def is_elastic() -> bool:
+    """Whether ranks may come and go in this job, as horovodrun tells its ranks."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def requested_compressor(spec: Any, optimizer: Any, plain_sgd: bool) -> Any:

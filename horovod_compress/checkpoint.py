@@ -1,53 +1,99 @@
-"""A compression's state in and out: plain values and arrays, of one rank."""
+"""A compression's state in and out: plain values and arrays, of one rank or, portable, the mean of all ranks."""
 import numbers
-from typing import Any, Callable, Dict, Iterable, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from .handshake import first_difference
+from .handshake import agree, first_difference, gather
 from .step import Tensor
+from .transport.base import Transport
 
+Arrays = Dict[str, Dict[str, np.ndarray]]  # by tensor and array name
 Difference = Optional[Tuple[str, Any, Any]]
 _FORMAT = 1
+_HEADER = ("format", "id", "rank", "size", "seed", "step")
 
 
-def saved(identity: Dict[str, Any], tensors: Iterable[Tensor], step: Any, unit: float) -> Dict[str, Any]:
-    """A state_dict: what `identity` says of algorithm and rank, and copies of the tensors' arrays, without the loss scale `unit`."""
+class Saved(NamedTuple):
+    """What a state_dict says, read. header: all but the arrays; its rank is None where the arrays are means over all ranks."""
+
+    header: Dict[str, Any]
+    arrays: Arrays
+
+
+def saved(
+    identity: Dict[str, Any], tensors: Iterable[Tensor], step: Any, unit: float, into: Optional[Dict[str, Any]] = None
+) -> Dict[str, Any]:
+    """A state_dict: what `identity` says of algorithm and rank, and copies of the tensors' arrays, without the loss scale `unit`. into: one of
+    the same tensors that is not needed any more, whose arrays' memory is used again."""
     tensors = list(tensors)
+
+    def copied(tensor: Tensor) -> Dict[str, np.ndarray]:
+        memory = into["tensors"][tensor.name] if into else {}
+        return {key: np.divide(array, _unit(tensor, key, unit), out=memory.get(key)) for key, array in tensor.state.arrays.items()}
+
     return {
         "format": _FORMAT,
         **identity,
         "step": step,
         "dense_until": {tensor.name: tensor.dense_until for tensor in tensors},
-        "tensors": {t.name: {key: array / _unit(t, key, unit) for key, array in t.state.arrays.items()} for t in tensors},
+        "tensors": {tensor.name: copied(tensor) for tensor in tensors},
     }
 
 
-def checked(state: Any, identity: Dict[str, Any], wrong_step: Callable[[Any], Difference]) -> Tuple[Dict[str, Dict[str, np.ndarray]], Any]:
-    """(arrays by tensor, step) of a state_dict. ValueError for one of another algorithm, seed, rank or number of ranks."""
-    expected = {"format": _FORMAT, **identity}
+def portable(state: Dict[str, Any], transport: Transport, label: str) -> Dict[str, Any]:
+    """The state_dict of which this rank's is `state`, for any number of ranks: the mean over all ranks of every array, which leaves those that are
+    alike on all ranks as they are. All ranks call it. MismatchError where they are not at the same step."""
+    said = {key: value for key, value in state.items() if key not in ("rank", "tensors")}
+    agree(transport, f"{label}.portable", {**said, "tensors": _layout(state["tensors"])}, what="called state_dict(portable=True)")
+    return {**state, "rank": None, "tensors": _means_over_ranks(state["tensors"], transport, label)}
+
+
+def synced(state: Dict[str, Any], transport: Transport, label: str, even: bool = False) -> Dict[str, Any]:
+    """What this rank, whose state_dict is `state`, goes on from where ranks have come or gone: all from rank 0's step. Ranks at that step keep
+    what is theirs, or with `even` get the mean of those; the others, which have just begun or failed elsewhere, get that mean. All ranks call
+    it."""
+    said = gather(transport, f"{label}.state", {key: state[key] for key in ("step", "dense_until")})
+    counting = [each["step"] == said[0]["step"] for each in said]
+    own = counting[transport.rank]
+    if all(counting) and not even:
+        return state
+    means = _means_over_ranks(state["tensors"], transport, label, own, sum(counting))
+    return {**state, **said[0], "tensors": state["tensors"] if own and not even else means}
+
+
+def read(state: Any) -> Saved:
+    """A state_dict's parts. ValueError for what is none."""
     try:
-        found = {key: state[key] for key in expected}
+        header = {key: state[key] for key in _HEADER}
+        header["dense_until"] = state.get("dense_until", {})  # The first files have none.
         arrays = {name: {key: np.asarray(a) for key, a in named.items()} for name, named in state["tensors"].items()}
-        step = state["step"]
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"not a state_dict of a compression: {error!r}") from None
-    refuse(first_difference(expected, found) or wrong_step(step) or _wrong_dense_until(state))
-    return arrays, step
+    rank, size = header["rank"], header["size"]
+    refuse(wrong_count("size", size) or (None if rank is None else wrong_count("rank", rank)))
+    return Saved(header, arrays)
 
 
-def restore(tensors: Iterable[Tensor], arrays: Dict[str, Dict[str, np.ndarray]], unit: float) -> None:
+def checked(state: Any, identity: Dict[str, Any], wrong_step: Callable[[Any], Difference]) -> Saved:
+    """What this rank is to load, of what load_state_dict was given: its own state_dict, a portable one, or all ranks' in any order. Of those it
+    is its own at the same number of ranks, else their mean. ValueError for states of another algorithm, seed, rank or number of ranks."""
+    found = _joined(state, identity) if isinstance(state, (list, tuple)) else read(state)
+    expected = {"format": _FORMAT, **identity}
+    if found.header["rank"] is None:
+        expected.update(rank=None, size=found.header["size"])
+    difference = first_difference(expected, {key: found.header[key] for key in expected})
+    refuse(difference or wrong_step(found.header["step"]) or _wrong_dense_until(found.header["dense_until"]))
+    return found
+
+
+def restore(tensors: Iterable[Tensor], arrays: Arrays, unit: float) -> None:
     """Copies a state's arrays into the tensors', under the loss scale `unit`. ValueError, and nothing changed, where they do not fit."""
     tensors = list(tensors)
     refuse(first_difference(_layout({t.name: t.state.arrays for t in tensors}), _layout(arrays)))
     for tensor in tensors:
         for key, array in tensor.state.arrays.items():
             np.multiply(arrays[tensor.name][key], _unit(tensor, key, unit), out=array)
-
-
-def dense_until(state: Dict[str, Any], name: str) -> int:
-    """The step in a state_dict until which a tensor goes dense; files of before that have none."""
-    return state.get("dense_until", {}).get(name, 0)
 
 
 def wrong_count(where: str, number: Any) -> Difference:
@@ -62,8 +108,57 @@ def refuse(difference: Difference) -> None:
         where, expected, found = difference
         raise ValueError(
             f"this state does not fit: {where} is {found} in it and {expected} here. A compression's state belongs to one rank: "
-            "save and load one file a rank, at the same number of ranks and with the same model"
+            "save and load one file a rank, at the same number of ranks and with the same model. For another number of ranks load the list of all "
+            "ranks' states, or one that was saved with portable=True"
         )
+
+
+def _joined(states: Sequence[Any], identity: Dict[str, Any]) -> Saved:
+    """What this rank loads of the states of all ranks. ValueError where one is missing, comes twice or is not of the others' job and step."""
+    by_rank: Dict[Any, Saved] = {}
+    for each in map(read, states):
+        rank, first = each.header["rank"], next(iter(by_rank.values()), each)
+        if rank is None:
+            raise ValueError("a state that was saved with portable=True holds all ranks: load it by itself, not in a list")
+        if rank in by_rank:
+            raise ValueError(f"two of the {len(states)} states are of rank {rank}: load the list of all ranks' states, each once")
+        difference = first_difference(_said_by_all(first), _said_by_all(each))
+        if difference:
+            where, expected, found = difference
+            raise ValueError(
+                f"the states of rank {first.header['rank']} and rank {rank} do not belong together: {where} is {expected} in the first and "
+                f"{found} in the second. Load the states that the ranks of one job have saved at one step"
+            )
+        by_rank[rank] = each
+    size = next(iter(by_rank.values())).header["size"] if by_rank else identity["size"]
+    missing = [str(rank) for rank in range(size) if rank not in by_rank]
+    if missing:
+        raise ValueError(f"the state of rank {', '.join(missing)} is missing: load the list of all {size} ranks' states")
+    if size == identity["size"]:
+        return by_rank[identity["rank"]]
+    return Saved({**by_rank[0].header, "rank": None}, _mean_of([by_rank[rank].arrays for rank in range(size)]))
+
+
+def _mean_of(ranks: Sequence[Arrays]) -> Arrays:
+    """Summed with more digits than the arrays have: the mean of what is alike on all ranks is the same, to the last bit."""
+    return {
+        name: {key: np.mean([arrays[name][key] for arrays in ranks], axis=0, dtype=np.float64).astype(array.dtype) for key, array in named.items()}
+        for name, named in ranks[0].items()
+    }
+
+
+def _means_over_ranks(arrays: Arrays, transport: Transport, label: str, counts: bool = True, ranks: Optional[int] = None) -> Arrays:
+    """The same as `_mean_of`, of the arrays of those ranks that count, of which there are `ranks`, default all. All ranks call it."""
+
+    def mean(name: str, array: np.ndarray) -> np.ndarray:
+        summed = transport.allreduce(name, array.astype(np.float64) if counts else np.zeros(array.shape))()
+        return (summed / (ranks or transport.size)).astype(array.dtype)
+
+    return {name: {key: mean(f"{label}.{name}.{key}", array) for key, array in named.items()} for name, named in arrays.items()}
+
+
+def _said_by_all(state: Saved) -> Dict[str, Any]:
+    return {**{key: value for key, value in state.header.items() if key != "rank"}, "tensors": _layout(state.arrays)}
 
 
 def _unit(tensor: Tensor, key: str, unit: float) -> np.float32:
@@ -71,11 +166,10 @@ def _unit(tensor: Tensor, key: str, unit: float) -> np.float32:
     return np.float32(unit ** tensor.compressor.kept[key].degree)
 
 
-def _wrong_dense_until(state: Dict[str, Any]) -> Difference:
-    until = state.get("dense_until", {})
+def _wrong_dense_until(until: Any) -> Difference:
     good = isinstance(until, dict) and not any(wrong_count(name, step) for name, step in until.items())
     return None if good else ("dense_until", "steps by tensor", until)
 
 
-def _layout(arrays: Dict[str, Dict[str, np.ndarray]]) -> Dict[str, Dict[str, str]]:
+def _layout(arrays: Arrays) -> Dict[str, Dict[str, str]]:
     return {name: {k: f"{a.dtype} of {a.shape}" for k, a in named.items()} for name, named in arrays.items()}

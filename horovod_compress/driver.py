@@ -6,7 +6,7 @@ import logging
 import math
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, Collection, Dict, List
+from typing import Any, Collection, Dict, List, Optional
 
 import numpy as np
 
@@ -32,12 +32,14 @@ class Transaction:
 
 class Driver(ABC):
     """One rank's side of a compression. compressor: the configuration in force; discardable: each step begins with a copy of the state,
-    and one that is not finite, or discarded, leaves no trace in it; else such a step's gradients stay in residuals."""
+    and one that is not finite, or discarded, leaves no trace in it; else such a step's gradients stay in residuals; dense_alone: where there
+    is one rank only, nothing is held back, because nothing travels."""
 
-    def __init__(self, compressor: Compressor, rank: int, size: int, label: str, discardable: bool) -> None:
+    def __init__(self, compressor: Compressor, rank: int, size: int, label: str, discardable: bool, dense_alone: bool = False) -> None:
         self.compressor = compressor
         self._label = label
         self._discardable = discardable
+        self._dense_alone = dense_alone
         self._tensors: Dict[str, Tensor] = {}
         self._model = Model()
         self._now = Step(0, rank, size, clip_norm=compressor.clip_norm)
@@ -48,6 +50,19 @@ class Driver(ABC):
     @abstractmethod
     def end_step(self) -> None:
         """Ends the last step where that has not happened yet. RuntimeError in the middle of one."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Gives up what is under way, as if it had not been finite."""
+
+    @abstractmethod
+    def _continue_from(self, saved: checkpoint.Saved) -> Any:
+        """Makes a state that was read this rank's; what that returns, `load_state_dict` does. ValueError, and nothing changed, where it does
+        not fit."""
+
+    @abstractmethod
+    def _wrong_steps(self, steps: Any) -> checkpoint.Difference:
+        """The difference to what `_steps_taken` may have returned, if there is one."""
 
     @abstractmethod
     def open_tensors(self) -> Collection[str]:
@@ -123,7 +138,8 @@ class Driver(ABC):
         """The generator of a tensor's step."""
         if self._discardable:
             tensor.keep()
-        dense = tensor.goes_dense(step)
+        alone = self._dense_alone and step.size == 1 and tensor.compressor.residual(tensor.state) is not None
+        dense = not alone and tensor.goes_dense(step)
         if dense and not self._dense_was_logged:
             self._dense_was_logged = True
             if step.rank == 0:
@@ -131,7 +147,7 @@ class Driver(ABC):
                     "%s: at step %d gathering %s from %d ranks would move more than a dense exchange does: it goes dense, and so do "
                     "other tensors wherever that is so", self.compressor.id, step.index, tensor.name, step.size,
                 )
-        return tensor_step(tensor, grad, step, dense)
+        return tensor_step(tensor, grad, step, dense or alone)
 
     def rescale(self, unit: float) -> None:
         """From the next step on, gradients come times `unit`, a loss scale; brings what is kept of earlier ones to it."""
@@ -141,6 +157,14 @@ class Driver(ABC):
         for tensor in self._tensors.values():
             tensor.rescale(unit / self._now.unit)
         self._now = dataclasses.replace(self._now, unit=unit)
+
+    def resize(self, rank: int, size: int, label: str) -> None:
+        """From the next step on, this is rank `rank` of `size`, and names of collectives begin with `label`. What is kept stays."""
+        self.end_step()
+        self._label = label
+        self._now = dataclasses.replace(self._now, rank=rank, size=size)
+        for tensor in self._tensors.values():
+            tensor.declared, tensor.checked = tensor.compressor.collectives(size), False
 
     @property
     def keeps_state(self) -> bool:
@@ -158,10 +182,21 @@ class Driver(ABC):
         """What a state must have in common with what it is loaded into."""
         return {"id": self.compressor.id, "rank": self._now.rank, "size": self._now.size, "seed": self.compressor.seed}
 
-    def state_dict(self) -> Dict[str, Any]:
-        """This rank's state as plain values and copied arrays, without the loss scale."""
+    def state_dict(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+        """This rank's state as plain values and copied arrays, without the loss scale. into: a state_dict of the same driver that is not needed
+        any more; its memory is used again."""
         self.arrays()
-        return checkpoint.saved(self._identity(), self._tensors.values(), self._steps_taken(), self._now.unit)
+        return checkpoint.saved(self._identity(), self._tensors.values(), self._steps_taken(), self._now.unit, into)
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Continues from what `checkpoint.checked` finds for this rank in a state_dict, or in a list of all ranks'. ValueError, and nothing
+        changed, where that does not fit."""
+        return self._continue_from(checkpoint.checked(state, self._identity(), self._wrong_steps))
+
+    def go_back_to(self, state: Dict[str, Any]) -> None:
+        """Continues from a state_dict of this driver, whatever its rank was then. A step that is under way is given up."""
+        self.abandon()
+        self._continue_from(checkpoint.read(state))
 
     def stats(self) -> Dict[str, float]:
         """Totals of this rank since the start, by name:

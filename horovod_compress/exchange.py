@@ -37,14 +37,14 @@ class Exchange(Driver):
 
     compressor: the configuration that is in force; tensors: {name: (shape, compressor)}, the compressor being this one or
     a variant (other momentum for another parameter group). Every tensor of a step is submitted before the first is finished; a step
-    ends when all that was submitted is finished. label: what its collectives' names begin with; discardable: as in Driver.
+    ends when all that was submitted is finished. label: what its collectives' names begin with; discardable, dense_alone: as in Driver.
     """
 
     def __init__(
         self, compressor: Compressor, transport: Transport, tensors: Dict[str, Tuple[tuple, Compressor]], label: str = "hvdc",
-        discardable: bool = False,
+        discardable: bool = False, dense_alone: bool = False,
     ) -> None:
-        super().__init__(compressor, transport.rank, transport.size, label, discardable)
+        super().__init__(compressor, transport.rank, transport.size, label, discardable, dense_alone)
         self.transport = transport
         for name, (shape, variant) in tensors.items():
             self._add(name, shape, variant)
@@ -215,12 +215,17 @@ class Exchange(Driver):
     def _steps_taken(self) -> int:
         return self._now.index
 
-    def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Continues from a state_dict of the same rank, size and model. ValueError, and nothing changed, for any other."""
-        arrays, step = checkpoint.checked(state, self._identity(), lambda step: checkpoint.wrong_count("step", step))
+    def _wrong_steps(self, steps: Any) -> checkpoint.Difference:
+        return checkpoint.wrong_count("step", steps)
+
+    def abandon(self) -> None:
+        if self._open:
+            self._end()
+
+    def _continue_from(self, saved: checkpoint.Saved) -> None:
         self.arrays()
-        checkpoint.restore(self._tensors.values(), arrays, self._now.unit)
+        checkpoint.restore(self._tensors.values(), saved.arrays, self._now.unit)
         for name, tensor in self._tensors.items():
-            tensor.dense_until = checkpoint.dense_until(state, name)
-        self._begin_at(step)
+            tensor.dense_until = saved.header["dense_until"].get(name, 0)
+        self._begin_at(saved.header["step"])
         self._latest = Transaction()

@@ -4,7 +4,7 @@ import hashlib
 import json
 import threading
 import warnings
-from typing import Any, Callable, Iterator, Optional, Protocol, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Protocol, Tuple
 
 import numpy as np
 
@@ -51,14 +51,19 @@ def agree(transport: Gathering, label: str, description: Any, what: str = _FIRST
         digests = transport.allgather(f"{label}.digest", np.frombuffer(digest, np.uint8).copy())().reshape(transport.size, -1)
     if (digests == digests[0]).all():
         return
-    line = np.frombuffer(json.dumps(description).encode() + b"\n", np.uint8).copy()
-    texts = transport.allgather(f"{label}.description", line)().tobytes().split(b"\n")
-    descriptions = [json.loads(text) for text in texts[: transport.size]]
+    descriptions = gather(transport, f"{label}.description", description)
     for rank, other in enumerate(descriptions):
         difference = first_difference(descriptions[0], other)
         if difference:  # 0 and 0.0 are written differently, and are the same
             where, expected, found = difference
             raise MismatchError(f"rank {rank} differs from rank 0 in {where}: {found} on rank {rank}, {expected} on rank 0. {advice}")
+
+
+def gather(transport: Gathering, name: str, value: Any) -> List[Any]:
+    """The ranks' values, nested and JSON-able, in rank order."""
+    line = np.frombuffer(json.dumps(value).encode() + b"\n", np.uint8).copy()
+    texts = transport.allgather(name, line)().tobytes().split(b"\n")
+    return [json.loads(text) for text in texts[: transport.size]]
 
 
 def first_difference(expected: Any, found: Any, path: str = "") -> Optional[Tuple[str, Any, Any]]:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from .. import kernels
-from ..binding import Binding, momentum_of, requested_compressor, warn_once
+from ..binding import Binding, is_elastic, momentum_of, requested_compressor, warn_once
 from ..compressors.base import Compressor
 from ..handshake import agree
 from ..requests import Collective
@@ -99,6 +99,11 @@ class BoundCompression(Binding):
     """
 
     def __init__(self, spec: Any, optimizer: Any = None, process_set: Any = None, discardable: bool = False) -> None:
+        if is_elastic():
+            raise ValueError(
+                "elastic Horovod is not supported yet in TensorFlow: what a compression keeps belongs to one rank of a fixed number. Start with "
+                "a fixed number of ranks, without --min-np, --max-np and --host-discovery-script"
+            )
         super().__init__(hvd, process_set, hint="variables need not be named in TensorFlow, and ")
         self._active = bool(self._process_set.included()) and self._process_set.size() > 1
         if not tf.compat.v1.executing_eagerly_outside_functions():

@@ -185,10 +185,13 @@ class GraphExchange(Driver):
     def _steps_taken(self) -> Dict[str, int]:
         return dict(self._indices)
 
-    def load_state_dict(self, state: Dict[str, Any]) -> Dict[str, Saved]:
-        """Continues from a state_dict of the same rank, size and model. Returns what is in it for tensors that are not known yet:
-        {name: (arrays, steps taken, dense until)}, for `add`. ValueError, and nothing changed, for any other state."""
-        arrays, steps = checkpoint.checked(state, self._identity(), _wrong_steps)
+    def abandon(self) -> None:
+        for name in self.open_tensors():
+            self._end(name)
+
+    def _continue_from(self, saved: checkpoint.Saved) -> Dict[str, Saved]:
+        """Returns what is in the state for tensors that are not known yet: {name: (arrays, steps taken, dense until)}, for `add`."""
+        steps, dense_until, arrays = saved.header["step"], saved.header["dense_until"], saved.arrays
         checkpoint.refuse(first_difference(dict.fromkeys(arrays, "there"), dict.fromkeys(steps, "there"), "step"))
         self.arrays()
         known = {name: arrays[name] for name in arrays if name in self._tensors}
@@ -196,14 +199,13 @@ class GraphExchange(Driver):
         self._latest = Transaction()
         for name in known:
             self._indices[name] = steps[name]
-            self._tensors[name].dense_until = checkpoint.dense_until(state, name)
-        return {name: (arrays[name], steps[name], checkpoint.dense_until(state, name)) for name in arrays if name not in known}
+            self._tensors[name].dense_until = dense_until.get(name, 0)
+        return {name: (arrays[name], steps[name], dense_until.get(name, 0)) for name in arrays if name not in known}
 
-
-def _wrong_steps(steps: Any) -> checkpoint.Difference:
-    if not isinstance(steps, dict):
-        return "step", "steps by tensor", steps
-    return next(filter(None, (checkpoint.wrong_count(f"step.{name}", number) for name, number in steps.items())), None)
+    def _wrong_steps(self, steps: Any) -> checkpoint.Difference:
+        if not isinstance(steps, dict):
+            return "step", "steps by tensor", steps
+        return next(filter(None, (checkpoint.wrong_count(f"step.{name}", number) for name, number in steps.items())), None)
 
 
 def _answer(request: Any, arrived: Message) -> Any:

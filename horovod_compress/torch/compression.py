@@ -4,7 +4,7 @@ import collections.abc
 import functools
 import inspect
 import weakref
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import horovod.torch as hvd
 import numpy as np
@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..binding import Binding, requested_compressor, warn_once
+from .. import checkpoint
+from ..binding import Binding, is_elastic, requested_compressor, warn_once
 from ..exchange import Exchange
-from ..handshake import agree
+from ..handshake import agree, gather
 from ..plan import compressor_for
 from ..transport.base import Transport
 from ..transport.horovod import HorovodTransport
@@ -74,7 +75,8 @@ class BoundCompression(Binding):
         process_set: Any = None, grad_scaler: Any = None, discardable: bool = False,
     ) -> None:
         super().__init__(hvd, process_set)
-        self._active = bool(self._process_set.included()) and hvd.size() > 1
+        self._elastic = is_elastic()  # Horovod reduces on one rank too then
+        self._active = bool(self._process_set.included()) and (hvd.size() > 1 or self._elastic)
         self._ranks = self._rank_and_size()
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"a compression is bound to a torch optimizer, its first argument, not to an object of {type(optimizer)}")
@@ -99,6 +101,7 @@ class BoundCompression(Binding):
             self._transport = MPITransport(hvd, self._process_set) if over_mpi else HorovodTransport(self._process_set)
         self._results: Optional[str] = None  # of the last step: "unused" until an optimizer's step begins, then "in use" until it ends
         self._optimizer: Optional[torch.optim.Optimizer] = None  # Horovod's, from the first gradient on
+        self._options_agreed = False  # all ranks' optimizers, since these ranks are together
         self._rates: Dict[int, float] = {}  # id(parameter) → learning rate of this step, where residuals follow it
         if self._active:
             _not_used_yet.add(self)
@@ -164,17 +167,21 @@ class BoundCompression(Binding):
 
     @functools.cached_property
     def _exchange(self) -> Exchange:  # made when it is first needed, because it allocates the state
-        return Exchange(self._compressor, self._transport, self._tensors, self._label, self._discardable)
+        return Exchange(self._compressor, self._transport, self._tensors, self._label, self._discardable, dense_alone=self._elastic)
 
     def _begin_step(self) -> None:
         rank, size = self._process_set.rank(), self._process_set.size()
         if (rank, size) != self._ranks:
-            raise RuntimeError(
-                f"this compression was made for rank {self._ranks[0]} of {self._ranks[1]}, and this is now rank {rank} of {size}: the ranks of "
-                "a compression must stay the same. Make a new one after hvd.init()"
-            )
+            if not self._elastic:
+                raise RuntimeError(
+                    f"this compression was made for rank {self._ranks[0]} of {self._ranks[1]}, and this is now rank {rank} of {size}: the ranks of "
+                    "a compression must stay the same. Make a new one after hvd.init()"
+                )
+            self._resize()  # ranks have left, and those that stay are not asked to synchronize
         scale = None if self._grad_scaler is None else self._grad_scaler.get_scale()
-        optimizer = self._optimizer = self._optimizer or self._attach(scale)
+        optimizer = self._optimizer = self._optimizer or self._attach()
+        if not self._options_agreed:
+            self._agree_on_options(optimizer, scale)
         if self._results == "unused":
             self._forget_or_warn()
         self._results = None
@@ -188,20 +195,23 @@ class BoundCompression(Binding):
         for name, options in self._takeover.changes(optimizer).items():
             self._exchange.replace(name, **options)
 
-    def _attach(self, scale: Optional[float]) -> torch.optim.Optimizer:
+    def _attach(self) -> torch.optim.Optimizer:
         """Begins to serve Horovod's optimizer, and returns it."""
         optimizer = horovod_internals.optimizer_of(self)
         _not_used_yet.discard(self)
-        self.handshake()
-        # The user can broadcast or load these options until here.
-        agree(
-            self._transport, f"{self._label}.step", {**_options(optimizer), "loss scale": scale},
-            advice="Where only some ranks have set or loaded it, call hvd.broadcast_optimizer_state(optimizer, root_rank=0) before training",
-        )
         # The hooks are not compiled with the step, because the compiler would consider what they change constant.
         optimizer.register_step_pre_hook(torch.compiler.disable(lambda *_: self._before_step(optimizer)))
         optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: self._after_step()))
         return optimizer
+
+    def _agree_on_options(self, optimizer: torch.optim.Optimizer, scale: Optional[float]) -> None:
+        """Compares what the user can broadcast or load until the first gradient."""
+        self.handshake()
+        agree(
+            self._transport, f"{self._label}.step", {**_options(optimizer), "loss scale": scale},
+            advice="Where only some ranks have set or loaded it, call hvd.broadcast_optimizer_state(optimizer, root_rank=0) before training",
+        )
+        self._options_agreed = True
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._results:
@@ -235,9 +245,15 @@ class BoundCompression(Binding):
     def __repr__(self) -> str:
         return f"<{self._compressor!r} bound to {len(self._slots)} parameters>"
 
-    def state_dict(self) -> Dict[str, Any]:
-        """This rank's residuals and momentum, as tensors and plain values: for torch.save, one file a rank, next to the model's and optimizer's."""
+    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
+        """This rank's residuals and momentum, as tensors and plain values: for torch.save, one file a rank, next to the model's and optimizer's.
+
+        portable: all ranks call this at the same step, and get the same: the mean over ranks of what each has not sent yet, which any number of
+        ranks can go on from. One file is enough. MismatchError where ranks are not at the same step.
+        """
         state = self._exchange.state_dict()
+        if portable:
+            state = checkpoint.portable(state, self._transport, self._label)
         state["tensors"] = {n: {k: torch.from_numpy(a) for k, a in arrays.items()} for n, arrays in state["tensors"].items()}
         return state
 
@@ -247,10 +263,39 @@ class BoundCompression(Binding):
         super().discard()
         self._results = None
 
-    def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. ValueError, with nothing changed, for any other."""
+    def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
+        """Continues from what `state_dict` has returned, of the same model: bit for bit from this rank's own, or from a list of all ranks', in any
+        order, or from a portable one. Where that list is of another number of ranks, each rank gets their mean, so the mean of what ranks have
+        not sent yet is kept. ValueError, with nothing changed, for any other state."""
+        if not self._active and self._process_set.included() and (not isinstance(state, dict) or state.get("rank", 0) is None):
+            raise ValueError(
+                "on one rank Horovod reduces nothing, so nothing is compressed, and what ranks have not sent yet cannot be applied: train on two "
+                "ranks or more, or in an elastic job (horovodrun --min-np 1 --host-discovery-script …), where a rank alone does that"
+            )
         self._exchange.load_state_dict(state)
         self._results = None
+
+    # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------
+
+    def _resize(self) -> None:
+        self._ranks = self._rank_and_size()
+        self._exchange.resize(*self._ranks, self._label)
+
+    def _go_back_to(self, state: Dict[str, Any]) -> None:
+        """Continues from a state_dict of the exchange, as if nothing had been since."""
+        self._exchange.go_back_to(state)
+        self._results, self._takeover.due = None, False
+        self._takeover.restore()
+
+    def _sync(self) -> None:
+        """All ranks, those that stay and those that have just begun, go on from rank 0's step. Names of collectives are rank 0's from now on, for
+        what a process has made before does not matter."""
+        self._label = gather(self._transport, "hvdc.elastic", self._label)[0]
+        self._agreed = self._options_agreed = False
+        self._exchange.abandon()
+        self._resize()
+        self.handshake()
+        self._go_back_to(checkpoint.synced(self._exchange.state_dict(), self._transport, self._label))
 
 
 def _moments_of(compressor: Any, slots: List[_Slot]) -> Optional[Moments]:

@@ -278,16 +278,16 @@ def a_gradient_that_is_changed_while_it_is_exchanged_is_an_error():
 
 
 @case(2)
-def elastic_jobs_are_refused_and_other_ranks_are_noticed():
-    os.environ["HOROVOD_ELASTIC"] = "1"
-    try:
-        with raises(ValueError, "elastic Horovod is not supported yet", "--min-np"):
-            ones("topk")
-    finally:
-        del os.environ["HOROVOD_ELASTIC"]
+def process_sets_of_elastic_jobs_are_refused_and_other_ranks_are_noticed():
     alone = [hvd.add_process_set([rank]) for rank in range(2)]
     model, mine = model_of(), alone[hvd.rank()]
     optimizer = sgd(model)
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    try:
+        with raises(ValueError, "in an elastic job Horovod forgets process sets", "leave process_set out"):
+            hvdc.Compression.dgc(optimizer, model.named_parameters(), process_set=mine)
+    finally:
+        del os.environ["HOROVOD_ELASTIC"]
     compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), process_set=mine)
     wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression, process_set=mine)
     train(model, wrapped, batches(2))

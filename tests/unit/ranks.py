@@ -1,5 +1,7 @@
 """Ranks in one process: what the tests of exchanges and compressors share."""
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from hypothesis import strategies as st
@@ -14,6 +16,30 @@ SHAPES = {"w": (30, 40), "x": (40, 40), "bias": (40,)}
 def ranks_of(spec, size=2, shapes=SHAPES, transport=Loopback):
     """The exchanges of `size` ranks."""
     return make_ranks(get_compressor(spec), shapes, transport.group(size))
+
+
+class Waiting(Loopback):
+    """Ranks that are driven by a thread each, and wait for one another."""
+
+    changed = threading.Condition()
+
+    def _post(self, key, array):
+        with self.changed:
+            parts = super()._post(key, array)
+            self.changed.notify_all()
+            return parts
+
+    def _all(self, name, parts):
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(parts) == self.size, timeout=60), f"{name}: ranks {sorted(parts)} of {self.size} came"
+            return super()._all(name, parts)
+
+
+def on_all_ranks(function, exchanges):
+    """function(exchange, transport) of each, in a thread each; the transports connect them. Returns the results in rank order."""
+    transports = Waiting.group(len(exchanges))
+    with ThreadPoolExecutor(len(exchanges)) as pool:
+        return list(pool.map(function, exchanges, transports))
 
 
 def gradients(seed, size=2, shapes=SHAPES):
