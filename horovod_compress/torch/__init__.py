@@ -11,9 +11,10 @@ from typing import Any, Optional
 import torch
 
 from ..binding import Algorithms
+from . import elastic
 from .compression import BoundCompression, NamedParameters
 
-__all__ = ["BoundCompression", "Compression"]
+__all__ = ["BoundCompression", "Compression", "elastic"]
 
 
 class Compression(metaclass=Algorithms):

@@ -1,8 +1,9 @@
 """All that relies on how Horovod 0.28 and PyTorch are written inside, and nowhere says so: who calls, and with which gradients."""
-from typing import Any
+from typing import Any, Iterable
 
 import horovod
 import torch
+from horovod.torch.elastic.state import StateHandler, TorchState
 
 from ..binding import callers, check_version
 
@@ -25,6 +26,29 @@ def optimizer_of(compression: Any) -> torch.optim.Optimizer:
 def compression_of(optimizer: torch.optim.Optimizer) -> Any:
     """What hvd.DistributedOptimizer was given as compression; None for optimizers that are not Horovod's."""
     return getattr(optimizer, "_compression", None)
+
+
+def handlers_of(state: TorchState) -> Iterable[StateHandler]:
+    """The handlers of what an elastic state was given, in an order that is the same on all ranks."""
+    return state._handlers.values()
+
+
+@torch.no_grad()
+def prepare_to_broadcast(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the state that the optimizers of other ranks may have already. hvd.broadcast_optimizer_state hangs where some ranks have more of it than
+    others, and gives an optimizer without any its state by a step that leaves parameters smaller by their weight decay."""
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    if isinstance(optimizer, torch.optim.SGD):
+        for param in (p for group in optimizer.param_groups if group["momentum"] for p in group["params"] if p.requires_grad):
+            if optimizer.state[param].get("momentum_buffer") is None:
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+    elif not optimizer.state:
+        before = [param.clone() for param in params]
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        super(type(optimizer), optimizer).step()  # type: ignore[misc]  # that of the optimizer which Horovod has extended
+        for param, values in zip(params, before):
+            param.copy_(values)
 
 
 def in_grad_scaler() -> bool:
