@@ -110,3 +110,78 @@ def dynamic_loss_scaling():
         assert torch.equal(flat(model), before) == (step == 4)
     assert scaler.get_scale() == 1.0
     assert_replicas_identical(model)
+
+
+@case(3)
+def states_go_on_at_three_ranks_and_back_at_two():
+    """On the ranks 0 and 1, then on all three, then on two again, from the list of all states and from a portable one; in files, as users have."""
+    pair = hvd.add_process_set([0, 1])
+    try:
+        for spec in ("dgc:ratio=0.01,min_numel=100", "powersgd:min_numel=100", "variance:min_numel=100"):
+            with tempfile.TemporaryDirectory() as folder:
+                folder = hvd.broadcast_object(folder, name="folder")
+                first = model_and_compression(spec, pair)
+                train_on(pair, *first, 6)
+                leave_states(folder, pair, *first)
+                wider = model_and_compression(spec, None)
+                owed = hvd.broadcast_object(load_states(folder, *wider), name="owed")
+                assert_owed(wider[2], owed)
+                train_on(None, *wider, 6)
+                leave_states(folder, None, *wider)
+                back = model_and_compression(spec, pair)
+                if pair.included():
+                    assert_owed(back[2], load_states(folder, *back))
+                    assert back[2].state_dict()["step"] == 12
+                train_on(pair, *back, 6)
+                hvd.barrier()
+    finally:
+        hvd.remove_process_set(pair)
+
+
+def model_and_compression(spec, process_set):
+    model = model_of()
+    optimizer = sgd(model)
+    compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), process_set=process_set)
+    options = {} if process_set is None else {"process_set": process_set}
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression, **options)
+    return model, wrapped, compression
+
+
+def train_on(process_set, model, optimizer, compression, steps):
+    if process_set is None or process_set.included():
+        train(model, optimizer, batches(steps))
+        if process_set is None:
+            assert_replicas_identical(model)
+
+
+def leave_states(folder, process_set, model, optimizer, compression):
+    """Each rank's own, and a portable one, which is the same on all ranks."""
+    if process_set is None or process_set.included():
+        torch.save(compression.state_dict(), os.path.join(folder, f"{hvd.rank()}.pt"))
+        portable = compression.state_dict(portable=True)
+        torch.save(portable, os.path.join(folder, f"portable.{hvd.rank()}.pt"))
+    hvd.barrier()
+
+
+def load_states(folder, model, optimizer, compression):
+    """{name: {key: mean over ranks}} of the states in the folder. Loads their list, and then the portable state of a rank, which must be the same."""
+    files = [os.path.join(folder, f"{rank}.pt") for rank in range(3)]
+    states = [torch.load(file, weights_only=True) for file in files if os.path.exists(file)]
+    compression.load_state_dict(states)
+    means = compression.state_dict()["tensors"]
+    for rank in range(len(states)):
+        compression.load_state_dict(torch.load(os.path.join(folder, f"portable.{rank}.pt"), weights_only=True))
+        for name, arrays in compression.state_dict()["tensors"].items():
+            for key, array in arrays.items():
+                torch.testing.assert_close(array, means[name][key], rtol=1e-6, atol=1e-6 * means[name][key].abs().max().item())
+    return {
+        name: {key: torch.stack([state["tensors"][name][key].double() for state in states]).mean(0) for key in arrays}
+        for name, arrays in states[0]["tensors"].items()
+    }
+
+
+def assert_owed(compression, owed):
+    """What ranks have not sent is kept on average, on every rank here."""
+    for name, arrays in compression.state_dict()["tensors"].items():
+        for key, array in arrays.items():
+            torch.testing.assert_close(array.double(), owed[name][key], rtol=1e-6, atol=1e-6 * owed[name][key].abs().max().item())
