@@ -66,8 +66,9 @@ class BoundCompression(Binding):
     discardable: a step that optimizer.step() does not use (synchronize(), then zero_grad()), or that is not finite, is forgotten, as if
         it had never been. Takes as much memory again as the algorithm's state, and the time to copy that in each step.
 
-    One compression serves one optimizer on one rank. Its residuals are this rank's own: save `state_dict()` on every rank. Raises ValueError for bad
-    options and parameters; the first gradient, or `handshake()`, raises MismatchError, on all ranks, where ranks were started differently.
+    One compression serves one optimizer on one rank. Its residuals are this rank's own: save `state_dict()` on every rank, or one that is portable;
+    in an elastic job give it to hvd.elastic.TorchState(compression=…), see `elastic`. Raises ValueError for bad options and parameters; the first
+    gradient, or `handshake()`, raises MismatchError, on all ranks, where ranks were started differently.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class BoundCompression(Binding):
         self._results: Optional[str] = None  # of the last step: "unused" until an optimizer's step begins, then "in use" until it ends
         self._optimizer: Optional[torch.optim.Optimizer] = None  # Horovod's, from the first gradient on
         self._options_agreed = False  # all ranks' optimizers, since these ranks are together
+        self._synced = not self._elastic  # whether an elastic state has this compression
         self._rates: Dict[int, float] = {}  # id(parameter) → learning rate of this step, where residuals follow it
         if self._active:
             _not_used_yet.add(self)
@@ -206,6 +208,11 @@ class BoundCompression(Binding):
 
     def _agree_on_options(self, optimizer: torch.optim.Optimizer, scale: Optional[float]) -> None:
         """Compares what the user can broadcast or load until the first gradient."""
+        if not self._synced:
+            raise RuntimeError(
+                "in an elastic job new ranks get what the others keep from the elastic state: give it the compression, as in "
+                "hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression), and train in a function under @hvdc.elastic.run"
+            )
         self.handshake()
         agree(
             self._transport, f"{self._label}.step", {**_options(optimizer), "loss scale": scale},
@@ -267,12 +274,17 @@ class BoundCompression(Binding):
         """Continues from what `state_dict` has returned, of the same model: bit for bit from this rank's own, or from a list of all ranks', in any
         order, or from a portable one. Where that list is of another number of ranks, each rank gets their mean, so the mean of what ranks have
         not sent yet is kept. ValueError, with nothing changed, for any other state."""
-        if not self._active and self._process_set.included() and (not isinstance(state, dict) or state.get("rank", 0) is None):
+        if not self._process_set.included():
+            return  # this rank compresses nothing
+        try:
+            self._exchange.load_state_dict(state)
+        except ValueError as error:
+            if self._active:
+                raise
             raise ValueError(
-                "on one rank Horovod reduces nothing, so nothing is compressed, and what ranks have not sent yet cannot be applied: train on two "
-                "ranks or more, or in an elastic job (horovodrun --min-np 1 --host-discovery-script …), where a rank alone does that"
-            )
-        self._exchange.load_state_dict(state)
+                f"{error}. On one rank Horovod reduces nothing, so what ranks have not sent yet cannot be applied: train on two ranks or more, or in an "
+                "elastic job (horovodrun --min-np 1 --host-discovery-script …), where a rank alone applies it"
+            ) from None
         self._results = None
 
     # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------
@@ -291,7 +303,7 @@ class BoundCompression(Binding):
         """All ranks, those that stay and those that have just begun, go on from rank 0's step. Names of collectives are rank 0's from now on, for
         what a process has made before does not matter."""
         self._label = gather(self._transport, "hvdc.elastic", self._label)[0]
-        self._agreed = self._options_agreed = False
+        self._synced, self._agreed, self._options_agreed = True, False, False
         self._exchange.abandon()
         self._resize()
         self.handshake()

@@ -278,7 +278,7 @@ def a_gradient_that_is_changed_while_it_is_exchanged_is_an_error():
 
 
 @case(2)
-def process_sets_of_elastic_jobs_are_refused_and_other_ranks_are_noticed():
+def mistakes_in_elastic_jobs_are_named_and_other_ranks_are_noticed():
     alone = [hvd.add_process_set([rank]) for rank in range(2)]
     model, mine = model_of(), alone[hvd.rank()]
     optimizer = sgd(model)
@@ -286,6 +286,10 @@ def process_sets_of_elastic_jobs_are_refused_and_other_ranks_are_noticed():
     try:
         with raises(ValueError, "in an elastic job Horovod forgets process sets", "leave process_set out"):
             hvdc.Compression.dgc(optimizer, model.named_parameters(), process_set=mine)
+        weight, _, optimizer_without_state = ones("topk")
+        with raises(RuntimeError, "hvd.elastic.TorchState(", "compression=compression"):
+            weight.sum().backward()
+            optimizer_without_state.step()
     finally:
         del os.environ["HOROVOD_ELASTIC"]
     compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), process_set=mine)

@@ -138,6 +138,17 @@ def states_go_on_at_three_ranks_and_back_at_two():
         hvd.remove_process_set(pair)
 
 
+@case(1)
+def what_cannot_be_applied_is_not_loaded():
+    """One rank compresses nothing; states of its own are empty."""
+    _, _, compression = model_and_compression("dgc:ratio=0.01", None)
+    state = compression.state_dict(portable=True)
+    for given in (compression.state_dict(), [compression.state_dict()], state):
+        compression.load_state_dict(given)
+    with raises(ValueError, "On one rank Horovod reduces nothing", "--min-np 1"):
+        compression.load_state_dict({**state, "size": 2, "tensors": {"conv.weight": {"v": torch.zeros(72)}}})
+
+
 def model_and_compression(spec, process_set):
     model = model_of()
     optimizer = sgd(model)
