@@ -282,8 +282,8 @@ class BoundCompression(Binding):
             if self._active:
                 raise
             raise ValueError(
-                f"{error}. On one rank Horovod reduces nothing, so what ranks have not sent yet cannot be applied: train on two ranks or more, or in an "
-                "elastic job (horovodrun --min-np 1 --host-discovery-script …), where a rank alone applies it"
+                f"{error}. On one rank Horovod reduces nothing, so what ranks have not sent yet cannot be applied: train on two ranks or more, or "
+                "in an elastic job (horovodrun --min-np 1 --host-discovery-script …), where a rank alone applies it"
             ) from None
         self._results = None
 
