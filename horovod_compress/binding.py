@@ -11,16 +11,23 @@ from types import FrameType
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Tuple, Type
 
 from . import kernels, wire
+from .checkpoint import Reducing
 from .compressors import find, get_compressor, ids, package_of
 from .compressors.base import Compressor
 from .compressors.selective import decide_follow_lr
 from .driver import Driver
-from .handshake import Gathering, agree
+from .handshake import agree
 from .version import __version__
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order. Sets are
 # identified by their ranks here, because Horovod reuses the id of a removed set; that of all ranks, whose number may change, by none.
 _numbers: Dict[Tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
+
+
+REFUSED_ALONE = (
+    "on one rank Horovod reduces nothing, so what ranks have not sent yet cannot be applied: train on two ranks or more, or in PyTorch in an elastic "
+    "job (horovodrun --min-np 1 --host-discovery-script …), where a rank alone applies it"
+)
 
 
 class Binding:
@@ -46,7 +53,7 @@ class Binding:
 
     _compressor: Compressor
     _active: bool  # Horovod reduces, and compresses, only where there is more than one rank
-    _transport: Gathering  # the one that `handshake` uses
+    _transport: Reducing  # the one that `handshake` and portable states use
     _exchange: Driver  # what drives the steps
 
     def _rank_and_size(self) -> Tuple[int, int]:

@@ -1,17 +1,27 @@
 """A compression's state in and out: plain values and arrays, of one rank or, portable, the mean of all ranks."""
 import numbers
-from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Protocol, Sequence, Tuple
 
 import numpy as np
 
-from .handshake import agree, first_difference, gather
+from .handshake import Gathering, agree, first_difference, gather
 from .step import Tensor
-from .transport.base import Transport
 
 Arrays = Dict[str, Dict[str, np.ndarray]]  # by tensor and array name
 Difference = Optional[Tuple[str, Any, Any]]
 _FORMAT = 1
 _HEADER = ("format", "id", "rank", "size", "seed", "step")
+
+
+class Reducing(Gathering, Protocol):
+    """What means over ranks need of a transport."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    def allreduce(self, name: str, array: np.ndarray) -> Callable[[], np.ndarray]:
+        """As in `Transport`, of float64 in any shape."""
 
 
 class Saved(NamedTuple):
@@ -41,7 +51,7 @@ def saved(
     }
 
 
-def portable(state: Dict[str, Any], transport: Transport, label: str) -> Dict[str, Any]:
+def portable(state: Dict[str, Any], transport: Reducing, label: str) -> Dict[str, Any]:
     """The state_dict of which this rank's is `state`, for any number of ranks: the mean over all ranks of every array, which leaves those that are
     alike on all ranks as they are. All ranks call it. MismatchError where they are not at the same step."""
     said = {key: value for key, value in state.items() if key not in ("rank", "tensors")}
@@ -49,7 +59,7 @@ def portable(state: Dict[str, Any], transport: Transport, label: str) -> Dict[st
     return {**state, "rank": None, "tensors": _means_over_ranks(state["tensors"], transport, label)}
 
 
-def synced(state: Dict[str, Any], transport: Transport, label: str, even: bool = False) -> Dict[str, Any]:
+def synced(state: Dict[str, Any], transport: Reducing, label: str, even: bool = False) -> Dict[str, Any]:
     """What this rank, whose state_dict is `state`, goes on from where ranks have come or gone: all from rank 0's step. Ranks at that step keep
     what is theirs, or with `even` get the mean of those; the others, which have just begun or failed elsewhere, get that mean. All ranks call
     it."""
@@ -147,7 +157,7 @@ def _mean_of(ranks: Sequence[Arrays]) -> Arrays:
     }
 
 
-def _means_over_ranks(arrays: Arrays, transport: Transport, label: str, counts: bool = True, ranks: Optional[int] = None) -> Arrays:
+def _means_over_ranks(arrays: Arrays, transport: Reducing, label: str, counts: bool = True, ranks: Optional[int] = None) -> Arrays:
     """The same as `_mean_of`, of the arrays of those ranks that count, of which there are `ranks`, default all. All ranks call it."""
 
     def mean(name: str, array: np.ndarray) -> np.ndarray:

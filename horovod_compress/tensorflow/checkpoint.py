@@ -1,4 +1,4 @@
-"""A compression's state in files, one a rank, next to what Keras' ModelCheckpoint saves."""
+"""A compression's state in files, one a rank or one for all, next to what Keras' ModelCheckpoint saves."""
 import json
 import os
 import zipfile
@@ -18,14 +18,18 @@ class StateCheckpoint(tf.keras.callbacks.Callback):
     filepath: as for ModelCheckpoint, with {epoch} where each epoch is to have its own; nothing else, because losses differ between
         ranks. The rank, among all and not those of a process set, is added: filepath.rank0.npz.
     restore: such a path, without the rank, with whose state training begins.
+    portable: there is one file for all ranks, filepath.npz, which any number of ranks can go on from, instead of one for each: see
+        `BoundCompression.state_dict`. Where it is to be restored, all ranks must find it.
 
-    A file is replaced as a whole, never half written. model.fit raises ValueError where a rank's file is missing, broken or of
-    another model, algorithm, rank or number of ranks.
+    A file is replaced as a whole, never half written. model.fit raises ValueError where a file is missing, broken or of another model, algorithm,
+    rank or, without `portable`, number of ranks.
     """
 
-    def __init__(self, compression: BoundCompression, filepath: Union[str, os.PathLike], restore: Union[str, os.PathLike, None] = None) -> None:
+    def __init__(
+        self, compression: BoundCompression, filepath: Union[str, os.PathLike], restore: Union[str, os.PathLike, None] = None, portable: bool = False
+    ) -> None:
         super().__init__()
-        self._compression, self._filepath, self._restore = compression, os.fspath(filepath), restore
+        self._compression, self._filepath, self._restore, self._portable = compression, os.fspath(filepath), restore, portable
         try:
             self._filepath.format(epoch=1)
         except (KeyError, IndexError) as error:
@@ -33,15 +37,16 @@ class StateCheckpoint(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._restore is not None:
-            self._compression.load_state_dict(_read(_file(os.fspath(self._restore))))
+            self._compression.load_state_dict(_read(self._file(os.fspath(self._restore))))
             self._restore = None  # A second call of fit does not restore again.
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        _write(_file(self._filepath.format(epoch=epoch + 1)), self._compression.state_dict())
+        state = self._compression.state_dict(self._portable)
+        if not self._portable or self._compression.is_first:
+            _write(self._file(self._filepath.format(epoch=epoch + 1)), state)
 
-
-def _file(path: str) -> str:
-    return f"{path}.rank{hvd.rank()}.npz"
+    def _file(self, path: str) -> str:
+        return f"{path}.npz" if self._portable else f"{path}.rank{hvd.rank()}.npz"
 
 
 def _write(file: str, state: Dict[str, Any]) -> None:

@@ -3,15 +3,15 @@ import copy
 import dataclasses
 import functools
 import itertools
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Type
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Type, Union
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from .. import kernels
-from ..binding import Binding, is_elastic, momentum_of, requested_compressor, warn_once
+from .. import checkpoint, kernels
+from ..binding import REFUSED_ALONE, Binding, is_elastic, momentum_of, requested_compressor, warn_once
 from ..compressors.base import Compressor
 from ..handshake import agree
 from ..requests import Collective
@@ -26,21 +26,31 @@ _INFINITE_HALF = 65520  # numbers as large as this become infinite in float16
 
 
 class _Eager:
-    """Horovod's allgather while no graph runs: for what ranks compare before they exchange gradients. It goes through a graph all the same:
-    eagerly Horovod ignores names, and threads that trace at once would get each other's messages."""
+    """Horovod's collectives while no graph runs: for what ranks compare before they exchange gradients, and for portable states. They go through
+    graphs all the same: eagerly Horovod ignores names, and threads that trace at once would get each other's messages."""
 
     def __init__(self, process_set: Any) -> None:
         self._process_set = process_set
+
+    @property
+    def rank(self) -> int:
+        return self._process_set.rank()
 
     @property
     def size(self) -> int:
         return self._process_set.size()
 
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
+        return self._run(hvd.allgather, name, payload)
+
+    def allreduce(self, name: str, array: np.ndarray) -> Callable[[], np.ndarray]:
+        return self._run(functools.partial(hvd.allreduce, op=hvd.Sum), name, array)
+
+    def _run(self, collective: Callable[..., Any], name: str, array: np.ndarray) -> Callable[[], np.ndarray]:
         with tf.init_scope(), tf.device("/cpu:0"):
-            sent = tf.constant(payload)
-            gather = functools.partial(hvd.allgather, name=name, ignore_name_scope=True, process_set=self._process_set)
-            return tf.function(gather, autograph=False).get_concrete_function(sent)(sent).numpy
+            sent = tf.constant(array)
+            collective = functools.partial(collective, name=name, ignore_name_scope=True, process_set=self._process_set)
+            return tf.function(collective, autograph=False).get_concrete_function(sent)(sent).numpy
 
 
 @dataclasses.dataclass(eq=False)
@@ -336,17 +346,35 @@ class BoundCompression(Binding):
     def __repr__(self) -> str:
         return f"<{self._compressor!r} of {len(self._variables)} variables>"
 
-    def state_dict(self) -> Dict[str, Any]:
-        """This rank's residuals and momentum, as NumPy arrays by variable and plain values: one a rank, as `StateCheckpoint` saves them."""
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of those that compress."""
+        return bool(self._process_set.included()) and self._process_set.rank() == 0
+
+    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
+        """This rank's residuals and momentum, as NumPy arrays by variable and plain values: one a rank, as `StateCheckpoint` saves them.
+
+        portable: all ranks call this at the same step, and get the same: the mean over ranks of what each has not sent yet, which any number of
+        ranks can go on from. One file is enough. MismatchError where ranks are not at the same step.
+        """
         state = self._exchange.state_dict()
         for name, saved in copy.deepcopy(self._saved or {}).items():
             state["tensors"][name], state["step"][name], state["dense_until"][name] = saved
+        if portable:
+            return checkpoint.portable(state, self._transport, self._label) if self._active else {**state, "rank": None}
         return state
 
-    def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Continues, bit for bit, from a state_dict of the same rank, number of ranks and model. Variables that are not known yet get their state
-        when they are. Raises ValueError, with nothing changed, for any other state; where variables are not known yet, tracing does."""
-        self._saved = copy.deepcopy(self._exchange.load_state_dict(state))
+    def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
+        """Continues from what `state_dict` has returned, of the same model: bit for bit from this rank's own, or from a list of all ranks', in any
+        order, or from a portable one. Where that list is of another number of ranks, each rank gets their mean, so the mean of what ranks have
+        not sent yet is kept. Variables that are not known yet get their state when they are. Raises ValueError, with nothing changed, for any
+        other state; where variables are not known yet, tracing does."""
+        if not self._process_set.included():
+            return  # this rank compresses nothing
+        saved = self._exchange.load_state_dict(state)
+        if saved and not self._active:
+            raise ValueError(f"this state does not fit: {REFUSED_ALONE}")
+        self._saved = copy.deepcopy(saved)
 
 
 def _checked_moments(compressor: Any, optimizer: Any) -> Optional[str]:

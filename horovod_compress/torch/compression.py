@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import checkpoint
-from ..binding import Binding, is_elastic, requested_compressor, warn_once
+from ..binding import REFUSED_ALONE, Binding, is_elastic, requested_compressor, warn_once
 from ..exchange import Exchange
 from ..handshake import agree, gather
 from ..plan import compressor_for
@@ -281,10 +281,7 @@ class BoundCompression(Binding):
         except ValueError as error:
             if self._active:
                 raise
-            raise ValueError(
-                f"{error}. On one rank Horovod reduces nothing, so what ranks have not sent yet cannot be applied: train on two ranks or more, or "
-                "in an elastic job (horovodrun --min-np 1 --host-discovery-script …), where a rank alone applies it"
-            ) from None
+            raise ValueError(f"{error}. And {REFUSED_ALONE}") from None
         self._results = None
 
     # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------

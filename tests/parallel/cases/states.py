@@ -145,7 +145,7 @@ def what_cannot_be_applied_is_not_loaded():
     state = compression.state_dict(portable=True)
     for given in (compression.state_dict(), [compression.state_dict()], state):
         compression.load_state_dict(given)
-    with raises(ValueError, "On one rank Horovod reduces nothing", "--min-np 1"):
+    with raises(ValueError, "on one rank Horovod reduces nothing", "--min-np 1"):
         compression.load_state_dict({**state, "size": 2, "tensors": {"conv.weight": {"v": torch.zeros(72)}}})
 
 

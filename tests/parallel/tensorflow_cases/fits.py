@@ -124,6 +124,38 @@ def process_set():
     hvd.remove_process_set(members)
 
 
+@case(3)
+def a_portable_state_goes_from_two_ranks_to_three():
+    """What two ranks had not sent is on average what three have not sent; and back, from the list of all states."""
+    pair, names = hvd.add_process_set([0, 1]), ("matrix", "bias")
+    spec = "topk:ratio=0.1,min_numel=100"
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(hvdt.broadcast_object(folder), "state")
+        two = hvdc.Compression.from_spec(spec, process_set=pair)
+        step = exchanged(two, names, tape_options={"process_set": pair})
+        for i in range(3):
+            step(told(i, names))
+        hvdc.StateCheckpoint(two, path, portable=True).on_epoch_end(0)
+        hvdt.allgather_object(0)
+        assert os.listdir(os.path.dirname(path)) == ["state.npz"]
+        owed = np.mean([state["tensors"]["matrix"]["residual"] for state in hvdt.allgather_object(two.state_dict())[:2]], axis=0)
+        three = hvdc.Compression.from_spec(spec)
+        hvdc.StateCheckpoint(three, path, restore=path, portable=True).on_train_begin()
+        np.testing.assert_allclose(three.state_dict()["tensors"]["matrix"]["residual"], owed, rtol=1e-6, atol=1e-6)
+        step = exchanged(three, names)
+        total = owed
+        for i in range(3, 6):
+            total = total + np.mean([alike.gradients(rank, i)["matrix"].ravel() for rank in range(3)], axis=0)
+            total = total - step(told(i, names))["matrix"].numpy().ravel()
+        states = hvdt.allgather_object(three.state_dict())
+        np.testing.assert_allclose(np.mean([state["tensors"]["matrix"]["residual"] for state in states], axis=0), total, atol=1e-5)
+        if pair.included():
+            two.load_state_dict(states)
+            np.testing.assert_allclose(two.state_dict()["tensors"]["matrix"]["residual"], total, atol=1e-5)
+        hvdt.allgather_object(0)
+    hvd.remove_process_set(pair)
+
+
 @case(1)
 def one_rank_trains_as_without_compression():
     sgd = {"momentum": 0.9, "nesterov": True}
