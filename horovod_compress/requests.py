@@ -36,10 +36,6 @@ class Exchanged:
     op = ""
 
     @property
-    def nbytes(self) -> int:
-        return self.array.nbytes
-
-    @property
     def collective(self) -> Collective:
         return Collective(self.verb, self.array.dtype.name, self.op)
 
@@ -101,8 +97,8 @@ class Final:
 
 @dataclasses.dataclass
 class Outcome:
-    """The result of this tensor's step, flat float32, and whether it is finite. Answered with whether the step has succeeded as a
-    whole; a driver that has no answer closes the generator, and the step is rolled back."""
+    """The result of this tensor's step, flat float32, and whether it is finite. Answered, with None, where the step has succeeded as a
+    whole; else the driver closes the generator, and the tensor's step is rolled back."""
 
     result: np.ndarray
     finite: bool

@@ -37,16 +37,17 @@ def seal(payload: Encoded, number: int, digest: int, step: int) -> np.ndarray:
 def unseal(data: np.ndarray, frames: int, number: int, digest: int, step: int) -> Tuple[List[np.ndarray], bool]:
     """(bodies, finite): the bodies of exactly `frames` joined frames in `data`, uint8, one for each rank, and whether every rank's gradient was
     finite. Raises WireError, naming the rank, for anything else."""
-    bodies, at, not_finite = [], 0, 0
-    for rank in range(frames):
-        if at == len(data):
-            raise WireError(f"payloads of {rank} ranks came, {frames} were expected: were ranks lost, or is another number of them running now?")
-        try:
-            body, at, flags = _unseal_one(data, at, number, digest, step)
-        except WireError as error:
-            raise WireError(f"payload of rank {rank}: {error}") from None
-        bodies.append(body)
-        not_finite |= flags
+    bodies: List[np.ndarray] = []
+    at = not_finite = 0
+    try:
+        while len(bodies) < frames and at < len(data):
+            body, at, flags = _unseal_one(data, at, number, digest, step & 0xFFFFFFFF)
+            bodies.append(body)
+            not_finite |= flags
+    except WireError as error:
+        raise WireError(f"payload of rank {len(bodies)}: {error}") from None
+    if len(bodies) < frames:
+        raise WireError(f"payloads of {len(bodies)} ranks came, {frames} were expected: were ranks lost, or is another number of them running now?")
     if at != len(data):
         raise WireError(f"{len(data) - at} bytes follow the payload of the last of {frames} ranks")
     return bodies, not not_finite
@@ -68,7 +69,7 @@ def _unseal_one(data: np.ndarray, at: int, number: int, digest: int, step: int) 
         raise WireError("its checksum does not fit: it was changed on the way")
     if id != number or found_digest != digest:
         raise WireError("made for another compressor, configuration or tensor")
-    if found_step != step & 0xFFFFFFFF:
+    if found_step != step:
         raise WireError(f"of step {found_step}, this rank is at step {step}; was a state loaded on some ranks only?")
     if flags > _NOT_FINITE or (end > body + length and data[end - 1]):
         raise WireError("unknown flags")

@@ -1,5 +1,6 @@
 """Single-scale quantization against the ranks' largest norm (Vineeth S, arXiv 2109.12497, section 3)."""
 import dataclasses
+import functools
 import math
 from typing import List, Optional
 
@@ -25,7 +26,7 @@ class MaxNorm(SharedScaleQuantizer):
     bits: int = option(Count(1, 16), 4, "s = 2^bits - 1 steps from 0 to the largest")
     norm: str = option(Choice("max", "l2"), "max", "what the shared scale is the largest of: max |g|, or ‖g‖₂")
 
-    @property
+    @functools.cached_property
     def steps(self) -> List[float]:
         return [2.0**self.bits - 1]
 

@@ -1,5 +1,6 @@
 """Multi-scale quantization against the ranks' largest norm (Vineeth S, arXiv 2109.12497, section 4)."""
 import dataclasses
+import functools
 from typing import List, Tuple
 
 from .maxnorm import MaxNorm
@@ -21,6 +22,6 @@ class MultiScale(MaxNorm):
         Ascending(1, 16), (2, 6), "s = 2^bits - 1 steps of each scale; codes fit the first"
     )
 
-    @property
+    @functools.cached_property
     def steps(self) -> List[float]:
         return [2.0**bits - 1 for bits in self.bits]

@@ -20,12 +20,12 @@ class _Drawn:
     w: float = 0.0
     size: int = 1
     steps: Sequence[float] = ()
+    width: int = 0  # of the fields that hold sums of codes, in bits
     levels: Optional[np.ndarray] = None  # with several scales, how many ranks' codes fit each
     finite: bool = True
 
     def dequantize(self, words: np.ndarray, out: np.ndarray, scale: float) -> None:
-        width = _width(self.steps, self.size)
-        kernels.of(out).dequantize(words, self.levels, out, w=self.w, steps=self.steps, width=width, size=self.size, scale=scale)
+        kernels.of(out).dequantize(words, self.levels, out, w=self.w, steps=self.steps, width=self.width, size=self.size, scale=scale)
 
 
 @dataclasses.dataclass
@@ -74,7 +74,7 @@ class SharedScaleQuantizer(SharedCoordinates):
         peaks = state.peaks
         norm = self.norm_of(values, peaks) if finite else math.inf
         w = float((yield Allreduce(np.array([norm], np.float32), "max"))[0])
-        state.drawn = drawn = _Drawn(indices, w, size, steps)
+        state.drawn = drawn = _Drawn(indices, w, size, steps, _width(steps, size))
         if not math.isfinite(w):  # on some rank: no rank's gradient is used
             drawn.w, drawn.finite = 0.0, False
             values.fill(0)
@@ -85,7 +85,7 @@ class SharedScaleQuantizer(SharedCoordinates):
             drawn.levels = yield Allreduce(state.scales)
         key = self.key("rounding", state.name, step.index, step.rank)
         words = state.buffer = k.quantize(
-            values, drawn.levels, state.buffer, w=drawn.w, clip=min(norm, drawn.w), steps=steps, width=_width(steps, size), size=size, key=key
+            values, drawn.levels, state.buffer, w=drawn.w, clip=min(norm, drawn.w), steps=steps, width=drawn.width, size=size, key=key
         )
         if state.undo:
             drawn.dequantize(words, values, 1.0)

@@ -40,7 +40,7 @@ class SelectiveCompressor(Compressor):
 
     def key(self, *words: Any) -> int:
         """A 64-bit key that follows from the seed and `words`: tensor, step, and rank where ranks are to differ."""
-        text = "/".join(map(str, (self.seed, *words)))
+        text = f"{self.seed}/" + "/".join(map(str, words))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

@@ -1,5 +1,6 @@
 """Top-k with error feedback (Aji, Heafield, EMNLP 2017, arXiv 1704.05021; Stich, Cordonnier, Jaggi, NeurIPS 2018)."""
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -10,6 +11,12 @@ from .options import Choice, Number, option
 from .selective import SelectiveCompressor
 
 _VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16}
+
+
+@functools.lru_cache(maxsize=None)
+def _entry_bits(density: float, values: str) -> float:
+    """Bits of an entry: its value, and the entropy of its index."""
+    return _VALUE_BITS[values] + math.log2(1 / density) + 1.44
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -34,7 +41,7 @@ class TopK(SelectiveCompressor):
 
     def payload_bits(self, step: Step) -> float:
         density = self.density(step.index)
-        return density * (_VALUE_BITS[self.values] + math.log2(1 / density) + 1.44)  # the last two: the entropy of an index
+        return density * _entry_bits(density, self.values)
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
         return self.select(grad, state, step)
@@ -43,17 +50,14 @@ class TopK(SelectiveCompressor):
         self, grad: np.ndarray, state: State, step: Step, momentum: float = 0.0, nesterov: bool = False, masking: bool = False
     ) -> kernels.Encoded:
         """Adds the gradient to momentum u, where there is one, and to the residual, and moves the selection into a payload."""
-        k, u, v = kernels.of(grad), state.arrays.get("u"), state.arrays[self.accumulator]
-        most = max(min(1, v.size), math.ceil(self.density(step.index) * v.size - 1e-6))
-        samples = int(self.sample_ratio * v.size) + 256
-        offset = self.key(state.name, step.index) & 0xFFFFFFFF
-        indices, finite = k.add_to_residual(
-            grad, u, v, momentum=momentum, nesterov=nesterov, scale=step.scale, k=most, samples=samples, offset=offset
+        v = state.arrays[self.accumulator]
+        encoded = kernels.of(grad).encode_topk(
+            grad, state.arrays.get("u"), v, momentum=momentum, nesterov=nesterov, scale=step.scale, kind=self.values, mask=masking,
+            k=max(min(1, v.size), math.ceil(self.density(step.index) * v.size - 1e-6)), samples=int(self.sample_ratio * v.size) + 256,
+            offset=self.key(state.name, step.index) & 0xFFFFFFFF,
         )
-        indices = indices if finite else indices[:0]
-        rows = k.take_entries(indices, v, u, kind=self.values, mask=masking)
+        indices, rows = encoded.undo
         state.undo = [Undo(self.accumulator, indices, rows[0])]
         if len(rows) > 1:
             state.undo.append(Undo("u", indices, rows[1], True))
-        encoded = k.encode_sparse(indices, rows[0], kind=self.values)
-        return encoded if finite else encoded._replace(finite=False)
+        return encoded

@@ -14,6 +14,7 @@ class Encoded(NamedTuple):
     finite: whether the gradient was finite everywhere; where it was not, the body is not used.
     undo: arrays and numbers that a rollback or a later pass needs, () for most;
         of encode_adacomp (indices, uint32; scale, float); of encode_variance (indices, uint32; float32 rows of r and v before);
+        of encode_topk (indices, uint32; float32 rows as of take_entries);
         of encode_buckets (memory, uint8), which is `spare` of the next call and begins with the buffer.
     """
 

@@ -263,7 +263,7 @@ def decode_signs(a):
 
 
 ELSEWHERE = {  # have a choice, of what they send or how they round, or compute nothing
-    "add_to_residual", "add_sample_squares", "encode_sparse", "flush_denormals", "orthonormalize", "product", "project",
+    "add_to_residual", "add_sample_squares", "encode_sparse", "encode_topk", "flush_denormals", "orthonormalize", "product", "project",
     "project_back", "max_abs_and_deviation", "subtract_product",
 }
 KERNELS = [name for name in reference.__all__ if name not in ELSEWHERE]

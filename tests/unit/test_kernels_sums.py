@@ -21,6 +21,11 @@ def any_add_to_residual(a):
                 samples=a.one_of(0, 300), offset=a.one_of(0, 5))
 
 
+def any_encode_topk(a):
+    k = int(a.rng.integers(0, a.size + 1))
+    return any_add_to_residual(a) | dict(k=k, kind=a.one_of("fp32", "fp16", "bf16"), mask=a.one_of(False, True))
+
+
 def any_encode_adacomp(a):
     return dict(grad=a.any(), residual=a.finite(), sent=a.indices(), sent_scale=0.3, bin_length=a.one_of(7, 50, 500), scale_factor=2.0)
 
@@ -36,6 +41,7 @@ SUMS = {
     "encode_adacomp": any_encode_adacomp,
     "encode_buckets": lambda a: dict(grad=a.finite(), **buckets(a), l2=True, limit=a.one_of(0.0, 1.0), key=7),
     "encode_one_bit": lambda a: dict(grad=a.any(), residual=a.finite(), growth=a.one_of(1.0, 0.7), symmetric=a.one_of(False, True)),
+    "encode_topk": any_encode_topk,
     "orthonormalize": lambda a: matrix(a, "p"),
     "product": lambda a: matrix(a, "p", "q", "out") | {"scale": -0.3},
     "project": lambda a: {"pending": None} | matrix(a, "grad", "residual", "q", "p", *a.one_of([], ["pending"])),

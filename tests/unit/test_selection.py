@@ -185,6 +185,25 @@ def test_native_dense_kernels_equal_the_reference(size, bad):
         np.testing.assert_array_equal(*news)
 
 
+@pytest.mark.parametrize("kind, mask", [("fp32", True), ("fp16", False), ("bf16", True)])
+@pytest.mark.parametrize("bad", [None, np.nan])
+def test_encode_topk_is_its_three_parts(kind, mask, bad):
+    grad, u, v = RNG.standard_normal((3, 500)).astype(np.float32)
+    if bad is not None:
+        grad[7] = bad
+    options = dict(momentum=0.9, nesterov=True, scale=0.5, k=50, samples=256, offset=3)
+    in_parts, at_once = [grad.copy(), u.copy(), v.copy()], [grad.copy(), u.copy(), v.copy()]
+    indices, finite = host.add_to_residual(*in_parts, **options)
+    indices = indices if finite else indices[:0]
+    rows = host.take_entries(indices, in_parts[2], in_parts[1], kind=kind, mask=mask)
+    encoded = host.encode_topk(*at_once, kind=kind, mask=mask, **options)
+    np.testing.assert_array_equal(at_once, in_parts)
+    np.testing.assert_array_equal(encoded.undo[0], indices)
+    np.testing.assert_array_equal(encoded.undo[1], rows)
+    np.testing.assert_array_equal(encoded.buffer, host.encode_sparse(indices, rows[0], kind=kind).buffer)
+    assert (encoded.elements, encoded.finite) == (len(indices), finite) == (0 if bad is not None else 50, bad is None)
+
+
 def test_kernels_refuse_what_they_cannot_work_on():
     v = np.zeros(10, np.float32)
     good = dict(grad=v.copy(), u=None, v=v, momentum=0.0, nesterov=False, scale=1.0, k=1, samples=16, offset=0)
@@ -199,6 +218,10 @@ def test_kernels_refuse_what_they_cannot_work_on():
         ):
             with pytest.raises((ValueError, TypeError)):
                 host.add_to_residual(**{**good, **wrong})
+            with pytest.raises((ValueError, TypeError)):
+                host.encode_topk(**{**good, **wrong}, kind="fp32")
+        with pytest.raises(ValueError, match="fp32, fp16 or bf16, not sign"):
+            host.encode_topk(**good, kind="sign")
         with pytest.raises(ValueError, match="outside"):
             host.take_entries(np.array([10], np.uint32), v, None, kind="fp32", mask=False)
         with pytest.raises(ValueError, match="outside"):

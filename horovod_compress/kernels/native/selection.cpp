@@ -2,6 +2,7 @@
 //
 // add_to_residual runs the pass of select.hpp with thread-local memory for candidates, so that a step allocates nothing that grows with a
 // gradient, and returns their indices. take_entries reads and writes v, and u where it is masked, at those indices, with prefetching.
+// encode_topk is both, and the body of what was taken, in one call: small tensors cost calls more than passes.
 #include "arrays.hpp"
 #include "select.hpp"
 
@@ -66,6 +67,23 @@ Floats take_entries(const Indices& indices, Floats& v, std::optional<Floats> u, 
     return rows;
 }
 
+Values rounding(const std::string& kind) {
+    const Values values = values_of(kind);
+    if (has_scale(values)) throw std::invalid_argument("values must be fp32, fp16 or bf16, not " + kind);
+    return values;
+}
+
+py::object encode_topk(Floats& grad, std::optional<Floats> u, Floats& v, float momentum, bool nesterov, float scale, std::size_t k,
+                       std::size_t samples, std::size_t offset, const std::string& kind, bool mask) {
+    const Values values = rounding(kind);
+    const py::tuple added = add_to_residual(grad, u, v, momentum, nesterov, scale, k, samples, offset);
+    const bool finite = added[1].cast<bool>();
+    const Indices indices = finite ? added[0].cast<Indices>() : Indices(0);
+    const Floats rows = take_entries(indices, v, u, values, mask);
+    const auto n = static_cast<std::size_t>(indices.size());
+    return encoded(sparse::body_of(indices.data(), rows.data(), n, values, 0.0f), n, finite, py::make_tuple(indices, rows));
+}
+
 }  // namespace
 
 void bind(py::module_& m) {
@@ -74,11 +92,12 @@ void bind(py::module_& m) {
     m.def(
         "take_entries",
         [](const Indices& indices, Floats& v, std::optional<Floats> u, const std::string& kind, bool mask) {
-            const Values values = values_of(kind);
-            if (has_scale(values)) throw std::invalid_argument("values must be fp32, fp16 or bf16, not " + kind);
-            return take_entries(indices, v, u, values, mask);
+            return take_entries(indices, v, u, rounding(kind), mask);
         },
         arg("indices").noconvert(), arg("v").noconvert(), arg("u").noconvert().none(true), py::kw_only(), arg("kind"), arg("mask"));
+    m.def("encode_topk", &encode_topk, arg("grad").noconvert(), arg("u").noconvert().none(true), arg("v").noconvert(), py::kw_only(),
+          arg("momentum") = 0.0f, arg("nesterov") = false, arg("scale") = 1.0f, arg("k"), arg("samples"), arg("offset"), arg("kind"),
+          arg("mask") = false);
 }
 
 }  // namespace hc::selection

@@ -3,8 +3,9 @@ from typing import Optional, Tuple
 
 import numpy as np
 
+from ..encoded import Encoded
 from .dense import TOO_LARGE
-from .sparse import round_values
+from .sparse import encode_sparse, round_values
 
 
 def add_to_residual(
@@ -54,3 +55,15 @@ def take_entries(indices: np.ndarray, v: np.ndarray, u: Optional[np.ndarray], *,
     rows = np.stack([sent, u[indices]])
     u[indices] = 0
     return rows
+
+
+def encode_topk(
+    grad: np.ndarray, u: Optional[np.ndarray], v: np.ndarray, *, momentum: float = 0.0, nesterov: bool = False, scale: float = 1.0,
+    k: int, samples: int, offset: int, kind: str, mask: bool = False,
+) -> Encoded:
+    """add_to_residual, take_entries of what it has chosen, and their sparse body; none where the gradient was not finite. `undo` of what is
+    returned: (indices, rows), as those two return them."""
+    indices, finite = add_to_residual(grad, u, v, momentum=momentum, nesterov=nesterov, scale=scale, k=k, samples=samples, offset=offset)
+    indices = indices if finite else indices[:0]
+    rows = take_entries(indices, v, u, kind=kind, mask=mask)
+    return encode_sparse(indices, rows[0], kind=kind)._replace(finite=finite, undo=(indices, rows))
