@@ -31,16 +31,14 @@ class Saved(NamedTuple):
     arrays: Arrays
 
 
-def saved(
-    identity: Dict[str, Any], tensors: Iterable[Tensor], step: Any, unit: float, into: Optional[Dict[str, Any]] = None
-) -> Dict[str, Any]:
-    """A state_dict: what `identity` says of algorithm and rank, and copies of the tensors' arrays, without the loss scale `unit`. into: one of
-    the same tensors that is not needed any more, whose arrays' memory is used again."""
+def saved(identity: Dict[str, Any], tensors: Iterable[Tensor], step: Any, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+    """A state_dict: what `identity` says of algorithm and rank, and copies of the tensors' arrays, without their loss scale. into: one of the
+    same tensors that is not needed any more, whose arrays' memory is used again."""
     tensors = list(tensors)
 
     def copied(tensor: Tensor) -> Dict[str, np.ndarray]:
         memory = into["tensors"][tensor.name] if into else {}
-        return {key: np.divide(array, _unit(tensor, key, unit), out=memory.get(key)) for key, array in tensor.state.arrays.items()}
+        return {key: np.divide(array, _unit(tensor, key), out=memory.get(key)) for key, array in tensor.state.arrays.items()}
 
     return {
         "format": _FORMAT,
@@ -97,13 +95,13 @@ def checked(state: Any, identity: Dict[str, Any], wrong_step: Callable[[Any], Di
     return found
 
 
-def restore(tensors: Iterable[Tensor], arrays: Arrays, unit: float) -> None:
-    """Copies a state's arrays into the tensors', under the loss scale `unit`. ValueError, and nothing changed, where they do not fit."""
+def restore(tensors: Iterable[Tensor], arrays: Arrays) -> None:
+    """Copies a state's arrays into the tensors', under the loss scale that these have. ValueError, and nothing changed, where they do not fit."""
     tensors = list(tensors)
     refuse(first_difference(_layout({t.name: t.state.arrays for t in tensors}), _layout(arrays)))
     for tensor in tensors:
         for key, array in tensor.state.arrays.items():
-            np.multiply(arrays[tensor.name][key], _unit(tensor, key, unit), out=array)
+            np.multiply(arrays[tensor.name][key], _unit(tensor, key), out=array)
 
 
 def wrong_count(where: str, number: Any) -> Difference:
@@ -171,9 +169,9 @@ def _said_by_all(state: Saved) -> Dict[str, Any]:
     return {**{key: value for key, value in state.header.items() if key != "rank"}, "tensors": _layout(state.arrays)}
 
 
-def _unit(tensor: Tensor, key: str, unit: float) -> np.float32:
+def _unit(tensor: Tensor, key: str) -> np.float32:
     """What a 1 in this array stands as, under the loss scale."""
-    return np.float32(unit ** tensor.compressor.kept[key].degree)
+    return np.float32(tensor.unit ** tensor.compressor.kept[key].degree)
 
 
 def _wrong_dense_until(until: Any) -> Difference:

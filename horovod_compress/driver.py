@@ -22,12 +22,19 @@ _log = logging.getLogger("horovod_compress")
 @dataclasses.dataclass
 class Transaction:
     """The tensors of one step of the optimizer, whose results are used together, or not at all. number: the step's, alike on all
-    ranks; ended: whether it was committed or rolled back."""
+    ranks; unit: the loss scale of its gradients; ended: whether it was committed or rolled back."""
 
     number: int = 0
+    unit: float = 1.0
     finite: bool = True
     ended: bool = False
     tensors: List[Tensor] = dataclasses.field(default_factory=list)
+
+
+def check_unit(unit: float) -> None:
+    """RuntimeError for a loss scale with which what is kept of gradients may leave float32's range."""
+    if not 2.0**-60 <= unit <= 2.0**60:
+        raise RuntimeError(f"the loss scale has come to {unit}: were gradients not finite in every step?")
 
 
 class Driver(ABC):
@@ -150,12 +157,14 @@ class Driver(ABC):
         return tensor_step(tensor, grad, step, dense or alone)
 
     def rescale(self, unit: float) -> None:
-        """From the next step on, gradients come times `unit`, a loss scale; brings what is kept of earlier ones to it."""
+        """From the next step on, gradients come times `unit`, a loss scale; brings what is kept of earlier ones to it. RuntimeError as of
+        `check_unit`."""
+        check_unit(unit)
         if unit == self._now.unit:
             return
         self.end_step()
         for tensor in self._tensors.values():
-            tensor.rescale(unit / self._now.unit)
+            tensor.rescale(unit)
         self._now = dataclasses.replace(self._now, unit=unit)
 
     def resize(self, rank: int, size: int, label: str) -> None:
@@ -186,7 +195,7 @@ class Driver(ABC):
         """This rank's state as plain values and copied arrays, without the loss scale. into: a state_dict of the same driver that is not needed
         any more; its memory is used again."""
         self.arrays()
-        return checkpoint.saved(self._identity(), self._tensors.values(), self._steps_taken(), self._now.unit, into)
+        return checkpoint.saved(self._identity(), self._tensors.values(), self._steps_taken(), into)
 
     def load_state_dict(self, state: Any) -> Any:
         """Continues from what `checkpoint.checked` finds for this rank in a state_dict, or in a list of all ranks'. ValueError, and nothing
@@ -209,13 +218,13 @@ class Driver(ABC):
         """
         if not self.under_way:
             self.arrays()
-        residuals = [tensor.compressor.residual(tensor.state) for tensor in self._tensors.values()]
-        squares = sum(kernels.of(residual).squared_norm(residual) for residual in residuals if residual is not None)
+        residuals = [(tensor.compressor.residual(tensor.state), tensor.unit) for tensor in self._tensors.values()]
+        squares = sum(kernels.of(residual).squared_norm(residual) / unit**2 for residual, unit in residuals if residual is not None)
         counters: Dict[str, float] = {"steps": self._steps_ended, "steps_undone": self._steps_undone}
         for key in (*SENT, *SPENT):
             counters[key] = sum(tensor.counters[key] for tensor in self._tensors.values())
         counters["ratio"] = counters["dense_bytes"] / counters["bytes_sent"] if counters["bytes_sent"] else 1.0
-        counters["residual_norm"] = squares**0.5 / self._now.unit
+        counters["residual_norm"] = squares**0.5
         counters["overflows"] = sum(tensor.state.overflows for tensor in self._tensors.values())
         return counters
 

@@ -224,7 +224,7 @@ class Exchange(Driver):
 
     def _continue_from(self, saved: checkpoint.Saved) -> None:
         self.arrays()
-        checkpoint.restore(self._tensors.values(), saved.arrays, self._now.unit)
+        checkpoint.restore(self._tensors.values(), saved.arrays)
         for name, tensor in self._tensors.items():
             tensor.dense_until = saved.header["dense_until"].get(name, 0)
         self._begin_at(saved.header["step"])

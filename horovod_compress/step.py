@@ -31,7 +31,8 @@ class Tensor:
     digest: uint32 of configuration and tensor, on every frame; declared: what its compressor says that a step exchanges; checked: whether
     the first step has kept to that, and to the rest of the contract; carrier: a single 1, for the host; dense_until: the step from which on
     payloads of measured size are gathered again; bits: what an element of the open step's payload takes, where that is known
-    beforehand; before_step: where steps can be discarded, the state's arrays before the last one.
+    beforehand; before_step: where steps can be discarded, the state's arrays before the last one; unit: the loss scale of what the state
+    holds.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Tensor:
     dense_until: int = 0
     bits: Optional[float] = None
     before_step: Dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    unit: float = 1.0
     counters: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(SENT + SPENT, 0))
 
     def one(self) -> HostReduce:
@@ -71,9 +73,10 @@ class Tensor:
         for key, array in self.before_step.items():
             np.copyto(self.state.arrays[key], array)
 
-    def rescale(self, factor: float) -> None:
-        """Between steps: gradients, and so what is kept of them, will be `factor` times as large."""
+    def rescale(self, unit: float) -> None:
+        """Between steps: the gradients to come are times `unit`, and so will be what is kept of earlier ones."""
         self.compressor.apply_pending(self.state)
+        factor, self.unit = unit / self.unit, unit
         for arrays in (self.state.arrays, self.before_step):
             for key, array in arrays.items():
                 array *= np.float32(factor ** self.compressor.kept[key].degree)

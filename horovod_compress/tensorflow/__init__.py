@@ -21,6 +21,8 @@ class Compression(metaclass=Algorithms):
     _example = "hvdc.Compression.dgc(optimizer)"
 
     @staticmethod
-    def from_spec(spec: Any, optimizer: Any = None, process_set: Any = None, discardable: bool = False) -> BoundCompression:
+    def from_spec(
+        spec: Any, optimizer: Any = None, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False
+    ) -> BoundCompression:
         """The compression of a spec, "dgc:ratio=0.001" or {"id": "dgc", "ratio": 0.001}; see `BoundCompression`."""
-        return BoundCompression(spec, optimizer, process_set, discardable)
+        return BoundCompression(spec, optimizer, process_set, grad_scaler, discardable)

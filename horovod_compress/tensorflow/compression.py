@@ -16,7 +16,7 @@ from ..compressors.base import Compressor
 from ..handshake import agree
 from ..requests import Collective
 from .exchange import GraphExchange, Message, Saved
-from .horovod_internals import traced
+from .horovod_internals import loss_scaler, traced
 from .optimizer import SGD, check, is_plain_sgd, learning_rate_of, take_over_momentum, watch_passes
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
@@ -100,6 +100,8 @@ class BoundCompression(Binding):
     optimizer: the Keras optimizer, new or legacy, that will be wrapped, or that applies what a tape brings. An SGD's momentum
         and Nesterov are taken over by algorithms that correct momentum (dgc). None where the algorithm needs nothing from it.
     process_set: the one that Horovod's optimizer or tape gets; default: all ranks.
+    grad_scaler: a LossScaleOptimizer that scales the loss of which a tape has the gradients: what is kept of gradients then follows its
+        scale. Implies discardable. Where it wraps Horovod's optimizer it is found without being given.
     discardable: a step whose gradients are not finite is forgotten, as if it had never been, and so is one after which `discard()` is
         called. Takes as much memory again as the algorithm's state, and the time to copy that in each step.
 
@@ -108,7 +110,9 @@ class BoundCompression(Binding):
     optimizers; the first trace, or `handshake()`, raises MismatchError, on all ranks, where ranks were started differently.
     """
 
-    def __init__(self, spec: Any, optimizer: Any = None, process_set: Any = None, discardable: bool = False) -> None:
+    def __init__(
+        self, spec: Any, optimizer: Any = None, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False
+    ) -> None:
         if is_elastic():
             raise ValueError(
                 "elastic Horovod is not supported yet in TensorFlow: what a compression keeps belongs to one rank of a fixed number. Start with "
@@ -123,6 +127,9 @@ class BoundCompression(Binding):
             )
         if optimizer is not None:
             check(optimizer)
+        if grad_scaler is not None and not isinstance(grad_scaler, tf.keras.mixed_precision.LossScaleOptimizer):
+            raise TypeError(f"grad_scaler must be a tf.keras.mixed_precision.LossScaleOptimizer, not {grad_scaler!r}")
+        self._grad_scaler = grad_scaler
         compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
         self._microbatches = _checked_moments(compressor, optimizer) == "microbatch"
         self._transport = _Eager(self._process_set)
@@ -133,7 +140,7 @@ class BoundCompression(Binding):
         self._call = _Call([], None, [], [], [])  # of the function that is being traced
         self._saved: Optional[Dict[str, Saved]] = None  # where a state was loaded: of variables that are not known yet
         self._compressor = self._take_over(compressor) if compressor.corrects_momentum and optimizer is not None else compressor
-        self._exchange: GraphExchange = GraphExchange(self._compressor, *self._rank_and_size(), self._label, discardable)
+        self._exchange: GraphExchange = GraphExchange(self._compressor, *self._rank_and_size(), self._label, discardable or grad_scaler is not None)
         if self._microbatches and self._active:
             watch_passes(optimizer, self._observe)
 
@@ -206,24 +213,28 @@ class BoundCompression(Binding):
         if unseen:
             names = ", ".join(unseen)
             raise ValueError(f"moments=microbatch has seen no backward pass of {names}: it needs the bound optimizer's minimize or fit. {_ONE_PASS}")
+        scaler = self._grad_scaler or loss_scaler()
+        if scaler is not None:
+            agree(self._transport, f"{self._label}.scale", {"initial loss scale": float(scaler.initial_scale)})
         around = getattr(tf.compat.v1.get_default_graph(), "outer_graph", None)  # of the branches in which Horovod compresses
         if around is None:
             raise ValueError("gradients are compressed in graphs, which Horovod makes also of eager code: not with run_functions_eagerly(True)")
         with around.as_default(), tf.device("/cpu:0"):
-            number, flat = self._begin_operation([source for _, source in pairs])
+            number, flat = self._begin_operation([source for _, source in pairs], scaler)
             norm, grads = functools.partial(_squared_norm, factor), [grad for grad, _ in pairs]
             squared_norm = [tf.numpy_function(norm, grads, tf.float64, stateful=False)] if self._compressor.clip_norm is not None else []
             lr = [learning_rate_of(optimizer or self._optimizer)] if self._compressor.follow_lr else []
         return _Call(variables, number, flat, squared_norm, lr)
 
-    def _begin_operation(self, sources: List[Any]) -> Tuple[Any, List[Any]]:
+    def _begin_operation(self, sources: List[Any], scaler: Any) -> Tuple[Any, List[Any]]:
         """The operation that begins a call: its number, and for each gradient the shape [-1]. It is stateful, so that every call of the function
         has its own, and what depends on it is not folded or shared between calls. It brings values of the smallest variable, because
         TensorFlow runs a trace again for others of the same shapes."""
         variables = [source for source in sources if isinstance(source, tf.Variable)]
         known = min(variables, key=lambda variable: variable.shape.num_elements(), default=None)
+        scale = tf.constant(1.0) if scaler is None else tf.cast(scaler.loss_scale, tf.float32)
         begin = functools.partial(self._begin, len(sources), known)
-        number, flat = tf.numpy_function(begin, [] if known is None else [_first_values(known)], [tf.int64, tf.int32])
+        number, flat = tf.numpy_function(begin, [scale, *([] if known is None else [_first_values(known)])], [tf.int64, tf.int32])
         if known is not None:
             with tf.control_dependencies([number]):
                 known.read_value()  # What writes to the variable (a weight decay) waits for the comparison.
@@ -299,7 +310,7 @@ class BoundCompression(Binding):
 
     # -- the same, while the graph runs -----------------------------------------------------------------------------------
 
-    def _begin(self, tensors: int, known: Any, values: Any = None) -> Tuple[np.int64, np.ndarray]:
+    def _begin(self, tensors: int, known: Any, scale: np.ndarray, values: Any = None) -> Tuple[np.int64, np.ndarray]:
         if known is not None and not np.array_equal(_first_values(known).numpy(), values, equal_nan=True):
             raise ValueError(
                 f"gradients of other variables come to this compression than {known.name} and those that it was traced with: make one for "
@@ -312,7 +323,8 @@ class BoundCompression(Binding):
                 f"{compressor.momentum:g}, which it took over. (Horovod's momentum_correction is not needed: the learning rate is no part "
                 "of this momentum)"
             )
-        return np.int64(self._exchange.begin(tensors, self._process_set.rank(), self._process_set.size())), np.full((tensors, 1), -1, np.int32)
+        number = self._exchange.begin(tensors, self._process_set.rank(), self._process_set.size(), float(scale))
+        return np.int64(number), np.full((tensors, 1), -1, np.int32)
 
     def _submit(self, variable: _Variable, call: int, grad: np.ndarray, *options: np.ndarray) -> List[np.ndarray]:
         given = iter(options)

@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import checkpoint
 from ..compressors.base import Compressor
-from ..driver import Driver, Transaction
+from ..driver import Driver, Transaction, check_unit
 from ..handshake import first_difference
 from ..requests import Allreduce, Alltoall, Final, StepNorm, TensorStep
 from ..step import check_step_numbers, conclude, step_numbers
@@ -60,7 +60,7 @@ class GraphExchange(Driver):
         if saved:
             arrays, self._indices[name], tensor.dense_until = saved
             try:
-                checkpoint.restore([tensor], {name: arrays}, self._now.unit)
+                checkpoint.restore([tensor], {name: arrays})
             except ValueError:
                 del self._tensors[name], self._indices[name]
                 raise
@@ -68,14 +68,16 @@ class GraphExchange(Driver):
             self.sends_number = name
         return tensor.compressor
 
-    def begin(self, tensors: int, rank: int, size: int) -> int:
-        """Begins a step of so many tensors, on this rank of so many; returns the number of the call."""
+    def begin(self, tensors: int, rank: int, size: int, unit: float = 1.0) -> int:
+        """Begins a step of so many tensors, whose gradients are times `unit`, on this rank of so many; returns the number of the call. RuntimeError
+        as of `check_unit`."""
+        check_unit(unit)
         with self._lock:
             if (rank, size) != (self._now.rank, self._now.size):
                 self._now = dataclasses.replace(self._now, rank=rank, size=size)
             call = next(self._calls)
             self._begun.pop(call - _KEPT, None)  # some never bring all: what nobody uses is not computed
-            self._begun[call] = Transaction(), tensors
+            self._begun[call] = Transaction(unit=unit), tensors
             return call
 
     def submit(
@@ -95,8 +97,10 @@ class GraphExchange(Driver):
                 self._begun[call] = transaction, missing - 1
             self._latest = transaction
         tensor = self._known(name, grad)
+        if tensor.unit != transaction.unit:
+            tensor.rescale(transaction.unit)
         index = self._indices[name]
-        generator = self._begin(tensor, grad, dataclasses.replace(self._now, index=index, squares=squares, lr=lr))
+        generator = self._begin(tensor, grad, dataclasses.replace(self._now, index=index, squares=squares, lr=lr, unit=tensor.unit))
         self._indices[name] += 1
         transaction.tensors.append(tensor)
         pending = self._pending[name] = _Pending(generator, call, transaction, index)
@@ -195,7 +199,7 @@ class GraphExchange(Driver):
         checkpoint.refuse(first_difference(dict.fromkeys(arrays, "there"), dict.fromkeys(steps, "there"), "step"))
         self.arrays()
         known = {name: arrays[name] for name in arrays if name in self._tensors}
-        checkpoint.restore(self._tensors.values(), known, self._now.unit)
+        checkpoint.restore(self._tensors.values(), known)
         self._latest = Transaction()
         for name in known:
             self._indices[name] = steps[name]

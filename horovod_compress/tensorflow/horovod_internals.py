@@ -15,6 +15,13 @@ def is_horovods(optimizer: Any) -> bool:
     return isinstance(optimizer, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)) and hasattr(optimizer, "_allreduce_grads")
 
 
+def loss_scaler() -> Any:
+    """The LossScaleOptimizer that scales the gradients which are being reduced: where it wraps Horovod's optimizer it is among the callers; else
+    None. What it is given to apply it has unscaled already."""
+    computing = (frame.f_locals.get("self") for frame in callers() if frame.f_code.co_name in ("compute_gradients", "_compute_gradients"))
+    return next((owner for owner in computing if isinstance(owner, tf.keras.mixed_precision.LossScaleOptimizer)), None)
+
+
 def traced(tensor: Any) -> Tuple[Sequence[Any], Sequence[Any], float, Any]:
     """(gradients, variables, what Horovod makes of a 1 on each rank, Horovod's optimizer or None) of the exchange in which this
     gradient is compressed. Horovod says neither, but has them in reach, in a function that reduces `grads` of `vars` by `op`."""

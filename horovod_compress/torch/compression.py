@@ -188,8 +188,6 @@ class BoundCompression(Binding):
             self._forget_or_warn()
         self._results = None
         if scale is not None:
-            if not 2.0**-60 <= scale <= 2.0**60:
-                raise RuntimeError(f"the GradScaler's scale has come to {scale}: were gradients not finite in every step?")
             self._exchange.rescale(scale)
         if self._compressor.follow_lr:
             self._rates = {id(param): float(group["lr"]) for group in optimizer.param_groups for param in group["params"]}

@@ -8,7 +8,8 @@ from checks import raises, registry
 from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
-from horovod_compress import simulate
+from horovod_compress import get_compressor, simulate
+from horovod_compress.tensorflow.exchange import GraphExchange
 
 from .training import SGD, assert_replicas_identical, exchanged, fit, model_of, told
 
@@ -58,6 +59,54 @@ def mixed_precision_skips_steps_and_goes_on():
     finally:
         keras.mixed_precision.set_global_policy("float32")
 
+
+@case(2)
+def a_change_of_loss_scale_changes_nothing():
+    """Powers of two: bit for bit what training without a LossScaleOptimizer gives, state included."""
+    for kind, spec in (("new", "dgc:ratio=0.02,clip_norm=0.5"), ("legacy", "variance:tau=0.001")):
+        trained = []
+        for scaled in (False, True):
+            model, sgd = model_of(), SGD[kind](0.02, momentum=0.9)
+            compression = hvdc.Compression.from_spec(spec, sgd)
+            optimizer = hvd.DistributedOptimizer(sgd, compression=compression)
+            if scaled:
+                optimizer = keras.mixed_precision.LossScaleOptimizer(optimizer, initial_scale=2.0**4, dynamic_growth_steps=3)
+            fit(model, optimizer, 10)
+            state = compression.state_dict()["tensors"]
+            trained.append(([variable.numpy() for variable in model.trainable_variables], [a for each in state.values() for a in each.values()]))
+        assert float(optimizer.loss_scale) == 2.0**7
+        for expected, found in zip(*trained):
+            assert len(expected) == len(found)
+            for i, pair in enumerate(zip(expected, found)):
+                assert np.array_equal(*pair), (kind, spec, i, np.abs(pair[0] - pair[1]).max())
+
+
+@case(2)
+def a_tape_follows_the_loss_scale_that_it_is_given():
+    variable = tf.Variable(tf.zeros((40, 50)))
+    scaler = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0, dynamic_growth_steps=1)
+    compression = hvdc.Compression.topk(ratio=0.01, grad_scaler=scaler)
+
+    @tf.function
+    def step(gradient):
+        with tf.GradientTape() as tape:
+            loss = scaler.get_scaled_loss(tf.reduce_sum(variable * gradient))
+        scaled = hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])
+        gradients = scaler.get_unscaled_gradients(scaled)
+        scaler.apply_gradients(zip(gradients, [variable]))
+        return gradients[0]
+
+    gradients = [[{"Variable": alike.gradients(rank, i)["matrix"]} for rank in range(2)] for i in range(6)]
+    expected = simulate("topk:ratio=0.01", gradients)
+    for i in range(6):
+        assert np.array_equal(step(gradients[i][hvd.rank()]["Variable"]).numpy(), expected.mean[i]["Variable"]), i
+    assert float(scaler.loss_scale) == 2.0**7
+    (state,) = compression.state_dict()["tensors"].values()
+    assert np.array_equal(state["residual"], expected.state[hvd.rank()]["Variable"]["residual"])
+    with raises(RuntimeError, "the loss scale has come to"):
+        GraphExchange(get_compressor("topk"), 0, 2, "label").begin(1, 0, 2, 2.0**61)
+    with raises(TypeError, "grad_scaler must be"):
+        hvdc.Compression.topk(grad_scaler=4.0)
 
 @case(2)
 def variables_of_other_types():
