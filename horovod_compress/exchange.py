@@ -177,7 +177,7 @@ class Exchange(Driver):
     def _compare_step_numbers(self) -> None:
         if self._numbers:
             wait, self._numbers = self._numbers, False
-            check_step_numbers(wait(), self._transaction.number, self.transport.size)
+            check_step_numbers(wait(), self._transaction.number, self.transport.size, self.transport.joined)
 
     def _end(self) -> None:
         """Ends the step: commits it where all that was submitted is finished, and finite, else rolls it back."""

@@ -12,8 +12,9 @@ import torch
 
 from ..binding import Algorithms
 from .compression import BoundCompression, NamedParameters
+from .uneven import uneven
 
-__all__ = ["BoundCompression", "Compression"]
+__all__ = ["BoundCompression", "Compression", "uneven"]
 
 
 class Compression(metaclass=Algorithms):

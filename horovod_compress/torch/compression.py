@@ -4,7 +4,7 @@ import collections.abc
 import functools
 import inspect
 import weakref
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import horovod.torch as hvd
 import numpy as np
@@ -100,6 +100,8 @@ class BoundCompression(Binding):
         self._results: Optional[str] = None  # of the last step: "unused" until an optimizer's step begins, then "in use" until it ends
         self._optimizer: Optional[torch.optim.Optimizer] = None  # Horovod's, from the first gradient on
         self._rates: Dict[int, float] = {}  # id(parameter) → learning rate of this step, where residuals follow it
+        self._announce: Optional[Callable[[], None]] = None  # inside `uneven`: tells ranks that train no more that a step begins
+        self._blocks = 0  # of `uneven` so far
         if self._active:
             _not_used_yet.add(self)
 
@@ -126,6 +128,8 @@ class BoundCompression(Binding):
                     f"{self._compressor.id} has taken over the optimizer's momentum, which a sparse gradient cannot have: "
                     "give hvd.DistributedOptimizer(sparse_as_dense=True), or bind with momentum=0"
                 )
+            if self._announce is not None:
+                raise ValueError("a rank without data cannot answer sparse gradients in uneven(): give hvd.DistributedOptimizer(sparse_as_dense=True)")
             return tensor
         slot, grad, host, sent, carrier, version = ctx
         if slot.param.grad is not None and slot.param.grad._version != version:
@@ -173,6 +177,8 @@ class BoundCompression(Binding):
                 f"this compression was made for rank {self._ranks[0]} of {self._ranks[1]}, and this is now rank {rank} of {size}: the ranks of "
                 "a compression must stay the same. Make a new one after hvd.init()"
             )
+        if self._announce is not None:
+            self._announce()
         scale = None if self._grad_scaler is None else self._grad_scaler.get_scale()
         optimizer = self._optimizer = self._optimizer or self._attach(scale)
         if self._results == "unused":
@@ -225,6 +231,15 @@ class BoundCompression(Binding):
                 "the gradients of a step were exchanged, and no optimizer.step() has used them; what was not sent of them is kept, and "
                 "comes in later steps. To forget such steps, make the compression with discardable=True"
             )
+
+    def _is_forgotten(self) -> bool:
+        """Whether the last step is forgotten on all ranks, now or when the next one begins."""
+        return self._discardable and (self._results == "unused" or not self._exchange.succeeded)
+
+    def _drop_moments(self) -> None:
+        """Forgets the squares of backward passes that no step followed."""
+        for slot in self._slots if self._moments else ():
+            self._moments.take(slot.name)
 
     def _description(self) -> Dict[str, Any]:
         tensors = {name: {"shape": list(shape), "compressor": repr(variant)} for name, (shape, variant) in self._tensors.items()}

@@ -27,6 +27,21 @@ def compression_of(optimizer: torch.optim.Optimizer) -> Any:
     return getattr(optimizer, "_compression", None)
 
 
+def reduce_zeros(optimizer: Any) -> None:
+    """Takes part in a step of the other ranks with gradients of zero: what Horovod's hooks do in a backward pass, and `synchronize()`. Hooks that users
+    have on gradients do not run. What passes of this rank have left that no step followed is dropped."""
+    for p in optimizer._requires_update:
+        if p.grad is None or p.grad.is_sparse:
+            p.grad = torch.zeros_like(p)
+        else:
+            p.grad.zero_()
+    optimizer._handles.clear()
+    for group in optimizer._group_counts:
+        optimizer._handles[group] = optimizer._grouped_allreduce_grad_async(group)
+    optimizer.synchronize()
+    optimizer._synchronized = False
+
+
 def in_grad_scaler() -> bool:
     """Whether an enabled GradScaler is taking the step that has come to this point."""
     owners = (frame.f_locals.get("self") for frame in callers() if frame.f_code.co_name == "step")
