@@ -129,7 +129,7 @@ class BoundCompression(Binding):
                     "give hvd.DistributedOptimizer(sparse_as_dense=True), or bind with momentum=0"
                 )
             if self._announce is not None:
-                raise ValueError("a rank without data cannot answer sparse gradients in uneven(): give hvd.DistributedOptimizer(sparse_as_dense=True)")
+                raise ValueError("ranks without data cannot answer sparse gradients: give hvd.DistributedOptimizer(sparse_as_dense=True)")
             return tensor
         slot, grad, host, sent, carrier, version = ctx
         if slot.param.grad is not None and slot.param.grad._version != version:
@@ -238,8 +238,9 @@ class BoundCompression(Binding):
 
     def _drop_moments(self) -> None:
         """Forgets the squares of backward passes that no step followed."""
-        for slot in self._slots if self._moments else ():
-            self._moments.take(slot.name)
+        if self._moments:
+            for slot in self._slots:
+                self._moments.take(slot.name)
 
     def _description(self) -> Dict[str, Any]:
         tensors = {name: {"shape": list(shape), "compressor": repr(variant)} for name, (shape, variant) in self._tensors.items()}

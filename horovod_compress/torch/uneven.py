@@ -21,15 +21,15 @@ def uneven(*trained: Any) -> Iterator[None]:
     """Inside `with uneven(optimizer, model, scheduler):` each rank may take as many steps as it has data for.
 
     A rank that leaves the block takes part in the others' steps, with gradients of zero, until all ranks have left it; means stay those over all
-    ranks. What the rank had not sent yet goes out in these steps. Then all that was given here continues, on every rank, from the state of a rank that
-    trained to the end.
+    ranks. What the rank had not sent yet goes out in these steps. Then all that was given here continues, on every rank, from the state of a rank
+    that trained to the end.
 
     trained: the optimizers that hvd.DistributedOptimizer returned with a compression of this package, and what else training changes and is to be
         alike on all ranks: anything with state_dict and load_state_dict. Parameters and a compression's grad_scaler come with the optimizer.
 
-    All ranks enter the block, also one without data. It costs one small allreduce a step, which is not waited for. Gradients of backward passes that no
-    step followed are dropped. An exception passes through at once, and the rank answers nothing any more. On one rank the block does nothing. Raises
-    TypeError for what cannot be given, RuntimeError inside another such block, and MismatchError where ranks give different things.
+    All ranks enter the block, also one without data. It costs one small allreduce a step, which is not waited for. Gradients of backward passes
+    that no step followed are dropped. An exception passes through at once, and the rank answers nothing any more. On one rank the block does nothing.
+    Raises TypeError for what cannot be given, RuntimeError inside another such block, and MismatchError where ranks give different things.
     """
     members = [_Member(each) for each in trained if isinstance(horovod_internals.compression_of(each), BoundCompression)]
     _refuse(members, trained)
@@ -51,8 +51,8 @@ class _Member:
     """One optimizer of a block on this rank. What ranks tell each other before each of its steps is the maximum over them of: whether one takes the
     step; whether the last step was forgotten; the loss scale; and the options of the parameter groups. Ranks that train have these alike."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer  # Horovod's
         self.compression: BoundCompression = horovod_internals.compression_of(optimizer)
         self.answered = False  # whether this rank has taken part in a step of the others
         self._handle: Any = None
@@ -126,7 +126,7 @@ def _refuse(members: List[_Member], trained: Sequence[Any]) -> None:
         raise TypeError("uneven() needs the optimizer that hvd.DistributedOptimizer(compression=…) returned, with a compression of this package")
     for each in trained:
         if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
-            raise TypeError(f"uneven() takes optimizers, models and schedulers, what has state_dict and load_state_dict, not an object of {type(each)}")
+            raise TypeError(f"uneven() takes what has state_dict and load_state_dict: optimizers, models, schedulers; not an object of {type(each)}")
     if any(member.compression._announce is not None for member in members):
         raise RuntimeError("this optimizer is inside `with uneven(…):` already")
     if len({member.compression._process_set.process_set_id for member in members}) > 1:
@@ -167,7 +167,7 @@ def _continue_alike(members: List[_Member], trained: Sequence[Any]) -> None:
 
 
 def _load(trained: Any, state: Any) -> None:
-    """Loads a state. An optimizer's parameter groups stay the objects that they are: schedulers, and the optimizer that was wrapped, have them too."""
+    """Loads a state. An optimizer's parameter groups stay the same objects: schedulers, and the optimizer that was wrapped, have them too."""
     groups = getattr(trained, "param_groups", None)
     trained.load_state_dict(state)
     if groups is not None:

@@ -1,26 +1,18 @@
-"""Ranks with different numbers of steps, on real ranks. run_cases.py runs the cases, test_uneven.py asks.
-
-What is expected comes from the same training without a block, where the ranks that have no data compute gradients of zero themselves.
-"""
+"""Ranks with different numbers of steps. What is expected comes from the same training without `uneven`, where ranks that have no data compute
+gradients of zero themselves."""
 import itertools
 
 import horovod.torch as hvd
 import torch
-from cases.training import assert_close, assert_replicas_identical, batches, flat, model_of, sgd, start, train, wrap  # noqa: F401
 from checks import raises, registry
 from torch import nn
 
 import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError
 
+from .training import assert_replicas_identical, batches, flat, model_of, sgd, train, wrap
+
 CASES, case = registry()
-TRANSPORTS = ("horovod", "mpi")
-SPECS = (
-    "dgc:ratio=0.02", "dgc:ratio=0.02,clip_norm=0.5,min_numel=0", "efsignsgd:follow_lr=true", "adacomp", "variance:moments=microbatch",
-    "powersgd:rank=2", "maxnorm", "multiscale:min_numel=0", "globalrandk", "none",
-)
-
-
 def steps_of(rank, most=9):
     """Rank 0 has the most data; the last one has none."""
     return 0 if rank == hvd.size() - 1 else most - 2 * rank
@@ -41,7 +33,7 @@ def train_uneven(model, optimizer, data, *more, after=lambda: None):
 
 
 def train_with_zeros(model, optimizer, data, most, after=lambda: None):
-    """The same steps without a block: out of data, a rank takes them with gradients of zero."""
+    """The same steps without `uneven`: out of data, a rank takes them with gradients of zero."""
     data = list(data)
     for x, y in itertools.islice(itertools.chain(data, itertools.repeat((None, None))), most):
         if x is None:
@@ -54,40 +46,49 @@ def train_with_zeros(model, optimizer, data, most, after=lambda: None):
 
 
 def residuals(compression):
-    return torch.cat([a.flatten() for arrays in compression.state_dict()["tensors"].values() for _, a in sorted(arrays.items())] or [torch.zeros(0)])
+    return torch.cat([a.flatten() for arrays in compression.state_dict()["tensors"].values() for _, a in sorted(arrays.items())] or [torch.zeros(1)])
 
 
 def assert_alike(found, expected, what):
     (model, compression, optimizer), (its_model, its_compression, its_optimizer) = found, expected
-    assert torch.equal(flat(model), flat(its_model)), f"{what}: parameters differ by {(flat(model) - flat(its_model)).abs().max()}"
-    assert torch.equal(residuals(compression), residuals(its_compression)), f"{what}: residuals differ"
+    pairs = [(flat(model), flat(its_model)), (residuals(compression), residuals(its_compression))]
     mine, theirs = (o.state_dict() for o in (optimizer, its_optimizer))
-    assert {k: v for k, v in mine["param_groups"][0].items()} == {k: v for k, v in theirs["param_groups"][0].items()}, what
-    for i, state in theirs["state"].items():
-        for key, value in state.items():
-            same = torch.equal(mine["state"][i][key], value) if isinstance(value, torch.Tensor) else mine["state"][i][key] == value
-            assert same, f"{what}: {key} of parameter {i} differs"
+    assert mine["param_groups"] == theirs["param_groups"], what
+    assert mine["state"].keys() == theirs["state"].keys(), what
+    pairs += [(mine["state"][i][key], value) for i, state in theirs["state"].items() for key, value in state.items() if value is not None]
+    for its, expects in pairs:  # On more than two ranks, what Horovod fuses, it adds in another order.
+        tolerance = 0 if hvd.size() == 2 else 1e-5 * expects.abs().max()
+        assert (its - expects).abs().max() <= tolerance, f"{what}: they differ by {(its - expects).abs().max()}"
     assert_replicas_identical(model)
+
+
+def assert_answered_with_zeros(spec):
+    found, expected = setup(spec), setup(spec)
+    train_uneven(*found[::2], batches(steps_of(hvd.rank())), found[0])
+    train_with_zeros(*expected[::2], batches(steps_of(hvd.rank())), 9)
+    assert_alike(found, expected, spec)
+    for model, _, optimizer in (found, expected):
+        train(model, optimizer, batches(2, seed=1))
+    assert_alike(found, expected, spec)
 
 
 @case(2, 3)
 def ranks_without_data_answer_with_zeros():
-    """Every family of algorithms, both transports; then even steps, and hvd.join()."""
-    for spec in SPECS:
-        for transport in TRANSPORTS if hvd.mpi_enabled() and spec != "none" else TRANSPORTS[:1]:
-            told = f"{spec}{',' if ':' in spec else ':'}transport={transport}" if spec != "none" else spec
-            found, expected = setup(told), setup(told)
-            train_uneven(*found[::2], batches(steps_of(hvd.rank())), found[0])
-            train_with_zeros(*expected[::2], batches(steps_of(hvd.rank())), 9)
-            assert_alike(found, expected, told)
-            for model, _, optimizer in (found, expected):
-                train(model, optimizer, batches(2, seed=1))
-            assert_alike(found, expected, told)
+    """With both transports; hvd.join() after it."""
+    for spec in ("dgc:ratio=0.02,clip_norm=0.5", "maxnorm:min_numel=0"):
+        for transport in ("horovod", "mpi") if hvd.mpi_enabled() else ("horovod",):
+            assert_answered_with_zeros(f"{spec},transport={transport}")
     hvd.join()
 
 
 @case(2)
-def even_ranks_train_as_without_a_block():
+def every_family_of_algorithms_answers_with_zeros():
+    for spec in ("efsignsgd:follow_lr=true", "adacomp", "variance:moments=microbatch", "powersgd:rank=2", "multiscale", "globalrandk", "none"):
+        assert_answered_with_zeros(spec)
+
+
+@case(2)
+def even_ranks_train_as_without_uneven():
     found, expected = setup("dgc:ratio=0.02"), setup("dgc:ratio=0.02")
     for seed in range(2):
         train_uneven(*found[::2], batches(3, seed))
@@ -97,7 +98,7 @@ def even_ranks_train_as_without_a_block():
 
 
 @case(2, 3)
-def options_of_horovods_optimizer():
+def options_of_horovods_optimizer_in_uneven():
     for options in ({"groups": 2}, {"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}):
         found, expected = (setup("dgc:ratio=0.02", wrap_options=options) for _ in range(2))
         train_uneven(*found[::2], batches(steps_of(hvd.rank(), 5)))
@@ -120,7 +121,6 @@ def passes_that_no_step_followed_are_dropped():
                             optimizer.step()
                             optimizer.zero_grad()
             assert_alike(found, expected, (spec, options))
-            train(found[0], found[2], [])
 
 
 @case(2)
@@ -148,17 +148,14 @@ def a_schedule_that_counts_steps_goes_on_from_the_last_rank():
     for spec, plain in (("efsignsgd", {"momentum": 0}), ("dgc:ratio=0.02", {})):
         for inner in (False, True):  # a scheduler of the optimizer that was wrapped shares its groups
             found, expected = (setup(spec, lambda model: sgd(model, **plain)) for _ in range(2))
-            made = [found[2], expected[2]]
-            if inner:
-                made = [torch.optim.SGD(found[2].param_groups, lr=1), torch.optim.SGD(expected[2].param_groups, lr=1)]
-            schedules = [scheduled(each) for each in made]
+            schedules = [scheduled(torch.optim.SGD(run[2].param_groups, lr=1) if inner else run[2]) for run in (found, expected)]
             train_uneven(*found[::2], batches(steps_of(hvd.rank())), schedules[0], after=schedules[0].step)
             train_with_zeros(*expected[::2], batches(steps_of(hvd.rank())), 9, after=schedules[1].step)
             assert_alike(found, expected, spec)
             for (model, _, optimizer), schedule in zip((found, expected), schedules):
                 schedule.step()
                 train(model, optimizer, batches(2, seed=1))
-            assert found[2].param_groups[0]["lr"] == expected[2].param_groups[0]["lr"] == 0.05 * 0.8**10 or not found[2].param_groups[0]["lr"]
+            assert abs(found[2].param_groups[0]["lr"] - 0.05 * 0.8**10) < 1e-9
             assert_alike(found, expected, spec)
 
 
@@ -212,7 +209,7 @@ def loss_scales_and_skipped_steps_are_followed():
 @case(2)
 def steps_that_a_rank_discards_are_discarded_by_those_that_answer():
     """The last one too, and by discard() itself."""
-    for spec in ("dgc:ratio=0.02", "powersgd:rank=2,min_numel=0", "adacomp"):
+    for spec in ("dgc:ratio=0.02,sample_ratio=1", "powersgd:rank=2,min_numel=0", "adacomp"):
         for by_hand in (False, True):
             runs = []
             for bad in (True, False):
@@ -262,7 +259,7 @@ class Words(nn.Module):
 
 
 @case(2)
-def sparse_gradients():
+def sparse_gradients_in_uneven():
     plain = lambda model: sgd(model, momentum=0)  # noqa: E731
     runs = []
     for answered in (True, False):
@@ -286,7 +283,7 @@ def sparse_gradients():
 
 
 @case(3)
-def a_process_set_of_two():
+def a_process_set_in_uneven():
     members = hvd.add_process_set([0, 2])
     found, expected = (setup("dgc:ratio=0.02", wrap_options={"process_set": members}, process_set=members) for _ in range(2))
     train_uneven(*found[::2], batches(5 if hvd.rank() == 2 else 2), found[0])
@@ -339,7 +336,7 @@ def an_exception_on_one_rank_passes_and_the_other_is_told():
 
 
 @case(1)
-def one_rank_trains_as_without_a_block():
+def one_rank_trains_as_without_uneven():
     found, expected = setup("dgc:ratio=0.02"), setup("dgc:ratio=0.02")
     train_uneven(*found[::2], batches(3), found[0])
     train(*expected[::2], batches(3))
