@@ -28,7 +28,7 @@ def compression_of(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def reduce_zeros(optimizer: Any) -> None:
-    """Takes part in a step of the other ranks with gradients of zero: what Horovod's hooks do in a backward pass, and `synchronize()`. Users' hooks on
+    """Takes part in a step of the other ranks with gradients of zero: as Horovod's hooks do in a backward pass and `synchronize()`. Hooks of users on
     gradients do not run. What this rank's backward passes have left, where no step followed, is dropped."""
     for p in optimizer._requires_update:
         if p.grad is None or p.grad.is_sparse:
