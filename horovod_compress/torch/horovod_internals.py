@@ -42,6 +42,15 @@ def reduce_zeros(optimizer: Any) -> None:
     optimizer._synchronized = False
 
 
+def forget_step(optimizer: Any) -> None:
+    """Makes Horovod's optimizer ready for the next backward pass, after a step whose collectives have all ended."""
+    optimizer._handles.clear()
+    optimizer._group_counts.update(dict.fromkeys(optimizer._group_counts, 0))
+    optimizer.set_backward_passes_per_step(optimizer.backward_passes_per_step)
+    optimizer._synchronized = False
+    optimizer.zero_grad()
+
+
 def in_grad_scaler() -> bool:
     """Whether an enabled GradScaler is taking the step that has come to this point."""
     owners = (frame.f_locals.get("self") for frame in callers() if frame.f_code.co_name == "step")
