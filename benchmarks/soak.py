@@ -3,9 +3,9 @@
 
     .venv/bin/horovodrun -np 2 .venv/bin/python benchmarks/soak.py [--steps 10000] [--every 200] [SPEC ...]
 
-Gradients are random numbers of a known seed, learning rates 1, so that what must come out is known: at the end, for every tensor, what parameters have
-moved and the mean of what ranks still keep are the mean of all gradients that counted. Replicas are identical, and memory, which is looked at after a
-tenth of the steps and at the end, has grown by less than 1 %. Exits with 1 where that is not so. Prints one line for each spec.
+Gradients are random numbers of a known seed, and the learning rate is 1, so what must come out is known: for every tensor, what parameters have
+moved, and the mean of what ranks still keep, are the mean of all gradients that counted. Replicas are identical, and memory, which is looked at after
+a tenth of the steps and at the end, has grown by less than 1 %. Exits with 1 where that is not so. Prints one line for each spec.
 """
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ import horovod_compress.torch as hvdc
 
 DEFAULT = ["dgc:ratio=0.01", "topk:ratio=0.01", "adacomp", "powersgd:rank=2"]
 RESIDUALS = ("residual", "v", "r")
-LARGEST = {"moved": 1e-3, "memory": 0.01}  # relative: of float32 sums over all steps, and of the process
+LARGEST = {"moved": 1e-4, "memory": 0.01}  # relative: of float32 sums over all steps, and of the process
 
 
 class Fault(Exception):
