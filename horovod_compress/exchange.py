@@ -8,7 +8,7 @@ op, scale factors or predivision are.
 import dataclasses
 import functools
 import time
-from typing import Any, Callable, Collection, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Collection, Dict, Iterator, List, NoReturn, Optional, Tuple, Union
 
 import numpy as np
 
@@ -104,7 +104,7 @@ class Exchange(Driver):
         if self._in_rounds:
             clipped = self.compressor.clip_norm is not None
             self.flush(float(reduced[0]) if clipped else 1.0)  # with clipping the carrier is a single 1
-        pending = self._open[name]
+        pending = self._open.get(name) or self._refuse_given_up(name)
         counters, started = pending.tensor.counters, time.perf_counter()
         arrived = None
         if pending.wait is not None:
@@ -118,13 +118,17 @@ class Exchange(Driver):
         try:
             outcome = pending.step.send((reduced, arrived))
         except StopIteration:
-            raise RuntimeError(f"{name}: its step has failed before: submit it again") from None
+            self._refuse_given_up(name)
         if outcome.result is not pending.grad:
             np.copyto(pending.grad, outcome.result)
         if not outcome.finite:
             self._transaction.finite = False
         del self._open[name]
         counters["decode_seconds"] += time.perf_counter() - started
+
+    @staticmethod
+    def _refuse_given_up(name: str) -> NoReturn:
+        raise RuntimeError(f"{name}: its step has failed before: submit it again")
 
     def _advance(self, pending: _Pending, answer: Any) -> None:
         """Sends a step what it waits for, and starts what it asks for next."""
@@ -177,7 +181,7 @@ class Exchange(Driver):
     def _compare_step_numbers(self) -> None:
         if self._numbers:
             wait, self._numbers = self._numbers, False
-            check_step_numbers(wait(), self._transaction.number, self.transport.size)
+            check_step_numbers(wait(), self._transaction.number, self.transport.size, self.transport.joined)
 
     def _end(self) -> None:
         """Ends the step: commits it where all that was submitted is finished, and finite, else rolls it back."""
@@ -198,6 +202,11 @@ class Exchange(Driver):
     def reject(self) -> None:
         """The host could not use a result of this step, on all ranks alike: the step will be rolled back."""
         self._transaction.finite = False
+
+    def give_up(self, name: str) -> None:
+        """In place of a `finish` that was interrupted: the step will be rolled back."""
+        self._open.pop(name, None)
+        self.reject()
 
     def open_tensors(self) -> Collection[str]:
         return self._open

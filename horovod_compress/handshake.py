@@ -4,13 +4,22 @@ import hashlib
 import json
 import threading
 import warnings
-from typing import Any, Callable, Iterator, List, Optional, Protocol, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Protocol, Sequence, Tuple
 
 import numpy as np
 
 
 class MismatchError(RuntimeError):
     """The ranks were started with different options, models or versions."""
+
+
+def error_of_joined(count: int, size: int, ranks: Sequence[int], why: str) -> RuntimeError:
+    """What ranks that go on raise where `count` others do not, of which `ranks` are known."""
+    which = f" ({'rank' if count == 1 else 'ranks'} {', '.join(map(str, ranks))})" if ranks else ""
+    return RuntimeError(
+        f"{count} of {size} ranks have called hvd.join(){which}: {why}. Let every rank take the same number of steps, train inside `with "
+        "hvdc.uneven(optimizer):` (PyTorch), or use none or fp16"
+    )
 
 
 class Gathering(Protocol):

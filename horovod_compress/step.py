@@ -7,13 +7,13 @@ TensorFlow adapter's graph, and `lockstep`, N ranks in one process.
 import dataclasses
 import math
 from types import GeneratorType
-from typing import Any, Dict, Generator, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Generator, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from . import wire
 from .compressors.base import Compressor, State, Step
-from .handshake import MismatchError
+from .handshake import MismatchError, error_of_joined
 from .kernels import Encoded
 from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Collective, Exchanged, Final, HostReduce, Outcome, Payload, StepNorm, TensorStep
 
@@ -233,13 +233,10 @@ def step_numbers(index: int) -> np.ndarray:
     return np.array([1, index, index * index], np.int64)
 
 
-def check_step_numbers(summed: np.ndarray, index: int, size: int) -> None:
-    """MismatchError where ranks are at different steps, RuntimeError where some are gone."""
+def check_step_numbers(summed: np.ndarray, index: int, size: int, joined: Callable[[], Sequence[int]] = list) -> None:
+    """MismatchError where ranks are at different steps, RuntimeError where some are gone; joined: finds out which have called hvd.join()."""
     ranks, total, squares = summed.tolist()
     if ranks != size:
-        raise RuntimeError(
-            f"{size - ranks} of {size} ranks have called hvd.join(), or are gone, and sums of this compression are wrong without them: let "
-            "every rank take the same number of steps, or use none or fp16"
-        )
+        raise error_of_joined(size - ranks, size, joined(), "sums of this compression are wrong without them")
     if ranks * squares != total * total:  # equal numbers, and only those, have no variance
         raise MismatchError(f"this rank is at step {index}, others are not: was a state loaded, or did training begin, on some ranks only?")

@@ -13,8 +13,9 @@ import torch
 from ..binding import Algorithms
 from . import elastic
 from .compression import BoundCompression, NamedParameters
+from .uneven import uneven
 
-__all__ = ["BoundCompression", "Compression", "elastic"]
+__all__ = ["BoundCompression", "Compression", "elastic", "uneven"]
 
 
 class Compression(metaclass=Algorithms):

@@ -4,7 +4,7 @@ import collections.abc
 import functools
 import inspect
 import weakref
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import horovod.torch as hvd
 import numpy as np
@@ -29,6 +29,7 @@ _SYNCHRONIZE_FIRST = (
     "call optimizer.synchronize() before anything that reads or changes gradients (a GradScaler's unscale_() and step(), clipping), and step "
     "inside `with optimizer.skip_synchronize():`"
 )
+_GIVEN_UP = "Where other ranks may have used it, load the last saved states of model, optimizer and compression on all ranks, else go on"
 NamedParameters = Iterable[Tuple[str, torch.Tensor]]  # as model.named_parameters() gives
 
 
@@ -105,6 +106,9 @@ class BoundCompression(Binding):
         self._options_agreed = False  # all ranks' optimizers, since these ranks are together
         self._synced = not self._elastic  # whether an elastic state has this compression
         self._rates: Dict[int, float] = {}  # id(parameter) → learning rate of this step, where residuals follow it
+        self._spoilt: Optional[str] = None  # why the results of the step that is under way cannot be used
+        self._announce: Optional[Callable[[], None]] = None  # inside `uneven`: tells ranks that train no more that a step begins
+        self._blocks = 0  # of `uneven` so far
         if self._active:
             _not_used_yet.add(self)
 
@@ -131,17 +135,22 @@ class BoundCompression(Binding):
                     f"{self._compressor.id} has taken over the optimizer's momentum, which a sparse gradient cannot have: "
                     "give hvd.DistributedOptimizer(sparse_as_dense=True), or bind with momentum=0"
                 )
+            if self._announce is not None:
+                raise ValueError("ranks without data cannot answer sparse gradients: give hvd.DistributedOptimizer(sparse_as_dense=True)")
             return tensor
         slot, grad, host, sent, carrier, version = ctx
-        if slot.param.grad is not None and slot.param.grad._version != version:
-            raise RuntimeError(f"the gradient of {slot.name} was changed while it was exchanged: {_SYNCHRONIZE_FIRST}")
+        if tensor is None or slot.param.grad is None or slot.param.grad._version != version:
+            self._spoil(slot, grad, tensor)
+        if tensor is None:  # An exception came after Horovod had handed this result over.
+            self._exchange.give_up(slot.name)
+            return self._unspoilt(grad)
         self._exchange.finish(slot.name, carrier if tensor.data_ptr() == sent.data_ptr() else tensor.cpu().numpy().reshape(-1))
         if host is not grad:
             grad.copy_(host)
             if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
                 self._exchange.reject()
         self._results, self._takeover.due = "unused", True
-        return grad
+        return grad if self._spoilt is None else self._unspoilt(grad)
 
     def _find(self, tensor: torch.Tensor) -> _Slot:
         slot = self._last.following  # Gradients come in nearly the same order every step.
@@ -180,6 +189,8 @@ class BoundCompression(Binding):
                     "a compression must stay the same. Make a new one after hvd.init()"
                 )
             self._resize()  # ranks have left, and those that stay are not asked to synchronize
+        if self._announce is not None:
+            self._announce()
         scale = None if self._grad_scaler is None else self._grad_scaler.get_scale()
         optimizer = self._optimizer = self._optimizer or self._attach()
         if not self._options_agreed:
@@ -241,6 +252,33 @@ class BoundCompression(Binding):
                 "comes in later steps. To forget such steps, make the compression with discardable=True"
             )
 
+    def _spoil(self, slot: _Slot, grad: torch.Tensor, tensor: Optional[torch.Tensor]) -> None:
+        """Notes that a result cannot be used, and so the step cannot: it is brought to its end, because the other ranks wait, and given up."""
+        interrupted = f"the step was interrupted while the result of {slot.name} came"
+        changed = f"the gradient of {slot.name} was changed while it was exchanged: {_SYNCHRONIZE_FIRST}"
+        self._spoilt = self._spoilt or (interrupted if tensor is None else changed)
+        slot.param.grad = grad  # Horovod puts results there.
+
+    def _unspoilt(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient, for Horovod to go on with the other results of a step that is given up; RuntimeError where that was the last."""
+        if self._exchange.under_way:
+            return grad
+        why, self._spoilt, self._results, self._takeover.due = self._spoilt, None, None, False
+        self._exchange.reject()
+        if self._optimizer is not None:
+            horovod_internals.forget_step(self._optimizer)
+        raise RuntimeError(f"{why}. The step was given up. {_GIVEN_UP}")
+
+    def _is_forgotten(self) -> bool:
+        """Whether the last step is forgotten on all ranks, now or when the next one begins."""
+        return self._discardable and (self._results == "unused" or not self._exchange.succeeded)
+
+    def _drop_moments(self) -> None:
+        """Forgets the squares of backward passes that no step followed."""
+        if self._moments:
+            for slot in self._slots:
+                self._moments.take(slot.name)
+
     def _description(self) -> Dict[str, Any]:
         tensors = {name: {"shape": list(shape), "compressor": repr(variant)} for name, (shape, variant) in self._tensors.items()}
         return {**super()._description(), "tensors": tensors}
@@ -280,7 +318,7 @@ class BoundCompression(Binding):
             if self._active:
                 raise
             raise ValueError(f"{error}. And {REFUSED_ALONE}") from None
-        self._results = None
+        self._results = self._spoilt = None
 
     # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------
 
@@ -291,7 +329,8 @@ class BoundCompression(Binding):
     def _go_back_to(self, state: Dict[str, Any]) -> None:
         """Continues from a state_dict of the exchange, as if nothing had been since."""
         self._exchange.go_back_to(state)
-        self._results, self._takeover.due = None, False
+        self._results = self._spoilt = None
+        self._takeover.due = False
         self._takeover.restore()
 
     def _sync(self) -> None:

@@ -51,6 +51,30 @@ def prepare_to_broadcast(optimizer: torch.optim.Optimizer) -> None:
             param.copy_(values)
 
 
+def reduce_zeros(optimizer: Any) -> None:
+    """Takes part in a step of the other ranks with gradients of zero: as Horovod's hooks do in a backward pass and `synchronize()`. Hooks of users on
+    gradients do not run. What this rank's backward passes have left, where no step followed, is dropped."""
+    for p in optimizer._requires_update:
+        if p.grad is None or p.grad.is_sparse:
+            p.grad = torch.zeros_like(p)
+        else:
+            p.grad.zero_()
+    optimizer._handles.clear()
+    for group in optimizer._group_counts:
+        optimizer._handles[group] = optimizer._grouped_allreduce_grad_async(group)
+    optimizer.synchronize()
+    optimizer._synchronized = False
+
+
+def forget_step(optimizer: Any) -> None:
+    """Makes Horovod's optimizer ready for the next backward pass, after a step whose collectives have all ended."""
+    optimizer._handles.clear()
+    optimizer._group_counts.update(dict.fromkeys(optimizer._group_counts, 0))
+    optimizer.set_backward_passes_per_step(optimizer.backward_passes_per_step)
+    optimizer._synchronized = False
+    optimizer.zero_grad()
+
+
 def in_grad_scaler() -> bool:
     """Whether an enabled GradScaler is taking the step that has come to this point."""
     owners = (frame.f_locals.get("self") for frame in callers() if frame.f_code.co_name == "step")

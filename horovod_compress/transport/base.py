@@ -29,6 +29,10 @@ class Transport(ABC):
         """Starts sending each rank a part of a uint8 array: the first splits[0] bytes to rank 0, the next splits[1] to rank 1 …. The
         result is a list of the parts received, by rank."""
 
+    def joined(self) -> List[int]:
+        """The ranks that have called hvd.join(), where this transport can find out. A collective of those that have not."""
+        return []
+
 
 class ProcessSetTransport(Transport):
     """The ranks of a Horovod process set, the one that hvd.DistributedOptimizer has too, as it is now."""

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
+from ..handshake import error_of_joined
 from .base import ProcessSetTransport
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
@@ -33,14 +34,19 @@ class HorovodTransport(ProcessSetTransport):
 
         return wait
 
-    @staticmethod
-    def _wait(handle: int) -> Any:
+    def joined(self) -> List[int]:
+        here = torch.zeros(self.size, dtype=torch.int32)
+        here[self.rank] = 1
+        found = hvd.allreduce(here, name="hvdc.here", op=hvd.Sum, process_set=self._process_set)  # ranks that have joined add zeros
+        return [rank for rank, there in enumerate(found.tolist()) if not there]
+
+    def _wait(self, handle: int) -> Any:
         try:
             return hvd.synchronize(handle)
         except HorovodInternalError as error:
             if "Join" in str(error):
-                raise RuntimeError(
-                    "hvd.join() works with Horovod's own reductions only, and this compression exchanges more than those: let "
-                    "every rank take the same number of steps, or use none or fp16"
+                joined = self.joined()
+                raise error_of_joined(
+                    len(joined), self.size, joined, "hvd.join() works with Horovod's own reductions only, and this compression exchanges more"
                 ) from error
             raise

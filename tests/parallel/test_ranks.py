@@ -20,7 +20,7 @@ needs_mpi = pytest.mark.skipif(not MPI, reason="needs Open MPI, and Horovod buil
 needs_native = pytest.mark.skipif(kernels.backend != "native", reason="needs native kernels, which were not built")
 
 ACROSS_LAUNCHERS = ("replicas_identical_after_100_steps", "dense_limit", "not_finite_gradients_lose_nothing", "resume_is_bit_for_bit",
-                    "an_alltoall_in_a_step")
+                    "an_alltoall_in_a_step", "ranks_without_data_answer_with_zeros")
 
 
 @pytest.fixture(scope="session")
