@@ -17,7 +17,7 @@ SPECS = ("dgc:ratio=0.001", "adacomp", "variance:error_feedback=true", "powersgd
 SPECS = tuple(f"{spec},min_numel=100" if ":" in spec else f"{spec}:min_numel=100" for spec in SPECS)
 STEPS, COMMITTED_EVERY, KILLED_AT = 100, 4, 50
 FIRST_HOSTS = {"localhost": 1, "127.0.0.1": 1}  # ranks on each; the second host's dies, and Horovod does not use that host again
-HOSTS = {70: {"localhost": 1, "127.1": 2}, 82: {"localhost": 1, "127.1": 1}, 90: {"localhost": 1, "127.1": 2}}  # by step
+HOSTS = {66: {"localhost": 1, "127.1": 1}, 80: {"localhost": 1, "127.1": 2}, 92: {"localhost": 1, "127.1": 1}}  # by step
 
 
 def model_of(spec):
@@ -62,10 +62,11 @@ def main(folder):
             if state.step % COMMITTED_EVERY == 0:
                 state.commit()
             if state.step in HOSTS:
+                save(state, folder)
                 wait_for_hosts(state, folder)
 
     train(state)
-    torch.save([state.step, [state.__dict__[f"model_{i}"].state_dict() for i in range(len(SPECS))]], folder / f"end.{hvd.rank()}.pt")
+    save(state, folder)
 
 
 def train_step(state):
@@ -86,6 +87,11 @@ def wait_for_hosts(state, folder):
             write_hosts(folder, HOSTS[state.step])
         state.commit()
         time.sleep(0.05)
+
+
+def save(state, folder):
+    models = [state.__dict__[f"model_{i}"].state_dict() for i in range(len(SPECS))]
+    torch.save(models, folder / f"{state.step}.{hvd.rank()}.pt")
 
 
 def write_hosts(folder, hosts):

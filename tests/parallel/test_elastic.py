@@ -67,37 +67,38 @@ def test_ranks_die_join_and_leave(job):
 
 
 def test_replicas_are_identical(job):
-    ends = [torch.load(job / f"end.{rank}.pt") for rank in range(3)]
-    for steps, models in ends:
-        assert steps == STEPS
-        for model, first in zip(models, ends[0][1]):
-            for name, values in model.items():
-                assert torch.equal(values, first[name])
+    for step, size in {80: 2, 92: 3, STEPS: 2}.items():
+        replicas = [torch.load(job / f"{step}.{rank}.pt") for rank in range(size)]
+        for models in replicas:
+            for model, first in zip(models, replicas[0]):
+                for name, values in model.items():
+                    assert torch.equal(values, first[name]), (step, name)
 
 
 @pytest.mark.parametrize("i", range(len(SPECS)), ids=SPECS)
 def test_parameters_are_those_of_the_same_history_in_one_process(job, i):
-    _, models = torch.load(job / "end.0.pt")
-    for name, values in replayed(SPECS[i], history(job)).state_dict().items():
-        error = (models[i][name] - values).abs().max() / values.abs().max()
-        most = 1e-5 if "powersgd" in SPECS[i] else 1e-6  # Horovod adds up three ranks' floats in another order.
-        assert error <= most, f"{name} differs by {error:.1e}"
+    """PowerSGD's only while there are at most two ranks: Horovod adds up the floats of three in another order, which it amplifies."""
+    last = 80 if "powersgd" in SPECS[i] else STEPS
+    model = torch.load(job / f"{last}.0.pt")[i]
+    for name, values in replayed(SPECS[i], history(job), last).state_dict().items():
+        error = (model[name] - values).abs().max() / values.abs().max()
+        assert error <= 1e-6, f"{name} differs by {error:.1e}"
 
 
-def replayed(spec, history):
-    """The model after all steps. A rank that dies takes with it what it has not sent; before others leave or join, all have the mean."""
+def replayed(spec, history, last):
+    """The model at step `last`. A rank that dies takes with it what it has not sent; before others leave or join, all have the mean."""
     model, compressor = model_of(spec), get_compressor(spec)
     optimizer = optimizer_of(spec, model, momentum=0.0 if compressor.corrects_momentum else 0.9)
     exchanges = ranks_of(compressor.bound(0.9, False) if compressor.corrects_momentum else compressor, model, [None, None])
-    for now, then in zip(history, [*history[1:], None]):
-        for step in range(now["step"], then["step"] if then else STEPS):
+    for now, then in zip(history, [*history[1:], {"step": STEPS}]):
+        for step in range(now["step"], min(then["step"], last)):
             train_step(model, optimizer, exchanges, step)
-        if then is None:
-            return model
+        if then["step"] >= last:
+            break
         states = [exchange.state_dict() for exchange in exchanges]
         states = [states[now["rank"]]] if then is history[1] else [mean_of(states)] * then["size"]
         exchanges = ranks_of(exchanges[0].compressor, model, states)
-    raise AssertionError("nothing happened")
+    return model
 
 
 def ranks_of(compressor, model, states):
