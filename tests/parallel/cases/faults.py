@@ -198,10 +198,11 @@ def a_rank_that_stops_for_a_while():
         train(*reference[::2], batches(60))
         began = time.monotonic()
         if hvd.rank() == 0:  # not in a thread: none runs while Horovod waits for a result
-            subprocess.Popen(["sh", "-c", f"sleep 0.02; kill -STOP {pids[1]}; sleep 1; kill -CONT {pids[1]}"])
+            stops = subprocess.Popen(["sh", "-c", f"sleep 0.02; kill -STOP {pids[1]}; sleep 1; kill -CONT {pids[1]}"])
         train(*run[::2], batches(60))
         assert time.monotonic() - began > 0.9, "no rank had to wait"
         assert_same(run, reference, transport)
+        assert hvd.rank() or stops.wait() == 0
 
 
 @contextlib.contextmanager
