@@ -3,9 +3,9 @@
 
     .venv/bin/python benchmarks/resume.py [--ranks 2 3 2] [--epochs 2] [--images 12000] [SPEC ...]
 
-The demo's network learns Fashion-MNIST. Each stage is a job of its own, started by horovodrun, which takes so many epochs. It loads what the one
-before has saved: model, optimizer, and a state of the compression for any number of ranks. A step has the same images at every number of ranks.
-Prints the test loss after each epoch of both trainings, and how much they differ.
+The demo's network learns Fashion-MNIST, at a learning rate that falls to 0 with the last step. Each stage is a job of its own, started by
+horovodrun, which takes so many epochs. It loads what the one before has saved: model, optimizer, and a state of the compression for any number of
+ranks. A step has the same images at every number of ranks. Prints the test loss after each epoch of both trainings, and how much they differ.
 """
 import argparse
 import json
@@ -16,6 +16,7 @@ import tempfile
 
 DEFAULT = ["dgc:ratio=0.01", "adacomp"]
 BATCH = 96  # images in a step, of all ranks together
+RATE = 0.02  # the learning rate of the first step
 
 
 def main():
@@ -43,14 +44,15 @@ def main():
 
 def run(options, spec, ranks, first, end, folder, name):
     """The test losses after epochs `first` to `end`, of a job that goes on from the file of this name and writes it again."""
-    stage = {"spec": spec, "images": options.images, "first": first, "end": end, "file": f"{folder}/{name}", "losses": f"{folder}/losses"}
+    counts = {"images": options.images, "first": first, "end": end, "epochs": options.epochs * len(options.ranks)}
+    stage = {"spec": spec, **counts, "file": f"{folder}/{name}", "losses": f"{folder}/losses"}
     horovodrun = pathlib.Path(sys.executable).with_name("horovodrun")
     command = [horovodrun, "--gloo", "-np", str(ranks), sys.executable, __file__, "--stage", json.dumps(stage)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return json.loads(pathlib.Path(f"{folder}/losses").read_text())
 
 
-def train(spec, images, first, end, file, losses):
+def train(spec, images, first, end, epochs, file, losses):
     import horovod.torch as hvd
     import torch
     from demo_network import load, network
@@ -64,7 +66,7 @@ def train(spec, images, first, end, file, losses):
     data = {part: [torch.from_numpy(array) for array in arrays] for part, arrays in load(None)[1].items()}
     (pictures, labels), (test_pictures, test_labels) = data["train"], data["test"]
     model = network(pictures.shape[-1])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, weight_decay=1e-4)
     compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
     if first:
@@ -75,7 +77,9 @@ def train(spec, images, first, end, file, losses):
     found = []
     for epoch in range(first, end):
         order = torch.randperm(images, generator=torch.Generator().manual_seed(epoch))
-        for mine in order[: len(order) // BATCH * BATCH].view(-1, hvd.size(), BATCH // hvd.size())[:, hvd.rank()]:
+        batches = order[: len(order) // BATCH * BATCH].view(-1, hvd.size(), BATCH // hvd.size())[:, hvd.rank()]
+        for step, mine in enumerate(batches, epoch * len(batches)):
+            optimizer.param_groups[0]["lr"] = RATE * (1 - step / (epochs * len(batches)))
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(pictures[mine]), labels[mine]).backward()
             optimizer.step()
