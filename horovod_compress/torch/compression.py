@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .. import checkpoint
 from ..binding import REFUSED_ALONE, Binding, is_elastic, requested_compressor, warn_once
 from ..exchange import Exchange
-from ..handshake import agree, gather
+from ..handshake import agree
 from ..plan import compressor_for
 from ..transport.base import Transport
 from ..transport.horovod import HorovodTransport
@@ -217,11 +217,7 @@ class BoundCompression(Binding):
 
     def _agree_on_options(self, optimizer: torch.optim.Optimizer, scale: Optional[float]) -> None:
         """Compares what the user can broadcast or load until the first gradient."""
-        if not self._synced:
-            raise RuntimeError(
-                "in an elastic job new ranks get what the others keep from the elastic state: give it the compression, as in "
-                "hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression), and train in a function under @hvdc.elastic.run"
-            )
+        self._refuse_unsynced("hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression)")
         self.handshake()
         agree(
             self._transport, f"{self._label}.step", {**_options(optimizer), "loss scale": scale},
@@ -324,24 +320,17 @@ class BoundCompression(Binding):
 
     def _resize(self) -> None:
         self._ranks = self._rank_and_size()
-        self._exchange.resize(*self._ranks, self._label)
+        super()._resize()
 
     def _go_back_to(self, state: Dict[str, Any]) -> None:
-        """Continues from a state_dict of the exchange, as if nothing had been since."""
         self._exchange.go_back_to(state)
         self._results = self._spoilt = None
         self._takeover.due = False
         self._takeover.restore()
 
     def _sync(self) -> None:
-        """All ranks, those that stay and those that have just begun, go on from rank 0's step. Names of collectives are rank 0's from now on, for
-        what a process has made before does not matter."""
-        self._label = gather(self._transport, "hvdc.elastic", self._label)[0]
-        self._synced, self._agreed, self._options_agreed = True, False, False
-        self._exchange.abandon()
-        self._resize()
-        self.handshake()
-        self._go_back_to(checkpoint.synced(self._exchange.state_dict(), self._transport, self._label))
+        self._options_agreed = False
+        super()._sync()
 
 
 def _moments_of(compressor: Any, slots: List[_Slot]) -> Optional[Moments]:
