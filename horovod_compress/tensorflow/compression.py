@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set,
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
 from tensorflow.python.ops import control_flow_util
 
 from .. import checkpoint, kernels
@@ -50,7 +51,10 @@ class _Eager:
         with tf.init_scope(), tf.device("/cpu:0"):
             sent = tf.constant(array)
             collective = functools.partial(collective, name=name, ignore_name_scope=True, process_set=self._process_set)
-            return tf.function(collective, autograph=False).get_concrete_function(sent)(sent).numpy
+            try:
+                return tf.function(collective, autograph=False).get_concrete_function(sent)(sent).numpy
+            except tf.errors.UnknownError as error:
+                raise HorovodInternalError(str(error)) from error
 
 
 @dataclasses.dataclass(eq=False)
@@ -314,7 +318,8 @@ class BoundCompression(Binding):
 
     def _move(self, collective: Collective, message: List[Any], name: str) -> List[Any]:
         """Adds the operation that moves a message; returns what it brings, in as many tensors."""
-        options = {"name": f"{self._label}.{name}", "process_set": self._process_set, "ignore_name_scope": True}
+        # Named as Horovod names its own: hvd.elastic.run knows by that whose errors mean that a rank is gone.
+        options = {"name": f"Horovod{collective.verb.capitalize()}_{self._label}.{name}", "process_set": self._process_set, "ignore_name_scope": True}
         if collective.verb == "alltoall":
             moved = hvd.alltoall(*message, **options)
         elif collective.verb == "allgather":

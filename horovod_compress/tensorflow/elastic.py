@@ -9,10 +9,12 @@
 
 Functions that were traced stay in use: Horovod's operations look at the number of ranks whenever they run, and so do those of a compression.
 """
+import functools
 from typing import Any, Callable, Dict, List, Sequence
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
 
 from ..elastic import Kept, evening_out
 from .compression import BoundCompression
@@ -86,5 +88,16 @@ def _kept_of(state: _Keeping) -> List[Kept]:
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """hvd.elastic.run, for a function whose first argument is one of the states here: where hosts come or go in good order, no rank that leaves
-    takes anything with it. (With hvd.elastic.run itself what it has not sent yet is lost.)"""
-    return hvd.elastic.run(evening_out(func, _kept_of))
+    takes anything with it. (With hvd.elastic.run itself what it has not sent yet is lost, and an error of an operation that is not Horovod's ends
+    training as if it were over.)"""
+    evened = evening_out(func, _kept_of)
+
+    @functools.wraps(func)
+    def failing(*args: Any, **keywords: Any) -> Any:
+        try:
+            return evened(*args, **keywords)
+        except tf.errors.UnknownError as error:  # which Horovod's drops, where it does not know the operation
+            known = any(f"Horovod{verb}" in error.message for verb in ("Allreduce", "Allgather", "Alltoall", "Broadcast"))
+            raise (HorovodInternalError if known else RuntimeError)(error.message) from error
+
+    return hvd.elastic.run(failing)
