@@ -10,13 +10,13 @@ import warnings
 from types import FrameType
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Tuple, Type
 
-from . import kernels, wire
+from . import checkpoint, kernels, wire
 from .checkpoint import Reducing
 from .compressors import find, get_compressor, ids, package_of
 from .compressors.base import Compressor
 from .compressors.selective import decide_follow_lr
 from .driver import Driver
-from .handshake import agree
+from .handshake import agree, gather
 from .version import __version__
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order. Sets are
@@ -25,8 +25,8 @@ _numbers: Dict[Tuple[int, ...], Iterator[int]] = collections.defaultdict(itertoo
 
 
 REFUSED_ALONE = (
-    "on one rank Horovod reduces nothing, so what ranks have not sent yet cannot be applied: train on two ranks or more, or in PyTorch in an elastic "
-    "job (horovodrun --min-np 1 --host-discovery-script …), where a rank alone applies it"
+    "on one rank Horovod reduces nothing, so what ranks have not sent yet cannot be applied: train on two ranks or more, or in an elastic job "
+    "(horovodrun --min-np 1 --host-discovery-script …), where a rank alone applies it"
 )
 
 
@@ -55,6 +55,8 @@ class Binding:
     _active: bool  # Horovod reduces, and compresses, only where there is more than one rank
     _transport: Reducing  # the one that `handshake` and portable states use
     _exchange: Driver  # what drives the steps
+    _elastic: bool  # whether ranks may come and go
+    _synced: bool  # whether an elastic state has this compression, where ranks may come and go
 
     def _rank_and_size(self) -> Tuple[int, int]:
         """This rank and the number of ranks in the process set; a rank that compresses nothing counts as the only one."""
@@ -72,6 +74,38 @@ class Binding:
         if self._active and not self._agreed:
             agree(self._transport, self._label, self._description())
             self._agreed = True
+
+    # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------
+
+    def _kept(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+        """What this rank keeps; into: as for `Driver.state_dict`."""
+        return self._exchange.state_dict(into=into)
+
+    def _go_back_to(self, state: Dict[str, Any]) -> None:
+        """Continues from what `_kept` returned, as if nothing had been since."""
+        raise NotImplementedError
+
+    def _resize(self) -> None:
+        """From the next step on, ranks are those that are there now."""
+        self._exchange.resize(*self._rank_and_size(), self._label)
+
+    def _sync(self) -> None:
+        """All ranks, those that stay and those that have just begun, go on from rank 0's step. Names of collectives are rank 0's from now on, for
+        what a process has made before does not matter."""
+        self._label = gather(self._transport, "hvdc.elastic", self._label)[0]
+        self._synced, self._agreed = True, False
+        self._exchange.abandon()
+        self._resize()
+        self.handshake()
+        self._go_back_to(checkpoint.synced(self._kept(), self._transport, self._label))
+
+    def _refuse_unsynced(self, state: str) -> None:
+        """RuntimeError where no elastic state has this compression; state: how one gets it."""
+        if not self._synced:
+            raise RuntimeError(
+                f"in an elastic job new ranks get what the others keep from the elastic state: give it the compression, as in {state}, and train in "
+                "a function under @hvdc.elastic.run, and nowhere before it"
+            )
 
     @property
     def config(self) -> Dict[str, Any]:

@@ -37,7 +37,7 @@ def saved(identity: Dict[str, Any], tensors: Iterable[Tensor], step: Any, into: 
     tensors = list(tensors)
 
     def copied(tensor: Tensor) -> Dict[str, np.ndarray]:
-        memory = into["tensors"][tensor.name] if into else {}
+        memory = into["tensors"].get(tensor.name, {}) if into else {}
         return {key: np.divide(array, _unit(tensor, key), out=memory.get(key)) for key, array in tensor.state.arrays.items()}
 
     return {
@@ -59,15 +59,19 @@ def portable(state: Dict[str, Any], transport: Reducing, label: str) -> Dict[str
 
 def synced(state: Dict[str, Any], transport: Reducing, label: str, even: bool = False) -> Dict[str, Any]:
     """What this rank, whose state_dict is `state`, goes on from where ranks have come or gone: all from rank 0's step. Ranks at that step keep
-    what is theirs, or with `even` get the mean of those; the others, which have just begun or failed elsewhere, get that mean. All ranks call
-    it."""
-    said = gather(transport, f"{label}.state", {key: state[key] for key in ("step", "dense_until")})
+    what is theirs, or with `even` get the mean of those; the others, which have just begun or failed elsewhere, get that mean, also of tensors that
+    they do not know yet. All ranks call it."""
+    kinds = {name: {key: (a.dtype.name, a.shape) for key, a in named.items()} for name, named in state["tensors"].items()}
+    said = gather(transport, f"{label}.state", {"step": state["step"], "dense_until": state["dense_until"], "kinds": kinds})
     counting = [each["step"] == said[0]["step"] for each in said]
     own = counting[transport.rank]
     if all(counting) and not even:
         return state
-    means = _means_over_ranks(state["tensors"], transport, label, own, sum(counting))
-    return {**state, **said[0], "tensors": state["tensors"] if own and not even else means}
+    kinds, tensors = said[0].pop("kinds"), state["tensors"]
+    if not own:
+        tensors = {name: {key: np.empty(shape, dtype) for key, (dtype, shape) in named.items()} for name, named in kinds.items()}
+    means = _means_over_ranks(tensors, transport, label, own, sum(counting))
+    return {**state, **said[0], "tensors": tensors if own and not even else means}
 
 
 def read(state: Any) -> Saved:
@@ -162,7 +166,8 @@ def _means_over_ranks(arrays: Arrays, transport: Reducing, label: str, counts: b
         summed = transport.allreduce(name, array.astype(np.float64) if counts else np.zeros(array.shape))()
         return (summed / (ranks or transport.size)).astype(array.dtype)
 
-    return {name: {key: mean(f"{label}.{name}.{key}", array) for key, array in named.items()} for name, named in arrays.items()}
+    # One after the other: in an order that is the same on all ranks, also where they have come to know tensors in another.
+    return {name: {key: mean(f"{label}.{name}.{key}", array) for key, array in sorted(arrays[name].items())} for name in sorted(arrays)}
 
 
 def _said_by_all(state: Saved) -> Dict[str, Any]:

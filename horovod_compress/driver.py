@@ -202,10 +202,11 @@ class Driver(ABC):
         changed, where that does not fit."""
         return self._continue_from(checkpoint.checked(state, self._identity(), self._wrong_steps))
 
-    def go_back_to(self, state: Dict[str, Any]) -> None:
-        """Continues from a state_dict of this driver, whatever its rank was then. A step that is under way is given up."""
+    def go_back_to(self, state: Dict[str, Any]) -> Any:
+        """Continues from a state_dict of this driver, whatever its rank was then; returns as `load_state_dict`. A step that is under way is given
+        up."""
         self.abandon()
-        self._continue_from(checkpoint.read(state))
+        return self._continue_from(checkpoint.read(state))
 
     def stats(self) -> Dict[str, float]:
         """Totals of this rank since the start, by name:

@@ -9,10 +9,11 @@
 from typing import Any
 
 from ..binding import Algorithms
+from . import elastic
 from .checkpoint import StateCheckpoint
 from .compression import BoundCompression
 
-__all__ = ["BoundCompression", "Compression", "StateCheckpoint"]
+__all__ = ["BoundCompression", "Compression", "StateCheckpoint", "elastic"]
 
 
 class Compression(metaclass=Algorithms):

@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set,
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
 from tensorflow.python.ops import control_flow_util
 
 from .. import checkpoint, kernels
@@ -17,7 +18,7 @@ from ..handshake import agree
 from ..requests import Collective
 from .exchange import GraphExchange, Message, Saved
 from .horovod_internals import loss_scaler, traced
-from .optimizer import SGD, check, is_plain_sgd, learning_rate_of, take_over_momentum, watch_passes
+from .optimizer import SGD, before_applying, check, is_plain_sgd, learning_rate_of, take_over_momentum, watch_passes
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 _SUM = Collective("allreduce", "int64", "sum")
@@ -50,7 +51,10 @@ class _Eager:
         with tf.init_scope(), tf.device("/cpu:0"):
             sent = tf.constant(array)
             collective = functools.partial(collective, name=name, ignore_name_scope=True, process_set=self._process_set)
-            return tf.function(collective, autograph=False).get_concrete_function(sent)(sent).numpy
+            try:
+                return tf.function(collective, autograph=False).get_concrete_function(sent)(sent).numpy
+            except tf.errors.UnknownError as error:
+                raise HorovodInternalError(str(error)) from error
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,13 +117,10 @@ class BoundCompression(Binding):
     def __init__(
         self, spec: Any, optimizer: Any = None, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False
     ) -> None:
-        if is_elastic():
-            raise ValueError(
-                "elastic Horovod is not supported yet in TensorFlow: what a compression keeps belongs to one rank of a fixed number. Start with "
-                "a fixed number of ranks, without --min-np, --max-np and --host-discovery-script"
-            )
         super().__init__(hvd, process_set, hint="variables need not be named in TensorFlow, and ")
-        self._active = bool(self._process_set.included()) and self._process_set.size() > 1
+        self._elastic = is_elastic()
+        self._synced = not self._elastic
+        self._active = bool(self._process_set.included()) and (self._process_set.size() > 1 or self._elastic)
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise ValueError(
                 "TensorFlow 1's graph mode is not supported: a compression's operations belong to functions that TensorFlow 2 traces. Leave "
@@ -131,6 +132,8 @@ class BoundCompression(Binding):
             raise TypeError(f"grad_scaler must be a tf.keras.mixed_precision.LossScaleOptimizer, not {grad_scaler!r}")
         self._grad_scaler = grad_scaler
         compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
+        if self._elastic:
+            _check_elastic(compressor, optimizer)
         self._microbatches = _checked_moments(compressor, optimizer) == "microbatch"
         self._transport = _Eager(self._process_set)
         self._optimizer = optimizer  # where a tape serves it; Horovod makes one of its own from it
@@ -139,10 +142,14 @@ class BoundCompression(Binding):
         self._variables: Dict[Any, _Variable] = {}  # by key, see `_identified`
         self._call = _Call([], None, [], [], [])  # of the function that is being traced
         self._saved: Optional[Dict[str, Saved]] = None  # where a state was loaded: of variables that are not known yet
+        self._numbers: Dict[str, int] = {}  # of variables, by name
         self._compressor = self._take_over(compressor) if compressor.corrects_momentum and optimizer is not None else compressor
-        self._exchange: GraphExchange = GraphExchange(self._compressor, *self._rank_and_size(), self._label, discardable or grad_scaler is not None)
+        self._exchange: GraphExchange = GraphExchange(
+            self._compressor, *self._rank_and_size(), self._label, discardable or grad_scaler is not None, dense_alone=self._elastic
+        )
         if self._microbatches and self._active:
             watch_passes(optimizer, self._observe)
+        self._elastic_class = before_applying(optimizer, self._send_alone) if self._elastic else None
 
     def _take_over(self, compressor: Any) -> Compressor:
         """The compressor with the optimizer's momentum, which the optimizer leaves to it from now on."""
@@ -206,6 +213,11 @@ class BoundCompression(Binding):
                 "this compression has taken over the momentum of another optimizer than the one it serves, which would apply its own besides: "
                 "bind it to the optimizer that hvd.DistributedOptimizer gets, and make a new one for each"
             )
+        if self._elastic_class and optimizer and not isinstance(optimizer, self._elastic_class):
+            raise ValueError(
+                "this compression is bound to another optimizer than the one it serves, which would not apply what a rank that is left alone holds "
+                "back: bind it to the optimizer that hvd.DistributedOptimizer gets"
+            )
         self._served = optimizer if self._momentum_class else None
         pairs = [(grad, source) for grad, source in zip(grads, sources) if isinstance(grad, tf.Tensor)]
         variables = [(grad, variable) for (grad, _), variable in zip(pairs, self._register(pairs))]
@@ -214,7 +226,9 @@ class BoundCompression(Binding):
             names = ", ".join(unseen)
             raise ValueError(f"moments=microbatch has seen no backward pass of {names}: it needs the bound optimizer's minimize or fit. {_ONE_PASS}")
         scaler = self._grad_scaler or loss_scaler()
-        if scaler is not None:
+        if scaler is not None and self._elastic:
+            _check_elastic_scale(scaler)
+        elif scaler is not None:
             agree(self._transport, f"{self._label}.scale", {"initial loss scale": float(scaler.initial_scale)})
         around = getattr(tf.compat.v1.get_default_graph(), "outer_graph", None)  # of the branches in which Horovod compresses
         if around is None:
@@ -246,6 +260,7 @@ class BoundCompression(Binding):
 
     def _register(self, pairs: List[Tuple[Any, Any]]) -> List[_Variable]:
         """The _Variable of each (gradient, source). New ones become known on all ranks at once."""
+        self._refuse_unsynced("hvdc.elastic.TensorFlowKerasState(model, compression=compression)")
         self.handshake()
         keys, new = [], {}
         names = {variable.name for variable in self._variables.values()}
@@ -268,7 +283,8 @@ class BoundCompression(Binding):
     def _make_known(self, new: Dict[Any, Tuple[str, Tuple[int, ...]]]) -> None:
         """Adds variables, {key: (name, shape)}, with the state that was loaded for them."""
         shapes = {name: list(shape) for name, shape in new.values()}
-        agree(self._transport, f"{self._label}.{len(self._variables)}", {"variables": shapes})
+        if not (self._elastic and self._saved):  # which this rank has from others, that know these variables already
+            agree(self._transport, f"{self._label}.{len(self._variables)}", {"variables": shapes})
         missing = [name for name in shapes if self._saved is not None and name not in self._saved]
         if missing:
             raise ValueError(
@@ -279,12 +295,15 @@ class BoundCompression(Binding):
             compressor = self._exchange.add(name, shape, self._compressor, self._saved[name] if self._saved else None)
             collectives = compressor.collectives(self._process_set.size())
             carried, moved = (collectives[0].dtype, ()) if collectives[0].verb == "host" else ("float32", collectives)
-            variable = self._variables[key] = _Variable(name, len(self._variables), shape, compressor, carried, moved)
+            number = self._numbers.setdefault(name, len(self._numbers))
+            variable = self._variables[key] = _Variable(name, number, shape, compressor, carried, moved)
             if self._microbatches and hasattr(compressor, "moments"):
                 with tf.init_scope(), tf.device("/cpu:0"):
                     variable.squares = tf.Variable(tf.zeros(shape), trainable=False)
         if self._saved is not None:
             self._saved = {name: saved for name, saved in self._saved.items() if name not in shapes}
+            if self._elastic:
+                self._saved = self._saved or None  # What becomes known from now on does so on all ranks.
 
     def _observe(self, grads_and_vars: Iterable[Tuple[Any, Any]]) -> List[Tuple[Any, Any]]:
         """Adds the squares of one backward pass."""
@@ -299,7 +318,8 @@ class BoundCompression(Binding):
 
     def _move(self, collective: Collective, message: List[Any], name: str) -> List[Any]:
         """Adds the operation that moves a message; returns what it brings, in as many tensors."""
-        options = {"name": f"{self._label}.{name}", "process_set": self._process_set, "ignore_name_scope": True}
+        # Named as Horovod names its own: hvd.elastic.run knows by that whose errors mean that a rank is gone.
+        options = {"name": f"Horovod{collective.verb.capitalize()}_{self._label}.{name}", "process_set": self._process_set, "ignore_name_scope": True}
         if collective.verb == "alltoall":
             moved = hvd.alltoall(*message, **options)
         elif collective.verb == "allgather":
@@ -307,6 +327,32 @@ class BoundCompression(Binding):
         else:
             moved = [hvd.allreduce(*message, op=_OPS[collective.op], **options)]
         return [tf.raw_ops.Snapshot(input=tensor) for tensor in moved]
+
+    # -- what Horovod does not reduce, while it is alone ------------------------------------------------------------------
+
+    @tf.autograph.experimental.do_not_convert
+    def _send_alone(self, optimizer: Any, grads_and_vars: Iterable[Tuple[Any, Any]]) -> List[Tuple[Any, Any]]:
+        """Adds the operation that, in elastic jobs, while there is one rank, takes a step with these gradients: Horovod, which looks at the number of
+        ranks in every step, leaves them as they are then. Returns the gradients to apply."""
+        grads_and_vars = list(grads_and_vars)
+        known = [i for i, (grad, source) in enumerate(grads_and_vars) if isinstance(grad, tf.Tensor) and source.ref() in self._variables]
+        if not known:
+            return grads_and_vars
+        grads = [grads_and_vars[i][0] for i in known]
+        variables = [self._variables[grads_and_vars[i][1].ref()] for i in known]
+
+        def alone() -> List[Any]:
+            lr = [learning_rate_of(optimizer)] if self._compressor.follow_lr else []
+            squares = [read for variable in variables for read in _read_and_clear(variable.squares)]
+            step = functools.partial(_with_denormals, self._step_alone, variables)
+            return tf.numpy_function(step, [*grads, *lr, *squares], [grad.dtype for grad in grads])
+
+        with tf.device("/cpu:0"):
+            results = tf.cond(hvd.size_op() > 1, lambda: [tf.identity(grad) for grad in grads], alone)
+        for i, result, variable in zip(known, results, variables):
+            result.set_shape(variable.shape)
+            grads_and_vars[i] = result, grads_and_vars[i][1]
+        return grads_and_vars
 
     # -- the same, while the graph runs -----------------------------------------------------------------------------------
 
@@ -339,6 +385,19 @@ class BoundCompression(Binding):
         arrived, numbers = _split_message(brought, variable.moved[stage - 1])
         return self._exchange.advance(variable.name, call, arrived, numbers) or self._nothing(variable.moved[stage : stage + 1])
 
+    def _step_alone(self, variables: List[_Variable], *arrays: np.ndarray) -> List[np.ndarray]:
+        grads, given = arrays[: len(variables)], iter(arrays[len(variables) :])
+        lr = float(next(given)) if self._compressor.follow_lr else None
+        squared_norm = float(_squared_norm(lambda: 1.0, *grads)) if self._compressor.clip_norm is not None else None
+        call = self._exchange.begin(len(variables), self._process_set.rank(), self._process_set.size())
+        results = []
+        for variable, grad in zip(variables, grads):
+            squares = next(given).reshape(-1) if variable.squares is not None else None
+            flat = np.array(grad, np.float32).reshape(-1)
+            result = self._exchange.step_alone(variable.name, flat, call, squares, squared_norm, lr)
+            results.append(self._checked(variable, result, grad.dtype == np.float16).astype(grad.dtype, copy=False))
+        return results
+
     def _nothing(self, collectives: Sequence[Collective]) -> Message:
         """The message of these collectives, at most one, where a step has none for them."""
         splits = np.zeros(self._process_set.size(), np.int32)
@@ -349,9 +408,12 @@ class BoundCompression(Binding):
             self._exchange.submit(variable.name, reduced.reshape(-1), call)
         arrived, numbers = _split_message(brought, variable.moved[-1]) if brought else (None, None)
         result = self._exchange.finish(variable.name, call, reduced.reshape(-1), arrived, numbers)
+        return [self._checked(variable, result, half)]
+
+    def _checked(self, variable: _Variable, result: np.ndarray, half: bool) -> np.ndarray:
         if half and not kernels.of(result).max_abs(result) < _INFINITE_HALF:
             self._exchange.reject(variable.name)
-        return [result.reshape(variable.shape)]
+        return result.reshape(variable.shape)
 
     # -- for users --------------------------------------------------------------------------------------------------------
 
@@ -369,9 +431,7 @@ class BoundCompression(Binding):
         portable: all ranks call this at the same step, and get the same: the mean over ranks of what each has not sent yet, which any number of
         ranks can go on from. One file is enough. MismatchError where ranks are not at the same step.
         """
-        state = self._exchange.state_dict()
-        for name, saved in copy.deepcopy(self._saved or {}).items():
-            state["tensors"][name], state["step"][name], state["dense_until"][name] = saved
+        state = self._kept()
         if portable:
             return checkpoint.portable(state, self._transport, self._label) if self._active else {**state, "rank": None}
         return state
@@ -387,6 +447,44 @@ class BoundCompression(Binding):
         if saved and not self._active:
             raise ValueError(f"this state does not fit: {REFUSED_ALONE}")
         self._saved = copy.deepcopy(saved)
+
+    # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------
+
+    def _kept(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+        state = super()._kept(into)
+        for name, saved in copy.deepcopy(self._saved or {}).items():
+            state["tensors"][name], state["step"][name], state["dense_until"][name] = saved
+        return state
+
+    def _go_back_to(self, state: Dict[str, Any]) -> None:
+        self._saved = self._exchange.go_back_to(state) or None
+        for name in state["step"]:  # in the order in which rank 0 came to know them, which numbers its operations
+            self._numbers.setdefault(name, len(self._numbers))
+        for variable in self._variables.values():
+            if variable.squares is not None:
+                variable.squares.assign(tf.zeros(variable.shape))
+
+
+def _check_elastic(compressor: Compressor, optimizer: Any) -> None:
+    """ValueError for what cannot work where ranks come and go."""
+    if optimizer is None:
+        raise ValueError(
+            "in an elastic job a rank may be left alone, for which Horovod reduces nothing, and what it holds back is applied by the optimizer: bind "
+            f"the compression to that, as in hvdc.Compression.{compressor.id}(optimizer)"
+        )
+    if len({compressor.collectives(size) for size in range(1, 129)}) > 1:
+        raise ValueError(
+            f"{compressor.id} adds up integers, whose type depends on the number of ranks, and the operations of a traced function keep theirs: in "
+            "elastic jobs with TensorFlow take another algorithm"
+        )
+
+
+def _check_elastic_scale(scaler: Any) -> None:
+    if scaler.dynamic:
+        raise ValueError(
+            "in an elastic job with TensorFlow new ranks would begin with another loss scale than the others have: say "
+            "LossScaleOptimizer(optimizer, dynamic=False, initial_scale=1024)"
+        )
 
 
 def _checked_moments(compressor: Any, optimizer: Any) -> Optional[str]:
@@ -445,8 +543,8 @@ def _split_message(brought: Sequence[np.ndarray], collective: Collective) -> Tup
     return list(brought[:arrays]), numbers
 
 
-def _squared_norm(factor: float, *grads: np.ndarray) -> np.float64:
-    return np.float64(factor**2 * sum(kernels.host.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1)) for grad in grads))
+def _squared_norm(factor: Callable[[], float], *grads: np.ndarray) -> np.float64:
+    return np.float64(factor() ** 2 * sum(kernels.host.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1)) for grad in grads))
 
 
 def _read_and_clear(squares: Any) -> List[Any]:

@@ -43,26 +43,27 @@ class GraphExchange(Driver):
     brings the result. One tensor, `sends_number`, also sends the step's number, where there are sums.
     """
 
-    def __init__(self, compressor: Compressor, rank: int, size: int, label: str, discardable: bool = False) -> None:
-        super().__init__(compressor, rank, size, label, discardable)
+    def __init__(self, compressor: Compressor, rank: int, size: int, label: str, discardable: bool = False, dense_alone: bool = False) -> None:
+        super().__init__(compressor, rank, size, label, discardable, dense_alone)
         self._lock = threading.Lock()  # for what tensors share; each tensor's own is in one thread at a time
         self._calls = itertools.count()
         self._begun: Dict[int, Tuple[Transaction, int]] = {}  # call → (its transaction, how many tensors are to come)
         self._pending: Dict[str, _Pending] = {}
         self._indices: Dict[str, int] = {}  # steps each tensor has taken
+        self._shapes: Dict[str, tuple] = {}
         self.sends_number: Optional[str] = None
 
     def add(self, name: str, shape: tuple, variant: Compressor, saved: Optional[Saved] = None) -> Compressor:
         """Makes a tensor known; returns its compressor. saved: what `load_state_dict` returned for it; ValueError, and the tensor stays
         unknown, where that does not fit."""
         tensor = self._add(name, shape, variant)
-        self._indices[name] = 0
+        self._indices[name], self._shapes[name] = 0, shape
         if saved:
             arrays, self._indices[name], tensor.dense_until = saved
             try:
                 checkpoint.restore([tensor], {name: arrays})
             except ValueError:
-                del self._tensors[name], self._indices[name]
+                del self._tensors[name], self._indices[name], self._shapes[name]
                 raise
         if self.sends_number is None and any(c.verb == "allreduce" and c.op == "sum" for c in tensor.declared):
             self.sends_number = name
@@ -137,6 +138,16 @@ class GraphExchange(Driver):
             pending.transaction.finite = False
         return outcome.result
 
+    def step_alone(
+        self, name: str, grad: np.ndarray, call: int, squares: Optional[np.ndarray] = None, squared_norm: Optional[float] = None,
+        lr: Optional[float] = None,
+    ) -> np.ndarray:
+        """A tensor's whole step on a rank that is alone, to which all that it sends comes back: `submit` to `finish`."""
+        carrier, message, numbers = self.submit(name, grad, call, squares, squared_norm, lr)
+        for _ in self._tensors[name].declared[1:]:
+            message, numbers = self.advance(name, call, message or (), numbers), None
+        return self.finish(name, call, carrier, message, numbers)
+
     def reject(self, name: str) -> None:
         """The host could not use this result, on all ranks alike: its step will be rolled back."""
         self._pending[name].transaction.finite = False
@@ -192,6 +203,15 @@ class GraphExchange(Driver):
     def abandon(self) -> None:
         for name in self.open_tensors():
             self._end(name)
+
+    def go_back_to(self, state: Dict[str, Any]) -> Dict[str, Saved]:
+        """As of `Driver`. Tensors that became known after the state was made go back to their beginning."""
+        saved = checkpoint.read(state)
+        for name in self._tensors.keys() - saved.arrays.keys():
+            saved.arrays[name] = self._tensors[name].compressor.init(name, self._shapes[name]).arrays
+            saved.header["step"] = {**saved.header["step"], name: 0}
+        self.abandon()
+        return self._continue_from(saved)
 
     def _continue_from(self, saved: checkpoint.Saved) -> Dict[str, Saved]:
         """Returns what is in the state for tensors that are not known yet: {name: (arrays, steps taken, dense until)}, for `add`."""

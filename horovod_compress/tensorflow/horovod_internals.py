@@ -1,5 +1,6 @@
 """All that relies on how Horovod 0.28 is written inside, and nowhere says so: which gradients, of which variables, it reduces, and how."""
-from typing import Any, Sequence, Tuple
+import functools
+from typing import Any, Callable, Dict, Sequence, Tuple
 
 import horovod
 import horovod.tensorflow as hvd
@@ -8,6 +9,7 @@ import tensorflow as tf
 from ..binding import callers, check_version
 
 check_version(horovod.__version__)
+_FACTORS = ("process_set", "op", "prescale_factor", "postscale_factor")
 
 
 def is_horovods(optimizer: Any) -> bool:
@@ -22,15 +24,19 @@ def loss_scaler() -> Any:
     return next((owner for owner in computing if isinstance(owner, tf.keras.mixed_precision.LossScaleOptimizer)), None)
 
 
-def traced(tensor: Any) -> Tuple[Sequence[Any], Sequence[Any], float, Any]:
-    """(gradients, variables, what Horovod makes of a 1 on each rank, Horovod's optimizer or None) of the exchange in which this
-    gradient is compressed. Horovod says neither, but has them in reach, in a function that reduces `grads` of `vars` by `op`."""
+def _factor(known: Dict[str, Any]) -> float:
+    ranks = known["process_set"].size() if known.get("op") == hvd.Sum else 1  # whose number may change while a trace is used
+    return known.get("prescale_factor", 1.0) * known.get("postscale_factor", 1.0) * ranks
+
+
+def traced(tensor: Any) -> Tuple[Sequence[Any], Sequence[Any], Callable[[], float], Any]:
+    """(gradients, variables, a function that says what Horovod makes of a 1 on each rank, Horovod's optimizer or None) of the exchange in which
+    this gradient is compressed. Horovod says neither, but has them in reach, in a function that reduces `grads` of `vars` by `op`."""
     found = None
     for known in (frame.f_locals for frame in callers()):
         grads, variables = known.get("grads"), known.get("vars")
         if found is None and isinstance(grads, (list, tuple)) and variables is not None and any(grad is tensor for grad in grads):
-            ranks = known["process_set"].size() if known.get("op") == hvd.Sum else 1
-            found = grads, variables, known.get("prescale_factor", 1.0) * known.get("postscale_factor", 1.0) * ranks
+            found = grads, variables, functools.partial(_factor, {key: known[key] for key in _FACTORS if key in known})
         if found and is_horovods(known.get("self")):
             return *found, known["self"]
     if found:

@@ -82,10 +82,30 @@ def watch_passes(optimizer: Any, observe: Callable[[Any], Any]) -> None:
     _become(optimizer, watched)
 
 
+def before_applying(optimizer: Any, change: Callable[[Any, Any], Any]) -> Type:
+    """From now on this optimizer, and what Horovod makes of it, applies what change(optimizer, gradients and variables) returns. Returns the class of
+    both."""
+    base: Any = type(optimizer)
+
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        return super(changing, self).apply_gradients(change(self, grads_and_vars), *args, **kwargs)
+
+    changing = type(base)(base.__name__, (base,), {"apply_gradients": apply_gradients})
+    _become(optimizer, changing)
+    return changing
+
+
+def build(optimizer: Any, variables: Any) -> None:
+    """Makes the variables that an optimizer keeps for these, which it else makes in its first step."""
+    (optimizer.build if hasattr(optimizer, "build") else optimizer._create_all_weights)(variables)
+
+
 def _own_class(optimizer: Any) -> Type:
     """The class of an optimizer, as it was before an earlier binding changed it."""
     cls: Any = type(optimizer)
-    return cls.__base__ if getattr(cls, "_bound_to_compression", False) else cls
+    while "_bound_to_compression" in vars(cls):
+        cls = cls.__base__
+    return cls
 
 
 def _become(optimizer: Any, cls: Any) -> None:

@@ -217,11 +217,7 @@ class BoundCompression(Binding):
 
     def _agree_on_options(self, optimizer: torch.optim.Optimizer, scale: Optional[float]) -> None:
         """Compares what the user can broadcast or load until the first gradient."""
-        if not self._synced:
-            raise RuntimeError(
-                "in an elastic job new ranks get what the others keep from the elastic state: give it the compression, as in "
-                "hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression), and train in a function under @hvdc.elastic.run"
-            )
+        self._refuse_unsynced("hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression)")
         self.handshake()
         agree(
             self._transport, f"{self._label}.step", {**_options(optimizer), "loss scale": scale},
@@ -294,6 +290,8 @@ class BoundCompression(Binding):
         portable: all ranks call this at the same step, and get the same: the mean over ranks of what each has not sent yet, which any number of
         ranks can go on from. One file is enough. MismatchError where ranks are not at the same step.
         """
+        if portable and self._announce is not None:
+            raise RuntimeError("inside `with uneven(…):` ranks are at different steps: save a portable state after the block")
         state = self._exchange.state_dict()
         if portable:
             state = checkpoint.portable(state, self._transport, self._label)
@@ -324,24 +322,19 @@ class BoundCompression(Binding):
 
     def _resize(self) -> None:
         self._ranks = self._rank_and_size()
-        self._exchange.resize(*self._ranks, self._label)
+        super()._resize()
 
     def _go_back_to(self, state: Dict[str, Any]) -> None:
-        """Continues from a state_dict of the exchange, as if nothing had been since."""
         self._exchange.go_back_to(state)
         self._results = self._spoilt = None
         self._takeover.due = False
         self._takeover.restore()
 
     def _sync(self) -> None:
-        """All ranks, those that stay and those that have just begun, go on from rank 0's step. Names of collectives are rank 0's from now on, for
-        what a process has made before does not matter."""
-        self._label = gather(self._transport, "hvdc.elastic", self._label)[0]
-        self._synced, self._agreed, self._options_agreed = True, False, False
-        self._exchange.abandon()
-        self._resize()
-        self.handshake()
-        self._go_back_to(checkpoint.synced(self._exchange.state_dict(), self._transport, self._label))
+        self._options_agreed = False
+        if self._grad_scaler is not None:  # Its scale is one of those that all ranks must have alike.
+            self._grad_scaler.load_state_dict(gather(self._transport, "hvdc.elastic.scaler", self._grad_scaler.state_dict())[0])
+        super()._sync()
 
 
 def _moments_of(compressor: Any, slots: List[_Slot]) -> Optional[Moments]:

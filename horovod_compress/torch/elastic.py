@@ -1,58 +1,30 @@
-"""Elastic jobs, in which ranks come and go: nothing that ranks have not sent yet is lost.
+"""Elastic jobs, in which ranks come and go: nothing that ranks have not sent yet is lost. See `horovod_compress.elastic`.
 
     compression = hvdc.Compression.dgc(optimizer, model.named_parameters())
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression, epoch=0)
 
     @hvdc.elastic.run
     def train(state): ...
-
-What training is owed is the mean over ranks of what they have not sent. Ranks that stay keep theirs and new ones get the mean of those, so
-the mean stays. Where ranks leave in good order, `run` has all ranks take the mean before; after a crash it is that of those that are left.
 """
-import functools
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Iterator
 
 import horovod.torch as hvd
 import torch
-from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic.state import OptimizerStateHandler, StateHandler, TorchState, get_handler_registry
 
-from .. import checkpoint
+from ..elastic import Kept, evening_out
 from . import horovod_internals
 from .compression import BoundCompression
+from .horovod_internals import GradScaler
 
 
-class CompressionHandler(StateHandler):
+class CompressionHandler(Kept, StateHandler):
     """What hvd.elastic.TorchState(compression=…) does with a compression, in place of broadcasting rank 0's."""
-
-    def __init__(self, compression: BoundCompression) -> None:
-        super().__init__(compression)
-        self._saved: Optional[Dict[str, Any]] = None
-        self.save()
-
-    def save(self) -> None:
-        """Copies the state, into the memory of the last copy."""
-        self._saved = self.value._exchange.state_dict(into=self._saved)
-
-    def restore(self) -> None:
-        """Goes back to the last copy. What is under way is given up, and not waited for."""
-        self.value._go_back_to(self._saved)
-
-    def sync(self) -> None:
-        """All ranks go on from rank 0's step, as `checkpoint.synced` says."""
-        self.value._sync()
 
     def set_value(self, value: BoundCompression) -> None:
         """Another compression takes the place of this one."""
         self._saved = None
         super().set_value(value)
-
-    def even_out(self) -> None:
-        """Gives all ranks the mean of what they keep, now and in their last copies, so that it does not matter who leaves."""
-        compression, saved = self.value, self._saved
-        compression._exchange.abandon()
-        compression._go_back_to(_evened(compression, compression._exchange.state_dict()))
-        self._saved = _evened(compression, saved)
 
 
 class _Compressing(type):
@@ -75,25 +47,35 @@ class OptimizerHandler(OptimizerStateHandler):
         super().sync()
 
 
-def _evened(compression: BoundCompression, state: Any) -> Dict[str, Any]:
-    return checkpoint.synced(state, compression._transport, compression._label, even=True)
+class ScalerHandler(StateHandler):
+    """A GradScaler that an elastic state is given stays the object which it is, because compressions and training loops look at it."""
+
+    def __init__(self, scaler: Any) -> None:
+        super().__init__(scaler)
+        self.save()
+
+    def save(self) -> None:
+        """Copies the state."""
+        self._saved = self.value.state_dict()
+
+    def restore(self) -> None:
+        """Goes back to the last copy."""
+        self.value.load_state_dict(self._saved)
+
+    def sync(self) -> None:
+        """Rank 0's state becomes that of all ranks."""
+        self.value.load_state_dict(hvd.broadcast_object(self.value.state_dict(), root_rank=0))
+        self.save()
+
+
+def _kept_of(state: TorchState) -> Iterator[Kept]:
+    return (handler for handler in horovod_internals.handlers_of(state) if isinstance(handler, Kept))
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """hvd.elastic.run, for a function whose first argument is a TorchState that has compressions: where hosts come or go in good order, no rank
     that leaves takes anything with it. (With hvd.elastic.run itself what it has not sent yet is lost.)"""
-
-    @functools.wraps(func)
-    def evened(state: TorchState, *args: Any, **keywords: Any) -> Any:
-        try:
-            return func(state, *args, **keywords)
-        except HostsUpdatedInterrupt:  # raised at the same call on all ranks, which are all still here
-            for handler in horovod_internals.handlers_of(state):
-                if isinstance(handler, CompressionHandler):
-                    handler.even_out()
-            raise
-
-    return hvd.elastic.run(evened)
+    return hvd.elastic.run(evening_out(func, _kept_of))
 
 
-get_handler_registry()[:0] = [(BoundCompression, CompressionHandler), (CompressingOptimizer, OptimizerHandler)]
+get_handler_registry()[:0] = [(BoundCompression, CompressionHandler), (CompressingOptimizer, OptimizerHandler), (GradScaler, ScalerHandler)]

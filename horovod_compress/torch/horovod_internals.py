@@ -7,7 +7,7 @@ from horovod.torch.elastic.state import StateHandler, TorchState
 
 from ..binding import callers, check_version
 
-_GradScaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)  # before PyTorch 2.3 only the second
+GradScaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)  # before PyTorch 2.3 only the second
 
 check_version(horovod.__version__)
 
@@ -78,4 +78,4 @@ def forget_step(optimizer: Any) -> None:
 def in_grad_scaler() -> bool:
     """Whether an enabled GradScaler is taking the step that has come to this point."""
     owners = (frame.f_locals.get("self") for frame in callers() if frame.f_code.co_name == "step")
-    return next((owner.is_enabled() for owner in owners if isinstance(owner, _GradScaler)), False)
+    return next((owner.is_enabled() for owner in owners if isinstance(owner, GradScaler)), False)

@@ -125,6 +125,8 @@ def _refuse(members: List[_Member], trained: Sequence[Any]) -> None:
     if not members:
         raise TypeError("uneven() needs the optimizer that hvd.DistributedOptimizer(compression=…) returned, with a compression of this package")
     for each in trained:
+        if isinstance(each, BoundCompression):
+            raise TypeError("uneven() takes no compressions: what ranks have not sent yet is each rank's own. Give it Horovod's optimizer")
         if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             raise TypeError(f"uneven() takes what has state_dict and load_state_dict: optimizers, models, schedulers; not an object of {type(each)}")
     if any(member.compression._announce is not None for member in members):

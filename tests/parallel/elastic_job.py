@@ -2,21 +2,20 @@
 
 Each rank writes to FOLDER what happens to it, a line of JSON each. test_elastic.py starts the job and replays what was written.
 """
-import json
 import os
 import pathlib
 import signal
 import sys
-import time
 
 import horovod.torch as hvd
 import torch
+from elastic_jobs import on_the_host_that_dies, tell, wait_for_hosts
 from torch import nn
 
 SPECS = ("dgc:ratio=0.001", "adacomp", "variance:error_feedback=true", "powersgd:rank=1,min_rate=1", "topk:ratio=0.01")
 SPECS = tuple(f"{spec},min_numel=100" if ":" in spec else f"{spec}:min_numel=100" for spec in SPECS)
+SCALED = 1  # the one whose loss a GradScaler scales
 STEPS, COMMITTED_EVERY, KILLED_AT = 100, 4, 50
-FIRST_HOSTS = {"localhost": 1, "127.0.0.1": 1}  # ranks on each; the second host's dies, and Horovod does not use that host again
 HOSTS = {66: {"localhost": 1, "127.1": 1}, 80: {"localhost": 1, "127.1": 2}, 92: {"localhost": 1, "127.1": 1}}  # by step
 
 
@@ -41,21 +40,20 @@ def main(folder):
 
     torch.set_num_threads(1)
     hvd.init()
-    parts = {}
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=9)
+    parts = {"scaler": scaler}
     for i, spec in enumerate(SPECS):
         model = model_of(spec)
         optimizer = optimizer_of(spec, model)
-        compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+        compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), grad_scaler=scaler if i == SCALED else None)
         named = [(f"{i}.{name}", param) for name, param in model.named_parameters()]
         wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
         parts.update({f"model_{i}": model, f"optimizer_{i}": wrapped, f"compression_{i}": compression})
-    told = folder / f"{os.environ['HOROVOD_HOSTNAME']}.{os.getpid()}"
     state = hvd.elastic.TorchState(**parts, step=0)
 
     @hvdc.elastic.run
     def train(state):
-        with told.open("a") as out:
-            print(json.dumps({"step": state.step, "rank": hvd.rank(), "size": hvd.size()}), file=out)
+        tell(folder, hvd, state.step)
         while state.step < STEPS:
             train_step(state)
             state.step += 1
@@ -63,40 +61,33 @@ def main(folder):
                 state.commit()
             if state.step in HOSTS:
                 save(state, folder)
-                wait_for_hosts(state, folder)
+                wait_for_hosts(state, folder, hvd, HOSTS[state.step])
 
     train(state)
     save(state, folder)
 
 
 def train_step(state):
-    last = state.step == KILLED_AT and os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1"
+    last = state.step == KILLED_AT and on_the_host_that_dies()
     for i in range(len(SPECS)):
         model, optimizer = state.__dict__[f"model_{i}"], state.__dict__[f"optimizer_{i}"]
         optimizer.zero_grad()
-        loss_of(model, state.step, hvd.rank()).backward()
+        loss = loss_of(model, state.step, hvd.rank())
+        (state.scaler.scale(loss) if i == SCALED else loss).backward()
         if last and i == 2:
             os.kill(os.getpid(), signal.SIGKILL)  # two models are a step ahead of the others, and a third one has sent something
-        optimizer.step()
-
-
-def wait_for_hosts(state, folder):
-    """Has the job go on with the hosts of this step, from this step."""
-    while sum(HOSTS[state.step].values()) != hvd.size():
-        if hvd.rank() == 0:
-            write_hosts(folder, HOSTS[state.step])
-        state.commit()
-        time.sleep(0.05)
+        if i == SCALED:
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                state.scaler.step(optimizer)
+            state.scaler.update()
+        else:
+            optimizer.step()
 
 
 def save(state, folder):
     models = [state.__dict__[f"model_{i}"].state_dict() for i in range(len(SPECS))]
     torch.save(models, folder / f"{state.step}.{hvd.rank()}.pt")
-
-
-def write_hosts(folder, hosts):
-    (folder / "hosts.new").write_text("".join(f"{host}:{ranks}\n" for host, ranks in hosts.items()))
-    os.replace(folder / "hosts.new", folder / "hosts")
 
 
 if __name__ == "__main__":

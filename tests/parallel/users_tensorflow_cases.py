@@ -69,17 +69,41 @@ def mistakes_get_clear_errors():
             assert "bound to a Keras optimizer" in str(error) and len(str(error)) < 200, error
         else:
             raise AssertionError("no error")
-    os.environ["HOROVOD_ELASTIC"] = "1"
-    try:
-        with raises(ValueError, "elastic Horovod is not supported yet", "--min-np"):
-            hvdc.Compression.topk()
-    finally:
-        del os.environ["HOROVOD_ELASTIC"]
     for mistake in (hvdc.Compression.topk, hvdc.Compression):
         model = keras.Sequential([keras.layers.Dense(2, input_shape=(2,))])
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=mistake), "mse")
         with raises(TypeError, "call it, as in compression="):
             model.train_on_batch(np.ones((4, 2)), np.ones((4, 2)))
+
+
+@case(2)
+def mistakes_in_elastic_jobs_are_named():
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    try:
+        with raises(ValueError, "Horovod reduces nothing", "hvdc.Compression.topk(optimizer)"):
+            hvdc.Compression.topk()
+        with raises(ValueError, "signsgd adds up integers", "take another algorithm"):
+            hvdc.Compression.signsgd(keras.optimizers.SGD(0.1))
+        with raises(ValueError, "needs the variables to keep"):
+            hvdc.elastic.TensorFlowState([])
+        optimizer, x = keras.optimizers.SGD(0.1), np.ones((4, 2))
+        compression = hvdc.Compression.topk(optimizer)
+        model = keras.Sequential([keras.layers.Dense(2, input_shape=(2,))])
+        wrapped = hvd.DistributedOptimizer(optimizer, compression=compression)
+        model.compile(wrapped, "mse")
+        with raises(RuntimeError, "hvdc.elastic.TensorFlowKerasState(", "and nowhere before it"):
+            model.train_on_batch(x, x[:, :2])
+        hvdc.elastic.TensorFlowKerasState(model, compression=compression).sync()
+        model.train_on_batch(x, x[:, :2])
+        assert compression.stats()["bytes_sent"] > 0
+        model.compile(keras.mixed_precision.LossScaleOptimizer(wrapped), "mse")
+        with raises(ValueError, "dynamic=False"):
+            model.train_on_batch(x, x[:, :2])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression), "mse")
+        with raises(ValueError, "bound to another optimizer"):
+            model.train_on_batch(x, x[:, :2])
+    finally:
+        del os.environ["HOROVOD_ELASTIC"]
 
 
 @case(2)

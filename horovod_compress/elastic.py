@@ -1,0 +1,60 @@
+"""What an elastic state does with a compression, in every framework: nothing that ranks have not sent yet is lost.
+
+What training is owed is the mean over ranks of what they have not sent. Ranks that stay keep theirs and new ones get the mean of those, so
+the mean stays. Where ranks leave in good order, all take the mean before; after a crash it is that of those that are left.
+"""
+import functools
+from typing import Any, Callable, Dict, Iterable, Optional
+
+from horovod.common.exceptions import HostsUpdatedInterrupt
+
+from . import checkpoint
+from .binding import Binding
+
+
+class Kept:
+    """A compression in an elastic state, and what it kept at the last commit."""
+
+    def __init__(self, compression: Binding) -> None:
+        self.value = compression
+        self._saved: Optional[Dict[str, Any]] = None
+        self.save()
+
+    def save(self) -> None:
+        """Copies the state, into the memory of the last copy."""
+        self._saved = self.value._kept(self._saved)
+
+    def restore(self) -> None:
+        """Goes back to the last copy. What is under way is given up, and not waited for."""
+        assert self._saved is not None
+        self.value._go_back_to(self._saved)
+
+    def sync(self) -> None:
+        """All ranks go on from rank 0's step, as `checkpoint.synced` says."""
+        self.value._sync()
+
+    def even_out(self) -> None:
+        """Gives all ranks the mean of what they keep, now and in their last copies, so that it does not matter who leaves."""
+        compression, saved = self.value, self._saved
+        compression._exchange.abandon()
+        compression._go_back_to(_evened(compression, compression._kept()))
+        self._saved = _evened(compression, saved)
+
+
+def _evened(compression: Binding, state: Any) -> Dict[str, Any]:
+    return checkpoint.synced(state, compression._transport, compression._label, even=True)
+
+
+def evening_out(func: Callable[..., Any], kept_of: Callable[[Any], Iterable[Kept]]) -> Callable[..., Any]:
+    """func(state, …), after which, where hosts come or go in good order, all ranks have the mean of what they keep."""
+
+    @functools.wraps(func)
+    def evened(state: Any, *args: Any, **keywords: Any) -> Any:
+        try:
+            return func(state, *args, **keywords)
+        except HostsUpdatedInterrupt:  # raised at the same call on all ranks, which are all still here
+            for kept in kept_of(state):
+                kept.even_out()
+            raise
+
+    return evened

@@ -1,0 +1,103 @@
+"""Elastic jobs, in which ranks come and go: nothing that ranks have not sent yet is lost. See `horovod_compress.elastic`.
+
+    compression = hvdc.Compression.dgc(optimizer)
+    model.compile(hvd.DistributedOptimizer(optimizer, compression=compression), loss)
+    state = hvdc.elastic.TensorFlowKerasState(model, compression=compression, epoch=0, batch=0)
+
+    @hvdc.elastic.run
+    def train(state): ...
+
+Functions that were traced stay in use: Horovod's operations look at the number of ranks whenever they run, and so do those of a compression.
+"""
+import functools
+from typing import Any, Callable, Dict, List, Sequence
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
+
+from ..elastic import Kept, evening_out
+from .compression import BoundCompression
+from .optimizer import build
+
+
+class _Keeping:
+    """What the states here add to Horovod's: keywords that are compressions are not broadcast from rank 0, but kept as `Kept` says."""
+
+    def _take(self, keywords: Dict[str, Any]) -> Dict[str, Any]:
+        """Makes attributes of the compressions among the keywords; returns the others."""
+        compressions = {name: value for name, value in keywords.items() if isinstance(value, BoundCompression)}
+        vars(self).update(compressions)
+        self._kept: List[Kept] = [Kept(compression) for compression in compressions.values()]
+        return {name: value for name, value in keywords.items() if name not in compressions}
+
+    def save(self) -> None:
+        super().save()  # type: ignore[misc]
+        for kept in self._kept:
+            kept.save()
+
+    def restore(self) -> None:
+        for kept in self._kept:
+            kept.restore()
+        super().restore()  # type: ignore[misc]
+
+    def sync(self) -> None:
+        super().sync()  # type: ignore[misc]
+        for kept in self._kept:
+            kept.sync()
+            kept.save()
+
+
+class TensorFlowKerasState(_Keeping, hvd.elastic.TensorFlowKerasState):
+    """hvd.elastic.TensorFlowKerasState, which is also horovod.tensorflow.keras' KerasState, for models whose optimizers compress.
+
+    model: built; optimizer: Horovod's, default the one that the model was compiled with; it gets its variables here, because new ranks
+    take no step before they have the others' state. keywords: as for Horovod's, and compressions, by any name: compression=compression.
+    """
+
+    def __init__(self, model: tf.keras.Model, optimizer: Any = None, **keywords: Any) -> None:
+        keywords = self._take(keywords)
+        if model.built:
+            build(optimizer or model.optimizer, model.trainable_variables)
+        super().__init__(model, optimizer, **keywords)
+
+
+class TensorFlowState(_Keeping, hvd.elastic.TensorFlowState):
+    """hvd.elastic.TensorFlowState, for training loops of one's own with optimizers or tapes that compress.
+
+    variables: the model's and the optimizer's, whose values all ranks get from rank 0. keywords: as for Horovod's, and compressions, by any
+    name. ValueError without variables.
+    """
+
+    def __init__(self, variables: Sequence[tf.Variable], **keywords: Any) -> None:
+        if not variables:
+            raise ValueError("TensorFlowState needs the variables to keep: those of the model, and of the optimizer after optimizer.build()")
+        # Horovod's own broadcasts them here, where ranks that stay do not, and not in `sync`, where they do: new ranks would wait for ever.
+        super().__init__(**self._take(keywords))
+        self.variables = list(variables)
+        self._save_model()
+
+    def sync(self) -> None:
+        hvd.broadcast_variables(self.variables, root_rank=0)
+        super().sync()
+
+
+def _kept_of(state: _Keeping) -> List[Kept]:
+    return state._kept
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """hvd.elastic.run, for a function whose first argument is one of the states here: where hosts come or go in good order, no rank that leaves
+    takes anything with it. (With hvd.elastic.run itself what it has not sent yet is lost, and an error of an operation that is not Horovod's ends
+    training as if it were over.)"""
+    evened = evening_out(func, _kept_of)
+
+    @functools.wraps(func)
+    def failing(*args: Any, **keywords: Any) -> Any:
+        try:
+            return evened(*args, **keywords)
+        except tf.errors.UnknownError as error:  # which Horovod's drops, where it does not know the operation
+            known = any(f"Horovod{verb}" in error.message for verb in ("Allreduce", "Allgather", "Alltoall", "Broadcast"))
+            raise (HorovodInternalError if known else RuntimeError)(error.message) from error
+
+    return hvd.elastic.run(failing)

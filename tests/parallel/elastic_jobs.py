@@ -1,0 +1,113 @@
+"""What tests of elastic jobs share: starting one, changing its hosts, its history, and that history in one process."""
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+from jobs import ENVIRONMENT, HERE, LIMIT
+
+from horovod_compress.exchange import Exchange
+from horovod_compress.transport.loopback import Loopback
+
+FIRST_HOSTS = {"localhost": 1, "127.0.0.1": 1}  # ranks on each; the second host's dies, and Horovod does not use that host again
+
+
+def run(folder, script, *arguments):
+    """Runs a job of `script FOLDER arguments…` to its end."""
+    write_hosts(folder, FIRST_HOSTS)
+    discover = folder / "discover"
+    discover.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
+    discover.chmod(0o755)
+    launcher = f"horovodrun --gloo -np 2 --min-np 1 --max-np 3 --host-discovery-script {discover} --network-interfaces lo"
+    with open(folder / "output", "w+") as output:
+        command = [*launcher.split(), sys.executable, HERE / script, folder, *arguments]
+        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = process.wait(LIMIT)
+        finally:
+            _end(folder, process)
+        output.seek(0)
+        assert status == 0, output.read()[-5000:]
+
+
+def _end(folder, launcher):
+    """Ends what is left of a job."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(launcher.pid, signal.SIGKILL)
+    for file in folder.glob("*.*"):
+        with contextlib.suppress(ValueError, FileNotFoundError, ProcessLookupError):
+            pid = int(file.suffix[1:])
+            if os.fsencode(folder) in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+
+
+def write_hosts(folder, hosts):
+    (folder / "hosts.new").write_text("".join(f"{host}:{ranks}\n" for host, ranks in hosts.items()))
+    os.replace(folder / "hosts.new", folder / "hosts")
+
+
+# -- in a rank ----------------------------------------------------------------------------------------------------------------
+
+
+def tell(folder, hvd, step):
+    """Writes down that training begins anew, from this step."""
+    with (folder / f"{os.environ['HOROVOD_HOSTNAME']}.{os.getpid()}").open("a") as out:
+        print(json.dumps({"step": step, "rank": hvd.rank(), "size": hvd.size()}), file=out)
+
+
+def wait_for_hosts(state, folder, hvd, hosts):
+    """Has the job go on with these hosts, from here."""
+    while sum(hosts.values()) != hvd.size():
+        if hvd.rank() == 0:
+            write_hosts(folder, hosts)
+        state.commit()
+        time.sleep(0.05)
+
+
+def on_the_host_that_dies():
+    return os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1"
+
+
+# -- in one process -----------------------------------------------------------------------------------------------------------
+
+
+def history(folder):
+    """What happened on the host that was there from the first step to the last: {"step", "rank", "size"} whenever training began anew."""
+    (file,) = folder.glob("localhost.*")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def replay(history, steps, compressor, shapes, train_step):
+    """The first steps of it without Horovod: calls train_step(exchanges, step) for each. A rank that dies takes with it what it has not sent; before
+    others leave or join, all have the mean."""
+    history = [each for each in history if each["step"] < steps]
+    exchanges = _ranks_of(compressor, shapes, [None, None])
+    for now, then in zip(history, [*history[1:], {"step": steps}]):
+        for step in range(now["step"], then["step"]):
+            train_step(exchanges, step)
+        if then["step"] < steps:
+            states = [exchange.state_dict() for exchange in exchanges]
+            states = [states[now["rank"]]] if then is history[1] else [_mean_of(states)] * then["size"]
+            exchanges = _ranks_of(compressor, shapes, states)
+
+
+def _ranks_of(compressor, shapes, states):
+    tensors = {name: (tuple(shape), compressor) for name, shape in shapes.items()}
+    exchanges = [Exchange(compressor, transport, tensors, dense_alone=True) for transport in Loopback.group(len(states))]
+    for rank, (exchange, state) in enumerate(zip(exchanges, states)):
+        if state:
+            exchange.load_state_dict({**state, "rank": rank, "size": len(states)})
+    return exchanges
+
+
+def _mean_of(states):
+    tensors = {
+        name: {key: np.mean([state["tensors"][name][key] for state in states], axis=0) for key in arrays}
+        for name, arrays in states[0]["tensors"].items()
+    }
+    return {**states[0], "tensors": tensors}
