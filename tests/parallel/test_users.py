@@ -30,7 +30,7 @@ def test_torch(jobs, case):
 
 TENSORFLOW = (  # by name: TensorFlow is not imported beside PyTorch
     "discarded_gradients_do_not_come_back", "mistakes_get_clear_errors", "a_change_of_momentum_that_is_not_followed_is_told",
-    "graph_mode_of_tensorflow_1",
+    "mistakes_in_elastic_jobs_are_named", "graph_mode_of_tensorflow_1",
 )
 
 

@@ -76,6 +76,16 @@ def mistakes_get_clear_errors():
             model.train_on_batch(np.ones((4, 2)), np.ones((4, 2)))
 
 
+def elastic_model_with_loss_scale(dynamic):
+    optimizer = keras.optimizers.SGD(0.1)
+    compression = hvdc.Compression.topk(optimizer)
+    model = keras.Sequential([keras.layers.Dense(2, input_shape=(2,))])
+    wrapped = hvd.DistributedOptimizer(optimizer, compression=compression)
+    model.compile(keras.mixed_precision.LossScaleOptimizer(wrapped, dynamic=dynamic, initial_scale=8), "mse")
+    hvdc.elastic.TensorFlowKerasState(model, compression=compression).sync()
+    return model
+
+
 @case(2)
 def mistakes_in_elastic_jobs_are_named():
     os.environ["HOROVOD_ELASTIC"] = "1"
@@ -96,11 +106,16 @@ def mistakes_in_elastic_jobs_are_named():
         hvdc.elastic.TensorFlowKerasState(model, compression=compression).sync()
         model.train_on_batch(x, x[:, :2])
         assert compression.stats()["bytes_sent"] > 0
-        model.compile(keras.mixed_precision.LossScaleOptimizer(wrapped), "mse")
-        with raises(ValueError, "dynamic=False"):
-            model.train_on_batch(x, x[:, :2])
+        compression = hvdc.Compression.topk(keras.optimizers.SGD(0.1))
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression), "mse")
+        hvdc.elastic.TensorFlowKerasState(model, compression=compression).sync()
         with raises(ValueError, "bound to another optimizer"):
+            model.train_on_batch(x, x[:, :2])
+        model = elastic_model_with_loss_scale(dynamic=False)
+        model.train_on_batch(x, x[:, :2])
+        assert np.isfinite(model.get_weights()[0]).all()
+        model = elastic_model_with_loss_scale(dynamic=True)
+        with raises(ValueError, "dynamic=False"):
             model.train_on_batch(x, x[:, :2])
     finally:
         del os.environ["HOROVOD_ELASTIC"]

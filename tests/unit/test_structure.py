@@ -19,6 +19,7 @@ LAYERS = [
     ["lockstep"],
     ["simulate", "bench", "models"],
     ["binding"],
+    ["elastic"],
     ["torch", "tensorflow", "cli"],
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem not in ("__init__", "__main__"))
