@@ -296,14 +296,17 @@ def a_process_set_in_uneven():
 
 @case(2)
 def mistakes_with_uneven_are_named():
-    model, _, optimizer = setup("topk")
+    model, compression, optimizer = setup("topk")
     for wrong, words in (
+        ([optimizer, compression], "takes no compressions"),
         ([sgd(model)], "needs the optimizer that hvd.DistributedOptimizer"), ([optimizer, 3], "not an object of <class 'int'>"), ([], "needs"),
     ):
         with raises(TypeError, words), hvdc.uneven(*wrong):
             pass
     with raises(RuntimeError, "already"), hvdc.uneven(optimizer), hvdc.uneven(optimizer):
         pass
+    with raises(RuntimeError, "save a portable state after the block"), hvdc.uneven(optimizer):
+        compression.state_dict(portable=True)
     with raises(MismatchError, "objects given to uneven()", "rank 1"), hvdc.uneven(optimizer, *([model] if hvd.rank() else [])):
         pass
 
