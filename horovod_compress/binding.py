@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from types import FrameType
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Tuple, Type
 
@@ -30,7 +31,7 @@ REFUSED_ALONE = (
 )
 
 
-class Binding:
+class Binding(ABC):
     """A compression bound to a process set of a framework's Horovod. `hvd` is initialized. Construction exchanges nothing: ranks
     compare their configurations at the first gradient, or in `handshake`."""
 
@@ -81,9 +82,9 @@ class Binding:
         """What this rank keeps; into: as for `Driver.state_dict`."""
         return self._exchange.state_dict(into=into)
 
+    @abstractmethod
     def _go_back_to(self, state: Dict[str, Any]) -> None:
         """Continues from what `_kept` returned, as if nothing had been since."""
-        raise NotImplementedError
 
     def _resize(self) -> None:
         """From the next step on, ranks are those that are there now."""

@@ -16,6 +16,7 @@ from ..binding import REFUSED_ALONE, Binding, is_elastic, momentum_of, requested
 from ..compressors.base import Compressor
 from ..handshake import agree
 from ..requests import Collective
+from ..transport.base import ProcessSetRanks
 from .exchange import GraphExchange, Message, Saved
 from .horovod_internals import loss_scaler, traced
 from .optimizer import SGD, before_applying, check, is_plain_sgd, learning_rate_of, take_over_momentum, watch_passes
@@ -26,20 +27,9 @@ _ONE_PASS = "A tape's gradient is one pass, for which moments=minibatch is the s
 _INFINITE_HALF = 65520  # numbers as large as this become infinite in float16
 
 
-class _Eager:
+class _Eager(ProcessSetRanks):
     """Horovod's collectives while no graph runs: for what ranks compare before they exchange gradients, and for portable states. They go through
     graphs all the same: eagerly Horovod ignores names, and threads that trace at once would get each other's messages."""
-
-    def __init__(self, process_set: Any) -> None:
-        self._process_set = process_set
-
-    @property
-    def rank(self) -> int:
-        return self._process_set.rank()
-
-    @property
-    def size(self) -> int:
-        return self._process_set.size()
 
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         return self._run(hvd.allgather, name, payload)

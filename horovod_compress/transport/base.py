@@ -34,8 +34,8 @@ class Transport(ABC):
         return []
 
 
-class ProcessSetTransport(Transport):
-    """The ranks of a Horovod process set, the one that hvd.DistributedOptimizer has too, as it is now."""
+class ProcessSetRanks:
+    """rank and size in a Horovod process set, the one that hvd.DistributedOptimizer has too, as it is now."""
 
     def __init__(self, process_set: Any) -> None:
         self._process_set = process_set

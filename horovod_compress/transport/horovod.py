@@ -7,12 +7,12 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from ..handshake import error_of_joined
-from .base import ProcessSetTransport
+from .base import ProcessSetRanks, Transport
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 
 
-class HorovodTransport(ProcessSetTransport):
+class HorovodTransport(ProcessSetRanks, Transport):
     """Sends each message when it is started; Horovod negotiates the order."""
 
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 import numpy as np
 
 from ..handshake import MismatchError
-from .base import ProcessSetTransport
+from .base import ProcessSetRanks, Transport
 
 _Key = Tuple[str, str]  # operation, name
 _ALONE = 2**20  # bytes from which an array is reduced in place; smaller ones are joined
@@ -15,7 +15,7 @@ _MOST = 2**31 - 1  # bytes of one MPI operation
 _STALLED = 60.0  # seconds, as Horovod's own stall check
 
 
-class MPITransport(ProcessSetTransport):
+class MPITransport(ProcessSetRanks, Transport):
     """The ranks of a Horovod process set, on a communicator of their own, beside Horovod's use of MPI.
 
     Nothing is sent before the first call that waits for a result. Then all collectives that were started run, in an order that follows
