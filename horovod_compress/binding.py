@@ -126,6 +126,41 @@ class Binding(ABC):
         self._exchange.discard()
 
 
+class Unbound(ABC):
+    """A compression for an optimizer that is not known yet: it is bound to Horovod's when the first gradient comes from that, or when it is first
+    asked for something. Two optimizers that are given the same one get a compression each. It needs no hvd.init(), and can be pickled: copies are
+    unbound. Raises ValueError for bad options at once, as a bound one does; all else is that one's: stats(), state_dict(), ….
+
+    options: keyword arguments for `_bound_class`.
+    """
+
+    _bound_class: Type[Binding]
+
+    def __init__(self, spec: Any, **options: Any) -> None:
+        self._compressor = get_compressor(spec)
+        self._options = options
+
+    @abstractmethod
+    def the_only(self) -> Binding:
+        """The compression that this one has become. RuntimeError where there is none, or there are several."""
+
+    @property
+    def config(self) -> Dict[str, Any]:
+        """The id and all options, as a JSON-able spec."""
+        return self._compressor.config
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        return functools.partial(type(self), **self._options), (self._compressor,)
+
+    def __repr__(self) -> str:
+        return f"<{self._compressor!r}, bound to an optimizer of Horovod's when it is used>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(self._bound_class, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.the_only(), name)
+
+
 def is_elastic() -> bool:
     """Whether ranks may come and go in this job, as horovodrun tells its ranks."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"

@@ -3,30 +3,35 @@
     import horovod.torch as hvd
     import horovod_compress.torch as hvdc
 
-    compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.001)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=hvdc.Compression.dgc(ratio=0.001)
+    )
 """
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 
 from ..binding import Algorithms
 from . import elastic
 from .compression import BoundCompression, NamedParameters
+from .unbound import UnboundCompression, compression_of
 from .uneven import uneven
 
-__all__ = ["BoundCompression", "Compression", "elastic", "uneven"]
+__all__ = ["BoundCompression", "Compression", "UnboundCompression", "compression_of", "elastic", "uneven"]
 
 
 class Compression(metaclass=Algorithms):
-    """Makes compressions, bound to an optimizer and its parameters: one method an algorithm, and `from_spec`."""
+    """Makes compressions: one method an algorithm, and `from_spec`."""
 
-    _example = "hvdc.Compression.dgc(optimizer, model.named_parameters())"
+    _example = "hvdc.Compression.dgc()"
 
     @staticmethod
     def from_spec(
-        spec: Any, optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[NamedParameters] = None,
+        spec: Any, optimizer: Optional[torch.optim.Optimizer] = None, named_parameters: Optional[NamedParameters] = None,
         process_set: Any = None, grad_scaler: Any = None, discardable: bool = False,
-    ) -> BoundCompression:
-        """The compression of a spec, "dgc:ratio=0.001" or {"id": "dgc", "ratio": 0.001}; see `BoundCompression`."""
+    ) -> Union[BoundCompression, UnboundCompression]:
+        """The compression of a spec, "dgc:ratio=0.001" or {"id": "dgc", "ratio": 0.001}; see `UnboundCompression`, and `BoundCompression` where it is
+        bound to an optimizer or to parameters here."""
+        if optimizer is None and named_parameters is None:
+            return UnboundCompression(spec, process_set, grad_scaler, discardable)
         return BoundCompression(spec, optimizer, named_parameters, process_set, grad_scaler, discardable)

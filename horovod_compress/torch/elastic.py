@@ -6,7 +6,7 @@
     @hvdc.elastic.run
     def train(state): ...
 """
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Union
 
 import horovod.torch as hvd
 import torch
@@ -16,22 +16,30 @@ from ..elastic import Kept, evening_out
 from . import horovod_internals
 from .compression import BoundCompression
 from .horovod_internals import GradScaler
+from .unbound import UnboundCompression, compression_of
 
 
 class CompressionHandler(Kept, StateHandler):
     """What hvd.elastic.TorchState(compression=…) does with a compression, in place of broadcasting rank 0's."""
 
-    def set_value(self, value: BoundCompression) -> None:
+    def __init__(self, compression: Union[BoundCompression, UnboundCompression]) -> None:
+        super().__init__(_bound(compression))
+
+    def set_value(self, value: Union[BoundCompression, UnboundCompression]) -> None:
         """Another compression takes the place of this one."""
         self._saved = None
-        super().set_value(value)
+        super().set_value(_bound(value))
+
+
+def _bound(compression: Union[BoundCompression, UnboundCompression]) -> BoundCompression:
+    return compression if isinstance(compression, BoundCompression) else compression.the_only()
 
 
 class _Compressing(type):
     """The metaclass of a class whose instances are all optimizers of Horovod's that have a compression of ours."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, torch.optim.Optimizer) and isinstance(horovod_internals.compression_of(instance), BoundCompression)
+        return isinstance(instance, torch.optim.Optimizer) and compression_of(instance) is not None
 
 
 class CompressingOptimizer(metaclass=_Compressing):
@@ -78,4 +86,4 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     return hvd.elastic.run(evening_out(func, _kept_of))
 
 
-get_handler_registry()[:0] = [(BoundCompression, CompressionHandler), (CompressingOptimizer, OptimizerHandler), (GradScaler, ScalerHandler)]
+get_handler_registry()[:0] = [((BoundCompression, UnboundCompression), CompressionHandler), (CompressingOptimizer, OptimizerHandler), (GradScaler, ScalerHandler)]

@@ -1,5 +1,6 @@
 """All that relies on how Horovod 0.28 and PyTorch are written inside, and nowhere says so: who calls, and with which gradients."""
-from typing import Any, Iterable
+import gc
+from typing import Any, Iterable, List, Optional, Tuple
 
 import horovod
 import torch
@@ -19,8 +20,35 @@ def optimizer_of(compression: Any) -> torch.optim.Optimizer:
     found = [owner for owner in owners.values() if isinstance(owner, torch.optim.Optimizer) and compression_of(owner) is compression]
     if len(found) != 1:
         holders = "several optimizers hold" if found else "no optimizer holds"
-        raise RuntimeError(f"gradients came, but {holders} this compression: give it to one hvd.DistributedOptimizer")
+        raise RuntimeError(
+            f"gradients came, but {holders} this compression: give it to one hvd.DistributedOptimizer. (A tensor of its own, as in hvd.allreduce(tensor, "
+            "compression=…), belongs to no step of an optimizer, and there is nothing to keep what was not sent of it: hvd.Compression.fp16 serves there)"
+        )
     return found[0]
+
+
+def holders_of(compression: Any) -> List[torch.optim.Optimizer]:
+    """The optimizers of Horovod's that have this compression. It takes 0.1 s or so: all objects of the process are looked through."""
+    optimizers = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    return [optimizer for optimizer in optimizers if compression_of(optimizer) is compression]
+
+
+def serve(optimizer: Any, compression: Any) -> None:
+    """Horovod's optimizer hands its gradients to this compression from now on."""
+    optimizer._compression = compression
+
+
+def bound_to(optimizer: Any) -> Tuple[Optional[List[Tuple[str, torch.Tensor]]], Any]:
+    """(named parameters in the optimizer's order, or None where it was given none; process set) of Horovod's optimizer."""
+    names = optimizer._parameter_names
+    named = [(names[param], param) for group in optimizer.param_groups for param in group["params"]]
+    unnamed = all(name.startswith("allreduce.noname.") for name, _ in named)
+    return None if unnamed else named, getattr(optimizer, "process_set", None)
+
+
+def own_class(optimizer: Any) -> type:
+    """The class of an optimizer, or of the one that Horovod's extends."""
+    return type(optimizer).__base__ if hasattr(optimizer, "_compression") else type(optimizer)
 
 
 def compression_of(optimizer: torch.optim.Optimizer) -> Any:

@@ -8,6 +8,7 @@ import horovod.torch as hvd
 import torch
 
 from ..binding import momentum_of
+from .horovod_internals import own_class
 
 _log = logging.getLogger("horovod_compress")
 
@@ -50,9 +51,10 @@ class SGDTakeover:
 
     def _refuse(self, optimizer: Any, group: Dict[str, Any]) -> None:
         """Raises ValueError where the momentum of a group cannot be taken over."""
-        if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(torch.optim.SGD.step):
+        own: Any = own_class(optimizer)
+        if inspect.unwrap(own.step) is not inspect.unwrap(torch.optim.SGD.step):
             raise ValueError(
-                f"{type(optimizer).__name__} has a step() of its own, so its momentum cannot be taken over as SGD's can: bind "
+                f"{own.__name__} has a step() of its own, so its momentum cannot be taken over as SGD's can: bind "
                 f"{self._compressor.id} with momentum=0, which leaves momentum to it"
             )
         if group["dampening"] != 0:

@@ -10,6 +10,7 @@ import torch
 from ..handshake import agree
 from . import horovod_internals
 from .compression import BoundCompression
+from .unbound import UnboundCompression, compression_of
 
 _FOLLOWED = ("lr", "momentum", "nesterov")  # options of a parameter group on which a compression's step depends
 _PAUSE = 5e-4  # seconds between two looks at what the other ranks do
@@ -31,7 +32,7 @@ def uneven(*trained: Any) -> Iterator[None]:
     that no step followed are dropped. An exception passes through at once, and the rank answers nothing any more. On one rank the block does nothing.
     Raises TypeError for what cannot be given, RuntimeError inside another such block, and MismatchError where ranks give different things.
     """
-    members = [_Member(each) for each in trained if isinstance(horovod_internals.compression_of(each), BoundCompression)]
+    members = [_Member(each, compression) for each in trained if (compression := compression_of(each)) is not None]
     _refuse(members, trained)
     if not members[0].compression._active:
         yield
@@ -51,9 +52,9 @@ class _Member:
     """One optimizer of a block on this rank. What ranks tell each other before each of its steps is the maximum over them of: whether one takes the
     step; whether the last step was forgotten; the loss scale; and the options of the parameter groups. Ranks that train have these alike."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, compression: BoundCompression) -> None:
         self.optimizer = optimizer  # Horovod's
-        self.compression: BoundCompression = horovod_internals.compression_of(optimizer)
+        self.compression = compression
         self.answered = False  # whether this rank has taken part in a step of the others
         self._handle: Any = None
 
@@ -125,7 +126,7 @@ def _refuse(members: List[_Member], trained: Sequence[Any]) -> None:
     if not members:
         raise TypeError("uneven() needs the optimizer that hvd.DistributedOptimizer(compression=…) returned, with a compression of this package")
     for each in trained:
-        if isinstance(each, BoundCompression):
+        if isinstance(each, (BoundCompression, UnboundCompression)):
             raise TypeError("uneven() takes no compressions: what ranks have not sent yet is each rank's own. Give it Horovod's optimizer")
         if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             raise TypeError(f"uneven() takes what has state_dict and load_state_dict: optimizers, models, schedulers; not an object of {type(each)}")

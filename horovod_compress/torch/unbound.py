@@ -1,0 +1,73 @@
+"""Compressions that find their optimizer by themselves."""
+import weakref
+from typing import Any, Optional, Tuple
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ..binding import Unbound
+from . import horovod_internals
+from .compression import BoundCompression
+
+
+class UnboundCompression(Unbound):
+    """A compression for hvd.DistributedOptimizer(compression=…), which has named parameters, momentum, weight decay and process set for it.
+
+    spec, process_set, grad_scaler, discardable: as for BoundCompression, and so is what it raises; process_set: that of Horovod's optimizer, by
+    default.
+    """
+
+    _bound_class = BoundCompression
+
+    def __init__(self, spec: Any, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False) -> None:
+        super().__init__(spec, process_set=process_set, grad_scaler=grad_scaler, discardable=discardable)
+        self._bound: "weakref.WeakSet[BoundCompression]" = weakref.WeakSet()  # to an optimizer each, which keeps it
+        self._moments = getattr(self._compressor, "moments", "minibatch")
+        if self._moments != "minibatch":  # What these need is seen before there are gradients.
+            self._hook = register_module_forward_pre_hook(torch.compiler.disable(self._before_forward))
+
+    def compress(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
+        """Called by Horovod with the first gradient of an optimizer. That has its own compression from then on."""
+        optimizer = horovod_internals.optimizer_of(self)
+        if self._moments != "minibatch":
+            raise RuntimeError(
+                f"moments={self._moments} begins with a forward pass of the model, and none came after hvd.DistributedOptimizer was made: give the "
+                f"compression optimizer and parameters, as in hvdc.Compression.{self._compressor.id}(optimizer, model.named_parameters(), …)"
+            )
+        return self.bind(optimizer).compress(tensor)
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Called by Horovod with sparse gradients, which it reduces by itself, of an optimizer that has no others."""
+        return tensor
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> BoundCompression:
+        """The compression that serves this optimizer of Horovod's from now on."""
+        named_parameters, process_set = horovod_internals.bound_to(optimizer)
+        options = {**self._options, "process_set": self._options["process_set"] or process_set}
+        bound = BoundCompression(self._compressor, optimizer, named_parameters, **options)
+        horovod_internals.serve(optimizer, bound)
+        self._bound.add(bound)
+        return bound
+
+    def the_only(self) -> BoundCompression:
+        unserved = [] if len(self._bound) == 1 else horovod_internals.holders_of(self)
+        if len(self._bound) + len(unserved) > 1:
+            raise RuntimeError("several optimizers have this compression, and each its own of it: ask hvdc.compression_of(optimizer)")
+        if not self._bound and not unserved:
+            raise RuntimeError("no optimizer has this compression yet: give it to hvd.DistributedOptimizer(compression=…) first")
+        return self.bind(unserved[0]) if unserved else next(iter(self._bound))
+
+    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._hook.remove()
+            for optimizer in horovod_internals.holders_of(self):
+                self.bind(optimizer)
+
+
+def compression_of(optimizer: torch.optim.Optimizer) -> Optional[BoundCompression]:
+    """The compression that an optimizer of Horovod's was given, bound to it now where that has not happened yet; None for optimizers without one of
+    this package."""
+    compression = horovod_internals.compression_of(optimizer)
+    if isinstance(compression, UnboundCompression):
+        return compression.bind(optimizer)
+    return compression if isinstance(compression, BoundCompression) else None
