@@ -144,11 +144,6 @@ class Unbound(ABC):
     def the_only(self) -> Binding:
         """The compression that this one has become. RuntimeError where there is none, or there are several."""
 
-    @property
-    def config(self) -> Dict[str, Any]:
-        """The id and all options, as a JSON-able spec."""
-        return self._compressor.config
-
     def __reduce__(self) -> Tuple[Any, ...]:
         return functools.partial(type(self), **self._options), (self._compressor,)
 

@@ -86,4 +86,6 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     return hvd.elastic.run(evening_out(func, _kept_of))
 
 
-get_handler_registry()[:0] = [((BoundCompression, UnboundCompression), CompressionHandler), (CompressingOptimizer, OptimizerHandler), (GradScaler, ScalerHandler)]
+get_handler_registry()[:0] = [
+    ((BoundCompression, UnboundCompression), CompressionHandler), (CompressingOptimizer, OptimizerHandler), (GradScaler, ScalerHandler)
+]

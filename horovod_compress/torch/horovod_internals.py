@@ -21,8 +21,9 @@ def optimizer_of(compression: Any) -> torch.optim.Optimizer:
     if len(found) != 1:
         holders = "several optimizers hold" if found else "no optimizer holds"
         raise RuntimeError(
-            f"gradients came, but {holders} this compression: give it to one hvd.DistributedOptimizer. (A tensor of its own, as in hvd.allreduce(tensor, "
-            "compression=…), belongs to no step of an optimizer, and there is nothing to keep what was not sent of it: hvd.Compression.fp16 serves there)"
+            f"gradients came, but {holders} this compression: give it to one hvd.DistributedOptimizer. (A tensor of its own, as in "
+            "hvd.allreduce(tensor, compression=…), belongs to no step of an optimizer, and what is not sent of it could never follow: "
+            "hvd.Compression.fp16 serves there)"
         )
     return found[0]
 
@@ -48,7 +49,7 @@ def bound_to(optimizer: Any) -> Tuple[Optional[List[Tuple[str, torch.Tensor]]], 
 
 def own_class(optimizer: Any) -> type:
     """The class of an optimizer, or of the one that Horovod's extends."""
-    return type(optimizer).__base__ if hasattr(optimizer, "_compression") else type(optimizer)
+    return type(optimizer).__mro__[1] if hasattr(optimizer, "_compression") else type(optimizer)
 
 
 def compression_of(optimizer: torch.optim.Optimizer) -> Any:

@@ -13,8 +13,8 @@ from .compression import BoundCompression
 class UnboundCompression(Unbound):
     """A compression for hvd.DistributedOptimizer(compression=…), which has named parameters, momentum, weight decay and process set for it.
 
-    spec, process_set, grad_scaler, discardable: as for BoundCompression, and so is what it raises; process_set: that of Horovod's optimizer, by
-    default.
+    spec, grad_scaler, discardable: as for BoundCompression, and so is what it raises; process_set: need not be given, and must be that of
+        Horovod's optimizer.
     """
 
     _bound_class = BoundCompression
@@ -43,8 +43,10 @@ class UnboundCompression(Unbound):
     def bind(self, optimizer: torch.optim.Optimizer) -> BoundCompression:
         """The compression that serves this optimizer of Horovod's from now on."""
         named_parameters, process_set = horovod_internals.bound_to(optimizer)
-        options = {**self._options, "process_set": self._options["process_set"] or process_set}
-        bound = BoundCompression(self._compressor, optimizer, named_parameters, **options)
+        wanted = self._options["process_set"]
+        if wanted is not None and wanted is not process_set:
+            raise ValueError(f"this compression is for the process set {wanted}, hvd.DistributedOptimizer has {process_set}: leave process_set out")
+        bound = BoundCompression(self._compressor, optimizer, named_parameters, **{**self._options, "process_set": process_set})
         horovod_internals.serve(optimizer, bound)
         self._bound.add(bound)
         return bound
