@@ -52,7 +52,7 @@ def train(spec, data, options, report):
 
     compression = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(spec)
     if compression is None:
-        compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+        compression = hvdc.Compression.from_spec(spec)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 

@@ -15,6 +15,7 @@ from torch import nn
 SPECS = ("dgc:ratio=0.001", "adacomp", "variance:error_feedback=true", "powersgd:rank=1,min_rate=1", "topk:ratio=0.01")
 SPECS = tuple(f"{spec},min_numel=100" if ":" in spec else f"{spec}:min_numel=100" for spec in SPECS)
 SCALED = 1  # the one whose loss a GradScaler scales
+UNBOUND = 0  # the one that finds its optimizer by itself
 STEPS, COMMITTED_EVERY, KILLED_AT = 100, 4, 50
 HOSTS = {66: {"localhost": 1, "127.1": 1}, 80: {"localhost": 1, "127.1": 2}, 92: {"localhost": 1, "127.1": 1}}  # by step
 
@@ -45,7 +46,8 @@ def main(folder):
     for i, spec in enumerate(SPECS):
         model = model_of(spec)
         optimizer = optimizer_of(spec, model)
-        compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), grad_scaler=scaler if i == SCALED else None)
+        bound = () if i == UNBOUND else (optimizer, model.named_parameters())
+        compression = hvdc.Compression.from_spec(spec, *bound, grad_scaler=scaler if i == SCALED else None)
         named = [(f"{i}.{name}", param) for name, param in model.named_parameters()]
         wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
         parts.update({f"model_{i}": model, f"optimizer_{i}": wrapped, f"compression_{i}": compression})
