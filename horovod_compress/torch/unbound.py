@@ -1,6 +1,6 @@
 """Compressions that find their optimizer by themselves."""
 import weakref
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple, Type
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -17,7 +17,7 @@ class UnboundCompression(Unbound):
         Horovod's optimizer.
     """
 
-    _bound_class = BoundCompression
+    _bound_class: Type[BoundCompression] = BoundCompression
 
     def __init__(self, spec: Any, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False) -> None:
         super().__init__(spec, process_set=process_set, grad_scaler=grad_scaler, discardable=discardable)
@@ -46,10 +46,13 @@ class UnboundCompression(Unbound):
         wanted = self._options["process_set"]
         if wanted is not None and wanted is not process_set:
             raise ValueError(f"this compression is for the process set {wanted}, hvd.DistributedOptimizer has {process_set}: leave process_set out")
-        bound = BoundCompression(self._compressor, optimizer, named_parameters, **{**self._options, "process_set": process_set})
+        bound = self._made_for(optimizer, named_parameters, {**self._options, "process_set": process_set})
         horovod_internals.serve(optimizer, bound)
         self._bound.add(bound)
         return bound
+
+    def _made_for(self, optimizer: torch.optim.Optimizer, named_parameters: Any, options: Dict[str, Any]) -> BoundCompression:
+        return BoundCompression(self._compressor, optimizer, named_parameters, **options)
 
     def the_only(self) -> BoundCompression:
         unserved = [] if len(self._bound) == 1 else horovod_internals.holders_of(self)
