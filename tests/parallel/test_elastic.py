@@ -14,6 +14,15 @@ from horovod_compress.compressors import get_compressor
 from horovod_compress.lockstep import run_step
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As ranks have: with more of them PyTorch adds up in another order, which PowerSGD amplifies."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """The folder of a job that has ended."""
