@@ -16,7 +16,7 @@ SPECS = ("dgc:ratio=0.001", "adacomp", "variance:error_feedback=true", "powersgd
 SPECS = tuple(f"{spec},min_numel=100" if ":" in spec else f"{spec}:min_numel=100" for spec in SPECS)
 SCALED = 1  # the one whose loss a GradScaler scales
 STEPS, COMMITTED_EVERY, KILLED_AT = 100, 4, 50
-HOSTS = {66: {"localhost": 1, "127.1": 1}, 80: {"localhost": 1, "127.1": 2}, 92: {"localhost": 1, "127.1": 1}}  # by step
+RANKS = {66: (1, 0, 1), 80: (1, 0, 2), 92: (1, 0, 1)}  # by step, on each host
 
 
 def model_of(spec):
@@ -59,9 +59,9 @@ def main(folder):
             state.step += 1
             if state.step % COMMITTED_EVERY == 0:
                 state.commit()
-            if state.step in HOSTS:
+            if state.step in RANKS:
                 save(state, folder)
-                wait_for_hosts(state, folder, hvd, HOSTS[state.step])
+                wait_for_hosts(state, folder, hvd, RANKS[state.step])
 
     train(state)
     save(state, folder)

@@ -14,16 +14,17 @@ from jobs import ENVIRONMENT, HERE, LIMIT
 from horovod_compress.exchange import Exchange
 from horovod_compress.transport.loopback import Loopback
 
-FIRST_HOSTS = {"localhost": 1, "127.0.0.1": 1}  # ranks on each; the second host's dies, and Horovod does not use that host again
+NAMES = ("localhost", "127.0.0.1", "127.1")  # of three hosts; a rank that dies is on the second, which Horovod does not use again
+AT_FIRST = (1, 1, 0)  # ranks on each
 
 
 def run(folder, script, *arguments):
     """Runs a job of `script FOLDER arguments…` to its end."""
-    write_hosts(folder, FIRST_HOSTS)
+    write_hosts(folder, AT_FIRST)
     discover = folder / "discover"
     discover.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
     discover.chmod(0o755)
-    launcher = f"horovodrun --gloo -np 2 --min-np 1 --max-np 3 --host-discovery-script {discover} --network-interfaces lo"
+    launcher = f"horovodrun --gloo -np 2 --min-np 1 --max-np 4 --host-discovery-script {discover} --network-interfaces lo"
     with open(folder / "output", "w+") as output:
         command = [*launcher.split(), sys.executable, HERE / script, folder, *arguments]
         process = subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -46,8 +47,9 @@ def _end(folder, launcher):
                 os.kill(pid, signal.SIGKILL)
 
 
-def write_hosts(folder, hosts):
-    (folder / "hosts.new").write_text("".join(f"{host}:{ranks}\n" for host, ranks in hosts.items()))
+def write_hosts(folder, ranks):
+    """From now on there are so many ranks on each host."""
+    (folder / "hosts.new").write_text("".join(f"{name}:{number}\n" for name, number in zip(NAMES, ranks) if number))
     os.replace(folder / "hosts.new", folder / "hosts")
 
 
@@ -60,17 +62,17 @@ def tell(folder, hvd, step):
         print(json.dumps({"step": step, "rank": hvd.rank(), "size": hvd.size()}), file=out)
 
 
-def wait_for_hosts(state, folder, hvd, hosts):
-    """Has the job go on with these hosts, from here."""
-    while sum(hosts.values()) != hvd.size():
+def wait_for_hosts(state, folder, hvd, ranks):
+    """Has the job go on with so many ranks on each host, from here."""
+    while sum(ranks) != hvd.size():
         if hvd.rank() == 0:
-            write_hosts(folder, hosts)
+            write_hosts(folder, ranks)
         state.commit()
         time.sleep(0.05)
 
 
 def on_the_host_that_dies():
-    return os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1"
+    return os.environ["HOROVOD_HOSTNAME"] == NAMES[1]
 
 
 # -- in one process -----------------------------------------------------------------------------------------------------------
@@ -78,7 +80,7 @@ def on_the_host_that_dies():
 
 def history(folder):
     """What happened on the host that was there from the first step to the last: {"step", "rank", "size"} whenever training began anew."""
-    (file,) = folder.glob("localhost.*")
+    (file,) = folder.glob(f"{NAMES[0]}.*")
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 

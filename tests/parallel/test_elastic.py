@@ -1,4 +1,4 @@
-"""A job whose ranks come and go: its parameters are those of the same history in one process, step by step and without Horovod."""
+"""Jobs whose ranks come and go: parameters are those of the same history in one process, step by step and without Horovod, and nothing is lost."""
 import functools
 
 import numpy as np
@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
 
+import elastic_sums_job as sums
 import torch
-from elastic_job import HOSTS, KILLED_AT, SPECS, STEPS, loss_of, model_of, optimizer_of
+from elastic_job import KILLED_AT, RANKS, SPECS, STEPS, loss_of, model_of, optimizer_of
 from elastic_jobs import history, replay, run
 
 from horovod_compress.compressors import get_compressor
@@ -34,7 +35,7 @@ def job(tmp_path_factory):
 def test_ranks_die_join_and_leave(job):
     """What the others are about. The dead rank's step was not committed."""
     began = [(each["step"], each["size"]) for each in history(job)]
-    assert began == [(0, 2), (KILLED_AT // 4 * 4, 1), *((step, sum(hosts.values())) for step, hosts in HOSTS.items())]
+    assert began == [(0, 2), (KILLED_AT // 4 * 4, 1), *((step, sum(ranks)) for step, ranks in RANKS.items())]
 
 
 def test_replicas_are_identical(job):
@@ -77,3 +78,36 @@ def train_step(model, optimizer, exchanges, step):
         np.testing.assert_array_equal(results[0][name], results[-1][name])
         param.grad = torch.from_numpy(results[0][name].reshape(param.shape))
     optimizer.step()
+
+
+# -- where gradients are known ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sums_job(tmp_path_factory):
+    """The folder of a job that has ended, in which ranks came and went in good order."""
+    folder = tmp_path_factory.mktemp("sums")
+    run(folder, "elastic_sums_job.py")
+    return folder
+
+
+def test_ranks_come_and_go_in_good_order(sums_job):
+    assert [(each["step"], each["size"]) for each in history(sums_job)] == [(0, 2), (20, 4), (40, 3), (60, 1), (80, 2)]
+
+
+@pytest.mark.parametrize("spec", sums.SPECS)
+def test_nothing_is_lost_from_two_ranks_to_four_to_three_to_one_and_back(sums_job, spec):
+    """Before each change and at the end: what parameters have moved by, and the mean of what ranks keep, are the mean of all gradients."""
+    total, accumulator = 0, get_compressor(spec).accumulator
+    ends = [*sums.RANKS, sums.STEPS]
+    for each, end in zip(history(sums_job), ends):
+        size = each["size"]
+        total += sum(sums.gradient(spec, step, rank).astype(np.float64) for step in range(each["step"], end) for rank in range(size)) / size
+        ranks = [torch.load(sums_job / f"{end}.{rank}.pt")[spec] for rank in range(size)]
+        kept = [np.concatenate([its[name][accumulator] if accumulator in its[name] else np.zeros(70) for name in params]) for params, its in ranks]
+        values = [np.concatenate([param.numpy().flatten() for param in params.values()]) for params, _ in ranks]
+        for each_ranks in values:
+            np.testing.assert_array_equal(each_ranks, values[0])
+        error = np.abs(np.mean(kept, axis=0, dtype=np.float64) - values[0] - total).max() / np.abs(total).max()
+        assert error <= 1e-5, f"after step {end} on {size} ranks: off by {error:.1e}"
+        assert np.any(kept) == (size > 1)  # a rank alone sends everything
