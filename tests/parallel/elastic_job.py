@@ -55,7 +55,7 @@ def main(folder):
     def train(state):
         tell(folder, hvd, state.step)
         while state.step < STEPS:
-            train_step(state)
+            train_step(state, state.step == KILLED_AT and on_the_host_that_dies(folder))
             state.step += 1
             if state.step % COMMITTED_EVERY == 0:
                 state.commit()
@@ -67,8 +67,7 @@ def main(folder):
     save(state, folder)
 
 
-def train_step(state):
-    last = state.step == KILLED_AT and on_the_host_that_dies()
+def train_step(state, last):
     for i in range(len(SPECS)):
         model, optimizer = state.__dict__[f"model_{i}"], state.__dict__[f"optimizer_{i}"]
         optimizer.zero_grad()

@@ -47,7 +47,7 @@ def between_steps(state, folder):
     """What happens after a step and before the next one."""
     if state.step in RANKS:
         wait_for_hosts(state, folder, hvd, RANKS[state.step])
-    if state.step == KILLED_AT and on_the_host_that_dies():
+    if state.step == KILLED_AT and on_the_host_that_dies(folder):
         os.kill(os.getpid(), signal.SIGKILL)  # the other rank is in its next step meanwhile
 
 

@@ -9,7 +9,9 @@ pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorc
 import elastic_sums_job as sums
 import torch
 from elastic_job import KILLED_AT, RANKS, SPECS, STEPS, loss_of, model_of, optimizer_of
-from elastic_jobs import history, replay, run
+from elastic_jobs import ON_ONE_MACHINE, histories, history, names_of, replay, run
+from test_two_hosts import two_hosts_or_skip
+from two_hosts import HOSTS
 
 from horovod_compress.compressors import get_compressor
 from horovod_compress.lockstep import run_step
@@ -24,11 +26,15 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    """The folder of a job that has ended."""
+@pytest.fixture(scope="module", params=["on one machine", "on two hosts"])
+def job(request, tmp_path_factory):
+    """The folder of a job that has ended. On two hosts the one whose rank has died comes back under its address, which is a new host to Horovod."""
     folder = tmp_path_factory.mktemp("elastic")
-    run(folder, "elastic_job.py")
+    if request.param == "on one machine":
+        run(folder, "elastic_job.py")
+    else:
+        with two_hosts_or_skip("1gbit") as hosts:
+            run(folder, "elastic_job.py", names=("a", "b", HOSTS["b"]), hosts=hosts)
     return folder
 
 
@@ -36,6 +42,12 @@ def test_ranks_die_join_and_leave(job):
     """What the others are about. The dead rank's step was not committed."""
     began = [(each["step"], each["size"]) for each in history(job)]
     assert began == [(0, 2), (KILLED_AT // 4 * 4, 1), *((step, sum(ranks)) for step, ranks in RANKS.items())]
+
+
+def test_each_rank_was_on_its_host(job):
+    """Those that died or joined on another one, where there are two."""
+    first, *others = [{began["machine"] for process in histories(job, name) for began in process} for name in names_of(job)]
+    assert others == ([first, first] if names_of(job) == [*ON_ONE_MACHINE] else [{"b"}, {"b"}]), others
 
 
 def test_replicas_are_identical(job):
