@@ -58,7 +58,9 @@ def take_over_momentum(optimizer: Any, id: str, momentum: float, nesterov: bool,
     if getattr(own, method) is not getattr(known, method):
         raise ValueError(f"{own.__name__}.{method} is not SGD's own, so its momentum cannot be taken over: bind with momentum=0")
 
-    class PlainSteps(own):
+    base: Any = class_below(optimizer)  # another compression's, where that serves other variables
+
+    class PlainSteps(base):
         def update_step(self, gradient: Any, variable: Any) -> None:
             if isinstance(gradient, tf.IndexedSlices) or not covers(variable):
                 return super().update_step(gradient, variable)
