@@ -2,7 +2,7 @@
 how; how Horovod's optimizers are made; which function is traced."""
 import functools
 import inspect
-from typing import Any, Callable, Dict, NamedTuple, Sequence, Tuple, Type
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, Type
 
 import horovod
 import horovod.tensorflow as hvd
@@ -74,6 +74,13 @@ def compression_given_to(optimizer: Any) -> Any:
         return None
     reduce = getattr(optimizer._allreduce_grads, "python_function", optimizer._allreduce_grads)
     return inspect.getclosurevars(reduce).nonlocals["compression"]
+
+
+def momentum_to_restore() -> Optional[float]:
+    """The momentum that a callback of Horovod's has changed for the batch under way (`momentum_correction`) and will restore; None where none has."""
+    lists = (frame.f_locals.get("callbacks") for frame in callers())
+    kept = (getattr(callback, "restore_momentum", None) for given in lists for callback in getattr(given, "callbacks", ()))
+    return next((momentum for momentum in kept if momentum is not None), None)
 
 
 def class_below(optimizer: Any) -> Type:

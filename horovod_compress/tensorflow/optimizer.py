@@ -5,7 +5,7 @@ from typing import Any, Callable, Dict, Optional, Type
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from .horovod_internals import change_class_below, class_below, is_horovods, is_optimizer
+from .horovod_internals import change_class_below, class_below, is_horovods, is_optimizer, momentum_to_restore
 
 _log = logging.getLogger("horovod_compress")
 SGD = (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)
@@ -30,9 +30,10 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def options_of(sgd: Any) -> Dict[str, Any]:
-    """The configuration of an SGD, also while a function is traced."""
+    """The configuration of an SGD, also while a function is traced, with the momentum that the user gave it."""
+    changed = momentum_to_restore()
     with tf.init_scope():
-        return sgd.get_config()
+        return sgd.get_config() if changed is None else {**sgd.get_config(), "momentum": changed}
 
 
 def is_plain_sgd(optimizer: Any) -> bool:
