@@ -76,6 +76,11 @@ def compression_given_to(optimizer: Any) -> Any:
     return inspect.getclosurevars(reduce).nonlocals["compression"]
 
 
+def in_optimizers_constructor() -> bool:
+    """Whether an optimizer is being made."""
+    return any(frame.f_code.co_name == "__init__" and is_optimizer(frame.f_locals.get("self")) for frame in callers())
+
+
 def momentum_to_restore() -> Optional[float]:
     """The momentum that a callback of Horovod's has changed for the batch under way (`momentum_correction`) and will restore; None where none has."""
     lists = (frame.f_locals.get("callbacks") for frame in callers())

@@ -1,5 +1,6 @@
 """Compressions that find their optimizer by themselves, while the function that gives them gradients is traced."""
 import collections
+import itertools
 import weakref
 from typing import Any, Callable, Dict, Hashable, List, Optional, Tuple
 
@@ -7,7 +8,7 @@ import tensorflow as tf
 
 from ..binding import Unbound, callers, is_elastic
 from .compression import BoundCompression, checked_moments
-from .horovod_internals import Reduction, compression_given_to, is_optimizer, reduction_of, trace_under_way
+from .horovod_internals import Reduction, compression_given_to, in_optimizers_constructor, is_optimizer, reduction_of, trace_under_way
 from .optimizer import unwrapped
 
 _NO_USERS = ("horovod", "horovod_compress", "keras", "tensorflow")  # packages whose functions have no optimizers of users in reach
@@ -15,6 +16,7 @@ _NO_USERS = ("horovod", "horovod_compress", "keras", "tensorflow")  # packages w
 # Of each traced function, the compressions that it has made, and how many of each its present trace has.
 _made: "weakref.WeakKeyDictionary[Any, Dict[Hashable, Any]]" = weakref.WeakKeyDictionary()
 _counts: "weakref.WeakKeyDictionary[Any, collections.Counter]" = weakref.WeakKeyDictionary()
+_hashes = itertools.count()
 
 
 class UnboundCompression(Unbound):
@@ -32,6 +34,11 @@ class UnboundCompression(Unbound):
         checked_moments(self._compressor, None)
         self._bound: Dict[Any, BoundCompression] = {}  # by optimizer; None: of tapes, where nothing depends on that
         self._early: Optional[BoundCompression] = None  # made for a question, before the first gradient, which goes to it
+
+    def __hash__(self) -> int:
+        """Another one each time that an optimizer looks for the function that reduces. Horovod keeps those by all that they depend on, so optimizers
+        with one compression would share theirs, whose traces TensorFlow keeps by shapes: the second's gradients would be taken for the first's."""
+        return next(_hashes) if in_optimizers_constructor() else super().__hash__()
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: Any) -> Tuple[Any, Any]:
