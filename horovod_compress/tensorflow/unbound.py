@@ -62,6 +62,8 @@ class UnboundCompression(Unbound):
     def bind(self, optimizer: Any, process_set: Any = None) -> BoundCompression:
         """The compression that serves an optimizer from now on: Horovod's, or one that applies what a tape brings."""
         if optimizer not in self._bound:
+            if compression_given_to(optimizer) not in (None, self):
+                raise ValueError("this optimizer of Horovod's was given another compression than this one")
             bound = self._early or self._unserved(process_set)
             if process_set is not None and process_set.process_set_id != bound._process_set.process_set_id:
                 raise ValueError(
