@@ -93,7 +93,7 @@ class BoundCompression(Binding):
 
     spec: as for horovod_compress.get_compressor.
     optimizer: the Keras optimizer, new or legacy, that will be wrapped, or that applies what a tape brings. An SGD's momentum
-        and Nesterov are taken over by algorithms that correct momentum (dgc). None where the algorithm needs nothing from it.
+        and Nesterov are taken over by algorithms that correct momentum (dgc). None: `bind` follows, before the first gradient.
     process_set: the one that Horovod's optimizer or tape gets; default: all ranks.
     grad_scaler: a LossScaleOptimizer that scales the loss of which a tape has the gradients: what is kept of gradients then follows its
         scale. Implies discardable. Where it wraps Horovod's optimizer it is found without being given.

@@ -1,6 +1,6 @@
 """Elastic jobs, in which ranks come and go: nothing that ranks have not sent yet is lost. See `horovod_compress.elastic`.
 
-    compression = hvdc.Compression.dgc(optimizer)
+    compression = hvdc.Compression.dgc()
     model.compile(hvd.DistributedOptimizer(optimizer, compression=compression), loss)
     state = hvdc.elastic.TensorFlowKerasState(model, compression=compression, epoch=0, batch=0)
 

@@ -138,7 +138,7 @@ def _optimizers_in_reach() -> List[Any]:
     for frame in callers():
         if str(frame.f_globals.get("__name__")).split(".")[0] in _NO_USERS:
             continue
-        known = frame.f_locals
+        known = {} if frame.f_locals is frame.f_globals else frame.f_locals  # A notebook's has all that was ever made.
         mentioned = (frame.f_globals.get(name) for name in frame.f_code.co_names)
         attributes = getattr(known.get("self"), "__dict__", {})
         values = map(unwrapped, filter(is_optimizer, [*known.values(), *mentioned, *attributes.values()]))
