@@ -119,8 +119,7 @@ class BoundCompression(Binding):
             )
         if optimizer is not None:
             check(optimizer)
-        if grad_scaler is not None and not isinstance(grad_scaler, tf.keras.mixed_precision.LossScaleOptimizer):
-            raise TypeError(f"grad_scaler must be a tf.keras.mixed_precision.LossScaleOptimizer, not {grad_scaler!r}")
+        check_scaler(grad_scaler)
         self._grad_scaler = grad_scaler
         self._transport = _Eager(self._process_set)
         self._optimizer: Any = None  # the bound one; where a tape brings gradients, the one that applies them
@@ -493,6 +492,12 @@ def _check_elastic_scale(scaler: Any) -> None:
             "in an elastic job with TensorFlow new ranks would begin with another loss scale than the others have: say "
             "LossScaleOptimizer(optimizer, dynamic=False, initial_scale=1024)"
         )
+
+
+def check_scaler(scaler: Any) -> None:
+    """TypeError for what is neither a LossScaleOptimizer nor None."""
+    if scaler is not None and not isinstance(scaler, tf.keras.mixed_precision.LossScaleOptimizer):
+        raise TypeError(f"grad_scaler must be a tf.keras.mixed_precision.LossScaleOptimizer, not {scaler!r}")
 
 
 def checked_moments(compressor: Any, optimizer: Any) -> Optional[str]:

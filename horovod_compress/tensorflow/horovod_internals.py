@@ -73,7 +73,7 @@ def compression_given_to(optimizer: Any) -> Any:
     if not is_horovods(optimizer):
         return None
     reduce = getattr(optimizer._allreduce_grads, "python_function", optimizer._allreduce_grads)
-    return inspect.getclosurevars(reduce).nonlocals["compression"]
+    return inspect.getclosurevars(reduce).nonlocals.get("compression")
 
 
 def in_optimizers_constructor() -> bool:

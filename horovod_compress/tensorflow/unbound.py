@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Hashable, List, Optional, Tuple
 import tensorflow as tf
 
 from ..binding import Unbound, callers, is_elastic
-from .compression import BoundCompression, checked_moments
+from .compression import BoundCompression, check_scaler, checked_moments
 from .horovod_internals import Reduction, compression_given_to, in_optimizers_constructor, is_optimizer, reduction_of, trace_under_way
 from .optimizer import unwrapped
 
@@ -31,6 +31,7 @@ class UnboundCompression(Unbound):
 
     def __init__(self, spec: Any, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False) -> None:
         super().__init__(spec, process_set=process_set, grad_scaler=grad_scaler, discardable=discardable)
+        check_scaler(grad_scaler)
         checked_moments(self._compressor, None)
         self._bound: Dict[Any, BoundCompression] = {}  # by optimizer; None: of tapes, where nothing depends on that
         self._early: Optional[BoundCompression] = None  # made for a question, before the first gradient, which goes to it

@@ -25,9 +25,8 @@ def pickled(spec):
     return pickle.loads(pickle.dumps(hvdc.Compression.from_spec(spec)))
 
 
-def taped(spec, optimizer, bound, steps=3, in_graph=True):
-    """(a variable after so many steps of a tape and this optimizer, the compression)"""
-    compression = hvdc.Compression.from_spec(spec, optimizer) if bound else pickled(spec)
+def taped(compression, optimizer, steps=3, in_graph=True):
+    """A variable after so many steps of a tape and this optimizer."""
     variable = tf.Variable(tf.ones(alike.SHAPES["matrix"]), name="matrix")
 
     def step(gradient):
@@ -39,7 +38,7 @@ def taped(spec, optimizer, bound, steps=3, in_graph=True):
     run = tf.function(step) if in_graph else step
     for i in range(steps):
         run(told(i)["matrix"])
-    return variable.numpy(), compression
+    return variable.numpy()
 
 
 @case(2)
@@ -49,7 +48,9 @@ def tapes_train_as_with_bound_compressions():
     cases += [("dgc:min_numel=0", SGD["new"], MOMENTUM, False), ("dgc:min_numel=0", SGD["legacy"], MOMENTUM, True)]
     cases += [("dgc", keras.optimizers.Adam, {}, True)]
     for spec, make, options, in_graph in cases:
-        (wanted, bound), (found, compression) = (taped(spec, make(0.1, **options), by_hand, in_graph=in_graph) for by_hand in (True, False))
+        optimizer, compression = make(0.1, **options), pickled(spec)
+        bound = hvdc.Compression.from_spec(spec, optimizer)
+        wanted, found = taped(bound, optimizer, in_graph=in_graph), taped(compression, make(0.1, **options), in_graph=in_graph)
         np.testing.assert_array_equal(found, wanted, spec)
         assert compression.config == bound.config, (compression.config, bound.config)
         assert compression.stats()["bytes_sent"] == bound.stats()["bytes_sent"] > 0
@@ -126,6 +127,10 @@ def two_optimizers_with_one_compression():
         assert its.config["momentum"] == momentum and its.stats()["steps"] == 3
         assert set(its.stats_by_tensor()) == {variable.name.split(":")[0] for variable in model.trainable_variables}
         assert_replicas_identical(model)
+    optimizers = [keras.optimizers.SGD(0.05, momentum=momentum) for momentum in (0.5, 0.9)]
+    for optimizer in optimizers:
+        taped(compression, optimizer)
+    assert [compression.bind(optimizer).config["momentum"] for optimizer in optimizers] == [0.5, 0.9]
     with raises(RuntimeError, "several optimizers have this compression", "hvdc.compression_of(optimizer)"):
         compression.stats()
     assert hvdc.compression_of(keras.optimizers.SGD()) is None
@@ -173,13 +178,16 @@ def states_are_loaded_before_the_first_gradient():
         optimizer = hvd.DistributedOptimizer(SGD["new"](0.05, **sgd), compression=compression)
         fit(again, optimizer, 6, [hvdc.StateCheckpoint(compression, path, restore=f"{path}1")], epochs=1)
         np.testing.assert_array_equal(flat(again), flat(model))
-    state = taped("dgc", SGD["new"](0.1, **sgd), bound=False)[1].state_dict()
+    compression = pickled("dgc")
+    taped(compression, SGD["new"](0.1, **sgd))
+    state = compression.state_dict()
     if hvd.rank() == 0:
         assert hvdc.Compression.topk().stats()["steps"] == 0  # A question on one rank only does not bring names out of step.
     compression = pickled("dgc")
     compression.load_state_dict(state)
     assert set(compression.state_dict()["step"].values()) == {3}
-    assert taped("dgc", SGD["new"](0.1, **sgd), bound=False)[1].stats()["steps"] == 3
+    taped(compression, SGD["new"](0.1, **sgd))
+    assert set(compression.state_dict()["step"].values()) == {6} and compression.config["momentum"] == 0.9
 
 
 @case(2)
