@@ -78,6 +78,7 @@ class BoundCompression(Binding):
         process_set: Any = None, grad_scaler: Any = None, discardable: bool = False,
     ) -> None:
         super().__init__(hvd, process_set)
+        self._number()
         self._elastic = is_elastic()  # Horovod reduces on one rank too then
         self._active = bool(self._process_set.included()) and (hvd.size() > 1 or self._elastic)
         self._ranks = self._rank_and_size()

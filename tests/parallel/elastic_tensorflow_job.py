@@ -38,7 +38,7 @@ def main(folder, kind):
 
     hvd.init()
     model, optimizer = model_of(), tf.keras.optimizers.SGD(0.05, momentum=0.9)
-    compression = hvdc.Compression.from_spec(SPECS[kind], optimizer)
+    compression = hvdc.Compression.from_spec(SPECS[kind], optimizer if kind == "tape" else None)
     state = (fit_state if kind == "fit" else tape_state)(hvdc, model, optimizer, compression, folder)
     np.savez(folder / f"end.{hvd.rank()}.npz", *model.get_weights(), steps=state.step, epoch=state.epoch)
 
