@@ -100,6 +100,7 @@ class BoundCompression(Binding):
         self._options_agreed = False  # all ranks' optimizers, since these ranks are together
         self._synced = not self._elastic  # whether an elastic state has this compression
         self._rates: Dict[int, float] = {}  # id(parameter) → learning rate of this step, where residuals follow it
+        self._submitted: List[Tuple[_Slot, torch.Tensor, int]] = []  # with the version of its gradient, until the first result of the step comes
         self._spoilt: Optional[str] = None  # why the results of the step that is under way cannot be used
         self._announce: Optional[Callable[[], None]] = None  # inside `uneven`: tells ranks that train no more that a step begins
         self._blocks = 0  # of `uneven` so far
@@ -141,7 +142,8 @@ class BoundCompression(Binding):
         sent = host if carrier is flat else torch.from_numpy(carrier)
         grad = slot.param.grad
         assert grad is not None  # `_find` has seen it.
-        return sent, (slot, tensor, host, sent, carrier, grad._version)
+        self._submitted.append((slot, tensor, grad._version))
+        return sent, (slot, tensor, host, sent, carrier)
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Called by Horovod with what it reduced: returns the gradient, in its own memory, holding the result."""
@@ -154,10 +156,11 @@ class BoundCompression(Binding):
             if self._announce is not None:
                 raise ValueError("ranks without data cannot answer sparse gradients: give hvd.DistributedOptimizer(sparse_as_dense=True)")
             return tensor
-        slot, grad, host, sent, carrier, version = ctx
-        if tensor is None or slot.param.grad is None or slot.param.grad._version != version:
-            self._spoil(slot, grad, tensor)
+        slot, grad, host, sent, carrier = ctx
+        if self._submitted:
+            self._look_for_changes()
         if tensor is None:  # An exception came after Horovod had handed this result over.
+            self._spoil(slot, grad, f"the step was interrupted while the result of {slot.name} came")
             self._exchange.give_up(slot.name)
             return self._unspoilt(grad)
         self._exchange.finish(slot.name, carrier if tensor.data_ptr() == sent.data_ptr() else tensor.cpu().numpy().reshape(-1))
@@ -167,6 +170,14 @@ class BoundCompression(Binding):
                 self._exchange.reject()
         self._results, self._takeover.due = "unused", True
         return grad if self._spoilt is None else self._unspoilt(grad)
+
+    def _look_for_changes(self) -> None:
+        """Spoils the step where the user has changed a gradient of it. When its first result comes, because then Horovod begins to write results, and
+        gradients may be views of one tensor, which share their version."""
+        for slot, grad, version in self._submitted:
+            if slot.param.grad is None or slot.param.grad._version != version:
+                self._spoil(slot, grad, f"the gradient of {slot.name} was changed while it was exchanged: {_SYNCHRONIZE_FIRST}")
+        self._submitted.clear()
 
     def _find(self, tensor: torch.Tensor) -> _Slot:
         slot = self._last.following  # Gradients come in nearly the same order every step.
@@ -214,6 +225,7 @@ class BoundCompression(Binding):
         if self._results == "unused":
             self._forget_or_warn()
         self._results = None
+        self._submitted.clear()
         if self._switches:
             self._switch_where_due()
         if scale is not None:
@@ -266,11 +278,9 @@ class BoundCompression(Binding):
                 "comes in later steps. To forget such steps, make the compression with discardable=True"
             )
 
-    def _spoil(self, slot: _Slot, grad: torch.Tensor, tensor: Optional[torch.Tensor]) -> None:
+    def _spoil(self, slot: _Slot, grad: torch.Tensor, why: str) -> None:
         """Notes that a result cannot be used, and so the step cannot: it is brought to its end, because the other ranks wait, and given up."""
-        interrupted = f"the step was interrupted while the result of {slot.name} came"
-        changed = f"the gradient of {slot.name} was changed while it was exchanged: {_SYNCHRONIZE_FIRST}"
-        self._spoilt = self._spoilt or (interrupted if tensor is None else changed)
+        self._spoilt = self._spoilt or why
         slot.param.grad = grad  # Horovod puts results there.
 
     def _unspoilt(self, grad: torch.Tensor) -> torch.Tensor:
