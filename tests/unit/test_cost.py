@@ -51,14 +51,15 @@ def test_a_step_takes_its_work_at_least_and_its_exchange_at_most(load, ranks, ra
 
 @given(loads, ranks, rates, latencies, seconds, more)
 def test_more_of_anything_takes_no_less(load, ranks, rate, latency, backward, factor):
-    before = added_seconds(load, Network.of_link(ranks, rate, latency), backward)
+    here = Network.of_link(ranks, rate, latency)
+    before = added_seconds(load, here, backward)
     larger = dataclasses.replace(load, exchanged={kind: factor * nbytes for kind, nbytes in load.exchanged.items()})
-    assert before <= added_seconds(larger, Network.of_link(ranks, rate, latency), backward) * EXACT
+    assert before <= added_seconds(larger, here, backward) * EXACT
     assert before <= added_seconds(load, Network.of_link(int(ranks * factor), rate, latency), backward) * EXACT
     assert before <= added_seconds(load, Network.of_link(ranks, rate / factor, latency), backward) * EXACT
     assert before <= added_seconds(load, Network.of_link(ranks, rate, latency * factor), backward) * EXACT
-    assert before <= added_seconds(dataclasses.replace(load, rounds=load.rounds + 1, hides=False), Network.of_link(ranks, rate, latency), backward) * EXACT
-    assert before <= added_seconds(load.times(factor), Network.of_link(ranks, rate, latency), backward) * EXACT
+    assert before <= added_seconds(dataclasses.replace(load, rounds=load.rounds + 1, hides=False), here, backward) * EXACT
+    assert before <= added_seconds(load.times(factor), here, backward) * EXACT
 
 
 @given(loads, loads, ranks, rates)
