@@ -4,7 +4,7 @@ import re
 import statistics
 import time
 import zipfile
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Counter, Dict, List, Sequence, Tuple
 
 import numpy as np
 
@@ -19,20 +19,30 @@ _PREPARED = 1e9  # bytes of random gradients, but at least two steps
 
 
 class Echo(Transport):
-    """`size` ranks that all send the same as this one. seconds is the time spent on copies, which is no part of a compression."""
+    """`size` ranks that all send the same as this one. seconds is the time spent on copies, which is no part of a compression; sent counts bytes
+    by collective, as "allreduce float32"; operations, how many were started."""
 
     rank = 0
 
     def __init__(self, size: int) -> None:
         self.size, self.seconds = size, 0.0
+        self.sent: Counter[str] = Counter()
+        self.operations = 0
+
+    def count(self, verb: str, array: np.ndarray) -> None:
+        self.sent[f"{verb} {array.dtype}"] += array.nbytes
+        self.operations += 1
 
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
+        self.count("allgather", payload)
         return lambda: self._timed(np.tile, payload, self.size)
 
     def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
+        self.count("allreduce", array)
         return lambda: self._timed(np.multiply, array, self.size if op == "sum" else 1, out=array)
 
     def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
+        self.count("alltoall", payload)
         return lambda: self._timed(lambda: [payload[: splits[0]].copy() for _ in range(self.size)])
 
     def _timed(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -95,9 +105,9 @@ def _read(file: Any, entry: str, path: str) -> np.ndarray:
 
 def measure(compressor: Compressor, gradients: Sequence[Named], ranks: int, steps: int, progress: Callable[[], Any] = lambda: None) -> Dict[str, Any]:
     """Measures a compression on each of `ranks` ranks. Steps cycle through gradients[step] = {name: array}. Returns a dict: collective; ratio and
-    bytes_per_step of the measured steps; medians encode_seconds, decode_seconds (of all ranks' payloads) and streaming_seconds (to read and write
-    gradient, state and one payload once); gradient_bytes_per_second; times_streaming, of an encode and the decode of one payload; error; residual,
-    whether there is one."""
+    bytes_per_step of the measured steps; exchanged, those bytes by collective, as {"allreduce float32": …}, and operations, how many collectives a
+    step starts; medians encode_seconds, decode_seconds (of all ranks' payloads) and streaming_seconds (to read and write gradient, state and one
+    payload once); gradient_bytes_per_second; times_streaming, of an encode and the decode of one payload; error; residual, whether there is one."""
     echo = Echo(ranks)
     (exchange,) = make_ranks(compressor, {name: array.shape for name, array in gradients[0].items()}, [echo])
     grads = {n: zeros(a.size) for n, a in gradients[0].items()}
@@ -110,6 +120,8 @@ def measure(compressor: Compressor, gradients: Sequence[Named], ranks: int, step
             before = exchange.stats()
             state = [array for arrays in exchange.arrays().values() for array in arrays.values()]
             streams = [*grads.values(), *state, zeros(int(before["bytes_sent"] - earlier["bytes_sent"]) // 4)]  # the last: a payload
+            echo.sent.clear()
+            echo.operations = 0
         encode, decode = _time_step(exchange, echo, grads, given)
         if step == 0:  # no residual and no momentum yet, so the result can be compared with the gradient
             error = _relative_error(grads, given)
@@ -125,6 +137,7 @@ def measure(compressor: Compressor, gradients: Sequence[Named], ranks: int, step
     sent, dense = (after[key] - before[key] for key in ("bytes_sent", "dense_bytes"))
     return {
         "collective": compressor.collective, "ratio": dense / sent, "bytes_per_step": sent / steps,
+        "exchanged": {kind: nbytes / steps for kind, nbytes in echo.sent.items()}, "operations": echo.operations / steps,
         "encode_seconds": encode, "decode_seconds": decode, "streaming_seconds": streaming,
         "gradient_bytes_per_second": dense / steps / (encode + decode),
         "times_streaming": (encode + decode / decoded_payloads) / streaming,
@@ -140,6 +153,7 @@ def _time_step(exchange: Exchange, echo: Echo, grads: Named, given: Named) -> Tu
         started = time.perf_counter()
         carriers[name] = exchange.submit(name, grad)
         encode += time.perf_counter() - started
+        echo.count("allreduce", carriers[name])  # by the host
     started = time.perf_counter()
     exchange.flush()
     between, encoded = echo.seconds, time.perf_counter()

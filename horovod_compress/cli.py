@@ -1,16 +1,21 @@
-"""The command line tool, which lists compressions and measures them on a model's gradients on this machine."""
+"""The command line tool, which lists compressions, measures them, predicts what they bring, and checks a cluster."""
 import argparse
+import contextlib
+import dataclasses
 import functools
 import importlib.util
 import inspect
 import json
+import math
 import pathlib
+import re
 import sys
 from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional, Sequence
 
 import numpy as np
 
-from . import available, bench, get_compressor, kernels
+from . import available, bench, get_compressor, kernels, prediction
+from .cost import Network
 from .models import MODELS
 
 if TYPE_CHECKING:
@@ -29,6 +34,32 @@ is log-normal by row; a few sets take turns.
 
 one core: taskset -c 0 hvdcompress bench
 """
+
+_CHECK_EPILOG = """\
+horovodrun -np 4 -H host1:2,host2:2 hvdcompress check --model resnet50 --json network.json
+mpirun -np 4 -H host1:2,host2:2 hvdcompress check --million 25.6
+
+It compares what is installed on all ranks, runs every algorithm on every transport against what as many ranks in one process give,
+measures what collectives take, and predicts what a step takes with each SPEC. Ends with status 1 where ranks differ or an algorithm fails. Alone,
+without a launcher, it checks this machine. The network that it has measured serves `hvdcompress plan --network network.json`.
+"""
+
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+_STEP_COLUMNS = {  # {title: function that formats a prediction}
+    "spec": lambda found: found["spec"],
+    "MB\nsent": lambda found: f"{found['bytes_sent'] / 1e6:.2f}",
+    "MB\nreceived": lambda found: f"{found['bytes_received'] / 1e6:.2f}",
+    "work\nms": lambda found: f"{1e3 * found['work_seconds']:.1f}",
+    "step\nms": lambda found: f"{1e3 * found['step_seconds']:.1f}",
+    "of none": lambda found: f"{found['of_none']:.3f}",
+}
+
+_STEP_NOTES = (
+    "MB: what a rank hands to collectives in a step, and what comes back, as stats() counts; work: encode and decode on this processor",
+    "step: backward, and what the exchange adds to it, computed; of none: of the same step without compression",
+    "bytes are those of random gradients, on which adacomp, variance and strom send more than in training",
+)
 
 _COLUMNS = {  # {title: function that formats a result}
     "spec": lambda result: result["spec"],
@@ -68,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     help = "lists all compressions, or what some of them are and what options they have"
     info = commands.add_parser("info", help=help, description=f"hvdcompress info {help}.")
     info.add_argument("ids", nargs="*", metavar="ID")
-    info.add_argument("--json", action="store_true", help="print it as JSON")
+    _add_json(info)
     info.set_defaults(run=_info, parser=info)
 
     help = "measures compressions on a model's gradients"
@@ -83,10 +114,63 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=_whole, default=10, help=f"measured steps, after {bench.WARMUP} others (default: 10)")
     add("--seed", type=functools.partial(_whole, least=0), default=0, help="of the random gradients (default: 0)")
     add("--plot", metavar="FILE.png", type=_output, help="draw ratio against time")
-    add("--json", metavar="FILE", type=_output, help="write the results as JSON")
+    _add_json(measure)
     add("--markdown", action="store_true", help="print the table as Markdown")
     measure.set_defaults(run=_bench, parser=measure)
+    _add_plan(commands)
+    _add_check(commands)
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    help = "predicts what a step takes with compressions on a network"
+    plan = commands.add_parser("plan", help=help, description=f"hvdcompress plan {help}: offline, from bytes and work that it measures here.")
+    add = plan.add_argument
+    _add_prediction(plan)
+    add("--ranks", type=functools.partial(_whole, least=2), help="how many ranks train (default: 2, or as many as the network was measured with)")
+    network = plan.add_mutually_exclusive_group()
+    network.add_argument("--link", type=_rate, metavar="RATE", help="of each rank's link, bits a second, as 100mbit (default: 1gbit)")
+    network.add_argument("--network", metavar="FILE", help="what `hvdcompress check --json FILE` has measured, instead of --link and --latency")
+    add("--latency", type=_number, metavar="MS", help="milliseconds of a message between two hosts (default: 0.1)")
+    plan.set_defaults(run=_plan, parser=plan)
+
+
+def _add_check(commands: Any) -> None:
+    help = "checks a cluster, and says which compression would pay there: run it on all ranks"
+    raw = argparse.RawDescriptionHelpFormatter
+    check = commands.add_parser("check", help=help, description=f"hvdcompress check {help}.", epilog=_CHECK_EPILOG, formatter_class=raw)
+    _add_prediction(check)
+    check.set_defaults(run=_check, parser=check)
+
+
+def _add_prediction(parser: argparse.ArgumentParser) -> None:
+    default = " ".join(prediction.DEFAULT)
+    parser.add_argument("specs", nargs="*", metavar="SPEC", help=f"to compare with none and fp16 (default: {default})")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", choices=MODELS, default="resnet50", help="whose gradients' shapes to use (default: resnet50)")
+    model.add_argument("--million", type=functools.partial(_number, above=True), metavar="M", help="parameters of the model in millions, instead")
+    parser.add_argument("--backward", type=_number, default=0.0, metavar="MS", help="milliseconds of a backward pass, behind which exchanges hide")
+    _add_json(parser)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", type=_output, help="write the results as JSON; -: to standard output, and nothing else")
+
+
+def _number(text: str, above: bool = False) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < math.inf and (float(text) or not above):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number {'above 0' if above else 'of at least 0'}, not {text!r}")
+
+
+def _rate(text: str) -> float:
+    """Bits a second."""
+    match = re.fullmatch(r"([0-9.]+)([kmgt]?)bit", text.lower())
+    with contextlib.suppress(ValueError):
+        if match and float(match[1]):
+            return float(match[1]) * _UNITS[match[2]]
+    raise argparse.ArgumentTypeError(f"must be a rate above 0, as 100mbit or 2.5gbit, not {text!r}")
 
 
 def _whole(text: str, least: int = 1) -> int:
@@ -101,10 +185,10 @@ def _output(text: str) -> str:
     return text
 
 
-def _console() -> "Console":
+def _console(stderr: bool = False) -> "Console":
     from rich.console import Console
 
-    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 140)
+    return Console(markup=False, highlight=False, stderr=stderr, width=None if sys.stdout.isatty() else 140)
 
 
 def _info(options: argparse.Namespace) -> None:
@@ -113,12 +197,12 @@ def _info(options: argparse.Namespace) -> None:
     except ValueError as error:
         options.parser.error(str(error))
     chosen = {id: available()[id] for id in classes}
+    if _write_json(chosen, options.json):
+        return
     console = _console()
-    if options.json:
-        print(json.dumps(chosen, indent=2))
-    elif not options.ids:
+    if not options.ids:
         console.print(_table(("id", "collective", "paper"), [(id, about["collective"], about["paper"]) for id, about in chosen.items()]))
-    for id, about in chosen.items() if options.ids and not options.json else ():
+    for id, about in chosen.items() if options.ids else ():
         console.print(f"{id} · {about['collective']} · {about['paper']}")
         console.print((inspect.getdoc(classes[id]) or "").partition("\n\n")[0].replace("\n", " "))
         lines = [(name, _spelled(found["default"]), found["values"], found["doc"]) for name, found in about["options"].items()]
@@ -165,11 +249,85 @@ def _bench(options: argparse.Namespace) -> None:
         "gradients": name, "tensors": len(gradients[0]), "floats": sum(array.size for array in gradients[0].values()),
         "ranks": options.ranks, "steps": options.steps, "kernels": kernels.backend, "results": results,
     }
-    _report(run, options.markdown)
-    if options.json:
-        pathlib.Path(options.json).write_text(json.dumps(run, indent=2) + "\n")
     if options.plot:
         _plot(run, options.plot)
+    if not _write_json(run, options.json):
+        _report(run, options.markdown)
+
+
+def _write_json(found: Any, path: Optional[str]) -> bool:
+    """Writes what was found, where that was asked for. Returns whether standard output has it, which then is JSON and nothing else."""
+    if path:
+        text = json.dumps(found, indent=2) + "\n"
+        sys.stdout.write(text) if path == "-" else pathlib.Path(path).write_text(text)
+    return path == "-"
+
+
+def _plan(options: argparse.Namespace) -> None:
+    if options.network and options.latency is not None:
+        options.parser.error("--latency: not allowed with argument --network, which was measured")
+    try:
+        compressors = prediction.compressors_of(options.specs)
+        found = Network.read(options.network) if options.network else None
+    except ValueError as error:
+        options.parser.error(str(error))
+    ranks = options.ranks or (found.ranks if found else 2)
+    model = _model(options)
+    with _progress() as progress:
+        task = progress.add_task("preparing gradients", total=len(compressors) * (bench.WARMUP + prediction.STEPS))
+        gradients, loads = model.gradients(), {}
+        for spec, compressor in compressors.items():
+            progress.update(task, description=spec)
+            loads[spec] = prediction.measured(compressor, model, gradients, ranks, functools.partial(progress.advance, task))
+    rate, latency = options.link or 1e9, 1e-3 * (0.1 if options.latency is None else options.latency)
+    network = dataclasses.replace(found, ranks=ranks).faster if found else lambda factor: Network.of_link(ranks, factor * rate, latency)
+    run = prediction.predict(model, loads, network, 1e-3 * options.backward)
+    if not found:
+        run["link_bits_per_second"] = rate
+    if not _write_json(run, options.json):
+        _show_prediction(run)
+
+
+def _model(options: argparse.Namespace) -> prediction.Model:
+    return prediction.Model.of_size(options.million) if options.million else prediction.Model.known(options.model)
+
+
+def _show_prediction(run: Dict[str, Any]) -> None:
+    rows = [[shown(found) for shown in _STEP_COLUMNS.values()] for found in run["predictions"]]
+    rate, backward = run.get("link_bits_per_second"), 1e3 * run["backward_seconds"]
+    on = f"links of {_shown_rate(rate)}" if rate else "the network as it was measured"
+    title = f"{run['model']} of {_digits(run['parameters'] / 1e6)} million parameters; {run['ranks']} ranks, {on}; "
+    title += f"backward {_digits(backward)} ms" if backward else "behind a backward that hides nothing"
+    first, best, factor = run["predictions"][0]["spec"], run["best"], run["break_even"]
+    said = f"{best} waits least" if best == first else "no compression pays here"
+    if factor:
+        said += f"; none is as fast as {best} from {_shown_rate(rate * factor) if rate else f'{_digits(factor)} times this rate'} on"
+    else:
+        said += f"; none is {'always' if factor == 0 else 'never'} as fast as {best}"
+    accuracy = [f"what {best} costs in accuracy is another matter: docs/algorithms.md"] if best == first else []
+    _console().print(title, _table(_STEP_COLUMNS, rows, right=list(_STEP_COLUMNS)[1:]), *_STEP_NOTES, "", said, *accuracy, sep="\n")
+
+
+def _shown_rate(rate: float) -> str:
+    return f"{_digits(rate / 1e9)} Gbit/s" if rate >= 1e9 else f"{_digits(rate / 1e6)} Mbit/s"
+
+
+def _check(options: argparse.Namespace) -> None:
+    try:
+        compressors = prediction.compressors_of(options.specs)
+    except ValueError as error:
+        options.parser.error(str(error))
+    try:
+        from . import check
+    except ImportError as error:
+        sys.exit(f"hvdcompress check needs Horovod with PyTorch: {error}")
+    console = _console(stderr=options.json == "-")
+    found = check.run(compressors, _model(options), 1e-3 * options.backward, console.print)
+    if check.is_first() and not _write_json(found, options.json) and "predictions" in found:
+        _show_prediction(found)
+    if check.is_first():
+        console.print("\nall is well" if found["good"] else "\nsomething is wrong: see above")
+    sys.exit(not found["good"])
 
 
 def _title(run: Dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Real ranks under mpirun and horovodrun. One job runs all cases meant for its size; each case is a test of its own here."""
 import functools
+import json
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorc
 
 import horovod.torch as hvd
 from cases import CASES
-from jobs import ENVIRONMENT, HERE, LAUNCHERS, LIMIT, launch
+from jobs import ENVIRONMENT, LAUNCHERS, LIMIT, launch
 
 from horovod_compress import kernels
 
@@ -78,10 +79,47 @@ def test_ranks_on_different_kernels(tmp_path, launcher):
 
 
 @pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
-def test_check_cluster(launcher):
-    command = [*LAUNCHERS[launcher].format(size=2).split(), sys.executable, HERE.parent.parent / "scripts" / "check_cluster.py", "--million", "1"]
-    job = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT)
+def test_check_finds_out_what_pays_and_plan_goes_on_from_there(launcher, tmp_path):
+    out = tmp_path / "network.json"
+    check = [sys.executable, "-m", "horovod_compress", "check", "topk", "--million", "1", "--json", out]
+    job = subprocess.run([*LAUNCHERS[launcher].format(size=2).split(), *check], env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT)
     assert job.returncode == 0, job.stdout + job.stderr
-    for line in ("transport horovod: 19 of 19", "transport mpi: 19 of 19")[: 2 if launcher == "mpirun" else 1]:
-        assert line in job.stdout
+    transports = ("horovod", "mpi")[: 2 if launcher == "mpirun" else 1]
+    for said in (*(f"transport {transport}: 19 of 19 algorithms work" for transport in transports), "all is well"):
+        assert job.stdout.count(said) == 1
     assert "waits least" in job.stdout or "no compression pays" in job.stdout
+    found = json.loads(out.read_text())
+    assert found["good"] and found["ranks"] == 2 and len(found["installed"]["ranks"]) == 2
+    assert all(len(found["algorithms"][transport]) == 19 for transport in transports)
+    assert {prediction["spec"] for prediction in found["predictions"]} == {"none", "fp16", "topk"}
+    network = found["network"]
+    assert 0 < network["latency"] < LIMIT and all(0 < seconds < 1e-3 for seconds in network["seconds_per_byte"].values())
+    plan = [sys.executable, "-m", "horovod_compress", "plan", "topk", "--million", "1", "--network", out, "--json", "-"]
+    planned = json.loads(subprocess.run(plan, env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout)
+    assert planned["network"] == network
+    none, again = (next(one for one in these["predictions"] if one["spec"] == "none") for these in (found, planned))
+    assert again == none
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
+def test_check_sees_what_differs(launcher):
+    rank = "HOROVOD_RANK" if launcher == "horovodrun-gloo" else "OMPI_COMM_WORLD_RANK"
+    code = f"""if 1:
+        import os, sys
+        import horovod_compress
+        horovod_compress.__version__ += f".dev{{os.environ['{rank}']}}"
+        from horovod_compress.cli import main
+        main(["check", "--million", "1"])
+    """
+    command = [*LAUNCHERS[launcher].format(size=2).split(), sys.executable, "-c", code]
+    job = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT)
+    assert job.returncode != 0
+    assert "DIFFERENT" in job.stdout and "something is wrong" in job.stdout
+
+
+def test_check_alone():
+    command = [sys.executable, "-m", "horovod_compress", "check", "--json", "-"]
+    job = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT, check=True)
+    found = json.loads(job.stdout)
+    assert found["good"] and len(found["installed"]["ranks"]) == 1 and "network" not in found
+    assert "one rank: nothing was exchanged" in job.stderr and "19 of 19" in job.stderr

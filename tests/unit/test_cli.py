@@ -62,13 +62,13 @@ def test_info_shows_every_option(capsys):
 
 def test_info_as_json(capsys):
     everything = json.loads(json.dumps(hc.available()))
-    assert json.loads(run(capsys, "info", "--json")) == everything
-    assert json.loads(run(capsys, "info", "dgc", "--json")) == {"dgc": everything["dgc"]}
+    assert json.loads(run(capsys, "info", "--json", "-")) == everything
+    assert json.loads(run(capsys, "info", "dgc", "--json", "-")) == {"dgc": everything["dgc"]}
 
 
 def test_bench_measures_every_compressor_on_a_users_gradients(capsys, gradients, tmp_path):
     out = tmp_path / "results.json"
-    run(capsys, "bench", "--gradients", gradients, "--steps", 2, "--json", out)
+    assert "kB/step" in run(capsys, "bench", "--gradients", gradients, "--steps", 2, "--json", out)
     found = json.loads(out.read_text())
     assert (found["tensors"], found["floats"], found["ranks"], found["steps"]) == (2, 1640, 2, 2)
     results = {result["spec"]: result for result in found["results"]}
@@ -76,9 +76,16 @@ def test_bench_measures_every_compressor_on_a_users_gradients(capsys, gradients,
     for result in results.values():
         assert min(result["ratio"], result["encode_seconds"], result["decode_seconds"], result["times_streaming"]) > 0
         assert math.isfinite(result["error"])
+        assert sum(result["exchanged"].values()) == pytest.approx(result["bytes_per_step"]) and result["operations"] >= 2
     assert results["none"]["ratio"] == 1.0 and results["none"]["bytes_per_step"] == 4 * 1640
     assert results["none"]["error"] == 0 and not results["none"]["residual"]
+    assert results["none"]["exchanged"] == {"allreduce float32": 4 * 1640} and results["none"]["operations"] == 2
     assert results["fp16"]["ratio"] == 2.0 and 0 < results["fp16"]["error"] < 1e-3
+
+
+def test_bench_as_json_alone(capsys, gradients):
+    (result,) = json.loads(run(capsys, "bench", "fp16", "--gradients", gradients, "--steps", 1, "--json", "-"))["results"]
+    assert result["spec"] == "fp16" and result["exchanged"] == {"allreduce float16": 2 * 1640}
 
 
 def test_the_error_is_the_share_that_was_not_sent(tmp_path):

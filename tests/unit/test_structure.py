@@ -17,10 +17,13 @@ LAYERS = [
     ["checkpoint", "driver"],
     ["exchange"],
     ["lockstep"],
-    ["simulate", "bench", "models"],
+    ["simulate", "bench", "models", "cost"],
+    ["prediction"],
     ["binding"],
     ["elastic"],
-    ["torch", "tensorflow", "cli"],
+    ["torch", "tensorflow"],
+    ["check"],
+    ["cli"],
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem not in ("__init__", "__main__"))
 

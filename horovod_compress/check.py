@@ -1,0 +1,189 @@
+"""Whether a cluster is installed alike, whether every algorithm works on its network, and what that takes: what all ranks of a job find together."""
+import dataclasses
+import importlib.util
+import platform
+import socket
+import statistics
+import time
+from typing import Any, Callable, Dict, List, Optional
+
+import horovod
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from . import __version__, available, kernels, prediction, simulate
+from . import torch as hvdc
+from .cost import COLLECTIVES, Load, Network
+
+_STEPS = 2
+_SHAPES = {"matrix": (64, 80), "kernel": (16, 8, 3, 3), "bias": (64,)}
+_SIZES = (2**12, 2**18, 2**22, 2**24)  # bytes of the collectives that are timed
+_ENOUGH = 0.05  # seconds of a collective, after which none of a larger size is needed
+_TIMES = 5
+_OPERATIONS = 100
+
+Say = Callable[[str], None]
+
+
+def run(compressors: Dict[str, Any], model: prediction.Model, backward: float, say: Say) -> Dict[str, Any]:
+    """Checks all that there is, on every rank; the first one says what it finds while it goes on. compressors: {spec: compressor}, with which steps
+    of the model are predicted; backward: seconds of its backward pass. Returns a JSON-able dict, alike on all ranks: good, installed, algorithms; and
+    with several ranks what `prediction.predict` returns."""
+    hvd.init()
+    torch.set_num_threads(1)
+    if not is_first():
+        say = _quiet
+    installed = _compare_installations(say)
+    algorithms = _try_algorithms(say)
+    found = {"good": installed["good"] and algorithms["good"], "installed": installed, "algorithms": algorithms}
+    if hvd.size() == 1:
+        say("one rank: nothing was exchanged, and there is no network to measure. On a cluster, put before it: horovodrun -np 4 -H host1:2,host2:2")
+        return found
+    network = _measure_network()
+    rate = 8e-6 / network.seconds_per_byte["allreduce float32"]
+    say(f"an allreduce of 4 bytes takes {1e3 * network.latency:.2f} ms; a rank sends {rate:.0f} Mbit/s in large ones\n")
+    return {**found, **prediction.predict(model, _measure_loads(compressors, model), network.faster, backward)}
+
+
+def is_first() -> bool:
+    return hvd.rank() == 0
+
+
+def _quiet(text: str) -> None:
+    """What ranks but the first say."""
+
+
+def _compare_installations(say: Say) -> Dict[str, Any]:
+    """Says what is installed where. Returns {"good": whether it is alike, "launcher", "ranks": [{"host", "python", …} of each]}."""
+    found = {
+        "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__, "horovod": horovod.__version__,
+        "horovod_compress": __version__, "kernels": kernels.backend, "mpi4py": "installed" if importlib.util.find_spec("mpi4py") else "missing",
+    }
+    everywhere = _gathered({"host": socket.gethostname(), **found})
+    hosts = [theirs["host"] for theirs in everywhere]
+    launcher = "MPI" if hvd.mpi_enabled() else "Gloo"
+    say(f"ranks: {', '.join(f'{hosts.count(host)} on {host}' for host in dict.fromkeys(hosts))}; Horovod on {launcher}")
+    good = True
+    for what in found:
+        first = everywhere[0][what]
+        others = {theirs["host"]: theirs[what] for theirs in everywhere if theirs[what] != first}
+        say(f"  {what} {first}" + "".join(f"; DIFFERENT on {host}: {theirs}" for host, theirs in others.items()))
+        good &= not others
+    return {"good": good, "launcher": launcher, "ranks": everywhere}
+
+
+def _try_algorithms(say: Say) -> Dict[str, Any]:
+    """Runs every algorithm on each transport that there is, and says which fail. Returns {"good", transport: {id: None or its first error}}."""
+    found: Dict[str, Any] = {"good": True}
+    with_mpi = hvd.mpi_enabled() and all(_gathered(importlib.util.find_spec("mpi4py") is not None))
+    for transport in ("horovod", "mpi") if with_mpi else ("horovod",):
+        errors = {id: [error for error in _gathered(_error_of(id, transport)) if error] for id in available()}
+        failed = {id: its for id, its in errors.items() if its}
+        say(f"transport {transport}: {len(errors) - len(failed)} of {len(errors)} algorithms work")
+        for id, its in failed.items():
+            say(f"  {id} FAILED on {len(its)} ranks: {its[0]}")
+        found["good"] &= not failed
+        found[transport] = {id: its[0] if its else None for id, its in errors.items()}
+    return found
+
+
+def _measure_network() -> Network:
+    """Latency and rates of Horovod's collectives; the slowest rank's, so that all ranks find the same."""
+    size = hvd.size()
+    operations = [torch.zeros(1) for _ in range(_OPERATIONS)]
+    latency = _seconds(lambda: hvd.allreduce_(operations[0], name="check.one"), 2 * _TIMES)
+    many = _seconds(lambda: _wait_for(hvd.allreduce_async_(tensor, name=f"check.{i}") for i, tensor in enumerate(operations)))
+    unit = Network(size, latency, max(0.0, many - latency) / _OPERATIONS, {})
+    rates = {}
+    for kind in COLLECTIVES:
+        spent: Dict[int, float] = {}
+        for nbytes in _SIZES:
+            spent[nbytes] = _seconds(_collective(kind, nbytes, size))
+            if len(spent) > 1 and spent[nbytes] > _ENOUGH:
+                break
+        crossed = unit.crossing(kind) * (_handed_in(kind, nbytes, size) - _handed_in(kind, _SIZES[0], size))
+        rates[kind] = max(spent[nbytes] - spent[_SIZES[0]], 1e-9) / crossed
+    return dataclasses.replace(unit, seconds_per_byte=rates)
+
+
+def _measure_loads(compressors: Dict[str, Any], model: prediction.Model) -> Dict[str, Load]:
+    """What each of {spec: compressor} brings into a step, encoded and decoded on all ranks at once, as in training; the slowest rank's."""
+    gradients, loads = model.gradients(), {}
+    for spec, compressor in compressors.items():
+        load = prediction.measured(compressor, model, gradients, hvd.size())
+        encode, decode = hvd.allreduce(torch.tensor([load.encode, load.decode], dtype=torch.float64), op=hvd.Max, name="check.work").tolist()
+        loads[spec] = dataclasses.replace(load, encode=encode, decode=decode)
+    return loads
+
+
+def _gathered(value: Any) -> List[Any]:
+    return hvd.allgather_object(value, name="check")
+
+
+def _told(rank: int, step: int) -> Dict[str, np.ndarray]:
+    rng = np.random.default_rng([rank, step])
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in _SHAPES.items()}
+
+
+def _error_of(id: str, transport: str) -> Optional[str]:
+    """The text of this rank's first error, where this algorithm does not give what `simulate` gives, or on one rank, where Horovod exchanges nothing,
+    the gradient. All steps are taken even then, so that the ranks stay together."""
+    wrong = None
+    try:
+        steps = [[_told(rank, step) for rank in range(hvd.size())] for step in range(_STEPS)]
+        simulated = simulate(id, steps).mean
+        expected = simulated if hvd.size() > 1 else [step[0] for step in steps]
+        params: Dict[str, Any] = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in _SHAPES.items()}
+        optimizer = torch.optim.Adam(params.values())
+        asked = {"transport": transport, "momentum": 0.9}  # without an SGD there is none to take over
+        spec = {"id": id, **{key: value for key, value in asked.items() if key in available()[id]["options"]}}
+        compression = hvdc.Compression.from_spec(spec, optimizer, params.items())
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=params.items(), compression=compression)
+        for step in range(_STEPS):
+            optimizer.zero_grad()
+            losses = [(params[name] * torch.from_numpy(told)).sum() for name, told in steps[step][hvd.rank()].items()]
+            torch.stack(losses).sum().backward()
+            optimizer.synchronize()
+            for name, param in params.items():
+                mean = expected[step][name]
+                error = np.abs(param.grad.numpy() - mean).max()
+                if not error <= (2e-3 if id == "fp16" else 1e-5) * hvd.size() * np.abs(mean).max():
+                    wrong = wrong or f"{name} is wrong by {error:.2g} in step {step}"
+            with optimizer.skip_synchronize():
+                optimizer.step()
+    except Exception as error:  # whatever it is, the other algorithms are to be tried, too
+        wrong = f"{type(error).__name__}: {error}"
+    return wrong
+
+
+def _seconds(function: Callable[[], Any], times: int = _TIMES) -> float:
+    """Median seconds of the slowest rank, after a first time that makes buffers."""
+    seconds = []
+    for _ in range(1 + times):
+        hvd.barrier()
+        started = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(hvd.allreduce(torch.tensor(seconds[1:]), op=hvd.Max, name="check.seconds").tolist())
+
+
+def _wait_for(handles: Any) -> None:
+    for handle in list(handles):
+        hvd.synchronize(handle)
+
+
+def _handed_in(kind: str, nbytes: int, size: int) -> int:
+    """Bytes of a rank, so that a rank has `nbytes` when all is over."""
+    return nbytes if kind.startswith("allreduce") else max(nbytes // size // size, 1) * size
+
+
+def _collective(kind: str, nbytes: int, size: int) -> Callable[[], Any]:
+    verb, dtype = kind.split()
+    array = torch.from_numpy(np.zeros(_handed_in(kind, nbytes, size) // np.dtype(dtype).itemsize, dtype))
+    name = f"check.{kind}.{nbytes}"
+    if verb == "allreduce":
+        return lambda: hvd.allreduce_(array, name=name, op=hvd.Sum)
+    if verb == "allgather":
+        return lambda: hvd.allgather(array, name=name)
+    return lambda: hvd.alltoall(array, name=name)

@@ -1,0 +1,130 @@
+"""What the exchange of a step takes: arithmetic on what was measured elsewhere, of a compression and of a network."""
+import dataclasses
+import json
+import math
+import pathlib
+from typing import Any, Callable, Dict, Optional
+
+FUSION = 64 * 2**20  # bytes of tensors that Horovod puts into one message
+_CYCLE = 1e-3  # seconds between two looks of Horovod's at what is to be exchanged
+_GOODPUT = 0.95  # share of a link's rate that TCP leaves for content
+_OPERATION = 50e-6  # seconds that a processor takes to hand one tensor to Horovod and back
+# Seconds that processors take beside the link, for each byte that crosses it, under Gloo: sums of float16 are added one by one there.
+_PROCESSOR = {
+    "allreduce float32": 1e-9, "allreduce float16": 9e-9, "allreduce int32": 1e-9, "allreduce int64": 1e-9, "allgather uint8": 0.5e-9,
+    "alltoall uint8": 0.5e-9,
+}
+COLLECTIVES = tuple(_PROCESSOR)  # all that an algorithm may exchange, by verb and type
+_FASTEST = 2.0**20  # times a network, beyond which nobody asks what pays
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What a compression brings into a step, on each rank.
+
+    exchanged: bytes that a rank hands in, by collective; operations: how many collectives that are, before Horovod fuses them; rounds: how often
+    ranks agree on something before payloads; hides: whether payloads travel while backward goes on; last: share of the bytes that the last gradient
+    of a backward brings; encode, decode: seconds.
+    """
+
+    exchanged: Dict[str, float]
+    operations: float
+    rounds: int
+    hides: bool
+    last: float
+    encode: float
+    decode: float
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank hands in, as `stats()` counts them."""
+        return sum(self.exchanged.values())
+
+    def received(self, ranks: int) -> float:
+        """Bytes that come back to a rank, without those of its own that an allgather brings back."""
+        return sum(nbytes * (ranks - 1 if kind.startswith("allgather") else 1) for kind, nbytes in self.exchanged.items())
+
+    def times(self, factor: float) -> "Load":
+        """That of a model with `factor` times as many parameters."""
+        exchanged = {kind: factor * nbytes for kind, nbytes in self.exchanged.items()}
+        operations, encode, decode = factor * self.operations, factor * self.encode, factor * self.decode
+        return dataclasses.replace(self, exchanged=exchanged, operations=operations, encode=encode, decode=decode)
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What collectives take. ranks: how many take part; latency: seconds of a collective, however small; operation: seconds more for each tensor that
+    is fused into one; seconds_per_byte: of a byte that crosses a rank's link in one direction, by collective."""
+
+    ranks: int
+    latency: float
+    operation: float
+    seconds_per_byte: Dict[str, float]
+
+    @classmethod
+    def of_link(cls, ranks: int, rate: float, latency: float) -> "Network":
+        """One that was not measured. rate: of each rank's link in each direction, bits a second; latency: seconds of a message between two hosts."""
+        collective = _CYCLE + 2 * math.ceil(math.log2(ranks)) * latency
+        return cls(ranks, collective, _OPERATION, {kind: 8 / (_GOODPUT * rate) + more for kind, more in _PROCESSOR.items()})
+
+    @classmethod
+    def read(cls, path: str) -> "Network":
+        """From what `hvdcompress check --json` has written. Raises ValueError, which says what is wrong, for any other file."""
+        try:
+            found = json.loads(pathlib.Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+        found = found.get("network") if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            raise ValueError(f"{path} has no network: write it with `hvdcompress check --json {path}` on two or more ranks")
+        rates: Any = found.get("seconds_per_byte")
+        wrong = next((key for key in ("latency", "operation") if not _is_duration(found.get(key))), None)
+        if type(found.get("ranks")) is not int or found["ranks"] < 2:
+            wrong = "ranks"
+        elif not isinstance(rates, dict) or set(rates) != set(COLLECTIVES) or not all(map(_is_duration, rates.values())):
+            wrong = "seconds_per_byte"
+        if wrong:
+            raise ValueError(f"{path}: network: {wrong} is missing or not valid: write the file anew with `hvdcompress check --json {path}`")
+        return cls(found["ranks"], found["latency"], found["operation"], rates)
+
+    def crossing(self, kind: str) -> float:
+        """Bytes that cross a rank's link, in each direction, for each that it hands in: by rings."""
+        others, verb = self.ranks - 1, kind.split()[0]
+        return {"allreduce": 2 * others / self.ranks, "allgather": float(others), "alltoall": others / self.ranks}[verb]
+
+    def faster(self, factor: float) -> "Network":
+        """The same network with a rate `factor` times as high."""
+        return dataclasses.replace(self, seconds_per_byte={kind: seconds / factor for kind, seconds in self.seconds_per_byte.items()})
+
+
+def _is_duration(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def added_seconds(load: Load, network: Network, backward: float = 0.0) -> float:
+    """Seconds by which the exchange makes a step longer. backward: seconds of the backward pass, behind which payloads hide that need not wait for
+    it. Encoding takes turns with backward on one thread and never hides; what the last gradient brings cannot hide either.
+    """
+    transfer = sum(nbytes * network.crossing(kind) * network.seconds_per_byte[kind] for kind, nbytes in load.exchanged.items())
+    messages = load.rounds + sum(math.ceil(nbytes / FUSION) for nbytes in load.exchanged.values())
+    exchange = transfer + network.latency * messages + network.operation * load.operations
+    hidden = min(backward, exchange - network.latency - load.last * transfer) if load.hides else 0.0
+    return load.encode + exchange - hidden + load.decode
+
+
+def break_even(load: Load, dense: Load, network: Callable[[float], Network], backward: float = 0.0) -> Optional[float]:
+    """The factor by which a network's rate may grow until `dense` adds no more than `load`: network(factor) is that network. Below 1 where it adds no
+    more as it is; None where it always adds more, 0 where it never does."""
+
+    def pays(factor: float) -> bool:
+        return added_seconds(load, network(factor), backward) < added_seconds(dense, network(factor), backward)
+
+    low, high = 1 / _FASTEST, _FASTEST
+    if pays(high):
+        return None
+    if not pays(low):
+        return 0.0
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return high
