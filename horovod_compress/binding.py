@@ -18,6 +18,7 @@ from .compressors.base import Compressor
 from .compressors.selective import decide_follow_lr
 from .driver import Driver
 from .handshake import agree, gather
+from .recording import Destination, Recorder
 from .version import __version__
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order. Sets are
@@ -123,6 +124,13 @@ class Binding(ABC):
     def stats_by_tensor(self) -> Dict[str, Dict[str, int]]:
         """Bytes and elements by tensor: see `Driver.stats_by_tensor`."""
         return self._exchange.stats_by_tensor()
+
+    def record(self, to: Destination, every: int = 10, by_tensor: bool = False) -> Recorder:
+        """From now on has every so-many-th step written to a file, a callable or a TensorBoard writer: see `Recorder`, which is returned. Replaces
+        an earlier one. In PyTorch that is all. In TensorFlow the end of a step has to be told: by the callback `hvdc.RecordSteps`, which is given
+        the same, or in loops of one's own by the recorder's `step_ended()` after each step."""
+        recorder = self._exchange.observer = Recorder(self._exchange, to, every, by_tensor)
+        return recorder
 
     def discard(self) -> None:
         """Forgets the last step, as if its gradients had never been; to be called on all ranks. Needs discardable=True."""

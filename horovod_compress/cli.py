@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional, Sequence
 
 import numpy as np
 
-from . import available, bench, get_compressor, kernels, prediction
+from . import available, bench, get_compressor, kernels, prediction, recording, report
 from .cost import Network
 from .models import MODELS
 
@@ -73,6 +73,19 @@ _COLUMNS = {  # {title: function that formats a result}
     "error": lambda result: f"{result['error']:.3f}" + ("*" if result["residual"] else ""),
 }
 
+_REPORTED = {  # {title: function that formats a line of a report}
+    "tensor": lambda line: line["name"],
+    "sent by": lambda line: line["compressor"] or "",
+    "elements": lambda line: "" if line["numel"] is None else f"{line['numel']}",
+    "kB/step": lambda line: _digits(line["bytes_sent"] / 1e3),
+    "ratio": lambda line: _digits(line["ratio"]),
+    "gradient\nnorm": lambda line: _digits(line["gradient_norm"]),
+    "residual\nnorm": lambda line: _digits(line["residual_norm"]),
+    "encode\nms": lambda line: f"{1e3 * line['encode_seconds']:.2f}",
+    "wait\nms": lambda line: f"{1e3 * line['exchange_seconds']:.2f}",
+    "decode\nms": lambda line: f"{1e3 * line['decode_seconds']:.2f}",
+}
+
 _NOTES = (
     "ratio: float32 bytes of all gradients / all bytes that a rank sends, frames and carriers included",
     "encode: from the first gradient to the last framed payload; decode: checks, decodes and adds the payloads of all ranks, of every tensor "
@@ -119,7 +132,17 @@ def _parser() -> argparse.ArgumentParser:
     measure.set_defaults(run=_bench, parser=measure)
     _add_plan(commands)
     _add_check(commands)
+    _add_report(commands)
     return parser
+
+
+def _add_report(commands: Any) -> None:
+    help = "shows what compression.record() has written, by tensor"
+    shown = commands.add_parser("report", help=help, description=f"hvdcompress report {help}.")
+    shown.add_argument("file", metavar="FILE", help="of JSON lines")
+    shown.add_argument("--plot", metavar="FILE.png", type=_output, help="draw bytes, norms and times over steps")
+    _add_json(shown)
+    shown.set_defaults(run=_show, parser=shown)
 
 
 def _add_plan(commands: Any) -> None:
@@ -330,6 +353,23 @@ def _check(options: argparse.Namespace) -> None:
     sys.exit(not found["good"])
 
 
+def _show(options: argparse.Namespace) -> None:
+    try:
+        records = recording.read(options.file)
+    except (OSError, ValueError) as error:
+        options.parser.error(str(error))
+    if not records:
+        options.parser.error(f"{options.file}: no record yet")
+    lines = report.by_tensor(records)
+    if not _write_json(lines, options.json):
+        first, last = records[0], records[-1]
+        said = f"{options.file}: {last['spec']['id']}, rank {last['rank']} of {last['size']}, steps {first['step']} to {last['step']}, "
+        rows = [[shown(line) for shown in _REPORTED.values()] for line in lines]
+        _console().print(f"{said}{len(records)} records", _table(_REPORTED, rows, right=list(_REPORTED)[2:]), sep="\n")
+    if options.plot:
+        report.plot(records, options.plot)
+
+
 def _title(run: Dict[str, Any]) -> str:
     shown = "{gradients}: {tensors} tensors, {millions} M floats; {ranks} ranks, {steps} steps, {kernels} kernels"
     return shown.format(**run, millions=_digits(run["floats"] / 1e6))
@@ -354,7 +394,9 @@ def _progress() -> "Progress":
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
-def _digits(number: float) -> str:
+def _digits(number: Optional[float]) -> str:
+    if number is None:
+        return "-"
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 

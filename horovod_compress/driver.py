@@ -6,7 +6,7 @@ import logging
 import math
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, Collection, Dict, List, Optional, Tuple
+from typing import Any, Collection, Dict, List, Optional, Protocol, Tuple
 
 import numpy as np
 
@@ -37,6 +37,16 @@ def check_unit(unit: float) -> None:
         raise RuntimeError(f"the loss scale has come to {unit}: were gradients not finite in every step?")
 
 
+class Observer(Protocol):
+    """What is told of steps."""
+
+    def wants(self, step: int) -> bool:
+        """Whether it will ask for the norms of the gradients in this step."""
+
+    def step_ended(self) -> None:
+        """The last step has ended, and nothing is under way."""
+
+
 class Driver(ABC):
     """One rank's side of a compression. compressor: the configuration in force; discardable: each step begins with a copy of the state,
     and one that is not finite, or discarded, leaves no trace in it; else such a step's gradients stay in residuals; dense_alone: where there
@@ -52,6 +62,7 @@ class Driver(ABC):
         self._now = Step(0, rank, size, clip_norm=compressor.clip_norm)
         self._steps_ended = self._steps_undone = 0
         self._dense_was_logged = False
+        self.observer: Optional[Observer] = None
         self._latest = Transaction()  # the one that a tensor came to last
 
     @abstractmethod
@@ -69,14 +80,14 @@ class Driver(ABC):
 
     @abstractmethod
     def _wrong_steps(self, steps: Any) -> checkpoint.Difference:
-        """The difference to what `_steps_taken` may have returned, if there is one."""
+        """The difference to what `steps_taken` may have returned, if there is one."""
 
     @abstractmethod
     def open_tensors(self) -> Collection[str]:
         """Names of the tensors that are submitted and not finished."""
 
     @abstractmethod
-    def _steps_taken(self) -> Any:
+    def steps_taken(self) -> Any:
         """What a state says of them: a number, or one for each tensor."""
 
     def _refuse_in_step(self) -> None:
@@ -86,6 +97,21 @@ class Driver(ABC):
                 f"a step is under way, or was given up ({', '.join(list(names)[:3])} … not finished): ask between optimizer.step() and the next "
                 "backward()"
             )
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._now.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._now.size
+
+    @property
+    def tensors(self) -> Collection[Tensor]:
+        """All that are known."""
+        return self._tensors.values()
 
     @property
     def under_way(self) -> bool:
@@ -145,6 +171,8 @@ class Driver(ABC):
         """The generator of a tensor's step."""
         if self._discardable:
             tensor.keep()
+        if self.observer is not None and self.observer.wants(step.index):
+            tensor.gradient_squares = kernels.of(grad).squared_norm(grad) / tensor.unit**2
         alone = self._dense_alone and step.size == 1 and tensor.compressor.residual(tensor.state) is not None
         dense = not alone and tensor.goes_dense(step)
         if dense and not self._dense_was_logged:
@@ -214,7 +242,7 @@ class Driver(ABC):
         """This rank's state as plain values and copied arrays, without the loss scale. into: a state_dict of the same driver that is not needed
         any more; its memory is used again."""
         self.arrays()
-        return checkpoint.saved(self._identity(), self._tensors.values(), self._steps_taken(), into)
+        return checkpoint.saved(self._identity(), self._tensors.values(), self.steps_taken(), into)
 
     def load_state_dict(self, state: Any) -> Any:
         """Continues from what `checkpoint.checked` finds for this rank in a state_dict, or in a list of all ranks'. ValueError, and nothing
@@ -238,14 +266,19 @@ class Driver(ABC):
         """
         if not self.under_way:
             self.arrays()
-        residuals = [(tensor.compressor.residual(tensor.state), tensor.unit) for tensor in self._tensors.values()]
+        residuals = [(tensor.residual, tensor.unit) for tensor in self._tensors.values()]
         squares = sum(kernels.of(residual).squared_norm(residual) / unit**2 for residual, unit in residuals if residual is not None)
-        counters: Dict[str, float] = {"steps": self._steps_ended, "steps_undone": self._steps_undone}
-        for key in (*SENT, *SPENT):
-            counters[key] = sum(tensor.counters[key] for tensor in self._tensors.values())
+        counters = self.totals()
         counters["ratio"] = counters["dense_bytes"] / counters["bytes_sent"] if counters["bytes_sent"] else 1.0
         counters["residual_norm"] = squares**0.5
         counters["overflows"] = sum(tensor.state.overflows for tensor in self._tensors.values())
+        return counters
+
+    def totals(self) -> Dict[str, float]:
+        """What `stats` counts of steps, bytes, elements and seconds; nothing is computed for it."""
+        counters: Dict[str, float] = {"steps": self._steps_ended, "steps_undone": self._steps_undone}
+        for key in (*SENT, *SPENT):
+            counters[key] = sum(tensor.counters[key] for tensor in self._tensors.values())
         return counters
 
     def stats_by_tensor(self) -> Dict[str, Dict[str, int]]:

@@ -194,6 +194,8 @@ class Exchange(Driver):
         self._open.clear()
         self._in_rounds.clear()
         self._begin_at(self._now.index + 1)
+        if self.observer is not None:
+            self.observer.step_ended()
 
     def _begin_at(self, index: int) -> None:
         self._now = dataclasses.replace(self._now, index=index, rank=self.transport.rank, size=self.transport.size)
@@ -221,13 +223,8 @@ class Exchange(Driver):
         tensor = self._tensors[name]
         tensor.compressor = dataclasses.replace(tensor.compressor, **options)
 
-    @property
     def steps_taken(self) -> int:
-        """The number of steps that have ended since training began."""
         return self._now.index
-
-    def _steps_taken(self) -> int:
-        return self.steps_taken
 
     def _wrong_steps(self, steps: Any) -> checkpoint.Difference:
         return checkpoint.wrong_count("step", steps)

@@ -32,7 +32,7 @@ class Tensor:
     the first step has kept to that, and to the rest of the contract; carrier: a single 1, for the host; dense_until: the step from which on
     payloads of measured size are gathered again; bits: what an element of the open step's payload takes, where that is known
     beforehand; before_step: where steps can be discarded, the state's arrays before the last one; unit: the loss scale of what the state
-    holds.
+    holds; gradient_squares: of the last gradient whose squared norm was asked for.
     """
 
     name: str
@@ -47,7 +47,14 @@ class Tensor:
     bits: Optional[float] = None
     before_step: Dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     unit: float = 1.0
+    gradient_squares: Optional[float] = None
     counters: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(SENT + SPENT, 0))
+
+    @property
+    def residual(self) -> Optional[np.ndarray]:
+        """What was not sent yet, up to date only after `apply_pending`; None where nothing is kept."""
+        kept = self.compressor.residual(self.state)
+        return self.state.arrays.get(OWED) if kept is None else kept
 
     def one(self) -> HostReduce:
         """The carrier of a payload that travels beside it: what the host makes of a 1 is the factor for the sum of the payloads."""

@@ -12,9 +12,10 @@ from ..compressors import get_compressor
 from . import elastic
 from .checkpoint import StateCheckpoint
 from .compression import BoundCompression
+from .recording import RecordSteps
 from .unbound import UnboundCompression, compression_of, one_in_all_traces
 
-__all__ = ["BoundCompression", "Compression", "StateCheckpoint", "UnboundCompression", "compression_of", "elastic"]
+__all__ = ["BoundCompression", "Compression", "RecordSteps", "StateCheckpoint", "UnboundCompression", "compression_of", "elastic"]
 
 
 class Compression(metaclass=Algorithms):

@@ -2,6 +2,7 @@
 import dataclasses
 import itertools
 import threading
+import time
 from typing import Any, Collection, Dict, Optional, Sequence, Tuple
 
 import numpy as np
@@ -97,7 +98,7 @@ class GraphExchange(Driver):
             if missing > 1:
                 self._begun[call] = transaction, missing - 1
             self._latest = transaction
-        tensor = self._known(name, grad)
+        tensor, started = self._known(name, grad), time.perf_counter()
         if tensor.unit != transaction.unit:
             tensor.rescale(transaction.unit)
         index = self._indices[name]
@@ -110,6 +111,7 @@ class GraphExchange(Driver):
             request = generator.send((squared_norm, False))
         carrier = request.array
         request = pending.request = generator.send(None)
+        tensor.counters["encode_seconds"] += time.perf_counter() - started
         if name != self.sends_number or not isinstance(_collective(request), Allreduce):
             return carrier, self._message(name, pending), None
         pending.compares, numbers = True, Allreduce(step_numbers(index))
@@ -131,8 +133,9 @@ class GraphExchange(Driver):
         """Brings the carrier as the host reduced it, and what became of the last message; returns the flat float32 result, in the
         memory of the gradient or of the carrier."""
         pending = self._arrive(name, call, numbers)
-        request = pending.request.request
+        request, started = pending.request.request, time.perf_counter()
         outcome = pending.step.send((reduced, None if request is None else _answer(request, pending.arrived or arrived or ())))
+        self._tensors[name].counters["decode_seconds"] += time.perf_counter() - started
         pending.request, pending.arrived, pending.finished = None, None, True
         if not outcome.finite:
             pending.transaction.finite = False
@@ -197,7 +200,7 @@ class GraphExchange(Driver):
         for name in list(self._pending):
             self._end(name)
 
-    def _steps_taken(self) -> Dict[str, int]:
+    def steps_taken(self) -> Dict[str, int]:
         return dict(self._indices)
 
     def abandon(self) -> None:

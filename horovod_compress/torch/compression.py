@@ -384,7 +384,7 @@ class BoundCompression(Binding):
 
     def _switch_where_due(self) -> None:
         self._exchange.end_step()
-        while self._switches and self._switches[0][0] <= self._exchange.steps_taken:
+        while self._switches and self._switches[0][0] <= self._exchange.steps_taken():
             self._switch(self._switches.pop(0)[1])
 
     # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------

@@ -1,0 +1,190 @@
+"""What steps of a compression did, for files, callables and TensorBoard; and a warning where what is kept of gradients only grows."""
+import json
+import math
+import os
+import time
+import warnings
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Union
+
+from . import kernels
+from .compressors.base import Compressor
+from .driver import Driver
+from .step import SENT, SPENT, Tensor
+
+FORMAT = "horovod_compress.record/1"
+Destination = Union[str, "os.PathLike[str]", Callable[[Dict[str, Any]], Any], Any]
+_STEPS, _TURNOVERS = 1000, 10  # after which what is kept has come to its plateau; a turnover is as many steps as it takes to send all elements once
+_PARTS = 4  # of the later half of the records, in each of which it must have grown on
+_GROWTH = 1.3  # over that half
+_MOST = 256  # records that are compared
+
+
+class Recorder:
+    """Writes what recorded steps did.
+
+    to: a path, to which a line of JSON is appended for each record; with {rank} in it every rank has its own, else only the first rank writes. Or
+        a callable that takes a record, a dict; or an object with add_scalar(tag, value, step), as TensorBoard's SummaryWriter; both on each rank
+        that has given one.
+    every: steps whose number is a multiple are recorded. Norms take a pass over gradients and residuals in these, and nothing in others.
+    by_tensor: a record has "tensors", the same by tensor.
+
+    A record has bytes, seconds and elements since the one before, or since the start ("steps" says how many steps these are); norms of the
+    recorded step's gradient, without loss scale and before it is compressed, and of what this rank keeps after it. docs/algorithms.md has all keys.
+    """
+
+    def __init__(self, driver: Driver, to: Destination, every: int = 10, by_tensor: bool = False) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a whole number of steps, at least 1, not {every!r}")
+        if not isinstance(to, (str, os.PathLike)) and not callable(to) and not hasattr(to, "add_scalar"):
+            raise TypeError(f"records go to a path, a callable or an object with add_scalar(tag, value, step), not to an object of {type(to)}")
+        self._driver, self._to, self._every, self._by_tensor = driver, to, every, by_tensor
+        self._before = self._totals()
+        self._growth = Growth()
+
+    def wants(self, step: int) -> bool:
+        """Whether the step of this number is recorded."""
+        return step % self._every == 0
+
+    def step_ended(self) -> None:
+        """Records the last step, where it is one to be recorded. Nothing may be under way."""
+        driver = self._driver
+        taken = driver.steps_taken()
+        step = (max(taken.values(), default=0) if isinstance(taken, Mapping) else taken) - 1
+        if step < 0 or not self.wants(step) or driver.under_way:
+            return
+        driver.arrays()  # ends the step, and brings residuals up to date
+        totals = self._totals()
+        if totals["steps"] == self._before["steps"]:  # it was recorded
+            return
+        record = {"format": FORMAT, "step": step, "time": time.time(), "rank": driver.rank, "size": driver.size, "spec": driver.compressor.config}
+        record.update({key: totals[key] - self._before[key] for key in ("steps", "steps_undone", "seconds", *SENT, *SPENT)})
+        record["ratio"] = _ratio(record)
+        record.update(_norms(driver.tensors))
+        if self._by_tensor:
+            record["tensors"] = {t.name: self._of_tensor(t) for t in driver.tensors}
+        for tensor in driver.tensors:
+            tensor.gradient_squares = None
+        self._before = totals
+        self._write(record)
+        self._growth.watch(record, driver)
+
+    def _totals(self) -> Dict[str, Any]:
+        by_tensor = {tensor.name: dict(tensor.counters) for tensor in self._driver.tensors}
+        return {**self._driver.totals(), "seconds": time.perf_counter(), "tensors": by_tensor}
+
+    def _of_tensor(self, tensor: Tensor) -> Dict[str, Any]:
+        before = self._before["tensors"].get(tensor.name, {})
+        delta = {key: count - before.get(key, 0) for key, count in tensor.counters.items()}
+        return {"numel": tensor.numel, "compressor": tensor.compressor.id or type(tensor.compressor).__name__, **delta, "ratio": _ratio(delta),
+                **_norms([tensor])}
+
+    def _write(self, record: Dict[str, Any]) -> None:
+        if isinstance(self._to, (str, os.PathLike)):
+            path = os.fspath(self._to)
+            if record["rank"] == 0 or "{rank}" in path:
+                with open(path.replace("{rank}", str(record["rank"])), "a") as file:
+                    file.write(json.dumps(record, allow_nan=False) + "\n")
+        elif hasattr(self._to, "add_scalar"):
+            for tag, value in _scalars("compression", record):
+                self._to.add_scalar(tag, value, record["step"])
+        else:
+            self._to(record)
+
+
+class _Point(NamedTuple):
+    step: int
+    residual: float
+    gradient: float
+
+
+class Growth:
+    """Watches for what is kept to grow without end, and warns once. It grows at first, until as much is sent as comes: that takes some times as many
+    steps as it takes to send all elements once. After those it goes on growing where in each quarter of the later half of all records its norm, and
+    that over the gradient's, are larger than in the quarter before, and at last `_GROWTH` times those in the middle. Nothing sent is no excuse."""
+
+    def __init__(self) -> None:
+        self._warned = False
+        self._compressor: Optional[Compressor] = None  # which the points are of
+        self._first = self._sent_before = 0  # the step and what had been sent when it began
+        self._points: List[_Point] = []
+        self._stride, self._until_next = 1, 0  # only one of so many records is compared, so that these are not too many
+
+    def watch(self, record: Dict[str, Any], driver: Driver) -> None:
+        """Takes a record of this driver into account."""
+        kept = [tensor for tensor in driver.tensors if tensor.compressor.residual(tensor.state) is not None]
+        sent, numel = sum(tensor.counters["elements_sent"] for tensor in kept), sum(tensor.numel for tensor in kept)
+        if driver.compressor is not self._compressor:
+            self._compressor, self._first, self._sent_before, self._points = driver.compressor, record["step"], sent, []
+            self._stride, self._until_next = 1, 0
+        self._until_next -= 1
+        if self._until_next >= 0:
+            return
+        self._until_next = self._stride - 1
+        if self._warned or not record["residual_norm"] or not record["gradient_norm"]:
+            return
+        self._points.append(_Point(record["step"], record["residual_norm"], record["gradient_norm"]))
+        steps = record["step"] - self._first
+        turnovers = (sent - self._sent_before) / max(numel, 1)
+        if steps >= _STEPS and (turnovers >= _TURNOVERS or not turnovers) and self._has_grown():
+            self._warned = True
+            middle, last = self._points[len(self._points) // 2], self._points[-1]
+            warnings.warn(
+                f"horovod_compress: what {driver.compressor.id} keeps of gradients goes on growing: its norm is {last.residual:.3g} at step "
+                f"{last.step}, {last.residual / last.gradient:.3g} times a gradient's, and was {middle.residual:.3g} at step {middle.step}. Send "
+                "more (a larger ratio, a smaller tau), or what comes in the end is too old to help", RuntimeWarning, stacklevel=2,
+            )
+        if len(self._points) > _MOST:
+            self._points, self._stride = self._points[::2], 2 * self._stride
+
+    def _has_grown(self) -> bool:
+        later = self._points[len(self._points) // 2 :]
+        size = len(later) // _PARTS
+        if size < 2:
+            return False
+        parts = [later[i * size : (i + 1) * size] for i in range(_PARTS)]
+        for value in (lambda p: p.residual, lambda p: p.residual / p.gradient):
+            means = [sum(map(value, part)) / size for part in parts]
+            if any(b <= a for a, b in zip(means, means[1:])) or means[-1] < _GROWTH * value(later[0]):
+                return False
+        return True
+
+
+def _norms(tensors: Any) -> Dict[str, Optional[float]]:
+    """Norms over tensors, without loss scale; None where they are unknown, or not finite."""
+    gradients = [tensor.gradient_squares for tensor in tensors if tensor.gradient_squares is not None]
+    residuals = [kernels.of(r).squared_norm(r) / tensor.unit**2 for tensor in tensors for r in (tensor.residual,) if r is not None]
+    return {"gradient_norm": _root(gradients), "residual_norm": _root(residuals)}
+
+
+def _root(squares: List[float]) -> Optional[float]:
+    total = sum(squares)
+    return math.sqrt(total) if squares and math.isfinite(total) else None
+
+
+def _ratio(counts: Mapping[str, Any]) -> Optional[float]:
+    return counts["dense_bytes"] / counts["bytes_sent"] if counts["bytes_sent"] else None
+
+
+def _scalars(tag: str, values: Mapping[str, Any]) -> Any:
+    """(tag, number) of all numbers in a record."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and key != "spec":
+            yield from _scalars(f"{tag}/{key}", value)
+        elif isinstance(value, (int, float)) and key not in ("step", "time", "rank", "size", "numel"):
+            yield f"{tag}/{key}", value
+
+
+def read(path: Union[str, "os.PathLike[str]"]) -> List[Dict[str, Any]]:
+    """The records in a file. ValueError for a line that is none; the last one may have been cut off, and is left out then."""
+    with open(path) as file:
+        lines = file.read().split("\n")
+    records = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            record = json.loads(line)
+            if record["format"] != FORMAT:
+                raise ValueError(record["format"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number}: not a record of this version of horovod-compress: {error!r}") from None
+        records.append(record)
+    return records

@@ -1,0 +1,24 @@
+"""What steps of model.fit did, for files, callables and TensorBoard."""
+from typing import Any, Optional
+
+import tensorflow as tf
+
+from ..recording import Destination, Recorder
+from .compression import BoundCompression
+
+
+class RecordSteps(tf.keras.callbacks.Callback):
+    """compression.record(to, every, by_tensor), for model.fit: tells the recorder when a batch has ended. See `horovod_compress.recording.Recorder`.
+    Where one execution takes several steps (steps_per_execution), the last one counts."""
+
+    def __init__(self, compression: BoundCompression, to: Destination, every: int = 10, by_tensor: bool = False) -> None:
+        super().__init__()
+        self._compression, self._options = compression, (to, every, by_tensor)
+        self._recorder: Optional[Recorder] = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._recorder = self._recorder or self._compression.record(*self._options)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        assert self._recorder is not None  # on_train_begin has made it
+        self._recorder.step_ended()
