@@ -14,8 +14,7 @@ from .step import SENT, SPENT, Tensor
 FORMAT = "horovod_compress.record/1"
 Destination = Union[str, "os.PathLike[str]", Callable[[Dict[str, Any]], Any], Any]
 _STEPS, _TURNOVERS = 1000, 10  # after which what is kept has come to its plateau; a turnover is as many steps as it takes to send all elements once
-_PARTS = 4  # of the later half of the records, in each of which it must have grown on
-_GROWTH = 1.3  # over that half
+_GROWTH = 1.3  # from the second eighth of all records to the fourth, and from there to the last
 _MOST = 256  # records that are compared
 
 
@@ -99,8 +98,8 @@ class _Point(NamedTuple):
 
 class Growth:
     """Watches for what is kept to grow without end, and warns once. It grows at first, until as much is sent as comes: that takes some times as many
-    steps as it takes to send all elements once. After those it goes on growing where in each quarter of the later half of all records its norm, and
-    that over the gradient's, are larger than in the quarter before, and at last `_GROWTH` times those in the middle. Nothing sent is no excuse."""
+    steps as it takes to send all elements once. After those it goes on growing where its norm, and that over the gradient's, have grown from
+    each eighth of all records to the next, and by `_GROWTH` whenever the number of steps has doubled. Nothing sent is no excuse."""
 
     def __init__(self) -> None:
         self._warned = False
@@ -137,14 +136,12 @@ class Growth:
             self._points, self._stride = self._points[::2], 2 * self._stride
 
     def _has_grown(self) -> bool:
-        later = self._points[len(self._points) // 2 :]
-        size = len(later) // _PARTS
-        if size < 2:
+        size = len(self._points) // 8
+        if not size:
             return False
-        parts = [later[i * size : (i + 1) * size] for i in range(_PARTS)]
         for value in (lambda p: p.residual, lambda p: p.residual / p.gradient):
-            means = [sum(map(value, part)) / size for part in parts]
-            if any(b <= a for a, b in zip(means, means[1:])) or means[-1] < _GROWTH * value(later[0]):
+            means = [sum(map(value, self._points[i * size : (i + 1) * size])) / size for i in range(8)]
+            if any(after <= before for before, after in zip(means[1:], means[2:])) or not means[1] * _GROWTH <= means[3] <= means[7] / _GROWTH:
                 return False
         return True
 
