@@ -166,7 +166,7 @@ def test_a_report_lists_tensors_and_draws(tmp_path, capsys, by_tensor):
     assert "topk, rank 0 of 2, steps 0 to 10, 3 records" in shown and report.WHOLE in shown
     assert all(any(line.split()[:1] == [name] for line in shown.splitlines()) == by_tensor for name in SHAPES)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    cli.main(["report", str(path), "--json"])
+    cli.main(["report", str(path), "--json", "-"])
     lines = json.loads(capsys.readouterr().out)
     assert [line["name"] for line in lines] == ([*sorted(SHAPES, key="xwbias".index)] if by_tensor else []) + [report.WHOLE]
     records = recording.read(path)
