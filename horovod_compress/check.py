@@ -98,11 +98,12 @@ def _measure_network() -> Network:
     rates = {}
     for kind in COLLECTIVES:
         spent: Dict[int, float] = {}
+        shares = size if kind.startswith("allgather") else 1  # of what a rank has afterwards, of which it hands in one
         for nbytes in _SIZES:
-            spent[nbytes] = _collective_seconds(kind, nbytes // _handed_in_less(kind, size))
+            spent[nbytes] = _collective_seconds(kind, nbytes // shares)
             if spent[nbytes] - spent[_SIZES[0]] > _ENOUGH:
                 break
-        crossed = network.crossing(kind) * (nbytes - _SIZES[0]) / _handed_in_less(kind, size)
+        crossed = network.crossing(kind) * (nbytes - _SIZES[0]) / shares
         rates[kind] = max(spent[nbytes] - spent[_SIZES[0]], 1e-9) / crossed
     return dataclasses.replace(network, seconds_per_byte=rates)
 
@@ -181,11 +182,6 @@ def _step_seconds(exchanged: bool) -> float:
         optimizer.step()
 
     return _seconds(step, optimizer.zero_grad)
-
-
-def _handed_in_less(kind: str, size: int) -> int:
-    """What bytes that a rank has after a collective are divided by, to make those that it hands in."""
-    return size if kind.startswith("allgather") else 1
 
 
 def _collective_seconds(kind: str, nbytes: int) -> float:
