@@ -5,7 +5,8 @@
 
 The demo's network learns Fashion-MNIST, at a learning rate that falls to 0 with the last step. Each stage is a job of its own, started by
 horovodrun, which takes so many epochs. It loads what the one before has saved: model, optimizer, and a state of the compression for any number of
-ranks. A step has the same images at every number of ranks. Prints the test loss after each epoch of both trainings, and how much they differ.
+ranks. A step has the same images at every number of ranks. Prints the test loss after each epoch of both trainings, and how much they differ; beside
+it how much an uninterrupted training at each other number of ranks differs, which is what chance and the number of ranks do by themselves.
 """
 import argparse
 import json
@@ -34,12 +35,21 @@ def main():
     for spec in options.specs:
         with tempfile.TemporaryDirectory() as folder:
             at = [options.epochs * stage for stage in range(len(options.ranks) + 1)]
-            losses = run(options, spec, options.ranks[0], 0, at[-1], folder, "whole")
+            whole = {ranks: run(options, spec, ranks, 0, at[-1], folder, "whole") for ranks in dict.fromkeys(options.ranks)}
+            first, *others = whole
             for stage, ranks in enumerate(options.ranks):
                 found = run(options, spec, ranks, *at[stage : stage + 2], folder, "parts")
-                for epoch, (loss, whole) in enumerate(zip(found, losses[at[stage] :]), at[stage] + 1):
-                    difference = f"{100 * (loss / whole - 1):+.2f} %"
-                    print(f"{spec}: epoch {epoch}, {ranks} ranks: test loss {loss:.4f}, uninterrupted {whole:.4f} ({difference})", flush=True)
+                for epoch, loss in enumerate(found, at[stage]):
+                    expected = whole[first][epoch]
+                    beside = "".join(f"; uninterrupted at {other}: {percent(whole[other][epoch], expected)}" for other in others)
+                    print(
+                        f"{spec}: epoch {epoch + 1}, {ranks} ranks: test loss {loss:.4f}, uninterrupted at {first} {expected:.4f} "
+                        f"({percent(loss, expected)}{beside})", flush=True,
+                    )
+
+
+def percent(loss, expected):
+    return f"{100 * (loss / expected - 1):+.2f} %"
 
 
 def run(options, spec, ranks, first, end, folder, name):

@@ -1,27 +1,35 @@
 #!/usr/bin/env python3
-"""A long training with a fault every so often: a gradient of NaN, a step that is not used, one that is given up, saving and loading.
+"""A long elastic job with a fault every so often: a gradient of NaN, a step that is not used, one that is given up, saving and loading, other hosts.
 
-    .venv/bin/horovodrun -np 2 .venv/bin/python benchmarks/soak.py [--steps 10000] [--every 200] [SPEC ...]
+    .venv/bin/python benchmarks/soak.py [--steps 10000] [--every 200] [SPEC ...]
 
-Gradients are random numbers of a known seed, and the learning rate is 1, so what must come out is known: for every tensor, what parameters have
-moved, and the mean of what ranks still keep, are the mean of all gradients that counted. Replicas are identical, and memory, which is looked at after
-a tenth of the steps and at the end, has grown by less than 1 %. Exits with 1 where that is not so. Prints one line for each spec.
+It begins on 2 ranks and goes on with 1 to 3, as hosts come and go. Gradients are random numbers of a known seed, and the learning rate is 1, so what
+must come out is known: for every tensor, what parameters have moved, and the mean of what ranks still keep, are the mean of all gradients that
+counted. Replicas are identical, and memory of the rank that is there all the time, which is looked at after a tenth of the steps and each fault, and
+at the end, has grown by less than 1 %. Exits with 1 where that is not so. Each spec is a job of its own.
 """
 import argparse
 import contextlib
 import gc
 import io
+import os
+import pathlib
 import random
+import subprocess
 import sys
+import tempfile
+import time
 
 import horovod.torch as hvd
 import torch
 from torch import nn
 
 import horovod_compress.torch as hvdc
+from horovod_compress.compressors import get_compressor
 
 DEFAULT = ["dgc:ratio=0.01", "topk:ratio=0.01", "adacomp", "powersgd:rank=2"]
-RESIDUALS = ("residual", "v", "r")
+SETS = (("localhost", "127.0.0.1"), ("localhost",), ("localhost", "127.0.0.1", "127.1"), ("localhost", "127.1"))  # of hosts, a rank on each, in turn
+LAUNCHER = "--gloo -np 2 --min-np 1 --max-np 3 --network-interfaces lo --host-discovery-script"
 LARGEST = {"moved": 1e-4, "memory": 0.01}  # relative: of float32 sums over all steps, and of the process
 
 
@@ -32,23 +40,23 @@ class Fault(Exception):
 class Soak:
     """A model without a loss: the gradient of each parameter is a random array of this step and rank."""
 
-    def __init__(self, spec, seed):
-        self.spec, self.seed = spec, seed
+    def __init__(self, spec, seed, hosts):
+        self.spec, self.seed, self.hosts = spec, seed, hosts
         self.model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 64))
         self.params = list(self.model.parameters())
         with torch.no_grad():
             [p.zero_() for p in self.params]
-        self.total = [torch.zeros(p.shape, dtype=torch.float64) for p in self.params]
-        self.start()
-
-    def start(self):
-        """Optimizer and compression, as at the start of a process."""
         optimizer = torch.optim.SGD(self.params, lr=1.0)
-        self.compression = hvdc.Compression.from_spec(self.spec, optimizer, self.model.named_parameters(), discardable=True)
+        self.compression = hvdc.Compression.from_spec(spec, optimizer, self.model.named_parameters(), discardable=True)
         self.optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=self.model.named_parameters(), compression=self.compression)
+        total = [torch.zeros(p.shape, dtype=torch.float64) for p in self.params]  # of the means of gradients over ranks
+        trained = {"model": self.model, "optimizer": self.optimizer, "compression": self.compression}
+        self.state = hvd.elastic.TorchState(**trained, total=total, step=0, faults=0)
 
-    def gradients(self, step):
-        generator = torch.Generator().manual_seed(1_000_003 * self.seed + 2 * step + hvd.rank())
+    def gradients(self, step, rank=None):
+        """Of this rank, or of another one."""
+        rank = hvd.rank() if rank is None else rank
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + 3 * step + rank)
         return [torch.randn(p.shape, generator=generator) / 256 for p in self.params]
 
     def backward(self, gradients, fails=False):
@@ -59,16 +67,16 @@ class Soak:
             (p * gradient).sum().backward()
 
     def step(self, step):
-        gradients = self.gradients(step)
-        self.backward(gradients)
+        self.backward(self.gradients(step))
         self.optimizer.step()
         self.optimizer.zero_grad()
-        for total, gradient in zip(self.total, gradients):
-            total += gradient
+        for rank in range(hvd.size()):
+            self.state.total = [total + gradient / hvd.size() for total, gradient in zip(self.state.total, self.gradients(step, rank))]
 
-    # -- faults, which come before a step --
+    # -- faults, which come before a step; drawn: random numbers, the same on all ranks --
 
-    def not_finite(self, step, rank):
+    def not_finite(self, step, drawn):
+        rank = drawn.randrange(hvd.size())
         gradients = self.gradients(-step)
         if hvd.rank() == rank:
             gradients[2][3, 5] = float("nan")
@@ -77,18 +85,19 @@ class Soak:
         assert any(not torch.isfinite(p.grad).all() for p in self.params), "a rank does not see the other's NaN"
         self.optimizer.zero_grad()
 
-    def skipped(self, step, rank):
+    def skipped(self, step, drawn):
         self.backward(self.gradients(-step))
         self.optimizer.synchronize()
         self.optimizer.zero_grad()
 
-    def abandoned(self, step, rank):
+    def abandoned(self, step, drawn):
+        rank = drawn.randrange(hvd.size())
         with contextlib.suppress(Fault):
             self.backward(self.gradients(-step), fails=hvd.rank() == rank)
         self.optimizer.synchronize()
         self.optimizer.zero_grad()
 
-    def given_up(self, step, rank):
+    def given_up(self, step, drawn):
         self.backward(self.gradients(-step))
         with contextlib.suppress(AssertionError):  # Horovod's: gradients were computed once more, before step()
             self.backward(self.gradients(-step))
@@ -99,7 +108,7 @@ class Soak:
         else:
             raise AssertionError("a step whose gradients were changed has not failed")
 
-    def saved_and_loaded(self, step, rank):
+    def saved_and_loaded(self, step, drawn):
         file = io.BytesIO()
         torch.save([self.model.state_dict(), self.optimizer.state_dict(), self.compression.state_dict()], file)
         states = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
@@ -115,22 +124,40 @@ class Soak:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    FAULTS = (not_finite, skipped, abandoned, given_up, saved_and_loaded)
+    def other_hosts(self, step, drawn):
+        """The next ones. Ends when Horovod interrupts training."""
+        if hvd.rank() == 0:
+            write_hosts(self.hosts, SETS[(SETS.index(read_hosts(self.hosts)) + 1) % len(SETS)])
+        while True:
+            self.state.commit()
+            time.sleep(0.05)
+
+    FAULTS = (not_finite, other_hosts, skipped, other_hosts, abandoned, other_hosts, given_up, other_hosts, saved_and_loaded)  # first in this order
 
     # -- what must be so --
 
     def worst(self):
         """The largest difference of what has moved, and is kept, from the mean of all gradients, relative to the largest of those."""
-        tensors, worst = self.compression.state_dict()["tensors"], 0.0
-        for (name, p), total in zip(self.model.named_parameters(), self.total):
-            kept = next((array for key, array in tensors[name].items() if key in RESIDUALS), torch.zeros(p.numel()))
-            owed = hvd.allreduce(total.flatten() - kept.double().flatten(), name=f"owed {name}")
+        tensors, worst, accumulator = self.compression.state_dict()["tensors"], 0.0, get_compressor(self.spec).accumulator
+        for (name, p), total in zip(self.model.named_parameters(), self.state.total):
+            kept = tensors[name].get(accumulator, torch.zeros(p.numel()))
+            owed = total.flatten() - hvd.allreduce(kept.double(), name=f"kept {name}")
             worst = max(worst, ((-p.detach().double().flatten() - owed).abs().max() / owed.abs().max()).item())
         return worst
 
     def identical(self):
         mine = torch.cat([p.detach().flatten() for p in self.params])
         return bool((hvd.allgather(mine[None], name="replicas") == mine).all())
+
+
+def read_hosts(file):
+    return tuple(line.split(":")[0] for line in file.read_text().splitlines())
+
+
+def write_hosts(file, hosts):
+    new = file.with_suffix(".new")
+    new.write_text("".join(f"{host}:1\n" for host in hosts))
+    os.replace(new, file)
 
 
 def memory():
@@ -140,20 +167,50 @@ def memory():
         return int(statm.read().split()[1]) * 4096
 
 
-def soak(spec, steps, every, seed, tell):
-    """(faults, worst difference, growth of memory, whether replicas are identical)"""
-    run, drawn, faults, early = Soak(spec, seed), random.Random(seed), 0, 0
-    for step in range(1, steps + 1):
-        if step % every == 0:
-            fault = Soak.FAULTS[faults % len(Soak.FAULTS)] if faults < len(Soak.FAULTS) else drawn.choice(Soak.FAULTS)
-            fault(run, step, drawn.randrange(hvd.size()))
-            faults += 1
-        run.step(step)
-        if step == max(steps // 10, len(Soak.FAULTS) * every):
-            early = memory()
-        tell(step)
-    growth = memory() / early - 1 if early else 0.0
-    return faults, run.worst(), growth, run.identical()
+def soak(spec, steps, every, seed, hosts):
+    """One rank's part. Whether all is as it must be, where this rank has seen the whole job."""
+    hvd.init()
+    torch.set_num_threads(1)
+    run, measured = Soak(spec, seed, hosts), {}
+    early = max(steps // 10, (len(Soak.FAULTS) + 1) * every)  # When ranks come or go for the first times, Horovod takes more memory.
+
+    @hvdc.elastic.run
+    def train(state):
+        expected = len(read_hosts(hosts))
+        assert hvd.size() == expected, f"{hvd.size()} ranks, and {expected} hosts: a rank has died"
+        while state.step < steps:
+            number = state.step // every
+            if state.faults < number:
+                state.faults = number  # before the fault, which may interrupt training
+                drawn = random.Random(f"{seed} {number}")  # the same on ranks that have just come
+                fault = Soak.FAULTS[number - 1] if number <= len(Soak.FAULTS) else drawn.choice(Soak.FAULTS)
+                fault(run, state.step, drawn)
+            run.step(state.step)
+            state.step += 1
+            if state.step == early:
+                measured["early"] = memory()
+        measured["growth"] = memory() / measured["early"] - 1 if "early" in measured else 0.0
+
+    train(run.state)
+    worst, identical, growth = run.worst(), run.identical(), measured["growth"]
+    fine = worst <= LARGEST["moved"] and growth <= LARGEST["memory"] and identical
+    if hvd.rank() == 0:
+        print(
+            f"{spec}: {steps} steps, {run.state.faults} faults: off by {worst:.1e}, memory {growth:+.2%}, "
+            f"replicas {'identical' if identical else 'differ'}{'' if fine else ': FAILED'}", flush=True,
+        )
+    return fine
+
+
+def start(spec, arguments):
+    """Runs the job of one spec, and returns whether all was as it must be."""
+    with tempfile.TemporaryDirectory() as folder:
+        hosts, discover = pathlib.Path(folder, "hosts"), pathlib.Path(folder, "discover")
+        write_hosts(hosts, SETS[0])
+        discover.write_text(f"#!/bin/sh\ncat {hosts}\n")
+        discover.chmod(0o755)
+        launcher = [pathlib.Path(sys.executable).with_name("horovodrun"), *LAUNCHER.split(), discover]
+        return not subprocess.run([*launcher, sys.executable, __file__, *arguments, "--hosts", hosts, spec]).returncode
 
 
 def main():
@@ -162,28 +219,13 @@ def main():
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--every", type=int, default=200, help="steps from one fault to the next")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hosts", type=pathlib.Path, help=argparse.SUPPRESS)  # on ranks: the file of the hosts that are there
     options = parser.parse_args()
-    hvd.init()
-    torch.set_num_threads(1)
-    good = True
-    for spec in options.specs:
-        with contextlib.ExitStack() as stack:
-            tell = lambda step: None  # noqa: E731
-            if hvd.rank() == 0 and sys.stderr.isatty():
-                from rich.console import Console
-                from rich.progress import Progress
-
-                progress = stack.enter_context(Progress(console=Console(stderr=True)))
-                task = progress.add_task(spec, total=options.steps)
-                tell = lambda step: progress.update(task, completed=step)  # noqa: E731
-            faults, worst, growth, identical = soak(spec, options.steps, options.every, options.seed, tell)
-        fine = worst <= LARGEST["moved"] and growth <= LARGEST["memory"] and identical
-        good = good and fine
-        print(
-            f"rank {hvd.rank()}: {spec}: {options.steps} steps, {faults} faults: off by {worst:.1e}, memory {growth:+.2%}, "
-            f"replicas {'identical' if identical else 'differ'}{'' if fine else ': FAILED'}", flush=True,
-        )
-    sys.exit(not good)
+    if options.hosts:
+        sys.exit(not soak(*options.specs, options.steps, options.every, options.seed, options.hosts))
+    numbers = {"--steps": options.steps, "--every": options.every, "--seed": options.seed}
+    arguments = [str(each) for pair in numbers.items() for each in pair]
+    sys.exit(not all([start(spec, arguments) for spec in options.specs]))
 
 
 if __name__ == "__main__":

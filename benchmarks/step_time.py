@@ -44,6 +44,10 @@ def tiled(recorded, shapes):
     return steps
 
 
+def shapes_of(model):
+    return MODELS[model]() if model in MODELS else {f"t{i}": (250, 100) for i in range(1000)}
+
+
 def worker(options):
     import horovod.torch as hvd
     import torch
@@ -52,7 +56,7 @@ def worker(options):
 
     hvd.init()
     torch.set_num_threads(1)
-    shapes = MODELS[options.model]() if options.model in MODELS else {f"t{i}": (250, 100) for i in range(1000)}
+    shapes = shapes_of(options.model)
     if options.gradients:
         recorded = load_gradients(f"{options.gradients}.{hvd.rank()}.npz")
         steps = tiled(recorded[: WARMUP + options.steps], shapes)

@@ -50,12 +50,11 @@ def main():
     images, labels = (part[: options.images][hvd.rank() :: hvd.size()] for part in data["train"])
     model = network(images.shape[-1])
 
-    sgd = keras.optimizers.SGD(options.lr, momentum=0.9)
     compression = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(options.compression)
     ours = compression is None
     if ours:
-        compression = hvdc.Compression.from_spec(options.compression, sgd)
-    optimizer = hvd.DistributedOptimizer(sgd, compression=compression)
+        compression = hvdc.Compression.from_spec(options.compression)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(options.lr, momentum=0.9), compression=compression)
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
 
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]

@@ -45,11 +45,9 @@ class Binding(ABC):
             )
         if self._process_set.process_set_id is None:
             raise ValueError("this process set is not registered: pass it to hvd.init() or hvd.add_process_set() first")
-        everyone = self._process_set.process_set_id == 0
-        if is_elastic() and not everyone:
+        if is_elastic() and self._process_set.process_set_id != 0:
             raise ValueError("in an elastic job Horovod forgets process sets whenever ranks come or go: leave process_set out")
-        ranks = () if everyone else tuple(self._process_set.ranks or ())
-        self._label = f"hvdc.{self._process_set.process_set_id}.{next(_numbers[ranks])}"
+        self._label = f"hvdc.{self._process_set.process_set_id}"  # which names of collectives begin with
         self._agreed = False
 
     _compressor: Compressor
@@ -58,6 +56,11 @@ class Binding(ABC):
     _exchange: Driver  # what drives the steps
     _elastic: bool  # whether ranks may come and go
     _synced: bool  # whether an elastic state has this compression, where ranks may come and go
+
+    def _number(self) -> None:
+        """Gives this compression the next number, which is part of its collectives' names. All ranks of the process set call it alike."""
+        ranks = () if self._process_set.process_set_id == 0 else tuple(self._process_set.ranks or ())
+        self._label += f".{next(_numbers[ranks])}"
 
     def _rank_and_size(self) -> Tuple[int, int]:
         """This rank and the number of ranks in the process set; a rank that compresses nothing counts as the only one."""

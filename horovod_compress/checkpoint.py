@@ -4,6 +4,7 @@ from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Protocol
 
 import numpy as np
 
+from .compressors.base import OWED, zeros
 from .handshake import Gathering, agree, first_difference, gather
 from .step import Tensor
 
@@ -38,7 +39,8 @@ def saved(identity: Dict[str, Any], tensors: Iterable[Tensor], step: Any, into: 
 
     def copied(tensor: Tensor) -> Dict[str, np.ndarray]:
         memory = into["tensors"].get(tensor.name, {}) if into else {}
-        return {key: np.divide(array, _unit(tensor, key), out=memory.get(key)) for key, array in tensor.state.arrays.items()}
+        again = {key: a for key, a in memory.items() if key in tensor.state.arrays and a.shape == tensor.state.arrays[key].shape}
+        return {key: np.divide(array, _unit(tensor, key), out=again.get(key)) for key, array in tensor.state.arrays.items()}
 
     return {
         "format": _FORMAT,
@@ -102,10 +104,24 @@ def checked(state: Any, identity: Dict[str, Any], wrong_step: Callable[[Any], Di
 def restore(tensors: Iterable[Tensor], arrays: Arrays) -> None:
     """Copies a state's arrays into the tensors', under the loss scale that these have. ValueError, and nothing changed, where they do not fit."""
     tensors = list(tensors)
-    refuse(first_difference(_layout({t.name: t.state.arrays for t in tensors}), _layout(arrays)))
+    expected = _layout({t.name: {key: array for key, array in t.state.arrays.items() if key != OWED} for t in tensors})
+    owing = {t.name: t.numel for t in tensors if OWED in arrays.get(t.name, ())}
+    for name, numel in owing.items():
+        expected[name][OWED] = f"float32 of {(numel,)}"
+    refuse(first_difference(expected, _layout(arrays)))
     for tensor in tensors:
+        tensor.state.arrays.pop(OWED, None)
+        if tensor.name in owing:
+            tensor.state.arrays[OWED] = zeros(tensor.numel)
         for key, array in tensor.state.arrays.items():
             np.multiply(arrays[tensor.name][key], _unit(tensor, key), out=array)
+
+
+def steps_of(state: Any) -> int:
+    """The number of steps that training had taken, of a state_dict or of the list of all ranks'. ValueError for what is none."""
+    steps = read(state[0] if isinstance(state, (list, tuple)) and state else state).header["step"]
+    refuse(wrong_count("step", steps))
+    return int(steps)
 
 
 def wrong_count(where: str, number: Any) -> Difference:
@@ -176,7 +192,7 @@ def _said_by_all(state: Saved) -> Dict[str, Any]:
 
 def _unit(tensor: Tensor, key: str) -> np.float32:
     """What a 1 in this array stands as, under the loss scale."""
-    return np.float32(tensor.unit ** tensor.compressor.kept[key].degree)
+    return np.float32(tensor.unit ** tensor.kept(key).degree)
 
 
 def _wrong_dense_until(until: Any) -> Difference:

@@ -6,7 +6,7 @@ import logging
 import math
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, Collection, Dict, List, Optional
+from typing import Any, Collection, Dict, List, Optional, Tuple
 
 import numpy as np
 
@@ -174,6 +174,25 @@ class Driver(ABC):
         self._now = dataclasses.replace(self._now, rank=rank, size=size)
         for tensor in self._tensors.values():
             tensor.declared, tensor.checked = tensor.compressor.collectives(size), False
+
+    def switch(self, compressor: Compressor, tensors: Dict[str, Tuple[tuple, Compressor]], gains: Dict[str, float]) -> None:
+        """From the next step on, tensors are compressed as {name: (shape, compressor)} says, the compressor being `compressor` or a variant. What was
+        kept goes on: in the state, or where that has no place for it, densely in the next step that succeeds. gains: by name, what the host will make
+        of a result over what it made of one, where that is not 1. ValueError, and nothing changed, where compressors do not suit. The last step
+        can no longer be discarded."""
+        self.arrays()
+        before = self.compressor, self._tensors, self._model
+        self.compressor, self._tensors, self._model = compressor, {}, Model()
+        try:
+            for name, (shape, variant) in tensors.items():
+                self._add(name, shape, variant)
+        except BaseException:
+            self.compressor, self._tensors, self._model = before
+            raise
+        for name, tensor in self._tensors.items():
+            tensor.take_over(before[1][name], gains.get(name, 1.0))
+        self._now = dataclasses.replace(self._now, clip_norm=compressor.clip_norm)
+        self._latest, self._dense_was_logged = Transaction(), False
 
     @property
     def keeps_state(self) -> bool:

@@ -221,8 +221,13 @@ class Exchange(Driver):
         tensor = self._tensors[name]
         tensor.compressor = dataclasses.replace(tensor.compressor, **options)
 
-    def _steps_taken(self) -> int:
+    @property
+    def steps_taken(self) -> int:
+        """The number of steps that have ended since training began."""
         return self._now.index
+
+    def _steps_taken(self) -> int:
+        return self.steps_taken
 
     def _wrong_steps(self, steps: Any) -> checkpoint.Difference:
         return checkpoint.wrong_count("step", steps)

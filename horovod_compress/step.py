@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Generator, Optional, Sequence, Tuple, Un
 import numpy as np
 
 from . import wire
-from .compressors.base import Compressor, State, Step
+from .compressors.base import LOCAL, OWED, Compressor, Kept, State, Step
 from .handshake import MismatchError, error_of_joined
 from .kernels import Encoded
 from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Collective, Exchanged, Final, HostReduce, Outcome, Payload, StepNorm, TensorStep
@@ -64,14 +64,16 @@ class Tensor:
     def keep(self) -> None:
         """Copies the state before a step."""
         self.compressor.apply_pending(self.state)
-        for key, array in self.state.arrays.items():
+        arrays = self.state.arrays
+        for key, array in arrays.items():
             np.copyto(self.before_step.setdefault(key, np.empty_like(array)), array)
+        self.before_step = {key: self.before_step[key] for key in arrays}
 
     def put_back(self) -> None:
         """Makes the state what `keep` copied, if anything."""
         self.compressor.apply_pending(self.state)
         for key, array in self.before_step.items():
-            np.copyto(self.state.arrays[key], array)
+            np.copyto(self.state.arrays.setdefault(key, np.empty_like(array)), array)
 
     def rescale(self, unit: float) -> None:
         """Between steps: the gradients to come are times `unit`, and so will be what is kept of earlier ones."""
@@ -79,7 +81,27 @@ class Tensor:
         factor, self.unit = unit / self.unit, unit
         for arrays in (self.state.arrays, self.before_step):
             for key, array in arrays.items():
-                array *= np.float32(factor ** self.compressor.kept[key].degree)
+                array *= np.float32(factor ** self.kept(key).degree)
+
+    def kept(self, key: str) -> Kept:
+        """What an array of the state is."""
+        return LOCAL if key == OWED else self.compressor.kept[key]
+
+    def take_over(self, earlier: "Tensor", gain: float) -> None:
+        """Goes on from what this tensor kept under another compressor, which is up to date. gain: what the host makes of a result now, over what it
+        made of one then."""
+        self.unit, self.counters, state = earlier.unit, earlier.counters, self.state
+        state.overflows, arrays = earlier.state.overflows, dict(earlier.state.arrays)
+        left = arrays.pop(OWED, None)
+        shapes = [{key: array.shape for key, array in each.items()} for each in (arrays, state.arrays)]
+        if type(earlier.compressor) is type(self.compressor) and shapes[0] == shapes[1] and gain == 1:
+            state.arrays.update(arrays if left is None else {**arrays, OWED: left})
+            return
+        found = [each for each in (earlier.compressor.owed(earlier.state), left) if each is not None]
+        if found:
+            owed = np.float32(1 / gain) * np.sum(found, axis=0)
+            if not self.compressor.take_over(owed, state):
+                state.arrays[OWED] = owed
 
     def goes_dense(self, step: Step) -> bool:
         """Whether gathering this step's payloads would bring a rank more than a ring allreduce of the tensor does: by what the
@@ -105,7 +127,12 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
             squared_norm, handed_over = yield StepNorm(grad, one)
             step = dataclasses.replace(step, scale=_clipping(step, squared_norm))
             carrier = one if handed_over else None
-        encoded = (compressor.encode_dense if dense else compressor.encode)(grad, state, step)
+        owed = state.arrays.get(OWED)
+        if owed is not None:
+            grad *= np.float32(step.scale)
+            grad += owed
+            step = dataclasses.replace(step, scale=1.0)
+        encoded = (compressor.encode_dense if dense or owed is not None else compressor.encode)(grad, state, step)
         if carrier is None:
             carrier = encoded if isinstance(encoded, HostReduce) else tensor.one()
             yield carrier
@@ -123,7 +150,9 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
         succeeded = True
     finally:
         compressor.end_step(state, succeeded)
-        if not succeeded:
+        if succeeded:
+            state.arrays.pop(OWED, None)
+        else:
             tensor.put_back()
 
 

@@ -79,6 +79,7 @@ class Kept(NamedTuple):
 
 
 LOCAL, SHARED = Kept("local"), Kept("shared")
+OWED = "owed"  # an array of any tensor's state, from a change of compressors to the next step that succeeds, which sends it densely; LOCAL
 
 
 class Undo(NamedTuple):
@@ -230,6 +231,19 @@ class Compressor(ABC):
     def residual(self, state: State) -> Optional[np.ndarray]:
         """The residual, up to date only after `apply_pending`; None where the algorithm keeps none."""
         return state.arrays.get(self.accumulator)
+
+    def owed(self, state: State) -> Optional[np.ndarray]:
+        """What results are still to bring of earlier gradients, up to date only after `apply_pending`; None where that is nothing."""
+        return self.residual(state)
+
+    def take_over(self, owed: np.ndarray, state: State) -> bool:
+        """Has the results to come bring this, too, which another compressor owed. Returns whether there is a place for it in the state, alike on
+        all ranks."""
+        residual = self.residual(state)
+        if residual is None:
+            return False
+        residual += owed
+        return True
 
     def end_step(self, state: State, succeeded: bool) -> None:
         """Ends the open step: by `commit` or `rollback`, or after a dense step that succeeded by `forget_sent`."""

@@ -80,9 +80,28 @@ class DGC(TopK):
     def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
         return self.select(grad, state, step, self.m, bool(self.nesterov), self.masking)
 
+    def owed(self, state: State) -> np.ndarray:
+        u, v = state.arrays.get("u"), state.arrays["v"]
+        return v if u is None else v + np.float32(_to_come(self.m)) * u
+
+    def take_over(self, owed: np.ndarray, state: State) -> bool:
+        u, v = state.arrays.get("u"), state.arrays["v"]
+        if u is None or self.m == 1:
+            v += owed
+            return True
+        late = np.float32(1 - self.m) * owed  # as a gradient that comes now
+        u += np.float32(self.m if self.nesterov else 1) * late
+        v += np.float32(1 + self.m if self.nesterov else 1) * late
+        return True
+
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         u, v = state.arrays.get("u"), state.arrays["v"]
         return kernels.of(grad).add_to_residual(grad, u, v, momentum=self.m, nesterov=bool(self.nesterov), scale=step.scale)[1]
+
+
+def _to_come(m: float) -> float:
+    """What later steps bring of a u of 1 where no gradients follow: m + m² + …"""
+    return 0.0 if m == 1 else m / (1 - m)
 
 
 @dataclasses.dataclass
@@ -111,6 +130,10 @@ class DenseMomentum(NoCompression):
 
     def init(self, name: str, shape: Tuple[int, ...]) -> DenseMomentumState:
         return DenseMomentumState(name, {"u": zeros(math.prod(shape))} if self.momentum else {})
+
+    def owed(self, state: State) -> Optional[np.ndarray]:
+        u = state.arrays.get("u")
+        return None if u is None else np.float32(_to_come(self.momentum) * (self.momentum if self.nesterov else 1)) * u  # u: SGD's buffer
 
     def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: DenseMomentumState, scale: float) -> bool:
         finite = super().decode_dense(reduced, out, state, scale)

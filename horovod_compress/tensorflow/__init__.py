@@ -3,27 +3,34 @@
     import horovod.tensorflow.keras as hvd
     import horovod_compress.tensorflow as hvdc
 
-    compression = hvdc.Compression.dgc(optimizer, ratio=0.001)
-    optimizer = hvd.DistributedOptimizer(optimizer, compression=compression)
+    optimizer = hvd.DistributedOptimizer(optimizer, compression=hvdc.Compression.dgc(ratio=0.001))
 """
-from typing import Any
+from typing import Any, Union
 
 from ..binding import Algorithms
+from ..compressors import get_compressor
 from . import elastic
 from .checkpoint import StateCheckpoint
 from .compression import BoundCompression
+from .unbound import UnboundCompression, compression_of, one_in_all_traces
 
-__all__ = ["BoundCompression", "Compression", "StateCheckpoint", "elastic"]
+__all__ = ["BoundCompression", "Compression", "StateCheckpoint", "UnboundCompression", "compression_of", "elastic"]
 
 
 class Compression(metaclass=Algorithms):
-    """Makes compressions, bound to an optimizer where the algorithm needs it: one method an algorithm, and `from_spec`."""
+    """Makes compressions: one method an algorithm, and `from_spec`."""
 
-    _example = "hvdc.Compression.dgc(optimizer)"
+    _example = "hvdc.Compression.dgc()"
 
     @staticmethod
     def from_spec(
         spec: Any, optimizer: Any = None, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False
-    ) -> BoundCompression:
-        """The compression of a spec, "dgc:ratio=0.001" or {"id": "dgc", "ratio": 0.001}; see `BoundCompression`."""
-        return BoundCompression(spec, optimizer, process_set, grad_scaler, discardable)
+    ) -> Union[BoundCompression, UnboundCompression]:
+        """The compression of a spec, "dgc:ratio=0.001" or {"id": "dgc", "ratio": 0.001}; see `UnboundCompression`, and `BoundCompression` where it is
+        bound to an optimizer here. In a function that is traced it is the same one in every trace."""
+        compressor, others = get_compressor(spec), (process_set, grad_scaler, discardable)
+
+        def make() -> Union[BoundCompression, UnboundCompression]:
+            return UnboundCompression(compressor, *others) if optimizer is None else BoundCompression(compressor, optimizer, *others)
+
+        return one_in_all_traces((compressor, optimizer, *others), make)

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from .compression import BoundCompression
+from .unbound import UnboundCompression
 
 
 class StateCheckpoint(tf.keras.callbacks.Callback):
@@ -26,7 +27,8 @@ class StateCheckpoint(tf.keras.callbacks.Callback):
     """
 
     def __init__(
-        self, compression: BoundCompression, filepath: Union[str, os.PathLike], restore: Union[str, os.PathLike, None] = None, portable: bool = False
+        self, compression: Union[BoundCompression, UnboundCompression], filepath: Union[str, os.PathLike],
+        restore: Union[str, os.PathLike, None] = None, portable: bool = False,
     ) -> None:
         super().__init__()
         self._compression, self._filepath, self._restore, self._portable = compression, os.fspath(filepath), restore, portable

@@ -13,13 +13,14 @@ from tensorflow.python.ops import control_flow_util
 
 from .. import checkpoint, kernels
 from ..binding import REFUSED_ALONE, Binding, is_elastic, momentum_of, requested_compressor, warn_once
+from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..handshake import agree
 from ..requests import Collective
 from ..transport.base import ProcessSetRanks
 from .exchange import GraphExchange, Message, Saved
-from .horovod_internals import loss_scaler, traced
-from .optimizer import SGD, before_applying, check, is_plain_sgd, learning_rate_of, take_over_momentum, watch_passes
+from .horovod_internals import loss_scaler, reduction_of
+from .optimizer import SGD, before_applying, check, is_plain_sgd, learning_rate_of, options_of, take_over_momentum, watch_passes
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 _SUM = Collective("allreduce", "int64", "sum")
@@ -92,7 +93,7 @@ class BoundCompression(Binding):
 
     spec: as for horovod_compress.get_compressor.
     optimizer: the Keras optimizer, new or legacy, that will be wrapped, or that applies what a tape brings. An SGD's momentum
-        and Nesterov are taken over by algorithms that correct momentum (dgc). None where the algorithm needs nothing from it.
+        and Nesterov are taken over by algorithms that correct momentum (dgc). None: `bind` follows, before the first gradient.
     process_set: the one that Horovod's optimizer or tape gets; default: all ranks.
     grad_scaler: a LossScaleOptimizer that scales the loss of which a tape has the gradients: what is kept of gradients then follows its
         scale. Implies discardable. Where it wraps Horovod's optimizer it is found without being given.
@@ -118,32 +119,48 @@ class BoundCompression(Binding):
             )
         if optimizer is not None:
             check(optimizer)
-        if grad_scaler is not None and not isinstance(grad_scaler, tf.keras.mixed_precision.LossScaleOptimizer):
-            raise TypeError(f"grad_scaler must be a tf.keras.mixed_precision.LossScaleOptimizer, not {grad_scaler!r}")
+        check_scaler(grad_scaler)
         self._grad_scaler = grad_scaler
-        compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
-        if self._elastic:
-            _check_elastic(compressor, optimizer)
-        self._microbatches = _checked_moments(compressor, optimizer) == "microbatch"
         self._transport = _Eager(self._process_set)
-        self._optimizer = optimizer  # where a tape serves it; Horovod makes one of its own from it
+        self._optimizer: Any = None  # the bound one; where a tape brings gradients, the one that applies them
         self._momentum_class: Optional[Type] = None  # the class of optimizers that leave momentum to this compression
-        self._served: Any = None  # Horovod's optimizer, where it is one of those
+        self._elastic_class: Optional[Type] = None  # the class of optimizers that a rank alone has its gradients changed by
+        self._served: Any = None  # Horovod's optimizer, where it leaves momentum to this compression
         self._variables: Dict[Any, _Variable] = {}  # by key, see `_identified`
         self._call = _Call([], None, [], [], [])  # of the function that is being traced
         self._saved: Optional[Dict[str, Saved]] = None  # where a state was loaded: of variables that are not known yet
         self._numbers: Dict[str, int] = {}  # of variables, by name
-        self._compressor = self._take_over(compressor) if compressor.corrects_momentum and optimizer is not None else compressor
+        self._compressor = get_compressor(spec)
         self._exchange: GraphExchange = GraphExchange(
             self._compressor, *self._rank_and_size(), self._label, discardable or grad_scaler is not None, dense_alone=self._elastic
         )
+        if optimizer is not None:
+            self.bind(optimizer)
+
+    def bind(self, optimizer: Any) -> None:
+        """Decides what depends on the optimizer, and takes over what it leaves to this compression. Once, before the first gradient; also of
+        Horovod's own optimizer. None: nobody knows the optimizer, and ValueError where it is needed."""
+        compressor = requested_compressor(self._compressor, optimizer, is_plain_sgd(optimizer))
+        if self._elastic:
+            _check_elastic(compressor, optimizer)
+        self._microbatches = checked_moments(compressor, optimizer) == "microbatch"
+        self._optimizer = optimizer
+        self._compressor = self._take_over(compressor) if compressor.corrects_momentum and optimizer is not None else compressor
+        self._exchange.compressor = self._compressor
         if self._microbatches and self._active:
             watch_passes(optimizer, self._observe)
-        self._elastic_class = before_applying(optimizer, self._send_alone) if self._elastic else None
+        if self._elastic:
+            self._elastic_class = before_applying(optimizer, self._send_alone)
+        self._number()
+        self._agreed = False
+
+    def serves(self, variables: Iterable[Any]) -> bool:
+        """Whether some of these are known."""
+        return any(isinstance(variable, tf.Variable) and variable.ref() in self._variables for variable in variables)
 
     def _take_over(self, compressor: Any) -> Compressor:
         """The compressor with the optimizer's momentum, which the optimizer leaves to it from now on."""
-        momentum, nesterov = momentum_of(compressor, self._optimizer.get_config()) if isinstance(self._optimizer, SGD) else (0.0, False)
+        momentum, nesterov = momentum_of(compressor, options_of(self._optimizer)) if isinstance(self._optimizer, SGD) else (0.0, False)
         if momentum and self._active:
             covers = lambda variable: variable.ref() in self._variables  # noqa: E731
             self._momentum_class = take_over_momentum(self._optimizer, compressor.id, momentum, nesterov, covers)
@@ -162,7 +179,7 @@ class BoundCompression(Binding):
         if i is None:
             self._call = self._new_call(tensor)
             i = self._call.claim(tensor)
-            assert i is not None  # `traced` found it
+            assert i is not None  # `reduction_of` found it
         call, (_, variable) = self._call, self._call.variables[i]
         if self._travels_as_it_is(variable):
             # It is reshaped because `_begin` may refuse the step: a control dependency would stay outside of the branch that reduces.
@@ -197,7 +214,7 @@ class BoundCompression(Binding):
 
     def _new_call(self, tensor: Any) -> _Call:
         """The next call of the function that is being traced, for all gradients that Horovod compresses with this one."""
-        grads, sources, factor, optimizer = traced(tensor)
+        grads, sources, factor, _, optimizer = reduction_of(tensor)
         if self._momentum_class and optimizer and not isinstance(optimizer, self._momentum_class):
             raise ValueError(
                 "this compression has taken over the momentum of another optimizer than the one it serves, which would apply its own besides: "
@@ -477,7 +494,13 @@ def _check_elastic_scale(scaler: Any) -> None:
         )
 
 
-def _checked_moments(compressor: Any, optimizer: Any) -> Optional[str]:
+def check_scaler(scaler: Any) -> None:
+    """TypeError for what is neither a LossScaleOptimizer nor None."""
+    if scaler is not None and not isinstance(scaler, tf.keras.mixed_precision.LossScaleOptimizer):
+        raise TypeError(f"grad_scaler must be a tf.keras.mixed_precision.LossScaleOptimizer, not {scaler!r}")
+
+
+def checked_moments(compressor: Any, optimizer: Any) -> Optional[str]:
     """The option `moments` of algorithms that have it. Raises ValueError for options that TensorFlow cannot serve."""
     moments = getattr(compressor, "moments", None)
     if getattr(compressor, "transport", "horovod") != "horovod":

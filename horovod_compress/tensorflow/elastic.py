@@ -1,6 +1,6 @@
 """Elastic jobs, in which ranks come and go: nothing that ranks have not sent yet is lost. See `horovod_compress.elastic`.
 
-    compression = hvdc.Compression.dgc(optimizer)
+    compression = hvdc.Compression.dgc()
     model.compile(hvd.DistributedOptimizer(optimizer, compression=compression), loss)
     state = hvdc.elastic.TensorFlowKerasState(model, compression=compression, epoch=0, batch=0)
 
@@ -10,7 +10,7 @@
 Functions that were traced stay in use: Horovod's operations look at the number of ranks whenever they run, and so do those of a compression.
 """
 import functools
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Sequence, Union
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -18,15 +18,21 @@ from horovod.common.exceptions import HorovodInternalError
 
 from ..elastic import Kept, evening_out
 from .compression import BoundCompression
-from .optimizer import build
+from .optimizer import build, unwrapped
+from .unbound import UnboundCompression
 
 
 class _Keeping:
     """What the states here add to Horovod's: keywords that are compressions are not broadcast from rank 0, but kept as `Kept` says."""
 
-    def _take(self, keywords: Dict[str, Any]) -> Dict[str, Any]:
-        """Makes attributes of the compressions among the keywords; returns the others."""
-        compressions = {name: value for name, value in keywords.items() if isinstance(value, BoundCompression)}
+    def _take(self, keywords: Dict[str, Any], bind: Callable[[UnboundCompression], BoundCompression]) -> Dict[str, Any]:
+        """Makes attributes of the compressions among the keywords, bound by `bind` where they are not yet; returns the others."""
+
+        def bound(value: Union[BoundCompression, UnboundCompression]) -> BoundCompression:
+            return value if isinstance(value, BoundCompression) else bind(value)
+
+        given = (BoundCompression, UnboundCompression)
+        compressions = {name: bound(value) for name, value in keywords.items() if isinstance(value, given)}
         vars(self).update(compressions)
         self._kept: List[Kept] = [Kept(compression) for compression in compressions.values()]
         return {name: value for name, value in keywords.items() if name not in compressions}
@@ -56,7 +62,7 @@ class TensorFlowKerasState(_Keeping, hvd.elastic.TensorFlowKerasState):
     """
 
     def __init__(self, model: tf.keras.Model, optimizer: Any = None, **keywords: Any) -> None:
-        keywords = self._take(keywords)
+        keywords = self._take(keywords, lambda compression: compression.bind(unwrapped(optimizer or model.optimizer)))
         if model.built:
             build(optimizer or model.optimizer, model.trainable_variables)
         super().__init__(model, optimizer, **keywords)
@@ -73,7 +79,7 @@ class TensorFlowState(_Keeping, hvd.elastic.TensorFlowState):
         if not variables:
             raise ValueError("TensorFlowState needs the variables to keep: those of the model, and of the optimizer after optimizer.build()")
         # Horovod's own broadcasts them here, where ranks that stay do not, and not in `sync`, where they do: new ranks would wait for ever.
-        super().__init__(**self._take(keywords))
+        super().__init__(**self._take(keywords, UnboundCompression.bind_in_reach))
         self.variables = list(variables)
         self._save_model()
 

@@ -1,10 +1,14 @@
-"""All that relies on how Horovod 0.28 is written inside, and nowhere says so: which gradients, of which variables, it reduces, and how."""
+"""All that relies on how Horovod 0.28 and TensorFlow are written inside, and nowhere says so: which gradients, of which variables, are reduced, and
+how; how Horovod's optimizers are made; which function is traced."""
 import functools
-from typing import Any, Callable, Dict, Sequence, Tuple
+import inspect
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, Type
 
 import horovod
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+from tensorflow.python.framework.func_graph import FuncGraph
 
 from ..binding import callers, check_version
 
@@ -12,9 +16,14 @@ check_version(horovod.__version__)
 _FACTORS = ("process_set", "op", "prescale_factor", "postscale_factor")
 
 
+def is_optimizer(value: Any) -> bool:
+    """Whether this is an optimizer of Keras, new or legacy."""
+    return isinstance(value, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer))
+
+
 def is_horovods(optimizer: Any) -> bool:
     """Whether this is what hvd.DistributedOptimizer makes."""
-    return isinstance(optimizer, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)) and hasattr(optimizer, "_allreduce_grads")
+    return is_optimizer(optimizer) and hasattr(optimizer, "_allreduce_grads")
 
 
 def loss_scaler() -> Any:
@@ -29,19 +38,72 @@ def _factor(known: Dict[str, Any]) -> float:
     return known.get("prescale_factor", 1.0) * known.get("postscale_factor", 1.0) * ranks
 
 
-def traced(tensor: Any) -> Tuple[Sequence[Any], Sequence[Any], Callable[[], float], Any]:
-    """(gradients, variables, a function that says what Horovod makes of a 1 on each rank, Horovod's optimizer or None) of the exchange in which
-    this gradient is compressed. Horovod says neither, but has them in reach, in a function that reduces `grads` of `vars` by `op`."""
+class Reduction(NamedTuple):
+    """What Horovod reduces together. factor: says what it makes of a 1 on each rank; optimizer: Horovod's, None for a tape."""
+
+    grads: Sequence[Any]
+    variables: Sequence[Any]
+    factor: Callable[[], float]
+    process_set: Any
+    optimizer: Any
+
+
+def reduction_of(tensor: Any) -> Reduction:
+    """The reduction in which this gradient is compressed. Horovod does not say, but has all of it in reach, in a function that reduces `grads` of
+    `vars` by `op`. ValueError for a tensor that is in none."""
     found = None
     for known in (frame.f_locals for frame in callers()):
         grads, variables = known.get("grads"), known.get("vars")
         if found is None and isinstance(grads, (list, tuple)) and variables is not None and any(grad is tensor for grad in grads):
-            found = grads, variables, functools.partial(_factor, {key: known[key] for key in _FACTORS if key in known})
+            factors = {key: known[key] for key in _FACTORS if key in known}
+            found = Reduction(grads, variables, functools.partial(_factor, factors), known.get("process_set"), None)
         if found and is_horovods(known.get("self")):
-            return *found, known["self"]
+            return found._replace(optimizer=known["self"])
     if found:
-        return *found, None
+        return found
     raise ValueError(
         "this compression is for hvd.DistributedOptimizer and hvd.DistributedGradientTape of Horovod 0.28, which reduce the gradients "
         f"of variables; here comes a tensor of shape {tensor.shape} alone"
     )
+
+
+def compression_given_to(optimizer: Any) -> Any:
+    """What hvd.DistributedOptimizer was given as compression, which lives in a function that it has made; None for optimizers that are not
+    Horovod's."""
+    if not is_horovods(optimizer):
+        return None
+    reduce = getattr(optimizer._allreduce_grads, "python_function", optimizer._allreduce_grads)
+    return inspect.getclosurevars(reduce).nonlocals.get("compression")
+
+
+def in_optimizers_constructor() -> bool:
+    """Whether an optimizer is being made."""
+    return any(frame.f_code.co_name == "__init__" and is_optimizer(frame.f_locals.get("self")) for frame in callers())
+
+
+def momentum_to_restore() -> Optional[float]:
+    """The momentum that a callback of Horovod's has changed for the batch under way (`momentum_correction`) and will restore; None where none has."""
+    lists = (frame.f_locals.get("callbacks") for frame in callers())
+    kept = (getattr(callback, "restore_momentum", None) for given in lists for callback in getattr(given, "callbacks", ()))
+    return next((momentum for momentum in kept if momentum is not None), None)
+
+
+def class_below(optimizer: Any) -> Type:
+    """The class of an optimizer; of Horovod's, which are made one class each, the one that it extends."""
+    return type(optimizer).__mro__[1] if is_horovods(optimizer) else type(optimizer)
+
+
+def change_class_below(optimizer: Any, cls: Type) -> None:
+    """Makes `cls` that class. Horovod's methods ask for the base of the object's own class, so its class stays the last, and is made again."""
+    own: Any = type(optimizer)
+    optimizer.__class__ = type(own)(own.__name__, (cls,), dict(vars(own))) if is_horovods(optimizer) else cls
+
+
+def trace_under_way() -> Tuple[Any, Any]:
+    """(the tf.function that is being traced, the graph that its trace makes), or (None, None)."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None and type(graph) is not FuncGraph:  # in branches and loops
+        graph = getattr(graph, "outer_graph", None)
+    owners = (frame.f_locals.get("self") for frame in callers())
+    function = None if graph is None else next((owner for owner in owners if isinstance(owner, Function)), None)
+    return (None, None) if function is None else (function, graph)

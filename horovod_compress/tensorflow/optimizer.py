@@ -1,11 +1,11 @@
 """What a Keras optimizer does to gradients, and a compression does instead or must see."""
 import logging
-from typing import Any, Callable, Optional, Type
+from typing import Any, Callable, Dict, Optional, Type
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from .horovod_internals import is_horovods
+from .horovod_internals import change_class_below, class_below, is_horovods, is_optimizer, momentum_to_restore
 
 _log = logging.getLogger("horovod_compress")
 SGD = (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)
@@ -13,7 +13,7 @@ SGD = (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)
 
 def check(optimizer: Any) -> None:
     """Raises where an optimizer cannot be bound."""
-    if not isinstance(optimizer, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)):
+    if not is_optimizer(optimizer):
         raise ValueError(f"a compression is bound to a Keras optimizer, or to None; not to an object of {type(optimizer)}")
     if is_horovods(optimizer):
         raise ValueError("bind the compression to the optimizer itself, and wrap that in hvd.DistributedOptimizer afterwards")
@@ -24,9 +24,21 @@ def check(optimizer: Any) -> None:
         )
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer that a LossScaleOptimizer wraps; others as they are."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def options_of(sgd: Any) -> Dict[str, Any]:
+    """The configuration of an SGD, also while a function is traced, with the momentum that the user gave it."""
+    changed = momentum_to_restore()
+    with tf.init_scope():
+        return sgd.get_config() if changed is None else {**sgd.get_config(), "momentum": changed}
+
+
 def is_plain_sgd(optimizer: Any) -> bool:
     """Whether this is an SGD without momentum: what it adds to variables is the learning rate times what a step brings."""
-    return isinstance(optimizer, SGD) and not optimizer.get_config()["momentum"]
+    return isinstance(optimizer, SGD) and not options_of(optimizer)["momentum"]
 
 
 def learning_rate_of(optimizer: Any) -> Any:
@@ -39,15 +51,17 @@ def learning_rate_of(optimizer: Any) -> Any:
 
 
 def take_over_momentum(optimizer: Any, id: str, momentum: float, nesterov: bool, covers: Callable[[Any], bool]) -> Type:
-    """From now on this SGD, and what Horovod makes of it, leaves momentum to the compression: variables that it covers take plain steps with their
-    dense gradients. Its configuration stays the user's, decoupled weight decay stays with it. Returns the class of both."""
+    """From now on this SGD, Horovod's or what Horovod makes of it, leaves momentum to the compression: variables that it covers take plain steps with
+    their dense gradients. Its configuration stays the user's, decoupled weight decay stays with it. Returns the class of both."""
     own: Any = _own_class(optimizer)
     known = next(cls for cls in SGD if issubclass(own, cls))
     method = "update_step" if hasattr(known, "update_step") else "_resource_apply_dense"
     if getattr(own, method) is not getattr(known, method):
         raise ValueError(f"{own.__name__}.{method} is not SGD's own, so its momentum cannot be taken over: bind with momentum=0")
 
-    class PlainSteps(own):
+    base: Any = class_below(optimizer)  # another compression's, where that serves other variables
+
+    class PlainSteps(base):
         def update_step(self, gradient: Any, variable: Any) -> None:
             if isinstance(gradient, tf.IndexedSlices) or not covers(variable):
                 return super().update_step(gradient, variable)
@@ -83,9 +97,9 @@ def watch_passes(optimizer: Any, observe: Callable[[Any], Any]) -> None:
 
 
 def before_applying(optimizer: Any, change: Callable[[Any, Any], Any]) -> Type:
-    """From now on this optimizer, and what Horovod makes of it, applies what change(optimizer, gradients and variables) returns. Returns the class of
-    both."""
-    base: Any = type(optimizer)
+    """From now on this optimizer, Horovod's or what Horovod makes of it, applies what change(optimizer, gradients and variables) returns. Returns the
+    class of both."""
+    base: Any = class_below(optimizer)
 
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         return super(changing, self).apply_gradients(change(self, grads_and_vars), *args, **kwargs)
@@ -102,16 +116,17 @@ def build(optimizer: Any, variables: Any) -> None:
 
 def _own_class(optimizer: Any) -> Type:
     """The class of an optimizer, as it was before an earlier binding changed it."""
-    cls: Any = type(optimizer)
+    cls: Any = class_below(optimizer)
     while "_bound_to_compression" in vars(cls):
         cls = cls.__base__
     return cls
 
 
 def _become(optimizer: Any, cls: Any) -> None:
-    """Changes the class, because Horovod makes its own optimizer from that and the configuration, under its old names, by which Keras saves it."""
+    """Changes the class, because Horovod makes its own optimizer from that and the configuration, or Horovod's base, where it has made its own. Under
+    the old names, by which Keras saves it."""
     base = cls.__base__
     cls._bound_to_compression = True
     for name in ("__name__", "__qualname__", "__module__", "__doc__", *(key for key in vars(base) if key.startswith("_keras_api_names"))):
         setattr(cls, name, getattr(base, name))
-    optimizer.__class__ = cls
+    change_class_below(optimizer, cls)

@@ -7,17 +7,18 @@
         optimizer, named_parameters=model.named_parameters(), compression=hvdc.Compression.dgc(ratio=0.001)
     )
 """
-from typing import Any, Optional, Union
+from typing import Any, Optional, Sequence, Union
 
 import torch
 
 from ..binding import Algorithms
 from . import elastic
+from .auto import AutoCompression
 from .compression import BoundCompression, NamedParameters
 from .unbound import UnboundCompression, compression_of
 from .uneven import uneven
 
-__all__ = ["BoundCompression", "Compression", "UnboundCompression", "compression_of", "elastic", "uneven"]
+__all__ = ["AutoCompression", "BoundCompression", "Compression", "UnboundCompression", "compression_of", "elastic", "uneven"]
 
 
 class Compression(metaclass=Algorithms):
@@ -32,6 +33,16 @@ class Compression(metaclass=Algorithms):
     ) -> Union[BoundCompression, UnboundCompression]:
         """The compression of a spec, "dgc:ratio=0.001" or {"id": "dgc", "ratio": 0.001}; see `UnboundCompression`, and `BoundCompression` where it is
         bound to an optimizer or to parameters here."""
+        if spec == "auto":
+            return Compression.auto(grad_scaler=grad_scaler, discardable=discardable)
         if optimizer is None and named_parameters is None:
             return UnboundCompression(spec, process_set, grad_scaler, discardable)
         return BoundCompression(spec, optimizer, named_parameters, process_set, grad_scaler, discardable)
+
+    @staticmethod
+    def auto(
+        error: float = 1.0, candidates: Optional[Sequence[str]] = None, probe_steps: int = 30, margin: float = 0.05,
+        grad_scaler: Any = None, discardable: bool = False,
+    ) -> AutoCompression:
+        """The fastest of several on this job, which is found out while training begins; see `AutoCompression`."""
+        return AutoCompression(error, candidates, probe_steps, margin, grad_scaler, discardable)

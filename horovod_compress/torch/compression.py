@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import checkpoint
 from ..binding import REFUSED_ALONE, Binding, is_elastic, requested_compressor, warn_once
+from ..compressors import get_compressor
 from ..exchange import Exchange
 from ..handshake import agree, gather
 from ..plan import compressor_for
@@ -77,6 +78,7 @@ class BoundCompression(Binding):
         process_set: Any = None, grad_scaler: Any = None, discardable: bool = False,
     ) -> None:
         super().__init__(hvd, process_set)
+        self._number()
         self._elastic = is_elastic()  # Horovod reduces on one rank too then
         self._active = bool(self._process_set.included()) and (hvd.size() > 1 or self._elastic)
         self._ranks = self._rank_and_size()
@@ -84,33 +86,48 @@ class BoundCompression(Binding):
             raise TypeError(f"a compression is bound to a torch optimizer, its first argument, not to an object of {type(optimizer)}")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {grad_scaler!r}")
-        compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
         self._slots = [_Slot(name, param) for name, param in _named(optimizer, named_parameters)]
         self._last = self._slots[-1]
-        self._takeover = SGDTakeover(optimizer if self._active else None, compressor, {id(slot.param): slot.name for slot in self._slots})
-        variants = self._takeover.variants
-        if compressor.corrects_momentum and optimizer is not None and compressor.momentum is None:
-            compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))  # other momentum stays with the optimizer
-        self._compressor = next(iter(variants.values()), compressor)
-        active = [slot for slot in self._slots if self._active and slot.param.requires_grad]
-        self._tensors = {slot.name: (tuple(slot.param.shape), variants.get(slot.name, compressor)) for slot in active}
-        self._moments = _moments_of(compressor, active)
+        self._bound_optimizer = optimizer
+        self._transport: Transport
+        self._transports: Dict[bool, Transport] = {}  # by whether MPI moves payloads
+        self._switches: List[Tuple[int, Any]] = []  # to come: the step from which on, and a spec
+        self._configure(spec)
         self._grad_scaler = grad_scaler
         self._discardable = bool(discardable or grad_scaler is not None)
-        self._transport: Transport = Loopback.group(1)[0]
-        if self._active:
-            over_mpi = getattr(compressor, "transport", None) == "mpi"
-            self._transport = MPITransport(hvd, self._process_set) if over_mpi else HorovodTransport(self._process_set)
         self._results: Optional[str] = None  # of the last step: "unused" until an optimizer's step begins, then "in use" until it ends
         self._optimizer: Optional[torch.optim.Optimizer] = None  # Horovod's, from the first gradient on
         self._options_agreed = False  # all ranks' optimizers, since these ranks are together
         self._synced = not self._elastic  # whether an elastic state has this compression
         self._rates: Dict[int, float] = {}  # id(parameter) → learning rate of this step, where residuals follow it
+        self._submitted: List[Tuple[_Slot, torch.Tensor, int]] = []  # with the version of its gradient, until the first result of the step comes
         self._spoilt: Optional[str] = None  # why the results of the step that is under way cannot be used
         self._announce: Optional[Callable[[], None]] = None  # inside `uneven`: tells ranks that train no more that a step begins
         self._blocks = 0  # of `uneven` so far
         if self._active:
             _not_used_yet.add(self)
+
+    def _configure(self, spec: Any) -> None:
+        """Decides, by a spec and the bound optimizer's momentum, how tensors are compressed. Nothing is changed where this raises."""
+        optimizer = self._bound_optimizer
+        compressor = requested = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
+        takeover = SGDTakeover(optimizer if self._active else None, compressor, {id(slot.param): slot.name for slot in self._slots})
+        variants = takeover.variants
+        if compressor.corrects_momentum and optimizer is not None and compressor.momentum is None:
+            compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))  # other momentum stays with the optimizer
+        active = [slot for slot in self._slots if self._active and slot.param.requires_grad]
+        moments, transport = _moments_of(compressor, active), self._transport_of(compressor)
+        self._requested, self._takeover, self._moments, self._transport = requested, takeover, moments, transport
+        self._compressor = next(iter(variants.values()), compressor)
+        self._tensors = {slot.name: (tuple(slot.param.shape), variants.get(slot.name, compressor)) for slot in active}
+
+    def _transport_of(self, compressor: Any) -> Transport:
+        if not self._active:
+            return Loopback.group(1)[0]
+        over_mpi = getattr(compressor, "transport", None) == "mpi"
+        if over_mpi not in self._transports:
+            self._transports[over_mpi] = MPITransport(hvd, self._process_set) if over_mpi else HorovodTransport(self._process_set)
+        return self._transports[over_mpi]
 
     # -- Horovod's interface ----------------------------------------------------------------------------------------------
 
@@ -125,7 +142,8 @@ class BoundCompression(Binding):
         sent = host if carrier is flat else torch.from_numpy(carrier)
         grad = slot.param.grad
         assert grad is not None  # `_find` has seen it.
-        return sent, (slot, tensor, host, sent, carrier, grad._version)
+        self._submitted.append((slot, tensor, grad._version))
+        return sent, (slot, tensor, host, sent, carrier)
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Called by Horovod with what it reduced: returns the gradient, in its own memory, holding the result."""
@@ -138,10 +156,11 @@ class BoundCompression(Binding):
             if self._announce is not None:
                 raise ValueError("ranks without data cannot answer sparse gradients: give hvd.DistributedOptimizer(sparse_as_dense=True)")
             return tensor
-        slot, grad, host, sent, carrier, version = ctx
-        if tensor is None or slot.param.grad is None or slot.param.grad._version != version:
-            self._spoil(slot, grad, tensor)
+        slot, grad, host, sent, carrier = ctx
+        if self._submitted:
+            self._look_for_changes()
         if tensor is None:  # An exception came after Horovod had handed this result over.
+            self._spoil(slot, grad, f"the step was interrupted while the result of {slot.name} came")
             self._exchange.give_up(slot.name)
             return self._unspoilt(grad)
         self._exchange.finish(slot.name, carrier if tensor.data_ptr() == sent.data_ptr() else tensor.cpu().numpy().reshape(-1))
@@ -151,6 +170,14 @@ class BoundCompression(Binding):
                 self._exchange.reject()
         self._results, self._takeover.due = "unused", True
         return grad if self._spoilt is None else self._unspoilt(grad)
+
+    def _look_for_changes(self) -> None:
+        """Spoils the step where the user has changed a gradient of it. When its first result comes, because then Horovod begins to write results, and
+        gradients may be views of one tensor, which share their version."""
+        for slot, grad, version in self._submitted:
+            if slot.param.grad is None or slot.param.grad._version != version:
+                self._spoil(slot, grad, f"the gradient of {slot.name} was changed while it was exchanged: {_SYNCHRONIZE_FIRST}")
+        self._submitted.clear()
 
     def _find(self, tensor: torch.Tensor) -> _Slot:
         slot = self._last.following  # Gradients come in nearly the same order every step.
@@ -198,6 +225,9 @@ class BoundCompression(Binding):
         if self._results == "unused":
             self._forget_or_warn()
         self._results = None
+        self._submitted.clear()
+        if self._switches:
+            self._switch_where_due()
         if scale is not None:
             self._exchange.rescale(scale)
         if self._compressor.follow_lr:
@@ -248,11 +278,9 @@ class BoundCompression(Binding):
                 "comes in later steps. To forget such steps, make the compression with discardable=True"
             )
 
-    def _spoil(self, slot: _Slot, grad: torch.Tensor, tensor: Optional[torch.Tensor]) -> None:
+    def _spoil(self, slot: _Slot, grad: torch.Tensor, why: str) -> None:
         """Notes that a result cannot be used, and so the step cannot: it is brought to its end, because the other ranks wait, and given up."""
-        interrupted = f"the step was interrupted while the result of {slot.name} came"
-        changed = f"the gradient of {slot.name} was changed while it was exchanged: {_SYNCHRONIZE_FIRST}"
-        self._spoilt = self._spoilt or (interrupted if tensor is None else changed)
+        self._spoilt = self._spoilt or why
         slot.param.grad = grad  # Horovod puts results there.
 
     def _unspoilt(self, grad: torch.Tensor) -> torch.Tensor:
@@ -310,6 +338,8 @@ class BoundCompression(Binding):
         not sent yet is kept. ValueError, with nothing changed, for any other state."""
         if not self._process_set.included():
             return  # this rank compresses nothing
+        while self._switches and self._switches[0][0] < checkpoint.steps_of(state):
+            self._switch(self._switches.pop(0)[1], compare=False)
         try:
             self._exchange.load_state_dict(state)
         except ValueError as error:
@@ -318,13 +348,59 @@ class BoundCompression(Binding):
             raise ValueError(f"{error}. And {REFUSED_ALONE}") from None
         self._results = self._spoilt = None
 
+    def switch(self, spec: Any, at: Optional[int] = None) -> None:
+        """Goes on with another compression, "topk:ratio=0.01" or {"id": "topk", "ratio": 0.01}, from the next step on; at: from that step on, counted
+        from 0 since training began.
+
+        What ranks have not sent yet goes on: in what the new algorithm keeps, else densely in the first step. An SGD's momentum is taken over, or
+        given back, and counts once. All ranks call it between the same two steps, with the same arguments. ValueError for a bad spec, and
+        RuntimeError between backward() and step(), with nothing changed; MismatchError where ranks differ.
+        """
+        config = get_compressor(spec).config
+        if at is not None:
+            self._switches = sorted([*self._switches, (at, config)], key=lambda switch: switch[0])
+            return
+        if self._announce is not None:
+            raise RuntimeError("inside `with uneven(…):` ranks are at different steps: switch before the block, or say at=STEP before it")
+        self._switch(config)
+
+    def _switch(self, spec: Any, compare: bool = True) -> None:
+        """`switch` at once; compare: whether all ranks do it, here, and say so to each other, or else at the next gradient."""
+        if self._results == "unused":
+            self._forget_or_warn()
+        exchange, before = self._exchange, self._takeover.momenta()
+        exchange.end_step()
+        self._takeover.restore()
+        self._configure(spec)
+        self._results, self._agreed = None, False
+        if self._active and compare:
+            advice = "Call it on all ranks, between the same two steps, with the same spec"
+            agree(self._transport, f"{self._label}.switch", self._description(), "called compression.switch()", advice)
+            self._agreed = True
+        after = self._takeover.momenta()
+        gains = {name: (1 - after.get(name, 0.0)) / (1 - before.get(name, 0.0)) for name in before.keys() ^ after.keys()}
+        exchange.transport = self._transport
+        exchange.switch(self._compressor, self._tensors, gains)
+
+    def _switch_where_due(self) -> None:
+        self._exchange.end_step()
+        while self._switches and self._switches[0][0] <= self._exchange.steps_taken:
+            self._switch(self._switches.pop(0)[1])
+
     # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------
 
     def _resize(self) -> None:
         self._ranks = self._rank_and_size()
         super()._resize()
 
+    def _kept(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+        return {**super()._kept(into), "spec": self._requested.config, "switches": self._switches}
+
     def _go_back_to(self, state: Dict[str, Any]) -> None:
+        if state["spec"] != self._requested.config:
+            self._exchange.abandon()
+            self._switch(state["spec"], compare=False)
+        self._switches = state["switches"]
         self._exchange.go_back_to(state)
         self._results = self._spoilt = None
         self._takeover.due = False
@@ -334,6 +410,10 @@ class BoundCompression(Binding):
         self._options_agreed = False
         if self._grad_scaler is not None:  # Its scale is one of those that all ranks must have alike.
             self._grad_scaler.load_state_dict(gather(self._transport, "hvdc.elastic.scaler", self._grad_scaler.state_dict())[0])
+        spec, self._switches = gather(self._transport, "hvdc.elastic.spec", [self._requested.config, self._switches])[0]
+        if spec != self._requested.config:
+            self._exchange.abandon()
+            self._switch(spec, compare=False)
         super()._sync()
 
 

@@ -60,6 +60,10 @@ class SGDTakeover:
         if group["dampening"] != 0:
             raise ValueError(f"{self._compressor.id} cannot take over SGD's dampening={group['dampening']}: set it to 0")
 
+    def momenta(self) -> Dict[str, float]:
+        """The momentum that is taken over, by the name of each parameter that it is of."""
+        return {name: variant.momentum for name, variant in self.variants.items()}
+
     def covers(self, param: torch.Tensor) -> bool:
         """Whether this parameter's momentum is taken over."""
         return self._names.get(id(param)) in self.variants

@@ -1,6 +1,6 @@
 """Compressions that find their optimizer by themselves."""
 import weakref
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple, Type
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -17,11 +17,12 @@ class UnboundCompression(Unbound):
         Horovod's optimizer.
     """
 
-    _bound_class = BoundCompression
+    _bound_class: Type[BoundCompression] = BoundCompression
 
     def __init__(self, spec: Any, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False) -> None:
         super().__init__(spec, process_set=process_set, grad_scaler=grad_scaler, discardable=discardable)
         self._bound: "weakref.WeakSet[BoundCompression]" = weakref.WeakSet()  # to an optimizer each, which keeps it
+        self._last: Optional[BoundCompression] = None  # of those; kept, because users may ask it when the optimizer is gone
         self._moments = getattr(self._compressor, "moments", "minibatch")
         if self._moments != "minibatch":  # What these need is seen before there are gradients.
             self._hook = register_module_forward_pre_hook(torch.compiler.disable(self._before_forward))
@@ -46,18 +47,23 @@ class UnboundCompression(Unbound):
         wanted = self._options["process_set"]
         if wanted is not None and wanted is not process_set:
             raise ValueError(f"this compression is for the process set {wanted}, hvd.DistributedOptimizer has {process_set}: leave process_set out")
-        bound = BoundCompression(self._compressor, optimizer, named_parameters, **{**self._options, "process_set": process_set})
+        bound = self._made_for(optimizer, named_parameters, {**self._options, "process_set": process_set})
         horovod_internals.serve(optimizer, bound)
         self._bound.add(bound)
+        self._last = bound
         return bound
+
+    def _made_for(self, optimizer: torch.optim.Optimizer, named_parameters: Any, options: Dict[str, Any]) -> BoundCompression:
+        return BoundCompression(self._compressor, optimizer, named_parameters, **options)
 
     def the_only(self) -> BoundCompression:
         unserved = [] if len(self._bound) == 1 else horovod_internals.holders_of(self)
         if len(self._bound) + len(unserved) > 1:
             raise RuntimeError("several optimizers have this compression, and each its own of it: ask hvdc.compression_of(optimizer)")
-        if not self._bound and not unserved:
+        bound = self.bind(unserved[0]) if unserved else self._last
+        if bound is None:
             raise RuntimeError("no optimizer has this compression yet: give it to hvd.DistributedOptimizer(compression=…) first")
-        return self.bind(unserved[0]) if unserved else next(iter(self._bound))
+        return bound
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():

@@ -17,7 +17,7 @@ SPECS = tuple(f"{spec},min_numel=100" if ":" in spec else f"{spec}:min_numel=100
 SCALED = 1  # the one whose loss a GradScaler scales
 UNBOUND = 0  # the one that finds its optimizer by itself
 STEPS, COMMITTED_EVERY, KILLED_AT = 100, 4, 50
-HOSTS = {66: {"localhost": 1, "127.1": 1}, 80: {"localhost": 1, "127.1": 2}, 92: {"localhost": 1, "127.1": 1}}  # by step
+RANKS = {66: (1, 0, 1), 80: (1, 0, 2), 92: (1, 0, 1)}  # by step, on each host
 
 
 def model_of(spec):
@@ -57,20 +57,19 @@ def main(folder):
     def train(state):
         tell(folder, hvd, state.step)
         while state.step < STEPS:
-            train_step(state)
+            train_step(state, state.step == KILLED_AT and on_the_host_that_dies(folder))
             state.step += 1
             if state.step % COMMITTED_EVERY == 0:
                 state.commit()
-            if state.step in HOSTS:
+            if state.step in RANKS:
                 save(state, folder)
-                wait_for_hosts(state, folder, hvd, HOSTS[state.step])
+                wait_for_hosts(state, folder, hvd, RANKS[state.step])
 
     train(state)
     save(state, folder)
 
 
-def train_step(state):
-    last = state.step == KILLED_AT and on_the_host_that_dies()
+def train_step(state, last):
     for i in range(len(SPECS)):
         model, optimizer = state.__dict__[f"model_{i}"], state.__dict__[f"optimizer_{i}"]
         optimizer.zero_grad()

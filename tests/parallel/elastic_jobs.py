@@ -4,29 +4,34 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import numpy as np
-from jobs import ENVIRONMENT, HERE, LIMIT
+from jobs import ENVIRONMENT, HERE, LIMIT, PATIENT
 
 from horovod_compress.exchange import Exchange
 from horovod_compress.transport.loopback import Loopback
 
-FIRST_HOSTS = {"localhost": 1, "127.0.0.1": 1}  # ranks on each; the second host's dies, and Horovod does not use that host again
+AT_FIRST = (1, 1, 0)  # ranks on each of three hosts; a rank that dies is on the second, which Horovod does not use again
+ON_ONE_MACHINE = ("localhost", "127.0.0.1", "127.1")  # their names
 
 
-def run(folder, script, *arguments):
-    """Runs a job of `script FOLDER arguments…` to its end."""
-    write_hosts(folder, FIRST_HOSTS)
+def run(folder, script, *arguments, names=ON_ONE_MACHINE, hosts=None):
+    """Runs a job of `script FOLDER arguments…` to its end, here or on two hosts, of which names are those of three."""
+    (folder / "names").write_text("\n".join(names))
+    write_hosts(folder, AT_FIRST)
     discover = folder / "discover"
     discover.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
     discover.chmod(0o755)
-    launcher = f"horovodrun --gloo -np 2 --min-np 1 --max-np 3 --host-discovery-script {discover} --network-interfaces lo"
+    launcher = f"horovodrun --gloo -np 2 --min-np 1 --max-np 4 --host-discovery-script {discover} --network-interfaces"
+    command = [*launcher.split(), "lo" if hosts is None else "eth0", sys.executable, HERE / script, folder, *arguments]
+    environment = ENVIRONMENT if hosts is None else {**hosts.environment, **PATIENT}
     with open(folder / "output", "w+") as output:
-        command = [*launcher.split(), sys.executable, HERE / script, folder, *arguments]
-        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        command = command if hosts is None else hosts.command("a", command)
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             status = process.wait(LIMIT)
         finally:
@@ -46,8 +51,14 @@ def _end(folder, launcher):
                 os.kill(pid, signal.SIGKILL)
 
 
-def write_hosts(folder, hosts):
-    (folder / "hosts.new").write_text("".join(f"{host}:{ranks}\n" for host, ranks in hosts.items()))
+def names_of(folder):
+    """The names of the three hosts."""
+    return (folder / "names").read_text().split()
+
+
+def write_hosts(folder, ranks):
+    """From now on there are so many ranks on each host."""
+    (folder / "hosts.new").write_text("".join(f"{name}:{number}\n" for name, number in zip(names_of(folder), ranks) if number))
     os.replace(folder / "hosts.new", folder / "hosts")
 
 
@@ -57,29 +68,34 @@ def write_hosts(folder, hosts):
 def tell(folder, hvd, step):
     """Writes down that training begins anew, from this step."""
     with (folder / f"{os.environ['HOROVOD_HOSTNAME']}.{os.getpid()}").open("a") as out:
-        print(json.dumps({"step": step, "rank": hvd.rank(), "size": hvd.size()}), file=out)
+        print(json.dumps({"step": step, "rank": hvd.rank(), "size": hvd.size(), "machine": socket.gethostname()}), file=out)
 
 
-def wait_for_hosts(state, folder, hvd, hosts):
-    """Has the job go on with these hosts, from here."""
-    while sum(hosts.values()) != hvd.size():
+def wait_for_hosts(state, folder, hvd, ranks):
+    """Has the job go on with so many ranks on each host, from here."""
+    while sum(ranks) != hvd.size():
         if hvd.rank() == 0:
-            write_hosts(folder, hosts)
+            write_hosts(folder, ranks)
         state.commit()
         time.sleep(0.05)
 
 
-def on_the_host_that_dies():
-    return os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1"
+def on_the_host_that_dies(folder):
+    return os.environ["HOROVOD_HOSTNAME"] == names_of(folder)[1]
 
 
 # -- in one process -----------------------------------------------------------------------------------------------------------
 
 
 def history(folder):
-    """What happened on the host that was there from the first step to the last: {"step", "rank", "size"} whenever training began anew."""
-    (file,) = folder.glob("localhost.*")
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    """What happened on the host that was there from the first step to the last: {"step", "rank", "size", …} whenever training began anew."""
+    (began,) = histories(folder, names_of(folder)[0])
+    return began
+
+
+def histories(folder, name):
+    """The history of each process on the host of this name."""
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in folder.glob(f"{name}.*") if file.suffix[1:].isdigit()]
 
 
 def replay(history, steps, compressor, shapes, train_step):

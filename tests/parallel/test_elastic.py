@@ -1,4 +1,4 @@
-"""A job whose ranks come and go: its parameters are those of the same history in one process, step by step and without Horovod."""
+"""Jobs whose ranks come and go: parameters are those of the same history in one process, step by step and without Horovod, and nothing is lost."""
 import functools
 
 import numpy as np
@@ -6,26 +6,48 @@ import pytest
 
 pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
 
+import elastic_sums_job as sums
 import torch
-from elastic_job import HOSTS, KILLED_AT, SPECS, STEPS, loss_of, model_of, optimizer_of
-from elastic_jobs import history, replay, run
+from elastic_job import KILLED_AT, RANKS, SPECS, STEPS, loss_of, model_of, optimizer_of
+from elastic_jobs import ON_ONE_MACHINE, histories, history, names_of, replay, run
+from test_two_hosts import two_hosts_or_skip
+from two_hosts import HOSTS
 
 from horovod_compress.compressors import get_compressor
 from horovod_compress.lockstep import run_step
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    """The folder of a job that has ended."""
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As ranks have: with more of them PyTorch adds up in another order, which PowerSGD amplifies."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=["on one machine", "on two hosts"])
+def job(request, tmp_path_factory):
+    """The folder of a job that has ended. On two hosts the one whose rank has died comes back under its address, which is a new host to Horovod."""
     folder = tmp_path_factory.mktemp("elastic")
-    run(folder, "elastic_job.py")
+    if request.param == "on one machine":
+        run(folder, "elastic_job.py")
+    else:
+        with two_hosts_or_skip("1gbit") as hosts:
+            run(folder, "elastic_job.py", names=("a", "b", HOSTS["b"]), hosts=hosts)
     return folder
 
 
 def test_ranks_die_join_and_leave(job):
     """What the others are about. The dead rank's step was not committed."""
     began = [(each["step"], each["size"]) for each in history(job)]
-    assert began == [(0, 2), (KILLED_AT // 4 * 4, 1), *((step, sum(hosts.values())) for step, hosts in HOSTS.items())]
+    assert began == [(0, 2), (KILLED_AT // 4 * 4, 1), *((step, sum(ranks)) for step, ranks in RANKS.items())]
+
+
+def test_each_rank_was_on_its_host(job):
+    """Those that died or joined on another one, where there are two."""
+    first, *others = [{began["machine"] for process in histories(job, name) for began in process} for name in names_of(job)]
+    assert others == ([first, first] if names_of(job) == [*ON_ONE_MACHINE] else [{"b"}, {"b"}]), others
 
 
 def test_replicas_are_identical(job):
@@ -68,3 +90,36 @@ def train_step(model, optimizer, exchanges, step):
         np.testing.assert_array_equal(results[0][name], results[-1][name])
         param.grad = torch.from_numpy(results[0][name].reshape(param.shape))
     optimizer.step()
+
+
+# -- where gradients are known ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sums_job(tmp_path_factory):
+    """The folder of a job that has ended, in which ranks came and went in good order."""
+    folder = tmp_path_factory.mktemp("sums")
+    run(folder, "elastic_sums_job.py")
+    return folder
+
+
+def test_ranks_come_and_go_in_good_order(sums_job):
+    assert [(each["step"], each["size"]) for each in history(sums_job)] == [(0, 2), (20, 4), (40, 3), (60, 1), (80, 2)]
+
+
+@pytest.mark.parametrize("spec", sums.SPECS)
+def test_nothing_is_lost_from_two_ranks_to_four_to_three_to_one_and_back(sums_job, spec):
+    """Before each change and at the end: what parameters have moved by, and the mean of what ranks keep, are the mean of all gradients."""
+    total, accumulator = 0, get_compressor(spec).accumulator
+    ends = [*sums.RANKS, sums.STEPS]
+    for each, end in zip(history(sums_job), ends):
+        size = each["size"]
+        total += sum(sums.gradient(spec, step, rank).astype(np.float64) for step in range(each["step"], end) for rank in range(size)) / size
+        ranks = [torch.load(sums_job / f"{end}.{rank}.pt")[spec] for rank in range(size)]
+        kept = [np.concatenate([its[name][accumulator] if accumulator in its[name] else np.zeros(70) for name in params]) for params, its in ranks]
+        values = [np.concatenate([param.numpy().flatten() for param in params.values()]) for params, _ in ranks]
+        for each_ranks in values:
+            np.testing.assert_array_equal(each_ranks, values[0])
+        error = np.abs(np.mean(kept, axis=0, dtype=np.float64) - values[0] - total).max() / np.abs(total).max()
+        assert error <= 1e-5, f"after step {end} on {size} ranks: off by {error:.1e}"
+        assert np.any(kept) == (size > 1)  # a rank alone sends everything

@@ -6,7 +6,7 @@ pytest.importorskip("horovod.tensorflow", reason="real ranks need Horovod with T
 
 import tensorflow as tf
 from elastic_jobs import history, replay, run
-from elastic_tensorflow_job import COMMITTED_EVERY, EPOCH, HOSTS, KILLED_AT, LOSS, SPECS, STEPS, batch_of, model_of
+from elastic_tensorflow_job import COMMITTED_EVERY, EPOCH, KILLED_AT, LOSS, RANKS, SPECS, STEPS, batch_of, model_of
 
 from horovod_compress.compressors import get_compressor
 from horovod_compress.lockstep import run_step
@@ -23,7 +23,7 @@ def job(request, tmp_path_factory):
 def test_ranks_die_join_and_leave(job):
     """What the others are about. The dead rank's last steps were not committed."""
     began = [(each["step"], each["size"]) for each in history(job[1])]
-    assert began == [(0, 2), (KILLED_AT // COMMITTED_EVERY * COMMITTED_EVERY, 1), *((step, sum(hosts.values())) for step, hosts in HOSTS.items())]
+    assert began == [(0, 2), (KILLED_AT // COMMITTED_EVERY * COMMITTED_EVERY, 1), *((step, sum(ranks)) for step, ranks in RANKS.items())]
 
 
 def test_replicas_are_identical(job):

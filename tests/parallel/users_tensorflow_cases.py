@@ -77,10 +77,9 @@ def mistakes_get_clear_errors():
 
 
 def elastic_model_with_loss_scale(dynamic):
-    optimizer = keras.optimizers.SGD(0.1)
-    compression = hvdc.Compression.topk(optimizer)
+    compression = hvdc.Compression.topk()
     model = keras.Sequential([keras.layers.Dense(2, input_shape=(2,))])
-    wrapped = hvd.DistributedOptimizer(optimizer, compression=compression)
+    wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
     model.compile(keras.mixed_precision.LossScaleOptimizer(wrapped, dynamic=dynamic, initial_scale=8), "mse")
     hvdc.elastic.TensorFlowKerasState(model, compression=compression).sync()
     return model
@@ -91,7 +90,7 @@ def mistakes_in_elastic_jobs_are_named():
     os.environ["HOROVOD_ELASTIC"] = "1"
     try:
         with raises(ValueError, "Horovod reduces nothing", "hvdc.Compression.topk(optimizer)"):
-            hvdc.Compression.topk()
+            hvdc.elastic.TensorFlowState([tf.Variable(0.0)], compression=hvdc.Compression.topk())
         with raises(ValueError, "signsgd adds up integers", "take another algorithm"):
             hvdc.Compression.signsgd(keras.optimizers.SGD(0.1))
         with raises(ValueError, "needs the variables to keep"):
@@ -143,4 +142,4 @@ def graph_mode_of_tensorflow_1():
     """The last: eager execution does not come back."""
     tf.compat.v1.disable_eager_execution()
     with raises(ValueError, "TensorFlow 1's graph mode is not supported", "disable_eager_execution"):
-        hvdc.Compression.topk()
+        hvdc.Compression.topk().handshake()

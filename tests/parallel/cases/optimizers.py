@@ -201,3 +201,23 @@ def half_precision_results_that_overflow_are_given_back():
     kept = hvd.allreduce(compression.state_dict()["tensors"]["weight"]["v"].double().view(64, 64), op=hvd.Average)
     assert compression.stats()["steps_undone"] > 0
     torch.testing.assert_close(used + kept, torch.full((64, 64), 30000.0 * steps, dtype=torch.float64), rtol=1e-3, atol=0)
+
+
+@case(2)
+def gradients_that_are_views_of_one_tensor():
+    """As a forward pass on torch.cat of all parameters makes them."""
+    models = []
+    for spec in (None, DENSE, "topk:ratio=0.05"):
+        model = model_of()
+        optimizer = sgd(model)
+        wrapped = wrap(model, optimizer, hvdc.Compression.from_spec(spec, optimizer, model.named_parameters()) if spec else hvd.Compression.none)
+        for x, y in batches(5):
+            wrapped.zero_grad()
+            every = torch.cat([p.flatten() for p in model.parameters()])
+            parts = every.split([p.numel() for p in model.parameters()])
+            named = {name: part.view_as(p) for (name, p), part in zip(model.named_parameters(), parts)}
+            nn.functional.cross_entropy(torch.func.functional_call(model, named, (x,)), y).backward()
+            wrapped.step()
+        models.append(model)
+    assert_close(models[1], models[0])
+    assert_replicas_identical(models[2])

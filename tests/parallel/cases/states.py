@@ -112,6 +112,37 @@ def dynamic_loss_scaling():
     assert_replicas_identical(model)
 
 
+@case(2)
+def a_scale_that_doubles_under_autocast_changes_nothing():
+    """Every 20 steps, against one that stays: parameters to 1e-5. In half precision results differ where gradients come below its smallest number."""
+    for dtype in (torch.float16, torch.bfloat16):
+        for spec in ("dgc:ratio=0.01", "adacomp", "variance", "powersgd:rank=2", "topk:ratio=0.01"):
+            fixed, doubled = (trained_under_autocast(spec, dtype, interval) for interval in (10**6, 20))
+            error = ((doubled - fixed).abs().max() / fixed.abs().max()).item()
+            assert error <= 1e-5, f"{dtype}, {spec}: parameters differ by {error:.1e}"
+
+
+def trained_under_autocast(spec, dtype, interval):
+    """The parameters after 60 steps with a GradScaler that doubles its scale so often."""
+    model = model_of()
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=interval)
+    compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), grad_scaler=scaler)
+    wrapped = wrap(model, optimizer, compression)
+    for x, y in batches(60):
+        wrapped.zero_grad()
+        with torch.autocast("cpu", dtype):
+            loss = nn.functional.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        wrapped.synchronize()
+        with wrapped.skip_synchronize():
+            scaler.step(wrapped)
+        scaler.update()
+    assert scaler.get_scale() == 2.0 ** (10 + 60 // interval)
+    assert_replicas_identical(model)
+    return flat(model)
+
+
 @case(3)
 def states_go_on_at_three_ranks_and_back_at_two():
     """On the ranks 0 and 1, then on all three, then on two again, from the list of all states and from a portable one; in files, as users have."""

@@ -29,7 +29,6 @@ def mistakes_get_clear_errors():
         "moments=per_sample needs PyTorch": lambda: hvdc.Compression.variance(sgd, moments="per_sample"),
         "moments=microbatch needs the optimizer": lambda: hvdc.Compression.variance(moments="microbatch"),
         "say transport=horovod": lambda: hvdc.Compression.topk(transport="mpi"),
-        "say momentum=": lambda: hvdc.Compression.dgc(),
         "no option 'ration'": lambda: hvdc.Compression.dgc(sgd, ration=1),
         "unknown compressor 'gdc'": lambda: hvdc.Compression.from_spec("gdc", sgd),
         "bind the inner optimizer": lambda: hvdc.Compression.dgc(keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1))),
@@ -37,7 +36,7 @@ def mistakes_get_clear_errors():
         "update_step is not SGD's own": lambda: hvdc.Compression.dgc(OwnSGD(0.1, momentum=0.9)),
         "nothing else, not 'loss'": lambda: hvdc.StateCheckpoint(None, "state-{epoch}-{loss:.3f}"),
         "bound to a Keras optimizer": lambda: hvdc.Compression.dgc(model_of().trainable_variables),
-        "not registered": lambda: hvdc.Compression.topk(process_set=hvd.ProcessSet([0])),
+        "not registered": lambda: hvdc.Compression.topk(process_set=hvd.ProcessSet([0])).handshake(),
     }.items():
         with raises(ValueError, words):
             make()

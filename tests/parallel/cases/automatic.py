@@ -1,0 +1,86 @@
+"""A compression that chooses by steps of training."""
+import io
+import pickle
+
+import horovod.torch as hvd
+import torch
+from checks import raises, registry
+
+import horovod_compress.torch as hvdc
+
+from .training import assert_close, assert_replicas_identical, batches, flat, model_of, sgd, train, wrap
+
+CASES, case = registry()
+
+
+@case(2)
+def auto_chooses_while_it_trains():
+    for optimizer_of in (sgd, lambda model: torch.optim.Adam(model.parameters(), 1e-3)):
+        model = model_of()
+        compression = pickle.loads(pickle.dumps(hvdc.Compression.auto(probe_steps=12)))
+        wrapped = wrap(model, optimizer_of(model), compression)
+        train(model, wrapped, batches(30))
+        assert_replicas_identical(model)
+        plan = compression.plan
+        sparse = "dgc" if optimizer_of is sgd else "topk"
+        assert list(plan["candidates"]) == ["none", "fp16", f"{sparse}:ratio=0.01", f"{sparse}:ratio=0.01,min_numel=65536"]
+        assert plan["spec"] in plan["candidates"] and plan["ranks"] == 2
+        assert all(its["seconds"] > 0 and its["steps"] >= 1 for its in plan["candidates"].values()), plan
+        assert hvd.allgather_object(plan) == [plan, plan]  # all ranks have seen the same
+        assert compression.config["id"] == plan["spec"].partition(":")[0] and compression.stats()["steps"] == 30
+
+
+@case(2)
+def what_auto_tries_trains_as_plain_horovod_does():
+    """Candidates of the dense limit: whatever it tries and chooses, parameters are those of plain Horovod."""
+    reference, model = model_of(), model_of()
+    plain = wrap(reference, sgd(reference, weight_decay=0.01), hvd.Compression.none)
+    compression = hvdc.Compression.auto(candidates=["none", "dgc:ratio=1,masking=false", "topk:ratio=1"], margin=0)
+    wrapped = wrap(model, sgd(model, weight_decay=0.01), compression)
+    for net, optimizer in ((reference, plain), (model, wrapped)):
+        train(net, optimizer, batches(40))
+    assert compression.plan["spec"]
+    assert_close(model, reference, 1e-5)
+
+
+@case(2)
+def auto_leaves_out_what_errs_too_much():
+    model = model_of()
+    compression = hvdc.Compression.auto(error=0.5, candidates=["none", "topk:ratio=0.5", "topk:ratio=0.001,min_numel=0"])
+    train(model, wrap(model, sgd(model), compression), batches(25))
+    candidates = compression.plan["candidates"]
+    assert candidates["none"]["error"] == 0 and 0 < candidates["topk:ratio=0.5"]["error"] < 0.5 < candidates["topk:ratio=0.001,min_numel=0"]["error"]
+    assert "seconds" not in candidates["topk:ratio=0.001,min_numel=0"]
+    assert_replicas_identical(model)
+
+
+@case(2)
+def a_choice_is_resumed():
+    def start(seed):
+        model = model_of(seed=seed)
+        compression = hvdc.Compression.auto(candidates=["topk:ratio=0.5", "dgc:ratio=0.05"], margin=0)
+        return model, compression, wrap(model, sgd(model), compression)
+
+    model, compression, optimizer = start(0)
+    train(model, optimizer, batches(35))
+    saved = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), compression.state_dict()], saved)
+    train(model, optimizer, batches(5, seed=1))
+    again, its_compression, its_optimizer = start(7)
+    saved.seek(0)
+    for each, state in zip((again, its_optimizer, its_compression), torch.load(saved, weights_only=True)):
+        each.load_state_dict(state)
+    assert its_compression.plan["spec"] == compression.plan["spec"]
+    train(again, its_optimizer, batches(5, seed=1))
+    assert torch.equal(flat(again), flat(model))
+
+
+@case(2)
+def what_auto_refuses():
+    with raises(ValueError, "error must be above 0 and at most 1"):
+        hvdc.Compression.auto(error=0)
+    with raises(ValueError, "unknown compressor 'gdc'"):
+        hvdc.Compression.auto(candidates=["none", "gdc"])
+    with raises(ValueError, "5 are too few"):
+        hvdc.Compression.auto(probe_steps=5)
+    assert isinstance(hvdc.Compression.from_spec("auto"), hvdc.AutoCompression)

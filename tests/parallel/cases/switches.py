@@ -1,0 +1,156 @@
+"""Another compression from one step to the next: nothing is lost, momentum counts once, and replicas stay identical."""
+import io
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from checks import raises, registry
+
+import horovod_compress.torch as hvdc
+from horovod_compress import MismatchError
+from horovod_compress.compressors.base import OWED
+
+from .training import assert_close, assert_replicas_identical, batches, flat, model_of, sgd, train, wrap
+
+CASES, case = registry()
+
+
+def owed(compression, names):
+    """The mean over ranks of what results are still to bring, all tensors in one."""
+    exchange = compression._exchange
+    exchange.arrays()
+    parts = []
+    for tensor in map(exchange._tensors.get, names):
+        found = [part for part in (tensor.compressor.owed(tensor.state), tensor.state.arrays.get(OWED)) if part is not None]
+        parts.append(np.sum(found, axis=0) if found else np.zeros(tensor.numel, np.float32))
+    return hvd.allreduce(torch.from_numpy(np.concatenate(parts)), name="owed")
+
+
+@case(2, 3)
+def nothing_is_lost_over_switches():
+    """A loss that is linear in the parameters has the gradients that it is told, whatever the parameters are."""
+    shapes = {"matrix": (40, 60), "bias": (60,)}
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    compression = hvdc.Compression.topk(optimizer, model.named_parameters(), ratio=0.02)
+    wrapped = wrap(model, optimizer, compression)
+    generator, come = torch.Generator().manual_seed(hvd.rank()), torch.zeros(40 * 60 + 60, dtype=torch.float64)
+    specs = ("topk:ratio=0.02", "adacomp", "maxnorm:bits=4", "none", "dgc:ratio=0.05", "powersgd:min_rate=1", "efsignsgd:follow_lr=true", "fp16",
+             "topk:ratio=0.5")
+    for spec in specs:
+        compression.switch(spec)
+        for _ in range(3 if spec != "maxnorm:bits=4" else 1):  # which drops what it rounds away, from its second step on
+            told = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+            come += torch.cat([gradient.flatten() for gradient in told.values()]).double()
+            if spec == "fp16":
+                come -= torch.cat([(gradient - gradient.half()).flatten() for gradient in told.values()]).double()
+            wrapped.zero_grad()
+            sum((model[name] * gradient).sum() for name, gradient in told.items()).backward()
+            wrapped.step()
+    mean = hvd.allreduce(come, name="come").float()
+    moved = -torch.cat([model[name].detach().flatten() for name in shapes])
+    worst = (moved + owed(compression, shapes) - mean).abs().max() / mean.abs().max()
+    assert worst < 2e-3, worst  # fp16 rounds sums as well
+    assert_replicas_identical(model)
+    assert compression.stats()["steps"] == 3 * len(specs) - 2
+
+
+@case(2)
+def momentum_counts_once_over_switches():
+    """In the dense limit a run over several switches is plain Horovod's, with momentum and weight decay. (With Nesterov's momentum the same is to
+    come, but in another order.)"""
+    for options in ({"weight_decay": 0.01}, {}):
+        reference, model = model_of(), model_of()
+        plain = wrap(reference, sgd(reference, **options), hvd.Compression.none)
+        compression = hvdc.Compression.from_spec("none")
+        wrapped = wrap(model, sgd(model, **options), compression)
+        for seed, spec in enumerate(("dgc:ratio=1,masking=false", "none", "topk:ratio=1", "dgc:ratio=1,masking=false", "topk:ratio=1", "none")):
+            compression.switch(spec)
+            for net, optimizer in ((reference, plain), (model, wrapped)):
+                train(net, optimizer, batches(4, seed))
+            assert_close(model, reference, 3e-6)
+
+
+@case(2)
+def switches_by_step_resume():
+    """What is to come at a step comes there, and after a state was loaded."""
+    def start(seed):
+        model = model_of(seed=seed)
+        compression = hvdc.Compression.from_spec("topk:ratio=0.1")
+        optimizer = wrap(model, sgd(model), compression)
+        compression.switch("topk:ratio=0.01", at=8)
+        compression.switch("dgc:ratio=0.05", at=4)
+        return model, compression, optimizer
+
+    expected = model_of()
+    its = hvdc.Compression.from_spec("topk:ratio=0.1")
+    optimizer = wrap(expected, sgd(expected), its)
+    model, compression, wrapped = start(0)
+    for step, batch in enumerate(batches(12)):
+        if step in (4, 8):
+            its.switch({4: "dgc:ratio=0.05", 8: "topk:ratio=0.01"}[step])
+        train(expected, optimizer, [batch])
+        train(model, wrapped, [batch])
+        assert torch.equal(flat(model), flat(expected)), step
+        if step == 5:
+            saved = [model.state_dict(), wrapped.state_dict(), compression.state_dict()]
+            saved = torch.load(_file_of(saved), weights_only=True)
+    again, its_compression, its_optimizer = start(3)
+    for each, state in zip((again, its_optimizer, its_compression), saved):
+        each.load_state_dict(state)
+    train(again, its_optimizer, list(batches(12))[6:])
+    assert torch.equal(flat(again), flat(model))
+    assert its_compression.config["id"] == "topk" and its_compression.config["ratio"] == 0.01
+
+
+def _file_of(objects):
+    file = io.BytesIO()
+    torch.save(objects, file)
+    file.seek(0)
+    return file
+
+
+@case(2)
+def what_cannot_be_switched_is_refused():
+    model = model_of()
+    optimizer = sgd(model)
+    compression = hvdc.Compression.topk(optimizer, model.named_parameters())
+    wrapped = wrap(model, optimizer, compression)
+    train(model, wrapped, batches(2))
+    with raises(ValueError, "unknown compressor 'gdc'"):
+        compression.switch("gdc")
+    with hvdc.uneven(wrapped), raises(RuntimeError, "inside `with uneven(…):`", "at=STEP"):
+        compression.switch("adacomp")
+    x, y = next(batches(1))
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    with raises(RuntimeError, "a step is under way"):
+        compression.switch("adacomp")
+    wrapped.step()
+    train(model, wrapped, batches(2))
+    with raises(MismatchError, "rank 1 differs from rank 0 in options", "between the same two steps"):
+        compression.switch("adacomp" if hvd.rank() else "topk:ratio=0.5")
+
+
+@case(2)
+def a_scale_and_discarded_steps_over_switches():
+    """A GradScaler's growth, and a step that it skips, right after a switch."""
+    models = []
+    for growth in (1e9, 2):
+        model = model_of()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=int(growth))
+        compression = hvdc.Compression.from_spec("topk:ratio=0.05", grad_scaler=scaler)
+        wrapped = wrap(model, sgd(model), compression)
+        for step, (x, y) in enumerate(batches(12)):
+            if step in (3, 6, 9):
+                compression.switch({3: "qsgd", 6: "dgc:ratio=0.05", 9: "topk:ratio=0.05"}[step])
+            wrapped.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            scaler.scale(float("inf") * loss if step in (3, 6) else loss).backward()
+            wrapped.synchronize()
+            scaler.unscale_(wrapped)
+            with wrapped.skip_synchronize():
+                scaler.step(wrapped)
+            scaler.update(scaler.get_scale() if step in (3, 6) else None)
+        assert_replicas_identical(model)
+        models.append(model)
+    assert_close(*models, tolerance=1e-5)

@@ -1,0 +1,171 @@
+"""Changing the compressor while training loses nothing: means of gradients are means of results and of what is owed, whatever comes after what."""
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from horovod_compress import checkpoint, get_compressor
+from horovod_compress.compressors.base import OWED
+from horovod_compress.lockstep import make_ranks, run_step
+from horovod_compress.transport.loopback import Loopback
+
+SHAPES = {"matrix": (40, 50), "small": (7,)}
+EXACT = (  # those that drop nothing: what they do not send they keep
+    "none", "topk:ratio=0.02", "dgc:ratio=0.05,momentum=0", "adacomp", "strom:tau=0.5", "powersgd:min_rate=1", "efsignsgd",
+    "onebit", "variance:error_feedback=true", "topk:ratio=0.1,min_numel=0", "adacomp:min_numel=0", "dgc:ratio=0.5,momentum=0,min_numel=0",
+)
+
+
+def gradients(rng, size, shapes=SHAPES):
+    return [{name: rng.standard_normal(int(np.prod(shape)), np.float32) for name, shape in shapes.items()} for _ in range(size)]
+
+
+def ranks(spec, size, shapes=SHAPES, **options):
+    return make_ranks(get_compressor(spec), shapes, Loopback.group(size), **options)
+
+
+def switch(exchanges, spec, gain=1.0, shapes=SHAPES):
+    compressor = get_compressor(spec)
+    for exchange in exchanges:
+        exchange.switch(compressor, {name: (shape, compressor) for name, shape in shapes.items()}, dict.fromkeys(shapes, gain))
+
+
+def owed(exchanges, name):
+    """The mean over ranks of what results are still to bring."""
+    total = []
+    for exchange in exchanges:
+        exchange.arrays()
+        tensor = exchange._tensors[name]
+        parts = (tensor.compressor.owed(tensor.state), tensor.state.arrays.get(OWED))
+        total.append(sum((part for part in parts if part is not None), np.zeros(tensor.numel, np.float32)) / tensor.unit)
+    return np.mean(total, axis=0, dtype=np.float64)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(EXACT), st.integers(0, 3), st.sampled_from(("", "nan", "save", "rescale"))), min_size=2, max_size=6),
+       st.integers(1, 3), st.integers(0, 100))
+def test_nothing_is_lost_over_any_sequence_of_switches(sequence, size, seed):
+    rng, unit = np.random.default_rng(seed), 1.0
+    exchanges = ranks(sequence[0][0], size, discardable=True)
+    come, brought = ({name: np.zeros(int(np.prod(shape))) for name, shape in SHAPES.items()} for _ in range(2))
+    for spec, steps, event in sequence:
+        switch(exchanges, spec)
+        if event == "rescale":
+            unit = 1024.0 / unit
+            for exchange in exchanges:
+                exchange.rescale(unit)
+        if event == "save":
+            states = [exchange.state_dict() for exchange in exchanges]
+            exchanges = ranks(spec, size, discardable=True)
+            for exchange, state in zip(exchanges, states):
+                exchange.load_state_dict(state)
+                exchange.rescale(unit)
+        for step in range(steps):
+            grads = gradients(rng, size)
+            if event == "nan" and step == 0:
+                grads[-1]["matrix"][3] = np.nan  # such a step is forgotten
+                run_step(exchanges, grads)
+                continue
+            for name in SHAPES:
+                come[name] += np.mean([named[name] for named in grads], axis=0, dtype=np.float64)
+            results = run_step(exchanges, [{name: np.float32(unit) * array for name, array in named.items()} for named in grads])
+            for name in SHAPES:
+                brought[name] += results[0][name].astype(np.float64) / unit
+    for name in SHAPES:
+        total = brought[name] + owed(exchanges, name)
+        assert np.abs(total - come[name]).max() <= 1e-4 * (1 + np.abs(come[name]).max()), name
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.5, 0.9])
+def test_momentum_is_counted_once(momentum, nesterov):
+    """What a host's momentum would have made of all gradients is what has come, and what is to come, before a switch and after it."""
+    shapes, rng = {"matrix": (30, 40), "small": (9,)}, np.random.default_rng(0)
+    corrected = f"dgc:ratio=0.05,masking=false,momentum={momentum},nesterov={str(nesterov).lower()}"
+    exchanges = ranks(corrected, 2, shapes)
+    come = {name: 0.0 for name in shapes}
+    brought = {name: 0.0 for name in shapes}
+    whole = 1 / (1 - momentum)  # what a host with momentum makes of a result in the end
+    for spec, gain in ((corrected, 1.0), ("topk:ratio=0.05", whole), ("none", 1.0), (corrected, 1 / whole), ("adacomp", whole)):
+        switch(exchanges, spec, gain, shapes)
+        its = 1.0 if spec == corrected else whole
+        for _ in range(5):
+            grads = gradients(rng, 2, shapes)
+            for name in shapes:
+                come[name] += np.mean([named[name] for named in grads], axis=0, dtype=np.float64) * whole
+            results = run_step(exchanges, grads)
+            for name in shapes:
+                brought[name] += results[0][name].astype(np.float64) * its
+        for name in shapes:
+            total = brought[name] + its * owed(exchanges, name)
+            assert np.abs(total - come[name]).max() <= 1e-4 * np.abs(come[name]).max(), (spec, name)
+
+
+def test_other_options_of_an_algorithm_keep_its_state():
+    rng = np.random.default_rng(1)
+    exchanges = ranks("dgc:ratio=0.01", 1)
+    run_step(exchanges, gradients(rng, 1))
+    before = {key: array.copy() for key, array in exchanges[0].arrays()["matrix"].items()}
+    switch(exchanges, "dgc:ratio=0.1")
+    after = exchanges[0].arrays()["matrix"]
+    assert before.keys() == after.keys() == {"u", "v"}
+    for key in before:
+        assert np.array_equal(before[key], after[key])
+    assert exchanges[0].stats()["steps"] == 1 and exchanges[0].stats()["bytes_sent"] > 0
+
+
+def test_what_has_no_place_is_sent_densely_once():
+    rng = np.random.default_rng(2)
+    exchanges = ranks("topk:ratio=0.01", 2)
+    run_step(exchanges, gradients(rng, 2))
+    owing = owed(exchanges, "matrix")
+    switch(exchanges, "maxnorm:bits=4")
+    assert np.allclose(owed(exchanges, "matrix"), owing)
+    grads = gradients(rng, 2)
+    expected = np.mean([named["matrix"] for named in grads], axis=0) + owing
+    sent = exchanges[0].stats()["bytes_sent"]
+    results = run_step(exchanges, grads)
+    assert np.allclose(results[0]["matrix"], expected, atol=1e-6)
+    assert exchanges[0].stats()["bytes_sent"] - sent >= 4 * 2000
+    for exchange in exchanges:
+        exchange.end_step()
+        assert OWED not in exchange.arrays()["matrix"]
+    sent = exchanges[0].stats()["bytes_sent"]
+    run_step(exchanges, gradients(rng, 2))
+    assert exchanges[0].stats()["bytes_sent"] - sent < 4 * 2000
+
+
+def test_a_discarded_step_owes_again():
+    rng = np.random.default_rng(3)
+    exchanges = ranks("topk:ratio=0.01", 1, discardable=True)
+    run_step(exchanges, gradients(rng, 1))
+    switch(exchanges, "qsgd")
+    owing = owed(exchanges, "matrix")
+    run_step(exchanges, gradients(rng, 1))
+    exchanges[0].discard()
+    assert np.array_equal(owed(exchanges, "matrix"), owing) and np.any(owing)
+
+
+def test_a_mistake_changes_nothing():
+    rng = np.random.default_rng(4)
+    exchange, = ranks("topk:ratio=0.01", 1)
+    run_step([exchange], gradients(rng, 1))
+    before, compressor = exchange.state_dict(), get_compressor("adacomp")
+    with pytest.raises(TypeError):
+        exchange.switch(compressor, {"matrix": (None, compressor)}, {})
+    assert exchange.compressor.id == "topk"
+    for name, named in exchange.state_dict()["tensors"].items():
+        for key, array in named.items():
+            assert np.array_equal(array, before["tensors"][name][key])
+
+
+def test_an_owing_state_that_does_not_fit_is_refused():
+    rng = np.random.default_rng(5)
+    exchange, = ranks("topk:ratio=0.01", 1)
+    run_step([exchange], gradients(rng, 1))
+    switch([exchange], "qsgd")
+    state = exchange.state_dict()
+    state["tensors"]["matrix"][OWED] = state["tensors"]["matrix"][OWED][:-1]
+    with pytest.raises(ValueError, match=f"matrix.{OWED}"):
+        ranks("qsgd", 1)[0].load_state_dict(state)
+    assert checkpoint.read(state)
