@@ -1,5 +1,6 @@
 """Whether a cluster is installed alike, whether every algorithm works on its network, and what that takes: what all ranks of a job find together."""
 import dataclasses
+import functools
 import importlib.util
 import platform
 import socket
@@ -19,9 +20,10 @@ from .cost import COLLECTIVES, Load, Network
 _STEPS = 2
 _SHAPES = {"matrix": (64, 80), "kernel": (16, 8, 3, 3), "bias": (64,)}
 _SIZES = (2**12, 2**18, 2**22, 2**24)  # bytes of the collectives that are timed
-_ENOUGH = 0.05  # seconds of a collective, after which none of a larger size is needed
-_TIMES = 5
-_OPERATIONS = 100
+_ENOUGH = 0.1  # seconds by which one takes longer than the smallest: none of a larger size is needed
+_TIMES = 5  # of each
+_FUSED = 16  # tensors in each
+_OPERATIONS = 100  # of the step that tells what each costs
 
 Say = Callable[[str], None]
 
@@ -90,21 +92,20 @@ def _try_algorithms(say: Say) -> Dict[str, Any]:
 
 def _measure_network() -> Network:
     """Latency and rates of Horovod's collectives; the slowest rank's, so that all ranks find the same."""
-    size = hvd.size()
-    operations = [torch.zeros(1) for _ in range(_OPERATIONS)]
-    latency = _seconds(lambda: hvd.allreduce_(operations[0], name="check.one"), 2 * _TIMES)
-    many = _seconds(lambda: _wait_for(hvd.allreduce_async_(tensor, name=f"check.{i}") for i, tensor in enumerate(operations)))
-    unit = Network(size, latency, max(0.0, many - latency) / _OPERATIONS, {})
+    size, one = hvd.size(), torch.zeros(1)
+    latency = _seconds(lambda: hvd.allreduce_(one, name="check.one"), times=2 * _TIMES)
+    network = Network(size, latency, max(_step_seconds(True) - _step_seconds(False) - latency, 0.0) / _OPERATIONS, {})
     rates = {}
     for kind in COLLECTIVES:
         spent: Dict[int, float] = {}
+        shares = size if kind.startswith("allgather") else 1  # of what a rank has afterwards, of which it hands in one
         for nbytes in _SIZES:
-            spent[nbytes] = _seconds(_collective(kind, nbytes, size))
-            if len(spent) > 1 and spent[nbytes] > _ENOUGH:
+            spent[nbytes] = _collective_seconds(kind, nbytes // shares)
+            if spent[nbytes] - spent[_SIZES[0]] > _ENOUGH:
                 break
-        crossed = unit.crossing(kind) * (_handed_in(kind, nbytes, size) - _handed_in(kind, _SIZES[0], size))
+        crossed = network.crossing(kind) * (nbytes - _SIZES[0]) / shares
         rates[kind] = max(spent[nbytes] - spent[_SIZES[0]], 1e-9) / crossed
-    return dataclasses.replace(unit, seconds_per_byte=rates)
+    return dataclasses.replace(network, seconds_per_byte=rates)
 
 
 def _measure_loads(compressors: Dict[str, Any], model: prediction.Model) -> Dict[str, Load]:
@@ -157,10 +158,11 @@ def _error_of(id: str, transport: str) -> Optional[str]:
     return wrong
 
 
-def _seconds(function: Callable[[], Any], times: int = _TIMES) -> float:
-    """Median seconds of the slowest rank, after a first time that makes buffers."""
+def _seconds(function: Callable[[], Any], before: Callable[[], Any] = lambda: None, times: int = _TIMES) -> float:
+    """Median seconds of the slowest rank, after a first time that makes buffers. before: what comes before each, not timed."""
     seconds = []
     for _ in range(1 + times):
+        before()
         hvd.barrier()
         started = time.perf_counter()
         function()
@@ -168,22 +170,32 @@ def _seconds(function: Callable[[], Any], times: int = _TIMES) -> float:
     return statistics.median(hvd.allreduce(torch.tensor(seconds[1:]), op=hvd.Max, name="check.seconds").tolist())
 
 
-def _wait_for(handles: Any) -> None:
-    for handle in list(handles):
-        hvd.synchronize(handle)
+def _step_seconds(exchanged: bool) -> float:
+    """That of backward and step of many parameters of one element, exchanged by Horovod or not."""
+    params: List[torch.Tensor] = [torch.nn.Parameter(torch.zeros(1)) for _ in range(_OPERATIONS)]
+    optimizer = torch.optim.SGD(params, lr=0.0)
+    if exchanged:
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=[(f"check.{i}", param) for i, param in enumerate(params)])
+
+    def step() -> None:
+        torch.cat(params).sum().backward()
+        optimizer.step()
+
+    return _seconds(step, optimizer.zero_grad)
 
 
-def _handed_in(kind: str, nbytes: int, size: int) -> int:
-    """Bytes of a rank, so that a rank has `nbytes` when all is over."""
-    return nbytes if kind.startswith("allreduce") else max(nbytes // size // size, 1) * size
-
-
-def _collective(kind: str, nbytes: int, size: int) -> Callable[[], Any]:
+def _collective_seconds(kind: str, nbytes: int) -> float:
+    """Of a collective to which each rank hands `nbytes`, in several tensors where Horovod fuses those, as it does a step's."""
     verb, dtype = kind.split()
-    array = torch.from_numpy(np.zeros(_handed_in(kind, nbytes, size) // np.dtype(dtype).itemsize, dtype))
-    name = f"check.{kind}.{nbytes}"
-    if verb == "allreduce":
-        return lambda: hvd.allreduce_(array, name=name, op=hvd.Sum)
-    if verb == "allgather":
-        return lambda: hvd.allgather(array, name=name)
-    return lambda: hvd.alltoall(array, name=name)
+    count = 1 if verb == "alltoall" else _FUSED
+    length = max(nbytes // count // np.dtype(dtype).itemsize // hvd.size(), 1) * hvd.size()
+    numbers = np.random.default_rng(0).standard_normal(length)  # zeros of float16 are added faster than others
+    values = torch.from_numpy(numbers.astype(dtype))
+    tensors = [values.clone() for _ in range(count)]
+    start = {"allreduce": functools.partial(hvd.allreduce_async_, op=hvd.Sum), "allgather": hvd.allgather_async, "alltoall": hvd.alltoall_async}[verb]
+
+    def exchange() -> None:
+        for handle in [start(tensor, name=f"check.{kind}.{nbytes}.{i}") for i, tensor in enumerate(tensors)]:
+            hvd.synchronize(handle)
+
+    return _seconds(exchange, lambda: [tensor.copy_(values) for tensor in tensors])

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Optional
 FUSION = 64 * 2**20  # bytes of tensors that Horovod puts into one message
 _CYCLE = 1e-3  # seconds between two looks of Horovod's at what is to be exchanged
 _GOODPUT = 0.95  # share of a link's rate that TCP leaves for content
-_OPERATION = 50e-6  # seconds that a processor takes to hand one tensor to Horovod and back
+_OPERATION = 100e-6  # seconds that a processor takes to hand one tensor to Horovod and back
 # Seconds that processors take beside the link, for each byte that crosses it, under Gloo: sums of float16 are added one by one there.
 _PROCESSOR = {
     "allreduce float32": 1e-9, "allreduce float16": 9e-9, "allreduce int32": 1e-9, "allreduce int64": 1e-9, "allgather uint8": 0.5e-9,

@@ -11,7 +11,7 @@ from .models import MODELS, Shapes
 
 BASELINES = ("none", "fp16")
 DEFAULT = ("dgc:ratio=0.001", "dgc:ratio=0.01", "topk:ratio=0.01", "maxnorm:bits=4", "powersgd:rank=4")  # whose bytes random gradients tell
-STEPS = 3  # measured ones
+STEPS = 5  # measured ones
 _TENSORS, _LARGEST = 16, 2**20  # of a model of which only the size is known: how many are measured, and elements of each
 
 
