@@ -129,6 +129,7 @@ class Binding(ABC):
         """From now on has every so-many-th step written to a file, a callable or a TensorBoard writer: see `Recorder`, which is returned. Replaces
         an earlier one. In PyTorch that is all. In TensorFlow the end of a step has to be told: by the callback `hvdc.RecordSteps`, which is given
         the same, or in loops of one's own by the recorder's `step_ended()` after each step."""
+        self._exchange.end_step()
         recorder = self._exchange.observer = Recorder(self._exchange, to, every, by_tensor)
         return recorder
 

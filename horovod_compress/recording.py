@@ -28,7 +28,8 @@ class Recorder:
     by_tensor: a record has "tensors", the same by tensor.
 
     A record has bytes, seconds and elements since the one before, or since the start ("steps" says how many steps these are); norms of the
-    recorded step's gradient, without loss scale and before it is compressed, and of what this rank keeps after it. docs/tutorial.md lists the keys.
+    recorded step's gradient, without loss scale and before it is compressed, and of what this rank keeps after it. (Small tensors that TensorFlow
+    reduces directly count with the norm of the mean, and how long it waits is not known there.) docs/tutorial.md lists the keys.
     """
 
     def __init__(self, driver: Driver, to: Destination, every: int = 10, by_tensor: bool = False) -> None:

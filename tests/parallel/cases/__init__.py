@@ -5,11 +5,27 @@ a job may run any of them, in the order of the files here.
 """
 from checks import joined
 
-from . import algorithms, automatic, dense_limit, errors, faults, horovod_options, optimizers, samples, states, switches, transports, unbound, uneven
+from . import (
+    algorithms,
+    automatic,
+    dense_limit,
+    errors,
+    faults,
+    horovod_options,
+    optimizers,
+    recording,
+    samples,
+    states,
+    switches,
+    transports,
+    unbound,
+    uneven,
+)
 from .training import start
 
 __all__ = ["CASES", "start"]
 
 CASES = joined(
-    dense_limit, optimizers, horovod_options, states, errors, samples, algorithms, transports, faults, uneven, unbound, switches, automatic
+    dense_limit, optimizers, horovod_options, states, errors, samples, algorithms, transports, faults, uneven, unbound, switches, automatic,
+    recording
 )
