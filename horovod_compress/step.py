@@ -137,9 +137,10 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
         owed = state.arrays.get(OWED)
         if owed is not None:
             grad *= np.float32(step.scale)
-            grad += owed
             step = dataclasses.replace(step, scale=1.0)
         encoded = (compressor.encode_dense if dense or owed is not None else compressor.encode)(grad, state, step)
+        if owed is not None:
+            grad += compressor.as_gradient(owed)  # It is the payload by now. In a residual, where it would stay after a failed step, it never was.
         if carrier is None:
             carrier = encoded if isinstance(encoded, HostReduce) else tensor.one()
             yield carrier

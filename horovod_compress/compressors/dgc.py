@@ -89,10 +89,13 @@ class DGC(TopK):
         if u is None or self.m == 1:
             v += owed
             return True
-        late = np.float32(1 - self.m) * owed  # as a gradient that comes now
+        late = self.as_gradient(owed)
         u += np.float32(self.m if self.nesterov else 1) * late
         v += np.float32(1 + self.m if self.nesterov else 1) * late
         return True
+
+    def as_gradient(self, owed: np.ndarray) -> np.ndarray:
+        return _late(owed, self.m)
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         u, v = state.arrays.get("u"), state.arrays["v"]
@@ -102,6 +105,11 @@ class DGC(TopK):
 def _to_come(m: float) -> float:
     """What later steps bring of a u of 1 where no gradients follow: m + m² + …"""
     return 0.0 if m == 1 else m / (1 - m)
+
+
+def _late(owed: np.ndarray, m: float) -> np.ndarray:
+    """The gradient of which momentum makes what is owed: g + m·g + m²·g + …"""
+    return owed if m == 1 else np.float32(1 - m) * owed
 
 
 @dataclasses.dataclass
@@ -134,6 +142,12 @@ class DenseMomentum(NoCompression):
     def owed(self, state: State) -> Optional[np.ndarray]:
         u = state.arrays.get("u")
         return None if u is None else np.float32(_to_come(self.momentum) * (self.momentum if self.nesterov else 1)) * u  # u: SGD's buffer
+
+    def as_gradient(self, owed: np.ndarray) -> np.ndarray:
+        return _late(owed, self.momentum)
+
+    def encode_dense(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
+        return HostReduce(grad)  # Not all is sent: u remains.
 
     def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: DenseMomentumState, scale: float) -> bool:
         finite = super().decode_dense(reduced, out, state, scale)

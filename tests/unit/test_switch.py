@@ -169,3 +169,34 @@ def test_an_owing_state_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=f"matrix.{OWED}"):
         ranks("qsgd", 1)[0].load_state_dict(state)
     assert checkpoint.read(state)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_tensors_that_become_dense_under_momentum_lose_none_of_it(nesterov):
+    """Of what is owed to a tensor that dgc does not compress momentum makes more, and of the gradient that comes with it, too."""
+    rng, momentum, whole = np.random.default_rng(6), 0.9, 10.0
+    compressed = f"dgc:ratio=0.05,masking=false,momentum={momentum},nesterov={str(nesterov).lower()}"
+    dense, topk, come, brought = f"{compressed},min_numel=100000", "topk:ratio=0.05", 0.0, 0.0
+    exchanges = ranks(topk, 2)
+    for spec, gain, its in ((topk, 1.0, whole), (dense, 1 / whole, 1.0), (topk, whole, whole), (compressed, 1 / whole, 1.0), (dense, 1.0, 1.0)):
+        switch(exchanges, spec, gain)
+        for _ in range(4):
+            grads = gradients(rng, 2)
+            come = come + whole * np.mean([named["matrix"] for named in grads], axis=0, dtype=np.float64)
+            brought = brought + its * run_step(exchanges, grads)[0]["matrix"].astype(np.float64)
+        error = np.abs(brought + its * owed(exchanges, "matrix") - come).max() / np.abs(come).max()
+        assert error < 1e-6, (spec, error)
+
+
+def test_a_step_that_fails_leaves_what_is_owed_once():
+    """Also where the new compressor has a residual, in which a failed step's gradient stays."""
+    rng = np.random.default_rng(7)
+    exchanges = ranks("topk:ratio=0.01", 2)
+    run_step(exchanges, gradients(rng, 2))
+    switch(exchanges, "efsignsgd:follow_lr=true")
+    grads, before = gradients(rng, 2), owed(exchanges, "matrix")
+    expected = before + np.mean([named["matrix"] for named in grads], axis=0)
+    grads[1]["matrix"][3] = np.nan
+    run_step(exchanges, grads)
+    after = owed(exchanges, "matrix")
+    assert np.allclose(np.delete(after, 3), np.delete(expected, 3), atol=1e-5)
