@@ -4,7 +4,7 @@ import statistics
 from typing import Dict, List, Optional, Sequence
 
 _STEPS = 3  # of a candidate in a row; the first is not counted, because it makes buffers and moves state
-_HOPELESS = 2.0  # times the shortest steps so far: such a candidate is not tried further, nor is one whose first step takes twice that
+_HOPELESS = 2.0  # times the shortest steps so far, in a first step twice that: after two such in a row a candidate is not tried further
 _CLOSE = 1.25  # times the shortest steps: those are tried again
 
 
@@ -24,7 +24,7 @@ class Trials:
     """Says with which candidate the next step is to be taken, and is told how long it took, until one is chosen.
 
     candidates: specs, the dense baseline first; the last is tried first, so have those last that send least: what is much slower than they are is
-        given up after a step or two. steps: at most so many are tried. margin: the baseline is chosen where nothing is faster by so large a part.
+        given up after two steps. steps: at most so many are tried. margin: the baseline is chosen where nothing is faster by so large a part.
     All ranks that report the same seconds come to the same choice.
 
     It goes in rounds: each candidate has its turn of a few steps, and those that come close to the best have another one, as long as there are
@@ -40,6 +40,7 @@ class Trials:
         self.tried: Dict[str, _Tried] = {spec: _Tried() for spec in candidates}
         self._turns: List[str] = list(reversed(candidates))  # of this round, the one that is under way first
         self._taken = 0  # steps of this turn
+        self._slow = False  # whether the last of them was
         self.chosen: Optional[str] = candidates[0] if len(candidates) == 1 else None
 
     @property
@@ -53,9 +54,8 @@ class Trials:
         self._taken, self._left = self._taken + 1, self._left - 1
         if self._taken > 1:
             its.seconds.append(seconds)
-        its.hopeless = seconds > _HOPELESS * best * (2 if self._taken == 1 else 1)
-        if its.hopeless and not its.seconds:
-            its.seconds.append(seconds)  # so that it has some figure
+        slow, before = seconds > _HOPELESS * best * (2 if self._taken == 1 else 1), self._slow
+        its.hopeless, self._slow = slow and before, slow
         if its.hopeless or self._taken == _STEPS:
             self._next_turn()
 
@@ -64,7 +64,7 @@ class Trials:
 
     def _next_turn(self) -> None:
         self._turns.pop(0)
-        self._taken = 0
+        self._taken, self._slow = 0, False
         if self._turns:
             return
         best = self._best()

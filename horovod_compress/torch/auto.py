@@ -13,8 +13,8 @@ from ..compressors import get_compressor
 from ..handshake import gather
 from ..simulate import simulate
 from ..trials import Trials
-from .compression import BoundCompression
-from .sgd import is_plain_sgd
+from .compression import BoundCompression, refuse_begun_within_step
+from .sgd import can_take_over, is_plain_sgd
 from .unbound import UnboundCompression
 
 _log = logging.getLogger("horovod_compress")
@@ -24,7 +24,7 @@ _CHANGED = 1.3  # times as long as expected: the candidates are tried again
 
 def default_candidates(optimizer: torch.optim.Optimizer) -> List[str]:
     """What is tried where the user names nothing: specs that are known to end where dense training ends."""
-    sparse = "dgc" if isinstance(optimizer, torch.optim.SGD) and not is_plain_sgd(optimizer) else "topk"
+    sparse = "dgc" if can_take_over(optimizer) and not is_plain_sgd(optimizer) else "topk"
     return ["none", "fp16", f"{sparse}:ratio=0.01", f"{sparse}:ratio=0.01,min_numel=65536"]
 
 
@@ -41,6 +41,7 @@ class ChosenCompression(BoundCompression):
         self._errors: Dict[str, float] = {}
         self._first: Optional[Dict[str, np.ndarray]] = {} if auto["error"] < 1 else None  # gradients of the first step, until errors are known
         self._began: Optional[float] = None  # when the last step did
+        self._now = 0.0  # when the step that begins did
         self._try(self._candidates)
         self._in_force = self._trials.current
         super().__init__(self._in_force, optimizer, named_parameters, **options)
@@ -64,10 +65,14 @@ class ChosenCompression(BoundCompression):
         return super().compress(tensor)
 
     def _begin_step(self) -> None:
-        if self._began is not None and self._results is None:  # else the last step is to be forgotten first
-            self._choose(time.perf_counter() - self._began)
+        self._now = time.perf_counter()
         super()._begin_step()
         self._began = time.perf_counter()
+
+    def _switch_where_due(self) -> None:
+        super()._switch_where_due()
+        if self._began is not None:
+            self._choose(self._now - self._began)
 
     def _choose(self, seconds: float) -> None:
         """Decides with what the step that begins is taken; seconds: that the last one took."""
@@ -83,7 +88,7 @@ class ChosenCompression(BoundCompression):
 
     def _use(self, spec: str) -> None:
         if spec != self._in_force:
-            self.switch(spec)
+            self._switch(get_compressor(spec).config)
             self._in_force = spec
 
     def _leave_out(self, gradients: Dict[str, np.ndarray]) -> None:
@@ -123,6 +128,7 @@ class ChosenCompression(BoundCompression):
         if auto:
             self._use(auto["spec"])
             if auto["chosen"]:
+                self._first = None
                 self._try([auto["spec"]])
         super().load_state_dict(state)
 
@@ -150,7 +156,7 @@ class AutoCompression(UnboundCompression):
         if not 0 < error <= 1:
             raise ValueError(f"error must be above 0 and at most 1, not {error!r}")
         for spec in candidates or ():
-            get_compressor(spec)
+            refuse_begun_within_step(get_compressor(spec).config)
         Trials(candidates or default_candidates(torch.optim.SGD([torch.zeros(1)], 1.0)), probe_steps, margin)  # which says what is wrong with them
         self._auto: Dict[str, Any] = {"error": error, "candidates": candidates, "probe_steps": probe_steps, "margin": margin}
 

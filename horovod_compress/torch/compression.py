@@ -87,6 +87,7 @@ class BoundCompression(Binding):
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {grad_scaler!r}")
         self._slots = [_Slot(name, param) for name, param in _named(optimizer, named_parameters)]
+        self._trained = [slot for slot in self._slots if self._active and slot.param.requires_grad]  # and later, frozen or not
         self._last = self._slots[-1]
         self._bound_optimizer = optimizer
         self._transport: Transport
@@ -111,15 +112,14 @@ class BoundCompression(Binding):
         """Decides, by a spec and the bound optimizer's momentum, how tensors are compressed. Nothing is changed where this raises."""
         optimizer = self._bound_optimizer
         compressor = requested = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
-        takeover = SGDTakeover(optimizer if self._active else None, compressor, {id(slot.param): slot.name for slot in self._slots})
+        takeover = SGDTakeover(optimizer if self._active else None, compressor, {id(slot.param): slot.name for slot in self._trained})
         variants = takeover.variants
         if compressor.corrects_momentum and optimizer is not None and compressor.momentum is None:
             compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))  # other momentum stays with the optimizer
-        active = [slot for slot in self._slots if self._active and slot.param.requires_grad]
-        moments, transport = _moments_of(compressor, active), self._transport_of(compressor)
+        moments, transport = _moments_of(compressor, self._trained), self._transport_of(compressor)
         self._requested, self._takeover, self._moments, self._transport = requested, takeover, moments, transport
         self._compressor = next(iter(variants.values()), compressor)
-        self._tensors = {slot.name: (tuple(slot.param.shape), variants.get(slot.name, compressor)) for slot in active}
+        self._tensors = {slot.name: (tuple(slot.param.shape), variants.get(slot.name, compressor)) for slot in self._trained}
 
     def _transport_of(self, compressor: Any) -> Transport:
         if not self._active:
@@ -226,8 +226,7 @@ class BoundCompression(Binding):
             self._forget_or_warn()
         self._results = None
         self._submitted.clear()
-        if self._switches:
-            self._switch_where_due()
+        self._switch_where_due()
         if scale is not None:
             self._exchange.rescale(scale)
         if self._compressor.follow_lr:
@@ -358,6 +357,7 @@ class BoundCompression(Binding):
         """
         config = get_compressor(spec).config
         if at is not None:
+            refuse_begun_within_step(config)
             self._switches = sorted([*self._switches, (at, config)], key=lambda switch: switch[0])
             return
         if self._announce is not None:
@@ -368,22 +368,24 @@ class BoundCompression(Binding):
         """`switch` at once; compare: whether all ranks do it, here, and say so to each other, or else at the next gradient."""
         if self._results == "unused":
             self._forget_or_warn()
-        exchange, before = self._exchange, self._takeover.momenta()
+        exchange = self._exchange
         exchange.end_step()
         self._takeover.restore()
+        before = self._takeover.gains()
         self._configure(spec)
         self._results, self._agreed = None, False
         if self._active and compare:
             advice = "Call it on all ranks, between the same two steps, with the same spec"
             agree(self._transport, f"{self._label}.switch", self._description(), "called compression.switch()", advice)
             self._agreed = True
-        after = self._takeover.momenta()
-        gains = {name: (1 - after.get(name, 0.0)) / (1 - before.get(name, 0.0)) for name in before.keys() ^ after.keys()}
+        after = self._takeover.gains()
+        gains = {name: after.get(name, 1.0) / before.get(name, 1.0) for name in before.keys() | after.keys()}
         exchange.transport = self._transport
         exchange.switch(self._compressor, self._tensors, gains)
 
     def _switch_where_due(self) -> None:
-        self._exchange.end_step()
+        if self._switches:
+            self._exchange.end_step()
         while self._switches and self._switches[0][0] <= self._exchange.steps_taken():
             self._switch(self._switches.pop(0)[1])
 
@@ -394,13 +396,13 @@ class BoundCompression(Binding):
         super()._resize()
 
     def _kept(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
-        return {**super()._kept(into), "spec": self._requested.config, "switches": self._switches}
+        return {**super()._kept(into), "spec": self._requested.config, "switches": list(self._switches)}
 
     def _go_back_to(self, state: Dict[str, Any]) -> None:
         if state["spec"] != self._requested.config:
             self._exchange.abandon()
             self._switch(state["spec"], compare=False)
-        self._switches = state["switches"]
+        self._switches = list(state["switches"])
         self._exchange.go_back_to(state)
         self._results = self._spoilt = None
         self._takeover.due = False
@@ -415,6 +417,15 @@ class BoundCompression(Binding):
             self._exchange.abandon()
             self._switch(spec, compare=False)
         super()._sync()
+
+
+def refuse_begun_within_step(config: Dict[str, Any]) -> None:
+    """ValueError where an algorithm has to see a forward pass before the first gradient."""
+    moments = config.get("moments", "minibatch")
+    if moments != "minibatch":
+        raise ValueError(
+            f"moments={moments} cannot begin at a step's first gradient: call compression.switch(spec) without at, before the step's forward pass"
+        )
 
 
 def _moments_of(compressor: Any, slots: List[_Slot]) -> Optional[Moments]:

@@ -40,8 +40,13 @@ def serve(optimizer: Any, compression: Any) -> None:
 
 
 def bound_to(optimizer: Any) -> Tuple[Optional[List[Tuple[str, torch.Tensor]]], Any]:
-    """(named parameters in the optimizer's order, or None where it was given none; process set) of Horovod's optimizer."""
+    """(named parameters in the optimizer's order, or None where it was given none; process set) of Horovod's optimizer. ValueError where that does
+    not know a parameter."""
     names = optimizer._parameter_names
+    if any(param not in names for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError(
+            "the optimizer has parameters that Horovod does not reduce, because add_param_group() came after hvd.DistributedOptimizer: call it before"
+        )
     named = [(names[param], param) for group in optimizer.param_groups for param in group["params"]]
     unnamed = all(name.startswith("allreduce.noname.") for name, _ in named)
     return None if unnamed else named, getattr(optimizer, "process_set", None)

@@ -18,6 +18,15 @@ def is_plain_sgd(optimizer: Any) -> bool:
     return isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)
 
 
+def can_take_over(optimizer: Any) -> bool:
+    """Whether this is an SGD whose momentum a compression can take over, if it has any."""
+    return isinstance(optimizer, torch.optim.SGD) and _steps_as_sgd(optimizer) and not any(group["dampening"] for group in optimizer.param_groups)
+
+
+def _steps_as_sgd(optimizer: torch.optim.SGD) -> bool:
+    return inspect.unwrap(own_class(optimizer).step) is inspect.unwrap(torch.optim.SGD.step)  # type: ignore[attr-defined]
+
+
 class SGDTakeover:
     """Momentum and weight decay of a torch.optim.SGD, applied exactly once. With any other optimizer, or None, it takes nothing over.
 
@@ -34,8 +43,8 @@ class SGDTakeover:
     def __init__(self, optimizer: Optional[torch.optim.Optimizer], compressor: Any, names: Dict[int, str]) -> None:
         self.due = False  # a step's gradients have come through the compression, and no step has used them yet
         self.variants: Dict[str, Any] = {}  # name → the compressor with its group's momentum
-        self._names = names  # id(parameter) → name
-        self._compressor = compressor
+        self._names = names  # id(parameter) → name, of those that Horovod reduces
+        self._optimizer, self._compressor = optimizer, compressor
         self._suspended: List[Tuple[dict, dict]] = []  # (group, its options) of the step that is under way
         self._checked: Set[int] = set()  # buffers of parameters without weight decay that were found to hold something
         logged = set()
@@ -44,25 +53,26 @@ class SGDTakeover:
             if momentum == 0:
                 continue
             self._refuse(optimizer, group)
-            self.variants.update((names[id(param)], compressor.bound(momentum, nesterov)) for param in group["params"] if param.requires_grad)
+            self.variants.update((names[id(param)], compressor.bound(momentum, nesterov)) for param in group["params"] if id(param) in names)
             logged.add(f"momentum={momentum:g}{' (nesterov)' if nesterov else ''}, weight_decay={group['weight_decay']:g}")
         if logged and hvd.rank() == 0:
             _log.warning("%s takes over from SGD, which does not apply them itself: %s", compressor.id, "; ".join(logged))
 
     def _refuse(self, optimizer: Any, group: Dict[str, Any]) -> None:
         """Raises ValueError where the momentum of a group cannot be taken over."""
-        own: Any = own_class(optimizer)
-        if inspect.unwrap(own.step) is not inspect.unwrap(torch.optim.SGD.step):
+        if not _steps_as_sgd(optimizer):
             raise ValueError(
-                f"{own.__name__} has a step() of its own, so its momentum cannot be taken over as SGD's can: bind "
+                f"{own_class(optimizer).__name__} has a step() of its own, so its momentum cannot be taken over as SGD's can: bind "
                 f"{self._compressor.id} with momentum=0, which leaves momentum to it"
             )
         if group["dampening"] != 0:
             raise ValueError(f"{self._compressor.id} cannot take over SGD's dampening={group['dampening']}: set it to 0")
 
-    def momenta(self) -> Dict[str, float]:
-        """The momentum that is taken over, by the name of each parameter that it is of."""
-        return {name: variant.momentum for name, variant in self.variants.items()}
+    def gains(self) -> Dict[str, float]:
+        """What SGD's own momentum makes of a result of 1 in the end, by name: 1/(1 − m), and 1 where the momentum is taken over."""
+        groups = self._optimizer.param_groups if isinstance(self._optimizer, torch.optim.SGD) else ()
+        own = [(self._names[id(p)], float(group["momentum"])) for group in groups for p in group["params"] if id(p) in self._names]
+        return {name: 1 / (1 - momentum) for name, momentum in own if name not in self.variants and momentum < 1}
 
     def covers(self, param: torch.Tensor) -> bool:
         """Whether this parameter's momentum is taken over."""

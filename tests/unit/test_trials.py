@@ -39,9 +39,9 @@ def test_the_baseline_stays_where_little_is_gained():
     assert run({"none": 1.0, "dgc": 0.97}, margin=0.0)[0].chosen == "dgc"
 
 
-def test_what_is_far_slower_takes_one_step():
+def test_what_is_far_slower_takes_two_steps():
     trials, taken = run({"none": 9.0, "fp16": 4.5, "dgc:ratio=0.01": 0.09, "dgc:ratio=0.001": 0.08})
-    assert trials.chosen == "dgc:ratio=0.001" and taken["none"] == taken["fp16"] == 1
+    assert trials.chosen == "dgc:ratio=0.001" and taken["none"] == taken["fp16"] == 2
 
 
 def test_close_candidates_have_several_turns():
@@ -56,6 +56,16 @@ def test_a_single_slow_step_decides_nothing():
         disturbed = trials.current == "dgc" and steps == 2
         trials.add(1.9 if disturbed else {"none": 1.0, "dgc": 0.8}[trials.current])
     assert trials.chosen == "dgc"
+
+
+@pytest.mark.parametrize("disturbed", range(1, 7))
+def test_a_pause_of_any_length_gives_nothing_up(disturbed):
+    """An evaluation between two steps, or a checkpoint, in any of the first steps."""
+    trials, steps = Trials(["none", "topk"]), 0
+    while trials.chosen is None:
+        steps += 1
+        trials.add(100.0 if steps == disturbed else {"none": 0.8, "topk": 1.0}[trials.current])
+    assert trials.chosen == "none"
 
 
 def test_mistakes_are_named():

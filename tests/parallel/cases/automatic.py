@@ -84,3 +84,43 @@ def what_auto_refuses():
     with raises(ValueError, "5 are too few"):
         hvdc.Compression.auto(probe_steps=5)
     assert isinstance(hvdc.Compression.from_spec("auto"), hvdc.AutoCompression)
+
+
+@case(2)
+def auto_chooses_while_ranks_are_uneven():
+    """A rank without data answers what the others ask while they choose, and later, when they look whether the choice still holds."""
+    model = model_of()
+    compression = hvdc.Compression.auto(candidates=["none", "topk:ratio=0.1"], probe_steps=6)
+    optimizer = wrap(model, sgd(model), compression)
+    with hvdc.uneven(optimizer, model):
+        train(model, optimizer, batches(70 if hvd.rank() else 2))
+    assert_replicas_identical(model)
+    assert hvd.allgather_object(compression.plan["spec"]) == [compression.plan["spec"]] * 2 and compression.plan["spec"]
+
+
+@case(2)
+def auto_leaves_momentum_to_an_sgd_that_cannot_give_it():
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    for optimizer_of in (lambda model: Own(model.parameters(), 0.05, momentum=0.9), lambda model: sgd(model, dampening=0.1)):
+        model = model_of()
+        compression = hvdc.Compression.auto(probe_steps=12)
+        train(model, wrap(model, optimizer_of(model), compression), batches(14))
+        assert list(compression.plan["candidates"])[2:] == ["topk:ratio=0.01", "topk:ratio=0.01,min_numel=65536"]
+
+
+@case(2)
+def a_choice_with_a_limit_of_errors_is_resumed():
+    def start():
+        model = model_of()
+        compression = hvdc.Compression.auto(error=0.9, candidates=["none", "topk:ratio=0.5"], probe_steps=6)
+        return model, compression, wrap(model, sgd(model), compression)
+
+    model, compression, optimizer = start()
+    train(model, optimizer, batches(9))
+    again, its_compression, its_optimizer = start()
+    its_compression.load_state_dict(compression.state_dict())
+    train(again, its_optimizer, batches(2))
+    assert its_compression.plan["spec"] == compression.plan["spec"]

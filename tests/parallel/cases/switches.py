@@ -154,3 +154,72 @@ def a_scale_and_discarded_steps_over_switches():
         assert_replicas_identical(model)
         models.append(model)
     assert_close(*models, tolerance=1e-5)
+
+
+@case(2)
+def layers_freeze_and_thaw_over_switches():
+    """Horovod reduces what had gradients when its optimizer was made, whatever is frozen later, and nothing else."""
+    model = model_of()
+    compression = hvdc.Compression.topk(ratio=0.1)
+    wrapped = wrap(model, sgd(model), compression)
+    train(model, wrapped, batches(3))
+    model.shared.requires_grad_(False)
+    compression.switch("dgc:ratio=0.1")
+    train(model, wrapped, batches(3))
+    model.shared.requires_grad_(True)
+    compression.switch("topk:ratio=0.1")
+    train(model, wrapped, batches(3))
+    model.frozen.requires_grad_(True)
+    compression.switch("dgc:ratio=0.1")
+    model.frozen.requires_grad_(False)
+    train(model, wrapped, batches(3))
+    assert_replicas_identical(model)
+    assert "shared.weight" in compression.stats_by_tensor() and "frozen.weight" not in compression.stats_by_tensor()
+
+
+@case(2)
+def the_optimizers_momentum_decides_what_is_owed():
+    """Also where dgc has another, or a scheduler has changed it since the last step: in the end all that has come moves the parameters."""
+    for told, changed in (("dgc:ratio=0.05,masking=false,momentum=0.5,min_numel=0", 0.9), ("dgc:ratio=0.05,masking=false,min_numel=0", 0.5)):
+        weight = torch.nn.Parameter(torch.zeros(40, 60))
+        optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
+        compression = hvdc.Compression.from_spec(told)
+        wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=[("weight", weight)], compression=compression)
+        gradient = torch.randn(40, 60, generator=torch.Generator().manual_seed(hvd.rank()))
+        whole = 2.0 if "momentum=0.5" in told else 10.0
+        expected = -whole * hvd.allreduce(gradient, name="come")
+        for step in range(200):
+            if step == 1:
+                wrapped.param_groups[0]["momentum"] = changed
+                compression.switch("none")
+            wrapped.zero_grad()
+            (weight * (gradient if step == 0 else torch.zeros_like(gradient))).sum().backward()
+            wrapped.step()
+        assert (weight - expected).abs().max() < 1e-3 * expected.abs().max(), told
+
+
+@case(2)
+def a_commit_keeps_the_switches_to_come():
+    model = model_of()
+    optimizer = sgd(model)
+    compression = hvdc.Compression.topk(optimizer, model.named_parameters())
+    wrapped = wrap(model, optimizer, compression)
+    compression.switch("adacomp", at=4)
+    train(model, wrapped, batches(2))
+    committed = compression._kept()
+    for _ in range(2):
+        train(model, wrapped, batches(4))
+        assert compression.config["id"] == "adacomp"
+        compression._go_back_to(committed)  # as an elastic state does after a failure
+        assert compression.config["id"] == "topk"
+
+
+@case(2)
+def samples_are_not_told_apart_from_the_middle_of_a_step():
+    for moments in ("per_sample", "microbatch"):
+        with raises(ValueError, f"moments={moments} cannot begin at a step's first gradient", "without at"):
+            hvdc.Compression.auto(candidates=["none", f"variance:moments={moments}"])
+        model = model_of()
+        optimizer = sgd(model)
+        with raises(ValueError, f"moments={moments} cannot begin"):
+            hvdc.Compression.topk(optimizer, model.named_parameters()).switch(f"variance:moments={moments}", at=3)

@@ -224,6 +224,11 @@ def what_an_unbound_compression_refuses():
         hvdc.UnboundCompression("topk", process_set=alone[1 - hvd.rank()]).bind(wrapped)
     for process_set in alone:
         hvd.remove_process_set(process_set)
+    late = sgd(mine.out)
+    wrapped = hvd.DistributedOptimizer(late, mine.out.named_parameters(prefix="late"), compression)
+    wrapped.add_param_group({"params": list(mine.conv.parameters())})
+    with raises(ValueError, "add_param_group() came after hvd.DistributedOptimizer"):
+        hvdc.compression_of(wrapped)
 
 
 @case(1)
