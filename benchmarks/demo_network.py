@@ -14,6 +14,7 @@ def example(name):
     return module
 
 
-load = example("images").load
+images = example("images")
+load = images.load
 pytorch_images = example("pytorch_images")
 accuracy, network = pytorch_images.accuracy, pytorch_images.network

@@ -16,7 +16,7 @@ def load(folder=None):
     Raises FileNotFoundError for a folder without them.
     """
     if folder is None and not FASHION_MNIST.exists():
-        return "scikit-learn digits", _digits()
+        return "scikit-learn digits", digits()
     folder = pathlib.Path(folder or FASHION_MNIST)
     data = {}
     for part, file in _FILES.items():
@@ -35,14 +35,15 @@ def _idx(folder, name):
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * len(shape)).reshape(shape)
 
 
-def _digits():
+def digits():
+    """As `load` has them: 1400 images to train on and 397 to test."""
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
-    order = np.random.default_rng(0).permutation(len(digits.target))
-    images = (digits.images.astype(np.float32) / 16)[order][:, None]
+    found = load_digits()
+    order = np.random.default_rng(0).permutation(len(found.target))
+    images = (found.images.astype(np.float32) / 16)[order][:, None]
     images = images.repeat(3, axis=2).repeat(3, axis=3)  # 8 × 8 to 24 × 24, for the same network
-    labels = digits.target.astype(np.int64)[order]
+    labels = found.target.astype(np.int64)[order]
     return _normalized({"train": (images[:1400], labels[:1400]), "test": (images[1400:], labels[1400:])})
 
 

@@ -17,9 +17,12 @@ def make_ranks(compressor: Compressor, shapes: Dict[str, tuple], transports: Seq
     return [Exchange(compressor, transport, tensors, discardable=discardable) for transport in transports]
 
 
-def start_step(exchanges: Sequence[Exchange], grads: Sequence[Named], lr: Optional[float] = None) -> List[Named]:
-    """Submits grads[rank] = {name: flat float32 array} and runs all rounds of the step. Returns carriers[rank]."""
-    carriers = [{name: ex.submit(name, grad, lr=lr) for name, grad in named.items()} for ex, named in zip(exchanges, grads)]
+def start_step(
+    exchanges: Sequence[Exchange], grads: Sequence[Named], lr: Optional[float] = None, squares: Sequence[Named] = ()
+) -> List[Named]:
+    """Submits grads[rank] = {name: flat float32 array} and runs all rounds of the step. Returns carriers[rank]. squares: alike, where known."""
+    known = squares or [{}] * len(exchanges)
+    carriers = [{name: ex.submit(name, grad, its.get(name), lr) for name, grad in named.items()} for ex, named, its in zip(exchanges, grads, known)]
     for _ in itertools.zip_longest(*(ex.rounds() for ex in exchanges)):
         pass
     return carriers
@@ -32,7 +35,11 @@ def mean_of(carriers: Sequence[np.ndarray]) -> np.ndarray:
 
 def run_step(exchanges: Sequence[Exchange], grads: Sequence[Named], lr: Optional[float] = None) -> Sequence[Named]:
     """Runs one whole step with op=Average. The results replace grads[rank] = {name: flat float32 array}, which are returned."""
-    carriers = start_step(exchanges, grads, lr)
+    return finish_step(exchanges, start_step(exchanges, grads, lr), grads)
+
+
+def finish_step(exchanges: Sequence[Exchange], carriers: Sequence[Named], grads: Sequence[Named]) -> Sequence[Named]:
+    """Brings the carriers' means back, and returns grads[rank], which hold the results then."""
     for name in grads[0]:
         reduced = mean_of([named[name] for named in carriers])
         for exchange in exchanges:

@@ -1,0 +1,264 @@
+#!/usr/bin/env python3
+"""Where training ends with a compression, on several tasks, with any number of ranks in one process.
+
+    .venv/bin/python benchmarks/convergence.py TASK [RUN ...] [--ranks 4] [--seeds 0 1 2] [--out FILE] [--plot FILE]
+    .venv/bin/horovodrun -np 4 .venv/bin/python benchmarks/convergence.py TASK [RUN ...] --real
+
+A RUN is a spec, such as dgc:ratio=0.001; sgd/SPEC or adam/SPEC names another optimizer than the task's; updates/SPEC compresses each rank's own
+updates in place of gradients, and adam/updates/SPEC is both. Ranks share the task's batch, so all numbers of ranks compute as much. Without --real,
+the ranks are simulated: each computes its own part of the batch, and the compressors, the exchange and every payload are the real ones. Each run
+is a line of FILE, by default convergence.jsonl, with the measure over steps and bytes; those that are there already are not run again. Prints a
+table in Markdown of all runs of the task in FILE; --plot draws them.
+"""
+import argparse
+import json
+import math
+import pathlib
+import time
+from typing import Any, Dict, List
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from rich.progress import track
+from tasks import TASKS
+
+import horovod_compress.torch as hvdc
+from horovod_compress.binding import requested_compressor
+from horovod_compress.lockstep import finish_step, make_ranks, start_step
+from horovod_compress.torch.moments import Moments
+from horovod_compress.torch.sgd import SGDTakeover, is_plain_sgd
+from horovod_compress.transport.loopback import Loopback
+
+POINTS = 10  # measurements of a run, the last at its end
+PASSES = 4  # backward passes of a step and rank, where moments=microbatch
+
+
+class Simulated:
+    """Ranks of one process. One model serves all of them, since their parameters are the same."""
+
+    def __init__(self, task, optimizer_kind, spec, on_updates, model, ranks):
+        self.task, self.model, self.named = task, model, dict(model.named_parameters())
+        self.optimizers = [task.optimizer(optimizer_kind, model.parameters()) for _ in range(ranks if on_updates else 1)]
+        optimizer = self.optimizers[0]
+        compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
+        if on_updates and compressor.corrects_momentum:
+            raise ValueError(f"{compressor.id} corrects the momentum of gradients, and updates have theirs inside: say updates/topk")
+        self.takeover = SGDTakeover(None if on_updates else optimizer, compressor, {id(param): name for name, param in self.named.items()})
+        variant = next(iter(self.takeover.variants.values()), compressor.bound(0.0, False) if compressor.corrects_momentum else compressor)
+        self.on_updates, self.compressor = on_updates, variant
+        self.exchanges = make_ranks(variant, {name: tuple(param.shape) for name, param in self.named.items()}, Loopback.group(ranks))
+        moments = getattr(variant, "moments", "minibatch")
+        self.moments = Moments(moments, self.named) if moments != "minibatch" else None
+        self.passes = PASSES if moments == "microbatch" else 1
+        self.clips = variant.clip_norm is None and math.isfinite(task.clip)
+        self.shared = [param.detach().clone() for param in self.named.values()] if on_updates else []
+
+    def step(self, inputs, targets, factor):
+        arrays, squares = [], []
+        for rank, (x, y) in enumerate(zip(inputs.chunk(len(self.exchanges)), targets.chunk(len(self.exchanges)))):
+            buffers = [buffer.clone() for buffer in self.model.buffers()]
+            self.model.zero_grad()
+            for part, its in zip(x.chunk(self.passes), y.chunk(self.passes)):
+                (self.task.loss(self.model, part, its) / self.passes).backward()
+            if rank > 0:  # whose running statistics nobody looks at
+                for buffer, before in zip(self.model.buffers(), buffers):
+                    buffer.copy_(before)
+            squares.append({name: self.moments.take(name).copy() for name in self.named} if self.moments else {})
+            arrays.append(self._update(rank, factor) if self.on_updates else {name: flat(param.grad).copy() for name, param in self.named.items()})
+        lr = self.optimizers[0].param_groups[0]["lr"] if self.compressor.follow_lr else None
+        results = finish_step(self.exchanges, start_step(self.exchanges, arrays, lr, squares), arrays)[0]
+        if self.on_updates:
+            for param, shared, name in zip(self.named.values(), self.shared, self.named):
+                shared.add_(torch.from_numpy(results[name]).view_as(param))
+                param.data.copy_(shared)
+            return
+        for name, param in self.named.items():
+            param.grad.copy_(torch.from_numpy(results[name]).view_as(param))
+        if self.clips:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
+        self.takeover.due = True
+        self.takeover.before_step(self.optimizers[0])
+        self.optimizers[0].step()
+        self.takeover.restore()
+
+    @torch.no_grad()
+    def _update(self, rank, factor):
+        """By how much this rank's optimizer would move the parameters, which stay where they are."""
+        if self.clips:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
+        self.optimizers[rank].step()
+        update = {name: flat(param - shared) for (name, param), shared in zip(self.named.items(), self.shared)}
+        for param, shared in zip(self.named.values(), self.shared):
+            param.copy_(shared)
+        return update
+
+    def set_rate(self, factor, base):
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = base * factor
+
+    def totals(self):
+        return self.exchanges[0].totals(), self.exchanges[0].stats_by_tensor()
+
+
+class Real:
+    """This process is one of Horovod's ranks."""
+
+    def __init__(self, task, optimizer_kind, spec, on_updates, model, ranks):
+        if on_updates:
+            raise ValueError("--real trains on gradients")
+        self.task, self.model = task, model
+        optimizer = task.optimizer(optimizer_kind, model.parameters())
+        self.compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+        self.passes = PASSES if self.compression.config.get("moments") == "microbatch" else 1
+        self.clips = self.compression.config.get("clip_norm") is None and math.isfinite(task.clip)
+        self.optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), self.compression, backward_passes_per_step=self.passes)
+
+    def step(self, inputs, targets, factor):
+        x, y = inputs.chunk(hvd.size())[hvd.rank()], targets.chunk(hvd.size())[hvd.rank()]
+        self.optimizer.zero_grad()
+        for part, its in zip(x.chunk(self.passes), y.chunk(self.passes)):
+            (self.task.loss(self.model, part, its) / self.passes).backward()
+        self.optimizer.synchronize()
+        if self.clips:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
+
+    def set_rate(self, factor, base):
+        for group in self.optimizer.param_groups:
+            group["lr"] = base * factor
+
+    def totals(self):
+        return self.compression.stats(), self.compression.stats_by_tensor()
+
+
+def flat(tensor):
+    return tensor.detach().reshape(-1).numpy()
+
+
+def train(name, run, seed, ranks, real, steps=None):
+    """One run, as a line of the file."""
+    task = TASKS[name]
+    kind, on_updates, spec = parsed(run, task)
+    data, total = task.data(), steps or task.steps
+    torch.manual_seed(seed)
+    model = task.model()
+    trainer = (Real if real else Simulated)(task, kind, spec, on_updates, model, ranks)
+    base, measured, started = getattr(task, kind)["lr"], [], time.perf_counter()
+    marks = {round(total * point / POINTS) for point in range(1, POINTS + 1)}
+    batches = zip(range(1, total + 1), task.batches(data, seed))
+    for step, (inputs, targets) in track(batches, f"{name} {run} × {ranks}, seed {seed}", total, disable=bool(real and hvd.rank())):
+        factor = task.rate((step - 1) / total)
+        trainer.set_rate(factor, base)
+        trainer.step(inputs, targets, factor)
+        if step in marks:
+            measured.append([step, task.measure(model, data), trainer.totals()[0]["bytes_sent"]])
+    totals, by_tensor = trainer.totals()
+    return {
+        "task": name, "run": run, "ranks": ranks, "seed": seed, "steps": total, "real": real, "measured": measured,
+        "parameters": sum(param.numel() for param in model.parameters()), "ratio": totals["dense_bytes"] / totals["bytes_sent"],
+        "ratios": {layer: its["dense_bytes"] / max(its["bytes_sent"], 1) for layer, its in by_tensor.items()},
+        "received": totals["bytes_received"] / total, "seconds": time.perf_counter() - started,
+    }
+
+
+def parsed(run, task):
+    """(optimizer, whether updates are compressed, spec)"""
+    *before, spec = run.split("/")
+    kinds = [word for word in before if word != "updates"]
+    if len(kinds) > 1 or any(kind not in ("sgd", "adam") for kind in kinds) or before.count("updates") > 1:
+        raise ValueError(f"{run}: a run is [sgd/ or adam/][updates/]SPEC")
+    return (kinds or [task.default])[0], "updates" in before, spec
+
+
+# -- what was found ---------------------------------------------------------------------------------------------------------
+
+
+def key(row):
+    return row["run"], row["ranks"], row["steps"], row["real"]
+
+
+def grouped(rows):
+    """{(run, ranks, steps, real): its rows, by seed}"""
+    groups: Dict[Any, List[dict]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def table(name, rows):
+    task, groups = TASKS[name], grouped(rows)
+    lines = [f"| {name} | ranks | seeds | {task.unit} | spread | against none | times fewer bytes |", "|---|---:|---:|---:|---:|---:|---:|"]
+    for (run, ranks, steps, real), found in groups.items():
+        ends = [row["measured"][-1][1] for row in found]
+        kind, _, _ = parsed(run, task)
+        baseline = {row["seed"]: row["measured"][-1][1] for row in rows if row["steps"] == steps and row["run"] in ("none", f"{kind}/none")
+                    and parsed(row["run"], task)[0] == kind}
+        pairs = [end - baseline[row["seed"]] for end, row in zip(ends, found) if row["seed"] in baseline]
+        against = f"{np.mean(pairs):+.3f}" if pairs else ""
+        spread = f"{np.std(ends, ddof=1):.3f}" if len(ends) > 1 else ""
+        shown = f"{run}{', real ranks' if real else ''}{'' if steps == task.steps else f', {steps} steps'}"
+        ratio = np.mean([row["ratio"] for row in found])
+        lines.append(f"| {shown} | {ranks} | {len(ends)} | {np.mean(ends):.3f} | {spread} | {against} | {ratio:.1f} |")
+    return "\n".join(lines)
+
+
+def plot(name, rows, path, rate):
+    """The measure over steps, over bytes that a rank sends, and over the seconds that a link needs for those that it receives."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 5), sharey=True, constrained_layout=True)
+    for (run, ranks, _, _), found in grouped(rows).items():
+        points = np.mean([row["measured"] for row in found], axis=0)
+        seconds = points[:, 0] * max(found[0]["received"], points[-1, 2] / points[-1, 0]) * 8 / rate
+        for axis, x in zip(axes, (points[:, 0], points[:, 2] / 1e6, seconds)):
+            axis.plot(x, points[:, 1], marker=".", label=f"{run} × {ranks}")
+    for axis, label in zip(axes, ("steps", "MB that a rank sends", f"seconds on the wire at {rate / 1e6:g} Mbit/s")):
+        axis.set_xlabel(label)
+        axis.set_xscale("linear" if label == "steps" else "log")
+    axes[0].set_ylabel(TASKS[name].unit)
+    axes[0].legend(fontsize="small")
+    figure.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("runs", nargs="*", metavar="RUN")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, help="in place of the task's")
+    parser.add_argument("--real", action="store_true", help="this process is one of horovodrun's ranks")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("convergence.jsonl"))
+    parser.add_argument("--plot", type=pathlib.Path, help="a picture of all runs of the task")
+    parser.add_argument("--rate", type=float, default=1e8, help="of the picture's link, bits a second (default: 100 Mbit/s)")
+    options = parser.parse_args()
+    hvd.init()
+    if options.real:
+        torch.set_num_threads(1)
+    first = hvd.rank() == 0
+    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    rows = [row for row in rows if row["task"] == options.task]
+    for run in options.runs:
+        for ranks in [hvd.size()] if options.real else options.ranks:
+            for seed in options.seeds:
+                wanted = (run, ranks, options.steps or TASKS[options.task].steps, options.real)
+                if any(key(row) == wanted and row["seed"] == seed for row in rows):
+                    continue
+                rows.append(train(options.task, run, seed, ranks, options.real, options.steps))
+                if first:
+                    with options.out.open("a") as file:
+                        file.write(json.dumps(rows[-1]) + "\n")
+    if first:
+        print(table(options.task, rows))
+        if options.plot:
+            plot(options.task, rows, options.plot, options.rate)
+
+
+if __name__ == "__main__":
+    main()

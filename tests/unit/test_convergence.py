@@ -1,0 +1,49 @@
+"""The benchmark of convergence, on its smallest task."""
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+BENCHMARK = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "convergence.py"
+
+
+def run(out, *arguments):
+    given = [sys.executable, str(BENCHMARK), "digits", *arguments, "--out", str(out)]
+    return subprocess.run(given, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(file, what was printed)"""
+    out = tmp_path_factory.mktemp("convergence") / "runs.jsonl"
+    ran = run(out, "none", "dgc:ratio=0.05", "adam/updates/topk:ratio=0.05", "--ranks", "2", "--steps", "100", "--plot", str(out.with_suffix(".png")))
+    assert ran.returncode == 0, ran.stderr
+    return out, ran.stdout
+
+
+def test_compressed_training_learns_with_fewer_bytes(trained):
+    rows = [json.loads(line) for line in trained[0].read_text().splitlines()]
+    assert [row["run"] for row in rows] == ["none", "dgc:ratio=0.05", "adam/updates/topk:ratio=0.05"]
+    for row in rows:
+        steps, measures, sent = zip(*row["measured"])
+        assert steps[-1] == 100 and list(sent) == sorted(sent) and measures[-1] > 85
+    assert rows[0]["ratio"] == 1 and min(row["ratio"] for row in rows[1:]) > 10
+    assert trained[0].with_suffix(".png").stat().st_size > 10_000
+
+
+def test_the_table_has_every_run(trained):
+    lines = [line for line in trained[1].splitlines() if line.startswith("|")]
+    assert len(lines) == 5 and "| dgc:ratio=0.05, 100 steps | 2 | 1 |" in trained[1]
+
+
+def test_what_is_there_is_not_run_again(trained):
+    before = trained[0].read_text()
+    assert run(trained[0], "none", "--ranks", "2", "--steps", "100").returncode == 0
+    assert trained[0].read_text() == before
+
+
+def test_mistakes_are_named(trained):
+    assert "a run is [sgd/ or adam/][updates/]SPEC" in run(trained[0], "rmsprop/none").stderr
+    assert "updates have theirs inside: say updates/topk" in run(trained[0], "updates/dgc").stderr
