@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """What `hvdc.Compression.auto()` costs beside the best of its candidates, at the gradient shapes of known networks, on two hosts.
 
-    .venv/bin/python benchmarks/regret.py [--models resnet50 ...] [--rates 100mbit 1gbit 10gbit none] [--blocks 6] [CANDIDATE ...]
+    .venv/bin/python benchmarks/regret.py [--models resnet50 ...] [--rates 100mbit 1gbit 10gbit none] [--blocks 10] [CANDIDATE ...]
 
 Needs root (see two_hosts.py). In each cell, a model on a link, one job of 2 ranks trains with auto() until it has chosen, and then takes blocks of
-steps with each candidate and with what was chosen, in turn. The regret is the median over rounds of the chosen one's time over the shortest of
-that round. Backward only writes the gradients, as in step_time.py. Prints a table in Markdown; --json writes all figures.
+steps with each candidate and with what was chosen, in turn, each round beginning with another. The regret is the chosen one's time over that of the
+best candidate, medians over blocks. Backward only writes the gradients, as in step_time.py. Prints a table in Markdown; --json writes all figures.
 """
 import argparse
 import json
@@ -18,7 +18,8 @@ from step_time import backward_of, shapes_of
 from two_hosts import LAUNCHERS, TwoHosts
 
 CHOSEN = "auto"
-LEAST, MOST, SECONDS = 2, 10, 6  # steps of a block: at least, at most, and for about how long
+LEAST, MOST, SECONDS = 2, 6, 3  # steps of a block: at least, at most, and for about how long
+FAR = 2.0  # times the shortest of the first round: such a candidate has no block in other rounds, of which it cannot be the best
 
 
 # -- what every rank does -------------------------------------------------------------------------------------------------
@@ -69,13 +70,16 @@ def worker(options):
     job = Job(hvd, torch, shapes, gradients, hvdc.Compression.from_spec("none"))
     compression = hvdc.compression_of(job.optimizer)
     measured = {spec: [] for spec in [*plan["candidates"], CHOSEN]}
+    turns = list(measured)
     for _ in range(options.blocks):
-        for spec, medians in measured.items():
+        for spec in list(turns):
             compression.switch(plan["spec"] if spec == CHOSEN else spec)
             job.step()  # makes buffers, and sends what was held back
             first = job.step()
             others = [job.step() for _ in range(max(LEAST, min(MOST, int(SECONDS / first))) - 1)]
-            medians.append(statistics.median([first, *others]))
+            measured[spec].append(statistics.median([first, *others]))
+        best = min(medians[0] for medians in measured.values())
+        turns = [spec for spec in [*turns[1:], turns[0]] if measured[spec][0] < FAR * best or spec == CHOSEN]
     if hvd.rank() == 0:
         pathlib.Path(options.worker).write_text(json.dumps({"steps": steps, "plan": plan, "measured": measured}))
 
@@ -86,10 +90,10 @@ def worker(options):
 def summary(found):
     """(regret, {spec: predicted over measured}) of a cell."""
     measured = found["measured"]
-    rounds = zip(*(measured[spec] for spec in measured if spec != CHOSEN))
-    regret = statistics.median(mine / min(others) for mine, others in zip(measured[CHOSEN], rounds))
+    medians = {spec: statistics.median(each) for spec, each in measured.items()}
+    regret = medians.pop(CHOSEN) / min(medians.values())
     tried = {spec: its["seconds"] for spec, its in found["plan"]["candidates"].items() if its["steps"] > 1}
-    return regret, {spec: seconds / statistics.median(measured[spec]) for spec, seconds in tried.items()}
+    return regret, {spec: seconds / medians[spec] for spec, seconds in tried.items()}
 
 
 def table(cells):
@@ -113,7 +117,7 @@ def main():
     parser.add_argument("candidates", nargs="*", metavar="CANDIDATE", help="specs, the dense one first (default: those of auto())")
     parser.add_argument("--models", nargs="+", default=["resnet50", "lstm", "thousand", "bert"])
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "10gbit", "none"], help="of the link; none: as fast as it goes")
-    parser.add_argument("--blocks", type=int, default=6, help="of each candidate (default: 6)")
+    parser.add_argument("--blocks", type=int, default=10, help="of each candidate (default: 10)")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="gloo", help="what Horovod runs on (default: gloo)")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -73,6 +73,10 @@ class Exchange(Driver):
         self._advance(pending, None)
         return pending.carrier
 
+    def is_payload(self, name: str, carrier: np.ndarray) -> bool:
+        """Whether the carrier that `submit` returned is what ranks have to send, and not the single 1 that goes beside it."""
+        return carrier is not self._tensors[name].carrier.array
+
     def flush(self, factor: float = 1.0) -> None:
         """Takes every step to its last exchange, and starts that; `finish` does so by itself. factor: what the host makes of a 1 on
         each rank: 1 where it averages, the number of ranks where it sums; clipping limits what comes out."""

@@ -14,11 +14,15 @@ import torch
 from ..binding import Algorithms
 from . import elastic
 from .auto import AutoCompression
-from .compression import BoundCompression, NamedParameters
+from .compression import BoundCompression
+from .parameters import NamedParameters
 from .unbound import UnboundCompression, compression_of
 from .uneven import uneven
+from .updates import Nesterov, UpdateOptimizer
 
-__all__ = ["AutoCompression", "BoundCompression", "Compression", "UnboundCompression", "compression_of", "elastic", "uneven"]
+__all__ = [
+    "AutoCompression", "BoundCompression", "Compression", "Nesterov", "UnboundCompression", "UpdateOptimizer", "compression_of", "elastic", "uneven",
+]
 
 
 class Compression(metaclass=Algorithms):

@@ -1,15 +1,10 @@
 """Horovod's Compressor interface, `compress` and `decompress`, over the exchange."""
-import collections
-import collections.abc
 import functools
-import inspect
 import weakref
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import horovod.torch as hvd
-import numpy as np
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import checkpoint
@@ -24,6 +19,7 @@ from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
 from . import horovod_internals
 from .moments import Moments
+from .parameters import NamedParameters, Slot, named
 from .sgd import SGDTakeover, is_plain_sgd
 
 _SYNCHRONIZE_FIRST = (
@@ -31,28 +27,6 @@ _SYNCHRONIZE_FIRST = (
     "inside `with optimizer.skip_synchronize():`"
 )
 _GIVEN_UP = "Where other ranks may have used it, load the last saved states of model, optimizer and compression on all ranks, else go on"
-NamedParameters = Iterable[Tuple[str, torch.Tensor]]  # as model.named_parameters() gives
-
-
-class _Slot:
-    """A parameter under its name. following: the slot of the parameter that came after it in the last step."""
-
-    def __init__(self, name: str, param: torch.Tensor) -> None:
-        self.name, self.param, self.following = name, param, self
-        self._staging: Optional[torch.Tensor] = None  # a copy of the gradient, where its own memory is not contiguous float32 on the host
-
-    def load(self, grad: torch.Tensor) -> Tuple[torch.Tensor, np.ndarray]:
-        """(tensor, flat array) of float32 on the host: the gradient's own memory where possible."""
-        if grad.dtype == torch.float32 and grad.device.type == "cpu" and grad.is_contiguous():
-            return grad, grad.numpy().reshape(-1)
-        if grad.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            raise TypeError(f"{self.name}: gradients of {grad.dtype} cannot be compressed; real floating point is needed")
-        if self._staging is None:
-            if grad.device.type != "cpu":
-                warn_once(f"gradients on {grad.device.type} are compressed on the host, through pinned memory")
-            self._staging = torch.empty(grad.shape, dtype=torch.float32, device="cpu", pin_memory=grad.device.type == "cuda")
-        self._staging.copy_(grad)
-        return self._staging, self._staging.numpy().reshape(-1)
 
 
 class BoundCompression(Binding):
@@ -86,7 +60,7 @@ class BoundCompression(Binding):
             raise TypeError(f"a compression is bound to a torch optimizer, its first argument, not to an object of {type(optimizer)}")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {grad_scaler!r}")
-        self._slots = [_Slot(name, param) for name, param in _named(optimizer, named_parameters)]
+        self._slots = [Slot(name, param) for name, param in named(optimizer, named_parameters)]
         self._trained = [slot for slot in self._slots if self._active and slot.param.requires_grad]  # and later, frozen or not
         self._last = self._slots[-1]
         self._bound_optimizer = optimizer
@@ -101,7 +75,7 @@ class BoundCompression(Binding):
         self._options_agreed = False  # all ranks' optimizers, since these ranks are together
         self._synced = not self._elastic  # whether an elastic state has this compression
         self._rates: Dict[int, float] = {}  # id(parameter) → learning rate of this step, where residuals follow it
-        self._submitted: List[Tuple[_Slot, torch.Tensor, int]] = []  # with the version of its gradient, until the first result of the step comes
+        self._submitted: List[Tuple[Slot, torch.Tensor, int]] = []  # with the version of its gradient, until the first result of the step comes
         self._spoilt: Optional[str] = None  # why the results of the step that is under way cannot be used
         self._announce: Optional[Callable[[], None]] = None  # inside `uneven`: tells ranks that train no more that a step begins
         self._blocks = 0  # of `uneven` so far
@@ -179,7 +153,7 @@ class BoundCompression(Binding):
                 self._spoil(slot, grad, f"the gradient of {slot.name} was changed while it was exchanged: {_SYNCHRONIZE_FIRST}")
         self._submitted.clear()
 
-    def _find(self, tensor: torch.Tensor) -> _Slot:
+    def _find(self, tensor: torch.Tensor) -> Slot:
         slot = self._last.following  # Gradients come in nearly the same order every step.
         if slot.param.grad is not tensor:
             slot = next((slot for slot in self._slots if slot.param.grad is tensor), None) or self._find_densified(tensor)
@@ -187,7 +161,7 @@ class BoundCompression(Binding):
         self._last = slot
         return slot
 
-    def _find_densified(self, tensor: torch.Tensor) -> _Slot:
+    def _find_densified(self, tensor: torch.Tensor) -> Slot:
         """sparse_as_dense hands over a dense copy: the parameter is known by shape, and by value where shapes agree."""
         if any(slot.param is tensor for slot in self._slots):
             raise ValueError("op=Adasum is not supported: it reduces parameters, not gradients; use hvd.Average or hvd.Sum")
@@ -277,7 +251,7 @@ class BoundCompression(Binding):
                 "comes in later steps. To forget such steps, make the compression with discardable=True"
             )
 
-    def _spoil(self, slot: _Slot, grad: torch.Tensor, why: str) -> None:
+    def _spoil(self, slot: Slot, grad: torch.Tensor, why: str) -> None:
         """Notes that a result cannot be used, and so the step cannot: it is brought to its end, because the other ranks wait, and given up."""
         self._spoilt = self._spoilt or why
         slot.param.grad = grad  # Horovod puts results there.
@@ -428,7 +402,7 @@ def refuse_begun_within_step(config: Dict[str, Any]) -> None:
         )
 
 
-def _moments_of(compressor: Any, slots: List[_Slot]) -> Optional[Moments]:
+def _moments_of(compressor: Any, slots: List[Slot]) -> Optional[Moments]:
     """The collector of squared gradients; None where no tensor's compressor needs one, as none does that asks for a minibatch's."""
     moments = getattr(compressor, "moments", "minibatch")
     if moments == "minibatch":
@@ -436,41 +410,6 @@ def _moments_of(compressor: Any, slots: List[_Slot]) -> Optional[Moments]:
     chosen = ((slot, compressor_for(compressor, slot.name, tuple(slot.param.shape))) for slot in slots)
     params = {slot.name: slot.param for slot, each in chosen if getattr(each, "moments", None) == moments}
     return Moments(moments, params) if params else None
-
-
-def _named(optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[NamedParameters]) -> List[Tuple[str, torch.Tensor]]:
-    """(name, parameter) pairs of all parameters to expect, checked."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    numbered = [(f"group{i}.{j}", p) for i, group in enumerate(groups) for j, p in enumerate(group["params"])]
-    named = numbered if named_parameters is None else _listed(named_parameters)
-    if not named:
-        raise ValueError("no parameters: give the optimizer, named_parameters=model.named_parameters(), or both")
-    repeated = sorted(name for name, count in collections.Counter(name for name, _ in named).items() if count > 1)
-    if repeated:
-        raise ValueError(f"parameter names must be unique; these come twice: {', '.join(repeated)}")
-    known = {id(p) for _, p in named}
-    if any(id(p) not in known for group in groups for p in group["params"]):
-        raise ValueError("the optimizer has parameters that named_parameters does not name")
-    return named
-
-
-def _listed(named_parameters: Any) -> List[Tuple[str, torch.Tensor]]:
-    """The pairs of `named_parameters`. TypeError and ValueError for what does not bring (name, parameter) pairs."""
-    code = getattr(named_parameters, "gi_code", None)
-    if code is nn.Module.named_parameters.__code__ and inspect.getgeneratorstate(named_parameters) == inspect.GEN_CREATED:
-        # It is not used up here, but made once more: users give the same generator to hvd.DistributedOptimizer.
-        named_parameters = nn.Module.named_parameters(**inspect.getgeneratorlocals(named_parameters))
-    if not isinstance(named_parameters, collections.abc.Iterable):
-        raise TypeError(
-            f"named_parameters must be (name, parameter) pairs, as model.named_parameters() gives, not {named_parameters!r}; an "
-            "option goes by its name: ratio=0.01"
-        )
-    named = list(named_parameters)
-    if not named and isinstance(named_parameters, collections.abc.Iterator):
-        raise ValueError("named_parameters was used up before: give each call its own model.named_parameters(), or a list")
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
-        raise ValueError("named_parameters must be (name, parameter) pairs, as model.named_parameters() gives")
-    return named
 
 
 def _is_sparse(grad: Optional[torch.Tensor]) -> bool:

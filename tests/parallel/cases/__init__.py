@@ -20,6 +20,7 @@ from . import (
     transports,
     unbound,
     uneven,
+    updates,
 )
 from .training import start
 
@@ -27,5 +28,5 @@ __all__ = ["CASES", "start"]
 
 CASES = joined(
     dense_limit, optimizers, horovod_options, states, errors, samples, algorithms, transports, faults, uneven, unbound, switches, automatic,
-    recording
+    recording, updates,
 )
