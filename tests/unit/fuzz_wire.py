@@ -21,6 +21,9 @@ DIGEST, STEP = 0x12345678, 7
 VARIANTS = [
     "topk:values=fp16",
     "topk:values=bf16",
+    "topk:values=2bit,chunk=64",
+    "dgc:values=power",
+    "topk:values=sign",
     "variance:tau=0.5",
     "qsgd:bits=2",
     "qsgd:coding=fixed,bucket_size=10",

@@ -90,7 +90,7 @@ inline py::object encoded(const Bytes& buffer, std::size_t elements, bool finite
 
 namespace sparse {
 // The buffer of a sparse body: indices ascend.
-Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, float scale);
+Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, const float* scales);
 }  // namespace sparse
 
 }  // namespace hc
