@@ -11,13 +11,13 @@ from .base import LOCAL, State, Step, Undo
 from .options import Choice, Count, Number, option
 from .selective import SelectiveCompressor
 
-_VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "power": 4, "2bit": 2, "sign": 1}
+VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "power": 4, "2bit": 2, "sign": 1}
 
 
 @functools.lru_cache(maxsize=None)
 def _entry_bits(density: float, values: str) -> float:
     """Bits of an entry: its value, and the entropy of its index."""
-    return _VALUE_BITS[values] + math.log2(1 / density) + 1.44
+    return VALUE_BITS[values] + math.log2(1 / density) + 1.44
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -36,7 +36,7 @@ class TopK(SelectiveCompressor):
     ratio: float = option(Number(0, 1, low_open=True), 0.001, "share of a tensor's elements sent in a step")
     sample_ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of elements sampled for the threshold")
     values: str = option(
-        Choice(*_VALUE_BITS), "fp32",
+        Choice(*VALUE_BITS), "fp32",
         "values on the wire; power: sign and 3-bit exponent; 2bit: means of four bins; sign: a mean; the residual keeps the error",
     )
     chunk: Optional[int] = option(

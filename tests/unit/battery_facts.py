@@ -132,6 +132,11 @@ FACTS = {
         dense=("min_rate=0,rank=1000",),
         drawn="shared",
     ),
+    "demo": Facts(
+        variants=("k=5,chunk=8", "k=3,chunk=6,decay=0.9,values=2bit", "k=100,columns=1"),
+        conserves=("decay=1,k=5,chunk=8", "decay=1,k=9,chunk=30,values=fp16", "decay=1,k=4,chunk=5,values=sign"),
+        dense=("decay=1,k=4096", "decay=1,chunk=8,k=64"),
+    ),
     "qsgd": Facts(
         variants=("bucket_size=64", "norm=max,bits=2", "coding=fixed", "coding=elias,levels=5"),
         unbiased={

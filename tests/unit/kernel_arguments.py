@@ -132,6 +132,24 @@ def decode_sparse(a):
     return dict(body=a.sparse_body(), numel=a.size)
 
 
+def chunks(a):
+    """A grid of chunks, and as many elements as it has."""
+    h, w, down, across = (int(a.rng.integers(1, most)) for most in (20, 40, 4, 4))
+    a.size = h * w * down * across
+    return dict(rows=a.finite(h * h) % 1, columns=a.finite(w * w) % 1, width=w * across), h * w
+
+
+def encode_dct(a):
+    grid, size = chunks(a)
+    return dict(grad=a.any(), residual=a.finite(), **grid, k=int(a.rng.integers(0, size + 1)), decay=a.one_of(0.0, 0.999, 1.0),
+                scale=a.one_of(1.0, 0.5), kind=a.one_of(*VALUES))
+
+
+def decode_add_dct(a):
+    grid, _ = chunks(a)
+    return dict(out=a.finite(), body=a.sparse_body(), **grid, scale=a.scale())
+
+
 def encode_strom(a):
     return dict(grad=a.any(), residual=a.finite(), tau=a.one_of(1e-3, 0.5, 1e10))
 

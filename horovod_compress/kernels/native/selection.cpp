@@ -65,9 +65,7 @@ std::size_t code_entries(const std::uint32_t* at, std::size_t n, const float* v,
         if (i + tuning::kTakeAhead < n) HC_PREFETCH(v + at[i + tuning::kTakeAhead]);
         before[i] = v[at[i]];
     }
-    if (scales_of(kind)) dispatch<code_values>(before, n, kind, values, scales);
-    else
-        for (std::size_t i = 0; i < n; ++i) values[i] = rounded(before[i], kind);
+    dispatch<code_values>(before, n, kind, values, scales);
     return kind == Values::power ? n - static_cast<std::size_t>(std::count(values, values + n, 0.0f)) : n;
 }
 

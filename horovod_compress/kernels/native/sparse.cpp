@@ -190,9 +190,9 @@ py::object encode_sparse(const Indices& indices, const Floats& values, const std
 }
 
 py::tuple decode_sparse(const Bytes& body, std::uint64_t numel) {
-    read_sparse(body.data(), length(body, "body"), numel, decoded);
-    const auto n = static_cast<py::ssize_t>(decoded.count);
-    return py::make_tuple(Indices(n, decoded.indices.data()), Floats(n, decoded.values.data()));
+    const Entries entries = entries_of(body.data(), length(body, "body"), numel);
+    const auto n = static_cast<py::ssize_t>(entries.count);
+    return py::make_tuple(Indices(n, entries.indices), Floats(n, entries.values));
 }
 
 bool decode_add_sparse(Floats& out, const Bytes& body, float scale) {
@@ -200,11 +200,16 @@ bool decode_add_sparse(Floats& out, const Bytes& body, float scale) {
     const std::uint8_t* bytes = body.data();
     float* to = out.mutable_data();
     py::gil_scoped_release release;
-    read_sparse(bytes, size, numel, decoded);
-    return add_entries(to, decoded.indices.data(), decoded.values.data(), decoded.count, scale);
+    const Entries entries = entries_of(bytes, size, numel);
+    return add_entries(to, entries.indices, entries.values, entries.count, scale);
 }
 
 }  // namespace
+
+Entries entries_of(const std::uint8_t* body, std::size_t size, std::uint64_t numel) {
+    read_sparse(body, size, numel, decoded);
+    return {decoded.indices.data(), decoded.values.data(), decoded.count};
+}
 
 Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, const float* scales) {
     const int r = best_rice(indices, n);

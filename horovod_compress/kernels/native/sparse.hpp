@@ -118,9 +118,11 @@ HC_INLINE void means_of_bins(const float* __restrict values, std::size_t count, 
     for (int bin = 0; bin < kMostScales; ++bin) means[bin] = static_cast<float>(sums[bin] / static_cast<double>(counts[bin] ? counts[bin] : 1));
     for (std::size_t i = 0; i < count; ++i) sent[i] = means[bin_of(values[i])];
 }
-// What values become in a kind that has scales, and those.
+// What values become, and the scales of their kind.
 HC_INLINE void code_values(const float* values, std::size_t count, Values kind, float* sent, float* scales) {
-    if (kind == Values::sign) scales[0] = signs_of(values, count, sent);
+    if (scales_of(kind) == 0)
+        for (std::size_t i = 0; i < count; ++i) sent[i] = rounded(values[i], kind);
+    else if (kind == Values::sign) scales[0] = signs_of(values, count, sent);
     else if (kind == Values::power) scales[0] = float_of(powers_of(values, count, sent));
     else means_of_bins(values, count, sent, scales);
 }
