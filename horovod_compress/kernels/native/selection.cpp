@@ -56,10 +56,12 @@ struct Taken {
     std::size_t count() const { return static_cast<std::size_t>(indices.size()); }
 };
 
-// Reads v at the indices into scratch.before, and what is sent of it into scratch.values. Returns how many entries are sent.
+// Reads v at the indices into scratch.before, and what is sent of it into scratch.values, in kinds that have scales: those follow from all
+// values. Returns how many entries are sent.
 std::size_t code_entries(const std::uint32_t* at, std::size_t n, const float* v, Values kind, float* scales) {
-    scratch.before.resize(n);
     scratch.values.resize(n);
+    if (scales_of(kind) == 0) return n;
+    scratch.before.resize(n);
     float *before = scratch.before.data(), *values = scratch.values.data();
     for (std::size_t i = 0; i < n; ++i) {
         if (i + tuning::kTakeAhead < n) HC_PREFETCH(v + at[i + tuning::kTakeAhead]);
@@ -86,6 +88,7 @@ Taken take_entries(const Indices& indices, Floats& v, std::optional<Floats> u, V
     taken.rows = Floats(std::vector<py::ssize_t>{pu ? 2 : 1, static_cast<py::ssize_t>(count)});
     std::uint32_t* sent_at = count == n ? nullptr : taken.indices.mutable_data();
     float *rows = taken.rows.mutable_data(), *values = scratch.values.data();
+    const bool scaled = scales_of(kind) > 0;
     py::gil_scoped_release release;
     for (std::size_t i = 0, sent = 0; i < n; ++i) {
         if (i + tuning::kTakeAhead < n) {
@@ -93,10 +96,10 @@ Taken take_entries(const Indices& indices, Floats& v, std::optional<Floats> u, V
             if (pu) HC_PREFETCH(pu + at[i + tuning::kTakeAhead]);
         }
         const std::uint32_t j = at[i];
-        const float value = values[i];
+        const float before = pv[j], value = scaled ? values[i] : rounded(before, kind);
         if (sent_at && value == 0) continue;
         if (sent_at) sent_at[sent] = j;
-        rows[sent] = scratch.before[i];
+        rows[sent] = before;
         values[sent] = value;
         pv[j] -= value;
         if (pu) {
