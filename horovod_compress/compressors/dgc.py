@@ -50,6 +50,8 @@ class DGC(TopK):
         super().__post_init__()
         if self.schedule and self.warmup_steps:
             raise ValueError("dgc: give schedule or warmup_steps, not both")
+        if self.k and (self.schedule or self.warmup_steps):
+            raise ValueError("dgc: k is the same in all steps: give ratio with schedule or warmup_steps")
         if self.nesterov and self.momentum == 0:
             raise ValueError("dgc: nesterov needs a momentum above 0")
 

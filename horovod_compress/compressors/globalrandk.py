@@ -66,7 +66,7 @@ class SharedCoordinates(SelectiveCompressor):
             grad.fill(0)
         else:
             finite = self.accumulate(grad, state, step)
-            values = kernels.of(grad).take_entries(indices, residual, None, kind="fp32", mask=False)[0]
+            values = kernels.of(grad).take_entries(indices, residual, None, kind="fp32", mask=False)[2]
             state.undo = [Undo("residual", indices, values.copy())]
         return indices, values, finite
 

@@ -46,11 +46,11 @@ class PowerSGD(SelectiveCompressor):
     min_rate: float = option(Number(0), 2.0, "tensors that would shrink less than this many times go dense")
 
     def adapted(self, shape: Tuple[int, ...]) -> Optional["PowerSGD"]:
-        n, m = _matrix(shape, self.rank)
+        n, m = matrix_of(shape, self.rank)
         return self if 0 < n * m >= self.min_rate * _factors(n, m, self.rank) else None
 
     def init(self, name: str, shape: Tuple[int, ...]) -> PowerSGDState:
-        n, m = _matrix(shape, self.rank)
+        n, m = matrix_of(shape, self.rank)
         rank = min(self.rank, n, m)
         q = np.random.default_rng(self.key("start", name)).standard_normal(rank * m, np.float32)
         kernels.of(q).orthonormalize(q, rank=rank)  # the same space; but nearly parallel vectors would lose a direction to rounding
@@ -108,7 +108,7 @@ class PowerSGD(SelectiveCompressor):
             kernels.of(state.p).subtract_product(state.arrays["residual"], state.p, state.q, rank=state.rank)
 
 
-def _matrix(shape: Tuple[int, ...], rank: int) -> Tuple[int, int]:
+def matrix_of(shape: Tuple[int, ...], rank: int) -> Tuple[int, int]:
     """Rows and columns: the products of the first dimensions and of the others, so that elements need not move. Of all splits it is
     the first one with the smallest factors."""
     splits = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, max(len(shape), 2))]

@@ -35,7 +35,7 @@ class RandomK(SelectiveCompressor):
         count = max(min(1, residual.size), math.ceil(self.ratio * residual.size - 1e-6)) if finite else 0
         key = self.key("own", state.name, step.index, step.rank)
         indices = kernels.host.draw_coordinates(key=key, numel=residual.size, first=0, count=count)
-        values = kernels.of(grad).take_entries(indices, residual, None, kind="fp32", mask=False)[0]
+        values = kernels.of(grad).take_entries(indices, residual, None, kind="fp32", mask=False)[2]
         state.undo.append(Undo("residual", indices, values))
         return kernels.Encoded(kernels.new_body(struct.pack("<Q", key), values), count, finite)
 

@@ -2,28 +2,30 @@
 import dataclasses
 import functools
 import math
+from typing import Optional
 
 import numpy as np
 
 from .. import kernels
 from .base import LOCAL, State, Step, Undo
-from .options import Choice, Number, option
+from .options import Choice, Count, Number, option
 from .selective import SelectiveCompressor
 
-_VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16}
+VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "power": 4, "2bit": 2, "sign": 1}
 
 
 @functools.lru_cache(maxsize=None)
 def _entry_bits(density: float, values: str) -> float:
     """Bits of an entry: its value, and the entropy of its index."""
-    return _VALUE_BITS[values] + math.log2(1 / density) + 1.44
+    return VALUE_BITS[values] + math.log2(1 / density) + 1.44
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TopK(SelectiveCompressor):
     """Sends the ratio·d entries of largest accumulated gradient and keeps the others in a residual for later steps.
 
-    The ordinary optimizer works on the mean. A dense step sends the residual of all elements.
+    The ordinary optimizer works on the mean. A dense step sends the residual of all elements. With `chunk` the entries are those of each
+    chunk of so many elements, as in SparseLoCo (arXiv 2508.15706), whose code for values is `values=2bit`.
     """
 
     id = "topk"
@@ -33,14 +35,23 @@ class TopK(SelectiveCompressor):
 
     ratio: float = option(Number(0, 1, low_open=True), 0.001, "share of a tensor's elements sent in a step")
     sample_ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of elements sampled for the threshold")
-    values: str = option(Choice("fp32", "fp16", "bf16"), "fp32", "values on the wire; the residual keeps the rounding error")
+    values: str = option(
+        Choice(*VALUE_BITS), "fp32",
+        "values on the wire; power: sign and 3-bit exponent; 2bit: means of four bins; sign: a mean; the residual keeps the error",
+    )
+    chunk: Optional[int] = option(
+        Count(1, 2**32 - 1, optional=True), None, "the largest are chosen of each chunk of so many elements, exactly; none: of a tensor"
+    )
+    k: Optional[int] = option(Count(1, 2**32 - 1, optional=True), None, "entries of each chunk, or tensor, instead of a ratio")
 
     def density(self, step: int) -> float:
         """The share of elements sent at this step."""
         return self.ratio
 
-    def payload_bits(self, step: Step) -> float:
-        density = self.density(step.index)
+    def payload_bits(self, step: Step) -> Optional[float]:
+        if self.k and not self.chunk:
+            return None
+        density = min(self.k / self.chunk, 1.0) if self.k and self.chunk else self.density(step.index)
         return density * _entry_bits(density, self.values)
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
@@ -51,13 +62,15 @@ class TopK(SelectiveCompressor):
     ) -> kernels.Encoded:
         """Adds the gradient to momentum u, where there is one, and to the residual, and moves the selection into a payload."""
         v = state.arrays[self.accumulator]
+        chunk = min(self.chunk or v.size, v.size)
+        k = min(self.k or max(1, math.ceil(self.density(step.index) * chunk - 1e-6)), chunk)
         encoded = kernels.of(grad).encode_topk(
             grad, state.arrays.get("u"), v, momentum=momentum, nesterov=nesterov, scale=step.scale, kind=self.values, mask=masking,
-            k=max(min(1, v.size), math.ceil(self.density(step.index) * v.size - 1e-6)), samples=int(self.sample_ratio * v.size) + 256,
-            offset=self.key(state.name, step.index) & 0xFFFFFFFF,
+            k=k, samples=int(self.sample_ratio * v.size) + 256, offset=self.key(state.name, step.index) & 0xFFFFFFFF,
+            chunk=chunk if self.chunk else 0,
         )
         indices, rows = encoded.undo
-        state.undo = [Undo(self.accumulator, indices, rows[0])]
+        state.undo = [Undo(self.accumulator, indices, rows[0], True)]
         if len(rows) > 1:
             state.undo.append(Undo("u", indices, rows[1], True))
         return encoded

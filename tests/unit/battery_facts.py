@@ -57,15 +57,18 @@ FACTS = {
             "ratio=0.05",
             "ratio=0.05,momentum=0.5,nesterov=true,values=fp16",
             "ratio=0.05,clip_norm=1",
+            "ratio=0.05,values=sign",
             "ratio=1",
         ),
-        conserves=("ratio=0.05,momentum=0", "ratio=0.1,momentum=0,values=bf16", "ratio=0.9,momentum=0,masking=false"),
+        conserves=("ratio=0.05,momentum=0", "ratio=0.1,momentum=0,values=bf16", "ratio=0.9,momentum=0,masking=false",
+                   "ratio=0.1,momentum=0,values=sign", "ratio=0.1,momentum=0,values=power"),
         rounds="elements",
         dense=("ratio=1,momentum=0",),
     ),
     "topk": Facts(
-        variants=("ratio=0.05", "ratio=0.1,values=fp16"),
-        conserves=("ratio=0.05", "ratio=0.1,values=fp16", "ratio=0.1,values=bf16", "ratio=0.9"),
+        variants=("ratio=0.05", "ratio=0.1,values=fp16", "chunk=100,k=5,values=2bit", "ratio=0.1,values=sign"),
+        conserves=("ratio=0.05", "ratio=0.1,values=fp16", "ratio=0.1,values=bf16", "ratio=0.9", "ratio=0.1,values=sign",
+                   "ratio=0.1,values=power", "chunk=100,k=5", "chunk=64,k=3,values=2bit"),
         rounds="elements",
         dense=("ratio=1",),
     ),
@@ -128,6 +131,11 @@ FACTS = {
         conserves=("min_rate=0,rank=2", "min_rate=0,rank=1", ""),
         dense=("min_rate=0,rank=1000",),
         drawn="shared",
+    ),
+    "demo": Facts(
+        variants=("k=5,chunk=8", "k=3,chunk=6,decay=0.9,values=2bit", "k=100,columns=1"),
+        conserves=("decay=1,k=5,chunk=8", "decay=1,k=9,chunk=30,values=fp16", "decay=1,k=4,chunk=5,values=sign"),
+        dense=("decay=1,k=4096", "decay=1,chunk=8,k=64"),
     ),
     "qsgd": Facts(
         variants=("bucket_size=64", "norm=max,bits=2", "coding=fixed", "coding=elias,levels=5"),
@@ -203,6 +211,6 @@ def assert_conserved(id, options, sent, residuals, gradients):
     total = sum(g.astype(np.float64) for step in gradients for g in step)
     moved = sum(np.abs(g).astype(np.float64) for step in gradients for g in step)
     found = sum(ranks * mean.astype(np.float64) for mean in sent) + sum(residuals)
-    if FACTS[id].rounds == "tensor":
+    if FACTS[id].rounds == "tensor" or "values=sign" in options or "values=2bit" in options:
         moved = np.linalg.norm(moved) if moved.size else 0
     assert (np.abs(found - total) <= 5e-7 * len(gradients) * moved + 1e-30).all()

@@ -21,6 +21,9 @@ DIGEST, STEP = 0x12345678, 7
 VARIANTS = [
     "topk:values=fp16",
     "topk:values=bf16",
+    "topk:values=2bit,chunk=64",
+    "dgc:values=power",
+    "topk:values=sign",
     "variance:tau=0.5",
     "qsgd:bits=2",
     "qsgd:coding=fixed,bucket_size=10",
@@ -104,9 +107,10 @@ def main(count):
             name = SPECS[i // 500 % len(SPECS)]
             known = hc.available()[name.partition(":")[0]]["options"]
             options = ",".join(o for o in ("min_numel=0", "ratio=0.2") if o.partition("=")[0] in known)
-            compressor = compressor_for(hc.get_compressor(name + ("," if ":" in name else ":") + options), "t", (numel,))
+            configured = hc.get_compressor(name + ("," if ":" in name else ":") + options)
+            compressor, other = (compressor_for(configured, "t", (size,)) for size in (numel, numel + 1))
             frames = list(frames_of(compressor, numel, np.random.default_rng(i)))
-            others = list(frames_of(compressor, numel + 1, np.random.default_rng(i)))
+            others = list(frames_of(other, numel + 1, np.random.default_rng(i)))
         frame = mutate(rng, frames[i % 4], others[i % 4])
         data = np.frombuffer(frame, np.uint8)
         try:

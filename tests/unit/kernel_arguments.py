@@ -27,6 +27,7 @@ def using(instructions):
 # Around vector lengths, blocks of 64 words, and some whole tensors.
 sizes = st.one_of(st.integers(0, 70), st.sampled_from([255, 1000, 1023, 1024, 1025, 4097, 30_000]))
 KEYS = st.integers(0, 2**64 - 1)
+VALUES = ("fp32", "fp16", "bf16", "sign", "power", "2bit")
 SPECIAL = np.float32([0, -0.0, 1, -1, 1e-45, -1e-39, 2**-126, 65504, 65520, 1e30, 3.4028235e38, -3.4028235e38])
 
 
@@ -86,12 +87,9 @@ class Arguments:
 
     def sparse_body(self):
         at = self.indices()
-        kind = self.one_of("fp32", "fp16", "bf16", "sign", "power")
-        scale = 2.0 ** int(self.rng.integers(-100, 100)) if kind == "power" else 0.3
-        values = self.finite(len(at))
-        if kind == "power":
-            values = np.copysign(np.float32(scale) * np.float32(0.5) ** self.rng.integers(0, 8, len(at)), values)
-        return body_of(reference.encode_sparse(at, values.astype(np.float32), kind=kind, scale=scale))
+        kind = self.one_of(*VALUES)
+        values, scales = reference.sparse.code_values(self.finite(len(at)), kind)
+        return body_of(reference.encode_sparse(at, values, kind=kind, scales=scales))
 
     def steps(self, scales):
         return [2.0**bits - 1 for bits in sorted(self.rng.choice(np.arange(1, 17), scales, replace=False).tolist())]
@@ -117,7 +115,7 @@ def body_of(encoded):
 
 
 def take_entries(a):
-    kind, mask = a.one_of("fp32", "fp16", "bf16"), a.one_of(False, True)
+    kind, mask = a.one_of(*VALUES), a.one_of(False, True)
     return dict(indices=a.indices(), v=a.finite(), u=a.one_of(None, a.finite()), kind=kind, mask=mask)
 
 
@@ -132,6 +130,24 @@ def decode_add_sparse(a):
 
 def decode_sparse(a):
     return dict(body=a.sparse_body(), numel=a.size)
+
+
+def chunks(a):
+    """A grid of chunks, and as many elements as it has."""
+    h, w, down, across = (int(a.rng.integers(1, most)) for most in (20, 40, 4, 4))
+    a.size = h * w * down * across
+    return dict(rows=a.finite(h * h) % 1, columns=a.finite(w * w) % 1, width=w * across), h * w
+
+
+def encode_dct(a):
+    grid, size = chunks(a)
+    return dict(grad=a.any(), residual=a.finite(), **grid, k=int(a.rng.integers(0, size + 1)), decay=a.one_of(0.0, 0.999, 1.0),
+                scale=a.one_of(1.0, 0.5), kind=a.one_of(*VALUES))
+
+
+def decode_add_dct(a):
+    grid, _ = chunks(a)
+    return dict(out=a.finite(), body=a.sparse_body(), **grid, scale=a.scale())
 
 
 def encode_strom(a):

@@ -97,7 +97,7 @@ def test_specs_and_round_trips(spec, expected):
         ({"id": "dgc", "ratio": True}, ["ratio must be a number"]),
         ("dgc:momentum=-1", ["momentum must be a number at least 0"]),
         ("dgc:masking=maybe", ["true or false"]),
-        ("dgc:values=fp8", ["one of fp32, fp16, bf16"]),
+        ("dgc:values=fp8", ["one of fp32, fp16, bf16, power, 2bit, sign"]),
         ("dgc:min_numel=-1", ["whole number"]),
         ("dgc:min_numel=1.5", ["whole number"]),
         ("dgc:schedule=1/0.5", ["from step 0 on"]),

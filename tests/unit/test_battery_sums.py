@@ -90,7 +90,7 @@ def test_dense_limit(id, options, grads):
         size = 0
         for mean, ranks in zip(run.mean, grads):
             values = np.array([named[name] for named in ranks], np.float64)
-            size = size + (np.linalg.norm(values) if id == "powersgd" else np.abs(values).max(axis=0))
+            size = size + (np.linalg.norm(values) if id in ("powersgd", "demo") else np.abs(values).max(axis=0))
             assert (np.abs(mean[name] - values.mean(axis=0)) <= facts.dense_error * size + 2.0**-24).all()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_arguments import INSTRUCTIONS, KEYS, Arguments, assert_same, body_of, buckets, native_only, trimmed, using
+from kernel_arguments import INSTRUCTIONS, KEYS, VALUES, Arguments, assert_same, body_of, buckets, native_only, trimmed, using
 
 from horovod_compress import kernels
 from horovod_compress.kernels import HEADROOM, host, reference
@@ -23,7 +23,7 @@ def any_add_to_residual(a):
 
 def any_encode_topk(a):
     k = int(a.rng.integers(0, a.size + 1))
-    return any_add_to_residual(a) | dict(k=k, kind=a.one_of("fp32", "fp16", "bf16"), mask=a.one_of(False, True))
+    return any_add_to_residual(a) | dict(k=k, kind=a.one_of(*VALUES), mask=a.one_of(False, True))
 
 
 def any_encode_adacomp(a):

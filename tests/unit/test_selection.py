@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from kernel_arguments import VALUES, assert_same
 
 from horovod_compress import kernels
 from horovod_compress.kernels import HEADROOM, host, reference
@@ -65,6 +66,31 @@ def test_single_elements_and_zeros():
         assert select(v, 0.001)[0].tolist() == [size - 1]
 
 
+@pytest.mark.parametrize("k, chunk", [(1, 7), (64, 4096), (1000, 1000), (5, 1_000_000)])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_of_each_chunk_exactly_the_largest_are_chosen_and_of_equal_ones_the_first(name, k, chunk):
+    v = DISTRIBUTIONS[name].astype(np.float32)[:50_000]
+    v[20_000:30_000] = 0
+    indices, finite = host.add_to_residual(np.zeros_like(v), None, v, k=k, chunk=min(chunk, v.size))
+    order = np.lexsort((np.arange(v.size), -np.abs(v), np.arange(v.size) // chunk))  # by chunk, magnitude, place
+    rank = np.empty(v.size, np.int64)
+    rank[order] = np.arange(v.size) - np.arange(v.size) // chunk * chunk
+    np.testing.assert_array_equal(indices, np.flatnonzero((rank < k) & (v != 0)))
+    assert finite
+
+
+@native_only
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), size=st.integers(1, 3000), chunk=st.integers(1, 3000), data=st.data())
+def test_native_choice_in_chunks_equals_the_reference(seed, size, chunk, data):
+    rng = np.random.default_rng(seed)
+    v = rng.standard_normal(size) * 10.0 ** rng.uniform(-4, 4, size) if data.draw(st.booleans()) else rng.integers(-3, 4, size)
+    grad, u, v = rng.standard_normal(size).astype(np.float32), np.zeros(size, np.float32), v.astype(np.float32)
+    options = dict(momentum=0.5, k=data.draw(st.integers(0, min(size, chunk))), chunk=chunk)
+    results = [module.add_to_residual(grad.copy(), u.copy(), v.copy(), **options) for module in (host, reference)]
+    assert_same(*results)
+
+
 def test_few_nonzero_elements_are_all_sent():
     v = np.zeros(D, np.float32)
     v[[5, 77_777, D - 1]] = 1, -2, 1e-30
@@ -111,7 +137,7 @@ def test_native_updates_equal_the_reference_bit_for_bit(data, momentum):
 
 @native_only
 @settings(max_examples=100, deadline=None)
-@given(data=st.data(), kind=st.sampled_from(["fp32", "fp16", "bf16"]))
+@given(data=st.data(), kind=st.sampled_from(VALUES))
 def test_native_take_encode_decode_add_equal_the_reference(data, kind):
     size = data.draw(st.integers(1, 200))
     finite = hnp.arrays(np.float32, size, elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
@@ -119,25 +145,25 @@ def test_native_take_encode_decode_add_equal_the_reference(data, kind):
     indices = np.flatnonzero(data.draw(hnp.arrays(bool, size))).astype(np.uint32)
     mine, theirs = (v.copy(), u.copy()), (v.copy(), u.copy())
     taken = host.take_entries(indices, *mine, kind=kind, mask=True)
-    expected = reference.take_entries(indices, *theirs, kind=kind, mask=True)
-    np.testing.assert_array_equal(taken, expected)
+    assert_same(taken, reference.take_entries(indices, *theirs, kind=kind, mask=True))
     np.testing.assert_array_equal(mine, theirs)
-    body = host.encode_sparse(indices, taken[0], kind=kind).buffer
-    stated = reference.encode_sparse(indices, taken[0], kind=kind).buffer
+    indices, _, values, scales = taken
+    body = host.encode_sparse(indices, values, kind=kind, scales=scales).buffer
+    stated = reference.encode_sparse(indices, values, kind=kind, scales=scales).buffer
     np.testing.assert_array_equal(body, stated)
     assert not body[:HEADROOM].any() and body[-1] == 0
     out, expected_out = u.copy(), u.copy()
-    finite = reference.scatter_add(expected_out, indices, taken[0], scale=0.5)
+    finite = reference.scatter_add(expected_out, indices, values, scale=0.5)
     for module, its_buffer in ((host, stated), (reference, body), (host, body)):
         its_body = its_buffer[HEADROOM:-1]
         its_indices, its_values = module.decode_sparse(its_body, numel=size)
         np.testing.assert_array_equal(its_indices, indices)
-        np.testing.assert_array_equal(its_values, taken[0])
+        np.testing.assert_array_equal(its_values, values)
         out = u.copy()
         assert module.decode_add_sparse(out, its_body, scale=0.5) == finite
         np.testing.assert_array_equal(out, expected_out)
     out = u.copy()
-    assert host.scatter_add(out, indices, taken[0], scale=0.5) == finite
+    assert host.scatter_add(out, indices, values, scale=0.5) == finite
     np.testing.assert_array_equal(out, expected_out)
 
 
@@ -153,7 +179,7 @@ def test_native_codes_of_scaled_values_equal_the_reference(seed, size, kind, dat
         np.float32(scale) * np.float32(0.5) ** np.float32(down) * rng.choice([-1, 1], len(indices)).astype(np.float32)
     )
     body, stated = (
-        module.encode_sparse(indices, values.astype(np.float32), kind=kind, scale=scale).buffer for module in (host, reference)
+        module.encode_sparse(indices, values.astype(np.float32), kind=kind, scales=(scale,)).buffer for module in (host, reference)
     )
     assert len(body) == len(stated)
     for module, its_buffer in ((host, stated), (reference, body), (host, body)):
@@ -185,23 +211,26 @@ def test_native_dense_kernels_equal_the_reference(size, bad):
         np.testing.assert_array_equal(*news)
 
 
-@pytest.mark.parametrize("kind, mask", [("fp32", True), ("fp16", False), ("bf16", True)])
+@pytest.mark.parametrize("kind, mask", [("fp32", True), ("fp16", False), ("bf16", True), ("sign", True), ("power", True), ("2bit", False)])
+@pytest.mark.parametrize("chunk", [0, 70])
 @pytest.mark.parametrize("bad", [None, np.nan])
-def test_encode_topk_is_its_three_parts(kind, mask, bad):
+def test_encode_topk_is_its_three_parts(kind, mask, chunk, bad):
     grad, u, v = RNG.standard_normal((3, 500)).astype(np.float32)
     if bad is not None:
         grad[7] = bad
-    options = dict(momentum=0.9, nesterov=True, scale=0.5, k=50, samples=256, offset=3)
+    options = dict(momentum=0.9, nesterov=True, scale=0.5, k=50, samples=256, offset=3, chunk=chunk)
     in_parts, at_once = [grad.copy(), u.copy(), v.copy()], [grad.copy(), u.copy(), v.copy()]
     indices, finite = host.add_to_residual(*in_parts, **options)
+    assert len(indices) == (7 * 50 + 10 if chunk else 50)
     indices = indices if finite else indices[:0]
-    rows = host.take_entries(indices, in_parts[2], in_parts[1], kind=kind, mask=mask)
+    indices, rows, values, scales = host.take_entries(indices, in_parts[2], in_parts[1], kind=kind, mask=mask)
     encoded = host.encode_topk(*at_once, kind=kind, mask=mask, **options)
     np.testing.assert_array_equal(at_once, in_parts)
     np.testing.assert_array_equal(encoded.undo[0], indices)
     np.testing.assert_array_equal(encoded.undo[1], rows)
-    np.testing.assert_array_equal(encoded.buffer, host.encode_sparse(indices, rows[0], kind=kind).buffer)
-    assert (encoded.elements, encoded.finite) == (len(indices), finite) == (0 if bad is not None else 50, bad is None)
+    np.testing.assert_array_equal(encoded.buffer, host.encode_sparse(indices, values, kind=kind, scales=scales).buffer)
+    assert (encoded.elements, encoded.finite) == (len(indices), finite) and finite == (bad is None)
+    assert (len(indices) > 0) == finite
 
 
 def test_kernels_refuse_what_they_cannot_work_on():
@@ -215,13 +244,16 @@ def test_kernels_refuse_what_they_cannot_work_on():
             {"grad": np.zeros(20, np.float32)[::2]},
             {"u": np.zeros(11, np.float32)},
             {"k": 11},
+            {"k": 3, "chunk": 2},
         ):
             with pytest.raises((ValueError, TypeError)):
                 host.add_to_residual(**{**good, **wrong})
             with pytest.raises((ValueError, TypeError)):
                 host.encode_topk(**{**good, **wrong}, kind="fp32")
-        with pytest.raises(ValueError, match="fp32, fp16 or bf16, not sign"):
-            host.encode_topk(**good, kind="sign")
+        with pytest.raises(ValueError, match="power or 2bit, not fp8"):
+            host.encode_topk(**good, kind="fp8")
+        with pytest.raises(ValueError, match="2bit have 4 scales"):
+            host.encode_sparse(np.zeros(0, np.uint32), v[:0], kind="2bit", scales=(1.0,))
         with pytest.raises(ValueError, match="outside"):
             host.take_entries(np.array([10], np.uint32), v, None, kind="fp32", mask=False)
         with pytest.raises(ValueError, match="outside"):
@@ -229,7 +261,7 @@ def test_kernels_refuse_what_they_cannot_work_on():
         for indices in ([3, 3], [4, 3]):
             with pytest.raises(ValueError, match="ascend"):
                 host.encode_sparse(np.array(indices, np.uint32), np.ones(2, np.float32), kind="fp32")
-        with pytest.raises(ValueError, match="fp32, fp16, bf16, sign or power, not fp8"):
+        with pytest.raises(ValueError, match="fp32, fp16, bf16, sign, power or 2bit, not fp8"):
             host.encode_sparse(np.array([3], np.uint32), np.ones(1, np.float32), kind="fp8")
         with pytest.raises(ValueError, match="same length"):
             host.encode_sparse(np.array([3], np.uint32), np.ones(2, np.float32), kind="fp32")

@@ -13,12 +13,12 @@ from ranks import gradients, ranks_of
 
 from horovod_compress import WireError, get_compressor, kernels, wire
 from horovod_compress.kernels import HEADROOM, Encoded, new_body
-from horovod_compress.kernels.reference.sparse import round_values
+from horovod_compress.kernels.reference.sparse import code_values
 from horovod_compress.transport.loopback import Loopback
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
-KINDS = ("fp32", "fp16", "bf16", "sign", "power")
+KINDS = ("fp32", "fp16", "bf16", "sign", "power", "2bit")
 
 
 def frame_of(body=b"12345", number=1, digest=5, step=0, finite=True):
@@ -35,16 +35,14 @@ def test_frames_of_several_ranks_come_back(payloads, step):
 
 
 def values_for(rng, kind, count):
-    """Values that `kind` can express, and the scale it needs for that."""
+    """Values that `kind` can express, and the scales it needs for that."""
     values = rng.standard_normal(count).astype(np.float32)
-    if kind == "sign":
-        return np.copysign(np.float32(0.3), values), 0.3
     if kind == "power":
         scale = 2.0 ** int(rng.integers(-100, 100))
         return np.copysign(np.float32(scale) * np.float32(0.5) ** rng.integers(0, 8, count), values).astype(
             np.float32
-        ), scale
-    return round_values(values, kind), 0.0
+        ), (scale,)
+    return code_values(values, kind)
 
 
 @settings(max_examples=300, deadline=None)
@@ -52,22 +50,39 @@ def values_for(rng, kind, count):
 def test_sparse_bodies_come_back(numel, kind, seed, data):
     rng = np.random.default_rng(seed)
     indices = np.sort(rng.choice(numel, data.draw(st.integers(0, numel)), replace=False)).astype(np.uint32)
-    values, scale = values_for(rng, kind, len(indices))
-    body = kernels.host.encode_sparse(indices, values, kind=kind, scale=scale).buffer[HEADROOM:-1]
+    values, scales = values_for(rng, kind, len(indices))
+    body = kernels.host.encode_sparse(indices, values, kind=kind, scales=scales).buffer[HEADROOM:-1]
     its_indices, its_values = kernels.host.decode_sparse(body, numel=numel)
     np.testing.assert_array_equal(its_indices, indices)
     np.testing.assert_array_equal(its_values, values)
 
 
 @pytest.mark.parametrize("density", [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1])
-@pytest.mark.parametrize("kind, bits", [("fp32", 32), ("fp16", 16), ("bf16", 16), ("sign", 1), ("power", 4)])
+@pytest.mark.parametrize("kind, bits", [("fp32", 32), ("fp16", 16), ("bf16", 16), ("sign", 1), ("power", 4), ("2bit", 2)])
 def test_index_coding_is_within_ten_percent_of_entropy(density, kind, bits):
     rng = np.random.default_rng(1)
     d = 2_000_000
     indices = np.flatnonzero(rng.random(d) < density).astype(np.uint32)
     k = len(indices)
-    buffer = kernels.host.encode_sparse(indices, np.ones(k, np.float32), kind=kind, scale=1.0).buffer
+    scales = (1.0,) * {"sign": 1, "power": 1, "2bit": 4}.get(kind, 0)
+    buffer = kernels.host.encode_sparse(indices, np.ones(k, np.float32), kind=kind, scales=scales).buffer
     assert 8 * (len(buffer) - HEADROOM - 1) - bits * k <= 1.10 * k * (math.log2(d / k) + 1.44)
+
+
+@pytest.mark.parametrize("k, places", [(8, 4096), (64, 4096), (64, 512), (32, 4096)])
+@pytest.mark.parametrize("where", ["first", "last", "by turns", "even", "random"])
+def test_an_index_in_a_chunk_takes_no_more_bits_than_its_place(k, places, where):
+    """The largest of each chunk, wherever they are: from k = 8 on, never more than log2 of the chunk's length."""
+    rng, chunks = np.random.default_rng(0), 50
+    inside = {"first": np.arange(k), "last": np.arange(places - k, places), "even": np.arange(k) * (places // k)}
+    chosen = [
+        np.sort(rng.choice(places, k, replace=False)) if where == "random" else inside.get(where, inside["last" if c % 2 else "first"])
+        for c in range(chunks)
+    ]
+    indices = np.concatenate([places * c + at for c, at in enumerate(chosen)]).astype(np.uint32)
+    scales = (1.0,) * 4
+    body = kernels.host.encode_sparse(indices, np.ones(k * chunks, np.float32), kind="2bit", scales=scales).buffer[HEADROOM:-1]
+    assert len(body) - 6 - 16 - k * chunks // 4 <= k * chunks * math.log2(places) / 8
 
 
 def test_extreme_indices():
@@ -104,6 +119,10 @@ STORED = {
     "topk:values=bf16": (
         "684301065146088eefbeadde030000000e00000000000000030000000201c03f00c0803e004600",
         [0, 0, 1.5, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
+    ),
+    "topk:values=2bit": (
+        "684301067cb5c2a6efbeadde0300000019000000000000000300000005010000c0bf000000000000803f00004040230046",
+        [0, 0, 3, -1.5, 0, 0, 0, 0, 0, 0, 1, 0],
     ),
     "strom": (
         "684301039533cc2eefbeadde030000000d000000000000000300000003010000003f020046",

@@ -78,7 +78,7 @@ struct Fired {
         count = 0;
     }
     // A body of signs needs the signs of r only.
-    Bytes signs(float scale) const { return sparse::body_of(indices.data(), r.data(), count, Values::sign, scale); }
+    Bytes signs(float scale) const { return sparse::body_of(indices.data(), r.data(), count, Values::sign, &scale); }
 };
 thread_local Fired fired;
 thread_local std::vector<float> scratch;
@@ -143,14 +143,6 @@ py::object encode_strom(Floats& grad, Floats& residual, float tau) {
     return encoded(f.signs(tau), f.count, finite);
 }
 
-// Numbers are sent as powers of two within 2^7 of the largest's. Adding half a mantissa carries into the exponent from 1.5 on.
-constexpr std::uint32_t kHalfPower = 0x400000u, kPowers = 7;
-// Of numbers of which one is `largest`, as bits, those have a power that are this at least once half a mantissa is added.
-HC_INLINE std::uint32_t least_power(std::uint32_t largest) {
-    const std::uint32_t top = largest >> 23;
-    return (top > kPowers ? top - kPowers : 1) << 23;
-}
-
 template <bool kGiven>  // the squares; else they are the gradient's own
 HC_INLINE bool encode_variance_pass(float* g, const float* squares, float* r, float* v, std::size_t n, float alpha, float zeta, float tau,
                                     Fired& out) {
@@ -192,20 +184,6 @@ HC_INLINE bool encode_variance_pass(float* g, const float* squares, float* r, fl
             to_r = tau > 0 ? to_r - std::copysign(tau, to_r) : 0;
         });
     return finite;
-}
-
-// What fired as powers of two, into `values`; 0 for what has none. Returns the largest power, 0 where
-// there is none: nothing fired, or denormal numbers only, which no power can stand for.
-HC_INLINE std::uint32_t powers_of(const float* __restrict r, std::size_t count, float* __restrict values) {
-    std::uint32_t peak = 0;
-    for (std::size_t i = 0; i < count; ++i) peak = std::max(peak, magnitude(r[i]));
-    const std::uint32_t top = peak >> 23, least = least_power(peak);
-    for (std::size_t i = 0; i < count; ++i) {
-        const std::uint32_t b = bits_of(r[i]), rounded = (b & 0x7fffffffu) + kHalfPower, exponent = rounded >> 23;
-        const std::uint32_t power = rounded >= least ? (b & 0x80000000u) | (exponent < top ? exponent : top) << 23 : 0;
-        std::memcpy(values + i, &power, 4);
-    }
-    return top << 23;
 }
 
 // The places of what fired: first of what has a value, then, from kept + 1 to the last, of what has none; reused between calls.
@@ -289,7 +267,7 @@ py::object encode_variance(Floats& grad, std::optional<Floats> squares, Floats& 
         py::gil_scoped_release release;
         keep_values(f, parts, scratch.data(), pr, pv, rounds && error_feedback, at, r_before, r_before + count);
     }
-    Bytes body = sparse::body_of(at, scratch.data(), count, rounds ? Values::power : Values::sign, scale);
+    Bytes body = sparse::body_of(at, scratch.data(), count, rounds ? Values::power : Values::sign, &scale);
     return encoded(body, count, finite, py::make_tuple(indices, before));
 }
 

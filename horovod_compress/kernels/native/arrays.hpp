@@ -89,8 +89,15 @@ inline py::object encoded(const Bytes& buffer, std::size_t elements, bool finite
 }
 
 namespace sparse {
+// Of a sparse body, until this thread reads another one. Throws where it is not, down to the last bit, entries of a tensor of numel elements.
+struct Entries {
+    const std::uint32_t* indices;
+    const float* values;
+    std::size_t count;
+};
+Entries entries_of(const std::uint8_t* body, std::size_t size, std::uint64_t numel);
 // The buffer of a sparse body: indices ascend.
-Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, float scale);
+Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, const float* scales);
 }  // namespace sparse
 
 }  // namespace hc

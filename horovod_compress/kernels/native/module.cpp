@@ -6,6 +6,7 @@ namespace adaptive { void bind(py::module_& m); }
 namespace buckets { void bind(py::module_& m); }
 namespace checksum { void bind(py::module_& m); }
 namespace codes { void bind(py::module_& m); }
+namespace dct { void bind(py::module_& m); }
 namespace dense { void bind(py::module_& m); }
 namespace lowrank { void bind(py::module_& m); }
 namespace quantization { void bind(py::module_& m); }
@@ -38,6 +39,7 @@ PYBIND11_MODULE(_native, m) {
     hc::buckets::bind(m);
     hc::checksum::bind(m);
     hc::codes::bind(m);
+    hc::dct::bind(m);
     hc::quantization::bind(m);
     hc::selection::bind(m);
     hc::sparse::bind(m);

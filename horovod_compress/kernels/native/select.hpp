@@ -7,6 +7,9 @@
 // 3. When the buffer of candidates is full it is trimmed to the k largest, which raises the floor.
 // 4. If fewer than 0.8·k have passed, v is read once more, from floor 0. A last trim leaves at most k.
 //
+// add_by_chunks_pass chooses exactly the k largest of each chunk of the tensor that a user has asked for, of equal ones the first. Its floor
+// comes from the chunk before, and is lowered, while the chunk is in the cache, until k have passed.
+//
 // Magnitudes are compared as integers: for finite floats the bits without the sign order as the absolute values do, one unsigned maximum
 // then answers both "is anything here above the floor" and "is anything here not finite".
 #pragma once
@@ -219,6 +222,41 @@ HC_INLINE bool add_to_residual_pass(const Update& t, std::size_t n, std::size_t 
         pass(t.v, n, top, [&](std::size_t i, std::size_t count) { return peak_of(t.v + i, count); });
     }
     top.trim();
+    return worst < kTooLarge;
+}
+
+// Leaves in `top` the largest of a chunk, after `peak` was called for all of it, as by pass. Returns the floor for the chunk after it.
+template <class Peak>
+HC_INLINE std::uint32_t largest_of_chunk(const float* values, std::size_t count, std::size_t wanted, std::uint32_t floor, TopK& top, Peak peak) {
+    top.start(wanted, floor, count, kBlock);
+    pass(values, count, top, peak);
+    while (top.count() < wanted && floor > 1) {
+        floor = floor > tuning::kFloorDrop ? floor - tuning::kFloorDrop : 1;
+        top.start(wanted, floor, count, kBlock);
+        pass(values, count, top, [&](std::size_t i, std::size_t some) { return peak_of(values + i, some); });
+    }
+    top.trim();
+    if (top.count() == 0) return floor;
+    std::uint32_t least = kInfinity;
+    for (std::size_t i = 0; i < top.count(); ++i) least = std::min(least, top[i].bits);
+    return least > tuning::kFloorMargin ? least - tuning::kFloorMargin : 1;
+}
+
+// The k largest of each chunk of `length` elements, into `chosen`, ascending. Returns whether every new v was finite.
+template <Momentum M>
+HC_INLINE bool add_by_chunks_pass(const Update& t, std::size_t n, std::size_t k, std::size_t length, TopK& top, std::vector<std::uint32_t>& chosen) {
+    std::uint32_t worst = 0, floor = k == 0 ? kInfinity : 1;
+    chosen.clear();
+    for (std::size_t begin = 0; begin < n; begin += length) {
+        const std::size_t count = std::min(length, n - begin), wanted = std::min(k, count);
+        floor = largest_of_chunk(t.v + begin, count, wanted, floor, top, [&](std::size_t i, std::size_t some) {
+            float* u = M == Momentum::none ? nullptr : t.u + begin + i;
+            const std::uint32_t peak = advance_chunk<M>(t.g + begin + i, u, t.v + begin + i, t.momentum, t.scale, some);
+            worst = worst > peak ? worst : peak;
+            return peak;
+        });
+        for (std::size_t i = 0; i < top.count(); ++i) chosen.push_back(static_cast<std::uint32_t>(begin) + top[i].index);
+    }
     return worst < kTooLarge;
 }
 

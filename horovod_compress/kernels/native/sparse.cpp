@@ -45,7 +45,12 @@ HC_INLINE float power_value(std::uint32_t code, float scale) {
     return scale * float_of((code & 8u) << 28 | (127 - (code & 7u)) << 23);  // ±2^-d
 }
 
-HC_INLINE void put_values(const float* __restrict values, std::size_t n, Values kind, float scale, std::uint8_t* __restrict out) {
+// Which of the four scales a value is, the first where several are alike.
+HC_INLINE std::uint32_t two_bits_code(float value, const float* scales) {
+    return value == scales[0] ? 0 : value == scales[1] ? 1 : value == scales[2] ? 2 : 3;
+}
+
+HC_INLINE void put_values(const float* __restrict values, std::size_t n, Values kind, const float* scales, std::uint8_t* __restrict out) {
     if (kind == Values::fp32) {
         if (n) std::memcpy(out, values, 4 * n);
     } else if (kind == Values::sign) {
@@ -59,8 +64,14 @@ HC_INLINE void put_values(const float* __restrict values, std::size_t n, Values 
         if (i < n) pack(i, n - i);
     } else if (kind == Values::power) {
         for (std::size_t i = 0; i < n / 2; ++i)
-            out[i] = static_cast<std::uint8_t>(power_code(values[2 * i], scale) | power_code(values[2 * i + 1], scale) << 4);
-        if (n % 2) out[n / 2] = static_cast<std::uint8_t>(power_code(values[n - 1], scale));
+            out[i] = static_cast<std::uint8_t>(power_code(values[2 * i], scales[0]) | power_code(values[2 * i + 1], scales[0]) << 4);
+        if (n % 2) out[n / 2] = static_cast<std::uint8_t>(power_code(values[n - 1], scales[0]));
+    } else if (kind == Values::two_bits) {
+        for (std::size_t i = 0; i < n; i += 4) {
+            std::uint32_t byte = 0;
+            for (std::size_t j = 0; j < std::min<std::size_t>(4, n - i); ++j) byte |= two_bits_code(values[i + j], scales) << 2 * j;
+            out[i / 4] = static_cast<std::uint8_t>(byte);
+        }
     } else {
         for (std::size_t i = 0; i < n; ++i) {
             const std::uint16_t h = kind == Values::fp16 ? to_half(values[i]) : to_bfloat(values[i]);
@@ -68,11 +79,11 @@ HC_INLINE void put_values(const float* __restrict values, std::size_t n, Values 
         }
     }
 }
-HC_INLINE void read_values(const std::uint8_t* __restrict in, std::size_t n, Values kind, float scale, float* __restrict values) {
+HC_INLINE void read_values(const std::uint8_t* __restrict in, std::size_t n, Values kind, const float* scales, float* __restrict values) {
     if (kind == Values::fp32) {
         if (n) std::memcpy(values, in, 4 * n);
     } else if (kind == Values::sign) {
-        const std::uint32_t plus = bits_of(scale);
+        const std::uint32_t plus = bits_of(scales[0]);
         for (std::size_t i = 0; i < n; i += 8) {
             std::uint32_t eight[8];
             for (std::uint32_t j = 0; j < 8; ++j) eight[j] = plus ^ (std::uint32_t{in[i / 8]} >> j & 1) << 31;
@@ -80,10 +91,12 @@ HC_INLINE void read_values(const std::uint8_t* __restrict in, std::size_t n, Val
         }
     } else if (kind == Values::power) {
         for (std::size_t i = 0; i < n / 2; ++i) {
-            values[2 * i] = power_value(in[i], scale);
-            values[2 * i + 1] = power_value(in[i] >> 4, scale);
+            values[2 * i] = power_value(in[i], scales[0]);
+            values[2 * i + 1] = power_value(in[i] >> 4, scales[0]);
         }
-        if (n % 2) values[n - 1] = power_value(in[n / 2], scale);
+        if (n % 2) values[n - 1] = power_value(in[n / 2], scales[0]);
+    } else if (kind == Values::two_bits) {
+        for (std::size_t i = 0; i < n; ++i) values[i] = scales[in[i / 4] >> 2 * (i % 4) & 3];
     } else {
         for (std::size_t i = 0; i < n; ++i) {
             std::uint16_t h;
@@ -154,32 +167,32 @@ void read_sparse(const std::uint8_t* body, std::size_t size, std::uint64_t numel
     if (r > kMaxRice) throw std::invalid_argument("Rice parameter out of range");
     const auto kind = static_cast<Values>(body[4]);
     const std::uint8_t *in = body + kSparseHead, *end = body + size;
-    if (static_cast<std::uint64_t>(size - kSparseHead) < 4u * has_scale(kind) + values_size(n, kind))
-        throw std::invalid_argument("shorter than its values");
-    float scale = 0;
-    if (has_scale(kind)) {
-        std::memcpy(&scale, in, 4);
-        if (!(magnitude(scale) < kInfinity)) throw std::invalid_argument("scale not finite");
-        in += 4;
-    }
+    const std::size_t scale_bytes = 4 * scales_of(kind);
+    if (static_cast<std::uint64_t>(size - kSparseHead) < scale_bytes + values_size(n, kind)) throw std::invalid_argument("shorter than its values");
+    float scales[kMostScales] = {};
+    std::memcpy(scales, in, scale_bytes);
+    if (peak_of(scales, kMostScales) >= kInfinity) throw std::invalid_argument("scale not finite");
+    in += scale_bytes;
     to.reserve(n);  // only now: n entries are really there
-    dispatch<read_values>(in, n, kind, scale, to.values.data());
+    dispatch<read_values>(in, n, kind, scales, to.values.data());
     dispatch<read_gaps>(in + values_size(n, kind), end, n, r, numel, to.indices.data());
 }
 
-py::object encode_sparse(const Indices& indices, const Floats& values, const std::string& kind, float scale) {
+py::object encode_sparse(const Indices& indices, const Floats& values, const std::string& kind, const std::vector<float>& scales) {
     const std::size_t n = length(indices, "indices");
     same_length(n, length(values, "values"), "indices and values");
     const std::uint32_t* at = indices.data();
     for (std::size_t i = 1; i < n; ++i)
         if (at[i] <= at[i - 1]) throw std::invalid_argument("indices must ascend");
-    return encoded(body_of(at, values.data(), n, values_of(kind), scale), n, true);
+    if (scales.size() != scales_of(values_of(kind)))
+        throw std::invalid_argument("values of kind " + kind + " have " + std::to_string(scales_of(values_of(kind))) + " scales");
+    return encoded(body_of(at, values.data(), n, values_of(kind), scales.data()), n, true);
 }
 
 py::tuple decode_sparse(const Bytes& body, std::uint64_t numel) {
-    read_sparse(body.data(), length(body, "body"), numel, decoded);
-    const auto n = static_cast<py::ssize_t>(decoded.count);
-    return py::make_tuple(Indices(n, decoded.indices.data()), Floats(n, decoded.values.data()));
+    const Entries entries = entries_of(body.data(), length(body, "body"), numel);
+    const auto n = static_cast<py::ssize_t>(entries.count);
+    return py::make_tuple(Indices(n, entries.indices), Floats(n, entries.values));
 }
 
 bool decode_add_sparse(Floats& out, const Bytes& body, float scale) {
@@ -187,29 +200,35 @@ bool decode_add_sparse(Floats& out, const Bytes& body, float scale) {
     const std::uint8_t* bytes = body.data();
     float* to = out.mutable_data();
     py::gil_scoped_release release;
-    read_sparse(bytes, size, numel, decoded);
-    return add_entries(to, decoded.indices.data(), decoded.values.data(), decoded.count, scale);
+    const Entries entries = entries_of(bytes, size, numel);
+    return add_entries(to, entries.indices, entries.values, entries.count, scale);
 }
 
 }  // namespace
 
-Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, float scale) {
+Entries entries_of(const std::uint8_t* body, std::size_t size, std::uint64_t numel) {
+    read_sparse(body, size, numel, decoded);
+    return {decoded.indices.data(), decoded.values.data(), decoded.count};
+}
+
+Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, const float* scales) {
     const int r = best_rice(indices, n);
-    const std::size_t head = kSparseHead + 4 * has_scale(kind), value_bytes = values_size(n, kind);
+    const std::size_t head = kSparseHead + 4 * scales_of(kind), value_bytes = values_size(n, kind);
     Bytes buffer = new_body(head + value_bytes + low_size(n, r) + (dispatch<high_bits>(indices, n, r) + 7) / 8);
     std::uint8_t* out = buffer.mutable_data() + kHeadroom;
     const auto count = static_cast<std::uint32_t>(n);
     std::memcpy(out, &count, 4);
     out[4] = static_cast<std::uint8_t>(kind);
     out[5] = static_cast<std::uint8_t>(r);
-    if (has_scale(kind)) std::memcpy(out + kSparseHead, &scale, 4);
-    dispatch<put_values>(values, n, kind, scale, out + head);
+    if (scales_of(kind)) std::memcpy(out + kSparseHead, scales, 4 * scales_of(kind));
+    dispatch<put_values>(values, n, kind, scales, out + head);
     dispatch<put_gaps>(indices, n, r, out + head + value_bytes);
     return buffer;
 }
 
 void bind(py::module_& m) {
-    m.def("encode_sparse", &encode_sparse, arg("indices").noconvert(), arg("values").noconvert(), py::kw_only(), arg("kind"), arg("scale") = 0.0f);
+    m.def("encode_sparse", &encode_sparse, arg("indices").noconvert(), arg("values").noconvert(), py::kw_only(), arg("kind"),
+          arg("scales") = std::vector<float>());
     m.def("decode_sparse", &decode_sparse, arg("body").noconvert(), py::kw_only(), arg("numel"));
     m.def("decode_add_sparse", &decode_add_sparse, arg("out").noconvert(), arg("body").noconvert(), py::kw_only(), arg("scale"));
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace hc::tuning {
 
@@ -35,6 +36,10 @@ constexpr std::size_t kChunksOfBlock = 32;
 constexpr double kSampleMargin = 2;
 // Times k that candidates fill before they are trimmed to k: more trims cost time, fewer leave the floor low.
 constexpr std::size_t kTrimAt = 2;
+
+// By how much the floor of a user's chunk lies below the least of what the chunk before sent, in floats' bits: a quarter of a factor of two.
+// And by how much it is lowered where fewer than k have passed: a factor of four.
+constexpr std::uint32_t kFloorMargin = 1u << 21, kFloorDrop = 1u << 24;
 
 // What fires by itself (adaptive.cpp).
 

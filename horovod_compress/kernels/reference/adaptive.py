@@ -3,13 +3,13 @@
 Each adds the gradient to the residual, selects elements, encodes the selection as a sparse body, and subtracts the decoded values from
 the residual; AdaComp subtracts them in the next call. Where the gradient is not finite everywhere nothing is selected.
 """
-from typing import Optional, Tuple
+from typing import Optional
 
 import numpy as np
 
 from ..encoded import Encoded
 from .dense import TOO_LARGE, Float
-from .sparse import encode_sparse
+from .sparse import code_values, encode_sparse
 
 
 def encode_strom(grad: np.ndarray, residual: np.ndarray, *, tau: float) -> Encoded:
@@ -21,7 +21,7 @@ def encode_strom(grad: np.ndarray, residual: np.ndarray, *, tau: float) -> Encod
     indices = np.flatnonzero(np.abs(residual) > np.float32(tau)) if finite else np.empty(0, np.int64)
     values = np.copysign(np.float32(tau), residual[indices])
     residual[indices] -= values
-    return encode_sparse(indices.astype(np.uint32), values, kind="sign", scale=tau)._replace(finite=finite)
+    return encode_sparse(indices.astype(np.uint32), values, kind="sign", scales=(tau,))._replace(finite=finite)
 
 
 def encode_variance(
@@ -50,11 +50,13 @@ def encode_variance(
     grad.fill(0)
     finite = bool(good.all())
     indices: np.ndarray = np.flatnonzero(fires) if finite else np.empty(0, np.int64)
-    kind, scale = "sign", float(tau)
+    kind: str = "sign"
+    scale: Float = tau
     if tau > 0:
         values = np.copysign(tau, r[indices])
     else:
-        indices, values, scale = _powers(indices, r)
+        values, (scale,) = code_values(r[indices], "power")
+        indices, values = indices[values != 0], values[values != 0]
         kind = "power"
     before = np.stack([r[indices], v[indices]])
     if tau > 0:
@@ -63,19 +65,7 @@ def encode_variance(
         v[indices] = 0
     r[indices] = r[indices] - values if tau > 0 or error_feedback else 0
     indices = indices.astype(np.uint32)
-    return encode_sparse(indices, values, kind=kind, scale=scale)._replace(finite=finite, undo=(indices, before))
-
-
-def _powers(indices: np.ndarray, r: np.ndarray) -> Tuple[np.ndarray, np.ndarray, float]:
-    """(indices, values, scale) of the powers of two that stand for r there."""
-    mantissa, exponent = np.frexp(np.abs(r[indices]))  # in [0.5, 1)·2^exponent
-    top = exponent.max(initial=-1000)
-    if top < -125:  # nothing, or denormal numbers only
-        return indices[:0], np.empty(0, np.float32), 0.0
-    exponent = np.minimum(exponent + (mantissa >= 0.75), top)
-    keep = (exponent >= -125) & (top - exponent <= 7)
-    values = np.copysign(np.ldexp(np.float32(0.5), exponent[keep]), r[indices[keep]])
-    return indices[keep], values.astype(np.float32), float(np.ldexp(0.5, top))
+    return encode_sparse(indices, values, kind=kind, scales=(scale,))._replace(finite=finite, undo=(indices, before))
 
 
 def encode_adacomp(grad: np.ndarray, residual: np.ndarray, sent: np.ndarray, *, sent_scale: float, bin_length: int, scale_factor: float) -> Encoded:
@@ -104,7 +94,7 @@ def encode_adacomp(grad: np.ndarray, residual: np.ndarray, sent: np.ndarray, *, 
     selected = (np.abs(h) >= gmax[bins]) & (residual != 0)
     indices: np.ndarray = np.flatnonzero(selected) if finite and scale else np.empty(0, np.int64)
     indices = indices.astype(np.uint32)
-    encoded = encode_sparse(indices, np.copysign(scale, residual[indices]), kind="sign", scale=scale)
+    encoded = encode_sparse(indices, np.copysign(scale, residual[indices]), kind="sign", scales=(scale,))
     return encoded._replace(finite=finite, undo=(indices, float(scale)))
 
 

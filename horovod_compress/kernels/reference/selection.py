@@ -1,16 +1,16 @@
 """Accumulation with momentum, and the choice of the largest entries: Deep Gradient Compression's pass over memory."""
-from typing import Optional, Tuple
+from typing import Optional, Sequence, Tuple
 
 import numpy as np
 
 from ..encoded import Encoded
-from .dense import TOO_LARGE
-from .sparse import encode_sparse, round_values
+from .dense import TOO_LARGE, Float
+from .sparse import code_values, encode_sparse
 
 
 def add_to_residual(
     grad: np.ndarray, u: Optional[np.ndarray], v: np.ndarray, *, momentum: float = 0.0, nesterov: bool = False, scale: float = 1.0,
-    k: int = 0, samples: int = 0, offset: int = 0,
+    k: int = 0, samples: int = 0, offset: int = 0, chunk: int = 0,
 ) -> Tuple[np.ndarray, bool]:
     """Adds a gradient to momentum u and velocity v in place and chooses what to send (DGC, arXiv 1712.01887, section 3).
 
@@ -22,6 +22,9 @@ def add_to_residual(
     Returns (indices, finite): ascending indices of at most k of the largest non-zero |v|, at least 0.8·k where that many
     are not zero; and whether every new v was finite. The native kernel finds its threshold from about `samples` sampled
     elements, the sample shifted by `offset`, and trims what passed; the reference sorts, and needs neither.
+
+    With `chunk` above 0 the indices are those of exactly the k largest of each chunk of so many elements, of equal ones the first; of all
+    that are not zero, where those are fewer. Nothing is sampled then.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         g = np.float32(scale) * grad
@@ -39,31 +42,44 @@ def add_to_residual(
     if u is not None:
         u[...] = np.where(finite, new_u, np.where(np.isfinite(new_v), 0, u))
     grad.fill(0)
-    magnitude = np.abs(v)
+    chunks = [largest_of(v[first : first + (chunk or len(v))], k) + first for first in range(0, len(v), chunk or len(v))] if len(v) else []
+    return np.concatenate([np.empty(0, np.int64), *chunks]).astype(np.uint32), bool(finite.all())
+
+
+def largest_of(values: np.ndarray, k: int) -> np.ndarray:
+    """Ascending indices of the k largest magnitudes, of equal ones the first, and none of zeros."""
+    magnitude = np.abs(values)
     largest = np.argsort(-magnitude, kind="stable")[:k]
-    indices = np.sort(largest[magnitude[largest] > 0]).astype(np.uint32)
-    return indices, bool(finite.all())
+    return np.sort(largest[magnitude[largest] > 0])
 
 
-def take_entries(indices: np.ndarray, v: np.ndarray, u: Optional[np.ndarray], *, kind: str, mask: bool) -> np.ndarray:
-    """Subtracts the selection from the residual v. Returns a row of the values sent, rounded to `kind` ("fp32", "fp16", "bf16"), and,
-    with `mask` and u given, a row of u at those indices. v keeps the rounding error; masked u becomes 0."""
-    sent = round_values(v[indices], kind)
-    v[indices] -= sent
-    if not mask or u is None:
-        return sent[None]
-    rows = np.stack([sent, u[indices]])
-    u[indices] = 0
-    return rows
+def take_entries(
+    indices: np.ndarray, v: np.ndarray, u: Optional[np.ndarray], *, kind: str, mask: bool
+) -> Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[Float]]:
+    """Subtracts the selection, as it is sent, from the residual v. Returns (indices, rows, values, scales).
+
+    values and scales are what `code_values` makes of v there; entries with a value of 0, which kind "power" has no code for, are left out
+    of all that is returned. rows: what v held at indices, and, with `mask` and u given, what u held. v keeps the error; masked u becomes 0.
+    """
+    values, scales = code_values(v[indices], kind)
+    if kind == "power":
+        indices, values = indices[values != 0], values[values != 0]
+    rows = v[indices][None]
+    v[indices] -= values
+    if mask and u is not None:
+        rows = np.stack([rows[0], u[indices]])
+        u[indices] = 0
+    return indices, rows, values, scales
 
 
 def encode_topk(
     grad: np.ndarray, u: Optional[np.ndarray], v: np.ndarray, *, momentum: float = 0.0, nesterov: bool = False, scale: float = 1.0,
-    k: int, samples: int, offset: int, kind: str, mask: bool = False,
+    k: int, samples: int, offset: int, chunk: int = 0, kind: str, mask: bool = False,
 ) -> Encoded:
     """add_to_residual, take_entries of what it has chosen, and their sparse body; none where the gradient was not finite. `undo` of what is
-    returned: (indices, rows), as those two return them."""
-    indices, finite = add_to_residual(grad, u, v, momentum=momentum, nesterov=nesterov, scale=scale, k=k, samples=samples, offset=offset)
-    indices = indices if finite else indices[:0]
-    rows = take_entries(indices, v, u, kind=kind, mask=mask)
-    return encode_sparse(indices, rows[0], kind=kind)._replace(finite=finite, undo=(indices, rows))
+    returned: (indices, rows), as take_entries returns them."""
+    chosen, finite = add_to_residual(
+        grad, u, v, momentum=momentum, nesterov=nesterov, scale=scale, k=k, samples=samples, offset=offset, chunk=chunk
+    )
+    indices, rows, values, scales = take_entries(chosen if finite else chosen[:0], v, u, kind=kind, mask=mask)
+    return encode_sparse(indices, values, kind=kind, scales=scales)._replace(finite=finite, undo=(indices, rows))

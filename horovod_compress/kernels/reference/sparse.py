@@ -1,10 +1,10 @@
 """Index and value coding of sparse payloads (docs/wire-format.md).
 
-A body has the number of entries, the kind of values and the Rice parameter r; a scale where the kind has one; the values; the r low bits
+A body has the number of entries, the kind of values and the Rice parameter r; its scales where the kind has any; the values; the r low bits
 of all gaps between indices; and for each gap as many zeros as its high bits say, then a one. Encoding tries all r for the fewest bits.
 """
 import struct
-from typing import Tuple
+from typing import Sequence, Tuple
 
 import numpy as np
 
@@ -12,16 +12,18 @@ from ..encoded import Encoded, new_body
 from .dense import Float, scatter_add
 
 _HEAD = struct.Struct("<IBB")  # count, kind, Rice parameter
-_KINDS = ("fp32", "fp16", "bf16", "sign", "power")
-_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "sign": 1, "power": 4}
+_KINDS = ("fp32", "fp16", "bf16", "sign", "power", "2bit")
+_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "sign": 1, "power": 4, "2bit": 2}
+_SCALES = {"sign": 1, "power": 1, "2bit": 4}
 _MAX_RICE = 31
 
 
-def encode_sparse(indices: np.ndarray, values: np.ndarray, *, kind: str, scale: Float = 0.0) -> Encoded:
+def encode_sparse(indices: np.ndarray, values: np.ndarray, *, kind: str, scales: Sequence[Float] = ()) -> Encoded:
     """A sparse body: ascending uint32 indices and float32 values, which are finite.
 
-    kind: "fp32", "fp16", "bf16" round the values; "sign" keeps their signs, they decode to ±scale; "power" takes values
-    that are exactly ±scale/2^d with d from 0 to 7, scale being a power of two.
+    kind: "fp32", "fp16", "bf16" round the values, and have no scales; "sign" keeps their signs, they decode to ±scale; "power" takes
+    values that are exactly ±scale/2^d with d from 0 to 7, scale being a power of two; "2bit" takes values that are exactly one of four
+    scales.
     """
     gaps = np.diff(indices.astype(np.int64), prepend=-1) - 1
     costs = [int((gaps >> r).sum()) + len(gaps) * (r + 1) for r in range(_MAX_RICE + 1)]
@@ -29,9 +31,9 @@ def encode_sparse(indices: np.ndarray, values: np.ndarray, *, kind: str, scale: 
     high = np.zeros(int((gaps >> r).sum()) + len(gaps), bool)
     high[np.cumsum((gaps >> r) + 1) - 1] = True
     head = _HEAD.pack(len(indices), _KINDS.index(kind), r)
-    if kind in ("sign", "power"):
-        head += struct.pack("<f", scale)
-    body = new_body(head, store(values, kind, scale), _pack_bits(gaps[:, None] >> np.arange(r) & 1), _pack_bits(high))
+    if len(scales) != _SCALES.get(kind, 0):
+        raise ValueError(f"values of kind {kind} have {_SCALES.get(kind, 0)} scales")
+    body = new_body(head, np.array(scales, np.float32), store(values, kind, scales), _pack_bits(gaps[:, None] >> np.arange(r) & 1), _pack_bits(high))
     return Encoded(body, len(indices))
 
 
@@ -47,17 +49,15 @@ def decode_sparse(body: np.ndarray, *, numel: int) -> Tuple[np.ndarray, np.ndarr
         raise ValueError("unknown kind of values")
     if r > _MAX_RICE:
         raise ValueError("Rice parameter out of range")
-    kind, at, scale = _KINDS[kind], _HEAD.size, 0.0
-    scaled = kind in ("sign", "power")
-    end = at + 4 * scaled + (count * _BITS[kind] + 7) // 8
+    kind = _KINDS[kind]
+    at = _HEAD.size + 4 * _SCALES.get(kind, 0)
+    end = at + (count * _BITS[kind] + 7) // 8
     if len(body) < end:
         raise ValueError("shorter than its values")
-    if scaled:
-        (scale,) = struct.unpack_from("<f", body.data, at)
-        at += 4
-        if not np.isfinite(scale):
-            raise ValueError("scale not finite")
-    values = load(body[at:end].tobytes(), kind, count, scale)
+    scales = np.frombuffer(body[_HEAD.size : at].tobytes(), "<f4")
+    if not np.isfinite(scales).all():
+        raise ValueError("scale not finite")
+    values = load(body[at:end].tobytes(), kind, count, tuple(scales))
     high = end + (count * r + 7) // 8
     if len(body) < high:
         raise ValueError("shorter than its gaps")
@@ -80,12 +80,53 @@ def decode_add_sparse(out: np.ndarray, body: np.ndarray, *, scale: float) -> boo
     return scatter_add(out, indices, values, scale=scale)
 
 
-def round_values(values: np.ndarray, kind: str) -> np.ndarray:
-    """float32 values as they will be decoded: nearest, ties to even; numbers too large become the largest finite value."""
-    return values if kind == "fp32" else load(store(values, kind).tobytes(), kind)
+def code_values(values: np.ndarray, kind: str) -> Tuple[np.ndarray, Sequence[Float]]:
+    """(what float32 values will be decoded to, the kind's scales).
+
+    fp16, bf16: the nearest, ties to even; numbers too large become the largest finite value.
+    sign: ± the mean magnitude.
+    power: the nearest power of two, the largest ones down; 0 where that is below a 128th of the largest's, or a denormal number.
+    2bit: SparseLoCo's (arXiv 2508.15706): four bins of 1.5 standard deviations, the third around the mean, the outer ones open; a value
+        becomes the mean of its bin.
+    """
+    if kind == "fp32":
+        return values, ()
+    if kind == "sign":
+        scale = np.float32(_sum(np.abs(values)) / max(len(values), 1))
+        return np.copysign(scale, values), (scale,)
+    if kind == "power":
+        return _powers(values)
+    if kind == "2bit":
+        return _means_of_bins(values)
+    return load(store(values, kind).tobytes(), kind), ()
 
 
-def store(values: np.ndarray, kind: str, scale: Float = 0.0) -> np.ndarray:
+def _powers(values: np.ndarray) -> Tuple[np.ndarray, Sequence[Float]]:
+    mantissa, exponent = np.frexp(np.abs(values))  # in [0.5, 1)·2^exponent
+    top = exponent.max(initial=-1000, where=mantissa > 0)
+    if top < -125:  # nothing, or denormal numbers only
+        return np.zeros_like(values), (0.0,)
+    exponent = np.minimum(exponent + ((mantissa >= 0.75) | (exponent == -126)), top)  # 2^-126 has no power below
+    has_code = (mantissa > 0) & (exponent >= -125) & (top - exponent <= 7)
+    powers = np.copysign(np.ldexp(np.float32(0.5), exponent), values)
+    return np.where(has_code, powers, np.float32(0)), (float(np.ldexp(0.5, top)),)
+
+
+def _means_of_bins(values: np.ndarray) -> Tuple[np.ndarray, Sequence[Float]]:
+    wide = values.astype(np.float64)
+    mean = _sum(wide) / max(len(wide), 1)
+    width = 1.5 * np.sqrt(_sum((wide - mean) * (wide - mean)) / max(len(wide) - 1, 1))
+    bins = np.clip(np.rint((wide - mean) / width + 2), 0, 3) if width > 0 else np.full(len(wide), 2)
+    means = np.array([_sum(wide[bins == b]) / max(np.count_nonzero(bins == b), 1) for b in range(4)], np.float32)
+    return means[bins.astype(np.intp)], tuple(means)
+
+
+def _sum(values: np.ndarray) -> float:
+    """Added up in float64 in order, as native code does."""
+    return float(np.cumsum(values, dtype=np.float64)[-1]) if len(values) else 0.0
+
+
+def store(values: np.ndarray, kind: str, scales: Sequence[Float] = ()) -> np.ndarray:
     """The values as they are on the wire."""
     if kind == "fp32":
         return values
@@ -94,15 +135,18 @@ def store(values: np.ndarray, kind: str, scale: Float = 0.0) -> np.ndarray:
     if kind == "sign":
         return _pack_bits(np.signbit(values))
     if kind == "power":
-        codes = np.signbit(values) * 8 + (np.frexp(np.float32(scale))[1] - np.frexp(values)[1] & 7)
+        codes = np.signbit(values) * 8 + (np.frexp(np.float32(scales[0]))[1] - np.frexp(values)[1] & 7)
         return _pack_bits(codes[:, None] >> np.arange(4) & 1)
+    if kind == "2bit":
+        codes = np.argmax(values[:, None] == np.array(scales, np.float32), axis=1)
+        return _pack_bits(codes[:, None] >> np.arange(2) & 1)
     bits = values.view(np.uint32)
     magnitude = (bits & 0x7FFFFFFF).astype(np.uint64)
     rounded = np.minimum((magnitude + 0x7FFF + (magnitude >> 16 & 1)) >> 16, 0x7F7F)
     return (bits >> 16 & 0x8000 | rounded.astype(np.uint32)).astype(np.uint16)
 
 
-def load(data: bytes, kind: str, count: int = 0, scale: Float = 0.0) -> np.ndarray:
+def load(data: bytes, kind: str, count: int = 0, scales: Sequence[Float] = ()) -> np.ndarray:
     """float32 from the bytes on the wire."""
     if kind == "fp32":
         return np.frombuffer(data, "<f4").copy()
@@ -111,7 +155,9 @@ def load(data: bytes, kind: str, count: int = 0, scale: Float = 0.0) -> np.ndarr
     if kind == "bf16":
         return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
-    scale = np.float32(scale)
+    if kind == "2bit":
+        return np.array(scales, np.float32)[bits.reshape(-1, 2)[:count] @ np.array([1, 2])]
+    scale = np.float32(scales[0])
     if kind == "sign":
         return np.where(bits[:count], -scale, scale)
     codes = bits.reshape(-1, 4)[:count] @ np.array([1, 2, 4, 8])
