@@ -11,6 +11,7 @@ is a line of FILE, by default convergence.jsonl, with the measure over steps and
 table in Markdown of all runs of the task in FILE; --plot draws them.
 """
 import argparse
+import contextlib
 import json
 import math
 import pathlib
@@ -106,10 +107,12 @@ class Real:
     """This process is one of Horovod's ranks."""
 
     def __init__(self, task, optimizer_kind, spec, on_updates, model, ranks):
-        if on_updates:
-            raise ValueError("--real trains on gradients")
-        self.task, self.model = task, model
+        self.task, self.model, self.on_updates = task, model, on_updates
         optimizer = task.optimizer(optimizer_kind, model.parameters())
+        if on_updates:
+            self.optimizer = hvdc.UpdateOptimizer(optimizer, model.named_parameters(), spec)
+            self.compression, self.passes, self.clips = self.optimizer.compression, 1, math.isfinite(task.clip)
+            return
         self.compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
         self.passes = PASSES if self.compression.config.get("moments") == "microbatch" else 1
         self.clips = self.compression.config.get("clip_norm") is None and math.isfinite(task.clip)
@@ -120,10 +123,11 @@ class Real:
         self.optimizer.zero_grad()
         for part, its in zip(x.chunk(self.passes), y.chunk(self.passes)):
             (self.task.loss(self.model, part, its) / self.passes).backward()
-        self.optimizer.synchronize()
+        if not self.on_updates:
+            self.optimizer.synchronize()
         if self.clips:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
-        with self.optimizer.skip_synchronize():
+        with contextlib.nullcontext() if self.on_updates else self.optimizer.skip_synchronize():
             self.optimizer.step()
 
     def set_rate(self, factor, base):
