@@ -64,7 +64,8 @@ def synced(state: Dict[str, Any], transport: Reducing, label: str, even: bool = 
     what is theirs, or with `even` get the mean of those; the others, which have just begun or failed elsewhere, get that mean, also of tensors that
     they do not know yet. All ranks call it."""
     kinds = {name: {key: (a.dtype.name, a.shape) for key, a in named.items()} for name, named in state["tensors"].items()}
-    said = gather(transport, f"{label}.state", {"step": state["step"], "dense_until": state["dense_until"], "kinds": kinds})
+    told = {key: state[key] for key in ("step", "dense_until", "shapes") if key in state}
+    said = gather(transport, f"{label}.state", {**told, "kinds": kinds})
     counting = [each["step"] == said[0]["step"] for each in said]
     own = counting[transport.rank]
     if all(counting) and not even:
@@ -80,7 +81,7 @@ def read(state: Any) -> Saved:
     """A state_dict's parts. ValueError for what is none."""
     try:
         header = {key: state[key] for key in _HEADER}
-        header["dense_until"] = state.get("dense_until", {})  # The first files have none.
+        header.update((key, state.get(key, {})) for key in ("dense_until", "shapes"))  # The first files have none.
         arrays = {name: {key: np.asarray(a) for key, a in named.items()} for name, named in state["tensors"].items()}
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"not a state_dict of a compression: {error!r}") from None

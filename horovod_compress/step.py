@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Generator, Optional, Sequence, Tuple, Un
 import numpy as np
 
 from . import wire
-from .compressors.base import LOCAL, OWED, Compressor, Kept, State, Step
+from .compressors.base import LOCAL, OWED, Compressor, Encoding, Kept, State, Step
 from .handshake import MismatchError, error_of_joined
 from .kernels import Encoded
 from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Collective, Exchanged, Final, HostReduce, Outcome, Payload, StepNorm, TensorStep
@@ -134,13 +134,7 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
             squared_norm, handed_over = yield StepNorm(grad, one)
             step = dataclasses.replace(step, scale=_clipping(step, squared_norm))
             carrier = one if handed_over else None
-        owed = state.arrays.get(OWED)
-        if owed is not None:
-            grad *= np.float32(step.scale)
-            step = dataclasses.replace(step, scale=1.0)
-        encoded = (compressor.encode_dense if dense or owed is not None else compressor.encode)(grad, state, step)
-        if owed is not None:
-            grad += compressor.as_gradient(owed)  # It is the payload by now. In a residual, where it would stay after a failed step, it never was.
+        encoded = _encode(tensor, grad, step, dense)
         if carrier is None:
             carrier = encoded if isinstance(encoded, HostReduce) else tensor.one()
             yield carrier
@@ -162,6 +156,22 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
             state.arrays.pop(OWED, None)
         else:
             tensor.put_back()
+
+
+def _encode(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool) -> Encoding:
+    """What the compressor makes of a gradient. With it goes what another compressor owed, densely."""
+    compressor, state = tensor.compressor, tensor.state
+    owed = state.arrays.get(OWED)
+    if owed is None:
+        return (compressor.encode_dense if dense else compressor.encode)(grad, state, step)
+    grad *= np.float32(step.scale)
+    step = dataclasses.replace(step, scale=1.0)
+    if tensor.declared[0].verb == "host":  # A graph has an operation for the type that `encode` makes, which may be float16.
+        grad += compressor.as_gradient(owed)
+        return compressor.encode(grad, state, step)
+    payload = compressor.encode_dense(grad, state, step)
+    grad += compressor.as_gradient(owed)  # It is the payload by now. In a residual, where it would stay after a failed step, it never was.
+    return payload
 
 
 def conclude(step: TensorStep, succeeded: bool) -> None:

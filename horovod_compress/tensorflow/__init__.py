@@ -5,7 +5,7 @@
 
     optimizer = hvd.DistributedOptimizer(optimizer, compression=hvdc.Compression.dgc(ratio=0.001))
 """
-from typing import Any, Union
+from typing import Any, NoReturn, Union
 
 from ..binding import Algorithms
 from ..compressors import get_compressor
@@ -29,9 +29,19 @@ class Compression(metaclass=Algorithms):
     ) -> Union[BoundCompression, UnboundCompression]:
         """The compression of a spec, "dgc:ratio=0.001" or {"id": "dgc", "ratio": 0.001}; see `UnboundCompression`, and `BoundCompression` where it is
         bound to an optimizer here. In a function that is traced it is the same one in every trace."""
+        if spec == "auto":
+            Compression.auto()
         compressor, others = get_compressor(spec), (process_set, grad_scaler, discardable)
 
         def make() -> Union[BoundCompression, UnboundCompression]:
             return UnboundCompression(compressor, *others) if optimizer is None else BoundCompression(compressor, optimizer, *others)
 
         return one_in_all_traces((compressor, optimizer, *others), make)
+
+    @staticmethod
+    def auto(*_: Any, **__: Any) -> NoReturn:
+        """Raises ValueError: `horovod_compress.torch` chooses among compressions while training begins, and nothing here does."""
+        raise ValueError(
+            "auto() exists in PyTorch only, which can change what is exchanged from one step to the next. In TensorFlow name a spec, which "
+            "`hvdcompress plan` helps to choose, and go on with another one by compression.switch(spec)"
+        )

@@ -1,9 +1,11 @@
 """Horovod's Compressor interface, `compress` and `decompress`, as operations of a TensorFlow graph over the exchange."""
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Type, Union
+import weakref
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Type, Union
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -12,19 +14,32 @@ from horovod.common.exceptions import HorovodInternalError
 from tensorflow.python.ops import control_flow_util
 
 from .. import checkpoint, kernels
-from ..binding import REFUSED_ALONE, Binding, is_elastic, momentum_of, requested_compressor, warn_once
+from ..binding import REFUSED_ALONE, Binding, description_of, is_elastic, momentum_of, requested_compressor, warn_once
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
-from ..handshake import agree
+from ..handshake import agree, gather
+from ..plan import compressor_for
 from ..requests import Collective
 from ..transport.base import ProcessSetRanks
 from .exchange import GraphExchange, Message, Saved
-from .horovod_internals import loss_scaler, reduction_of
-from .optimizer import SGD, before_applying, check, is_plain_sgd, learning_rate_of, options_of, take_over_momentum, watch_passes
+from .horovod_internals import forget_traces, functions_under_trace, loss_scaler, reduction_of
+from .optimizer import (
+    SGD,
+    before_applying,
+    check,
+    is_plain_sgd,
+    learning_rate_of,
+    leave_momentum,
+    options_of,
+    refuse_own_steps,
+    tell_of_takeover,
+    watch_passes,
+)
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 _SUM = Collective("allreduce", "int64", "sum")
 _ONE_PASS = "A tape's gradient is one pass, for which moments=minibatch is the same"
+_ELASTIC_STATE = "hvdc.elastic.TensorFlowKerasState(model, compression=compression)"
 _INFINITE_HALF = 65520  # numbers as large as this become infinite in float16
 
 
@@ -55,11 +70,20 @@ class _Variable:
     name: str
     number: int  # in the order in which they became known: alike on all ranks, as names need not be
     shape: Tuple[int, ...]
-    compressor: Compressor
-    carried: str  # dtype of what the host reduces
-    moved: Sequence[Collective]  # those of the messages that travel beside it
+    carried: str = "float32"  # dtype of what the host reduces
+    moved: Sequence[Collective] = ()  # those of the messages that travel beside it
+    direct: bool = False  # whether nothing is done to its gradients before Horovod reduces them, so that they need no operation of ours
     squares: Any = None  # a tf.Variable, the sum of its passes' squared gradients, where moments=microbatch
     observed: bool = False  # whether one of its passes was traced
+
+
+class _Chosen(NamedTuple):
+    """How variables are compressed. requested: as the spec says; compressor: with the momentum that it applies; takes_over: whether that is taken
+    over from an SGD."""
+
+    requested: Compressor
+    compressor: Compressor
+    takes_over: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -123,14 +147,20 @@ class BoundCompression(Binding):
         self._grad_scaler = grad_scaler
         self._transport = _Eager(self._process_set)
         self._optimizer: Any = None  # the bound one; where a tape brings gradients, the one that applies them
-        self._momentum_class: Optional[Type] = None  # the class of optimizers that leave momentum to this compression
+        self._momentum_class: Optional[Type] = None  # the class of optimizers that can leave momentum to this compression
+        self._lives_on = False  # whether momentum that an SGD has gathered by itself still moves variables where it is taken over
         self._elastic_class: Optional[Type] = None  # the class of optimizers that a rank alone has its gradients changed by
-        self._served: Any = None  # Horovod's optimizer, where it leaves momentum to this compression
+        self._served: Any = None  # Horovod's optimizer, where gradients come from that
         self._variables: Dict[Any, _Variable] = {}  # by key, see `_identified`
         self._call = _Call([], None, [], [], [])  # of the function that is being traced
-        self._saved: Optional[Dict[str, Saved]] = None  # where a state was loaded: of variables that are not known yet
+        self._traced: "weakref.WeakSet[Any]" = weakref.WeakSet()  # functions with operations of this compression
+        self._traces = 0  # how often a switch has made their traces useless
+        # Where a state was loaded: of variables that are not known yet. None: the exchange has it already.
+        self._saved: Optional[Dict[str, Optional[Saved]]] = None
         self._numbers: Dict[str, int] = {}  # of variables, by name
         self._compressor = get_compressor(spec)
+        self._chosen: Optional[_Chosen] = None  # since `bind`
+        self._watches = self._microbatches = False  # whether backward passes can be seen, and whether they are
         self._exchange: GraphExchange = GraphExchange(
             self._compressor, *self._rank_and_size(), self._label, discardable or grad_scaler is not None, dense_alone=self._elastic
         )
@@ -140,15 +170,15 @@ class BoundCompression(Binding):
     def bind(self, optimizer: Any) -> None:
         """Decides what depends on the optimizer, and takes over what it leaves to this compression. Once, before the first gradient; also of
         Horovod's own optimizer. None: nobody knows the optimizer, and ValueError where it is needed."""
-        compressor = requested_compressor(self._compressor, optimizer, is_plain_sgd(optimizer))
-        if self._elastic:
-            _check_elastic(compressor, optimizer)
-        self._microbatches = checked_moments(compressor, optimizer) == "microbatch"
+        chosen = self._choose(self._compressor, optimizer)
         self._optimizer = optimizer
-        self._compressor = self._take_over(compressor) if compressor.corrects_momentum and optimizer is not None else compressor
-        self._exchange.compressor = self._compressor
-        if self._microbatches and self._active:
+        if isinstance(optimizer, SGD) and self._active:
+            self._momentum_class = leave_momentum(optimizer, self._covers, lambda: self._lives_on)
+        self._watches = self._active and getattr(chosen.compressor, "moments", None) == "microbatch"
+        if self._watches:
             watch_passes(optimizer, self._observe)
+        self._use(chosen)
+        self._exchange.compressor = self._compressor
         if self._elastic:
             self._elastic_class = before_applying(optimizer, self._send_alone)
         self._number()
@@ -158,13 +188,42 @@ class BoundCompression(Binding):
         """Whether some of these are known."""
         return any(isinstance(variable, tf.Variable) and variable.ref() in self._variables for variable in variables)
 
-    def _take_over(self, compressor: Any) -> Compressor:
-        """The compressor with the optimizer's momentum, which the optimizer leaves to it from now on."""
-        momentum, nesterov = momentum_of(compressor, options_of(self._optimizer)) if isinstance(self._optimizer, SGD) else (0.0, False)
-        if momentum and self._active:
-            covers = lambda variable: variable.ref() in self._variables  # noqa: E731
-            self._momentum_class = take_over_momentum(self._optimizer, compressor.id, momentum, nesterov, covers)
-        return compressor.bound(momentum, nesterov)
+    def _choose(self, spec: Any, optimizer: Any) -> _Chosen:
+        """What a spec comes to with an optimizer, bound or Horovod's. ValueError for what cannot be served."""
+        compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
+        if self._elastic:
+            _check_elastic(compressor, optimizer)
+        checked_moments(compressor, optimizer)
+        if not compressor.corrects_momentum or optimizer is None:
+            return _Chosen(compressor, compressor)
+        momentum, nesterov = momentum_of(compressor, options_of(optimizer)) if isinstance(optimizer, SGD) else (0.0, False)
+        takes_over = bool(momentum and self._active)
+        if takes_over:
+            refuse_own_steps(optimizer)
+        return _Chosen(compressor, compressor.bound(momentum, nesterov), takes_over)
+
+    def _use(self, chosen: _Chosen) -> None:
+        compressor: Any = chosen.compressor
+        if chosen.takes_over and not self._takes_over:
+            tell_of_takeover(self._optimizer, compressor.id, compressor.momentum, compressor.nesterov)
+            self._lives_on = self._lives_on or bool(self._exchange.shapes)
+        self._chosen, self._compressor = chosen, compressor
+        self._microbatches = self._watches and getattr(compressor, "moments", None) == "microbatch"
+
+    @property
+    def _takes_over(self) -> bool:
+        """Whether the optimizer's momentum is taken over."""
+        return self._chosen is not None and self._chosen.takes_over
+
+    def _covers(self, variable: Any) -> bool:
+        """Whether a variable's momentum is taken over, where its update is traced."""
+        self._note_traces()
+        return self._takes_over and variable.ref() in self._variables
+
+    def _note_traces(self) -> None:
+        """Keeps the functions whose traces now get operations that depend on this compression."""
+        if not tf.executing_eagerly():
+            self._traced.update(functions_under_trace())
 
     # -- Horovod's interface, while it traces a function ------------------------------------------------------------------
 
@@ -181,7 +240,7 @@ class BoundCompression(Binding):
             i = self._call.claim(tensor)
             assert i is not None  # `reduction_of` found it
         call, (_, variable) = self._call, self._call.variables[i]
-        if self._travels_as_it_is(variable):
+        if variable.direct:
             # It is reshaped because `_begin` may refuse the step: a control dependency would stay outside of the branch that reduces.
             carrier = tf.reshape(tf.cast(tensor, tf.float32), call.flat[i], name=f"{self._label}.{variable.number}")
             return carrier, (variable, tensor.dtype, [call.number])
@@ -215,7 +274,7 @@ class BoundCompression(Binding):
     def _new_call(self, tensor: Any) -> _Call:
         """The next call of the function that is being traced, for all gradients that Horovod compresses with this one."""
         grads, sources, factor, _, optimizer = reduction_of(tensor)
-        if self._momentum_class and optimizer and not isinstance(optimizer, self._momentum_class):
+        if self._takes_over and optimizer and not isinstance(optimizer, self._momentum_class or ()):
             raise ValueError(
                 "this compression has taken over the momentum of another optimizer than the one it serves, which would apply its own besides: "
                 "bind it to the optimizer that hvd.DistributedOptimizer gets, and make a new one for each"
@@ -225,7 +284,8 @@ class BoundCompression(Binding):
                 "this compression is bound to another optimizer than the one it serves, which would not apply what a rank that is left alone holds "
                 "back: bind it to the optimizer that hvd.DistributedOptimizer gets"
             )
-        self._served = optimizer if self._momentum_class else None
+        self._served = optimizer
+        self._note_traces()
         pairs = [(grad, source) for grad, source in zip(grads, sources) if isinstance(grad, tf.Tensor)]
         variables = [(grad, variable) for (grad, _), variable in zip(pairs, self._register(pairs))]
         unseen = [variable.name for _, variable in variables if variable.squares is not None and not variable.observed]
@@ -254,20 +314,16 @@ class BoundCompression(Binding):
         variables = [source for source in sources if isinstance(source, tf.Variable)]
         known = min(variables, key=lambda variable: variable.shape.num_elements(), default=None)
         scale = tf.constant(1.0) if scaler is None else tf.cast(scaler.loss_scale, tf.float32)
-        begin = functools.partial(self._begin, len(sources), known)
+        begin = functools.partial(self._begin, len(sources), known, self._traces)
         number, flat = tf.numpy_function(begin, [scale, *([] if known is None else [_first_values(known)])], [tf.int64, tf.int32])
         if known is not None:
             with tf.control_dependencies([number]):
                 known.read_value()  # What writes to the variable (a weight decay) waits for the comparison.
         return number, tf.unstack(flat, len(sources))
 
-    def _travels_as_it_is(self, variable: _Variable) -> bool:
-        """Whether nothing is done to the variable's gradients before Horovod reduces them, so that they need no operation of ours."""
-        return not variable.moved and variable.carried == "float32" and self._compressor.clip_norm is None
-
     def _register(self, pairs: List[Tuple[Any, Any]]) -> List[_Variable]:
         """The _Variable of each (gradient, source). New ones become known on all ranks at once."""
-        self._refuse_unsynced("hvdc.elastic.TensorFlowKerasState(model, compression=compression)")
+        self._refuse_unsynced(_ELASTIC_STATE)
         self.handshake()
         keys, new = [], {}
         names = {variable.name for variable in self._variables.values()}
@@ -299,22 +355,33 @@ class BoundCompression(Binding):
                 "without a name throughout a process: name them, or call tf.keras.backend.clear_session() first"
             )
         for key, (name, shape) in new.items():
-            compressor = self._exchange.add(name, shape, self._compressor, self._saved[name] if self._saved else None)
-            collectives = compressor.collectives(self._process_set.size())
-            carried, moved = (collectives[0].dtype, ()) if collectives[0].verb == "host" else ("float32", collectives)
+            self._exchange.add(name, shape, self._compressor, self._saved[name] if self._saved else None)
             number = self._numbers.setdefault(name, len(self._numbers))
-            variable = self._variables[key] = _Variable(name, number, shape, compressor, carried, moved)
-            if self._microbatches and hasattr(compressor, "moments"):
-                with tf.init_scope(), tf.device("/cpu:0"):
-                    variable.squares = tf.Variable(tf.zeros(shape), trainable=False)
+            self._variables[key] = self._described(_Variable(name, number, shape))
         if self._saved is not None:
             self._saved = {name: saved for name, saved in self._saved.items() if name not in shapes}
             if self._elastic:
                 self._saved = self._saved or None  # What becomes known from now on does so on all ranks.
 
+    def _described(self, variable: _Variable) -> _Variable:
+        """The variable, which says what traces have to know of its compressor."""
+        compressor = compressor_for(self._compressor, variable.name, variable.shape)
+        collectives = compressor.collectives(self._process_set.size())
+        variable.carried, variable.moved = (collectives[0].dtype, ()) if collectives[0].verb == "host" else ("float32", collectives)
+        dense = not variable.moved and variable.carried == "float32" and self._compressor.clip_norm is None
+        variable.direct = dense and not self._exchange.owes(variable.name)
+        if not (self._microbatches and hasattr(compressor, "moments")):
+            variable.squares, variable.observed = None, False
+        elif variable.squares is None:
+            with tf.init_scope(), tf.device("/cpu:0"):
+                variable.squares = tf.Variable(tf.zeros(variable.shape), trainable=False)
+        return variable
+
     def _observe(self, grads_and_vars: Iterable[Tuple[Any, Any]]) -> List[Tuple[Any, Any]]:
         """Adds the squares of one backward pass."""
         grads_and_vars = list(grads_and_vars)
+        if not self._microbatches:
+            return grads_and_vars
         # Sparse gradients count where they become dense afterwards; the squares of the others are not used.
         pairs = [(tf.convert_to_tensor(grad), source) for grad, source in grads_and_vars if grad is not None]
         for (grad, _), variable in zip(pairs, self._register(pairs)):
@@ -345,6 +412,7 @@ class BoundCompression(Binding):
         known = [i for i, (grad, source) in enumerate(grads_and_vars) if isinstance(grad, tf.Tensor) and source.ref() in self._variables]
         if not known:
             return grads_and_vars
+        self._note_traces()
         grads = [grads_and_vars[i][0] for i in known]
         variables = [self._variables[grads_and_vars[i][1].ref()] for i in known]
 
@@ -363,14 +431,19 @@ class BoundCompression(Binding):
 
     # -- the same, while the graph runs -----------------------------------------------------------------------------------
 
-    def _begin(self, tensors: int, known: Any, scale: np.ndarray, values: Any = None) -> Tuple[np.int64, np.ndarray]:
+    def _begin(self, tensors: int, known: Any, traces: int, scale: np.ndarray, values: Any = None) -> Tuple[np.int64, np.ndarray]:
+        if traces != self._traces:
+            raise ValueError(
+                "a function was traced before compression.switch(), and holds on to that trace: make the function anew, by tf.function(step), or "
+                "with Keras model.make_train_function(force=True)"
+            )
         if known is not None and not np.array_equal(_first_values(known).numpy(), values, equal_nan=True):
             raise ValueError(
                 f"gradients of other variables come to this compression than {known.name} and those that it was traced with: make one for "
                 "each model, and in eager code for each set of variables that is trained by itself"
             )
         compressor: Any = self._compressor  # It has a momentum where one was taken over.
-        if self._served is not None and abs(float(self._served.momentum) - compressor.momentum) > 1e-6:
+        if self._takes_over and self._served is not None and abs(float(self._served.momentum) - compressor.momentum) > 1e-6:
             warn_once(
                 f"SGD's momentum was changed to {float(self._served.momentum):g}: {compressor.id} goes on with "
                 f"{compressor.momentum:g}, which it took over. (Horovod's momentum_correction is not needed: the learning rate is no part "
@@ -411,7 +484,7 @@ class BoundCompression(Binding):
         return [splits if dtype == "int32" and c.verb == "alltoall" else np.empty(0, dtype) for c in collectives for dtype in _dtypes([c])]
 
     def _finish(self, variable: _Variable, call: int, reduced: np.ndarray, *brought: np.ndarray, half: bool) -> List[np.ndarray]:
-        if self._travels_as_it_is(variable):  # Horovod has reduced it already.
+        if variable.direct:  # Horovod has reduced it already.
             self._exchange.submit(variable.name, reduced.reshape(-1), call)
         arrived, numbers = _split_message(brought, variable.moved[-1]) if brought else (None, None)
         result = self._exchange.finish(variable.name, call, reduced.reshape(-1), arrived, numbers)
@@ -438,7 +511,7 @@ class BoundCompression(Binding):
         portable: all ranks call this at the same step, and get the same: the mean over ranks of what each has not sent yet, which any number of
         ranks can go on from. One file is enough. MismatchError where ranks are not at the same step.
         """
-        state = self._kept()
+        state = self._state()
         if portable:
             return checkpoint.portable(state, self._transport, self._label) if self._active else {**state, "rank": None}
         return state
@@ -450,21 +523,116 @@ class BoundCompression(Binding):
         other state; where variables are not known yet, tracing does."""
         if not self._process_set.included():
             return  # this rank compresses nothing
-        saved = self._exchange.load_state_dict(state)
-        if saved and not self._active:
-            raise ValueError(f"this state does not fit: {REFUSED_ALONE}")
-        self._saved = copy.deepcopy(saved)
+        with self._tracing_again():
+            saved = self._exchange.load_state_dict(state)
+            if saved and not self._active:
+                raise ValueError(f"this state does not fit: {REFUSED_ALONE}")
+            self._saved = {**self._untraced(), **copy.deepcopy(saved)}
+            self._lives_on = bool((state if isinstance(state, dict) else state[0]).get("lives_on"))
+
+    def switch(self, spec: Any) -> None:
+        """Goes on with another compression, "topk:ratio=0.01" or {"id": "topk", "ratio": 0.01}, from the next step on.
+
+        What ranks have not sent yet goes on: in what the new algorithm keeps, else densely in the first step. An SGD's momentum is taken over, or
+        given back, and counts once. Functions whose operations change are traced again when they are called next. All ranks call it between the
+        same two steps, as in a callback's on_epoch_begin. ValueError for a bad spec, RuntimeError in the middle of a step and for a compression
+        that has no optimizer yet, MismatchError where ranks differ; nothing is changed then.
+        """
+        if self._chosen is None:
+            raise RuntimeError(
+                "this compression has not come to its optimizer yet: make it with that spec, or say hvdc.compression_of(optimizer).switch(…), which "
+                "binds it to Horovod's optimizer"
+            )
+        self._switch(get_compressor(spec))
+
+    def _switch(self, spec: Any, compare: bool = True) -> None:
+        """compare: whether all ranks do it, here, and say so to each other. Where they are not together yet they go on from rank 0's."""
+        exchange = self._exchange
+        exchange.end_step()
+        chosen = self._choose(spec, self._served or self._optimizer)
+        if getattr(chosen.compressor, "moments", None) == "microbatch" and self._active and not self._watches:
+            raise ValueError("moments=microbatch has to see every backward pass from the first one on: make the compression with it")
+        self._place_saved()
+        if self._active and compare and self._synced:
+            advice = "Call it on all ranks, between the same two steps, with the same spec"
+            agree(self._transport, f"{self._label}.switch", description_of(chosen.compressor), "called compression.switch()", advice)
+            self._agreed = True
+        gain = self._gain(chosen.takes_over) / self._gain(self._takes_over)
+        tensors = {name: (shape, chosen.compressor) for name, shape in exchange.shapes.items()}
+        with self._tracing_again():
+            exchange.switch(chosen.compressor, tensors, dict.fromkeys(tensors, gain))
+            self._use(chosen)
+
+    def _place_saved(self) -> None:
+        """Gives the exchange what a loaded state has of variables that are not known yet."""
+        for name, saved in (self._saved or {}).items():
+            if saved is not None:
+                self._exchange.add(name, saved[-1], self._compressor, saved)
+        self._saved = self._saved and dict.fromkeys(self._saved)
+
+    def _untraced(self) -> Dict[str, Optional[Saved]]:
+        """What `_saved` says of variables that only the exchange knows."""
+        return dict.fromkeys(self._exchange.shapes.keys() - {variable.name for variable in self._variables.values()})
+
+    def _gain(self, takes_over: bool) -> float:
+        """What the optimizer's own momentum makes of a result of 1 in the end: 1/(1 − m), and 1 where it is taken over."""
+        optimizer = self._served or self._optimizer
+        momentum = float(options_of(optimizer)["momentum"]) if isinstance(optimizer, SGD) and not takes_over else 0.0
+        return 1 / (1 - momentum) if momentum < 1 else 1.0
+
+    @contextlib.contextmanager
+    def _tracing_again(self) -> Iterator[None]:
+        """Has functions traced again when they are called next, where the body changes something that their traces hold."""
+        before = self._traced_with()
+        yield
+        for variable in self._variables.values():
+            self._described(variable)
+        if self._traced_with() != before:
+            self._traces += 1
+            for function in self._traced:
+                forget_traces(function)
+            self._traced.clear()
+
+    def _traced_with(self) -> List[Any]:
+        """What traces hold of the compressor."""
+        variables = [(each.carried, each.moved, each.direct, each.squares is None) for each in self._variables.values()]
+        compressor, momentum = self._compressor, [self._takes_over, self._takes_over and self._lives_on]
+        return [*momentum, bool(compressor.follow_lr), compressor.clip_norm is not None, variables]
 
     # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------
 
-    def _kept(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+    def _state(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
         state = super()._kept(into)
         for name, saved in copy.deepcopy(self._saved or {}).items():
-            state["tensors"][name], state["step"][name], state["dense_until"][name] = saved
-        return state
+            if saved is not None:
+                state["tensors"][name], state["step"][name], state["dense_until"][name], state["shapes"][name] = saved
+        return {**state, "lives_on": self._lives_on}
+
+    def _kept(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+        return {**self._state(into), "spec": self._requested.config}
+
+    def _sync(self) -> None:
+        config, lives_on = gather(self._transport, "hvdc.elastic.spec", [self._requested.config, self._lives_on])[0]
+        with self._tracing_again():
+            self._switch_to(config, lives_on)
+        super()._sync()
+
+    def _switch_to(self, config: Dict[str, Any], lives_on: bool) -> None:
+        if get_compressor(config) != self._requested:
+            self._exchange.abandon()
+            self._switch(config, compare=False)
+        self._lives_on = lives_on
+
+    @property
+    def _requested(self) -> Compressor:
+        """As the spec says."""
+        return self._chosen.requested if self._chosen else self._compressor
 
     def _go_back_to(self, state: Dict[str, Any]) -> None:
-        self._saved = self._exchange.go_back_to(state) or None
+        with self._tracing_again():
+            self._switch_to(state["spec"], state["lives_on"])
+            untraced = self._untraced()
+            self._saved = {**untraced, **self._exchange.go_back_to(state)} or None
         for name in state["step"]:  # in the order in which rank 0 came to know them, which numbers its operations
             self._numbers.setdefault(name, len(self._numbers))
         for variable in self._variables.values():

@@ -8,16 +8,16 @@ from typing import Any, Collection, Dict, Optional, Sequence, Tuple
 import numpy as np
 
 from .. import checkpoint
-from ..compressors.base import Compressor
+from ..compressors.base import OWED, Compressor
 from ..driver import Driver, Transaction, check_unit
 from ..handshake import first_difference
 from ..requests import Allreduce, Alltoall, Final, StepNorm, TensorStep
-from ..step import check_step_numbers, conclude, step_numbers
+from ..step import Tensor, check_step_numbers, conclude, step_numbers
 
 _KEPT = 100  # calls of functions
 
 Message = Sequence[np.ndarray]  # what an operation is to move: one array; of an alltoall the bytes and, int32, how many go to each rank
-Saved = Tuple[Dict[str, np.ndarray], int, int]  # a tensor's arrays, steps taken, dense until
+Saved = Tuple[Dict[str, np.ndarray], int, int, tuple]  # a tensor's arrays, steps taken, dense until, shape
 
 
 @dataclasses.dataclass
@@ -55,20 +55,37 @@ class GraphExchange(Driver):
         self.sends_number: Optional[str] = None
 
     def add(self, name: str, shape: tuple, variant: Compressor, saved: Optional[Saved] = None) -> Compressor:
-        """Makes a tensor known; returns its compressor. saved: what `load_state_dict` returned for it; ValueError, and the tensor stays
-        unknown, where that does not fit."""
+        """Makes a tensor known, where it is not; returns its compressor. saved: what `load_state_dict` returned for it; ValueError, and nothing
+        changed, where that, or the shape, does not fit."""
+        if name in self._tensors:
+            if self._shapes[name] != shape:
+                raise ValueError(f"{name} has the shape {shape}, and {self._shapes[name]} in the state that was loaded: was it this model?")
+            return self._tensors[name].compressor
         tensor = self._add(name, shape, variant)
         self._indices[name], self._shapes[name] = 0, shape
         if saved:
-            arrays, self._indices[name], tensor.dense_until = saved
+            arrays, self._indices[name], tensor.dense_until, _ = saved
             try:
                 checkpoint.restore([tensor], {name: arrays})
             except ValueError:
                 del self._tensors[name], self._indices[name], self._shapes[name]
                 raise
-        if self.sends_number is None and any(c.verb == "allreduce" and c.op == "sum" for c in tensor.declared):
+        if self.sends_number is None and _adds_up(tensor):
             self.sends_number = name
         return tensor.compressor
+
+    def switch(self, compressor: Compressor, tensors: Dict[str, Tuple[tuple, Compressor]], gains: Dict[str, float]) -> None:
+        super().switch(compressor, tensors, gains)
+        self.sends_number = next((tensor.name for tensor in self.tensors if _adds_up(tensor)), None)
+
+    def owes(self, name: str) -> bool:
+        """Whether the next step of a tensor brings something of earlier ones densely, which is added to its gradient."""
+        return OWED in self._tensors[name].state.arrays
+
+    @property
+    def shapes(self) -> Dict[str, tuple]:
+        """Those of all tensors that are known, by name."""
+        return dict(self._shapes)
 
     def begin(self, tensors: int, rank: int, size: int, unit: float = 1.0) -> int:
         """Begins a step of so many tensors, whose gradients are times `unit`, on this rank of so many; returns the number of the call. RuntimeError
@@ -203,6 +220,9 @@ class GraphExchange(Driver):
     def steps_taken(self) -> Dict[str, int]:
         return dict(self._indices)
 
+    def state_dict(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+        return {**super().state_dict(into), "shapes": {name: list(shape) for name, shape in self._shapes.items()}}
+
     def abandon(self) -> None:
         for name in self.open_tensors():
             self._end(name)
@@ -217,9 +237,11 @@ class GraphExchange(Driver):
         return self._continue_from(saved)
 
     def _continue_from(self, saved: checkpoint.Saved) -> Dict[str, Saved]:
-        """Returns what is in the state for tensors that are not known yet: {name: (arrays, steps taken, dense until)}, for `add`."""
-        steps, dense_until, arrays = saved.header["step"], saved.header["dense_until"], saved.arrays
+        """Returns what is in the state for tensors that are not known yet, by name, for `add`."""
+        steps, dense_until, shapes, arrays = (*(saved.header[key] for key in ("step", "dense_until", "shapes")), saved.arrays)
         checkpoint.refuse(first_difference(dict.fromkeys(arrays, "there"), dict.fromkeys(steps, "there"), "step"))
+        unknown = {name: "there" for name in arrays if name not in self._tensors}
+        checkpoint.refuse(first_difference(unknown, {name: "there" for name in unknown if name in shapes}, "shapes"))
         self.arrays()
         known = {name: arrays[name] for name in arrays if name in self._tensors}
         checkpoint.restore(self._tensors.values(), known)
@@ -227,12 +249,17 @@ class GraphExchange(Driver):
         for name in known:
             self._indices[name] = steps[name]
             self._tensors[name].dense_until = dense_until.get(name, 0)
-        return {name: (arrays[name], steps[name], dense_until.get(name, 0)) for name in arrays if name not in known}
+        return {name: (arrays[name], steps[name], dense_until.get(name, 0), tuple(shapes[name])) for name in unknown}
 
     def _wrong_steps(self, steps: Any) -> checkpoint.Difference:
         if not isinstance(steps, dict):
             return "step", "steps by tensor", steps
         return next(filter(None, (checkpoint.wrong_count(f"step.{name}", number) for name, number in steps.items())), None)
+
+
+def _adds_up(tensor: Tensor) -> bool:
+    """Whether a step of this tensor has sums, which do not carry its number."""
+    return any(c.verb == "allreduce" and c.op == "sum" for c in tensor.declared)
 
 
 def _answer(request: Any, arrived: Message) -> Any:

@@ -2,7 +2,7 @@
 how; how Horovod's optimizers are made; which function is traced."""
 import functools
 import inspect
-from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, Type
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 import horovod
 import horovod.tensorflow as hvd
@@ -104,6 +104,16 @@ def trace_under_way() -> Tuple[Any, Any]:
     graph = tf.compat.v1.get_default_graph()
     while graph is not None and type(graph) is not FuncGraph:  # in branches and loops
         graph = getattr(graph, "outer_graph", None)
-    owners = (frame.f_locals.get("self") for frame in callers())
-    function = None if graph is None else next((owner for owner in owners if isinstance(owner, Function)), None)
+    function = None if graph is None else next(iter(functions_under_trace()), None)
     return (None, None) if function is None else (function, graph)
+
+
+def functions_under_trace() -> List[Any]:
+    """Each tf.function whose trace has led here, the innermost first."""
+    owners = (frame.f_locals.get("self") for frame in callers())
+    return [owner for owner in owners if isinstance(owner, Function)]
+
+
+def forget_traces(function: Any) -> None:
+    """Has a tf.function traced again when it is called next."""
+    function._function_cache.clear()

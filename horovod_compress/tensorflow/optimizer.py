@@ -50,38 +50,50 @@ def learning_rate_of(optimizer: Any) -> Any:
     return tf.cast(rate(optimizer.iterations) if callable(rate) else rate.read_value(), tf.float32)
 
 
-def take_over_momentum(optimizer: Any, id: str, momentum: float, nesterov: bool, covers: Callable[[Any], bool]) -> Type:
-    """From now on this SGD, Horovod's or what Horovod makes of it, leaves momentum to the compression: variables that it covers take plain steps with
-    their dense gradients. Its configuration stays the user's, decoupled weight decay stays with it. Returns the class of both."""
+def refuse_own_steps(optimizer: Any) -> None:
+    """ValueError where an SGD's momentum cannot be taken over, because it has a way of its own to take a step."""
     own: Any = _own_class(optimizer)
     known = next(cls for cls in SGD if issubclass(own, cls))
     method = "update_step" if hasattr(known, "update_step") else "_resource_apply_dense"
     if getattr(own, method) is not getattr(known, method):
         raise ValueError(f"{own.__name__}.{method} is not SGD's own, so its momentum cannot be taken over: bind with momentum=0")
 
+
+def leave_momentum(optimizer: Any, covers: Callable[[Any], bool], lives_on: Callable[[], bool]) -> Type:
+    """From now on this SGD, Horovod's or what Horovod makes of it, leaves momentum to the compression where that covers a variable, which is asked in
+    each trace: then dense gradients take plain steps. lives_on: whether what SGD's own momentum has gathered before still moves variables. Its
+    configuration stays the user's, decoupled weight decay stays with it. Returns the class of both."""
     base: Any = class_below(optimizer)  # another compression's, where that serves other variables
 
     class PlainSteps(base):
         def update_step(self, gradient: Any, variable: Any) -> None:
             if isinstance(gradient, tf.IndexedSlices) or not covers(variable):
                 return super().update_step(gradient, variable)
+            if lives_on():
+                super().update_step(tf.zeros_like(gradient), variable)
             variable.assign_sub(gradient * tf.cast(self.learning_rate, variable.dtype))
 
         def _resource_apply_dense(self, grad: Any, var: Any, apply_state: Optional[dict] = None) -> Any:  # the legacy optimizer's
             if not covers(var):
                 return super()._resource_apply_dense(grad, var, apply_state)
+            if lives_on():
+                super()._resource_apply_dense(tf.zeros_like(grad), var, apply_state)
             key = var.device, var.dtype.base_dtype
             rate = ((apply_state or {}).get(key) or self._fallback_apply_state(*key))["lr_t"]
             return tf.raw_ops.ResourceApplyGradientDescent(var=var.handle, alpha=rate, delta=grad)
 
     _become(optimizer, PlainSteps)
+    return PlainSteps
+
+
+def tell_of_takeover(optimizer: Any, id: str, momentum: float, nesterov: bool) -> None:
+    """Has rank 0 say that an SGD's momentum is taken over."""
     clips = [key for key in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(optimizer, key, None) is not None]
     if hvd.rank() == 0:
         _log.warning(
             "%s takes over from SGD, which does not apply it itself: momentum=%g%s%s", id, momentum, " (nesterov)" if nesterov else "",
             f"; {', '.join(clips)} will see gradients with momentum, consider clip_norm instead" if clips else "",
         )
-    return PlainSteps
 
 
 def watch_passes(optimizer: Any, observe: Callable[[Any], Any]) -> None:

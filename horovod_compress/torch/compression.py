@@ -339,7 +339,8 @@ class BoundCompression(Binding):
         self._switch(config)
 
     def _switch(self, spec: Any, compare: bool = True) -> None:
-        """`switch` at once; compare: whether all ranks do it, here, and say so to each other, or else at the next gradient."""
+        """`switch` at once; compare: whether all ranks do it, here, and say so to each other, or else at the next gradient. In an elastic job whose
+        ranks are not together yet, rank 0's compression becomes everyone's in any case."""
         if self._results == "unused":
             self._forget_or_warn()
         exchange = self._exchange
@@ -348,7 +349,7 @@ class BoundCompression(Binding):
         before = self._takeover.gains()
         self._configure(spec)
         self._results, self._agreed = None, False
-        if self._active and compare:
+        if self._active and compare and self._synced:
             advice = "Call it on all ranks, between the same two steps, with the same spec"
             agree(self._transport, f"{self._label}.switch", self._description(), "called compression.switch()", advice)
             self._agreed = True
@@ -387,7 +388,7 @@ class BoundCompression(Binding):
         if self._grad_scaler is not None:  # Its scale is one of those that all ranks must have alike.
             self._grad_scaler.load_state_dict(gather(self._transport, "hvdc.elastic.scaler", self._grad_scaler.state_dict())[0])
         spec, self._switches = gather(self._transport, "hvdc.elastic.spec", [self._requested.config, self._switches])[0]
-        if spec != self._requested.config:
+        if get_compressor(spec) != self._requested:  # what was gathered has lists for tuples
             self._exchange.abandon()
             self._switch(spec, compare=False)
         super()._sync()

@@ -12,6 +12,7 @@ import time
 import numpy as np
 from jobs import ENVIRONMENT, HERE, LIMIT, PATIENT
 
+from horovod_compress.compressors import get_compressor
 from horovod_compress.exchange import Exchange
 from horovod_compress.transport.loopback import Loopback
 
@@ -98,6 +99,20 @@ def histories(folder, name):
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in folder.glob(f"{name}.*") if file.suffix[1:].isdigit()]
 
 
+def bound(spec):
+    """The compressor of a spec, as it serves an SGD with a momentum of 0.9."""
+    compressor = get_compressor(spec)
+    return compressor.bound(0.9, False) if compressor.corrects_momentum else compressor
+
+
+def switch(exchanges, spec, shapes):
+    """Has all ranks go on with another compressor, beside an SGD with a momentum of 0.9."""
+    compressor = bound(spec)
+    gain = (1 if compressor.corrects_momentum else 10) / (1 if exchanges[0].compressor.corrects_momentum else 10)
+    for exchange in exchanges:
+        exchange.switch(compressor, {name: (tuple(shape), compressor) for name, shape in shapes.items()}, dict.fromkeys(shapes, gain))
+
+
 def replay(history, steps, compressor, shapes, train_step):
     """The first steps of it without Horovod: calls train_step(exchanges, step) for each. A rank that dies takes with it what it has not sent; before
     others leave or join, all have the mean."""
@@ -109,7 +124,7 @@ def replay(history, steps, compressor, shapes, train_step):
         if then["step"] < steps:
             states = [exchange.state_dict() for exchange in exchanges]
             states = [states[now["rank"]]] if then is history[1] else [_mean_of(states)] * then["size"]
-            exchanges = _ranks_of(compressor, shapes, states)
+            exchanges = _ranks_of(exchanges[0].compressor, shapes, states)
 
 
 def _ranks_of(compressor, shapes, states):

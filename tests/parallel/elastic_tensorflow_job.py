@@ -10,7 +10,10 @@ import numpy as np
 import tensorflow as tf
 from elastic_jobs import on_the_host_that_dies, tell, wait_for_hosts
 
-SPECS = {"fit": "dgc:ratio=0.01,min_numel=100", "tape": "adacomp:min_numel=100"}
+SPECS = {"fit": "dgc:ratio=0.01,min_numel=100", "tape": "adacomp:min_numel=100", "fit_switching": "topk:ratio=0.02,min_numel=100"}
+SWITCHES = {
+    6: "dgc:ratio=0.02,min_numel=100", 13: "none", 18: "adacomp:min_numel=100", 22: "none", 28: "dgc:ratio=0.02,min_numel=100", 36: "topk",
+}  # by step: one after the last commit before a rank dies, and one right before others join
 STEPS, EPOCH, COMMITTED_EVERY, KILLED_AT = 40, 8, 4, 14
 RANKS = {22: (1, 0, 2), 34: (1, 0, 1)}  # by step, on each host
 LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -39,7 +42,8 @@ def main(folder, kind):
     hvd.init()
     model, optimizer = model_of(), tf.keras.optimizers.SGD(0.05, momentum=0.9)
     compression = hvdc.Compression.from_spec(SPECS[kind], optimizer if kind == "tape" else None)
-    state = (fit_state if kind == "fit" else tape_state)(hvdc, model, optimizer, compression, folder)
+    parts = hvdc, model, optimizer, compression, folder
+    state = tape_state(*parts) if kind == "tape" else fit_state(*parts, SWITCHES if kind == "fit_switching" else {})
     np.savez(folder / f"end.{hvd.rank()}.npz", *model.get_weights(), steps=state.step, epoch=state.epoch)
 
 
@@ -57,21 +61,23 @@ def between_steps(state, folder):
 class Steps(tf.keras.callbacks.Callback):
     """Counts steps, because the callbacks of Horovod count from where `fit` was called last."""
 
-    def __init__(self, state, folder):
+    def __init__(self, state, folder, switches):
         super().__init__()
-        self.state, self.folder = state, folder
+        self.state, self.folder, self.switches = state, folder, switches
 
     def on_train_batch_end(self, batch, logs=None):
         self.state.step += 1
+        if self.state.step in self.switches:
+            self.state.compression.switch(self.switches[self.state.step])
         between_steps(self.state, self.folder)
         self.model.stop_training = self.state.step == STEPS
 
 
-def fit_state(hvdc, model, optimizer, compression, folder):
+def fit_state(hvdc, model, optimizer, compression, folder, switches):
     model.compile(hvd.DistributedOptimizer(optimizer, compression=compression), LOSS)
     state = hvdc.elastic.TensorFlowKerasState(model, compression=compression, step=0, epoch=0, batch=0)
     callbacks = [
-        hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state), Steps(state, folder),
+        hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state), Steps(state, folder, switches),
         hvd.elastic.CommitStateCallback(state, batches_per_commit=COMMITTED_EVERY),
     ]
 

@@ -7,9 +7,10 @@ import pytest
 pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
 
 import elastic_sums_job as sums
+import elastic_switch_job as switches
 import torch
 from elastic_job import KILLED_AT, RANKS, SPECS, STEPS, loss_of, model_of, optimizer_of
-from elastic_jobs import ON_ONE_MACHINE, histories, history, names_of, replay, run
+from elastic_jobs import ON_ONE_MACHINE, bound, histories, history, names_of, replay, run, switch
 from test_two_hosts import two_hosts_or_skip
 from two_hosts import HOSTS
 
@@ -79,17 +80,59 @@ def replayed(spec, history, last):
     return model
 
 
-def train_step(model, optimizer, exchanges, step):
-    grads = []
-    for rank in range(len(exchanges)):
+def gradients_of(model, step, size):
+    """Those of each rank."""
+    for rank in range(size):
         model.zero_grad()
         loss_of(model, step, rank).backward()
-        grads.append({name: param.grad.numpy().flatten() for name, param in model.named_parameters()})
-    results = run_step(exchanges, grads)
+        yield {name: param.grad.numpy().flatten() for name, param in model.named_parameters()}
+
+
+def train_step(model, optimizer, exchanges, step):
+    results = run_step(exchanges, list(gradients_of(model, step, len(exchanges))))
     for name, param in model.named_parameters():
         np.testing.assert_array_equal(results[0][name], results[-1][name])
         param.grad = torch.from_numpy(results[0][name].reshape(param.shape))
     optimizer.step()
+
+
+# -- where compressions are switched ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def switch_job(tmp_path_factory):
+    """The folder of a job that has ended, in which ranks died, joined and left between switches."""
+    folder = tmp_path_factory.mktemp("switches")
+    run(folder, "elastic_switch_job.py")
+    return folder
+
+
+@pytest.mark.parametrize("i", range(len(switches.WHEN)), ids=switches.WHEN)
+def test_switches_are_those_of_the_same_history_in_one_process(switch_job, i):
+    """A failure takes back a switch, and ranks that join take over the compression in force, with what is owed."""
+    found = [torch.load(switch_job / f"{STEPS}.{rank}.pt")[i] for rank in range(2)]
+    planned, model = switches.WHEN[i] == "planned", model_of(switches.WHEN[i])
+    params = dict(model.named_parameters())
+    shapes, momenta = {name: param.shape for name, param in params.items()}, {name: torch.zeros_like(param) for name, param in params.items()}
+
+    def train_step(exchanges, step):
+        if planned and step in switches.SWITCHES:
+            switch(exchanges, switches.SWITCHES[step], shapes)
+        results = run_step(exchanges, list(gradients_of(model, step, len(exchanges))))[0]
+        own = not exchanges[0].compressor.corrects_momentum  # whether momentum is the optimizer's
+        for name, param in params.items():
+            result = torch.from_numpy(results[name].reshape(param.shape))
+            momenta[name].mul_(0.9).add_(result, alpha=float(own))
+            param.data.sub_(momenta[name] if own else momenta[name] + result, alpha=0.05)
+        if not planned and step + 1 in switches.SWITCHES:
+            switch(exchanges, switches.SWITCHES[step + 1], shapes)
+
+    replay(history(switch_job), STEPS, bound(switches.FIRST), shapes, train_step)
+    assert [(each["step"], each["size"]) for each in history(switch_job)] == [(0, 2), (48, 1), (66, 2), (80, 3), (92, 2)]
+    for name, values in params.items():
+        assert torch.equal(found[0][name], found[1][name]), name
+        error = (found[0][name] - values).abs().max() / values.abs().max()
+        assert error <= 1e-6, f"{name} differs by {error:.1e}"
 
 
 # -- where gradients are known ------------------------------------------------------------------------------------------------

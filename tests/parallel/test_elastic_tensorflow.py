@@ -5,10 +5,9 @@ import pytest
 pytest.importorskip("horovod.tensorflow", reason="real ranks need Horovod with TensorFlow")
 
 import tensorflow as tf
-from elastic_jobs import history, replay, run
-from elastic_tensorflow_job import COMMITTED_EVERY, EPOCH, KILLED_AT, LOSS, RANKS, SPECS, STEPS, batch_of, model_of
+from elastic_jobs import bound, history, replay, run, switch
+from elastic_tensorflow_job import COMMITTED_EVERY, EPOCH, KILLED_AT, LOSS, RANKS, SPECS, STEPS, SWITCHES, batch_of, model_of
 
-from horovod_compress.compressors import get_compressor
 from horovod_compress.lockstep import run_step
 
 
@@ -39,17 +38,16 @@ def test_replicas_are_identical(job):
 def test_parameters_are_those_of_the_same_history_in_one_process(job):
     kind, folder = job
     end = np.load(folder / "end.0.npz")
-    for i, values in enumerate(replayed(SPECS[kind], history(folder)).get_weights()):
+    for i, values in enumerate(replayed(kind, history(folder)).get_weights()):
         error = np.abs(end[f"arr_{i}"] - values).max() / np.abs(values).max()
         assert error <= 1e-6, f"variable {i} differs by {error:.1e}"
 
 
-def replayed(spec, history):
-    """The model after all steps."""
-    model, compressor = model_of(), get_compressor(spec)
-    optimizer = tf.keras.optimizers.SGD(0.05, momentum=0.0 if compressor.corrects_momentum else 0.9)
-    compressor = compressor.bound(0.9, False) if compressor.corrects_momentum else compressor
+def replayed(kind, history):
+    """The model after all steps. What SGD's momentum has gathered before a switch moves variables after it as well."""
+    model, switches = model_of(), SWITCHES if kind == "fit_switching" else {}
     variables = {variable.name.split(":")[0]: variable for variable in model.trainable_variables}
+    shapes, momenta = {name: variable.shape for name, variable in variables.items()}, dict.fromkeys(variables, 0.0)
 
     def train_step(exchanges, step):
         grads = []
@@ -59,7 +57,13 @@ def replayed(spec, history):
                 loss = LOSS(y, model(x))
             grads.append({name: grad.numpy().flatten() for name, grad in tape.gradient(loss, variables).items()})
         result = run_step(exchanges, grads)[0]
-        optimizer.apply_gradients((result[name].reshape(variable.shape), variable) for name, variable in variables.items())
+        own = not exchanges[0].compressor.corrects_momentum  # whether momentum is the optimizer's
+        for name, variable in variables.items():
+            moved = -0.05 * result[name].reshape(variable.shape)
+            momenta[name] = np.float32(0.9) * momenta[name] + (moved if own else 0)
+            variable.assign_add(momenta[name] if own else momenta[name] + moved)
+        if step + 1 in switches:
+            switch(exchanges, switches[step + 1], shapes)
 
-    replay(history, STEPS, compressor, {name: variable.shape for name, variable in variables.items()}, train_step)
+    replay(history, STEPS, bound(SPECS[kind]), shapes, train_step)
     return model

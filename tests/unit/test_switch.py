@@ -200,3 +200,17 @@ def test_a_step_that_fails_leaves_what_is_owed_once():
     run_step(exchanges, grads)
     after = owed(exchanges, "matrix")
     assert np.allclose(np.delete(after, 3), np.delete(expected, 3), atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["fp16", "dgc:min_numel=100000,dense=fp16,momentum=0.9"])
+def test_what_the_host_reduces_keeps_its_type(spec):
+    """Where a graph was made for float16, what is owed comes in float16, too."""
+    rng = np.random.default_rng(8)
+    exchanges = ranks("topk:ratio=0.01", 2)
+    run_step(exchanges, gradients(rng, 2))
+    switch(exchanges, spec)
+    grads, sent = gradients(rng, 2), exchanges[0].stats()["bytes_sent"]
+    share = 0.1 if "dgc" in spec else 1  # momentum brings the rest later
+    expected = share * owed(exchanges, "matrix") + np.mean([named["matrix"] for named in grads], axis=0)
+    assert np.allclose(run_step(exchanges, grads)[0]["matrix"], expected, atol=1e-2)
+    assert exchanges[0].stats()["bytes_sent"] - sent == 2 * 2007
