@@ -216,7 +216,8 @@ class UpdateOptimizer(torch.optim.Optimizer):
 
     A copy of the parameters is kept, which an optimizer needs that looks at them. A rank whose GradScaler has found infinite gradients skips its
     own step and takes part with an update of zero; each rank's loss scale is its own. Where an update is not finite on some rank, no rank's
-    parameters move, and what the others had to send waits for the next exchange; an exchange that fails leaves the shared parameters.
+    parameters move, and what was to be sent waits for the next exchange, where a residual is kept of it; an exchange that fails leaves the shared
+    parameters.
 
     Raises ValueError for bad options. The first step raises MismatchError, on all ranks, where ranks were started differently or begin with
     different parameters.
@@ -288,9 +289,7 @@ class UpdateOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"parameter group {unknown[0]} has parameters that came, or were frozen, when this UpdateOptimizer was made: make a new one for them"
             )
-        if self.local_steps:
-            return
-        for parameter in self._parameters:
+        for parameter in self._parameters if not self.local_steps else ():
             parameter.begin()
         if not self.compression._agreed:
             sums = {each.name: _checksum(each.shared) for each in self._parameters}

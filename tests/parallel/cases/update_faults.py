@@ -128,6 +128,22 @@ def moments_that_are_not_finite_or_not_there():
     assert len(told) == (hvd.rank() == 1) and torch.equal(flat(model), before)
 
 
+@case(2)
+def a_state_that_one_rank_has_loaded():
+    """In the middle of a round, where that rank would not begin one."""
+    model = model_of()
+    optimizer = of_updates(model, sgd(model), every=2)
+    train(model, optimizer, batches(3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    again = of_updates(model, sgd(model), every=2)
+    if hvd.rank() == 0:
+        model.load_state_dict(saved[0])
+        again.load_state_dict(saved[1])
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    with raises(MismatchError, "Start all ranks alike"):
+        train(model, again, batches(1))
+
+
 @case(1)
 def one_rank_trains_as_if_alone():
     model, plain = model_of(), model_of()
