@@ -124,7 +124,10 @@ class _Member:
 
 def _refuse(members: List[_Member], trained: Sequence[Any]) -> None:
     if not members:
-        raise TypeError("uneven() needs the optimizer that hvd.DistributedOptimizer(compression=…) returned, with a compression of this package")
+        raise TypeError(
+            "uneven() needs the optimizer that hvd.DistributedOptimizer(compression=…) returned, with a compression of this package. (With an "
+            "UpdateOptimizer a rank without data calls optimizer.take_part() where the others exchange)"
+        )
     for each in trained:
         if isinstance(each, (BoundCompression, UnboundCompression)):
             raise TypeError("uneven() takes no compressions: what ranks have not sent yet is each rank's own. Give it Horovod's optimizer")

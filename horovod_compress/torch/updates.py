@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .. import checkpoint
-from ..binding import Binding, is_elastic
+from ..binding import Binding, is_elastic, warn_once
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..compressors.selective import decide_follow_lr
@@ -100,6 +100,20 @@ class UpdateCompression(Binding):
         exchange.end_step()
         return exchange.succeeded
 
+    def average(self, tensors: Dict[str, torch.Tensor]) -> None:
+        """Makes tensors their mean over ranks, which all have the same ones. MismatchError where they have not."""
+        if not self._active:
+            return
+        names = f"{self._label}.state"
+        advice = "Where a rank has taken no step yet, or had no gradient of a parameter, call average_state() later"
+        agree(self._transport, names, {name: list(tensor.shape) for name, tensor in tensors.items()}, "called average_state()", advice)
+        hosts = {name: tensor.to("cpu", torch.promote_types(tensor.dtype, torch.float32)).contiguous() for name, tensor in tensors.items()}
+        handles = [hvd.allreduce_async_(host, name=f"{names}.{name}", op=hvd.Average, process_set=self._process_set) for name, host in hosts.items()]
+        for handle, (name, host) in zip(handles, hosts.items()):
+            hvd.synchronize(handle)
+            if host is not tensors[name]:
+                tensors[name].copy_(host)
+
     def switch(self, spec: Any) -> None:
         """From the next exchange on, on all ranks, updates are compressed as this spec says; what was not sent yet stays, or goes with the next."""
         compressor = _checked(spec)
@@ -143,7 +157,8 @@ def _checked(spec: Any) -> Compressor:
     if getattr(compressor, "moments", "minibatch") != "minibatch":
         raise ValueError(f"{compressor.id}: moments={compressor.moments} are of gradients; updates have moments=minibatch only")
     if compressor.corrects_momentum:
-        _log.info("%s selects by size with error feedback here, as topk does: momentum is inside the updates", compressor.id)
+        if hvd.rank() == 0:
+            _log.warning("%s selects by size with error feedback here, as topk does: momentum is inside the updates", compressor.id)
         compressor = compressor.bound(0.0, False)
     return decide_follow_lr(compressor, False, False)
 
@@ -201,7 +216,8 @@ class UpdateOptimizer(torch.optim.Optimizer):
 
     A copy of the parameters is kept, which an optimizer needs that looks at them. A rank whose GradScaler has found infinite gradients skips its
     own step and takes part with an update of zero; each rank's loss scale is its own. Where an update is not finite on some rank, no rank's
-    parameters move, and what the others had to send waits for the next exchange; an exchange that fails leaves the shared parameters.
+    parameters move, and what was to be sent waits for the next exchange, where a residual is kept of it; an exchange that fails leaves the shared
+    parameters.
 
     Raises ValueError for bad options. The first step raises MismatchError, on all ranks, where ranks were started differently or begin with
     different parameters.
@@ -221,33 +237,38 @@ class UpdateOptimizer(torch.optim.Optimizer):
             raise ValueError(f"every must be a number of steps, 1 or more, not {every!r}")
         if outer is not None and not isinstance(outer, Nesterov):
             raise TypeError(f"outer must be hvdc.Nesterov(lr, momentum) or None, not {outer!r}")
-        pairs = [(name, param) for name, param in named(optimizer, named_parameters) if param.requires_grad]
-        self.compression = UpdateCompression(compression, {name: tuple(param.shape) for name, param in pairs}, process_set)
+        names = _trained(optimizer, named_parameters)
+        self.compression = UpdateCompression(compression, {name: tuple(param.shape) for name, param in names.items()}, process_set)
         self._optimizer, self._every, self._outer = optimizer, every, outer
-        self._parameters = [_Parameter(name, param, outer) for name, param in pairs]
-        self._known = {id(param) for _, param in pairs}
+        self._parameters = [_Parameter(name, param, outer) for name, param in names.items()]
+        self._known = {id(param) for param in names.values()}
         self.local_steps = 0  # since the last exchange
-        self._made = False
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._share()
-        self._made = True
+        self._shows_shared = False  # whether this is within `shared_parameters`
+        self.__setstate__({})  # In place of torch's __init__, which would make parameter groups of its own: hooks, and step() that calls them.
 
-    def _share(self) -> None:
-        self.param_groups, self.state, self.defaults = self._optimizer.param_groups, self._optimizer.state, self._optimizer.defaults
+    # The optimizer's own, also after that has loaded others.
+    param_groups = property(lambda self: self._optimizer.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self._optimizer.state)  # type: ignore[assignment]
+    defaults = property(lambda self: self._optimizer.defaults)  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"UpdateOptimizer({self._optimizer!r}, {self.compression.config['id']}, every {self._every})"
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
-        if self._made:
-            raise ValueError("parameters cannot be added to an UpdateOptimizer: add them to the optimizer before")
-        super().add_param_group(param_group)
+        """Raises ValueError."""
+        raise ValueError("parameters cannot be added to an UpdateOptimizer: add them to the optimizer before")
 
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
         """A step of the optimizer on this rank, and after every so many of them the exchange, which waits for all ranks."""
         self._begin()
-        loss = self._local_step(closure)
+        try:
+            loss = self._local_step(closure)
+        except BaseException:
+            if not self.local_steps:  # Else the next step would take what this one has left for what all ranks share.
+                for parameter in self._parameters:
+                    parameter.give_up()
+            raise
         self.local_steps += 1
         if self.local_steps >= self._every:
             self._exchange()
@@ -261,14 +282,14 @@ class UpdateOptimizer(torch.optim.Optimizer):
         self._exchange()
 
     def _begin(self) -> None:
-        if self.local_steps:
-            return
+        if self._shows_shared:
+            raise RuntimeError("within `with optimizer.shared_parameters():` the model has not this rank's parameters: take the step after it")
         unknown = [i for i, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad and id(p) not in self._known]
         if unknown:
             raise ValueError(
                 f"parameter group {unknown[0]} has parameters that came, or were frozen, when this UpdateOptimizer was made: make a new one for them"
             )
-        for parameter in self._parameters:
+        for parameter in self._parameters if not self.local_steps else ():
             parameter.begin()
         if not self.compression._agreed:
             sums = {each.name: _checksum(each.shared) for each in self._parameters}
@@ -286,42 +307,57 @@ class UpdateOptimizer(torch.optim.Optimizer):
         return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
 
     def _exchange(self) -> None:
+        if self._outer is None and not self.compression._active:
+            self.local_steps = 0
+            return  # A rank alone has its parameters already.
         finite = False
         try:
             finite = self.compression.exchange({parameter.name: parameter.update() for parameter in self._parameters})
         finally:
-            if not finite:
-                self.compression.abandon()
+            self.local_steps = 0
             for parameter in self._parameters:
                 parameter.apply(self._outer) if finite else parameter.give_up()
-            self.local_steps = 0
+            if not finite:
+                self.compression.abandon()
+        if not finite:
+            self._warn_of_moments()
+
+    def _warn_of_moments(self) -> None:
+        """Warns, after an exchange of updates that were not finite, where this rank's will never be again."""
+        for each in self._parameters:
+            for key, value in self.state.get(each.param, {}).items():
+                if torch.is_tensor(value) and not torch.isfinite(value).all():
+                    warn_once(
+                        f"rank {self.compression._exchange.rank}'s optimizer holds numbers that are not finite, {key} of {each.name}: so will be its "
+                        "updates, and no rank's parameters move. Load the last saved states on all ranks, and take no step where loss or gradients "
+                        "are not finite"
+                    )
+                    return
 
     @contextlib.contextmanager
     def shared_parameters(self) -> Iterator[None]:
-        """Within it the model has the parameters that all ranks share, those after the last exchange, for evaluation and for saving; after it, this
-        rank's own again."""
-        swapped = self._parameters if self.local_steps else []
+        """Within it the model has the parameters that all ranks share, those after the last exchange, for evaluation and for saving, and
+        `state_dict` goes with these; after it, this rank's own again."""
+        swapped = self._parameters if self.local_steps and not self._shows_shared else []
+        shown_before, self._shows_shared = self._shows_shared, True
         for each in swapped:
             each.param.data, each.shared = each.shared, each.param.data
         try:
             yield
         finally:
+            self._shows_shared = shown_before
             for each in swapped:
                 each.param.data, each.shared = each.shared, each.param.data
 
     @torch.no_grad()
     def average_state(self) -> None:
-        """Makes the optimizer's own tensors, such as Adam's moments, their mean over ranks. All ranks call it; it sends them densely."""
-        names = {id(each.param): each.name for each in self._parameters}
-        tensors = [
-            (f"{self.compression._label}.{names[id(param)]}.{key}", value)
-            for group in self.param_groups for param in group["params"] if id(param) in names
-            for key, value in sorted(self.state.get(param, {}).items()) if torch.is_tensor(value) and value.is_floating_point() and value.dim()
-        ]
-        if self.compression._active:
-            handles = [hvd.allreduce_async_(value, name=name, op=hvd.Average, process_set=self.compression._process_set) for name, value in tensors]
-            for handle in handles:
-                hvd.synchronize(handle)
+        """Makes the optimizer's own tensors, such as Adam's moments, their mean over ranks. All ranks call it; it sends them densely. MismatchError
+        where some rank has no moments of a parameter yet."""
+        self.compression.average({
+            f"{each.name}.{key}": value
+            for each in self._parameters for key, value in sorted(self.state.get(each.param, {}).items())
+            if torch.is_tensor(value) and value.is_floating_point() and value.dim()
+        })
 
     def switch(self, spec: Any) -> None:
         """Another compression from the next exchange on; see `UpdateCompression.switch`. So training may begin with "none"."""
@@ -329,23 +365,27 @@ class UpdateOptimizer(torch.optim.Optimizer):
 
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
         """The optimizer's state_dict and, under "updates", what is not sent yet, the outer momentum, and between exchanges the shared parameters: one
-        file a rank. portable: all ranks call this after an exchange; "updates" is then the same for all, and serves any number of ranks."""
-        if portable and self.local_steps:
-            raise RuntimeError(f"{self.local_steps} of {self._every} local steps are taken: ask for a portable state after an exchange")
-        kept: Dict[str, Any] = {"compression": self.compression.state_dict(portable), "local_steps": self.local_steps}
-        kept["shared"] = {each.name: each.shared.clone() for each in self._parameters} if self.local_steps else {}
+        file a rank. Within `shared_parameters` it forgets the local steps since the last exchange, as the model does. portable: all ranks call this
+        after an exchange; "updates" is then the same for all, and serves any number of ranks."""
+        local_steps = 0 if self._shows_shared else self.local_steps
+        if portable and local_steps:
+            raise RuntimeError(f"{local_steps} of {self._every} local steps are taken: ask for a portable state after an exchange")
+        kept: Dict[str, Any] = {"compression": self.compression.state_dict(portable), "local_steps": local_steps}
+        kept["shared"] = {each.name: each.shared.clone() for each in self._parameters} if local_steps else {}
         kept["momentum"] = {each.name: each.momentum.clone() for each in self._parameters if each.momentum is not None}
         return {**self._optimizer.state_dict(), "updates": kept}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Continues from what state_dict has returned, or from the optimizer's own. ValueError, with nothing changed, for what does not fit."""
+        if self._shows_shared:
+            raise RuntimeError("load states before or after `with optimizer.shared_parameters():`, not within it")
         kept: Any = state_dict.get("updates")
         if kept is not None:
             self._check(kept)
+            self._check_groups(state_dict["param_groups"])
             self.compression.load_state_dict(kept["compression"])
         self._optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "updates"})
-        self._share()
         self.local_steps = kept["local_steps"] if kept is not None else 0
         for each in self._parameters if kept is not None else ():
             if self.local_steps:
@@ -359,6 +399,22 @@ class UpdateOptimizer(torch.optim.Optimizer):
             found = {name: tuple(tensor.shape) for name, tensor in kept[part].items()}
             if found != ({each.name: tuple(each.param.shape) for each in self._parameters} if needed else {}):
                 raise ValueError(f"this state does not fit: its {part} values are {found or 'none'}. Has it other options, or another model?")
+
+
+    def _check_groups(self, groups: List[Dict[str, Any]]) -> None:
+        found, expected = ([len(group["params"]) for group in each] for each in (groups, self.param_groups))
+        if found != expected:
+            raise ValueError(f"this state does not fit: its parameter groups have {found} parameters, those of the optimizer {expected}")
+
+
+def _trained(optimizer: torch.optim.Optimizer, named_parameters: Optional[NamedParameters]) -> Dict[str, torch.Tensor]:
+    """{name: parameter} of those that this optimizer steps. One that has two names counts once."""
+    own = {id(param) for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
+    trained = {id(param): (name, param) for name, param in named(optimizer, named_parameters) if id(param) in own}
+    for name, param in trained.values():
+        if not param.is_floating_point():
+            raise ValueError(f"{name}: a parameter of {param.dtype} cannot be compressed; real floating point is needed")
+    return dict(trained.values())
 
 
 def _checksum(tensor: torch.Tensor) -> int:

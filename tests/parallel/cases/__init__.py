@@ -20,6 +20,7 @@ from . import (
     transports,
     unbound,
     uneven,
+    update_faults,
     updates,
 )
 from .training import start
@@ -28,5 +29,5 @@ __all__ = ["CASES", "start"]
 
 CASES = joined(
     dense_limit, optimizers, horovod_options, states, errors, samples, algorithms, transports, faults, uneven, unbound, switches, automatic,
-    recording, updates,
+    recording, updates, update_faults,
 )
