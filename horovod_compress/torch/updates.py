@@ -400,7 +400,6 @@ class UpdateOptimizer(torch.optim.Optimizer):
             if found != ({each.name: tuple(each.param.shape) for each in self._parameters} if needed else {}):
                 raise ValueError(f"this state does not fit: its {part} values are {found or 'none'}. Has it other options, or another model?")
 
-
     def _check_groups(self, groups: List[Dict[str, Any]]) -> None:
         found, expected = ([len(group["params"]) for group in each] for each in (groups, self.param_groups))
         if found != expected:
