@@ -90,7 +90,7 @@ def test_check_finds_out_what_pays_and_plan_goes_on_from_there(launcher, tmp_pat
     assert "waits least" in job.stdout or "no compression pays" in job.stdout
     found = json.loads(out.read_text())
     assert found["good"] and found["ranks"] == 2 and len(found["installed"]["ranks"]) == 2
-    assert all(len(found["algorithms"][transport]) == 19 for transport in transports)
+    assert all(len(found["algorithms"][transport]) == 20 for transport in transports)
     assert {prediction["spec"] for prediction in found["predictions"]} == {"none", "fp16", "topk"}
     network = found["network"]
     assert 0 < network["latency"] < LIMIT and all(0 < seconds < 1e-3 for seconds in network["seconds_per_byte"].values())
