@@ -50,6 +50,15 @@ def test_large_outputs_begin_and_end_anywhere(name, data, more, offset):
     assert (np.delete(memory, np.s_[offset : offset + a.size]) == 7).all()
 
 
+def test_no_coefficient_is_sent_where_none_is_wanted():
+    """Infinite ones neither: the products of 16 elements below 2^110 with rows of 2^20 are."""
+    large, rows = np.full(16, 2.0**109, np.float32), np.full((4, 4), 2.0**20, np.float32)
+    for k in host, reference:
+        with np.errstate(over="ignore"):
+            encoded = k.encode_dct(np.zeros(16, np.float32), large.copy(), rows.ravel(), rows.ravel(), width=4, k=0, decay=1.0, kind="fp32")
+        assert (encoded.elements, encoded.finite) == (0, True)
+
+
 @pytest.mark.parametrize("share", [0.5, 0.03, 0.99])
 def test_elements_that_share_a_draw_round_independently(share):
     """Of a word's ten codes, and of eight elements of a block of natural's, any two are uncorrelated, and each mean is right."""

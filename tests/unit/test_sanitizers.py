@@ -47,7 +47,7 @@ def modules_in(folder):
 
 def run(environment, *command):
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[:3000] + done.stderr[-3000:]
     return done.stdout
 
 
@@ -66,4 +66,5 @@ def test_a_hundred_thousand_hostile_payloads(environment):
 
 @pytest.mark.parametrize("tests", ["test_selection*.py", "test_kernels*.py"], ids=["test_selection.py", "test_kernels.py"])
 def test_kernels(environment, tests):
-    run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", *sorted(HERE.glob(tests)))
+    # -s, or what a sanitizer says before it ends the process is lost with what pytest has captured.
+    run(environment, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *sorted(HERE.glob(tests)))

@@ -125,7 +125,7 @@ HC_INLINE void each_decoded_row(const Grid& grid, const float* rows, const std::
 HC_INLINE bool choose(const Grid& grid, const float* rows, float* g, float* r, float decay, float scale, std::size_t k, Scratch& s) {
     const std::size_t h = grid.h, w = grid.w, stride = padded(w), wanted = std::min(k, grid.size());
     selection::TopK top(s.candidates, s.magnitudes);
-    std::uint32_t worst = 0, floor = k == 0 ? kInfinity : 1;
+    std::uint32_t worst = 0, floor = 1;
     s.indices.clear();
     s.values.clear();
     for (std::size_t chunk = 0; chunk < grid.chunks(); ++chunk) {

@@ -68,7 +68,7 @@ class TopK {
     void start(std::size_t k, std::uint32_t floor, std::size_t stream, std::size_t batch) {
         k_ = k;
         count_ = 0;
-        floor_ = std::max(floor, 1u);
+        floor_ = k == 0 ? kNothing : std::max(floor, 1u);
         capacity_ = std::min(tuning::kTrimAt * k + kChunk, stream) + std::min(batch, stream);
         if (buffer_.size() < capacity_) buffer_.resize(capacity_);
     }
@@ -125,6 +125,8 @@ class TopK {
     }
 
   private:
+    static constexpr std::uint32_t kNothing = 0x80000000;  // a floor above every magnitude, those of infinities and NaN too
+
     std::vector<Candidate>& buffer_;
     std::vector<std::uint32_t>& scratch_;
     std::size_t k_ = 0, count_ = 0, capacity_ = 0;
@@ -208,7 +210,7 @@ HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_
 // Returns whether every new v was finite.
 template <Momentum M>
 HC_INLINE bool add_to_residual_pass(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std::size_t offset, TopK& top) {
-    const std::uint32_t floor = k == 0 ? kInfinity : sampled_floor<M>(t, n, k, samples, offset, top);
+    const std::uint32_t floor = k == 0 ? 1 : sampled_floor<M>(t, n, k, samples, offset, top);
     std::uint32_t worst = 0;
     top.start(k, floor, n, kBlock);
     pass(t.v, n, top, [&](std::size_t i, std::size_t count) {
@@ -245,7 +247,7 @@ HC_INLINE std::uint32_t largest_of_chunk(const float* values, std::size_t count,
 // The k largest of each chunk of `length` elements, into `chosen`, ascending. Returns whether every new v was finite.
 template <Momentum M>
 HC_INLINE bool add_by_chunks_pass(const Update& t, std::size_t n, std::size_t k, std::size_t length, TopK& top, std::vector<std::uint32_t>& chosen) {
-    std::uint32_t worst = 0, floor = k == 0 ? kInfinity : 1;
+    std::uint32_t worst = 0, floor = 1;
     chosen.clear();
     for (std::size_t begin = 0; begin < n; begin += length) {
         const std::size_t count = std::min(length, n - begin), wanted = std::min(k, count);
