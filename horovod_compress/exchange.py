@@ -15,7 +15,8 @@ import numpy as np
 from . import checkpoint, kernels
 from .compressors.base import Compressor
 from .driver import Driver, Transaction
-from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Final, HostReduce, StepNorm, TensorStep
+from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Final, HostReduce, SelectAgain, StepNorm, TensorStep
+from .split import split_step
 from .step import Tensor, check_step_numbers, conclude, step_numbers
 from .transport.base import Transport
 
@@ -53,6 +54,7 @@ class Exchange(Driver):
         self._steps: Dict[str, TensorStep] = {}  # of the transaction
         self._open: Dict[str, _Pending] = {}  # of those, submitted and not finished
         self._in_rounds: List[_Pending] = []  # of those, with exchanges to come before they have a payload
+        self._to_split: Dict[str, _Pending] = {}  # of those, with entries that are exchanged when all are there
         self._numbers: Any = None  # with sums: waits for the ranks' numbers of this step; False once they were compared
 
     def submit(self, name: str, grad: np.ndarray, squares: Optional[np.ndarray] = None, lr: Optional[float] = None) -> np.ndarray:
@@ -101,14 +103,15 @@ class Exchange(Driver):
             waiting[0].tensor.counters["exchange_seconds"] += time.perf_counter() - started
             for pending, answer in zip(waiting, answers):
                 self._advance(pending, answer)
+        if self._to_split:
+            yield from self._split(factor)
 
     def finish(self, name: str, reduced: np.ndarray) -> None:
         """Leaves the step's result in the memory of the gradient that was submitted. reduced: the carrier as the host
         brought it back. A result that is not finite on some rank is not finite on all of them."""
-        if self._in_rounds:
-            clipped = self.compressor.clip_norm is not None
-            self.flush(float(reduced[0]) if clipped else 1.0)  # with clipping the carrier is a single 1
         pending = self._open.get(name) or self._refuse_given_up(name)
+        if self._in_rounds or name in self._to_split:
+            self.flush(1.0 if self.is_payload(name, pending.carrier) else float(reduced[0]))
         counters, started = pending.tensor.counters, time.perf_counter()
         arrived = None
         if pending.wait is not None:
@@ -144,24 +147,52 @@ class Exchange(Driver):
             request = send(None)
         pending.request, pending.wait = request, None
         if isinstance(request, Final):
-            if request.request is not None:
-                pending.wait = self._start(pending, request.request, "")
+            if isinstance(request.request, SelectAgain):
+                self._to_split[pending.tensor.name] = pending
+                pending.wait = functools.partial(self._refuse_given_up, pending.tensor.name)
+            elif request.request is not None:
+                pending.wait = self._start_own(pending, request.request, "")
         else:
             self._in_rounds.append(pending)
             if isinstance(request, StepNorm):
                 pending.carrier = request.carrier.array
             elif getattr(request, "op", "") != "max":
-                pending.wait = self._start(pending, request, ".round")
+                pending.wait = self._start_own(pending, request, ".round")
         pending.tensor.counters["encode_seconds"] += time.perf_counter() - started
 
-    def _start(self, pending: _Pending, request: Union[Allreduce, Allgather, Alltoall], suffix: str) -> Callable[[], Any]:
-        name = f"{self._label}.{pending.tensor.name}{suffix}"
+    def _start_own(self, pending: _Pending, request: Union[Allreduce, Allgather, Alltoall], suffix: str) -> Callable[[], Any]:
+        if isinstance(request, Allreduce):
+            self._start_step_numbers(pending)
+        return self._start(f"{self._label}.{pending.tensor.name}{suffix}", request)
+
+    def _start(self, name: str, request: Union[Allreduce, Allgather, Alltoall]) -> Callable[[], Any]:
         if isinstance(request, Allgather):
             return self.transport.allgather(name, request.array)
         if isinstance(request, Alltoall):
             return self.transport.alltoall(name, request.array, request.splits)
-        self._start_step_numbers(pending)
         return self.transport.allreduce(name, request.array, request.op)
+
+    def _split(self, factor: float) -> Iterator[None]:
+        """Exchanges the entries of all tensors that wait for that. Yields as `rounds` does."""
+        waiting = [self._to_split[name] for name in sorted(self._to_split)]
+        self._to_split.clear()
+        counters, size = waiting[0].tensor.counters, self.transport.size
+        requests = [pending.request.request for pending in waiting]
+        hops = split_step(requests, self.transport.rank, size, self._now.index, factor / size)
+        answer: Any = None
+        try:
+            while True:
+                started = time.perf_counter()
+                request = hops.send(answer)
+                wait = self._start(f"{self._label}:split.{request.verb}", request)
+                counters["encode_seconds"] += time.perf_counter() - started
+                yield
+                started = time.perf_counter()
+                answer = wait()
+                counters["exchange_seconds"] += time.perf_counter() - started
+        except StopIteration as stop:
+            for pending, selected in zip(waiting, stop.value):
+                pending.wait = lambda selected=selected: selected
 
     def _start_maxima(self, maxima: List[_Pending]) -> None:
         """Starts all tensors' maxima of a round, as one message, of which each waits for its part."""
@@ -197,6 +228,7 @@ class Exchange(Driver):
         self._steps.clear()
         self._open.clear()
         self._in_rounds.clear()
+        self._to_split.clear()
         self._begin_at(self._now.index + 1)
         if self.observer is not None:
             self.observer.step_ended()

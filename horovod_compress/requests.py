@@ -78,6 +78,29 @@ class Alltoall(Exchanged):
     verb = "alltoall"
 
 
+class Split(NamedTuple):
+    """How a tensor's entries are split among ranks and selected again. k: entries that a rank sends at most; accept: how many times as many owners
+    accept of all ranks; values: how theirs travel, a kind of `encode_sparse`."""
+
+    k: int
+    accept: float
+    values: str
+
+
+@dataclasses.dataclass
+class SelectAgain:
+    """Has a tensor's entries added by the owners of their places, and the largest sums sent to all ranks: all tensors of a step in one exchange, as
+    `split.py` says. payload: this rank's, sparse; grad: the gradient's memory, which is zero; residual: where this rank keeps what was not sent;
+    number, digest: as for a frame. Answered with `split.Selected`."""
+
+    payload: Encoded
+    split: Split
+    grad: np.ndarray
+    residual: np.ndarray
+    number: int
+    digest: int
+
+
 @dataclasses.dataclass
 class StepNorm:
     """The squared norm of the whole step's gradients on this rank, times the square of what the host makes of a 1 on each rank. A driver
@@ -92,7 +115,7 @@ class Final:
     """The last exchange of a step: starts `request`, if there is one, and is answered with (what the host brought back, the result of
     the request or None)."""
 
-    request: Optional[Union[Allreduce, Allgather]]
+    request: Optional[Union[Allreduce, Allgather, SelectAgain]]
 
 
 @dataclasses.dataclass

@@ -15,7 +15,22 @@ from . import wire
 from .compressors.base import LOCAL, OWED, Compressor, Encoding, Kept, State, Step
 from .handshake import MismatchError, error_of_joined
 from .kernels import Encoded
-from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Collective, Exchanged, Final, HostReduce, Outcome, Payload, StepNorm, TensorStep
+from .requests import (
+    FLOAT32,
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Collective,
+    Exchanged,
+    Final,
+    HostReduce,
+    Outcome,
+    Payload,
+    SelectAgain,
+    StepNorm,
+    TensorStep,
+)
+from .split import Selected
 
 SENT = ("bytes_sent", "dense_bytes", "elements_sent")
 SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")  # what tensors share is one of theirs
@@ -114,7 +129,18 @@ class Tensor:
         """Whether gathering this step's payloads would bring a rank more than a ring allreduce of the tensor does: by what the
         compressor knows beforehand, or by what its last gathered payloads were. Alike on all ranks."""
         bits = self.bits = self.compressor.payload_bits(step)
-        return step.index < self.dense_until if bits is None else times_dense(bits, step.size) > 1
+        return step.index < self.dense_until if bits is None else times_dense(bits, self.payloads(step)) > 1
+
+    def payloads(self, step: Step) -> float:
+        """How many ranks' payloads of a step come to this rank, so to speak; its own part of them included."""
+        split = self.compressor.split(self.numel, step)
+        return step.size if split is None else 1 + split.accept
+
+    def measured(self, bits: float, step: Step) -> None:
+        """Decides from the size of a step's payloads, in bits an element and alike on all ranks, whether the next ones go dense."""
+        times = times_dense(bits, self.payloads(step))
+        if self.bits is None and times > 1:
+            self.dense_until = step.index + 1 + math.ceil(_TRIES * times)
 
 
 def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = False) -> TensorStep:
@@ -140,7 +166,7 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
             yield carrier
         tensor.count(carrier)
         payload = encoded if isinstance(encoded, _PAYLOADS) else (yield from _rounds(tensor, encoded, step.size))
-        final = _NOTHING_MORE if payload is carrier else Final(_last_request(tensor, payload, step))
+        final = _NOTHING_MORE if payload is carrier else Final(_last_request(tensor, payload, grad, step))
         if not tensor.checked:
             _check(tensor, payload, grad)
         tensor.counters["elements_sent"] += payload.elements if isinstance(payload, Encoded) else tensor.numel
@@ -217,10 +243,15 @@ def _check(tensor: Tensor, payload: Payload, grad: np.ndarray) -> None:
         raise ValueError(f"{tensor.compressor.id}: encode must leave the gradient zero, because payloads are added to it")
 
 
-def _last_request(tensor: Tensor, payload: Payload, step: Step) -> Union[Allreduce, Allgather]:
-    """What moves a payload that is not the carrier, counted."""
+def _last_request(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step) -> Union[Allreduce, Allgather, SelectAgain]:
+    """What moves a payload that is not the carrier, counted where its bytes are known."""
     request: Union[Allreduce, Allgather]
     if isinstance(payload, Encoded):
+        compressor = tensor.compressor
+        split, residual = compressor.split(tensor.numel, step), compressor.residual(tensor.state)
+        if split is not None:
+            assert residual is not None  # which keeps what is not accepted
+            return SelectAgain(payload, split, grad, residual, compressor.number, tensor.digest)
         request = Allgather(wire.seal(payload, tensor.compressor.number, tensor.digest, step.index))
     else:
         request = payload if isinstance(payload, Allreduce) else Allreduce(payload.array)
@@ -231,7 +262,9 @@ def _last_request(tensor: Tensor, payload: Payload, step: Step) -> Union[Allredu
 def _decode(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step, reduced: np.ndarray, arrived: Any) -> Outcome:
     """The result, from what the host made of the carrier, and what became of the payload where that is not the carrier itself."""
     compressor, scale = tensor.compressor, 1.0 if arrived is None else float(reduced[0]) / step.size
-    if isinstance(payload, Encoded):
+    if isinstance(arrived, Selected):
+        finite = _add_selected(tensor, arrived, grad, step, scale)
+    elif isinstance(payload, Encoded):
         finite = _add_payloads(tensor, arrived, grad, step, scale)
     elif isinstance(payload, Allreduce):
         finite = compressor.decode(arrived, grad, tensor.state, step, scale)
@@ -247,10 +280,8 @@ def _add_payloads(tensor: Tensor, arrived: np.ndarray, grad: np.ndarray, step: S
     compressor = tensor.compressor
     tensor.counters["bytes_received"] += len(arrived)
     bodies, finite = wire.unseal(arrived, step.size, compressor.number, tensor.digest, step.index)
-    if tensor.bits is None and bodies and grad.size:
-        times = times_dense(8 * sum(map(len, bodies)) / len(bodies) / grad.size, step.size)
-        if times > 1:
-            tensor.dense_until = step.index + 1 + math.ceil(_TRIES * times)
+    if bodies and grad.size:
+        tensor.measured(8 * sum(map(len, bodies)) / len(bodies) / grad.size, step)
     if not finite:
         grad.fill(np.nan)
     for rank, body in enumerate(bodies if finite else ()):
@@ -261,6 +292,26 @@ def _add_payloads(tensor: Tensor, arrived: np.ndarray, grad: np.ndarray, step: S
     return finite
 
 
+def _add_selected(tensor: Tensor, selected: Selected, grad: np.ndarray, step: Step, scale: float) -> bool:
+    """Decodes the sums that owners have accepted into the gradient's memory. What this rank has not accepted waits for `commit`."""
+    tensor.counters["bytes_sent"] += selected.sent
+    tensor.counters["bytes_received"] += selected.received
+    if selected.bodies is None:
+        grad.fill(np.nan)
+        return False
+    if grad.size:
+        bits = 8 * sum(len(body) for _, _, body in selected.bodies) / grad.size
+        tensor.measured(bits / (tensor.payloads(step) - 1), step)
+    finite, factor = True, scale / selected.scale
+    for first, last, body in selected.bodies:
+        try:
+            finite &= tensor.compressor.add(body, grad[first:last], factor)
+        except ValueError as error:
+            raise wire.WireError(f"sums of {tensor.name} from element {first} on: {error}") from None
+    tensor.state.sent = selected.left
+    return finite
+
+
 def _clipping(step: Step, squared_norm: float) -> float:
     """What this rank's gradient is multiplied by, for independent gradients of N ranks to give a result of at most clip_norm: the result
     is 1/N of the sum over ranks, whose norm is √N times one rank's."""
@@ -268,10 +319,10 @@ def _clipping(step: Step, squared_norm: float) -> float:
     return limit / norm if limit < norm < float("inf") else 1.0
 
 
-def times_dense(bits: float, size: int) -> float:
-    """How many times what a ring allreduce of float32 brings a rank, 2·(N−1)/N·32 bits an element, it gets from an allgather of
-    payloads of `bits` an element, (N−1)·bits."""
-    return size * bits / 64
+def times_dense(bits: float, payloads: float) -> float:
+    """How many times what a ring allreduce of float32 brings a rank, 2·(N−1)/N·32 bits an element, it gets from an exchange of payloads of `bits`
+    an element: N payloads where they are gathered, (N−1)·bits; where they are split, (N−1)/N·payloads·bits."""
+    return payloads * bits / 64
 
 
 def step_numbers(index: int) -> np.ndarray:

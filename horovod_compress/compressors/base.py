@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Dict, Generator, List, NamedTuple, Optional, T
 import numpy as np
 
 from .. import kernels
-from ..requests import FLOAT32, Collective, Exchanged, HostReduce, Payload
+from ..requests import FLOAT32, Collective, Exchanged, HostReduce, Payload, Split
 
 GATHER = Collective("allgather", "uint8")
 HOST = Collective("host", "float32")
@@ -182,6 +182,10 @@ class Compressor(ABC):
     def payload_bits(self, step: Step) -> Optional[float]:
         """Bits of this step's Encoded payload for each element of the tensor; None where they depend on the gradients. The exchange
         compares them with those of a dense exchange."""
+        return None
+
+    def split(self, numel: int, step: Step) -> Optional[Split]:
+        """How this step's entries of a tensor are split among ranks and selected again; None: every rank gets every payload."""
         return None
 
     def encode_dense(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:

@@ -2,13 +2,14 @@
 import dataclasses
 import functools
 import math
-from typing import Optional
+from typing import Optional, Tuple, Union
 
 import numpy as np
 
 from .. import kernels
-from .base import LOCAL, State, Step, Undo
-from .options import Choice, Count, Number, option
+from ..requests import Collective, Split
+from .base import GATHER, LOCAL, State, Step, Undo
+from .options import Auto, Choice, Count, Number, option
 from .selective import SelectiveCompressor
 
 VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "power": 4, "2bit": 2, "sign": 1}
@@ -43,6 +44,16 @@ class TopK(SelectiveCompressor):
         Count(1, 2**32 - 1, optional=True), None, "the largest are chosen of each chunk of so many elements, exactly; none: of a tensor"
     )
     k: Optional[int] = option(Count(1, 2**32 - 1, optional=True), None, "entries of each chunk, or tensor, instead of a ratio")
+    exchange: str = option(
+        Choice("gather", "split"), "gather",
+        "gather: every rank gets all ranks' entries; split: their sums are made by a rank for each part of the model, which sends the largest to all",
+    )
+    accept: Union[float, str] = option(
+        Auto(Number(1)), "auto", "with exchange=split, how many times the entries that a rank sends all ranks get; auto: 4, at most half the ranks"
+    )
+
+    def collectives(self, size: int) -> Tuple[Collective, ...]:
+        return (GATHER,) if self.exchange == "gather" else (Collective("alltoall", "uint8"), GATHER)
 
     def density(self, step: int) -> float:
         """The share of elements sent at this step."""
@@ -54,6 +65,18 @@ class TopK(SelectiveCompressor):
         density = min(self.k / self.chunk, 1.0) if self.k and self.chunk else self.density(step.index)
         return density * _entry_bits(density, self.values)
 
+    def entries(self, numel: int, step: int) -> Tuple[int, int]:
+        """(chunk, k): how many elements k entries are the largest of, in a tensor of numel elements at this step."""
+        chunk = min(self.chunk or numel, numel)
+        return chunk, min(self.k or max(1, math.ceil(self.density(step) * chunk - 1e-6)), chunk)
+
+    def split(self, numel: int, step: Step) -> Optional[Split]:
+        if self.exchange == "gather":
+            return None
+        chunk, k = self.entries(numel, step.index)
+        accept = max(min(4.0, step.size / 2), 1.0) if self.accept == "auto" else float(self.accept)
+        return Split(k * -(-numel // chunk) if chunk else 0, min(accept, step.size), self.values)
+
     def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
         return self.select(grad, state, step)
 
@@ -62,8 +85,7 @@ class TopK(SelectiveCompressor):
     ) -> kernels.Encoded:
         """Adds the gradient to momentum u, where there is one, and to the residual, and moves the selection into a payload."""
         v = state.arrays[self.accumulator]
-        chunk = min(self.chunk or v.size, v.size)
-        k = min(self.k or max(1, math.ceil(self.density(step.index) * chunk - 1e-6)), chunk)
+        chunk, k = self.entries(v.size, step.index)
         encoded = kernels.of(grad).encode_topk(
             grad, state.arrays.get("u"), v, momentum=momentum, nesterov=nesterov, scale=step.scale, kind=self.values, mask=masking,
             k=k, samples=int(self.sample_ratio * v.size) + 256, offset=self.key(state.name, step.index) & 0xFFFFFFFF,
@@ -74,3 +96,8 @@ class TopK(SelectiveCompressor):
         if len(rows) > 1:
             state.undo.append(Undo("u", indices, rows[1], True))
         return encoded
+
+    def commit(self, state: State) -> None:
+        if state.sent:
+            indices, values = state.sent  # what this rank as an owner has not accepted, of all ranks' entries
+            state.arrays[self.accumulator][indices] += values

@@ -23,6 +23,9 @@ class Counting(Loopback):
     def allreduce(self, name, array, op="sum"):
         return self._counted((op, name), array, super().allreduce(name, array, op))
 
+    def alltoall(self, name, payload, splits):
+        return self._counted(("alltoall", name), payload, super().alltoall(name, payload, splits))
+
     def _counted(self, call, array, wait):
         self.sent += array.nbytes
         self.calls.append(call)
@@ -71,4 +74,4 @@ def test_submitting_never_waits_and_names_every_operation(id, options):
     for name, carrier in carriers.items():
         exchange.finish(name, carrier)
     calls = exchange.transport.calls
-    assert len(set(calls)) == len(calls) and all(any(n in name for n in [*SHAPES, ":agree", ":step"]) for _, name in calls)
+    assert len(set(calls)) == len(calls) and all(any(n in name for n in [*SHAPES, ":agree", ":step", ":split"]) for _, name in calls)
