@@ -15,6 +15,7 @@ from . import (
     optimizers,
     recording,
     samples,
+    split,
     states,
     switches,
     transports,
@@ -28,6 +29,6 @@ from .training import start
 __all__ = ["CASES", "start"]
 
 CASES = joined(
-    dense_limit, optimizers, horovod_options, states, errors, samples, algorithms, transports, faults, uneven, unbound, switches, automatic,
+    dense_limit, optimizers, horovod_options, states, errors, samples, split, algorithms, transports, faults, uneven, unbound, switches, automatic,
     recording, updates, update_faults,
 )

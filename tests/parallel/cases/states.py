@@ -16,7 +16,7 @@ CASES, case = registry()
 
 @case(2)
 def resume_is_bit_for_bit():
-    for spec in ("dgc:ratio=0.01,values=fp16", "dgc:ratio=0.01,warmup_steps=12", "dgc:ratio=0.01,momentum=0"):
+    for spec in ("dgc:ratio=0.01,values=fp16", "dgc:ratio=0.01,warmup_steps=12", "dgc:ratio=0.01,momentum=0", "dgc:ratio=0.01,exchange=split"):
         def start(seed):
             model = model_of(seed=seed)
             optimizer = sgd(model, nesterov=True, weight_decay=0.01)
@@ -49,7 +49,8 @@ def resume_is_bit_for_bit():
 
 @case(2)
 def not_finite_gradients_lose_nothing():
-    for spec in ("dgc:ratio=0.01", "dgc:ratio=0.01,momentum=0,values=fp16", "dgc:ratio=1,masking=false"):
+    for spec in ("dgc:ratio=0.01", "dgc:ratio=0.01,momentum=0,values=fp16", "dgc:ratio=1,masking=false",
+                 "dgc:ratio=0.01,momentum=0,exchange=split"):
         for poison in (float("nan"), float("inf")):
             for layer in ("shared", "norm"):  # a compressed tensor, and one that goes dense
                 model = model_of()

@@ -36,7 +36,7 @@ def nothing_is_lost_over_switches():
     wrapped = wrap(model, optimizer, compression)
     generator, come = torch.Generator().manual_seed(hvd.rank()), torch.zeros(40 * 60 + 60, dtype=torch.float64)
     specs = ("topk:ratio=0.02", "adacomp", "maxnorm:bits=4", "none", "dgc:ratio=0.05", "powersgd:min_rate=1", "efsignsgd:follow_lr=true", "fp16",
-             "topk:ratio=0.5")
+             "topk:ratio=0.5", "topk:ratio=0.05,exchange=split", "dgc:ratio=0.05,exchange=split", "topk:ratio=0.02")
     for spec in specs:
         compression.switch(spec)
         for _ in range(3 if spec != "maxnorm:bits=4" else 1):  # which drops what it rounds away, from its second step on

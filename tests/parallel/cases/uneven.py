@@ -75,7 +75,7 @@ def assert_answered_with_zeros(spec):
 @case(2, 3)
 def ranks_without_data_answer_with_zeros():
     """With both transports; hvd.join() after it."""
-    for spec in ("dgc:ratio=0.02,clip_norm=0.5", "maxnorm:min_numel=0"):
+    for spec in ("dgc:ratio=0.02,clip_norm=0.5", "dgc:ratio=0.02,exchange=split", "maxnorm:min_numel=0"):
         for transport in ("horovod", "mpi") if hvd.mpi_enabled() else ("horovod",):
             assert_answered_with_zeros(f"{spec},transport={transport}")
     hvd.join()
