@@ -70,8 +70,8 @@ class Allgather(Exchanged):
 
 @dataclasses.dataclass
 class Alltoall(Exchanged):
-    """Sends each rank a part of `array`, uint8: the first splits[0] bytes to rank 0, the next splits[1] to rank 1 …. Answered with the
-    parts that came, a uint8 array for each rank."""
+    """Sends each rank a part of `array`, uint8: the first splits[0] bytes to rank 0, the next splits[1] to rank 1 …; what is beyond
+    goes to nobody. Answered with the parts that came, a uint8 array for each rank."""
 
     array: np.ndarray
     splits: Sequence[int]

@@ -26,8 +26,8 @@ class Transport(ABC):
 
     @abstractmethod
     def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
-        """Starts sending each rank a part of a uint8 array: the first splits[0] bytes to rank 0, the next splits[1] to rank 1 …. The
-        result is a list of the parts received, by rank."""
+        """Starts sending each rank a part of a uint8 array: the first splits[0] bytes to rank 0, the next splits[1] to rank 1 …; what
+        is beyond goes to nobody. The result is a list of the parts received, by rank."""
 
     def joined(self) -> List[int]:
         """The ranks that have called hvd.join(), where this transport can find out. A collective of those that have not."""

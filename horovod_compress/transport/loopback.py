@@ -35,7 +35,7 @@ class Loopback(Transport):
         return wait
 
     def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
-        sent = self._post(("alltoall", name), np.split(payload, np.cumsum(splits)[:-1]))
+        sent = self._post(("alltoall", name), np.split(payload, np.cumsum(splits))[:-1])
         return lambda: [parts[self.rank] for parts in self._all(name, sent)]
 
     def _post(self, key: Tuple[str, str], array: Any) -> Dict[int, Any]:

@@ -22,6 +22,7 @@ needs_native = pytest.mark.skipif(kernels.backend != "native", reason="needs nat
 
 ACROSS_LAUNCHERS = ("replicas_identical_after_100_steps", "dense_limit", "not_finite_gradients_lose_nothing", "resume_is_bit_for_bit",
                     "an_alltoall_in_a_step", "ranks_without_data_answer_with_zeros")
+SPLIT = ("split_gives_what_it_gives_in_one_process", "with_all_accepted_split_gives_what_the_allgather_gives", "split_trains_with_identical_replicas")
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +51,11 @@ def test_under_horovodrun_with_gloo(jobs, case):
     jobs("horovodrun-gloo", 2, (*ACROSS_LAUNCHERS, "mpi_needs_mpi")).assert_passed(case)
 
 
+@pytest.mark.parametrize("size, case", [(size, case) for size in (2, 3, 4) for case in SPLIT])
+def test_split_under_horovodrun_with_gloo(jobs, size, case):
+    jobs("horovodrun-gloo", size, SPLIT).assert_passed(case)
+
+
 @needs_mpi
 @pytest.mark.parametrize("case", ACROSS_LAUNCHERS)
 def test_under_horovodrun_with_mpi(jobs, case):
@@ -65,7 +71,7 @@ def test_beside_four_busy_processes(tmp_path, busy):
 
 
 @pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("horovodrun-mpi", marks=needs_mpi)])
-@pytest.mark.parametrize("case", ["join_is_refused", "join_is_refused_with_sums"])
+@pytest.mark.parametrize("case", ["join_is_refused", "join_is_refused_with_sums", "join_is_refused_with_split"])
 def test_join_is_a_clear_error(tmp_path, launcher, case):
     """In a job of its own, because the ranks are not in step afterwards."""
     launch(tmp_path, LAUNCHERS[launcher], 2, [case]).assert_passed(case)

@@ -140,6 +140,11 @@ def join_is_refused():
 
 
 @case()
+def join_is_refused_with_split():
+    assert_join_is_refused("dgc:exchange=split", "hvd.join() works with Horovod's own reductions only")
+
+
+@case()
 def join_is_refused_with_sums():
     """The same for payloads that an allreduce adds up: without the ranks that have joined their sums would be too small."""
     assert_join_is_refused("maxnorm", "sums of this compression are wrong without them")
