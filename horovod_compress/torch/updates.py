@@ -3,7 +3,7 @@ import contextlib
 import dataclasses
 import logging
 import zlib
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import horovod.torch as hvd
 import numpy as np
@@ -21,7 +21,7 @@ from ..transport.horovod import HorovodTransport
 from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
 from .horovod_internals import own_class
-from .parameters import NamedParameters, Slot, named
+from .parameters import NamedParameters, Slot, named, on_host
 from .unbound import UnboundCompression
 
 _log = logging.getLogger("horovod_compress")
@@ -80,13 +80,16 @@ class UpdateCompression(Binding):
             agree(self._transport, self._label, description, "come to the first step of their UpdateOptimizer", advice)
         self._agreed = True
 
-    def exchange(self, updates: Dict[str, np.ndarray]) -> bool:
-        """Replaces each rank's updates, flat float32 arrays, by what the compression brings of their mean. Returns whether the results are finite on
-        all ranks; where not, what was to be sent waits for the next exchange."""
+    def exchange(self, updates: Iterable[Tuple[str, np.ndarray, Optional[np.ndarray]]]) -> bool:
+        """Replaces each rank's updates by what the compression brings of their mean. updates: names, flat float32 arrays, and what those count from:
+        an array is that plus the update, and becomes that plus the mean. Returns whether the results are finite on all ranks; where not, what was to
+        be sent waits for the next exchange."""
         exchange = self._exchange
         if not self._active:
+            for _ in updates:  # which are the mean
+                pass
             return True
-        carriers = {name: exchange.submit(name, flat) for name, flat in updates.items()}
+        carriers = {name: exchange.submit(name, flat, base=base) for name, flat, base in updates}
         handles = {}
         for name, carrier in carriers.items():
             if exchange.is_payload(name, carrier):
@@ -171,21 +174,27 @@ class _Parameter(Slot):
         self.shared = torch.empty_like(param, requires_grad=False)
         self.momentum = torch.zeros_like(param, dtype=torch.float32, device="cpu", requires_grad=False) if outer else None
         self.host = self.shared  # the update, until the exchange is over
+        self._in_place = False  # whether the exchange itself subtracts and adds the shared value
 
     def begin(self) -> None:
         self.shared.copy_(self.param)
 
-    def update(self) -> np.ndarray:
-        """What local steps have added, flat float32 on the host: in the parameter's own memory where possible."""
+    def update(self) -> Tuple[str, np.ndarray, Optional[np.ndarray]]:
+        """What local steps have added, as `UpdateCompression.exchange` takes it: in the parameter's own memory where possible."""
+        self._in_place = self.momentum is None and on_host(self.param.data) and on_host(self.shared)
+        if self._in_place:
+            return self.name, self.load(self.param.data)[1], self.shared.numpy().reshape(-1)
         self.param.sub_(self.shared)
         self.host, flat = self.load(self.param.data)
-        return flat
+        return self.name, flat, None
 
     def give_up(self) -> None:
         self.param.copy_(self.shared)
 
     def apply(self, outer: Optional[Nesterov]) -> None:
         """Adds the mean of all ranks' updates, which `update` has become, to the shared value."""
+        if self._in_place:
+            return
         if outer is not None and self.momentum is not None:
             self.momentum.mul_(outer.momentum).add_(self.host)
             self.host.add_(self.momentum, alpha=outer.momentum).mul_(outer.lr)
@@ -312,7 +321,7 @@ class UpdateOptimizer(torch.optim.Optimizer):
             return  # A rank alone has its parameters already.
         finite = False
         try:
-            finite = self.compression.exchange({parameter.name: parameter.update() for parameter in self._parameters})
+            finite = self.compression.exchange(parameter.update() for parameter in self._parameters)
         finally:
             self.local_steps = 0
             for parameter in self._parameters:
