@@ -43,8 +43,6 @@ class Simulated:
         self.optimizers = [task.optimizer(optimizer_kind, model.parameters()) for _ in range(ranks if on_updates else 1)]
         optimizer = self.optimizers[0]
         compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
-        if on_updates and compressor.corrects_momentum:
-            raise ValueError(f"{compressor.id} corrects the momentum of gradients, and updates have theirs inside: say updates/topk")
         self.takeover = SGDTakeover(None if on_updates else optimizer, compressor, {id(param): name for name, param in self.named.items()})
         variant = next(iter(self.takeover.variants.values()), compressor.bound(0.0, False) if compressor.corrects_momentum else compressor)
         self.on_updates, self.compressor = on_updates, variant
