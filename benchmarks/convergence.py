@@ -29,6 +29,7 @@ from horovod_compress.binding import requested_compressor
 from horovod_compress.lockstep import finish_step, make_ranks, start_step
 from horovod_compress.torch.moments import Moments
 from horovod_compress.torch.sgd import SGDTakeover, is_plain_sgd
+from horovod_compress.torch.updates import compressor_for_updates
 from horovod_compress.transport.loopback import Loopback
 
 POINTS = 10  # measurements of a run, the last at its end
@@ -42,7 +43,7 @@ class Simulated:
         self.task, self.model, self.named = task, model, dict(model.named_parameters())
         self.optimizers = [task.optimizer(optimizer_kind, model.parameters()) for _ in range(ranks if on_updates else 1)]
         optimizer = self.optimizers[0]
-        compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
+        compressor = compressor_for_updates(spec) if on_updates else requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
         self.takeover = SGDTakeover(None if on_updates else optimizer, compressor, {id(param): name for name, param in self.named.items()})
         variant = next(iter(self.takeover.variants.values()), compressor.bound(0.0, False) if compressor.corrects_momentum else compressor)
         self.on_updates, self.compressor = on_updates, variant

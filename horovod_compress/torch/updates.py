@@ -58,7 +58,7 @@ class UpdateCompression(Binding):
         self._number()
         self._elastic, self._synced, self._shapes = False, True, shapes
         self._active = bool(self._process_set.included()) and self._process_set.size() > 1
-        self._compressor = _checked(spec)
+        self._compressor = compressor_for_updates(spec)
         self._transport: Transport = self._transport_of(self._compressor)
         self._exchange = Exchange(self._compressor, self._transport, self._tensors(self._compressor), self._label)
 
@@ -119,7 +119,7 @@ class UpdateCompression(Binding):
 
     def switch(self, spec: Any) -> None:
         """From the next exchange on, on all ranks, updates are compressed as this spec says; what was not sent yet stays, or goes with the next."""
-        compressor = _checked(spec)
+        compressor = compressor_for_updates(spec)
         self._exchange.end_step()
         if self._active:
             agree(self._transport, f"{self._label}.switch", compressor.config, "called switch()", "Call it on all ranks with the same spec")
@@ -147,7 +147,7 @@ class UpdateCompression(Binding):
         raise NotImplementedError  # elastic jobs are refused
 
 
-def _checked(spec: Any) -> Compressor:
+def compressor_for_updates(spec: Any) -> Compressor:
     """The compressor of a spec, for updates. ValueError for options that have no meaning there."""
     if isinstance(spec, UnboundCompression):
         if type(spec) is not UnboundCompression:
