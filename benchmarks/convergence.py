@@ -30,7 +30,7 @@ from horovod_compress.binding import requested_compressor
 from horovod_compress.lockstep import finish_step, make_ranks, start_step
 from horovod_compress.torch.moments import Moments
 from horovod_compress.torch.sgd import SGDTakeover, is_plain_sgd
-from horovod_compress.torch.updates import compressor_for_updates
+from horovod_compress.torch.update_compression import compressor_for_updates
 from horovod_compress.transport.loopback import Loopback
 
 POINTS = 10  # measurements of a run, the last at its end
