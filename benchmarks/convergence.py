@@ -4,17 +4,18 @@
     .venv/bin/python benchmarks/convergence.py TASK [RUN ...] [--ranks 4] [--seeds 0 1 2] [--out FILE] [--plot FILE]
     .venv/bin/horovodrun -np 4 .venv/bin/python benchmarks/convergence.py TASK [RUN ...] --real
 
-A RUN is a spec, such as dgc:ratio=0.001; sgd/SPEC or adam/SPEC names another optimizer than the task's; updates/SPEC compresses each rank's own
-updates in place of gradients, and adam/updates/SPEC is both. Ranks share the task's batch, so all numbers of ranks compute as much. Without --real,
-the ranks are simulated: each computes its own part of the batch, and the compressors, the exchange and every payload are the real ones. Each run
-is a line of FILE, by default convergence.jsonl, with the measure over steps and bytes; those that are there already are not run again. Prints a
-table in Markdown of all runs of the task in FILE; --plot draws them.
+A RUN is a spec, such as dgc:ratio=0.001; sgd/SPEC or adam/SPEC names another optimizer than the task's, adam:lr=0.004/SPEC its learning rate, too;
+updates/SPEC compresses each rank's own updates in place of gradients, and adam/updates/SPEC is both. Ranks share the task's batch, so all numbers of
+ranks compute as much. Without --real, the ranks are simulated: each computes its own part of the batch, and the compressors, the exchange and every
+payload are the real ones. Each run is a line of FILE, by default convergence.jsonl, with the measure over steps and bytes; those that are there
+already are not run again. Prints a table in Markdown of all runs of the task in FILE; --plot draws them.
 """
 import argparse
 import contextlib
 import json
 import math
 import pathlib
+import re
 import time
 from typing import Any, Dict, List
 
@@ -29,6 +30,7 @@ from horovod_compress.binding import requested_compressor
 from horovod_compress.lockstep import finish_step, make_ranks, start_step
 from horovod_compress.torch.moments import Moments
 from horovod_compress.torch.sgd import SGDTakeover, is_plain_sgd
+from horovod_compress.torch.update_compression import compressor_for_updates
 from horovod_compress.transport.loopback import Loopback
 
 POINTS = 10  # measurements of a run, the last at its end
@@ -42,9 +44,7 @@ class Simulated:
         self.task, self.model, self.named = task, model, dict(model.named_parameters())
         self.optimizers = [task.optimizer(optimizer_kind, model.parameters()) for _ in range(ranks if on_updates else 1)]
         optimizer = self.optimizers[0]
-        compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
-        if on_updates and compressor.corrects_momentum:
-            raise ValueError(f"{compressor.id} corrects the momentum of gradients, and updates have theirs inside: say updates/topk")
+        compressor = compressor_for_updates(spec) if on_updates else requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
         self.takeover = SGDTakeover(None if on_updates else optimizer, compressor, {id(param): name for name, param in self.named.items()})
         variant = next(iter(self.takeover.variants.values()), compressor.bound(0.0, False) if compressor.corrects_momentum else compressor)
         self.on_updates, self.compressor = on_updates, variant
@@ -145,12 +145,12 @@ def flat(tensor):
 def train(name, run, seed, ranks, real, steps=None):
     """One run, as a line of the file."""
     task = TASKS[name]
-    kind, on_updates, spec = parsed(run, task)
+    kind, base, on_updates, spec = parsed(run, task)
     data, total = task.data(), steps or task.steps
     torch.manual_seed(seed)
     model = task.model()
     trainer = (Real if real else Simulated)(task, kind, spec, on_updates, model, ranks)
-    base, measured, started = getattr(task, kind)["lr"], [], time.perf_counter()
+    measured, started = [], time.perf_counter()
     marks = {round(total * point / POINTS) for point in range(1, POINTS + 1)}
     batches = zip(range(1, total + 1), task.batches(data, seed))
     for step, (inputs, targets) in track(batches, f"{name} {run} × {ranks}, seed {seed}", total, disable=bool(real and hvd.rank())):
@@ -169,12 +169,13 @@ def train(name, run, seed, ranks, real, steps=None):
 
 
 def parsed(run, task):
-    """(optimizer, whether updates are compressed, spec)"""
-    *before, spec = run.split("/")
-    kinds = [word for word in before if word != "updates"]
-    if len(kinds) > 1 or any(kind not in ("sgd", "adam") for kind in kinds) or before.count("updates") > 1:
-        raise ValueError(f"{run}: a run is [sgd/ or adam/][updates/]SPEC")
-    return (kinds or [task.default])[0], "updates" in before, spec
+    """(optimizer, learning rate, whether updates are compressed, spec)"""
+    found = re.fullmatch(r"(?:(sgd|adam)(?::lr=([0-9.e+-]+))?/)?(updates/)?([^/]+)", run)
+    if not found:
+        raise ValueError(f"{run}: a run is [sgd/ or adam/][updates/]SPEC, and sgd:lr=NUMBER/ is SGD with that learning rate")
+    kind, rate, updates, spec = found.groups()
+    kind = kind or task.default
+    return kind, float(rate) if rate else getattr(task, kind)["lr"], bool(updates), spec
 
 
 # -- what was found ---------------------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ def table(name, rows):
     lines = [f"| {name} | ranks | seeds | {task.unit} | spread | against none | times fewer bytes |", "|---|---:|---:|---:|---:|---:|---:|"]
     for (run, ranks, steps, real), found in groups.items():
         ends = [row["measured"][-1][1] for row in found]
-        kind, _, _ = parsed(run, task)
+        kind = parsed(run, task)[0]
         baseline = {row["seed"]: row["measured"][-1][1] for row in rows if row["steps"] == steps and row["run"] in ("none", f"{kind}/none")
                     and parsed(row["run"], task)[0] == kind}
         pairs = [end - baseline[row["seed"]] for end, row in zip(ends, found) if row["seed"] in baseline]

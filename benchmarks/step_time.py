@@ -4,8 +4,9 @@
     .venv/bin/python benchmarks/step_time.py [--model resnet50] [--rates 100mbit 1gbit 10gbit none] [--ranks 2 ...] [SPEC ...]
 
 Needs root (see two_hosts.py). For every rate and number of ranks, each in a job of its own: `floor`, a step without any exchange;
-`none` and `fp16`, Horovod's own; and the specs. Backward only writes the gradients, so what is measured is the exchange, and what of
-it does not hide behind a backward that computes nothing. Prints tables in Markdown; --json writes all figures, --plot draws them.
+`none` and `fp16`, Horovod's own; and the specs, of which updates/SPEC compresses updates in place of gradients. Backward
+only writes the gradients, so what is measured is the exchange, and what of it does not hide behind a backward that computes nothing. Prints
+tables in Markdown; --json writes all figures, --plot draws them.
 """
 import argparse
 import json
@@ -97,9 +98,12 @@ def measure(hvd, torch, spec, shapes, gradients, most):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
     compression = {"floor": None, "none": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(spec)
     ours = spec not in OWN
-    if ours:
+    if spec.startswith("updates/"):
+        optimizer = hvdc.UpdateOptimizer(optimizer, named, spec[len("updates/") :])
+        compression = optimizer.compression
+    elif ours:
         compression = hvdc.Compression.from_spec(spec, optimizer, named)
-    if compression:
+    if compression and not isinstance(optimizer, hvdc.UpdateOptimizer):
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
     apply, seconds, before, steps = backward_of(torch), [], None, WARMUP + most
     for param in model:

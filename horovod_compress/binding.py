@@ -104,6 +104,13 @@ class Binding(ABC):
         self.handshake()
         self._go_back_to(checkpoint.synced(self._kept(), self._transport, self._label))
 
+    def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]:
+        """All ranks, of which some are about to leave, go on with the mean of what they keep. saved: what this rank kept before; returns the mean of
+        that."""
+        self._exchange.abandon()
+        self._go_back_to(checkpoint.synced(self._kept(), self._transport, self._label, even=True))
+        return checkpoint.synced(saved, self._transport, self._label, even=True)
+
     def _refuse_unsynced(self, state: str) -> None:
         """RuntimeError where no elastic state has this compression; state: how one gets it."""
         if not self._synced:

@@ -172,7 +172,8 @@ class Driver(ABC):
         if self._discardable:
             tensor.keep()
         if self.observer is not None and self.observer.wants(step.index):
-            tensor.gradient_squares = kernels.of(grad).squared_norm(grad) / tensor.unit**2
+            gradient = grad if step.base is None else grad - step.base
+            tensor.gradient_squares = kernels.of(grad).squared_norm(gradient) / tensor.unit**2
         alone = self._dense_alone and step.size == 1 and tensor.compressor.residual(tensor.state) is not None
         dense = not alone and tensor.goes_dense(step)
         if dense and not self._dense_was_logged:

@@ -4,19 +4,28 @@ What training is owed is the mean over ranks of what they have not sent. Ranks t
 the mean stays. Where ranks leave in good order, all take the mean before; after a crash it is that of those that are left.
 """
 import functools
-from typing import Any, Callable, Dict, Iterable, Optional
+from typing import Any, Callable, Dict, Iterable, Optional, Protocol
 
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
-from . import checkpoint
-from .binding import Binding
+
+class Keeping(Protocol):
+    """What keeps something that an elastic state is to have: a compression, see `Binding`, or an optimizer that has one."""
+
+    def _kept(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]: ...
+
+    def _go_back_to(self, state: Dict[str, Any]) -> None: ...
+
+    def _sync(self) -> None: ...
+
+    def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]: ...
 
 
 class Kept:
-    """A compression in an elastic state, and what it kept at the last commit."""
+    """Such an object in an elastic state, and what it kept at the last commit."""
 
-    def __init__(self, compression: Binding) -> None:
-        self.value = compression
+    def __init__(self, value: Keeping) -> None:
+        self.value = value
         self._saved: Optional[Dict[str, Any]] = None
         self.save()
 
@@ -35,14 +44,8 @@ class Kept:
 
     def even_out(self) -> None:
         """Gives all ranks the mean of what they keep, now and in their last copies, so that it does not matter who leaves."""
-        compression, saved = self.value, self._saved
-        compression._exchange.abandon()
-        compression._go_back_to(_evened(compression, compression._kept()))
-        self._saved = _evened(compression, saved)
-
-
-def _evened(compression: Binding, state: Any) -> Dict[str, Any]:
-    return checkpoint.synced(state, compression._transport, compression._label, even=True)
+        assert self._saved is not None
+        self._saved = self.value._even_out(self._saved)
 
 
 def evening_out(func: Callable[..., Any], kept_of: Callable[[Any], Iterable[Kept]]) -> Callable[..., Any]:

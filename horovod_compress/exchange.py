@@ -57,16 +57,19 @@ class Exchange(Driver):
         self._to_split: Dict[str, _Pending] = {}  # of those, with entries that are exchanged when all are there
         self._numbers: Any = None  # with sums: waits for the ranks' numbers of this step; False once they were compared
 
-    def submit(self, name: str, grad: np.ndarray, squares: Optional[np.ndarray] = None, lr: Optional[float] = None) -> np.ndarray:
+    def submit(
+        self, name: str, grad: np.ndarray, squares: Optional[np.ndarray] = None, lr: Optional[float] = None, base: Optional[np.ndarray] = None
+    ) -> np.ndarray:
         """Takes a tensor's flat float32 gradient into the step; returns the carrier for the host to reduce, in place.
 
-        squares, lr: where known, as in Step: the sums over this rank's samples of their squared gradients, and the learning rate
-        of this step. grad's memory belongs to the exchange until `finish`. A tensor that is submitted again although its step
-        was never finished abandons that step: what it took out of residuals goes back.
+        squares, lr, base: as in Step, where known: the sums over this rank's samples of their squared gradients, the learning rate
+        of this step, and what the gradient counts from. grad's memory belongs to the exchange until `finish`. A tensor that is submitted
+        again although its step was never finished abandons that step: what it took out of residuals goes back.
         """
         if self._steps and (not self._open or name in self._steps):
             self._end()
-        step = self._now if squares is None and lr is None else dataclasses.replace(self._now, squares=squares, lr=lr)
+        plain = squares is None and lr is None and base is None
+        step = self._now if plain else dataclasses.replace(self._now, squares=squares, lr=lr, base=base)
         tensor, transaction = self._known(name, grad), self._transaction
         pending = self._open[name] = _Pending(tensor, grad, self._begin(tensor, grad, step))
         self._steps[name] = pending.step

@@ -152,6 +152,7 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
     """
     compressor, state = tensor.compressor, tensor.state
     tensor.counters["dense_bytes"] += grad.nbytes
+    step, base = _subtract_base(tensor, grad, step, dense)
     succeeded = False
     try:
         carrier = None  # what the host reduces: it has to have that before ranks agree on anything
@@ -168,12 +169,12 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
         payload = encoded if isinstance(encoded, _PAYLOADS) else (yield from _rounds(tensor, encoded, step.size))
         final = _NOTHING_MORE if payload is carrier else Final(_last_request(tensor, payload, grad, step))
         if not tensor.checked:
-            _check(tensor, payload, grad)
+            _check(tensor, payload, grad, step)
         tensor.counters["elements_sent"] += payload.elements if isinstance(payload, Encoded) else tensor.numel
         reduced, arrived = yield final
-        outcome = [_decode(tensor, payload, grad, step, reduced, arrived)]
+        outcome = [_decode(tensor, payload, grad, step, reduced, arrived, base)]
         # The answer comes with the next step: until then these would stay in memory.
-        del grad, step, encoded, payload, carrier, final, reduced, arrived
+        del grad, base, step, encoded, payload, carrier, final, reduced, arrived
         yield outcome.pop()
         succeeded = True
     finally:
@@ -182,6 +183,18 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
             state.arrays.pop(OWED, None)
         else:
             tensor.put_back()
+
+
+def _subtract_base(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool) -> Tuple[Step, Optional[np.ndarray]]:
+    """Where the compressor does not do so, subtracts from the gradient what it counts from. Returns the step, without a base then, and what is to be
+    added to the result."""
+    base = step.base
+    compressor = tensor.compressor
+    within = compressor.takes_base and compressor.split(tensor.numel, step) is None  # an owner's sums are made where the base would be left
+    if base is None or within and not dense and OWED not in tensor.state.arrays:
+        return step, None
+    grad -= base
+    return dataclasses.replace(step, base=None), base
 
 
 def _encode(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool) -> Encoding:
@@ -233,13 +246,13 @@ def _rounds(tensor: Tensor, encoding: Any, size: int) -> Generator[Exchanged, An
     return encoding
 
 
-def _check(tensor: Tensor, payload: Payload, grad: np.ndarray) -> None:
+def _check(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step) -> None:
     """Raises ValueError where a tensor's first payload is not what its compressor has declared, or what all ranks can add to."""
     tensor.checked = True
     found = Collective("allgather", "uint8") if isinstance(payload, Encoded) else payload.collective
     if found != tensor.declared[-1] and not isinstance(payload, HostReduce):
         raise ValueError(f"{tensor.compressor.id}: encode returns {found}, and `collectives` declares {tensor.declared}")
-    if isinstance(payload, Encoded) and payload.finite and grad.any():
+    if isinstance(payload, Encoded) and payload.finite and (grad.any() if step.base is None else (grad != step.base).any()):
         raise ValueError(f"{tensor.compressor.id}: encode must leave the gradient zero, because payloads are added to it")
 
 
@@ -259,8 +272,11 @@ def _last_request(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step
     return request
 
 
-def _decode(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step, reduced: np.ndarray, arrived: Any) -> Outcome:
-    """The result, from what the host made of the carrier, and what became of the payload where that is not the carrier itself."""
+def _decode(
+    tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step, reduced: np.ndarray, arrived: Any, base: Optional[np.ndarray]
+) -> Outcome:
+    """The result, from what the host made of the carrier, and what became of the payload where that is not the carrier itself. base: what is to be
+    added to it."""
     compressor, scale = tensor.compressor, 1.0 if arrived is None else float(reduced[0]) / step.size
     if isinstance(arrived, Selected):
         finite = _add_selected(tensor, arrived, grad, step, scale)
@@ -272,6 +288,8 @@ def _decode(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step, redu
         summed = reduced if arrived is None else arrived
         grad = summed if summed.dtype == FLOAT32 else grad
         finite = compressor.decode_dense(summed, grad, tensor.state, scale)
+    if base is not None:
+        grad += base
     return Outcome(grad, finite)
 
 

@@ -32,6 +32,8 @@ class Step:
     clipping multiplies this rank's gradient. squares are sums over samples of squared gradients, one for each element, where the
     framework's adapter collected them. lr is the learning rate that the optimizer will apply to this tensor's result, None where it is
     unknown. unit is the loss scale: a gradient of 1 arrives as this. clip_norm is the limit of the step's norm, where the step is clipped.
+    base, as long as the gradient, is where that counts from: gradient − base is compressed, and the result is added to base. Only compressors
+    that take one see it.
     """
 
     index: int
@@ -42,6 +44,7 @@ class Step:
     lr: Optional[float] = None
     unit: float = 1.0
     clip_norm: Optional[float] = None
+    base: Optional[np.ndarray] = None
 
 
 class Model:
@@ -129,6 +132,7 @@ class Compressor(ABC):
     paper: ClassVar[Optional[str]] = None
     corrects_momentum = False  # takes over the optimizer's momentum: has options momentum, nesterov and a method bound
     clip_norm = None  # type: Optional[float]  # where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is there
+    takes_base = False  # whether `encode` subtracts `Step.base` itself, and leaves the gradient as that is where it would leave it zero
     same_kernels = False  # whether replicas agree only where all ranks have native kernels, or all the reference
     seed = None  # type: Optional[int]  # where set, all random draws follow from it
     kept: ClassVar[Dict[str, Kept]] = {}  # what the arrays of the state are, by name

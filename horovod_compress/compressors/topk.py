@@ -31,6 +31,7 @@ class TopK(SelectiveCompressor):
 
     id = "topk"
     number = 6
+    takes_base = True
     kept = {"residual": LOCAL}
     paper = "Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, arXiv 1704.05021"
 
@@ -87,7 +88,7 @@ class TopK(SelectiveCompressor):
         v = state.arrays[self.accumulator]
         chunk, k = self.entries(v.size, step.index)
         encoded = kernels.of(grad).encode_topk(
-            grad, state.arrays.get("u"), v, momentum=momentum, nesterov=nesterov, scale=step.scale, kind=self.values, mask=masking,
+            grad, state.arrays.get("u"), v, base=step.base, momentum=momentum, nesterov=nesterov, scale=step.scale, kind=self.values, mask=masking,
             k=k, samples=int(self.sample_ratio * v.size) + 256, offset=self.key(state.name, step.index) & 0xFFFFFFFF,
             chunk=chunk if self.chunk else 0,
         )

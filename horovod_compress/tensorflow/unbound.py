@@ -7,7 +7,8 @@ from typing import Any, Callable, Dict, Hashable, List, Optional, Tuple
 import tensorflow as tf
 
 from ..binding import Unbound, callers, is_elastic
-from .compression import BoundCompression, check_scaler, checked_moments
+from .checks import check_scaler, checked_moments
+from .compression import BoundCompression
 from .horovod_internals import Reduction, compression_given_to, in_optimizers_constructor, is_optimizer, reduction_of, trace_under_way
 from .optimizer import unwrapped
 

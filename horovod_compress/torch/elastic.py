@@ -1,11 +1,12 @@
 """Elastic jobs, in which ranks come and go: nothing that ranks have not sent yet is lost. See `horovod_compress.elastic`.
 
     compression = hvdc.Compression.dgc(optimizer, model.named_parameters())
-    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression, epoch=0)
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression, epoch=0)  # An UpdateOptimizer needs no compression=.
 
     @hvdc.elastic.run
     def train(state): ...
 """
+import copy
 from typing import Any, Callable, Iterator, Union
 
 import horovod.torch as hvd
@@ -17,6 +18,7 @@ from . import horovod_internals
 from .compression import BoundCompression
 from .horovod_internals import GradScaler
 from .unbound import UnboundCompression, compression_of
+from .updates import UpdateOptimizer
 
 
 class CompressionHandler(Kept, StateHandler):
@@ -29,6 +31,10 @@ class CompressionHandler(Kept, StateHandler):
         """Another compression takes the place of this one."""
         self._saved = None
         super().set_value(_bound(value))
+
+
+class UpdateHandler(Kept, StateHandler):
+    """What hvd.elastic.TorchState(optimizer=…) does with an UpdateOptimizer, whose optimizer's state is each rank's own."""
 
 
 def _bound(compression: Union[BoundCompression, UnboundCompression]) -> BoundCompression:
@@ -53,6 +59,10 @@ class OptimizerHandler(OptimizerStateHandler):
         """Rank 0's state becomes that of all ranks."""
         horovod_internals.prepare_to_broadcast(self.value)
         super().sync()
+
+    def restore(self) -> None:
+        """Goes back to the last copy, and keeps that: PyTorch's optimizers go on in the tensors that they are given."""
+        self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
 
 
 class ScalerHandler(StateHandler):
@@ -87,5 +97,6 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 get_handler_registry()[:0] = [
-    ((BoundCompression, UnboundCompression), CompressionHandler), (CompressingOptimizer, OptimizerHandler), (GradScaler, ScalerHandler)
+    ((BoundCompression, UnboundCompression), CompressionHandler), (UpdateOptimizer, UpdateHandler), (CompressingOptimizer, OptimizerHandler),
+    (GradScaler, ScalerHandler),
 ]

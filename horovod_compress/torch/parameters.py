@@ -22,7 +22,7 @@ class Slot:
 
     def load(self, grad: torch.Tensor) -> Tuple[torch.Tensor, np.ndarray]:
         """(tensor, flat array) of float32 on the host: the gradient's own memory where possible."""
-        if grad.dtype == torch.float32 and grad.device.type == "cpu" and grad.is_contiguous():
+        if on_host(grad):
             return grad, grad.numpy().reshape(-1)
         if grad.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             raise TypeError(f"{self.name}: gradients of {grad.dtype} cannot be compressed; real floating point is needed")
@@ -32,6 +32,11 @@ class Slot:
             self._staging = torch.empty(grad.shape, dtype=torch.float32, device="cpu", pin_memory=grad.device.type == "cuda")
         self._staging.copy_(grad)
         return self._staging, self._staging.numpy().reshape(-1)
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's own memory is a flat float32 array on the host."""
+    return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def named(optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[NamedParameters]) -> List[Tuple[str, torch.Tensor]]:

@@ -1,36 +1,18 @@
 """An optimizer whose ranks exchange what they would add to the parameters, compressed, in place of gradients."""
 import contextlib
+import copy
 import dataclasses
-import logging
 import zlib
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import horovod.torch as hvd
 import numpy as np
 import torch
 
-from .. import checkpoint
-from ..binding import Binding, is_elastic, warn_once
-from ..compressors import get_compressor
-from ..compressors.base import Compressor
-from ..compressors.selective import decide_follow_lr
-from ..exchange import Exchange
-from ..handshake import agree
-from ..transport.base import Transport
-from ..transport.horovod import HorovodTransport
-from ..transport.loopback import Loopback
-from ..transport.mpi import MPITransport
+from ..binding import warn_once
 from .horovod_internals import own_class
-from .parameters import NamedParameters, Slot, named
-from .unbound import UnboundCompression
-
-_log = logging.getLogger("horovod_compress")
-_NO_MEANING = {  # of options of algorithms, where updates are compressed
-    "momentum": "the optimizer's momentum is inside its updates",
-    "nesterov": "the optimizer's momentum is inside its updates",
-    "follow_lr": "the learning rate is inside the updates",
-    "clip_norm": "gradients are each rank's own before step(): clip them with torch.nn.utils.clip_grad_norm_",
-}
+from .parameters import NamedParameters, Slot, named, on_host
+from .update_compression import UpdateCompression
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,123 +28,6 @@ class Nesterov:
             raise ValueError(f"Nesterov needs a learning rate above 0 and a momentum from 0 to below 1, not {self}")
 
 
-class UpdateCompression(Binding):
-    """The exchange of an UpdateOptimizer: its compression's config, stats(), stats_by_tensor() and record()."""
-
-    _exchange: Exchange
-
-    def __init__(self, spec: Any, shapes: Dict[str, Tuple[int, ...]], process_set: Any) -> None:
-        super().__init__(hvd, process_set)
-        if is_elastic():
-            raise ValueError("UpdateOptimizer does not serve elastic jobs yet: start one with a fixed number of ranks, or compress gradients")
-        self._number()
-        self._elastic, self._synced, self._shapes = False, True, shapes
-        self._active = bool(self._process_set.included()) and self._process_set.size() > 1
-        self._compressor = _checked(spec)
-        self._transport: Transport = self._transport_of(self._compressor)
-        self._exchange = Exchange(self._compressor, self._transport, self._tensors(self._compressor), self._label)
-
-    def _tensors(self, compressor: Compressor) -> Dict[str, Tuple[Tuple[int, ...], Compressor]]:
-        return {name: (shape, compressor) for name, shape in self._shapes.items()}
-
-    def _transport_of(self, compressor: Any) -> Transport:
-        if not self._active:
-            return Loopback.group(1)[0]
-        over_mpi = getattr(compressor, "transport", "horovod") == "mpi"
-        return MPITransport(hvd, self._process_set) if over_mpi else HorovodTransport(self._process_set)
-
-    def begin(self, parameters: Dict[str, int], every: int, outer: Optional[Nesterov]) -> None:
-        """Compares what must be alike on all ranks before the first step; parameters: a checksum of each."""
-        if self._active and not self._agreed:
-            shapes = {name: list(shape) for name, shape in self._shapes.items()}
-            description = {**self._description(), "every": every, "outer": repr(outer), "shapes": shapes, "parameters": parameters}
-            advice = "Start all ranks alike, and call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step"
-            agree(self._transport, self._label, description, "come to the first step of their UpdateOptimizer", advice)
-        self._agreed = True
-
-    def exchange(self, updates: Dict[str, np.ndarray]) -> bool:
-        """Replaces each rank's updates, flat float32 arrays, by what the compression brings of their mean. Returns whether the results are finite on
-        all ranks; where not, what was to be sent waits for the next exchange."""
-        exchange = self._exchange
-        if not self._active:
-            return True
-        carriers = {name: exchange.submit(name, flat) for name, flat in updates.items()}
-        handles = {}
-        for name, carrier in carriers.items():
-            if exchange.is_payload(name, carrier):
-                tensor = torch.from_numpy(carrier)
-                handles[name] = hvd.allreduce_async_(tensor, name=f"{self._label}.{name}.mean", op=hvd.Average, process_set=self._process_set)
-        exchange.flush()
-        for name, carrier in carriers.items():
-            if name in handles:
-                hvd.synchronize(handles[name])
-            exchange.finish(name, carrier)
-        exchange.end_step()
-        return exchange.succeeded
-
-    def average(self, tensors: Dict[str, torch.Tensor]) -> None:
-        """Makes tensors their mean over ranks, which all have the same ones. MismatchError where they have not."""
-        if not self._active:
-            return
-        names = f"{self._label}.state"
-        advice = "Where a rank has taken no step yet, or had no gradient of a parameter, call average_state() later"
-        agree(self._transport, names, {name: list(tensor.shape) for name, tensor in tensors.items()}, "called average_state()", advice)
-        hosts = {name: tensor.to("cpu", torch.promote_types(tensor.dtype, torch.float32)).contiguous() for name, tensor in tensors.items()}
-        handles = [hvd.allreduce_async_(host, name=f"{names}.{name}", op=hvd.Average, process_set=self._process_set) for name, host in hosts.items()]
-        for handle, (name, host) in zip(handles, hosts.items()):
-            hvd.synchronize(handle)
-            if host is not tensors[name]:
-                tensors[name].copy_(host)
-
-    def switch(self, spec: Any) -> None:
-        """From the next exchange on, on all ranks, updates are compressed as this spec says; what was not sent yet stays, or goes with the next."""
-        compressor = _checked(spec)
-        self._exchange.end_step()
-        if self._active:
-            agree(self._transport, f"{self._label}.switch", compressor.config, "called switch()", "Call it on all ranks with the same spec")
-        self._exchange.transport = self._transport = self._transport_of(compressor)
-        self._exchange.switch(compressor, self._tensors(compressor), {})
-        self._compressor = compressor
-
-    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
-        """What is not sent yet, as tensors and plain values."""
-        state = self._exchange.state_dict()
-        if portable and self._active:
-            state = checkpoint.portable(state, self._transport, self._label)
-        state["tensors"] = {n: {k: torch.from_numpy(a) for k, a in arrays.items()} for n, arrays in state["tensors"].items()}
-        return state
-
-    def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
-        """Continues from what state_dict has returned on this rank, or from a list of all ranks', or from a portable one."""
-        self._exchange.load_state_dict(state)
-
-    def abandon(self) -> None:
-        """Gives an exchange up that was interrupted."""
-        self._exchange.abandon()
-
-    def _go_back_to(self, state: Dict[str, Any]) -> None:
-        raise NotImplementedError  # elastic jobs are refused
-
-
-def _checked(spec: Any) -> Compressor:
-    """The compressor of a spec, for updates. ValueError for options that have no meaning there."""
-    if isinstance(spec, UnboundCompression):
-        if type(spec) is not UnboundCompression:
-            raise ValueError("auto() tries compressions of gradients: name one for updates, such as topk:ratio=0.01")
-        spec = spec._compressor
-    compressor: Any = get_compressor(spec)
-    for key, why in _NO_MEANING.items():
-        if compressor.config.get(key):
-            raise ValueError(f"{compressor.id}: {key} has no meaning where updates are compressed, because {why}: leave it out")
-    if getattr(compressor, "moments", "minibatch") != "minibatch":
-        raise ValueError(f"{compressor.id}: moments={compressor.moments} are of gradients; updates have moments=minibatch only")
-    if compressor.corrects_momentum:
-        if hvd.rank() == 0:
-            _log.warning("%s selects by size with error feedback here, as topk does: momentum is inside the updates", compressor.id)
-        compressor = compressor.bound(0.0, False)
-    return decide_follow_lr(compressor, False, False)
-
-
 class _Parameter(Slot):
     """A parameter with the value that all ranks share, and where an outer optimizer has one, its momentum."""
 
@@ -171,21 +36,27 @@ class _Parameter(Slot):
         self.shared = torch.empty_like(param, requires_grad=False)
         self.momentum = torch.zeros_like(param, dtype=torch.float32, device="cpu", requires_grad=False) if outer else None
         self.host = self.shared  # the update, until the exchange is over
+        self._in_place = False  # whether the exchange itself subtracts and adds the shared value
 
     def begin(self) -> None:
         self.shared.copy_(self.param)
 
-    def update(self) -> np.ndarray:
-        """What local steps have added, flat float32 on the host: in the parameter's own memory where possible."""
+    def update(self) -> Tuple[str, np.ndarray, Optional[np.ndarray]]:
+        """What local steps have added, as `UpdateCompression.exchange` takes it: in the parameter's own memory where possible."""
+        self._in_place = self.momentum is None and on_host(self.param.data) and on_host(self.shared)
+        if self._in_place:
+            return self.name, self.load(self.param.data)[1], self.shared.numpy().reshape(-1)
         self.param.sub_(self.shared)
         self.host, flat = self.load(self.param.data)
-        return flat
+        return self.name, flat, None
 
     def give_up(self) -> None:
         self.param.copy_(self.shared)
 
     def apply(self, outer: Optional[Nesterov]) -> None:
         """Adds the mean of all ranks' updates, which `update` has become, to the shared value."""
+        if self._in_place:
+            return
         if outer is not None and self.momentum is not None:
             self.momentum.mul_(outer.momentum).add_(self.host)
             self.host.add_(self.momentum, alpha=outer.momentum).mul_(outer.lr)
@@ -238,12 +109,14 @@ class UpdateOptimizer(torch.optim.Optimizer):
         if outer is not None and not isinstance(outer, Nesterov):
             raise TypeError(f"outer must be hvdc.Nesterov(lr, momentum) or None, not {outer!r}")
         names = _trained(optimizer, named_parameters)
-        self.compression = UpdateCompression(compression, {name: tuple(param.shape) for name, param in names.items()}, process_set)
+        options = {"every": every, "outer": repr(outer)}
+        self.compression = UpdateCompression(compression, {name: tuple(param.shape) for name, param in names.items()}, options, process_set)
         self._optimizer, self._every, self._outer = optimizer, every, outer
         self._parameters = [_Parameter(name, param, outer) for name, param in names.items()]
         self._known = {id(param) for param in names.values()}
         self.local_steps = 0  # since the last exchange
         self._shows_shared = False  # whether this is within `shared_parameters`
+        self._shared_is_kept = False  # whether, in an elastic job, parameters are to be the shared values which that went back to
         self.__setstate__({})  # In place of torch's __init__, which would make parameter groups of its own: hooks, and step() that calls them.
 
     # The optimizer's own, also after that has loaded others.
@@ -291,9 +164,10 @@ class UpdateOptimizer(torch.optim.Optimizer):
             )
         for parameter in self._parameters if not self.local_steps else ():
             parameter.begin()
+        self._shared_is_kept = False
         if not self.compression._agreed:
             sums = {each.name: _checksum(each.shared) for each in self._parameters}
-            self.compression.begin(sums, self._every, self._outer)
+            self.compression.begin(sums)
 
     def _local_step(self, closure: Optional[Callable[[], Any]]) -> Any:
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)  # a GradScaler's
@@ -312,7 +186,7 @@ class UpdateOptimizer(torch.optim.Optimizer):
             return  # A rank alone has its parameters already.
         finite = False
         try:
-            finite = self.compression.exchange({parameter.name: parameter.update() for parameter in self._parameters})
+            finite = self.compression.exchange(parameter.update() for parameter in self._parameters)
         finally:
             self.local_steps = 0
             for parameter in self._parameters:
@@ -392,6 +266,61 @@ class UpdateOptimizer(torch.optim.Optimizer):
                 each.shared.copy_(kept["shared"][each.name])
             if each.momentum is not None:
                 each.momentum.copy_(kept["momentum"][each.name])
+
+    # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------
+
+    def _kept(self, into: Optional[Dict[str, Any]] = None, begun: bool = False) -> Dict[str, Any]:
+        """A round that has begun, on this rank or on another, is kept as one that has not: with what local steps have added among what the next
+        exchange is to send."""
+        return {
+            "compression": self.compression._kept(into["compression"] if into else None, self._added() if begun or self.local_steps else {}),
+            "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+            "shared": {each.name: (each.shared if self.local_steps else each.param).detach().clone() for each in self._parameters},
+            "momentum": {each.name: each.momentum.clone() for each in self._parameters if each.momentum is not None},
+        }
+
+    def _added(self) -> Dict[str, np.ndarray]:
+        if not self.local_steps:
+            return {each.name: np.zeros(each.param.numel(), np.float32) for each in self._parameters}
+        return {each.name: each.load(each.param.detach() - each.shared)[1].copy() for each in self._parameters}
+
+    @torch.no_grad()
+    def _go_back_to(self, state: Dict[str, Any]) -> None:
+        self.compression._go_back_to(state["compression"])
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # which would go on in the tensors that it is given
+        for each in self._parameters:
+            each.shared.copy_(state["shared"][each.name])
+            if each.momentum is not None:
+                each.momentum.copy_(state["momentum"][each.name])
+        self._give_up_round()
+        self._shared_is_kept = True
+
+    def _give_up_round(self) -> None:
+        self.local_steps = 0
+        for each in self._parameters:
+            each.give_up()
+
+    @torch.no_grad()
+    def _sync(self) -> None:
+        """All ranks go on from what rank 0 shares. Ranks that stay keep their optimizer's own state, and those that have just begun take rank 0's."""
+        if self.local_steps or self._shared_is_kept:  # What the elastic state itself does with the model brings a rank's own parameters.
+            self._give_up_round()
+        steps = self.compression.of_all(self.compression._exchange.steps_taken())
+        self.compression._sync()
+        if len(set(steps)) > 1:
+            state = hvd.broadcast_object(self._optimizer.state_dict(), root_rank=0, name="hvdc.elastic.optimizer")
+            if steps[hvd.rank()] != steps[0]:
+                self._optimizer.load_state_dict(state)
+        shared = [(each.name, each.param) for each in self._parameters]
+        momenta = [(f"{each.name}.momentum", each.momentum) for each in self._parameters if each.momentum is not None]
+        hvd.broadcast_parameters([*shared, *momenta], root_rank=0)
+
+    @torch.no_grad()
+    def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]:
+        """As of compressions. A round that has begun ends here."""
+        if any(self.compression.of_all(self.local_steps)):
+            self._go_back_to(self._kept(begun=True))
+        return {**saved, "compression": self.compression._even_out(saved["compression"])}
 
     def _check(self, kept: Dict[str, Any]) -> None:
         wanted: List[Tuple[str, bool]] = [("shared", bool(kept["local_steps"])), ("momentum", self._outer is not None)]

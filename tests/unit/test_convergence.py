@@ -46,4 +46,4 @@ def test_what_is_there_is_not_run_again(trained):
 
 def test_mistakes_are_named(trained):
     assert "a run is [sgd/ or adam/][updates/]SPEC" in run(trained[0], "rmsprop/none").stderr
-    assert "updates have theirs inside: say updates/topk" in run(trained[0], "updates/dgc").stderr
+    assert "dgc: momentum has no meaning where updates are compressed" in run(trained[0], "updates/dgc:momentum=0.9").stderr

@@ -1,4 +1,5 @@
 """The exchange: transactions, not-finite gradients, abandoned steps, state, statistics, and ranks in threads."""
+import math
 import threading
 import tracemalloc
 
@@ -205,6 +206,28 @@ def test_a_refused_gradient_leaves_what_the_residual_owes():
     (later,) = run_step([exchange], [{n: np.zeros_like(g) for n, g in given.items()}])
     residual = exchange.arrays()["w"]["residual"]
     np.testing.assert_allclose(sent["w"] + later["w"] + residual, given["w"], atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [*hc.available(), "dgc:ratio=0.01,momentum=0", "topk:ratio=0.05,chunk=100", "topk:ratio=0.1,dense=fp16"])
+def test_a_gradient_may_count_from_a_base(spec):
+    """Then the result is added to the base, and the state is that of the difference."""
+    plain, based = ranks_of(spec), ranks_of(spec)
+    bases = {name: np.full(math.prod(shape), 3, np.float32) for name, shape in SHAPES.items()}
+    for ex in based:
+        ex.submit = lambda name, grad, *known, submit=ex.submit: submit(name, grad, *known, base=bases[name])
+    for step in range(6):
+        grads = [{name: np.round(64 * g) / 64 for name, g in named.items()} for named in gradients(step)]  # exact, and so are sums with 3
+        if step == 3:
+            grads[1]["w"][7] = grads[1]["bias"][0] = np.nan
+        moved = [{name: bases[name] + g for name, g in named.items()} for named in grads]
+        run_step(plain, grads)
+        run_step(based, moved)
+        for named, its in zip(grads, moved):
+            for name, g in named.items():
+                np.testing.assert_allclose(its[name] - bases[name], g, atol=2e-6, err_msg=name)
+        for ex, its in zip(plain, based):
+            assert_same(copy_of(ex), copy_of(its))
+            assert ex.stats()["bytes_sent"] == its.stats()["bytes_sent"]
 
 
 @pytest.mark.parametrize("spec", ["adacomp", "powersgd:rank=1"])

@@ -17,8 +17,8 @@ from horovod_compress.kernels import HEADROOM, host, reference
 
 def any_add_to_residual(a):
     k = int(a.rng.integers(0, a.size + 1))
-    return dict(grad=a.any(), u=a.one_of(None, a.finite()), v=a.finite(), momentum=0.9, nesterov=a.one_of(False, True), scale=0.7, k=k,
-                samples=a.one_of(0, 300), offset=a.one_of(0, 5))
+    return dict(grad=a.any(), u=a.one_of(None, a.finite()), v=a.finite(), base=a.one_of(None, a.finite()), momentum=0.9,
+                nesterov=a.one_of(False, True), scale=0.7, k=k, samples=a.one_of(0, 300), offset=a.one_of(0, 5))
 
 
 def any_encode_topk(a):

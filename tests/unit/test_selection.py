@@ -118,13 +118,14 @@ def test_native_updates_equal_the_reference_bit_for_bit(data, momentum):
     if momentum == "none":
         u = None
     k = data.draw(st.integers(0, size))
-    scale = data.draw(st.sampled_from([1.0, 0.5, 0.1]))
-    copies = [(None if u is None else u.copy(), v.copy()) for _ in range(2)]
+    scale, base = data.draw(st.sampled_from([1.0, 0.5, 0.1])), data.draw(st.one_of(st.none(), finite))
+    copies = [(grad.copy(), None if u is None else u.copy(), v.copy()) for _ in range(2)]
     results = []
-    for module, (its_u, its_v) in zip((host, reference), copies):
+    for module, arrays in zip((host, reference), copies):
         options = dict(momentum=0.9, nesterov=momentum == "nesterov", scale=scale, k=k, samples=256, offset=3)
-        results.append(module.add_to_residual(grad.copy(), its_u, its_v, **options))
-    (native_u, native_v), (reference_u, reference_v) = copies
+        results.append(module.add_to_residual(*arrays, base=base, **options))
+    (left, native_u, native_v), (_, reference_u, reference_v) = copies
+    np.testing.assert_array_equal(left, np.zeros(size) if base is None else base)
     np.testing.assert_array_equal(native_v, reference_v)
     if u is not None:
         np.testing.assert_array_equal(native_u, reference_u)
@@ -243,6 +244,7 @@ def test_kernels_refuse_what_they_cannot_work_on():
             {"grad": np.zeros((2, 5), np.float32)},
             {"grad": np.zeros(20, np.float32)[::2]},
             {"u": np.zeros(11, np.float32)},
+            {"base": np.zeros(11, np.float32)},
             {"k": 11},
             {"k": 3, "chunk": 2},
         ):

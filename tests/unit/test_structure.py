@@ -12,6 +12,7 @@ LAYERS = [
     ["kernels"],
     ["requests"],
     ["handshake", "wire"],
+    ["split"],
     ["compressors"],
     ["plan", "step", "transport"],
     ["checkpoint", "driver"],

@@ -31,8 +31,9 @@ constexpr std::size_t kBlock = tuning::kChunksOfBlock * kChunk;
 
 enum class Momentum { none, vanilla, nesterov };
 
-struct Update {  // the operands of one tensor's update; u is null where there is no momentum
+struct Update {  // the operands of one tensor's update; u is null where there is no momentum, base where the gradient is g itself and not g - base
     float* g;
+    const float* base;
     float* u;
     float* v;
     float momentum;
@@ -135,22 +136,28 @@ class TopK {
 
 // Advances `count` elements in place and returns the largest new magnitude. An element whose new v would be too large or
 // not finite keeps its old v, and the return value then is at least kTooLarge. It keeps its u too, unless that itself would soon be too
-// large again. The gradient's memory is
-// left zero, while it is in the cache: the decoded sum will be added there.
-template <Momentum M>
-HC_INLINE std::uint32_t advance_chunk(float* __restrict g, float* __restrict u, float* __restrict v, float momentum, float scale, std::size_t count) {
+// large again. The gradient's memory is left zero, or what its base is, while it is in the cache: the decoded sum will be added there.
+template <Momentum M, bool kBase>
+HC_INLINE std::uint32_t advance_elements(const Update& t, std::size_t begin, std::size_t count) {
+    float* __restrict g = t.g + begin, * __restrict v = t.v + begin, * __restrict u = M == Momentum::none ? nullptr : t.u + begin;
+    const float* __restrict base = kBase ? t.base + begin : nullptr;
+    const float momentum = t.momentum, scale = t.scale;
     std::uint32_t peak = 0;
     for (std::size_t j = 0; j < count; ++j) {
         const float old_u = M == Momentum::none ? 0 : u[j], old_v = v[j];
         float new_u = old_u, new_v = old_v;
-        advance<M>(scale * g[j], momentum, new_u, new_v);
+        advance<M>(scale * (kBase ? g[j] - base[j] : g[j]), momentum, new_u, new_v);
         const std::uint32_t b = magnitude(new_v);
         peak = peak > b ? peak : b;
         if (M != Momentum::none) u[j] = b < kTooLarge ? new_u : b < kInfinity ? 0 : old_u;
         v[j] = b < kTooLarge ? new_v : old_v;
-        g[j] = 0;
+        g[j] = kBase ? base[j] : 0;
     }
     return peak;
+}
+template <Momentum M>
+HC_INLINE std::uint32_t advance_chunk(const Update& t, std::size_t begin, std::size_t count) {
+    return t.base ? advance_elements<M, true>(t, begin, count) : advance_elements<M, false>(t, begin, count);
 }
 
 // Goes through n values in blocks: `peak(begin, count)` makes and returns the largest magnitude of a chunk, then the chunks
@@ -189,13 +196,15 @@ HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_
         const std::size_t begin = (s * stride + shift) * kChunk, next = std::min(begin + stride * kChunk, n - kChunk);
         for (std::size_t line = next; line < next + kChunk; line += kLine) {  // scattered reads: fetch early what comes next
             HC_PREFETCH(t.g + line);
+            if (t.base) HC_PREFETCH(t.base + line);
             HC_PREFETCH(t.v + line);
             if (M != Momentum::none) HC_PREFETCH(t.u + line);
         }
         float values[kChunk];
         for (std::size_t j = 0; j < kChunk; ++j) {
             float u = M == Momentum::none ? 0 : t.u[begin + j], v = t.v[begin + j];
-            advance<M>(t.scale * t.g[begin + j], t.momentum, u, v);
+            const float g = t.base ? t.g[begin + j] - t.base[begin + j] : t.g[begin + j];
+            advance<M>(t.scale * g, t.momentum, u, v);
             values[j] = magnitude(v) < kTooLarge ? v : 0;
         }
         const std::uint32_t here = 0;
@@ -214,8 +223,7 @@ HC_INLINE bool add_to_residual_pass(const Update& t, std::size_t n, std::size_t 
     std::uint32_t worst = 0;
     top.start(k, floor, n, kBlock);
     pass(t.v, n, top, [&](std::size_t i, std::size_t count) {
-        float* u = M == Momentum::none ? nullptr : t.u + i;
-        const std::uint32_t peak = advance_chunk<M>(t.g + i, u, t.v + i, t.momentum, t.scale, count);
+        const std::uint32_t peak = advance_chunk<M>(t, i, count);
         worst = worst > peak ? worst : peak;
         return peak;
     });
@@ -252,8 +260,7 @@ HC_INLINE bool add_by_chunks_pass(const Update& t, std::size_t n, std::size_t k,
     for (std::size_t begin = 0; begin < n; begin += length) {
         const std::size_t count = std::min(length, n - begin), wanted = std::min(k, count);
         floor = largest_of_chunk(t.v + begin, count, wanted, floor, top, [&](std::size_t i, std::size_t some) {
-            float* u = M == Momentum::none ? nullptr : t.u + begin + i;
-            const std::uint32_t peak = advance_chunk<M>(t.g + begin + i, u, t.v + begin + i, t.momentum, t.scale, some);
+            const std::uint32_t peak = advance_chunk<M>(t, begin + i, some);
             worst = worst > peak ? worst : peak;
             return peak;
         });

@@ -24,14 +24,15 @@ bool add(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std
     return dispatch<add_to_residual_pass<M>>(t, n, k, samples, offset, top);
 }
 
-py::tuple add_to_residual(Floats& grad, std::optional<Floats> u, Floats& v, float momentum, bool nesterov, float scale, std::size_t k,
-                          std::size_t samples, std::size_t offset, std::size_t chunk) {
+py::tuple add_to_residual(Floats& grad, std::optional<Floats> u, Floats& v, const std::optional<Floats>& base, float momentum, bool nesterov,
+                          float scale, std::size_t k, std::size_t samples, std::size_t offset, std::size_t chunk) {
     const std::size_t n = length(grad, "grad");
     same_length(n, length(v, "v"), "grad and v");
     if (u) same_length(n, length(*u, "u"), "grad and u");
+    if (base) same_length(n, length(*base, "base"), "grad and base");
     if (n > 0xffffffffu) throw std::invalid_argument("a tensor has at most 2^32 - 1 elements");
     if (k > n || (chunk && k > chunk)) throw std::invalid_argument("k is larger than the tensor, or than a chunk of it");
-    const Update t{grad.mutable_data(), u ? u->mutable_data() : nullptr, v.mutable_data(), momentum, scale};
+    const Update t{grad.mutable_data(), base ? base->data() : nullptr, u ? u->mutable_data() : nullptr, v.mutable_data(), momentum, scale};
     bool finite = true;
     TopK top(scratch.candidates, scratch.magnitudes);
     {
@@ -111,10 +112,10 @@ Taken take_entries(const Indices& indices, Floats& v, std::optional<Floats> u, V
     return taken;
 }
 
-py::object encode_topk(Floats& grad, std::optional<Floats> u, Floats& v, float momentum, bool nesterov, float scale, std::size_t k,
-                       std::size_t samples, std::size_t offset, std::size_t chunk, const std::string& kind, bool mask) {
+py::object encode_topk(Floats& grad, std::optional<Floats> u, Floats& v, const std::optional<Floats>& base, float momentum, bool nesterov,
+                       float scale, std::size_t k, std::size_t samples, std::size_t offset, std::size_t chunk, const std::string& kind, bool mask) {
     const Values values = values_of(kind);
-    const py::tuple added = add_to_residual(grad, u, v, momentum, nesterov, scale, k, samples, offset, chunk);
+    const py::tuple added = add_to_residual(grad, u, v, base, momentum, nesterov, scale, k, samples, offset, chunk);
     const bool finite = added[1].cast<bool>();
     const Taken taken = take_entries(finite ? added[0].cast<Indices>() : Indices(0), v, u, values, mask);
     const Bytes body = sparse::body_of(taken.indices.data(), scratch.values.data(), taken.count(), values, taken.scales);
@@ -125,8 +126,8 @@ py::object encode_topk(Floats& grad, std::optional<Floats> u, Floats& v, float m
 
 void bind(py::module_& m) {
     m.def("add_to_residual", &add_to_residual, arg("grad").noconvert(), arg("u").noconvert().none(true), arg("v").noconvert(), py::kw_only(),
-          arg("momentum") = 0.0f, arg("nesterov") = false, arg("scale") = 1.0f, arg("k") = 0, arg("samples") = 0, arg("offset") = 0,
-          arg("chunk") = 0);
+          arg("base").noconvert() = py::none(), arg("momentum") = 0.0f, arg("nesterov") = false, arg("scale") = 1.0f, arg("k") = 0,
+          arg("samples") = 0, arg("offset") = 0, arg("chunk") = 0);
     m.def(
         "take_entries",
         [](const Indices& indices, Floats& v, std::optional<Floats> u, const std::string& kind, bool mask) {
@@ -137,8 +138,8 @@ void bind(py::module_& m) {
         },
         arg("indices").noconvert(), arg("v").noconvert(), arg("u").noconvert().none(true), py::kw_only(), arg("kind"), arg("mask"));
     m.def("encode_topk", &encode_topk, arg("grad").noconvert(), arg("u").noconvert().none(true), arg("v").noconvert(), py::kw_only(),
-          arg("momentum") = 0.0f, arg("nesterov") = false, arg("scale") = 1.0f, arg("k"), arg("samples"), arg("offset"), arg("chunk") = 0,
-          arg("kind"), arg("mask") = false);
+          arg("base").noconvert() = py::none(), arg("momentum") = 0.0f, arg("nesterov") = false, arg("scale") = 1.0f, arg("k"), arg("samples"),
+          arg("offset"), arg("chunk") = 0, arg("kind"), arg("mask") = false);
 }
 
 }  // namespace hc::selection

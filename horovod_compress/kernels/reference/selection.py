@@ -9,15 +9,16 @@ from .sparse import code_values, encode_sparse
 
 
 def add_to_residual(
-    grad: np.ndarray, u: Optional[np.ndarray], v: np.ndarray, *, momentum: float = 0.0, nesterov: bool = False, scale: float = 1.0,
-    k: int = 0, samples: int = 0, offset: int = 0, chunk: int = 0,
+    grad: np.ndarray, u: Optional[np.ndarray], v: np.ndarray, *, base: Optional[np.ndarray] = None, momentum: float = 0.0, nesterov: bool = False,
+    scale: float = 1.0, k: int = 0, samples: int = 0, offset: int = 0, chunk: int = 0,
 ) -> Tuple[np.ndarray, bool]:
     """Adds a gradient to momentum u and velocity v in place and chooses what to send (DGC, arXiv 1712.01887, section 3).
 
     vanilla: u ← m·u + g, v ← v + u; Nesterov: u ← m·(u + g), v ← v + u + g; without momentum (u None): v ← v + g;
     where g = scale·grad. An element whose new v would be TOO_LARGE or not finite keeps its old v. Where that new v would be finite its u
     becomes 0, so that the next step is not as large again; else it keeps its old u. grad is left zero, so that the decoded sum can be
-    added there.
+    added there. With `base` the gradient is grad − base, and grad is left as base is: so parameters that an optimizer has moved from there go
+    back, and the sum is added to them.
 
     Returns (indices, finite): ascending indices of at most k of the largest non-zero |v|, at least 0.8·k where that many
     are not zero; and whether every new v was finite. The native kernel finds its threshold from about `samples` sampled
@@ -27,7 +28,7 @@ def add_to_residual(
     that are not zero, where those are fewer. Nothing is sampled then.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        g = np.float32(scale) * grad
+        g = np.float32(scale) * (grad if base is None else grad - base)
         m = np.float32(momentum)
         if u is None:
             new_u = new_v = v + g
@@ -41,7 +42,7 @@ def add_to_residual(
     v[...] = np.where(finite, new_v, v)
     if u is not None:
         u[...] = np.where(finite, new_u, np.where(np.isfinite(new_v), 0, u))
-    grad.fill(0)
+    grad[...] = 0 if base is None else base
     chunks = [largest_of(v[first : first + (chunk or len(v))], k) + first for first in range(0, len(v), chunk or len(v))] if len(v) else []
     return np.concatenate([np.empty(0, np.int64), *chunks]).astype(np.uint32), bool(finite.all())
 
@@ -73,13 +74,13 @@ def take_entries(
 
 
 def encode_topk(
-    grad: np.ndarray, u: Optional[np.ndarray], v: np.ndarray, *, momentum: float = 0.0, nesterov: bool = False, scale: float = 1.0,
-    k: int, samples: int, offset: int, chunk: int = 0, kind: str, mask: bool = False,
+    grad: np.ndarray, u: Optional[np.ndarray], v: np.ndarray, *, base: Optional[np.ndarray] = None, momentum: float = 0.0, nesterov: bool = False,
+    scale: float = 1.0, k: int, samples: int, offset: int, chunk: int = 0, kind: str, mask: bool = False,
 ) -> Encoded:
     """add_to_residual, take_entries of what it has chosen, and their sparse body; none where the gradient was not finite. `undo` of what is
     returned: (indices, rows), as take_entries returns them."""
     chosen, finite = add_to_residual(
-        grad, u, v, momentum=momentum, nesterov=nesterov, scale=scale, k=k, samples=samples, offset=offset, chunk=chunk
+        grad, u, v, base=base, momentum=momentum, nesterov=nesterov, scale=scale, k=k, samples=samples, offset=offset, chunk=chunk
     )
     indices, rows, values, scales = take_entries(chosen if finite else chosen[:0], v, u, kind=kind, mask=mask)
     return encode_sparse(indices, values, kind=kind, scales=scales)._replace(finite=finite, undo=(indices, rows))

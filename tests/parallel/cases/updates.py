@@ -83,7 +83,10 @@ def dense_updates_of_adam_are_the_mean_of_local_ones():
 def no_update_is_lost():
     """What has moved the parameters, and what is not sent yet, is all that ranks' optimizers have asked for: over changes of the learning rate, an
     exchange without steps, a save and a load."""
-    specs = "topk:ratio=0.02,min_numel=0", "adacomp:min_numel=0", "dgc:ratio=0.02,min_numel=0", "powersgd:min_rate=1", "efsignsgd"
+    specs = (
+        "topk:ratio=0.02,min_numel=0", "topk:ratio=0.02,min_numel=0,exchange=split", "adacomp:min_numel=0", "dgc:ratio=0.02,min_numel=0",
+        "powersgd:min_rate=1", "efsignsgd",
+    )
     for spec in specs:
         model, local = weights(), weights()
         optimizer = of_updates(model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5), spec)

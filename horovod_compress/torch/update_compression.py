@@ -1,0 +1,186 @@
+"""The exchange of what ranks' optimizers would add to the parameters, between the ranks' UpdateOptimizers."""
+import logging
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from .. import checkpoint
+from ..binding import Binding, is_elastic
+from ..compressors import get_compressor
+from ..compressors.base import OWED, Compressor
+from ..compressors.selective import decide_follow_lr
+from ..exchange import Exchange
+from ..handshake import agree, gather
+from ..transport.base import Transport
+from ..transport.horovod import HorovodTransport
+from ..transport.loopback import Loopback
+from ..transport.mpi import MPITransport
+from .unbound import UnboundCompression
+
+_log = logging.getLogger("horovod_compress")
+_NO_MEANING = {  # of options of algorithms, where updates are compressed
+    "momentum": "the optimizer's momentum is inside its updates",
+    "nesterov": "the optimizer's momentum is inside its updates",
+    "follow_lr": "the learning rate is inside the updates",
+    "clip_norm": "gradients are each rank's own before step(): clip them with torch.nn.utils.clip_grad_norm_",
+}
+
+
+class UpdateCompression(Binding):
+    """The exchange of an UpdateOptimizer: its compression's config, stats(), stats_by_tensor() and record().
+
+    shapes: of the parameters, by name. options: what else must be alike on all ranks, JSON-able.
+    """
+
+    _exchange: Exchange
+
+    def __init__(self, spec: Any, shapes: Dict[str, Tuple[int, ...]], options: Dict[str, Any], process_set: Any) -> None:
+        super().__init__(hvd, process_set)
+        self._number()
+        self._elastic, self._shapes, self._options = is_elastic(), shapes, options
+        self._synced = not self._elastic
+        self._active = bool(self._process_set.included()) and (self._process_set.size() > 1 or self._elastic)
+        self._ranks = self._rank_and_size()
+        self._compressor = compressor_for_updates(spec)
+        self._transport: Transport = self._transport_of(self._compressor)
+        self._exchange = Exchange(self._compressor, self._transport, self._tensors(self._compressor), self._label, dense_alone=self._elastic)
+
+    def _description(self) -> Dict[str, Any]:
+        return {**super()._description(), **self._options, "shapes": {name: list(shape) for name, shape in self._shapes.items()}}
+
+    def _tensors(self, compressor: Compressor) -> Dict[str, Tuple[Tuple[int, ...], Compressor]]:
+        return {name: (shape, compressor) for name, shape in self._shapes.items()}
+
+    def _transport_of(self, compressor: Any) -> Transport:
+        if not self._active:
+            return Loopback.group(1)[0]
+        over_mpi = getattr(compressor, "transport", "horovod") == "mpi"
+        return MPITransport(hvd, self._process_set) if over_mpi else HorovodTransport(self._process_set)
+
+    def begin(self, parameters: Dict[str, int]) -> None:
+        """Compares what must be alike on all ranks before the first step; parameters: a checksum of each."""
+        self._refuse_unsynced("hvd.elastic.TorchState(model=model, optimizer=optimizer) of this UpdateOptimizer")
+        if self._active and not self._agreed:
+            advice = "Start all ranks alike, and call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step"
+            description = {**self._description(), "parameters": parameters}
+            agree(self._transport, self._label, description, "come to the first step of their UpdateOptimizer", advice)
+        self._agreed = True
+
+    def exchange(self, updates: Iterable[Tuple[str, np.ndarray, Optional[np.ndarray]]]) -> bool:
+        """Replaces each rank's updates by what the compression brings of their mean. updates: names, flat float32 arrays, and what those count from:
+        an array is that plus the update, and becomes that plus the mean. Returns whether the results are finite on all ranks; where not, what was to
+        be sent waits for the next exchange."""
+        exchange = self._exchange
+        if not self._active:
+            for _ in updates:  # which are the mean
+                pass
+            return True
+        if self._rank_and_size() != self._ranks:  # In an elastic job: ranks have left, and those that stay are not asked to synchronize.
+            self._resize()
+        carriers = {name: exchange.submit(name, flat, base=base) for name, flat, base in updates}
+        handles = {}
+        for name, carrier in carriers.items():
+            if exchange.is_payload(name, carrier):
+                tensor = torch.from_numpy(carrier)
+                handles[name] = hvd.allreduce_async_(tensor, name=f"{self._label}.{name}.mean", op=hvd.Average, process_set=self._process_set)
+        exchange.flush()
+        for name, carrier in carriers.items():
+            if name in handles:
+                hvd.synchronize(handles[name])
+            exchange.finish(name, carrier)
+        exchange.end_step()
+        return exchange.succeeded
+
+    def average(self, tensors: Dict[str, torch.Tensor]) -> None:
+        """Makes tensors their mean over ranks, which all have the same ones. MismatchError where they have not."""
+        if not self._active:
+            return
+        names = f"{self._label}.state"
+        advice = "Where a rank has taken no step yet, or had no gradient of a parameter, call average_state() later"
+        agree(self._transport, names, {name: list(tensor.shape) for name, tensor in tensors.items()}, "called average_state()", advice)
+        hosts = {name: tensor.to("cpu", torch.promote_types(tensor.dtype, torch.float32)).contiguous() for name, tensor in tensors.items()}
+        handles = [hvd.allreduce_async_(host, name=f"{names}.{name}", op=hvd.Average, process_set=self._process_set) for name, host in hosts.items()]
+        for handle, (name, host) in zip(handles, hosts.items()):
+            hvd.synchronize(handle)
+            if host is not tensors[name]:
+                tensors[name].copy_(host)
+
+    def switch(self, spec: Any) -> None:
+        """From the next exchange on, on all ranks, updates are compressed as this spec says; what was not sent yet stays, or goes with the next."""
+        self._switch(compressor_for_updates(spec), compare=self._active)
+
+    def _switch(self, compressor: Compressor, compare: bool) -> None:
+        self._exchange.end_step()
+        if compare:
+            agree(self._transport, f"{self._label}.switch", compressor.config, "called switch()", "Call it on all ranks with the same spec")
+        self._exchange.transport = self._transport = self._transport_of(compressor)
+        self._exchange.switch(compressor, self._tensors(compressor), {})
+        self._compressor = compressor
+
+    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
+        """What is not sent yet, as tensors and plain values."""
+        state = self._exchange.state_dict()
+        if portable and self._active:
+            state = checkpoint.portable(state, self._transport, self._label)
+        state["tensors"] = {n: {k: torch.from_numpy(a) for k, a in arrays.items()} for n, arrays in state["tensors"].items()}
+        return state
+
+    def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
+        """Continues from what state_dict has returned on this rank, or from a list of all ranks', or from a portable one."""
+        self._exchange.load_state_dict(state)
+
+    def abandon(self) -> None:
+        """Gives an exchange up that was interrupted."""
+        self._exchange.abandon()
+
+    # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------
+
+    def of_all(self, number: int) -> List[int]:
+        """The numbers of all ranks, which all call it, also where they do not know each other yet."""
+        return gather(self._transport, "hvdc.elastic.number", number)
+
+    def _resize(self) -> None:
+        self._ranks = self._rank_and_size()
+        super()._resize()
+
+    def _kept(self, into: Optional[Dict[str, Any]] = None, owed: Optional[Dict[str, np.ndarray]] = None) -> Dict[str, Any]:
+        """owed: by name, what is to be sent beside what this keeps already."""
+        kept = {**super()._kept(into), "spec": self.config}
+        for name, values in (owed or {}).items():
+            arrays = kept["tensors"][name]
+            arrays[OWED] = arrays.get(OWED, 0) + values
+        return kept
+
+    def _go_back_to(self, state: Dict[str, Any]) -> None:
+        self._switch_back(state["spec"])
+        self._exchange.go_back_to(state)
+
+    def _sync(self) -> None:
+        self._switch_back(gather(self._transport, "hvdc.elastic.spec", self.config)[0])
+        super()._sync()
+
+    def _switch_back(self, spec: Any) -> None:
+        if get_compressor(spec) != self._compressor:  # what was gathered has lists for tuples
+            self._exchange.abandon()
+            self._switch(get_compressor(spec), compare=False)
+
+
+def compressor_for_updates(spec: Any) -> Compressor:
+    """The compressor of a spec, for updates. ValueError for options that have no meaning there."""
+    if isinstance(spec, UnboundCompression):
+        if type(spec) is not UnboundCompression:
+            raise ValueError("auto() tries compressions of gradients: name one for updates, such as topk:ratio=0.01")
+        spec = spec._compressor
+    compressor: Any = get_compressor(spec)
+    for key, why in _NO_MEANING.items():
+        if compressor.config.get(key):
+            raise ValueError(f"{compressor.id}: {key} has no meaning where updates are compressed, because {why}: leave it out")
+    if getattr(compressor, "moments", "minibatch") != "minibatch":
+        raise ValueError(f"{compressor.id}: moments={compressor.moments} are of gradients; updates have moments=minibatch only")
+    if compressor.corrects_momentum:
+        if hvd.rank() == 0:
+            _log.warning("%s selects by size with error feedback here, as topk does: momentum is inside the updates", compressor.id)
+        compressor = compressor.bound(0.0, False)
+    return decide_follow_lr(compressor, False, False)
