@@ -9,7 +9,7 @@ from typing import Any, Callable, Counter, Dict, List, Sequence, Tuple
 import numpy as np
 
 from . import kernels
-from .compressors.base import Compressor, zeros
+from .compressors.base import Compressor, Step, zeros
 from .exchange import Exchange
 from .lockstep import Named, make_ranks
 from .transport.base import Transport
@@ -27,11 +27,11 @@ class Echo(Transport):
     def __init__(self, size: int) -> None:
         self.size, self.seconds = size, 0.0
         self.sent: Counter[str] = Counter()
-        self.operations = 0
+        self.operations: Counter[str] = Counter()
 
     def count(self, verb: str, array: np.ndarray) -> None:
         self.sent[f"{verb} {array.dtype}"] += array.nbytes
-        self.operations += 1
+        self.operations[f"{verb} {array.dtype}"] += 1
 
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         self.count("allgather", payload)
@@ -105,9 +105,11 @@ def _read(file: Any, entry: str, path: str) -> np.ndarray:
 
 def measure(compressor: Compressor, gradients: Sequence[Named], ranks: int, steps: int, progress: Callable[[], Any] = lambda: None) -> Dict[str, Any]:
     """Measures a compression on each of `ranks` ranks. Steps cycle through gradients[step] = {name: array}. Returns a dict: collective; ratio and
-    bytes_per_step of the measured steps; exchanged, those bytes by collective, as {"allreduce float32": …}, and operations, how many collectives a
+    bytes_per_step of the measured steps; exchanged, those bytes by collective, as {"allreduce float32": …}, and operations, how many of these a
     step starts; medians encode_seconds, decode_seconds (of all ranks' payloads) and streaming_seconds (to read and write gradient, state and one
-    payload once); gradient_bytes_per_second; times_streaming, of an encode and the decode of one payload; error; residual, whether there is one."""
+    payload once); gradient_bytes_per_second; times_streaming, of an encode and the decode of one payload; error; residual, whether there is one.
+    ValueError for what cannot be measured on one rank."""
+    _refuse_split(compressor, ranks)
     echo = Echo(ranks)
     (exchange,) = make_ranks(compressor, {name: array.shape for name, array in gradients[0].items()}, [echo])
     grads = {n: zeros(a.size) for n, a in gradients[0].items()}
@@ -121,7 +123,7 @@ def measure(compressor: Compressor, gradients: Sequence[Named], ranks: int, step
             state = [array for arrays in exchange.arrays().values() for array in arrays.values()]
             streams = [*grads.values(), *state, zeros(int(before["bytes_sent"] - earlier["bytes_sent"]) // 4)]  # the last: a payload
             echo.sent.clear()
-            echo.operations = 0
+            echo.operations.clear()
         encode, decode = _time_step(exchange, echo, grads, given)
         if step == 0:  # no residual and no momentum yet, so the result can be compared with the gradient
             error = _relative_error(grads, given)
@@ -137,12 +139,21 @@ def measure(compressor: Compressor, gradients: Sequence[Named], ranks: int, step
     sent, dense = (after[key] - before[key] for key in ("bytes_sent", "dense_bytes"))
     return {
         "collective": compressor.collective, "ratio": dense / sent, "bytes_per_step": sent / steps,
-        "exchanged": {kind: nbytes / steps for kind, nbytes in echo.sent.items()}, "operations": echo.operations / steps,
+        "exchanged": {kind: nbytes / steps for kind, nbytes in echo.sent.items()},
+        "operations": {kind: count / steps for kind, count in echo.operations.items()},
         "encode_seconds": encode, "decode_seconds": decode, "streaming_seconds": streaming,
         "gradient_bytes_per_second": dense / steps / (encode + decode),
         "times_streaming": (encode + decode / decoded_payloads) / streaming,
         "error": error, "residual": after["residual_norm"] > 0,
     }
+
+
+def _refuse_split(compressor: Compressor, ranks: int) -> None:
+    if compressor.split(1, Step(0, 0, ranks)) is not None:
+        raise ValueError(
+            f"{compressor.id}: exchange=split is work of all ranks, and this measures one: measure exchange=gather, compare both with `hvdcompress "
+            "plan`, or both on real ranks with benchmarks/step_time.py"
+        )
 
 
 def _time_step(exchange: Exchange, echo: Echo, grads: Named, given: Named) -> Tuple[float, float]:

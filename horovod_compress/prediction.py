@@ -5,6 +5,7 @@ from typing import Any, Callable, Dict, List, Sequence
 
 from . import bench
 from .compressors import get_compressor
+from .compressors.base import Step
 from .cost import Load, Network, added_seconds, break_even
 from .lockstep import Named
 from .models import MODELS, Shapes
@@ -50,13 +51,25 @@ def compressors_of(specs: Sequence[str]) -> Dict[str, Any]:
 
 def measured(compressor: Any, model: Model, gradients: Sequence[Named], ranks: int, progress: Callable[[], Any] = lambda: None) -> Load:
     """What a compression brings into a step of the model on `ranks` ranks. gradients: the model's, as `Model.gradients` makes them."""
-    found = bench.measure(compressor, gradients, ranks, STEPS, progress)
+    split = compressor.split(1, Step(0, 0, ranks))
+    alone = compressor if split is None else dataclasses.replace(compressor, exchange="gather")
+    found = bench.measure(alone, gradients, ranks, STEPS, progress)
+    if split is not None:
+        _split(found, split.accept / ranks)
     rounds = len(compressor.collectives(ranks)) - 1
     hides = not rounds and compressor.clip_norm is None and getattr(compressor, "transport", "horovod") == "horovod"
     sizes = [math.prod(shape) for shape in model.shapes.values()]
     plain = compressor.id == "none"  # with which Horovod looks at nothing
     encode, decode = (0.0, 0.0) if plain else (found["encode_seconds"], found["decode_seconds"])
-    return Load(found["exchanged"], found["operations"], rounds, hides, sizes[0] / sum(sizes), encode, decode).times(model.factor)
+    return Load(found["exchanged"], sum(found["operations"].values()), rounds, hides, sizes[0] / sum(sizes), encode, decode).times(model.factor)
+
+
+def _split(found: Dict[str, Any], accepted: float) -> None:
+    """Makes of what was measured of gathering that of splitting, if an owner's sums take as long as decoding as many entries. accepted: entries that
+    an owner sends all ranks, over those that a rank sends."""
+    gathered = found["exchanged"]["allgather uint8"]
+    found["exchanged"].update({"alltoall uint8": gathered, "allgather uint8": accepted * gathered})
+    found["operations"].update({"alltoall uint8": 1.0, "allgather uint8": 1.0})
 
 
 def predict(model: Model, loads: Dict[str, Load], network: Callable[[float], Network], backward: float) -> Dict[str, Any]:

@@ -16,6 +16,8 @@ from horovod_compress import kernels, wire
 from horovod_compress.compressors.base import Step
 from horovod_compress.kernels import HEADROOM, Encoded, reference
 from horovod_compress.plan import compressor_for
+from horovod_compress.requests import SelectAgain
+from horovod_compress.split import split_step
 
 DIGEST, STEP = 0x12345678, 7
 VARIANTS = [
@@ -29,6 +31,7 @@ VARIANTS = [
     "qsgd:coding=fixed,bucket_size=10",
 ]
 SPECS = [id for id, about in hc.available().items() if about["collective"] == "allgather"] + VARIANTS
+TOPK, RANKS = hc.get_compressor("topk"), 3  # of split entries
 INTERESTING = [0, 1, 2, 0x7F, 0x80, 0xFF]
 
 
@@ -98,6 +101,53 @@ def added(compressor, body, numel):
         return None, out
 
 
+def entries_of(spec, sizes, rank, rng):
+    """What a rank brings to a step of split entries, of tensors {name: elements}."""
+    compressor, step, entries = hc.get_compressor(spec), Step(STEP, rank, RANKS), []
+    for name, numel in sizes.items():
+        grad = rng.standard_normal(numel).astype(np.float32)
+        payload = compressor.encode(grad, compressor.init(name, (numel,)), step)
+        entries.append(SelectAgain(payload, compressor.split(numel, step), grad, np.zeros(numel, np.float32), compressor.number, DIGEST))
+    return entries
+
+
+def outcome(entries, arrived, sums):
+    """What rank 0 makes of what comes to it as an owner, and of all ranks' sums, its own put in; or that it refuses those."""
+    for entry in entries:
+        entry.grad.fill(0)
+    hop = split_step(entries, 0, RANKS, STEP, 1 / RANKS)
+    next(hop)
+    own = hop.send(arrived).array
+    try:
+        hop.send(np.concatenate([own, *sums]))
+    except wire.WireError:
+        return None
+    except StopIteration as stop:
+        parts = [part for selected in stop.value if selected.bodies for part in selected.bodies]
+        return own.tobytes(), [added(TOPK, body, last - first) for first, last, body in parts]
+
+
+def fuzz_split(count):
+    rng, read = random.Random(1), 0
+    for i in range(count):
+        if i % 100 == 0:
+            sizes = {name: int(10 ** rng.uniform(0.5, 2.5)) for name in "ab"}
+            spec = f"topk:min_numel=0,ratio=0.2,exchange=split,values={rng.choice(['fp32', 'fp16', 'power', '2bit', 'sign'])}"
+            ranks = [entries_of(spec, sizes, rank, np.random.default_rng([i, rank])) for rank in range(RANKS)]
+            hops = [split_step(entries, rank, RANKS, STEP, 1 / RANKS) for rank, entries in enumerate(ranks)]
+            sent = [np.split(first.array, np.cumsum(first.splits))[:RANKS] for first in map(next, hops)]
+            sums = [hop.send([parts[owner] for parts in sent]).array for owner, hop in enumerate(hops)]
+        arrived, others = [parts[0] for parts in sent], sums[1:]  # new lists
+        hostile, foreign = (others, sums[0]) if i % 2 else (arrived, sent[0][1])
+        hostile[1] = np.frombuffer(mutate(rng, hostile[1].tobytes(), foreign.tobytes()), np.uint8)
+        found = outcome(ranks[0], arrived, others)
+        with reference_kernels():
+            expected = outcome(ranks[0], arrived, others)
+        assert repr(found) == repr(expected), (spec, sizes, hostile[1].tobytes().hex())
+        read += found is not None
+    assert 0 < read < count, read
+
+
 def main(count):
     rng = random.Random(0)
     frames, forged, decoded = {}, 0, dict.fromkeys(SPECS, 0)
@@ -131,4 +181,5 @@ def main(count):
     assert forged > count // 4 and min(decoded.values()) > 0, decoded
 
 
+fuzz_split(int(sys.argv[1]) // 20)
 main(int(sys.argv[1]))

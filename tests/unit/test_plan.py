@@ -49,6 +49,16 @@ def test_bytes_are_those_that_bench_measures():
     assert loads["topk:ratio=0.01"].last == 0.25
 
 
+def test_splitting_brings_a_rank_less_where_there_are_many():
+    for ranks, accept in ((8, 4), (64, 4), (64, 1)):
+        loads = measured(["topk:ratio=0.01", f"topk:ratio=0.01,exchange=split,accept={accept}"], ranks)
+        gathering, splitting = (load for spec, load in loads.items() if spec.startswith("topk"))
+        payload = gathering.exchanged["allgather uint8"]
+        assert splitting.received(ranks) - 16 == pytest.approx(payload * (1 + accept * (ranks - 1) / ranks))
+        assert gathering.received(ranks) - 16 == pytest.approx(payload * (ranks - 1))
+        assert splitting.rounds == 1 and not splitting.hides and splitting.operations == 6
+
+
 @pytest.mark.parametrize("spec, hides", [
     ("none", True), ("dgc", True), ("dgc:clip_norm=1", False), ("dgc:transport=mpi", False), ("maxnorm", False),
 ])
