@@ -12,7 +12,7 @@ import torch
 from elastic_jobs import on_the_host_that_dies, tell, wait_for_hosts
 from torch import nn
 
-SPECS = ("dgc:ratio=0.001", "adacomp", "variance:error_feedback=true", "powersgd:rank=1,min_rate=1", "topk:ratio=0.01")
+SPECS = ("dgc:ratio=0.001", "adacomp", "variance:error_feedback=true", "powersgd:rank=1,min_rate=1", "topk:ratio=0.01,exchange=split")
 SPECS = tuple(f"{spec},min_numel=100" if ":" in spec else f"{spec}:min_numel=100" for spec in SPECS)
 SCALED = 1  # the one whose loss a GradScaler scales
 UNBOUND = 0  # the one that finds its optimizer by itself
