@@ -1,0 +1,58 @@
+"""Compiles every Triton program for a GPU that need not be there: `compile_programs.py 90` prints, as JSON, {program: its PTX, what ptxas says of it,
+bytes of shared memory}. In a process of its own, because Triton is imported either to interpret or to compile."""
+import json
+import re
+import subprocess
+import sys
+import tempfile
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from horovod_compress.kernels.device import programs
+
+FLOATS, INTEGERS = {"scale", "momentum"}, {"stride", "shift", "capacity", "numel"}
+WHOLE = {"magnitudes", "indices", "floor", "counts", "peaks", "ends"}  # pointers to int32
+VARIANTS = {"KIND": (programs.NONE, programs.VANILLA, programs.NESTEROV), "NESTEROV": (False, True)}
+
+
+def type_of(name):
+    """As Triton writes the type of an argument. That numbers of elements are 64 bits wide serves any tensor."""
+    if name in FLOATS | INTEGERS:
+        return "fp32" if name in FLOATS else "i64"
+    return "*i32" if name in WHOLE else "*fp32"
+
+
+def compiled(program, constants, capability):
+    signature = {name: "constexpr" if name in constants else type_of(name) for name in program.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}  # as torch's memory is
+    source = ASTSource(program, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+
+
+def ptxas(ptx, capability):
+    """What the assembler says: registers and spills of the program."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(capability).path, "-v", f"-arch={re.search(r'.target (sm_.*)', ptx)[1]}", file.name, "-o", "/dev/null"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def main(capability):
+    found = {}
+    for name, program in vars(programs).items():
+        if isinstance(program, triton.runtime.JITFunction) and not name.startswith("_"):
+            variant = next((key for key in VARIANTS if key in program.arg_names), None)
+            for value in VARIANTS.get(variant, [None]):
+                constants = {"BLOCK": programs.BLOCK, **({} if variant is None else {variant: value})}
+                kernel = compiled(program, constants, capability)
+                ptx = kernel.asm["ptx"]
+                found[f"{name} {value}"] = ptx, ptxas(ptx, capability), kernel.metadata.shared
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
