@@ -8,6 +8,7 @@ HOROVOD_COMPRESS_KERNELS=device is for tests: gradients on the CPU go through th
 `encode_X` makes a payload's body, or the words of a sum. `decode_X` is the inverse. `decode_add_X` decodes a body and adds the result.
 Arrays are positional arguments; numbers and flags are keywords.
 """
+import functools
 import importlib.util
 import os
 import warnings
@@ -57,6 +58,7 @@ def of(array: Any) -> ModuleType:
     return kernels
 
 
+@functools.lru_cache(maxsize=None)
 def serves(device_type: str) -> bool:
     """Whether there are kernels for arrays on devices of this type, as torch names it: on "cuda" where Triton is installed; on "cpu" where
     HOROVOD_COMPRESS_KERNELS=device says that they are to be interpreted, as tests do."""

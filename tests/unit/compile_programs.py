@@ -15,6 +15,7 @@ from horovod_compress.kernels.device import programs
 
 FLOATS, INTEGERS = {"scale", "momentum"}, {"stride", "shift", "capacity", "numel"}
 WHOLE = {"magnitudes", "indices", "floor", "counts", "peaks", "ends"}  # pointers to int32
+NARROW = {"half", "codes"}  # pointers to int16
 VARIANTS = {"KIND": (programs.NONE, programs.VANILLA, programs.NESTEROV), "NESTEROV": (False, True)}
 
 
@@ -22,7 +23,7 @@ def type_of(name):
     """As Triton writes the type of an argument. That numbers of elements are 64 bits wide serves any tensor."""
     if name in FLOATS | INTEGERS:
         return "fp32" if name in FLOATS else "i64"
-    return "*i32" if name in WHOLE else "*fp32"
+    return "*i32" if name in WHOLE else "*i16" if name in NARROW else "*fp32"
 
 
 def compiled(program, constants, capability):

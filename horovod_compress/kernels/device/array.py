@@ -9,7 +9,8 @@ import torch
 _TORCH: Dict[Any, Callable[..., torch.Tensor]] = {
     np.add: torch.add, np.subtract: torch.subtract, np.multiply: torch.multiply, np.divide: torch.divide,
 }
-_DTYPES: Dict[torch.dtype, np.dtype] = {torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16), torch.int32: np.dtype(np.int32)}
+_DTYPES: Dict[torch.dtype, np.dtype] = {torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16), torch.uint16: np.dtype(np.uint16)}
+_TENSORS = {dtype: of for of, dtype in _DTYPES.items()}
 Array = Union[np.ndarray, "DeviceArray"]
 
 
@@ -47,6 +48,10 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __len__(self) -> int:
         return self.size
+
+    def view(self, dtype: Any) -> "DeviceArray":
+        """The same memory as elements of another type."""
+        return DeviceArray(self.tensor.view(_TENSORS[np.dtype(dtype)]))
 
     def fill(self, value: float) -> None:
         """Gives all elements this value."""
@@ -95,8 +100,8 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
             else:
                 np.copyto(to, np.asarray(source))
             return None
-        if function is np.empty_like and not keywords:
-            return DeviceArray(torch.empty_like(args[0].tensor))
+        if function is np.empty_like and len(args) == 1 and keywords.keys() <= {"dtype"}:
+            return DeviceArray(torch.empty_like(args[0].tensor, dtype=_TENSORS[np.dtype(keywords.get("dtype", args[0].dtype))]))
         return NotImplemented
 
     def _tensor_of(self, value: Any) -> Any:

@@ -1,4 +1,5 @@
 """Operations on whole tensors: norms, finiteness, momentum after averaging."""
+import numpy as np
 import torch
 
 from . import programs
@@ -30,6 +31,11 @@ def apply_momentum(out: DeviceArray, u: DeviceArray, new_u: DeviceArray, *, mome
 def peaks_beside(tensor: torch.Tensor, numel: int) -> torch.Tensor:
     """Memory for the largest magnitude of each block of `numel` elements, as bits; one more, which is 0."""
     return tensor.new_zeros(programs.blocks_of(numel) + 1, dtype=torch.int32)
+
+
+def largest_of(peaks: torch.Tensor) -> float:
+    """The largest of these magnitudes, infinity for NaN; waits for the device."""
+    return float(np.int32(min(int(peaks.max()), programs.INFINITY)).view(np.float32))
 
 
 def are_finite(peaks: torch.Tensor) -> bool:

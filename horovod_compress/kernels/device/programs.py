@@ -127,3 +127,50 @@ def average_momentum(out, u, new_u, peaks, momentum, numel, NESTEROV: tl.constex
     tl.store(out + i, result, mask=inside)
     largest = tl.maximum(_magnitude(moved), _magnitude(result))
     tl.store(peaks + tl.program_id(0), tl.max(tl.where(inside, largest, 0)))
+
+
+@triton.jit
+def to_float16(x, half, peaks, numel, BLOCK: tl.constexpr):
+    """Float16, ties to even, as bits; a NaN is the same for all. For its block: the largest magnitude."""
+    i = _elements(BLOCK)
+    inside = i < numel
+    value = tl.load(x + i, mask=inside, other=0.0)
+    bits = _magnitude(value)
+    sign = (value.to(tl.int32, bitcast=True) >> 16 & 0x8000).to(tl.int16)
+    code = tl.where(bits > _INFINITY, sign | 0x7E00, value.to(tl.float16).to(tl.int16, bitcast=True))
+    tl.store(half + i, code, mask=inside)
+    tl.store(peaks + tl.program_id(0), tl.max(bits))
+
+
+@triton.jit
+def from_float16(half, out, peaks, numel, BLOCK: tl.constexpr):
+    """The numbers that are in float16, as bits. For its block: the largest magnitude."""
+    i = _elements(BLOCK)
+    inside = i < numel
+    value = tl.load(half + i, mask=inside, other=0).to(tl.float16, bitcast=True).to(tl.float32)
+    tl.store(out + i, value, mask=inside)
+    tl.store(peaks + tl.program_id(0), tl.max(_magnitude(value)))
+
+
+@triton.jit
+def to_bfloat16(grad, codes, peaks, numel, BLOCK: tl.constexpr):
+    """Bfloat16, ties to even, as bits; numbers too large become the largest finite one. Zeroes the gradient. For its block: the largest magnitude."""
+    i = _elements(BLOCK)
+    inside = i < numel
+    value = tl.load(grad + i, mask=inside, other=0.0)
+    bits = _magnitude(value)
+    rounded = tl.minimum(bits + 0x7FFF + (bits >> 16 & 1) >> 16, 0x7F7F)
+    tl.store(codes + i, (value.to(tl.int32, bitcast=True) >> 16 & 0x8000 | rounded).to(tl.int16), mask=inside)
+    tl.store(grad + i, tl.zeros_like(value), mask=inside)
+    tl.store(peaks + tl.program_id(0), tl.max(bits))
+
+
+@triton.jit
+def add_bfloat16(out, codes, peaks, scale, numel, BLOCK: tl.constexpr):
+    """Adds scale times numbers that are in bfloat16, as bits. For its block: the largest new magnitude."""
+    i = _elements(BLOCK)
+    inside = i < numel
+    value = (tl.load(codes + i, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    added = tl.load(out + i, mask=inside, other=0.0) + scale * value
+    tl.store(out + i, added, mask=inside)
+    tl.store(peaks + tl.program_id(0), tl.max(_magnitude(added)))
