@@ -36,9 +36,10 @@ def compare(name, where, on_device, **arguments):
     """Calls a kernel of both sets; those of the arguments that are named are on the device. Returns what the host's has returned."""
     here = {key: value.copy() if isinstance(value, np.ndarray) else value for key, value in arguments.items()}
     there = {key: moved(value, where) if key in on_device and value is not None else value for key, value in arguments.items()}
+    kernels_there = there[on_device[0]].kernels
     with np.errstate(all="ignore"):
         expected = getattr(host, name)(**here)
-        got = getattr(kernels.of(there[on_device[0]]), name)(**there)
+        got = getattr(kernels_there, name)(**there)
     assert_same(got, expected)
     for key in on_device:
         if here[key] is not None:
@@ -125,6 +126,22 @@ def test_bfloat16_is_the_same(where, data):
         assert_same(got, expected)
         again = there.kernels.encode_bf16(there, got.buffer)
         assert again.buffer is got.buffer and not again.body.any()
+
+
+@native_only
+@on_device
+@settings(max_examples=60)
+@given(data=st.data(), bits=st.sampled_from([1, 2, 4, 7, 8, 16]), size=st.sampled_from([1, 2, 3, 1000]))
+def test_codes_of_one_scale_are_the_same(where, data, bits, size):
+    a = Arguments(data)
+    w = a.w()
+    shared = dict(w=w, steps=[2.0**bits - 1], width=(2 * size * (2**bits - 1)).bit_length(), size=size)
+    clip = min(a.one_of(0.0, w / 3, w, 2 * w), float(np.finfo(np.float32).max))
+    words = compare("quantize", where, ["x"], x=a.finite(), levels=None, **shared, clip=clip, key=data.draw(st.integers(0, 2**64 - 1)))
+    x = moved(a.finite(), where)
+    assert x.kernels.quantize(x, None, words, **shared, clip=clip, key=1) is words
+    sums = a.words(a.size, shared["width"], 0)
+    compare("dequantize", where, ["out"], words=sums, levels=None, out=a.finite(), **shared, scale=a.scale())
 
 
 @on_device

@@ -8,10 +8,11 @@ tensors of the CPU.
 from .array import DeviceArray
 from .codes import decode_add_bf16, decode_float16, encode_bf16, encode_float16
 from .dense import apply_momentum, max_abs, squared_norm
+from .quantization import dequantize, quantize
 from .selection import add_to_residual, encode_topk, take_entries
 from .sparse import decode_add_sparse
 
 __all__ = [
-    "DeviceArray", "add_to_residual", "apply_momentum", "decode_add_bf16", "decode_add_sparse", "decode_float16", "encode_bf16",
-    "encode_float16", "encode_topk", "max_abs", "squared_norm", "take_entries",
+    "DeviceArray", "add_to_residual", "apply_momentum", "decode_add_bf16", "decode_add_sparse", "decode_float16", "dequantize",
+    "encode_bf16", "encode_float16", "encode_topk", "max_abs", "quantize", "squared_norm", "take_entries",
 ]

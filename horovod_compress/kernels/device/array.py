@@ -66,11 +66,16 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
         tensor = self._tensor_of(array)
         return array if isinstance(array, DeviceArray) and tensor is array.tensor else DeviceArray(tensor)
 
+    def __getitem__(self, indices: np.ndarray) -> "DeviceArray":
+        """A copy of the elements at indices, uint32."""
+        return DeviceArray(self.tensor[self._index_of(indices)])
+
     def __setitem__(self, at: Any, values: Any) -> None:
         """Writes one element, or those at indices, uint32, that do not repeat."""
-        if isinstance(at, np.ndarray):
-            at = torch.from_numpy(at.astype(np.int64)).to(self.tensor.device)
-        self.tensor[at] = self._tensor_of(values)
+        self.tensor[self._index_of(at) if isinstance(at, np.ndarray) else at] = self._tensor_of(values)
+
+    def _index_of(self, indices: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(indices.astype(np.int64)).to(self.tensor.device)
 
     def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> np.ndarray:
         array = self.tensor.detach().cpu().numpy()

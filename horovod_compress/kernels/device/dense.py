@@ -6,8 +6,8 @@ from . import programs
 from .array import DeviceArray
 
 
-def max_abs(x: DeviceArray) -> float:
-    """max |x|; infinity where anything is infinite or NaN, 0 for no elements."""
+def max_abs(x: DeviceArray, peaks: None = None) -> float:
+    """max |x|; infinity where anything is infinite or NaN, 0 for no elements. There are no `peaks` on a device."""
     largest = float(torch.linalg.vector_norm(x.tensor, float("inf"))) if x.size else 0.0
     return largest if largest == largest else float("inf")
 

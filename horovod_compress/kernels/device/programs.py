@@ -12,10 +12,12 @@ import triton.language as tl
 INTERPRETED = triton.knobs.runtime.interpret
 # Elements of a block. Eight for each of 128 threads, so that loads are of 16 bytes; the interpreter takes a NumPy call for each block and line.
 BLOCK = 1 << 16 if INTERPRETED else 1024
+WORD_BLOCK = BLOCK // 4  # words of a block, each of which is several elements: more take more registers
 TOO_LARGE = 0x76800000  # bits of 2^110, as in the native kernels
 INFINITY = 0x7F800000
 SAMPLED = 64  # consecutive elements that are sampled together, as in the native kernels, whose threshold would else be another
 _TOO_LARGE, _INFINITY, _SAMPLED = tl.constexpr(TOO_LARGE), tl.constexpr(INFINITY), tl.constexpr(SAMPLED)
+WORDS = {4: tl.int32, 8: tl.int64}  # by the bytes of a word
 NONE, VANILLA, NESTEROV = 0, 1, 2  # kinds of momentum
 
 
@@ -24,10 +26,10 @@ def blocks_of(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def launch(program: Any, numel: int, *arguments: Any, **constants: Any) -> None:
-    """Starts a program for `numel` elements, which follow its other arguments, on the current stream."""
+def launch(program: Any, numel: int, *arguments: Any, BLOCK: int = BLOCK, **constants: Any) -> None:
+    """Starts a program for `numel` elements, or words, a number that follows its other arguments, on the current stream."""
     if numel:
-        program[(blocks_of(numel),)](*arguments, numel, **constants, BLOCK=BLOCK, enable_fp_fusion=False)
+        program[(-(-numel // BLOCK),)](*arguments, numel, **constants, BLOCK=BLOCK, enable_fp_fusion=False)
 
 
 @triton.jit
@@ -54,7 +56,7 @@ def _advanced(g, u, v, momentum, KIND: tl.constexpr):
     return u, v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "shift"])  # which differ from tensor to tensor, and from step to step
 def sample(grad, u, v, magnitudes, momentum, scale, stride, shift, numel, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """The magnitudes, as bits, that v is about to have at sampled elements: of every `stride`-th stretch of 64, from number `shift` on."""
     i = _elements(BLOCK)
@@ -88,7 +90,7 @@ def advance(grad, u, v, floor, counts, peaks, momentum, scale, numel, KIND: tl.c
     tl.store(peaks + tl.program_id(0), tl.max(bits))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def collect(v, floor, counts, ends, indices, magnitudes, capacity, numel, BLOCK: tl.constexpr):
     """Indices and magnitudes of the elements that reach the floor, in order, as many as there is room for. ends: sums of the blocks' counts."""
     block = tl.program_id(0)
@@ -174,3 +176,53 @@ def add_bfloat16(out, codes, peaks, scale, numel, BLOCK: tl.constexpr):
     added = tl.load(out + i, mask=inside, other=0.0) + scale * value
     tl.store(out + i, added, mask=inside)
     tl.store(peaks + tl.program_id(0), tl.max(_magnitude(added)))
+
+
+@triton.jit
+def _fields(word, numel, count, FIELDS: tl.constexpr):
+    """Where a word's first element is, and how many elements later each of the others is: words come in blocks of 64, of which all first elements
+    come first, then the second …, as kernels/reference/quantization.py says."""
+    whole = numel // (FIELDS * 64) * 64
+    within = word < whole
+    return tl.where(within, word // 64 * 64 * FIELDS + word % 64, whole * FIELDS + word - whole), tl.where(within, 64, count - whole)
+
+
+@triton.jit(do_not_specialize=["key_low", "key_high"])
+def quantize(
+    x, words, numel, key_low, key_high, limit, before, factor, count, FRACTION: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr,
+    WORD: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Words of the codes of elements, which are rounded at random; fields of a word share a draw of bits."""
+    word = _elements(BLOCK)
+    inside = word < count
+    first, apart = _fields(word, numel, count, FIELDS)
+    bits = word.to(tl.uint32) * 0x9E3779B9 + key_low.to(tl.uint32, bitcast=True)
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
+    bits = (bits ^ (bits >> 13) ^ key_high.to(tl.uint32, bitcast=True)) * 0xC2B2AE35
+    bits ^= bits >> 16
+    sums = tl.zeros([BLOCK], WORD)
+    for field in tl.static_range(FIELDS):
+        i = first + field * apart
+        y = tl.load(x + i, mask=inside & (i < numel), other=0.0) * before * factor
+        magnitude = tl.minimum(_magnitude(y), limit)
+        fixed = magnitude.to(tl.float32, bitcast=True).to(tl.int32)
+        fixed = tl.where(y < 0, -fixed, fixed)
+        code = (fixed + (bits >> (32 - FRACTION)).to(tl.int32)) >> FRACTION
+        sums += tl.where(i < numel, code, 0).to(WORD) << (field * WIDTH)
+        bits *= 0xFAF2BB1D
+    tl.store(words + word, sums, mask=inside)
+
+
+@triton.jit
+def dequantize(
+    words, out, numel, unit, largest, count, OFFSETS: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Elements from the ranks' sums of words: unit times the sum of their codes, which is at most `largest` in magnitude."""
+    word = _elements(BLOCK)
+    inside = word < count
+    first, apart = _fields(word, numel, count, FIELDS)
+    sums = tl.load(words + word, mask=inside, other=0) + OFFSETS
+    for field in tl.static_range(FIELDS):
+        i = first + field * apart
+        code = (sums >> (field * WIDTH) & ((1 << WIDTH) - 1)).to(tl.int32) - largest
+        tl.store(out + i, code.to(tl.float32) * unit, mask=inside & (i < numel))

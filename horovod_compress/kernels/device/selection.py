@@ -60,8 +60,7 @@ def take_entries(
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]:
     """As `kernels.reference.take_entries`; indices, rows and values are on the host."""
     states = _states(v, u, mask)
-    at = torch.from_numpy(indices.astype(np.int64)).to(v.tensor.device)
-    rows = torch.stack([state.tensor[at] for state in states]).cpu().numpy()
+    rows = np.stack([np.asarray(state[indices]) for state in states])
     return _take(_Entries(indices, rows, True), states, kind)
 
 
