@@ -40,7 +40,7 @@ def saved(identity: Dict[str, Any], tensors: Iterable[Tensor], step: Any, into: 
     def copied(tensor: Tensor) -> Dict[str, np.ndarray]:
         memory = into["tensors"].get(tensor.name, {}) if into else {}
         again = {key: a for key, a in memory.items() if key in tensor.state.arrays and a.shape == tensor.state.arrays[key].shape}
-        return {key: np.divide(array, _unit(tensor, key), out=again.get(key)) for key, array in tensor.state.arrays.items()}
+        return {key: np.divide(np.asarray(array), _unit(tensor, key), out=again.get(key)) for key, array in tensor.state.arrays.items()}
 
     return {
         "format": _FORMAT,

@@ -113,6 +113,12 @@ class Driver(ABC):
         """All that are known."""
         return self._tensors.values()
 
+    def on_device(self, name: str) -> bool:
+        """Whether a tensor's steps can be where its gradient is, if that is a device; else they are on the host, as an owner's sums are."""
+        tensor = self._tensors.get(name)
+        split = tensor is not None and any(collective.verb == "alltoall" for collective in tensor.declared)
+        return tensor is not None and tensor.compressor.on_device and not split and tensor.numel < 2**31
+
     @property
     def under_way(self) -> bool:
         """Whether something is submitted and not finished."""
@@ -169,6 +175,7 @@ class Driver(ABC):
 
     def _begin(self, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         """The generator of a tensor's step."""
+        tensor.follow(grad)
         if self._discardable:
             tensor.keep()
         if self.observer is not None and self.observer.wants(step.index):

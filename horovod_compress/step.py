@@ -14,7 +14,7 @@ import numpy as np
 from . import wire
 from .compressors.base import LOCAL, OWED, Compressor, Encoding, Kept, State, Step
 from .handshake import MismatchError, error_of_joined
-from .kernels import Encoded
+from .kernels import Encoded, beside
 from .requests import (
     FLOAT32,
     Allgather,
@@ -82,6 +82,12 @@ class Tensor:
         nbytes, counters = request.array.nbytes, self.counters
         counters["bytes_sent"] += nbytes
         counters["bytes_received"] += -nbytes if isinstance(request, Allgather) else nbytes
+
+    def follow(self, grad: np.ndarray) -> None:
+        """Brings the state to where the gradient is, on the host or on a device."""
+        arrays = self.state.arrays
+        for key, array in arrays.items():
+            arrays[key] = beside(array, grad)
 
     def keep(self) -> None:
         """Copies the state before a step."""
@@ -267,7 +273,7 @@ def _last_request(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step
             return SelectAgain(payload, split, grad, residual, compressor.number, tensor.digest)
         request = Allgather(wire.seal(payload, tensor.compressor.number, tensor.digest, step.index))
     else:
-        request = payload if isinstance(payload, Allreduce) else Allreduce(payload.array)
+        request = payload if isinstance(payload, Allreduce) else Allreduce(np.asarray(payload.array))  # Transports move what is on the host.
     tensor.count(request)
     return request
 
@@ -285,7 +291,7 @@ def _decode(
     elif isinstance(payload, Allreduce):
         finite = compressor.decode(arrived, grad, tensor.state, step, scale)
     else:
-        summed = reduced if arrived is None else arrived
+        summed = reduced if arrived is None else beside(arrived, grad)
         grad = summed if summed.dtype == FLOAT32 else grad
         finite = compressor.decode_dense(summed, grad, tensor.state, scale)
     if base is not None:

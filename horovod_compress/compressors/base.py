@@ -132,6 +132,7 @@ class Compressor(ABC):
     paper: ClassVar[Optional[str]] = None
     corrects_momentum = False  # takes over the optimizer's momentum: has options momentum, nesterov and a method bound
     clip_norm = None  # type: Optional[float]  # where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is there
+    on_device: ClassVar[bool] = False  # whether the kernels on a device are all that it needs: each class says so for itself
     takes_base = False  # whether `encode` subtracts `Step.base` itself, and leaves the gradient as that is where it would leave it zero
     same_kernels = False  # whether replicas agree only where all ranks have native kernels, or all the reference
     seed = None  # type: Optional[int]  # where set, all random draws follow from it
@@ -145,6 +146,7 @@ class Compressor(ABC):
         id = vars(cls).get("id")
         if id and "number" not in vars(cls):
             cls.number = 128 + zlib.crc32(id.encode()) % 128
+        cls.on_device = vars(cls).get("on_device", False)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

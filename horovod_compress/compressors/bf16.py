@@ -17,6 +17,7 @@ class BFloat16(Compressor):
 
     id = "bf16"
     number = 16
+    on_device = True
     paper = "-"
 
     def payload_bits(self, step: Step) -> float:

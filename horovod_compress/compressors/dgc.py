@@ -27,6 +27,7 @@ class DGC(TopK):
 
     id = "dgc"
     number = 1
+    on_device = True
     corrects_momentum = True
     kept = {"u": LOCAL, "v": LOCAL}
     accumulator = "v"
@@ -126,6 +127,7 @@ class DenseMomentum(NoCompression):
     """For tensors that DGC does not compress: they are averaged, then get vanilla or Nesterov momentum, the same on all ranks."""
 
     id, number = None, -1  # not for users: DGC's own
+    on_device = True
     kept = {"u": SHARED}
 
     momentum: float = option(Number(0, 1), 0.9, "of the mean gradient")
@@ -156,8 +158,7 @@ class DenseMomentum(NoCompression):
         u = state.arrays.get("u")
         if u is None or not finite:
             return finite
-        if state.spare is None:
-            state.spare = zeros(u.size)
+        state.spare = np.empty_like(u) if state.spare is None else kernels.beside(state.spare, u)
         finite = kernels.of(out).apply_momentum(out, u, state.spare, momentum=self.momentum, nesterov=self.nesterov)
         state.sent = state.spare if finite else None
         return finite

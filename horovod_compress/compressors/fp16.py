@@ -24,6 +24,7 @@ class Float16(NoCompression):
 
     id = "fp16"
     number = 2
+    on_device = True
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (Collective("host", "float16"),)
@@ -31,9 +32,7 @@ class Float16(NoCompression):
     def encode(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
         if step.scale != 1:
             grad *= np.float32(step.scale)
-        if state.buffer is None:
-            state.buffer = np.empty(grad.size, np.float16)
-        half = state.buffer
+        half = state.buffer = np.empty_like(grad, dtype=np.float16) if state.buffer is None else kernels.beside(state.buffer, grad)
         if _INFINITE <= kernels.of(grad).encode_float16(grad, half.view(np.uint16)) < np.inf:
             if not state.overflows:
                 said = f"horovod_compress: {state.name} has elements beyond {_LARGEST}, which are infinite in float16: scale the loss down, or leave "

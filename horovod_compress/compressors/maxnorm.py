@@ -21,6 +21,7 @@ class MaxNorm(SharedScaleQuantizer):
 
     id = "maxnorm"
     number = 9
+    on_device = True
     paper = "Vineeth S, Unbiased Single-scale and Multi-scale Quantizers for Distributed Optimization, arXiv 2109.12497"
 
     bits: int = option(Count(1, 16), 4, "s = 2^bits - 1 steps from 0 to the largest")

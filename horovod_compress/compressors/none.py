@@ -14,6 +14,7 @@ class NoCompression(Compressor):
 
     id: ClassVar[Optional[str]] = "none"
     number = 0
+    on_device = True
     paper = "-"
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:

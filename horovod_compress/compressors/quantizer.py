@@ -65,8 +65,8 @@ class SharedScaleQuantizer(SharedCoordinates):
         clipped at this norm. peaks is filled as by the kernel `max_abs`, and None with one scale."""
 
     def encode(self, grad: np.ndarray, state: QuantizerState, step: Step) -> Generator[Exchanged, Any, Payload]:
-        k = kernels.of(grad)
         indices, values, finite = self.draw(grad, state, step)
+        k = kernels.of(values)
         steps, size = self.steps, step.size
         stretches = -(-values.size // 64)
         if len(steps) > 1 and (state.peaks is None or state.peaks.size != stretches):

@@ -31,6 +31,7 @@ class TopK(SelectiveCompressor):
 
     id = "topk"
     number = 6
+    on_device = True
     takes_base = True
     kept = {"residual": LOCAL}
     paper = "Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, arXiv 1704.05021"

@@ -2,11 +2,14 @@
 
 `of(array)` is the module that works on an array. For NumPy arrays that is `host`: the native module (C++) where it was built, else the
 NumPy reference. `backend` names it, "native" or "reference". The environment variable HOROVOD_COMPRESS_KERNELS selects one of them. A
-missing native module is an error where it was selected, and otherwise a warning.
+missing native module is an error where it was selected, and otherwise a warning. For a DeviceArray, a torch tensor on a GPU, it is `device`.
+HOROVOD_COMPRESS_KERNELS=device is for tests: gradients on the CPU go through those kernels too, in Triton's interpreter.
 
 `encode_X` makes a payload's body, or the words of a sum. `decode_X` is the inverse. `decode_add_X` decodes a body and adds the result.
 Arrays are positional arguments; numbers and flags are keywords.
 """
+import functools
+import importlib.util
 import os
 import warnings
 from types import ModuleType
@@ -18,11 +21,13 @@ from . import reference
 from .encoded import HEADROOM, Encoded, new_body
 from .reference.quantization import word_dtype
 
-__all__ = ["HEADROOM", "Encoded", "backend", "host", "new_body", "of", "word_dtype"]
+__all__ = ["HEADROOM", "Encoded", "backend", "beside", "host", "new_body", "of", "serves", "word_dtype"]
 
 _wanted = os.environ.get("HOROVOD_COMPRESS_KERNELS") or None
-if _wanted not in (None, "native", "reference"):
-    raise ValueError(f"HOROVOD_COMPRESS_KERNELS must be native or reference, not {_wanted!r}")
+if _wanted not in (None, "native", "reference", "device"):
+    raise ValueError(f"HOROVOD_COMPRESS_KERNELS must be native, reference or device, not {_wanted!r}")
+if _wanted == "device":
+    os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported
 
 backend = "reference"
 host: ModuleType = reference
@@ -47,4 +52,19 @@ def of(array: Any) -> ModuleType:
     """The kernels that work on this array, a module of functions."""
     if isinstance(array, np.ndarray):
         return host
-    raise TypeError(f"no kernels for {type(array).__module__}.{type(array).__qualname__}: they work on NumPy arrays")
+    kernels = getattr(array, "kernels", None)
+    if kernels is None:
+        raise TypeError(f"no kernels for {type(array).__module__}.{type(array).__qualname__}: they work on NumPy's arrays and on DeviceArray")
+    return kernels
+
+
+@functools.lru_cache(maxsize=None)
+def serves(device_type: str) -> bool:
+    """Whether there are kernels for arrays on devices of this type, as torch names it: on "cuda" where Triton is installed; on "cpu" where
+    HOROVOD_COMPRESS_KERNELS=device says that they are to be interpreted, as tests do."""
+    return device_type == ("cpu" if _wanted == "device" else "cuda") and importlib.util.find_spec("triton") is not None
+
+
+def beside(array: Any, other: Any) -> Any:
+    """The array where another one is: itself, or a copy."""
+    return np.asarray(array) if isinstance(other, np.ndarray) else other.beside(array)

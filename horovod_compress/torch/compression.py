@@ -4,6 +4,7 @@ import weakref
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -19,7 +20,7 @@ from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
 from . import horovod_internals
 from .moments import Moments
-from .parameters import NamedParameters, Slot, named
+from .parameters import NamedParameters, Slot, flat, named
 from .sgd import SGDTakeover, is_plain_sgd
 
 _SYNCHRONIZE_FIRST = (
@@ -110,14 +111,14 @@ class BoundCompression(Binding):
         if not self._exchange.under_way:
             self._begin_step()
         slot = self._find(tensor)
-        host, flat = slot.load(tensor)
+        memory, array = slot.load(tensor, self._exchange.on_device(slot.name))
         squares = self._moments.take(slot.name) if self._moments else None
-        carrier = self._exchange.submit(slot.name, flat, squares, self._rates.get(id(slot.param)))
-        sent = host if carrier is flat else torch.from_numpy(carrier)
+        carrier = self._exchange.submit(slot.name, array, squares, self._rates.get(id(slot.param)))
+        sent = memory if carrier is array else torch.from_numpy(carrier) if isinstance(carrier, np.ndarray) else carrier.tensor
         grad = slot.param.grad
         assert grad is not None  # `_find` has seen it.
         self._submitted.append((slot, tensor, grad._version))
-        return sent, (slot, tensor, host, sent, carrier)
+        return sent, (slot, tensor, memory, sent, carrier)
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Called by Horovod with what it reduced: returns the gradient, in its own memory, holding the result."""
@@ -130,16 +131,16 @@ class BoundCompression(Binding):
             if self._announce is not None:
                 raise ValueError("ranks without data cannot answer sparse gradients: give hvd.DistributedOptimizer(sparse_as_dense=True)")
             return tensor
-        slot, grad, host, sent, carrier = ctx
+        slot, grad, memory, sent, carrier = ctx
         if self._submitted:
             self._look_for_changes()
         if tensor is None:  # An exception came after Horovod had handed this result over.
             self._spoil(slot, grad, f"the step was interrupted while the result of {slot.name} came")
             self._exchange.give_up(slot.name)
             return self._unspoilt(grad)
-        self._exchange.finish(slot.name, carrier if tensor.data_ptr() == sent.data_ptr() else tensor.cpu().numpy().reshape(-1))
-        if host is not grad:
-            grad.copy_(host)
+        self._exchange.finish(slot.name, carrier if tensor.data_ptr() == sent.data_ptr() else flat(tensor, not isinstance(carrier, np.ndarray)))
+        if memory is not grad:
+            grad.copy_(memory)
             if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
                 self._exchange.reject()
         self._results, self._takeover.due = "unused", True

@@ -1,15 +1,16 @@
-"""The parameters of an optimizer under their names, and what they hold as float32 on the host."""
+"""The parameters of an optimizer under their names, and what they hold as flat float32."""
 import collections
 import collections.abc
 import inspect
 from typing import Any, Iterable, List, Optional, Tuple
 
-import numpy as np
 import torch
 from torch import nn
 
+from .. import kernels
 from ..binding import warn_once
 
+_HOST = torch.device("cpu")
 NamedParameters = Iterable[Tuple[str, torch.Tensor]]  # as model.named_parameters() gives
 
 
@@ -18,25 +19,46 @@ class Slot:
 
     def __init__(self, name: str, param: torch.Tensor) -> None:
         self.name, self.param, self.following = name, param, self
-        self._staging: Optional[torch.Tensor] = None  # a copy of the gradient, where its own memory is not contiguous float32 on the host
+        self._staging: Optional[torch.Tensor] = None  # a copy of the gradient, where its own memory does not serve
 
-    def load(self, grad: torch.Tensor) -> Tuple[torch.Tensor, np.ndarray]:
-        """(tensor, flat array) of float32 on the host: the gradient's own memory where possible."""
-        if on_host(grad):
-            return grad, grad.numpy().reshape(-1)
+    def load(self, grad: torch.Tensor, on_device: bool = False) -> Tuple[torch.Tensor, Any]:
+        """(tensor, flat array) of contiguous float32: the gradient's own memory where possible. On the host, or with `on_device` where the gradient
+        is, if that is a device that kernels serve."""
+        own = flat_memory(grad, on_device)
+        if own is not None:
+            return grad, own
         if grad.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             raise TypeError(f"{self.name}: gradients of {grad.dtype} cannot be compressed; real floating point is needed")
-        if self._staging is None:
-            if grad.device.type != "cpu":
-                warn_once(f"gradients on {grad.device.type} are compressed on the host, through pinned memory")
-            self._staging = torch.empty(grad.shape, dtype=torch.float32, device="cpu", pin_memory=grad.device.type == "cuda")
+        served = on_device and kernels.serves(grad.device.type)
+        place = grad.device if served else _HOST
+        if self._staging is None or self._staging.device != place:
+            if grad.device != place:
+                self._warn_of_copies(grad.device.type, on_device)
+            self._staging = torch.empty(grad.shape, dtype=torch.float32, device=place, pin_memory=grad.device.type == "cuda" and not served)
         self._staging.copy_(grad)
-        return self._staging, self._staging.numpy().reshape(-1)
+        return self._staging, flat(self._staging, served)
+
+    @staticmethod
+    def _warn_of_copies(device: str, on_device: bool) -> None:
+        why = "install triton, or horovod-compress[gpu], to compress them there" if on_device else "there are no kernels for this on a device"
+        warn_once(f"gradients on {device} are compressed on the host, through pinned memory: {why}")
 
 
-def on_host(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's own memory is a flat float32 array on the host."""
-    return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+def flat(tensor: torch.Tensor, on_device: bool) -> Any:
+    """The flat array that the exchange knows a contiguous tensor by: on the host a NumPy array, else a DeviceArray."""
+    if not on_device:
+        return tensor.cpu().numpy().reshape(-1)
+    from ..kernels.device import DeviceArray  # imports Triton
+
+    return DeviceArray(tensor.data.view(-1))  # `data`: what is written here is no change that the user has made
+
+
+def flat_memory(tensor: torch.Tensor, on_device: bool = False) -> Any:
+    """The flat array that is a tensor's own memory: on the host, or with `on_device` on a device that kernels serve. None where it is not contiguous
+    float32, or is elsewhere."""
+    served = on_device and kernels.serves(tensor.device.type)
+    fits = tensor.dtype == torch.float32 and tensor.is_contiguous() and (served or tensor.device == _HOST)
+    return flat(tensor, served) if fits else None
 
 
 def named(optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[NamedParameters]) -> List[Tuple[str, torch.Tensor]]:

@@ -68,7 +68,7 @@ class UpdateCompression(Binding):
             agree(self._transport, self._label, description, "come to the first step of their UpdateOptimizer", advice)
         self._agreed = True
 
-    def exchange(self, updates: Iterable[Tuple[str, np.ndarray, Optional[np.ndarray]]]) -> bool:
+    def exchange(self, updates: Iterable[Tuple[str, Any, Any]]) -> bool:
         """Replaces each rank's updates by what the compression brings of their mean. updates: names, flat float32 arrays, and what those count from:
         an array is that plus the update, and becomes that plus the mean. Returns whether the results are finite on all ranks; where not, what was to
         be sent waits for the next exchange."""
@@ -83,7 +83,7 @@ class UpdateCompression(Binding):
         handles = {}
         for name, carrier in carriers.items():
             if exchange.is_payload(name, carrier):
-                tensor = torch.from_numpy(carrier)
+                tensor = torch.from_numpy(carrier) if isinstance(carrier, np.ndarray) else carrier.tensor
                 handles[name] = hvd.allreduce_async_(tensor, name=f"{self._label}.{name}.mean", op=hvd.Average, process_set=self._process_set)
         exchange.flush()
         for name, carrier in carriers.items():

@@ -11,7 +11,7 @@ import torch
 
 from ..binding import warn_once
 from .horovod_internals import own_class
-from .parameters import NamedParameters, Slot, named, on_host
+from .parameters import NamedParameters, Slot, flat_memory, named
 from .update_compression import UpdateCompression
 
 
@@ -34,20 +34,21 @@ class _Parameter(Slot):
     def __init__(self, name: str, param: torch.Tensor, outer: Optional[Nesterov]) -> None:
         super().__init__(name, param)
         self.shared = torch.empty_like(param, requires_grad=False)
-        self.momentum = torch.zeros_like(param, dtype=torch.float32, device="cpu", requires_grad=False) if outer else None
-        self.host = self.shared  # the update, until the exchange is over
+        self.momentum = torch.zeros_like(param, dtype=torch.float32, requires_grad=False) if outer else None
+        self.loaded = self.shared  # the update, until the exchange is over
         self._in_place = False  # whether the exchange itself subtracts and adds the shared value
 
     def begin(self) -> None:
         self.shared.copy_(self.param)
 
-    def update(self) -> Tuple[str, np.ndarray, Optional[np.ndarray]]:
+    def update(self, on_device: bool) -> Tuple[str, Any, Any]:
         """What local steps have added, as `UpdateCompression.exchange` takes it: in the parameter's own memory where possible."""
-        self._in_place = self.momentum is None and on_host(self.param.data) and on_host(self.shared)
+        own, base = (flat_memory(tensor, on_device) for tensor in (self.param.data, self.shared))
+        self._in_place = self.momentum is None and own is not None and base is not None
         if self._in_place:
-            return self.name, self.load(self.param.data)[1], self.shared.numpy().reshape(-1)
+            return self.name, own, base
         self.param.sub_(self.shared)
-        self.host, flat = self.load(self.param.data)
+        self.loaded, flat = self.load(self.param.data, on_device)
         return self.name, flat, None
 
     def give_up(self) -> None:
@@ -58,12 +59,12 @@ class _Parameter(Slot):
         if self._in_place:
             return
         if outer is not None and self.momentum is not None:
-            self.momentum.mul_(outer.momentum).add_(self.host)
-            self.host.add_(self.momentum, alpha=outer.momentum).mul_(outer.lr)
-        if self.host.data_ptr() == self.param.data_ptr():
+            self.momentum = self.momentum.to(self.loaded.device).mul_(outer.momentum).add_(self.loaded)
+            self.loaded.add_(self.momentum, alpha=outer.momentum).mul_(outer.lr)
+        if self.loaded.data_ptr() == self.param.data_ptr():
             self.param.add_(self.shared)
         else:
-            self.param.copy_(self.host.to(self.param.device).add_(self.shared))
+            self.param.copy_(self.loaded.to(self.param.device).add_(self.shared))
 
 
 class UpdateOptimizer(torch.optim.Optimizer):
@@ -186,7 +187,8 @@ class UpdateOptimizer(torch.optim.Optimizer):
             return  # A rank alone has its parameters already.
         finite = False
         try:
-            finite = self.compression.exchange(parameter.update() for parameter in self._parameters)
+            on_device = self.compression._exchange.on_device
+            finite = self.compression.exchange(parameter.update(on_device(parameter.name)) for parameter in self._parameters)
         finally:
             self.local_steps = 0
             for parameter in self._parameters:

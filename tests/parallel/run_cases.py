@@ -47,6 +47,7 @@ def recorded(out, case, function):
 
 if __name__ == "__main__":
     # What a job sets on one rank only, before anything is imported.
-    if os.environ.get("REFERENCE_ON_RANK") == (os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]):
-        os.environ["HOROVOD_COMPRESS_KERNELS"] = "reference"
+    rank, _, kernels = os.environ.get("KERNELS_ON_RANK", "").partition(":")
+    if rank == (os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]):
+        os.environ["HOROVOD_COMPRESS_KERNELS"] = kernels
     main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -81,7 +81,7 @@ def test_join_is_a_clear_error(tmp_path, launcher, case):
 @pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
 def test_ranks_on_different_kernels(tmp_path, launcher):
     case = "ranks_on_different_kernels"
-    launch(tmp_path, LAUNCHERS[launcher], 2, [case], environment={"REFERENCE_ON_RANK": "1"}).assert_passed(case)
+    launch(tmp_path, LAUNCHERS[launcher], 2, [case], environment={"KERNELS_ON_RANK": "1:reference"}).assert_passed(case)
 
 
 @pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])

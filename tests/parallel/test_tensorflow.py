@@ -53,7 +53,7 @@ def test_one_thread_between_operations_is_enough(tmp_path):
 
 @pytest.mark.skipif(kernels.backend != "native", reason="needs native kernels, which were not built")
 def test_ranks_on_different_kernels(tmp_path):
-    alone(tmp_path, "ranks_on_different_kernels", environment={"REFERENCE_ON_RANK": "1"})
+    alone(tmp_path, "ranks_on_different_kernels", environment={"KERNELS_ON_RANK": "1:reference"})
 
 
 def test_a_state_loaded_on_one_rank_only_is_a_clear_error(tmp_path):

@@ -82,7 +82,7 @@ class Arguments:
 
     def words(self, count, width, spare, more=0):
         """Any words at all, as many as `count` fields need."""
-        fields, words, dtype = reference.quantization._shape(count, width, spare)
+        fields, words, dtype = reference.quantization.shape_of(count, width, spare)
         return self.bits(np.dtype(dtype.str.replace("u", "i")), words + more)
 
     def sparse_body(self):

@@ -12,8 +12,8 @@ import numpy as np
 from .dense import Float
 
 _LOW = 0xFFFFFFFF
-_BLOCK = 64
-_NEXT = 0xFAF2BB1D
+BLOCK = 64  # words, part of the wire format
+NEXT = 0xFAF2BB1D
 Steps = Union[Sequence[float], np.ndarray]
 
 
@@ -55,7 +55,7 @@ def quantize(
     """
     levels = _finest(levels, len(x), len(steps), size)
     steps = np.asarray(steps, np.float32)
-    before, factor = _factors(w, steps)
+    before, factor = factors(w, steps)
     y = x * before * factor[levels]
     if len(steps) == 1:
         most = np.float32(clip) * before * factor[0]
@@ -83,7 +83,7 @@ def encode_scales(
     if len(peaks) != -(-len(x) // 64):
         raise ValueError("peaks, one for 64 elements, and x must have the same length")
     steps = np.asarray(steps, np.float32)
-    before, factor = _factors(w, steps)
+    before, factor = factors(w, steps)
     fits = [np.abs(x * before * each) <= steps[0] * np.float32(one_of(steps[0])) for each in factor[1:]]
     words = [pack(each.astype(np.int64), size.bit_length(), 1) for each in fits]
     return np.concatenate(words) if words else pack(np.empty(0, np.int64), size.bit_length(), 1)
@@ -133,7 +133,7 @@ def _finest(levels: Optional[np.ndarray], n: int, scales: int, size: int) -> np.
     return finest
 
 
-def _factors(w: Float, steps: np.ndarray) -> Tuple[np.float32, np.ndarray]:
+def factors(w: Float, steps: np.ndarray) -> Tuple[np.float32, np.ndarray]:
     """Two factors from x to steps in units of 1/one_of(steps[0]), in range even where w is denormal or huge. In the first scale w itself
     becomes at most steps[0]."""
     w = np.float32(w)
@@ -153,7 +153,7 @@ def word_dtype(width: int, spare: int = 0) -> np.dtype:
     return np.dtype(np.int64 if 10 * ((64 - spare) // width) > 22 * ((32 - spare) // width) else np.int32)
 
 
-def _shape(n: int, width: int, spare: int) -> Tuple[int, int, np.dtype]:
+def shape_of(n: int, width: int, spare: int) -> Tuple[int, int, np.dtype]:
     """(fields, words, dtype); `spare` bits at the top of a word stay free."""
     signed = word_dtype(width, spare)
     fields = (8 * signed.itemsize - spare) // width
@@ -164,34 +164,34 @@ def _by_field(codes: np.ndarray, fields: int, words: int) -> np.ndarray:
     """Codes of each word, a column of `fields` rows. Fields beyond the last element are 0."""
     padded = np.zeros(fields * words, codes.dtype)
     padded[: len(codes)] = codes
-    whole = len(codes) // (fields * _BLOCK) * fields * _BLOCK
-    blocks = padded[:whole].reshape(-1, fields, _BLOCK).swapaxes(0, 1).reshape(fields, -1)
+    whole = len(codes) // (fields * BLOCK) * fields * BLOCK
+    blocks = padded[:whole].reshape(-1, fields, BLOCK).swapaxes(0, 1).reshape(fields, -1)
     return np.hstack([blocks, padded[whole:].reshape(fields, -1)])
 
 
 def _by_element(fielded: np.ndarray, n: int) -> np.ndarray:
     """The inverse of `_by_field` for n elements."""
     fields = len(fielded)
-    whole = n // (fields * _BLOCK) * _BLOCK
-    blocks = fielded[:, :whole].reshape(fields, -1, _BLOCK).swapaxes(0, 1)
+    whole = n // (fields * BLOCK) * BLOCK
+    blocks = fielded[:, :whole].reshape(fields, -1, BLOCK).swapaxes(0, 1)
     return np.concatenate([blocks.reshape(-1), fielded[:, whole:].reshape(-1)])[:n]
 
 
 def next_bits(bits: np.ndarray, count: int) -> np.ndarray:
     """Rows of random bits for `count` codes that share a draw. Each row is the one before times a constant."""
-    powers = [pow(_NEXT, i, 2**32) for i in range(count)]
+    powers = [pow(NEXT, i, 2**32) for i in range(count)]
     return bits * np.array(powers, np.uint32)[:, None]
 
 
 def field_bits(n: int, width: int, key: int) -> np.ndarray:
     """Random bits of each element; the fields of a word share a draw."""
-    fields, words, _ = _shape(n, width, 0)
+    fields, words, _ = shape_of(n, width, 0)
     return _by_element(next_bits(random_bits(key=key, n=words), fields), n)
 
 
 def pack(codes: np.ndarray, width: int, spare: int) -> np.ndarray:
     """Words of int64 codes."""
-    fields, count, dtype = _shape(len(codes), width, spare)
+    fields, count, dtype = shape_of(len(codes), width, spare)
     shifts = np.arange(fields, dtype=dtype)[:, None] * dtype.type(width)
     words = (_by_field(codes.astype(dtype), fields, count) << shifts).sum(axis=0, dtype=dtype)
     return words.view(dtype.str.replace("u", "i"))
@@ -199,7 +199,7 @@ def pack(codes: np.ndarray, width: int, spare: int) -> np.ndarray:
 
 def unpack(words: np.ndarray, n: int, width: int, spare: int, offset: int) -> np.ndarray:
     """The n sums in words, as int64. `offset` is the largest magnitude of a sum, and 0 where sums are not signed."""
-    fields, count, dtype = _shape(n, width, spare)
+    fields, count, dtype = shape_of(n, width, spare)
     if len(words) != count:
         raise ValueError("words, for as many elements, must have the same length")
     offsets = sum(offset << field * width for field in range(fields)) & int(np.iinfo(dtype).max)

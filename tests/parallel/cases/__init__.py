@@ -9,6 +9,7 @@ from . import (
     algorithms,
     automatic,
     dense_limit,
+    devices,
     errors,
     faults,
     horovod_options,
@@ -30,5 +31,5 @@ __all__ = ["CASES", "start"]
 
 CASES = joined(
     dense_limit, optimizers, horovod_options, states, errors, samples, split, algorithms, transports, faults, uneven, unbound, switches, automatic,
-    recording, updates, update_faults,
+    recording, updates, update_faults, devices,
 )

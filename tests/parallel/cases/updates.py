@@ -44,7 +44,7 @@ def not_sent(optimizer):
     exchange = optimizer.compression._exchange
     exchange.arrays()
     parts = [tensor.residual for tensor in exchange.tensors]
-    mine = [np.zeros(tensor.numel, np.float32) if part is None else part for part, tensor in zip(parts, exchange.tensors)]
+    mine = [np.zeros(tensor.numel, np.float32) if part is None else np.asarray(part) for part, tensor in zip(parts, exchange.tensors)]
     return hvd.allreduce(torch.from_numpy(np.concatenate(mine)), name="not sent")
 
 

@@ -1,0 +1,118 @@
+"""Arrays on a device, which NumPy's functions take as far as steps, states and checkpoints need them."""
+import importlib
+from types import ModuleType
+from typing import Any, Callable, Dict, Iterable, Optional, Tuple, Union
+
+import numpy as np
+import torch
+
+_TORCH: Dict[Any, Callable[..., torch.Tensor]] = {
+    np.add: torch.add, np.subtract: torch.subtract, np.multiply: torch.multiply, np.divide: torch.divide, np.not_equal: torch.ne,
+}
+_DTYPES: Dict[torch.dtype, np.dtype] = {torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16), torch.uint16: np.dtype(np.uint16)}
+_TENSORS = {dtype: of for of, dtype in _DTYPES.items()}
+Array = Union[np.ndarray, "DeviceArray"]
+
+
+class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """A contiguous torch tensor in one dimension, by NumPy's interface. What is computed of it and of arrays on the host is on the device, unless it
+    goes into an array on the host. np.asarray copies it to the host, and waits for it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def kernels(self) -> ModuleType:
+        """The kernels that work on it."""
+        return importlib.import_module(__package__)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """As NumPy names it."""
+        return _DTYPES[self.tensor.dtype]
+
+    @property
+    def shape(self) -> Tuple[int, ...]:
+        """(size,)."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.tensor.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of its elements."""
+        return self.tensor.nbytes
+
+    def __len__(self) -> int:
+        return self.size
+
+    def view(self, dtype: Any) -> "DeviceArray":
+        """The same memory as elements of another type."""
+        return DeviceArray(self.tensor.view(_TENSORS[np.dtype(dtype)]))
+
+    def fill(self, value: float) -> None:
+        """Gives all elements this value."""
+        self.tensor.fill_(value)
+
+    def any(self) -> bool:
+        """Whether an element is not zero; waits for the device."""
+        return bool(self.tensor.any())
+
+    def beside(self, array: Array) -> "DeviceArray":
+        """An array's copy where this one is, or the array itself where it is there already."""
+        tensor = self._tensor_of(array)
+        return array if isinstance(array, DeviceArray) and tensor is array.tensor else DeviceArray(tensor)
+
+    def __getitem__(self, indices: np.ndarray) -> "DeviceArray":
+        """A copy of the elements at indices, uint32."""
+        return DeviceArray(self.tensor[self._index_of(indices)])
+
+    def __setitem__(self, at: Any, values: Any) -> None:
+        """Writes one element, or those at indices, uint32, that do not repeat."""
+        self.tensor[self._index_of(at) if isinstance(at, np.ndarray) else at] = self._tensor_of(values)
+
+    def _index_of(self, indices: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(indices.astype(np.int64)).to(self.tensor.device)
+
+    def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> np.ndarray:
+        array = self.tensor.detach().cpu().numpy()
+        array = array.copy() if self.tensor.device.type == "cpu" else array
+        return array if dtype is None else array.astype(dtype)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Tuple[Any, ...] = (None,), **keywords: Any) -> Any:
+        (into,) = out
+        if isinstance(into, np.ndarray):
+            return ufunc(*(np.asarray(each) if isinstance(each, DeviceArray) else each for each in inputs), out=into, **keywords)
+        if ufunc not in _TORCH or method != "__call__" or keywords:
+            return NotImplemented
+        # Where something is on the host, torch computes with numbers as they are, and with arrays once they are here.
+        tensors = [self._tensor_of(each) for each in inputs]
+        if into is None:
+            return DeviceArray(_TORCH[ufunc](*tensors))
+        if not any(isinstance(each, torch.Tensor) for each in tensors):
+            return NotImplemented
+        _TORCH[ufunc](*tensors, out=into.tensor)
+        return into
+
+    def __array_function__(self, function: Any, types: Iterable[type], args: Any, keywords: Any) -> Any:
+        if function is np.copyto and len(args) == 2 and not keywords:
+            to, source = args
+            if isinstance(to, DeviceArray):
+                to.tensor.copy_(to._tensor_of(source))
+            else:
+                np.copyto(to, np.asarray(source))
+            return None
+        if function is np.empty_like and len(args) == 1 and keywords.keys() <= {"dtype"}:
+            return DeviceArray(torch.empty_like(args[0].tensor, dtype=_TENSORS[np.dtype(keywords.get("dtype", args[0].dtype))]))
+        return NotImplemented
+
+    def _tensor_of(self, value: Any) -> Any:
+        """A number as Python's, an array as a tensor on this device."""
+        if isinstance(value, DeviceArray):
+            return value.tensor.to(self.tensor.device)
+        if isinstance(value, np.ndarray) and value.ndim:
+            return torch.from_numpy(value).to(self.tensor.device)
+        return value.item() if isinstance(value, (np.generic, np.ndarray)) else value

@@ -1,0 +1,34 @@
+"""Training on the kernels of a device, which test_devices.py asks for on some ranks or all; see KERNELS_ON_RANK."""
+import os
+
+import horovod.torch as hvd
+import torch
+from checks import registry
+
+import horovod_compress.torch as hvdc
+from horovod_compress import kernels
+
+from .training import assert_replicas_identical, batches, flat, model_of, sgd, train, wrap
+
+CASES, case = registry()
+SPECS = (
+    "dgc:ratio=0.01", "dgc:ratio=0.01,warmup_steps=12,clip_norm=0.1,values=fp16", "dgc:ratio=0.05,masking=false,values=power,dense=fp16",
+    "topk:ratio=0.01,values=sign", "topk:chunk=64,k=4,values=2bit", "maxnorm:bits=4", "maxnorm:bits=2,ratio=0.1,dense=fp16",
+)
+
+
+@case()
+def what_training_makes_is_written():
+    """Asked for by name. Writes, for each rank, parameters and states after 20 steps."""
+    made = {}
+    for spec in SPECS:
+        model = model_of()
+        optimizer = sgd(model, nesterov=spec == SPECS[0], weight_decay=0.01)
+        compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+        train(model, wrap(model, optimizer, compression), batches(20))
+        assert_replicas_identical(model)
+        arrays = compression._exchange.arrays()["shared.weight"].values()
+        wanted = "device" if os.environ.get("HOROVOD_COMPRESS_KERNELS") == "device" else kernels.backend
+        assert spec.startswith("maxnorm") or {kernels.of(array).__name__.rpartition(".")[2] for array in arrays} == {wanted}
+        made[spec] = flat(model), compression.state_dict()["tensors"], compression.state_dict(portable=True)["tensors"]
+    torch.save(made, f"{os.environ['MADE']}.{hvd.rank()}")

@@ -1,0 +1,61 @@
+"""Ranks whose gradients are on a device, by its kernels in Triton's interpreter, beside ranks on the host."""
+import shutil
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
+
+import horovod.torch as hvd  # noqa: E402
+from jobs import LAUNCHERS, launch  # noqa: E402
+
+from horovod_compress import kernels  # noqa: E402
+
+MPI = shutil.which("mpirun") is not None and hvd.mpi_built()
+needs_native = pytest.mark.skipif(kernels.backend != "native", reason="compares with the native kernels, which were not built")
+PLACES = {
+    "on the host": {}, "on devices": {"HOROVOD_COMPRESS_KERNELS": "device"}, "rank 1 on a device": {"KERNELS_ON_RANK": "1:device"},
+}
+CASES = ("resume_is_bit_for_bit",)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """{where: for each rank what 20 steps of training make}."""
+    found, case = {}, "what_training_makes_is_written"
+    for place, environment in PLACES.items():
+        folder = tmp_path_factory.mktemp(place.replace(" ", "-"))
+        environment = {**environment, "MADE": str(folder / "made")}
+        launch(folder, LAUNCHERS["mpirun" if MPI else "horovodrun-gloo"], 2, [case], environment=environment).assert_passed(case)
+        found[place] = [torch.load(folder / f"made.{rank}") for rank in range(2)]
+    return found
+
+
+@needs_native
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "on the host"])
+def test_training_is_the_same_to_the_last_bit(made, place):
+    for mine, its in zip(made[place], made["on the host"]):
+        assert mine.keys() == its.keys()
+        for spec, (parameters, *states) in its.items():
+            assert torch.equal(mine[spec][0], parameters), spec
+            assert_equal(mine[spec][1:], states)
+
+
+def assert_equal(mine, its):
+    """Bit for bit, of tensors in dictionaries and lists."""
+    if isinstance(its, torch.Tensor):
+        assert mine.dtype == its.dtype and mine.numpy().tobytes() == its.numpy().tobytes()
+    elif isinstance(its, dict):
+        assert mine.keys() == its.keys()
+        for key in its:
+            assert_equal(mine[key], its[key])
+    else:
+        assert len(mine) == len(its)
+        for pair in zip(mine, its):
+            assert_equal(*pair)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_beside_a_rank_on_a_device(tmp_path, case):
+    launch(tmp_path, LAUNCHERS["mpirun" if MPI else "horovodrun-gloo"], 2, [case], environment=PLACES["rank 1 on a device"]).assert_passed(case)

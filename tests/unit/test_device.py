@@ -1,0 +1,192 @@
+"""The kernels on a device against the host's, bit for bit: on a GPU where there is one, which `-k cuda` chooses, else in Triton's interpreter."""
+import kernel_arguments
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_arguments import VALUES, Arguments, assert_same, native_only
+from test_selection import DISTRIBUTIONS
+
+from horovod_compress import kernels
+from horovod_compress.kernels import host
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from horovod_compress.kernels.device import DeviceArray  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+on_device = pytest.mark.parametrize("where", [pytest.param(DEVICE, id="cuda" if DEVICE == "cuda" else "interpreted")])
+MOMENTA = st.sampled_from([None, "vanilla", "nesterov"])
+
+
+def moved(array, where):
+    """Its copy on the device."""
+    return DeviceArray(torch.from_numpy(array.copy()).to(where))
+
+
+def assert_alike(on_host, on_device):
+    """To the last bit, the signs of zeros too. What a NaN is otherwise, processors choose."""
+    on_device = np.asarray(on_device)
+    np.testing.assert_array_equal(on_host, on_device)
+    np.testing.assert_array_equal(np.signbit(on_host)[on_host == 0], np.signbit(on_device)[on_device == 0])
+
+
+def compare(name, where, on_device, **arguments):
+    """Calls a kernel of both sets; those of the arguments that are named are on the device. Returns what the host's has returned."""
+    here = {key: value.copy() if isinstance(value, np.ndarray) else value for key, value in arguments.items()}
+    there = {key: moved(value, where) if key in on_device and value is not None else value for key, value in arguments.items()}
+    kernels_there = there[on_device[0]].kernels
+    with np.errstate(all="ignore"):
+        expected = getattr(host, name)(**here)
+        got = getattr(kernels_there, name)(**there)
+    assert_same(got, expected)
+    for key in on_device:
+        if here[key] is not None:
+            assert_alike(here[key], there[key])
+    return expected
+
+
+def encode_topk(data, a, momentum):
+    k = int(a.rng.integers(0, a.size + 1)) if a.size < 5 or a.one_of(False, True) else -(-a.size // 100)
+    chunk = a.one_of(0, 0, max(1, a.size), 7, 1000)
+    return dict(
+        grad=a.any(), base=a.one_of(None, a.finite()), u=a.finite() if momentum else None, v=a.finite(), momentum=a.one_of(0.0, 0.9, 1.0),
+        nesterov=momentum == "nesterov",
+        scale=a.one_of(1.0, 1 / 3), k=min(k, chunk or k, a.size), samples=a.one_of(0, 256, a.size // 100 + 256),
+        offset=data.draw(st.integers(0, 2**32 - 1)), chunk=chunk, kind=a.one_of(*VALUES), mask=a.one_of(False, True),
+    )
+
+
+@native_only
+@on_device
+@settings(max_examples=120)
+@given(data=st.data(), momentum=MOMENTA)
+def test_what_is_sent_and_kept_is_the_same(where, data, momentum):
+    compare("encode_topk", where, ["grad", "base", "u", "v"], **encode_topk(data, Arguments(data), momentum))
+
+
+@native_only
+@on_device
+@settings(max_examples=60)
+@given(data=st.data(), momentum=MOMENTA)
+def test_accumulation_and_choice_are_the_same(where, data, momentum):
+    arguments = encode_topk(data, Arguments(data), momentum)
+    for key in ("kind", "mask"):
+        del arguments[key]
+    compare("add_to_residual", where, ["grad", "base", "u", "v"], **arguments)
+
+
+@native_only
+@on_device
+@pytest.mark.parametrize("ratio", [0.0001, 0.001, 0.01, 0.25, 1.0])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_the_same_is_chosen_of_every_distribution(where, name, ratio):
+    """Also where the sample misleads, and more pass than there is room for, or too few."""
+    v = DISTRIBUTIONS[name].astype(np.float32)[: 150_001 if ratio < 0.1 else 30_001]
+    zero, k = np.zeros_like(v), int(np.ceil(ratio * v.size))
+    indices, finite = compare(
+        "add_to_residual", where, ["grad", "u", "v"], grad=zero, u=None, v=v, k=k, samples=v.size // 200 + 256, offset=1234567
+    )
+    assert finite and 0.8 * min(k, np.count_nonzero(v)) <= len(indices) <= k
+
+
+@native_only
+@on_device
+@pytest.mark.parametrize("misleading", ["none of them is sampled", "they are what is sampled"])
+def test_a_sample_that_misleads_changes_nothing(where, misleading):
+    """The largest lie together: the floor comes out far too low, or far too high."""
+    v = np.random.default_rng(1).standard_normal(100_000).astype(np.float32) / 1000
+    if misleading == "they are what is sampled":
+        v.reshape(-1, 20)[::16, :4] += 5  # whole stretches of 64 among the sampled ones
+        v[: 64 * 8] += 5
+    else:
+        v[64:40_000] += 5
+    compare("add_to_residual", where, ["grad", "u", "v"], grad=np.zeros_like(v), u=None, v=v, k=900, samples=300, offset=0)
+
+
+@on_device
+@pytest.mark.parametrize("name, arrays", [("take_entries", ["v", "u"]), ("decode_add_sparse", ["out"]), ("apply_momentum", ["out", "u", "new_u"]),
+                                          ("encode_float16", ["x", "half"]), ("decode_float16", ["half", "out"]), ("decode_add_bf16", ["out"])])
+@settings(max_examples=60)
+@given(data=st.data())
+def test_the_other_kernels_are_the_same(where, name, arrays, data):
+    compare(name, where, arrays, **getattr(kernel_arguments, name)(Arguments(data)))
+
+
+@on_device
+@settings(max_examples=60)
+@given(data=st.data())
+def test_bfloat16_is_the_same(where, data):
+    """But for a body that is not used."""
+    grad = Arguments(data).any()
+    there = moved(grad, where)
+    got, expected = there.kernels.encode_bf16(there), host.encode_bf16(grad)
+    assert (got.elements, got.finite) == (expected.elements, expected.finite) and not there.any()
+    if expected.finite:
+        assert_same(got, expected)
+        again = there.kernels.encode_bf16(there, got.buffer)
+        assert again.buffer is got.buffer and not again.body.any()
+
+
+@native_only
+@on_device
+@settings(max_examples=60)
+@given(data=st.data(), bits=st.sampled_from([1, 2, 4, 7, 8, 16]), size=st.sampled_from([1, 2, 3, 1000]))
+def test_codes_of_one_scale_are_the_same(where, data, bits, size):
+    a = Arguments(data)
+    w = a.w()
+    shared = dict(w=w, steps=[2.0**bits - 1], width=(2 * size * (2**bits - 1)).bit_length(), size=size)
+    clip = min(a.one_of(0.0, w / 3, w, 2 * w), float(np.finfo(np.float32).max))
+    words = compare("quantize", where, ["x"], x=a.finite(), levels=None, **shared, clip=clip, key=data.draw(st.integers(0, 2**64 - 1)))
+    x = moved(a.finite(), where)
+    assert x.kernels.quantize(x, None, words, **shared, clip=clip, key=1) is words
+    sums = a.words(a.size, shared["width"], 0)
+    compare("dequantize", where, ["out"], words=sums, levels=None, out=a.finite(), **shared, scale=a.scale())
+
+
+@on_device
+@settings(max_examples=60)
+@given(data=st.data())
+def test_norms_are_the_same(where, data):
+    a = Arguments(data)
+    x = a.any()
+    assert kernels.of(moved(x, where)).max_abs(moved(x, where)) == host.max_abs(x)
+    exact = a.exact()
+    assert kernels.of(moved(exact, where)).squared_norm(moved(exact, where)) == pytest.approx(host.squared_norm(exact), rel=1e-12)
+
+
+@on_device
+def test_what_does_not_fit_is_refused(where):
+    short, long = moved(np.zeros(3, np.float32), where), moved(np.zeros(4, np.float32), where)
+    with pytest.raises(ValueError, match="grad, v must have the same length"):
+        short.kernels.add_to_residual(short, None, long)
+    with pytest.raises(ValueError, match="out, u, new_u must have the same length"):
+        short.kernels.apply_momentum(short, short, long, momentum=0.9, nesterov=False)
+    with pytest.raises(ValueError, match="cut off"):
+        short.kernels.decode_add_sparse(short, np.zeros(3, np.uint8), scale=1.0)
+
+
+@on_device
+def test_numpy_computes_with_arrays_on_a_device(where):
+    host_array = np.arange(6, dtype=np.float32)
+    array = moved(host_array, where)
+    array *= np.float32(2)
+    array += host_array
+    np.testing.assert_array_equal(3 * host_array, np.asarray(array))
+    host_array += array
+    np.testing.assert_array_equal(host_array, 4 * np.arange(6))
+    copy = np.empty_like(array)
+    np.copyto(copy, array)
+    array[np.array([0, 5], np.uint32)] = np.float32([7, 8])
+    array[1] = np.nan
+    np.testing.assert_array_equal(np.asarray(array), np.float32([7, np.nan, 6, 9, 12, 8]))
+    np.testing.assert_array_equal(np.asarray(copy), 3 * np.arange(6))
+    np.testing.assert_array_equal(np.divide(copy, np.float32(3), out=np.empty(6, np.float32)), np.arange(6))
+    np.multiply(np.arange(6, dtype=np.float32), np.float32(0.5), out=copy)
+    np.testing.assert_array_equal(np.asarray(copy + np.float32(1) * copy), np.arange(6))
+    assert copy.beside(copy) is copy and copy.any() and len(copy) == copy.size == 6 and copy.nbytes == 24
+    copy.fill(0)
+    assert not copy.any() and kernels.beside(copy, host_array).tolist() == [0] * 6
+    with pytest.raises(TypeError):
+        np.sort(copy)
