@@ -32,6 +32,7 @@ class AdaComp(SelectiveCompressor):
 
     id = "adacomp"
     number = 4
+    on_device = True
     kept = {"residual": LOCAL}
     state_type = AdaCompState
     paper = "Chen et al., AdaComp: Adaptive Residual Gradient Compression, AAAI 2018, arXiv 1712.02679"

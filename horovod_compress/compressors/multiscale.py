@@ -17,6 +17,7 @@ class MultiScale(MaxNorm):
 
     id = "multiscale"
     number = 10
+    on_device = True
 
     bits: Tuple[int, ...] = option(  # type: ignore[assignment]  # one number in maxnorm, and here one for each scale
         Ascending(1, 16), (2, 6), "s = 2^bits - 1 steps of each scale; codes fit the first"

@@ -25,6 +25,7 @@ class Variance(SelectiveCompressor):
 
     id = "variance"
     number = 5
+    on_device = True
     paper = "Tsuzuku, Imachi, Akiba, Variance-based Gradient Compression, ICLR 2018 workshop, arXiv 1802.06058"
     kept = {"r": LOCAL, "v": Kept("local", 2)}
     accumulator = "r"

@@ -14,15 +14,20 @@ from triton.compiler import ASTSource
 
 from horovod_compress.kernels.device import programs
 
-FLOATS, WIDE = {"scale", "momentum", "before", "factor", "unit"}, {"numel", "count"}
-INTEGERS = {"stride", "shift", "capacity", "key_low", "key_high", "limit", "largest"}
+FLOATS, WIDE = {"scale", "momentum", "before", "factor", "unit", "alpha", "zeta", "tau", "more"}, {"numel", "count"}
+INTEGERS = {"stride", "shift", "capacity", "key_low", "key_high", "limit", "largest", "length", "size"}
 WHOLE = {"magnitudes", "indices", "floor", "counts", "peaks", "ends"}  # pointers to int32
-NARROW = {"half", "codes"}  # pointers to int16
+NARROW = {"half": "*i16", "codes": "*i16", "marks": "*i8"}
 KINDS = [{"KIND": kind, "BASED": based} for kind in (programs.NONE, programs.VANILLA, programs.NESTEROV) for based in (False, True)]
 VARIANTS = {  # of constants, where a program has more of them than BLOCK
     "sample": KINDS, "advance": KINDS, "average_momentum": [{"NESTEROV": False}, {"NESTEROV": True}],
-    "quantize": [{"FRACTION": 26, "WIDTH": 5, "FIELDS": 6, "WORD": tl.int32}, {"FRACTION": 22, "WIDTH": 9, "FIELDS": 7, "WORD": tl.int64}],
-    "dequantize": [{"OFFSETS": 15, "WIDTH": 5, "FIELDS": 6}, {"OFFSETS": -(2**60), "WIDTH": 9, "FIELDS": 7}],
+    "accumulate_variance": [{"GIVEN": False}, {"GIVEN": True}],
+    "accumulate_bins": [{"WIDTH": 64, "BLOCK": 8}, {"WIDTH": 512, "BLOCK": 1}],
+    "quantize": [{"FRACTION": 26, "WIDTH": 5, "FIELDS": 6, "WORD": tl.int32, "SCALES": False},
+                 {"FRACTION": 22, "WIDTH": 9, "FIELDS": 7, "WORD": tl.int64, "SCALES": True}],
+    "dequantize": [{"OFFSETS": 15, "WIDTH": 5, "FIELDS": 6, "SCALES": False}, {"OFFSETS": -(2**60), "WIDTH": 9, "FIELDS": 7, "SCALES": True}],
+    "count_fits": [{"WIDTH": 2, "FIELDS": 15, "WORD": tl.int32}, {"WIDTH": 5, "FIELDS": 12, "WORD": tl.int64}],
+    "find_scales": [{"WIDTH": 2, "FIELDS": 15}, {"WIDTH": 5, "FIELDS": 12}],
 }
 
 
@@ -30,11 +35,14 @@ def type_of(name):
     """As Triton writes the type of an argument. That numbers of elements are 64 bits wide serves any tensor."""
     if name in FLOATS | WIDE | INTEGERS:
         return "fp32" if name in FLOATS else "i64" if name in WIDE else "i32"
-    return "*i32" if name in WHOLE else "*i16" if name in NARROW else "*fp32"
+    return "*i32" if name in WHOLE else NARROW.get(name, "*fp32")
 
 
 def compiled(program, constants, capability):
     signature = {name: "constexpr" if name in constants else type_of(name) for name in program.arg_names}
+    for name, of_all, of_one in (("scales", "*i8", "*fp32"), ("factors", "*fp32", "fp32"), ("units", "*fp32", "fp32")):
+        if name in signature:
+            signature[name] = of_all if constants.get("SCALES", True) else of_one
     if "words" in signature:
         signature["words"] = "*i64" if constants["FIELDS"] * constants["WIDTH"] > 32 else "*i32"
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}  # as torch's memory is
@@ -56,7 +64,8 @@ def main(capability):
     for name, program in vars(programs).items():
         if isinstance(program, triton.runtime.JITFunction) and not name.startswith("_"):
             for constants in VARIANTS.get(name, [{}]):
-                kernel = compiled(program, {"BLOCK": programs.WORD_BLOCK if "quantize" in name else programs.BLOCK, **constants}, capability)
+                block = programs.WORD_BLOCK if "FIELDS" in constants else programs.MARK_BLOCK if "marks" in program.arg_names else programs.BLOCK
+                kernel = compiled(program, {"BLOCK": block, **constants}, capability)
                 ptx = kernel.asm["ptx"]
                 found[" ".join([name, *map(str, constants.values())])] = ptx, ptxas(ptx, capability), kernel.metadata.shared
     print(json.dumps(found))

@@ -106,8 +106,11 @@ def test_a_sample_that_misleads_changes_nothing(where, misleading):
 
 
 @on_device
-@pytest.mark.parametrize("name, arrays", [("take_entries", ["v", "u"]), ("decode_add_sparse", ["out"]), ("apply_momentum", ["out", "u", "new_u"]),
-                                          ("encode_float16", ["x", "half"]), ("decode_float16", ["half", "out"]), ("decode_add_bf16", ["out"])])
+@pytest.mark.parametrize("name, arrays", [
+    ("encode_variance", ["grad", "r", "v"]), ("encode_variance", ["grad", "squares", "r", "v"]), ("encode_adacomp", ["grad", "residual"]),
+    ("take_entries", ["v", "u"]), ("decode_add_sparse", ["out"]), ("apply_momentum", ["out", "u", "new_u"]), ("encode_float16", ["x", "half"]),
+    ("decode_float16", ["half", "out"]), ("decode_add_bf16", ["out"]),
+])
 @settings(max_examples=60)
 @given(data=st.data())
 def test_the_other_kernels_are_the_same(where, name, arrays, data):
@@ -131,18 +134,25 @@ def test_bfloat16_is_the_same(where, data):
 
 @native_only
 @on_device
-@settings(max_examples=60)
-@given(data=st.data(), bits=st.sampled_from([1, 2, 4, 7, 8, 16]), size=st.sampled_from([1, 2, 3, 1000]))
-def test_codes_of_one_scale_are_the_same(where, data, bits, size):
+@settings(max_examples=100)
+@given(data=st.data(), scales=st.integers(1, 3), size=st.sampled_from([1, 2, 3, 1000]))
+def test_codes_are_the_same(where, data, scales, size):
     a = Arguments(data)
-    w = a.w()
-    shared = dict(w=w, steps=[2.0**bits - 1], width=(2 * size * (2**bits - 1)).bit_length(), size=size)
+    w, steps = a.w(), a.steps(scales)
+    shared = dict(w=w, steps=steps, width=(2 * size * int(steps[0])).bit_length(), size=size)
+    x = np.clip(a.finite(), -w, w) if scales > 1 else a.finite()
+    fits = None
+    if scales > 1:
+        peaks = np.empty(-(-x.size // 64), np.uint32)
+        host.max_abs(x, peaks)
+        fits = compare("encode_scales", where, ["x"], x=x, peaks=peaks, w=w, steps=steps, size=size)
+    levels = a.levels(scales, size, fits)
     clip = min(a.one_of(0.0, w / 3, w, 2 * w), float(np.finfo(np.float32).max))
-    words = compare("quantize", where, ["x"], x=a.finite(), levels=None, **shared, clip=clip, key=data.draw(st.integers(0, 2**64 - 1)))
-    x = moved(a.finite(), where)
-    assert x.kernels.quantize(x, None, words, **shared, clip=clip, key=1) is words
+    words = compare("quantize", where, ["x"], x=x, levels=levels, **shared, clip=clip, key=data.draw(st.integers(0, 2**64 - 1)))
+    there = moved(x, where)
+    assert there.kernels.quantize(there, levels, words, **shared, clip=clip, key=1) is words
     sums = a.words(a.size, shared["width"], 0)
-    compare("dequantize", where, ["out"], words=sums, levels=None, out=a.finite(), **shared, scale=a.scale())
+    compare("dequantize", where, ["out"], words=sums, levels=levels, out=a.finite(), **shared, scale=a.scale())
 
 
 @on_device

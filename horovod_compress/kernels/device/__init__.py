@@ -5,14 +5,15 @@ on the device, on the stream that is current; what has as many elements as are s
 are compiled without fused multiply-add, which rounds once where the others round twice. With TRITON_INTERPRET=1 they run in Triton's interpreter, on
 tensors of the CPU.
 """
+from .adaptive import encode_adacomp, encode_variance
 from .array import DeviceArray
 from .codes import decode_add_bf16, decode_float16, encode_bf16, encode_float16
 from .dense import apply_momentum, max_abs, squared_norm
-from .quantization import dequantize, quantize
+from .quantization import dequantize, encode_scales, quantize
 from .selection import add_to_residual, encode_topk, take_entries
 from .sparse import decode_add_sparse
 
 __all__ = [
-    "DeviceArray", "add_to_residual", "apply_momentum", "decode_add_bf16", "decode_add_sparse", "decode_float16", "dequantize",
-    "encode_bf16", "encode_float16", "encode_topk", "max_abs", "quantize", "squared_norm", "take_entries",
+    "DeviceArray", "add_to_residual", "apply_momentum", "decode_add_bf16", "decode_add_sparse", "decode_float16", "dequantize", "encode_adacomp",
+    "encode_bf16", "encode_float16", "encode_scales", "encode_topk", "encode_variance", "max_abs", "quantize", "squared_norm", "take_entries",
 ]

@@ -8,6 +8,7 @@ import torch
 
 _TORCH: Dict[Any, Callable[..., torch.Tensor]] = {
     np.add: torch.add, np.subtract: torch.subtract, np.multiply: torch.multiply, np.divide: torch.divide, np.not_equal: torch.ne,
+    np.copysign: lambda value, like: torch.copysign(torch.full_like(like, value), like),
 }
 _DTYPES: Dict[torch.dtype, np.dtype] = {torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16), torch.uint16: np.dtype(np.uint16)}
 _TENSORS = {dtype: of for of, dtype in _DTYPES.items()}

@@ -1,4 +1,6 @@
 """Operations on whole tensors: norms, finiteness, momentum after averaging."""
+from typing import Optional
+
 import numpy as np
 import torch
 
@@ -6,8 +8,8 @@ from . import programs
 from .array import DeviceArray
 
 
-def max_abs(x: DeviceArray, peaks: None = None) -> float:
-    """max |x|; infinity where anything is infinite or NaN, 0 for no elements. There are no `peaks` on a device."""
+def max_abs(x: DeviceArray, peaks: Optional[np.ndarray] = None) -> float:
+    """max |x|; infinity where anything is infinite or NaN, 0 for no elements. `peaks`, which save the host a pass, are not filled."""
     largest = float(torch.linalg.vector_norm(x.tensor, float("inf"))) if x.size else 0.0
     return largest if largest == largest else float("inf")
 

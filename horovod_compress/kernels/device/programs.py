@@ -13,6 +13,7 @@ INTERPRETED = triton.knobs.runtime.interpret
 # Elements of a block. Eight for each of 128 threads, so that loads are of 16 bytes; the interpreter takes a NumPy call for each block and line.
 BLOCK = 1 << 16 if INTERPRETED else 1024
 WORD_BLOCK = BLOCK // 4  # words of a block, each of which is several elements: more take more registers
+MARK_BLOCK = BLOCK // 2  # elements of a block where what is sent is marked, for the same reason
 TOO_LARGE = 0x76800000  # bits of 2^110, as in the native kernels
 INFINITY = 0x7F800000
 SAMPLED = 64  # consecutive elements that are sampled together, as in the native kernels, whose threshold would else be another
@@ -114,6 +115,79 @@ def collect(v, floor, counts, ends, indices, magnitudes, capacity, numel, BLOCK:
 
 
 @triton.jit
+def accumulate_variance(
+    grad, squares, r, v, marks, counts, peaks, alpha, zeta, tau, numel, GIVEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Adds the gradient to r and squares to v, the gradient's own where none are given, and zeroes the gradient. Marks what is to be sent; elsewhere
+    v decays. For its block: how many are marked, and 0 where all was finite."""
+    i = _elements(BLOCK)
+    inside = i < numel
+    g = tl.load(grad + i, mask=inside, other=0.0)
+    old_r = tl.load(r + i, mask=inside, other=0.0)
+    old_v = tl.load(v + i, mask=inside, other=0.0)
+    new_r = old_r + g
+    new_v = old_v + (tl.load(squares + i, mask=inside, other=0.0) if GIVEN else g * g)
+    good = (_magnitude(new_r) < _TOO_LARGE) & (_magnitude(new_v) < _INFINITY)
+    new_r = tl.where(good, new_r, old_r)
+    new_v = tl.where(good, new_v, old_v)
+    fires = inside & (new_r * new_r > alpha * new_v) & (tl.abs(new_r) > tau)
+    tl.store(r + i, new_r, mask=inside)
+    tl.store(v + i, tl.where(fires, new_v, zeta * new_v), mask=inside)
+    tl.store(grad + i, tl.zeros_like(g), mask=inside)
+    tl.store(marks + i, fires.to(tl.int8), mask=inside)
+    tl.store(counts + tl.program_id(0), tl.sum(fires.to(tl.int32)))
+    tl.store(peaks + tl.program_id(0), tl.max(tl.where(good, 0, _INFINITY)))
+
+
+@triton.jit(do_not_specialize=["length"])
+def accumulate_bins(grad, residual, maxima, peaks, numel, length, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds the gradient, which stays, to the residual of `count` bins of `length` elements, BLOCK of them together, WIDTH elements of each at a time.
+    Leaves the largest magnitude of each bin, and for all of its bins the largest one that was to be."""
+    one = _elements(BLOCK)
+    largest = tl.zeros([BLOCK], tl.int32)
+    worst = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, length, WIDTH):
+        within = start + tl.arange(0, WIDTH)
+        i = one[:, None] * length + within[None, :]
+        inside = (within < length)[None, :] & (i < numel)
+        old = tl.load(residual + i, mask=inside, other=0.0)
+        moved = old + tl.load(grad + i, mask=inside, other=0.0)
+        bits = tl.where(inside, _magnitude(moved), 0)
+        kept = tl.where(bits < _TOO_LARGE, moved, old)
+        tl.store(residual + i, kept, mask=inside)
+        worst = tl.maximum(worst, tl.max(bits, 1))
+        largest = tl.maximum(largest, tl.max(tl.where(inside, _magnitude(kept), 0), 1))
+    tl.store(maxima + one, largest.to(tl.float32, bitcast=True), mask=one < count)
+    tl.store(peaks + tl.program_id(0), tl.max(worst))
+
+
+@triton.jit(do_not_specialize=["length"])
+def mark_bins(grad, residual, maxima, marks, counts, more, length, numel, BLOCK: tl.constexpr):
+    """Marks what `more` times the newest gradient would lift over its bin's largest, and zeroes the gradient. For its block: how many are marked."""
+    i = _elements(BLOCK)
+    inside = i < numel
+    g = tl.load(grad + i, mask=inside, other=0.0)
+    kept = tl.load(residual + i, mask=inside, other=0.0)
+    largest = tl.load(maxima + i.to(tl.int32) // length, mask=inside, other=0.0)
+    lifted = inside & (tl.abs(kept + more * g) >= largest) & (kept != 0)
+    tl.store(grad + i, tl.zeros_like(g), mask=inside)
+    tl.store(marks + i, lifted.to(tl.int8), mask=inside)
+    tl.store(counts + tl.program_id(0), tl.sum(lifted.to(tl.int32)))
+
+
+@triton.jit
+def collect_marked(marks, counts, ends, indices, numel, BLOCK: tl.constexpr):
+    """Indices of the marked elements, in order. ends: sums of the blocks' counts."""
+    block = tl.program_id(0)
+    count = tl.load(counts + block)
+    if count > 0:
+        i = _elements(BLOCK)
+        hits = tl.load(marks + i, mask=i < numel, other=0) != 0
+        at = tl.load(ends + block) - count + tl.cumsum(hits.to(tl.int32)) - 1
+        tl.store(indices + at, i.to(tl.int32), mask=hits)
+
+
+@triton.jit
 def add_entries(out, indices, values, peaks, scale, numel, BLOCK: tl.constexpr):
     """Adds scale·values at indices, which do not repeat. For its block: the largest new magnitude."""
     i = _elements(BLOCK)
@@ -194,12 +268,19 @@ def _fields(word, numel, count, FIELDS: tl.constexpr):
     return tl.where(within, word // 64 * 64 * FIELDS + word % 64, whole * FIELDS + word - whole), tl.where(within, 64, count - whole)
 
 
+@triton.jit
+def _of_scale(numbers, scales, inside, SCALES: tl.constexpr):
+    """The number of each element's scale, or the only one."""
+    return tl.load(numbers + tl.load(scales, mask=inside, other=0).to(tl.int32)) if SCALES else numbers
+
+
 @triton.jit(do_not_specialize=["key_low", "key_high"])
 def quantize(
-    x, words, numel, key_low, key_high, limit, before, factor, count, FRACTION: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr,
-    WORD: tl.constexpr, BLOCK: tl.constexpr,
+    x, words, scales, factors, numel, key_low, key_high, limit, before, count, FRACTION: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr,
+    WORD: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Words of the codes of elements, which are rounded at random; fields of a word share a draw of bits."""
+    """Words of the codes of elements, which are rounded at random; fields of a word share a draw of bits. factors: one number, or with SCALES one for
+    each scale that an element may have."""
     word = _elements(BLOCK)
     inside = word < count
     first, apart = _fields(word, numel, count, FIELDS)
@@ -210,7 +291,8 @@ def quantize(
     sums = tl.zeros([BLOCK], WORD)
     for field in tl.static_range(FIELDS):
         i = first + field * apart
-        y = tl.load(x + i, mask=inside & (i < numel), other=0.0) * before * factor
+        mine = inside & (i < numel)
+        y = tl.load(x + i, mask=mine, other=0.0) * before * _of_scale(factors, scales + i, mine, SCALES)
         magnitude = tl.minimum(_magnitude(y), limit)
         fixed = magnitude.to(tl.float32, bitcast=True).to(tl.int32)
         fixed = tl.where(y < 0, -fixed, fixed)
@@ -222,14 +304,46 @@ def quantize(
 
 @triton.jit
 def dequantize(
-    words, out, numel, unit, largest, count, OFFSETS: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr
+    words, out, scales, units, numel, largest, count, OFFSETS: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr, SCALES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Elements from the ranks' sums of words: unit times the sum of their codes, which is at most `largest` in magnitude."""
+    """Elements from the ranks' sums of words: their scale's unit times the sum of their codes, which is at most `largest` in magnitude."""
     word = _elements(BLOCK)
     inside = word < count
     first, apart = _fields(word, numel, count, FIELDS)
     sums = tl.load(words + word, mask=inside, other=0) + OFFSETS
     for field in tl.static_range(FIELDS):
         i = first + field * apart
+        mine = inside & (i < numel)
         code = (sums >> (field * WIDTH) & ((1 << WIDTH) - 1)).to(tl.int32) - largest
-        tl.store(out + i, code.to(tl.float32) * unit, mask=inside & (i < numel))
+        tl.store(out + i, code.to(tl.float32) * _of_scale(units, scales + i, mine, SCALES), mask=mine)
+
+
+@triton.jit
+def count_fits(
+    x, words, numel, limit, before, factor, count, WIDTH: tl.constexpr, FIELDS: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Words with a 1 for each element whose code in a scale is at most `limit`, as bits."""
+    word = _elements(BLOCK)
+    inside = word < count
+    first, apart = _fields(word, numel, count, FIELDS)
+    sums = tl.zeros([BLOCK], WORD)
+    for field in tl.static_range(FIELDS):
+        i = first + field * apart
+        mine = inside & (i < numel)
+        fits = mine & (_magnitude(tl.load(x + i, mask=mine, other=0.0) * before * factor) <= limit)
+        sums += fits.to(WORD) << (field * WIDTH)
+    tl.store(words + word, sums, mask=inside)
+
+
+@triton.jit(do_not_specialize=["scale", "size"])
+def find_scales(words, scales, numel, scale, size, count, WIDTH: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Gives `scale` to the elements that it fits on all `size` ranks, by the sums of their words."""
+    word = _elements(BLOCK)
+    inside = word < count
+    first, apart = _fields(word, numel, count, FIELDS)
+    sums = tl.load(words + word, mask=inside, other=0)
+    for field in tl.static_range(FIELDS):
+        i = first + field * apart
+        fits = (sums >> (field * WIDTH) & ((1 << WIDTH) - 1)) == size
+        tl.store(scales + i, tl.zeros([BLOCK], tl.int8) + scale.to(tl.int8), mask=inside & (i < numel) & fits)

@@ -80,6 +80,12 @@ def encode_topk(
     return host.encode_sparse(indices, values, kind=kind, scales=scales)._replace(finite=entries.finite, undo=(indices, rows))
 
 
+def within_limits(array: DeviceArray) -> None:
+    """ValueError for more elements than indices on a device reach."""
+    if array.size >= 2**31:
+        raise ValueError("a tensor on a device has at most 2^31 - 1 elements")
+
+
 def _states(v: DeviceArray, u: Optional[DeviceArray], mask: bool) -> List[DeviceArray]:
     """What entries are taken out of."""
     return [v] if u is None or not mask else [v, u]
@@ -99,8 +105,7 @@ def _update(
     grad: DeviceArray, u: Optional[DeviceArray], v: DeviceArray, base: Optional[DeviceArray], momentum: float, nesterov: bool, scale: float
 ) -> _Update:
     same_length(grad=grad, v=v, **{name: array for name, array in (("u", u), ("base", base)) if array is not None})
-    if grad.size >= 2**31:
-        raise ValueError("a tensor on a device has at most 2^31 - 1 elements")
+    within_limits(grad)
     kind = programs.NONE if u is None else programs.NESTEROV if nesterov else programs.VANILLA
     counted_from, moving = grad if base is None else base, v if u is None else u
     return _Update(grad.tensor, counted_from.tensor, moving.tensor, v.tensor, momentum, scale, kind, base is not None)

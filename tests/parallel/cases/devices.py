@@ -12,8 +12,8 @@ from .training import assert_replicas_identical, batches, flat, model_of, sgd, t
 
 CASES, case = registry()
 SPECS = (
-    "dgc:ratio=0.01", "dgc:ratio=0.01,warmup_steps=12,clip_norm=0.1,values=fp16", "dgc:ratio=0.05,masking=false,values=power,dense=fp16",
-    "topk:ratio=0.01,values=sign", "topk:chunk=64,k=4,values=2bit", "maxnorm:bits=4", "maxnorm:bits=2,ratio=0.1,dense=fp16",
+    "dgc:ratio=0.01", "dgc:ratio=0.05,warmup_steps=12,clip_norm=0.1,masking=false,values=fp16", "topk:chunk=64,k=4,values=2bit",
+    "maxnorm:bits=4", "maxnorm:bits=2,ratio=0.1,dense=fp16", "multiscale:bits=2+6", "adacomp", "variance:alpha=1.0",
 )
 
 
@@ -29,6 +29,6 @@ def what_training_makes_is_written():
         assert_replicas_identical(model)
         arrays = compression._exchange.arrays()["shared.weight"].values()
         wanted = "device" if os.environ.get("HOROVOD_COMPRESS_KERNELS") == "device" else kernels.backend
-        assert spec.startswith("maxnorm") or {kernels.of(array).__name__.rpartition(".")[2] for array in arrays} == {wanted}
+        assert spec.startswith(("max", "multi")) or {kernels.of(array).__name__.rpartition(".")[2] for array in arrays} == {wanted}
         made[spec] = flat(model), compression.state_dict()["tensors"], compression.state_dict(portable=True)["tensors"]
     torch.save(made, f"{os.environ['MADE']}.{hvd.rank()}")
