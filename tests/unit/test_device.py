@@ -15,8 +15,11 @@ pytest.importorskip("triton")
 
 from horovod_compress.kernels.device import DeviceArray  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-on_device = pytest.mark.parametrize("where", [pytest.param(DEVICE, id="cuda" if DEVICE == "cuda" else "interpreted")])
+GPU = torch.cuda.is_available()
+on_device = pytest.mark.parametrize("where", [
+    pytest.param("cuda", id="cuda", marks=pytest.mark.skipif(not GPU, reason="there is no GPU here")),
+    pytest.param("cpu", id="interpreted", marks=pytest.mark.skipif(GPU, reason="the GPU runs the programs")),
+])
 MOMENTA = st.sampled_from([None, "vanilla", "nesterov"])
 
 
