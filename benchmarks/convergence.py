@@ -5,10 +5,12 @@
     .venv/bin/horovodrun -np 4 .venv/bin/python benchmarks/convergence.py TASK [RUN ...] --real
 
 A RUN is a spec, such as dgc:ratio=0.001; sgd/SPEC or adam/SPEC names another optimizer than the task's, adam:lr=0.004/SPEC its learning rate, too;
-updates/SPEC compresses each rank's own updates in place of gradients, and adam/updates/SPEC is both. Ranks share the task's batch, so all numbers of
-ranks compute as much. Without --real, the ranks are simulated: each computes its own part of the batch, and the compressors, the exchange and every
-payload are the real ones. Each run is a line of FILE, by default convergence.jsonl, with the measure over steps and bytes; those that are there
-already are not run again. Prints a table in Markdown of all runs of the task in FILE; --plot draws them.
+updates/SPEC compresses each rank's own updates in place of gradients, and adam/updates/SPEC is both; updates:every=16/SPEC exchanges those of 16
+steps, and updates:every=16,outer=0.7+0.9/SPEC has an outer Nesterov of that learning rate and momentum. Ranks share the task's batch, so all numbers
+of ranks compute as much. Without --real, the ranks are simulated: each computes its own part of the batch, and the compressors, the exchange and
+every payload are the real ones. Each run is a line of FILE, by default convergence.jsonl, with the measure over steps and bytes; those that are there
+already are not run again. What is measured are the parameters that all ranks share, those after the last exchange. Prints a table in Markdown of all
+runs of the task in FILE; --plot draws them.
 """
 import argparse
 import contextlib
@@ -17,7 +19,7 @@ import math
 import pathlib
 import re
 import time
-from typing import Any, Dict, List
+from typing import Any, Dict, List, NamedTuple, Optional
 
 import horovod.torch as hvd
 import numpy as np
@@ -37,28 +39,42 @@ POINTS = 10  # measurements of a run, the last at its end
 PASSES = 4  # backward passes of a step and rank, where moments=microbatch
 
 
-class Simulated:
-    """Ranks of one process. One model serves all of them, since their parameters are the same."""
+class Run(NamedTuple):
+    """What a RUN says. every: how many local steps' updates are exchanged together, 0 where gradients are."""
 
-    def __init__(self, task, optimizer_kind, spec, on_updates, model, ranks):
-        self.task, self.model, self.named = task, model, dict(model.named_parameters())
-        self.optimizers = [task.optimizer(optimizer_kind, model.parameters()) for _ in range(ranks if on_updates else 1)]
+    optimizer: str
+    rate: float
+    every: int
+    outer: Optional[hvdc.Nesterov]
+    spec: str
+
+
+class Simulated:
+    """Ranks of one process. One model serves all of them: with updates it has each rank's own parameters in turn."""
+
+    def __init__(self, task, run, model, ranks):
+        self.task, self.run, self.model, self.named = task, run, model, dict(model.named_parameters())
+        self.optimizers = [task.optimizer(run.optimizer, model.parameters()) for _ in range(ranks if run.every else 1)]
         optimizer = self.optimizers[0]
-        compressor = compressor_for_updates(spec) if on_updates else requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
-        self.takeover = SGDTakeover(None if on_updates else optimizer, compressor, {id(param): name for name, param in self.named.items()})
+        compressor = compressor_for_updates(run.spec) if run.every else requested_compressor(run.spec, optimizer, is_plain_sgd(optimizer))
+        self.takeover = SGDTakeover(None if run.every else optimizer, compressor, {id(param): name for name, param in self.named.items()})
         variant = next(iter(self.takeover.variants.values()), compressor.bound(0.0, False) if compressor.corrects_momentum else compressor)
-        self.on_updates, self.compressor = on_updates, variant
+        self.compressor = variant
         self.exchanges = make_ranks(variant, {name: tuple(param.shape) for name, param in self.named.items()}, Loopback.group(ranks))
         moments = getattr(variant, "moments", "minibatch")
         self.moments = Moments(moments, self.named) if moments != "minibatch" else None
         self.passes = PASSES if moments == "microbatch" else 1
         self.clips = variant.clip_norm is None and math.isfinite(task.clip)
-        self.shared = [param.detach().clone() for param in self.named.values()] if on_updates else []
+        self.shared = self._parameters() if run.every else {}
+        self.own = [self.shared] * ranks  # parameters, between exchanges
+        self.outer_momentum = {name: torch.zeros_like(param) for name, param in self.shared.items()} if run.outer else {}
+        self.local_steps = 0
 
-    def step(self, inputs, targets, factor):
+    def step(self, inputs, targets):
         arrays, squares = [], []
         for rank, (x, y) in enumerate(zip(inputs.chunk(len(self.exchanges)), targets.chunk(len(self.exchanges)))):
             buffers = [buffer.clone() for buffer in self.model.buffers()]
+            self._show(self.own[rank])
             self.model.zero_grad()
             for part, its in zip(x.chunk(self.passes), y.chunk(self.passes)):
                 (self.task.loss(self.model, part, its) / self.passes).backward()
@@ -66,14 +82,18 @@ class Simulated:
                 for buffer, before in zip(self.model.buffers(), buffers):
                     buffer.copy_(before)
             squares.append({name: self.moments.take(name).copy() for name in self.named} if self.moments else {})
-            arrays.append(self._update(rank, factor) if self.on_updates else {name: flat(param.grad).copy() for name, param in self.named.items()})
+            if self.run.every:
+                self._step_of(rank)
+            else:
+                arrays.append({name: flat(param.grad).copy() for name, param in self.named.items()})
+        if self.run.every:
+            self.local_steps += 1
+            if self.local_steps == self.run.every:
+                self._exchange_updates()
+            self._show(self.shared)
+            return
         lr = self.optimizers[0].param_groups[0]["lr"] if self.compressor.follow_lr else None
         results = finish_step(self.exchanges, start_step(self.exchanges, arrays, lr, squares), arrays)[0]
-        if self.on_updates:
-            for param, shared, name in zip(self.named.values(), self.shared, self.named):
-                shared.add_(torch.from_numpy(results[name]).view_as(param))
-                param.data.copy_(shared)
-            return
         for name, param in self.named.items():
             param.grad.copy_(torch.from_numpy(results[name]).view_as(param))
         if self.clips:
@@ -83,21 +103,40 @@ class Simulated:
         self.optimizers[0].step()
         self.takeover.restore()
 
+    def _parameters(self):
+        return {name: param.detach().clone() for name, param in self.named.items()}
+
     @torch.no_grad()
-    def _update(self, rank, factor):
-        """By how much this rank's optimizer would move the parameters, which stay where they are."""
+    def _show(self, parameters):
+        for name, values in parameters.items():
+            self.named[name].copy_(values)
+
+    @torch.no_grad()
+    def _step_of(self, rank):
         if self.clips:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
         self.optimizers[rank].step()
-        update = {name: flat(param - shared) for (name, param), shared in zip(self.named.items(), self.shared)}
-        for param, shared in zip(self.named.values(), self.shared):
-            param.copy_(shared)
-        return update
+        self.own[rank] = self._parameters()
 
-    def set_rate(self, factor, base):
+    def _exchange_updates(self):
+        """What hvdc.UpdateOptimizer does at the end of a round."""
+        updates = [{name: flat(values - self.shared[name]) for name, values in own.items()} for own in self.own]
+        results = finish_step(self.exchanges, start_step(self.exchanges, updates), updates)[0]
+        for name, shared in self.shared.items():
+            update = torch.from_numpy(results[name]).view_as(shared)
+            if self.run.outer:
+                momentum = self.outer_momentum[name].mul_(self.run.outer.momentum).add_(update)
+                update = update.add(momentum, alpha=self.run.outer.momentum).mul(self.run.outer.lr)
+            shared.add_(update)
+        self.own, self.local_steps = [self.shared] * len(self.own), 0
+
+    def set_rate(self, rate):
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = base * factor
+                group["lr"] = rate
+
+    def measure(self, data):
+        return self.task.measure(self.model, data)
 
     def totals(self):
         return self.exchanges[0].totals(), self.exchanges[0].stats_by_tensor()
@@ -106,33 +145,37 @@ class Simulated:
 class Real:
     """This process is one of Horovod's ranks."""
 
-    def __init__(self, task, optimizer_kind, spec, on_updates, model, ranks):
-        self.task, self.model, self.on_updates = task, model, on_updates
-        optimizer = task.optimizer(optimizer_kind, model.parameters())
-        if on_updates:
-            self.optimizer = hvdc.UpdateOptimizer(optimizer, model.named_parameters(), spec)
+    def __init__(self, task, run, model, ranks):
+        self.task, self.run, self.model = task, run, model
+        optimizer = task.optimizer(run.optimizer, model.parameters())
+        if run.every:
+            self.optimizer = hvdc.UpdateOptimizer(optimizer, model.named_parameters(), run.spec, run.every, run.outer)
             self.compression, self.passes, self.clips = self.optimizer.compression, 1, math.isfinite(task.clip)
             return
-        self.compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+        self.compression = hvdc.Compression.from_spec(run.spec, optimizer, model.named_parameters())
         self.passes = PASSES if self.compression.config.get("moments") == "microbatch" else 1
         self.clips = self.compression.config.get("clip_norm") is None and math.isfinite(task.clip)
         self.optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), self.compression, backward_passes_per_step=self.passes)
 
-    def step(self, inputs, targets, factor):
+    def step(self, inputs, targets):
         x, y = inputs.chunk(hvd.size())[hvd.rank()], targets.chunk(hvd.size())[hvd.rank()]
         self.optimizer.zero_grad()
         for part, its in zip(x.chunk(self.passes), y.chunk(self.passes)):
             (self.task.loss(self.model, part, its) / self.passes).backward()
-        if not self.on_updates:
+        if not self.run.every:
             self.optimizer.synchronize()
         if self.clips:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
-        with contextlib.nullcontext() if self.on_updates else self.optimizer.skip_synchronize():
+        with contextlib.nullcontext() if self.run.every else self.optimizer.skip_synchronize():
             self.optimizer.step()
 
-    def set_rate(self, factor, base):
+    def set_rate(self, rate):
         for group in self.optimizer.param_groups:
-            group["lr"] = base * factor
+            group["lr"] = rate
+
+    def measure(self, data):
+        with self.optimizer.shared_parameters() if self.run.every else contextlib.nullcontext():
+            return self.task.measure(self.model, data)
 
     def totals(self):
         return self.compression.stats(), self.compression.stats_by_tensor()
@@ -145,37 +188,42 @@ def flat(tensor):
 def train(name, run, seed, ranks, real, steps=None):
     """One run, as a line of the file."""
     task = TASKS[name]
-    kind, base, on_updates, spec = parsed(run, task)
+    its = parsed(run, task)
     data, total = task.data(), steps or task.steps
     torch.manual_seed(seed)
     model = task.model()
-    trainer = (Real if real else Simulated)(task, kind, spec, on_updates, model, ranks)
+    trainer = (Real if real else Simulated)(task, its, model, ranks)
     measured, started = [], time.perf_counter()
     marks = {round(total * point / POINTS) for point in range(1, POINTS + 1)}
     batches = zip(range(1, total + 1), task.batches(data, seed))
     for step, (inputs, targets) in track(batches, f"{name} {run} × {ranks}, seed {seed}", total, disable=bool(real and hvd.rank())):
-        factor = task.rate((step - 1) / total)
-        trainer.set_rate(factor, base)
-        trainer.step(inputs, targets, factor)
+        trainer.set_rate(its.rate * task.rate((step - 1) / total))
+        trainer.step(inputs, targets)
         if step in marks:
-            measured.append([step, task.measure(model, data), trainer.totals()[0]["bytes_sent"]])
+            measured.append([step, trainer.measure(data), trainer.totals()[0]["bytes_sent"]])
     totals, by_tensor = trainer.totals()
+    together = max(its.every, 1)
     return {
         "task": name, "run": run, "ranks": ranks, "seed": seed, "steps": total, "real": real, "measured": measured,
-        "parameters": sum(param.numel() for param in model.parameters()), "ratio": totals["dense_bytes"] / totals["bytes_sent"],
-        "ratios": {layer: its["dense_bytes"] / max(its["bytes_sent"], 1) for layer, its in by_tensor.items()},
+        "parameters": sum(param.numel() for param in model.parameters()), "ratio": together * totals["dense_bytes"] / totals["bytes_sent"],
+        "ratios": {layer: together * stats["dense_bytes"] / max(stats["bytes_sent"], 1) for layer, stats in by_tensor.items()},
         "received": totals["bytes_received"] / total, "seconds": time.perf_counter() - started,
     }
 
 
 def parsed(run, task):
-    """(optimizer, learning rate, whether updates are compressed, spec)"""
-    found = re.fullmatch(r"(?:(sgd|adam)(?::lr=([0-9.e+-]+))?/)?(updates/)?([^/]+)", run)
+    """The Run that a RUN says."""
+    number = "([0-9.e+-]+?)"
+    found = re.fullmatch(rf"(?:(sgd|adam)(?::lr={number})?/)?(updates(?::every=(\d+)(?:,outer={number}\+{number})?)?/)?([^/]+)", run)
     if not found:
-        raise ValueError(f"{run}: a run is [sgd/ or adam/][updates/]SPEC, and sgd:lr=NUMBER/ is SGD with that learning rate")
-    kind, rate, updates, spec = found.groups()
+        raise ValueError(
+            f"{run}: a run is [sgd/ or adam/][updates/]SPEC; sgd:lr=NUMBER/ is SGD with that learning rate, updates:every=H,outer=RATE+MOMENTUM/ "
+            "exchanges every H steps, with an outer Nesterov"
+        )
+    kind, rate, updates, every, outer_rate, momentum, spec = found.groups()
     kind = kind or task.default
-    return kind, float(rate) if rate else getattr(task, kind)["lr"], bool(updates), spec
+    outer = hvdc.Nesterov(float(outer_rate), float(momentum)) if outer_rate else None
+    return Run(kind, float(rate) if rate else getattr(task, kind)["lr"], int(every or 1) if updates else 0, outer, spec)
 
 
 # -- what was found ---------------------------------------------------------------------------------------------------------
@@ -198,9 +246,9 @@ def table(name, rows):
     lines = [f"| {name} | ranks | seeds | {task.unit} | spread | against none | times fewer bytes |", "|---|---:|---:|---:|---:|---:|---:|"]
     for (run, ranks, steps, real), found in groups.items():
         ends = [row["measured"][-1][1] for row in found]
-        kind = parsed(run, task)[0]
+        kind = parsed(run, task).optimizer
         baseline = {row["seed"]: row["measured"][-1][1] for row in rows if row["steps"] == steps and row["run"] in ("none", f"{kind}/none")
-                    and parsed(row["run"], task)[0] == kind}
+                    and parsed(row["run"], task).optimizer == kind}
         pairs = [end - baseline[row["seed"]] for end, row in zip(ends, found) if row["seed"] in baseline]
         against = f"{np.mean(pairs):+.3f}" if pairs else ""
         spread = f"{np.std(ends, ddof=1):.3f}" if len(ends) > 1 else ""

@@ -8,6 +8,8 @@ import pytest
 
 BENCHMARK = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "convergence.py"
 
+RUNS = ["none", "dgc:ratio=0.05", "adam/updates/topk:ratio=0.05", "adam/updates:every=4,outer=1+0.5/topk:ratio=0.2"]
+
 
 def run(out, *arguments):
     given = [sys.executable, str(BENCHMARK), "digits", *arguments, "--out", str(out)]
@@ -18,14 +20,14 @@ def run(out, *arguments):
 def trained(tmp_path_factory):
     """(file, what was printed)"""
     out = tmp_path_factory.mktemp("convergence") / "runs.jsonl"
-    ran = run(out, "none", "dgc:ratio=0.05", "adam/updates/topk:ratio=0.05", "--ranks", "2", "--steps", "100", "--plot", str(out.with_suffix(".png")))
+    ran = run(out, *RUNS, "--ranks", "2", "--steps", "100", "--plot", str(out.with_suffix(".png")))
     assert ran.returncode == 0, ran.stderr
     return out, ran.stdout
 
 
 def test_compressed_training_learns_with_fewer_bytes(trained):
     rows = [json.loads(line) for line in trained[0].read_text().splitlines()]
-    assert [row["run"] for row in rows] == ["none", "dgc:ratio=0.05", "adam/updates/topk:ratio=0.05"]
+    assert [row["run"] for row in rows] == RUNS
     for row in rows:
         steps, measures, sent = zip(*row["measured"])
         assert steps[-1] == 100 and list(sent) == sorted(sent) and measures[-1] > 85
@@ -35,7 +37,7 @@ def test_compressed_training_learns_with_fewer_bytes(trained):
 
 def test_the_table_has_every_run(trained):
     lines = [line for line in trained[1].splitlines() if line.startswith("|")]
-    assert len(lines) == 5 and "| dgc:ratio=0.05, 100 steps | 2 | 1 |" in trained[1]
+    assert len(lines) == 6 and "| dgc:ratio=0.05, 100 steps | 2 | 1 |" in trained[1]
 
 
 def test_what_is_there_is_not_run_again(trained):
