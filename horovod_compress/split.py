@@ -85,7 +85,7 @@ def split_step(
     own, messages = regions[rank], _Messages(tensors, regions, step)
     frames = [messages.seal(bodies, owner, to=owner) for owner, bodies in enumerate(_bodies_by_owner(tensors, regions))]
     # One byte more in every other step, which goes to nobody: as for frames, lengths in successive steps must differ for Horovod's sake.
-    spare = np.zeros(sum(map(len, frames)) + step & 1, np.uint8)
+    spare = np.zeros((sum(map(len, frames)) + step) & 1, np.uint8)
     messages.sent[0] += spare.size
     arrived = yield Alltoall(np.concatenate([*frames, spare]), [len(frame) for frame in frames])
     left = [(np.empty(0, np.uint32), np.empty(0, np.float32))] * len(tensors)
