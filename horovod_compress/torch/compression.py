@@ -20,7 +20,7 @@ from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
 from . import horovod_internals
 from .moments import Moments
-from .parameters import NamedParameters, Slot, flat, named
+from .parameters import NamedParameters, Slot, Streams, flat, named
 from .sgd import SGDTakeover, is_plain_sgd
 
 _SYNCHRONIZE_FIRST = (
@@ -77,6 +77,7 @@ class BoundCompression(Binding):
         self._synced = not self._elastic  # whether an elastic state has this compression
         self._rates: Dict[int, float] = {}  # id(parameter) → learning rate of this step, where residuals follow it
         self._submitted: List[Tuple[Slot, torch.Tensor, int]] = []  # with the version of its gradient, until the first result of the step comes
+        self._streams = Streams()
         self._spoilt: Optional[str] = None  # why the results of the step that is under way cannot be used
         self._announce: Optional[Callable[[], None]] = None  # inside `uneven`: tells ranks that train no more that a step begins
         self._blocks = 0  # of `uneven` so far
@@ -114,6 +115,7 @@ class BoundCompression(Binding):
         memory, array = slot.load(tensor, self._exchange.on_device(slot.name))
         squares = self._moments.take(slot.name) if self._moments else None
         carrier = self._exchange.submit(slot.name, array, squares, self._rates.get(id(slot.param)))
+        self._streams.mark(memory)
         sent = memory if carrier is array else torch.from_numpy(carrier) if isinstance(carrier, np.ndarray) else carrier.tensor
         grad = slot.param.grad
         assert grad is not None  # `_find` has seen it.
@@ -132,6 +134,7 @@ class BoundCompression(Binding):
                 raise ValueError("ranks without data cannot answer sparse gradients: give hvd.DistributedOptimizer(sparse_as_dense=True)")
             return tensor
         slot, grad, memory, sent, carrier = ctx
+        self._streams.join()
         if self._submitted:
             self._look_for_changes()
         if tensor is None:  # An exception came after Horovod had handed this result over.

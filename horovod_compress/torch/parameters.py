@@ -2,7 +2,7 @@
 import collections
 import collections.abc
 import inspect
-from typing import Any, Iterable, List, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -42,6 +42,25 @@ class Slot:
     def _warn_of_copies(device: str, on_device: bool) -> None:
         why = "install triton, or horovod-compress[gpu], to compress them there" if on_device else "there are no kernels for this on a device"
         warn_once(f"gradients on {device} are compressed on the host, through pinned memory: {why}")
+
+
+class Streams:
+    """The streams of a GPU that gradients were encoded on: backward is on those of forward, and what comes after may be on another one."""
+
+    def __init__(self) -> None:
+        self._encoded: Dict[torch.cuda.Stream, torch.cuda.Event] = {}
+
+    def mark(self, memory: torch.Tensor) -> None:
+        """What was begun with this memory so far has to be done before what comes after `join`."""
+        if memory.is_cuda:
+            stream = torch.cuda.current_stream(memory.device)
+            self._encoded[stream] = stream.record_event()
+
+    def join(self) -> None:
+        """Has the current stream wait; the host does not."""
+        for stream, event in self._encoded.items():
+            torch.cuda.current_stream(stream.device).wait_event(event)
+        self._encoded.clear()
 
 
 def flat(tensor: torch.Tensor, on_device: bool) -> Any:
