@@ -55,7 +55,7 @@ def measured(compressor: Any, model: Model, gradients: Sequence[Named], ranks: i
     alone = compressor if split is None else dataclasses.replace(compressor, exchange="gather")
     found = bench.measure(alone, gradients, ranks, STEPS, progress)
     if split is not None:
-        _split(found, split.accept / ranks)
+        _split(found, split.accept / ranks, ranks)
     rounds = len(compressor.collectives(ranks)) - 1
     hides = not rounds and compressor.clip_norm is None and getattr(compressor, "transport", "horovod") == "horovod"
     sizes = [math.prod(shape) for shape in model.shapes.values()]
@@ -64,10 +64,12 @@ def measured(compressor: Any, model: Model, gradients: Sequence[Named], ranks: i
     return Load(found["exchanged"], sum(found["operations"].values()), rounds, hides, sizes[0] / sum(sizes), encode, decode).times(model.factor)
 
 
-def _split(found: Dict[str, Any], accepted: float) -> None:
-    """Makes of what was measured of gathering that of splitting, if an owner's sums take as long as decoding as many entries. accepted: entries that
-    an owner sends all ranks, over those that a rank sends."""
+def _split(found: Dict[str, Any], accepted: float, ranks: int) -> None:
+    """Makes of what was measured of gathering that of splitting, if an owner's sums take as long as decoding as many entries: those that all ranks
+    send it, as many as one rank sends all, and those that all owners accept. accepted: entries that an owner sends all ranks, over those that a
+    rank sends."""
     gathered = found["exchanged"]["allgather uint8"]
+    found["decode_seconds"] *= 1 / ranks + accepted
     found["exchanged"].update({"alltoall uint8": gathered, "allgather uint8": accepted * gathered})
     found["operations"].update({"alltoall uint8": 1.0, "allgather uint8": 1.0})
 
