@@ -34,7 +34,7 @@ def test_the_reference_serves_where_nothing_was_built():
 
 @pytest.mark.parametrize(
     "wanted, error",
-    [("native", "ModuleNotFoundError"), ("fast", "ValueError: HOROVOD_COMPRESS_KERNELS must be native or reference, not 'fast'")],
+    [("native", "ModuleNotFoundError"), ("fast", "ValueError: HOROVOD_COMPRESS_KERNELS must be native, reference or device, not 'fast'")],
 )
 def test_kernels_that_are_asked_for_and_not_there_are_an_error(wanted, error):
     code = "import sys; sys.modules['horovod_compress.kernels.native._native'] = None; import horovod_compress"
