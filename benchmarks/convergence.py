@@ -246,9 +246,9 @@ def table(name, rows):
     lines = [f"| {name} | ranks | seeds | {task.unit} | spread | against none | times fewer bytes |", "|---|---:|---:|---:|---:|---:|---:|"]
     for (run, ranks, steps, real), found in groups.items():
         ends = [row["measured"][-1][1] for row in found]
-        kind = parsed(run, task).optimizer
-        baseline = {row["seed"]: row["measured"][-1][1] for row in rows if row["steps"] == steps and row["run"] in ("none", f"{kind}/none")
-                    and parsed(row["run"], task).optimizer == kind}
+        uncompressed = parsed(run, task)._replace(every=0, outer=None, spec="none")
+        alike = [row for row in rows if row["steps"] == steps and parsed(row["run"], task) == uncompressed]
+        baseline = {row["seed"]: row["measured"][-1][1] for row in sorted(alike, key=lambda row: row["ranks"] == ranks)}  # of as many, if there
         pairs = [end - baseline[row["seed"]] for end, row in zip(ends, found) if row["seed"] in baseline]
         against = f"{np.mean(pairs):+.3f}" if pairs else ""
         spread = f"{np.std(ends, ddof=1):.3f}" if len(ends) > 1 else ""
