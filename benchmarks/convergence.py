@@ -193,12 +193,14 @@ def train(name, run, seed, ranks, real, steps=None):
     torch.manual_seed(seed)
     model = task.model()
     trainer = (Real if real else Simulated)(task, its, model, ranks)
-    measured, started = [], time.perf_counter()
+    measured, seconds = [], 0.0
     marks = {round(total * point / POINTS) for point in range(1, POINTS + 1)}
     batches = zip(range(1, total + 1), task.batches(data, seed))
     for step, (inputs, targets) in track(batches, f"{name} {run} × {ranks}, seed {seed}", total, disable=bool(real and hvd.rank())):
         trainer.set_rate(its.rate * task.rate((step - 1) / total))
+        started = time.perf_counter()
         trainer.step(inputs, targets)
+        seconds += time.perf_counter() - started
         if step in marks:
             measured.append([step, trainer.measure(data), trainer.totals()[0]["bytes_sent"]])
     totals, by_tensor = trainer.totals()
@@ -207,7 +209,7 @@ def train(name, run, seed, ranks, real, steps=None):
         "task": name, "run": run, "ranks": ranks, "seed": seed, "steps": total, "real": real, "measured": measured,
         "parameters": sum(param.numel() for param in model.parameters()), "ratio": together * totals["dense_bytes"] / totals["bytes_sent"],
         "ratios": {layer: together * stats["dense_bytes"] / max(stats["bytes_sent"], 1) for layer, stats in by_tensor.items()},
-        "received": totals["bytes_received"] / total, "seconds": time.perf_counter() - started,
+        "received": totals["bytes_received"] / total, "seconds": seconds,
     }
 
 
