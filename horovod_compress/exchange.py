@@ -15,10 +15,13 @@ import numpy as np
 from . import checkpoint, kernels
 from .compressors.base import Compressor
 from .driver import Driver, Transaction
+from .kernels import DeviceCall
 from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Final, HostReduce, SelectAgain, StepNorm, TensorStep
 from .split import split_step
 from .step import Tensor, check_step_numbers, conclude, step_numbers
 from .transport.base import Transport
+
+_TOGETHER = 1 << 24  # elements on a device that are worth launches of their own: passes over so many take some 100 µs, and as much to launch
 
 
 @dataclasses.dataclass
@@ -55,6 +58,9 @@ class Exchange(Driver):
         self._open: Dict[str, _Pending] = {}  # of those, submitted and not finished
         self._in_rounds: List[_Pending] = []  # of those, with exchanges to come before they have a payload
         self._to_split: Dict[str, _Pending] = {}  # of those, with entries that are exchanged when all are there
+        self._calling: List[_Pending] = []  # of those, with a kernel's call that waits for other tensors', before the last exchange
+        self._to_call = 0  # elements of those
+        self._decoding: List[_Pending] = []  # of those submitted, with a kernel's call after it
         self._numbers: Any = None  # with sums: waits for the ranks' numbers of this step; False once they were compared
 
     def submit(
@@ -76,6 +82,8 @@ class Exchange(Driver):
         self._latest = transaction
         transaction.tensors.append(tensor)
         self._advance(pending, None)
+        if self._to_call >= _TOGETHER:
+            self._call()
         return pending.carrier
 
     def is_payload(self, name: str, carrier: np.ndarray) -> bool:
@@ -90,12 +98,14 @@ class Exchange(Driver):
 
     def rounds(self, factor: float = 1.0) -> Iterator[None]:
         """`flush` by rounds, for a driver of several ranks: yields when it has started something, before it waits for it."""
+        self._call()
         norms = [pending for pending in self._in_rounds if isinstance(pending.request, StepNorm)]
         if norms:
             self._in_rounds.clear()
             squared_norm = factor**2 * sum(kernels.of(pending.grad).squared_norm(pending.grad) for pending in norms)
             for pending in norms:
                 self._advance(pending, (squared_norm, True))
+            self._call()
         while self._in_rounds:
             waiting, self._in_rounds = self._in_rounds, []
             self._start_maxima([pending for pending in waiting if pending.wait is None])
@@ -106,34 +116,57 @@ class Exchange(Driver):
             waiting[0].tensor.counters["exchange_seconds"] += time.perf_counter() - started
             for pending, answer in zip(waiting, answers):
                 self._advance(pending, answer)
+            self._call()
         if self._to_split:
             yield from self._split(factor)
 
     def finish(self, name: str, reduced: np.ndarray) -> None:
-        """Leaves the step's result in the memory of the gradient that was submitted. reduced: the carrier as the host
-        brought it back. A result that is not finite on some rank is not finite on all of them."""
+        """Leaves the step's result in the memory of the gradient that was submitted; where that is on a device, once the last tensor of the step is
+        finished, or by `settle`. reduced: the carrier as the host brought it back. A result that is not finite on some rank is not finite on all of
+        them."""
         pending = self._open.get(name) or self._refuse_given_up(name)
-        if self._in_rounds or name in self._to_split:
+        if self._in_rounds or self._calling or name in self._to_split:
             self.flush(1.0 if self.is_payload(name, pending.carrier) else float(reduced[0]))
-        counters, started = pending.tensor.counters, time.perf_counter()
         arrived = None
         if pending.wait is not None:
+            started = time.perf_counter()
             self._compare_step_numbers()
             arrived = pending.wait()
-            counters["exchange_seconds"] += time.perf_counter() - started
-            started = time.perf_counter()
+            pending.tensor.counters["exchange_seconds"] += time.perf_counter() - started
         elif reduced.dtype == FLOAT32 and reduced is not pending.grad:
             np.copyto(pending.grad, reduced)
             reduced = pending.grad
+        self._decode(pending, (reduced, arrived))
+        self._settle_the_last()
+
+    def settle(self) -> None:
+        """Has the results of all tensors that were finished in their gradients' memory."""
+        while self._decoding:
+            decoding, self._decoding = self._decoding, []
+            for pending, answer in zip(decoding, kernels.together([pending.request for pending in decoding])):
+                self._decode(pending, answer)
+
+    def _settle_the_last(self) -> None:
+        if len(self._decoding) == len(self._open):
+            self.settle()
+
+    def _decode(self, pending: _Pending, answer: Any) -> None:
+        """Sends a step what came of its last exchange, or of a kernel's call. Its result is there then, or it has a kernel's call to make."""
+        counters, started = pending.tensor.counters, time.perf_counter()
+        name = pending.tensor.name
         try:
-            outcome = pending.step.send((reduced, arrived))
+            outcome = pending.step.send(answer)
         except StopIteration:
             self._refuse_given_up(name)
-        if outcome.result is not pending.grad:
-            np.copyto(pending.grad, outcome.result)
-        if not outcome.finite:
-            self._transaction.finite = False
-        del self._open[name]
+        if isinstance(outcome, DeviceCall):
+            pending.request = outcome
+            self._decoding.append(pending)
+        else:
+            if outcome.result is not pending.grad:
+                np.copyto(pending.grad, outcome.result)
+            if not outcome.finite:
+                self._transaction.finite = False
+            del self._open[name]
         counters["decode_seconds"] += time.perf_counter() - started
 
     @staticmethod
@@ -149,7 +182,11 @@ class Exchange(Driver):
             pending.carrier = request.array
             request = send(None)
         pending.request, pending.wait = request, None
-        if isinstance(request, Final):
+        if isinstance(request, DeviceCall):
+            self._calling.append(pending)
+            self._to_call += pending.grad.size
+            pending.wait = functools.partial(self._refuse_given_up, pending.tensor.name)
+        elif isinstance(request, Final):
             if isinstance(request.request, SelectAgain):
                 self._to_split[pending.tensor.name] = pending
                 pending.wait = functools.partial(self._refuse_given_up, pending.tensor.name)
@@ -162,6 +199,16 @@ class Exchange(Driver):
             elif getattr(request, "op", "") != "max":
                 pending.wait = self._start_own(pending, request, ".round")
         pending.tensor.counters["encode_seconds"] += time.perf_counter() - started
+
+    def _call(self) -> None:
+        """Makes the kernels' calls that tensors wait for, before their last exchange, together."""
+        while self._calling:
+            calling, self._calling, self._to_call = self._calling, [], 0
+            started = time.perf_counter()
+            answers = kernels.together([pending.request for pending in calling])
+            calling[0].tensor.counters["encode_seconds"] += time.perf_counter() - started
+            for pending, answer in zip(calling, answers):
+                self._advance(pending, answer)
 
     def _start_own(self, pending: _Pending, request: Union[Allreduce, Allgather, Alltoall], suffix: str) -> Callable[[], Any]:
         if isinstance(request, Allreduce):
@@ -230,8 +277,9 @@ class Exchange(Driver):
         self._count_step(transaction)
         self._steps.clear()
         self._open.clear()
-        self._in_rounds.clear()
-        self._to_split.clear()
+        for waiting in (self._in_rounds, self._calling, self._decoding, self._to_split):
+            waiting.clear()
+        self._to_call = 0
         self._begin_at(self._now.index + 1)
         if self.observer is not None:
             self.observer.step_ended()
@@ -248,6 +296,7 @@ class Exchange(Driver):
         """In place of a `finish` that was interrupted: the step will be rolled back."""
         self._open.pop(name, None)
         self.reject()
+        self._settle_the_last()
 
     def open_tensors(self) -> Collection[str]:
         return self._open

@@ -14,7 +14,7 @@ import numpy as np
 from . import wire
 from .compressors.base import LOCAL, OWED, Compressor, Encoding, Kept, State, Step
 from .handshake import MismatchError, error_of_joined
-from .kernels import Encoded, beside
+from .kernels import DeviceCall, Encoded, answered, at_once, beside
 from .requests import (
     FLOAT32,
     Allgather,
@@ -178,7 +178,7 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
             _check(tensor, payload, grad, step)
         tensor.counters["elements_sent"] += payload.elements if isinstance(payload, Encoded) else tensor.numel
         reduced, arrived = yield final
-        outcome = [_decode(tensor, payload, grad, step, reduced, arrived, base)]
+        outcome = [(yield from _decode(tensor, payload, grad, step, reduced, arrived, base))]
         # The answer comes with the next step: until then these would stay in memory.
         del grad, base, step, encoded, payload, carrier, final, reduced, arrived
         yield outcome.pop()
@@ -227,15 +227,18 @@ def conclude(step: TensorStep, succeeded: bool) -> None:
         step.close()
 
 
-def _rounds(tensor: Tensor, encoding: Any, size: int) -> Generator[Exchanged, Any, Payload]:
+def _rounds(tensor: Tensor, encoding: Any, size: int) -> Generator[Union[Exchanged, DeviceCall], Any, Payload]:
     """What a compressor asks for before it has its payload, counted; returns the payload. TypeError for what is neither."""
-    answer = None
+    encoding, answer = (yield from answered(encoding)), None
     while isinstance(encoding, GeneratorType):
         try:
             request = encoding.send(answer)
         except StopIteration as stop:
-            encoding = stop.value
+            encoding = yield from answered(stop.value)
             break
+        if isinstance(request, DeviceCall):
+            answer = yield from answered(request)
+            continue
         if not isinstance(request, (Allreduce, Allgather, Alltoall)):
             raise TypeError(f"{tensor.compressor.id}: encode yields Allreduce, Allgather or Alltoall, not an object of {type(request)}")
         if not tensor.checked and request.collective not in tensor.declared:
@@ -280,26 +283,26 @@ def _last_request(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step
 
 def _decode(
     tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step, reduced: np.ndarray, arrived: Any, base: Optional[np.ndarray]
-) -> Outcome:
+) -> Generator[DeviceCall, Any, Outcome]:
     """The result, from what the host made of the carrier, and what became of the payload where that is not the carrier itself. base: what is to be
     added to it."""
     compressor, scale = tensor.compressor, 1.0 if arrived is None else float(reduced[0]) / step.size
     if isinstance(arrived, Selected):
         finite = _add_selected(tensor, arrived, grad, step, scale)
     elif isinstance(payload, Encoded):
-        finite = _add_payloads(tensor, arrived, grad, step, scale)
+        finite = yield from _add_payloads(tensor, arrived, grad, step, scale)
     elif isinstance(payload, Allreduce):
-        finite = compressor.decode(arrived, grad, tensor.state, step, scale)
+        finite = yield from answered(compressor.decode(arrived, grad, tensor.state, step, scale))
     else:
         summed = reduced if arrived is None else beside(arrived, grad)
         grad = summed if summed.dtype == FLOAT32 else grad
-        finite = compressor.decode_dense(summed, grad, tensor.state, scale)
+        finite = yield from answered(compressor.decode_dense(summed, grad, tensor.state, scale))
     if base is not None:
         grad += base
     return Outcome(grad, finite)
 
 
-def _add_payloads(tensor: Tensor, arrived: np.ndarray, grad: np.ndarray, step: Step, scale: float) -> bool:
+def _add_payloads(tensor: Tensor, arrived: np.ndarray, grad: np.ndarray, step: Step, scale: float) -> Generator[DeviceCall, Any, bool]:
     """Decodes the gathered payloads of all ranks into the gradient's memory, in rank order on every rank."""
     compressor = tensor.compressor
     tensor.counters["bytes_received"] += len(arrived)
@@ -310,7 +313,8 @@ def _add_payloads(tensor: Tensor, arrived: np.ndarray, grad: np.ndarray, step: S
         grad.fill(np.nan)
     for rank, body in enumerate(bodies if finite else ()):
         try:
-            finite &= compressor.add(body, grad, scale)
+            added = compressor.add(body, grad, scale)
+            finite &= (yield from answered(added)) if isinstance(added, DeviceCall) else added
         except ValueError as error:
             raise wire.WireError(f"payload of rank {rank}: {error}") from None
     return finite
@@ -329,7 +333,7 @@ def _add_selected(tensor: Tensor, selected: Selected, grad: np.ndarray, step: St
     finite, factor = True, scale / selected.scale
     for first, last, body in selected.bodies:
         try:
-            finite &= tensor.compressor.add(body, grad[first:last], factor)
+            finite &= at_once(tensor.compressor.add(body, grad[first:last], factor))
         except ValueError as error:
             raise wire.WireError(f"sums of {tensor.name} from element {first} on: {error}") from None
     tensor.state.sent = selected.left

@@ -1,11 +1,12 @@
 """AdaComp (Chen, Choi, Brand, Agrawal, Zhang, Gopalakrishnan, AAAI 2018, arXiv 1712.02679)."""
 import dataclasses
+import functools
 from typing import Tuple, Union
 
 import numpy as np
 
 from .. import kernels
-from .base import LOCAL, State, Step
+from .base import LOCAL, Encoding, State, Step
 from .options import Auto, Count, Number, option
 from .selective import SelectiveCompressor
 
@@ -46,11 +47,14 @@ class AdaComp(SelectiveCompressor):
         length = _CONVOLUTION if _is_convolution(shape) else _FULLY_CONNECTED
         return dataclasses.replace(self, bin_length=length) if self.bin_length == "auto" else self
 
-    def encode(self, grad: np.ndarray, state: AdaCompState, step: Step) -> kernels.Encoded:
+    def encode(self, grad: np.ndarray, state: AdaCompState, step: Step) -> Encoding:
         indices, scale = state.pending
-        encoded = kernels.of(grad).encode_adacomp(
+        encoded = kernels.deferred(grad).encode_adacomp(
             grad, state.arrays["residual"], indices, sent_scale=scale, bin_length=self.bin_length, scale_factor=self.scale_factor
         )
+        return kernels.after(encoded, functools.partial(self._selected, state))
+
+    def _selected(self, state: AdaCompState, encoded: kernels.Encoded) -> kernels.Encoded:
         state.sent, state.pending = encoded.undo, _NOTHING
         return encoded
 

@@ -1,5 +1,6 @@
 """The contract between an algorithm and the exchange. An algorithm knows arrays and kernels: nothing of frameworks or networks."""
 import dataclasses
+import functools
 import math
 import threading
 import zlib
@@ -14,7 +15,8 @@ from ..requests import FLOAT32, Collective, Exchanged, HostReduce, Payload, Spli
 GATHER = Collective("allgather", "uint8")
 HOST = Collective("host", "float32")
 LARGEST = float(np.finfo(np.float32).max)
-Encoding = Union[Payload, Generator[Exchanged, Any, Payload]]
+Encoding = Union[Payload, kernels.DeviceCall, Generator[Union[Exchanged, kernels.DeviceCall], Any, Payload]]
+Decoded = Union[bool, kernels.DeviceCall]
 
 
 def zeros(numel: int) -> np.ndarray:
@@ -183,7 +185,8 @@ class Compressor(ABC):
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
         """This rank's payload: HostReduce or Allreduce, of `horovod_compress.requests`, or Encoded. grad is flat float32, and this method may change
         it; where it returns Encoded it leaves grad zero, because payloads are added there. It is a generator where ranks must agree first: it
-        yields an Allreduce, Allgather or Alltoall, and is sent the result. All tensors of a step go through these rounds together."""
+        yields an Allreduce, Allgather or Alltoall, and is sent the result. All tensors of a step go through these rounds together. Of a gradient on a
+        device a DeviceCall may bring what is returned, if that is no HostReduce, and a generator may yield one."""
 
     def payload_bits(self, step: Step) -> Optional[float]:
         """Bits of this step's Encoded payload for each element of the tensor; None where they depend on the gradients. The exchange
@@ -217,26 +220,25 @@ class Compressor(ABC):
         if residual is not None:
             residual.fill(0)
 
-    def decode(self, summed: np.ndarray, out: np.ndarray, state: State, step: Step, scale: float) -> bool:
-        """Decodes the sum of the ranks' Allreduce payloads, times scale, into `out`, the gradient's memory. Returns whether that is finite."""
+    def decode(self, summed: np.ndarray, out: np.ndarray, state: State, step: Step, scale: float) -> Decoded:
+        """Decodes the sum of the ranks' Allreduce payloads, times scale, into `out`, the gradient's memory. Returns whether that is finite, or for
+        `out` on a device a DeviceCall that brings it; so do `decode_dense` and `add`."""
         raise NotImplementedError(f"{self.id} returns Allreduce payloads, so it needs a method decode")
 
-    def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float) -> bool:
+    def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float) -> Decoded:
         """Writes the reduced HostReduce payloads, times scale, into `out`, which may be the same array. Returns whether that is finite."""
         if reduced.dtype != FLOAT32:
-            largest = kernels.of(out).decode_float16(reduced.view(np.uint16), out)
+            largest = kernels.deferred(reduced).decode_float16(reduced.view(np.uint16), out)
         else:
             if reduced is not out:
                 np.copyto(out, reduced)
-            largest = kernels.of(out).max_abs(out)
-        if scale != 1:
-            out *= np.float32(scale)
-        return largest * abs(scale) <= LARGEST
+            largest = kernels.deferred(out).max_abs(out)
+        return kernels.after(largest, functools.partial(_scale, out, scale))
 
-    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
+    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> Decoded:
         """Decodes the body of one rank's Encoded payload and adds it, times scale, to `out`, which is zero before the first rank's. Returns whether
         the sum is finite. Raises ValueError for a body that `encode` cannot have made. Bodies are sparse unless a subclass says otherwise."""
-        return kernels.of(out).decode_add_sparse(out, body, scale=scale)
+        return kernels.deferred(out).decode_add_sparse(out, body, scale=scale)
 
     def residual(self, state: State) -> Optional[np.ndarray]:
         """The residual, up to date only after `apply_pending`; None where the algorithm keeps none."""
@@ -274,7 +276,7 @@ class Compressor(ABC):
         """Undoes the changes of a step that failed or whose result was not finite, on all ranks alike."""
         for array, indices, values, replace in state.undo:
             if indices is None:
-                self.add(values, state.arrays[array], 1.0)
+                kernels.at_once(self.add(values, state.arrays[array], 1.0))
             elif replace:
                 state.arrays[array][indices] = values
             else:
@@ -282,3 +284,10 @@ class Compressor(ABC):
 
     def apply_pending(self, state: State) -> None:
         """Brings the arrays up to date between steps, where `commit` left a pending change to the next `encode`."""
+
+
+def _scale(out: np.ndarray, scale: float, largest: float) -> bool:
+    """Multiplies by `scale` what has this largest magnitude. Returns whether that is finite."""
+    if scale != 1:
+        out *= np.float32(scale)
+    return largest * abs(scale) <= LARGEST

@@ -1,10 +1,11 @@
 """bfloat16: float32's range with 8 bits of precision."""
 import dataclasses
+import functools
 
 import numpy as np
 
 from .. import kernels
-from .base import Compressor, State, Step
+from .base import Compressor, Decoded, Encoding, State, Step
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -23,10 +24,12 @@ class BFloat16(Compressor):
     def payload_bits(self, step: Step) -> float:
         return 16
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
-        encoded = kernels.of(grad).encode_bf16(grad, state.buffer)
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
+        return kernels.after(kernels.deferred(grad).encode_bf16(grad, state.buffer), functools.partial(self._encoded, state))
+
+    def _encoded(self, state: State, encoded: kernels.Encoded) -> kernels.Encoded:
         state.buffer = encoded.buffer
         return encoded
 
-    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
-        return kernels.of(out).decode_add_bf16(out, body, scale=scale)
+    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> Decoded:
+        return kernels.deferred(out).decode_add_bf16(out, body, scale=scale)

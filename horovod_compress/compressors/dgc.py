@@ -1,5 +1,6 @@
 """Deep Gradient Compression (Lin, Han, Mao, Wang, Dally, ICLR 2018, arXiv 1712.01887)."""
 import dataclasses
+import functools
 import math
 from typing import Optional, Tuple
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from .. import kernels
 from ..requests import Collective, HostReduce
-from .base import LOCAL, SHARED, State, Step, zeros
+from .base import LOCAL, SHARED, Decoded, Encoding, State, Step, zeros
 from .none import NoCompression
 from .options import Choice, Flag, Number, Schedule, ZeroOrCount, option
 from .selective import DENSE
@@ -80,7 +81,7 @@ class DGC(TopK):
         names = ("u", "v") if self.m else ("v",)
         return State(name, {array: zeros(math.prod(shape)) for array in names})
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
         return self.select(grad, state, step, self.m, bool(self.nesterov), self.masking)
 
     def owed(self, state: State) -> np.ndarray:
@@ -153,15 +154,21 @@ class DenseMomentum(NoCompression):
     def encode_dense(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
         return HostReduce(grad)  # Not all is sent: u remains.
 
-    def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: DenseMomentumState, scale: float) -> bool:
-        finite = super().decode_dense(reduced, out, state, scale)
+    def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: DenseMomentumState, scale: float) -> Decoded:
+        return kernels.after(super().decode_dense(reduced, out, state, scale), functools.partial(self._move, out, state))
+
+    def _move(self, out: np.ndarray, state: DenseMomentumState, finite: bool) -> Decoded:
+        """Gives the mean gradient momentum, where it is finite."""
         u = state.arrays.get("u")
         if u is None or not finite:
             return finite
-        state.spare = np.empty_like(u) if state.spare is None else kernels.beside(state.spare, u)
-        finite = kernels.of(out).apply_momentum(out, u, state.spare, momentum=self.momentum, nesterov=self.nesterov)
-        state.sent = state.spare if finite else None
-        return finite
+        spare = state.spare = np.empty_like(u) if state.spare is None else kernels.beside(state.spare, u)
+
+        def moved(finite: bool) -> bool:
+            state.sent = spare if finite else None
+            return finite
+
+        return kernels.after(kernels.deferred(out).apply_momentum(out, u, spare, momentum=self.momentum, nesterov=self.nesterov), moved)
 
     def commit(self, state: DenseMomentumState) -> None:
         if state.sent is not None:

@@ -2,7 +2,7 @@
 import dataclasses
 import functools
 import math
-from typing import List, Optional
+from typing import List, Optional, Union
 
 import numpy as np
 
@@ -31,11 +31,10 @@ class MaxNorm(SharedScaleQuantizer):
     def steps(self) -> List[float]:
         return [2.0**self.bits - 1]
 
-    def norm_of(self, values: np.ndarray, peaks: Optional[np.ndarray]) -> float:
-        k = kernels.of(values)
+    def norm_of(self, values: np.ndarray, peaks: Optional[np.ndarray]) -> Union[float, kernels.DeviceCall]:
         if self.norm == "max":
-            return k.max_abs(values, peaks)
+            return kernels.deferred(values).max_abs(values, peaks)
         if peaks is not None:
-            k.max_abs(values, peaks)  # fills peaks
-        squares = k.squared_norm(values)
+            kernels.of(values).max_abs(values, peaks)  # fills peaks
+        squares = kernels.of(values).squared_norm(values)
         return math.sqrt(squares) if math.isfinite(squares) else math.inf

@@ -2,13 +2,14 @@
 import dataclasses
 import math
 from abc import abstractmethod
-from typing import Any, Generator, List, Optional, Sequence, Tuple
+from typing import Any, Generator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from .. import kernels
+from ..kernels import answered
 from ..requests import Allreduce, Collective, Exchanged, Payload
-from .base import LARGEST, State, Step
+from .base import LARGEST, Decoded, State, Step
 from .globalrandk import SharedCoordinates
 
 
@@ -24,8 +25,8 @@ class _Drawn:
     levels: Optional[np.ndarray] = None  # with several scales, how many ranks' codes fit each
     finite: bool = True
 
-    def dequantize(self, words: np.ndarray, out: np.ndarray, scale: float) -> None:
-        kernels.of(out).dequantize(words, self.levels, out, w=self.w, steps=self.steps, width=self.width, size=self.size, scale=scale)
+    def dequantize(self, words: np.ndarray, out: np.ndarray, scale: float) -> Any:
+        return kernels.deferred(out).dequantize(words, self.levels, out, w=self.w, steps=self.steps, width=self.width, size=self.size, scale=scale)
 
 
 @dataclasses.dataclass
@@ -60,19 +61,18 @@ class SharedScaleQuantizer(SharedCoordinates):
         """s of each scale, ascending. No code of any scale is above the first s."""
 
     @abstractmethod
-    def norm_of(self, values: np.ndarray, peaks: Optional[np.ndarray]) -> float:
+    def norm_of(self, values: np.ndarray, peaks: Optional[np.ndarray]) -> Union[float, kernels.DeviceCall]:
         """This rank's norm; infinity where values are not finite. The shared scale is the largest norm of all ranks. With one scale, magnitudes are
         clipped at this norm. peaks is filled as by the kernel `max_abs`, and None with one scale."""
 
-    def encode(self, grad: np.ndarray, state: QuantizerState, step: Step) -> Generator[Exchanged, Any, Payload]:
+    def encode(self, grad: np.ndarray, state: QuantizerState, step: Step) -> Generator[Union[Exchanged, kernels.DeviceCall], Any, Payload]:
         indices, values, finite = self.draw(grad, state, step)
-        k = kernels.of(values)
         steps, size = self.steps, step.size
         stretches = -(-values.size // 64)
         if len(steps) > 1 and (state.peaks is None or state.peaks.size != stretches):
             state.peaks = np.empty(stretches, np.uint32)
         peaks = state.peaks
-        norm = self.norm_of(values, peaks) if finite else math.inf
+        norm = (yield from answered(self.norm_of(values, peaks))) if finite else math.inf
         w = float((yield Allreduce(np.array([norm], np.float32), "max"))[0])
         state.drawn = drawn = _Drawn(indices, w, size, steps, _width(steps, size))
         if not math.isfinite(w):  # on some rank: no rank's gradient is used
@@ -81,27 +81,32 @@ class SharedScaleQuantizer(SharedCoordinates):
             if peaks is not None:
                 peaks.fill(0)
         if len(steps) > 1:
-            state.scales = k.encode_scales(values, peaks, state.scales, w=drawn.w, steps=steps, size=size)
+            state.scales = yield from answered(kernels.deferred(values).encode_scales(values, peaks, state.scales, w=drawn.w, steps=steps, size=size))
             drawn.levels = yield Allreduce(state.scales)
         key = self.key("rounding", state.name, step.index, step.rank)
-        words = state.buffer = k.quantize(
+        words = state.buffer = yield from answered(kernels.deferred(values).quantize(
             values, drawn.levels, state.buffer, w=drawn.w, clip=min(norm, drawn.w), steps=steps, width=drawn.width, size=size, key=key
-        )
+        ))
         if state.undo:
-            drawn.dequantize(words, values, 1.0)
+            yield from answered(drawn.dequantize(words, values, 1.0))
             self.keep_error(state, values)
         return Allreduce(words)
 
-    def decode(self, summed: np.ndarray, out: np.ndarray, state: QuantizerState, step: Step, scale: float) -> bool:
+    def decode(self, summed: np.ndarray, out: np.ndarray, state: QuantizerState, step: Step, scale: float) -> Decoded:
         drawn = state.drawn
         if not drawn.finite or not math.isfinite(scale):
             out.fill(np.nan)
             return False
         values = out if drawn.indices is None else np.empty(drawn.indices.size, np.float32)
-        drawn.dequantize(summed, values, scale)
-        if drawn.indices is not None:
-            out[drawn.indices] = values
-        return drawn.w * abs(scale) * drawn.size < LARGEST or kernels.of(out).max_abs(out) < np.inf
+
+        def decoded(_: None) -> Decoded:
+            if drawn.indices is not None:
+                out[drawn.indices] = values
+            if drawn.w * abs(scale) * drawn.size < LARGEST:
+                return True
+            return kernels.after(kernels.deferred(out).max_abs(out), lambda largest: largest < np.inf)
+
+        return kernels.after(drawn.dequantize(summed, values, scale), decoded)
 
 
 def _width(steps: Sequence[float], size: int) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import kernels
 from ..requests import Collective, Split
-from .base import GATHER, LOCAL, State, Step, Undo
+from .base import GATHER, LOCAL, Encoding, State, Step, Undo
 from .options import Auto, Choice, Count, Number, option
 from .selective import SelectiveCompressor
 
@@ -79,20 +79,23 @@ class TopK(SelectiveCompressor):
         accept = max(min(4.0, step.size / 2), 1.0) if self.accept == "auto" else float(self.accept)
         return Split(k * -(-numel // chunk) if chunk else 0, min(accept, step.size), self.values)
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
         return self.select(grad, state, step)
 
     def select(
         self, grad: np.ndarray, state: State, step: Step, momentum: float = 0.0, nesterov: bool = False, masking: bool = False
-    ) -> kernels.Encoded:
+    ) -> Encoding:
         """Adds the gradient to momentum u, where there is one, and to the residual, and moves the selection into a payload."""
         v = state.arrays[self.accumulator]
         chunk, k = self.entries(v.size, step.index)
-        encoded = kernels.of(grad).encode_topk(
-            grad, state.arrays.get("u"), v, base=step.base, momentum=momentum, nesterov=nesterov, scale=step.scale, kind=self.values, mask=masking,
-            k=k, samples=int(self.sample_ratio * v.size) + 256, offset=self.key(state.name, step.index) & 0xFFFFFFFF,
+        encoded = kernels.deferred(grad).encode_topk(
+            grad, state.arrays.get("u"), v, base=step.base, momentum=momentum, nesterov=nesterov, scale=step.scale, kind=self.values,
+            mask=masking, k=k, samples=int(self.sample_ratio * v.size) + 256, offset=self.key(state.name, step.index) & 0xFFFFFFFF,
             chunk=chunk if self.chunk else 0,
         )
+        return kernels.after(encoded, functools.partial(self._selected, state))
+
+    def _selected(self, state: State, encoded: kernels.Encoded) -> kernels.Encoded:
         indices, rows = encoded.undo
         state.undo = [Undo(self.accumulator, indices, rows[0], True)]
         if len(rows) > 1:

@@ -1,10 +1,11 @@
 """Variance-based gradient compression (Tsuzuku, Imachi, Akiba, ICLR 2018 workshop, arXiv 1802.06058)."""
 import dataclasses
+import functools
 
 import numpy as np
 
 from .. import kernels
-from .base import LARGEST, LOCAL, Kept, State, Step, Undo
+from .base import LARGEST, LOCAL, Encoding, Kept, State, Step, Undo
 from .options import Choice, Flag, Number, option
 from .selective import SelectiveCompressor
 
@@ -36,12 +37,14 @@ class Variance(SelectiveCompressor):
     tau: float = option(Number(0, 1e30), 0.0, "above 0: Strom's threshold besides, and what is sent")
     error_feedback: bool = option(Flag(), False, "keep the rounding error in r; the paper drops it")
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
-        r, v = state.arrays["r"], state.arrays["v"]
-        encoded = kernels.of(grad).encode_variance(
-            grad, step.squares, r, v, state.indices,
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
+        encoded = kernels.deferred(grad).encode_variance(
+            grad, step.squares, state.arrays["r"], state.arrays["v"], state.indices,
             alpha=self.alpha, zeta=self.zeta, tau=self.tau * step.unit, error_feedback=self.error_feedback,
         )
+        return kernels.after(encoded, functools.partial(self._selected, state))
+
+    def _selected(self, state: State, encoded: kernels.Encoded) -> kernels.Encoded:
         state.indices, (r_before, v_before) = encoded.undo
         state.undo = [Undo("r", state.indices, r_before, replace=True), Undo("v", state.indices, v_before, replace=True)]
         return encoded

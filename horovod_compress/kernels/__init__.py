@@ -13,15 +13,19 @@ import importlib.util
 import os
 import warnings
 from types import ModuleType
-from typing import Any
+from typing import Any, List, Sequence
 
 import numpy as np
 
 from . import reference
+from .calls import Deferred, DeviceCall, after, answered
 from .encoded import HEADROOM, Encoded, new_body
 from .reference.quantization import word_dtype
 
-__all__ = ["HEADROOM", "Encoded", "backend", "beside", "host", "new_body", "of", "serves", "word_dtype"]
+__all__ = [
+    "HEADROOM", "DeviceCall", "Encoded", "after", "answered", "at_once", "backend", "beside", "deferred", "host", "new_body", "of", "serves",
+    "together", "word_dtype",
+]
 
 _wanted = os.environ.get("HOROVOD_COMPRESS_KERNELS") or None
 if _wanted not in (None, "native", "reference", "device"):
@@ -56,6 +60,24 @@ def of(array: Any) -> ModuleType:
     if kernels is None:
         raise TypeError(f"no kernels for {type(array).__module__}.{type(array).__qualname__}: they work on NumPy's arrays and on DeviceArray")
     return kernels
+
+
+def deferred(array: Any) -> Any:
+    """The kernels that work on this array, as `of` has them. For one on a device they return a DeviceCall each, which brings the result."""
+    return host if isinstance(array, np.ndarray) else Deferred(array)
+
+
+def together(calls: Sequence[DeviceCall]) -> List[Any]:
+    """Makes calls, which share launches. Returns what their kernels return, or exceptions, in the same order."""
+    return of(calls[0].where).together(calls) if calls else []
+
+
+def at_once(result: Any) -> Any:
+    """The result of a call, or one that is there already."""
+    while isinstance(result, DeviceCall):
+        (answer,) = together([result])
+        result = result.result_of(answer)
+    return result
 
 
 @functools.lru_cache(maxsize=None)

@@ -143,6 +143,7 @@ class BoundCompression(Binding):
             return self._unspoilt(grad)
         self._exchange.finish(slot.name, carrier if tensor.data_ptr() == sent.data_ptr() else flat(tensor, not isinstance(carrier, np.ndarray)))
         if memory is not grad:
+            self._exchange.settle()
             grad.copy_(memory)
             if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
                 self._exchange.reject()

@@ -14,13 +14,15 @@ from triton.compiler import ASTSource
 
 from horovod_compress.kernels.device import programs
 
-FLOATS, WIDE = {"scale", "momentum", "before", "factor", "unit", "alpha", "zeta", "tau", "more"}, {"numel", "count"}
-INTEGERS = {"stride", "shift", "capacity", "key_low", "key_high", "limit", "largest", "length", "size"}
-WHOLE = {"magnitudes", "indices", "floor", "counts", "peaks", "ends"}  # pointers to int32
-NARROW = {"half": "*i16", "codes": "*i16", "marks": "*i8"}
+TYPES = {  # of the arrays that all tensors share; those of float32 are not named
+    "*i64": {"table", "owners", "orders", "ends"}, "*i32": {"floors", "counts", "peaks", "indices", "largest"}, "*i16": {"codes"},
+    "*i8": {"marks", "scales"}, "*fp64": {"sums"},
+}
 KINDS = [{"KIND": kind, "BASED": based} for kind in (programs.NONE, programs.VANILLA, programs.NESTEROV) for based in (False, True)]
-VARIANTS = {  # of constants, where a program has more of them than BLOCK
-    "sample": KINDS, "advance": KINDS, "average_momentum": [{"NESTEROV": False}, {"NESTEROV": True}],
+ONE_OR_TWO = [{"TWO": False}, {"TWO": True}]
+VARIANTS = {  # of constants, where a program has more of them than COLUMNS and BLOCK
+    "sample": KINDS, "advance": KINDS, "collect": ONE_OR_TWO, "put": ONE_OR_TWO, "collect_marked": ONE_OR_TWO,
+    "average_momentum": [{"NESTEROV": False}, {"NESTEROV": True}],
     "accumulate_variance": [{"GIVEN": False}, {"GIVEN": True}],
     "accumulate_bins": [{"WIDTH": 64, "BLOCK": 8}, {"WIDTH": 512, "BLOCK": 1}],
     "quantize": [{"FRACTION": 26, "WIDTH": 5, "FIELDS": 6, "WORD": tl.int32, "SCALES": False},
@@ -31,20 +33,15 @@ VARIANTS = {  # of constants, where a program has more of them than BLOCK
 }
 
 
-def type_of(name):
-    """As Triton writes the type of an argument. That numbers of elements are 64 bits wide serves any tensor."""
-    if name in FLOATS | WIDE | INTEGERS:
-        return "fp32" if name in FLOATS else "i64" if name in WIDE else "i32"
-    return "*i32" if name in WHOLE else NARROW.get(name, "*fp32")
+def type_of(name, constants):
+    """As Triton writes the type of an argument."""
+    if name == "words":
+        return "*i64" if constants["FIELDS"] * constants["WIDTH"] > 32 else "*i32"
+    return next((kind for kind, names in TYPES.items() if name in names), "*fp32")
 
 
 def compiled(program, constants, capability):
-    signature = {name: "constexpr" if name in constants else type_of(name) for name in program.arg_names}
-    for name, of_all, of_one in (("scales", "*i8", "*fp32"), ("factors", "*fp32", "fp32"), ("units", "*fp32", "fp32")):
-        if name in signature:
-            signature[name] = of_all if constants.get("SCALES", True) else of_one
-    if "words" in signature:
-        signature["words"] = "*i64" if constants["FIELDS"] * constants["WIDTH"] > 32 else "*i32"
+    signature = {name: "constexpr" if name in constants else type_of(name, constants) for name in program.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}  # as torch's memory is
     source = ASTSource(program, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
@@ -65,7 +62,7 @@ def main(capability):
         if isinstance(program, triton.runtime.JITFunction) and not name.startswith("_"):
             for constants in VARIANTS.get(name, [{}]):
                 block = programs.WORD_BLOCK if "FIELDS" in constants else programs.MARK_BLOCK if "marks" in program.arg_names else programs.BLOCK
-                kernel = compiled(program, {"BLOCK": block, **constants}, capability)
+                kernel = compiled(program, {"COLUMNS": 9, "BLOCK": block, **constants}, capability)
                 ptx = kernel.asm["ptx"]
                 found[" ".join([name, *map(str, constants.values())])] = ptx, ptxas(ptx, capability), kernel.metadata.shared
     print(json.dumps(found))

@@ -1,19 +1,29 @@
 """The kernels on a device, for `DeviceArray`: Triton programs over torch tensors, for the algorithms that say `on_device`.
 
-The functions are those of `kernels.host` by the same names, and their results are the same to the last bit. Passes over a tensor's elements run
-on the device, on the stream that is current; what has as many elements as are sent comes to the host, where the host's kernels code it. Programs
-are compiled without fused multiply-add, which rounds once where the others round twice. With TRITON_INTERPRET=1 they run in Triton's interpreter, on
-tensors of the CPU.
+The functions are those of `kernels.host` by the same names, and their results are the same to the last bit. Most are a `Kernel`, whose launches many
+tensors share. Passes over tensors' elements run on the device, on the stream that is current; what has as many elements as are sent comes to the
+host, where the host's kernels code it. Programs are compiled without fused multiply-add, which rounds once where the others round twice. With
+TRITON_INTERPRET=1 they run in Triton's interpreter, on tensors of the CPU.
 """
+from typing import Any, List, Sequence
+
+from ..calls import DeviceCall
 from .adaptive import encode_adacomp, encode_variance
 from .array import DeviceArray
 from .codes import decode_add_bf16, decode_float16, encode_bf16, encode_float16
 from .dense import apply_momentum, max_abs, squared_norm
 from .quantization import dequantize, encode_scales, quantize
 from .selection import add_to_residual, encode_topk, take_entries
+from .shared import make
 from .sparse import decode_add_sparse
 
 __all__ = [
     "DeviceArray", "add_to_residual", "apply_momentum", "decode_add_bf16", "decode_add_sparse", "decode_float16", "dequantize", "encode_adacomp",
     "encode_bf16", "encode_float16", "encode_scales", "encode_topk", "encode_variance", "max_abs", "quantize", "squared_norm", "take_entries",
+    "together",
 ]
+
+
+def together(calls: Sequence[DeviceCall]) -> List[Any]:
+    """Makes calls of these kernels. What is returned for a call may be an exception."""
+    return make(calls, globals())

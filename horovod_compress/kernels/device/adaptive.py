@@ -1,10 +1,11 @@
-"""Variance-based compression and AdaComp on a device: each element, or each bin of them, decides by itself whether it is sent.
+"""Variance-based compression and AdaComp on a device, for many tensors at once: each element, or each bin of them, decides by itself whether it is
+sent.
 
 One pass advances the states and marks what is sent, a byte an element. `collect_marked` writes the indices of what is marked, in order, once the
 host knows how many those are, and they come to the host with what the states hold there. AdaComp's marks depend on its bins' largest, which a pass
 over whole bins finds before.
 """
-from typing import Any, List, Optional, Tuple
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -13,82 +14,160 @@ from .. import host
 from ..encoded import Encoded
 from . import programs
 from .array import DeviceArray
-from .dense import same_length
-from .selection import within_limits
+from .selection import put
+from .shared import copied, in_groups, kernel, same_length, starts_of, within_limits
 
 
-def encode_variance(
-    grad: DeviceArray, squares: Any, r: DeviceArray, v: DeviceArray, spare: Optional[np.ndarray] = None, *,
-    alpha: float, zeta: float, tau: float, error_feedback: bool,
-) -> Encoded:
+class _Variance(NamedTuple):
+    """The arguments of `encode_variance`."""
+
+    grad: DeviceArray
+    squares: Any
+    r: DeviceArray
+    v: DeviceArray
+    spare: Optional[np.ndarray] = None
+    alpha: float = 1.0
+    zeta: float = 1.0
+    tau: float = 0.0
+    error_feedback: bool = False
+
+
+class _AdaComp(NamedTuple):
+    """The arguments of `encode_adacomp`."""
+
+    grad: DeviceArray
+    residual: DeviceArray
+    sent: np.ndarray
+    sent_scale: float
+    bin_length: int
+    scale_factor: float
+
+    @property
+    def length(self) -> int:
+        """Of a bin."""
+        return min(self.bin_length, max(self.grad.size, 1))
+
+    @property
+    def bins(self) -> int:
+        return -(-self.grad.size // self.length)
+
+    @property
+    def width(self) -> int:
+        """Elements of a bin that a block has at a time."""
+        return 1 << min(self.length - 1, programs.MARK_BLOCK - 1).bit_length()
+
+
+class _Marks:
+    """What is sent of tensors: a mark for each element, and for each block how many are marked and a largest magnitude.
+
+    starts: where each tensor's marks are."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.sizes, self.device = [tensor.numel() for tensor in tensors], tensors[0].device
+        self.blocks = programs.blocks_of(tensors, programs.MARK_BLOCK)
+        self.starts = starts_of(self.sizes)
+        self.marks = torch.empty(self.starts[-1], dtype=torch.int8, device=self.device)
+        self.counts, self.peaks = self.blocks.new(2)
+
+    def collected(self, counts: Sequence[int], states: Sequence[Sequence[DeviceArray]], wanted: Sequence[bool]) -> List[List[np.ndarray]]:
+        """On the host, for each tensor indices of the marked elements, uint32, ascending, and what its states hold there, in one copy. counts: how
+        many are marked; of a tensor that is not wanted none are collected."""
+        ends, one = self.counts.cumsum(0), len(states[0])
+        starts, before = starts_of([count * want for count, want in zip(counts, wanted)]), starts_of(counts)
+        rows = torch.empty((1 + one, starts[-1]), dtype=torch.int32, device=self.device)
+        table = [
+            (size, its[0].tensor, its[-1].tensor, start, first, to - less)
+            for size, its, start, first, to, less, want in zip(self.sizes, states, self.starts, self.blocks.firsts, starts, before, wanted) if want
+        ]
+        if table:
+            held = rows.view(torch.float32)
+            programs.launch(
+                programs.collect_marked, self.device, table, self.marks, self.counts, ends, rows[0], held[1], held[-1],
+                TWO=one == 2, BLOCK=programs.MARK_BLOCK,
+            )
+        indices, *numbers = rows.cpu().numpy()
+        return [
+            [indices[start:end].view(np.uint32), *(each[start:end].view(np.float32) for each in numbers)] for start, end in zip(starts, starts[1:])
+        ]
+
+
+@kernel(_Variance)
+def encode_variance(calls: List[_Variance]) -> List[Encoded]:
     """As `kernels.reference.encode_variance`; squares may be on the host, and what was sent is coded there. `spare` is not used."""
-    given = grad if squares is None else grad.beside(squares)
-    same_length(grad=grad, r=r, v=v, squares=given)
-    within_limits(grad)
-    numel, tensor = grad.size, grad.tensor
-    marks, counts, peaks = _memory_of_marks(tensor)
+    for call in calls:
+        same_length(grad=call.grad, r=call.r, v=call.v, squares=call.squares)
+        within_limits(call.grad)
+    return in_groups(calls, lambda call: call.squares is not None, _variance)
+
+
+def _variance(calls: List[_Variance]) -> List[Encoded]:
+    given, marks = calls[0].squares is not None, _Marks([call.grad.tensor for call in calls])
+    squares = [call.grad.beside(call.squares if given else call.grad) for call in calls]  # which live until the program has run
+    rows = [
+        (size, call.grad.tensor, its.tensor, call.r.tensor, call.v.tensor, start, float(call.alpha), float(call.zeta), float(call.tau))
+        for size, call, its, start in zip(marks.sizes, calls, squares, marks.starts)
+    ]
     programs.launch(
-        programs.accumulate_variance, numel, tensor, given.tensor, r.tensor, v.tensor, marks, counts, peaks, alpha, zeta, tau,
-        GIVEN=squares is not None, BLOCK=programs.MARK_BLOCK,
+        programs.accumulate_variance, marks.device, rows, marks.marks, marks.counts, marks.peaks, GIVEN=given, BLOCK=programs.MARK_BLOCK
     )
-    ends = counts.cumsum(0, dtype=torch.int32)
-    peak, count = torch.stack([peaks.max(), ends[-1]]).tolist()
-    finite = peak < programs.INFINITY
-    indices, (old_r, old_v) = _marked(marks, counts, ends, count if finite else 0, [r.tensor, v.tensor])
-    limit = np.float32(tau)
+    largest, counts = torch.stack([marks.blocks.largest(marks.peaks), marks.blocks.sums(marks.counts)]).tolist()
+    finite = [peak < programs.INFINITY for peak in largest]
+    collected = marks.collected(counts, [(call.r, call.v) for call in calls], finite)
+    coded = [_code_variance(call, *its) for call, its in zip(calls, collected)]
+    put([(call.r, call.v) for call in calls], [undo[0] for _, undo, _ in coded], [left for _, _, left in coded])
+    return [encoded._replace(finite=whether, undo=undo) for whether, (encoded, undo, _) in zip(finite, coded)]
+
+
+def _code_variance(call: _Variance, indices: np.ndarray, old_r: np.ndarray, old_v: np.ndarray) -> Tuple[Encoded, tuple, np.ndarray]:
+    """(the body, (indices, rows of r and v before), rows of r and v after) of what fires."""
+    limit = np.float32(call.tau)
     if limit > 0:
         values, scales, kind = np.copysign(limit, old_r), [limit], "sign"
         left = np.maximum(old_v - 2 * np.abs(old_r) * limit + limit * limit, 0)
     else:
         error, kind = old_r.copy(), "power"
         places, _, values, scales = host.take_entries(np.arange(len(error), dtype=np.uint32), error, None, kind=kind, mask=False)
-        indices, old_r, old_v, left = indices[places], old_r[places], old_v[places], np.float32(0)
-    r[indices] = old_r - values if limit > 0 or error_feedback else np.float32(0)
-    v[indices] = left
-    return host.encode_sparse(indices, values, kind=kind, scales=scales)._replace(finite=finite, undo=(indices, np.stack([old_r, old_v])))
+        indices, old_r, old_v, left = indices[places], old_r[places], old_v[places], np.zeros(len(places), np.float32)
+    new_r = old_r - values if limit > 0 or call.error_feedback else np.zeros_like(old_r)
+    encoded = host.encode_sparse(indices, values, kind=kind, scales=scales)
+    return encoded, (indices, np.stack([old_r, old_v])), np.stack([new_r, left])
 
 
-def encode_adacomp(
-    grad: DeviceArray, residual: DeviceArray, sent: np.ndarray, *, sent_scale: float, bin_length: int, scale_factor: float
-) -> Encoded:
+@kernel(_AdaComp)
+def encode_adacomp(calls: List[_AdaComp]) -> List[Encoded]:
     """As `kernels.reference.encode_adacomp`; `sent` and the body are on the host. The sum of the bins' largest is the same to rounding of float64. A
     bin is one block's work, so that few bins of millions of elements leave a device idle."""
-    same_length(grad=grad, residual=residual)
-    within_limits(grad)
-    if len(sent) and sent.max() >= residual.size:
-        raise ValueError("index outside the tensor")
-    residual[sent] -= np.copysign(np.float32(sent_scale), residual[sent])
-    numel, tensor = grad.size, grad.tensor
-    length = min(bin_length, max(numel, 1))
-    bins = -(-numel // length)
-    width = 1 << min(length - 1, programs.MARK_BLOCK - 1).bit_length()
-    together = programs.MARK_BLOCK // width
-    marks, counts, _ = _memory_of_marks(tensor)
-    maxima, peaks = tensor.new_empty(bins), tensor.new_zeros(bins // together + 2, dtype=torch.int32)
-    programs.launch(programs.accumulate_bins, bins, tensor, residual.tensor, maxima, peaks, numel, length, WIDTH=width, BLOCK=together)
-    programs.launch(programs.mark_bins, numel, tensor, residual.tensor, maxima, marks, counts, scale_factor - 1, length, BLOCK=programs.MARK_BLOCK)
-    ends, total = counts.cumsum(0, dtype=torch.int32), maxima.sum(dtype=torch.float64)
-    peak, count, bits = torch.stack([peaks.max(), ends[-1], total.view(torch.int64)]).tolist()
-    scale = np.float32(np.int64(bits).view(np.float64) / max(bins, 1))
-    finite = peak < programs.TOO_LARGE
-    indices, (held,) = _marked(marks, counts, ends, count if finite and scale else 0, [residual.tensor])
-    encoded = host.encode_sparse(indices, np.copysign(scale, held), kind="sign", scales=[scale])
-    return encoded._replace(finite=finite, undo=(indices, float(scale)))
+    for call in calls:
+        same_length(grad=call.grad, residual=call.residual)
+        within_limits(call.grad)
+        if len(call.sent) and call.sent.max() >= call.residual.size:
+            raise ValueError("index outside the tensor")
+    return in_groups(calls, lambda call: call.width, _adacomp)
 
 
-def _memory_of_marks(tensor: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For a mark for each element, a count for each block, and a largest magnitude; one more of both, which is 0."""
-    counts, peaks = tensor.new_zeros((2, -(-tensor.numel() // programs.MARK_BLOCK) + 1), dtype=torch.int32)
-    return torch.empty_like(tensor, dtype=torch.int8), counts, peaks
-
-
-def _marked(
-    marks: torch.Tensor, counts: torch.Tensor, ends: torch.Tensor, count: int, states: List[torch.Tensor]
-) -> Tuple[np.ndarray, np.ndarray]:
-    """On the host, indices of the `count` marked elements, uint32, ascending, and rows of what the states hold there; in one copy."""
-    indices = marks.new_empty(count, dtype=torch.int32)
-    if count:
-        programs.launch(programs.collect_marked, marks.numel(), marks, counts, ends, indices, BLOCK=programs.MARK_BLOCK)
-    held = [state[indices.long()].view(torch.int32) for state in states]
-    rows = torch.stack([indices, *held]).cpu().numpy()
-    return rows[0].view(np.uint32), rows[1:].view(np.float32)
+def _adacomp(calls: List[_AdaComp]) -> List[Encoded]:
+    marks, width = _Marks([call.grad.tensor for call in calls]), calls[0].width
+    device, together = marks.device, programs.MARK_BLOCK // width
+    pending = starts_of([len(call.sent) for call in calls])
+    rows: List[programs.Row] = [(len(call.sent), call.residual.tensor, float(call.sent_scale), start) for call, start in zip(calls, pending)]
+    programs.launch(programs.subtract_signs, device, rows, copied([call.sent for call in calls], device))
+    bins = [call.bins for call in calls]
+    starts, blocks = starts_of(bins), programs.blocks(bins, device, together)
+    maxima, peaks, sums = torch.empty(starts[-1], device=device), blocks.new(), torch.empty(len(calls), dtype=torch.float64, device=device)
+    rows = [(call.bins, call.grad.tensor, call.residual.tensor, start, call.grad.size, call.length) for call, start in zip(calls, starts)]
+    programs.launch(programs.accumulate_bins, device, rows, maxima, peaks, WIDTH=width, BLOCK=together)
+    programs.launch(programs.add_maxima, device, [(1, start, number) for start, number in zip(starts, bins)], maxima, sums)
+    rows = [
+        (call.grad.size, call.grad.tensor, call.residual.tensor, start, its, call.length, float(call.scale_factor - 1))
+        for call, start, its in zip(calls, starts, marks.starts)
+    ]
+    programs.launch(programs.mark_bins, device, rows, maxima, marks.marks, marks.counts, BLOCK=programs.MARK_BLOCK)
+    largest, counts, bits = torch.stack([blocks.largest(peaks), marks.blocks.sums(marks.counts), sums.view(torch.int64)]).tolist()
+    finite = [peak < programs.TOO_LARGE for peak in largest]
+    scales = [np.float32(total / max(number, 1)) for total, number in zip(np.array(bits).view(np.float64), bins)]
+    wanted = [bool(whether and scale) for whether, scale in zip(finite, scales)]
+    encoded = []
+    for whether, scale, (indices, held) in zip(finite, scales, marks.collected(counts, [(call.residual,) for call in calls], wanted)):
+        body = host.encode_sparse(indices, np.copysign(scale, held), kind="sign", scales=[scale])
+        encoded.append(body._replace(finite=whether, undo=(indices, float(scale))))
+    return encoded

@@ -62,6 +62,10 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
         """Whether an element is not zero; waits for the device."""
         return bool(self.tensor.any())
 
+    def ready(self) -> Any:
+        """On a GPU an event, after what was begun on the current stream so far; None elsewhere."""
+        return torch.cuda.current_stream(self.tensor.device).record_event() if self.tensor.is_cuda else None
+
     def beside(self, array: Array) -> "DeviceArray":
         """An array's copy where this one is, or the array itself where it is there already."""
         tensor = self._tensor_of(array)

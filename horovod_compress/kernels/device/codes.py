@@ -1,5 +1,5 @@
 """Whole tensors in narrower numbers: 16-bit floats."""
-from typing import Optional
+from typing import Any, List, NamedTuple, Optional, Sequence, Union
 
 import numpy as np
 import torch
@@ -7,39 +7,87 @@ import torch
 from ..encoded import HEADROOM, Encoded
 from . import programs
 from .array import DeviceArray
-from .dense import are_finite, largest_of, peaks_beside, same_length
+from .dense import are_finite
+from .shared import copied, kernel, same_length, starts_of
 
 
-def encode_float16(x: DeviceArray, half: DeviceArray) -> float:
+class _ToHalf(NamedTuple):
+    """The arguments of `encode_float16`."""
+
+    x: DeviceArray
+    half: DeviceArray
+
+
+class _FromHalf(NamedTuple):
+    """The arguments of `decode_float16`."""
+
+    half: DeviceArray
+    out: DeviceArray
+
+
+class _Gradient(NamedTuple):
+    """The arguments of `encode_bf16`."""
+
+    grad: DeviceArray
+    spare: Optional[np.ndarray] = None
+
+
+class _Body(NamedTuple):
+    """The arguments of `decode_add_bf16`."""
+
+    out: DeviceArray
+    body: np.ndarray
+    scale: float
+
+
+@kernel(_ToHalf)
+def encode_float16(calls: List[_ToHalf]) -> List[float]:
     """As `kernels.reference.encode_float16`; half is float16 or its bits. ValueError where lengths differ."""
-    same_length(x=x, half=half)
-    peaks = peaks_beside(x.tensor, x.size)
-    programs.launch(programs.to_float16, x.size, x.tensor, half.tensor.view(torch.int16), peaks)
-    return largest_of(peaks)
+    return _converted(programs.to_float16, calls)
 
 
-def decode_float16(half: DeviceArray, out: DeviceArray) -> float:
+@kernel(_FromHalf)
+def decode_float16(calls: List[_FromHalf]) -> List[float]:
     """As `kernels.reference.decode_float16`; half is float16 or its bits. ValueError where lengths differ."""
-    same_length(half=half, out=out)
-    peaks = peaks_beside(out.tensor, out.size)
-    programs.launch(programs.from_float16, out.size, half.tensor.view(torch.int16), out.tensor, peaks)
-    return largest_of(peaks)
+    return _converted(programs.from_float16, calls)
 
 
-def encode_bf16(grad: DeviceArray, spare: Optional[np.ndarray] = None) -> Encoded:
+@kernel(_Gradient)
+def encode_bf16(calls: List[_Gradient]) -> List[Encoded]:
     """As `kernels.reference.encode_bf16`. The body comes to the host, into `spare` where that is given."""
-    codes, peaks = grad.tensor.new_empty(grad.size, dtype=torch.int16), peaks_beside(grad.tensor, grad.size)
-    programs.launch(programs.to_bfloat16, grad.size, grad.tensor, codes, peaks)
-    buffer = np.zeros(HEADROOM + codes.nbytes + 1, np.uint8) if spare is None else spare
-    encoded = Encoded(buffer, grad.size, are_finite(peaks))
-    torch.from_numpy(encoded.body).copy_(codes.view(torch.uint8))
+    tensors = [call.grad.tensor for call in calls]
+    blocks, starts, device = programs.blocks_of(tensors), starts_of([tensor.numel() for tensor in tensors]), tensors[0].device
+    codes, peaks = torch.empty(starts[-1], dtype=torch.int16, device=device), blocks.new()
+    rows = [(tensor.numel(), tensor, start) for tensor, start in zip(tensors, starts)]
+    programs.launch(programs.to_bfloat16, device, rows, codes, peaks)
+    encoded = []
+    for call, finite, start, end in zip(calls, are_finite(blocks.largest(peaks)), starts, starts[1:]):
+        buffer = np.zeros(HEADROOM + 2 * (end - start) + 1, np.uint8) if call.spare is None else call.spare
+        encoded.append(Encoded(buffer, end - start, finite))
+        torch.from_numpy(encoded[-1].body).copy_(codes[start:end].view(torch.uint8))
     return encoded
 
 
-def decode_add_bf16(out: DeviceArray, body: np.ndarray, *, scale: float) -> bool:
+@kernel(_Body)
+def decode_add_bf16(calls: List[_Body]) -> List[Union[bool, ValueError]]:
     """As `kernels.reference.decode_add_bf16`. ValueError for a body of another length."""
-    if len(body) != 2 * out.size:
-        raise ValueError(f"{len(body)} bytes, not {2 * out.size}")
-    codes, peaks = torch.from_numpy(np.frombuffer(body, np.int16).copy()).to(out.tensor.device), peaks_beside(out.tensor, out.size)
-    programs.launch(programs.add_bfloat16, out.size, out.tensor, codes, peaks, scale)
-    return are_finite(peaks)
+    sizes = [call.out.size if len(call.body) == 2 * call.out.size else 0 for call in calls]
+    device, starts, blocks = calls[0].out.tensor.device, starts_of(sizes), programs.blocks(sizes, calls[0].out.tensor.device)
+    codes, peaks = copied([np.frombuffer(call.body, np.int16)[:size] for call, size in zip(calls, sizes)], device), blocks.new()
+    rows = [(size, call.out.tensor, float(call.scale), start) for size, call, start in zip(sizes, calls, starts)]
+    programs.launch(programs.add_bfloat16, device, rows, codes, peaks)
+    return [
+        finite if size == call.out.size else ValueError(f"{len(call.body)} bytes, not {2 * call.out.size}")
+        for size, call, finite in zip(sizes, calls, are_finite(blocks.largest(peaks)))
+    ]
+
+
+def _converted(program: Any, calls: Sequence[Union[_ToHalf, _FromHalf]]) -> List[float]:
+    """The largest magnitudes of the first arrays, which are converted to the second."""
+    for call in calls:
+        same_length(**call._asdict())
+    tensors = [[array.tensor if array.tensor.dtype == torch.float32 else array.tensor.view(torch.int16) for array in call] for call in calls]
+    blocks = programs.blocks_of([given for given, _ in tensors])
+    peaks = blocks.new()
+    programs.launch(program, tensors[0][0].device, [(given.numel(), given, out) for given, out in tensors], peaks)
+    return [programs.largest_of(bits) for bits in blocks.largest(peaks).tolist()]

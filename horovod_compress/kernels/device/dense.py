@@ -1,17 +1,34 @@
 """Operations on whole tensors: norms, finiteness, momentum after averaging."""
-from typing import Optional
+from typing import Any, List, NamedTuple, Sequence
 
-import numpy as np
 import torch
 
 from . import programs
 from .array import DeviceArray
+from .shared import in_groups, kernel, same_length
 
 
-def max_abs(x: DeviceArray, peaks: Optional[np.ndarray] = None) -> float:
+class _Tensor(NamedTuple):
+    """The arguments of `max_abs`."""
+
+    x: DeviceArray
+    peaks: Any = None
+
+
+class _Momentum(NamedTuple):
+    """The arguments of `apply_momentum`."""
+
+    out: DeviceArray
+    u: DeviceArray
+    new_u: DeviceArray
+    momentum: float
+    nesterov: bool
+
+
+@kernel(_Tensor)
+def max_abs(calls: List[_Tensor]) -> List[float]:
     """max |x|; infinity where anything is infinite or NaN, 0 for no elements. `peaks`, which save the host a pass, are not filled."""
-    largest = float(torch.linalg.vector_norm(x.tensor, float("inf"))) if x.size else 0.0
-    return largest if largest == largest else float("inf")
+    return [programs.largest_of(bits) for bits in largest_magnitudes([call.x for call in calls]).tolist()]
 
 
 def squared_norm(x: DeviceArray) -> float:
@@ -19,33 +36,33 @@ def squared_norm(x: DeviceArray) -> float:
     return float(torch.linalg.vector_norm(x.tensor, dtype=torch.float64)) ** 2
 
 
-def apply_momentum(out: DeviceArray, u: DeviceArray, new_u: DeviceArray, *, momentum: float, nesterov: bool) -> bool:
+@kernel(_Momentum)
+def apply_momentum(calls: List[_Momentum]) -> List[bool]:
     """new_u ← m·u + out, then out ← new_u, or out + m·new_u for Nesterov. Where `out` is not finite everywhere, nothing is written. Returns whether
     out, before and after, and new_u are finite. ValueError where lengths differ."""
-    same_length(out=out, u=u, new_u=new_u)
-    if max_abs(out) == float("inf"):
-        return False
-    peaks = peaks_beside(out.tensor, out.size)
-    programs.launch(programs.average_momentum, out.size, out.tensor, u.tensor, new_u.tensor, peaks, momentum, NESTEROV=nesterov)
-    return are_finite(peaks)
+    for call in calls:
+        same_length(out=call.out, u=call.u, new_u=call.new_u)
+    return in_groups(calls, lambda call: call.nesterov, _moved)
 
 
-def peaks_beside(tensor: torch.Tensor, numel: int) -> torch.Tensor:
-    """Memory for the largest magnitude of each block of `numel` elements, as bits; one more, which is 0."""
-    return tensor.new_zeros(programs.blocks_of(numel) + 1, dtype=torch.int32)
+def _moved(calls: List[_Momentum]) -> List[bool]:
+    tensors = [call.out.tensor for call in calls]
+    blocks, device = programs.blocks_of(tensors), tensors[0].device
+    peaks, largest = blocks.new(), largest_magnitudes([call.out for call in calls])
+    rows = [(call.out.size, call.out.tensor, call.u.tensor, call.new_u.tensor, float(call.momentum)) for call in calls]
+    programs.launch(programs.average_momentum, device, rows, largest, peaks, NESTEROV=calls[0].nesterov)
+    return are_finite(blocks.largest(peaks))
 
 
-def largest_of(peaks: torch.Tensor) -> float:
-    """The largest of these magnitudes, infinity for NaN; waits for the device."""
-    return float(np.int32(min(int(peaks.max()), programs.INFINITY)).view(np.float32))
+def largest_magnitudes(arrays: Sequence[DeviceArray]) -> torch.Tensor:
+    """Of each array the largest magnitude, as bits, on the device."""
+    tensors = [array.tensor for array in arrays]
+    blocks = programs.blocks_of(tensors)
+    peaks = blocks.new()
+    programs.launch(programs.find_largest, tensors[0].device, [(tensor.numel(), tensor) for tensor in tensors], peaks)
+    return blocks.largest(peaks)
 
 
-def are_finite(peaks: torch.Tensor) -> bool:
-    """Whether these magnitudes are of finite numbers; waits for the device."""
-    return int(peaks.max()) < programs.INFINITY
-
-
-def same_length(**arrays: DeviceArray) -> None:
-    """ValueError where arrays differ in length."""
-    if len({array.size for array in arrays.values()}) > 1:
-        raise ValueError(f"{', '.join(arrays)} must have the same length, not {[array.size for array in arrays.values()]}")
+def are_finite(largest: torch.Tensor) -> List[bool]:
+    """Whether largest magnitudes, as bits, are of finite numbers; waits for the device."""
+    return [bits < programs.INFINITY for bits in largest.tolist()]

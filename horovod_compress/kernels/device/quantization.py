@@ -1,5 +1,5 @@
-"""Integer codes that many ranks can add up in one word: quantized and packed on the device; the words are on the host."""
-from typing import Any, List, Optional, Tuple
+"""Integer codes that many ranks can add up in one word: quantized and packed on the device, many tensors at once; the words are on the host."""
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -7,95 +7,185 @@ import torch
 from ..reference.quantization import factors, one_of, shape_of
 from . import programs
 from .array import DeviceArray
+from .shared import copied, in_groups, kernel, starts_of
 
 
-def quantize(
-    x: DeviceArray, levels: Optional[np.ndarray], spare: Optional[np.ndarray] = None, *, w: float, clip: float, steps: List[float],
-    width: int, size: int, key: int,
-) -> np.ndarray:
+class _Codes(NamedTuple):
+    """The arguments of `quantize`."""
+
+    x: DeviceArray
+    levels: Optional[np.ndarray]
+    spare: Optional[np.ndarray] = None
+    w: float = 0.0
+    clip: float = 0.0
+    steps: Sequence[float] = ()
+    width: int = 0
+    size: int = 1
+    key: int = 0
+
+    @property
+    def limit(self) -> int:
+        """The bits of the largest magnitude before rounding."""
+        limit, (before, each) = _largest_code(self.steps), factors(self.w, np.array(self.steps, np.float32))
+        return _bits(limit if len(self.steps) > 1 else min(limit, np.float32(self.clip) * before * each[0]))
+
+
+class _Sums(NamedTuple):
+    """The arguments of `dequantize`."""
+
+    words: np.ndarray
+    levels: Optional[np.ndarray]
+    out: DeviceArray
+    w: float
+    steps: Sequence[float]
+    width: int
+    size: int
+    scale: float
+
+    @property
+    def x(self) -> DeviceArray:
+        """The tensor, as `quantize` calls it."""
+        return self.out
+
+
+class _Scales(NamedTuple):
+    """The arguments of `encode_scales`."""
+
+    x: DeviceArray
+    peaks: Any
+    spare: Optional[np.ndarray] = None
+    w: float = 0.0
+    steps: Sequence[float] = ()
+    size: int = 1
+
+
+_Call = Union[_Codes, _Sums, _Scales]
+
+
+class _Words:
+    """The words of tensors, `spare` bits of each not used: how many fields a word has, their type, how many each tensor has, where those begin."""
+
+    def __init__(self, calls: Sequence[_Call], width: int, spare: int, rows: int = 1) -> None:
+        shapes = [shape_of(call.x.size, width, spare) for call in calls]
+        self.fields, _, self.dtype = shapes[0]
+        self.device, self.width = calls[0].x.tensor.device, width
+        self.counts = [count for _, count, _ in shapes]
+        self.starts = starts_of([rows * count for count in self.counts])
+
+    def new(self) -> torch.Tensor:
+        return torch.empty(self.starts[-1], dtype=torch.int64 if self.dtype.itemsize == 8 else torch.int32, device=self.device)
+
+    def launch(self, program: Any, rows: Sequence[Tuple[Any, ...]], *shared: Any, **constants: Any) -> None:
+        """A program whose table has these words as elements."""
+        table = [(count, *row) for count, row in zip(self.counts, rows)]
+        programs.launch(program, self.device, table, *shared, WIDTH=self.width, FIELDS=self.fields, BLOCK=programs.WORD_BLOCK, **constants)
+
+    def there(self, words: Sequence[Optional[np.ndarray]]) -> torch.Tensor:
+        """Tensors' words, on the device. ValueError for another number of them."""
+        found = [np.empty(0, self.dtype) if its is None else its for its in words]
+        if any(len(its) != end - start or its.itemsize != self.dtype.itemsize for its, start, end in zip(found, self.starts, self.starts[1:])):
+            raise ValueError("words, for as many elements, must have the same length")
+        return copied(found, self.device)
+
+    def here(self, words: torch.Tensor, spares: Sequence[Optional[np.ndarray]]) -> List[np.ndarray]:
+        """Tensors' words, on the host, in the spare memory of those that have as much."""
+        found = []
+        for spare, start, end in zip(spares, self.starts, self.starts[1:]):
+            fits = spare is not None and spare.size == end - start and spare.itemsize == self.dtype.itemsize
+            found.append(spare if spare is not None and fits else np.empty(end - start, words[:0].cpu().numpy().dtype))
+            torch.from_numpy(found[-1]).copy_(words[start:end])
+        return found
+
+
+@kernel(_Codes)
+def quantize(calls: List[_Codes]) -> List[np.ndarray]:
     """As `kernels.reference.quantize`; levels and words are on the host, these in `spare` where that is given and as long."""
-    largest = steps[0]
-    fields, count, dtype = shape_of(x.size, width, 0)
-    words = _new_words(x.tensor, count, dtype)
-    before, each = factors(w, np.array(steps, np.float32))
-    limit = np.float32(largest) * np.float32(one_of(largest))
-    if len(steps) == 1:
-        limit = min(limit, np.float32(clip) * before * each[0])
-    low, high = np.array([key], "<u8").view("<i4").tolist()
-    programs.launch(
-        programs.quantize, count, x.tensor, words, *_by_element(x, levels, each, size), x.size, low, high, _bits(limit), float(before),
-        FRACTION=one_of(largest).bit_length() - 1, WIDTH=width, FIELDS=fields, WORD=programs.WORDS[dtype.itemsize], SCALES=len(steps) > 1,
-        BLOCK=programs.WORD_BLOCK,
+    return in_groups(calls, lambda call: (call.width, call.size, tuple(call.steps)), _quantized)
+
+
+def _quantized(calls: List[_Codes]) -> List[np.ndarray]:
+    steps, words = calls[0].steps, _Words(calls, calls[0].width, 0)
+    scales, starts = _scales_of(calls)
+    found = words.new()
+    befores, each = zip(*(factors(call.w, np.array(steps, np.float32)) for call in calls))
+    keys = [divmod(call.key, 1 << 32) for call in calls]
+    rows = [
+        (call.x.tensor, call.x.size, start, at, i * len(steps), low, high, call.limit, float(before))
+        for i, (call, start, at, (high, low), before) in enumerate(zip(calls, starts, words.starts, keys, befores))
+    ]
+    words.launch(
+        programs.quantize, rows, found, scales, copied(each, words.device), FRACTION=one_of(steps[0]).bit_length() - 1,
+        WORD=programs.WORDS[words.dtype.itemsize], SCALES=len(steps) > 1,
     )
-    return _on_host(words, spare)
+    return words.here(found, [call.spare for call in calls])
 
 
-def dequantize(
-    words: np.ndarray, levels: Optional[np.ndarray], out: DeviceArray, *, w: float, steps: List[float], width: int, size: int, scale: float
-) -> None:
+@kernel(_Sums)
+def dequantize(calls: List[_Sums]) -> List[None]:
     """As `kernels.reference.dequantize`; words and levels are on the host. ValueError for words of another number of elements."""
-    fields, count, dtype = shape_of(out.size, width, 0)
-    largest = size * int(steps[0])
-    offsets = sum(largest << field * width for field in range(fields))
-    units = (w / np.array(steps) * scale).astype(np.float32)
-    programs.launch(
-        programs.dequantize, count, _words_on(out, words, count, dtype), out.tensor, *_by_element(out, levels, units, size), out.size, largest,
-        OFFSETS=_signed(offsets, 8 * dtype.itemsize), WIDTH=width, FIELDS=fields, SCALES=len(steps) > 1, BLOCK=programs.WORD_BLOCK,
+    return in_groups(calls, lambda call: (call.width, call.size, tuple(call.steps)), _dequantized)
+
+
+def _dequantized(calls: List[_Sums]) -> List[None]:
+    steps, words, largest = calls[0].steps, _Words(calls, calls[0].width, 0), calls[0].size * int(calls[0].steps[0])
+    sums = words.there([call.words for call in calls])
+    scales, starts = _scales_of(calls)
+    units = [(call.w / np.array(steps) * call.scale).astype(np.float32) for call in calls]
+    rows = [
+        (call.x.tensor, call.x.size, start, at, i * len(steps), largest)
+        for i, (call, start, at) in enumerate(zip(calls, starts, words.starts))
+    ]
+    offsets = sum(largest << field * words.width for field in range(words.fields))
+    words.launch(
+        programs.dequantize, rows, sums, scales, copied(units, words.device),
+        OFFSETS=_signed(offsets, 8 * words.dtype.itemsize), SCALES=len(steps) > 1,
     )
+    return [None] * len(calls)
 
 
-def encode_scales(
-    x: DeviceArray, peaks: np.ndarray, spare: Optional[np.ndarray] = None, *, w: float, steps: List[float], size: int
-) -> np.ndarray:
+@kernel(_Scales)
+def encode_scales(calls: List[_Scales]) -> List[np.ndarray]:
     """As `kernels.reference.encode_scales`; the words are on the host, in `spare` where that is given and as long. `peaks` are not used."""
-    width, largest = size.bit_length(), steps[0]
-    fields, count, dtype = shape_of(x.size, width, 1)
-    before, each = factors(w, np.array(steps, np.float32))
-    limit = _bits(np.float32(largest) * np.float32(one_of(largest)))
-    words = _new_words(x.tensor, (len(steps) - 1) * count, dtype)
-    for its, factor in zip(words.split(max(count, 1)), each[1:]):
-        programs.launch(
-            programs.count_fits, count, x.tensor, its, x.size, limit, float(before), float(factor),
-            WIDTH=width, FIELDS=fields, WORD=programs.WORDS[dtype.itemsize], BLOCK=programs.WORD_BLOCK,
-        )
-    return _on_host(words, spare)
+    return in_groups(calls, lambda call: (call.size, tuple(call.steps)), _fits)
 
 
-def _by_element(array: DeviceArray, levels: Optional[np.ndarray], numbers: np.ndarray, size: int) -> Tuple[torch.Tensor, Any]:
-    """(each element's scale, the scales' numbers); with a single scale (the array, its number)."""
-    if len(numbers) == 1:
-        return array.tensor, float(numbers[0])
-    width = size.bit_length()
-    fields, count, dtype = shape_of(array.size, width, 1)
-    words = _words_on(array, levels, (len(numbers) - 1) * count, dtype)
-    finest = torch.zeros_like(array.tensor, dtype=torch.int8)
-    for scale, its in enumerate(words.split(max(count, 1)), 1):
-        programs.launch(
-            programs.find_scales, count, its, finest, array.size, scale, size, WIDTH=width, FIELDS=fields, BLOCK=programs.WORD_BLOCK
-        )
-    return finest, torch.from_numpy(numbers).to(array.tensor.device)
+def _fits(calls: List[_Scales]) -> List[np.ndarray]:
+    steps = calls[0].steps
+    words, limit = _Words(calls, calls[0].size.bit_length(), 1, len(steps) - 1), _bits(_largest_code(steps))
+    found = words.new()
+    numbers = [factors(call.w, np.array(steps, np.float32)) for call in calls]
+    for scale in range(1, len(steps)):
+        rows = [
+            (call.x.tensor, call.x.size, start + (scale - 1) * count, limit, float(before), float(each[scale]))
+            for call, start, count, (before, each) in zip(calls, words.starts, words.counts, numbers)
+        ]
+        words.launch(programs.count_fits, rows, found, WORD=programs.WORDS[words.dtype.itemsize])
+    return words.here(found, [call.spare for call in calls])
 
 
-def _new_words(beside: torch.Tensor, count: int, dtype: np.dtype) -> torch.Tensor:
-    return beside.new_empty(count, dtype=torch.int64 if dtype.itemsize == 8 else torch.int32)
+def _scales_of(calls: Sequence[Union[_Codes, _Sums]]) -> Tuple[torch.Tensor, Sequence[int]]:
+    """(each element's scale, where those of each tensor begin); with a single scale nothing that is used."""
+    scales, size, device = len(calls[0].steps), calls[0].size, calls[0].x.tensor.device
+    if scales == 1:
+        return torch.empty(0, dtype=torch.int8, device=device), [0] * len(calls)
+    words = _Words(calls, size.bit_length(), 1, scales - 1)
+    sums, starts = words.there([call.levels for call in calls]), starts_of([call.x.size for call in calls])
+    finest = torch.zeros(starts[-1], dtype=torch.int8, device=device)
+    for scale in range(1, scales):
+        rows = [
+            (call.x.size, at + (scale - 1) * count, start, scale, size)
+            for call, at, count, start in zip(calls, words.starts, words.counts, starts)
+        ]
+        words.launch(programs.find_scales, rows, sums, finest)
+    return finest, starts
 
 
-def _words_on(array: DeviceArray, words: Optional[np.ndarray], count: int, dtype: np.dtype) -> torch.Tensor:
-    """Words beside an array. ValueError for another number of them."""
-    if words is None or len(words) != count or words.itemsize != dtype.itemsize:
-        raise ValueError("words, for as many elements, must have the same length")
-    return torch.from_numpy(words).to(array.tensor.device)
-
-
-def _on_host(words: torch.Tensor, spare: Optional[np.ndarray]) -> np.ndarray:
-    if spare is None or spare.size != words.numel() or spare.itemsize != words.itemsize:
-        return words.cpu().numpy()
-    torch.from_numpy(spare).copy_(words)
-    return spare
+def _largest_code(steps: Sequence[float]) -> np.float32:
+    return np.float32(steps[0]) * np.float32(one_of(steps[0]))
 
 
 def _bits(magnitude: np.float32) -> int:
-    return int(magnitude.view(np.int32))
+    return int(np.float32(magnitude).view(np.int32))
 
 
 def _signed(number: int, bits: int) -> int:

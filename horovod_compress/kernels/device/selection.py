@@ -1,15 +1,16 @@
-"""Accumulation with momentum, and the choice of the largest entries: what kernels/native/select.hpp does, on a device.
+"""Accumulation with momentum, and the choice of the largest entries: what kernels/native/select.hpp does, on a device, for many tensors at once.
 
 1. `sample` shows what v is about to become at the elements that the native kernel samples too, and the floor is of the same rank among them.
-2. `advance` advances u and v, zeroes the gradient, and counts the elements of each block that reach the floor.
+2. `advance` advances u and v, zeroes the gradient, and counts the elements of each block that reach its tensor's floor.
 3. The sums of those counts say where each block's candidates belong, and `collect` writes them there, in the order of their indices.
-4. Of the candidates the k largest are chosen, of equal ones the first. They come to the host, with what v and u hold there, in one copy, and
-   nothing waits for the device before.
+4. Of the candidates each tensor's k largest are chosen, of equal ones the first. They come to the host, with what v and u hold there, in one copy,
+   and nothing waits for the device before.
 5. Where fewer than 0.8·k reach the floor, or more than there is room for, which that copy says too, v is searched as a whole. The native kernel
    finds the same: of fewer it takes all from 0 on, and of more the k largest.
+6. The host codes the entries. `put` writes what they leave in v and u.
 """
 import math
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from .. import host
 from ..encoded import Encoded
 from . import programs
 from .array import DeviceArray
-from .dense import peaks_beside, same_length
+from .shared import copied, in_groups, kernel, same_length, starts_of, within_limits
 
 _MARGIN = 2  # standard deviations; decides what is sent, as kSampleMargin in native/tuning.hpp does
 _ROOM, _LEAST_ROOM = 4, 4096  # for candidates: times k, and at least
@@ -26,154 +27,232 @@ _NOTHING = 2**31 - 1  # a floor above every magnitude
 
 
 class _Update(NamedTuple):
-    """The operands of one tensor's update; where there is no momentum, u is v, and not used, and so is the gradient as base where that is zero."""
+    """The arguments of `encode_topk`, and with defaults for the last two those of `add_to_residual`."""
 
-    grad: torch.Tensor
-    base: torch.Tensor
-    u: torch.Tensor
-    v: torch.Tensor
-    momentum: float
-    scale: float
-    kind: int
-    based: bool
+    grad: DeviceArray
+    u: Optional[DeviceArray]
+    v: DeviceArray
+    base: Optional[DeviceArray] = None
+    momentum: float = 0.0
+    nesterov: bool = False
+    scale: float = 1.0
+    k: int = 0
+    samples: int = 0
+    offset: int = 0
+    chunk: int = 0
+    kind: str = "fp32"
+    mask: bool = False
+
+    @property
+    def numel(self) -> int:
+        return self.v.size
+
+    @property
+    def states(self) -> List[DeviceArray]:
+        """What entries are taken out of."""
+        return [self.v] if self.u is None or not self.mask else [self.v, self.u]
+
+    @property
+    def program(self) -> Tuple[int, bool]:
+        """The kind of momentum, and whether the gradient counts from a base."""
+        return programs.NONE if self.u is None else programs.NESTEROV if self.nesterov else programs.VANILLA, self.base is not None
+
+    @property
+    def sampled(self) -> bool:
+        """Whether candidates are found by a floor."""
+        return self.k > 0 and not self.chunk and self.numel > 0
+
+    @property
+    def room(self) -> int:
+        """For candidates."""
+        return min(self.numel, max(_ROOM * self.k, _LEAST_ROOM))
+
+    @property
+    def operands(self) -> Tuple[Any, ...]:
+        """Of `advance`. Where there is no momentum, u is v, and not used, and so is the gradient as base where that is zero."""
+        base, u = self.grad if self.base is None else self.base, self.v if self.u is None else self.u
+        return self.grad.tensor, base.tensor, u.tensor, self.v.tensor, float(self.momentum), float(self.scale)
 
 
 class _Entries(NamedTuple):
-    """What was chosen, on the host: ascending indices, uint32; rows of what the states that were asked for hold there; whether every new v was
-    finite."""
+    """What was chosen of a tensor, on the host: ascending indices, uint32; rows of what the states hold there; whether every new v was finite."""
 
     indices: np.ndarray
     rows: np.ndarray
     finite: bool
 
 
-def add_to_residual(
-    grad: DeviceArray, u: Optional[DeviceArray], v: DeviceArray, *, base: Optional[DeviceArray] = None, momentum: float = 0.0,
-    nesterov: bool = False, scale: float = 1.0, k: int = 0, samples: int = 0, offset: int = 0, chunk: int = 0,
-) -> Tuple[np.ndarray, bool]:
+class _Sample(NamedTuple):
+    """The elements that the native kernel samples: `stretches` of 64, every `stride`-th from number `shift` on; rank: of the floor among them."""
+
+    stretches: int
+    stride: int
+    shift: int
+    rank: int
+
+
+@kernel(_Update)
+def add_to_residual(calls: List[_Update]) -> List[Tuple[np.ndarray, bool]]:
     """As the native kernel, with its choice; the indices are on the host. ValueError for arrays of different lengths, and for more than 2^31 - 1
     elements."""
-    entries = _chosen(_update(grad, u, v, base, momentum, nesterov, scale), k, samples, offset, chunk, [])
-    return entries.indices, entries.finite
+    return [(entries.indices, entries.finite) for entries in _chosen(calls)]
+
+
+@kernel(_Update)
+def encode_topk(calls: List[_Update]) -> List[Encoded]:
+    """As `kernels.reference.encode_topk`, with the native kernel's choice. The body is made on the host."""
+    chosen = [entries if entries.finite else _Entries(entries.indices[:0], entries.rows[:, :0], False) for entries in _chosen(calls)]
+    return [
+        host.encode_sparse(indices, values, kind=call.kind, scales=scales)._replace(finite=entries.finite, undo=(indices, rows))
+        for call, entries, (indices, rows, values, scales) in zip(calls, chosen, _take(calls, chosen))
+    ]
 
 
 def take_entries(
     indices: np.ndarray, v: DeviceArray, u: Optional[DeviceArray], *, kind: str, mask: bool
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]:
     """As `kernels.reference.take_entries`; indices, rows and values are on the host."""
-    states = _states(v, u, mask)
-    rows = np.stack([np.asarray(state[indices]) for state in states])
-    return _take(_Entries(indices, rows, True), states, kind)
+    call = _Update(v, u, v, kind=kind, mask=mask)
+    (taken,) = _take([call], [_Entries(indices, np.stack([np.asarray(state[indices]) for state in call.states]), True)])
+    return taken
 
 
-def encode_topk(
-    grad: DeviceArray, u: Optional[DeviceArray], v: DeviceArray, *, base: Optional[DeviceArray] = None, momentum: float = 0.0,
-    nesterov: bool = False, scale: float = 1.0, k: int, samples: int, offset: int, chunk: int = 0, kind: str, mask: bool = False,
-) -> Encoded:
-    """As `kernels.reference.encode_topk`, with the native kernel's choice. The body is made on the host."""
-    states = _states(v, u, mask)
-    update = _update(grad, u, v, base, momentum, nesterov, scale)
-    entries = _chosen(update, k, samples, offset, chunk, [state.tensor for state in states])
-    if not entries.finite:
-        entries = _Entries(entries.indices[:0], entries.rows[:, :0], False)
-    indices, rows, values, scales = _take(entries, states, kind)
-    return host.encode_sparse(indices, values, kind=kind, scales=scales)._replace(finite=entries.finite, undo=(indices, rows))
+def put(tensors: Sequence[Sequence[DeviceArray]], indices: Sequence[np.ndarray], numbers: Sequence[np.ndarray]) -> None:
+    """Writes float32 numbers into tensors' arrays, as many of each tensor, at indices, uint32, that do not repeat; numbers: a row for each array."""
+    def written(which: Sequence[int]) -> List[None]:
+        device, arrays = tensors[which[0]][0].tensor.device, len(tensors[which[0]])
+        at = copied([indices[i] for i in which], device)
+        rows = [copied([numbers[i][row] for i in which], device) for row in range(arrays)]
+        starts = starts_of([len(indices[i]) for i in which])
+        table = [(len(indices[i]), tensors[i][0].tensor, tensors[i][-1].tensor, start) for i, start in zip(which, starts)]
+        programs.launch(programs.put, device, table, at, rows[0], rows[-1], TWO=arrays == 2)
+        return [None] * len(which)
+
+    in_groups(range(len(tensors)), lambda i: len(tensors[i]), written)
 
 
-def within_limits(array: DeviceArray) -> None:
-    """ValueError for more elements than indices on a device reach."""
-    if array.size >= 2**31:
-        raise ValueError("a tensor on a device has at most 2^31 - 1 elements")
-
-
-def _states(v: DeviceArray, u: Optional[DeviceArray], mask: bool) -> List[DeviceArray]:
-    """What entries are taken out of."""
-    return [v] if u is None or not mask else [v, u]
-
-
-def _take(entries: _Entries, states: List[DeviceArray], kind: str) -> Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]:
+def _take(calls: List[_Update], chosen: List[_Entries]) -> List[Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]]:
     """The host codes the entries, as if they were the whole tensor; v then keeps the error there, and u becomes 0."""
-    error = entries.rows[0].copy()
-    places, _, values, scales = host.take_entries(np.arange(len(error), dtype=np.uint32), error, None, kind=kind, mask=False)
-    indices, rows = entries.indices[places], entries.rows[:, places]
-    for state, left in zip(states, (error[places], np.float32(0))):
-        state[indices] = left
-    return indices, rows, values, scales
+    taken, left = [], []
+    for call, entries in zip(calls, chosen):
+        error = entries.rows[0].copy()
+        places, _, values, scales = host.take_entries(np.arange(len(error), dtype=np.uint32), error, None, kind=call.kind, mask=False)
+        rows = entries.rows[:, places]
+        taken.append((entries.indices[places], rows, values, scales))
+        left.append(np.concatenate([error[places][None], np.zeros_like(rows[1:])]))
+    put([call.states for call in calls], [indices for indices, *_ in taken], left)
+    return taken
 
 
-def _update(
-    grad: DeviceArray, u: Optional[DeviceArray], v: DeviceArray, base: Optional[DeviceArray], momentum: float, nesterov: bool, scale: float
-) -> _Update:
-    same_length(grad=grad, v=v, **{name: array for name, array in (("u", u), ("base", base)) if array is not None})
-    within_limits(grad)
-    kind = programs.NONE if u is None else programs.NESTEROV if nesterov else programs.VANILLA
-    counted_from, moving = grad if base is None else base, v if u is None else u
-    return _Update(grad.tensor, counted_from.tensor, moving.tensor, v.tensor, momentum, scale, kind, base is not None)
+def _chosen(calls: List[_Update]) -> List[_Entries]:
+    """Advances, and chooses at most k of each tensor; with `chunk` exactly the k largest of each chunk."""
+    for call in calls:
+        same_length(grad=call.grad, v=call.v, u=call.u, base=call.base)
+        within_limits(call.grad)
+    return in_groups(calls, lambda call: (call.program, call.sampled, len(call.states)), _chosen_alike)
 
 
-def _chosen(t: _Update, k: int, samples: int, offset: int, chunk: int, states: List[torch.Tensor]) -> _Entries:
-    """Advances, and chooses at most k; with `chunk` exactly the k largest of each chunk."""
-    numel, sampled = t.v.numel(), k > 0 and not chunk
-    floor = _sampled_floor(t, k, samples, offset) if sampled else t.v.new_full((1,), _NOTHING, dtype=torch.int32)
-    counts, peaks = t.v.new_empty(programs.blocks_of(numel), dtype=torch.int32), peaks_beside(t.v, numel)
-    operands = t.grad, t.base, t.u, t.v
-    programs.launch(programs.advance, numel, *operands, floor, counts, peaks, t.momentum, t.scale, KIND=t.kind, BASED=t.based)
-    if sampled:
-        room = min(numel, max(_ROOM * k, _LEAST_ROOM))
-        reached, count, chosen = _of_candidates(t.v, floor, counts, k, room)
-        (peak, found, least, kept), indices, rows = _on_host([peaks.max(), reached, floor[0], count], chosen, states)
-        if found <= room and (5 * found >= 4 * k or least == 1):
-            return _Entries(indices[:kept], rows[:, :kept], peak < programs.TOO_LARGE)
-    chosen = _of_all(t.v, k, chunk or numel) if k else t.v.new_empty(0, dtype=torch.int64)
-    (peak,), indices, rows = _on_host([peaks.max()], chosen, states)
-    return _Entries(indices, rows, peak < programs.TOO_LARGE)
+def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
+    device, (kind, based), sampled = calls[0].v.tensor.device, calls[0].program, calls[0].sampled
+    floors = _sampled_floors(calls) if sampled else torch.full((len(calls),), _NOTHING, dtype=torch.int32, device=device)
+    blocks = programs.blocks_of([call.v.tensor for call in calls])
+    counts, peaks = blocks.new(2)
+    programs.launch(programs.advance, device, [(call.numel, *call.operands) for call in calls], floors, counts, peaks, KIND=kind, BASED=based)
+    largest, found = blocks.largest(peaks), blocks.sums(counts)
+    if not sampled:
+        return [entries._replace(finite=peak < programs.TOO_LARGE) for entries, peak in zip(_of_all(calls), largest.tolist())]
+    candidates = _of_candidates(calls, floors, counts)
+    facts, entries = np.split(torch.cat([largest, found, floors, candidates.reshape(-1)]).cpu().numpy(), [3 * len(calls)])
+    rows, start, chosen = entries.reshape(len(candidates), -1), 0, []
+    for call, peak, found_here, floor in zip(calls, *facts.reshape(3, -1).tolist()):
+        end = start + min(call.k, found_here, call.room)
+        if found_here <= call.room and (5 * found_here >= 4 * call.k or floor == 1):
+            indices, *held = rows[:, start:end]
+            chosen.append(_Entries(indices.view(np.uint32), np.stack(held).view(np.float32), peak < programs.TOO_LARGE))
+        else:
+            chosen.append(_of_all([call])[0]._replace(finite=peak < programs.TOO_LARGE))
+        start = end
+    return chosen
 
 
-def _on_host(facts: List[torch.Tensor], chosen: torch.Tensor, states: List[torch.Tensor]) -> Tuple[List[int], np.ndarray, np.ndarray]:
-    """The numbers, the indices, and rows of what the states hold there, in one copy."""
-    held = [state[chosen].view(torch.int32) for state in states]
-    numbers, indices, rows = np.split(torch.cat([torch.stack(facts), chosen.int(), *held]).cpu().numpy(), [len(facts), len(facts) + len(chosen)])
-    return numbers.tolist(), indices.view(np.uint32), rows.view(np.float32).reshape(len(states), len(chosen))
-
-
-def _sampled_floor(t: _Update, k: int, samples: int, offset: int) -> torch.Tensor:
-    """A magnitude, as bits, that somewhat more than k will reach, or where that is unknown 1; the same as sampled_floor of the native kernel has."""
-    numel, stretch = t.v.numel(), programs.SAMPLED
-    stretches = numel // stretch
-    wanted = min(stretches, -(-samples // stretch))
-    expected = k * (wanted * stretch) / numel
+def _sample_of(call: _Update) -> Optional[_Sample]:
+    """As sampled_floor of the native kernel has it; None where the sample would be no smaller than what is looked for."""
+    stretches = call.numel // programs.SAMPLED
+    wanted = min(stretches, -(-call.samples // programs.SAMPLED))
+    expected = call.k * (wanted * programs.SAMPLED) / call.numel
     rank = int(expected + _MARGIN * math.sqrt(expected) + 2)
-    if rank >= wanted * stretch:
-        return t.v.new_ones(1, dtype=torch.int32)
+    if rank >= wanted * programs.SAMPLED:
+        return None
     stride = stretches // wanted
-    magnitudes = t.v.new_empty(wanted * stretch, dtype=torch.int32)
-    programs.launch(
-        programs.sample, len(magnitudes), t.grad, t.base, t.u, t.v, magnitudes, t.momentum, t.scale, stride, offset % stride,
-        KIND=t.kind, BASED=t.based,
-    )
-    largest = magnitudes.topk(rank + 1).values
-    return torch.where(largest[rank:] > 0, largest[rank - 1 : rank], 1)
+    return _Sample(wanted, stride, call.offset % stride, rank)
 
 
-def _of_candidates(
-    v: torch.Tensor, floor: torch.Tensor, counts: torch.Tensor, k: int, room: int
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """How many elements reach the floor, how many of these are chosen, at most k, and k indices, the first of which are of those that are."""
-    ends = counts.cumsum(0, dtype=torch.int32)
-    indices, magnitudes = v.new_zeros((2, room), dtype=torch.int32)
-    programs.launch(programs.collect, v.numel(), v, floor, counts, ends, indices, magnitudes, room)
-    largest = _largest(magnitudes[None], k)[0]
-    places = torch.where(largest, largest.cumsum(0) - 1, k)  # All that are not chosen share the place after the last.
-    chosen = indices.new_zeros(k + 1).scatter_(0, places, indices)[:k].long()
-    return ends[-1], largest.sum(dtype=torch.int32), chosen
+def _sampled_floors(calls: List[_Update]) -> torch.Tensor:
+    """Of each tensor a magnitude, as bits, that somewhat more than k will reach, or where that is unknown 1."""
+    device, (kind, based), samples = calls[0].v.tensor.device, calls[0].program, [_sample_of(call) for call in calls]
+    floors = torch.ones(len(calls), dtype=torch.int32, device=device)
+    known = [(i, call, sample) for i, (call, sample) in enumerate(zip(calls, samples)) if sample]
+    if not known:
+        return floors
+    *starts, total = starts_of([sample.stretches * programs.SAMPLED for _, _, sample in known])
+    rows = [
+        (sample.stretches * programs.SAMPLED, *call.operands, sample.stride, sample.shift, start) for (_, call, sample), start in zip(known, starts)
+    ]
+    orders = torch.empty(total, dtype=torch.int64, device=device)
+    programs.launch(programs.sample, device, rows, orders, KIND=kind, BASED=based)
+    places = [start + sample.rank for (_, _, sample), start in zip(known, starts)]
+    which, at = copied([np.array([i for i, _, _ in known]), np.array(places)], device).chunk(2)
+    orders = orders.sort().values
+    below, least = (programs.NO_MAGNITUDE - (orders[at - back] & programs.NO_MAGNITUDE) for back in (0, 1))
+    floors[which] = torch.where(below > 0, least, 1).int()
+    return floors
 
 
-def _of_all(v: torch.Tensor, k: int, chunk: int) -> torch.Tensor:
-    """Indices of exactly the k largest of each chunk, of equal ones the first, and none of zeros."""
-    chunks = -(-v.numel() // chunk)
-    magnitudes = v.new_zeros(chunks * chunk, dtype=torch.int32)
-    torch.bitwise_and(v.view(torch.int32), 0x7FFFFFFF, out=magnitudes[: v.numel()])
-    return _largest(magnitudes.view(chunks, chunk), k).view(-1).nonzero().view(-1)
+def _of_candidates(calls: List[_Update], floors: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """A row of indices, and rows of what the states hold there, as bits, of what is chosen of all tensors, at most k of each, one tensor's behind the
+    other's; after those anything."""
+    device, states = counts.device, len(calls[0].states)
+    *starts, total = starts_of([call.room for call in calls])
+    ends = counts.cumsum(0)
+    columns = zip(*((start, call.room, call.k) for start, call in zip(starts, calls)))
+    begins, rooms, ks = copied([np.array(column) for column in columns], device).chunk(3)
+    tensors = torch.arange(len(calls), device=device).repeat_interleave(rooms, output_size=total)
+    orders = tensors << 32 | programs.NO_MAGNITUDE
+    rows = torch.empty((1 + states, total), dtype=torch.int32, device=device)
+    table = [(call.numel, call.states[0].tensor, call.states[-1].tensor, start, call.room) for call, start in zip(calls, starts)]
+    held = rows.view(torch.float32)
+    programs.launch(programs.collect, device, table, floors, counts, ends, orders, rows[0], held[1], held[-1], TWO=states == 2)
+    orders, order = orders.sort(stable=True)  # by tensors, which stay where they are
+    number = torch.arange(total, device=device)
+    largest = (number - begins[tensors] < ks[tensors]) & (orders & programs.NO_MAGNITUDE != programs.NO_MAGNITUDE)
+    chosen = torch.empty_like(largest)
+    chosen[order] = largest
+    places = chosen.cumsum(0)
+    places = torch.where(chosen, places - 1, places[-1] + number - places)  # what is not chosen comes behind
+    in_order = torch.empty_like(rows)
+    in_order[:, places] = rows
+    return in_order[:, : sum(call.k for call in calls)]
+
+
+def _of_all(calls: List[_Update]) -> List[_Entries]:
+    """Of tensors whose v is as it is to be, exactly the k largest of each chunk, or of the tensor, of equal ones the first, and none of zeros."""
+    return in_groups(calls, lambda call: (call.k, call.chunk or call.numel, len(call.states)), _of_chunks)
+
+
+def _of_chunks(calls: List[_Update]) -> List[_Entries]:
+    k, chunk = calls[0].k, calls[0].chunk or calls[0].numel
+    states = [[state.tensor for state in its] for its in zip(*(call.states for call in calls))]
+    if not k or not chunk:
+        return [_Entries(np.empty(0, np.uint32), np.empty((len(states), 0), np.float32), True)] * len(calls)
+    starts = starts_of([-(-call.numel // chunk) * chunk for call in calls])
+    none = states[0][0].new_zeros(chunk)
+    padded = [torch.cat([part for v in its for part in (v, none[: -v.numel() % chunk])]) for its in states]
+    chosen = _largest(padded[0].view(torch.int32).bitwise_and(0x7FFFFFFF).view(-1, chunk), k).view(-1).nonzero().view(-1)
+    rows, places = torch.stack([its[chosen] for its in padded]).cpu().numpy(), chosen.cpu().numpy()
+    bounds = np.searchsorted(places, starts).tolist()
+    return [
+        _Entries((places[low:high] - start).astype(np.uint32), rows[:, low:high], True) for start, low, high in zip(starts, bounds, bounds[1:])
+    ]
 
 
 def _largest(magnitudes: torch.Tensor, k: int) -> torch.Tensor:

@@ -1,22 +1,41 @@
 """Sparse payloads: decoded on the host, added on the device."""
+from typing import List, NamedTuple, Tuple, Union
+
 import numpy as np
-import torch
 
 from .. import host
 from . import programs
 from .array import DeviceArray
-from .dense import are_finite, peaks_beside
+from .dense import are_finite
+from .shared import copied, kernel, starts_of
 
 
-def decode_add_sparse(out: DeviceArray, body: np.ndarray, *, scale: float) -> bool:
-    """out[indices] += scale·values of a sparse body, in place. Raises ValueError, and changes nothing, for an invalid body. Returns whether the new
-    elements are finite."""
-    indices, values = host.decode_sparse(body, numel=out.size)
-    count = len(indices)
-    entries = torch.empty((2, count), dtype=torch.int32, pin_memory=out.tensor.is_cuda)
-    entries[0] = torch.from_numpy(indices.view(np.int32))
-    entries[1] = torch.from_numpy(values.view(np.int32))
-    at, bits = entries.to(out.tensor.device, non_blocking=True)
-    peaks = peaks_beside(out.tensor, count)
-    programs.launch(programs.add_entries, count, out.tensor, at, bits.view(torch.float32), peaks, scale)
-    return are_finite(peaks)
+class _Body(NamedTuple):
+    """The arguments of `decode_add_sparse`."""
+
+    out: DeviceArray
+    body: np.ndarray
+    scale: float
+
+
+@kernel(_Body)
+def decode_add_sparse(calls: List[_Body]) -> List[Union[bool, ValueError]]:
+    """out[indices] += scale·values of a sparse body, in place. ValueError, and nothing changed, for an invalid body. Returns whether the new elements
+    are finite."""
+    decoded = [_entries(call) for call in calls]
+    entries = [(np.empty(0, np.uint32), np.empty(0, np.float32)) if isinstance(each, ValueError) else each for each in decoded]
+    device, counts = calls[0].out.tensor.device, [len(indices) for indices, _ in entries]
+    indices, values = (copied(arrays, device) for arrays in zip(*entries))
+    blocks = programs.blocks(counts, device)
+    peaks = blocks.new()
+    rows = [(count, call.out.tensor, float(call.scale), start) for count, call, start in zip(counts, calls, starts_of(counts))]
+    programs.launch(programs.add_entries, device, rows, indices, values, peaks)
+    finite = are_finite(blocks.largest(peaks))
+    return [each if isinstance(each, ValueError) else result for each, result in zip(decoded, finite)]
+
+
+def _entries(call: _Body) -> Union[Tuple[np.ndarray, np.ndarray], ValueError]:
+    try:
+        return host.decode_sparse(call.body, numel=call.out.size)
+    except ValueError as error:
+        return error

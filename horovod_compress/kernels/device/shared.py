@@ -1,0 +1,88 @@
+"""Kernels that tensors call together: what makes the calls of many tensors, and is called for one alone by the name of the host's kernel."""
+import collections
+import contextlib
+import itertools
+from typing import Any, Callable, Dict, Generic, Hashable, List, Sequence, Tuple, TypeVar, Union
+
+import numpy as np
+import torch
+
+from ..calls import DeviceCall
+from .array import DeviceArray
+
+Call = TypeVar("Call", bound=Tuple[Any, ...])
+Result = TypeVar("Result")
+
+
+class Kernel(Generic[Call, Result]):
+    """A kernel, called with one tensor's arguments. together: makes a list of such calls; what it returns for one may be a ValueError."""
+
+    def __init__(self, arguments: Callable[..., Call], together: Callable[[List[Call]], Sequence[Union[Result, ValueError]]]) -> None:
+        self.arguments, self.together, self.__doc__ = arguments, together, together.__doc__
+
+    def __call__(self, *arrays: Any, **options: Any) -> Result:
+        (result,) = self.together([self.arguments(*arrays, **options)])
+        if isinstance(result, ValueError):
+            raise result
+        return result
+
+
+def kernel(arguments: Callable[..., Call]) -> Callable[[Callable[[List[Call]], Sequence[Union[Result, ValueError]]]], Kernel[Call, Result]]:
+    """Makes a Kernel of the function of its calls."""
+    return lambda together: Kernel(arguments, together)
+
+
+def make(calls: Sequence[DeviceCall], kernels: Dict[str, Any]) -> List[Any]:
+    """Makes calls of these kernels, by name, on the streams that are current; they wait there until their arrays can be used."""
+
+    def made(alike: List[DeviceCall]) -> Sequence[Any]:
+        one, device = kernels[alike[0].name], alike[0].where.tensor.device
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            for event in {call.ready for call in alike} - {None}:
+                torch.cuda.current_stream(device).wait_event(event)
+            if isinstance(one, Kernel):
+                return one.together([one.arguments(*call.arrays, **call.options) for call in alike])
+            return [one(*call.arrays, **call.options) for call in alike]
+
+    return in_groups(calls, lambda call: (call.name, call.where.tensor.device), made)
+
+
+def in_groups(calls: Sequence[Any], key: Callable[[Any], Hashable], together: Callable[[List[Any]], Sequence[Any]]) -> List[Any]:
+    """What `together` returns for calls with the same key, in the order of the calls."""
+    groups: Dict[Hashable, List[int]] = collections.defaultdict(list)
+    for number, call in enumerate(calls):
+        groups[key(call)].append(number)
+    results: List[Any] = [None] * len(calls)
+    for numbers in groups.values():
+        for number, result in zip(numbers, together([calls[number] for number in numbers])):
+            results[number] = result
+    return results
+
+
+def starts_of(counts: Sequence[int]) -> List[int]:
+    """Where each of so many begins, one behind the other, and where the last ends."""
+    return [0, *itertools.accumulate(counts)]
+
+
+def copied(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
+    """A copy on the device of arrays of one type, one behind the other; the host does not wait for it."""
+    first = torch.from_numpy(arrays[0][:0].view(_SIGNED.get(arrays[0].dtype, arrays[0].dtype)))
+    together = torch.empty(sum(map(len, arrays)), dtype=first.dtype, pin_memory=device.type == "cuda")
+    np.concatenate(arrays, out=together.numpy().view(arrays[0].dtype))
+    return together.to(device, non_blocking=True)
+
+
+_SIGNED = {np.dtype(np.uint32): np.int32, np.dtype(np.uint64): np.int64}  # for torch
+
+
+def same_length(**arrays: Any) -> None:
+    """ValueError where arrays differ in length; None is no array."""
+    sizes = {name: array.size for name, array in arrays.items() if array is not None}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"{', '.join(sizes)} must have the same length, not {list(sizes.values())}")
+
+
+def within_limits(array: DeviceArray) -> None:
+    """ValueError for more elements than indices on a device reach."""
+    if array.size >= 2**31:
+        raise ValueError("a tensor on a device has at most 2^31 - 1 elements")

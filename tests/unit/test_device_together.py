@@ -1,0 +1,213 @@
+"""Tensors on a device share launches: a step's results are those of each alone, and what is launched does not grow with the tensors."""
+import collections
+import itertools
+
+import kernel_arguments
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_arguments import Arguments
+
+from horovod_compress import exchange as exchange_module
+from horovod_compress import get_compressor
+from horovod_compress.kernels import DeviceCall, at_once, deferred, host, together
+from horovod_compress.lockstep import make_ranks, mean_of
+from horovod_compress.transport.loopback import Loopback
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from test_device import MOMENTA, encode_topk  # noqa: E402
+
+from horovod_compress.kernels.device import DeviceArray, programs  # noqa: E402
+
+WHERE = "cuda" if torch.cuda.is_available() else "cpu"
+SPECS = [
+    "dgc:ratio=0.05", "dgc:ratio=0.05,momentum=0", "dgc:ratio=0.05,masking=false,clip_norm=1", "topk:ratio=0.05,values=2bit", "topk:k=3,chunk=64",
+    "adacomp", "variance", "variance:tau=0.1", "maxnorm", "maxnorm:k=50", "multiscale", "bf16", "fp16", "none",
+]
+
+
+def on_device(array):
+    return DeviceArray(torch.from_numpy(array.copy()).to(WHERE))
+
+
+def shapes(tensors):
+    """Of tensors of a few sizes, some of which are not compressed."""
+    return {f"t{i}": [(40, 50), (7,), (64, 3, 3, 3), (1100,), (90, 30)][i % 5] for i in range(tensors)}
+
+
+def mean_there(carriers):
+    """The mean of ranks' carriers, for each where it is."""
+    mean = mean_of([np.asarray(carrier) for carrier in carriers])
+    return [mean if isinstance(carrier, np.ndarray) else on_device(mean) for carrier in carriers]
+
+
+def run(exchanges, flat, reduced=mean_there):
+    """A step of ranks in one process. flat[rank] = {name: array}, which hold the results afterwards."""
+    carriers = [{name: exchange.submit(name, grad) for name, grad in named.items()} for exchange, named in zip(exchanges, flat)]
+    for _ in itertools.zip_longest(*(exchange.rounds() for exchange in exchanges)):
+        pass
+    for name in flat[0]:
+        for exchange, result in zip(exchanges, reduced([named[name] for named in carriers])):
+            exchange.finish(name, result)
+
+
+def steps_of(spec, grads, where):
+    """[{name: result} of each rank] of each step on two ranks, and their states. grads[step][rank] = {name: array}."""
+    exchanges = make_ranks(get_compressor(spec), {name: grad.shape for name, grad in grads[0][0].items()}, Loopback.group(2))
+    results = []
+    for ranks in grads:
+        flat = [{name: where(grad.reshape(-1)) for name, grad in named.items()} for named in ranks]
+        run(exchanges, flat)
+        results.append([{name: np.asarray(grad) for name, grad in named.items()} for named in flat])
+    return results, [exchange.state_dict()["tensors"] for exchange in exchanges]
+
+
+def gradients(tensors, steps=3, seed=0):
+    rng = np.random.default_rng(seed)
+    return [[{n: rng.standard_normal(shape).astype(np.float32) for n, shape in shapes(tensors).items()} for _ in range(2)] for _ in range(steps)]
+
+
+def assert_same(mine, its):
+    if isinstance(its, dict):
+        assert mine.keys() == its.keys()
+        for key in its:
+            assert_same(mine[key], its[key])
+    elif isinstance(its, (list, tuple)):
+        assert len(mine) == len(its)
+        for pair in zip(mine, its):
+            assert_same(*pair)
+    else:
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(its))
+
+
+@kernel_arguments.native_only
+@pytest.mark.parametrize("spec", SPECS)
+def test_steps_of_many_tensors_are_those_on_the_host(spec):
+    grads = gradients(7)
+    grads[1][0]["t2"][0] = np.inf  # of one tensor on one rank: the step counts for nobody
+    assert_same(steps_of(spec, grads, on_device), steps_of(spec, grads, np.copy))
+
+
+class Launches(torch.overrides.TorchFunctionMode):
+    """Counts torch's operations, and the programs that are launched."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.found, launch = collections.Counter(), programs.launch
+
+        def counted(program, *arguments, **options):
+            self.found["programs"] += 1
+            with torch._C.DisableTorchFunction():
+                launch(program, *arguments, **options)
+
+        monkeypatch.setattr(programs, "launch", counted)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function.__name__ not in ("__get__", "numel", "data_ptr", "to"):  # which only look; states are where gradients are from the second step on
+            self.found["copies" if function.__name__ in ("copy_", "__getitem__", "view") else "operations"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spec, copies", [
+    ("dgc:ratio=0.05", 0), ("topk:ratio=0.05", 0), ("topk:k=3,chunk=64", 2), ("adacomp", 0), ("variance", 0),
+    ("maxnorm", 2), ("multiscale", 4), ("bf16", 3),
+])
+def test_launches_do_not_grow_with_the_tensors(spec, copies, monkeypatch):
+    """Five tensors are launched for as 25 are. copies: to the host, of each tensor's words or codes; and views of tensors."""
+    found = []
+    for tensors in (5, 25):
+        exchanges = make_ranks(get_compressor(spec), shapes(tensors), Loopback.group(2))
+        for ranks in gradients(tensors, 2):
+            flat = [{name: on_device(grad.reshape(-1)) for name, grad in named.items()} for named in ranks]
+            with monkeypatch.context() as patch, Launches(patch) as launches:
+                run(exchanges, flat, reduced=list)
+        found.append(launches.found)
+    few, many = found
+    assert many["programs"] == few["programs"] > 0 and many["operations"] == few["operations"]
+    assert many["copies"] - few["copies"] <= copies * len(exchanges) * (25 - 5)
+
+
+def arguments_of(name, data):
+    """(arguments, names of those that are on the device)."""
+    a = Arguments(data)
+    if name == "encode_topk":
+        return encode_topk(data, a, data.draw(MOMENTA)), ["grad", "base", "u", "v"]
+    arrays = {"encode_variance": ["grad", "r", "v"], "encode_adacomp": ["grad", "residual"], "apply_momentum": ["out", "u", "new_u"]}
+    return getattr(kernel_arguments, name)(a), arrays.get(name, ["out"])
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_calls_made_together_are_those_made_alone(data):
+    """Of different kernels, with different options, in any order."""
+    names = ["encode_topk", "encode_variance", "encode_adacomp", "decode_add_sparse", "decode_add_bf16", "apply_momentum"]
+    made, alone = [], []
+    for name in data.draw(st.lists(st.sampled_from(names), min_size=2, max_size=6)):
+        given, arrays = arguments_of(name, data)
+        for calls in (made, alone):
+            options = {key: on_device(value) if key in arrays and value is not None else value for key, value in given.items()}
+            calls.append(DeviceCall(options[arrays[-1]], name, (), options))
+    with np.errstate(all="ignore"):
+        assert_same(together(made), [at_once(call) for call in alone])
+    assert_same([call.options for call in made], [call.options for call in alone])
+
+
+def test_one_bad_body_spoils_no_other():
+    good, bad = on_device(np.zeros(100, np.float32)), on_device(np.zeros(100, np.float32))
+    body = host.encode_sparse(np.uint32([3, 50]), np.float32([1, 2]), kind="fp32").body
+    calls = [deferred(out).decode_add_sparse(out, its, scale=1.0) for out, its in ((bad, body[:-1]), (good, body))]
+    refused, finite = together(calls)
+    assert isinstance(refused, ValueError) and finite is True
+    assert np.asarray(good)[[3, 50]].tolist() == [1, 2] and not bad.any()
+    with pytest.raises(ValueError):
+        at_once(calls[0])
+
+
+@pytest.mark.parametrize("spec", ["dgc:ratio=0.05", "adacomp", "maxnorm"])
+def test_launches_come_early_where_much_waits(spec, monkeypatch):
+    """Long before the last gradient comes, payloads travel; and results are the same."""
+    grads = gradients(7)
+    expected = steps_of(spec, grads, on_device)
+    monkeypatch.setattr(exchange_module, "_TOGETHER", 3000)
+    (one,) = make_ranks(get_compressor(spec), shapes(7), Loopback.group(1))
+    with monkeypatch.context() as patch, Launches(patch) as launches:
+        for name, grad in gradients(7)[0][0].items():
+            one.submit(name, on_device(grad.reshape(-1)))
+    assert launches.found["programs"]
+    assert_same(steps_of(spec, grads, on_device), expected)
+
+
+@pytest.mark.parametrize("spec", ["dgc:ratio=0.05", "adacomp", "variance", "maxnorm"])
+def test_a_step_that_is_given_up_leaves_nothing_behind(spec):
+    """Whether its calls were made or not, on one rank."""
+    grads = gradients(5, 3)
+    (expected,) = make_ranks(get_compressor(spec), shapes(5), Loopback.group(1))
+    (found,) = make_ranks(get_compressor(spec), shapes(5), Loopback.group(1), discardable=True)
+    for number, (ranks, _) in enumerate(grads):
+        for exchange in (expected, found):
+            run([exchange], [{name: on_device(grad.reshape(-1)) for name, grad in ranks.items()}], reduced=list)
+        flat = {name: on_device(grad.reshape(-1)) for name, grad in ranks.items()}
+        for name in flat:
+            found.submit(name, flat[name])
+        if number:
+            found.flush()
+        found.abandon()
+    mine, its = (exchange.state_dict()["tensors"] for exchange in (found, expected))
+    assert_same(mine, its)
+
+
+def test_one_result_can_be_had_before_the_others():
+    (exchange,) = make_ranks(get_compressor("topk:ratio=0.05"), shapes(5), Loopback.group(1))
+    flat = {name: on_device(grad.reshape(-1)) for name, grad in gradients(5)[0][0].items()}
+    carriers = {name: exchange.submit(name, grad) for name, grad in flat.items()}
+    exchange.finish("t0", carriers["t0"])
+    assert not flat["t0"].any() and "t0" in exchange.open_tensors()
+    exchange.settle()
+    assert flat["t0"].any() and "t0" not in exchange.open_tensors()
+    exchange.give_up("t1")
+    for name in ("t2", "t3", "t4"):
+        exchange.finish(name, carriers[name])
+    assert not exchange.under_way and not exchange.succeeded
