@@ -60,7 +60,7 @@ class Exchange(Driver):
         self._to_split: Dict[str, _Pending] = {}  # of those, with entries that are exchanged when all are there
         self._calling: List[_Pending] = []  # of those, with a kernel's call that waits for other tensors', before the last exchange
         self._to_call = 0  # elements of those
-        self._decoding: List[_Pending] = []  # of those submitted, with a kernel's call after it
+        self._decoding: Dict[str, _Pending] = {}  # of those submitted, with a kernel's call after it
         self._numbers: Any = None  # with sums: waits for the ranks' numbers of this step; False once they were compared
 
     def submit(
@@ -142,7 +142,8 @@ class Exchange(Driver):
     def settle(self) -> None:
         """Has the results of all tensors that were finished in their gradients' memory."""
         while self._decoding:
-            decoding, self._decoding = self._decoding, []
+            decoding = list(self._decoding.values())
+            self._decoding.clear()
             for pending, answer in zip(decoding, kernels.together([pending.request for pending in decoding])):
                 self._decode(pending, answer)
 
@@ -160,7 +161,7 @@ class Exchange(Driver):
             self._refuse_given_up(name)
         if isinstance(outcome, DeviceCall):
             pending.request = outcome
-            self._decoding.append(pending)
+            self._decoding[name] = pending
         else:
             if outcome.result is not pending.grad:
                 np.copyto(pending.grad, outcome.result)
@@ -277,8 +278,10 @@ class Exchange(Driver):
         self._count_step(transaction)
         self._steps.clear()
         self._open.clear()
-        for waiting in (self._in_rounds, self._calling, self._decoding, self._to_split):
-            waiting.clear()
+        self._in_rounds.clear()
+        self._calling.clear()
+        self._to_split.clear()
+        self._decoding.clear()
         self._to_call = 0
         self._begin_at(self._now.index + 1)
         if self.observer is not None:
@@ -294,7 +297,8 @@ class Exchange(Driver):
 
     def give_up(self, name: str) -> None:
         """In place of a `finish` that was interrupted: the step will be rolled back."""
-        self._open.pop(name, None)
+        for those in (self._open, self._decoding):
+            those.pop(name, None)
         self.reject()
         self._settle_the_last()
 

@@ -142,8 +142,9 @@ class BoundCompression(Binding):
             self._exchange.give_up(slot.name)
             return self._unspoilt(grad)
         self._exchange.finish(slot.name, carrier if tensor.data_ptr() == sent.data_ptr() else flat(tensor, not isinstance(carrier, np.ndarray)))
-        if memory is not grad:
+        if memory is not grad or _is_sparse(slot.param.grad):  # Of a sparse one Horovod copies the result at once.
             self._exchange.settle()
+        if memory is not grad:
             grad.copy_(memory)
             if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
                 self._exchange.reject()

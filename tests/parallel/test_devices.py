@@ -15,7 +15,7 @@ from horovod_compress import kernels  # noqa: E402
 MPI = shutil.which("mpirun") is not None and hvd.mpi_built()
 needs_native = pytest.mark.skipif(kernels.backend != "native", reason="compares with the native kernels, which were not built")
 PLACES = {"on the host": {}, "on devices": {"HOROVOD_COMPRESS_KERNELS": "device"}}
-CASES = ("resume_is_bit_for_bit",)
+CASES = ("resume_is_bit_for_bit", "control_c_while_results_come", "sparse_embeddings_as_dense")
 
 
 @pytest.fixture(scope="module")
