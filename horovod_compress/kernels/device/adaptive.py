@@ -15,7 +15,7 @@ from ..encoded import Encoded
 from . import programs
 from .array import DeviceArray
 from .selection import put
-from .shared import copied, in_groups, kernel, same_length, starts_of, within_limits
+from .shared import in_groups, kernel, same_length, starts_of, within_limits
 
 
 class _Variance(NamedTuple):
@@ -150,7 +150,7 @@ def _adacomp(calls: List[_AdaComp]) -> List[Encoded]:
     device, together = marks.device, programs.MARK_BLOCK // width
     pending = starts_of([len(call.sent) for call in calls])
     rows: List[programs.Row] = [(len(call.sent), call.residual.tensor, float(call.sent_scale), start) for call, start in zip(calls, pending)]
-    programs.launch(programs.subtract_signs, device, rows, copied([call.sent for call in calls], device))
+    programs.launch(programs.subtract_signs, device, rows, programs.copied([call.sent for call in calls], device))
     bins = [call.bins for call in calls]
     starts, blocks = starts_of(bins), programs.blocks(bins, device, together)
     maxima, peaks, sums = torch.empty(starts[-1], device=device), blocks.new(), torch.empty(len(calls), dtype=torch.float64, device=device)

@@ -32,10 +32,11 @@ Row = Tuple[Any, ...]
 
 class Blocks(NamedTuple):
     """How the blocks of a launch are dealt to its tensors. owners: of each block its tensor's number, int64 on the device; firsts: of each tensor its
-    first block."""
+    first block; ready: on a GPU, the event after which owners are there."""
 
     owners: torch.Tensor
     firsts: Sequence[int]
+    ready: Any
 
     def new(self, rows: int = 1) -> Any:
         """Memory for a number of each block, int32; a tensor for each row."""
@@ -51,11 +52,27 @@ class Blocks(NamedTuple):
         return numbers.new_zeros(len(self.firsts)).scatter_add_(0, self.owners, numbers)
 
 
+def copied(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
+    """A copy on the device of arrays of one type, one behind the other, on the stream that is current; the host does not wait for it, because it is
+    made from pinned memory."""
+    dtype = arrays[0].dtype
+    staged = torch.empty(sum(map(len, arrays)), dtype=_TORCH_TYPES[dtype], pin_memory=device.type == "cuda")
+    np.concatenate(arrays, out=staged.numpy().view(dtype))
+    return staged.to(device, non_blocking=True)
+
+
+_TORCH_TYPES = {  # which has no unsigned ones
+    np.dtype(np.float32): torch.float32, np.dtype(np.int16): torch.int16, np.dtype(np.int32): torch.int32, np.dtype(np.uint32): torch.int32,
+    np.dtype(np.int64): torch.int64, np.dtype(np.uint64): torch.int64,
+}
+
+
 @functools.lru_cache(maxsize=256)
 def _blocks(sizes: Tuple[int, ...], length: int, device: torch.device) -> Blocks:
     counts = [-(-size // length) for size in sizes]
-    owners = torch.from_numpy(np.repeat(np.arange(len(sizes)), counts)).to(device)
-    return Blocks(owners, (np.cumsum(counts) - counts).tolist())
+    owners = copied([np.repeat(np.arange(len(sizes)), counts)], device)
+    ready = torch.cuda.current_stream(device).record_event() if owners.is_cuda else None
+    return Blocks(owners, (np.cumsum(counts) - counts).tolist(), ready)
 
 
 def blocks(sizes: Sequence[int], device: torch.device, length: int = BLOCK) -> Blocks:
@@ -72,11 +89,14 @@ def launch(program: Any, device: torch.device, rows: Sequence[Row], *shared: Any
     """Starts a program for several tensors, on the current stream. rows: of each tensor the number of its elements, or words, and the program's
     arguments for it, tensors, integers or floats; shared: the arguments for all of them."""
     sizes, *columns = zip(*rows)
-    owners, firsts = _blocks(sizes, BLOCK, device)
+    owners, firsts, ready = _blocks(sizes, BLOCK, device)
+    if ready is not None:  # They may have been made on another stream.
+        torch.cuda.current_stream(device).wait_event(ready)
+        owners.record_stream(torch.cuda.current_stream(device))
     if len(owners):
-        table = np.array([sizes, firsts, *map(_numbers, columns)], np.int64).T.copy()
+        table = np.array([sizes, firsts, *map(_numbers, columns)], np.int64).T
         constants.update(COLUMNS=table.shape[1], BLOCK=BLOCK, enable_fp_fusion=False)
-        program[(len(owners),)](torch.from_numpy(table).to(device), owners, *shared, **constants)
+        program[(len(owners),)](copied([table.reshape(-1)], device), owners, *shared, **constants)
 
 
 def _numbers(column: Row) -> Any:

@@ -7,7 +7,7 @@ import torch
 from ..reference.quantization import factors, one_of, shape_of
 from . import programs
 from .array import DeviceArray
-from .shared import copied, in_groups, kernel, starts_of
+from .shared import in_groups, kernel, starts_of
 
 
 class _Codes(NamedTuple):
@@ -85,7 +85,7 @@ class _Words:
         found = [np.empty(0, self.dtype) if its is None else its for its in words]
         if any(len(its) != end - start or its.itemsize != self.dtype.itemsize for its, start, end in zip(found, self.starts, self.starts[1:])):
             raise ValueError("words, for as many elements, must have the same length")
-        return copied(found, self.device)
+        return programs.copied(found, self.device)
 
     def here(self, words: torch.Tensor, spares: Sequence[Optional[np.ndarray]]) -> List[np.ndarray]:
         """Tensors' words, on the host, in the spare memory of those that have as much."""
@@ -114,7 +114,7 @@ def _quantized(calls: List[_Codes]) -> List[np.ndarray]:
         for i, (call, start, at, (high, low), before) in enumerate(zip(calls, starts, words.starts, keys, befores))
     ]
     words.launch(
-        programs.quantize, rows, found, scales, copied(each, words.device), FRACTION=one_of(steps[0]).bit_length() - 1,
+        programs.quantize, rows, found, scales, programs.copied(each, words.device), FRACTION=one_of(steps[0]).bit_length() - 1,
         WORD=programs.WORDS[words.dtype.itemsize], SCALES=len(steps) > 1,
     )
     return words.here(found, [call.spare for call in calls])
@@ -137,7 +137,7 @@ def _dequantized(calls: List[_Sums]) -> List[None]:
     ]
     offsets = sum(largest << field * words.width for field in range(words.fields))
     words.launch(
-        programs.dequantize, rows, sums, scales, copied(units, words.device),
+        programs.dequantize, rows, sums, scales, programs.copied(units, words.device),
         OFFSETS=_signed(offsets, 8 * words.dtype.itemsize), SCALES=len(steps) > 1,
     )
     return [None] * len(calls)

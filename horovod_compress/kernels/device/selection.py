@@ -19,7 +19,7 @@ from .. import host
 from ..encoded import Encoded
 from . import programs
 from .array import DeviceArray
-from .shared import copied, in_groups, kernel, same_length, starts_of, within_limits
+from .shared import in_groups, kernel, same_length, starts_of, within_limits
 
 _MARGIN = 2  # standard deviations; decides what is sent, as kSampleMargin in native/tuning.hpp does
 _ROOM, _LEAST_ROOM = 4, 4096  # for candidates: times k, and at least
@@ -121,8 +121,8 @@ def put(tensors: Sequence[Sequence[DeviceArray]], indices: Sequence[np.ndarray],
     """Writes float32 numbers into tensors' arrays, as many of each tensor, at indices, uint32, that do not repeat; numbers: a row for each array."""
     def written(which: Sequence[int]) -> List[None]:
         device, arrays = tensors[which[0]][0].tensor.device, len(tensors[which[0]])
-        at = copied([indices[i] for i in which], device)
-        rows = [copied([numbers[i][row] for i in which], device) for row in range(arrays)]
+        at = programs.copied([indices[i] for i in which], device)
+        rows = [programs.copied([numbers[i][row] for i in which], device) for row in range(arrays)]
         starts = starts_of([len(indices[i]) for i in which])
         table = [(len(indices[i]), tensors[i][0].tensor, tensors[i][-1].tensor, start) for i, start in zip(which, starts)]
         programs.launch(programs.put, device, table, at, rows[0], rows[-1], TWO=arrays == 2)
@@ -201,7 +201,7 @@ def _sampled_floors(calls: List[_Update]) -> torch.Tensor:
     orders = torch.empty(total, dtype=torch.int64, device=device)
     programs.launch(programs.sample, device, rows, orders, KIND=kind, BASED=based)
     places = [start + sample.rank for (_, _, sample), start in zip(known, starts)]
-    which, at = copied([np.array([i for i, _, _ in known]), np.array(places)], device).chunk(2)
+    which, at = programs.copied([np.array([i for i, _, _ in known]), np.array(places)], device).chunk(2)
     orders = orders.sort().values
     below, least = (programs.NO_MAGNITUDE - (orders[at - back] & programs.NO_MAGNITUDE) for back in (0, 1))
     floors[which] = torch.where(below > 0, least, 1).int()
@@ -215,7 +215,7 @@ def _of_candidates(calls: List[_Update], floors: torch.Tensor, counts: torch.Ten
     *starts, total = starts_of([call.room for call in calls])
     ends = counts.cumsum(0)
     columns = zip(*((start, call.room, call.k) for start, call in zip(starts, calls)))
-    begins, rooms, ks = copied([np.array(column) for column in columns], device).chunk(3)
+    begins, rooms, ks = programs.copied([np.array(column) for column in columns], device).chunk(3)
     tensors = torch.arange(len(calls), device=device).repeat_interleave(rooms, output_size=total)
     orders = tensors << 32 | programs.NO_MAGNITUDE
     rows = torch.empty((1 + states, total), dtype=torch.int32, device=device)

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 from typing import Any, Callable, Dict, Generic, Hashable, List, Sequence, Tuple, TypeVar, Union
 
-import numpy as np
 import torch
 
 from ..calls import DeviceCall
@@ -62,17 +61,6 @@ def in_groups(calls: Sequence[Any], key: Callable[[Any], Hashable], together: Ca
 def starts_of(counts: Sequence[int]) -> List[int]:
     """Where each of so many begins, one behind the other, and where the last ends."""
     return [0, *itertools.accumulate(counts)]
-
-
-def copied(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
-    """A copy on the device of arrays of one type, one behind the other; the host does not wait for it."""
-    first = torch.from_numpy(arrays[0][:0].view(_SIGNED.get(arrays[0].dtype, arrays[0].dtype)))
-    together = torch.empty(sum(map(len, arrays)), dtype=first.dtype, pin_memory=device.type == "cuda")
-    np.concatenate(arrays, out=together.numpy().view(arrays[0].dtype))
-    return together.to(device, non_blocking=True)
-
-
-_SIGNED = {np.dtype(np.uint32): np.int32, np.dtype(np.uint64): np.int64}  # for torch
 
 
 def same_length(**arrays: Any) -> None:

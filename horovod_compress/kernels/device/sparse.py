@@ -7,7 +7,7 @@ from .. import host
 from . import programs
 from .array import DeviceArray
 from .dense import are_finite
-from .shared import copied, kernel, starts_of
+from .shared import kernel, starts_of
 
 
 class _Body(NamedTuple):
@@ -25,7 +25,7 @@ def decode_add_sparse(calls: List[_Body]) -> List[Union[bool, ValueError]]:
     decoded = [_entries(call) for call in calls]
     entries = [(np.empty(0, np.uint32), np.empty(0, np.float32)) if isinstance(each, ValueError) else each for each in decoded]
     device, counts = calls[0].out.tensor.device, [len(indices) for indices, _ in entries]
-    indices, values = (copied(arrays, device) for arrays in zip(*entries))
+    indices, values = (programs.copied(arrays, device) for arrays in zip(*entries))
     blocks = programs.blocks(counts, device)
     peaks = blocks.new()
     rows = [(count, call.out.tensor, float(call.scale), start) for count, call, start in zip(counts, calls, starts_of(counts))]
