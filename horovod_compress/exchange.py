@@ -5,6 +5,7 @@ asked, and brings it back. A dense payload is its own carrier. Any other payload
 single 1: what came back, divided by the number of ranks, is the factor for the sum of the payloads, whatever the host's
 op, scale factors or predivision are.
 """
+import contextlib
 import dataclasses
 import functools
 import time
@@ -208,8 +209,9 @@ class Exchange(Driver):
             started = time.perf_counter()
             answers = kernels.together([pending.request for pending in calling])
             calling[0].tensor.counters["encode_seconds"] += time.perf_counter() - started
-            for pending, answer in zip(calling, answers):
-                self._advance(pending, answer)
+            with contextlib.ExitStack() as stack:  # A step has to know what was taken out of its state, also where another one fails.
+                for pending, answer in reversed(list(zip(calling, answers))):
+                    stack.callback(self._advance, pending, answer)
 
     def _start_own(self, pending: _Pending, request: Union[Allreduce, Allgather, Alltoall], suffix: str) -> Callable[[], Any]:
         if isinstance(request, Allreduce):

@@ -211,3 +211,25 @@ def test_one_result_can_be_had_before_the_others():
     for name in ("t2", "t3", "t4"):
         exchange.finish(name, carriers[name])
     assert not exchange.under_way and not exchange.succeeded
+
+
+@pytest.mark.parametrize("spec", ["topk:ratio=0.05,min_numel=0", "adacomp:min_numel=0", "variance:min_numel=0,alpha=0.1,error_feedback=true"])
+def test_a_transport_that_fails_for_one_tensor_loses_nothing_of_the_others(spec, monkeypatch):
+    (exchange,) = make_ranks(get_compressor(spec), shapes(5), Loopback.group(1))
+    grads = gradients(5)[0][0]
+    allgather = exchange.transport.allgather
+
+    def failing(name, array):
+        if name.endswith("t1"):
+            raise OSError("the network is gone")
+        return allgather(name, array)
+
+    monkeypatch.setattr(exchange.transport, "allgather", failing)
+    for name, grad in grads.items():
+        exchange.submit(name, on_device(grad.reshape(-1)))
+    with pytest.raises(OSError, match="the network is gone"):
+        exchange.flush()
+    exchange.abandon()
+    for name, grad in grads.items():
+        tensor = exchange._tensors[name]
+        np.testing.assert_array_equal(np.asarray(exchange.arrays()[name][tensor.compressor.accumulator]), grad.reshape(-1))
