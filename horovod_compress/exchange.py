@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from typing import Any, Callable, Collection, Dict, Iterator, List, NoReturn, Optional, Tuple, Union
+from typing import Any, Callable, Collection, Dict, Iterable, Iterator, List, NoReturn, Optional, Sequence, Set, Tuple, Union
 
 import numpy as np
 
@@ -37,6 +37,27 @@ class _Pending:
     wait: Any = None  # a function that waits for the collective of that request, where one was started
 
 
+def _first_of(pendings: Iterable[_Pending]) -> List[_Pending]:
+    """As many as have calls worth making together, so that more take no more memory."""
+    chosen, numel = [], 0
+    for pending in pendings:
+        chosen.append(pending)
+        numel += pending.grad.size
+        if numel >= _TOGETHER:
+            break
+    return chosen
+
+
+def _answer_calls(pendings: Sequence[_Pending], answered: Callable[[_Pending, Any], Any], counter: str = "encode_seconds") -> None:
+    """Makes the kernels' calls of steps, and gives each its answer, also where another one fails: it has to know what was taken out of its state."""
+    started = time.perf_counter()
+    answers = kernels.together([pending.request for pending in pendings])
+    pendings[0].tensor.counters[counter] += time.perf_counter() - started
+    with contextlib.ExitStack() as stack:
+        for pending, answer in reversed(list(zip(pendings, answers))):
+            stack.callback(answered, pending, answer)
+
+
 class Exchange(Driver):
     """Drives steps eagerly: what a step asks for is started at once, and waited for when the host has its carriers back.
 
@@ -61,6 +82,7 @@ class Exchange(Driver):
         self._to_split: Dict[str, _Pending] = {}  # of those, with entries that are exchanged when all are there
         self._calling: List[_Pending] = []  # of those, with a kernel's call that waits for other tensors', before the last exchange
         self._to_call = 0  # elements of those
+        self._awaited: Set[str] = set()  # of those submitted, whose results the host has not brought
         self._decoding: Dict[str, _Pending] = {}  # of those submitted, with a kernel's call after it
         self._numbers: Any = None  # with sums: waits for the ranks' numbers of this step; False once they were compared
 
@@ -80,6 +102,7 @@ class Exchange(Driver):
         tensor, transaction = self._known(name, grad), self._transaction
         pending = self._open[name] = _Pending(tensor, grad, self._begin(tensor, grad, step))
         self._steps[name] = pending.step
+        self._awaited.add(name)
         self._latest = transaction
         transaction.tensors.append(tensor)
         self._advance(pending, None)
@@ -125,6 +148,7 @@ class Exchange(Driver):
         """Leaves the step's result in the memory of the gradient that was submitted; where that is on a device, once the last tensor of the step is
         finished, or by `settle`. reduced: the carrier as the host brought it back. A result that is not finite on some rank is not finite on all of
         them."""
+        self._awaited.discard(name)
         pending = self._open.get(name) or self._refuse_given_up(name)
         if self._in_rounds or self._calling or name in self._to_split:
             self.flush(1.0 if self.is_payload(name, pending.carrier) else float(reduced[0]))
@@ -142,20 +166,21 @@ class Exchange(Driver):
 
     def settle(self) -> None:
         """Has the results of all tensors that were finished in their gradients' memory."""
-        while self._decoding:
-            decoding = list(self._decoding.values())
-            self._decoding.clear()
-            for pending, answer in zip(decoding, kernels.together([pending.request for pending in decoding])):
-                self._decode(pending, answer)
+        try:
+            while self._decoding:
+                _answer_calls(_first_of(self._decoding.values()), self._decode, "decode_seconds")
+        except BaseException:
+            self.reject()  # Calls that are made a second time would add a second time.
+            raise
 
     def _settle_the_last(self) -> None:
-        if len(self._decoding) == len(self._open):
+        if not self._awaited:
             self.settle()
 
     def _decode(self, pending: _Pending, answer: Any) -> None:
         """Sends a step what came of its last exchange, or of a kernel's call. Its result is there then, or it has a kernel's call to make."""
-        counters, started = pending.tensor.counters, time.perf_counter()
-        name = pending.tensor.name
+        counters, started, name = pending.tensor.counters, time.perf_counter(), pending.tensor.name
+        self._decoding.pop(name, None)
         try:
             outcome = pending.step.send(answer)
         except StopIteration:
@@ -205,13 +230,10 @@ class Exchange(Driver):
     def _call(self) -> None:
         """Makes the kernels' calls that tensors wait for, before their last exchange, together."""
         while self._calling:
-            calling, self._calling, self._to_call = self._calling, [], 0
-            started = time.perf_counter()
-            answers = kernels.together([pending.request for pending in calling])
-            calling[0].tensor.counters["encode_seconds"] += time.perf_counter() - started
-            with contextlib.ExitStack() as stack:  # A step has to know what was taken out of its state, also where another one fails.
-                for pending, answer in reversed(list(zip(calling, answers))):
-                    stack.callback(self._advance, pending, answer)
+            calling = _first_of(self._calling)
+            del self._calling[: len(calling)]
+            self._to_call -= sum(pending.grad.size for pending in calling)
+            _answer_calls(calling, self._advance)
 
     def _start_own(self, pending: _Pending, request: Union[Allreduce, Allgather, Alltoall], suffix: str) -> Callable[[], Any]:
         if isinstance(request, Allreduce):
@@ -275,13 +297,17 @@ class Exchange(Driver):
         """Ends the step: commits it where all that was submitted is finished, and finite, else rolls it back."""
         transaction = self._transaction
         transaction.finite = transaction.finite and not self._open
+        while self._calling:  # Their gradients are to be in the residuals, as those of other steps are that were not finished.
+            calling = _first_of(self._calling)
+            del self._calling[: len(calling)]
+            _answer_calls(calling, lambda pending, answer: pending.step.send(answer))
         for step in self._steps.values():
             conclude(step, transaction.finite)
         self._count_step(transaction)
         self._steps.clear()
         self._open.clear()
         self._in_rounds.clear()
-        self._calling.clear()
+        self._awaited.clear()
         self._to_split.clear()
         self._decoding.clear()
         self._to_call = 0
@@ -299,6 +325,7 @@ class Exchange(Driver):
 
     def give_up(self, name: str) -> None:
         """In place of a `finish` that was interrupted: the step will be rolled back."""
+        self._awaited.discard(name)
         for those in (self._open, self._decoding):
             those.pop(name, None)
         self.reject()

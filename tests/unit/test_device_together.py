@@ -1,5 +1,6 @@
 """Tensors on a device share launches: a step's results are those of each alone, and what is launched does not grow with the tensors."""
 import collections
+import contextlib
 import itertools
 
 import kernel_arguments
@@ -14,6 +15,7 @@ from horovod_compress import get_compressor
 from horovod_compress.kernels import DeviceCall, at_once, deferred, host, together
 from horovod_compress.lockstep import make_ranks, mean_of
 from horovod_compress.transport.loopback import Loopback
+from horovod_compress.wire import WireError
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -214,7 +216,9 @@ def test_one_result_can_be_had_before_the_others():
 
 
 @pytest.mark.parametrize("spec", ["topk:ratio=0.05,min_numel=0", "adacomp:min_numel=0", "variance:min_numel=0,alpha=0.1,error_feedback=true"])
-def test_a_transport_that_fails_for_one_tensor_loses_nothing_of_the_others(spec, monkeypatch):
+@pytest.mark.parametrize("flushed", [True, False])
+def test_a_transport_that_fails_for_one_tensor_loses_nothing_of_the_others(spec, flushed, monkeypatch):
+    """Nor does a step that is given up before its calls were made: its gradients are in the residuals."""
     (exchange,) = make_ranks(get_compressor(spec), shapes(5), Loopback.group(1))
     grads = gradients(5)[0][0]
     allgather = exchange.transport.allgather
@@ -227,9 +231,39 @@ def test_a_transport_that_fails_for_one_tensor_loses_nothing_of_the_others(spec,
     monkeypatch.setattr(exchange.transport, "allgather", failing)
     for name, grad in grads.items():
         exchange.submit(name, on_device(grad.reshape(-1)))
-    with pytest.raises(OSError, match="the network is gone"):
-        exchange.flush()
+    if flushed:
+        with pytest.raises(OSError, match="the network is gone"):
+            exchange.flush()
     exchange.abandon()
     for name, grad in grads.items():
         tensor = exchange._tensors[name]
         np.testing.assert_array_equal(np.asarray(exchange.arrays()[name][tensor.compressor.accumulator]), grad.reshape(-1))
+
+
+@pytest.mark.parametrize("most", [1, 1 << 24])
+def test_one_damaged_payload_keeps_no_other_result_back(most, monkeypatch):
+    monkeypatch.setattr(exchange_module, "_TOGETHER", most)
+    (exchange,) = make_ranks(get_compressor("topk:ratio=0.05,min_numel=0"), shapes(4), Loopback.group(1))
+    allgather, flat = exchange.transport.allgather, {name: on_device(grad.reshape(-1)) for name, grad in gradients(4)[0][0].items()}
+
+    def damaging(name, array):
+        if name.endswith("t1"):
+            array = array.copy()
+            array[30] ^= 1
+        return allgather(name, array)
+
+    monkeypatch.setattr(exchange.transport, "allgather", damaging)
+    carriers = {name: exchange.submit(name, grad) for name, grad in flat.items()}
+    for name in flat:
+        with pytest.raises(WireError) if name == "t1" else contextlib.nullcontext():
+            exchange.finish(name, carriers[name])
+    assert list(exchange.open_tensors()) == ["t1"] and all(grad.any() for name, grad in flat.items() if name != "t1")
+    exchange.abandon()
+    assert not exchange.succeeded and exchange.stats()["decode_seconds"] > 0
+
+
+def test_a_body_of_odd_length_is_refused_alone():
+    good, bad = on_device(np.zeros(10, np.float32)), on_device(np.zeros(10, np.float32))
+    body = host.encode_bf16(np.ones(10, np.float32)).body
+    refused, finite = together([deferred(out).decode_add_bf16(out, its, scale=1.0) for out, its in ((bad, body[:-1]), (good, body))])
+    assert isinstance(refused, ValueError) and finite is True and not bad.any() and np.asarray(good).tolist() == [1] * 10

@@ -73,7 +73,7 @@ def decode_add_bf16(calls: List[_Body]) -> List[Union[bool, ValueError]]:
     """As `kernels.reference.decode_add_bf16`. ValueError for a body of another length."""
     sizes = [call.out.size if len(call.body) == 2 * call.out.size else 0 for call in calls]
     device, starts, blocks = calls[0].out.tensor.device, starts_of(sizes), programs.blocks(sizes, calls[0].out.tensor.device)
-    codes, peaks = programs.copied([np.frombuffer(call.body, np.int16)[:size] for call, size in zip(calls, sizes)], device), blocks.new()
+    codes, peaks = programs.copied([np.frombuffer(call.body[: 2 * size], np.int16) for call, size in zip(calls, sizes)], device), blocks.new()
     rows = [(size, call.out.tensor, float(call.scale), start) for size, call, start in zip(sizes, calls, starts)]
     programs.launch(programs.add_bfloat16, device, rows, codes, peaks)
     return [

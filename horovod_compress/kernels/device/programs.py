@@ -7,6 +7,7 @@ Floats are compared as the native kernels compare them: for finite ones the bits
 and NaN are the largest. A program that adds up or compares leaves one number for its block, and torch adds those up: nothing depends on the order
 in which blocks run.
 """
+import contextlib
 import functools
 from typing import Any, NamedTuple, Sequence, Tuple
 
@@ -96,7 +97,8 @@ def launch(program: Any, device: torch.device, rows: Sequence[Row], *shared: Any
     if len(owners):
         table = np.array([sizes, firsts, *map(_numbers, columns)], np.int64).T
         constants.update(COLUMNS=table.shape[1], BLOCK=BLOCK, enable_fp_fusion=False)
-        program[(len(owners),)](copied([table.reshape(-1)], device), owners, *shared, **constants)
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # Triton launches on the device that is current.
+            program[(len(owners),)](copied([table.reshape(-1)], device), owners, *shared, **constants)
 
 
 def _numbers(column: Row) -> Any:

@@ -1,6 +1,5 @@
 """Kernels that tensors call together: what makes the calls of many tensors, and is called for one alone by the name of the host's kernel."""
 import collections
-import contextlib
 import itertools
 from typing import Any, Callable, Dict, Generic, Hashable, List, Sequence, Tuple, TypeVar, Union
 
@@ -36,12 +35,11 @@ def make(calls: Sequence[DeviceCall], kernels: Dict[str, Any]) -> List[Any]:
 
     def made(alike: List[DeviceCall]) -> Sequence[Any]:
         one, device = kernels[alike[0].name], alike[0].where.tensor.device
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            for event in {call.ready for call in alike} - {None}:
-                torch.cuda.current_stream(device).wait_event(event)
-            if isinstance(one, Kernel):
-                return one.together([one.arguments(*call.arrays, **call.options) for call in alike])
-            return [one(*call.arrays, **call.options) for call in alike]
+        for event in {call.ready for call in alike} - {None}:
+            torch.cuda.current_stream(device).wait_event(event)
+        if isinstance(one, Kernel):
+            return one.together([one.arguments(*call.arrays, **call.options) for call in alike])
+        return [one(*call.arrays, **call.options) for call in alike]
 
     return in_groups(calls, lambda call: (call.name, call.where.tensor.device), made)
 
