@@ -146,11 +146,11 @@ def encode_adacomp(calls: List[_AdaComp]) -> List[Encoded]:
 
 
 def _adacomp(calls: List[_AdaComp]) -> List[Encoded]:
-    marks, width = _Marks([call.grad.tensor for call in calls]), calls[0].width
-    device, together = marks.device, programs.MARK_BLOCK // width
+    device, width = calls[0].grad.tensor.device, calls[0].width
     pending = starts_of([len(call.sent) for call in calls])
     rows: List[programs.Row] = [(len(call.sent), call.residual.tensor, float(call.sent_scale), start) for call, start in zip(calls, pending)]
     programs.launch(programs.subtract_signs, device, rows, programs.copied([call.sent for call in calls], device))
+    marks, together = _Marks([call.grad.tensor for call in calls]), programs.MARK_BLOCK // width
     bins = [call.bins for call in calls]
     starts, blocks = starts_of(bins), programs.blocks(bins, device, together)
     maxima, peaks, sums = torch.empty(starts[-1], device=device), blocks.new(), torch.empty(len(calls), dtype=torch.float64, device=device)
