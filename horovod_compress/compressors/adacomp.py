@@ -48,10 +48,11 @@ class AdaComp(SelectiveCompressor):
         return dataclasses.replace(self, bin_length=length) if self.bin_length == "auto" else self
 
     def encode(self, grad: np.ndarray, state: AdaCompState, step: Step) -> Encoding:
-        (indices, scale), state.pending = state.pending, _NOTHING
+        indices, scale = state.pending
         encoded = kernels.deferred(grad).encode_adacomp(
             grad, state.arrays["residual"], indices, sent_scale=scale, bin_length=self.bin_length, scale_factor=self.scale_factor
         )
+        state.pending = _NOTHING  # The kernel has subtracted it, or will: it has not refused.
         return kernels.after(encoded, functools.partial(self._selected, state))
 
     def _selected(self, state: AdaCompState, encoded: kernels.Encoded) -> kernels.Encoded:
