@@ -134,7 +134,7 @@ class Tensor:
     def goes_dense(self, step: Step) -> bool:
         """Whether gathering this step's payloads would bring a rank more than a ring allreduce of the tensor does: by what the
         compressor knows beforehand, or by what its last gathered payloads were. Alike on all ranks."""
-        bits = self.bits = self.compressor.payload_bits(step)
+        bits = self.bits = self.compressor.payload_bits(self.numel, step)
         return step.index < self.dense_until if bits is None else times_dense(bits, self.payloads(step)) > 1
 
     def payloads(self, step: Step) -> float:

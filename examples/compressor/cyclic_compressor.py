@@ -24,7 +24,7 @@ class Cyclic(ErrorFeedback):
 
     every: int = option(Count(low=1), 10, "n: one of so many elements is sent in a step")
 
-    def payload_bits(self, step):
+    def payload_bits(self, numel, step):
         return 32 / self.every
 
     def pack(self, grad, residual, state, step):

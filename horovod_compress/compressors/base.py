@@ -188,7 +188,11 @@ class Compressor(ABC):
         yields an Allreduce, Allgather or Alltoall, and is sent the result. All tensors of a step go through these rounds together. Of a gradient on a
         device a DeviceCall may bring what is returned, if that is no HostReduce, and a generator may yield one."""
 
-    def payload_bits(self, step: Step) -> Optional[float]:
+    def after_warmup(self) -> "Compressor":
+        """This compressor as it is in the last stage of a schedule, in all steps."""
+        return self
+
+    def payload_bits(self, numel: int, step: Step) -> Optional[float]:
         """Bits of this step's Encoded payload for each element of the tensor; None where they depend on the gradients. The exchange
         compares them with those of a dense exchange."""
         return None

@@ -21,7 +21,7 @@ class BFloat16(Compressor):
     on_device = True
     paper = "-"
 
-    def payload_bits(self, step: Step) -> float:
+    def payload_bits(self, numel: int, step: Step) -> float:
         return 16
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:

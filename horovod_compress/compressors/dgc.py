@@ -77,6 +77,10 @@ class DGC(TopK):
             return self.ratio ** ((4 * step // self.warmup_steps + 1) / 5)
         return self.ratio
 
+    def after_warmup(self) -> "DGC":
+        ratio = self.schedule[-1][1] if self.schedule else self.ratio
+        return dataclasses.replace(self, ratio=ratio, schedule=(), warmup_steps=0)
+
     def init(self, name: str, shape: Tuple[int, ...]) -> State:
         names = ("u", "v") if self.m else ("v",)
         return State(name, {array: zeros(math.prod(shape)) for array in names})

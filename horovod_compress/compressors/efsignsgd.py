@@ -29,7 +29,7 @@ class EFSignSGD(ErrorFeedback):
 
     symmetric = True
 
-    def payload_bits(self, step: Step) -> float:
+    def payload_bits(self, numel: int, step: Step) -> float:
         return 1
 
     def pack(self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step) -> kernels.Encoded:

@@ -19,7 +19,7 @@ class Natural(SelectiveCompressor):
     number = 15
     paper = "Horvath et al., Natural Compression for Distributed Deep Learning, arXiv 1905.10988"
 
-    def payload_bits(self, step: Step) -> float:
+    def payload_bits(self, numel: int, step: Step) -> float:
         return 9
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:

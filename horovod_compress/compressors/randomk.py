@@ -26,7 +26,7 @@ class RandomK(SelectiveCompressor):
 
     ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of a tensor's elements sent in a step")
 
-    def payload_bits(self, step: Step) -> float:
+    def payload_bits(self, numel: int, step: Step) -> float:
         return 32 * self.ratio
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:

@@ -13,6 +13,7 @@ from .options import Auto, Choice, Count, Number, option
 from .selective import SelectiveCompressor
 
 VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "power": 4, "2bit": 2, "sign": 1}
+_MIN_SHARE = 32  # one in so many elements is the largest share that min_k makes a tensor send
 
 
 @functools.lru_cache(maxsize=None)
@@ -46,6 +47,10 @@ class TopK(SelectiveCompressor):
         Count(1, 2**32 - 1, optional=True), None, "the largest are chosen of each chunk of so many elements, exactly; none: of a tensor"
     )
     k: Optional[int] = option(Count(1, 2**32 - 1, optional=True), None, "entries of each chunk, or tensor, instead of a ratio")
+    min_k: int = option(
+        Count(1, 2**32 - 1), 32,
+        "entries of a tensor at least, where ratio says fewer, up to a share of 1/32; not of chunks: small tensors matter more than their size says",
+    )
     exchange: str = option(
         Choice("gather", "split"), "gather",
         "gather: every rank gets all ranks' entries; split: their sums are made by a rank for each part of the model, which sends the largest to all",
@@ -61,16 +66,15 @@ class TopK(SelectiveCompressor):
         """The share of elements sent at this step."""
         return self.ratio
 
-    def payload_bits(self, step: Step) -> Optional[float]:
-        if self.k and not self.chunk:
-            return None
-        density = min(self.k / self.chunk, 1.0) if self.k and self.chunk else self.density(step.index)
-        return density * _entry_bits(density, self.values)
+    def payload_bits(self, numel: int, step: Step) -> Optional[float]:
+        chunk, k = self.entries(numel, step.index)
+        return k / chunk * _entry_bits(k / chunk, self.values) if chunk else 0.0
 
     def entries(self, numel: int, step: int) -> Tuple[int, int]:
         """(chunk, k): how many elements k entries are the largest of, in a tensor of numel elements at this step."""
         chunk = min(self.chunk or numel, numel)
-        return chunk, min(self.k or max(1, math.ceil(self.density(step) * chunk - 1e-6)), chunk)
+        least = 1 if self.chunk else max(1, min(self.min_k, numel // _MIN_SHARE))
+        return chunk, min(self.k or max(least, math.ceil(self.density(step) * chunk - 1e-6)), chunk)
 
     def split(self, numel: int, step: Step) -> Optional[Split]:
         if self.exchange == "gather":

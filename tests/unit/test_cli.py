@@ -91,7 +91,7 @@ def test_bench_as_json_alone(capsys, gradients):
 def test_the_error_is_the_share_that_was_not_sent(tmp_path):
     gradient = np.zeros((40, 40), np.float32)
     gradient[3, :5] = [8, 4, 4, 2, 1]
-    result = bench.measure(hc.get_compressor("dgc:ratio=0.000625"), [{"w": gradient}], ranks=3, steps=4)
+    result = bench.measure(hc.get_compressor("dgc:ratio=0.000625,min_k=1"), [{"w": gradient}], ranks=3, steps=4)
     assert result["error"] == pytest.approx(math.sqrt(37 / 101)) and result["residual"]
 
 

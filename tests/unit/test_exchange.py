@@ -160,10 +160,10 @@ def test_a_state_that_does_not_fit_changes_nothing():
 
 
 def test_statistics_count_every_byte():
-    exchanges = ranks_of("dgc:ratio=0.01")
+    exchanges = ranks_of("dgc:ratio=0.01,min_k=14")
     run_step(exchanges, gradients(0))
     stats = exchanges[0].stats()
-    entries = 12 + 16
+    entries = 14 + 16
     assert stats["elements_sent"] == entries + 40
     assert stats["dense_bytes"] == 4 * (1200 + 1600 + 40)
     frames = stats["bytes_sent"] - 4 * 40 - 2 * 4

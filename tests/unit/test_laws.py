@@ -62,7 +62,7 @@ def test_against_the_papers_recurrence():
     ranks, d, k, m = 3, 1000, 10, 0.9
     grads = [[{"w": rng.standard_normal((20, 50)).astype(np.float32)} for _ in range(ranks)] for _ in range(30)]
     for nesterov in (False, True):
-        run = hc.simulate(f"dgc:ratio=0.01,momentum={m},nesterov={nesterov},min_numel=0", grads)
+        run = hc.simulate(f"dgc:ratio=0.01,momentum={m},nesterov={nesterov},min_numel=0,min_k=1", grads)
         u, v = np.zeros((ranks, d), np.float32), np.zeros((ranks, d), np.float32)
         for step, named in enumerate(grads):
             total = np.zeros(d)

@@ -89,7 +89,16 @@ def test_k_or_ratio_of_a_chunk_or_a_tensor():
         assert payload.elements == entries
     with pytest.raises(ValueError, match="dgc: k is the same in all steps"):
         get_compressor("dgc:chunk=64,k=4,warmup_steps=8")
-    assert get_compressor("topk:k=5").payload_bits(Step(0, 0, 2)) is None
-    bits = get_compressor("topk:chunk=4096,k=64,values=2bit").payload_bits(Step(0, 0, 2))
-    assert bits == pytest.approx((2 + 6 + 1.44) / 64)
+    for spec in ("topk:chunk=4096,k=64,values=2bit", "topk:k=128,values=2bit", "topk:ratio=0.001,min_k=128,values=2bit"):
+        assert get_compressor(spec).payload_bits(2 * 4096, Step(0, 0, 2)) == pytest.approx((2 + 6 + 1.44) / 64)
     assert get_compressor("dgc:chunk=1000,ratio=0.01,warmup_steps=4").density(1) == pytest.approx(0.01**0.4)
+
+
+@pytest.mark.parametrize("id", ["topk", "dgc"])
+def test_small_tensors_send_more_than_the_ratio(id):
+    """min_k entries at least, but no more than a share of 1/32 for it."""
+    for numel, entries in {20: 1, 64: 2, 1000: 31, 1024: 32, 20_000: 32, 40_000: 40}.items():
+        payload, *_ = payload_of(f"{id}:ratio=0.001,min_numel=0", normal(numel))
+        assert payload.elements == entries
+        payload, *_ = payload_of(f"{id}:ratio=0.001,min_numel=0,min_k=1", normal(numel))
+        assert payload.elements == -(-numel // 1000)
