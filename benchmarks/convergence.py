@@ -216,7 +216,8 @@ def train(name, run, seed, ranks, real, steps=None):
 def parsed(run, task):
     """The Run that a RUN says."""
     number = "([0-9.e+-]+?)"
-    found = re.fullmatch(rf"(?:(sgd|adam)(?::lr={number})?/)?(updates(?::every=(\d+)(?:,outer={number}\+{number})?)?/)?([^/]+)", run)
+    optimizer, updates = rf"(?:(sgd|adam)(?::lr={number})?/)?", rf"(updates(?::every=(\d+)(?:,outer={number}\+{number})?)?/)?"
+    found = re.fullmatch(optimizer + updates + r"((?!(?:sgd|adam|updates)\b)[^/:]+(?::.+)?)", run)
     if not found:
         raise ValueError(
             f"{run}: a run is [sgd/ or adam/][updates/]SPEC; sgd:lr=NUMBER/ is SGD with that learning rate, updates:every=H,outer=RATE+MOMENTUM/ "

@@ -187,6 +187,7 @@ _text = functools.partial(Task, rate=cosine, unit="bits a character", default="a
 TASKS: Dict[str, Task] = {
     "digits": _pictures(digits, lambda: network(24, width=8), batch=64, steps=300, sgd={**SGD, "lr": 0.1}, adam=ADAM),
     "fashion": _pictures(lambda: fashion(28), lambda: network(28), batch=128, steps=2800, sgd=SGD, adam=ADAM),
+    "small": _pictures(lambda: fashion(28), lambda: network(28, width=8), batch=128, steps=2800, sgd=SGD, adam=ADAM),
     "resnet20": _pictures(lambda: fashion(32), resnet20, batch=128, steps=1400, sgd={**SGD, "lr": 0.1}, adam=ADAM),
     "lstm": _text(lambda: characters(64), LSTM, sgd={"lr": 5.0}, adam={"lr": 3e-3, "weight_decay": 0.0}, clip=0.25),
     "transformer": _text(
