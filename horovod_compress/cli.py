@@ -10,11 +10,11 @@ import math
 import pathlib
 import re
 import sys
-from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from . import available, bench, get_compressor, kernels, prediction, recording, report
+from . import available, bench, get_compressor, kernels, prediction, recording, report, scaling
 from .cost import Network
 from .models import MODELS
 
@@ -57,8 +57,13 @@ _STEP_COLUMNS = {  # {title: function that formats a prediction}
 
 _STEP_NOTES = (
     "MB: what a rank hands to collectives in a step, and what comes back, as stats() counts; work: encode and decode on this processor",
-    "step: backward, and what the exchange adds to it, computed; of none: of the same step without compression",
+    "step: backward, and what the exchange adds to it, computed, after a warm-up; of none: of the same step without compression",
     "bytes are those of random gradients, on which adacomp, variance and strom send more than in training",
+)
+
+_SCALE_NOTES = (
+    "computed, after a warm-up, with one rank a link: work and bytes measured here, messages of a collective one after the other in gloo's rings; "
+    "a tensor goes dense where payloads of so many ranks would be more",
 )
 
 _COLUMNS = {  # {title: function that formats a result}
@@ -131,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--markdown", action="store_true", help="print the table as Markdown")
     measure.set_defaults(run=_bench, parser=measure)
     _add_plan(commands)
+    _add_scale(commands)
     _add_check(commands)
     _add_report(commands)
     return parser
@@ -148,14 +154,24 @@ def _add_report(commands: Any) -> None:
 def _add_plan(commands: Any) -> None:
     help = "predicts what a step takes with compressions on a network"
     plan = commands.add_parser("plan", help=help, description=f"hvdcompress plan {help}: offline, from bytes and work that it measures here.")
-    add = plan.add_argument
     _add_prediction(plan)
-    add("--ranks", type=functools.partial(_whole, least=2), help="how many ranks train (default: 2, or as many as the network was measured with)")
-    network = plan.add_mutually_exclusive_group()
-    network.add_argument("--link", type=_rate, metavar="RATE", help="of each rank's link, bits a second, as 100mbit (default: 1gbit)")
-    network.add_argument("--network", metavar="FILE", help="what `hvdcompress check --json FILE` has measured, instead of --link and --latency")
-    add("--latency", type=_number, metavar="MS", help="milliseconds of a message between two hosts (default: 0.1)")
+    ranks = "how many ranks train (default: 2, or as many as the network was measured with)"
+    plan.add_argument("--ranks", type=functools.partial(_whole, least=2), help=ranks)
+    _add_network(plan)
     plan.set_defaults(run=_plan, parser=plan)
+
+
+def _add_scale(commands: Any) -> None:
+    help = "predicts what a step takes with compressions as ranks grow in number, and from how many on dense is as fast"
+    scale = commands.add_parser("scale", help=help, description=f"hvdcompress scale {help}: offline, from bytes and work that it measures here.")
+    add = scale.add_argument
+    _add_prediction(scale)
+    add("--ranks", type=functools.partial(_whole, least=2), default=10_000, help="the largest number of ranks (default: 10000)")
+    _add_network(scale)
+    collectives = "whose collectives Horovod takes: gloo's go from rank to rank in rings, mpi's along trees where they are small (default: gloo)"
+    add("--library", choices=("gloo", "mpi"), default="gloo", help=collectives)
+    add("--plot", metavar="FILE.png", type=_output, help="draw seconds and bytes over ranks")
+    scale.set_defaults(run=_scale, parser=scale)
 
 
 def _add_check(commands: Any) -> None:
@@ -174,6 +190,13 @@ def _add_prediction(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--million", type=functools.partial(_number, above=True), metavar="M", help="parameters of the model in millions, instead")
     parser.add_argument("--backward", type=_number, default=0.0, metavar="MS", help="milliseconds of a backward pass, behind which exchanges hide")
     _add_json(parser)
+
+
+def _add_network(parser: argparse.ArgumentParser) -> None:
+    network = parser.add_mutually_exclusive_group()
+    network.add_argument("--link", type=_rate, metavar="RATE", help="of each rank's link, bits a second, as 100mbit (default: 1gbit)")
+    network.add_argument("--network", metavar="FILE", help="what `hvdcompress check --json FILE` has measured, instead of --link and --latency")
+    parser.add_argument("--latency", type=_number, metavar="MS", help="milliseconds of a message between two hosts (default: 0.1)")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -286,14 +309,23 @@ def _write_json(found: Any, path: Optional[str]) -> bool:
     return path == "-"
 
 
-def _plan(options: argparse.Namespace) -> None:
+def _compressors_and_network(options: argparse.Namespace) -> Tuple[Dict[str, Any], Optional[Network]]:
+    """What is to be predicted, and the network where it was measured."""
     if options.network and options.latency is not None:
         options.parser.error("--latency: not allowed with argument --network, which was measured")
     try:
-        compressors = prediction.compressors_of(options.specs)
-        found = Network.read(options.network) if options.network else None
+        return prediction.compressors_of(options.specs), Network.read(options.network) if options.network else None
     except ValueError as error:
-        options.parser.error(str(error))
+        sys.exit(options.parser.error(str(error)))
+
+
+def _link(options: argparse.Namespace) -> Tuple[float, float]:
+    """Bits a second, and seconds of a message."""
+    return options.link or 1e9, 1e-3 * (0.1 if options.latency is None else options.latency)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    compressors, found = _compressors_and_network(options)
     ranks = options.ranks or (found.ranks if found else 2)
     model = _model(options)
     with _progress() as progress:
@@ -302,13 +334,47 @@ def _plan(options: argparse.Namespace) -> None:
         for spec, compressor in compressors.items():
             progress.update(task, description=spec)
             loads[spec] = prediction.measured(compressor, model, gradients, ranks, functools.partial(progress.advance, task))
-    rate, latency = options.link or 1e9, 1e-3 * (0.1 if options.latency is None else options.latency)
+    rate, latency = _link(options)
     network = dataclasses.replace(found, ranks=ranks).faster if found else lambda factor: Network.of_link(ranks, factor * rate, latency)
     run = prediction.predict(model, loads, network, 1e-3 * options.backward)
     if not found:
         run["link_bits_per_second"] = rate
     if not _write_json(run, options.json):
         _show_prediction(run)
+
+
+def _scale(options: argparse.Namespace) -> None:
+    compressors, found = _compressors_and_network(options)
+    model, counts = _model(options), scaling.counts_up_to(options.ranks)
+    with _progress() as progress:
+        task = progress.add_task("preparing gradients", total=None)
+        gradients, loads = model.gradients(), {}
+        for spec, compressor in compressors.items():
+            progress.update(task, description=spec)
+            loads[spec] = scaling.loads_by_ranks(compressor, model, gradients, counts)
+    rate, latency = _link(options)
+    network = functools.partial((found or Network.of_link(2, rate, latency)).among, rings=options.library == "gloo")
+    run = scaling.predict(model, loads, counts, network, 1e-3 * options.backward)
+    run.update({"library": options.library} if found else {"library": options.library, "link_bits_per_second": rate})
+    if options.plot:
+        scaling.plot(run, options.plot)
+    if not _write_json(run, options.json):
+        _show_scale(run)
+
+
+def _show_scale(run: Dict[str, Any]) -> None:
+    by_spec, counts = run["by_spec"], run["ranks"]
+    rate = run.get("link_bits_per_second")
+    on = f"links of {_shown_rate(rate)}" if rate else "links as they were measured"
+    lines: List[Any] = [f"{run['model']} of {_digits(run['parameters'] / 1e6)} million parameters; {on}; {run['library']}"]
+    for title, key, factor in (("milliseconds of a step", "step_seconds", 1e3), ("MB that a rank receives in a step", "bytes_received", 1e-6)):
+        rows = [[str(ranks), *(_digits(factor * its[key][i]) for its in by_spec.values())] for i, ranks in enumerate(counts)]
+        lines += [title, _table(["ranks", *by_spec], rows, right=["ranks", *by_spec])]
+    for spec, its in by_spec.items():
+        first = its["dense_from"]
+        if spec not in prediction.BASELINES:
+            lines.append(f"{spec}: none is as fast from {first} ranks on" if first else f"{spec}: faster than none with up to {counts[-1]} ranks")
+    _console().print(*lines, *_SCALE_NOTES, sep="\n")
 
 
 def _model(options: argparse.Namespace) -> prediction.Model:

@@ -15,6 +15,7 @@ _PROCESSOR = {
     "alltoall uint8": 0.5e-9,
 }
 COLLECTIVES = tuple(_PROCESSOR)  # all that an algorithm may exchange, by verb and type
+_NEGOTIATION = 8e-6  # seconds that a rank more adds to agreeing on a tensor whose size changes from step to step, which Horovod's cache does not know
 _FASTEST = 2.0**20  # times a network, beyond which nobody asks what pays
 
 
@@ -24,7 +25,7 @@ class Load:
 
     exchanged: bytes that a rank hands in, by collective; operations: how many collectives that are, before Horovod fuses them; rounds: how often
     ranks agree on something before payloads; hides: whether payloads travel while backward goes on; last: share of the bytes that the last gradient
-    of a backward brings; encode, decode: seconds.
+    of a backward brings; encode, decode: seconds; negotiated: how many of the collectives have another size in each step.
     """
 
     exchanged: Dict[str, float]
@@ -34,6 +35,7 @@ class Load:
     last: float
     encode: float
     decode: float
+    negotiated: float = 0.0
 
     @property
     def sent(self) -> float:
@@ -47,8 +49,8 @@ class Load:
     def times(self, factor: float) -> "Load":
         """That of a model with `factor` times as many parameters."""
         exchanged = {kind: factor * nbytes for kind, nbytes in self.exchanged.items()}
-        operations, encode, decode = factor * self.operations, factor * self.encode, factor * self.decode
-        return dataclasses.replace(self, exchanged=exchanged, operations=operations, encode=encode, decode=decode)
+        more = {name: factor * getattr(self, name) for name in ("operations", "encode", "decode", "negotiated")}
+        return dataclasses.replace(self, exchanged=exchanged, **more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +94,16 @@ class Network:
         others, verb = self.ranks - 1, kind.split()[0]
         return {"allreduce": 2 * others / self.ranks, "allgather": float(others), "alltoall": others / self.ranks}[verb]
 
+    def among(self, ranks: int, rings: bool) -> "Network":
+        """The same links with another number of ranks. rings: whether a collective takes as many messages, one after the other, as there are other
+        ranks, as Gloo's do; else as many as a tree is high."""
+
+        def messages(ranks: int) -> int:
+            return ranks - 1 if rings else math.ceil(math.log2(ranks))
+
+        waits = max(self.latency - _CYCLE, 0.0) * messages(ranks) / messages(self.ranks)
+        return dataclasses.replace(self, ranks=ranks, latency=min(self.latency, _CYCLE) + waits)
+
     def faster(self, factor: float) -> "Network":
         """The same network with a rate `factor` times as high."""
         return dataclasses.replace(self, seconds_per_byte={kind: seconds / factor for kind, seconds in self.seconds_per_byte.items()})
@@ -107,7 +119,8 @@ def added_seconds(load: Load, network: Network, backward: float = 0.0) -> float:
     """
     transfer = sum(nbytes * network.crossing(kind) * network.seconds_per_byte[kind] for kind, nbytes in load.exchanged.items())
     messages = load.rounds + sum(math.ceil(nbytes / FUSION) for nbytes in load.exchanged.values())
-    exchange = transfer + network.latency * messages + network.operation * load.operations
+    agreeing = _NEGOTIATION * (network.ranks - 2) * load.negotiated
+    exchange = transfer + network.latency * messages + network.operation * load.operations + agreeing
     hidden = min(backward, exchange - network.latency - load.last * transfer) if load.hides else 0.0
     return load.encode + exchange - hidden + load.decode
 

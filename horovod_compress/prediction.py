@@ -13,6 +13,7 @@ from .models import MODELS, Shapes
 BASELINES = ("none", "fp16")
 DEFAULT = ("dgc:ratio=0.001", "dgc:ratio=0.01", "topk:ratio=0.01", "maxnorm:bits=4", "powersgd:rank=4")  # whose bytes random gradients tell
 STEPS = 5  # measured ones
+GATHERED = "allgather uint8"
 _TENSORS, _LARGEST = 16, 2**20  # of a model of which only the size is known: how many are measured, and elements of each
 
 
@@ -45,33 +46,36 @@ class Model:
 
 
 def compressors_of(specs: Sequence[str]) -> Dict[str, Any]:
-    """{spec: compressor}, the baselines first. ValueError for a spec that is none."""
-    return {spec: get_compressor(spec) for spec in dict.fromkeys((*BASELINES, *(specs or DEFAULT)))}
+    """{spec: compressor, as it is after its warm-up}, the baselines first. ValueError for a spec that is none."""
+    return {spec: get_compressor(spec).after_warmup() for spec in dict.fromkeys((*BASELINES, *(specs or DEFAULT)))}
 
 
 def measured(compressor: Any, model: Model, gradients: Sequence[Named], ranks: int, progress: Callable[[], Any] = lambda: None) -> Load:
     """What a compression brings into a step of the model on `ranks` ranks. gradients: the model's, as `Model.gradients` makes them."""
     split = compressor.split(1, Step(0, 0, ranks))
-    alone = compressor if split is None else dataclasses.replace(compressor, exchange="gather")
-    found = bench.measure(alone, gradients, ranks, STEPS, progress)
     if split is not None:
-        _split(found, split.accept / ranks, ranks)
+        return splitting(measured(dataclasses.replace(compressor, exchange="gather"), model, gradients, ranks, progress), split.accept, ranks)
+    found = bench.measure(compressor, gradients, ranks, STEPS, progress)
     rounds = len(compressor.collectives(ranks)) - 1
     hides = not rounds and compressor.clip_norm is None and getattr(compressor, "transport", "horovod") == "horovod"
     sizes = [math.prod(shape) for shape in model.shapes.values()]
     plain = compressor.id == "none"  # with which Horovod looks at nothing
     encode, decode = (0.0, 0.0) if plain else (found["encode_seconds"], found["decode_seconds"])
-    return Load(found["exchanged"], sum(found["operations"].values()), rounds, hides, sizes[0] / sum(sizes), encode, decode).times(model.factor)
+    negotiated = sum(count for kind, count in found["operations"].items() if not kind.startswith("allreduce"))
+    operations = sum(found["operations"].values())
+    return Load(found["exchanged"], operations, rounds, hides, sizes[0] / sum(sizes), encode, decode, negotiated).times(model.factor)
 
 
-def _split(found: Dict[str, Any], accepted: float, ranks: int) -> None:
-    """Makes of what was measured of gathering that of splitting, if an owner's sums take as long as decoding as many entries: those that all ranks
-    send it, as many as one rank sends all, and those that all owners accept. accepted: entries that an owner sends all ranks, over those that a
-    rank sends."""
-    gathered = found["exchanged"]["allgather uint8"]
-    found["decode_seconds"] *= 1 / ranks + accepted
-    found["exchanged"].update({"alltoall uint8": gathered, "allgather uint8": accepted * gathered})
-    found["operations"].update({"alltoall uint8": 1.0, "allgather uint8": 1.0})
+def splitting(gathering: Load, accept: float, ranks: int) -> Load:
+    """What entries bring into a step that are split among owners, if an owner's sums take as long as decoding as many entries: those that all ranks
+    send it, as many as one rank sends all, and those that all owners accept, `accept` times as many. gathering: what they bring where all ranks get
+    them."""
+    payload = gathering.exchanged[GATHERED]
+    exchanged = {**gathering.exchanged, "alltoall uint8": payload, GATHERED: accept / ranks * payload}
+    return dataclasses.replace(
+        gathering, exchanged=exchanged, operations=gathering.operations - gathering.negotiated + 2, rounds=1, hides=False,
+        decode=gathering.decode * (1 + accept) / ranks, negotiated=2,
+    )
 
 
 def predict(model: Model, loads: Dict[str, Load], network: Callable[[float], Network], backward: float) -> Dict[str, Any]:

@@ -49,6 +49,11 @@ def test_bytes_are_those_that_bench_measures():
     assert loads["topk:ratio=0.01"].last == 0.25
 
 
+def test_a_step_is_one_after_the_warmup():
+    loads = measured(["dgc:ratio=0.01", "dgc:ratio=0.01,warmup_steps=1000", "dgc:schedule=0/0.5+2000/0.01"], 2)
+    assert len({load.sent for spec, load in loads.items() if spec.startswith("dgc")}) == 1
+
+
 def test_splitting_brings_a_rank_less_where_there_are_many():
     for ranks, accept in ((8, 4), (64, 4), (64, 1)):
         loads = measured(["topk:ratio=0.01", f"topk:ratio=0.01,exchange=split,accept={accept}"], ranks)

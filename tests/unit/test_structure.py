@@ -20,6 +20,7 @@ LAYERS = [
     ["lockstep"],
     ["simulate", "bench", "models", "cost", "report"],
     ["prediction"],
+    ["scaling"],
     ["binding"],
     ["elastic"],
     ["torch", "tensorflow"],

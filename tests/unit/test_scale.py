@@ -1,0 +1,104 @@
+"""hvdcompress scale: a step's bytes and time by the number of ranks. No times are checked, only what follows from figures."""
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_cli import refusal, run
+
+import horovod_compress as hc
+from horovod_compress import bench, prediction, scaling
+from horovod_compress.cost import COLLECTIVES, Load, Network, added_seconds
+
+SMALL = prediction.Model("small", 2 * 2**16 + 2 * 4096 + 100, {"a": (256, 256), "b": (256, 256), "c": (64, 64), "d": (64, 64), "e": (100,)})
+NETWORK = Network(2, 1.2e-3, 1e-4, dict.fromkeys(COLLECTIVES, 1e-8))
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 64])
+@pytest.mark.parametrize("spec", ["none", "dgc", "topk:ratio=0.02,min_k=1", "natural", "bf16", "maxnorm:bits=4", "multiscale", "powersgd", "signsgd"])
+def test_bytes_are_those_that_a_step_of_so_many_ranks_exchanges(spec, ranks):
+    """topk:ratio=0.02 goes dense on 64 ranks, and dgc only for the small tensors on 200; natural and bf16 from few on."""
+    ranks = 200 if (spec, ranks) == ("dgc", 64) else ranks
+    compressor, gradients = hc.get_compressor(spec), SMALL.gradients()
+    (load,) = scaling.loads_by_ranks(compressor, SMALL, gradients, [ranks])
+    found = bench.measure(compressor, gradients, ranks, 2)
+    for kind in {*load.exchanged, *found["exchanged"]}:
+        assert load.exchanged.get(kind, 0) == pytest.approx(found["exchanged"].get(kind, 0), rel=0.01, abs=8 * ranks)
+    assert load.operations == sum(found["operations"].values())
+    assert load.negotiated == sum(count for kind, count in found["operations"].items() if "gather" in kind)
+
+
+def test_splitting_brings_a_rank_no_more_where_there_are_more():
+    compressor, counts = hc.get_compressor("topk:ratio=0.01,exchange=split"), [2, 64, 10_000]
+    loads = scaling.loads_by_ranks(compressor, SMALL, SMALL.gradients(), counts)
+    payload = loads[0].exchanged["alltoall uint8"]
+    carriers = loads[0].exchanged["allreduce float32"]
+    for load, ranks in zip(loads, counts):
+        accept = min(4, ranks / 2)
+        assert load.received(ranks) - carriers == pytest.approx(payload * (1 + accept * (ranks - 1) / ranks))
+        assert load.rounds == 1 and load.negotiated == 2 and not load.hides
+
+
+@given(st.integers(2, 10_000), st.integers(2, 10_000), st.booleans())
+def test_more_ranks_take_more_messages(first, second, rings):
+    few, many = sorted((first, second))
+    here, there = (NETWORK.among(ranks, rings) for ranks in (few, many))
+    assert here.latency <= there.latency and there.ranks == many
+    waits = [network.latency - 1e-3 for network in (here, there)]
+    if rings:
+        assert waits == pytest.approx([0.2e-3 * (few - 1), 0.2e-3 * (many - 1)])
+    else:
+        assert waits == pytest.approx([0.2e-3 * math.ceil(math.log2(ranks)) for ranks in (few, many)])
+    gathers = Load({"allgather uint8": 1.0}, 3, 0, False, 0, 0, 0, negotiated=3)
+    cached = dataclasses.replace(gathers, negotiated=0.0)
+    assert added_seconds(gathers, there) - added_seconds(cached, there) == pytest.approx(3 * (many - 2) * 8e-6, abs=1e-9)
+
+
+def test_dense_is_as_fast_from_where_it_stays_so():
+    def load(seconds):
+        return Load({}, 0, 0, False, 0, seconds, 0)
+
+    dense, ahead, crosses, behind = [2, 2, 2, 2], [1, 1, 1, 1], [3, 1, 2, 3], [2, 2, 2, 2]
+    loads = {spec: list(map(load, each)) for spec, each in {"none": dense, "ahead": ahead, "crosses": crosses, "behind": behind}.items()}
+    found = scaling.predict(SMALL, loads, [2, 4, 8, 9], lambda ranks: NETWORK, 0.0)
+    assert {spec: its["dense_from"] for spec, its in found["by_spec"].items()} == {"none": 2, "ahead": None, "crosses": 8, "behind": 2}
+    assert found["by_spec"]["crosses"]["step_seconds"] == [3, 1, 2, 3]
+
+
+def test_the_tables_have_what_the_json_has(capsys, tmp_path):
+    out, picture = tmp_path / "scale.json", tmp_path / "scale.png"
+    options = "scale", "topk:ratio=0.01", "--million", 1, "--ranks", 100, "--link", "100mbit", "--json", out, "--plot", picture
+    text = run(capsys, *options)
+    found = json.loads(out.read_text())
+    assert found["ranks"] == [2, 4, 8, 16, 32, 64, 100] and found["by_spec"].keys() == {"none", "fp16", "topk:ratio=0.01"}
+    assert (found["library"], found["link_bits_per_second"], found["parameters"]) == ("gloo", 1e8, 1_000_000)
+    assert text.startswith("a model of 1 million parameters; links of 100 Mbit/s; gloo\n") and picture.stat().st_size > 10_000
+    lines = [line.split() for line in text.splitlines()]
+    first = lines.index(["2", *(f"{1e3 * its['step_seconds'][0]:.3g}" for its in found["by_spec"].values())])
+    assert [line[0] for line in lines[first : first + 7]] == list(map(str, found["ranks"]))
+    topk = found["by_spec"]["topk:ratio=0.01"]
+    said = f"none is as fast from {topk['dense_from']} ranks on" if topk["dense_from"] else "faster than none with up to 100 ranks"
+    assert f"topk:ratio=0.01: {said}" in text
+
+
+def test_a_measured_network_is_carried_on(capsys, tmp_path):
+    path = tmp_path / "network.json"
+    path.write_text(json.dumps({"network": dataclasses.asdict(NETWORK)}))
+    options = "scale", "none", "--million", 1, "--ranks", 5, "--network", path, "--json", "-"
+    rings, trees = (json.loads(run(capsys, *options, "--library", library)) for library in ("gloo", "mpi"))
+    assert "link_bits_per_second" not in rings and rings["ranks"] == [2, 4, 5]
+    for found, messages in ((rings, [1, 3, 4]), (trees, [1, 2, 3])):
+        expected = [1e-3 + 2e-4 * count + 16 * 1e-4 * 1e6 / (16 * 61 * 1024) + 4e6 * 2 * (n - 1) / n * 1e-8 for count, n in zip(messages, [2, 4, 5])]
+        assert found["by_spec"]["none"]["step_seconds"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (["--ranks", "1"], "--ranks: must be a whole number, at least 2"),
+    (["--library", "nccl"], "--library: invalid choice: 'nccl'"),
+    (["--network", "x", "--link", "1gbit"], "--link: not allowed with argument --network"),
+    (["nope"], "unknown compressor 'nope'; there are: none, "),
+])
+def test_what_cannot_be_done_is_said_at_once(capsys, arguments, says):
+    assert says in refusal(capsys, "scale", *arguments)
