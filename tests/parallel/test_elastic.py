@@ -9,7 +9,7 @@ pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorc
 import elastic_sums_job as sums
 import elastic_switch_job as switches
 import torch
-from elastic_job import KILLED_AT, RANKS, SPECS, STEPS, loss_of, model_of, optimizer_of
+from elastic_job import KILLED_AT, RANKS, SPECS, STEPS, UNBOUND, loss_of, model_of, optimizer_of
 from elastic_jobs import ON_ONE_MACHINE, bound, histories, history, names_of, replay, run, switch
 from test_two_hosts import two_hosts_or_skip
 from two_hosts import HOSTS
@@ -65,32 +65,35 @@ def test_parameters_are_those_of_the_same_history_in_one_process(job, i):
     """PowerSGD's only while there are at most two ranks: Horovod adds up the floats of three in another order, which it amplifies."""
     last = 80 if "powersgd" in SPECS[i] else STEPS
     model = torch.load(job / f"{last}.0.pt")[i]
-    for name, values in replayed(SPECS[i], history(job), last).state_dict().items():
+    for name, values in replayed(i, history(job), last).state_dict().items():
         error = (model[name] - values).abs().max() / values.abs().max()
         assert error <= 1e-6, f"{name} differs by {error:.1e}"
 
 
-def replayed(spec, history, last):
-    """The model at step `last`."""
+def replayed(i, history, last):
+    """The model at step `last`. Its parameters are named as Horovod's optimizer does where the compression has their names from that: samples, and
+    by these how many entries are sent, depend on names."""
+    spec, prefix = SPECS[i], str(i) if i == UNBOUND else ""
     model, compressor = model_of(spec), get_compressor(spec)
     optimizer = optimizer_of(spec, model, momentum=0.0 if compressor.corrects_momentum else 0.9)
     compressor = compressor.bound(0.9, False) if compressor.corrects_momentum else compressor
-    shapes = {name: param.shape for name, param in model.named_parameters()}
-    replay(history, last, compressor, shapes, functools.partial(train_step, model, optimizer))
+    params = dict(model.named_parameters(prefix))
+    shapes = {name: param.shape for name, param in params.items()}
+    replay(history, last, compressor, shapes, functools.partial(train_step, model, params, optimizer))
     return model
 
 
-def gradients_of(model, step, size):
+def gradients_of(model, params, step, size):
     """Those of each rank."""
     for rank in range(size):
         model.zero_grad()
         loss_of(model, step, rank).backward()
-        yield {name: param.grad.numpy().flatten() for name, param in model.named_parameters()}
+        yield {name: param.grad.numpy().flatten() for name, param in params.items()}
 
 
-def train_step(model, optimizer, exchanges, step):
-    results = run_step(exchanges, list(gradients_of(model, step, len(exchanges))))
-    for name, param in model.named_parameters():
+def train_step(model, params, optimizer, exchanges, step):
+    results = run_step(exchanges, list(gradients_of(model, params, step, len(exchanges))))
+    for name, param in params.items():
         np.testing.assert_array_equal(results[0][name], results[-1][name])
         param.grad = torch.from_numpy(results[0][name].reshape(param.shape))
     optimizer.step()
@@ -118,7 +121,7 @@ def test_switches_are_those_of_the_same_history_in_one_process(switch_job, i):
     def train_step(exchanges, step):
         if planned and step in switches.SWITCHES:
             switch(exchanges, switches.SWITCHES[step], shapes)
-        results = run_step(exchanges, list(gradients_of(model, step, len(exchanges))))[0]
+        results = run_step(exchanges, list(gradients_of(model, params, step, len(exchanges))))[0]
         own = not exchanges[0].compressor.corrects_momentum  # whether momentum is the optimizer's
         for name, param in params.items():
             result = torch.from_numpy(results[name].reshape(param.shape))
