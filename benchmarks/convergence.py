@@ -32,8 +32,8 @@ from horovod_compress.binding import requested_compressor
 from horovod_compress.lockstep import finish_step, make_ranks, start_step
 from horovod_compress.torch.moments import Moments
 from horovod_compress.torch.sgd import SGDTakeover, is_plain_sgd
-from horovod_compress.torch.update_compression import compressor_for_updates
 from horovod_compress.transport.loopback import Loopback
+from horovod_compress.updates import compressor_for_updates
 
 POINTS = 10  # measurements of a run, the last at its end
 PASSES = 4  # backward passes of a step and rank, where moments=microbatch
@@ -56,7 +56,7 @@ class Simulated:
         self.task, self.run, self.model, self.named = task, run, model, dict(model.named_parameters())
         self.optimizers = [task.optimizer(run.optimizer, model.parameters()) for _ in range(ranks if run.every else 1)]
         optimizer = self.optimizers[0]
-        compressor = compressor_for_updates(run.spec) if run.every else requested_compressor(run.spec, optimizer, is_plain_sgd(optimizer))
+        compressor = compressor_for_updates(run.spec, rank=0) if run.every else requested_compressor(run.spec, optimizer, is_plain_sgd(optimizer))
         self.takeover = SGDTakeover(None if run.every else optimizer, compressor, {id(param): name for name, param in self.named.items()})
         variant = next(iter(self.takeover.variants.values()), compressor.bound(0.0, False) if compressor.corrects_momentum else compressor)
         self.compressor = variant

@@ -159,6 +159,11 @@ class Unbound(ABC):
         self._compressor = get_compressor(spec)
         self._options = options
 
+    @property
+    def compressor(self) -> Compressor:
+        """That of the spec."""
+        return self._compressor
+
     @abstractmethod
     def the_only(self) -> Binding:
         """The compression that this one has become. RuntimeError where there is none, or there are several."""

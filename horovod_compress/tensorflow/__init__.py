@@ -9,13 +9,18 @@ from typing import Any, NoReturn, Union
 
 from ..binding import Algorithms
 from ..compressors import get_compressor
+from ..updates import Nesterov
 from . import elastic
 from .checkpoint import StateCheckpoint
 from .compression import BoundCompression
 from .recording import RecordSteps
 from .unbound import UnboundCompression, compression_of, one_in_all_traces
+from .updates import ShareUpdates, UpdateOptimizer
 
-__all__ = ["BoundCompression", "Compression", "RecordSteps", "StateCheckpoint", "UnboundCompression", "compression_of", "elastic"]
+__all__ = [
+    "BoundCompression", "Compression", "Nesterov", "RecordSteps", "ShareUpdates", "StateCheckpoint", "UnboundCompression", "UpdateOptimizer",
+    "compression_of", "elastic",
+]
 
 
 class Compression(metaclass=Algorithms):

@@ -76,6 +76,18 @@ def compression_given_to(optimizer: Any) -> Any:
     return inspect.getclosurevars(reduce).nonlocals.get("compression")
 
 
+def reducing(compression: Any, process_set: Any) -> Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]:
+    """A function of tensors, and of the variables that they belong to, which brings their means over ranks, as hvd.DistributedOptimizer gets those of
+    gradients."""
+    return hvd._make_allreduce_grads_fn("UpdateOptimizer", "", "", compression, False, hvd.Average, 1.0, None, process_set=process_set)
+
+
+def scaler_around(optimizer: Any) -> Any:
+    """The LossScaleOptimizer that wraps this optimizer and is applying gradients; None where none is."""
+    owners = (frame.f_locals.get("self") for frame in callers())
+    return next((owner for owner in owners if isinstance(owner, tf.keras.mixed_precision.LossScaleOptimizer) and owner is not optimizer), None)
+
+
 def in_optimizers_constructor() -> bool:
     """Whether an optimizer is being made."""
     return any(frame.f_code.co_name == "__init__" and is_optimizer(frame.f_locals.get("self")) for frame in callers())

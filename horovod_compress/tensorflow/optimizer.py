@@ -82,7 +82,7 @@ def leave_momentum(optimizer: Any, covers: Callable[[Any], bool], lives_on: Call
             rate = ((apply_state or {}).get(key) or self._fallback_apply_state(*key))["lr_t"]
             return tf.raw_ops.ResourceApplyGradientDescent(var=var.handle, alpha=rate, delta=grad)
 
-    _become(optimizer, PlainSteps)
+    become(optimizer, PlainSteps)
     return PlainSteps
 
 
@@ -105,7 +105,7 @@ def watch_passes(optimizer: Any, observe: Callable[[Any], Any]) -> None:
         return observe(getattr(super(watched, self), method)(*args, **kwargs))
 
     watched = type(own)(own.__name__, (own,), {method: compute})
-    _become(optimizer, watched)
+    become(optimizer, watched)
 
 
 def before_applying(optimizer: Any, change: Callable[[Any, Any], Any]) -> Type:
@@ -117,7 +117,7 @@ def before_applying(optimizer: Any, change: Callable[[Any, Any], Any]) -> Type:
         return super(changing, self).apply_gradients(change(self, grads_and_vars), *args, **kwargs)
 
     changing = type(base)(base.__name__, (base,), {"apply_gradients": apply_gradients})
-    _become(optimizer, changing)
+    become(optimizer, changing)
     return changing
 
 
@@ -134,7 +134,7 @@ def _own_class(optimizer: Any) -> Type:
     return cls
 
 
-def _become(optimizer: Any, cls: Any) -> None:
+def become(optimizer: Any, cls: Any) -> None:
     """Changes the class, because Horovod makes its own optimizer from that and the configuration, or Horovod's base, where it has made its own. Under
     the old names, by which Keras saves it."""
     base = cls.__base__

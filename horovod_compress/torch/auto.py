@@ -10,6 +10,7 @@ import torch
 
 from ..binding import is_elastic
 from ..compressors import get_compressor
+from ..compressors.base import Compressor
 from ..handshake import gather
 from ..simulate import simulate
 from ..trials import Trials
@@ -166,6 +167,11 @@ class AutoCompression(UnboundCompression):
 
     def __repr__(self) -> str:
         return "<a compression that is chosen when training begins>"
+
+    @property
+    def compressor(self) -> Compressor:
+        """Raises ValueError."""
+        raise ValueError("auto() tries compressions of gradients: name one for updates, such as topk:ratio=0.01")
 
     def _made_for(self, optimizer: torch.optim.Optimizer, named_parameters: Any, options: Dict[str, Any]) -> BoundCompression:
         return ChosenCompression(self._auto, optimizer, named_parameters, **options)

@@ -1,5 +1,4 @@
 """The exchange of what ranks' optimizers would add to the parameters, between the ranks' UpdateOptimizers."""
-import logging
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import horovod.torch as hvd
@@ -10,22 +9,13 @@ from .. import checkpoint
 from ..binding import Binding, is_elastic
 from ..compressors import get_compressor
 from ..compressors.base import OWED, Compressor
-from ..compressors.selective import decide_follow_lr
 from ..exchange import Exchange
 from ..handshake import agree, gather
 from ..transport.base import Transport
 from ..transport.horovod import HorovodTransport
 from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
-from .unbound import UnboundCompression
-
-_log = logging.getLogger("horovod_compress")
-_NO_MEANING = {  # of options of algorithms, where updates are compressed
-    "momentum": "the optimizer's momentum is inside its updates",
-    "nesterov": "the optimizer's momentum is inside its updates",
-    "follow_lr": "the learning rate is inside the updates",
-    "clip_norm": "gradients are each rank's own before step(): clip them with torch.nn.utils.clip_grad_norm_",
-}
+from ..updates import compressor_for_updates
 
 
 class UpdateCompression(Binding):
@@ -43,7 +33,7 @@ class UpdateCompression(Binding):
         self._synced = not self._elastic
         self._active = bool(self._process_set.included()) and (self._process_set.size() > 1 or self._elastic)
         self._ranks = self._rank_and_size()
-        self._compressor = compressor_for_updates(spec)
+        self._compressor = compressor_for_updates(spec, hvd.rank())
         self._transport: Transport = self._transport_of(self._compressor)
         self._exchange = Exchange(self._compressor, self._transport, self._tensors(self._compressor), self._label, dense_alone=self._elastic)
 
@@ -109,7 +99,7 @@ class UpdateCompression(Binding):
 
     def switch(self, spec: Any) -> None:
         """From the next exchange on, on all ranks, updates are compressed as this spec says; what was not sent yet stays, or goes with the next."""
-        self._switch(compressor_for_updates(spec), compare=self._active)
+        self._switch(compressor_for_updates(spec, hvd.rank()), compare=self._active)
 
     def _switch(self, compressor: Compressor, compare: bool) -> None:
         self._exchange.end_step()
@@ -165,22 +155,3 @@ class UpdateCompression(Binding):
         if get_compressor(spec) != self._compressor:  # what was gathered has lists for tuples
             self._exchange.abandon()
             self._switch(get_compressor(spec), compare=False)
-
-
-def compressor_for_updates(spec: Any) -> Compressor:
-    """The compressor of a spec, for updates. ValueError for options that have no meaning there."""
-    if isinstance(spec, UnboundCompression):
-        if type(spec) is not UnboundCompression:
-            raise ValueError("auto() tries compressions of gradients: name one for updates, such as topk:ratio=0.01")
-        spec = spec._compressor
-    compressor: Any = get_compressor(spec)
-    for key, why in _NO_MEANING.items():
-        if compressor.config.get(key):
-            raise ValueError(f"{compressor.id}: {key} has no meaning where updates are compressed, because {why}: leave it out")
-    if getattr(compressor, "moments", "minibatch") != "minibatch":
-        raise ValueError(f"{compressor.id}: moments={compressor.moments} are of gradients; updates have moments=minibatch only")
-    if compressor.corrects_momentum:
-        if hvd.rank() == 0:
-            _log.warning("%s selects by size with error feedback here, as topk does: momentum is inside the updates", compressor.id)
-        compressor = compressor.bound(0.0, False)
-    return decide_follow_lr(compressor, False, False)

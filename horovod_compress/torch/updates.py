@@ -1,7 +1,6 @@
 """An optimizer whose ranks exchange what they would add to the parameters, compressed, in place of gradients."""
 import contextlib
 import copy
-import dataclasses
 import zlib
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
@@ -10,22 +9,10 @@ import numpy as np
 import torch
 
 from ..binding import warn_once
+from ..updates import Nesterov, check_rounds
 from .horovod_internals import own_class
 from .parameters import NamedParameters, Slot, flat_memory, named
 from .update_compression import UpdateCompression
-
-
-@dataclasses.dataclass(frozen=True)
-class Nesterov:
-    """What is done with the mean update Δ of all ranks: m ← momentum·m + Δ, and parameters move by lr·(Δ + momentum·m) (DiLoCo, arXiv 2311.08105,
-    Algorithm 1, with SGD with Nesterov's momentum as the outer optimizer). m is alike on all ranks."""
-
-    lr: float = 0.7
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        if not (self.lr > 0 and 0 <= self.momentum < 1):
-            raise ValueError(f"Nesterov needs a learning rate above 0 and a momentum from 0 to below 1, not {self}")
 
 
 class _Parameter(Slot):
@@ -105,10 +92,7 @@ class UpdateOptimizer(torch.optim.Optimizer):
             raise TypeError(f"UpdateOptimizer needs a torch optimizer, not an object of {type(optimizer)}")
         if isinstance(optimizer, UpdateOptimizer) or own_class(optimizer) is not type(optimizer):
             raise ValueError(f"{type(optimizer).__name__} exchanges already: give UpdateOptimizer the optimizer itself")
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be a number of steps, 1 or more, not {every!r}")
-        if outer is not None and not isinstance(outer, Nesterov):
-            raise TypeError(f"outer must be hvdc.Nesterov(lr, momentum) or None, not {outer!r}")
+        check_rounds(every, outer)
         names = _trained(optimizer, named_parameters)
         options = {"every": every, "outer": repr(outer)}
         self.compression = UpdateCompression(compression, {name: tuple(param.shape) for name, param in names.items()}, options, process_set)

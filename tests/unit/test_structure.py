@@ -22,7 +22,7 @@ LAYERS = [
     ["prediction"],
     ["scaling"],
     ["binding"],
-    ["elastic"],
+    ["elastic", "updates"],
     ["torch", "tensorflow"],
     ["check"],
     ["cli"],

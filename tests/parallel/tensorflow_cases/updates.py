@@ -1,0 +1,281 @@
+"""hvdc.UpdateOptimizer: what ranks' Keras optimizers would add to the variables is compressed and exchanged, in place of gradients."""
+import os
+import tempfile
+
+import alike
+import horovod.tensorflow as hvdt
+import horovod.tensorflow.keras as hvd
+import numpy as np
+import tensorflow as tf
+from checks import raises, registry
+from tensorflow import keras
+
+import horovod_compress.tensorflow as hvdc
+from horovod_compress import MismatchError
+
+from .training import LOSS, SGD, assert_close, assert_replicas_identical, data, flat, model_of, told, trained
+
+CASES, case = registry()
+NAMES = ("matrix", "bias")
+
+
+def fitted(model, optimizer, steps, callbacks=(), **options):
+    """Losses, without Horovod's callback that gives all ranks what rank 0's optimizer keeps."""
+    model.compile(optimizer, LOSS)
+    return model.fit(*data(12 * steps), 12, shuffle=False, verbose=0, callbacks=[*callbacks], **options).history["loss"]
+
+
+def zeros():
+    return {name: tf.Variable(tf.zeros(alike.SHAPES[name]), name=name) for name in NAMES}
+
+
+def stepping(optimizer, variables, in_graph=True):
+    """A function of gradients, by name, that takes a step with them, whatever the variables are."""
+
+    def step(gradients):
+        optimizer.apply_gradients([(gradients[name], variables[name]) for name in NAMES])
+
+    return tf.function(step) if in_graph else step
+
+
+def values(variables):
+    return np.concatenate([variables[name].numpy().astype(np.float32).ravel() for name in NAMES])
+
+
+def mean_of(array, name):
+    return hvdt.allreduce(tf.constant(array), name=name).numpy()
+
+
+def assert_alike(variables):
+    mine = values(variables)
+    found = hvdt.allgather(tf.constant(mine[None]), name="alike").numpy()
+    assert np.isfinite(found).all() and (found == found[0]).all()
+    return mine
+
+
+def not_sent(compression):
+    """The mean over ranks of what exchanges are still to bring."""
+    exchange = compression._exchange
+    exchange.arrays()
+    kept = {tensor.name: np.zeros(tensor.numel, np.float32) if tensor.residual is None else tensor.residual for tensor in exchange.tensors}
+    return mean_of(np.concatenate([kept[name] for name in NAMES]), "not sent")
+
+
+@case(1, 2, 3)
+def dense_updates_train_as_plain_horovod_does():
+    """SGD's update is linear in gradients, with momentum, too."""
+    for kind in SGD:
+        for options in ({}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}):
+            plain = trained(None, kind, 10, sgd=options)[0]
+            model = model_of()
+            fitted(model, hvdc.UpdateOptimizer(SGD[kind](0.05, **options), "none"), 10)
+            assert_close(model, plain)
+            assert_replicas_identical(model)
+    different = model_of(hvd.rank())
+    fitted(different, hvdc.UpdateOptimizer(keras.optimizers.Adam()), 1)
+    assert_replicas_identical(different)  # because all have begun as rank 0 did
+
+
+def adams_updates(gradients, lr, betas=(0.9, 0.999), eps=1e-7):
+    """Adam's updates for a series of gradients, in NumPy, with the epsilon where Keras has it (Kingma and Ba 2015, before Section 2.1)."""
+    m = v = 0.0
+    for t, g in enumerate(gradients, 1):
+        m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
+        yield -lr * np.sqrt(1 - betas[1] ** t) / (1 - betas[0] ** t) * m / (np.sqrt(v) + eps)
+
+
+@case(2, 3)
+def rounds_are_those_of_local_adam():
+    """Dense ones of one step, and of four with an outer optimizer (DiLoCo, arXiv 2311.08105, Algorithm 1), in graphs and eagerly, stated in NumPy."""
+    series = [[{n: alike.gradients(rank, step)[n].astype(np.float64) for n in NAMES} for step in range(13)] for rank in range(hvd.size())]
+    updates = {n: [np.cumsum(list(adams_updates([g[n] for g in of_rank], 0.01)), 0) for of_rank in series] for n in NAMES}
+    for every, outer, in_graph in ((1, None, True), (1, None, False), (4, hvdc.Nesterov(0.7, 0.9), True), (4, None, False)):
+        variables = zeros()
+        optimizer = hvdc.UpdateOptimizer(keras.optimizers.Adam(0.01), "none", every=every, outer=outer)
+        step = stepping(optimizer, variables, in_graph)
+        expected, momentum = dict.fromkeys(NAMES, 0.0), dict.fromkeys(NAMES, 0.0)
+        for i in range(12):
+            step(told(i, NAMES))
+            assert optimizer.local_steps == (i + 1) % every
+            if (i + 1) % every:
+                continue
+            for name in NAMES:
+                mean = np.mean([its[i] - (its[i - every] if i >= every else 0) for its in updates[name]], axis=0)
+                momentum[name] = 0.9 * momentum[name] + mean
+                expected[name] = expected[name] + (mean if outer is None else 0.7 * (mean + 0.9 * momentum[name]))
+                assert np.abs(variables[name].numpy() - expected[name]).max() < 2e-5 * np.abs(expected[name]).max(), (every, i, name)
+            assert_alike(variables)
+
+
+@case(2, 3)
+def no_update_is_lost():
+    """What has moved the variables, and what is not sent yet, is all that ranks' optimizers have asked for: over changes of the learning rate, an
+    exchange without steps, a save and a load, and another compression."""
+    for spec in ("topk:ratio=0.02,min_numel=0", "adacomp:min_numel=0", "dgc:ratio=0.02,min_numel=0", "efsignsgd:min_numel=0"):
+        for every in (1, 3):
+            variables, local = zeros(), zeros()
+
+            def start():
+                optimizer = hvdc.UpdateOptimizer(keras.optimizers.SGD(1.0), spec, every=every)
+                return optimizer, stepping(optimizer, variables)
+
+            (optimizer, step), alone = start(), keras.optimizers.SGD(1.0)
+            own = stepping(alone, local)
+            for i in range(12):
+                if i == 6:
+                    optimizer.take_part()  # on all ranks: nothing but what waits
+                    state = optimizer.compression.state_dict()
+                    optimizer, step = start()
+                    optimizer.compression.load_state_dict(state)
+                    alone.learning_rate.assign(0.1)
+                    optimizer.learning_rate.assign(0.1)
+                if i == 9 and spec.startswith("topk"):
+                    optimizer.compression.switch("topk:ratio=0.1,min_numel=0")
+                for each in (step, own):
+                    each(told(i, NAMES))
+            mine, asked = assert_alike(variables), mean_of(values(local), "asked")
+            worst = np.abs(mine + not_sent(optimizer.compression) - asked).max() / np.abs(asked).max()
+            assert worst < 1e-5, (spec, every, worst)
+            stats = optimizer.compression.stats()
+            assert stats["steps"] == 6 // every and 0 < stats["bytes_sent"] < stats["dense_bytes"] / 3, (spec, stats)
+
+
+@case(2)
+def an_update_that_is_not_finite_moves_nothing():
+    for every, outer in ((1, None), (2, hvdc.Nesterov())):
+        variables = zeros()
+        optimizer = hvdc.UpdateOptimizer(keras.optimizers.SGD(1.0), "topk:ratio=0.05,min_numel=0", every=every, outer=outer)
+        step, asked = stepping(optimizer, variables), 0.0
+        for i in range(8):
+            before, gradients = values(variables), told(i, NAMES)
+            if i == 3 and hvd.rank() == 1:
+                poisoned = gradients["matrix"].numpy()
+                poisoned[0, 0] = np.nan
+                gradients["matrix"] = tf.constant(poisoned)
+            step(gradients)
+            if i == 3:
+                if every == 1:
+                    assert (values(variables) == before).all()
+                assert_alike(variables)
+        assert_alike(variables)
+        optimizer.compression._exchange.end_step()
+        assert optimizer.compression.stats()["steps_undone"] == 1, asked
+
+
+@case(2, 3)
+def every_algorithm_keeps_replicas_alike_on_updates():
+    for spec in alike.SPECS:
+        if any(word in spec for word in ("moments", "clip_norm", "follow_lr", "momentum", "exchange=split", "transport")):
+            continue
+        variables = zeros()
+        step = stepping(hvdc.UpdateOptimizer(keras.optimizers.Adam(0.01), spec), variables)
+        for i in range(4):
+            step(told(i, NAMES))
+        assert np.abs(assert_alike(variables)).max() > 0, spec
+
+
+@case(2)
+def rounds_go_on_after_a_checkpoint():
+    """Keras keeps what ranks share and the outer momentum, StateCheckpoint what was not sent: the third epoch comes out as without a break, and at
+    the end of each epoch all ranks have the same variables."""
+
+    def start(callbacks, epochs, path, restore=None, before=lambda optimizer, model: None):
+        optimizer = hvdc.UpdateOptimizer(keras.optimizers.SGD(0.05, momentum=0.5), "topk:ratio=0.05,min_numel=0", every=3, outer=hvdc.Nesterov())
+        model = model_of()
+        before(optimizer, model)
+        state = hvdc.StateCheckpoint(optimizer.compression, path, restore=restore)
+        losses = fitted(model, optimizer, 10, [hvdc.ShareUpdates(), state, *callbacks], epochs=epochs)
+        assert_replicas_identical(model)
+        return model, optimizer, losses
+
+    with tempfile.TemporaryDirectory() as folder:
+        path, saved, alike_at = os.path.join(folder, "state-{epoch}"), [], []
+
+        class Keep(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                assert_replicas_identical(self.model)
+                alike_at.append(epoch)
+                saved.append([self.model.get_weights(), [v.numpy() for v in self.model.optimizer.variables]])
+
+        model, optimizer, losses = start([Keep()], 3, path)
+        assert alike_at == [0, 1, 2] and losses[2] < losses[0]
+        assert optimizer.compression.stats()["steps"] == 3 * 4  # of ten steps three exchanges, and one at the end of the epoch
+
+        def restore(optimizer, model):
+            model.set_weights(saved[1][0])
+            optimizer.build(model.trainable_variables)
+            for variable, value in zip(optimizer.variables, saved[1][1]):
+                variable.assign(value)
+
+        again, *_ = start([], 1, os.path.join(folder, "other"), path.format(epoch=2), restore)
+        assert (flat(again) == flat(model)).all()
+
+
+@case(2)
+def a_loss_scale_that_finds_infinities_on_one_rank():
+    """That rank takes part with nothing, and the other's step counts. Around an UpdateOptimizer a scaler would have ranks wait: an error."""
+    variables = zeros()
+    inner = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(1.0), dynamic=True, initial_scale=4.0, dynamic_growth_steps=100)
+    optimizer = hvdc.UpdateOptimizer(inner, "none")
+
+    @tf.function
+    def step(gradients):
+        with tf.GradientTape() as tape:
+            loss = optimizer.get_scaled_loss(tf.add_n([tf.reduce_sum(variables[name] * gradients[name]) for name in NAMES]))
+        pairs = zip(optimizer.get_unscaled_gradients(tape.gradient(loss, [variables[name] for name in NAMES])), variables.values())
+        optimizer.apply_gradients(pairs)
+
+    expected = 0.0
+    for i in range(3):
+        gradients = told(i, NAMES)
+        if i == 1 and hvd.rank() == 1:
+            gradients["bias"] = gradients["bias"] * np.inf
+        step(gradients)
+        for rank in [0] if i == 1 else [0, 1]:
+            expected -= np.concatenate([alike.gradients(rank, i)[name].ravel() for name in NAMES]) / 2
+    assert np.abs(assert_alike(variables) - expected).max() < 1e-5
+    assert hvdt.allgather_object(float(optimizer.loss_scale)) == [4.0, 2.0]
+    outside = keras.mixed_precision.LossScaleOptimizer(hvdc.UpdateOptimizer(keras.optimizers.SGD(1.0), "none"))
+    with raises(ValueError, "UpdateOptimizer(keras.mixed_precision.LossScaleOptimizer"):
+        stepping(outside, zeros())(told(0, NAMES))
+
+
+@case(3)
+def updates_within_a_process_set():
+    pair = hvd.add_process_set([1, 2])
+    variables = {name: tf.Variable(tf.fill(alike.SHAPES[name], float(hvd.rank())), name=name) for name in NAMES}
+    step = stepping(hvdc.UpdateOptimizer(keras.optimizers.SGD(1.0), "none", process_set=pair), variables)
+    step(told(0, NAMES))
+    ranks, first = ([1, 2], 1) if hvd.rank() else ([0], 0)
+    expected = first - np.mean([np.concatenate([alike.gradients(rank, 0)[name].ravel() for name in NAMES]) for rank in ranks], axis=0)
+    assert np.abs(values(variables) - expected).max() < 1e-5
+    hvd.remove_process_set(pair)
+
+
+@case(2)
+def what_an_update_optimizer_refuses():
+    sgd = keras.optimizers.SGD
+    for spec, words in (
+        ("dgc:momentum=0.5", "momentum is inside its updates"), ("topk:clip_norm=1", "clip_norm"), ("variance:moments=microbatch", "minibatch only"),
+        ("topk:exchange=split", "exchange=split needs PyTorch"), ("nonsense", "nonsense"),
+    ):
+        with raises(ValueError, words):
+            hvdc.UpdateOptimizer(sgd(0.1), spec)
+    with raises(ValueError, "1 or more"):
+        hvdc.UpdateOptimizer(sgd(0.1), every=0)
+    with raises(TypeError, "hvdc.Nesterov"):
+        hvdc.UpdateOptimizer(sgd(0.1), outer=0.7)
+    with raises(TypeError, "a Keras optimizer"):
+        hvdc.UpdateOptimizer("adam")
+    with raises(ValueError, "exchanges already"):
+        hvdc.UpdateOptimizer(hvd.DistributedOptimizer(sgd(0.1)))
+    with raises(ValueError, "exchanges already"):
+        hvdc.UpdateOptimizer(hvdc.UpdateOptimizer(sgd(0.1)))
+    with raises(ValueError, "a copy of an UpdateOptimizer"):
+        stepping(hvd.DistributedOptimizer(hvdc.UpdateOptimizer(sgd(0.1))), zeros())(told(0, NAMES))
+    with raises(ValueError, "keeps no variables"):
+        hvdc.UpdateOptimizer(keras.optimizers.legacy.SGD(0.1), every=2)
+    with raises(RuntimeError, "after the first step"):
+        hvdc.UpdateOptimizer(sgd(0.1)).take_part()
+    with raises(MismatchError, "differs from rank 0 in every"):
+        stepping(hvdc.UpdateOptimizer(sgd(0.1), every=2 + hvd.rank()), zeros(), in_graph=False)(told(0, NAMES))
