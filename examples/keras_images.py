@@ -2,7 +2,8 @@
 
     horovodrun -np 2 python examples/keras_images.py --compression dgc:ratio=0.001,warmup_steps=300
 
-Compressions: none and fp16 are Horovod's own; everything else is a spec of horovod_compress. With --checkpoints the model, and what the
+Compressions: none and fp16 are Horovod's own; everything else is a spec of horovod_compress. With --adam --updates 8 it is not gradients that are
+compressed, but what eight steps of each rank's own Adam add to the variables. With --checkpoints the model, and what the
 compression holds back on each rank, are saved after every epoch; --resume continues from there.
 """
 import argparse
@@ -33,7 +34,9 @@ def main():
     parser.add_argument("--compression", default="none", metavar="SPEC")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch", type=int, default=64, help="images per rank and step")
-    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--adam", action="store_true", help="Adam in place of SGD with momentum")
+    parser.add_argument("--lr", type=float, help="default: 0.05 for SGD, 0.001 for Adam")
+    parser.add_argument("--updates", type=int, default=0, metavar="STEPS", help="compress what so many steps add, in place of gradients")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", help="folder of IDX files; default: Fashion-MNIST if installed, else the digits")
     parser.add_argument("--images", type=int, help="train on the first so many images only")
@@ -50,14 +53,21 @@ def main():
     images, labels = (part[: options.images][hvd.rank() :: hvd.size()] for part in data["train"])
     model = network(images.shape[-1])
 
+    optimizer = keras.optimizers.Adam(options.lr or 0.001) if options.adam else keras.optimizers.SGD(options.lr or 0.05, momentum=0.9)
+    callbacks = [hvd.callbacks.MetricAverageCallback()]
     compression = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(options.compression)
-    ours = compression is None
-    if ours:
-        compression = hvdc.Compression.from_spec(options.compression)
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(options.lr, momentum=0.9), compression=compression)
+    ours = bool(compression is None or options.updates)
+    if options.updates:
+        optimizer = hvdc.UpdateOptimizer(optimizer, options.compression, every=options.updates)
+        compression = optimizer.compression
+        callbacks.append(hvdc.ShareUpdates())
+    else:
+        if ours:
+            compression = hvdc.Compression.from_spec(options.compression)
+        optimizer = hvd.DistributedOptimizer(optimizer, compression=compression)
+        callbacks.append(hvd.callbacks.BroadcastGlobalVariablesCallback(0))
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
 
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
     if options.checkpoints:
         path = os.path.join(options.checkpoints, "{epoch:02d}")
         before = path.format(epoch=options.resume) if options.resume else None
@@ -75,10 +85,11 @@ def main():
     _, accuracy = model.evaluate(test[0].transpose(0, 2, 3, 1), test[1], verbose=0)
     accuracy = hvd.allreduce(accuracy, name="accuracy")
     if hvd.rank() == 0:
-        print(f"{name}, {hvd.size()} ranks, {options.compression}: test accuracy {100 * float(accuracy):.2f} %", end="")
+        what = f"{options.compression} on updates" if options.updates else options.compression
+        print(f"{name}, {hvd.size()} ranks, {what}: test accuracy {100 * float(accuracy):.2f} %", end="")
         stats = compression.stats() if ours else {"steps": 0}
         if stats["steps"]:
-            print(f", {stats['bytes_sent'] / stats['steps'] / 1e3:.1f} kB a step and rank, {stats['ratio']:.0f} times less", end="")
+            print(f", {stats['bytes_sent'] / stats['steps'] / 1e3:.1f} kB an exchange and rank, {stats['ratio']:.0f} times less", end="")
         print()
 
 
