@@ -7,6 +7,8 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 from checks import raises, registry
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import horovod_compress.torch as hvdc
@@ -111,6 +113,45 @@ def no_update_is_lost():
         worst = (flat(model) + not_sent(optimizer) - asked).abs().max() / asked.abs().max()
         assert worst < 1e-5, (spec, worst)
         assert 0 < optimizer.compression.stats()["bytes_sent"] < optimizer.compression.stats()["dense_bytes"] / 3
+
+
+EVENTS = ("step", "step", "step", "not finite on one rank", "another learning rate", "saved and loaded", "nothing to add", "another compression")
+KEEPING = tuple(f"{spec},min_numel=0" for spec in ("topk:ratio=0.02", "topk:ratio=0.1,values=2bit", "dgc:ratio=0.02", "topk:exchange=split"))
+
+
+@case(2, 3)
+@settings(max_examples=40, derandomize=True, database=None, deadline=None, phases=[Phase.generate])  # so that all ranks go through the same ones
+@given(st.sampled_from([*KEEPING, "adacomp:min_numel=0"]), st.lists(st.sampled_from(EVENTS), min_size=1, max_size=15), st.sampled_from([1, 3]))
+def no_history_loses_an_update(spec, events, every):
+    """What has moved the parameters and what waits are the mean of what ranks' optimizers have asked for, whatever has happened."""
+    model, asked, lr = weights(), 0.0, 1.0
+    optimizer = of_updates(model, torch.optim.SGD(model.parameters(), lr=lr), spec, every=every)
+    for i, event in enumerate(events):
+        gradients, before = told(hvd.rank(), i), flat(model)
+        if event == "another learning rate":
+            lr *= 0.3
+            optimizer.param_groups[0]["lr"] = lr
+        elif event == "saved and loaded":
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            optimizer = of_updates(model, torch.optim.SGD(model.parameters(), lr=lr), optimizer.compression.config, every=every)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        elif event == "nothing to add":
+            optimizer.take_part()
+        elif event == "another compression":
+            optimizer.switch(KEEPING[i % len(KEEPING)])
+        else:
+            if event != "step" and every == 1 and hvd.rank() == 1:  # In a longer round it takes that element's other steps with it.
+                gradients["matrix"][0, 0] = float("nan")
+            step_with(model, optimizer, gradients)
+            asked = asked - lr * torch.cat([gradients[name].flatten() for name in SHAPES]).nan_to_num(0)
+            if event != "step" and every == 1:
+                assert torch.equal(flat(model), before)
+    optimizer.take_part()
+    assert_replicas_identical(model)
+    if torch.is_tensor(asked):
+        asked = hvd.allreduce(asked, name="asked")
+        assert (flat(model) + not_sent(optimizer) - asked).abs().max() < 1e-5 * asked.abs().max(), (spec, events, every)
 
 
 @case(2)
