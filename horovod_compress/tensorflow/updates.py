@@ -1,6 +1,6 @@
 """Keras optimizers whose ranks exchange what they would add to the variables, compressed, in place of gradients."""
 import functools
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -52,6 +52,8 @@ def _check(optimizer: Any, keeps: bool) -> None:
         raise ValueError(f"{type(optimizer).__name__} exchanges already: give UpdateOptimizer the optimizer itself")
     if is_elastic():
         raise ValueError("in elastic jobs UpdateOptimizer needs PyTorch: here let hvd.DistributedOptimizer compress gradients")
+    if getattr(optimizer, "use_ema", False):
+        raise ValueError("use_ema averages this rank's own variables, and would put them in the place of those that ranks share: leave it out")
     if keeps and not hasattr(unwrapped(optimizer), "add_variable"):
         raise ValueError("every and outer need one of tf.keras.optimizers, not of tf.keras.optimizers.legacy, which keeps no variables for them")
 
@@ -66,10 +68,11 @@ def _exchanging(optimizer: Any, rounds: "_Rounds") -> Any:
             raise ValueError("this is a copy of an UpdateOptimizer, such as hvd.DistributedOptimizer makes: use what UpdateOptimizer has returned")
         pairs = list(grads_and_vars)
         if rounds.keeps:
-            with tf.name_scope(self.name), tf.init_scope():  # as Keras does within its own step, which is too late for the values that are shared
+            # As Keras does within its own step, which is too late for the values that are shared.
+            with tf.name_scope(unwrapped(self).name), tf.init_scope():
                 build(self, [variable for _, variable in pairs])
         step = functools.partial(super(changed, self).apply_gradients, pairs, *args, **kwargs)
-        return rounds.step(step, [variable for grad, variable in pairs if grad is not None])
+        return rounds.step(step, pairs)
 
     def build_variables(self: Any, var_list: Any) -> None:
         super(changed, self).build(var_list)
@@ -128,7 +131,8 @@ class _Rounds:
         self._optimizer, self._every, self._outer = optimizer, every, outer
         with tf.init_scope():
             self._reduce = reducing(self.compression, self._process_set)
-        self._known: Dict[Any, Any] = {}  # variables that all ranks began with alike, by reference
+        self._known: Set[Any] = set()  # references to variables that all ranks began with alike
+        self._moving: Dict[Any, Any] = {}  # variables whose updates are exchanged, by reference
         self._shared: Dict[Any, Any] = {}  # for each variable the value that all ranks share, where a round has several steps
         self._momenta: Dict[Any, Any] = {}  # of the outer optimizer, for each variable
         self._local_steps: Any = None  # since the last exchange, where a round has several
@@ -153,8 +157,8 @@ class _Rounds:
             self._local_steps = owner.add_variable([], tf.int64, "zeros", "local_steps")
             self._shared = {v.ref(): owner.add_variable_from_reference(v, "shared", initial_value=v) for v in variables}
 
-    def step(self, local_step: Callable[[], Any], variables: List[Any]) -> Any:
-        """A local step, and the exchange where that ends a round. variables: those that it changes."""
+    def step(self, local_step: Callable[[], Any], grads_and_vars: List[Tuple[Any, Any]]) -> Any:
+        """A local step, and the exchange where that ends a round."""
         if scaler_around(self._optimizer) is not None:
             raise ValueError(
                 "a LossScaleOptimizer skips the steps of a rank that finds infinite gradients, for which other ranks would wait. Put it inside: "
@@ -162,7 +166,7 @@ class _Rounds:
             )
         if not self._process_set.included() or self._outer is None and self._process_set.size() == 1:
             return local_step()  # A rank alone has its variables already.
-        self._begin_alike(variables)
+        variables = self._begin_alike(grads_and_vars)
         if self._every == 1:
             shared = [variable.read_value() for variable in variables]
             result = local_step()
@@ -174,16 +178,21 @@ class _Rounds:
         tf.cond(taken >= self._every, lambda: self._end_round(variables), tf.no_op)
         return result
 
-    def _begin_alike(self, variables: List[Any]) -> None:
-        """Gives all ranks rank 0's values of variables that have not been here before."""
-        new = [variable for variable in variables if variable.ref() not in self._known]
-        if new and self._known and self._every > 1:
-            raise ValueError(f"{new[0].name} was not among the variables of the first step: with every above 1 all steps change the same ones")
+    def _begin_alike(self, grads_and_vars: List[Tuple[Any, Any]]) -> List[Any]:
+        """Gives all ranks rank 0's values of variables that have not been here before. Returns those that have gradients, whose updates are
+        exchanged."""
+        new = [variable for _, variable in grads_and_vars if variable.ref() not in self._known]
         if new:
             with tf.init_scope():
                 self.compression.handshake()
                 hvd.broadcast_variables(new, root_rank=(self._process_set.ranks or [0])[0], process_set=self._process_set)
-        self._known.update((variable.ref(), variable) for variable in new)
+        self._known.update(variable.ref() for variable in new)
+        moving = {variable.ref(): variable for grad, variable in grads_and_vars if grad is not None}
+        if self._every > 1 and self._moving and moving.keys() != self._moving.keys():
+            names = ", ".join(sorted(ref.deref().name for ref in moving.keys() ^ self._moving.keys()))
+            raise ValueError(f"with every={self._every} all steps change the same variables, and {names} had gradients in some steps only")
+        self._moving.update(moving)
+        return list(moving.values())
 
     def _begin_round(self, variables: List[Any]) -> None:
         def begin() -> Any:
@@ -197,9 +206,9 @@ class _Rounds:
 
     def take_part(self) -> None:
         """An exchange of what local steps have added so far."""
-        if not self._known:
+        if not self._moving:
             raise RuntimeError("take_part() comes after the first step, in which all ranks get to know the variables")
-        variables = list(self._known.values())
+        variables = list(self._moving.values())
         if self._every == 1:
             self._exchange(variables, [variable.read_value() for variable in variables])
         else:

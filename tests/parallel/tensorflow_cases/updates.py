@@ -212,6 +212,25 @@ def rounds_go_on_after_a_checkpoint():
 
 
 @case(2)
+def a_model_in_half_precision_with_a_layer_that_has_no_gradients():
+    """Its loss scale is inside; rounds of two steps; and all variables, those without gradients too, are alike on all ranks."""
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        model = model_of(hvd.rank())
+        unused = keras.layers.Dense(3)
+        unused.build((None, 3))
+        model.unused = unused  # Keras warns of it
+        scaled = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.Adam(0.01))
+        optimizer = hvdc.UpdateOptimizer(scaled, "topk:ratio=0.1,min_numel=0", every=2)
+        losses = fitted(model, optimizer, 12, [hvdc.ShareUpdates()], epochs=4)
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    assert any("unused" in v.name or v is unused.kernel for v in model.trainable_variables)
+    assert_replicas_identical(model)
+    assert losses[-1] < losses[0] and optimizer.compression.stats()["steps"] == 4 * 6
+
+
+@case(2)
 def a_loss_scale_that_finds_infinities_on_one_rank():
     """That rank takes part with nothing, and the other's step counts. Around an UpdateOptimizer a scaler would have ranks wait: an error."""
     variables = zeros()
@@ -273,6 +292,8 @@ def what_an_update_optimizer_refuses():
         hvdc.UpdateOptimizer(hvdc.UpdateOptimizer(sgd(0.1)))
     with raises(ValueError, "a copy of an UpdateOptimizer"):
         stepping(hvd.DistributedOptimizer(hvdc.UpdateOptimizer(sgd(0.1))), zeros())(told(0, NAMES))
+    with raises(ValueError, "use_ema averages this rank's own variables"):
+        hvdc.UpdateOptimizer(keras.optimizers.Adam(use_ema=True))
     with raises(ValueError, "keeps no variables"):
         hvdc.UpdateOptimizer(keras.optimizers.legacy.SGD(0.1), every=2)
     with raises(RuntimeError, "after the first step"):
