@@ -62,7 +62,7 @@ _STEP_NOTES = (
 )
 
 _SCALE_NOTES = (
-    "computed, after a warm-up, with one rank a link: work and bytes measured here, messages of a collective one after the other in gloo's rings; "
+    "computed, after a warm-up, with one rank a link: work and bytes measured here, messages of a collective one after the other, with gloo in rings",
     "a tensor goes dense where payloads of so many ranks would be more",
 )
 
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", type=_whole, default=2, help="how many ranks' payloads are decoded (default: 2)")
     add("--steps", type=_whole, default=10, help=f"measured steps, after {bench.WARMUP} others (default: 10)")
     add("--seed", type=functools.partial(_whole, least=0), default=0, help="of the random gradients (default: 0)")
-    add("--plot", metavar="FILE.png", type=_output, help="draw ratio against time")
+    add("--plot", metavar="FILE.png", type=_picture, help="draw ratio against time")
     _add_json(measure)
     add("--markdown", action="store_true", help="print the table as Markdown")
     measure.set_defaults(run=_bench, parser=measure)
@@ -146,7 +146,7 @@ def _add_report(commands: Any) -> None:
     help = "shows what compression.record() has written, by tensor"
     shown = commands.add_parser("report", help=help, description=f"hvdcompress report {help}.")
     shown.add_argument("file", metavar="FILE", help="of JSON lines")
-    shown.add_argument("--plot", metavar="FILE.png", type=_output, help="draw bytes, norms and times over steps")
+    shown.add_argument("--plot", metavar="FILE.png", type=_picture, help="draw bytes, norms and times over steps")
     _add_json(shown)
     shown.set_defaults(run=_show, parser=shown)
 
@@ -170,7 +170,7 @@ def _add_scale(commands: Any) -> None:
     _add_network(scale)
     collectives = "whose collectives Horovod takes: gloo's go from rank to rank in rings, mpi's along trees where they are small (default: gloo)"
     add("--library", choices=("gloo", "mpi"), default="gloo", help=collectives)
-    add("--plot", metavar="FILE.png", type=_output, help="draw seconds and bytes over ranks")
+    add("--plot", metavar="FILE.png", type=_picture, help="draw seconds and bytes over ranks")
     scale.set_defaults(run=_scale, parser=scale)
 
 
@@ -229,6 +229,12 @@ def _output(text: str) -> str:
     if not pathlib.Path(text).resolve().parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {pathlib.Path(text).parent}")
     return text
+
+
+def _picture(text: str) -> str:
+    if pathlib.Path(text).suffix not in (".png", ".pdf", ".svg"):
+        raise argparse.ArgumentTypeError(f"{text} must end in .png, .pdf or .svg")
+    return _output(text)
 
 
 def _console(stderr: bool = False) -> "Console":

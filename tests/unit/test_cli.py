@@ -174,6 +174,7 @@ def test_files_that_are_damaged(capsys, gradients, tmp_path):
     (["bench", "--ranks", "0"], "--ranks: must be a whole number, at least 1"),
     (["bench", "--steps", "many"], "--steps: must be a whole number, at least 1"),
     (["bench", "--plot", "/nowhere/at/all.png"], "there is no folder /nowhere/at"),
+    (["scale", "--plot", "plot.txt"], "plot.txt must end in .png, .pdf or .svg"),
     ([], "COMMAND"),
 ])
 def test_what_cannot_be_done_is_said_at_once(capsys, arguments, says):
