@@ -18,6 +18,7 @@ from .compressors.base import Compressor
 from .compressors.selective import decide_follow_lr
 from .driver import Driver
 from .handshake import agree, gather
+from .hosts import Host
 from .recording import Destination, Recorder
 from .version import __version__
 
@@ -50,6 +51,8 @@ class Binding(ABC):
             raise ValueError("in an elastic job Horovod forgets process sets whenever ranks come or go: leave process_set out")
         self._label = f"hvdc.{self._process_set.process_set_id}"  # which names of collectives begin with
         self._agreed = False
+        self._hvd = hvd
+        self._host: Optional[Host] = None
 
     _compressor: Compressor
     _active: bool  # Horovod reduces, and compresses, only where there is more than one rank
@@ -66,6 +69,25 @@ class Binding(ABC):
     def _rank_and_size(self) -> Tuple[int, int]:
         """This rank and the number of ranks in the process set; a rank that compresses nothing counts as the only one."""
         return (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
+
+    def _host_for(self, compressor: Compressor) -> Optional[Host]:
+        """The ranks of this rank's host, where a compressor has use for them. ValueError where it cannot have those."""
+        if not getattr(compressor, "hosts", False) or not self._active:
+            return None
+        if self._process_set.process_set_id != 0:
+            raise ValueError("hosts=true needs all ranks of a host: leave process_set out, or hosts")
+        if is_elastic():
+            raise ValueError("hosts=true is not for elastic jobs, where a host's ranks may change: leave it out")
+        if not self._hvd.mpi_ops.is_homogeneous():
+            if self._hvd.rank() == 0:
+                warn_once("hosts=true has no effect, because hosts have different numbers of ranks: start as many on each")
+            return None
+        return self._host or Host(self._hvd.local_rank(), self._hvd.local_size())
+
+    def _meet(self) -> None:
+        """Has the ranks of a host share memory for the tensors that need it. All ranks call it, before a step."""
+        if self._host is not None and self._host.waits:
+            self._host.meet(self._transport, self._label, self._hvd.cross_rank())
 
     def _description(self) -> Dict[str, Any]:
         """The configuration, which must be the same on all ranks: nested JSON-able values."""

@@ -4,7 +4,7 @@ from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Protocol
 
 import numpy as np
 
-from .compressors.base import OWED, zeros
+from .compressors.base import OWED, Shard, zeros
 from .handshake import Gathering, agree, first_difference, gather
 from .step import Tensor
 
@@ -54,9 +54,10 @@ def saved(identity: Dict[str, Any], tensors: Iterable[Tensor], step: Any, into: 
 def portable(state: Dict[str, Any], transport: Reducing, label: str) -> Dict[str, Any]:
     """The state_dict of which this rank's is `state`, for any number of ranks: the mean over all ranks of every array, which leaves those that are
     alike on all ranks as they are. All ranks call it. MismatchError where they are not at the same step."""
-    said = {key: value for key, value in state.items() if key not in ("rank", "tensors")}
-    agree(transport, f"{label}.portable", {**said, "tensors": _layout(state["tensors"])}, what="called state_dict(portable=True)")
-    return {**state, "rank": None, "tensors": _means_over_ranks(state["tensors"], transport, label)}
+    said = {key: value for key, value in state.items() if key not in ("rank", "tensors", "shards")}
+    arrays = _whole(state["tensors"], state["shards"])
+    agree(transport, f"{label}.portable", {**said, "tensors": _layout(arrays)}, what="called state_dict(portable=True)")
+    return {**state, "rank": None, "shards": {}, "tensors": _means_over_ranks(arrays, transport, label)}
 
 
 def synced(state: Dict[str, Any], transport: Reducing, label: str, even: bool = False) -> Dict[str, Any]:
@@ -81,7 +82,7 @@ def read(state: Any) -> Saved:
     """A state_dict's parts. ValueError for what is none."""
     try:
         header = {key: state[key] for key in _HEADER}
-        header.update((key, state.get(key, {})) for key in ("dense_until", "shapes"))  # The first files have none.
+        header.update((key, state.get(key, {})) for key in ("dense_until", "shapes", "shards"))  # The first files have none.
         arrays = {name: {key: np.asarray(a) for key, a in named.items()} for name, named in state["tensors"].items()}
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"not a state_dict of a compression: {error!r}") from None
@@ -96,7 +97,7 @@ def checked(state: Any, identity: Dict[str, Any], wrong_step: Callable[[Any], Di
     found = _joined(state, identity) if isinstance(state, (list, tuple)) else read(state)
     expected = {"format": _FORMAT, **identity}
     if found.header["rank"] is None:
-        expected.update(rank=None, size=found.header["size"])
+        expected.update(rank=None, size=found.header["size"], shards={})
     difference = first_difference(expected, {key: found.header[key] for key in expected})
     refuse(difference or wrong_step(found.header["step"]) or _wrong_dense_until(found.header["dense_until"]))
     return found
@@ -105,6 +106,7 @@ def checked(state: Any, identity: Dict[str, Any], wrong_step: Callable[[Any], Di
 def restore(tensors: Iterable[Tensor], arrays: Arrays) -> None:
     """Copies a state's arrays into the tensors', under the loss scale that these have. ValueError, and nothing changed, where they do not fit."""
     tensors = list(tensors)
+    arrays = {**arrays, **{t.name: _own_part(t, arrays[t.name]) for t in tensors if t.shard and t.name in arrays}}
     expected = _layout({t.name: {key: array for key, array in t.state.arrays.items() if key != OWED} for t in tensors})
     owing = {t.name: t.numel for t in tensors if OWED in arrays.get(t.name, ())}
     for name, numel in owing.items():
@@ -163,9 +165,10 @@ def _joined(states: Sequence[Any], identity: Dict[str, Any]) -> Saved:
     missing = [str(rank) for rank in range(size) if rank not in by_rank]
     if missing:
         raise ValueError(f"the state of rank {', '.join(missing)} is missing: load the list of all {size} ranks' states")
-    if size == identity["size"]:
+    if size == identity["size"] and by_rank[identity["rank"]].header["shards"] == identity["shards"]:
         return by_rank[identity["rank"]]
-    return Saved({**by_rank[0].header, "rank": None}, _mean_of([by_rank[rank].arrays for rank in range(size)]))
+    means = _mean_of([_whole(by_rank[rank].arrays, by_rank[rank].header["shards"]) for rank in range(size)])
+    return Saved({**by_rank[0].header, "rank": None, "shards": {}}, means)
 
 
 def _mean_of(ranks: Sequence[Arrays]) -> Arrays:
@@ -188,7 +191,25 @@ def _means_over_ranks(arrays: Arrays, transport: Reducing, label: str, counts: b
 
 
 def _said_by_all(state: Saved) -> Dict[str, Any]:
-    return {**{key: value for key, value in state.header.items() if key != "rank"}, "tensors": _layout(state.arrays)}
+    said = {key: value for key, value in state.header.items() if key not in ("rank", "shards")}
+    return {**said, "tensors": _layout(_whole(state.arrays, state.header["shards"]))}
+
+
+def _whole(arrays: Arrays, shards: Dict[str, Sequence[int]]) -> Arrays:
+    """A rank's arrays, each as long as its tensor: where the rank keeps a part, zero elsewhere. The mean over ranks is then what results are still
+    owed, as it is of other arrays."""
+    return {name: _filled_up(named, Shard(*shards[name])) if name in shards else named for name, named in arrays.items()}
+
+
+def _filled_up(arrays: Dict[str, np.ndarray], shard: Shard) -> Dict[str, np.ndarray]:
+    return {key: shard.whole(array) if array.shape == (shard.last - shard.first,) else array for key, array in arrays.items()}
+
+
+def _own_part(tensor: Tensor, arrays: Dict[str, np.ndarray]) -> Dict[str, np.ndarray]:
+    """Of means over ranks that are as long as the tensor, what a rank has that keeps a part for all ranks of its host."""
+    shard = tensor.shard
+    sharded = {key for key, array in arrays.items() if shard and key != OWED and array.shape == (shard.numel,)}
+    return {key: shard.ranks * array[shard.first : shard.last] if shard and key in sharded else array for key, array in arrays.items()}
 
 
 def _unit(tensor: Tensor, key: str) -> np.float32:

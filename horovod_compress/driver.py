@@ -12,6 +12,7 @@ import numpy as np
 
 from . import checkpoint, kernels
 from .compressors.base import Compressor, Model, Step
+from .hosts import Host, HostSharded, sharded
 from .plan import compressor_for
 from .requests import DECLARABLE, FLOAT32, TensorStep
 from .step import SENT, SPENT, Tensor, tensor_step
@@ -50,13 +51,16 @@ class Observer(Protocol):
 class Driver(ABC):
     """One rank's side of a compression. compressor: the configuration in force; discardable: each step begins with a copy of the state,
     and one that is not finite, or discarded, leaves no trace in it; else such a step's gradients stay in residuals; dense_alone: where there
-    is one rank only, nothing is held back, because nothing travels."""
+    is one rank only, nothing is held back, because nothing travels; host: the ranks of this one's host, for `hosts=true`."""
 
-    def __init__(self, compressor: Compressor, rank: int, size: int, label: str, discardable: bool, dense_alone: bool = False) -> None:
+    def __init__(
+        self, compressor: Compressor, rank: int, size: int, label: str, discardable: bool, dense_alone: bool = False, host: Optional[Host] = None
+    ) -> None:
         self.compressor = compressor
         self._label = label
         self._discardable = discardable
         self._dense_alone = dense_alone
+        self.host = host
         self._tensors: Dict[str, Tensor] = {}
         self._model = Model()
         self._now = Step(0, rank, size, clip_norm=compressor.clip_norm)
@@ -150,7 +154,7 @@ class Driver(ABC):
 
     def _add(self, name: str, shape: tuple, variant: Compressor) -> Tensor:
         """Makes a tensor known."""
-        chosen = compressor_for(variant, name, shape)
+        chosen = sharded(compressor_for(variant, name, shape), self.host, shape)
         digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
         state, declared = chosen.init(name, shape), chosen.collectives(self._now.size)
         undeclared = [key for key in state.arrays if getattr(chosen.kept.get(key), "role", None) not in ("local", "shared")]
@@ -244,7 +248,8 @@ class Driver(ABC):
 
     def _identity(self) -> Dict[str, Any]:
         """What a state must have in common with what it is loaded into."""
-        return {"id": self.compressor.id, "rank": self._now.rank, "size": self._now.size, "seed": self.compressor.seed}
+        shards = {tensor.name: list(tensor.shard) for tensor in self.tensors if tensor.shard}
+        return {"id": self.compressor.id, "rank": self._now.rank, "size": self._now.size, "seed": self.compressor.seed, "shards": shards}
 
     def state_dict(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
         """This rank's state as plain values and copied arrays, without the loss scale. into: a state_dict of the same driver that is not needed

@@ -16,6 +16,7 @@ import numpy as np
 from . import checkpoint, kernels
 from .compressors.base import Compressor
 from .driver import Driver, Transaction
+from .hosts import Host
 from .kernels import DeviceCall
 from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Final, HostReduce, SelectAgain, StepNorm, TensorStep
 from .split import split_step
@@ -63,14 +64,14 @@ class Exchange(Driver):
 
     compressor: the configuration that is in force; tensors: {name: (shape, compressor)}, the compressor being this one or
     a variant (other momentum for another parameter group). Every tensor of a step is submitted before the first is finished; a step
-    ends when all that was submitted is finished. label: what its collectives' names begin with; discardable, dense_alone: as in Driver.
+    ends when all that was submitted is finished. label: what its collectives' names begin with; discardable, dense_alone, host: as in Driver.
     """
 
     def __init__(
         self, compressor: Compressor, transport: Transport, tensors: Dict[str, Tuple[tuple, Compressor]], label: str = "hvdc",
-        discardable: bool = False, dense_alone: bool = False,
+        discardable: bool = False, dense_alone: bool = False, host: Optional[Host] = None,
     ) -> None:
-        super().__init__(compressor, transport.rank, transport.size, label, discardable, dense_alone)
+        super().__init__(compressor, transport.rank, transport.size, label, discardable, dense_alone, host)
         self.transport = transport
         for name, (shape, variant) in tensors.items():
             self._add(name, shape, variant)
@@ -342,7 +343,7 @@ class Exchange(Driver):
     def replace(self, name: str, **options: Any) -> None:
         """Changes options of one tensor's compressor between steps (a momentum that a scheduler has changed)."""
         tensor = self._tensors[name]
-        tensor.compressor = dataclasses.replace(tensor.compressor, **options)
+        tensor.compressor = tensor.compressor.with_options(**options)
 
     def steps_taken(self) -> int:
         return self._now.index

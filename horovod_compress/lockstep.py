@@ -6,15 +6,19 @@ import numpy as np
 
 from .compressors.base import Compressor
 from .exchange import Exchange
+from .hosts import Host
 from .transport.base import Transport
 
 Named = Dict[str, np.ndarray]
 
 
-def make_ranks(compressor: Compressor, shapes: Dict[str, tuple], transports: Sequence[Transport], discardable: bool = False) -> List[Exchange]:
-    """The exchanges of connected ranks whose tensors have these names and shapes."""
+def make_ranks(
+    compressor: Compressor, shapes: Dict[str, tuple], transports: Sequence[Transport], discardable: bool = False, local_size: int = 1
+) -> List[Exchange]:
+    """The exchanges of connected ranks whose tensors have these names and shapes. local_size: how many ranks that follow each other are a host."""
+    hosts = Host.group(len(transports), local_size)
     tensors = {name: (shape, compressor) for name, shape in shapes.items()}
-    return [Exchange(compressor, transport, tensors, discardable=discardable) for transport in transports]
+    return [Exchange(compressor, transport, tensors, discardable=discardable, host=host) for transport, host in zip(transports, hosts)]
 
 
 def start_step(

@@ -22,12 +22,12 @@ class Run:
     stats: List[Dict[str, float]]
 
 
-def simulate(spec: Spec, gradients: Iterable[Iterable[Named]], lr: Optional[Iterable[float]] = None) -> Run:
+def simulate(spec: Spec, gradients: Iterable[Iterable[Named]], lr: Optional[Iterable[float]] = None, local_size: int = 1) -> Run:
     """Runs a compression over gradients[step][rank] = {name: array} and returns a `Run`.
 
     spec is as for `get_compressor`. Every rank of every step must have the same names and shapes. The arrays are not changed. lr is the learning rate
-    of each step, for residuals that follow it. Raises ValueError where names, shapes or numbers of steps differ, and AssertionError if replicas ever
-    disagreed.
+    of each step, for residuals that follow it. local_size: how many ranks that follow each other are a host, for `hosts=true`. Raises ValueError where
+    names, shapes or numbers of steps differ, or ranks are not hosts of that size, and AssertionError if replicas ever disagreed.
     """
     compressor = decide_follow_lr(get_compressor(spec), lr is not None, lr is not None)
     steps = [list(ranks) for ranks in gradients]
@@ -38,7 +38,7 @@ def simulate(spec: Spec, gradients: Iterable[Iterable[Named]], lr: Optional[Iter
     if len(rates) != len(steps):
         raise ValueError(f"lr has {len(rates)} learning rates for {len(steps)} steps")
     shapes = {name: np.shape(array) for name, array in steps[0][0].items()}
-    exchanges = make_ranks(compressor, shapes, Loopback.group(size))
+    exchanges = make_ranks(compressor, shapes, Loopback.group(size), local_size=local_size)
     mean, bytes_sent = [], []
     for step, ranks in enumerate(steps):
         _check(step, ranks, size, shapes)

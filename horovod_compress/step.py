@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Generator, Optional, Sequence, Tuple, Un
 import numpy as np
 
 from . import wire
-from .compressors.base import LOCAL, OWED, Compressor, Encoding, Kept, State, Step
+from .compressors.base import LOCAL, OWED, Compressor, Encoding, Kept, Shard, State, Step
 from .handshake import MismatchError, error_of_joined
 from .kernels import DeviceCall, Encoded, answered, at_once, beside
 from .requests import (
@@ -71,6 +71,11 @@ class Tensor:
         kept = self.compressor.residual(self.state)
         return self.state.arrays.get(OWED) if kept is None else kept
 
+    @property
+    def shard(self) -> Optional[Shard]:
+        """The part of the tensor that the state is of, where that is not all."""
+        return self.compressor.shard
+
     def one(self) -> HostReduce:
         """The carrier of a payload that travels beside it: what the host makes of a 1 is the factor for the sum of the payloads."""
         self.carrier.array[0] = 1
@@ -122,7 +127,8 @@ class Tensor:
         state.overflows, arrays = earlier.state.overflows, dict(earlier.state.arrays)
         left = arrays.pop(OWED, None)
         shapes = [{key: array.shape for key, array in each.items()} for each in (arrays, state.arrays)]
-        if type(earlier.compressor) is type(self.compressor) and shapes[0] == shapes[1] and gain == 1:
+        alike = (type(earlier.compressor), earlier.compressor.id) == (type(self.compressor), self.compressor.id)
+        if alike and shapes[0] == shapes[1] and gain == 1:
             state.arrays.update(arrays if left is None else {**arrays, OWED: left})
             return
         found = [each for each in (earlier.compressor.owed(earlier.state), left) if each is not None]
@@ -214,8 +220,18 @@ def _encode(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool) -> Encodi
     if tensor.declared[0].verb == "host":  # A graph has an operation for the type that `encode` makes, which may be float16.
         grad += compressor.as_gradient(owed)
         return compressor.encode(grad, state, step)
-    payload = compressor.encode_dense(grad, state, step)
-    grad += compressor.as_gradient(owed)  # It is the payload by now. In a residual, where it would stay after a failed step, it never was.
+    payload: Encoding = compressor.encode_dense(grad, state, step)
+    owed = compressor.as_gradient(owed)
+    if isinstance(payload, GeneratorType):
+        return _with_owed(payload, grad, owed)
+    grad += owed  # It is the payload by now. In a residual, where it would stay after a failed step, it never was.
+    return payload
+
+
+def _with_owed(encoding: Generator[Any, Any, Payload], grad: np.ndarray, owed: np.ndarray) -> Generator[Any, Any, Payload]:
+    """Adds what is owed when the gradient is the payload."""
+    payload = yield from encoding
+    grad += owed
     return payload
 
 
@@ -313,7 +329,7 @@ def _add_payloads(tensor: Tensor, arrived: np.ndarray, grad: np.ndarray, step: S
         grad.fill(np.nan)
     for rank, body in enumerate(bodies if finite else ()):
         try:
-            added = compressor.add(body, grad, scale)
+            added = compressor.add(body, compressor.part(grad, rank), scale)
             finite &= (yield from answered(added)) if isinstance(added, DeviceCall) else added
         except ValueError as error:
             raise wire.WireError(f"payload of rank {rank}: {error}") from None

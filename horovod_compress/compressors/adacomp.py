@@ -8,7 +8,7 @@ import numpy as np
 from .. import kernels
 from .base import LOCAL, Encoding, State, Step
 from .options import Auto, Count, Number, option
-from .selective import SelectiveCompressor
+from .selective import GatheringCompressor
 
 _CONVOLUTION, _FULLY_CONNECTED = 50, 500
 _NOTHING = np.empty(0, np.uint32), 0.0
@@ -22,7 +22,7 @@ class AdaCompState(State):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class AdaComp(SelectiveCompressor):
+class AdaComp(GatheringCompressor):
     """Sends, of each bin of elements, those that the newest gradient could have lifted over the bin's largest.
 
     With G = residual + g and H = residual + scale_factor·g, an element is sent where |H| ≥ max |G| of its bin. It is sent as the sign

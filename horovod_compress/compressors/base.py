@@ -87,6 +87,21 @@ LOCAL, SHARED = Kept("local"), Kept("shared")
 OWED = "owed"  # an array of any tensor's state, from a change of compressors to the next step that succeeds, which sends it densely; LOCAL
 
 
+class Shard(NamedTuple):
+    """The part of a tensor that one of `ranks` ranks keeps: its first element, the one after its last, and the tensor's number of elements."""
+
+    first: int
+    last: int
+    numel: int
+    ranks: int
+
+    def whole(self, part: np.ndarray) -> np.ndarray:
+        """A flat tensor with this part, and zero elsewhere."""
+        array = zeros(self.numel)
+        array[self.first : self.last] = part
+        return array
+
+
 class Undo(NamedTuple):
     """How a rollback restores an array of the state: it adds `values` to the elements `indices`, or with `replace` writes them there. Where indices
     is None, values is the body of a payload, which is decoded and added."""
@@ -137,6 +152,7 @@ class Compressor(ABC):
     on_device: ClassVar[bool] = False  # whether the kernels on a device are all that it needs: each class says so for itself
     takes_base = False  # whether `encode` subtracts `Step.base` itself, and leaves the gradient as that is where it would leave it zero
     same_kernels = False  # whether replicas agree only where all ranks have native kernels, or all the reference
+    shard = None  # type: Optional[Shard]  # where set, the part of the tensor that this rank's state is of
     seed = None  # type: Optional[int]  # where set, all random draws follow from it
     kept: ClassVar[Dict[str, Kept]] = {}  # what the arrays of the state are, by name
     accumulator: ClassVar[str] = "residual"  # which of them is the residual
@@ -187,6 +203,10 @@ class Compressor(ABC):
         it; where it returns Encoded it leaves grad zero, because payloads are added there. It is a generator where ranks must agree first: it
         yields an Allreduce, Allgather or Alltoall, and is sent the result. All tensors of a step go through these rounds together. Of a gradient on a
         device a DeviceCall may bring what is returned, if that is no HostReduce, and a generator may yield one."""
+
+    def with_options(self, **options: Any) -> "Compressor":
+        """This compressor with other values of these options."""
+        return dataclasses.replace(self, **options)
 
     def after_warmup(self) -> "Compressor":
         """This compressor as it is in the last stage of a schedule, in all steps."""
@@ -243,6 +263,10 @@ class Compressor(ABC):
         """Decodes the body of one rank's Encoded payload and adds it, times scale, to `out`, which is zero before the first rank's. Returns whether
         the sum is finite. Raises ValueError for a body that `encode` cannot have made. Bodies are sparse unless a subclass says otherwise."""
         return kernels.deferred(out).decode_add_sparse(out, body, scale=scale)
+
+    def part(self, out: np.ndarray, rank: int) -> np.ndarray:
+        """The part of the gradient's memory that the payload of a rank is of: all of it, unless ranks hold parts of tensors."""
+        return out
 
     def residual(self, state: State) -> Optional[np.ndarray]:
         """The residual, up to date only after `apply_pending`; None where the algorithm keeps none."""

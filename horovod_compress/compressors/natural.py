@@ -5,11 +5,11 @@ import numpy as np
 
 from .. import kernels
 from .base import State, Step
-from .selective import SelectiveCompressor
+from .selective import GatheringCompressor
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Natural(SelectiveCompressor):
+class Natural(GatheringCompressor):
     """Rounds every element at random to one of the two powers of two next to it: a sign and an exponent, 9 bits.
 
     It is unbiased, with a variance of at most g²/8 an element. Elements from 2^127 on are rounded down to that.

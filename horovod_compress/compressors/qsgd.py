@@ -7,11 +7,11 @@ import numpy as np
 from .. import kernels
 from .base import State, Step
 from .options import Choice, Count, option
-from .selective import SelectiveCompressor
+from .selective import GatheringCompressor
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class QSGD(SelectiveCompressor):
+class QSGD(GatheringCompressor):
     """Rounds every element at random to one of s levels of its bucket's norm and sends signs and levels.
 
     It is unbiased, with E‖Q(g) - g‖² ≤ min(d/s², √d/s)·‖g‖² for a bucket of d elements (Lemma 3.1). Each bucket and rank has its own

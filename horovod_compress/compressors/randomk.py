@@ -8,11 +8,11 @@ import numpy as np
 from .. import kernels
 from .base import LOCAL, State, Step, Undo
 from .options import Number, option
-from .selective import SelectiveCompressor
+from .selective import GatheringCompressor
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class RandomK(SelectiveCompressor):
+class RandomK(GatheringCompressor):
     """Sends ratio·d entries of the accumulated gradient, each rank its own random ones, and keeps the others in a residual.
 
     Only values travel, and the key from which receivers draw the same indices. It is the baseline for topk. Where all ranks should

@@ -11,7 +11,7 @@ from ..kernels import Encoded
 from .base import LOCAL, Compressor, Kept, State, Step, Undo, zeros
 from .fp16 import Float16
 from .none import NoCompression
-from .options import Choice, Count, Patterns, option
+from .options import Choice, Count, Flag, Patterns, option
 
 _NO_RATE = 1e-30  # a learning rate below counts as 0
 _MOST_GROWTH = 2.0**100  # so that the residual stays finite
@@ -45,7 +45,16 @@ class SelectiveCompressor(Compressor):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ErrorFeedback(SelectiveCompressor):
+class GatheringCompressor(SelectiveCompressor):
+    """One whose payloads every rank gathers."""
+
+    hosts: bool = option(
+        Flag(), False, "gradients are added up on each host before, in memory that its ranks share, and each rank compresses a part of the sum"
+    )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ErrorFeedback(GatheringCompressor):
     """A compressor that gathers payloads and keeps their error in `residual`. An optimizer multiplies results by the learning rate γ. Without
     `follow_lr` the residual is a gradient, which counts with the γ of the step that sends it. With `follow_lr` it stands for the deferred update
     γ·residual, and is rescaled when γ changes so that this update stays the same."""

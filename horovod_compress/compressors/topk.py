@@ -10,7 +10,7 @@ from .. import kernels
 from ..requests import Collective, Split
 from .base import GATHER, LOCAL, Encoding, State, Step, Undo
 from .options import Auto, Choice, Count, Number, option
-from .selective import SelectiveCompressor
+from .selective import GatheringCompressor
 
 VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "power": 4, "2bit": 2, "sign": 1}
 _MIN_SHARE = 32  # one in so many elements is the largest share that min_k makes a tensor send
@@ -23,7 +23,7 @@ def _entry_bits(density: float, values: str) -> float:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class TopK(SelectiveCompressor):
+class TopK(GatheringCompressor):
     """Sends the ratio·d entries of largest accumulated gradient and keeps the others in a residual for later steps.
 
     The ordinary optimizer works on the mean. A dense step sends the residual of all elements. With `chunk` the entries are those of each
@@ -58,6 +58,11 @@ class TopK(SelectiveCompressor):
     accept: Union[float, str] = option(
         Auto(Number(1)), "auto", "with exchange=split, how many times the entries that a rank sends all ranks get; auto: 4, at most half the ranks"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hosts and self.exchange == "split":
+            raise ValueError(f"{self.id}: give hosts=true or exchange=split, not both")
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (GATHER,) if self.exchange == "gather" else (Collective("alltoall", "uint8"), GATHER)

@@ -7,11 +7,11 @@ import numpy as np
 from .. import kernels
 from .base import LARGEST, LOCAL, Encoding, Kept, State, Step, Undo
 from .options import Choice, Flag, Number, option
-from .selective import SelectiveCompressor
+from .selective import GatheringCompressor
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Variance(SelectiveCompressor):
+class Variance(GatheringCompressor):
     """Sends an element once its accumulated mean is unambiguous against its noise: r² > alpha·v.
 
     r accumulates gradients, and v the squares of what each sample contributed to them. v decays by zeta where nothing is sent. Values
@@ -36,6 +36,11 @@ class Variance(SelectiveCompressor):
     moments: str = option(Choice("minibatch", "microbatch", "per_sample"), "minibatch", "what a sample is; per_sample is the paper's, PyTorch only")
     tau: float = option(Number(0, 1e30), 0.0, "above 0: Strom's threshold besides, and what is sent")
     error_feedback: bool = option(Flag(), False, "keep the rounding error in r; the paper drops it")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hosts and self.moments != "minibatch":
+            raise ValueError("variance: hosts=true adds gradients up before their samples are looked at: leave out hosts, or moments")
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
         encoded = kernels.deferred(grad).encode_variance(

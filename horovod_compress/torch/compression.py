@@ -93,6 +93,7 @@ class BoundCompression(Binding):
         if compressor.corrects_momentum and optimizer is not None and compressor.momentum is None:
             compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))  # other momentum stays with the optimizer
         moments, transport = _moments_of(compressor, self._trained), self._transport_of(compressor)
+        self._host = self._host_for(compressor)
         self._requested, self._takeover, self._moments, self._transport = requested, takeover, moments, transport
         self._compressor = next(iter(variants.values()), compressor)
         self._tensors = {slot.name: (tuple(slot.param.shape), variants.get(slot.name, compressor)) for slot in self._trained}
@@ -185,7 +186,7 @@ class BoundCompression(Binding):
 
     @functools.cached_property
     def _exchange(self) -> Exchange:  # made when it is first needed, because it allocates the state
-        return Exchange(self._compressor, self._transport, self._tensors, self._label, self._discardable, dense_alone=self._elastic)
+        return Exchange(self._compressor, self._transport, self._tensors, self._label, self._discardable, self._elastic, self._host)
 
     def _begin_step(self) -> None:
         rank, size = self._process_set.rank(), self._process_set.size()
@@ -209,6 +210,7 @@ class BoundCompression(Binding):
         self._switch_where_due()
         if scale is not None:
             self._exchange.rescale(scale)
+        self._meet()
         if self._compressor.follow_lr:
             self._rates = {id(param): float(group["lr"]) for group in optimizer.param_groups for param in group["params"]}
         self._takeover.due = False
@@ -361,7 +363,7 @@ class BoundCompression(Binding):
             self._agreed = True
         after = self._takeover.gains()
         gains = {name: after.get(name, 1.0) / before.get(name, 1.0) for name in before.keys() | after.keys()}
-        exchange.transport = self._transport
+        exchange.transport, exchange.host = self._transport, self._host
         exchange.switch(self._compressor, self._tensors, gains)
 
     def _switch_where_due(self) -> None:

@@ -35,7 +35,9 @@ class UpdateCompression(Binding):
         self._ranks = self._rank_and_size()
         self._compressor = compressor_for_updates(spec, hvd.rank())
         self._transport: Transport = self._transport_of(self._compressor)
-        self._exchange = Exchange(self._compressor, self._transport, self._tensors(self._compressor), self._label, dense_alone=self._elastic)
+        self._host = self._host_for(self._compressor)
+        tensors = self._tensors(self._compressor)
+        self._exchange = Exchange(self._compressor, self._transport, tensors, self._label, dense_alone=self._elastic, host=self._host)
 
     def _description(self) -> Dict[str, Any]:
         return {**super()._description(), **self._options, "shapes": {name: list(shape) for name, shape in self._shapes.items()}}
@@ -69,6 +71,7 @@ class UpdateCompression(Binding):
             return True
         if self._rank_and_size() != self._ranks:  # In an elastic job: ranks have left, and those that stay are not asked to synchronize.
             self._resize()
+        self._meet()
         carriers = {name: exchange.submit(name, flat, base=base) for name, flat, base in updates}
         handles = {}
         for name, carrier in carriers.items():
@@ -103,9 +106,11 @@ class UpdateCompression(Binding):
 
     def _switch(self, compressor: Compressor, compare: bool) -> None:
         self._exchange.end_step()
+        host = self._host_for(compressor)
         if compare:
             agree(self._transport, f"{self._label}.switch", compressor.config, "called switch()", "Call it on all ranks with the same spec")
         self._exchange.transport = self._transport = self._transport_of(compressor)
+        self._exchange.host = self._host = host
         self._exchange.switch(compressor, self._tensors(compressor), {})
         self._compressor = compressor
 

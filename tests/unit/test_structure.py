@@ -14,7 +14,7 @@ LAYERS = [
     ["handshake", "wire"],
     ["split"],
     ["compressors"],
-    ["plan", "step", "transport"],
+    ["plan", "step", "transport", "hosts"],
     ["checkpoint", "driver"],
     ["exchange", "recording"],
     ["lockstep"],

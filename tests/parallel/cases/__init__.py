@@ -13,6 +13,7 @@ from . import (
     errors,
     faults,
     horovod_options,
+    hosts,
     optimizers,
     recording,
     samples,
@@ -31,5 +32,5 @@ __all__ = ["CASES", "start"]
 
 CASES = joined(
     dense_limit, optimizers, horovod_options, states, errors, samples, split, algorithms, transports, faults, uneven, unbound, switches, automatic,
-    recording, updates, update_faults, devices,
+    recording, updates, update_faults, devices, hosts,
 )
