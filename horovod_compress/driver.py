@@ -12,7 +12,7 @@ import numpy as np
 
 from . import checkpoint, kernels
 from .compressors.base import Compressor, Model, Step
-from .hosts import Host, HostSharded, sharded
+from .hosts import Host, sharded
 from .plan import compressor_for
 from .requests import DECLARABLE, FLOAT32, TensorStep
 from .step import SENT, SPENT, Tensor, tensor_step

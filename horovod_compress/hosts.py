@@ -5,6 +5,7 @@ a tensor's. Every rank gathers all parts, which are H payloads' worth of bytes i
 """
 import contextlib
 import dataclasses
+import math
 import mmap
 import os
 import secrets
@@ -15,7 +16,7 @@ import numpy as np
 
 from .compressors.base import Compressor, Decoded, Shard, State, Step
 from .handshake import Gathering, gather
-from .requests import Allreduce, Collective, HostReduce, Payload
+from .requests import Allreduce, Collective, HostReduce
 
 _TOGETHER = Collective("allreduce", "float32", "max")
 _AS_INSIDE = ("id", "number", "kept", "clip_norm")  # what drivers read of a compressor's class
@@ -134,7 +135,7 @@ class HostSharded(Compressor):
     def __post_init__(self) -> None:
         for name in _AS_INSIDE:
             object.__setattr__(self, name, getattr(self.inner, name))
-        object.__setattr__(self, "shard", Shard(*self.elements(self.host.local), self._numel, self.host.size))
+        object.__setattr__(self, "shard", self._shard)
 
     def __repr__(self) -> str:
         return f"{self.inner!r} on hosts of {self.host.size}"
@@ -157,15 +158,19 @@ class HostSharded(Compressor):
         return first * row, last * row
 
     @property
+    def _shard(self) -> Shard:
+        return Shard(*self.elements(self.host.local), self._numel, self.host.size)
+
+    @property
     def _numel(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     def init(self, name: str, shape: Tuple[int, ...]) -> State:
         first, last = self.rows(self.host.local)
         self.host.want(name, self._numel)
         return self.inner.init(name, (last - first, *shape[1:]))
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Generator[Any, Any, Payload]:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Generator[Any, Any, Any]:
         part = yield from self._summed(grad, state, step)
         encoding = self.inner.encode(part, state, dataclasses.replace(step, scale=1.0))
         return (yield from encoding) if isinstance(encoding, Generator) else encoding
@@ -208,7 +213,7 @@ class HostSharded(Compressor):
 
     def owed(self, state: State) -> Optional[np.ndarray]:
         owed = self.inner.owed(state)
-        return None if owed is None else self.shard.whole(owed)
+        return None if owed is None else self._shard.whole(owed)
 
     def take_over(self, owed: np.ndarray, state: State) -> bool:
         return False  # It is this rank's, and of all parts.

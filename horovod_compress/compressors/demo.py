@@ -10,12 +10,12 @@ from .. import kernels
 from .base import LOCAL, State, Step, Undo
 from .options import Auto, Choice, Count, Number, option
 from .powersgd import matrix_of
-from .selective import GatheringCompressor
+from .selective import SelectiveCompressor
 from .topk import VALUE_BITS
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class DeMo(GatheringCompressor):
+class DeMo(SelectiveCompressor):
     """Sends the k largest coefficients of each chunk of momentum in the discrete cosine transform, and keeps the rest for later steps.
 
     The residual, DeMo's momentum, decays in every step, gets the gradient added, and loses what its own coefficients decode to. The result is

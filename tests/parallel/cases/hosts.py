@@ -34,7 +34,7 @@ def hosts_give_what_they_give_in_one_process():
 @case(2, 3, 4)
 def hosts_train_with_identical_replicas():
     """All of a user's script, SGD's momentum taken over: clipped, with op=Sum, with predivision, and with every algorithm that gathers."""
-    others = [f"{id}:min_numel=100" for id in ("adacomp", "variance", "randomk", "strom", "qsgd", "natural", "onebit", "demo")]
+    others = [f"{id}:min_numel=100" for id in ("adacomp", "variance", "randomk", "strom", "qsgd", "natural", "onebit")]
     for spec, wrapping in (
         ("dgc:ratio=0.01", {}), ("dgc:ratio=0.01,clip_norm=0.5", {}), ("dgc:ratio=0.01", {"op": hvd.Sum}),
         ("dgc:ratio=0.01", {"gradient_predivide_factor": 2.0}), *((spec, {}) for spec in others),
