@@ -186,7 +186,7 @@ class Driver(ABC):
             gradient = grad if step.base is None else grad - step.base
             tensor.gradient_squares = kernels.of(grad).squared_norm(gradient) / tensor.unit**2
         alone = self._dense_alone and step.size == 1 and tensor.compressor.residual(tensor.state) is not None
-        dense = not alone and tensor.goes_dense(step)
+        dense = not alone and self._goes_dense(tensor, step)
         if dense and not self._dense_was_logged:
             self._dense_was_logged = True
             if step.rank == 0:
@@ -195,6 +195,9 @@ class Driver(ABC):
                     "other tensors wherever that is so", self.compressor.id, step.index, tensor.name, step.size,
                 )
         return tensor_step(tensor, grad, step, dense or alone)
+
+    def _goes_dense(self, tensor: Tensor, step: Step) -> bool:
+        return tensor.goes_dense(step)
 
     def rescale(self, unit: float) -> None:
         """From the next step on, gradients come times `unit`, a loss scale; brings what is kept of earlier ones to it. RuntimeError as of

@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from .compressors.base import Compressor, Decoded, Shard, State, Step
+from .compressors.base import OWED, Compressor, Decoded, Shard, State, Step
 from .handshake import Gathering, gather
 from .requests import Allreduce, Collective, HostReduce
 
@@ -184,9 +184,16 @@ class HostSharded(Compressor):
         """This rank's part of the gradient's memory, with the host's sum. The rest of the gradient is zero then."""
         slots = self.host.slots(state.name)
         np.multiply(grad, np.float32(step.scale), out=slots[self.host.local])
+        owed = state.arrays.get(OWED)
+        if owed is not None:
+            slots[self.host.local] += self.inner.as_gradient(owed)
         grad.fill(0)
         # Answered when all ranks have sent it. Nobody writes here again before all have decoded what this rank makes of it.
         yield Allreduce(np.zeros(1, np.float32), "max")
+        if owed is not None and self.inner.residual(state) is not None:  # From here on residuals have it, but for sums that these do not take.
+            owed[np.isfinite(slots.sum(0))] = 0
+            if not owed.any():
+                del state.arrays[OWED]
         first, last = self.elements(self.host.local)
         part = grad[first:last]
         for slot in slots:
@@ -231,4 +238,4 @@ class HostSharded(Compressor):
 def sharded(compressor: Compressor, host: Optional[Host], shape: Tuple[int, ...]) -> Compressor:
     """The compressor of a tensor on a host, by what its option `hosts` says. A tensor with fewer rows than a host has ranks stays whole."""
     wanted = host is not None and host.size > 1 and getattr(compressor, "hosts", False)
-    return HostSharded(compressor, host, shape) if host is not None and wanted and shape[0] >= host.size else compressor
+    return HostSharded(compressor.for_part(host.size), host, shape) if host is not None and wanted and shape[0] >= host.size else compressor

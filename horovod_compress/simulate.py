@@ -26,8 +26,8 @@ def simulate(spec: Spec, gradients: Iterable[Iterable[Named]], lr: Optional[Iter
     """Runs a compression over gradients[step][rank] = {name: array} and returns a `Run`.
 
     spec is as for `get_compressor`. Every rank of every step must have the same names and shapes. The arrays are not changed. lr is the learning rate
-    of each step, for residuals that follow it. local_size: how many ranks that follow each other are a host, for `hosts=true`. Raises ValueError where
-    names, shapes or numbers of steps differ, or ranks are not hosts of that size, and AssertionError if replicas ever disagreed.
+    of each step, for residuals that follow it. local_size: how many ranks that follow each other are a host, for `hosts=true`. Raises ValueError
+    where names, shapes or numbers of steps differ, or ranks are not hosts of that size, and AssertionError if replicas ever disagreed.
     """
     compressor = decide_follow_lr(get_compressor(spec), lr is not None, lr is not None)
     steps = [list(ranks) for ranks in gradients]

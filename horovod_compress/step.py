@@ -213,25 +213,15 @@ def _encode(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool) -> Encodi
     """What the compressor makes of a gradient. With it goes what another compressor owed, densely."""
     compressor, state = tensor.compressor, tensor.state
     owed = state.arrays.get(OWED)
-    if owed is None:
+    if owed is None or compressor.shard is not None:  # A part's compressor sees to it: what this rank owes is of all parts.
         return (compressor.encode_dense if dense else compressor.encode)(grad, state, step)
     grad *= np.float32(step.scale)
     step = dataclasses.replace(step, scale=1.0)
     if tensor.declared[0].verb == "host":  # A graph has an operation for the type that `encode` makes, which may be float16.
         grad += compressor.as_gradient(owed)
         return compressor.encode(grad, state, step)
-    payload: Encoding = compressor.encode_dense(grad, state, step)
-    owed = compressor.as_gradient(owed)
-    if isinstance(payload, GeneratorType):
-        return _with_owed(payload, grad, owed)
-    grad += owed  # It is the payload by now. In a residual, where it would stay after a failed step, it never was.
-    return payload
-
-
-def _with_owed(encoding: Generator[Any, Any, Payload], grad: np.ndarray, owed: np.ndarray) -> Generator[Any, Any, Payload]:
-    """Adds what is owed when the gradient is the payload."""
-    payload = yield from encoding
-    grad += owed
+    payload = compressor.encode_dense(grad, state, step)
+    grad += compressor.as_gradient(owed)  # It is the payload by now. In a residual, where it would stay after a failed step, it never was.
     return payload
 
 

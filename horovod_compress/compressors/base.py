@@ -208,6 +208,10 @@ class Compressor(ABC):
         """This compressor with other values of these options."""
         return dataclasses.replace(self, **options)
 
+    def for_part(self, ranks: int) -> "Compressor":
+        """This compressor for one of so many parts of a tensor, which together send what it sends of the whole."""
+        return self
+
     def after_warmup(self) -> "Compressor":
         """This compressor as it is in the last stage of a schedule, in all steps."""
         return self

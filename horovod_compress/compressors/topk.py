@@ -67,6 +67,11 @@ class TopK(GatheringCompressor):
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (GATHER,) if self.exchange == "gather" else (Collective("alltoall", "uint8"), GATHER)
 
+    def for_part(self, ranks: int) -> "TopK":
+        if self.chunk:
+            return self
+        return dataclasses.replace(self, min_k=-(-self.min_k // ranks), k=self.k and -(-self.k // ranks))
+
     def density(self, step: int) -> float:
         """The share of elements sent at this step."""
         return self.ratio
