@@ -43,8 +43,6 @@ def checked_moments(compressor: Any, optimizer: Any) -> Optional[str]:
         raise ValueError("with TensorFlow payloads are moved by operations of the graph: say transport=horovod")
     if getattr(compressor, "exchange", "gather") != "gather":
         raise ValueError("exchange=split needs PyTorch: in a graph no operation sees all tensors of a step. With TensorFlow say exchange=gather")
-    if getattr(compressor, "hosts", False):
-        raise ValueError("hosts=true needs PyTorch: with TensorFlow leave it out")
     if moments == "per_sample":
         raise ValueError(
             "moments=per_sample needs PyTorch, which shows layers' inputs. With TensorFlow say moments=microbatch, and give hvd.DistributedOptimizer("

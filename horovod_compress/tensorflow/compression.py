@@ -10,6 +10,7 @@ from ..binding import REFUSED_ALONE, description_of, momentum_of, requested_comp
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..handshake import agree, gather
+from ..hosts import Host
 from .checks import check_elastic, check_scaler, checked_moments
 from .exchange import GraphExchange, Saved
 from .graph import GraphCompression
@@ -19,11 +20,12 @@ from .optimizer import SGD, before_applying, check, is_plain_sgd, leave_momentum
 
 class _Chosen(NamedTuple):
     """How variables are compressed. requested: as the spec says; compressor: with the momentum that it applies; takes_over: whether that is taken
-    over from an SGD."""
+    over from an SGD; host: the ranks of this rank's, where they are of use."""
 
     requested: Compressor
     compressor: Compressor
     takes_over: bool = False
+    host: Optional[Host] = None
 
 
 class BoundCompression(GraphCompression):
@@ -96,13 +98,14 @@ class BoundCompression(GraphCompression):
         if self._elastic:
             check_elastic(compressor, optimizer)
         checked_moments(compressor, optimizer)
+        host = self._host_for(compressor)
         if not compressor.corrects_momentum or optimizer is None:
-            return _Chosen(compressor, compressor)
+            return _Chosen(compressor, compressor, host=host)
         momentum, nesterov = momentum_of(compressor, options_of(optimizer)) if isinstance(optimizer, SGD) else (0.0, False)
         takes_over = bool(momentum and self._active)
         if takes_over:
             refuse_own_steps(optimizer)
-        return _Chosen(compressor, compressor.bound(momentum, nesterov), takes_over)
+        return _Chosen(compressor, compressor.bound(momentum, nesterov), takes_over, host)
 
     def _use(self, chosen: _Chosen) -> None:
         compressor: Any = chosen.compressor
@@ -110,6 +113,7 @@ class BoundCompression(GraphCompression):
             tell_of_takeover(self._optimizer, compressor.id, compressor.momentum, compressor.nesterov)
             self._lives_on = self._lives_on or bool(self._exchange.shapes)
         self._chosen, self._compressor = chosen, compressor
+        self._host = self._exchange.host = chosen.host
         self._microbatches = self._watches and getattr(compressor, "moments", None) == "microbatch"
 
     @property
@@ -186,8 +190,10 @@ class BoundCompression(GraphCompression):
         gain = self._gain(chosen.takes_over) / self._gain(self._takes_over)
         tensors = {name: (shape, chosen.compressor) for name, shape in exchange.shapes.items()}
         with self._tracing_again():
+            exchange.host = chosen.host
             exchange.switch(chosen.compressor, tensors, dict.fromkeys(tensors, gain))
             self._use(chosen)
+            self._meet()
 
     def _place_saved(self) -> None:
         """Gives the exchange what a loaded state has of variables that are not known yet."""

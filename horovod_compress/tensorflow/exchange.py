@@ -8,7 +8,7 @@ from typing import Any, Collection, Dict, Optional, Sequence, Tuple
 import numpy as np
 
 from .. import checkpoint
-from ..compressors.base import OWED, Compressor
+from ..compressors.base import OWED, Compressor, Step
 from ..driver import Driver, Transaction, check_unit
 from ..handshake import first_difference
 from ..requests import Allreduce, Alltoall, Final, StepNorm, TensorStep
@@ -77,6 +77,13 @@ class GraphExchange(Driver):
     def switch(self, compressor: Compressor, tensors: Dict[str, Tuple[tuple, Compressor]], gains: Dict[str, float]) -> None:
         super().switch(compressor, tensors, gains)
         self.sends_number = next((tensor.name for tensor in self.tensors if _adds_up(tensor)), None)
+
+    def compressor_of(self, name: str) -> Compressor:
+        """That of a tensor."""
+        return self._tensors[name].compressor
+
+    def _goes_dense(self, tensor: Tensor, step: Step) -> bool:
+        return tensor.shard is None and super()._goes_dense(tensor, step)  # A graph has no operation for the sum of parts.
 
     def owes(self, name: str) -> bool:
         """Whether the next step of a tensor brings something of earlier ones densely, which is added to its gradient."""

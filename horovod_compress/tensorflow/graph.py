@@ -13,7 +13,6 @@ from tensorflow.python.ops import control_flow_util
 from .. import kernels
 from ..binding import Binding, is_elastic, warn_once
 from ..handshake import agree
-from ..plan import compressor_for
 from ..requests import Collective
 from .checks import ONE_PASS, check_elastic_scale
 from .eager import Eager
@@ -203,6 +202,7 @@ class GraphCompression(Binding):
             self._exchange.add(name, shape, self._compressor, self._saved[name] if self._saved else None)
             number = self._numbers.setdefault(name, len(self._numbers))
             self._variables[key] = self._described(Variable(name, number, shape))
+        self._meet()
         if self._saved is not None:
             self._saved = {name: saved for name, saved in self._saved.items() if name not in shapes}
             if self._elastic:
@@ -210,7 +210,7 @@ class GraphCompression(Binding):
 
     def _described(self, variable: Variable) -> Variable:
         """The variable, which says what traces have to know of its compressor."""
-        compressor = compressor_for(self._compressor, variable.name, variable.shape)
+        compressor = self._exchange.compressor_of(variable.name)
         collectives = compressor.collectives(self._process_set.size())
         variable.carried, variable.moved = (collectives[0].dtype, ()) if collectives[0].verb == "host" else ("float32", collectives)
         dense = not variable.moved and variable.carried == "float32" and self._compressor.clip_norm is None
