@@ -52,7 +52,7 @@ class Run(NamedTuple):
 class Simulated:
     """Ranks of one process. One model serves all of them: with updates it has each rank's own parameters in turn."""
 
-    def __init__(self, task, run, model, ranks):
+    def __init__(self, task, run, model, ranks, local_size):
         self.task, self.run, self.model, self.named = task, run, model, dict(model.named_parameters())
         self.optimizers = [task.optimizer(run.optimizer, model.parameters()) for _ in range(ranks if run.every else 1)]
         optimizer = self.optimizers[0]
@@ -60,7 +60,8 @@ class Simulated:
         self.takeover = SGDTakeover(None if run.every else optimizer, compressor, {id(param): name for name, param in self.named.items()})
         variant = next(iter(self.takeover.variants.values()), compressor.bound(0.0, False) if compressor.corrects_momentum else compressor)
         self.compressor = variant
-        self.exchanges = make_ranks(variant, {name: tuple(param.shape) for name, param in self.named.items()}, Loopback.group(ranks))
+        shapes = {name: tuple(param.shape) for name, param in self.named.items()}
+        self.exchanges = make_ranks(variant, shapes, Loopback.group(ranks), local_size=local_size)
         moments = getattr(variant, "moments", "minibatch")
         self.moments = Moments(moments, self.named) if moments != "minibatch" else None
         self.passes = PASSES if moments == "microbatch" else 1
@@ -145,7 +146,7 @@ class Simulated:
 class Real:
     """This process is one of Horovod's ranks."""
 
-    def __init__(self, task, run, model, ranks):
+    def __init__(self, task, run, model):
         self.task, self.run, self.model = task, run, model
         optimizer = task.optimizer(run.optimizer, model.parameters())
         if run.every:
@@ -185,14 +186,14 @@ def flat(tensor):
     return tensor.detach().reshape(-1).numpy()
 
 
-def train(name, run, seed, ranks, real, steps=None):
+def train(name, run, seed, ranks, real, steps=None, local_size=1):
     """One run, as a line of the file."""
     task = TASKS[name]
     its = parsed(run, task)
     data, total = task.data(), steps or task.steps
     torch.manual_seed(seed)
     model = task.model()
-    trainer = (Real if real else Simulated)(task, its, model, ranks)
+    trainer = Real(task, its, model) if real else Simulated(task, its, model, ranks, local_size)
     measured, seconds = [], 0.0
     marks = {round(total * point / POINTS) for point in range(1, POINTS + 1)}
     batches = zip(range(1, total + 1), task.batches(data, seed))
@@ -206,7 +207,8 @@ def train(name, run, seed, ranks, real, steps=None):
     totals, by_tensor = trainer.totals()
     together = max(its.every, 1)
     return {
-        "task": name, "run": run, "ranks": ranks, "seed": seed, "steps": total, "real": real, "measured": measured,
+        "task": name, "run": run, "ranks": ranks, "local_size": local_size, "seed": seed, "steps": total, "real": real,
+        "measured": measured,
         "parameters": sum(param.numel() for param in model.parameters()), "ratio": together * totals["dense_bytes"] / totals["bytes_sent"],
         "ratios": {layer: together * stats["dense_bytes"] / max(stats["bytes_sent"], 1) for layer, stats in by_tensor.items()},
         "received": totals["bytes_received"] / total, "seconds": seconds,
@@ -233,11 +235,11 @@ def parsed(run, task):
 
 
 def key(row):
-    return row["run"], row["ranks"], row["steps"], row["real"]
+    return row["run"], row["ranks"], row["steps"], row["real"], row.get("local_size", 1)
 
 
 def grouped(rows):
-    """{(run, ranks, steps, real): its rows, by seed}"""
+    """{(run, ranks, steps, real, local_size): its rows, by seed}"""
     groups: Dict[Any, List[dict]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -247,7 +249,7 @@ def grouped(rows):
 def table(name, rows):
     task, groups = TASKS[name], grouped(rows)
     lines = [f"| {name} | ranks | seeds | {task.unit} | spread | against none | times fewer bytes |", "|---|---:|---:|---:|---:|---:|---:|"]
-    for (run, ranks, steps, real), found in groups.items():
+    for (run, ranks, steps, real, local_size), found in groups.items():
         ends = [row["measured"][-1][1] for row in found]
         uncompressed = parsed(run, task)._replace(every=0, outer=None, spec="none")
         alike = [row for row in rows if row["steps"] == steps and parsed(row["run"], task) == uncompressed]
@@ -255,7 +257,8 @@ def table(name, rows):
         pairs = [end - baseline[row["seed"]] for end, row in zip(ends, found) if row["seed"] in baseline]
         against = f"{np.mean(pairs):+.3f}" if pairs else ""
         spread = f"{np.std(ends, ddof=1):.3f}" if len(ends) > 1 else ""
-        shown = f"{run}{', real ranks' if real else ''}{'' if steps == task.steps else f', {steps} steps'}"
+        notes = {f"hosts of {local_size}": local_size > 1, "real ranks": real, f"{steps} steps": steps != task.steps}
+        shown = ", ".join([run, *(note for note, applies in notes.items() if applies)])
         ratio = np.mean([row["ratio"] for row in found])
         lines.append(f"| {shown} | {ranks} | {len(ends)} | {np.mean(ends):.3f} | {spread} | {against} | {ratio:.1f} |")
     return "\n".join(lines)
@@ -269,7 +272,7 @@ def plot(name, rows, path, rate):
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 5), sharey=True, constrained_layout=True)
-    for (run, ranks, _, _), found in grouped(rows).items():
+    for (run, ranks, *_), found in grouped(rows).items():
         points = np.mean([row["measured"] for row in found], axis=0)
         seconds = points[:, 0] * max(found[0]["received"], points[-1, 2] / points[-1, 0]) * 8 / rate
         for axis, x in zip(axes, (points[:, 0], points[:, 2] / 1e6, seconds)):
@@ -287,6 +290,7 @@ def main():
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("runs", nargs="*", metavar="RUN")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4])
+    parser.add_argument("--local-size", type=int, default=1, help="how many simulated ranks are a host, for hosts=true (default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, help="in place of the task's")
     parser.add_argument("--real", action="store_true", help="this process is one of horovodrun's ranks")
@@ -297,16 +301,16 @@ def main():
     hvd.init()
     if options.real:
         torch.set_num_threads(1)
-    first = hvd.rank() == 0
+    first, local_size = hvd.rank() == 0, hvd.local_size() if options.real else options.local_size
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     rows = [row for row in rows if row["task"] == options.task]
     for run in options.runs:
         for ranks in [hvd.size()] if options.real else options.ranks:
             for seed in options.seeds:
-                wanted = (run, ranks, options.steps or TASKS[options.task].steps, options.real)
+                wanted = (run, ranks, options.steps or TASKS[options.task].steps, options.real, local_size)
                 if any(key(row) == wanted and row["seed"] == seed for row in rows):
                     continue
-                rows.append(train(options.task, run, seed, ranks, options.real, options.steps))
+                rows.append(train(options.task, run, seed, ranks, options.real, options.steps, local_size))
                 if first:
                     with options.out.open("a") as file:
                         file.write(json.dumps(rows[-1]) + "\n")
