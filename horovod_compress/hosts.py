@@ -14,6 +14,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
+from . import kernels
 from .compressors.base import OWED, Compressor, Decoded, Shard, State, Step
 from .handshake import Gathering, gather
 from .requests import Allreduce, Collective, HostReduce
@@ -183,11 +184,10 @@ class HostSharded(Compressor):
     def _summed(self, grad: np.ndarray, state: State, step: Step) -> Generator[Allreduce, Any, np.ndarray]:
         """This rank's part of the gradient's memory, with the host's sum. The rest of the gradient is zero then."""
         slots = self.host.slots(state.name)
-        np.multiply(grad, np.float32(step.scale), out=slots[self.host.local])
+        kernels.of(grad).move(grad, slots[self.host.local], scale=step.scale)
         owed = state.arrays.get(OWED)
         if owed is not None:
             slots[self.host.local] += self.inner.as_gradient(owed)
-        grad.fill(0)
         # Answered when all ranks have sent it. Nobody writes here again before all have decoded what this rank makes of it.
         yield Allreduce(np.zeros(1, np.float32), "max")
         if owed is not None and self.inner.residual(state) is not None:  # From here on residuals have it, but for sums that these do not take.
@@ -196,8 +196,7 @@ class HostSharded(Compressor):
                 del state.arrays[OWED]
         first, last = self.elements(self.host.local)
         part = grad[first:last]
-        for slot in slots:
-            part += slot[first:last]
+        kernels.of(part).add_up(part, [slot[first:last] for slot in slots])
         return part
 
     def payload_bits(self, numel: int, step: Step) -> Optional[float]:

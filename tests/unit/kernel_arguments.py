@@ -220,6 +220,14 @@ def apply_momentum(a):
     return dict(out=a.any(), u=a.finite(), new_u=a.finite(), momentum=momentum, nesterov=nesterov)
 
 
+def move(a):
+    return dict(x=a.any(), out=a.finite(), scale=a.scale())
+
+
+def add_up(a):
+    return dict(out=a.finite(), parts=[a.any() for _ in range(a.one_of(1, 2, 4))])
+
+
 def checksum(a):
     return dict(data=a.bits(np.uint8))
 

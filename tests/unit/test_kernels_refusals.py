@@ -28,7 +28,7 @@ ONE_LENGTH_OF_SEVERAL = {
     "decode_float16": ["half", "out"], "decode_add_bf16": ["out", "body"], "encode_one_bit": ["grad", "residual"],
     "decode_add_one_bit": ["body"], "decode_add_natural": ["body"], "decode_add_sparse": ["body"], "decode_sparse": ["body"],
     "decode_add_buckets": ["body"], "apply_momentum": ["out", "u", "new_u"], "quantize": ["levels"], "max_abs": ["peaks"], "encode_scales": ["peaks"],
-    "dequantize": ["words", "levels"], "decode_signs": ["words"],
+    "dequantize": ["words", "levels"], "decode_signs": ["words"], "move": ["x", "out"], "add_up": ["out"],
 }
 WRITTEN = {
     "take_entries": ["v", "u"], "scatter_add": ["out"], "decode_add_sparse": ["out"], "encode_strom": ["grad", "residual"],
@@ -36,6 +36,7 @@ WRITTEN = {
     "encode_bf16": ["grad"], "decode_add_bf16": ["out"], "encode_one_bit": ["grad", "residual"], "decode_add_one_bit": ["out"],
     "encode_natural": ["grad"], "decode_add_natural": ["out"], "encode_buckets": ["grad"], "decode_add_buckets": ["out"],
     "apply_momentum": ["out", "new_u"], "max_abs": ["peaks"], "dequantize": ["out"], "decode_signs": ["out"],
+    "move": ["x", "out"], "add_up": ["out"],
 }
 
 

@@ -1,11 +1,13 @@
-// What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries; how threads treat denormal numbers.
+// What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries, moving and adding up; how threads treat
+// denormal numbers.
 //
 // max_abs and squared_norm read x once. max_abs works on 16 stretches of 64 elements at a time and folds their maxima together, one for each
 // stretch, which `peaks` gets. max_abs_and_deviation sums y and y² by blocks of y = x scaled by a power of two, so that squares stay in
 // range, and reads x again only to see whether all elements are equal.
 //
 // apply_momentum reads `out` for finiteness, then out and u, writes new_u and out, and reads both for finiteness. scatter_add writes the
-// places that indices name, with prefetching.
+// places that indices name, with prefetching. move reads x, writes `out` past the caches and x while it is in them; add_up reads each part
+// once and writes `out` once.
 #include <cmath>
 #include <cstdlib>
 
@@ -143,6 +145,55 @@ bool scatter_add(Floats& out, const Indices& indices, const Floats& values, floa
     return add_entries(to, at, value, n, scale);
 }
 
+HC_INLINE void move_pass(float* __restrict x, float* to, std::size_t n, float scale) {
+    Output out(to, n);
+    for (std::size_t i = 0; i < n; i += kStretch) {
+        const std::size_t count = std::min(kStretch, n - i);
+        float* __restrict from = x + i;
+        out.append(count, [&](std::size_t j) { return scale * from[j]; });
+        std::memset(from, 0, 4 * count);
+    }
+}
+
+void move(Floats& x, Floats& out, float scale) {
+    const std::size_t n = length(x, "x");
+    same_length(n, length(out, "out"), "x and out");
+    float* from = x.mutable_data();
+    float* to = out.mutable_data();
+    py::gil_scoped_release release;
+    dispatch<move_pass>(from, to, n, scale);
+}
+
+HC_INLINE void add_up_pass(float* __restrict out, const float* const* parts, std::size_t count, std::size_t n) {
+    for (std::size_t i = 0; i < n; i += kStretch) {
+        float sums[kStretch];
+        const std::size_t here = std::min(kStretch, n - i);
+        prefetch_ahead(out + i, here);
+        std::memcpy(sums, parts[0] + i, 4 * here);
+        for (std::size_t part = 1; part < count; ++part) {
+            const float* __restrict from = parts[part] + i;
+            if (here == kStretch)
+                for (std::size_t j = 0; j < kStretch; ++j) sums[j] += from[j];
+            else
+                for (std::size_t j = 0; j < here; ++j) sums[j] += from[j];
+        }
+        std::memcpy(out + i, sums, 4 * here);
+    }
+}
+
+void add_up(Floats& out, const std::vector<Floats>& parts) {
+    const std::size_t n = length(out, "out");
+    if (parts.empty()) throw std::invalid_argument("there must be one part at least");
+    std::vector<const float*> from;
+    for (const Floats& part : parts) {
+        same_length(n, length(part, "a part"), "out and every part");
+        from.push_back(part.data());
+    }
+    float* to = out.mutable_data();
+    py::gil_scoped_release release;
+    dispatch<add_up_pass>(to, from.data(), from.size(), n);
+}
+
 // x86-64: flush to zero and denormals are zero, of MXCSR. AArch64: flush to zero, of FPCR.
 std::uint64_t flush_denormals(std::uint64_t mode) {
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -170,6 +221,8 @@ void bind(py::module_& m) {
     m.def("squared_norm", &squared_norm, arg("x").noconvert());
     m.def("apply_momentum", &apply_momentum, arg("out").noconvert(), arg("u").noconvert(), arg("new_u").noconvert(), py::kw_only(), arg("momentum"),
           arg("nesterov"));
+    m.def("move", &move, arg("x").noconvert(), arg("out").noconvert(), py::kw_only(), arg("scale"));
+    m.def("add_up", &add_up, arg("out").noconvert(), arg("parts").noconvert());
     m.def("flush_denormals", &flush_denormals, py::kw_only(), arg("mode"));
     m.def("scatter_add", &scatter_add, arg("out").noconvert(), arg("indices").noconvert(), arg("values").noconvert(), py::kw_only(), arg("scale"));
 }

@@ -17,7 +17,7 @@ from .codes import (
     encode_one_bit,
 )
 from .dct import decode_add_dct, encode_dct
-from .dense import apply_momentum, flush_denormals, max_abs, max_abs_and_deviation, scatter_add, squared_norm
+from .dense import add_up, apply_momentum, flush_denormals, max_abs, max_abs_and_deviation, move, scatter_add, squared_norm
 from .lowrank import orthonormalize, product, project, project_back, subtract_product
 from .quantization import decode_signs, dequantize, draw_coordinates, encode_scales, encode_signs, quantize, random_bits
 from .samples import add_sample_squares
@@ -25,10 +25,10 @@ from .selection import add_to_residual, encode_topk, take_entries
 from .sparse import decode_add_sparse, decode_sparse, encode_sparse
 
 __all__ = [
-    "add_sample_squares", "add_to_residual", "apply_momentum", "checksum", "decode_add_bf16", "decode_add_buckets", "decode_add_dct",
+    "add_sample_squares", "add_to_residual", "add_up", "apply_momentum", "checksum", "decode_add_bf16", "decode_add_buckets", "decode_add_dct",
     "decode_add_natural", "decode_add_one_bit", "decode_add_sparse", "decode_float16", "decode_signs", "decode_sparse", "dequantize",
-    "draw_coordinates", "encode_adacomp", "encode_bf16", "encode_buckets", "encode_dct", "encode_float16", "encode_natural",
-    "encode_one_bit", "encode_scales", "encode_signs", "encode_sparse", "encode_strom", "encode_topk", "encode_variance", "flush_denormals",
-    "max_abs", "max_abs_and_deviation", "orthonormalize", "product", "project", "project_back", "quantize", "random_bits", "scatter_add",
+    "draw_coordinates", "encode_adacomp", "encode_bf16", "encode_buckets", "encode_dct", "encode_float16", "encode_natural", "encode_one_bit",
+    "encode_scales", "encode_signs", "encode_sparse", "encode_strom", "encode_topk", "encode_variance", "flush_denormals", "max_abs",
+    "max_abs_and_deviation", "move", "orthonormalize", "product", "project", "project_back", "quantize", "random_bits", "scatter_add",
     "squared_norm", "subtract_product", "take_entries",
 ]

@@ -1,5 +1,5 @@
 """Operations on whole tensors: norms, finiteness, momentum after averaging, adding entries; and the mode for denormal numbers."""
-from typing import Optional, Tuple, Union
+from typing import Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -50,6 +50,23 @@ def scatter_add(out: np.ndarray, indices: np.ndarray, values: np.ndarray, *, sca
     with np.errstate(over="ignore", invalid="ignore"):
         out[indices] += np.float32(scale) * values
     return bool(np.isfinite(out[indices]).all())
+
+
+def move(x: np.ndarray, out: np.ndarray, *, scale: float) -> None:
+    """out ← scale·x, then x ← 0."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.multiply(x, np.float32(scale), out=out)
+    x.fill(0)
+
+
+def add_up(out: np.ndarray, parts: Sequence[np.ndarray]) -> None:
+    """out ← parts[0] + parts[1] + …, in this order. There is one part at least."""
+    if not parts or any(len(part) != len(out) for part in parts):
+        raise ValueError("out and every part, of which there is one at least, must have the same length")
+    out[...] = parts[0]
+    with np.errstate(over="ignore", invalid="ignore"):
+        for part in parts[1:]:
+            out += part
 
 
 def flush_denormals(*, mode: int) -> int:
