@@ -41,7 +41,7 @@ def two_hosts():
 @pytest.mark.parametrize("size", [2, 4])
 @on_every_launcher
 def test_on_two_hosts(tmp_path, two_hosts, launcher, size):
-    cases = ["replicas_identical_after_100_steps", "on_two_hosts"]
+    cases = ["replicas_identical_after_100_steps", "on_two_hosts", *(["hosts_give_what_they_give_in_one_process"] if size == 4 else [])]
     job = launch(tmp_path, ON_TWO_HOSTS[launcher], size, cases, hosts=two_hosts)
     for case in cases:
         job.assert_passed(case)
