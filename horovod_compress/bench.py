@@ -11,7 +11,8 @@ import numpy as np
 from . import kernels
 from .compressors.base import Compressor, Step, zeros
 from .exchange import Exchange
-from .lockstep import Named, make_ranks
+from .hosts import Host
+from .lockstep import Named
 from .transport.base import Transport
 
 WARMUP = 3  # steps that touch new memory, not measured
@@ -103,15 +104,19 @@ def _read(file: Any, entry: str, path: str) -> np.ndarray:
     return array
 
 
-def measure(compressor: Compressor, gradients: Sequence[Named], ranks: int, steps: int, progress: Callable[[], Any] = lambda: None) -> Dict[str, Any]:
-    """Measures a compression on each of `ranks` ranks. Steps cycle through gradients[step] = {name: array}. Returns a dict: collective; ratio and
+def measure(
+    compressor: Compressor, gradients: Sequence[Named], ranks: int, steps: int, progress: Callable[[], Any] = lambda: None, local_size: int = 1
+) -> Dict[str, Any]:
+    """Measures a compression on each of `ranks` ranks. Steps cycle through gradients[step] = {name: array}. local_size: how many ranks a host has,
+    for `hosts=true`, where parts but this rank's stay zero, so that the error says nothing. Returns a dict: collective; ratio and
     bytes_per_step of the measured steps; exchanged, those bytes by collective, as {"allreduce float32": …}, and operations, how many of these a
     step starts; medians encode_seconds, decode_seconds (of all ranks' payloads) and streaming_seconds (to read and write gradient, state and one
     payload once); gradient_bytes_per_second; times_streaming, of an encode and the decode of one payload; error; residual, whether there is one.
     ValueError for what cannot be measured on one rank."""
     _refuse_split(compressor, ranks)
     echo = Echo(ranks)
-    (exchange,) = make_ranks(compressor, {name: array.shape for name, array in gradients[0].items()}, [echo])
+    tensors = {name: (array.shape, compressor) for name, array in gradients[0].items()}
+    exchange = Exchange(compressor, echo, tensors, host=Host.alone(ranks, local_size))
     grads = {n: zeros(a.size) for n, a in gradients[0].items()}
     seconds = []
     for step in range(WARMUP + steps):

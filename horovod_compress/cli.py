@@ -155,7 +155,7 @@ def _add_plan(commands: Any) -> None:
     help = "predicts what a step takes with compressions on a network"
     plan = commands.add_parser("plan", help=help, description=f"hvdcompress plan {help}: offline, from bytes and work that it measures here.")
     _add_prediction(plan)
-    ranks = "how many ranks train (default: 2, or as many as the network was measured with)"
+    ranks = "how many ranks train (default: two hosts' ranks, or as many as the network was measured with)"
     plan.add_argument("--ranks", type=functools.partial(_whole, least=2), help=ranks)
     _add_network(plan)
     plan.set_defaults(run=_plan, parser=plan)
@@ -197,6 +197,7 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     network.add_argument("--link", type=_rate, metavar="RATE", help="of each rank's link, bits a second, as 100mbit (default: 1gbit)")
     network.add_argument("--network", metavar="FILE", help="what `hvdcompress check --json FILE` has measured, instead of --link and --latency")
     parser.add_argument("--latency", type=_number, metavar="MS", help="milliseconds of a message between two hosts (default: 0.1)")
+    parser.add_argument("--local-size", type=_whole, default=1, metavar="L", help="how many ranks a host has, for hosts=true (default: 1)")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -332,14 +333,16 @@ def _link(options: argparse.Namespace) -> Tuple[float, float]:
 
 def _plan(options: argparse.Namespace) -> None:
     compressors, found = _compressors_and_network(options)
-    ranks = options.ranks or (found.ranks if found else 2)
+    ranks = options.ranks or (found.ranks if found else 2 * options.local_size)
+    _check_hosts(options, ranks)
     model = _model(options)
     with _progress() as progress:
         task = progress.add_task("preparing gradients", total=len(compressors) * (bench.WARMUP + prediction.STEPS))
         gradients, loads = model.gradients(), {}
         for spec, compressor in compressors.items():
             progress.update(task, description=spec)
-            loads[spec] = prediction.measured(compressor, model, gradients, ranks, functools.partial(progress.advance, task))
+            advance = functools.partial(progress.advance, task)
+            loads[spec] = prediction.measured(compressor, model, gradients, ranks, advance, options.local_size)
     rate, latency = _link(options)
     network = dataclasses.replace(found, ranks=ranks).faster if found else lambda factor: Network.of_link(ranks, factor * rate, latency)
     run = prediction.predict(model, loads, network, 1e-3 * options.backward)
@@ -351,13 +354,14 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _scale(options: argparse.Namespace) -> None:
     compressors, found = _compressors_and_network(options)
-    model, counts = _model(options), scaling.counts_up_to(options.ranks)
+    _check_hosts(options, options.ranks)
+    model, counts = _model(options), scaling.counts_up_to(options.ranks, options.local_size)
     with _progress() as progress:
         task = progress.add_task("preparing gradients", total=None)
         gradients, loads = model.gradients(), {}
         for spec, compressor in compressors.items():
             progress.update(task, description=spec)
-            loads[spec] = scaling.loads_by_ranks(compressor, model, gradients, counts)
+            loads[spec] = scaling.loads_by_ranks(compressor, model, gradients, counts, local_size=options.local_size)
     rate, latency = _link(options)
     network = functools.partial((found or Network.of_link(2, rate, latency)).among, rings=options.library == "gloo")
     run = scaling.predict(model, loads, counts, network, 1e-3 * options.backward)
@@ -366,6 +370,11 @@ def _scale(options: argparse.Namespace) -> None:
         scaling.plot(run, options.plot)
     if not _write_json(run, options.json):
         _show_scale(run)
+
+
+def _check_hosts(options: argparse.Namespace, ranks: int) -> None:
+    if ranks % options.local_size:
+        options.parser.error(f"--local-size: {ranks} ranks are not hosts of {options.local_size}")
 
 
 def _show_scale(run: Dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from . import kernels
-from .compressors.base import OWED, Compressor, Decoded, Shard, State, Step
+from .compressors.base import OWED, Compressor, Decoded, Shard, State, Step, zeros
 from .handshake import Gathering, gather
 from .requests import Allreduce, Collective, HostReduce
 
@@ -49,6 +49,14 @@ class Host:
         for rank, host in enumerate(hosts):
             host._slots, host.places = memories[rank // size], [each % size for each in range(ranks)]
         return list(hosts)
+
+    @classmethod
+    def alone(cls, ranks: int, size: int) -> "Host":
+        """The first of `ranks` ranks on hosts of `size`, to measure what one does without the others: their gradients are zero, and all parts are
+        taken for its own. ValueError where that does not come out even."""
+        host = cls.group(ranks, size)[0]
+        host.places = [0] * ranks
+        return host
 
     @property
     def waits(self) -> bool:
@@ -99,7 +107,8 @@ class _InProcess(Host):
     """A rank of several in one process."""
 
     def want(self, name: str, numel: int) -> None:
-        self._slots.setdefault(name, np.empty((self.size, numel), np.float32))
+        if name not in self._slots:
+            self._slots[name] = zeros(self.size * numel).reshape(self.size, numel)
 
 
 def _try(make: Any) -> Tuple[Optional[str], Any]:

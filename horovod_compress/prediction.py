@@ -50,13 +50,21 @@ def compressors_of(specs: Sequence[str]) -> Dict[str, Any]:
     return {spec: get_compressor(spec).after_warmup() for spec in dict.fromkeys((*BASELINES, *(specs or DEFAULT)))}
 
 
-def measured(compressor: Any, model: Model, gradients: Sequence[Named], ranks: int, progress: Callable[[], Any] = lambda: None) -> Load:
-    """What a compression brings into a step of the model on `ranks` ranks. gradients: the model's, as `Model.gradients` makes them."""
+def on_hosts(compressor: Any, local_size: int) -> bool:
+    """Whether ranks of a host add up their gradients, where a host has so many."""
+    return local_size > 1 and getattr(compressor, "hosts", False)
+
+
+def measured(
+    compressor: Any, model: Model, gradients: Sequence[Named], ranks: int, progress: Callable[[], Any] = lambda: None, local_size: int = 1
+) -> Load:
+    """What a compression brings into a step of the model on `ranks` ranks, of which a host has `local_size`. gradients: the model's, as
+    `Model.gradients` makes them. ValueError where ranks are not hosts of that size."""
     split = compressor.split(1, Step(0, 0, ranks))
     if split is not None:
         return splitting(measured(dataclasses.replace(compressor, exchange="gather"), model, gradients, ranks, progress), split.accept, ranks)
-    found = bench.measure(compressor, gradients, ranks, STEPS, progress)
-    rounds = len(compressor.collectives(ranks)) - 1
+    found = bench.measure(compressor, gradients, ranks, STEPS, progress, local_size)
+    rounds = len(compressor.collectives(ranks)) - 1 + on_hosts(compressor, local_size)
     hides = not rounds and compressor.clip_norm is None and getattr(compressor, "transport", "horovod") == "horovod"
     sizes = [math.prod(shape) for shape in model.shapes.values()]
     plain = compressor.id == "none"  # with which Horovod looks at nothing

@@ -5,41 +5,45 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from .compressors.base import Step
 from .cost import Load, Network, added_seconds
+from .hosts import Host, sharded
 from .lockstep import Named
 from .plan import compressor_for
-from .prediction import GATHERED, Model, measured, splitting
+from .prediction import GATHERED, Model, measured, on_hosts, splitting
 from .step import times_dense
 
-_FEW, _MANY = 2, 8  # ranks whose payloads are decoded to find out what those of one more take
+_FEW, _MANY = 2, 8  # hosts whose payloads are decoded to find out what those of one more take
 
 
-def counts_up_to(largest: int) -> List[int]:
-    """Numbers of ranks: the powers of two below the largest, and that."""
-    return [*(2**power for power in range(1, (largest - 1).bit_length())), largest]
+def counts_up_to(largest: int, local_size: int = 1) -> List[int]:
+    """Numbers of ranks on hosts of `local_size`: powers of two of hosts below the largest, and that."""
+    hosts = largest // local_size
+    return [local_size * count for count in (*(2**power for power in range(1, (hosts - 1).bit_length())), hosts)]
 
 
 def loads_by_ranks(
-    compressor: Any, model: Model, gradients: Sequence[Named], counts: Sequence[int], progress: Callable[[], Any] = lambda: None
+    compressor: Any, model: Model, gradients: Sequence[Named], counts: Sequence[int], progress: Callable[[], Any] = lambda: None, local_size: int = 1
 ) -> List[Load]:
-    """What a compression brings into a step of the model with each number of ranks. Sums are measured as they are with so many. Gathered payloads are
-    as long with any number; what those of one rank more take to decode is measured. A tensor whose payloads would bring a rank more bytes than a
-    dense exchange goes dense. gradients: the model's, as `Model.gradients` makes them."""
+    """What a compression brings into a step of the model with each number of ranks, of which a host has `local_size`. Sums are measured as they are
+    with so many. Gathered payloads are as long with any number; what those of one rank more take to decode is measured. A tensor whose payloads would
+    bring a rank more bytes than a dense exchange goes dense. gradients: the model's, as `Model.gradients` makes them."""
     splits = [compressor.split(1, Step(0, 0, ranks)) for ranks in counts]
     alone = compressor if splits[0] is None else dataclasses.replace(compressor, exchange="gather")
     if alone.collective != "allgather":
         return [measured(alone, model, gradients, ranks, progress) for ranks in counts]
-    few, many = (measured(alone, model, gradients, ranks, progress) for ranks in (_FEW, _MANY))
-    each = max(many.decode - few.decode, 0.0) / (_MANY - _FEW)
+    size = local_size if on_hosts(alone, local_size) else 1
+    few, many = (measured(alone, model, gradients, size * hosts, progress, size) for hosts in (_FEW, _MANY))
+    each = max(many.decode - few.decode, 0.0) / (size * (_MANY - _FEW))
     loads = []
     for ranks, split in zip(counts, splits):
-        load = dataclasses.replace(few, decode=few.decode + each * (ranks - _FEW))
-        loads.append(_where_dense_brings_less(alone, model, load, ranks) if split is None else splitting(load, split.accept, ranks))
+        load = dataclasses.replace(few, decode=few.decode + each * (ranks - size * _FEW))
+        loads.append(_where_dense_brings_less(alone, model, load, ranks, size) if split is None else splitting(load, split.accept, ranks))
     return loads
 
 
-def _where_dense_brings_less(compressor: Any, model: Model, load: Load, ranks: int) -> Load:
+def _where_dense_brings_less(compressor: Any, model: Model, load: Load, ranks: int, local_size: int) -> Load:
     """The load where tensors go dense whose payloads from so many ranks would be more."""
-    tensors = [(math.prod(shape), compressor_for(compressor, name, shape)) for name, shape in model.shapes.items()]
+    host = Host.alone(ranks, local_size)
+    tensors = [(math.prod(shape), sharded(compressor_for(compressor, name, shape), host, shape)) for name, shape in model.shapes.items()]
     gathered = [(numel, chosen) for numel, chosen in tensors if chosen.collective == "allgather"]
     elements = model.factor * sum(numel for numel, _ in gathered)
     measured_bits = 8 * load.exchanged.get(GATHERED, 0.0) / max(elements, 1)

@@ -30,6 +30,27 @@ def test_bytes_are_those_that_a_step_of_so_many_ranks_exchanges(spec, ranks):
     assert load.negotiated == sum(count for kind, count in found["operations"].items() if "gather" in kind)
 
 
+@pytest.mark.parametrize("hosts, spec", [
+    (1, "dgc:hosts=true"), (3, "dgc:hosts=true"), (60, "dgc:hosts=true"), (16, "topk:ratio=0.02,min_k=1,hosts=true"), (5, "qsgd:hosts=true"),
+    (2, "adacomp:hosts=true"),
+])
+def test_bytes_on_hosts_are_those_of_a_part(hosts, spec):
+    """topk:ratio=0.02 stays sparse on 16 hosts, and dgc goes dense for the small tensors on 60; qsgd's all do on 5."""
+    compressor, gradients, local_size = hc.get_compressor(spec), SMALL.gradients(), 4
+    (load,) = scaling.loads_by_ranks(compressor, SMALL, gradients, [local_size * hosts], local_size=local_size)
+    found = bench.measure(compressor, gradients, local_size * hosts, 2, local_size=local_size)
+    for kind in {*load.exchanged, *found["exchanged"]}:
+        assert load.exchanged.get(kind, 0) == pytest.approx(found["exchanged"].get(kind, 0), rel=0.01, abs=8 * local_size * hosts)
+    assert load.operations == sum(found["operations"].values()) and load.rounds == 1 and not load.hides
+
+
+def test_hosts_bring_a_rank_what_their_number_of_ranks_would():
+    compressor, gradients = hc.get_compressor("topk:ratio=0.01,hosts=true"), SMALL.gradients()
+    hosts, ranks = (scaling.loads_by_ranks(compressor, SMALL, gradients, [64], local_size=size)[0].exchanged for size in (8, 1))
+    assert hosts[prediction.GATHERED] == pytest.approx(ranks[prediction.GATHERED] / 8, rel=0.15)  # headers, and k of a part rounded up
+    assert hosts["allreduce float32"] == ranks["allreduce float32"] + 4 * 4  # that all ranks of a host have written each matrix
+
+
 def test_splitting_brings_a_rank_no_more_where_there_are_more():
     compressor, counts = hc.get_compressor("topk:ratio=0.01,exchange=split"), [2, 64, 10_000]
     loads = scaling.loads_by_ranks(compressor, SMALL, SMALL.gradients(), counts)
@@ -81,6 +102,16 @@ def test_the_tables_have_what_the_json_has(capsys, tmp_path):
     topk = found["by_spec"]["topk:ratio=0.01"]
     said = f"none is as fast from {topk['dense_from']} ranks on" if topk["dense_from"] else "faster than none with up to 100 ranks"
     assert f"topk:ratio=0.01: {said}" in text
+
+
+def test_ranks_grow_by_whole_hosts(capsys):
+    found = json.loads(run(capsys, "scale", "topk:hosts=true", "--million", 1, "--ranks", 24, "--local-size", 8, "--json", "-"))
+    assert found["ranks"] == [16, 24]
+    planned = json.loads(run(capsys, "plan", "topk:hosts=true", "topk", "--million", 1, "--local-size", 8, "--json", "-"))
+    received = {each["spec"]: each["bytes_received"] for each in planned["predictions"]}
+    assert planned["ranks"] == 16 and received["topk:hosts=true"] < received["topk"] / 4
+    for command in ("scale", "plan"):
+        assert "--local-size: 9 ranks are not hosts of 2" in refusal(capsys, command, "--ranks", "9", "--local-size", "2")
 
 
 def test_a_measured_network_is_carried_on(capsys, tmp_path):
