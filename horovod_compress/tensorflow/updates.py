@@ -6,6 +6,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..binding import is_elastic, warn_once
+from ..handshake import agree
 from ..updates import Nesterov, check_rounds, compressor_for_updates
 from .compression import BoundCompression
 from .horovod_internals import is_horovods, is_optimizer, reducing, scaler_around
@@ -83,7 +84,13 @@ def _exchanging(optimizer: Any, rounds: "_Rounds") -> Any:
         their steps. All ranks must exchange equally often."""
         rounds.take_part()
 
-    members = {"apply_gradients": apply_gradients, "take_part": take_part, **({"build": build_variables} if rounds.keeps else {})}
+    def average_state(self: Any) -> None:
+        """Makes what the optimizer keeps for its variables, such as Adam's moments, their mean over ranks, which are sent densely. All ranks call it
+        between steps. MismatchError where some rank has taken no step yet."""
+        rounds.average_state()
+
+    members = {"apply_gradients": apply_gradients, "take_part": take_part, "average_state": average_state}
+    members.update({"build": build_variables} if rounds.keeps else {})
     members.update(compression=property(lambda self: rounds.compression), local_steps=property(lambda self: rounds.local_steps))
     changed = type(base)(base.__name__, (base,), members)
     return changed
@@ -115,6 +122,17 @@ class UpdateCompression(BoundCompression):
 
     def _description(self) -> Dict[str, Any]:
         return {**super()._description(), **self._options}
+
+    def average(self, variables: Sequence[Any]) -> None:
+        """Makes variables their mean over ranks, which all have as many of the same shapes. MismatchError where they have not."""
+        if not self._active:
+            return
+        names = f"{self._label}.state"
+        advice = "Where a rank has taken no step yet, call average_state() later"
+        agree(self._transport, names, [variable.shape.as_list() for variable in variables], "called average_state()", advice)
+        for i, variable in enumerate(variables):
+            mean = hvd.allreduce(tf.cast(variable, tf.float32), name=f"{names}.{i}", op=hvd.Average, process_set=self._process_set)
+            variable.assign(tf.cast(mean, variable.dtype))
 
     def switch(self, spec: Any) -> None:
         """Another compression from the next exchange on; see `BoundCompression.switch`."""
@@ -214,6 +232,12 @@ class _Rounds:
         else:
             self._begin_round(variables)
             self._end_round(variables)
+
+    def average_state(self) -> None:
+        """Averages what the optimizer keeps over ranks, but for what they have alike."""
+        alike = {variable.ref() for variable in (*self._shared.values(), *self._momenta.values())}
+        kept = unwrapped(self._optimizer).variables()
+        self.compression.average([v for v in kept if v.dtype.is_floating and v.shape.rank and v.ref() not in alike])
 
     def _exchange(self, variables: List[Any], shared: List[Any]) -> None:
         """Makes the variables what all ranks shared before, and the mean of what they have added since."""

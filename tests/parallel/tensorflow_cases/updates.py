@@ -140,6 +140,32 @@ def no_update_is_lost():
             assert stats["steps"] == 6 // every and 0 < stats["bytes_sent"] < stats["dense_bytes"] / 3, (spec, stats)
 
 
+@case(2, 3)
+def moments_are_averaged():
+    """Of optimizers old and new, and within rounds; the shared variables and ranks' own numbers of steps stay."""
+    for optimizer, every in ((keras.optimizers.Adam(0.01), 1), (keras.optimizers.Adam(0.01), 3), (keras.optimizers.legacy.Adam(0.01), 1)):
+        optimizer, variables = hvdc.UpdateOptimizer(optimizer, "topk:ratio=0.1,min_numel=0", every=every), zeros()
+        step = stepping(optimizer, variables)
+        for index in range(4):
+            step(told(index))
+        before, mine = [kept.numpy() for kept in optimizer.variables()], values(variables)
+        optimizer.average_state()
+        moved = 0
+        for i, (was, kept) in enumerate(zip(before, optimizer.variables())):
+            if was.shape and "shared" not in kept.name:
+                np.testing.assert_allclose(kept.numpy(), mean_of(was, f"moments.{i}"), rtol=1e-6, atol=1e-12)
+                moved += not np.array_equal(kept.numpy(), was)
+            else:
+                np.testing.assert_array_equal(kept.numpy(), was)
+        assert moved == 2 * len(NAMES)
+        np.testing.assert_array_equal(values(variables), mine)
+    optimizer, variables = hvdc.UpdateOptimizer(keras.optimizers.Adam(0.01)), zeros()
+    if hvd.rank():
+        optimizer.build(list(variables.values()))
+    with raises(MismatchError, "call average_state() later"):
+        optimizer.average_state()
+
+
 @case(2)
 def an_update_that_is_not_finite_moves_nothing():
     for every, outer in ((1, None), (2, hvdc.Nesterov())):
