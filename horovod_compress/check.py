@@ -111,7 +111,7 @@ def _measure_network() -> Network:
 def _measure_loads(compressors: Dict[str, Any], model: prediction.Model) -> Dict[str, Load]:
     """What each of {spec: compressor} brings into a step, encoded and decoded on all ranks at once, as in training; the slowest rank's."""
     gradients, loads = model.gradients(), {}
-    local_size = hvd.local_size() if hvd.is_homogeneous() else 1
+    local_size = hvd.local_size() if hvd.mpi_ops.is_homogeneous() else 1
     for spec, compressor in compressors.items():
         load = prediction.measured(compressor, model, gradients, hvd.size(), local_size=local_size)
         encode, decode = hvd.allreduce(torch.tensor([load.encode, load.decode], dtype=torch.float64), op=hvd.Max, name="check.work").tolist()
