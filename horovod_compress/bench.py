@@ -133,10 +133,7 @@ def measure(
         if step == 0:  # no residual and no momentum yet, so the result can be compared with the gradient
             error = _relative_error(grads, given)
         if step >= WARMUP:
-            streaming = time.perf_counter()
-            for stream in streams:
-                np.add(stream, stream.dtype.type(-0.0), out=stream)  # which changes nothing
-            seconds.append((encode, decode, time.perf_counter() - streaming))
+            seconds.append((encode, decode, _time_streaming(streams)))
         progress()
     after = exchange.stats()
     encode, decode, streaming = map(statistics.median, zip(*seconds))
@@ -179,6 +176,14 @@ def _time_step(exchange: Exchange, echo: Echo, grads: Named, given: Named) -> Tu
     exchange.end_step()
     decoded = time.perf_counter()
     return encode, decoded - encoded - (echo.seconds - between)
+
+
+def _time_streaming(streams: Sequence[np.ndarray]) -> float:
+    """Reads and writes arrays once, which changes nothing in them. Returns the seconds."""
+    started = time.perf_counter()
+    for stream in streams:
+        np.add(stream, stream.dtype.type(-0.0), out=stream)
+    return time.perf_counter() - started
 
 
 def _relative_error(results: Named, given: Named) -> float:
