@@ -222,6 +222,10 @@ def momentum_of(compressor: Any, sgd: Mapping[str, Any]) -> Tuple[float, bool]:
     return float(momentum), bool(nesterov and momentum)
 
 
+LOOK = 64  # steps between two looks at what an SGD's own momentum still holds, where it was taken over
+DECAYED = 2.0**-30  # of the largest element that it ever held: what is less changes no parameter any more
+
+
 _warned: Set[str] = set()
 
 

@@ -5,12 +5,13 @@
 
     optimizer = hvd.DistributedOptimizer(optimizer, compression=hvdc.Compression.dgc(ratio=0.001))
 """
-from typing import Any, NoReturn, Union
+from typing import Any, Optional, Sequence, Union
 
 from ..binding import Algorithms
 from ..compressors import get_compressor
 from ..updates import Nesterov
 from . import elastic
+from .auto import AutoCompression
 from .checkpoint import StateCheckpoint
 from .compression import BoundCompression
 from .recording import RecordSteps
@@ -18,8 +19,8 @@ from .unbound import UnboundCompression, compression_of, one_in_all_traces
 from .updates import ShareUpdates, UpdateOptimizer
 
 __all__ = [
-    "BoundCompression", "Compression", "Nesterov", "RecordSteps", "ShareUpdates", "StateCheckpoint", "UnboundCompression", "UpdateOptimizer",
-    "compression_of", "elastic",
+    "AutoCompression", "BoundCompression", "Compression", "Nesterov", "RecordSteps", "ShareUpdates", "StateCheckpoint", "UnboundCompression",
+    "UpdateOptimizer", "compression_of", "elastic",
 ]
 
 
@@ -35,7 +36,7 @@ class Compression(metaclass=Algorithms):
         """The compression of a spec, "dgc:ratio=0.001" or {"id": "dgc", "ratio": 0.001}; see `UnboundCompression`, and `BoundCompression` where it is
         bound to an optimizer here. In a function that is traced it is the same one in every trace."""
         if spec == "auto":
-            Compression.auto()
+            return Compression.auto(grad_scaler=grad_scaler, discardable=discardable)
         compressor, others = get_compressor(spec), (process_set, grad_scaler, discardable)
 
         def make() -> Union[BoundCompression, UnboundCompression]:
@@ -44,9 +45,11 @@ class Compression(metaclass=Algorithms):
         return one_in_all_traces((compressor, optimizer, *others), make)
 
     @staticmethod
-    def auto(*_: Any, **__: Any) -> NoReturn:
-        """Raises ValueError: `horovod_compress.torch` chooses among compressions while training begins, and nothing here does."""
-        raise ValueError(
-            "auto() exists in PyTorch only, which can change what is exchanged from one step to the next. In TensorFlow name a spec, which "
-            "`hvdcompress plan` helps to choose, and go on with another one by compression.switch(spec)"
-        )
+    def auto(
+        error: float = 1.0, candidates: Optional[Sequence[str]] = None, probe_steps: int = 30, margin: float = 0.05,
+        grad_scaler: Any = None, discardable: bool = False,
+    ) -> AutoCompression:
+        """The fastest of several on this job, which is found out while training begins; see `AutoCompression`. In a function that is traced it is the
+        same one in every trace."""
+        options = (error, None if candidates is None else tuple(candidates), probe_steps, margin, grad_scaler, discardable)
+        return one_in_all_traces(("auto", *options), lambda: AutoCompression(*options))

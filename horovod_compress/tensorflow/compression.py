@@ -1,7 +1,7 @@
 """A compression bound to a Keras optimizer or a tape: what serves which optimizer, what users call, and elastic jobs."""
 import contextlib
 import copy
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Type, Union
+from typing import Any, Dict, Hashable, Iterable, Iterator, NamedTuple, Optional, Sequence, Type, Union
 
 import tensorflow as tf
 
@@ -14,7 +14,7 @@ from ..hosts import Host
 from .checks import check_elastic, check_scaler, checked_moments
 from .exchange import GraphExchange, Saved
 from .graph import GraphCompression
-from .horovod_internals import forget_traces
+from .horovod_internals import use_traces
 from .optimizer import SGD, before_applying, check, is_plain_sgd, leave_momentum, options_of, refuse_own_steps, tell_of_takeover, watch_passes
 
 
@@ -64,6 +64,7 @@ class BoundCompression(GraphCompression):
         self._elastic_class: Optional[Type] = None
         self._compressor = get_compressor(spec)
         self._chosen: Optional[_Chosen] = None  # since `bind`
+        self._states: Dict[Hashable, int] = {}  # what traces hold of the compressor → `_traces`
         self._watches = self._microbatches = False  # whether backward passes can be seen, and whether they are
         self._exchange: GraphExchange = GraphExchange(
             self._compressor, *self._rank_and_size(), self._label, discardable or grad_scaler is not None, dense_alone=self._elastic
@@ -214,22 +215,24 @@ class BoundCompression(GraphCompression):
 
     @contextlib.contextmanager
     def _tracing_again(self) -> Iterator[None]:
-        """Has functions traced again when they are called next, where the body changes something that their traces hold."""
+        """Has functions traced again when they are called next, where the body changes something that their traces hold; or, where it was like that
+        before, has them go on with the traces that they had then."""
         before = self._traced_with()
         yield
         for variable in self._variables.values():
             self._described(variable)
-        if self._traced_with() != before:
-            self._traces += 1
+        now = self._traced_with()
+        if now != before:
+            self._states.setdefault(before, self._traces)
+            was, self._traces = self._traces, self._states.setdefault(now, len(self._states))
             for function in self._traced:
-                forget_traces(function)
-            self._traced.clear()
+                use_traces(function, self, was, self._traces)
 
-    def _traced_with(self) -> List[Any]:
+    def _traced_with(self) -> Hashable:
         """What traces hold of the compressor."""
-        variables = [(each.carried, each.moved, each.direct, each.squares is None) for each in self._variables.values()]
+        variables = [(each.carried, each.moved, each.direct, None if each.squares is None else id(each.squares)) for each in self._variables.values()]
         compressor, momentum = self._compressor, [self._takes_over, self._takes_over and self._lives_on]
-        return [*momentum, bool(compressor.follow_lr), compressor.clip_norm is not None, variables]
+        return (*momentum, bool(compressor.follow_lr), compressor.clip_norm is not None, *variables)
 
     # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------
 

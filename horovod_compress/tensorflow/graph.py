@@ -53,7 +53,7 @@ class GraphCompression(Binding):
         self._numbers: Dict[str, int] = {}  # of variables, by name
         self._call = Call([], None, [], [], [])  # of the function that is being traced
         self._traced: "weakref.WeakSet[Any]" = weakref.WeakSet()  # functions with operations of this compression
-        self._traces = 0  # how often a switch has made their traces useless
+        self._traces = 0  # which of the states of `_states` their traces are for
         # Where a state was loaded: of variables that are not known yet. None: the exchange has it already.
         self._saved: Optional[Dict[str, Optional[Saved]]] = None
 
@@ -63,6 +63,8 @@ class GraphCompression(Binding):
     _elastic_class: Optional[Type]  # the class of optimizers that a rank alone has its gradients changed by
     _grad_scaler: Any
     _microbatches: bool  # whether backward passes are observed
+
+    _sees_gradients = False  # whether `_submit` has to get all gradients, also those to which nothing is done
 
     @property
     @abstractmethod
@@ -214,7 +216,7 @@ class GraphCompression(Binding):
         collectives = compressor.collectives(self._process_set.size())
         variable.carried, variable.moved = (collectives[0].dtype, ()) if collectives[0].verb == "host" else ("float32", collectives)
         dense = not variable.moved and variable.carried == "float32" and self._compressor.clip_norm is None
-        variable.direct = dense and not self._exchange.owes(variable.name)
+        variable.direct = dense and not self._exchange.owes(variable.name) and not self._sees_gradients
         if not (self._microbatches and hasattr(compressor, "moments")):
             variable.squares, variable.observed = None, False
         elif variable.squares is None:

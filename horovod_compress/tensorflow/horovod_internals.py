@@ -2,7 +2,7 @@
 how; how Horovod's optimizers are made; which function is traced."""
 import functools
 import inspect
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type
+from typing import Any, Callable, Dict, Hashable, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 import horovod
 import horovod.tensorflow as hvd
@@ -126,6 +126,31 @@ def functions_under_trace() -> List[Any]:
     return [owner for owner in owners if isinstance(owner, Function)]
 
 
-def forget_traces(function: Any) -> None:
-    """Has a tf.function traced again when it is called next."""
-    function._function_cache.clear()
+def use_traces(function: Any, owner: Hashable, before: int, now: int) -> None:
+    """Has a tf.function go on with the traces that it had when the owner was last at the state `now`, and all other owners at theirs of today; where
+    there are none, it is traced again when it is called next. before: the owner's state until now."""
+    cache = function._function_cache
+    states, kept = vars(function).setdefault("_traces_by_states", ({}, {}))
+    states.setdefault(owner, before)
+    kept[frozenset(states.items())] = dict(cache._primary), dict(cache._dispatch_dict)
+    states[owner] = now
+    cache.clear()
+    traces, tables = kept.pop(frozenset(states.items()), ({}, {}))
+    cache._primary.update(traces)
+    cache._dispatch_dict.update(tables)
+
+
+def call_before(function: Any, owner: Hashable, hook: Callable[[], None]) -> None:
+    """Has hook() called before each call of a tf.function by code that is not traced. An owner has one hook."""
+    hooks = vars(function).setdefault("_called_before", {})
+    if not hooks:
+        call = function._call
+
+        def after_hooks(*args: Any, **kwargs: Any) -> Any:
+            if tf.executing_eagerly():
+                for each in list(hooks.values()):
+                    each()
+            return call(*args, **kwargs)
+
+        function._call = after_hooks
+    hooks[owner] = hook

@@ -59,6 +59,17 @@ def refuse_own_steps(optimizer: Any) -> None:
         raise ValueError(f"{own.__name__}.{method} is not SGD's own, so its momentum cannot be taken over: bind with momentum=0")
 
 
+def can_take_over(optimizer: Any) -> bool:
+    """Whether this is an SGD whose momentum a compression can take over, and that has one."""
+    if not isinstance(optimizer, SGD) or is_plain_sgd(optimizer):
+        return False
+    try:
+        refuse_own_steps(optimizer)
+    except ValueError:
+        return False
+    return True
+
+
 def leave_momentum(optimizer: Any, covers: Callable[[Any], bool], lives_on: Callable[[], bool]) -> Type:
     """From now on this SGD, Horovod's or what Horovod makes of it, leaves momentum to the compression where that covers a variable, which is asked in
     each trace: then dense gradients take plain steps. lives_on: whether what SGD's own momentum has gathered before still moves variables. Its
@@ -84,6 +95,13 @@ def leave_momentum(optimizer: Any, covers: Callable[[Any], bool], lives_on: Call
 
     become(optimizer, PlainSteps)
     return PlainSteps
+
+
+def largest_momentum(sgd: Any) -> float:
+    """The largest element, by size, of what an SGD's own momentum holds; 0 where it has none yet."""
+    legacy = isinstance(sgd, tf.keras.optimizers.legacy.Optimizer)
+    held = [each["momentum"] for each in sgd._slots.values() if "momentum" in each] if legacy else sgd.momentums
+    return max((float(tf.reduce_max(tf.abs(each))) for each in held), default=0.0)
 
 
 def tell_of_takeover(optimizer: Any, id: str, momentum: float, nesterov: bool) -> None:

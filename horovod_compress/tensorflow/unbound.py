@@ -2,7 +2,7 @@
 import collections
 import itertools
 import weakref
-from typing import Any, Callable, Dict, Hashable, List, Optional, Tuple
+from typing import Any, Callable, Dict, Hashable, List, Optional, Tuple, Type
 
 import tensorflow as tf
 
@@ -28,7 +28,7 @@ class UnboundCompression(Unbound):
         Horovod's optimizer or tape.
     """
 
-    _bound_class = BoundCompression
+    _bound_class: Type[BoundCompression] = BoundCompression
 
     def __init__(self, spec: Any, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False) -> None:
         super().__init__(spec, process_set=process_set, grad_scaler=grad_scaler, discardable=discardable)
@@ -80,8 +80,7 @@ class UnboundCompression(Unbound):
         """The compression that serves the only optimizer which the nearest of the callers has in reach; where nothing depends on the optimizer, any.
         ValueError where it is needed, and there are none or several."""
         compressor: Any = self._compressor
-        depends = is_elastic() or (compressor.corrects_momentum and compressor.momentum is None) or compressor.follow_lr is not False
-        found = _optimizers_in_reach() if depends else []
+        found = _optimizers_in_reach() if self._depends_on_optimizer() else []
         found = [optimizer for optimizer in found if compression_given_to(optimizer) is self] or found
         if len(found) == 1:
             return self.bind(found[0], process_set)
@@ -94,6 +93,11 @@ class UnboundCompression(Unbound):
                 f"{error}. The function that these gradients come from {seen}: bind the compression to the one that applies them, as in "
                 f"hvdc.Compression.{compressor.id}(optimizer)"
             ) from None
+
+    def _depends_on_optimizer(self) -> bool:
+        """Whether what is exchanged may be another with another optimizer, or is applied by it."""
+        compressor: Any = self._compressor
+        return is_elastic() or (compressor.corrects_momentum and compressor.momentum is None) or compressor.follow_lr is not False
 
     def the_only(self) -> BoundCompression:
         if len(self._bound) > 1:

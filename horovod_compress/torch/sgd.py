@@ -2,12 +2,12 @@
 import dataclasses
 import inspect
 import logging
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import horovod.torch as hvd
 import torch
 
-from ..binding import momentum_of
+from ..binding import DECAYED, LOOK, momentum_of
 from .horovod_internals import own_class
 
 _log = logging.getLogger("horovod_compress")
@@ -46,7 +46,9 @@ class SGDTakeover:
         self._names = names  # id(parameter) → name, of those that Horovod reduces
         self._optimizer, self._compressor = optimizer, compressor
         self._suspended: List[Tuple[dict, dict]] = []  # (group, its options) of the step that is under way
-        self._checked: Set[int] = set()  # buffers of parameters without weight decay that were found to hold something
+        # Of buffers of parameters without weight decay that were found to hold something: id(parameter) → their largest element, then.
+        self._largest: Dict[int, float] = {}
+        self._until_look = LOOK
         logged = set()
         for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) and compressor.corrects_momentum else ():
             momentum, nesterov = momentum_of(compressor, group)
@@ -97,6 +99,7 @@ class SGDTakeover:
         if not self.due:
             return
         self.due = False
+        self._until_look = (self._until_look or LOOK) - 1
         for group in optimizer.param_groups:
             params = [p for p in group["params"] if self.covers(p) and p.grad is not None]
             if params:
@@ -132,11 +135,14 @@ class SGDTakeover:
         torch._foreach_add_(grads, buffers, alpha=sign * momentum if nesterov else sign)
 
     def _holds_momentum(self, state: Dict[str, Any], param: torch.Tensor) -> bool:
-        """Whether a buffer without weight decay is worth keeping: hvd.broadcast_optimizer_state makes empty ones."""
+        """Whether a buffer without weight decay is worth keeping: hvd.broadcast_optimizer_state makes empty ones, and what a plain run has left
+        decays, down to denormal numbers, which are slow and never become 0."""
         buffer = state.get("momentum_buffer")
-        if buffer is not None and id(param) not in self._checked:
-            if not buffer.any():
-                del state["momentum_buffer"]
-                return False
-            self._checked.add(id(param))
-        return buffer is not None
+        if buffer is None or self._until_look and id(param) in self._largest:
+            return buffer is not None
+        now = float(buffer.abs().max()) if buffer.numel() else 0.0
+        largest = self._largest[id(param)] = max(now, self._largest.get(id(param), 0.0))
+        if now <= DECAYED * largest:
+            del state["momentum_buffer"], self._largest[id(param)]
+            return False
+        return True

@@ -8,7 +8,7 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "horovod_compress"
 LINES = 45
 # Each may import those before it.
 LAYERS = [
-    ["version"],
+    ["version", "trials"],
     ["kernels"],
     ["requests"],
     ["handshake", "wire"],
@@ -22,7 +22,7 @@ LAYERS = [
     ["prediction"],
     ["scaling"],
     ["binding"],
-    ["elastic", "updates"],
+    ["elastic", "updates", "choice"],
     ["torch", "tensorflow"],
     ["check"],
     ["cli"],

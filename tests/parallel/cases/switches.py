@@ -72,6 +72,22 @@ def momentum_counts_once_over_switches():
 
 
 @case(2)
+def what_the_optimizers_momentum_has_gathered_is_let_go_when_it_has_decayed():
+    """It would become denormal numbers, which are slow, and never 0. Until then the trajectory is plain Horovod's, and afterwards, too."""
+    reference, model = model_of(), model_of()
+    plain = wrap(reference, sgd(reference, momentum=0.5), hvd.Compression.none)
+    compression = hvdc.Compression.from_spec("none")
+    wrapped = wrap(model, sgd(model, momentum=0.5), compression)
+    for spec, held in (("none", True), ("dgc:ratio=1,masking=false", False), ("none", True)):
+        compression.switch(spec)
+        for net, optimizer in ((reference, plain), (model, wrapped)):
+            train(net, optimizer, batches(130, seed=len(spec)))
+        trained = [param for param in model.parameters() if param.requires_grad]
+        assert all((wrapped.state[param].get("momentum_buffer") is not None) == held for param in trained), spec
+    assert_close(model, reference, 1e-4)
+
+
+@case(2)
 def switches_by_step_resume():
     """What is to come at a step comes there, and after a state was loaded."""
     def start(seed):

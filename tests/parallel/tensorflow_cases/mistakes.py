@@ -30,8 +30,6 @@ def mistakes_get_clear_errors():
         "moments=microbatch needs the optimizer": lambda: hvdc.Compression.variance(moments="microbatch"),
         "say transport=horovod": lambda: hvdc.Compression.topk(transport="mpi"),
         "no option 'ration'": lambda: hvdc.Compression.dgc(sgd, ration=1),
-        "auto() exists in PyTorch only": lambda: hvdc.Compression.auto(candidates=["none", "fp16"]),
-        "name a spec, which `hvdcompress plan`": lambda: hvdc.Compression.from_spec("auto", sgd),
         "unknown compressor 'gdc'": lambda: hvdc.Compression.from_spec("gdc", sgd),
         "bind the inner optimizer": lambda: hvdc.Compression.dgc(keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1))),
         "to the optimizer itself": lambda: hvdc.Compression.dgc(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))),

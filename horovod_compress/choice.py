@@ -1,0 +1,209 @@
+"""The choice of a compression on the job itself: training begins with steps of each candidate, and goes on with the fastest."""
+import functools
+import logging
+import statistics
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+import numpy as np
+
+from .binding import Binding, Unbound, is_elastic
+from .compressors import get_compressor
+from .compressors.base import Compressor
+from .handshake import gather
+from .simulate import simulate
+from .trials import Trials
+
+_log = logging.getLogger("horovod_compress")
+_WATCHED = 50  # steps between two looks at whether the choice still holds
+_CHANGED = 1.3  # times as long as expected: the candidates are tried again
+
+
+def default_candidates(takes_over: bool) -> List[str]:
+    """What is tried where the user names nothing: specs that are known to end where dense training ends. takes_over: whether the optimizer has a
+    momentum that dgc can take over."""
+    sparse = "dgc" if takes_over else "topk"
+    return ["none", "fp16", f"{sparse}:ratio=0.01", f"{sparse}:ratio=0.01,min_numel=65536"]
+
+
+class Choice:
+    """Says with which candidate the next step is to be taken, as `Trials` does, for ranks that agree on how long steps take. Before that it may leave
+    candidates out by their errors; afterwards it watches whether steps become slow.
+
+    auto: the arguments of `Automatic`, with candidates; together: brings what all ranks say, in rank order, of a JSON-able value each; is_first:
+        whether this rank tells the user.
+    """
+
+    def __init__(self, auto: Dict[str, Any], together: Callable[[Any], List[Any]], is_first: bool) -> None:
+        self._auto, self._candidates, self._together, self._is_first = auto, list(auto["candidates"]), together, is_first
+        self._errors: Dict[str, float] = {}
+        # Those of the first step, by name, which the caller puts here, until errors are known; None where these do not matter.
+        self.gradients: Optional[Dict[str, np.ndarray]] = {} if auto["error"] < 1 else None
+        self._try(self._candidates)
+
+    def _try(self, candidates: Sequence[str]) -> None:
+        self._trials = Trials(candidates, self._auto["probe_steps"], self._auto["margin"])
+        self._seen: List[float] = []  # seconds of steps since the choice
+
+    @property
+    def current(self) -> str:
+        """The candidate with which the next step is to be taken."""
+        return self._trials.current
+
+    @property
+    def chosen(self) -> Optional[str]:
+        """The candidate that was chosen, once there is one."""
+        return self._trials.chosen
+
+    def plan(self, ranks: int) -> Dict[str, Any]:
+        """As of `Chosen.plan`."""
+        candidates: Dict[str, Dict[str, Any]] = {spec: {"error": error} for spec, error in self._errors.items()}
+        for spec, its in self._trials.tried.items():
+            candidates.setdefault(spec, {}).update(seconds=its.median if its.seconds else None, steps=len(its.seconds))
+        return {"spec": self.chosen, "ranks": ranks, "candidates": candidates}
+
+    def step_ended(self, seconds: float, counts: bool = True) -> None:
+        """Takes in how long the last step took. counts: whether that is the time of a step, on this rank; what does not count is not tried."""
+        if self.gradients is not None:
+            self._leave_out(self.gradients)
+        elif self.chosen is None:
+            said = self._together([seconds, counts])
+            if all(each_counts for _, each_counts in said):
+                self._trials.add(max(each for each, _ in said))
+            if self.chosen and self._is_first:
+                _log.warning("auto: %s", self._summary())
+        else:
+            self._watch(seconds)
+
+    def resume(self, spec: str, chosen: bool) -> None:
+        """Goes on with a choice that was made before, or with what was tried then."""
+        if chosen:
+            self.gradients = None
+            self._try([spec])
+
+    def _leave_out(self, gradients: Dict[str, np.ndarray]) -> None:
+        """Leaves out candidates that hold back too much of these gradients."""
+        held = [held_back(spec, gradients) for spec in self._candidates]
+        means = np.mean(self._together(held), axis=0)
+        if not np.isfinite(means).all():
+            self.gradients = {}  # a gradient was not finite: the next step's are looked at
+            return
+        self.gradients, self._errors = None, dict(zip(self._candidates, means.tolist()))
+        self._try([self._candidates[0], *(spec for spec in self._candidates[1:] if self._errors[spec] <= self._auto["error"])])
+
+    def _watch(self, seconds: float) -> None:
+        """Tries the candidates again where steps have become slow."""
+        self._seen.append(seconds)
+        if len(self._seen) < _WATCHED:
+            return
+        found, expected = max(self._together(statistics.median(self._seen))), self._trials.tried[self.current].median
+        self._seen.clear()
+        tried = list(self._trials.tried)
+        if found > _CHANGED * expected and len(tried) > 1:
+            if self._is_first:
+                message = "auto: steps take %.1f ms, and took %.1f ms when %s was chosen: trying again"
+                _log.warning(message, 1e3 * found, 1e3 * expected, self.current)
+            self._try(tried)
+
+    def _summary(self) -> str:
+        seconds = {spec: its.median for spec, its in self._trials.tried.items() if its.seconds}
+        others = ", ".join(f"{spec} {1e3 * its:.4g}" for spec, its in seconds.items() if spec != self.chosen)
+        return f"{self.chosen}, {1e3 * seconds[str(self.chosen)]:.4g} ms a step" + (f"; ms of the others: {others}" if others else "")
+
+
+def held_back(spec: str, gradients: Dict[str, np.ndarray]) -> float:
+    """‖g − C(g)‖²/‖g‖² over all these gradients, of one rank alone, in a first step."""
+    compressor: Any = get_compressor(spec)
+    if compressor.corrects_momentum:
+        compressor = compressor.bound(0.0, False)
+    sent = simulate(compressor, [[gradients]]).mean[0]
+    norms = [(float(np.square(grad - sent[name]).sum()), float(np.square(grad).sum())) for name, grad in gradients.items()]
+    held, whole = map(sum, zip(*norms))
+    return held / whole if whole else 0.0
+
+
+class Chosen(Binding):
+    """What bound compressions of both frameworks share that are switched from candidate to candidate, until one is chosen."""
+
+    _choice: Choice
+    _in_force: str  # the candidate with which steps are taken
+
+    @staticmethod
+    def refuse_elastic() -> None:
+        """ValueError in an elastic job."""
+        if is_elastic():
+            raise ValueError(
+                "in an elastic job ranks that join would not know what was chosen: let auto() choose in a job of constant size, and use plan['spec']"
+            )
+
+    @property
+    def plan(self) -> Dict[str, Any]:
+        """What was found: spec (None until there is a choice), ranks, and candidates {spec: {"seconds": median of a step, "steps": so many counted}};
+        with an error below 1 also "error" of each. JSON-able; `Compression.from_spec(plan["spec"])` takes the same choice elsewhere."""
+        return self._choice.plan(self._rank_and_size()[1])
+
+    def _new_choice(self, auto: Dict[str, Any], candidates: Sequence[str]) -> Choice:
+        return Choice({**auto, "candidates": candidates}, self._together, self._rank_and_size()[0] == 0)
+
+    def _together(self, value: Any) -> List[Any]:
+        return gather(self._transport, f"{self._label}.auto", value)
+
+    def _follow(self, spec: str) -> None:
+        """Goes on with a candidate."""
+        if spec != self._in_force:
+            self._switch(get_compressor(spec).config)  # type: ignore[attr-defined]  # of BoundCompression
+            self._in_force = spec
+
+    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
+        """As of BoundCompression; the choice comes with it."""
+        state: Dict[str, Any] = super().state_dict(portable)  # type: ignore[misc]
+        return {**state, "auto": {"spec": self._in_force, "chosen": self._choice.chosen is not None}}
+
+    def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
+        """As of BoundCompression. The choice that was made when the state was saved is taken over."""
+        auto = (state if isinstance(state, dict) else state[0]).get("auto") if state else None
+        if auto:
+            self._follow(auto["spec"])
+            self._choice.resume(**auto)
+        super().load_state_dict(state)  # type: ignore[misc]
+
+
+class Automatic(Unbound):
+    """A compression for hvd.DistributedOptimizer that chooses among candidates while training begins, as `Trials` says.
+
+    candidates: specs, the dense one first; default: none, fp16, and 1 % by dgc (for an SGD with momentum) or topk, with two limits for small
+        tensors. error: candidates are left out that hold back a larger part of the first gradient's squared norm, ‖g − C(g)‖²/‖g‖²; 1 leaves
+        out none. probe_steps: at most so many steps are tried. margin: what is less than this part faster than the first candidate is not chosen.
+    grad_scaler, discardable: as for BoundCompression.
+
+    Each step that is tried is a step of training, and what a candidate has held back goes on with the next: nothing is lost. How long a step
+    takes is seen from one to the next, so all that happens in one counts, and the slowest rank's seconds count. Where steps later take 1.3
+    times as long as they did for 50 steps, candidates are tried again. Raises ValueError for bad candidates, and in elastic jobs.
+    """
+
+    def __init__(
+        self, error: float = 1.0, candidates: Optional[Sequence[str]] = None, probe_steps: int = 30, margin: float = 0.05,
+        grad_scaler: Any = None, discardable: bool = False,
+    ) -> None:
+        super().__init__("none", grad_scaler=grad_scaler, discardable=discardable)
+        if not 0 < error <= 1:
+            raise ValueError(f"error must be above 0 and at most 1, not {error!r}")
+        for spec in candidates or ():
+            self._check(get_compressor(spec))
+        Trials(candidates or default_candidates(True), probe_steps, margin)  # which says what is wrong with them
+        self._auto: Dict[str, Any] = {"error": error, "candidates": candidates, "probe_steps": probe_steps, "margin": margin}
+
+    @staticmethod
+    def _check(compressor: Compressor) -> None:
+        """ValueError for a candidate that cannot begin between two steps."""
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        kept = {key: self._options[key] for key in ("grad_scaler", "discardable")}
+        return functools.partial(type(self), **self._auto, **kept), ()
+
+    def __repr__(self) -> str:
+        return "<a compression that is chosen when training begins>"
+
+    @property
+    def compressor(self) -> Compressor:
+        """Raises ValueError."""
+        raise ValueError("auto() tries compressions of gradients: name one for updates, such as topk:ratio=0.01")

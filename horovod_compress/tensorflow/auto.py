@@ -1,0 +1,126 @@
+"""`Compression.auto` in TensorFlow: steps are seen from one call of a traced function to the next, and another candidate begins between two."""
+import time
+from typing import Any, Dict, List, Optional, Sequence, Union
+
+import numpy as np
+import tensorflow as tf
+
+from ..binding import DECAYED, LOOK
+from ..choice import Automatic, Chosen, default_candidates
+from ..compressors import get_compressor
+from ..compressors.base import Compressor
+from .checks import checked_moments
+from .compression import BoundCompression
+from .horovod_internals import call_before, functions_under_trace
+from .operations import Call, Variable
+from .optimizer import can_take_over, largest_momentum
+from .unbound import UnboundCompression
+
+_SETTLING = 2  # calls after a switch in which something owed may still go out by operations of its own
+
+
+class ChosenCompression(Chosen, BoundCompression):
+    """What AutoCompression becomes: a compression that is switched from candidate to candidate, until one is chosen.
+
+    The function that the user or Keras calls, around the operations of the compression, says when a call of it begins. Times of calls in which a
+    function is traced do not count.
+    """
+
+    def __init__(self, auto: Dict[str, Any], process_set: Any = None, grad_scaler: Any = None, discardable: bool = False) -> None:
+        self.refuse_elastic()
+        super().__init__("none", None, process_set, grad_scaler, discardable)
+        self._auto, self._in_force = auto, "none"
+        self._resumed: Optional[Dict[str, Any]] = None  # of a state that was loaded before the optimizer is known
+        self._began, self._taken, self._tracing = 0.0, 0, False  # of the call that began last: when, after how many steps, whether it traced
+        self._until_look, self._largest = LOOK, 0.0  # of what SGD's own momentum still holds, where that lives on
+        self._settling = 0  # calls until operations of something owed can be left out
+
+    def bind(self, optimizer: Any) -> None:
+        candidates = list(self._auto["candidates"] or default_candidates(can_take_over(optimizer)))
+        for spec in candidates:
+            self._choose(get_compressor(spec), optimizer)
+        self._choice = self._new_choice(self._auto, candidates)
+        self._in_force = self._choice.current
+        if self._resumed:
+            self._choice.resume(**self._resumed)
+            self._in_force = self._resumed["spec"]
+        self._compressor = get_compressor(self._in_force)
+        super().bind(optimizer)
+
+    @property
+    def plan(self) -> Dict[str, Any]:
+        return super().plan if self._chosen else {"spec": None, "ranks": self._rank_and_size()[1], "candidates": {}}
+
+    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
+        return super().state_dict(portable) if self._chosen else BoundCompression.state_dict(self, portable)
+
+    def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
+        if self._chosen:
+            return super().load_state_dict(state)
+        self._resumed = (state if isinstance(state, dict) else state[0]).get("auto") if state else None
+        if self._resumed:
+            self._compressor = self._exchange.compressor = get_compressor(self._resumed["spec"])
+        BoundCompression.load_state_dict(self, state)
+
+    @property
+    def _sees_gradients(self) -> bool:  # type: ignore[override]
+        return self._chosen is not None and self._choice.gradients is not None
+
+    def _note_traces(self) -> None:
+        super()._note_traces()
+        self._tracing = self._tracing or not tf.executing_eagerly()
+
+    def _new_call(self, tensor: Any) -> Call:
+        call_before(functions_under_trace()[-1], self, self._before_call)
+        return super()._new_call(tensor)
+
+    def _submit(self, variable: Variable, call: int, grad: np.ndarray, *options: np.ndarray) -> List[np.ndarray]:
+        if self._choice.gradients is not None:
+            self._choice.gradients[variable.name] = grad.reshape(variable.shape).copy()
+        return super()._submit(variable, call, grad, *options)
+
+    def _before_call(self) -> None:
+        """Decides with what the call that begins takes its step, or several; those of the last one take its time in equal parts."""
+        now, taken = time.perf_counter(), max(self._exchange.steps_taken().values(), default=0)
+        if taken <= self._taken:
+            return  # The last call, one of several backward passes, exchanged nothing, and its time is part of the step's.
+        self._choice.step_ended((now - self._began) / (taken - self._taken), counts=not self._tracing)
+        self._follow(self._choice.current)
+        if self._lives_on and self._takes_over:
+            self._let_momentum_go()
+        self._began, self._taken, self._tracing = time.perf_counter(), taken, False
+
+    def _let_momentum_go(self) -> None:
+        """What SGD's own momentum has gathered in steps that were tried without a takeover decays, and in the end needs no operations any more."""
+        self._until_look = (self._until_look or LOOK) - 1
+        if self._until_look == 0:
+            now = largest_momentum(self._served or self._optimizer)
+            self._largest = max(self._largest, now)
+            if now <= DECAYED * self._largest:
+                with self._tracing_again():
+                    self._lives_on = False
+
+    def _follow(self, spec: str) -> None:
+        if spec != self._in_force:
+            self._settling = _SETTLING
+        elif self._settling:
+            self._settling -= 1
+            with self._tracing_again():
+                pass
+        super()._follow(spec)
+
+
+class AutoCompression(Automatic, UnboundCompression):
+    __doc__ = Automatic.__doc__
+
+    _bound_class = ChosenCompression
+
+    @staticmethod
+    def _check(compressor: Compressor) -> None:
+        checked_moments(compressor, None)
+
+    def _depends_on_optimizer(self) -> bool:
+        return True  # which decides about candidates
+
+    def _unserved(self, process_set: Any = None) -> BoundCompression:
+        return ChosenCompression(self._auto, **{**self._options, "process_set": self._options["process_set"] or process_set})
