@@ -6,7 +6,8 @@
 
 A RUN is a spec, such as dgc:ratio=0.001; sgd/SPEC or adam/SPEC names another optimizer than the task's, adam:lr=0.004/SPEC its learning rate, too;
 updates/SPEC compresses each rank's own updates in place of gradients, and adam/updates/SPEC is both; updates:every=16/SPEC exchanges those of 16
-steps, and updates:every=16,outer=0.7+0.9/SPEC has an outer Nesterov of that learning rate and momentum. Ranks share the task's batch, so all numbers
+steps, and updates:every=16,outer=0.7+0.9/SPEC has an outer Nesterov of that learning rate and momentum. drop/SPEC forgets after each step what was
+not sent, which is what error feedback is compared with; it is for simulated ranks only. Ranks share the task's batch, so all numbers
 of ranks compute as much. Without --real, the ranks are simulated: each computes its own part of the batch, and the compressors, the exchange and
 every payload are the real ones. Each run is a line of FILE, by default convergence.jsonl, with the measure over steps and bytes; those that are there
 already are not run again. What is measured are the parameters that all ranks share, those after the last exchange. Prints a table in Markdown of all
@@ -40,13 +41,15 @@ PASSES = 4  # backward passes of a step and rank, where moments=microbatch
 
 
 class Run(NamedTuple):
-    """What a RUN says. every: how many local steps' updates are exchanged together, 0 where gradients are."""
+    """What a RUN says. every: how many local steps' updates are exchanged together, 0 where gradients are; drops: whether what was not sent is
+    forgotten."""
 
     optimizer: str
     rate: float
     every: int
     outer: Optional[hvdc.Nesterov]
     spec: str
+    drops: bool = False
 
 
 class Simulated:
@@ -95,6 +98,9 @@ class Simulated:
             return
         lr = self.optimizers[0].param_groups[0]["lr"] if self.compressor.follow_lr else None
         results = finish_step(self.exchanges, start_step(self.exchanges, arrays, lr, squares), arrays)[0]
+        if self.run.drops:
+            for kept in (array for exchange in self.exchanges for state in exchange.arrays().values() for array in state.values()):
+                kept[:] = 0
         for name, param in self.named.items():
             param.grad.copy_(torch.from_numpy(results[name]).view_as(param))
         if self.clips:
@@ -147,6 +153,8 @@ class Real:
     """This process is one of Horovod's ranks."""
 
     def __init__(self, task, run, model):
+        if run.drops:
+            raise ValueError("drop/ is for simulated ranks: no compression of real ones forgets what it has not sent")
         self.task, self.run, self.model = task, run, model
         optimizer = task.optimizer(run.optimizer, model.parameters())
         if run.every:
@@ -218,17 +226,18 @@ def train(name, run, seed, ranks, real, steps=None, local_size=1):
 def parsed(run, task):
     """The Run that a RUN says."""
     number = "([0-9.e+-]+?)"
-    optimizer, updates = rf"(?:(sgd|adam)(?::lr={number})?/)?", rf"(updates(?::every=(\d+)(?:,outer={number}\+{number})?)?/)?"
-    found = re.fullmatch(optimizer + updates + r"((?!(?:sgd|adam|updates)\b)[^/:]+(?::.+)?)", run)
+    optimizer = rf"(?:(sgd|adam)(?::lr={number})?/)?"
+    exchanged = rf"(?:(updates)(?::every=(\d+)(?:,outer={number}\+{number})?)?/|(drop)/)?"
+    found = re.fullmatch(optimizer + exchanged + r"((?!(?:sgd|adam|updates|drop)\b)[^/:]+(?::.+)?)", run)
     if not found:
         raise ValueError(
-            f"{run}: a run is [sgd/ or adam/][updates/]SPEC; sgd:lr=NUMBER/ is SGD with that learning rate, updates:every=H,outer=RATE+MOMENTUM/ "
-            "exchanges every H steps, with an outer Nesterov"
+            f"{run}: a run is [sgd/ or adam/][updates/ or drop/]SPEC; sgd:lr=NUMBER/ is SGD with that rate, updates:every=H,outer=RATE+MOMENTUM/ "
+            "exchanges every H steps, with an outer Nesterov; drop/ forgets what was not sent"
         )
-    kind, rate, updates, every, outer_rate, momentum, spec = found.groups()
+    kind, rate, updates, every, outer_rate, momentum, drops, spec = found.groups()
     kind = kind or task.default
     outer = hvdc.Nesterov(float(outer_rate), float(momentum)) if outer_rate else None
-    return Run(kind, float(rate) if rate else getattr(task, kind)["lr"], int(every or 1) if updates else 0, outer, spec)
+    return Run(kind, float(rate) if rate else getattr(task, kind)["lr"], int(every or 1) if updates else 0, outer, spec, bool(drops))
 
 
 # -- what was found ---------------------------------------------------------------------------------------------------------
@@ -251,7 +260,7 @@ def table(name, rows):
     lines = [f"| {name} | ranks | seeds | {task.unit} | spread | against none | times fewer bytes |", "|---|---:|---:|---:|---:|---:|---:|"]
     for (run, ranks, steps, real, local_size), found in groups.items():
         ends = [row["measured"][-1][1] for row in found]
-        uncompressed = parsed(run, task)._replace(every=0, outer=None, spec="none")
+        uncompressed = parsed(run, task)._replace(every=0, outer=None, spec="none", drops=False)
         alike = [row for row in rows if row["steps"] == steps and parsed(row["run"], task) == uncompressed]
         baseline = {row["seed"]: row["measured"][-1][1] for row in sorted(alike, key=lambda row: row["ranks"] == ranks)}  # of as many, if there
         pairs = [end - baseline[row["seed"]] for end, row in zip(ends, found) if row["seed"] in baseline]

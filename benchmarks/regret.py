@@ -35,7 +35,7 @@ class Job:
         model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes.values()])
         self._hvd, self._torch, self._apply = hvd, torch, backward_of(torch)
         self._named, self._gradients = list(zip(shapes, model)), gradients
-        sgd = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+        sgd = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9, weight_decay=1e-4)
         self.optimizer = hvd.DistributedOptimizer(sgd, named_parameters=self._named, compression=compression)
         for param in model:
             param.grad = torch.zeros_like(param)

@@ -189,7 +189,7 @@ TASKS: Dict[str, Task] = {
     "fashion": _pictures(lambda: fashion(28), lambda: network(28), batch=128, steps=2800, sgd=SGD, adam=ADAM),
     "small": _pictures(lambda: fashion(28), lambda: network(28, width=8), batch=128, steps=2800, sgd=SGD, adam=ADAM),
     "resnet20": _pictures(lambda: fashion(32), resnet20, batch=128, steps=1400, sgd={**SGD, "lr": 0.1}, adam=ADAM),
-    "lstm": _text(lambda: characters(64), LSTM, sgd={"lr": 5.0}, adam={"lr": 3e-3, "weight_decay": 0.0}, clip=0.25),
+    "lstm": _text(lambda: characters(64), LSTM, sgd={"lr": 1.0, "momentum": 0.9}, adam={"lr": 3e-3, "weight_decay": 0.0}, clip=0.25),
     "transformer": _text(
         lambda: characters(64), lambda: Transformer(64), sgd={"lr": 0.1, "momentum": 0.9}, adam={"lr": 2e-3, "weight_decay": 0.01}, clip=1.0
     ),

@@ -71,7 +71,10 @@ class ChosenCompression(Chosen, BoundCompression):
         self._tracing = self._tracing or not tf.executing_eagerly()
 
     def _new_call(self, tensor: Any) -> Call:
-        call_before(functions_under_trace()[-1], self, self._before_call)
+        functions = functions_under_trace()
+        if not functions:
+            raise ValueError("auto() sees steps as calls of a tf.function, and no tf.function has made this graph: name a spec")
+        call_before(functions[-1], self, self._before_call)
         return super()._new_call(tensor)
 
     def _submit(self, variable: Variable, call: int, grad: np.ndarray, *options: np.ndarray) -> List[np.ndarray]:

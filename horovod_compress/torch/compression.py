@@ -1,5 +1,6 @@
 """Horovod's Compressor interface, `compress` and `decompress`, over the exchange."""
 import functools
+import logging
 import weakref
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
@@ -22,6 +23,8 @@ from . import horovod_internals
 from .moments import Moments
 from .parameters import NamedParameters, Slot, Streams, flat, named
 from .sgd import SGDTakeover, is_plain_sgd
+
+_log = logging.getLogger("horovod_compress")
 
 _SYNCHRONIZE_FIRST = (
     "call optimizer.synchronize() before anything that reads or changes gradients (a GradScaler's unscale_() and step(), clipping), and step "
@@ -67,6 +70,7 @@ class BoundCompression(Binding):
         self._bound_optimizer = optimizer
         self._transport: Transport
         self._transports: Dict[bool, Transport] = {}  # by whether MPI moves payloads
+        self._announced: Optional[str] = None  # what users were told last of an SGD's takeover
         self._switches: List[Tuple[int, Any]] = []  # to come: the step from which on, and a spec
         self._configure(spec)
         self._grad_scaler = grad_scaler
@@ -95,6 +99,9 @@ class BoundCompression(Binding):
         moments, transport = _moments_of(compressor, self._trained), self._transport_of(compressor)
         self._host = self._host_for(compressor)
         self._requested, self._takeover, self._moments, self._transport = requested, takeover, moments, transport
+        if takeover.announcement not in (None, self._announced) and hvd.rank() == 0:
+            self._announced = takeover.announcement
+            _log.warning("%s", takeover.announcement)
         self._compressor = next(iter(variants.values()), compressor)
         self._tensors = {slot.name: (tuple(slot.param.shape), variants.get(slot.name, compressor)) for slot in self._trained}
 

@@ -1,16 +1,12 @@
 """What an SGD optimizer would do to a gradient and a momentum-correcting compression does instead."""
 import dataclasses
 import inspect
-import logging
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
-import horovod.torch as hvd
 import torch
 
 from ..binding import DECAYED, LOOK, momentum_of
 from .horovod_internals import own_class
-
-_log = logging.getLogger("horovod_compress")
 
 
 def is_plain_sgd(optimizer: Any) -> bool:
@@ -49,7 +45,7 @@ class SGDTakeover:
         # Of buffers of parameters without weight decay that were found to hold something: id(parameter) → their largest element, then.
         self._largest: Dict[int, float] = {}
         self._until_look = LOOK
-        logged = set()
+        logged: Set[str] = set()
         for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) and compressor.corrects_momentum else ():
             momentum, nesterov = momentum_of(compressor, group)
             if momentum == 0:
@@ -57,8 +53,8 @@ class SGDTakeover:
             self._refuse(optimizer, group)
             self.variants.update((names[id(param)], compressor.bound(momentum, nesterov)) for param in group["params"] if id(param) in names)
             logged.add(f"momentum={momentum:g}{' (nesterov)' if nesterov else ''}, weight_decay={group['weight_decay']:g}")
-        if logged and hvd.rank() == 0:
-            _log.warning("%s takes over from SGD, which does not apply them itself: %s", compressor.id, "; ".join(logged))
+        # What users are to know; None where nothing is taken over.
+        self.announcement = f"{compressor.id} takes over from SGD, which does not apply them itself: {'; '.join(logged)}" if logged else None
 
     def _refuse(self, optimizer: Any, group: Dict[str, Any]) -> None:
         """Raises ValueError where the momentum of a group cannot be taken over."""

@@ -47,5 +47,5 @@ def test_what_is_there_is_not_run_again(trained):
 
 
 def test_mistakes_are_named(trained):
-    assert "a run is [sgd/ or adam/][updates/]SPEC" in run(trained[0], "rmsprop/none").stderr
+    assert "a run is [sgd/ or adam/][updates/ or drop/]SPEC" in run(trained[0], "rmsprop/none").stderr
     assert "dgc: momentum has no meaning where updates are compressed" in run(trained[0], "updates/dgc:momentum=0.9").stderr
