@@ -4,6 +4,7 @@ import math
 from typing import Tuple
 
 from .compressors.base import Compressor
+from .compressors.dense import dense_compressor
 from .compressors.selective import SelectiveCompressor
 
 
@@ -14,4 +15,4 @@ def compressor_for(compressor: Compressor, name: str, shape: Tuple[int, ...]) ->
     excluded = any(fnmatch.fnmatchcase(name, pattern) for pattern in compressor.exclude)
     small = compressor.min_numel and (len(shape) < 2 or math.prod(shape) < compressor.min_numel)
     adapted = None if excluded or small else compressor.adapted(shape)
-    return compressor.fallback() if adapted is None else adapted
+    return adapted or compressor.fallback() or dense_compressor(compressor.dense, compressor.seed)

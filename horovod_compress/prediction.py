@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, List, Sequence
 from . import bench
 from .compressors import get_compressor
 from .compressors.base import Step
+from .compressors.dense import dense_compressor
 from .cost import Load, Network, added_seconds, break_even
 from .lockstep import Named
 from .models import MODELS, Shapes
@@ -65,13 +66,14 @@ def measured(
         return splitting(measured(dataclasses.replace(compressor, exchange="gather"), model, gradients, ranks, progress), split.accept, ranks)
     found = bench.measure(compressor, gradients, ranks, STEPS, progress, local_size)
     rounds = len(compressor.collectives(ranks)) - 1 + on_hosts(compressor, local_size)
+    dense_rounds = len(dense_compressor(getattr(compressor, "dense", "fp32"), 0).collectives(ranks)) - 1  # of small tensors, which hide nothing
     hides = not rounds and compressor.clip_norm is None and getattr(compressor, "transport", "horovod") == "horovod"
     sizes = [math.prod(shape) for shape in model.shapes.values()]
     plain = compressor.id == "none"  # with which Horovod looks at nothing
     encode, decode = (0.0, 0.0) if plain else (found["encode_seconds"], found["decode_seconds"])
     negotiated = sum(count for kind, count in found["operations"].items() if not kind.startswith("allreduce"))
     operations = sum(found["operations"].values())
-    return Load(found["exchanged"], operations, rounds, hides, sizes[0] / sum(sizes), encode, decode, negotiated).times(model.factor)
+    return Load(found["exchanged"], operations, rounds + dense_rounds, hides, sizes[0] / sum(sizes), encode, decode, negotiated).times(model.factor)
 
 
 def splitting(gathering: Load, accept: float, ranks: int) -> Load:

@@ -8,10 +8,11 @@ import numpy as np
 
 from .. import kernels
 from ..requests import Collective, HostReduce
-from .base import LOCAL, SHARED, Decoded, Encoding, State, Step, zeros
+from .base import LOCAL, SHARED, Compressor, Decoded, Encoding, State, Step, zeros
+from .dense import dense_compressor
 from .none import NoCompression
-from .options import Choice, Flag, Number, Schedule, ZeroOrCount, option
-from .selective import DENSE
+from .options import Choice, Count, Flag, Number, Schedule, ZeroOrCount, option
+from .quantizer import QuantizerState
 from .topk import TopK
 
 
@@ -67,7 +68,7 @@ class DGC(TopK):
         return dataclasses.replace(self, momentum=momentum, nesterov=nesterov)
 
     def fallback(self) -> "DenseMomentum":
-        return DenseMomentum(momentum=self.m, nesterov=bool(self.nesterov), values=self.dense)
+        return DenseMomentum(momentum=self.m, nesterov=bool(self.nesterov), values=self.dense, seed=self.seed)
 
     def density(self, step: int) -> float:
         """The share of elements sent at this step."""
@@ -121,8 +122,9 @@ def _late(owed: np.ndarray, m: float) -> np.ndarray:
 
 
 @dataclasses.dataclass
-class DenseMomentumState(State):
-    """spare is memory for the next step's momentum; `sent` refers to it until that step is committed."""
+class DenseMomentumState(QuantizerState):
+    """What the dense compressor needs, a quantizer at the most. spare is memory for the next step's momentum; `sent` refers to it until that step is
+    committed."""
 
     spare: Optional[np.ndarray] = None
 
@@ -137,13 +139,19 @@ class DenseMomentum(NoCompression):
 
     momentum: float = option(Number(0, 1), 0.9, "of the mean gradient")
     nesterov: bool = option(Flag(), False, "Nesterov's momentum")
-    values: str = option(Choice("fp32", "fp16"), "fp32", "how they travel")
+    values: str = option(Choice("fp32", "fp16", "int8"), "fp32", "how they travel")
+    seed: int = option(Count(), 0, "of what is drawn at random")
+
+    @functools.cached_property
+    def dense(self) -> Compressor:
+        """How they travel."""
+        return dense_compressor(self.values, self.seed)
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
-        return DENSE[self.values].collectives(size)
+        return self.dense.collectives(size)
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
-        return DENSE[self.values].encode(grad, state, step)
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
+        return self.dense.encode(grad, state, step)
 
     def init(self, name: str, shape: Tuple[int, ...]) -> DenseMomentumState:
         return DenseMomentumState(name, {"u": zeros(math.prod(shape))} if self.momentum else {})
@@ -157,6 +165,9 @@ class DenseMomentum(NoCompression):
 
     def encode_dense(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
         return HostReduce(grad)  # Not all is sent: u remains.
+
+    def decode(self, summed: np.ndarray, out: np.ndarray, state: DenseMomentumState, step: Step, scale: float) -> Decoded:
+        return kernels.after(self.dense.decode(summed, out, state, step, scale), functools.partial(self._move, out, state))
 
     def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: DenseMomentumState, scale: float) -> Decoded:
         return kernels.after(super().decode_dense(reduced, out, state, scale), functools.partial(self._move, out, state))

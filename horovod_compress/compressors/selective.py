@@ -9,18 +9,16 @@ import numpy as np
 
 from ..kernels import Encoded
 from .base import LOCAL, Compressor, Kept, State, Step, Undo, zeros
-from .fp16 import Float16
-from .none import NoCompression
 from .options import Choice, Count, Flag, Patterns, option
 
 _NO_RATE = 1e-30  # a learning rate below counts as 0
 _MOST_GROWTH = 2.0**100  # so that the residual stays finite
-DENSE = {"fp32": NoCompression(), "fp16": Float16()}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SelectiveCompressor(Compressor):
-    """A compressor that is not for every tensor: `plan.compressor_for` gives small, one-dimensional and excluded ones `fallback()`."""
+    """A compressor that is not for every tensor: `plan.compressor_for` gives small, one-dimensional and excluded ones what `dense` names, or
+    `fallback()`."""
 
     transport: str = option(
         Choice("horovod", "mpi"), "horovod", "what moves payloads: Horovod, while backward goes on; or MPI, all of a step at once"
@@ -28,15 +26,17 @@ class SelectiveCompressor(Compressor):
     seed: int = option(Count(), 0, "of everything that is drawn at random")
     min_numel: int = option(Count(), 1024, "tensors with fewer elements, and one-dimensional ones, go dense; 0: every tensor is compressed")
     exclude: Tuple[str, ...] = option(Patterns(), (), "names of tensors that go dense, as shell patterns")
-    dense: str = option(Choice("fp32", "fp16"), "fp32", "how tensors that go dense travel")
+    dense: str = option(
+        Choice("fp32", "fp16", "int8"), "fp32", "how tensors that go dense travel; int8: rounded at random to 127 steps of the largest of all ranks"
+    )
 
     def adapted(self, shape: Tuple[int, ...]) -> Optional[Compressor]:
         """This compressor with the options that suit a tensor of that shape, or None where compression does not pay."""
         return self
 
-    def fallback(self) -> Compressor:
-        """The dense compressor of the tensors that this one does not compress."""
-        return DENSE[self.dense]
+    def fallback(self) -> Optional[Compressor]:
+        """The compressor of the tensors that this one does not compress, where that is another than `dense` names."""
+        return None
 
     def key(self, *words: Any) -> int:
         """A 64-bit key that follows from the seed and `words`: tensor, step, and rank where ranks are to differ."""

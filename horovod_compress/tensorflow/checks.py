@@ -4,6 +4,7 @@ from typing import Any, Optional
 import tensorflow as tf
 
 from ..compressors.base import Compressor
+from ..compressors.dense import dense_compressor
 
 ONE_PASS = "A tape's gradient is one pass, for which moments=minibatch is the same"
 
@@ -15,11 +16,14 @@ def check_elastic(compressor: Compressor, optimizer: Any) -> None:
             "in an elastic job a rank may be left alone, for which Horovod reduces nothing, and what it holds back is applied by the optimizer: bind "
             f"the compression to that, as in hvdc.Compression.{compressor.id}(optimizer)"
         )
-    if len({compressor.collectives(size) for size in range(1, 129)}) > 1:
-        raise ValueError(
-            f"{compressor.id} adds up integers, whose type depends on the number of ranks, and the operations of a traced function keep theirs: in "
-            "elastic jobs with TensorFlow take another algorithm"
-        )
+    dense = getattr(compressor, "dense", "fp32")
+    for adding, instead in ((compressor, "take another algorithm"), (dense_compressor(dense, 0), "say dense=fp32 or dense=fp16")):
+        if len({adding.collectives(size) for size in range(1, 129)}) > 1:
+            what = compressor.id if adding is compressor else f"dense={dense}"
+            raise ValueError(
+                f"{what} adds up integers, whose type depends on the number of ranks, and the operations of a traced function keep theirs: in "
+                f"elastic jobs with TensorFlow {instead}"
+            )
 
 
 def check_elastic_scale(scaler: Any) -> None:

@@ -6,7 +6,7 @@ SPECS = (
     "none", "fp16", "bf16", "topk", "randomk", "globalrandk", "dgc:momentum=0.9", "adacomp", "variance", "strom", "qsgd", "maxnorm",
     "multiscale", "terngrad", "signsgd", "efsignsgd", "onebit", "natural", "powersgd", "dgc:momentum=0.5,nesterov=true,dense=fp16",
     "dgc:momentum=0.9,warmup_steps=4", "powersgd:start_step=2", "multiscale:bits=2+4+8", "maxnorm:bits=16", "maxnorm:ratio=0.1",
-    "demo:chunk=16,k=8", "topk:chunk=64,k=4,values=2bit", "dgc:momentum=0.9,values=sign",
+    "demo:chunk=16,k=8", "topk:chunk=64,k=4,values=2bit", "dgc:momentum=0.9,values=sign", "dgc:momentum=0.9,dense=int8",
 )
 STEPS = 5
 

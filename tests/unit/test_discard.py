@@ -8,7 +8,10 @@ from horovod_compress.exchange import Exchange
 from horovod_compress.lockstep import run_step, start_step
 from horovod_compress.transport.loopback import Loopback
 
-SPECS = [*available(), "dgc:momentum=0.9", "dgc:momentum=0.5,nesterov=true,dense=fp16", "variance:tau=0.5", "maxnorm:ratio=0.1"]
+SPECS = [
+    *available(), "dgc:momentum=0.9", "dgc:momentum=0.5,nesterov=true,dense=fp16", "dgc:momentum=0.5,dense=int8", "variance:tau=0.5",
+    "maxnorm:ratio=0.1",
+]
 # In half precision another scale is another rounding.
 KEEPS_STATE = [spec for spec in SPECS if any(ranks_of(spec)[0].arrays().values()) and "fp16" not in spec]
 
