@@ -83,7 +83,7 @@ def splitting(gathering: Load, accept: float, ranks: int) -> Load:
     payload = gathering.exchanged[GATHERED]
     exchanged = {**gathering.exchanged, "alltoall uint8": payload, GATHERED: accept / ranks * payload}
     return dataclasses.replace(
-        gathering, exchanged=exchanged, operations=gathering.operations - gathering.negotiated + 2, rounds=1, hides=False,
+        gathering, exchanged=exchanged, operations=gathering.operations - gathering.negotiated + 2, rounds=gathering.rounds + 1, hides=False,
         decode=gathering.decode * (1 + accept) / ranks, negotiated=2,
     )
 
