@@ -6,8 +6,9 @@
 Needs root (see two_hosts.py). In each cell, a model on a link, one job of 2 ranks trains with auto() until it has chosen. Then blocks of three
 steps take turns, round after round: of that optimizer, which auto() serves, and of another one, which is switched to each candidate that took
 less than twice as long as the chosen one while it was tried. A block's time is that of its last two steps. Ratios are medians over rounds of what is
-in one round, so that a slow minute does not count. The regret is the largest ratio of auto()'s blocks to a candidate's, the chosen one's own
-included. Backward only writes the gradients, as in step_time.py. Prints a table in Markdown; --json writes all figures.
+in one round, so that a slow minute does not count. The regret is the largest ratio of the chosen one's time to a candidate's, itself included; its
+time is the mean of its own block and auto()'s, which are of the same compression. What auto() costs beside that is a column of its own. Backward only
+writes the gradients, as in step_time.py. Prints a table in Markdown; --json writes all figures.
 """
 import argparse
 import json
@@ -92,11 +93,20 @@ def worker(options):
 # -- the driver -------------------------------------------------------------------------------------------------------------
 
 
-def ratios(found):
-    """{spec: auto()'s time over that of a candidate} of a cell, medians over rounds."""
-    measured = found["measured"]
-    pairs = {spec: zip(measured[AUTO], seconds) for spec, seconds in measured.items() if spec != AUTO}
-    return {spec: statistics.median(auto / its for auto, its in rounds) for spec, rounds in pairs.items()}
+def median_ratio(seconds, others):
+    return statistics.median(its / other for its, other in zip(seconds, others))
+
+
+def regret(found):
+    """The chosen one's time over that of the best candidate."""
+    measured, chosen = found["measured"], found["plan"]["spec"]
+    its = list(map(statistics.mean, zip(measured[AUTO], measured[chosen])))
+    return max(median_ratio(its, seconds) for spec, seconds in measured.items() if spec != AUTO)
+
+
+def overhead(found):
+    """auto()'s time over that of the compression that it has chosen, bound by itself."""
+    return median_ratio(found["measured"][AUTO], found["measured"][found["plan"]["spec"]])
 
 
 def predicted(found):
@@ -109,14 +119,13 @@ def table(cells):
     lines = ["| model | link | chosen | steps tried | regret | auto over the chosen itself | ms a step | ms of the others |"]
     lines.append("|---|---|---|---:|---:|---:|---:|---|")
     for (model, rate), found in cells.items():
-        chosen, against = found["plan"]["spec"], ratios(found)
+        chosen = found["plan"]["spec"]
         seconds = {spec: its["seconds"] for spec, its in found["plan"]["candidates"].items()}  # of those without blocks
         seconds.update((spec, statistics.median(each)) for spec, each in found["measured"].items())
         others = ", ".join(f"{spec} {1e3 * each:.0f}" for spec, each in seconds.items() if spec not in (AUTO, chosen))
-        row = [model, rate, chosen, found["steps"], f"{max(against.values()):.3f}", f"{against[chosen]:.3f}", f"{1e3 * seconds[AUTO]:.0f}", others]
+        row = [model, rate, chosen, found["steps"], f"{regret(found):.3f}", f"{overhead(found):.3f}", f"{1e3 * seconds[AUTO]:.0f}", others]
         lines.append(f"| {' | '.join(map(str, row))} |")
-    regrets = [max(ratios(found).values()) for found in cells.values()]
-    overheads = [ratios(found)[found["plan"]["spec"]] for found in cells.values()]
+    regrets, overheads = list(map(regret, cells.values())), list(map(overhead, cells.values()))
     all_predicted = [ratio for found in cells.values() for ratio in predicted(found)]
     within = sum(0.75 <= ratio <= 1.25 for ratio in all_predicted)
     lines.append(f"\nregret: median {statistics.median(regrets):.3f}, most {max(regrets):.3f}")
@@ -143,7 +152,7 @@ def main():
             for model in options.models:
                 given = ["--models", model, "--rounds", options.rounds, "--", *options.candidates]
                 found = cells[model, "unshaped" if rate == "none" else rate] = hosts.measure(options.launcher, 2, __file__, given)
-                print(f"{model}, {rate}: {found['plan']['spec']}, regret {max(ratios(found).values()):.3f}", file=sys.stderr, flush=True)
+                print(f"{model}, {rate}: {found['plan']['spec']}, regret {regret(found):.3f}", file=sys.stderr, flush=True)
     print(table(cells))
     if options.json:
         options.json.write_text(json.dumps([{"model": model, "link": rate, **found} for (model, rate), found in cells.items()], indent=1))
