@@ -223,7 +223,7 @@ def momentum_of(compressor: Any, sgd: Mapping[str, Any]) -> Tuple[float, bool]:
 
 
 LOOK = 64  # steps between two looks at what an SGD's own momentum still holds, where it was taken over
-DECAYED = 2.0**-30  # of the largest element that it ever held: what is less changes no parameter any more
+DECAYED = 2.0**-30  # of the largest element that it ever held: what is less is far below what rounding takes from a parameter
 
 
 _warned: Set[str] = set()
@@ -257,11 +257,12 @@ class Algorithms(type):
     """
 
     from_spec: Any  # of the class: makes the compression of a spec
+    auto: Any  # of the class: makes one that is chosen while training begins
     _example: str  # of the class: what to write instead of the class alone
 
     def __init__(cls, name: str, bases: Tuple[type, ...], members: Dict[str, Any]) -> None:
         super().__init__(name, bases, members)
-        cls.from_spec.compress = cls.compress
+        cls.from_spec.compress = cls.auto.compress = cls.compress
 
     def compress(cls, tensor: Any) -> None:
         """Horovod gets here where it was given the class, or one of its methods, instead of what those return."""

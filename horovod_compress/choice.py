@@ -45,6 +45,11 @@ class Choice:
         self._seen: List[float] = []  # seconds of steps since the choice
 
     @property
+    def arguments(self) -> Dict[str, Any]:
+        """Those that all ranks must have alike."""
+        return self._auto
+
+    @property
     def current(self) -> str:
         """The candidate with which the next step is to be taken."""
         return self._trials.current
@@ -121,6 +126,11 @@ def held_back(spec: str, gradients: Dict[str, np.ndarray]) -> float:
     return held / whole if whole else 0.0
 
 
+def auto_of(state: Any) -> Optional[Dict[str, Any]]:
+    """What a state, or a list of all ranks', says of the choice; None where it is of a compression that was named."""
+    return (state if isinstance(state, dict) else state[0]).get("auto") if state else None
+
+
 class Chosen(Binding):
     """What bound compressions of both frameworks share that are switched from candidate to candidate, until one is chosen."""
 
@@ -153,6 +163,17 @@ class Chosen(Binding):
             self._switch(get_compressor(spec).config)  # type: ignore[attr-defined]  # of BoundCompression
             self._in_force = spec
 
+    def _description(self) -> Dict[str, Any]:
+        return {**super()._description(), "auto": self._choice.arguments}
+
+    def switch(self, spec: Any, *arguments: Any, **options: Any) -> None:
+        """As of BoundCompression; that is the choice then, and nothing is tried any more."""
+        if not isinstance(spec, str) or arguments or options:
+            raise ValueError("auto() keeps specs as text, and changes them itself: say switch('topk:ratio=0.01'), without at")
+        super().switch(spec)  # type: ignore[misc]
+        self._in_force = spec
+        self._choice.resume(spec, True)
+
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
         """As of BoundCompression; the choice comes with it."""
         state: Dict[str, Any] = super().state_dict(portable)  # type: ignore[misc]
@@ -160,11 +181,16 @@ class Chosen(Binding):
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         """As of BoundCompression. The choice that was made when the state was saved is taken over."""
-        auto = (state if isinstance(state, dict) else state[0]).get("auto") if state else None
+        auto, before = auto_of(state), self._in_force
         if auto:
             self._follow(auto["spec"])
+        try:
+            super().load_state_dict(state)  # type: ignore[misc]
+        except ValueError:
+            self._follow(before)
+            raise
+        if auto:
             self._choice.resume(**auto)
-        super().load_state_dict(state)  # type: ignore[misc]
 
 
 class Automatic(Unbound):
@@ -185,8 +211,10 @@ class Automatic(Unbound):
         grad_scaler: Any = None, discardable: bool = False,
     ) -> None:
         super().__init__("none", grad_scaler=grad_scaler, discardable=discardable)
-        if not 0 < error <= 1:
+        if not isinstance(error, (int, float)) or not 0 < error <= 1:
             raise ValueError(f"error must be above 0 and at most 1, not {error!r}")
+        if isinstance(candidates, str) or not all(isinstance(spec, str) for spec in candidates or ()):
+            raise ValueError(f"candidates must be a list of specs as text, such as ['none', 'topk:ratio=0.01'], not {candidates!r}")
         for spec in candidates or ():
             self._check(get_compressor(spec))
         Trials(candidates or default_candidates(True), probe_steps, margin)  # which says what is wrong with them

@@ -218,11 +218,13 @@ class Driver(ABC):
         for tensor in self._tensors.values():
             tensor.declared, tensor.checked = tensor.compressor.collectives(size), False
 
-    def switch(self, compressor: Compressor, tensors: Dict[str, Tuple[tuple, Compressor]], gains: Dict[str, float]) -> None:
+    def switch(
+        self, compressor: Compressor, tensors: Dict[str, Tuple[tuple, Compressor]], gains: Dict[str, float], factor: float = 1.0
+    ) -> None:
         """From the next step on, tensors are compressed as {name: (shape, compressor)} says, the compressor being `compressor` or a variant. What was
         kept goes on: in the state, or where that has no place for it, densely in the next step that succeeds. gains: by name, what the host will make
-        of a result over what it made of one, where that is not 1. ValueError, and nothing changed, where compressors do not suit. The last step
-        can no longer be discarded."""
+        of a result over what it made of one, where that is not 1; factor: what it makes of a 1 on each rank. ValueError, and nothing changed, where
+        compressors do not suit. The last step can no longer be discarded."""
         self.arrays()
         before = self.compressor, self._tensors, self._model
         self.compressor, self._tensors, self._model = compressor, {}, Model()
@@ -233,7 +235,7 @@ class Driver(ABC):
             self.compressor, self._tensors, self._model = before
             raise
         for name, tensor in self._tensors.items():
-            tensor.take_over(before[1][name], gains.get(name, 1.0))
+            tensor.take_over(before[1][name], gains.get(name, 1.0), factor)
         self._now = dataclasses.replace(self._now, clip_norm=compressor.clip_norm)
         self._latest, self._dense_was_logged = Transaction(), False
 

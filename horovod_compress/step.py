@@ -120,9 +120,9 @@ class Tensor:
         """What an array of the state is."""
         return LOCAL if key == OWED else self.compressor.kept[key]
 
-    def take_over(self, earlier: "Tensor", gain: float) -> None:
+    def take_over(self, earlier: "Tensor", gain: float, factor: float) -> None:
         """Goes on from what this tensor kept under another compressor, which is up to date. gain: what the host makes of a result now, over what it
-        made of one then."""
+        made of one then; factor: what it makes of a 1 on each rank."""
         self.unit, self.counters, state = earlier.unit, earlier.counters, self.state
         state.overflows, arrays = earlier.state.overflows, dict(earlier.state.arrays)
         left = arrays.pop(OWED, None)
@@ -131,7 +131,10 @@ class Tensor:
         if alike and shapes[0] == shapes[1] and gain == 1:
             state.arrays.update(arrays if left is None else {**arrays, OWED: left})
             return
-        found = [each for each in (earlier.compressor.owed(earlier.state), left) if each is not None]
+        owed = earlier.compressor.owed(earlier.state)
+        if owed is not None and earlier.compressor.owes_results and factor != 1:
+            owed = owed / np.float32(factor)  # All ranks will bring it.
+        found = [each for each in (owed, left) if each is not None]
         if found:
             owed = np.float32(1 / gain) * np.sum(found, axis=0)
             if not self.compressor.take_over(owed, state):

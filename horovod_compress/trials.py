@@ -34,6 +34,8 @@ class Trials:
     def __init__(self, candidates: Sequence[str], steps: int = 30, margin: float = 0.05) -> None:
         if len(set(candidates)) != len(candidates) or not candidates:
             raise ValueError(f"candidates must be one or more different specs, not {list(candidates)}")
+        if not isinstance(margin, (int, float)) or not 0 <= margin <= 1:
+            raise ValueError(f"margin must be a share from 0 to 1, not {margin!r}")
         if steps < _STEPS * len(candidates):
             raise ValueError(f"{len(candidates)} candidates take {_STEPS} steps each, at the least: {steps} are too few")
         self._baseline, self._margin, self._left = candidates[0], margin, steps

@@ -157,6 +157,7 @@ class Compressor(ABC):
     kept: ClassVar[Dict[str, Kept]] = {}  # what the arrays of the state are, by name
     accumulator: ClassVar[str] = "residual"  # which of them is the residual
     state_type: ClassVar[Type[State]] = State
+    owes_results: ClassVar[bool] = False  # whether `owed` is of results, alike on all ranks, and not of this rank's gradients
     follow_lr = False  # type: Optional[bool]  # whether the residual is rescaled where the learning rate changes; None: where that is known
 
     def __init_subclass__(cls) -> None:

@@ -135,6 +135,7 @@ class DenseMomentum(NoCompression):
 
     id, number = None, -1  # not for users: DGC's own
     on_device = True
+    owes_results = True
     kept = {"u": SHARED}
 
     momentum: float = option(Number(0, 1), 0.9, "of the mean gradient")

@@ -51,5 +51,6 @@ class Compression(metaclass=Algorithms):
     ) -> AutoCompression:
         """The fastest of several on this job, which is found out while training begins; see `AutoCompression`. In a function that is traced it is the
         same one in every trace."""
-        options = (error, None if candidates is None else tuple(candidates), probe_steps, margin, grad_scaler, discardable)
+        kept = tuple(candidates) if isinstance(candidates, list) else candidates  # which can be a key
+        options = (error, kept, probe_steps, margin, grad_scaler, discardable)
         return one_in_all_traces(("auto", *options), lambda: AutoCompression(*options))

@@ -5,17 +5,17 @@ from typing import Any, Dict, List, Optional, Sequence, Union
 import numpy as np
 import tensorflow as tf
 
-from ..binding import DECAYED, LOOK
-from ..choice import Automatic, Chosen, default_candidates
+from ..binding import DECAYED, LOOK, warn_once
+from ..choice import Automatic, Chosen, auto_of, default_candidates
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from .checks import checked_moments
 from .compression import BoundCompression
-from .horovod_internals import call_before, functions_under_trace
-from .operations import Call, Variable
+from .operations import Variable
 from .optimizer import can_take_over, largest_momentum
 from .unbound import UnboundCompression
 
+_NEVER = 100  # calls in a row that trace, after which users are told that nothing comes of it
 _SETTLING = 2  # calls after a switch in which something owed may still go out by operations of its own
 
 
@@ -32,6 +32,7 @@ class ChosenCompression(Chosen, BoundCompression):
         self._auto, self._in_force = auto, "none"
         self._resumed: Optional[Dict[str, Any]] = None  # of a state that was loaded before the optimizer is known
         self._began, self._taken, self._tracing = 0.0, 0, False  # of the call that began last: when, after how many steps, whether it traced
+        self._uncounted = 0  # calls in a row that traced
         self._until_look, self._largest = LOOK, 0.0  # of what SGD's own momentum still holds, where that lives on
         self._settling = 0  # calls until operations of something owed can be left out
 
@@ -47,6 +48,14 @@ class ChosenCompression(Chosen, BoundCompression):
         self._compressor = get_compressor(self._in_force)
         super().bind(optimizer)
 
+    def _description(self) -> Dict[str, Any]:
+        return super()._description() if self._chosen else BoundCompression._description(self)
+
+    def switch(self, spec: Any, *arguments: Any, **options: Any) -> None:
+        if self._chosen:
+            return super().switch(spec, *arguments, **options)
+        BoundCompression.switch(self, spec)  # which says what is missing
+
     @property
     def plan(self) -> Dict[str, Any]:
         return super().plan if self._chosen else {"spec": None, "ranks": self._rank_and_size()[1], "candidates": {}}
@@ -56,11 +65,18 @@ class ChosenCompression(Chosen, BoundCompression):
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         if self._chosen:
-            return super().load_state_dict(state)
-        self._resumed = (state if isinstance(state, dict) else state[0]).get("auto") if state else None
-        if self._resumed:
-            self._compressor = self._exchange.compressor = get_compressor(self._resumed["spec"])
-        BoundCompression.load_state_dict(self, state)
+            super().load_state_dict(state)
+        else:
+            auto, before = auto_of(state), self._compressor
+            if auto:
+                self._compressor = self._exchange.compressor = get_compressor(auto["spec"])
+            try:
+                BoundCompression.load_state_dict(self, state)
+            except ValueError:
+                self._compressor = self._exchange.compressor = before
+                raise
+            self._resumed = auto
+        self._taken, self._tracing = self._steps_taken(), True  # What was between two calls is no step's time.
 
     @property
     def _sees_gradients(self) -> bool:  # type: ignore[override]
@@ -70,13 +86,6 @@ class ChosenCompression(Chosen, BoundCompression):
         super()._note_traces()
         self._tracing = self._tracing or not tf.executing_eagerly()
 
-    def _new_call(self, tensor: Any) -> Call:
-        functions = functions_under_trace()
-        if not functions:
-            raise ValueError("auto() sees steps as calls of a tf.function, and no tf.function has made this graph: name a spec")
-        call_before(functions[-1], self, self._before_call)
-        return super()._new_call(tensor)
-
     def _submit(self, variable: Variable, call: int, grad: np.ndarray, *options: np.ndarray) -> List[np.ndarray]:
         if self._choice.gradients is not None:
             self._choice.gradients[variable.name] = grad.reshape(variable.shape).copy()
@@ -84,14 +93,20 @@ class ChosenCompression(Chosen, BoundCompression):
 
     def _before_call(self) -> None:
         """Decides with what the call that begins takes its step, or several; those of the last one take its time in equal parts."""
-        now, taken = time.perf_counter(), max(self._exchange.steps_taken().values(), default=0)
+        now, taken = time.perf_counter(), self._steps_taken()
         if taken <= self._taken:
             return  # The last call, one of several backward passes, exchanged nothing, and its time is part of the step's.
+        self._uncounted = self._uncounted + 1 if self._tracing else 0
+        if self._uncounted == _NEVER:
+            warn_once(f"auto() has chosen nothing: {_NEVER} calls in a row were traced, whose times say nothing. Give them inputs of one shape")
         self._choice.step_ended((now - self._began) / (taken - self._taken), counts=not self._tracing)
         self._follow(self._choice.current)
         if self._lives_on and self._takes_over:
             self._let_momentum_go()
         self._began, self._taken, self._tracing = time.perf_counter(), taken, False
+
+    def _steps_taken(self) -> int:
+        return max(self._exchange.steps_taken().values(), default=0)
 
     def _let_momentum_go(self) -> None:
         """What SGD's own momentum has gathered in steps that were tried without a takeover decays, and in the end needs no operations any more."""
@@ -122,8 +137,8 @@ class AutoCompression(Automatic, UnboundCompression):
     def _check(compressor: Compressor) -> None:
         checked_moments(compressor, None)
 
-    def _depends_on_optimizer(self) -> bool:
-        return True  # which decides about candidates
+    _depends = _tries = True
+    _binding = "compression.bind(optimizer), which is the compression of a tape then"
 
     def _unserved(self, process_set: Any = None) -> BoundCompression:
         return ChosenCompression(self._auto, **{**self._options, "process_set": self._options["process_set"] or process_set})

@@ -192,7 +192,7 @@ class BoundCompression(GraphCompression):
         tensors = {name: (shape, chosen.compressor) for name, shape in exchange.shapes.items()}
         with self._tracing_again():
             exchange.host = chosen.host
-            exchange.switch(chosen.compressor, tensors, dict.fromkeys(tensors, gain))
+            exchange.switch(chosen.compressor, tensors, dict.fromkeys(tensors, gain), self._factor())
             self._use(chosen)
             self._meet()
 

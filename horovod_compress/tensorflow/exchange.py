@@ -74,8 +74,10 @@ class GraphExchange(Driver):
             self.sends_number = name
         return tensor.compressor
 
-    def switch(self, compressor: Compressor, tensors: Dict[str, Tuple[tuple, Compressor]], gains: Dict[str, float]) -> None:
-        super().switch(compressor, tensors, gains)
+    def switch(
+        self, compressor: Compressor, tensors: Dict[str, Tuple[tuple, Compressor]], gains: Dict[str, float], factor: float = 1.0
+    ) -> None:
+        super().switch(compressor, tensors, gains, factor)
         self.sends_number = next((tensor.name for tensor in self.tensors if _adds_up(tensor)), None)
 
     def compressor_of(self, name: str) -> Compressor:

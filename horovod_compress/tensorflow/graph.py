@@ -3,7 +3,7 @@ import functools
 import itertools
 import weakref
 from abc import abstractmethod
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Type
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Type
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -17,7 +17,7 @@ from ..requests import Collective
 from .checks import ONE_PASS, check_elastic_scale
 from .eager import Eager
 from .exchange import GraphExchange, Message, Saved
-from .horovod_internals import functions_under_trace, loss_scaler, reduction_of
+from .horovod_internals import call_before, functions_under_trace, loss_scaler, reduction_of
 from .operations import (
     Call,
     Variable,
@@ -48,6 +48,7 @@ class GraphCompression(Binding):
         self._synced = not self._elastic
         self._active = bool(self._process_set.included()) and (self._process_set.size() > 1 or self._elastic)
         self._transport = Eager(self._process_set)
+        self._factor: Callable[[], float] = lambda: 1.0  # what Horovod makes of a 1 on each rank
         self._served: Any = None  # Horovod's optimizer, where gradients come from that
         self._variables: Dict[Any, Variable] = {}  # by key, see `identified`
         self._numbers: Dict[str, int] = {}  # of variables, by name
@@ -120,6 +121,7 @@ class GraphCompression(Binding):
     def _new_call(self, tensor: Any) -> Call:
         """The next call of the function that is being traced, for all gradients that Horovod compresses with this one."""
         grads, sources, factor, _, optimizer = reduction_of(tensor)
+        self._factor = factor
         if self._takes_over and optimizer and not isinstance(optimizer, self._momentum_class or ()):
             raise ValueError(
                 "this compression has taken over the momentum of another optimizer than the one it serves, which would apply its own besides: "
@@ -131,7 +133,7 @@ class GraphCompression(Binding):
                 "back: bind it to the optimizer that hvd.DistributedOptimizer gets"
             )
         self._served = optimizer
-        self._note_traces()
+        self._note_exchange()
         pairs = [(grad, source) for grad, source in zip(grads, sources) if isinstance(grad, tf.Tensor)]
         variables = [(grad, variable) for (grad, _), variable in zip(pairs, self._register(pairs))]
         unseen = [variable.name for _, variable in variables if variable.squares is not None and not variable.observed]
@@ -253,6 +255,21 @@ class GraphCompression(Binding):
         """Keeps the functions whose traces now get operations that depend on this compression."""
         if not tf.executing_eagerly():
             self._traced.update(functions_under_trace())
+
+    def _note_exchange(self) -> None:
+        """The same for functions whose traces now get an exchange. Others that call these, which are traced already, are noted when they do."""
+        self._note_traces()
+        for function in functions_under_trace():
+            call_before(function, self, self._function_called)
+
+    def _function_called(self) -> None:
+        if tf.executing_eagerly():
+            self._before_call()
+        else:
+            self._note_exchange()
+
+    def _before_call(self) -> None:
+        """A call that exchanges begins, by code that is not traced."""
 
     # -- what Horovod does not reduce, while it is alone ------------------------------------------------------------------
 

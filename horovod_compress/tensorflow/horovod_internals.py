@@ -141,15 +141,14 @@ def use_traces(function: Any, owner: Hashable, before: int, now: int) -> None:
 
 
 def call_before(function: Any, owner: Hashable, hook: Callable[[], None]) -> None:
-    """Has hook() called before each call of a tf.function by code that is not traced. An owner has one hook."""
+    """Has hook() called before each call of a tf.function. An owner has one hook."""
     hooks = vars(function).setdefault("_called_before", {})
     if not hooks:
         call = function._call
 
         def after_hooks(*args: Any, **kwargs: Any) -> Any:
-            if tf.executing_eagerly():
-                for each in list(hooks.values()):
-                    each()
+            for each in list(hooks.values()):
+                each()
             return call(*args, **kwargs)
 
         function._call = after_hooks

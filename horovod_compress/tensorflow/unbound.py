@@ -29,6 +29,7 @@ class UnboundCompression(Unbound):
     """
 
     _bound_class: Type[BoundCompression] = BoundCompression
+    _tries = False  # whether it tries several, which depend on the optimizer
 
     def __init__(self, spec: Any, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False) -> None:
         super().__init__(spec, process_set=process_set, grad_scaler=grad_scaler, discardable=discardable)
@@ -79,22 +80,29 @@ class UnboundCompression(Unbound):
     def bind_in_reach(self, process_set: Any = None) -> BoundCompression:
         """The compression that serves the only optimizer which the nearest of the callers has in reach; where nothing depends on the optimizer, any.
         ValueError where it is needed, and there are none or several."""
-        compressor: Any = self._compressor
-        found = _optimizers_in_reach() if self._depends_on_optimizer() else []
+        found = _optimizers_in_reach() if self._depends else []
         found = [optimizer for optimizer in found if compression_given_to(optimizer) is self] or found
         if len(found) == 1:
             return self.bind(found[0], process_set)
         try:
+            if len(found) > 1 and self._tries:
+                raise ValueError("which candidates are tried depends on the optimizer")
             return self.bind(None, process_set)
         except ValueError as error:
             several = ", ".join(f"{type(optimizer).__name__} {optimizer.name!r}" for optimizer in found)
             seen = f"has several in reach, {several}" if found else "has none in reach"
             raise ValueError(
                 f"{error}. The function that these gradients come from {seen}: bind the compression to the one that applies them, as in "
-                f"hvdc.Compression.{compressor.id}(optimizer)"
+                f"{self._binding}"
             ) from None
 
-    def _depends_on_optimizer(self) -> bool:
+    @property
+    def _binding(self) -> str:
+        """How a user binds it to an optimizer."""
+        return f"hvdc.Compression.{self._compressor.id}(optimizer)"
+
+    @property
+    def _depends(self) -> bool:
         """Whether what is exchanged may be another with another optimizer, or is applied by it."""
         compressor: Any = self._compressor
         return is_elastic() or (compressor.corrects_momentum and compressor.momentum is None) or compressor.follow_lr is not False

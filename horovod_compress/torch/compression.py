@@ -371,7 +371,7 @@ class BoundCompression(Binding):
         after = self._takeover.gains()
         gains = {name: after.get(name, 1.0) / before.get(name, 1.0) for name in before.keys() | after.keys()}
         exchange.transport, exchange.host = self._transport, self._host
-        exchange.switch(self._compressor, self._tensors, gains)
+        exchange.switch(self._compressor, self._tensors, gains, horovod_internals.factor_of(self._optimizer))
 
     def _switch_where_due(self) -> None:
         if self._switches:

@@ -3,6 +3,7 @@ import gc
 from typing import Any, Iterable, List, Optional, Tuple
 
 import horovod
+import horovod.torch as hvd
 import torch
 from horovod.torch.elastic.state import StateHandler, TorchState
 
@@ -50,6 +51,11 @@ def bound_to(optimizer: Any) -> Tuple[Optional[List[Tuple[str, torch.Tensor]]], 
     named = [(names[param], param) for group in optimizer.param_groups for param in group["params"]]
     unnamed = all(name.startswith("allreduce.noname.") for name, _ in named)
     return None if unnamed else named, getattr(optimizer, "process_set", None)
+
+
+def factor_of(optimizer: Any) -> float:
+    """What Horovod's optimizer makes of a 1 on each rank."""
+    return float(optimizer.process_set.size()) if optimizer is not None and optimizer.op == hvd.Sum else 1.0
 
 
 def own_class(optimizer: Any) -> type:

@@ -7,6 +7,7 @@ import torch
 from checks import raises, registry
 
 import horovod_compress.torch as hvdc
+from horovod_compress import MismatchError
 
 from .training import assert_close, assert_replicas_identical, batches, flat, model_of, sgd, train, wrap
 
@@ -73,6 +74,30 @@ def a_choice_is_resumed():
     assert its_compression.plan["spec"] == compression.plan["spec"]
     train(again, its_optimizer, batches(5, seed=1))
     assert torch.equal(flat(again), flat(model))
+
+
+@case(2)
+def a_switch_by_the_user_ends_the_trial():
+    for steps in (5, 30):
+        model, compression = model_of(), hvdc.Compression.auto(probe_steps=12)
+        optimizer = wrap(model, sgd(model), compression)
+        train(model, optimizer, batches(steps))
+        compression.switch("topk:ratio=0.1")
+        train(model, optimizer, batches(5))
+        state = compression.state_dict()
+        assert compression.plan["spec"] == state["auto"]["spec"] == "topk:ratio=0.1" and compression.config["id"] == "topk"
+        with raises(ValueError, "does not fit"):
+            compression.load_state_dict({**state, "id": "adacomp"})
+        with raises(ValueError, "without at"):
+            compression.switch("none", at=100)
+        assert_replicas_identical(model)
+
+
+@case(2)
+def ranks_that_would_try_differently_are_refused():
+    model = model_of()
+    with raises(MismatchError, "auto.margin"):
+        train(model, wrap(model, sgd(model), hvdc.Compression.auto(margin=0.1 * hvd.rank())), batches(2))
 
 
 @case(2)

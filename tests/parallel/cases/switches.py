@@ -71,6 +71,21 @@ def momentum_counts_once_over_switches():
             assert_close(model, reference, 3e-6)
 
 
+@case(2, 3)
+def momentum_counts_once_where_results_are_sums():
+    """The momentum of tensors that dgc leaves dense is of sums already, and alike on all ranks."""
+    reference, model = model_of(), model_of()
+    plain = wrap(reference, sgd(reference, lr=0.01), hvd.Compression.none, op=hvd.Sum)
+    compression = hvdc.Compression.from_spec("dgc:ratio=1,masking=false")
+    wrapped = wrap(model, sgd(model, lr=0.01), compression, op=hvd.Sum)
+    for seed, spec in enumerate(("dgc:ratio=1,masking=false", "none", "dgc:ratio=1,masking=false", "topk:ratio=1")):
+        if seed:
+            compression.switch(spec)
+        for net, optimizer in ((reference, plain), (model, wrapped)):
+            train(net, optimizer, batches(4, seed))
+        assert_close(model, reference, 5e-6)
+
+
 @case(2)
 def what_the_optimizers_momentum_has_gathered_is_let_go_when_it_has_decayed():
     """It would become denormal numbers, which are slow, and never 0. Until then the trajectory is plain Horovod's, and afterwards, too."""

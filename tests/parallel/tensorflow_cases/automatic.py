@@ -54,12 +54,16 @@ def what_auto_tries_trains_as_plain_horovod_does_in_fit():
 @case(2)
 def auto_lets_momentum_go_that_has_decayed():
     """Until then the trajectory is plain Horovod's, and afterwards, too."""
+    spec = "dgc:ratio=1,masking=false"
     for kind in SGD:
         reference, model = model_of(), model_of()
-        compression = hvdc.Compression.auto(candidates=["dgc:ratio=1,masking=false", "none"], probe_steps=6, margin=1)
-        for net, its in ((reference, hvdt.Compression.none), (model, compression)):
-            fit(net, hvd.DistributedOptimizer(SGD[kind](0.01, momentum=0.5), compression=its), 160)
-        assert compression.plan["spec"] == "dgc:ratio=1,masking=false" and not compression.the_only()._lives_on
+        compression = hvdc.Compression.auto(candidates=[spec, "none"])
+        optimizers = [hvd.DistributedOptimizer(SGD[kind](0.01, momentum=0.5), compression=its) for its in (hvdt.Compression.none, compression)]
+        for steps in (6, 150):
+            for net, optimizer in zip((reference, model), optimizers):
+                fit(net, optimizer, steps)
+            compression.switch(spec)  # which ends the trial
+        assert compression.the_only()._takes_over and not compression.the_only()._lives_on
         assert_close(model, reference, 1e-4)
 
 
@@ -107,6 +111,40 @@ def auto_serves_tapes_without_an_optimizer():
         for i in range(30):
             step(told(i))
         assert compression.plan["spec"] and list(compression.plan["candidates"])[2:] == ["topk:ratio=0.01", "topk:ratio=0.01,min_numel=65536"]
+
+
+@case(2)
+def auto_chooses_where_horovods_function_is_traced_already():
+    """After a second compile() with the same optimizer, Horovod's own function goes on with its trace."""
+    for optimizer in (keras.optimizers.SGD(0.01, momentum=0.9), keras.optimizers.Adam(0.001)):
+        model, compression = model_of(), hvdc.Compression.auto(probe_steps=12)
+        wrapped = hvd.DistributedOptimizer(optimizer, compression=compression)
+        fit(model, wrapped, 2)
+        fit(model, wrapped, 25)
+        assert compression.plan["spec"], compression.plan
+        assert_replicas_identical(model)
+
+
+@case(2)
+def a_switch_of_the_users_is_the_choice():
+    for steps in (5, 30):  # during the trial, and after it
+        model, compression = model_of(), hvdc.Compression.auto(probe_steps=12)
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9), compression=compression)
+        fit(model, optimizer, steps)
+        compression.switch("topk:ratio=0.1")
+        fit(model, optimizer, 5)
+        state = compression.state_dict()
+        assert compression.plan["spec"] == state["auto"]["spec"] == "topk:ratio=0.1" and compression.config["id"] == state["id"] == "topk"
+        with raises(ValueError, "does not fit"):
+            compression.load_state_dict({**state, "id": "adacomp"})
+        assert compression.plan["spec"] == "topk:ratio=0.1"
+        assert_replicas_identical(model)
+
+
+@case(2)
+def ranks_try_alike():
+    with raises(Exception, "MismatchError", "auto.probe_steps"):  # of a type that TensorFlow chooses, while it traces
+        fit(model_of(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), compression=hvdc.Compression.auto(probe_steps=20 + hvd.rank())), 2)
 
 
 @case(2)
@@ -160,6 +198,14 @@ def what_auto_refuses_in_keras():
         hvdc.Compression.auto(candidates=["none", "variance:moments=microbatch"])
     with raises(ValueError, "say transport=horovod"):
         hvdc.Compression.auto(candidates=["none", "topk:transport=mpi"])
+    with raises(ValueError, "candidates must be a list of specs"):
+        hvdc.Compression.auto(candidates="none")
+    with raises(ValueError, "margin must be a share"):
+        hvdc.Compression.auto(margin=-1)
+    with raises(ValueError, "error must be above 0"):
+        hvdc.Compression.auto(keras.optimizers.SGD(0.1))
+    with raises(TypeError, "no compression yet"):
+        hvdc.Compression.auto.compress(tf.zeros(3))
     with raises(ValueError, "name one for updates"):
         hvdc.UpdateOptimizer(keras.optimizers.Adam(), hvdc.Compression.auto())
     assert isinstance(hvdc.Compression.from_spec("auto"), hvdc.AutoCompression)

@@ -99,6 +99,38 @@ def momentum_counts_once_over_switches_in_fit():
 
 
 @case(2)
+def momentum_counts_once_where_results_are_sums():
+    specs = dict(enumerate(("dgc:ratio=1,masking=false", "none", "dgc:ratio=1,masking=false", "topk:ratio=1")))
+    reference, model = model_of(), model_of()
+    fit(reference, hvd.DistributedOptimizer(SGD["new"](0.005, momentum=0.9), op=hvdt.Sum), 4, epochs=len(specs))
+    compression = hvdc.Compression.from_spec(specs.pop(0))
+    fit(model, hvd.DistributedOptimizer(SGD["new"](0.005, momentum=0.9), op=hvdt.Sum, compression=compression), 4, [switching(specs)], epochs=4)
+    assert_close(model, reference, 2e-5)
+
+
+@case(2)
+def functions_that_call_one_which_is_traced_already():
+    """A second function of the same optimizer does not trace Horovod's own again; it follows a switch all the same."""
+    variable = tf.Variable(tf.zeros((40, 50)))
+    compression = hvdc.Compression.from_spec("topk:ratio=1")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=compression)
+    optimizer.build([variable])
+
+    def step(told):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * told)
+        optimizer.minimize(loss, [variable], tape=tape)
+
+    first, second = tf.function(step), tf.function(lambda told: step(2 * told))
+    for i in range(6):
+        (first if i % 2 else second)(told(i)["matrix"])
+        if i in (2, 4):
+            compression.switch(("maxnorm:bits=8,min_numel=0", "topk:ratio=1")[i == 4])
+    values = hvdt.allgather(variable[None], name="values").numpy()
+    assert (values[0] == values[1]).all() and np.isfinite(values).all() and np.abs(values).max() > 0
+
+
+@case(2)
 def a_function_that_applies_what_another_brings():
     """Momentum is taken over in both at once."""
     for in_graph in (True, False):
