@@ -257,12 +257,12 @@ class Algorithms(type):
     """
 
     from_spec: Any  # of the class: makes the compression of a spec
-    auto: Any  # of the class: makes one that is chosen while training begins
     _example: str  # of the class: what to write instead of the class alone
 
     def __init__(cls, name: str, bases: Tuple[type, ...], members: Dict[str, Any]) -> None:
         super().__init__(name, bases, members)
-        cls.from_spec.compress = cls.auto.compress = cls.compress
+        for maker in {"from_spec", "auto"} & members.keys():
+            getattr(cls, maker).compress = cls.compress
 
     def compress(cls, tensor: Any) -> None:
         """Horovod gets here where it was given the class, or one of its methods, instead of what those return."""
