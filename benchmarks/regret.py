@@ -6,8 +6,8 @@
 Needs root (see two_hosts.py). In each cell, a model on a link, one job of 2 ranks trains with auto() until it has chosen. Then blocks of three
 steps take turns, round after round: of that optimizer, which auto() serves, and of another one, which is switched to each candidate that took
 less than twice as long as the chosen one while it was tried. A block's time is that of its last two steps. Ratios are medians over rounds of what is
-in one round, so that a slow minute does not count. The regret is the largest ratio of the chosen one's time to a candidate's, itself included; its
-time is the mean of its own block and auto()'s, which are of the same compression. What auto() costs beside that is a column of its own. Backward only
+in one round, so that a slow minute does not count. The regret is the largest ratio of auto()'s blocks to a candidate's, the chosen one's own
+included. Of the choice alone it is the same, for the mean of auto()'s block and the chosen one's, which are of the same compression. Backward only
 writes the gradients, as in step_time.py. Prints a table in Markdown; --json writes all figures.
 """
 import argparse
@@ -98,10 +98,18 @@ def median_ratio(seconds, others):
 
 
 def regret(found):
-    """The chosen one's time over that of the best candidate."""
-    measured, chosen = found["measured"], found["plan"]["spec"]
-    its = list(map(statistics.mean, zip(measured[AUTO], measured[chosen])))
-    return max(median_ratio(its, seconds) for spec, seconds in measured.items() if spec != AUTO)
+    """auto()'s time over that of the best candidate."""
+    return over_best(found, found["measured"][AUTO])
+
+
+def of_choice(found):
+    """The same for the chosen compression, whoever serves it."""
+    measured = found["measured"]
+    return over_best(found, list(map(statistics.mean, zip(measured[AUTO], measured[found["plan"]["spec"]]))))
+
+
+def over_best(found, its):
+    return max(median_ratio(its, seconds) for spec, seconds in found["measured"].items() if spec != AUTO)
 
 
 def overhead(found):
@@ -116,19 +124,21 @@ def predicted(found):
 
 
 def table(cells):
-    lines = ["| model | link | chosen | steps tried | regret | auto over the chosen itself | ms a step | ms of the others |"]
-    lines.append("|---|---|---|---:|---:|---:|---:|---|")
+    lines = ["| model | link | chosen | steps tried | regret | of the choice | auto over the chosen itself | ms a step | others |"]
+    lines.append("|---|---|---|---:|---:|---:|---:|---:|---|")
     for (model, rate), found in cells.items():
         chosen = found["plan"]["spec"]
         seconds = {spec: its["seconds"] for spec, its in found["plan"]["candidates"].items()}  # of those without blocks
         seconds.update((spec, statistics.median(each)) for spec, each in found["measured"].items())
         others = ", ".join(f"{spec} {1e3 * each:.0f}" for spec, each in seconds.items() if spec not in (AUTO, chosen))
-        row = [model, rate, chosen, found["steps"], f"{regret(found):.3f}", f"{overhead(found):.3f}", f"{1e3 * seconds[AUTO]:.0f}", others]
+        ratios = [f"{ratio(found):.3f}" for ratio in (regret, of_choice, overhead)]
+        row = [model, rate, chosen, found["steps"], *ratios, f"{1e3 * seconds[AUTO]:.0f}", others]
         lines.append(f"| {' | '.join(map(str, row))} |")
-    regrets, overheads = list(map(regret, cells.values())), list(map(overhead, cells.values()))
+    regrets, choices, overheads = ([ratio(found) for found in cells.values()] for ratio in (regret, of_choice, overhead))
     all_predicted = [ratio for found in cells.values() for ratio in predicted(found)]
     within = sum(0.75 <= ratio <= 1.25 for ratio in all_predicted)
     lines.append(f"\nregret: median {statistics.median(regrets):.3f}, most {max(regrets):.3f}")
+    lines.append(f"of the choice: median {statistics.median(choices):.3f}, most {max(choices):.3f}")
     lines.append(f"auto over the chosen itself: {min(overheads):.3f} to {max(overheads):.3f}, median {statistics.median(overheads):.3f}")
     lines.append(f"a candidate's time while it was tried is within 25 % of that in its blocks {within} times of {len(all_predicted)}")
     return "\n".join(lines)
