@@ -80,7 +80,7 @@ class Choice:
             self._watch(seconds)
 
     def resume(self, spec: str, chosen: bool) -> None:
-        """Goes on with a choice that was made before, or with what was tried then."""
+        """Takes over a choice that was made elsewhere. Where none was, trials go on as they are."""
         if chosen:
             self.gradients = None
             self._try([spec])
@@ -128,7 +128,8 @@ def held_back(spec: str, gradients: Dict[str, np.ndarray]) -> float:
 
 def auto_of(state: Any) -> Optional[Dict[str, Any]]:
     """What a state, or a list of all ranks', says of the choice; None where it is of a compression that was named."""
-    return (state if isinstance(state, dict) else state[0]).get("auto") if state else None
+    first = state[0] if isinstance(state, (list, tuple)) and state else state
+    return first.get("auto") if isinstance(first, dict) else None
 
 
 class Chosen(Binding):

@@ -88,6 +88,9 @@ def a_switch_by_the_user_ends_the_trial():
         assert compression.plan["spec"] == state["auto"]["spec"] == "topk:ratio=0.1" and compression.config["id"] == "topk"
         with raises(ValueError, "does not fit"):
             compression.load_state_dict({**state, "id": "adacomp"})
+        for broken in ("state", [None, None]):
+            with raises(ValueError, "state"):
+                compression.load_state_dict(broken)
         with raises(ValueError, "without at"):
             compression.switch("none", at=100)
         assert_replicas_identical(model)
