@@ -66,6 +66,7 @@ class Driver(ABC):
         self._now = Step(0, rank, size, clip_norm=compressor.clip_norm)
         self._steps_ended = self._steps_undone = 0
         self._dense_was_logged = False
+        self._averages = False  # whether that was taken for granted of the host, when momentum of results was handed over
         self.observer: Optional[Observer] = None
         self._latest = Transaction()  # the one that a tensor came to last
 
@@ -219,12 +220,12 @@ class Driver(ABC):
             tensor.declared, tensor.checked = tensor.compressor.collectives(size), False
 
     def switch(
-        self, compressor: Compressor, tensors: Dict[str, Tuple[tuple, Compressor]], gains: Dict[str, float], factor: float = 1.0
+        self, compressor: Compressor, tensors: Dict[str, Tuple[tuple, Compressor]], gains: Dict[str, float], factor: Optional[float] = 1.0
     ) -> None:
         """From the next step on, tensors are compressed as {name: (shape, compressor)} says, the compressor being `compressor` or a variant. What was
         kept goes on: in the state, or where that has no place for it, densely in the next step that succeeds. gains: by name, what the host will make
-        of a result over what it made of one, where that is not 1; factor: what it makes of a 1 on each rank. ValueError, and nothing changed, where
-        compressors do not suit. The last step can no longer be discarded."""
+        of a result over what it made of one, where that is not 1; factor: what it makes of a 1 on each rank, None where that is not known yet, and
+        `check_host` will be told. ValueError, and nothing changed, where compressors do not suit. The last step can no longer be discarded."""
         self.arrays()
         before = self.compressor, self._tensors, self._model
         self.compressor, self._tensors, self._model = compressor, {}, Model()
@@ -235,9 +236,19 @@ class Driver(ABC):
             self.compressor, self._tensors, self._model = before
             raise
         for name, tensor in self._tensors.items():
-            tensor.take_over(before[1][name], gains.get(name, 1.0), factor)
+            brought_results = tensor.take_over(before[1][name], gains.get(name, 1.0), 1.0 if factor is None else factor)
+            self._averages |= brought_results and factor is None
         self._now = dataclasses.replace(self._now, clip_norm=compressor.clip_norm)
         self._latest, self._dense_was_logged = Transaction(), False
+
+    def check_host(self, factor: float) -> None:
+        """Before the first gradient, when it is known what the host makes of a 1 on each rank. RuntimeError where a switch has taken it for 1."""
+        if self._averages and abs(factor - 1) > 1e-6:  # which predivision may round
+            raise RuntimeError(
+                f"a loaded state was switched to {self.compressor.id} before the first gradient, when it was not known that Horovod's optimizer does "
+                "not average: what small tensors' momentum is still to bring would come times the number of ranks. Load the states again, and call "
+                "switch() after the first step, or say op=hvd.Average"
+            )
 
     @property
     def keeps_state(self) -> bool:

@@ -120,9 +120,9 @@ class Tensor:
         """What an array of the state is."""
         return LOCAL if key == OWED else self.compressor.kept[key]
 
-    def take_over(self, earlier: "Tensor", gain: float, factor: float) -> None:
+    def take_over(self, earlier: "Tensor", gain: float, factor: float) -> bool:
         """Goes on from what this tensor kept under another compressor, which is up to date. gain: what the host makes of a result now, over what it
-        made of one then; factor: what it makes of a 1 on each rank."""
+        made of one then; factor: what it makes of a 1 on each rank. Returns whether that has mattered."""
         self.unit, self.counters, state = earlier.unit, earlier.counters, self.state
         state.overflows, arrays = earlier.state.overflows, dict(earlier.state.arrays)
         left = arrays.pop(OWED, None)
@@ -130,15 +130,17 @@ class Tensor:
         alike = (type(earlier.compressor), earlier.compressor.id) == (type(self.compressor), self.compressor.id)
         if alike and shapes[0] == shapes[1] and gain == 1:
             state.arrays.update(arrays if left is None else {**arrays, OWED: left})
-            return
+            return False
         owed = earlier.compressor.owed(earlier.state)
-        if owed is not None and earlier.compressor.owes_results and factor != 1:
+        owes_results = owed is not None and earlier.compressor.owes_results and bool(owed.any())
+        if owed is not None and owes_results and factor != 1:
             owed = owed / np.float32(factor)  # All ranks will bring it.
         found = [each for each in (owed, left) if each is not None]
         if found:
             owed = np.float32(1 / gain) * np.sum(found, axis=0)
             if not self.compressor.take_over(owed, state):
                 state.arrays[OWED] = owed
+        return owes_results
 
     def goes_dense(self, step: Step) -> bool:
         """Whether gathering this step's payloads would bring a rank more than a ring allreduce of the tensor does: by what the

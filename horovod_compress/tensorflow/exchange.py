@@ -75,7 +75,7 @@ class GraphExchange(Driver):
         return tensor.compressor
 
     def switch(
-        self, compressor: Compressor, tensors: Dict[str, Tuple[tuple, Compressor]], gains: Dict[str, float], factor: float = 1.0
+        self, compressor: Compressor, tensors: Dict[str, Tuple[tuple, Compressor]], gains: Dict[str, float], factor: Optional[float] = 1.0
     ) -> None:
         super().switch(compressor, tensors, gains, factor)
         self.sends_number = next((tensor.name for tensor in self.tensors if _adds_up(tensor)), None)

@@ -48,7 +48,7 @@ class GraphCompression(Binding):
         self._synced = not self._elastic
         self._active = bool(self._process_set.included()) and (self._process_set.size() > 1 or self._elastic)
         self._transport = Eager(self._process_set)
-        self._factor: Callable[[], float] = lambda: 1.0  # what Horovod makes of a 1 on each rank
+        self._factor: Callable[[], Optional[float]] = lambda: None  # what Horovod makes of a 1 on each rank, once that is known
         self._served: Any = None  # Horovod's optimizer, where gradients come from that
         self._variables: Dict[Any, Variable] = {}  # by key, see `identified`
         self._numbers: Dict[str, int] = {}  # of variables, by name
@@ -122,6 +122,7 @@ class GraphCompression(Binding):
         """The next call of the function that is being traced, for all gradients that Horovod compresses with this one."""
         grads, sources, factor, _, optimizer = reduction_of(tensor)
         self._factor = factor
+        self._exchange.check_host(factor())
         if self._takes_over and optimizer and not isinstance(optimizer, self._momentum_class or ()):
             raise ValueError(
                 "this compression has taken over the momentum of another optimizer than the one it serves, which would apply its own besides: "

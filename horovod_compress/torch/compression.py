@@ -227,6 +227,7 @@ class BoundCompression(Binding):
     def _attach(self) -> torch.optim.Optimizer:
         """Begins to serve Horovod's optimizer, and returns it."""
         optimizer = horovod_internals.optimizer_of(self)
+        self._exchange.check_host(horovod_internals.factor_of(optimizer))
         _not_used_yet.discard(self)
         # The hooks are not compiled with the step, because the compiler would consider what they change constant.
         optimizer.register_step_pre_hook(torch.compiler.disable(lambda *_: self._before_step(optimizer)))
@@ -371,7 +372,9 @@ class BoundCompression(Binding):
         after = self._takeover.gains()
         gains = {name: after.get(name, 1.0) / before.get(name, 1.0) for name in before.keys() | after.keys()}
         exchange.transport, exchange.host = self._transport, self._host
-        exchange.switch(self._compressor, self._tensors, gains, horovod_internals.factor_of(self._optimizer))
+        optimizer = self._optimizer or next(iter(horovod_internals.holders_of(self)), None)
+        factor = None if optimizer is None else horovod_internals.factor_of(optimizer)
+        exchange.switch(self._compressor, self._tensors, gains, factor)
 
     def _switch_where_due(self) -> None:
         if self._switches:

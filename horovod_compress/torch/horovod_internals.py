@@ -54,8 +54,8 @@ def bound_to(optimizer: Any) -> Tuple[Optional[List[Tuple[str, torch.Tensor]]], 
 
 
 def factor_of(optimizer: Any) -> float:
-    """What Horovod's optimizer makes of a 1 on each rank."""
-    return float(optimizer.process_set.size()) if optimizer is not None and optimizer.op == hvd.Sum else 1.0
+    """What Horovod's optimizer makes of a 1 on each rank. (One for Adasum, which is refused, has no op.)"""
+    return float(optimizer.process_set.size()) if getattr(optimizer, "op", None) == hvd.Sum else 1.0
 
 
 def own_class(optimizer: Any) -> type:

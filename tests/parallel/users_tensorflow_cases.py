@@ -93,6 +93,8 @@ def mistakes_in_elastic_jobs_are_named():
             hvdc.elastic.TensorFlowState([tf.Variable(0.0)], compression=hvdc.Compression.topk())
         with raises(ValueError, "signsgd adds up integers", "take another algorithm"):
             hvdc.Compression.signsgd(keras.optimizers.SGD(0.1))
+        with raises(ValueError, "dense=int8 adds up integers", "say dense=fp32 or dense=fp16"):
+            hvdc.Compression.dgc(keras.optimizers.SGD(0.1), dense="int8")
         with raises(ValueError, "needs the variables to keep"):
             hvdc.elastic.TensorFlowState([])
         optimizer, x = keras.optimizers.SGD(0.1), np.ones((4, 2))

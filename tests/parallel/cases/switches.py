@@ -87,6 +87,31 @@ def momentum_counts_once_where_results_are_sums():
 
 
 @case(2)
+def momentum_of_sums_after_a_state_was_loaded():
+    """Before the first gradient the optimizer says what Horovod's op is; where it has not been wrapped yet, that is found out, and refused, then."""
+    reference, saved = model_of(), []
+    plain = wrap(reference, sgd(reference, lr=0.01), hvd.Compression.none, op=hvd.Sum)
+    model, compression = model_of(), hvdc.Compression.from_spec("dgc:ratio=1,masking=false")
+    wrapped = wrap(model, sgd(model, lr=0.01), compression, op=hvd.Sum)
+    for net, optimizer in ((reference, plain), (model, wrapped)):
+        train(net, optimizer, batches(4))
+    saved = [model.state_dict(), wrapped.state_dict(), compression.state_dict()]
+    again, late = model_of(seed=3), model_of(seed=3)
+    its, lates = hvdc.Compression.from_spec("dgc:ratio=1,masking=false"), sgd(late, lr=0.01)
+    bound = hvdc.Compression.from_spec("dgc:ratio=1,masking=false", lates, late.named_parameters())
+    for net, optimizer, each in ((again, wrap(again, sgd(again, lr=0.01), its, op=hvd.Sum), its), (late, lates, bound)):
+        for part, state in zip((net, optimizer, each), _loaded(saved)):
+            part.load_state_dict(state)
+        each.switch("topk:ratio=1")
+        if net is again:
+            for trained, its_optimizer in ((reference, plain), (again, optimizer)):
+                train(trained, its_optimizer, batches(4, 1))
+    assert_close(again, reference, 5e-6)
+    with raises(RuntimeError, "does not average", "call switch() after the first step"):
+        train(late, wrap(late, lates, bound, op=hvd.Sum), batches(1))
+
+
+@case(2)
 def what_the_optimizers_momentum_has_gathered_is_let_go_when_it_has_decayed():
     """It would become denormal numbers, which are slow, and never 0. Until then the trajectory is plain Horovod's, and afterwards, too."""
     reference, model = model_of(), model_of()
@@ -124,8 +149,7 @@ def switches_by_step_resume():
         train(model, wrapped, [batch])
         assert torch.equal(flat(model), flat(expected)), step
         if step == 5:
-            saved = [model.state_dict(), wrapped.state_dict(), compression.state_dict()]
-            saved = torch.load(_file_of(saved), weights_only=True)
+            saved = _loaded([model.state_dict(), wrapped.state_dict(), compression.state_dict()])
     again, its_compression, its_optimizer = start(3)
     for each, state in zip((again, its_optimizer, its_compression), saved):
         each.load_state_dict(state)
@@ -134,11 +158,12 @@ def switches_by_step_resume():
     assert its_compression.config["id"] == "topk" and its_compression.config["ratio"] == 0.01
 
 
-def _file_of(objects):
+def _loaded(objects):
+    """What comes of these over a file."""
     file = io.BytesIO()
     torch.save(objects, file)
     file.seek(0)
-    return file
+    return torch.load(file, weights_only=True)
 
 
 @case(2)

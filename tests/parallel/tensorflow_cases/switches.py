@@ -109,6 +109,28 @@ def momentum_counts_once_where_results_are_sums():
 
 
 @case(2)
+def momentum_of_sums_after_a_state_was_loaded():
+    """Horovod's op is not known yet then; that of small tensors, which dgc leaves dense, would come twice."""
+    def start(op):
+        model, compression = model_of(), hvdc.Compression.from_spec("dgc:ratio=1")
+        optimizer = hvd.DistributedOptimizer(SGD["new"](0.005, momentum=0.9), op=op, compression=compression)
+        optimizer.build(model.trainable_variables)
+        return model, optimizer, hvdc.compression_of(optimizer)
+
+    model, optimizer, compression = start(hvdt.Sum)
+    fit(model, optimizer, 4)
+    for op in (hvdt.Average, hvdt.Sum):
+        again, its_optimizer, its = start(op)
+        its.load_state_dict(compression.state_dict())
+        its.switch("topk:ratio=1")
+        if op == hvdt.Average:
+            fit(again, its_optimizer, 1)
+        else:
+            with raises(RuntimeError, "does not average", "call switch() after the first step"):
+                fit(again, its_optimizer, 1)
+
+
+@case(2)
 def functions_that_call_one_which_is_traced_already():
     """A second function of the same optimizer does not trace Horovod's own again; it follows a switch all the same."""
     variable = tf.Variable(tf.zeros((40, 50)))
