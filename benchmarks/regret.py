@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
 """What `hvdc.Compression.auto()` costs beside the best of its candidates, at the gradient shapes of known networks, on two hosts.
 
-    .venv/bin/python benchmarks/regret.py [--models resnet50 ...] [--rates 100mbit 1gbit 10gbit none] [--rounds 30] [CANDIDATE ...]
+    .venv/bin/python benchmarks/regret.py [--models resnet50 ...] [--rates 100mbit 1gbit 10gbit none] [--rounds 30] [--alike SPEC] [CANDIDATE ...]
 
 Needs root (see two_hosts.py). In each cell, a model on a link, one job of 2 ranks trains with auto() until it has chosen. Then blocks of three
-steps take turns, round after round: of that optimizer, which auto() serves, and of another one, which is switched to each candidate that took
-less than twice as long as the chosen one while it was tried. A block's time is that of its last two steps. Ratios are medians over rounds of what is
-in one round, so that a slow minute does not count. The regret is the largest ratio of auto()'s blocks to a candidate's, the chosen one's own
-included. Of the choice alone it is the same, for the mean of auto()'s block and the chosen one's, which are of the same compression. Backward only
-writes the gradients, as in step_time.py. Prints a table in Markdown; --json writes all figures.
+steps take turns, round after round, in an order drawn anew for each: of the chosen candidate, and of all that took less than twice as long while they
+were tried. All are steps of the one optimizer that auto() serves, which is switched at the beginning of each block: two optimizers that do the very
+same differ by up to a tenth, for one job's length (--alike shows it). A block's time is that of its last two steps. Ratios are medians over rounds of
+what is in one round, so that a slow minute does not count. The regret is the largest ratio of the chosen candidate's blocks to another's, and 1 where
+that is less. Backward only writes the gradients, as in step_time.py. Prints a table in Markdown; --json writes all figures.
 """
 import argparse
+import functools
+import itertools
 import json
-import math
 import pathlib
+import random
 import statistics
 import sys
 import time
@@ -21,8 +23,8 @@ import time
 from step_time import backward_of, shapes_of
 from two_hosts import LAUNCHERS, TwoHosts
 
-AUTO = "auto"
 STEPS = 3  # of a block; the first is not counted, because it makes buffers and sends what was held back
+WARM = 20  # steps of each, before those that do the same are measured
 FAR = 2.0  # times the chosen one's steps: such a candidate has no blocks
 
 
@@ -54,40 +56,62 @@ class Job:
         return self._hvd.allreduce(seconds, op=self._hvd.Max, name="seconds").item()
 
 
+def blocks(begin, rounds):
+    """{name: seconds of a step in each of its blocks}. begin: {name: function that begins a block and returns the Job to step}."""
+    measured, order = {name: [] for name in begin}, random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(begin), len(begin)):
+            job = begin[name]()
+            measured[name].append(statistics.mean([job.step() for _ in range(STEPS)][1:]))
+    return measured
+
+
+def blocks_of_candidates(new_job, compression_of, compression, rounds):
+    """Trains with auto() until it has chosen, which shows in the step after those that were tried, and measures what it has chosen beside what it
+    has not."""
+    job, steps = new_job(compression), 0
+    while steps == 0 or compression_of(job.optimizer).plan["spec"] is None:
+        job.step()
+        steps += 1
+    auto = compression_of(job.optimizer)
+    plan = auto.plan
+    tried = {spec: its["seconds"] for spec, its in plan["candidates"].items() if its["seconds"]}
+
+    def begin(spec):
+        auto.switch(spec)
+        return job
+
+    near = [spec for spec, seconds in tried.items() if seconds < FAR * tried[plan["spec"]]]
+    return {"steps": steps - 1, "plan": plan, "measured": blocks({spec: lambda spec=spec: begin(spec) for spec in near}, rounds)}
+
+
+def blocks_of_alike(new_job, compression, rounds):
+    """Measures three optimizers with the same compression."""
+    jobs = [new_job(compression) for _ in range(3)]
+    for job in jobs * WARM:
+        job.step()
+    return {"measured": blocks({str(i): lambda job=job: job for i, job in enumerate(jobs)}, rounds)}
+
+
 def worker(options):
     import horovod.torch as hvd
     import torch
 
     import horovod_compress.torch as hvdc
-    from horovod_compress import choice
     from horovod_compress.bench import random_gradients
 
-    choice._CHANGED = math.inf  # It watches, but the other optimizer's blocks between its own are no reason to try again.
     hvd.init()
     torch.set_num_threads(1)
     shapes = shapes_of(options.models[0])
     gradients = {name: torch.from_numpy(array) for name, array in random_gradients(shapes, hvd.rank())[0].items()}
-    job = Job(hvd, torch, shapes, gradients, hvdc.Compression.auto(candidates=options.candidates or None))
-    steps = 0
-    while steps == 0 or hvdc.compression_of(job.optimizer).plan["spec"] is None:
-        job.step()
-        steps += 1
-    plan = hvdc.compression_of(job.optimizer).plan
-    plain = Job(hvd, torch, shapes, gradients, hvdc.Compression.from_spec(plan["spec"]))
-    plain.step()
-    compression = hvdc.compression_of(plain.optimizer)
-    tried = {spec: its["seconds"] for spec, its in plan["candidates"].items() if its["seconds"]}
-    turns = [AUTO, *(spec for spec, seconds in tried.items() if seconds < FAR * tried[plan["spec"]])]
-    measured = {spec: [] for spec in turns}
-    for _ in range(options.rounds):
-        for spec in turns:
-            if spec != AUTO:
-                compression.switch(spec)
-            taken = [(job if spec == AUTO else plain).step() for _ in range(STEPS)]
-            measured[spec].append(statistics.mean(taken[1:]))
-        turns = [*turns[1:], turns[0]]
+    new_job = functools.partial(Job, hvd, torch, shapes, gradients)
+    if options.alike:
+        found = blocks_of_alike(new_job, hvdc.Compression.from_spec(options.alike), options.rounds)
+    else:
+        auto = hvdc.Compression.auto(candidates=options.candidates or None)
+        found = blocks_of_candidates(new_job, hvdc.compression_of, auto, options.rounds)
     if hvd.rank() == 0:
-        pathlib.Path(options.worker).write_text(json.dumps({"steps": steps, "plan": plan, "measured": measured}))
+        pathlib.Path(options.worker).write_text(json.dumps(found))
 
 
 # -- the driver -------------------------------------------------------------------------------------------------------------
@@ -98,49 +122,44 @@ def median_ratio(seconds, others):
 
 
 def regret(found):
-    """auto()'s time over that of the best candidate."""
-    return over_best(found, found["measured"][AUTO])
-
-
-def of_choice(found):
-    """The same for the chosen compression, whoever serves it."""
+    """The chosen candidate's time over the best one's."""
     measured = found["measured"]
-    return over_best(found, list(map(statistics.mean, zip(measured[AUTO], measured[found["plan"]["spec"]]))))
+    return max(median_ratio(measured[found["plan"]["spec"]], seconds) for seconds in measured.values())
 
 
-def over_best(found, its):
-    return max(median_ratio(its, seconds) for spec, seconds in found["measured"].items() if spec != AUTO)
-
-
-def overhead(found):
-    """auto()'s time over that of the compression that it has chosen, bound by itself."""
-    return median_ratio(found["measured"][AUTO], found["measured"][found["plan"]["spec"]])
+def differences(found):
+    """The ratios of optimizers that do the same, each over those made before it."""
+    return [median_ratio(later, earlier) for earlier, later in itertools.combinations(found["measured"].values(), 2)]
 
 
 def predicted(found):
     """What candidates took while they were tried, over what they took in blocks."""
     tried = {spec: its["seconds"] for spec, its in found["plan"]["candidates"].items()}
-    return [tried[spec] / statistics.median(seconds) for spec, seconds in found["measured"].items() if spec != AUTO]
+    return [tried[spec] / statistics.median(seconds) for spec, seconds in found["measured"].items()]
 
 
 def table(cells):
-    lines = ["| model | link | chosen | steps tried | regret | of the choice | auto over the chosen itself | ms a step | others |"]
-    lines.append("|---|---|---|---:|---:|---:|---:|---:|---|")
+    lines = ["| model | link | chosen | steps tried | regret | ms a step | others |", "|---|---|---|---:|---:|---:|---|"]
     for (model, rate), found in cells.items():
         chosen = found["plan"]["spec"]
         seconds = {spec: its["seconds"] for spec, its in found["plan"]["candidates"].items()}  # of those without blocks
         seconds.update((spec, statistics.median(each)) for spec, each in found["measured"].items())
-        others = ", ".join(f"{spec} {1e3 * each:.0f}" for spec, each in seconds.items() if spec not in (AUTO, chosen))
-        ratios = [f"{ratio(found):.3f}" for ratio in (regret, of_choice, overhead)]
-        row = [model, rate, chosen, found["steps"], *ratios, f"{1e3 * seconds[AUTO]:.0f}", others]
+        others = ", ".join(f"{spec} {1e3 * each:.0f}" for spec, each in seconds.items() if spec != chosen)
+        row = [model, rate, chosen, found["steps"], f"{regret(found):.3f}", f"{1e3 * seconds[chosen]:.0f}", others]
         lines.append(f"| {' | '.join(map(str, row))} |")
-    regrets, choices, overheads = ([ratio(found) for found in cells.values()] for ratio in (regret, of_choice, overhead))
+    regrets = [regret(found) for found in cells.values()]
     all_predicted = [ratio for found in cells.values() for ratio in predicted(found)]
     within = sum(0.75 <= ratio <= 1.25 for ratio in all_predicted)
     lines.append(f"\nregret: median {statistics.median(regrets):.3f}, most {max(regrets):.3f}")
-    lines.append(f"of the choice: median {statistics.median(choices):.3f}, most {max(choices):.3f}")
-    lines.append(f"auto over the chosen itself: {min(overheads):.3f} to {max(overheads):.3f}, median {statistics.median(overheads):.3f}")
     lines.append(f"a candidate's time while it was tried is within 25 % of that in its blocks {within} times of {len(all_predicted)}")
+    return "\n".join(lines)
+
+
+def table_of_alike(cells):
+    lines = ["| model | link | ms a step | second over first | third over first | third over second |", "|---|---|---|---:|---:|---:|"]
+    for (model, rate), found in cells.items():
+        medians = ", ".join(f"{1e3 * statistics.median(seconds):.0f}" for seconds in found["measured"].values())
+        lines.append(f"| {model} | {rate} | {medians} | {' | '.join(f'{ratio:.3f}' for ratio in differences(found))} |")
     return "\n".join(lines)
 
 
@@ -150,6 +169,7 @@ def main():
     parser.add_argument("--models", nargs="+", default=["resnet50", "lstm", "thousand", "bert"])
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "10gbit", "none"], help="of the link; none: as fast as it goes")
     parser.add_argument("--rounds", type=int, default=30, help="blocks of each candidate (default: 30)")
+    parser.add_argument("--alike", metavar="SPEC", help="measure three optimizers that all have this compression, in place of auto()")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="gloo", help="what Horovod runs on (default: gloo)")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -160,10 +180,11 @@ def main():
     for rate in options.rates:
         with TwoHosts(None if rate == "none" else rate) as hosts:
             for model in options.models:
-                given = ["--models", model, "--rounds", options.rounds, "--", *options.candidates]
-                found = cells[model, "unshaped" if rate == "none" else rate] = hosts.measure(options.launcher, 2, __file__, given)
-                print(f"{model}, {rate}: {found['plan']['spec']}, regret {regret(found):.3f}", file=sys.stderr, flush=True)
-    print(table(cells))
+                given = ["--models", model, "--rounds", options.rounds, *(["--alike", options.alike] if options.alike else [])]
+                found = hosts.measure(options.launcher, 2, __file__, [*given, "--", *options.candidates])
+                cells[model, "unshaped" if rate == "none" else rate] = found
+                print(f"{model}, {rate}: measured", file=sys.stderr, flush=True)
+    print((table_of_alike if options.alike else table)(cells))
     if options.json:
         options.json.write_text(json.dumps([{"model": model, "link": rate, **found} for (model, rate), found in cells.items()], indent=1))
 
