@@ -266,7 +266,8 @@ def table(name, rows):
         pairs = [end - baseline[row["seed"]] for end, row in zip(ends, found) if row["seed"] in baseline]
         against = f"{np.mean(pairs):+.3f}" if pairs else ""
         spread = f"{np.std(ends, ddof=1):.3f}" if len(ends) > 1 else ""
-        notes = {f"hosts of {local_size}": local_size > 1, "real ranks": real, f"{steps} steps": steps != task.steps}
+        seconds = f"real ranks, {np.mean([row['seconds'] for row in found]):.0f} s of steps"
+        notes = {f"hosts of {local_size}": local_size > 1, seconds: real, f"{steps} steps": steps != task.steps}
         shown = ", ".join([run, *(note for note, applies in notes.items() if applies)])
         ratio = np.mean([row["ratio"] for row in found])
         lines.append(f"| {shown} | {ranks} | {len(ends)} | {np.mean(ends):.3f} | {spread} | {against} | {ratio:.1f} |")
