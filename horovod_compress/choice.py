@@ -213,13 +213,22 @@ class Automatic(Unbound):
     ) -> None:
         super().__init__("none", grad_scaler=grad_scaler, discardable=discardable)
         if not isinstance(error, (int, float)) or not 0 < error <= 1:
-            raise ValueError(f"error must be above 0 and at most 1, not {error!r}")
-        if isinstance(candidates, str) or not all(isinstance(spec, str) for spec in candidates or ()):
-            raise ValueError(f"candidates must be a list of specs as text, such as ['none', 'topk:ratio=0.01'], not {candidates!r}")
-        for spec in candidates or ():
-            self._check(get_compressor(spec))
+            found = repr(error) if isinstance(error, (int, float, str)) else f"an object of {type(error)} (auto() finds the optimizer by itself)"
+            raise ValueError(f"error must be above 0 and at most 1, not {found}")
+        if candidates is not None:
+            self._check_candidates(candidates)
         Trials(candidates or default_candidates(True), probe_steps, margin)  # which says what is wrong with them
         self._auto: Dict[str, Any] = {"error": error, "candidates": candidates, "probe_steps": probe_steps, "margin": margin}
+
+    def _check_candidates(self, candidates: Any) -> None:
+        """ValueError for what is no list of different specs that can begin between two steps."""
+        if not isinstance(candidates, (list, tuple)) or not candidates or not all(isinstance(spec, str) for spec in candidates):
+            raise ValueError(f"candidates must be a list of specs as text, such as ['none', 'topk:ratio=0.01'], not {candidates!r}")
+        compressors = [get_compressor(spec) for spec in candidates]
+        if any(compressor in compressors[:i] for i, compressor in enumerate(compressors)):
+            raise ValueError(f"candidates must be different compressions, not {candidates!r}")
+        for compressor in compressors:
+            self._check(compressor)
 
     @staticmethod
     def _check(compressor: Compressor) -> None:

@@ -276,7 +276,9 @@ class Driver(ABC):
     def load_state_dict(self, state: Any) -> Any:
         """Continues from what `checkpoint.checked` finds for this rank in a state_dict, or in a list of all ranks'. ValueError, and nothing
         changed, where that does not fit."""
-        return self._continue_from(checkpoint.checked(state, self._identity(), self._wrong_steps))
+        saved = checkpoint.checked(state, self._identity(), self._wrong_steps)
+        self._averages = False
+        return self._continue_from(saved)
 
     def go_back_to(self, state: Dict[str, Any]) -> Any:
         """Continues from a state_dict of this driver, whatever its rank was then; returns as `load_state_dict`. A step that is under way is given

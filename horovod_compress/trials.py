@@ -36,6 +36,8 @@ class Trials:
             raise ValueError(f"candidates must be one or more different specs, not {list(candidates)}")
         if not isinstance(margin, (int, float)) or not 0 <= margin <= 1:
             raise ValueError(f"margin must be a share from 0 to 1, not {margin!r}")
+        if isinstance(steps, bool) or not isinstance(steps, int):
+            raise ValueError(f"steps to try must be a whole number, not {steps!r}")
         if steps < _STEPS * len(candidates):
             raise ValueError(f"{len(candidates)} candidates take {_STEPS} steps each, at the least: {steps} are too few")
         self._baseline, self._margin, self._left = candidates[0], margin, steps

@@ -30,6 +30,7 @@ _SYNCHRONIZE_FIRST = (
     "call optimizer.synchronize() before anything that reads or changes gradients (a GradScaler's unscale_() and step(), clipping), and step "
     "inside `with optimizer.skip_synchronize():`"
 )
+_CONFIGURED = ("_requested", "_takeover", "_moments", "_host", "_transport", "_compressor", "_tensors")  # by `_configure`
 _GIVEN_UP = "Where other ranks may have used it, load the last saved states of model, optimizer and compression on all ranks, else go on"
 
 
@@ -347,6 +348,8 @@ class BoundCompression(Binding):
         """
         config = get_compressor(spec).config
         if at is not None:
+            if isinstance(at, bool) or not isinstance(at, int) or at < 0:
+                raise ValueError(f"at must be a step, counted from 0, not {at!r}")
             refuse_begun_within_step(config)
             self._switches = sorted([*self._switches, (at, config)], key=lambda switch: switch[0])
             return
@@ -362,19 +365,24 @@ class BoundCompression(Binding):
         exchange = self._exchange
         exchange.end_step()
         self._takeover.restore()
-        before = self._takeover.gains()
-        self._configure(spec)
-        self._results, self._agreed = None, False
-        if self._active and compare and self._synced:
-            advice = "Call it on all ranks, between the same two steps, with the same spec"
-            agree(self._transport, f"{self._label}.switch", self._description(), "called compression.switch()", advice)
-            self._agreed = True
-        after = self._takeover.gains()
-        gains = {name: after.get(name, 1.0) / before.get(name, 1.0) for name in before.keys() | after.keys()}
-        exchange.transport, exchange.host = self._transport, self._host
-        optimizer = self._optimizer or next(iter(horovod_internals.holders_of(self)), None)
-        factor = None if optimizer is None else horovod_internals.factor_of(optimizer)
-        exchange.switch(self._compressor, self._tensors, gains, factor)
+        before, gains_before = {key: getattr(self, key) for key in _CONFIGURED}, self._takeover.gains()
+        try:
+            self._configure(spec)
+            self._results, self._agreed = None, False
+            if self._active and compare and self._synced:
+                advice = "Call it on all ranks, between the same two steps, with the same spec"
+                agree(self._transport, f"{self._label}.switch", self._description(), "called compression.switch()", advice)
+                self._agreed = True
+            gains = self._takeover.gains()
+            gains = {name: gains.get(name, 1.0) / gains_before.get(name, 1.0) for name in gains_before.keys() | gains.keys()}
+            exchange.transport, exchange.host = self._transport, self._host
+            optimizer = self._optimizer or next(iter(horovod_internals.holders_of(self)), None)
+            factor = None if optimizer is None else horovod_internals.factor_of(optimizer)
+            exchange.switch(self._compressor, self._tensors, gains, factor)
+        except BaseException:
+            vars(self).update(before)
+            exchange.transport, exchange.host = self._transport, self._host
+            raise
 
     def _switch_where_due(self) -> None:
         if self._switches:

@@ -73,4 +73,6 @@ def test_mistakes_are_named():
         Trials(["none", "none"])
     with pytest.raises(ValueError, match="5 are too few"):
         Trials(["none", "fp16"], steps=5)
+    with pytest.raises(ValueError, match="whole number, not 30.5"):
+        Trials(["none", "fp16"], steps=30.5)
     assert Trials(["none"]).chosen == "none"

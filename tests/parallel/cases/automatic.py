@@ -111,6 +111,20 @@ def what_auto_refuses():
         hvdc.Compression.auto(candidates=["none", "gdc"])
     with raises(ValueError, "5 are too few"):
         hvdc.Compression.auto(probe_steps=5)
+    for steps in (30.5, "30", None, True):
+        with raises(ValueError, "must be a whole number"):
+            hvdc.Compression.auto(probe_steps=steps)
+    for candidates in ("none", [], {"none", "fp16"}, {"none": 1}, 5, ["none", 3]):
+        with raises(ValueError, "candidates must be a list of specs as text"):
+            hvdc.Compression.auto(candidates=candidates)
+    with raises(ValueError, "different compressions"):
+        hvdc.Compression.auto(candidates=["none", "topk:ratio=0.01", "topk:ratio=0.010"])
+    model = model_of()
+    with raises(ValueError, "auto() finds the optimizer by itself"):
+        hvdc.Compression.auto(sgd(model))
+    with raises(ValueError, "dampening"):
+        impossible = hvdc.Compression.auto(candidates=["none", "dgc:ratio=0.01", "fp16"])
+        train(model, wrap(model, sgd(model, dampening=0.1), impossible), batches(1))
     assert isinstance(hvdc.Compression.from_spec("auto"), hvdc.AutoCompression)
 
 

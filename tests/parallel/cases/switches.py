@@ -109,6 +109,9 @@ def momentum_of_sums_after_a_state_was_loaded():
     assert_close(again, reference, 5e-6)
     with raises(RuntimeError, "does not average", "call switch() after the first step"):
         train(late, wrap(late, lates, bound, op=hvd.Sum), batches(1))
+    bound.switch("dgc:ratio=1,masking=false")
+    bound.load_state_dict(_loaded(saved)[-1])
+    bound._exchange.check_host(2.0)  # the state is a new one, of which nothing was handed over
 
 
 @case(2)
@@ -183,8 +186,30 @@ def what_cannot_be_switched_is_refused():
         compression.switch("adacomp")
     wrapped.step()
     train(model, wrapped, batches(2))
+    for at in (-1, 2.5, "3", True):
+        with raises(ValueError, "at must be a step, counted from 0"):
+            compression.switch("adacomp", at=at)
     with raises(MismatchError, "rank 1 differs from rank 0 in options", "between the same two steps"):
         compression.switch("adacomp" if hvd.rank() else "topk:ratio=0.5")
+
+
+@case(2)
+def a_switch_that_is_refused_changes_nothing():
+    """Training goes on as plain Horovod's, and the next switch is one from what was in force."""
+    reference, model = model_of(), model_of()
+    plain = wrap(reference, sgd(reference), hvd.Compression.none)
+    compression = hvdc.Compression.from_spec("dgc:ratio=1,masking=false")
+    wrapped = wrap(model, sgd(model), compression)
+    for seed, spec in enumerate(("topk:ratio=1" if hvd.rank() else "none", "topk:ratio=1", None)):
+        for net, optimizer in ((reference, plain), (model, wrapped)):
+            train(net, optimizer, batches(4, seed))
+        assert_close(model, reference, 5e-6)
+        if seed == 0:
+            with raises(MismatchError, "rank 1 differs from rank 0"):
+                compression.switch(spec)
+            assert compression.config["id"] == "dgc"
+        elif spec:
+            compression.switch(spec)
 
 
 @case(2)
