@@ -31,8 +31,7 @@ from tasks import TASKS
 import horovod_compress.torch as hvdc
 from horovod_compress.binding import requested_compressor
 from horovod_compress.lockstep import finish_step, make_ranks, start_step
-from horovod_compress.plan import compressor_for
-from horovod_compress.torch.moments import Moments
+from horovod_compress.torch.moments import moments_of
 from horovod_compress.torch.sgd import SGDTakeover, is_plain_sgd
 from horovod_compress.transport.loopback import Loopback
 from horovod_compress.updates import compressor_for_updates
@@ -66,11 +65,8 @@ class Simulated:
         self.compressor = variant
         shapes = {name: tuple(param.shape) for name, param in self.named.items()}
         self.exchanges = make_ranks(variant, shapes, Loopback.group(ranks), local_size=local_size)
-        moments = getattr(variant, "moments", "minibatch")
-        compressed = {name: param for name, param in self.named.items() if hasattr(compressor_for(variant, name, shapes[name]), "moments")}
-        self.moments = Moments(moments, compressed) if moments != "minibatch" else None
-        self.observed = compressed if self.moments else ()
-        self.passes = PASSES if moments == "microbatch" else 1
+        self.moments = moments_of(variant, self.named)
+        self.passes = PASSES if getattr(variant, "moments", "") == "microbatch" else 1
         self.clips = variant.clip_norm is None and math.isfinite(task.clip)
         self.shared = self._parameters() if run.every else {}
         self.own = [self.shared] * ranks  # parameters, between exchanges
@@ -88,7 +84,8 @@ class Simulated:
             if rank > 0:  # whose running statistics nobody looks at
                 for buffer, before in zip(self.model.buffers(), buffers):
                     buffer.copy_(before)
-            squares.append({name: self.moments.take(name).copy() for name in self.observed})
+            taken = {name: self.moments.take(name) for name in self.named} if self.moments else {}
+            squares.append({name: sums.copy() for name, sums in taken.items() if sums is not None})
             if self.run.every:
                 self._step_of(rank)
             else:

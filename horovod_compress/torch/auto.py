@@ -19,8 +19,8 @@ class ChosenCompression(Chosen, BoundCompression):
         candidates = list(auto["candidates"] or default_candidates(can_take_over(optimizer) and not is_plain_sgd(optimizer)))
         self._in_force = candidates[-1]
         super().__init__(self._in_force, optimizer, named_parameters, **options)
-        for spec in candidates:  # the last of which is in force then; what cannot be is refused now, not when its turn comes
-            self._configure(spec)
+        for spec in candidates:
+            self._choose(spec)  # What cannot be is refused now, not when its turn comes.
         self._choice = self._new_choice(auto, candidates)
         self._began: Optional[float] = None  # when the last step did
         self._now = 0.0  # when the step that begins did

@@ -2,7 +2,7 @@
 import functools
 import logging
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import horovod.torch as hvd
 import numpy as np
@@ -10,17 +10,18 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import checkpoint
-from ..binding import REFUSED_ALONE, Binding, is_elastic, requested_compressor, warn_once
+from ..binding import REFUSED_ALONE, Binding, description_of, is_elastic, requested_compressor, warn_once
 from ..compressors import get_compressor
+from ..compressors.base import Compressor
 from ..exchange import Exchange
 from ..handshake import agree, gather
-from ..plan import compressor_for
+from ..hosts import Host
 from ..transport.base import Transport
 from ..transport.horovod import HorovodTransport
 from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
 from . import horovod_internals
-from .moments import Moments
+from .moments import Moments, moments_of
 from .parameters import NamedParameters, Slot, Streams, flat, named
 from .sgd import SGDTakeover, is_plain_sgd
 
@@ -30,8 +31,20 @@ _SYNCHRONIZE_FIRST = (
     "call optimizer.synchronize() before anything that reads or changes gradients (a GradScaler's unscale_() and step(), clipping), and step "
     "inside `with optimizer.skip_synchronize():`"
 )
-_CONFIGURED = ("_requested", "_takeover", "_moments", "_host", "_transport", "_compressor", "_tensors")  # by `_configure`
 _GIVEN_UP = "Where other ranks may have used it, load the last saved states of model, optimizer and compression on all ranks, else go on"
+
+
+class _Chosen(NamedTuple):
+    """How tensors are compressed. requested: as the spec says; compressor: with the momentum that it applies; tensors: {name: (shape, compressor)};
+    takeover, moments, transport, host: what serves these."""
+
+    requested: Compressor
+    compressor: Compressor
+    tensors: Dict[str, Tuple[tuple, Compressor]]
+    takeover: SGDTakeover
+    moments: Optional[Moments]
+    transport: Transport
+    host: Optional[Host]
 
 
 class BoundCompression(Binding):
@@ -73,7 +86,7 @@ class BoundCompression(Binding):
         self._transports: Dict[bool, Transport] = {}  # by whether MPI moves payloads
         self._announced: Optional[str] = None  # what users were told last of an SGD's takeover
         self._switches: List[Tuple[int, Any]] = []  # to come: the step from which on, and a spec
-        self._configure(spec)
+        self._use(self._choose(spec))
         self._grad_scaler = grad_scaler
         self._discardable = bool(discardable or grad_scaler is not None)
         self._results: Optional[str] = None  # of the last step: "unused" until an optimizer's step begins, then "in use" until it ends
@@ -89,22 +102,24 @@ class BoundCompression(Binding):
         if self._active:
             _not_used_yet.add(self)
 
-    def _configure(self, spec: Any) -> None:
-        """Decides, by a spec and the bound optimizer's momentum, how tensors are compressed. Nothing is changed where this raises."""
+    def _choose(self, spec: Any) -> _Chosen:
+        """What a spec comes to with the bound optimizer's momentum. ValueError for what cannot be served."""
         optimizer = self._bound_optimizer
         compressor = requested = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
         takeover = SGDTakeover(optimizer if self._active else None, compressor, {id(slot.param): slot.name for slot in self._trained})
         variants = takeover.variants
         if compressor.corrects_momentum and optimizer is not None and compressor.momentum is None:
             compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))  # other momentum stays with the optimizer
-        moments, transport = _moments_of(compressor, self._trained), self._transport_of(compressor)
-        self._host = self._host_for(compressor)
-        self._requested, self._takeover, self._moments, self._transport = requested, takeover, moments, transport
-        if takeover.announcement not in (None, self._announced) and hvd.rank() == 0:
-            self._announced = takeover.announcement
-            _log.warning("%s", takeover.announcement)
-        self._compressor = next(iter(variants.values()), compressor)
-        self._tensors = {slot.name: (tuple(slot.param.shape), variants.get(slot.name, compressor)) for slot in self._trained}
+        moments = moments_of(compressor, {slot.name: slot.param for slot in self._trained})
+        tensors = {slot.name: (tuple(slot.param.shape), variants.get(slot.name, compressor)) for slot in self._trained}
+        transport, host = self._transport_of(compressor), self._host_for(compressor)
+        return _Chosen(requested, next(iter(variants.values()), compressor), tensors, takeover, moments, transport, host)
+
+    def _use(self, chosen: _Chosen) -> None:
+        self._requested, self._compressor, self._tensors, self._takeover, self._moments, self._transport, self._host = chosen
+        if self._takeover.announcement not in (None, self._announced) and hvd.rank() == 0:
+            self._announced = self._takeover.announcement
+            _log.warning("%s", self._announced)
 
     def _transport_of(self, compressor: Any) -> Transport:
         if not self._active:
@@ -294,8 +309,7 @@ class BoundCompression(Binding):
                 self._moments.take(slot.name)
 
     def _description(self) -> Dict[str, Any]:
-        tensors = {name: {"shape": list(shape), "compressor": repr(variant)} for name, (shape, variant) in self._tensors.items()}
-        return {**super()._description(), "tensors": tensors}
+        return {**super()._description(), **_described(self._tensors)}
 
     # -- for users --------------------------------------------------------------------------------------------------------
 
@@ -365,24 +379,20 @@ class BoundCompression(Binding):
         exchange = self._exchange
         exchange.end_step()
         self._takeover.restore()
-        before, gains_before = {key: getattr(self, key) for key in _CONFIGURED}, self._takeover.gains()
-        try:
-            self._configure(spec)
-            self._results, self._agreed = None, False
-            if self._active and compare and self._synced:
-                advice = "Call it on all ranks, between the same two steps, with the same spec"
-                agree(self._transport, f"{self._label}.switch", self._description(), "called compression.switch()", advice)
-                self._agreed = True
-            gains = self._takeover.gains()
-            gains = {name: gains.get(name, 1.0) / gains_before.get(name, 1.0) for name in gains_before.keys() | gains.keys()}
-            exchange.transport, exchange.host = self._transport, self._host
-            optimizer = self._optimizer or next(iter(horovod_internals.holders_of(self)), None)
-            factor = None if optimizer is None else horovod_internals.factor_of(optimizer)
-            exchange.switch(self._compressor, self._tensors, gains, factor)
-        except BaseException:
-            vars(self).update(before)
-            exchange.transport, exchange.host = self._transport, self._host
-            raise
+        chosen = self._choose(spec)
+        compared = self._active and compare and self._synced
+        if compared:
+            description = {**description_of(chosen.compressor), **_described(chosen.tensors)}
+            advice = "Call it on all ranks, between the same two steps, with the same spec"
+            agree(self._transport, f"{self._label}.switch", description, "called compression.switch()", advice)
+        before, after = self._takeover.gains(), chosen.takeover.gains()
+        gains = {name: after.get(name, 1.0) / before.get(name, 1.0) for name in before.keys() | after.keys()}
+        optimizer = self._optimizer or next(iter(horovod_internals.holders_of(self)), None)
+        exchange.host = chosen.host
+        exchange.switch(chosen.compressor, chosen.tensors, gains, None if optimizer is None else horovod_internals.factor_of(optimizer))
+        exchange.transport = chosen.transport
+        self._use(chosen)
+        self._results, self._agreed = None, compared
 
     def _switch_where_due(self) -> None:
         if self._switches:
@@ -429,14 +439,8 @@ def refuse_begun_within_step(config: Dict[str, Any]) -> None:
         )
 
 
-def _moments_of(compressor: Any, slots: List[Slot]) -> Optional[Moments]:
-    """The collector of squared gradients; None where no tensor's compressor needs one, as none does that asks for a minibatch's."""
-    moments = getattr(compressor, "moments", "minibatch")
-    if moments == "minibatch":
-        return None
-    chosen = ((slot, compressor_for(compressor, slot.name, tuple(slot.param.shape))) for slot in slots)
-    params = {slot.name: slot.param for slot, each in chosen if getattr(each, "moments", None) == moments}
-    return Moments(moments, params) if params else None
+def _described(tensors: Dict[str, Tuple[tuple, Compressor]]) -> Dict[str, Any]:
+    return {"tensors": {name: {"shape": list(shape), "compressor": repr(variant)} for name, (shape, variant) in tensors.items()}}
 
 
 def _is_sparse(grad: Optional[torch.Tensor]) -> bool:

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ..compressors.base import Compressor
+from ..plan import compressor_for
 from . import recurrent, samples
 
 _ADVICE = "leave it dense (exclude=…), or choose moments=microbatch"
@@ -100,6 +102,16 @@ class Moments:
                 f"{watched.name} is used for {batch} samples and {name} for {others} in one backward pass: samples are "
                 f"told apart by the first dimension of what a module gets; {_ADVICE}"
             )
+
+
+def moments_of(compressor: Compressor, params: Dict[str, Tensor]) -> Optional[Moments]:
+    """The collector of squared gradients; None where no parameter's compressor needs one, as none does that asks for a minibatch's."""
+    moments = getattr(compressor, "moments", "minibatch")
+    if moments == "minibatch":
+        return None
+    chosen = {name: compressor_for(compressor, name, tuple(param.shape)) for name, param in params.items()}
+    needing = {name: param for name, param in params.items() if getattr(chosen[name], "moments", None) == moments}
+    return Moments(moments, needing) if needing else None
 
 
 def _weakly(method: Callable) -> Callable:

@@ -210,6 +210,9 @@ def a_switch_that_is_refused_changes_nothing():
             assert compression.config["id"] == "dgc"
         elif spec:
             compression.switch(spec)
+    if hvd.mpi_built() and hvd.mpi_enabled():  # Ranks are compared by what was in force: with what they want they might wait for each other.
+        with raises(MismatchError, "rank 1 differs from rank 0 in options"):
+            compression.switch("topk:ratio=1,transport=mpi" if hvd.rank() else "topk:ratio=0.5")
 
 
 @case(2)
