@@ -274,6 +274,17 @@ def table(name, rows):
     return "\n".join(lines)
 
 
+def layers(name, rows):
+    """How many times fewer bytes than dense each tensor has sent, of every run but none's."""
+    groups = [(run, ranks, found) for (run, ranks, *_), found in grouped(rows).items() if parsed(run, TASKS[name]).spec != "none"]
+    titles = [f"{run}, {ranks} ranks" for run, ranks, _ in groups]
+    lines = [" | ".join(["| layer", *titles]) + " |", "|---|" + "---:|" * len(titles)]
+    for layer in groups[0][2][0]["ratios"] if groups else ():
+        shown = [f"{np.mean([row['ratios'][layer] for row in found]):.0f}" for _, _, found in groups]
+        lines.append(" | ".join([f"| {layer}", *shown]) + " |")
+    return "\n".join(lines)
+
+
 def plot(name, rows, path, rate):
     """The measure over steps, over bytes that a rank sends, and over the seconds that a link needs for those that it receives."""
     import matplotlib
@@ -305,6 +316,7 @@ def main():
     parser.add_argument("--steps", type=int, help="in place of the task's")
     parser.add_argument("--real", action="store_true", help="this process is one of horovodrun's ranks")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("convergence.jsonl"))
+    parser.add_argument("--layers", action="store_true", help="print how many times fewer bytes each tensor has sent, too")
     parser.add_argument("--plot", type=pathlib.Path, help="a picture of all runs of the task")
     parser.add_argument("--rate", type=float, default=1e8, help="of the picture's link, bits a second (default: 100 Mbit/s)")
     options = parser.parse_args()
@@ -326,6 +338,8 @@ def main():
                         file.write(json.dumps(rows[-1]) + "\n")
     if first:
         print(table(options.task, rows))
+        if options.layers:
+            print(f"\n{layers(options.task, rows)}")
         if options.plot:
             plot(options.task, rows, options.plot, options.rate)
 

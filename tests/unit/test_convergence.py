@@ -20,7 +20,7 @@ def run(out, *arguments):
 def trained(tmp_path_factory):
     """(file, what was printed)"""
     out = tmp_path_factory.mktemp("convergence") / "runs.jsonl"
-    ran = run(out, *RUNS, "--ranks", "2", "--steps", "100", "--plot", str(out.with_suffix(".png")))
+    ran = run(out, *RUNS, "--ranks", "2", "--steps", "100", "--layers", "--plot", str(out.with_suffix(".png")))
     assert ran.returncode == 0, ran.stderr
     return out, ran.stdout
 
@@ -37,7 +37,11 @@ def test_compressed_training_learns_with_fewer_bytes(trained):
 
 def test_the_table_has_every_run(trained):
     lines = [line for line in trained[1].splitlines() if line.startswith("|")]
-    assert len(lines) == 6 and "| dgc:ratio=0.05, 100 steps | 2 | 1 |" in trained[1]
+    runs, layers = lines[:6], lines[6:]
+    assert runs[3].startswith("| dgc:ratio=0.05, 100 steps | 2 | 1 |")
+    assert layers[0] == "| layer | " + " | ".join(f"{run}, 2 ranks" for run in RUNS[1:]) + " |"
+    shown = {layer: [float(its) for its in ratios] for layer, *ratios in (line.strip("| ").split(" | ") for line in layers[2:])}
+    assert shown["0.bias"] == [1, 1, 4] and min(shown["7.weight"]) > 10, shown  # a small tensor of four steps' updates is sent once
 
 
 def test_what_is_there_is_not_run_again(trained):

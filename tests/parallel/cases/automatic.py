@@ -31,6 +31,19 @@ def auto_chooses_while_it_trains():
         assert compression.config["id"] == plan["spec"].partition(":")[0] and compression.stats()["steps"] == 30
 
 
+@case(2, 4)
+def auto_tries_ways_to_exchange():
+    """Entries that owners select again, and gradients that hosts add up first, are candidates as any other."""
+    model = model_of()
+    candidates = ["dgc:ratio=0.01", "dgc:ratio=0.01,exchange=split", "dgc:ratio=0.01,hosts=true"]
+    compression = hvdc.Compression.auto(candidates=candidates, probe_steps=9, margin=0)
+    train(model, wrap(model, sgd(model), compression), batches(15))
+    plan = compression.plan
+    assert plan["spec"] in candidates and all(its["steps"] >= 1 for its in plan["candidates"].values()), plan
+    assert_replicas_identical(model)
+    assert compression.stats()["steps_undone"] == 0
+
+
 @case(2)
 def what_auto_tries_trains_as_plain_horovod_does():
     """Candidates of the dense limit: whatever it tries and chooses, parameters are those of plain Horovod."""
