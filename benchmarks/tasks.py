@@ -2,6 +2,7 @@
 import dataclasses
 import functools
 import math
+import os
 import pathlib
 import re
 import subprocess
@@ -49,6 +50,8 @@ class Task:
     def batches(self, data: Dict[str, List[torch.Tensor]], seed: int) -> Any:
         """Inputs and targets of all ranks, step by step: the same for every compression."""
         inputs, targets = data["train"]
+        if len(inputs) < self.batch:
+            raise ValueError(f"a batch has {self.batch} samples, and the data only {len(inputs)}")
         generator = torch.Generator().manual_seed(seed)
         while True:
             order = torch.randperm(len(inputs), generator=generator)
@@ -98,7 +101,9 @@ def brown() -> str:
             files = sorted(path for path in pathlib.Path(folder, "package").iterdir() if re.fullmatch(r"c[a-r]\d\d", path.name))
             words = [re.sub(r"/[^/\s]+(?=\s|$)", "", path.read_text(encoding="latin-1")).split() for path in files]
         TEXT.parent.mkdir(parents=True, exist_ok=True)
-        TEXT.write_text("\n".join(" ".join(each) for each in words))
+        with tempfile.NamedTemporaryFile("w", dir=TEXT.parent, delete=False) as file:
+            file.write("\n".join(" ".join(each) for each in words))
+        os.replace(file.name, TEXT)  # whole, or not there: another run may look for it at this moment
     return TEXT.read_text()
 
 

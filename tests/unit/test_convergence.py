@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from tasks import TASKS
 
 BENCHMARK = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "convergence.py"
 
@@ -53,3 +55,10 @@ def test_what_is_there_is_not_run_again(trained):
 def test_mistakes_are_named(trained):
     assert "a run is [sgd/ or adam/][updates/ or drop/]SPEC" in run(trained[0], "rmsprop/none").stderr
     assert "dgc: momentum has no meaning where updates are compressed" in run(trained[0], "updates/dgc:momentum=0.9").stderr
+
+
+def test_too_few_samples_for_a_batch_are_refused():
+    """They would be waited for without end."""
+    few = [torch.zeros(63, 1), torch.zeros(63)]
+    with pytest.raises(ValueError, match="a batch has 64 samples, and the data only 63"):
+        next(TASKS["digits"].batches({"train": few}, seed=0))
