@@ -255,6 +255,13 @@ def grouped(rows):
     return groups
 
 
+def with_notes(task, run, steps, real, local_size, found):
+    """A run, and what is not as usual about it."""
+    seconds = f"real ranks, {np.mean([row['seconds'] for row in found]):.0f} s of steps"
+    notes = {f"hosts of {local_size}": local_size > 1, seconds: real, f"{steps} steps": steps != task.steps}
+    return ", ".join([run, *(note for note, applies in notes.items() if applies)])
+
+
 def table(name, rows):
     task, groups = TASKS[name], grouped(rows)
     lines = [f"| {name} | ranks | seeds | {task.unit} | spread | against none | times fewer bytes |", "|---|---:|---:|---:|---:|---:|---:|"]
@@ -266,9 +273,7 @@ def table(name, rows):
         pairs = [end - baseline[row["seed"]] for end, row in zip(ends, found) if row["seed"] in baseline]
         against = f"{np.mean(pairs):+.3f}" if pairs else ""
         spread = f"{np.std(ends, ddof=1):.3f}" if len(ends) > 1 else ""
-        seconds = f"real ranks, {np.mean([row['seconds'] for row in found]):.0f} s of steps"
-        notes = {f"hosts of {local_size}": local_size > 1, seconds: real, f"{steps} steps": steps != task.steps}
-        shown = ", ".join([run, *(note for note, applies in notes.items() if applies)])
+        shown = with_notes(task, run, steps, real, local_size, found)
         ratio = np.mean([row["ratio"] for row in found])
         lines.append(f"| {shown} | {ranks} | {len(ends)} | {np.mean(ends):.3f} | {spread} | {against} | {ratio:.1f} |")
     return "\n".join(lines)
@@ -276,11 +281,12 @@ def table(name, rows):
 
 def layers(name, rows):
     """How many times fewer bytes than dense each tensor has sent, of every run but none's."""
-    groups = [(run, ranks, found) for (run, ranks, *_), found in grouped(rows).items() if parsed(run, TASKS[name]).spec != "none"]
-    titles = [f"{run}, {ranks} ranks" for run, ranks, _ in groups]
+    task = TASKS[name]
+    groups = [(*its, found) for its, found in grouped(rows).items() if parsed(its[0], task).spec != "none"]
+    titles = [f"{with_notes(task, run, *about)}, {ranks} ranks" for run, ranks, *about in groups]
     lines = [" | ".join(["| layer", *titles]) + " |", "|---|" + "---:|" * len(titles)]
-    for layer in groups[0][2][0]["ratios"] if groups else ():
-        shown = [f"{np.mean([row['ratios'][layer] for row in found]):.0f}" for _, _, found in groups]
+    for layer in groups[0][-1][0]["ratios"] if groups else ():
+        shown = [f"{np.mean([row['ratios'][layer] for row in found]):.0f}" for *_, found in groups]
         lines.append(" | ".join([f"| {layer}", *shown]) + " |")
     return "\n".join(lines)
 

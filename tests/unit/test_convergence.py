@@ -41,7 +41,7 @@ def test_the_table_has_every_run(trained):
     lines = [line for line in trained[1].splitlines() if line.startswith("|")]
     runs, layers = lines[:6], lines[6:]
     assert runs[3].startswith("| dgc:ratio=0.05, 100 steps | 2 | 1 |")
-    assert layers[0] == "| layer | " + " | ".join(f"{run}, 2 ranks" for run in RUNS[1:]) + " |"
+    assert layers[0] == "| layer | " + " | ".join(f"{run}, 100 steps, 2 ranks" for run in RUNS[1:]) + " |"
     shown = {layer: [float(its) for its in ratios] for layer, *ratios in (line.strip("| ").split(" | ") for line in layers[2:])}
     assert shown["0.bias"] == [1, 1, 4] and min(shown["7.weight"]) > 10, shown  # a small tensor of four steps' updates is sent once
 
