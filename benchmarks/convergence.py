@@ -4,7 +4,8 @@
     .venv/bin/python benchmarks/convergence.py TASK [RUN ...] [--ranks 4] [--seeds 0 1 2] [--out FILE] [--plot FILE]
     .venv/bin/horovodrun -np 4 .venv/bin/python benchmarks/convergence.py TASK [RUN ...] --real
 
-A RUN is a spec, such as dgc:ratio=0.001; sgd/SPEC or adam/SPEC names another optimizer than the task's, adam:lr=0.004/SPEC its learning rate, too;
+A RUN is a spec, such as dgc:ratio=0.001; sgd/SPEC or adam/SPEC names another optimizer than the task's, adam:lr=0.004/SPEC its learning rate, too,
+and corrected/updates/SPEC is hvdc.AdamW, with gradients clipped to √ranks times the task's norm;
 updates/SPEC compresses each rank's own updates in place of gradients, and adam/updates/SPEC is both; updates:every=16/SPEC exchanges those of 16
 steps, and updates:every=16,outer=0.7+0.9/SPEC has an outer Nesterov of that learning rate and momentum. drop/SPEC forgets after each step what was
 not sent, which is what error feedback is compared with; it is for simulated ranks only. Ranks share the task's batch, so all numbers
@@ -57,7 +58,7 @@ class Simulated:
 
     def __init__(self, task, run, model, ranks, local_size):
         self.task, self.run, self.model, self.named = task, run, model, dict(model.named_parameters())
-        self.optimizers = [task.optimizer(run.optimizer, model.parameters()) for _ in range(ranks if run.every else 1)]
+        self.optimizers = [task.optimizer(run.optimizer, model.parameters(), ranks) for _ in range(ranks if run.every else 1)]
         optimizer = self.optimizers[0]
         compressor = compressor_for_updates(run.spec, rank=0) if run.every else requested_compressor(run.spec, optimizer, is_plain_sgd(optimizer))
         self.takeover = SGDTakeover(None if run.every else optimizer, compressor, {id(param): name for name, param in self.named.items()})
@@ -68,6 +69,7 @@ class Simulated:
         self.moments = moments_of(variant, self.named)
         self.passes = PASSES if getattr(variant, "moments", "") == "microbatch" else 1
         self.clips = variant.clip_norm is None and math.isfinite(task.clip)
+        self.clip = task.clip_by(run.optimizer, ranks)
         self.shared = self._parameters() if run.every else {}
         self.own = [self.shared] * ranks  # parameters, between exchanges
         self.outer_momentum = {name: torch.zeros_like(param) for name, param in self.shared.items()} if run.outer else {}
@@ -104,7 +106,7 @@ class Simulated:
         for name, param in self.named.items():
             param.grad.copy_(torch.from_numpy(results[name]).view_as(param))
         if self.clips:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.takeover.due = True
         self.takeover.before_step(self.optimizers[0])
         self.optimizers[0].step()
@@ -121,7 +123,7 @@ class Simulated:
     @torch.no_grad()
     def _step_of(self, rank):
         if self.clips:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizers[rank].step()
         self.own[rank] = self._parameters()
 
@@ -156,7 +158,8 @@ class Real:
         if run.drops:
             raise ValueError("drop/ is for simulated ranks: no compression of real ones forgets what it has not sent")
         self.task, self.run, self.model = task, run, model
-        optimizer = task.optimizer(run.optimizer, model.parameters())
+        optimizer = task.optimizer(run.optimizer, model.parameters(), hvd.size())
+        self.clip = task.clip_by(run.optimizer, hvd.size())
         if run.every:
             self.optimizer = hvdc.UpdateOptimizer(optimizer, model.named_parameters(), run.spec, run.every, run.outer)
             self.compression, self.passes, self.clips = self.optimizer.compression, 1, math.isfinite(task.clip)
@@ -174,7 +177,7 @@ class Real:
         if not self.run.every:
             self.optimizer.synchronize()
         if self.clips:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         with contextlib.nullcontext() if self.run.every else self.optimizer.skip_synchronize():
             self.optimizer.step()
 
@@ -226,18 +229,21 @@ def train(name, run, seed, ranks, real, steps=None, local_size=1):
 def parsed(run, task):
     """The Run that a RUN says."""
     number = "([0-9.e+-]+?)"
-    optimizer = rf"(?:(sgd|adam)(?::lr={number})?/)?"
+    optimizer = rf"(?:(sgd|adam|corrected)(?::lr={number})?/)?"
     exchanged = rf"(?:(updates)(?::every=(\d+)(?:,outer={number}\+{number})?)?/|(drop)/)?"
-    found = re.fullmatch(optimizer + exchanged + r"((?!(?:sgd|adam|updates|drop)\b)[^/:]+(?::.+)?)", run)
+    found = re.fullmatch(optimizer + exchanged + r"((?!(?:sgd|adam|corrected|updates|drop)\b)[^/:]+(?::.+)?)", run)
     if not found:
         raise ValueError(
-            f"{run}: a run is [sgd/ or adam/][updates/ or drop/]SPEC; sgd:lr=NUMBER/ is SGD with that rate, updates:every=H,outer=RATE+MOMENTUM/ "
-            "exchanges every H steps, with an outer Nesterov; drop/ forgets what was not sent"
+            f"{run}: a run is [sgd/, adam/ or corrected/][updates/ or drop/]SPEC; sgd:lr=NUMBER/ is SGD with that rate, "
+            "updates:every=H,outer=RATE+MOMENTUM/ exchanges every H steps, with an outer Nesterov; drop/ forgets what was not sent"
         )
     kind, rate, updates, every, outer_rate, momentum, drops, spec = found.groups()
     kind = kind or task.default
+    if kind == "corrected" and not updates:
+        raise ValueError(f"{run}: corrected/ is for updates/, as gradients that were exchanged are the whole batch's")
     outer = hvdc.Nesterov(float(outer_rate), float(momentum)) if outer_rate else None
-    return Run(kind, float(rate) if rate else getattr(task, kind)["lr"], int(every or 1) if updates else 0, outer, spec, bool(drops))
+    lr = float(rate) if rate else (task.sgd if kind == "sgd" else task.adam)["lr"]
+    return Run(kind, lr, int(every or 1) if updates else 0, outer, spec, bool(drops))
 
 
 # -- what was found ---------------------------------------------------------------------------------------------------------
@@ -267,7 +273,9 @@ def table(name, rows):
     lines = [f"| {name} | ranks | seeds | {task.unit} | spread | against none | times fewer bytes |", "|---|---:|---:|---:|---:|---:|---:|"]
     for (run, ranks, steps, real, local_size), found in groups.items():
         ends = [row["measured"][-1][1] for row in found]
-        uncompressed = parsed(run, task)._replace(every=0, outer=None, spec="none", drops=False)
+        its = parsed(run, task)
+        kind = "sgd" if its.optimizer == "sgd" else "adam"
+        uncompressed = its._replace(optimizer=kind, every=0, outer=None, spec="none", drops=False)
         alike = [row for row in rows if row["steps"] == steps and parsed(row["run"], task) == uncompressed]
         baseline = {row["seed"]: row["measured"][-1][1] for row in sorted(alike, key=lambda row: row["ranks"] == ranks)}  # of as many, if there
         pairs = [end - baseline[row["seed"]] for end, row in zip(ends, found) if row["seed"] in baseline]

@@ -16,6 +16,8 @@ from demo_network import images as datasets
 from demo_network import network
 from torch import nn
 
+import horovod_compress.torch as hvdc
+
 TEXT = pathlib.Path.home() / ".cache" / "horovod_compress" / "brown.txt"
 HELD_OUT = 50_000  # characters at the end of the text
 
@@ -42,10 +44,17 @@ class Task:
     clip: float = math.inf
     higher: bool = True
 
-    def optimizer(self, kind: str, parameters: Any) -> torch.optim.Optimizer:
+    def optimizer(self, kind: str, parameters: Any, ranks: int) -> torch.optim.Optimizer:
+        """kind: sgd, adam, or corrected, which is Adam with the second moments of all ranks' batch."""
         if kind == "sgd":
             return torch.optim.SGD(parameters, **self.sgd)
+        if kind == "corrected":
+            return hvdc.AdamW(parameters, **self.adam, ranks=ranks)
         return torch.optim.AdamW(parameters, **self.adam)
+
+    def clip_by(self, kind: str, ranks: int) -> float:
+        """The norm that gradients of a rank's part of the batch have at most, for such an optimizer: noise of a part is up to √ranks times larger."""
+        return self.clip * math.sqrt(ranks) if kind == "corrected" else self.clip
 
     def batches(self, data: Dict[str, List[torch.Tensor]], seed: int) -> Any:
         """Inputs and targets of all ranks, step by step: the same for every compression."""

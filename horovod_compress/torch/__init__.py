@@ -13,6 +13,7 @@ import torch
 
 from ..binding import Algorithms
 from . import elastic
+from .adam import AdamW
 from .auto import AutoCompression
 from .compression import BoundCompression
 from .parameters import NamedParameters
@@ -21,7 +22,8 @@ from .uneven import uneven
 from .updates import Nesterov, UpdateOptimizer
 
 __all__ = [
-    "AutoCompression", "BoundCompression", "Compression", "Nesterov", "UnboundCompression", "UpdateOptimizer", "compression_of", "elastic", "uneven",
+    "AdamW", "AutoCompression", "BoundCompression", "Compression", "Nesterov", "UnboundCompression", "UpdateOptimizer", "compression_of", "elastic",
+    "uneven",
 ]
 
 

@@ -10,7 +10,9 @@ from tasks import TASKS
 
 BENCHMARK = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "convergence.py"
 
-RUNS = ["none", "dgc:ratio=0.05", "adam/updates/topk:ratio=0.05", "adam/updates:every=4,outer=1+0.5/topk:ratio=0.2"]
+RUNS = [
+    "none", "dgc:ratio=0.05", "adam/updates/topk:ratio=0.05", "adam/updates:every=4,outer=1+0.5/topk:ratio=0.2", "corrected/updates/topk:ratio=0.05",
+]
 
 
 def run(out, *arguments):
@@ -39,11 +41,11 @@ def test_compressed_training_learns_with_fewer_bytes(trained):
 
 def test_the_table_has_every_run(trained):
     lines = [line for line in trained[1].splitlines() if line.startswith("|")]
-    runs, layers = lines[:6], lines[6:]
+    runs, layers = lines[: 2 + len(RUNS)], lines[2 + len(RUNS) :]
     assert runs[3].startswith("| dgc:ratio=0.05, 100 steps | 2 | 1 |")
     assert layers[0] == "| layer | " + " | ".join(f"{run}, 100 steps, 2 ranks" for run in RUNS[1:]) + " |"
     shown = {layer: [float(its) for its in ratios] for layer, *ratios in (line.strip("| ").split(" | ") for line in layers[2:])}
-    assert shown["0.bias"] == [1, 1, 4] and min(shown["7.weight"]) > 10, shown  # a small tensor of four steps' updates is sent once
+    assert shown["0.bias"] == [1, 1, 4, 1] and min(shown["7.weight"]) > 10, shown  # a small tensor of four steps' updates is sent once
 
 
 def test_what_is_there_is_not_run_again(trained):
@@ -53,7 +55,8 @@ def test_what_is_there_is_not_run_again(trained):
 
 
 def test_mistakes_are_named(trained):
-    assert "a run is [sgd/ or adam/][updates/ or drop/]SPEC" in run(trained[0], "rmsprop/none").stderr
+    assert "a run is [sgd/, adam/ or corrected/][updates/ or drop/]SPEC" in run(trained[0], "rmsprop/none").stderr
+    assert "corrected/ is for updates/" in run(trained[0], "corrected/none").stderr
     assert "dgc: momentum has no meaning where updates are compressed" in run(trained[0], "updates/dgc:momentum=0.9").stderr
 
 

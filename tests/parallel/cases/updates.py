@@ -1,5 +1,6 @@
 """hvdc.UpdateOptimizer: what ranks would add to the parameters is compressed and exchanged, in place of gradients."""
 import copy
+import functools
 import io
 
 import alike
@@ -61,24 +62,29 @@ def dense_updates_train_as_plain_horovod_does():
         assert_replicas_identical(model)
 
 
-def adams_updates(gradients, lr, betas=(0.9, 0.999), eps=1e-8):
-    """Adam's updates for a series of gradients, in NumPy (Kingma and Ba 2015, Algorithm 1)."""
-    m = v = 0.0
+def adams_updates(gradients, lr, betas=(0.9, 0.999), eps=1e-8, ranks=1):
+    """Adam's updates for a series of gradients, in NumPy (Kingma and Ba 2015, Algorithm 1). ranks: those of hvdc.AdamW, with as many."""
+    first = np.asarray(gradients[0])
+    m, v, q, unbiased = np.zeros_like(first), np.zeros_like(first), np.zeros_like(first), first
     for t, g in enumerate(gradients, 1):
+        q = betas[1] * q + (1 - betas[1]) * g * unbiased
         m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
-        yield -lr * (m / (1 - betas[0] ** t)) / (np.sqrt(v / (1 - betas[1] ** t)) + eps)
+        unbiased = m / (1 - betas[0] ** t)
+        w = v / ranks + (1 - 1 / ranks) * np.maximum(q, 0)
+        yield -lr * unbiased / (np.sqrt(w / (1 - betas[1] ** t)) + eps)
 
 
 @case(2, 3)
 def dense_updates_of_adam_are_the_mean_of_local_ones():
-    model = weights()
-    optimizer = of_updates(model, torch.optim.Adam(model.parameters(), lr=0.01), "none")
-    for step in range(20):
-        step_with(model, optimizer, told(hvd.rank(), step))
-    for name in SHAPES:
-        gradients = [[told(rank, step)[name].double().numpy() for step in range(20)] for rank in range(hvd.size())]
-        expected = np.mean([sum(adams_updates(of_rank, 0.01)) for of_rank in gradients], axis=0)
-        assert np.abs(model[name].detach().numpy() - expected).max() < 1e-6 * np.abs(expected).max() + 1e-7
+    for make, ranks in ((torch.optim.Adam, 1), (functools.partial(hvdc.AdamW, weight_decay=0), hvd.size())):
+        model = weights()
+        optimizer = of_updates(model, make(model.parameters(), lr=0.01), "none")
+        for step in range(20):
+            step_with(model, optimizer, told(hvd.rank(), step))
+        for name in SHAPES:
+            gradients = [[told(rank, step)[name].double().numpy() for step in range(20)] for rank in range(hvd.size())]
+            expected = np.mean([sum(adams_updates(of_rank, 0.01, ranks=ranks)) for of_rank in gradients], axis=0)
+            assert np.abs(model[name].detach().numpy() - expected).max() < 1e-6 * np.abs(expected).max() + 1e-7
 
 
 @case(2, 3)
@@ -223,7 +229,7 @@ def rounds_are_saved_and_loaded_in_their_middle():
     def start():
         model = model_of()
         options = {"every": 3, "outer": hvdc.Nesterov()}
-        return model, of_updates(model, torch.optim.AdamW(model.parameters(), lr=0.01), **options)
+        return model, of_updates(model, hvdc.AdamW(model.parameters(), lr=0.01), **options)
 
     data = list(batches(10))
     model, optimizer = start()
@@ -283,7 +289,7 @@ def a_late_rank_takes_part_with_what_it_has():
 @case(2)
 def another_compression_of_updates_and_moments_of_all_ranks():
     model = model_of()
-    optimizer = of_updates(model, torch.optim.AdamW(model.parameters(), lr=0.01), "none")
+    optimizer = of_updates(model, hvdc.AdamW(model.parameters(), lr=0.01), "none")
     train(model, optimizer, batches(3))
     before = optimizer.compression.stats()["bytes_sent"]
     optimizer.switch("topk:ratio=0.01,min_numel=0")
@@ -292,8 +298,9 @@ def another_compression_of_updates_and_moments_of_all_ranks():
     optimizer.average_state()
     for param in model.parameters():
         if param in optimizer.state:
-            moment = optimizer.state[param]["exp_avg"]
-            assert torch.equal(moment, hvd.allreduce(moment, name="moment")) and moment.any()
+            for key in ("exp_avg", "exp_avg_sq", "exp_signal_sq"):
+                moment = optimizer.state[param][key]
+                assert torch.equal(moment, hvd.allreduce(moment, name=key)) and moment.any()
     train(model, optimizer, batches(3))
     assert_replicas_identical(model)
 
