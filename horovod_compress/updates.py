@@ -38,6 +38,12 @@ def check_rounds(every: int, outer: Optional[Nesterov]) -> None:
         raise TypeError(f"outer must be hvdc.Nesterov(lr, momentum) or None, not {outer!r}")
 
 
+def check_ranks(ranks: Optional[int]) -> None:
+    """ValueError for what is no number of ranks, nor None."""
+    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
+        raise ValueError(f"ranks must be a number of ranks, 1 or more, not {ranks!r}")
+
+
 def compressor_for_updates(spec: Any, rank: int) -> Compressor:
     """The compressor of a spec, or of an unbound compression, for updates. rank: this process's, of which the first tells what is different there.
     ValueError for options that have no meaning there."""

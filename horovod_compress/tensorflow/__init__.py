@@ -11,6 +11,7 @@ from ..binding import Algorithms
 from ..compressors import get_compressor
 from ..updates import Nesterov
 from . import elastic
+from .adam import AdamW
 from .auto import AutoCompression
 from .checkpoint import StateCheckpoint
 from .compression import BoundCompression
@@ -19,8 +20,8 @@ from .unbound import UnboundCompression, compression_of, one_in_all_traces
 from .updates import ShareUpdates, UpdateOptimizer
 
 __all__ = [
-    "AutoCompression", "BoundCompression", "Compression", "Nesterov", "RecordSteps", "ShareUpdates", "StateCheckpoint", "UnboundCompression",
-    "UpdateOptimizer", "compression_of", "elastic",
+    "AdamW", "AutoCompression", "BoundCompression", "Compression", "Nesterov", "RecordSteps", "ShareUpdates", "StateCheckpoint",
+    "UnboundCompression", "UpdateOptimizer", "compression_of", "elastic",
 ]
 
 

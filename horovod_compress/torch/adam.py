@@ -4,6 +4,8 @@ from typing import Any, Callable, Iterable, Optional, Tuple
 import horovod.torch as hvd
 import torch
 
+from ..updates import check_ranks
+
 
 class AdamW(torch.optim.Optimizer):
     """AdamW whose steps are as large on a rank's part of each batch as on the whole of it, for `UpdateOptimizer`.
@@ -37,8 +39,7 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"lr, eps and weight_decay must be at least 0, not {lr}, {eps} and {weight_decay}")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must be two numbers from 0 to below 1, not {betas}")
-        if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
-            raise ValueError(f"ranks must be a number of ranks, 1 or more, not {ranks!r}")
+        check_ranks(ranks)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "ranks": ranks})
 
     @torch.no_grad()

@@ -1,4 +1,5 @@
 """hvdc.UpdateOptimizer: what ranks' Keras optimizers would add to the variables is compressed and exchanged, in place of gradients."""
+import functools
 import os
 import tempfile
 
@@ -76,22 +77,30 @@ def dense_updates_train_as_plain_horovod_does():
     assert_replicas_identical(different)  # because all have begun as rank 0 did
 
 
-def adams_updates(gradients, lr, betas=(0.9, 0.999), eps=1e-7):
-    """Adam's updates for a series of gradients, in NumPy, with the epsilon where Keras has it (Kingma and Ba 2015, before Section 2.1)."""
-    m = v = 0.0
+def adams_updates(gradients, lr, betas=(0.9, 0.999), eps=1e-7, ranks=1):
+    """Adam's updates for a series of gradients, in NumPy, with the epsilon where Keras has it (Kingma and Ba 2015, before Section 2.1). ranks:
+    those of hvdc.AdamW, with as many."""
+    m = v = q = 0.0
+    unbiased = gradients[0]
     for t, g in enumerate(gradients, 1):
+        q = betas[1] * q + (1 - betas[1]) * g * unbiased
         m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
-        yield -lr * np.sqrt(1 - betas[1] ** t) / (1 - betas[0] ** t) * m / (np.sqrt(v) + eps)
+        unbiased = m / (1 - betas[0] ** t)
+        yield -lr * np.sqrt(1 - betas[1] ** t) * unbiased / (np.sqrt(v / ranks + (1 - 1 / ranks) * np.maximum(q, 0)) + eps)
 
 
 @case(2, 3)
 def rounds_are_those_of_local_adam():
     """Dense ones of one step, and of four with an outer optimizer (DiLoCo, arXiv 2311.08105, Algorithm 1), in graphs and eagerly, stated in NumPy."""
     series = [[{n: alike.gradients(rank, step)[n].astype(np.float64) for n in NAMES} for step in range(13)] for rank in range(hvd.size())]
-    updates = {n: [np.cumsum(list(adams_updates([g[n] for g in of_rank], 0.01)), 0) for of_rank in series] for n in NAMES}
-    for every, outer, in_graph in ((1, None, True), (1, None, False), (4, hvdc.Nesterov(0.7, 0.9), True), (4, None, False)):
+    adam, whole = functools.partial(keras.optimizers.Adam, 0.01), functools.partial(hvdc.AdamW, 0.01, weight_decay=0.0)
+    outer = hvdc.Nesterov(0.7, 0.9)
+    rounds = ((1, None, True, adam), (1, None, False, whole), (1, None, True, whole), (4, outer, True, adam), (4, None, False, adam))
+    for every, outer, in_graph, make in rounds:
+        ranks = hvd.size() if make is whole else 1
+        updates = {n: [np.cumsum(list(adams_updates([g[n] for g in of_rank], 0.01, ranks=ranks)), 0) for of_rank in series] for n in NAMES}
         variables = zeros()
-        optimizer = hvdc.UpdateOptimizer(keras.optimizers.Adam(0.01), "none", every=every, outer=outer)
+        optimizer = hvdc.UpdateOptimizer(make(), "none", every=every, outer=outer)
         step = stepping(optimizer, variables, in_graph)
         expected, momentum = dict.fromkeys(NAMES, 0.0), dict.fromkeys(NAMES, 0.0)
         for i in range(12):
@@ -105,6 +114,31 @@ def rounds_are_those_of_local_adam():
                 expected[name] = expected[name] + (mean if outer is None else 0.7 * (mean + 0.9 * momentum[name]))
                 assert np.abs(variables[name].numpy() - expected[name]).max() < 2e-5 * np.abs(expected[name]).max(), (every, i, name)
             assert_alike(variables)
+
+
+@case(2)
+def adam_of_one_rank_is_keras():
+    """With embeddings, whose gradients are of single rows, and made anew from its configuration."""
+    options = {"learning_rate": 0.01, "beta_1": 0.8, "beta_2": 0.95, "weight_decay": 0.02, "clipnorm": 1.0}
+    ours = keras.optimizers.deserialize(keras.optimizers.serialize(hvdc.AdamW(ranks=1, **options)))
+    assert isinstance(ours, hvdc.AdamW) and ours.ranks == 1
+    trained = []
+    for optimizer in (keras.optimizers.AdamW(**options), ours):
+        table, matrix = tf.Variable(tf.reshape(tf.range(30.0), (10, 3)) / 30), tf.Variable(tf.ones((3, 2)))
+        for i in range(6):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(tf.gather(table, [i, 3, 3]) @ matrix - 1.0))
+            optimizer.apply_gradients(zip(tape.gradient(loss, [table, matrix]), [table, matrix]))
+        trained.append(np.concatenate([table.numpy().ravel(), matrix.numpy().ravel()]))
+    np.testing.assert_allclose(trained[1], trained[0], rtol=1e-5)
+    model = model_of(hvd.rank())
+    losses = fitted(model, hvdc.UpdateOptimizer(hvdc.AdamW(0.01), "adacomp:min_numel=0", every=2), 12, [hvdc.ShareUpdates()], epochs=4)
+    assert losses[-1] < losses[0]
+    assert_replicas_identical(model)
+    with raises(ValueError, "has no amsgrad"):
+        hvdc.AdamW(amsgrad=True)
+    with raises(ValueError, "ranks must be a number of ranks"):
+        hvdc.AdamW(ranks=0)
 
 
 @case(2, 3)
@@ -143,7 +177,8 @@ def no_update_is_lost():
 @case(2, 3)
 def moments_are_averaged():
     """Of optimizers old and new, and within rounds; the shared variables and ranks' own numbers of steps stay."""
-    for optimizer, every in ((keras.optimizers.Adam(0.01), 1), (keras.optimizers.Adam(0.01), 3), (keras.optimizers.legacy.Adam(0.01), 1)):
+    for make, every, kinds in ((keras.optimizers.Adam, 1, 2), (hvdc.AdamW, 3, 3), (keras.optimizers.legacy.Adam, 1, 2)):
+        optimizer = make(0.01)
         optimizer, variables = hvdc.UpdateOptimizer(optimizer, "topk:ratio=0.1,min_numel=0", every=every), zeros()
         step = stepping(optimizer, variables)
         for index in range(4):
@@ -157,7 +192,7 @@ def moments_are_averaged():
                 moved += not np.array_equal(kept.numpy(), was)
             else:
                 np.testing.assert_array_equal(kept.numpy(), was)
-        assert moved == 2 * len(NAMES)
+        assert moved == kinds * len(NAMES)
         np.testing.assert_array_equal(values(variables), mine)
     optimizer, variables = hvdc.UpdateOptimizer(keras.optimizers.Adam(0.01)), zeros()
     if hvd.rank():
