@@ -1,6 +1,7 @@
 """What is exchanged in place of gradients where optimizers' updates are: which compressors serve, how often, and what is done with the mean."""
 import dataclasses
 import logging
+import numbers
 from typing import Any, Optional
 
 from .binding import Unbound
@@ -39,9 +40,21 @@ def check_rounds(every: int, outer: Optional[Nesterov]) -> None:
 
 
 def check_ranks(ranks: Optional[int]) -> None:
-    """ValueError for what is no number of ranks, nor None."""
-    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
+    """ValueError for what is no number of ranks, nor None, of an AdamW of ours."""
+    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, numbers.Integral) or ranks < 1):
         raise ValueError(f"ranks must be a number of ranks, 1 or more, not {ranks!r}")
+
+
+def check_ranks_of_set(ranks: Optional[int], process_set: Any) -> None:
+    """ValueError where an AdamW of ours would take all ranks for those of a process set."""
+    if ranks is None and process_set is not None and process_set.ranks is not None:
+        raise ValueError(f"hvdc.AdamW takes all ranks' samples for the whole batch: with this process set say ranks={len(process_set.ranks)}")
+
+
+AVERAGED = (
+    "hvdc.AdamW is for a rank's own gradients, and Horovod has averaged these: use the framework's own AdamW with hvd.DistributedOptimizer, or "
+    "hvdc.UpdateOptimizer in its place"
+)
 
 
 def compressor_for_updates(spec: Any, rank: int) -> Compressor:

@@ -4,7 +4,8 @@ from typing import Any, Dict, Optional, Sequence
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..updates import check_ranks
+from ..updates import AVERAGED, check_ranks
+from .horovod_internals import is_horovods
 
 
 @tf.keras.utils.register_keras_serializable("horovod_compress")
@@ -15,12 +16,15 @@ class AdamW(tf.keras.optimizers.AdamW):  # type: ignore[misc]
         optimizer = hvdc.UpdateOptimizer(hvdc.AdamW(1e-3), "adacomp:bin_length=100,dense=fp16", every=4)
 
     ranks: on how many ranks' samples each exchange's mean rests; default: hvd.size(). All other arguments are those of keras.optimizers.AdamW, but
-    for amsgrad, and with ranks=1 its steps are. Another variable is kept for each one that is trained. Raises ValueError for bad options.
+    for amsgrad, and with ranks=1 its steps are. Another variable is kept for each one that is trained. Raises ValueError for bad options, and in the
+    first step under hvd.DistributedOptimizer.
     """
 
-    def __init__(self, learning_rate: Any = 0.001, *, ranks: Optional[int] = None, name: str = "AdamW", **options: Any) -> None:
+    def __init__(
+        self, learning_rate: Any = 0.001, weight_decay: float = 0.004, *, ranks: Optional[int] = None, name: str = "AdamW", **options: Any
+    ) -> None:
         check_ranks(ranks)
-        super().__init__(learning_rate, name=name, **options)
+        super().__init__(learning_rate, weight_decay, name=name, **options)
         if self.amsgrad:
             raise ValueError("hvdc.AdamW has no amsgrad: leave it out")
         self.ranks = ranks
@@ -34,14 +38,17 @@ class AdamW(tf.keras.optimizers.AdamW):  # type: ignore[misc]
 
     def update_step(self, gradient: Any, variable: Any) -> None:
         """A step with this rank's gradient."""
+        if is_horovods(self):
+            raise ValueError(AVERAGED)
         index, dtype = self._index_dict[self._var_key(variable)], variable.dtype
         mean, square, signal = self._momentums[index], self._velocities[index], self._signals[index]
         grad, before = tf.convert_to_tensor(gradient), tf.cast(self.iterations, dtype)
         beta1, beta2 = tf.cast(self.beta_1, dtype), tf.cast(self.beta_2, dtype)
-        unbiased = tf.where(before > 0, tf.math.divide_no_nan(mean, 1 - beta1**before), grad)  # of the gradients before this one
-        signal.assign_add((grad * unbiased - signal) * (1 - beta2))
-        mean.assign_add((grad - mean) * (1 - beta1))
         square.assign_add((tf.square(grad) - square) * (1 - beta2))
+        unbiased = tf.math.divide_no_nan(mean, 1 - beta1**before)  # of the gradients before this one
+        known = tf.reduce_any(tf.not_equal(signal, 0))
+        signal.assign(tf.where(known, signal + (grad * unbiased - signal) * (1 - beta2), square))
+        mean.assign_add((grad - mean) * (1 - beta1))
         share = tf.cast(1 / (self.ranks or hvd.size()), dtype)
         root = tf.sqrt(share * square + (1 - share) * tf.maximum(signal, 0))
         rate = tf.cast(self.learning_rate, dtype) * tf.sqrt(1 - beta2 ** (before + 1)) / (1 - beta1 ** (before + 1))

@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from ..binding import is_elastic, warn_once
 from ..handshake import agree
-from ..updates import Nesterov, check_rounds, compressor_for_updates
+from ..updates import Nesterov, check_ranks_of_set, check_rounds, compressor_for_updates
+from .adam import AdamW
 from .compression import BoundCompression
 from .horovod_internals import is_horovods, is_optimizer, reducing, scaler_around
 from .optimizer import become, build, unwrapped
@@ -40,6 +41,8 @@ def UpdateOptimizer(
     where ranks were started differently.
     """
     check_rounds(every, outer)
+    if isinstance(unwrapped(optimizer), AdamW):
+        check_ranks_of_set(unwrapped(optimizer).ranks, process_set)
     _check(optimizer, every > 1 or outer is not None)
     become(optimizer, _exchanging(optimizer, _Rounds(optimizer, compression, every, outer, process_set)))
     return optimizer

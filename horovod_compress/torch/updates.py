@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ..binding import warn_once
-from ..updates import Nesterov, check_rounds
+from ..updates import Nesterov, check_ranks_of_set, check_rounds
+from .adam import AdamW
 from .horovod_internals import own_class
 from .parameters import NamedParameters, Slot, flat_memory, named
 from .update_compression import UpdateCompression
@@ -93,6 +94,8 @@ class UpdateOptimizer(torch.optim.Optimizer):
         if isinstance(optimizer, UpdateOptimizer) or own_class(optimizer) is not type(optimizer):
             raise ValueError(f"{type(optimizer).__name__} exchanges already: give UpdateOptimizer the optimizer itself")
         check_rounds(every, outer)
+        for group in optimizer.param_groups if isinstance(optimizer, AdamW) else ():
+            check_ranks_of_set(group["ranks"], process_set)
         names = _trained(optimizer, named_parameters)
         options = {"every": every, "outer": repr(outer)}
         self.compression = UpdateCompression(compression, {name: tuple(param.shape) for name, param in names.items()}, options, process_set)

@@ -70,6 +70,28 @@ def test_it_goes_on_from_its_state():
     assert torch.equal(param, whole)
 
 
+@pytest.mark.parametrize("known", ["nothing", "zeros", "what torch's has kept"])
+def test_where_nothing_is_known_of_the_signal_steps_are_as_torchs(known):
+    """As many ranks as there may be: what they have alike would not average out."""
+    ours, torchs = weights(), weights()
+    optimizers = hvdc.AdamW([ours], lr=0.1, ranks=64), torch.optim.AdamW([torchs], lr=0.1)
+    history = {"nothing": 0, "zeros": 5, "what torch's has kept": 5}[known]
+    for optimizer, param in zip(optimizers, (ours, torchs)):
+        steps_with(optimizer, param, [torch.full_like(param, float("torch" in known)).detach()] * history)
+    if "torch" in known:
+        optimizers[0].load_state_dict(optimizers[1].state_dict())
+        ours.data.copy_(torchs.data)
+    for optimizer, param in zip(optimizers, (ours, torchs)):
+        steps_with(optimizer, param, [torch.ones_like(param)])
+    torch.testing.assert_close(ours, torchs, rtol=1e-6, atol=0)
+
+
+def test_gradients_in_half_precision():
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    steps_with(hvdc.AdamW([param], lr=0.5, weight_decay=0.0, ranks=4), param, [torch.full_like(param, 250.0)])
+    assert torch.equal(param, torch.full_like(param, 0.5))
+
+
 def test_closures_groups_and_what_has_no_gradient():
     one, other, frozen = weights(), weights(), weights()
     optimizer = hvdc.AdamW([{"params": [one, frozen], "lr": 0.1}, {"params": [other], "ranks": 8}], lr=0.2)
@@ -100,6 +122,13 @@ def test_closures_groups_and_what_has_no_gradient():
 def test_mistakes_are_named(options, said):
     with pytest.raises(ValueError, match=said):
         hvdc.AdamW([weights()], **options)
+
+
+@pytest.mark.parametrize("options", [{"ranks": -4}, {"betas": (0.9, 1.0)}, {"lr": -1.0}])
+def test_mistakes_in_groups_are_named(options):
+    with pytest.raises(ValueError, match="must be"):
+        hvdc.AdamW([{"params": [weights()], **options}])
+    hvdc.AdamW([weights()], ranks=np.int64(2))
 
 
 def test_sparse_gradients_are_refused():

@@ -64,11 +64,11 @@ def dense_updates_train_as_plain_horovod_does():
 
 def adams_updates(gradients, lr, betas=(0.9, 0.999), eps=1e-8, ranks=1):
     """Adam's updates for a series of gradients, in NumPy (Kingma and Ba 2015, Algorithm 1). ranks: those of hvdc.AdamW, with as many."""
-    first = np.asarray(gradients[0])
-    m, v, q, unbiased = np.zeros_like(first), np.zeros_like(first), np.zeros_like(first), first
+    m = v = q = unbiased = 0.0
     for t, g in enumerate(gradients, 1):
         q = betas[1] * q + (1 - betas[1]) * g * unbiased
         m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
+        q = v if t == 1 else q
         unbiased = m / (1 - betas[0] ** t)
         w = v / ranks + (1 - 1 / ranks) * np.maximum(q, 0)
         yield -lr * unbiased / (np.sqrt(w / (1 - betas[1] ** t)) + eps)
@@ -331,6 +331,11 @@ def what_an_update_optimizer_refuses():
     for options, words in (({"every": 0}, "1 or more"), ({"every": True}, "1 or more")):
         with raises(ValueError, words):
             hvdc.UpdateOptimizer(optimizer, **options)
+    own = hvdc.AdamW(model.parameters())
+    with raises(ValueError, "with this process set say ranks=1"):
+        hvdc.UpdateOptimizer(own, process_set=hvd.ProcessSet([0]))
+    with raises(ValueError, "Horovod has averaged these"):
+        hvd.DistributedOptimizer(own, model.named_parameters()).step()
     with raises(TypeError, "hvdc.Nesterov"):
         hvdc.UpdateOptimizer(optimizer, outer=0.7)
     with raises(ValueError, "momentum from 0 to below 1"):
