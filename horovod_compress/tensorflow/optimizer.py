@@ -159,4 +159,9 @@ def become(optimizer: Any, cls: Any) -> None:
     cls._bound_to_compression = True
     for name in ("__name__", "__qualname__", "__module__", "__doc__", *(key for key in vars(base) if key.startswith("_keras_api_names"))):
         setattr(cls, name, getattr(base, name))
+    registered = tf.keras.utils.get_registered_name(base)
+    if registered != base.__name__:  # by a user, or by us
+        package, _, name = registered.rpartition(">")
+        for each in (cls, tf.keras.utils.get_registered_object(registered)):  # the last one is what Keras makes when it loads that name
+            tf.keras.utils.register_keras_serializable(package, name)(each)
     change_class_below(optimizer, cls)

@@ -144,6 +144,11 @@ def adam_of_one_rank_is_keras():
     losses = fitted(model, hvdc.UpdateOptimizer(hvdc.AdamW(0.01), "adacomp:min_numel=0", every=2), 12, [hvdc.ShareUpdates()], epochs=4)
     assert losses[-1] < losses[0]
     assert_replicas_identical(model)
+    with tempfile.TemporaryDirectory() as folder:
+        for end in (".h5", ".keras", ""):
+            path = os.path.join(folder, f"model-{hvd.rank()}{end}")
+            model.save(path)
+            assert type(keras.models.load_model(path).optimizer) is hvdc.AdamW, end
     with raises(ValueError, "with this process set say ranks=1"):
         hvdc.UpdateOptimizer(hvdc.AdamW(0.01), process_set=hvd.ProcessSet([0]))
     with raises(Exception, "Horovod has averaged these"):  # of a type that TensorFlow chooses, while it traces
