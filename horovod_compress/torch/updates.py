@@ -115,6 +115,9 @@ class UpdateOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"UpdateOptimizer({self._optimizer!r}, {self.compression.config['id']}, every {self._every})"
 
+    def __reduce__(self) -> Any:
+        raise TypeError("an UpdateOptimizer is part of an exchange of ranks, and cannot be copied or pickled: save its state_dict()")
+
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Raises ValueError."""
         raise ValueError("parameters cannot be added to an UpdateOptimizer: add them to the optimizer before")

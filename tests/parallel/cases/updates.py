@@ -331,6 +331,8 @@ def what_an_update_optimizer_refuses():
     for options, words in (({"every": 0}, "1 or more"), ({"every": True}, "1 or more")):
         with raises(ValueError, words):
             hvdc.UpdateOptimizer(optimizer, **options)
+    with raises(TypeError, "save its state_dict()"):
+        copy.deepcopy(hvdc.UpdateOptimizer(torch.optim.AdamW(model.parameters())))
     own = hvdc.AdamW(model.parameters())
     with raises(ValueError, "with this process set say ranks=1"):
         hvdc.UpdateOptimizer(own, process_set=hvd.ProcessSet([0]))
