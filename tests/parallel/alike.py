@@ -34,3 +34,12 @@ def cyclic_means(every, size):
             mean.reshape(-1)[step % every :: every] = residual[:, step % every :: every].mean(0)
             residual[:, step % every :: every] = 0
         yield means
+
+
+def adams_moments(gradients, betas, ranks):
+    """Adam's moments for a series of gradients, both without the correction of their bias. ranks: those of hvdc.AdamW, with as many."""
+    m = v = q = 0.0
+    for t, g in enumerate(gradients, 1):
+        q = betas[1] * q + (1 - betas[1]) * g * m / (1 - betas[0] ** (t - 1)) if t > 1 else (1 - betas[1]) * g * g
+        m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
+        yield m, v / ranks + (1 - 1 / ranks) * np.maximum(q, 0)

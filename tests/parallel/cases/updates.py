@@ -64,14 +64,8 @@ def dense_updates_train_as_plain_horovod_does():
 
 def adams_updates(gradients, lr, betas=(0.9, 0.999), eps=1e-8, ranks=1):
     """Adam's updates for a series of gradients, in NumPy (Kingma and Ba 2015, Algorithm 1). ranks: those of hvdc.AdamW, with as many."""
-    m = v = q = unbiased = 0.0
-    for t, g in enumerate(gradients, 1):
-        q = betas[1] * q + (1 - betas[1]) * g * unbiased
-        m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
-        q = v if t == 1 else q
-        unbiased = m / (1 - betas[0] ** t)
-        w = v / ranks + (1 - 1 / ranks) * np.maximum(q, 0)
-        yield -lr * unbiased / (np.sqrt(w / (1 - betas[1] ** t)) + eps)
+    for t, (m, w) in enumerate(alike.adams_moments(gradients, betas, ranks), 1):
+        yield -lr * m / (1 - betas[0] ** t) / (np.sqrt(w / (1 - betas[1] ** t)) + eps)
 
 
 @case(2, 3)

@@ -80,13 +80,8 @@ def dense_updates_train_as_plain_horovod_does():
 def adams_updates(gradients, lr, betas=(0.9, 0.999), eps=1e-7, ranks=1):
     """Adam's updates for a series of gradients, in NumPy, with the epsilon where Keras has it (Kingma and Ba 2015, before Section 2.1). ranks:
     those of hvdc.AdamW, with as many."""
-    m = v = q = unbiased = 0.0
-    for t, g in enumerate(gradients, 1):
-        q = betas[1] * q + (1 - betas[1]) * g * unbiased
-        m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
-        q = v if t == 1 else q
-        unbiased = m / (1 - betas[0] ** t)
-        yield -lr * np.sqrt(1 - betas[1] ** t) * unbiased / (np.sqrt(v / ranks + (1 - 1 / ranks) * np.maximum(q, 0)) + eps)
+    for t, (m, w) in enumerate(alike.adams_moments(gradients, betas, ranks), 1):
+        yield -lr * np.sqrt(1 - betas[1] ** t) / (1 - betas[0] ** t) * m / (np.sqrt(w) + eps)
 
 
 @case(2, 3)
