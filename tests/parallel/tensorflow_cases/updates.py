@@ -89,8 +89,8 @@ def rounds_are_those_of_local_adam():
     """Dense ones of one step, and of four with an outer optimizer (DiLoCo, arXiv 2311.08105, Algorithm 1), in graphs and eagerly, stated in NumPy."""
     series = [[{n: alike.gradients(rank, step)[n].astype(np.float64) for n in NAMES} for step in range(13)] for rank in range(hvd.size())]
     adam, whole = functools.partial(keras.optimizers.Adam, 0.01), functools.partial(hvdc.AdamW, 0.01, weight_decay=0.0)
-    outer = hvdc.Nesterov(0.7, 0.9)
-    rounds = ((1, None, True, adam), (1, None, False, whole), (1, None, True, whole), (4, outer, True, adam), (4, None, False, adam))
+    diloco = hvdc.Nesterov(0.7, 0.9)
+    rounds = ((1, None, True, adam), (1, None, False, whole), (1, None, True, whole), (4, diloco, True, adam), (4, None, False, adam))
     for every, outer, in_graph, make in rounds:
         ranks = hvd.size() if make is whole else 1
         updates = {n: [np.cumsum(list(adams_updates([g[n] for g in of_rank], 0.01, ranks=ranks)), 0) for of_rank in series] for n in NAMES}
@@ -191,8 +191,7 @@ def no_update_is_lost():
 def moments_are_averaged():
     """Of optimizers old and new, and within rounds; the shared variables and ranks' own numbers of steps stay."""
     for make, every, kinds in ((keras.optimizers.Adam, 1, 2), (hvdc.AdamW, 3, 3), (keras.optimizers.legacy.Adam, 1, 2)):
-        optimizer = make(0.01)
-        optimizer, variables = hvdc.UpdateOptimizer(optimizer, "topk:ratio=0.1,min_numel=0", every=every), zeros()
+        optimizer, variables = hvdc.UpdateOptimizer(make(0.01), "topk:ratio=0.1,min_numel=0", every=every), zeros()
         step = stepping(optimizer, variables)
         for index in range(4):
             step(told(index))
