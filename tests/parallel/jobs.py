@@ -113,6 +113,11 @@ class Outcome:
     def passed(self, case):
         return all(self._ended(rank, case) and rank[case]["error"] is None for rank in self.ranks)
 
+    def assert_ended(self):
+        """By itself; otherwise, what the ranks were doing."""
+        if self.limit is not None:
+            pytest.fail(self._told(self.stopped_at()), pytrace=False)
+
     @staticmethod
     def _ended(rank, case):
         return "ended" in rank.get(case, {})
