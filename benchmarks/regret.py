@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What `hvdc.Compression.auto()` costs beside the best of its candidates, at the gradient shapes of known networks, on two hosts.
 
-    .venv/bin/python benchmarks/regret.py [--models resnet50 ...] [--rates 100mbit 1gbit 10gbit none] [--rounds 30] [--alike SPEC] [CANDIDATE ...]
+    .venv/bin/python benchmarks/regret.py [CANDIDATE ...] [--models resnet50 ...] [--rates 100mbit 1gbit 10gbit none] [--rounds 30] [--alike SPEC]
 
 Needs root (see two_hosts.py). In each cell, a model on a link, one job of 2 ranks trains with auto() until it has chosen. Then blocks of three
 steps take turns, round after round, in an order drawn anew for each: of the chosen candidate, and of all that took less than twice as long while they
@@ -21,7 +21,7 @@ import sys
 import time
 
 from step_time import backward_of, shapes_of
-from two_hosts import LAUNCHERS, TwoHosts
+from two_hosts import LAUNCHERS, TwoHosts, link_rate
 
 STEPS = 3  # of a block; the first is not counted, because it makes buffers and sends what was held back
 WARM = 20  # steps of each, before those that do the same are measured
@@ -167,7 +167,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("candidates", nargs="*", metavar="CANDIDATE", help="specs, the dense one first (default: those of auto())")
     parser.add_argument("--models", nargs="+", default=["resnet50", "lstm", "thousand", "bert"])
-    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "10gbit", "none"], help="of the link; none: as fast as it goes")
+    rates = ["100mbit", "1gbit", "10gbit", "none"]
+    parser.add_argument("--rates", type=link_rate, nargs="+", default=rates, help="of the link; none: as fast as it goes")
     parser.add_argument("--rounds", type=int, default=30, help="blocks of each candidate (default: 30)")
     parser.add_argument("--alike", metavar="SPEC", help="measure three optimizers that all have this compression, in place of auto()")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="gloo", help="what Horovod runs on (default: gloo)")

@@ -13,7 +13,7 @@ import pathlib
 import statistics
 import time
 
-from two_hosts import LAUNCHERS, TwoHosts
+from two_hosts import LAUNCHERS, TwoHosts, link_rate
 
 OURS = "topk:ratio=0.001"
 WAYS = {"sparse": (True, False, None), "densified": (True, True, None), f"densified, {OURS}": (True, True, OURS), "dense": (False, False, None),
@@ -63,7 +63,7 @@ def worker(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "none"], help="of the link; none: as fast as it goes")
+    parser.add_argument("--rates", type=link_rate, nargs="+", default=["100mbit", "1gbit", "none"], help="of the link; none: as fast as it goes")
     parser.add_argument("--rows", type=int, nargs="+", default=[10000, 100000, 1000000], help="of the embedding")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=2048, help="of a rank's batch")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Step time of backward and optimizer at the gradient shapes of known networks, on two hosts joined by links of several speeds.
 
-    .venv/bin/python benchmarks/step_time.py [--model resnet50] [--rates 100mbit 1gbit 10gbit none] [--ranks 2 ...] [SPEC ...]
+    .venv/bin/python benchmarks/step_time.py [SPEC ...] [--model resnet50] [--rates 100mbit 1gbit 10gbit none] [--ranks 2 ...]
 
 Needs root (see two_hosts.py). For every rate and number of ranks, each in a job of its own: `floor`, a step without any exchange;
 `none` and `fp16`, Horovod's own; and the specs, of which updates/SPEC compresses updates in place of gradients. Backward
@@ -17,7 +17,7 @@ import sys
 import time
 
 import numpy as np
-from two_hosts import LAUNCHERS, TwoHosts
+from two_hosts import LAUNCHERS, TwoHosts, link_rate
 
 from horovod_compress.models import MODELS
 
@@ -187,7 +187,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("specs", nargs="*", default=DEFAULT, metavar="SPEC", help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument("--model", choices=[*MODELS, "thousand"], default="resnet50", help="thousand: 1000 tensors of 25 000 floats")
-    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "10gbit", "none"], help="of the link; none: as fast as it goes")
+    rates = ["100mbit", "1gbit", "10gbit", "none"]
+    parser.add_argument("--rates", type=link_rate, nargs="+", default=rates, help="of the link; none: as fast as it goes")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="half of them on each host (default: 2)")
     parser.add_argument("--steps", type=int, default=10, help=f"at most; {LEAST} where one takes long (default: 10)")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="gloo", help="what Horovod runs on (default: gloo)")

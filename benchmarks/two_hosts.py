@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import signal
@@ -54,6 +55,13 @@ _OPEN_MPI = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",  # else the first rank of each host is bound to the same core
 }
+
+
+def link_rate(text):
+    """A link's rate, as tc writes it, or none: for argparse."""
+    if not re.fullmatch(r"none|[0-9.]+[kmg]?bit", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate, such as 100mbit or 1gbit, and not none. Specs come before --rates")
+    return text
 
 
 class TwoHosts:
