@@ -1,4 +1,5 @@
 """scripts/demo as a user sees it: a small one on real ranks, on one host and, where they can be made, on two."""
+import os
 import pathlib
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
+
+from jobs import PATIENT
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 TWO = subprocess.run([sys.executable, ROOT / "benchmarks" / "two_hosts.py", "--", "true"], capture_output=True, text=True)
@@ -28,7 +31,8 @@ def images(tmp_path):
 
 
 def demo(*arguments):
-    return subprocess.run([sys.executable, ROOT / "scripts" / "demo.py", *map(str, arguments)], capture_output=True, text=True)
+    command = [sys.executable, ROOT / "scripts" / "demo.py", *map(str, arguments)]
+    return subprocess.run(command, env={**os.environ, **PATIENT}, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.skipif(TWO.returncode != 0, reason=TWO.stderr.strip()))])
