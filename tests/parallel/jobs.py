@@ -116,7 +116,7 @@ class Outcome:
     def assert_ended(self):
         """By itself; otherwise, what the ranks were doing."""
         if self.limit is not None:
-            pytest.fail(self._told(self.stopped_at()), pytrace=False)
+            pytest.fail(self._told_of_all(self.stopped_at()), pytrace=False)
 
     @staticmethod
     def _ended(rank, case):
@@ -143,6 +143,9 @@ class Outcome:
         errors = self._errors(case)
         if errors:
             return "\n".join(f"rank {rank}:\n{error}" for rank, error in errors.items())
+        return self._told_of_all(case)
+
+    def _told_of_all(self, case):
         printed = f"the job printed:\n{self.printed[-3000:]}"
         behind = [str(number) for number, rank in enumerate(self.ranks) if case and not self._ended(rank, case)]
         where = "all cases passed, but the ranks did not end"

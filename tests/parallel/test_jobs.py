@@ -52,6 +52,13 @@ def test_a_case_that_hangs_is_named_with_the_stacks_of_all_ranks(tmp_path, launc
 
 
 @on_each_launcher
+def test_a_job_that_hangs_is_told_with_the_stacks(tmp_path, launcher):
+    job = launch(tmp_path, LAUNCHERS[launcher], 2, ["hangs_on_one_rank"], cases="stopping_cases", limit=5)
+    with pytest.raises(pytest.fail.Exception, match="did not end on rank 1 of 2. time ran out(.|\n)*in wait_for_what_never_comes"):
+        job.assert_ended()
+
+
+@on_each_launcher
 def test_a_case_that_fails_is_told_by_the_rank_that_it_failed_on(tmp_path, launcher):
     failed, after = stopped(tmp_path, "fails_on_one_rank", launcher)
     assert failed.startswith("rank 1:\nTraceback") and "rank 1 is wrong" in failed and "rank 0:" not in failed
