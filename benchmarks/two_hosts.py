@@ -59,8 +59,8 @@ _OPEN_MPI = {
 
 def link_rate(text):
     """A link's rate, as tc writes it, or none: for argparse."""
-    if not re.fullmatch(r"none|[0-9.]+[kmg]?bit", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate, such as 100mbit or 1gbit, and not none. Specs come before --rates")
+    if not re.fullmatch(r"none|\d+(\.\d+)?[kmg]?bit", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate such as 100mbit, 1gbit or none; specs come before --rates")
     return text
 
 
