@@ -179,7 +179,7 @@ def main():
         return worker(options)
     cells = {}
     for rate in options.rates:
-        with TwoHosts(None if rate == "none" else rate) as hosts:
+        with TwoHosts(rate) as hosts:
             for model in options.models:
                 given = ["--models", model, "--rounds", options.rounds, *(["--alike", options.alike] if options.alike else [])]
                 found = hosts.measure(options.launcher, 2, __file__, [*given, "--", *options.candidates])

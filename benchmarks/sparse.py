@@ -78,7 +78,7 @@ def main():
         for way in WAYS:
             figures = []
             for rate in options.rates:
-                with TwoHosts(None if rate == "none" else rate) as hosts:
+                with TwoHosts(rate) as hosts:
                     given = ["--rows", rows, "--width", options.width, "--tokens", options.tokens, "--way", way]
                     figures.append(hosts.measure(options.launcher, 2, __file__, given))
             times = [f"{1e3 * each['seconds']:.1f}" for each in figures]

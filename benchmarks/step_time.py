@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Step time of backward and optimizer at the gradient shapes of known networks, on two hosts joined by links of several speeds.
 
-    .venv/bin/python benchmarks/step_time.py [SPEC ...] [--model resnet50] [--rates 100mbit 1gbit 10gbit none] [--ranks 2 ...]
+    .venv/bin/python benchmarks/step_time.py [SPEC ...] [--model resnet50] [--rates 100mbit 1gbit 10gbit none] [--delay 10] [--backward 200]
+        [--ranks 2 ...]
 
 Needs root (see two_hosts.py). For every rate and number of ranks, each in a job of its own: `floor`, a step without any exchange;
 `none` and `fp16`, Horovod's own; and the specs, of which updates/SPEC compresses updates in place of gradients. Backward
-only writes the gradients, so what is measured is the exchange, and what of it does not hide behind a backward that computes nothing. Prints
+only writes the gradients, and waits for as long as --backward says, so what is measured is the exchange, and what of it does not hide. Prints
 tables in Markdown; --json writes all figures, --plot draws them.
 """
 import argparse
@@ -24,6 +25,7 @@ from horovod_compress.models import MODELS
 DEFAULT = ["dgc:ratio=0.001"]
 OWN = ("floor", "none", "fp16")
 WARMUP = 3
+SETTLED = 10  # steps of a compression, until frames keep their lengths
 SECONDS = 30  # after which a slow configuration has been measured for long enough
 LEAST = 3  # steps, however slow
 
@@ -60,17 +62,17 @@ def worker(options):
     shapes = shapes_of(options.model)
     if options.gradients:
         recorded = load_gradients(f"{options.gradients}.{hvd.rank()}.npz")
-        steps = tiled(recorded[: WARMUP + options.steps], shapes)
+        steps = tiled(recorded[: SETTLED + options.steps], shapes)
     else:
         steps = random_gradients(shapes, hvd.rank())
     gradients = [{name: torch.from_numpy(array) for name, array in step.items()} for step in steps]
     del steps
-    result = measure(hvd, torch, options.specs[0], shapes, gradients, options.steps)
+    result = measure(hvd, torch, options.specs[0], shapes, gradients, options.steps, options.backward / 1e3)
     if hvd.rank() == 0:
         pathlib.Path(options.worker).write_text(json.dumps(result))
 
 
-def backward_of(torch):
+def backward_of(torch, pause):
     class Told(torch.autograd.Function):
         """A scalar whose gradient is what it is told to be."""
 
@@ -81,12 +83,13 @@ def backward_of(torch):
 
         @staticmethod
         def backward(ctx, _):
+            time.sleep(pause)
             return ctx.gradient, None
 
     return Told.apply
 
 
-def measure(hvd, torch, spec, shapes, gradients, most):
+def measure(hvd, torch, spec, shapes, gradients, most, backward):
     """{seconds: median step of the slowest rank; bytes, encode, exchange, decode: of a step; peak: bytes of memory of the largest rank}.
 
     What is sent by what adapts (adacomp, variance, strom) is that of a training's start, where no residual has gathered yet.
@@ -105,12 +108,13 @@ def measure(hvd, torch, spec, shapes, gradients, most):
         compression = hvdc.Compression.from_spec(spec, optimizer, named)
     if compression and not isinstance(optimizer, hvdc.UpdateOptimizer):
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
-    apply, seconds, before, steps = backward_of(torch), [], None, WARMUP + most
+    apply, seconds, before, warmup = backward_of(torch, backward / len(shapes)), [], None, SETTLED if ours else WARMUP
+    steps = warmup + most
     for param in model:
         param.grad = torch.zeros_like(param)
     step = 0
     while step < steps:
-        if step == WARMUP and ours:
+        if step == warmup and ours:
             before = compression.stats()
         told = gradients[step % len(gradients)]
         for param in model:  # not None: new memory in every step would take longer than all the rest, and never equally long
@@ -124,9 +128,9 @@ def measure(hvd, torch, spec, shapes, gradients, most):
         seconds.append(time.perf_counter() - started)
         if step == 1 and compression:  # the first holds what is done once
             slowest = hvd.allreduce(torch.tensor(seconds[1]), op=hvd.Max, name="slowest").item()
-            steps = WARMUP + max(LEAST, min(most, int(SECONDS / slowest)))
+            steps = warmup + max(LEAST, min(most, int(SECONDS / slowest)))
         step += 1
-    all_ranks = hvd.allreduce(torch.tensor(seconds[WARMUP:]), op=hvd.Max, name="seconds").tolist()
+    all_ranks = hvd.allreduce(torch.tensor(seconds[warmup:]), op=hvd.Max, name="seconds").tolist()
     numel = sum(p.numel() for p in model)
     peak = torch.tensor(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     result = {
@@ -146,11 +150,11 @@ def measure(hvd, torch, spec, shapes, gradients, most):
 # -- the driver -------------------------------------------------------------------------------------------------------------
 
 
-def table(results, model):
+def table(results, model, delay):
     """Markdown of {(rate, ranks): {spec: figures}}."""
     lines = []
     for (rate, ranks), found in results.items():
-        lines += [f"\n{model}, {ranks} ranks on two hosts, link {rate}\n"]
+        lines += [f"\n{model}, {ranks} ranks on two hosts, link {rate}{f', delay {delay:g} ms' if delay else ''}\n"]
         titles = ["step ms", "of none", "of fp16", "over the floor, ms", "MB a step", "encode ms", "wait ms", "decode ms", "peak, MB over none"]
         lines += [f"| spec | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
         for spec, figures in found.items():
@@ -189,6 +193,8 @@ def main():
     parser.add_argument("--model", choices=[*MODELS, "thousand"], default="resnet50", help="thousand: 1000 tensors of 25 000 floats")
     rates = ["100mbit", "1gbit", "10gbit", "none"]
     parser.add_argument("--rates", type=link_rate, nargs="+", default=rates, help="of the link; none: as fast as it goes")
+    parser.add_argument("--delay", type=float, default=0.0, help="of the link in each direction, in milliseconds (default: 0)")
+    parser.add_argument("--backward", type=float, default=0.0, help="milliseconds that backward takes besides, as on an accelerator (default: 0)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="half of them on each host (default: 2)")
     parser.add_argument("--steps", type=int, default=10, help=f"at most; {LEAST} where one takes long (default: 10)")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="gloo", help="what Horovod runs on (default: gloo)")
@@ -202,17 +208,18 @@ def main():
     if options.worker:
         return worker(options)
     results = {}
-    given = ["--model", options.model, "--steps", options.steps, *(["--gradients", options.gradients] if options.gradients else [])]
+    given = ["--model", options.model, "--steps", options.steps, "--backward", options.backward]
+    given += ["--gradients", options.gradients] if options.gradients else []
     for rate in options.rates:
-        with TwoHosts(None if rate == "none" else rate) as hosts:
+        with TwoHosts(rate, options.delay / 1e3) as hosts:
             for ranks in options.ranks:
                 found = results["unshaped" if rate == "none" else rate, ranks] = {}
                 for spec in [*OWN, *options.specs]:
                     found[spec] = hosts.measure(options.launcher, ranks, __file__, [*given, spec])
                     print(f"{rate}, {ranks} ranks, {spec}: {1e3 * found[spec]['seconds']:.1f} ms", file=sys.stderr, flush=True)
-    print(table(results, options.model))
+    print(table(results, options.model, options.delay))
     if options.json:
-        about = {key: getattr(options, key) for key in ("model", "launcher", "gradients")}
+        about = {key: getattr(options, key) for key in ("model", "launcher", "gradients", "delay", "backward")}
         runs = [{"link": rate, "ranks": ranks, "specs": found} for (rate, ranks), found in results.items()]
         options.json.write_text(json.dumps({**about, "runs": runs}, indent=1))
     if options.plot:

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 
-from two_hosts import LAUNCHERS, TwoHosts
+from two_hosts import LAUNCHERS, TwoHosts, link_rate
 
 OWN = ("none", "fp16")
 DEFAULT = ["dgc:ratio=0.001", "dgc:ratio=0.01"]
@@ -111,7 +111,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("specs", nargs="*", default=DEFAULT, metavar="SPEC", help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument("--target", type=float, default=88, help="test accuracy in %% (default: 88)")
-    parser.add_argument("--rate", default="100mbit", help="of the link (default: 100mbit)")
+    parser.add_argument("--rate", type=link_rate, default="100mbit", help="of the link; none: as fast as it goes (default: 100mbit)")
     parser.add_argument("--ranks", type=int, default=2, help="half of them on each host (default: 2)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="(default: 0)")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="gloo", help="what Horovod runs on (default: gloo)")

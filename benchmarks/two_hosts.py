@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Two hosts, a and b, on one machine: network namespaces joined by a link of a chosen speed. Needs root and iproute2.
+"""Two hosts, a and b, on one machine: network namespaces joined by a link of a chosen speed and delay. Needs root and iproute2.
 
     benchmarks/two_hosts.py --rate 1gbit -- horovodrun -np 2 -H a:1,b:1 --network-interfaces eth0 python train.py
     benchmarks/two_hosts.py -- mpirun -np 4 -H a:2,b:2 python train.py
@@ -65,19 +65,20 @@ def link_rate(text):
 
 
 class TwoHosts:
-    """A context: the hosts exist inside it. rate: of the link in each direction, as tc writes it ("100mbit"); None: as fast as it goes.
+    """A context: the hosts exist inside it. rate: of the link in each direction, as tc writes it ("100mbit"), or "none": as fast as it goes. delay:
+    seconds that a packet takes beyond that, in each direction.
 
     Raises RuntimeError where this cannot work, saying what is missing.
     """
 
-    def __init__(self, rate=None):
+    def __init__(self, rate="none", delay=0.0):
         if os.geteuid() != 0:
             raise RuntimeError("two hosts on one machine need root, to make network namespaces")
         tools = {tool: shutil.which(tool, path=os.environ["PATH"] + ":/usr/sbin:/sbin") for tool in ("ip", "tc", "unshare")}
         if None in tools.values():
             raise RuntimeError(f"missing: {', '.join(tool for tool in tools if not tools[tool])}; apt-get install iproute2")
         self._tools = tools
-        self._rate = rate
+        self._rate, self._delay = rate, delay
         self._spaces = {host: f"hvdc-{os.getpid()}-{next(_numbers)}-{host}" for host in HOSTS}
 
     def __enter__(self):
@@ -92,7 +93,7 @@ class TwoHosts:
             self._make_ssh()
             for space in self._spaces.values():
                 self._make_space(stack, space)
-            self._make_link()
+            self._make_link(stack)
             self._stack = stack.pop_all()
         return self
 
@@ -153,14 +154,17 @@ class TwoHosts:
         stack.callback(shutil.rmtree, names)
         (names / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{address} {host}\n" for host, address in HOSTS.items()))
 
-    def _make_link(self):
+    def _make_link(self, stack):
         a, b = self._spaces.values()
-        self._ip("link", "add", "eth0", "netns", a, "type", "veth", "peer", "name", "eth0", "netns", b)
+        if self._delay:
+            self._join_by_relay(stack, a, b)
+        else:
+            self._ip("link", "add", "eth0", "netns", a, "type", "veth", "peer", "name", "eth0", "netns", b)
         for host, space in self._spaces.items():
             self._ip("-n", space, "address", "add", f"{HOSTS[host]}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 self._ip("-n", space, "link", "set", device, "up")
-            if self._rate:
+            if self._rate != "none":
                 shape = ["tbf", "rate", self._rate, "burst", "128kb", "latency", "50ms"]
                 subprocess.run([self._tools["tc"], "-n", space, "qdisc", "add", "dev", "eth0", "root", *shape], check=True)
         show = [self._tools["ip"], "-n", b, "-brief", "link", "show", "eth0", "up"]
@@ -170,15 +174,31 @@ class TwoHosts:
                 raise RuntimeError("two hosts cannot be made here: the link between them stays down")
             time.sleep(0.02)
 
+    def _join_by_relay(self, stack, *spaces):
+        """Each host has a link to a third namespace, where a process passes packets on."""
+        relay = f"{spaces[0]}-relay"
+        self._ip("netns", "add", relay)
+        stack.callback(self._ip, "netns", "delete", relay)
+        for i, space in enumerate(spaces):
+            self._ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", f"eth{i}", "netns", relay)
+            self._ip("-n", relay, "link", "set", f"eth{i}", "up")
+        script = pathlib.Path(__file__).with_name("delayed_link.py")
+        command = [self._tools["ip"], "netns", "exec", relay, sys.executable, script, "eth0", "eth1", str(self._delay)]
+        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True))
+        stack.callback(os.killpg, process.pid, signal.SIGKILL)
+        if process.stdout.readline() != b"ready\n":
+            raise RuntimeError("two hosts cannot be made here: the process that delays packets has ended")
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", help="of the link in each direction: 100mbit, 1gbit (default: as fast as it goes)")
+    parser.add_argument("--rate", type=link_rate, default="none", help="of the link in each direction: 100mbit, 1gbit (default: as fast as it goes)")
+    parser.add_argument("--delay", type=float, default=0.0, help="of the link in each direction, in milliseconds, beyond what the rate takes")
     parser.add_argument("command", nargs="+", help="what to run on host a, after --")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through the contexts, so that all is taken down
     try:
-        with TwoHosts(options.rate) as hosts:
+        with TwoHosts(options.rate, options.delay / 1e3) as hosts:
             sys.exit(hosts.run("a", options.command).returncode)
     except RuntimeError as error:
         parser.exit(1, f"two_hosts.py: {error}\n")

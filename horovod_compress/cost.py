@@ -15,7 +15,6 @@ _PROCESSOR = {
     "alltoall uint8": 0.5e-9,
 }
 COLLECTIVES = tuple(_PROCESSOR)  # all that an algorithm may exchange, by verb and type
-_NEGOTIATION = 8e-6  # seconds that a rank more adds to agreeing on a tensor whose size changes from step to step, which Horovod's cache does not know
 _FASTEST = 2.0**20  # times a network, beyond which nobody asks what pays
 
 
@@ -25,7 +24,7 @@ class Load:
 
     exchanged: bytes that a rank hands in, by collective; operations: how many collectives that are, before Horovod fuses them; rounds: how often
     ranks agree on something before payloads; hides: whether payloads travel while backward goes on; last: share of the bytes that the last gradient
-    of a backward brings; encode, decode: seconds; negotiated: how many of the collectives have another size in each step.
+    of a backward brings; encode, decode: seconds; gathers: how many of the collectives are allgathers.
     """
 
     exchanged: Dict[str, float]
@@ -35,7 +34,7 @@ class Load:
     last: float
     encode: float
     decode: float
-    negotiated: float = 0.0
+    gathers: float = 0.0
 
     @property
     def sent(self) -> float:
@@ -49,7 +48,7 @@ class Load:
     def times(self, factor: float) -> "Load":
         """That of a model with `factor` times as many parameters."""
         exchanged = {kind: factor * nbytes for kind, nbytes in self.exchanged.items()}
-        more = {name: factor * getattr(self, name) for name in ("operations", "encode", "decode", "negotiated")}
+        more = {name: factor * getattr(self, name) for name in ("operations", "encode", "decode", "gathers")}
         return dataclasses.replace(self, exchanged=exchanged, **more)
 
 
@@ -119,8 +118,7 @@ def added_seconds(load: Load, network: Network, backward: float = 0.0) -> float:
     """
     transfer = sum(nbytes * network.crossing(kind) * network.seconds_per_byte[kind] for kind, nbytes in load.exchanged.items())
     messages = load.rounds + sum(math.ceil(nbytes / FUSION) for nbytes in load.exchanged.values())
-    agreeing = _NEGOTIATION * (network.ranks - 2) * load.negotiated
-    exchange = transfer + network.latency * messages + network.operation * load.operations + agreeing
+    exchange = transfer + network.latency * messages + network.operation * load.operations
     hidden = min(backward, exchange - network.latency - load.last * transfer) if load.hides else 0.0
     return load.encode + exchange - hidden + load.decode
 

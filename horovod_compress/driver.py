@@ -16,6 +16,7 @@ from .hosts import Host, sharded
 from .plan import compressor_for
 from .requests import DECLARABLE, FLOAT32, TensorStep
 from .step import SENT, SPENT, Tensor, tensor_step
+from .wire import FrameLength
 
 _log = logging.getLogger("horovod_compress")
 
@@ -92,6 +93,10 @@ class Driver(ABC):
         """Names of the tensors that are submitted and not finished."""
 
     @abstractmethod
+    def _frame_length(self) -> FrameLength:
+        """What a tensor's frames are padded to, for a tensor that becomes known."""
+
+    @abstractmethod
     def steps_taken(self) -> Any:
         """What a state says of them: a number, or one for each tensor."""
 
@@ -166,7 +171,7 @@ class Driver(ABC):
         if type(chosen) is type(self.compressor):
             self._model.add(name, math.prod(shape))
             state.model = self._model
-        tensor = self._tensors[name] = Tensor(name, chosen, state, digest, math.prod(shape), declared)
+        tensor = self._tensors[name] = Tensor(name, chosen, state, digest, math.prod(shape), declared, frame_length=self._frame_length())
         return tensor
 
     def _known(self, name: str, grad: np.ndarray) -> Tensor:

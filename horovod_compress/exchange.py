@@ -22,6 +22,7 @@ from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Final, HostReduce
 from .split import split_step
 from .step import Tensor, check_step_numbers, conclude, step_numbers
 from .transport.base import Transport
+from .wire import FrameLength
 
 _TOGETHER = 1 << 24  # elements on a device that are worth launches of their own: passes over so many take some 100 µs, and as much to launch
 
@@ -75,8 +76,10 @@ class Exchange(Driver):
         self.transport = transport
         for name, (shape, variant) in tensors.items():
             self._add(name, shape, variant)
+        self._split_lengths = transport.frame_length(), transport.frame_length()  # of both hops of what is split
         self._order = {name: i for i, name in enumerate(self._tensors)}  # one on all ranks
         self._transaction = Transaction(0)
+        self._collectives = transport  # of the transaction
         self._steps: Dict[str, TensorStep] = {}  # of the transaction
         self._open: Dict[str, _Pending] = {}  # of those, submitted and not finished
         self._in_rounds: List[_Pending] = []  # of those, with exchanges to come before they have a payload
@@ -98,6 +101,8 @@ class Exchange(Driver):
         """
         if self._steps and (not self._open or name in self._steps):
             self._end()
+        if not self._steps:
+            self._collectives = self.transport.in_step(f"{self._label}:ranks")
         plain = squares is None and lr is None and base is None
         step = self._now if plain else dataclasses.replace(self._now, squares=squares, lr=lr, base=base)
         tensor, transaction = self._known(name, grad), self._transaction
@@ -217,6 +222,7 @@ class Exchange(Driver):
         elif isinstance(request, Final):
             if isinstance(request.request, SelectAgain):
                 self._to_split[pending.tensor.name] = pending
+                self._collectives.expect_gather()
                 pending.wait = functools.partial(self._refuse_given_up, pending.tensor.name)
             elif request.request is not None:
                 pending.wait = self._start_own(pending, request.request, "")
@@ -243,10 +249,10 @@ class Exchange(Driver):
 
     def _start(self, name: str, request: Union[Allreduce, Allgather, Alltoall]) -> Callable[[], Any]:
         if isinstance(request, Allgather):
-            return self.transport.allgather(name, request.array)
+            return self._collectives.allgather(name, request.array)
         if isinstance(request, Alltoall):
-            return self.transport.alltoall(name, request.array, request.splits)
-        return self.transport.allreduce(name, request.array, request.op)
+            return self._collectives.alltoall(name, request.array, request.splits)
+        return self._collectives.allreduce(name, request.array, request.op)
 
     def _split(self, factor: float) -> Iterator[None]:
         """Exchanges the entries of all tensors that wait for that. Yields as `rounds` does."""
@@ -254,7 +260,7 @@ class Exchange(Driver):
         self._to_split.clear()
         counters, size = waiting[0].tensor.counters, self.transport.size
         requests = [pending.request.request for pending in waiting]
-        hops = split_step(requests, self.transport.rank, size, self._now.index, factor / size)
+        hops = split_step(requests, self.transport.rank, size, self._now.index, factor / size, self._split_lengths)
         answer: Any = None
         try:
             while True:
@@ -277,7 +283,7 @@ class Exchange(Driver):
         self._start_step_numbers(maxima[0])
         maxima.sort(key=lambda pending: self._order[pending.tensor.name])
         together = np.concatenate([pending.request.array for pending in maxima])
-        wait = functools.lru_cache(maxsize=None)(self.transport.allreduce(f"{self._label}:agree", together, "max"))
+        wait = functools.lru_cache(maxsize=None)(self._collectives.allreduce(f"{self._label}:agree", together, "max"))
         end = 0
         for pending in maxima:
             start, end = end, end + pending.request.array.size
@@ -287,7 +293,7 @@ class Exchange(Driver):
         if self._numbers is None:
             numbers = Allreduce(step_numbers(self._transaction.number))
             pending.tensor.count(numbers)
-            self._numbers = self.transport.allreduce(f"{self._label}:step", numbers.array)
+            self._numbers = self._collectives.allreduce(f"{self._label}:step", numbers.array)
 
     def _compare_step_numbers(self) -> None:
         if self._numbers:
@@ -304,6 +310,7 @@ class Exchange(Driver):
             _answer_calls(calling, lambda pending, answer: pending.step.send(answer))
         for step in self._steps.values():
             conclude(step, transaction.finite)
+        self._collectives.end_step()
         self._count_step(transaction)
         self._steps.clear()
         self._open.clear()
@@ -331,6 +338,9 @@ class Exchange(Driver):
             those.pop(name, None)
         self.reject()
         self._settle_the_last()
+
+    def _frame_length(self) -> FrameLength:
+        return self.transport.frame_length()
 
     def open_tensors(self) -> Collection[str]:
         return self._open

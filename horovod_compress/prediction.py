@@ -71,9 +71,9 @@ def measured(
     sizes = [math.prod(shape) for shape in model.shapes.values()]
     plain = compressor.id == "none"  # with which Horovod looks at nothing
     encode, decode = (0.0, 0.0) if plain else (found["encode_seconds"], found["decode_seconds"])
-    negotiated = sum(count for kind, count in found["operations"].items() if not kind.startswith("allreduce"))
+    gathers = found["operations"].get(GATHERED, 0)
     operations = sum(found["operations"].values())
-    return Load(found["exchanged"], operations, rounds + dense_rounds, hides, sizes[0] / sum(sizes), encode, decode, negotiated).times(model.factor)
+    return Load(found["exchanged"], operations, rounds + dense_rounds, hides, sizes[0] / sum(sizes), encode, decode, gathers).times(model.factor)
 
 
 def splitting(gathering: Load, accept: float, ranks: int) -> Load:
@@ -83,8 +83,8 @@ def splitting(gathering: Load, accept: float, ranks: int) -> Load:
     payload = gathering.exchanged[GATHERED]
     exchanged = {**gathering.exchanged, "alltoall uint8": payload, GATHERED: accept / ranks * payload}
     return dataclasses.replace(
-        gathering, exchanged=exchanged, operations=gathering.operations - gathering.negotiated + 2, rounds=gathering.rounds + 1, hides=False,
-        decode=gathering.decode * (1 + accept) / ranks, negotiated=2,
+        gathering, exchanged=exchanged, operations=gathering.operations - gathering.gathers + 2, rounds=gathering.rounds + 1, hides=False,
+        decode=gathering.decode * (1 + accept) / ranks, gathers=1,
     )
 
 

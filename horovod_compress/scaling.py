@@ -56,9 +56,9 @@ def _where_dense_brings_less(compressor: Any, model: Model, load: Load, ranks: i
     exchanged = {**load.exchanged, GATHERED: share * load.exchanged[GATHERED]}
     summed = "allreduce float32"
     exchanged[summed] = exchanged.get(summed, 0.0) + 4 * model.factor * sum(numel for numel, _ in dense)
-    fewer = load.negotiated * len(dense) / len(gathered)
+    fewer = load.gathers * len(dense) / len(gathered)
     return dataclasses.replace(
-        load, exchanged=exchanged, operations=load.operations - fewer, decode=share * load.decode, negotiated=load.negotiated - fewer
+        load, exchanged=exchanged, operations=load.operations - fewer, decode=share * load.decode, gathers=load.gathers - fewer
     )
 
 

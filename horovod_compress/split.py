@@ -14,7 +14,7 @@ from typing import Any, Dict, Generator, Iterator, List, NamedTuple, Optional, S
 import numpy as np
 
 from . import kernels, wire
-from .kernels import HEADROOM, Encoded, new_body
+from .kernels import Encoded, new_body
 from .kernels.reference.dense import TOO_LARGE
 from .requests import Allgather, Alltoall, SelectAgain
 
@@ -73,24 +73,25 @@ def _rounded(number: float) -> int:
 
 
 def split_step(
-    tensors: Sequence[SelectAgain], rank: int, size: int, step: int, scale: float
+    tensors: Sequence[SelectAgain], rank: int, size: int, step: int, scale: float,
+    lengths: Tuple[wire.FrameLength, wire.FrameLength] = (wire.exact, wire.exact),
 ) -> Generator[Union[Alltoall, Allgather], Any, List[Selected]]:
     """The exchange of all of a step's tensors, on one rank: yields an Alltoall and an Allgather, is sent their results, and returns what becomes of
-    each tensor. tensors: in the order of their names, alike on all ranks; step: its number; scale: the factor for sums.
+    each tensor. tensors: in the order of their names, alike on all ranks; step: its number; scale: the factor for sums; lengths: what the memory of
+    hop 1 and the frame of hop 2 are padded to.
 
     Sums are made in rank order in the memory of the owner's gradients, which is zero before; it is so again of a tensor that is finite. Raises
     WireError, on all ranks, where an owner refuses what it was sent.
     """
     regions = regions_of(tuple((tensor.grad.size, tensor.split.k) for tensor in tensors), size, tensors[0].split.accept)
-    own, messages = regions[rank], _Messages(tensors, regions, step)
+    own, messages = regions[rank], _Messages(tensors, regions, step, lengths[1])
     frames = [messages.seal(bodies, owner, to=owner) for owner, bodies in enumerate(_bodies_by_owner(tensors, regions))]
-    # One byte more in every other step, which goes to nobody: as for frames, lengths in successive steps must differ for Horovod's sake.
-    spare = np.zeros((sum(map(len, frames)) + step) & 1, np.uint8)
-    messages.sent[0] += spare.size
+    total = sum(map(len, frames))
+    spare = np.zeros(lengths[0](total, step) - total, np.uint8)  # goes to nobody: Horovod's cache knows an alltoall by the length of its memory
     arrived = yield Alltoall(np.concatenate([*frames, spare]), [len(frame) for frame in frames])
     left = [(np.empty(0, np.uint32), np.empty(0, np.float32))] * len(tensors)
     try:
-        entries = messages.unseal(arrived, [own] * size, rank, to=rank)
+        entries = messages.unseal(arrived, [own] * size, rank, len(arrived[rank]), to=rank)
         accepted = []
         for i, part in enumerate(own):
             body, left[part.tensor] = _accept(tensors[part.tensor], part, [bodies[i] for bodies in entries], scale)
@@ -99,7 +100,7 @@ def split_step(
     except wire.WireError as error:
         frame = messages.refusal(str(error))
     gathered = yield Allgather(frame)
-    sums = messages.unseal([gathered], regions, rank)
+    sums = messages.unseal([gathered], regions, rank, len(frame))
     bodies: List[Optional[List[Tuple[int, int, np.ndarray]]]] = [[] for _ in tensors]
     for part, body in zip(itertools.chain(*regions), itertools.chain(*sums)):
         found = bodies[part.tensor]
@@ -111,11 +112,12 @@ def split_step(
 
 
 class _Messages:
-    """The frames of both hops in one step, and their bytes by tensor; those of headers, which are no tensor's own, count with the first."""
+    """The frames of both hops in one step, and their bytes by tensor; those of headers and padding, which are no tensor's own, count with the first.
+    sums_length: what frames of accepted sums are padded to."""
 
-    def __init__(self, tensors: Sequence[SelectAgain], regions: Regions, step: int) -> None:
+    def __init__(self, tensors: Sequence[SelectAgain], regions: Regions, step: int, sums_length: wire.FrameLength) -> None:
         self.sent, self.received = [0] * len(tensors), [0] * len(tensors)
-        self._regions, self._step, self._number = regions, step, tensors[0].number
+        self._regions, self._step, self._number, self._sums_length = regions, step, tensors[0].number, sums_length
         self._layout = zlib.crc32(repr([len(regions), [(tensor.digest, tensor.split) for tensor in tensors]]).encode())
 
     def _digest(self, to: int) -> int:
@@ -133,12 +135,15 @@ class _Messages:
         return self._framed([_LENGTH.pack(_REFUSED), why.encode()], -1)
 
     def _framed(self, pieces: Sequence[Union[bytes, np.ndarray]], to: int) -> np.ndarray:
-        return wire.seal(Encoded(new_body(*pieces), 0), self._number, self._digest(to), self._step)
+        length = self._sums_length if to < 0 else wire.exact
+        return wire.seal(Encoded(new_body(*pieces), 0), self._number, self._digest(to), self._step, length)
 
-    def unseal(self, arrived: Sequence[np.ndarray], regions: Regions, rank: int, to: int = -1) -> List[List[np.ndarray]]:
-        """The sparse bodies of each rank's parts, from all ranks' frames; empty where something was not finite. rank: this one. WireError for
-        anything else, and where an owner refuses."""
-        frames, _ = wire.unseal(np.concatenate(arrived), len(regions), self._number, self._digest(to), self._step)
+    def unseal(self, arrived: Sequence[np.ndarray], regions: Regions, rank: int, own: int, to: int = -1) -> List[List[np.ndarray]]:
+        """The sparse bodies of each rank's parts, from all ranks' frames; empty where something was not finite. rank: this one, of which `own` bytes
+        are. WireError for anything else, and where an owner refuses."""
+        joined = np.concatenate(arrived)
+        self.received[0] += len(joined) - own
+        frames, _ = wire.unseal(joined, len(regions), self._number, self._digest(to), self._step)
         bodies = []
         for sender, (frame, parts) in enumerate(zip(frames, regions)):
             try:
@@ -146,12 +151,12 @@ class _Messages:
             except wire.WireError as error:
                 raise wire.WireError(f"payload of rank {sender}: {error}") from None
             if sender != rank:
-                _count(self.received, parts, bodies[-1], len(frame) + HEADROOM)
+                _count(self.received, parts, bodies[-1], 0)
         return bodies
 
 
 def _count(counters: List[int], parts: Sequence[Part], bodies: Sequence[np.ndarray], total: int) -> None:
-    """Adds a frame's bytes to its tensors'."""
+    """Adds a frame's bytes to its tensors', of `total` what is left to the first's."""
     for part, body in zip(parts, bodies):
         counters[part.tensor] += _LENGTH.size + len(body)
         total -= _LENGTH.size + len(body)

@@ -47,7 +47,7 @@ class Tensor:
     the first step has kept to that, and to the rest of the contract; carrier: a single 1, for the host; dense_until: the step from which on
     payloads of measured size are gathered again; bits: what an element of the open step's payload takes, where that is known
     beforehand; before_step: where steps can be discarded, the state's arrays before the last one; unit: the loss scale of what the state
-    holds; gradient_squares: of the last gradient whose squared norm was asked for.
+    holds; gradient_squares: of the last gradient whose squared norm was asked for; frame_length: what frames are padded to.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Tensor:
     before_step: Dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     unit: float = 1.0
     gradient_squares: Optional[float] = None
+    frame_length: wire.FrameLength = wire.exact
     counters: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(SENT + SPENT, 0))
 
     @property
@@ -285,7 +286,7 @@ def _last_request(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step
         if split is not None:
             assert residual is not None  # which keeps what is not accepted
             return SelectAgain(payload, split, grad, residual, compressor.number, tensor.digest)
-        request = Allgather(wire.seal(payload, tensor.compressor.number, tensor.digest, step.index))
+        request = Allgather(wire.seal(payload, tensor.compressor.number, tensor.digest, step.index, tensor.frame_length))
     else:
         request = payload if isinstance(payload, Allreduce) else Allreduce(np.asarray(payload.array))  # Transports move what is on the host.
     tensor.count(request)

@@ -8,14 +8,15 @@ import numpy as np
 from . import kernels
 from .kernels import HEADROOM, Encoded
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"hC"
 _HEADER = struct.Struct("<2sBBIIIII")  # magic version id, checksum digest step length flags
 _pack_header: Callable[..., None] = _HEADER.pack_into  # NumPy does not type its arrays as buffers before Python 3.12
 _unpack_header: Callable[..., Tuple[Any, ...]] = _HEADER.unpack_from
 _pack_into: Callable[..., None] = struct.pack_into
 _CHECKED = 8  # the checksum covers the frame from this byte on; the fields before are compared as they are
-_NOT_FINITE = 1
+_NOT_FINITE = 1  # of the flags, whose other bits are the bytes of padding
+_WINDOW = 8  # frames after which their length is chosen anew
 assert _HEADER.size == HEADROOM
 
 
@@ -23,14 +24,66 @@ class WireError(ValueError):
     """A payload that is not what this rank expects: truncated, changed, or of another tensor, step or configuration."""
 
 
-def seal(payload: Encoded, number: int, digest: int, step: int) -> np.ndarray:
-    """The frame of an Encoded payload, made in the payload's buffer. number: the compressor's id on the wire; digest: uint32 of configuration and
-    tensor; step: the number of the step, of which the low 32 bits travel."""
+FrameLength = Callable[[int, int], int]  # from the least length that a frame can have, and the step: the one that it gets
+
+
+def exact(length: int, step: int) -> int:
+    """No padding."""
+    return length
+
+
+def never_twice(length: int, step: int) -> int:
+    """At most one byte of padding, so that lengths are odd in odd steps and even in even ones: in successive steps frames never have the same length,
+    and Horovod does not answer from its response cache."""
+    return length + ((length + step) & 1)
+
+
+class Steady:
+    """Lengths that hardly ever change, so that Horovod answers an allgather from its response cache: what frames of late have needed at most, and up
+    to a 64th more where they differ. Frames that would grow by over an eighth have no padding, until they come to vary less."""
+
+    def __init__(self) -> None:
+        self._length = 0  # 0: each frame's own
+        self._seen: List[int] = []
+
+    def __call__(self, length: int, step: int) -> int:
+        self._seen.append(length)
+        if len(self._seen) == _WINDOW:
+            self._length = self._chosen()
+            self._seen.clear()
+        elif self._length and length > self._length:
+            self._length = _rounded_up(length)
+        return self._length or length
+
+    def _chosen(self) -> int:
+        least, most, mean = min(self._seen), max(self._seen), sum(self._seen) / len(self._seen)
+        wanted = most if least == most else _rounded_up(most)
+        kept = wanted <= self._length <= 17 / 16 * wanted
+        for length in (self._length, wanted) if kept else (wanted,):
+            if 8 * length <= 9 * mean:
+                return length
+        return 0
+
+
+def _rounded_up(length: int) -> int:
+    unit = 1 << max(length.bit_length() - 7, 0)
+    return -(-length // unit) * unit
+
+
+def seal(payload: Encoded, number: int, digest: int, step: int, frame_length: FrameLength = exact) -> np.ndarray:
+    """The frame of an Encoded payload, made in the payload's buffer where that is long enough. number: the compressor's id on the wire; digest:
+    uint32 of configuration and tensor; step: the number of the step, of which the low 32 bits travel."""
     buffer = payload.buffer
-    length = len(buffer) - HEADROOM - 1
-    frame = buffer[: _padded(HEADROOM + length, step)]
-    _pack_header(buffer, 0, _MAGIC, VERSION, number, 0, digest, step & 0xFFFFFFFF, length, 0 if payload.finite else _NOT_FINITE)
-    _pack_into("<I", buffer, 4, kernels.host.checksum(frame[_CHECKED:]))
+    needed = len(buffer) - 1
+    total = frame_length(needed, step)
+    if total <= len(buffer):
+        frame = buffer[:total]
+    else:
+        frame = np.zeros(total, np.uint8)
+        frame[:needed] = buffer[:needed]
+    flags = (0 if payload.finite else _NOT_FINITE) | (total - needed) << 1
+    _pack_header(frame, 0, _MAGIC, VERSION, number, 0, digest, step & 0xFFFFFFFF, needed - HEADROOM, flags)
+    _pack_into("<I", frame, 4, kernels.host.checksum(frame[_CHECKED:]))
     return frame
 
 
@@ -43,7 +96,7 @@ def unseal(data: np.ndarray, frames: int, number: int, digest: int, step: int) -
         while len(bodies) < frames and at < len(data):
             body, at, flags = _unseal_one(data, at, number, digest, step & 0xFFFFFFFF)
             bodies.append(body)
-            not_finite |= flags
+            not_finite |= flags & _NOT_FINITE
     except WireError as error:
         raise WireError(f"payload of rank {len(bodies)}: {error}") from None
     if len(bodies) < frames:
@@ -62,7 +115,7 @@ def _unseal_one(data: np.ndarray, at: int, number: int, digest: int, step: int) 
     if version != VERSION:
         raise WireError(f"wire version {version}, this rank has {VERSION}; install the same horovod-compress everywhere")
     body = at + HEADROOM
-    end = at + _padded(HEADROOM + length, found_step)
+    end = body + length + (flags >> 1)
     if end > len(data):
         raise WireError("cut off in its body")
     if kernels.host.checksum(data[at + _CHECKED : end]) != checksum:
@@ -71,13 +124,5 @@ def _unseal_one(data: np.ndarray, at: int, number: int, digest: int, step: int) 
         raise WireError("made for another compressor, configuration or tensor")
     if found_step != step:
         raise WireError(f"of step {found_step}, this rank is at step {step}; was a state loaded on some ranks only?")
-    if flags > _NOT_FINITE or (end > body + length and data[end - 1]):
-        raise WireError("unknown flags")
     return data[body : body + length], end, flags
 
-
-def _padded(length: int, step: int) -> int:
-    """The length of a frame with its padding: at most one zero byte, so that lengths are odd in odd steps and even in even ones. Frames of a tensor
-    in successive steps then never have the same length. Otherwise Horovod would answer an allgather of the same shapes from its response cache, which
-    crashes a rank that has called hvd.join(); now that rank gets a proper error."""
-    return length + ((length + step) & 1)

@@ -4,6 +4,8 @@ from typing import Any, Callable, List, Sequence
 
 import numpy as np
 
+from ..wire import FrameLength, exact
+
 
 class Transport(ABC):
     """Moves flat contiguous arrays between `size` ranks, of which this is `rank`.
@@ -28,6 +30,21 @@ class Transport(ABC):
     def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
         """Starts sending each rank a part of a uint8 array: the first splits[0] bytes to rank 0, the next splits[1] to rank 1 …; what
         is beyond goes to nobody. The result is a list of the parts received, by rank."""
+
+    def in_step(self, name: str) -> "Transport":
+        """What the collectives of one step are started with. name: of what it exchanges by itself, alike on all ranks."""
+        return self
+
+    def expect_gather(self) -> None:
+        """Of what `in_step` has returned: begins what a gather of this step will have to wait for."""
+
+    def end_step(self) -> None:
+        """Of what `in_step` has returned: the step has ended, or was given up. What was started, and is not sent yet, is sent, because other ranks
+        may wait for it."""
+
+    def frame_length(self) -> FrameLength:
+        """What the frames of one name should be padded to before they are gathered, or sent to all."""
+        return exact
 
     def joined(self) -> List[int]:
         """The ranks that have called hvd.join(), where this transport can find out. A collective of those that have not."""

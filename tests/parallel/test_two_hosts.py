@@ -23,10 +23,10 @@ on_every_launcher = pytest.mark.parametrize(
 
 
 @contextlib.contextmanager
-def two_hosts_or_skip(rate=None):
+def two_hosts_or_skip(rate="none", delay=0.0):
     with contextlib.ExitStack() as stack:
         try:
-            hosts = stack.enter_context(TwoHosts(rate))
+            hosts = stack.enter_context(TwoHosts(rate, delay))
         except RuntimeError as error:
             pytest.skip(str(error))
         yield hosts
@@ -43,6 +43,15 @@ def two_hosts():
 def test_on_two_hosts(tmp_path, two_hosts, launcher, size):
     cases = ["replicas_identical_after_100_steps", "on_two_hosts", *(["hosts_give_what_they_give_in_one_process"] if size == 4 else [])]
     job = launch(tmp_path, ON_TWO_HOSTS[launcher], size, cases, hosts=two_hosts)
+    for case in cases:
+        job.assert_passed(case)
+
+
+def test_far_apart(tmp_path):
+    """An answer takes two delays, and training goes over it."""
+    cases = ["replicas_identical_after_100_steps", "an_answer_takes_20_ms"]
+    with two_hosts_or_skip("100mbit", delay=0.01) as hosts:
+        job = launch(tmp_path, ON_TWO_HOSTS["horovodrun-gloo"], 2, cases, hosts=hosts)
     for case in cases:
         job.assert_passed(case)
 

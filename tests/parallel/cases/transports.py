@@ -2,6 +2,7 @@
 import pathlib
 import socket
 import sys
+import time
 
 import horovod.torch as hvd
 import numpy as np
@@ -12,6 +13,7 @@ from torch import nn
 
 import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError, available
+from horovod_compress.models import MODELS
 from horovod_compress.transport.mpi import MPITransport
 
 from .told import reduced
@@ -122,3 +124,40 @@ def trains_until_cut_off():
         train(model, wrapped, batches(1))
         if step == 10:
             pathlib.Path(f"{sys.argv[2]}.{hvd.rank()}.trains").touch()
+
+
+@case()
+def an_answer_takes_20_ms():
+    """Between the ranks, on hosts that are far apart; it may take longer on a busy machine."""
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        hvd.allreduce(torch.ones(1), name="far")
+        times.append(time.perf_counter() - started)
+    assert min(times) >= 0.02, times
+
+
+def steps_that_are_told(spec):
+    """Steps with ResNet-50's gradients, after each of which a rank says so on stderr."""
+    shapes = MODELS["resnet50"]()
+    model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes.values()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    compression = hvdc.Compression.from_spec(spec, optimizer, list(zip(shapes, model)))
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=list(zip(shapes, model)), compression=compression)
+    torch.manual_seed(hvd.rank())
+    gradients = [[torch.randn(shape) for shape in shapes.values()] for _ in range(2)]
+    for step in range(30):
+        wrapped.zero_grad()
+        sum((param * gradient).sum() for param, gradient in zip(model, gradients[step % 2])).backward()
+        wrapped.step()
+        print(f"step {step} of rank {hvd.rank()}", file=sys.stderr, flush=True)
+
+
+@case()
+def gathers_with_steps_that_are_told():
+    steps_that_are_told("dgc:ratio=0.001")
+
+
+@case()
+def splits_with_steps_that_are_told():
+    steps_that_are_told("dgc:ratio=0.001,exchange=split")
