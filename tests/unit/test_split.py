@@ -115,10 +115,13 @@ def test_a_step_that_is_not_finite_is_undone_on_all_ranks_bit_for_bit(job, value
     poisoned = sorted(named)[at % len(named)]
     last[at % len(last)][poisoned][-1] = np.nan
     expected = [{n: v[n] + np.where(np.isfinite(g[n]), g[n], np.float32(0)) for n in named} for v, g in zip(before, last)]
+    dense = {tensor.name for tensor in exchanges[0].tensors if tensor.goes_dense(exchanges[0]._now)}
     results = run_step(exchanges, last)
     for ex, residuals, result in zip(exchanges, expected, results):
         for name in named:
-            assert np.isnan(result[name]).all() == (name == poisoned)
+            told = np.isnan(result[name])
+            assert told.any() == (name == poisoned)
+            assert told.all() or not told.any() or name in dense  # where one NaN tells the others
             np.testing.assert_array_equal(ex.arrays()[name]["residual"], residuals[name])
 
 
