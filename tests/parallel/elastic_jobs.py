@@ -1,5 +1,6 @@
 """What tests of elastic jobs share: starting one, changing its hosts, its history, and that history in one process."""
 import contextlib
+import faulthandler
 import json
 import os
 import pathlib
@@ -34,22 +35,38 @@ def run(folder, script, *arguments, names=ON_ONE_MACHINE, hosts=None):
         command = command if hosts is None else hosts.command("a", command)
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            status = process.wait(LIMIT)
+            status, stacks = process.wait(LIMIT), ""
+        except subprocess.TimeoutExpired:
+            status, stacks = f"did not end within {LIMIT} s", _stacks(folder)
         finally:
-            _end(folder, process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            _signal_ranks(folder, signal.SIGKILL)
         output.seek(0)
-        assert status == 0, output.read()[-5000:]
+        assert status == 0, f"{status}\n{stacks}\nthe job printed:\n{output.read()[-5000:]}"
 
 
-def _end(folder, launcher):
-    """Ends what is left of a job."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(launcher.pid, signal.SIGKILL)
+def _signal_ranks(folder, number):
+    """Sends a signal to the ranks that are alive, and returns the files of their histories."""
+    alive = []
     for file in folder.glob("*.*"):
         with contextlib.suppress(ValueError, FileNotFoundError, ProcessLookupError):
             pid = int(file.suffix[1:])
             if os.fsencode(folder) in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
+                alive.append(file)
+    return alive
+
+
+def _stacks(folder):
+    """What the ranks that are alive are doing."""
+    files = _signal_ranks(folder, signal.SIGUSR1)
+    time.sleep(10)  # time to write it
+    return "\n".join(f"{file.name}, at step {file.read_text().splitlines()[-1]}\n{_stacks_of(file).read_text()}" for file in files)
+
+
+def _stacks_of(file):
+    return file.with_name(f"{file.name}.stacks")
 
 
 def names_of(folder):
@@ -67,8 +84,10 @@ def write_hosts(folder, ranks):
 
 
 def tell(folder, hvd, step):
-    """Writes down that training begins anew, from this step."""
-    with (folder / f"{os.environ['HOROVOD_HOSTNAME']}.{os.getpid()}").open("a") as out:
+    """Writes down that training begins anew, from this step; what its threads are doing, too, whenever SIGUSR1 comes from now on."""
+    file = folder / f"{os.environ['HOROVOD_HOSTNAME']}.{os.getpid()}"
+    faulthandler.register(signal.SIGUSR1, file=_stacks_of(file).open("a"), all_threads=True)
+    with file.open("a") as out:
         print(json.dumps({"step": step, "rank": hvd.rank(), "size": hvd.size(), "machine": socket.gethostname()}), file=out)
 
 
