@@ -87,7 +87,7 @@ def split_step(
     own, messages = regions[rank], _Messages(tensors, regions, step, lengths[1])
     frames = [messages.seal(bodies, owner, to=owner) for owner, bodies in enumerate(_bodies_by_owner(tensors, regions))]
     total = sum(map(len, frames))
-    spare = np.zeros(lengths[0](total, step) - total, np.uint8)  # goes to nobody: Horovod's cache knows an alltoall by the length of its memory
+    spare = np.zeros(lengths[0](total) - total, np.uint8)  # goes to nobody: Horovod's cache knows an alltoall by the length of its memory
     arrived = yield Alltoall(np.concatenate([*frames, spare]), [len(frame) for frame in frames])
     left = [(np.empty(0, np.uint32), np.empty(0, np.float32))] * len(tensors)
     try:

@@ -24,18 +24,12 @@ class WireError(ValueError):
     """A payload that is not what this rank expects: truncated, changed, or of another tensor, step or configuration."""
 
 
-FrameLength = Callable[[int, int], int]  # from the least length that a frame can have, and the step: the one that it gets
+FrameLength = Callable[[int], int]  # from the least length that a frame can have, the one that it gets
 
 
-def exact(length: int, step: int) -> int:
+def exact(length: int) -> int:
     """No padding."""
     return length
-
-
-def never_twice(length: int, step: int) -> int:
-    """At most one byte of padding, so that lengths are odd in odd steps and even in even ones: in successive steps frames never have the same length,
-    and Horovod does not answer from its response cache."""
-    return length + ((length + step) & 1)
 
 
 class Steady:
@@ -46,7 +40,7 @@ class Steady:
         self._length = 0  # 0: each frame's own
         self._seen: List[int] = []
 
-    def __call__(self, length: int, step: int) -> int:
+    def __call__(self, length: int) -> int:
         self._seen.append(length)
         if len(self._seen) == _WINDOW:
             self._length = self._chosen()
@@ -75,7 +69,7 @@ def seal(payload: Encoded, number: int, digest: int, step: int, frame_length: Fr
     uint32 of configuration and tensor; step: the number of the step, of which the low 32 bits travel."""
     buffer = payload.buffer
     needed = len(buffer) - 1
-    total = frame_length(needed, step)
+    total = frame_length(needed)
     if total <= len(buffer):
         frame = buffer[:total]
     else:

@@ -13,7 +13,7 @@ from ..driver import Driver, Transaction, check_unit
 from ..handshake import first_difference
 from ..requests import Allreduce, Alltoall, Final, StepNorm, TensorStep
 from ..step import Tensor, check_step_numbers, conclude, step_numbers
-from ..wire import FrameLength, never_twice
+from ..wire import FrameLength, Steady
 
 _KEPT = 100  # calls of functions
 
@@ -82,7 +82,7 @@ class GraphExchange(Driver):
         self.sends_number = next((tensor.name for tensor in self.tensors if _adds_up(tensor)), None)
 
     def _frame_length(self) -> FrameLength:
-        return never_twice  # A graph does not count the ranks before it gathers.
+        return Steady()
 
     def compressor_of(self, name: str) -> Compressor:
         """That of a tensor."""

@@ -12,7 +12,7 @@ from tensorflow.python.ops import control_flow_util
 
 from .. import kernels
 from ..binding import Binding, is_elastic, warn_once
-from ..handshake import agree
+from ..handshake import agree, error_of_joined
 from ..requests import Collective
 from .checks import ONE_PASS, check_elastic_scale
 from .eager import Eager
@@ -33,7 +33,7 @@ from .operations import (
 from .optimizer import learning_rate_of
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
-_SUM = Collective("allreduce", "int64", "sum")
+_SUM, _COUNT = Collective("allreduce", "int64", "sum"), Collective("allreduce", "float32", "sum")
 _ELASTIC_STATE = "hvdc.elastic.TensorFlowKerasState(model, compression=compression)"
 _INFINITE_HALF = 65520  # numbers as large as this become infinite in float16
 
@@ -151,6 +151,8 @@ class GraphCompression(Binding):
             raise ValueError("gradients are compressed in graphs, which Horovod makes also of eager code: not with run_functions_eagerly(True)")
         with around.as_default(), tf.device("/cpu:0"):
             number, flat = self._begin_operation([source for _, source in pairs], scaler)
+            if any(collective.verb in ("allgather", "alltoall") for _, variable in variables for collective in variable.moved):
+                number = self._counted(number)
             norm, grads = functools.partial(squared_norm_of, factor), [grad for grad, _ in pairs]
             squared_norm = [tf.numpy_function(norm, grads, tf.float64, stateful=False)] if self._compressor.clip_norm is not None else []
             lr = [learning_rate_of(optimizer or self._optimizer)] if self._compressor.follow_lr else []
@@ -169,6 +171,14 @@ class GraphCompression(Binding):
             with tf.control_dependencies([number]):
                 known.read_value()  # What writes to the variable (a weight decay) waits for the comparison.
         return number, tf.unstack(flat, len(sources))
+
+    def _counted(self, number: Any) -> Any:
+        """A call's number, once its ranks are counted: Horovod answers an allgather or alltoall of shapes that it has seen from its response cache,
+        and a rank that has called hvd.join() dies of that answer."""
+        here = tf.cast(tf.reshape(number, [1]) >= 0, tf.float32)  # a 1 of this call: of a constant TensorFlow would make one for several
+        (ranks,) = self._move(_COUNT, [here], "ranks")
+        (number,) = tf.numpy_function(self._check_count, [number, ranks], [tf.int64], stateful=False)
+        return number
 
     def _register(self, pairs: List[Tuple[Any, Any]]) -> List[Variable]:
         """The Variable of each (gradient, source). New ones become known on all ranks at once."""
@@ -321,6 +331,13 @@ class GraphCompression(Binding):
             )
         number = self._exchange.begin(tensors, self._process_set.rank(), self._process_set.size(), float(scale))
         return np.int64(number), np.full((tensors, 1), -1, np.int32)
+
+    def _check_count(self, number: np.int64, ranks: np.ndarray) -> np.int64:
+        size = self._process_set.size()
+        gone = size - round(float(ranks[0]))
+        if gone:
+            raise error_of_joined(gone, size, [], "hvd.join() works with Horovod's own reductions only, and this compression exchanges more")
+        return number
 
     def _submit(self, variable: Variable, call: int, grad: np.ndarray, *options: np.ndarray) -> List[np.ndarray]:
         given = iter(options)

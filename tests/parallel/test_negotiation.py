@@ -2,16 +2,23 @@
 import re
 
 import pytest
-
-pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
-
 from jobs import LAUNCHERS, launch
 
+_FRAMEWORKS = {"cases": "horovod.torch", "tensorflow_cases": "horovod.tensorflow"}
 
-@pytest.mark.parametrize("case, at_first", [("gathers_with_steps_that_are_told", 54), ("splits_with_steps_that_are_told", 2)])
-def test_nothing_is_negotiated_once_frames_keep_their_lengths(tmp_path, case, at_first):
+
+@pytest.mark.parametrize(
+    "cases, case, at_first",
+    [
+        ("cases", "gathers_with_steps_that_are_told", 54),
+        ("cases", "splits_with_steps_that_are_told", 2),
+        ("tensorflow_cases", "gathers_with_steps_that_are_told", 54),
+    ],
+)
+def test_nothing_is_negotiated_once_frames_keep_their_lengths(tmp_path, cases, case, at_first):
     """ResNet-50's 161 tensors, of which 54 are gathered. What a rank sends to rank 0 in a step is what it negotiates."""
-    outcome = launch(tmp_path, LAUNCHERS["horovodrun-gloo"], 2, [case], environment={"HOROVOD_LOG_LEVEL": "trace"})
+    pytest.importorskip(_FRAMEWORKS[cases])
+    outcome = launch(tmp_path, LAUNCHERS["horovodrun-gloo"], 2, [case], cases=cases, environment={"HOROVOD_LOG_LEVEL": "trace"})
     outcome.assert_passed(case)
     negotiated = [0]
     for sent, step in re.findall(r"\[1\]: Sent (\d+) messages|step (\d+) of rank 1", outcome.printed):

@@ -56,6 +56,10 @@ def test_ranks_on_different_kernels(tmp_path):
     alone(tmp_path, "ranks_on_different_kernels", environment={"KERNELS_ON_RANK": "1:reference"})
 
 
+def test_a_rank_that_joins_is_a_clear_error(tmp_path):
+    alone(tmp_path, "join_is_refused")
+
+
 def test_a_state_loaded_on_one_rank_only_is_a_clear_error(tmp_path):
     alone(tmp_path, "a_state_loaded_on_one_rank_only")
 
@@ -70,7 +74,7 @@ def test_models_under_horovodrun_with_mpi(tmp_path):
 
 
 def test_the_same_gradients_give_the_same_as_in_torch(tmp_path):
-    """Bit for bit, and byte for byte on the wire but for a graph's padding, on two real ranks each."""
+    """Bit for bit, and byte for byte on the wire, on two real ranks each."""
     pytest.importorskip("horovod.torch", reason="needs Horovod with PyTorch")
     found = {}
     for cases in ("cases", "tensorflow_cases"):
@@ -80,10 +84,8 @@ def test_the_same_gradients_give_the_same_as_in_torch(tmp_path):
     for torchs, tensorflows in zip(found["cases"], found["tensorflow_cases"]):
         assert len(torchs.files) == len(alike.SPECS) * (1 + alike.STEPS * len(alike.SHAPES))
         assert sorted(torchs.files) == sorted(tensorflows.files)
-        padding = {key: int(tensorflows[key]) - int(torchs[key]) for key in torchs.files if key.endswith("|bytes")}
-        different = [key for key in torchs.files if key not in padding and not np.array_equal(torchs[key], tensorflows[key])]
+        different = [key for key in torchs.files if not np.array_equal(torchs[key], tensorflows[key])]
         assert not different, different[:10]
-        assert padding["none|bytes"] == 0 and all(0 <= more <= alike.STEPS * len(alike.SHAPES) for more in padding.values()), padding
 
 
 def test_the_example_saves_and_resumes(tmp_path):

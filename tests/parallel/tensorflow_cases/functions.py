@@ -1,6 +1,7 @@
 """Graphs and their traces, models, threads and memory."""
 import os
 import resource
+import sys
 import threading
 
 import alike
@@ -13,6 +14,7 @@ from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
 from horovod_compress import simulate
+from horovod_compress.models import MODELS
 
 from .training import LOSS, SGD, assert_close, assert_replicas_identical, data, fit, flat, model_of, told, trained
 
@@ -253,3 +255,24 @@ def threads_train_models_of_their_own():
         thread.join()
     assert not errors, errors
     assert [compression.stats()["steps"] for compression in compressions] == [30, 30]
+
+
+@case()
+def gathers_with_steps_that_are_told():
+    """Steps with ResNet-50's gradients, after each of which a rank says so on stderr."""
+    shapes = MODELS["resnet50"]()
+    variables = [tf.Variable(tf.zeros(shape), name=name.replace(".", "_")) for name, shape in shapes.items()]
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+    compression = hvdc.Compression.dgc(optimizer, ratio=0.001)
+    given = [[tf.random.stateless_normal(shape, (hvd.rank(), which)) for shape in shapes.values()] for which in range(2)]
+
+    @tf.function
+    def step(gradients):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(variable * gradient) for variable, gradient in zip(variables, gradients)])
+        tape = hvdt.DistributedGradientTape(tape, compression=compression)
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+
+    for number in range(30):
+        step(given[number % 2])
+        print(f"step {number} of rank {hvd.rank()}", file=sys.stderr, flush=True)

@@ -125,6 +125,18 @@ def mismatched_ranks_are_named():
 
 
 @case()
+def join_is_refused():
+    """In a job of its own, because the ranks do not leave it together."""
+    step = exchanged(hvdc.Compression.topk(ratio=0.01))
+    for number in range(20):  # until frames keep their lengths, so that Horovod would answer from its cache
+        step(told(number))
+    if hvd.rank() == 0:
+        with raises(tf.errors.OpError, "1 of 2 ranks have called hvd.join()", "Horovod's own reductions only"):
+            step(told(20))
+    hvdt.join()
+
+
+@case()
 def a_state_loaded_on_one_rank_only():
     """In a job of its own, because the ranks are not in step afterwards."""
     for spec, words in (("topk:ratio=0.01", "was a state loaded on some ranks only?"), ("globalrandk", "others are not")):
