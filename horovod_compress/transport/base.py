@@ -39,8 +39,8 @@ class Transport(ABC):
         """Of what `in_step` has returned: begins what a gather of this step will have to wait for."""
 
     def end_step(self) -> None:
-        """Of what `in_step` has returned: the step has ended, or was given up. What was started, and is not sent yet, is sent, because other ranks
-        may wait for it."""
+        """Of what `in_step` has returned: the step has ended, or was given up. What was started, and is not sent yet, still is, because other ranks
+        may wait for it, but memory of the step is used again."""
 
     def frame_length(self) -> FrameLength:
         """What the frames of one name should be padded to before they are gathered, or sent to all."""

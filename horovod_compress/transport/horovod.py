@@ -1,6 +1,7 @@
 """Horovod's own collectives, through horovod.torch. They work with MPI and Gloo, and Horovod fuses them with its other ones."""
-import contextlib
 import functools
+import threading
+import time
 from typing import Any, Callable, List, Optional, Sequence
 
 import horovod.torch as hvd
@@ -13,10 +14,12 @@ from ..wire import FrameLength, Steady
 from .base import ProcessSetRanks, Transport
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
+_LOOKS = 1e-3  # seconds between looks at counts that are under way: what a cycle of Horovod's takes
 
 
 class HorovodTransport(ProcessSetRanks, Transport):
-    """Sends each message when it is started; Horovod negotiates the order, but of those whose shapes it has seen."""
+    """Sends each message when it is started, those of a step's gathers as soon as its ranks are counted; Horovod negotiates the order, but of those
+    whose shapes it has seen."""
 
     def in_step(self, name: str) -> Transport:
         return _CountedStep(self._process_set, name)
@@ -25,7 +28,7 @@ class HorovodTransport(ProcessSetRanks, Transport):
         return Steady()
 
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
-        wait = self._start(functools.partial(hvd.allgather_async, torch.from_numpy(payload), name=name, process_set=self._process_set))
+        wait = self._start(functools.partial(hvd.allgather_async, name=name, process_set=self._process_set), payload)
         return lambda: wait().numpy()
 
     def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
@@ -35,7 +38,7 @@ class HorovodTransport(ProcessSetRanks, Transport):
 
     def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
         lengths = torch.tensor(splits, dtype=torch.int32)
-        wait = self._start(functools.partial(hvd.alltoall_async, torch.from_numpy(payload), lengths, name=name, process_set=self._process_set))
+        wait = self._start(functools.partial(hvd.alltoall_async, splits=lengths, name=name, process_set=self._process_set), payload)
 
         def wait_for_parts() -> List[np.ndarray]:
             received, lengths = wait()
@@ -43,9 +46,9 @@ class HorovodTransport(ProcessSetRanks, Transport):
 
         return wait_for_parts
 
-    def _start(self, start: Callable[[], int]) -> Callable[[], Any]:
+    def _start(self, start: Callable[[torch.Tensor], int], payload: np.ndarray) -> Callable[[], Any]:
         """Starts what ranks that have called hvd.join() can take no part in. start: returns Horovod's handle."""
-        handle = start()
+        handle = start(torch.from_numpy(payload))
         return lambda: self._wait(handle)
 
     def joined(self) -> List[int]:
@@ -73,8 +76,8 @@ class HorovodTransport(ProcessSetRanks, Transport):
 class _Held:
     """A collective that is not started yet."""
 
-    def __init__(self, start: Callable[[], int]) -> None:
-        self.start = start
+    def __init__(self, start: Callable[[torch.Tensor], int], payload: np.ndarray) -> None:
+        self.start, self.payload = start, payload
         self.handle: Optional[int] = None  # Horovod's, from the start on
 
 
@@ -82,53 +85,107 @@ class _CountedStep(HorovodTransport):
     """Holds a step's gathered messages back until its ranks are counted, by an allreduce to which ranks that have joined add zeros.
 
     Horovod answers an allgather or alltoall of shapes that it has seen from its response cache, and a rank that has called hvd.join() dies of that
-    answer. Where gathers are negotiated, as they are in a graph, the other ranks get an error.
+    answer. What is held is started when the count is there, whatever this rank does or waits for by then, because others may wait for it.
     """
 
     def __init__(self, process_set: Any, name: str) -> None:
         super().__init__(process_set)
         self._name = name
-        self._count: Optional[int] = None  # Horovod's handle, until the count is known
+        self._lock = threading.Lock()  # for all below
+        self._count: Optional[int] = None  # Horovod's handle, until it is known how the count has ended
+        self._here = torch.ones(1)  # which becomes the mean over ranks
         self._counted = False
+        self._some_joined = False  # until that has been an error
+        self._error: Optional[Exception] = None  # with which the count has ended
         self._held: List[_Held] = []
 
     def expect_gather(self) -> None:
-        if self._count is None and not self._counted:  # A mean, as carriers mostly are: Horovod joins it with those.
-            self._count = hvd.allreduce_async_(torch.ones(1), name=self._name, op=hvd.Average, process_set=self._process_set)
+        with self._lock:
+            self._begin_count()
 
     def end_step(self) -> None:
-        with contextlib.suppress(HorovodInternalError):  # where there are no other ranks any more
-            self._start_held()
+        with self._lock:
+            for held in self._held:
+                held.payload = held.payload.copy()  # The next step's is encoded in the same memory.
 
-    def _start(self, start: Callable[[], int]) -> Callable[[], Any]:
-        if self._counted:
-            return super()._start(start)
-        held = _Held(start)
-        self._held.append(held)
-        if self._count is not None and hvd.poll(self._count):
-            self._finish_count()
-        self.expect_gather()
+    def end_count(self, wait: bool) -> bool:
+        """Starts what is held, if the count is there and full. wait: whether to wait for it. Returns whether it is over."""
+        if not self._lock.acquire(blocking=wait):
+            return False  # Who has the lock ends it.
+        try:
+            return self._end_count(wait)
+        finally:
+            self._lock.release()
+
+    def _start(self, start: Callable[[torch.Tensor], int], payload: np.ndarray) -> Callable[[], Any]:
+        with self._lock:
+            self._end_count(wait=False)
+            if self._counted:
+                return super()._start(start, payload)
+            held = _Held(start, payload)
+            self._held.append(held)
+            self._begin_count()
 
         def wait() -> Any:
-            self._finish_count()
-            if held.handle is None:
-                raise RuntimeError("the exchange that this belonged to has failed")
+            self.end_count(wait=True)
+            if self._some_joined:
+                self._some_joined, self._error = False, self._refusal()
+            if self._error is not None:
+                raise self._error
+            assert held.handle is not None  # The count is over, and was full.
             return self._wait(held.handle)
 
         return wait
 
-    def _finish_count(self) -> None:
-        """Waits for the count, and starts what is held. RuntimeError where ranks are gone."""
-        if self._count is None:
-            return
-        count, self._count = self._count, None
-        if self.size * self._wait(count).item() < self.size - 0.5:
-            self._held.clear()
-            raise self._refusal()
-        self._counted = True
-        self._start_held()
+    def _begin_count(self) -> None:
+        if self._count is None and not (self._counted or self._some_joined or self._error):
+            # A mean, as carriers mostly are: Horovod joins it with those.
+            self._count = hvd.allreduce_async_(self._here, name=self._name, op=hvd.Average, process_set=self._process_set)
+            _counts.add(self)
 
-    def _start_held(self) -> None:
-        held, self._held = self._held, []
-        for each in held:
-            each.handle = each.start()
+    def _end_count(self, wait: bool) -> bool:
+        if self._count is None:
+            return True
+        try:
+            if not wait and not hvd.poll(self._count):
+                return False
+            self._wait(self._count)
+            self._counted = self.size * self._here.item() > self.size - 0.5
+            self._some_joined = not self._counted
+            for held in self._held if self._counted else ():
+                held.handle = held.start(torch.from_numpy(held.payload))
+        except Exception as error:  # of a Horovod that has been shut down, of whatever type
+            self._counted, self._error = False, error
+        self._count = None
+        self._held.clear()
+        return True
+
+
+class _Counts:
+    """The counts that are under way in this process, and a thread that looks at them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # for all below
+        self._steps: List[_CountedStep] = []
+        self._thread: Optional[threading.Thread] = None
+
+    def add(self, step: _CountedStep) -> None:
+        with self._changed:
+            self._steps.append(step)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._look, name="hvdc-counts", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _look(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._steps)
+                steps = list(self._steps)
+            over = [step for step in steps if step.end_count(wait=False)]
+            with self._changed:
+                self._steps = [step for step in self._steps if step not in over]
+            time.sleep(_LOOKS)
+
+
+_counts = _Counts()

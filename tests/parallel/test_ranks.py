@@ -71,7 +71,7 @@ def test_beside_four_busy_processes(tmp_path, busy):
 
 
 @pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("horovodrun-mpi", marks=needs_mpi)])
-@pytest.mark.parametrize("case", ["join_is_refused", "join_is_refused_with_sums", "join_is_refused_with_split"])
+@pytest.mark.parametrize("case", [f"join_is_refused{when}" for when in ("", "_with_sums", "_with_split", "_after_a_step_that_failed")])
 def test_join_is_a_clear_error(tmp_path, launcher, case):
     """In a job of its own, because the ranks are not in step afterwards."""
     launch(tmp_path, LAUNCHERS[launcher], 2, [case]).assert_passed(case)

@@ -1,4 +1,5 @@
 """Mistakes are errors: on every rank, in words, without a hang."""
+import time
 import warnings
 
 import horovod.torch as hvd
@@ -137,6 +138,29 @@ def assert_join_is_refused(spec, *words):
 def join_is_refused():
     """Asked for by name, in a job of its own: the ranks do not leave it together."""
     assert_join_is_refused("dgc", "hvd.join() works with Horovod's own reductions only")
+
+
+@case()
+def join_is_refused_after_a_step_that_failed():
+    """What that step still held is not started, because the other rank would die of it."""
+    model = model_of()
+    optimizer = wrap(model, sgd(model), hvdc.Compression.efsignsgd(min_numel=0))
+    train(model, optimizer, batches(20))
+    if hvd.rank() == 0:
+        time.sleep(1)  # until the other one has joined
+
+        def fail(grad):
+            raise KeyError("spoilt")
+
+        hook = next(model.parameters()).register_hook(fail)
+        with raises(KeyError, "spoilt"):
+            train(model, optimizer, batches(1))
+        hook.remove()
+        time.sleep(1)  # until what was sent has come back
+        optimizer.load_state_dict(optimizer.state_dict())  # which makes Horovod forget what it has sent
+        with raises(RuntimeError, "1 of 2 ranks have called hvd.join() (rank 1)"):
+            train(model, optimizer, batches(1))
+    hvd.join()
 
 
 @case()

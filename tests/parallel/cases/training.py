@@ -48,8 +48,9 @@ def sgd(model, **options):
     return torch.optim.SGD(model.parameters(), **{"lr": 0.05, "momentum": 0.9, **options})
 
 
-def wrap(model, optimizer, compression, **options):
-    named = list(model.named_parameters())
+def wrap(model, optimizer, compression, prefix="", **options):
+    """prefix: of Horovod's names, where several models' gradients are on the way at once."""
+    named = [(prefix + name, param) for name, param in model.named_parameters()]
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression, **options)
     hvd.broadcast_optimizer_state(wrapped, root_rank=0)

@@ -51,6 +51,47 @@ def an_alltoall_in_a_step():
     assert len(sent) == 1 and compression.stats()["ratio"] < 1
 
 
+@case(2)
+def ranks_that_wait_in_different_orders():
+    """For two optimizers, and for a reduction of their user's before or after the step."""
+    models = [model_of(seed=seed) for seed in (0, 1)]
+    wrapped = [wrap(model, sgd(model), hvdc.Compression.efsignsgd(min_numel=0), prefix=f"{i}.") for i, model in enumerate(models)]
+    for step, (x, y) in enumerate(batches(15)):
+        for model in models:
+            model.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+        if hvd.rank() == 0 and step > 9:
+            hvd.allreduce(loss.detach(), name="loss")
+        for optimizer in wrapped if hvd.rank() else wrapped[::-1]:
+            optimizer.step()
+        if hvd.rank() == 1 and step > 9:
+            hvd.allreduce(loss.detach(), name="loss")
+    for model in models:
+        assert_replicas_identical(model)
+
+
+@case(2)
+def a_rank_that_joins_in_the_middle_of_a_step():
+    """When its gradients are there, the other one takes that step with them."""
+    model, reference = model_of(), model_of()
+    optimizer = wrap(model, sgd(model), hvdc.Compression.topk(ratio=0.05))
+    its = wrap(reference, sgd(reference), hvdc.Compression.topk(ratio=0.05))
+    for each, each_optimizer in (model, optimizer), (reference, its):
+        train(each, each_optimizer, batches(20))  # until frames keep their lengths, so that Horovod would answer from its cache
+    ((x, y),) = batches(1, seed=1)
+    model.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    time.sleep(1)
+    if hvd.rank() == 0:
+        time.sleep(1)
+        optimizer.step()
+    hvd.join()
+    train(reference, its, [(x, y)])
+    if hvd.rank() == 0:
+        assert torch.equal(flat(model), flat(reference))
+
+
 @case(3)
 def mpi_in_a_process_set():
     members = hvd.add_process_set([0, 2])

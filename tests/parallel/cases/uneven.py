@@ -248,6 +248,26 @@ def two_optimizers_that_step_in_turn():
         assert_alike(found, expected, "two optimizers")
 
 
+@case(2)
+def two_optimizers_of_one_backward_pass():
+    """They step in either order, and rank 1 runs out of data."""
+    data = list(batches(9 if hvd.rank() == 0 else 3))
+    for order in (0, 1), (1, 0):
+        found, expected = (
+            [setup(spec, wrap_options={"prefix": spec}) for spec in ("dgc:ratio=0.02", "efsignsgd:follow_lr=true")] for _ in range(2)
+        )
+        with hvdc.uneven(*(optimizer for _, _, optimizer in found)):
+            for x, y in data:
+                for model, _, _ in found:
+                    model.zero_grad()
+                sum(nn.functional.cross_entropy(model(x), y) for model, _, _ in found).backward()
+                for i in order:
+                    found[i][2].step()
+        for its, reference in zip(found, expected):
+            train_with_zeros(*reference[::2], data, 9)
+            assert_alike(its, reference, f"steps in the order {order}")
+
+
 class Words(nn.Module):
     def __init__(self):
         super().__init__()
