@@ -13,6 +13,9 @@ class MismatchError(RuntimeError):
     """The ranks were started with different options, models or versions."""
 
 
+REDUCES_ONLY = "hvd.join() works with Horovod's own reductions only, and this compression exchanges more"
+
+
 def error_of_joined(count: int, size: int, ranks: Sequence[int], why: str) -> RuntimeError:
     """What ranks that go on raise where `count` others do not, of which `ranks` are known."""
     which = f" ({'rank' if count == 1 else 'ranks'} {', '.join(map(str, ranks))})" if ranks else ""

@@ -12,7 +12,7 @@ from tensorflow.python.ops import control_flow_util
 
 from .. import kernels
 from ..binding import Binding, is_elastic, warn_once
-from ..handshake import agree, error_of_joined
+from ..handshake import REDUCES_ONLY, agree, error_of_joined
 from ..requests import Collective
 from .checks import ONE_PASS, check_elastic_scale
 from .eager import Eager
@@ -33,7 +33,7 @@ from .operations import (
 from .optimizer import learning_rate_of
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
-_SUM, _COUNT = Collective("allreduce", "int64", "sum"), Collective("allreduce", "float32", "sum")
+_SUM = Collective("allreduce", "int64", "sum")
 _ELASTIC_STATE = "hvdc.elastic.TensorFlowKerasState(model, compression=compression)"
 _INFINITE_HALF = 65520  # numbers as large as this become infinite in float16
 
@@ -175,8 +175,8 @@ class GraphCompression(Binding):
     def _counted(self, number: Any) -> Any:
         """A call's number, once its ranks are counted: Horovod answers an allgather or alltoall of shapes that it has seen from its response cache,
         and a rank that has called hvd.join() dies of that answer."""
-        here = tf.cast(tf.reshape(number, [1]) >= 0, tf.float32)  # a 1 of this call: of a constant TensorFlow would make one for several
-        (ranks,) = self._move(_COUNT, [here], "ranks")
+        here = tf.cast(tf.reshape(number, [1]) >= 0, tf.int64)  # a 1 of this call: of a constant TensorFlow would make one for several
+        (ranks,) = self._move(_SUM, [here], "ranks")
         (number,) = tf.numpy_function(self._check_count, [number, ranks], [tf.int64], stateful=False)
         return number
 
@@ -334,9 +334,9 @@ class GraphCompression(Binding):
 
     def _check_count(self, number: np.int64, ranks: np.ndarray) -> np.int64:
         size = self._process_set.size()
-        gone = size - round(float(ranks[0]))
+        gone = size - int(ranks[0])
         if gone:
-            raise error_of_joined(gone, size, [], "hvd.join() works with Horovod's own reductions only, and this compression exchanges more")
+            raise error_of_joined(gone, size, [], REDUCES_ONLY)
         return number
 
     def _submit(self, variable: Variable, call: int, grad: np.ndarray, *options: np.ndarray) -> List[np.ndarray]:

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from ..handshake import error_of_joined
+from ..handshake import REDUCES_ONLY, error_of_joined
 from ..wire import FrameLength, Steady
 from .base import ProcessSetRanks, Transport
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
-_LOOKS = 1e-3  # seconds between looks at counts that are under way: what a cycle of Horovod's takes
+_POLL_INTERVAL = 1e-3  # seconds between polls of the counts that are under way: what a cycle of Horovod's takes
 
 
 class HorovodTransport(ProcessSetRanks, Transport):
@@ -60,9 +60,7 @@ class HorovodTransport(ProcessSetRanks, Transport):
     def _refusal(self) -> RuntimeError:
         """A collective of the ranks that have not called hvd.join()."""
         joined = self.joined()
-        return error_of_joined(
-            len(joined), self.size, joined, "hvd.join() works with Horovod's own reductions only, and this compression exchanges more"
-        )
+        return error_of_joined(len(joined), self.size, joined, REDUCES_ONLY)
 
     def _wait(self, handle: int) -> Any:
         try:
@@ -162,7 +160,7 @@ class _CountedStep(HorovodTransport):
 
 
 class _Counts:
-    """The counts that are under way in this process, and a thread that looks at them."""
+    """The counts that are under way in this process, and a thread that polls them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # for all below
@@ -173,11 +171,11 @@ class _Counts:
         with self._changed:
             self._steps.append(step)
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._look, name="hvdc-counts", daemon=True)
+                self._thread = threading.Thread(target=self._poll, name="hvdc-counts", daemon=True)
                 self._thread.start()
             self._changed.notify()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._steps)
@@ -185,7 +183,7 @@ class _Counts:
             over = [step for step in steps if step.end_count(wait=False)]
             with self._changed:
                 self._steps = [step for step in self._steps if step not in over]
-            time.sleep(_LOOKS)
+            time.sleep(_POLL_INTERVAL)
 
 
 _counts = _Counts()
