@@ -14,7 +14,7 @@ from ..wire import FrameLength, Steady
 from .base import ProcessSetRanks, Transport
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
-_POLL_INTERVAL = 1e-3  # seconds between polls of the counts that are under way: what a cycle of Horovod's takes
+_POLL_INTERVAL = 20e-3  # seconds between polls of the counts that are under way. Each takes Python's lock from a rank that trains.
 
 
 class HorovodTransport(ProcessSetRanks, Transport):
