@@ -17,7 +17,7 @@ from ..exchange import Exchange
 from ..handshake import agree, gather
 from ..hosts import Host
 from ..transport.base import Transport
-from ..transport.horovod import HorovodTransport
+from ..transport.horovod import HorovodTransport, sleep_until_over
 from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
 from . import horovod_internals
@@ -95,6 +95,7 @@ class BoundCompression(Binding):
         self._synced = not self._elastic  # whether an elastic state has this compression
         self._rates: Dict[int, float] = {}  # id(parameter) → learning rate of this step, where residuals follow it
         self._submitted: List[Tuple[Slot, torch.Tensor, int]] = []  # with the version of its gradient, until the first result of the step comes
+        self._results_after: Dict[int, int] = {}  # in this step: id(parameter) → the operation of Horovod's that brings the result after its own
         self._streams = Streams()
         self._spoilt: Optional[str] = None  # why the results of the step that is under way cannot be used
         self._announce: Optional[Callable[[], None]] = None  # inside `uneven`: tells ranks that train no more that a step begins
@@ -160,7 +161,7 @@ class BoundCompression(Binding):
         slot, grad, memory, sent, carrier = ctx
         self._streams.join()
         if self._submitted:
-            self._look_for_changes()
+            self._begin_results()
         if tensor is None:  # An exception came after Horovod had handed this result over.
             self._spoil(slot, grad, f"the step was interrupted while the result of {slot.name} came")
             self._exchange.give_up(slot.name)
@@ -173,11 +174,14 @@ class BoundCompression(Binding):
             if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
                 self._exchange.reject()
         self._results, self._takeover.due = "unused", True
+        if id(slot.param) in self._results_after:
+            sleep_until_over(self._results_after[id(slot.param)])
         return grad if self._spoilt is None else self._unspoilt(grad)
 
-    def _look_for_changes(self) -> None:
+    def _begin_results(self) -> None:
         """Spoils the step where the user has changed a gradient of it. When its first result comes, because then Horovod begins to write results, and
         gradients may be views of one tensor, which share their version."""
+        self._results_after = horovod_internals.results_after(self._optimizer)
         for slot, grad, version in self._submitted:
             if slot.param.grad is None or slot.param.grad._version != version:
                 self._spoil(slot, grad, f"the gradient of {slot.name} was changed while it was exchanged: {_SYNCHRONIZE_FIRST}")
@@ -261,6 +265,9 @@ class BoundCompression(Binding):
         self._options_agreed = True
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        first = horovod_internals.first_result(optimizer) if self._exchange.under_way else None
+        if first is not None:
+            sleep_until_over(first)
         if self._results:
             self._results = "in use"
             if self._grad_scaler is None and self._exchange.keeps_state and horovod_internals.in_grad_scaler():

@@ -1,6 +1,6 @@
 """All that relies on how Horovod 0.28 and PyTorch are written inside, and nowhere says so: who calls, and with which gradients."""
 import gc
-from typing import Any, Iterable, List, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 import horovod
 import horovod.torch as hvd
@@ -104,6 +104,22 @@ def reduce_zeros(optimizer: Any) -> None:
         optimizer._handles[group] = optimizer._grouped_allreduce_grad_async(group)
     optimizer.synchronize()
     optimizer._synchronized = False
+
+
+def first_result(optimizer: Any) -> Optional[int]:
+    """The handle of what `synchronize()` waits for first; None where it has gradients to hand over before, which the others may wait for."""
+    handles = optimizer._handles
+    given = {p for params in handles for p in (params if isinstance(params, tuple) else (params,))}
+    first = next((handle for handle, _ in handles.values()), None)
+    complete = optimizer._requires_update <= given and all(handle is not None for handle, _ in handles.values())
+    return first if complete and isinstance(first, int) else None
+
+
+def results_after(optimizer: Any) -> Dict[int, int]:
+    """{id of a parameter: the handle of what `synchronize()` waits for once that parameter has its result}. Sparse gradients have none."""
+    entries = list(optimizer._handles.items())
+    following = zip(entries, [handle for _, (handle, _) in entries[1:]])
+    return {id(params[-1] if isinstance(params, tuple) else params): handle for (params, _), handle in following if isinstance(handle, int)}
 
 
 def forget_step(optimizer: Any) -> None:

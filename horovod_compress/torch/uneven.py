@@ -8,6 +8,7 @@ import horovod.torch as hvd
 import torch
 
 from ..handshake import agree
+from ..transport.horovod import synchronize
 from . import horovod_internals
 from .compression import BoundCompression
 from .unbound import UnboundCompression, compression_of
@@ -72,7 +73,7 @@ class _Member:
     def announce(self, training: bool) -> None:
         """Tells the others whether this rank takes the step that comes. The answer is for ranks that train no more: these do not wait for it."""
         if self._handle is not None:
-            hvd.synchronize(self._handle)
+            synchronize(self._handle)
         compression, scaler = self.compression, self.compression._grad_scaler
         forgotten = not self.answered and compression._is_forgotten()
         known = [1.0 if scaler is None else scaler.get_scale(), *(float(group[key]) for group, key in self._options())]
@@ -158,7 +159,7 @@ def _continue_alike(members: List[_Member], trained: Sequence[Any]) -> None:
     root = hvd.size() - last
     params = [p.detach() for member in members for group in member.optimizer.param_groups for p in group["params"]]
     for handle in [hvd.broadcast_async_(p, root, f"{name}.{i}", process_set) for i, p in enumerate(params)]:
-        hvd.synchronize(handle)
+        synchronize(handle)
     scalers = [member.compression._grad_scaler for member in members]
     restored = [*trained, *(scaler for scaler in scalers if scaler is not None)]
     states = io.BytesIO()

@@ -12,7 +12,7 @@ from ..compressors.base import OWED, Compressor
 from ..exchange import Exchange
 from ..handshake import agree, gather
 from ..transport.base import Transport
-from ..transport.horovod import HorovodTransport
+from ..transport.horovod import HorovodTransport, synchronize
 from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
 from ..updates import compressor_for_updates
@@ -81,7 +81,7 @@ class UpdateCompression(Binding):
         exchange.flush()
         for name, carrier in carriers.items():
             if name in handles:
-                hvd.synchronize(handles[name])
+                synchronize(handles[name])
             exchange.finish(name, carrier)
         exchange.end_step()
         return exchange.succeeded
@@ -96,7 +96,7 @@ class UpdateCompression(Binding):
         hosts = {name: tensor.to("cpu", torch.promote_types(tensor.dtype, torch.float32)).contiguous() for name, tensor in tensors.items()}
         handles = [hvd.allreduce_async_(host, name=f"{names}.{name}", op=hvd.Average, process_set=self._process_set) for name, host in hosts.items()]
         for handle, (name, host) in zip(handles, hosts.items()):
-            hvd.synchronize(handle)
+            synchronize(handle)
             if host is not tensors[name]:
                 tensors[name].copy_(host)
 

@@ -353,6 +353,22 @@ def a_rank_that_does_not_come_is_waited_for_with_a_warning():
 
 
 @case(2)
+def a_rank_that_waits_leaves_the_processor():
+    """Horovod's own wait is a loop that takes as much of a core as it gets."""
+    parameter = nn.Parameter(torch.zeros(1000))
+    updates = hvdc.UpdateOptimizer(torch.optim.SGD([parameter], lr=0.1), [("w", parameter)], "topk")
+    for weight, optimizer in ((ones("topk")[::2]), (parameter, updates)):
+        for late in (False, True):
+            optimizer.zero_grad()
+            if late and hvd.rank() == 1:
+                time.sleep(2)
+            weight.sum().backward()
+            began = time.thread_time()
+            optimizer.step()
+            assert hvd.rank() == 1 or time.thread_time() - began < 0.5
+
+
+@case(2)
 def options_that_were_not_broadcast_say_so():
     model = model_of()
     optimizer = sgd(model, lr=0.1 if hvd.rank() == 0 else 0.2)
