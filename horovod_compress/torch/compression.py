@@ -265,15 +265,15 @@ class BoundCompression(Binding):
         self._options_agreed = True
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        first = horovod_internals.first_result(optimizer) if self._exchange.under_way else None
-        if first is not None:
-            sleep_until_over(first)
         if self._results:
             self._results = "in use"
             if self._grad_scaler is None and self._exchange.keeps_state and horovod_internals.in_grad_scaler():
                 warn_once("a GradScaler scales these gradients: give the compression grad_scaler=…, or what it keeps does not follow the scale")
         elif horovod_internals.in_grad_scaler():
             raise RuntimeError(f"GradScaler.step() came before optimizer.synchronize(): {_SYNCHRONIZE_FIRST}")
+        first = horovod_internals.first_result(optimizer) if self._exchange.under_way else None
+        if first is not None:
+            sleep_until_over(first)
         self._takeover.before_step(optimizer)
 
     def _after_step(self) -> None:

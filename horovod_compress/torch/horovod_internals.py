@@ -107,12 +107,13 @@ def reduce_zeros(optimizer: Any) -> None:
 
 
 def first_result(optimizer: Any) -> Optional[int]:
-    """The handle of what `synchronize()` waits for first; None where it has gradients to hand over before, which the others may wait for."""
+    """The handle of what a step waits for first. None where it has gradients to hand over before, which the others may wait for, and inside
+    `with optimizer.skip_synchronize():`, where it waits for nothing."""
     handles = optimizer._handles
     given = {p for params in handles for p in (params if isinstance(params, tuple) else (params,))}
     first = next((handle for handle, _ in handles.values()), None)
     complete = optimizer._requires_update <= given and all(handle is not None for handle, _ in handles.values())
-    return first if complete and isinstance(first, int) else None
+    return first if optimizer._should_synchronize and complete and isinstance(first, int) else None
 
 
 def results_after(optimizer: Any) -> Dict[int, int]:

@@ -1,5 +1,4 @@
 """Horovod's own collectives, through horovod.torch. They work with MPI and Gloo, and Horovod fuses them with its other ones."""
-import contextlib
 import functools
 import threading
 import time
@@ -23,9 +22,15 @@ def sleep_until_over(handle: int) -> None:
     """Waits for an operation of Horovod's, and leaves the processor to others meanwhile. Horovod's own wait is a loop of sched_yield(), which takes
     turns with all that has to run before the operation can end, where ranks share a core."""
     since = time.monotonic()
-    with contextlib.suppress(ValueError):  # Its result has been taken before.
-        while not hvd.poll(handle):
-            time.sleep(min(max(_SHORTEST, (time.monotonic() - since) / 16), _LONGEST))
+    while not _is_over(handle):
+        time.sleep(min(max(_SHORTEST, (time.monotonic() - since) / 16), _LONGEST))
+
+
+def _is_over(handle: int) -> bool:
+    try:
+        return hvd.poll(handle)
+    except ValueError:  # Its result has been taken before.
+        return True
 
 
 def synchronize(handle: int) -> Any:

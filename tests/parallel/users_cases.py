@@ -5,6 +5,7 @@ run_cases.py runs the cases, test_users.py asks.
 import contextlib
 import itertools
 import os
+import signal
 import threading
 import time
 import warnings
@@ -366,6 +367,70 @@ def a_rank_that_waits_leaves_the_processor():
             began = time.thread_time()
             optimizer.step()
             assert hvd.rank() == 1 or time.thread_time() - began < 0.5
+
+
+@case(2)
+def an_error_of_a_signals_handler_comes_through_a_wait():
+    """As a watchdog's does. The step can be taken again."""
+
+    def raise_error(*_):
+        raise ValueError("it takes too long")
+
+    weight, _, optimizer = ones("topk")
+    before = signal.signal(signal.SIGALRM, raise_error)
+    try:
+        for late in (False, True):
+            optimizer.zero_grad()
+            if late and hvd.rank() == 1:
+                time.sleep(1.5)
+            weight.sum().backward()
+            if late and hvd.rank() == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0.5)
+                with raises(ValueError, "it takes too long"):
+                    optimizer.step()
+            optimizer.step()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    weights = hvd.allgather(weight.detach()[None], name="weights")
+    assert torch.equal(weights[0], weights[1])
+
+
+@case(2)
+def a_step_that_synchronizes_nothing_waits_for_nothing():
+    """Rank 1 begins its backward pass when rank 0 has taken a step with its own gradients."""
+    weight, _, optimizer = ones("topk")
+    weight.sum().backward()  # Ranks wait for each other at the first one.
+    optimizer.step()
+    optimizer.zero_grad()
+    if hvd.rank() == 1:
+        hvd.broadcast(torch.zeros(1), 0, name="a step was taken")
+    weight.sum().backward()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    if hvd.rank() == 0:
+        hvd.broadcast(torch.zeros(1), 0, name="a step was taken")
+    optimizer.synchronize()
+
+
+@case(2)
+def a_scalers_step_that_comes_too_early_is_refused_before_it_waits():
+    """Rank 0 skips the step, because its gradients overflow, and does not hand over what rank 1 has handed over first."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = sgd(model)
+    optimizer = wrap(model, optimizer, hvdc.Compression.topk(optimizer, model.named_parameters(), grad_scaler=scaler))
+    for early in (False, True):
+        optimizer.zero_grad()
+        if early and hvd.rank() == 0:
+            scaler.scale(model[0](torch.ones(2, 4)).sum() * float("inf")).backward()
+            scaler.step(optimizer)
+        else:
+            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        if early and hvd.rank() == 1:
+            with raises(RuntimeError, "GradScaler.step() came before"):
+                scaler.step(optimizer)
+        optimizer.synchronize()
+    assert not torch.isfinite(model[0].weight.grad).all()
 
 
 @case(2)
