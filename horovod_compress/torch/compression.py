@@ -161,7 +161,8 @@ class BoundCompression(Binding):
         slot, grad, memory, sent, carrier = ctx
         self._streams.join()
         if self._submitted:
-            self._begin_results()
+            self._results_after = horovod_internals.results_after(self._optimizer)
+            self._look_for_changes()
         if tensor is None:  # An exception came after Horovod had handed this result over.
             self._spoil(slot, grad, f"the step was interrupted while the result of {slot.name} came")
             self._exchange.give_up(slot.name)
@@ -178,10 +179,9 @@ class BoundCompression(Binding):
             sleep_until_over(self._results_after[id(slot.param)])
         return grad if self._spoilt is None else self._unspoilt(grad)
 
-    def _begin_results(self) -> None:
+    def _look_for_changes(self) -> None:
         """Spoils the step where the user has changed a gradient of it. When its first result comes, because then Horovod begins to write results, and
         gradients may be views of one tensor, which share their version."""
-        self._results_after = horovod_internals.results_after(self._optimizer)
         for slot, grad, version in self._submitted:
             if slot.param.grad is None or slot.param.grad._version != version:
                 self._spoil(slot, grad, f"the gradient of {slot.name} was changed while it was exchanged: {_SYNCHRONIZE_FIRST}")

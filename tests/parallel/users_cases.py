@@ -358,7 +358,7 @@ def a_rank_that_waits_leaves_the_processor():
     """Horovod's own wait is a loop that takes as much of a core as it gets."""
     parameter = nn.Parameter(torch.zeros(1000))
     updates = hvdc.UpdateOptimizer(torch.optim.SGD([parameter], lr=0.1), [("w", parameter)], "topk")
-    for weight, optimizer in ((ones("topk")[::2]), (parameter, updates)):
+    for weight, optimizer in (ones("topk")[::2], (parameter, updates)):
         for late in (False, True):
             optimizer.zero_grad()
             if late and hvd.rank() == 1:
