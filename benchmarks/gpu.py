@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""A step of a compression where gradients are on a GPU: by the kernels there, through the host, and, for dgc, in torch's operations; beside copying.
+"""A step of a compression where gradients are on a GPU, by the kernels there and through the host.
 
     .venv/bin/python benchmarks/gpu.py [SPEC ...] [--models resnet50 bert] [--ranks 2] [--steps 20]
 
-Encoding and decoding of a whole model's gradients, of which the payloads of all ranks are taken to be this one's; no network is in it. Copying is
-that of 24 bytes an element on the device, what a pass over gradient, u and v reads and writes. Prints a table in Markdown, medians in milliseconds;
---json writes all times. On the CPU, with HOROVOD_COMPRESS_KERNELS=device, it only shows that it works: that interprets the programs.
+Encodes and decodes a whole model's gradients. The payloads of all ranks are taken to be this one's:
+there is no network. For dgc, also in torch's operations. Beside them stands a copy of 24 bytes an
+element on the device: reading and writing gradient, u and v once. Prints a table in Markdown of
+medians; --json writes all times. Needs neither Horovod nor a second GPU. On the CPU, with
+HOROVOD_COMPRESS_KERNELS=device, it only shows that it works: that interprets the programs.
 """
 import argparse
 import json
 import pathlib
+import re
 import statistics
 import sys
 import time
@@ -20,62 +23,86 @@ from horovod_compress import get_compressor, kernels
 from horovod_compress.bench import Echo
 from horovod_compress.lockstep import make_ranks
 from horovod_compress.models import MODELS
-from horovod_compress.torch.parameters import flat
 
-DEFAULT = ["dgc:ratio=0.001", "topk:ratio=0.001", "adacomp", "variance", "maxnorm", "multiscale", "fp16"]
-WARMUP = 3  # steps that compile and touch new memory
+DEFAULT = [
+    "dgc:ratio=0.001", "topk:ratio=0.001", "adacomp", "variance", "maxnorm", "multiscale", "fp16",
+]
+# Steps that compile and touch new memory.
+WARMUP = 3
 
 
-def exchanged(exchange, grads):
-    """A step of all tensors, whose results are left in the gradients' memory."""
-    carriers = {name: exchange.submit(name, grad) for name, grad in grads.items()}
-    exchange.flush()
-    for name, carrier in carriers.items():
-        exchange.finish(name, carrier)
-    exchange.end_step()
+def by_exchange(spec, grads, options, arrays):
+    """(encode, decode) of a step of all tensors, whose results are left in the arrays' memory."""
+    shapes = {name: grad.shape for name, grad in grads.items()}
+    (exchange,) = make_ranks(get_compressor(spec), shapes, [Echo(options.ranks)])
+    carriers = {}
+
+    def encode():
+        carriers.update({name: exchange.submit(name, array) for name, array in arrays.items()})
+        exchange.flush()
+
+    def decode():
+        for name, carrier in carriers.items():
+            exchange.finish(name, carrier)
+        exchange.end_step()
+
+    return encode, decode
 
 
 def on_device(spec, grads, options):
     """A step by the kernels where the gradients are."""
-    (exchange,) = make_ranks(get_compressor(spec), {name: grad.shape for name, grad in grads.items()}, [Echo(options.ranks)])
-    arrays = {name: flat(grad, True) for name, grad in grads.items()}
-    return lambda: exchanged(exchange, arrays)
+    from horovod_compress.kernels.device import DeviceArray  # imports Triton
+
+    arrays = {name: DeviceArray(grad.view(-1)) for name, grad in grads.items()}
+    return by_exchange(spec, grads, options, arrays)
 
 
 def through_host(spec, grads, options):
     """A step on the host, through pinned memory."""
-    (exchange,) = make_ranks(get_compressor(spec), {name: grad.shape for name, grad in grads.items()}, [Echo(options.ranks)])
-    copies = {name: torch.empty_like(grad, device="cpu", pin_memory=grad.is_cuda) for name, grad in grads.items()}
-    arrays = {name: flat(copy, False) for name, copy in copies.items()}
+    copies = {
+        name: torch.empty_like(grad, device="cpu", pin_memory=grad.is_cuda)
+        for name, grad in grads.items()
+    }
+    arrays = {name: copy.view(-1).numpy() for name, copy in copies.items()}
+    encode, decode = by_exchange(spec, grads, options, arrays)
 
-    def step():
+    def encode_copies():
         for name, grad in grads.items():
             copies[name].copy_(grad)
-        exchanged(exchange, arrays)
+        encode()
+
+    def decode_copies():
+        decode()
         for name, grad in grads.items():
             grad.copy_(copies[name])
 
-    return step
+    return encode_copies, decode_copies
 
 
 def in_torch(ratio, grads, options):
-    """Deep Gradient Compression as torch's operations say it: a threshold from a sample, entries by a mask, no coding."""
-    state = {name: (torch.zeros_like(grad).view(-1), torch.zeros_like(grad).view(-1)) for name, grad in grads.items()}
+    """Deep Gradient Compression in torch's operations: a sampled threshold, a mask, no coding."""
+    state = {name: torch.zeros(2, g.numel(), device=g.device) for name, g in grads.items()}
+    entries = {}
 
-    def step():
+    def encode():
         for name, grad in grads.items():
             (u, v), g = state[name], grad.view(-1)
             v.add_(u.mul_(0.9).add_(g))
             magnitude = v.abs()
-            sample = magnitude[torch.randint(v.numel(), (v.numel() // 100 + 256,), device=v.device)]
-            indices = (magnitude >= sample.topk(max(int(ratio * sample.numel()), 1)).values[-1]).nonzero().view(-1)
-            values = v[indices]
+            places = torch.randint(v.numel(), (v.numel() // 100 + 256,), device=v.device)
+            sample = magnitude[places]
+            floor = sample.topk(max(int(ratio * sample.numel()), 1)).values[-1]
+            indices = (magnitude >= floor).nonzero().view(-1)
+            entries[name] = indices, v[indices]
             v[indices], u[indices] = 0, 0
             g.zero_()
-            for _ in range(options.ranks):
-                g.index_add_(0, indices, values, alpha=1 / options.ranks)
 
-    return step
+    def decode():
+        for name, (indices, values) in entries.items():
+            for _ in range(options.ranks):
+                grads[name].view(-1).index_add_(0, indices, values, alpha=1 / options.ranks)
+
+    return encode, decode
 
 
 def copying(grads):
@@ -83,45 +110,100 @@ def copying(grads):
     numel = sum(grad.numel() for grad in grads.values())
     arrays = [torch.zeros(numel, device=next(iter(grads.values())).device) for _ in range(6)]
 
-    def step():
+    def copy():
         for to, source in zip(arrays[:3], arrays[3:]):
             to.copy_(source)
 
-    return step
+    return copy, lambda: None
 
 
-def milliseconds(step, grads, given, options):
-    """The times of a step on fresh gradients."""
+def timed(parts, grads, given, options):
+    """[[ms of encoding, ms of decoding] of each step], on fresh gradients."""
+    synchronize = torch.cuda.synchronize if options.device == "cuda" else lambda: None
     found = []
     for number in range(WARMUP + options.steps):
         for name, grad in grads.items():
             grad.copy_(given[name])
-        synchronize = torch.cuda.synchronize if options.device == "cuda" else lambda: None
         synchronize()
-        started = time.perf_counter()
-        step()
-        synchronize()
+        times = [time.perf_counter()]
+        for part in parts:
+            part()
+            synchronize()
+            times.append(time.perf_counter())
         if number >= WARMUP:
-            found.append(1e3 * (time.perf_counter() - started))
+            found.append([1e3 * (after - before) for before, after in zip(times, times[1:])])
     return found
+
+
+def traced(parts, grads, given):
+    """Of one step on a GPU: launches, copies between host and device, waits for the device, and the
+    milliseconds that the device was busy."""
+    for name, grad in grads.items():
+        grad.copy_(given[name])
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as profiler:
+        for part in parts:
+            part()
+    counts = {event.key: event.count for event in profiler.key_averages()}
+
+    def of(pattern):
+        return sum(count for key, count in counts.items() if re.match(pattern, key))
+
+    busy = sum(event.self_device_time_total for event in profiler.key_averages())
+    return {
+        "launches": of("cu.*Launch"), "copies": of("cudaMemcpy|cuMemcpy"),
+        # The profiler itself waits for the device once, when it ends.
+        "waits": of("cu.*Synchronize") - 1, "busy": busy / 1e3,
+    }
 
 
 def measured(model, options):
-    """{what: {where: times}} of a model."""
+    """{what: {where: {"times": as `timed` has them, on a GPU "trace": as `traced`}}} of a model."""
     torch.manual_seed(0)
-    given = {name: 1e-3 * torch.randn(shape, device=options.device) for name, shape in MODELS[model]().items()}
+    shapes = MODELS[model]()
+    given = {name: 1e-3 * torch.randn(of, device=options.device) for name, of in shapes.items()}
     grads = {name: torch.empty_like(grad) for name, grad in given.items()}
-    found = {"copying 24 bytes an element": {"on the device": milliseconds(copying(grads), grads, given, options)}}
+
+    def facts(parts):
+        found = {"times": timed(parts, grads, given, options)}
+        if options.device == "cuda":
+            found["trace"] = traced(parts, grads, given)
+        return found
+
+    found = {"copying 24 bytes an element": {"on the device": facts(copying(grads))}}
     for spec in options.specs:
-        ways = {"on the device": on_device(spec, grads, options), "through the host": through_host(spec, grads, options)}
+        ways = found[spec] = {
+            "on the device": facts(on_device(spec, grads, options)),
+            "through the host": facts(through_host(spec, grads, options)),
+        }
         if spec.startswith("dgc:ratio="):
-            ways["torch's operations"] = in_torch(get_compressor(spec).ratio, grads, options)
-        found[spec] = {where: milliseconds(step, grads, given, options) for where, step in ways.items()}
+            parts = in_torch(get_compressor(spec).ratio, grads, options)
+            ways["torch's operations"] = facts(parts)
     return found
 
 
+def table(found):
+    """The lines of a table in Markdown."""
+    columns = "encode ms", "decode ms", "times copying", "launches", "copies", "waits", "busy ms"
+    yield "| " + " | ".join(["model", "a step of", "where", *columns]) + " |"
+    yield "|---|---|---|" + "---:|" * 7
+    for model, rows in found.items():
+        copied = None
+        for what, ways in rows.items():
+            for where, its in ways.items():
+                encode, decode = (statistics.median(column) for column in zip(*its["times"]))
+                copied = copied or encode
+                trace = its.get("trace", dict.fromkeys(("launches", "copies", "waits", "busy"), ""))
+                numbers = [f"{encode:.2f}", f"{decode:.2f}", f"{(encode + decode) / copied:.1f}"]
+                numbers += [str(trace[key]) for key in ("launches", "copies", "waits")]
+                numbers += [f"{trace['busy']:.2f}" if trace["busy"] != "" else ""]
+                yield "| " + " | ".join([model, what, where, *numbers]) + " |"
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("specs", nargs="*", metavar="SPEC", default=DEFAULT)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["resnet50", "bert"])
     parser.add_argument("--ranks", type=int, default=2, help="whose payloads are decoded")
@@ -129,15 +211,15 @@ def main():
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
-    if not kernels.serves(options.device) or options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit(f"there are no kernels for {options.device} here: a GPU that torch sees is needed, and triton, as horovod-compress[gpu] installs it")
+    there = options.device == "cpu" or torch.cuda.is_available()
+    if not kernels.serves(options.device) or not there:
+        sys.exit(
+            f"there are no kernels for {options.device} here: a GPU that torch sees is needed, and "
+            "triton, as horovod-compress[gpu] installs it"
+        )
     found = {model: measured(model, options) for model in options.models}
-    columns = "on the device", "through the host", "torch's operations"
     print(torch.cuda.get_device_name() if options.device == "cuda" else "interpreted")
-    print("| " + " | ".join(["model", "ms a step", *columns]) + " |\n|---|---|" + "---:|" * len(columns))
-    for model, rows in found.items():
-        for what, times in rows.items():
-            print("| " + " | ".join([model, what, *(f"{statistics.median(times[at]):.2f}" if at in times else "" for at in columns)]) + " |")
+    print(*table(found), sep="\n")
     if options.json:
         options.json.write_text(json.dumps(found))
 
