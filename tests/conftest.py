@@ -1,10 +1,15 @@
-"""What all tests share: busy processes beside them, and their order."""
+"""What all tests share: the tiers, busy processes beside them, and the order.
+
+`scripts/test` runs what is not marked, `--all` what is marked `extended` too, and `--slow` only what
+is marked `release`.
+"""
 import contextlib
 import os
 import pathlib
 import subprocess
 import sys
 
+import hypothesis
 import pytest
 
 PARALLEL = pathlib.Path(__file__).parent / "parallel"
@@ -41,20 +46,51 @@ def busy():
     return busy_processes
 
 
+MARKERS = {
+    "extended": "runs with --all only: a promise that a shorter test shows too, in more settings",
+    "release": "runs with --slow only: what a release needs beside --all",
+}
+
+
 def pytest_addoption(parser):
     parser.addoption("--busy", type=int, default=0, metavar="N", help="run the tests beside N processes that keep the cores busy")
+    parser.addoption("--all", action="store_true", help="run the tests marked `extended` too")
+    parser.addoption("--slow", action="store_true", help="run the tests marked `release`, only those")
 
 
 def pytest_configure(config):
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+    _choose_examples(config.getoption("--all") or config.getoption("--slow"))
     if not hasattr(config, "workerinput"):  # once, not in every process of pytest-xdist
         stack = contextlib.ExitStack()
         stack.enter_context(busy_processes(config.getoption("busy")))
         config.add_cleanup(stack.close)
 
 
-def pytest_collection_modifyitems(items):
-    """Jobs of real ranks come last, when the other tests leave them the cores: ranks on busy cores wait for each other much longer."""
-    items.sort(key=lambda item: PARALLEL in item.path.parents)
+def _choose_examples(every):
+    """Properties: at most 15 examples each, or as many as each asks for. No test asserts on time."""
+    patient = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+    hypothesis.settings.register_profile("few", max_examples=15, **patient)
+    hypothesis.settings.register_profile("every", max_examples=10**6, **patient)
+    hypothesis.settings.load_profile("every" if every else "few")
+
+
+def _runs(item):
+    """Whether a test is of the tier that was asked for."""
+    release, extended = (item.get_closest_marker(name) for name in ("release", "extended"))
+    if item.config.getoption("--slow"):
+        return bool(release)
+    return not release and (not extended or item.config.getoption("--all"))
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out other tiers. Jobs of real ranks come last, when the other tests leave them the
+    cores: ranks on busy cores wait for each other much longer."""
+    left_out = [item for item in items if not _runs(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+    items[:] = sorted(filter(_runs, items), key=lambda item: PARALLEL in item.path.parents)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -11,6 +11,7 @@ pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorc
 
 from jobs import PATIENT
 
+pytestmark = pytest.mark.extended
 ROOT = pathlib.Path(__file__).parent.parent.parent
 TWO = subprocess.run([sys.executable, ROOT / "benchmarks" / "two_hosts.py", "--", "true"], capture_output=True, text=True)
 

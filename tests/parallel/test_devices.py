@@ -12,6 +12,7 @@ from jobs import LAUNCHERS, launch  # noqa: E402
 
 from horovod_compress import kernels  # noqa: E402
 
+pytestmark = pytest.mark.extended
 MPI = shutil.which("mpirun") is not None and hvd.mpi_built()
 needs_native = pytest.mark.skipif(kernels.backend != "native", reason="compares with the native kernels, which were not built")
 PLACES = {"on the host": {}, "on devices": {"HOROVOD_COMPRESS_KERNELS": "device"}}

@@ -17,6 +17,8 @@ from two_hosts import HOSTS
 from horovod_compress.compressors import get_compressor
 from horovod_compress.lockstep import run_step
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
@@ -27,7 +29,9 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=["on one machine", "on two hosts"])
+@pytest.fixture(scope="module", params=[
+    "on one machine", pytest.param("on two hosts", marks=pytest.mark.release),
+])
 def job(request, tmp_path_factory):
     """The folder of a job that has ended. On two hosts the one whose rank has died comes back under its address, which is a new host to Horovod."""
     folder = tmp_path_factory.mktemp("elastic")

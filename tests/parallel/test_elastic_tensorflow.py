@@ -10,6 +10,8 @@ from elastic_tensorflow_job import COMMITTED_EVERY, EPOCH, KILLED_AT, LOSS, RANK
 
 from horovod_compress.lockstep import run_step
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(scope="module", params=SPECS)
 def job(request, tmp_path_factory):

@@ -14,6 +14,8 @@ from horovod_compress.compressors import get_compressor
 from horovod_compress.compressors.base import OWED
 from horovod_compress.lockstep import run_step
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):

@@ -11,6 +11,7 @@ from jobs import LAUNCHERS, LIMIT, Job, launch
 from run_cases import START
 from test_ranks import needs_mpi
 
+pytestmark = pytest.mark.extended
 under_each_launcher = pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
 
 

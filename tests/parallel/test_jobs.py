@@ -8,7 +8,9 @@ from jobs import ENVIRONMENT, LAUNCHERS, LIMIT, launch
 
 LAUNCHERS_HERE = [name for name in ("mpirun", "horovodrun-gloo") if shutil.which(name.split("-")[0], path=ENVIRONMENT["PATH"])]
 
-pytestmark = pytest.mark.skipif(not LAUNCHERS_HERE, reason="needs mpirun or horovodrun")
+pytestmark = [
+    pytest.mark.extended, pytest.mark.skipif(not LAUNCHERS_HERE, reason="needs mpirun or horovodrun"),
+]
 
 
 def stopped(folder, case, launcher):

@@ -11,6 +11,8 @@ import torch
 
 import horovod_compress.torch as hvdc
 
+pytestmark = pytest.mark.extended
+
 
 def trained(compression):
     """On each rank: (parameters after some steps, what was sent)."""

@@ -4,6 +4,7 @@ import re
 import pytest
 from jobs import LAUNCHERS, launch
 
+pytestmark = pytest.mark.extended
 _FRAMEWORKS = {"cases": "horovod.torch", "tensorflow_cases": "horovod.tensorflow"}
 
 

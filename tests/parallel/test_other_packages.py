@@ -8,6 +8,7 @@ import sys
 import pytest
 from jobs import LAUNCHERS, launch
 
+pytestmark = pytest.mark.extended
 PACKAGE = pathlib.Path(__file__).parents[2] / "examples" / "compressor"
 
 

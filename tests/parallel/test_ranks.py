@@ -1,5 +1,4 @@
 """Real ranks under mpirun and horovodrun. One job runs all cases meant for its size; each case is a test of its own here."""
-import functools
 import json
 import shutil
 import subprocess
@@ -25,58 +24,64 @@ ACROSS_LAUNCHERS = ("replicas_identical_after_100_steps", "dense_limit", "not_fi
 SPLIT = ("split_gives_what_it_gives_in_one_process", "with_all_accepted_split_gives_what_the_allgather_gives", "split_trains_with_identical_replicas")
 
 
-@pytest.fixture(scope="session")
-def jobs(tmp_path_factory):
-    """Runs a job when its first case is asked for, and keeps what it found."""
-
-    @functools.lru_cache(maxsize=None)
-    def job(launcher, size, names):
-        return launch(tmp_path_factory.mktemp(f"{launcher}-{size}"), LAUNCHERS[launcher], size, names)
-
-    return job
+# What everybody's run shows on two ranks. Other cases, and other numbers of ranks, are for --all.
+PROMISES = (
+    *ACROSS_LAUNCHERS, "mismatched_ranks_are_named", "mistakes_get_clear_errors",
+    "momentum_is_taken_over_and_nothing_is_patched", "every_algorithm_trains",
+)
 
 
-def names_for(size):
-    return tuple(name for name, (sizes, _) in CASES.items() if size in sizes)
+def by_tier(size, case):
+    """The parameters of a case on `size` ranks, and its tier."""
+    return pytest.param(size, case, marks=() if size == 2 and case in PROMISES else pytest.mark.extended)
 
 
 @needs_mpi
-@pytest.mark.parametrize("size, case", [(size, case) for size in (1, 2, 3, 4, 8) for case in names_for(size)])
-def test_under_mpirun(jobs, size, case):
-    jobs("mpirun", size, names_for(size)).assert_passed(case)
+@pytest.mark.parametrize(
+    "size, case", [by_tier(size, case) for size in (1, 2, 3, 4, 8) for case, (sizes, _) in CASES.items() if size in sizes]
+)
+def test_under_mpirun(job, size, case):
+    job(LAUNCHERS["mpirun"], size).assert_passed(case)
 
 
 @pytest.mark.parametrize("case", (*ACROSS_LAUNCHERS, "mpi_needs_mpi"))
-def test_under_horovodrun_with_gloo(jobs, case):
-    jobs("horovodrun-gloo", 2, (*ACROSS_LAUNCHERS, "mpi_needs_mpi")).assert_passed(case)
+def test_under_horovodrun_with_gloo(job, case):
+    job(LAUNCHERS["horovodrun-gloo"], 2).assert_passed(case)
 
 
-@pytest.mark.parametrize("size, case", [(size, case) for size in (2, 3, 4) for case in SPLIT])
-def test_split_under_horovodrun_with_gloo(jobs, size, case):
-    jobs("horovodrun-gloo", size, SPLIT).assert_passed(case)
+@pytest.mark.extended
+@pytest.mark.parametrize("size, case", [(size, case) for size in (2, 3) for case in SPLIT])
+def test_split_under_horovodrun_with_gloo(job, size, case):
+    job(LAUNCHERS["horovodrun-gloo"], size).assert_passed(case)
 
 
 @needs_mpi
 @pytest.mark.parametrize("case", ACROSS_LAUNCHERS)
-def test_under_horovodrun_with_mpi(jobs, case):
-    jobs("horovodrun-mpi", 2, ACROSS_LAUNCHERS).assert_passed(case)
+def test_under_horovodrun_with_mpi(job, case):
+    job(LAUNCHERS["horovodrun-mpi"], 2).assert_passed(case)
 
 
-def test_beside_four_busy_processes(tmp_path, busy):
+@pytest.mark.release
+@pytest.mark.parametrize("case", ACROSS_LAUNCHERS)
+def test_beside_four_busy_processes(job, busy, case):
     """`scripts/test --busy 4` runs all tests so."""
     with busy(4):
-        job = launch(tmp_path, LAUNCHERS["mpirun" if MPI else "horovodrun-gloo"], 2, ACROSS_LAUNCHERS)
-    for case in ACROSS_LAUNCHERS:
-        job.assert_passed(case)
+        job(LAUNCHERS["mpirun" if MPI else "horovodrun-gloo"], 2).assert_passed(case)
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("horovodrun-mpi", marks=needs_mpi)])
-@pytest.mark.parametrize("case", [f"join_is_refused{when}" for when in ("", "_with_sums", "_with_split", "_after_a_step_that_failed")])
-def test_join_is_a_clear_error(tmp_path, launcher, case):
+@pytest.mark.extended
+@pytest.mark.parametrize("launcher, when", [
+    ("horovodrun-gloo", ""), ("horovodrun-gloo", "_with_split"),
+    pytest.param("horovodrun-mpi", "_with_sums", marks=needs_mpi),
+    pytest.param("horovodrun-mpi", "_after_a_step_that_failed", marks=needs_mpi),
+])
+def test_join_is_a_clear_error(tmp_path, launcher, when):
     """In a job of its own, because the ranks are not in step afterwards."""
+    case = f"join_is_refused{when}"
     launch(tmp_path, LAUNCHERS[launcher], 2, [case]).assert_passed(case)
 
 
+@pytest.mark.extended
 @needs_native
 @pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
 def test_ranks_on_different_kernels(tmp_path, launcher):
@@ -84,6 +89,7 @@ def test_ranks_on_different_kernels(tmp_path, launcher):
     launch(tmp_path, LAUNCHERS[launcher], 2, [case], environment={"KERNELS_ON_RANK": "1:reference"}).assert_passed(case)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
 def test_check_finds_out_what_pays_and_plan_goes_on_from_there(launcher, tmp_path):
     out = tmp_path / "network.json"
@@ -107,6 +113,7 @@ def test_check_finds_out_what_pays_and_plan_goes_on_from_there(launcher, tmp_pat
     assert again == none
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
 def test_check_sees_what_differs(launcher):
     rank = "HOROVOD_RANK" if launcher == "horovodrun-gloo" else "OMPI_COMM_WORLD_RANK"

@@ -9,6 +9,7 @@ pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorc
 from jobs import ENVIRONMENT, HERE, LIMIT
 
 
+@pytest.mark.release
 def test_a_short_soak():
     specs = ("dgc:ratio=0.01", "powersgd:rank=2")
     command = [sys.executable, HERE.parents[1] / "benchmarks" / "soak.py", "--steps", "120", "--every", "10", *specs]

@@ -1,5 +1,4 @@
 """The TensorFlow adapter on real ranks. One job runs all cases meant for its size; each case is a test of its own here."""
-import functools
 import pathlib
 import subprocess
 import sys
@@ -22,24 +21,23 @@ EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "keras_images.py"
 ALONE = ("one_thread_is_enough", "fit_learns_and_resumes_bit_for_bit")  # asked for by name, with other threads or launchers
 
 
-@pytest.fixture(scope="session")
-def jobs(tmp_path_factory):
-    """Runs a job when its first case is asked for, and keeps what it found."""
-
-    @functools.lru_cache(maxsize=None)
-    def job(size):
-        return launch(tmp_path_factory.mktemp(f"tensorflow-{size}"), LAUNCHER, size, names_for(size), cases="tensorflow_cases")
-
-    return job
+# What everybody's run shows on two ranks. Other cases, and other numbers of ranks, are for --all.
+PROMISES = (
+    "dense_limit", "a_tape_gives_what_simulate_gives", "not_finite_gradients_lose_nothing",
+    "states_are_loaded_before_the_first_gradient", "mismatched_ranks_are_named",
+)
 
 
-def names_for(size):
-    return tuple(name for name, (sizes, _) in CASES.items() if size in sizes and name not in ALONE)
+def by_tier(size, case):
+    """The parameters of a case on `size` ranks, and its tier."""
+    return pytest.param(size, case, marks=() if size == 2 and case in PROMISES else pytest.mark.extended)
 
 
-@pytest.mark.parametrize("size, case", [(size, case) for size in (1, 2, 3, 4, 8) for case in names_for(size)])
-def test_cases(jobs, size, case):
-    jobs(size).assert_passed(case)
+@pytest.mark.parametrize("size, case", [
+    by_tier(size, case) for size in (1, 2, 3, 4, 8) for case, (sizes, _) in CASES.items() if size in sizes and case not in ALONE
+])
+def test_cases(job, size, case):
+    job(LAUNCHER, size, cases="tensorflow_cases").assert_passed(case)
 
 
 def alone(folder, case, launcher=LAUNCHER, **options):
@@ -47,19 +45,23 @@ def alone(folder, case, launcher=LAUNCHER, **options):
     launch(folder, launcher, 2, [case], **{"cases": "tensorflow_cases", **options}).assert_passed(case)
 
 
+@pytest.mark.extended
 def test_one_thread_between_operations_is_enough(tmp_path):
     alone(tmp_path, "one_thread_is_enough", environment={"TF_NUM_INTEROP_THREADS": "1"})
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(kernels.backend != "native", reason="needs native kernels, which were not built")
 def test_ranks_on_different_kernels(tmp_path):
     alone(tmp_path, "ranks_on_different_kernels", environment={"KERNELS_ON_RANK": "1:reference"})
 
 
+@pytest.mark.extended
 def test_a_rank_that_joins_is_a_clear_error(tmp_path):
     alone(tmp_path, "join_is_refused")
 
 
+@pytest.mark.extended
 def test_a_state_loaded_on_one_rank_only_is_a_clear_error(tmp_path):
     alone(tmp_path, "a_state_loaded_on_one_rank_only")
 
@@ -68,11 +70,13 @@ def test_fit_under_horovodrun_with_gloo(tmp_path):
     alone(tmp_path, "fit_learns_and_resumes_bit_for_bit", LAUNCHERS["horovodrun-gloo"])
 
 
+@pytest.mark.extended
 @needs_mpi
 def test_models_under_horovodrun_with_mpi(tmp_path):
     alone(tmp_path, "traces_share_a_state_and_models_do_not", LAUNCHERS["horovodrun-mpi"])
 
 
+@pytest.mark.extended
 def test_the_same_gradients_give_the_same_as_in_torch(tmp_path):
     """Bit for bit, and byte for byte on the wire, on two real ranks each."""
     pytest.importorskip("horovod.torch", reason="needs Horovod with PyTorch")
@@ -88,6 +92,7 @@ def test_the_same_gradients_give_the_same_as_in_torch(tmp_path):
         assert not different, different[:10]
 
 
+@pytest.mark.extended
 def test_the_example_saves_and_resumes(tmp_path):
     command = [*LAUNCHER.format(size=2).split(), sys.executable, EXAMPLE, "--images", "640", "--compression", "dgc:ratio=0.01"]
     for arguments in (["--epochs", "1"], ["--epochs", "2", "--resume", "1"]):

@@ -17,9 +17,10 @@ ON_TWO_HOSTS = {
 }
 
 
-on_every_launcher = pytest.mark.parametrize(
-    "launcher", ["horovodrun-gloo", *(pytest.param(name, marks=needs_mpi) for name in ("horovodrun-mpi", "mpirun"))]
-)
+def by_tier(launcher, *more, runs_with):
+    """The parameters of a job on two hosts; runs_with: the marker of its tier."""
+    needed = [] if launcher == "horovodrun-gloo" else [needs_mpi]
+    return pytest.param(launcher, *more, marks=[*needed, getattr(pytest.mark, runs_with)])
 
 
 @contextlib.contextmanager
@@ -38,8 +39,12 @@ def two_hosts():
         yield hosts
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@on_every_launcher
+@pytest.mark.parametrize("launcher, size", [
+    by_tier("horovodrun-gloo", 4, runs_with="extended"), by_tier("mpirun", 2, runs_with="extended"),
+    *(by_tier(*both, runs_with="release") for both in (
+        ("horovodrun-gloo", 2), ("mpirun", 4), ("horovodrun-mpi", 2), ("horovodrun-mpi", 4),
+    )),
+])
 def test_on_two_hosts(tmp_path, two_hosts, launcher, size):
     cases = ["replicas_identical_after_100_steps", "on_two_hosts", *(["hosts_give_what_they_give_in_one_process"] if size == 4 else [])]
     job = launch(tmp_path, ON_TWO_HOSTS[launcher], size, cases, hosts=two_hosts)
@@ -47,6 +52,7 @@ def test_on_two_hosts(tmp_path, two_hosts, launcher, size):
         job.assert_passed(case)
 
 
+@pytest.mark.release
 def test_far_apart(tmp_path):
     """An answer takes two delays, and training goes over it."""
     cases = ["replicas_identical_after_100_steps", "an_answer_takes_20_ms"]
@@ -56,7 +62,10 @@ def test_far_apart(tmp_path):
         job.assert_passed(case)
 
 
-@on_every_launcher
+@pytest.mark.parametrize("launcher", [
+    by_tier("horovodrun-gloo", runs_with="extended"), by_tier("mpirun", runs_with="release"),
+    by_tier("horovodrun-mpi", runs_with="release"),
+])
 def test_a_host_that_is_cut_off_ends_the_job(tmp_path, launcher):
     """Under Gloo with Horovod's own error on the other, within Horovod's own timeout; under MPI it is mpirun that notices."""
     options = {"names": ["trains_until_cut_off"], "environment": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"}}

@@ -1,31 +1,20 @@
 """What users do beside the plain training loop, on real ranks. One job a framework runs its cases; each case is a test of its own here."""
-import functools
-
 import pytest
 
 pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
 
 import horovod.torch as hvd
 import users_cases
-from jobs import LAUNCHERS, launch
+from jobs import LAUNCHERS
+
+pytestmark = pytest.mark.extended
 
 LAUNCHER = LAUNCHERS["mpirun" if hvd.mpi_built() else "horovodrun-gloo"]
 
 
-@pytest.fixture(scope="session")
-def jobs(tmp_path_factory):
-    """Runs a job when its first case is asked for, and keeps what it found."""
-
-    @functools.lru_cache(maxsize=None)
-    def job(cases, names):
-        return launch(tmp_path_factory.mktemp(cases), LAUNCHER, 2, names, cases=cases)
-
-    return job
-
-
 @pytest.mark.parametrize("case", users_cases.CASES)
-def test_torch(jobs, case):
-    jobs("users_cases", tuple(users_cases.CASES)).assert_passed(case)
+def test_torch(job, case):
+    job(LAUNCHER, 2, cases="users_cases").assert_passed(case)
 
 
 TENSORFLOW = (  # by name: TensorFlow is not imported beside PyTorch
@@ -35,6 +24,6 @@ TENSORFLOW = (  # by name: TensorFlow is not imported beside PyTorch
 
 
 @pytest.mark.parametrize("case", TENSORFLOW)
-def test_tensorflow(jobs, case):
+def test_tensorflow(job, case):
     pytest.importorskip("horovod.tensorflow", reason="needs Horovod with TensorFlow")
-    jobs("users_tensorflow_cases", TENSORFLOW).assert_passed(case)
+    job(LAUNCHER, 2, cases="users_tensorflow_cases").assert_passed(case)

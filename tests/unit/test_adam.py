@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import horovod_compress.torch as hvdc
+from examples import examples
 
 
 def steps_with(optimizer, param, gradients):
@@ -25,6 +26,7 @@ def weights(shape=(3, 4)):
     return torch.nn.Parameter(torch.linspace(-1, 1, int(np.prod(shape)), dtype=torch.float64).reshape(shape).clone())
 
 
+@examples(100)
 @given(betas=st.tuples(st.floats(0, 0.99), st.floats(0, 0.999)), decay=st.floats(0, 0.5), lr=st.floats(0, 1), seed=st.integers(0, 9))
 def test_one_rank_has_torchs_adamw(betas, decay, lr, seed):
     ours, torchs = weights(), weights()

@@ -4,10 +4,11 @@ import math
 import numpy as np
 import pytest
 from battery_facts import FACTS, assert_conserved, over, quiet, residual_of, shaped, spec_of, steps_of
-from hypothesis import given, settings
+from hypothesis import given
 from ranks import any_gradients
 
 import horovod_compress as hc
+from examples import examples
 from horovod_compress.lockstep import mean_of
 
 pytestmark = quiet
@@ -17,7 +18,7 @@ pytestmark = quiet
 
 
 @over(lambda facts: facts.conserves)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(grads=any_gradients())
 def test_nothing_is_lost(id, options, grads):
     run = hc.simulate(spec_of(id, options), grads)
@@ -77,7 +78,7 @@ def test_noise_of_ranks_averages_out(id, options):
 
 
 @over(lambda facts: facts.dense)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(grads=any_gradients())
 def test_dense_limit(id, options, grads):
     facts = FACTS[id]

@@ -10,6 +10,8 @@ from tasks import TASKS
 
 BENCHMARK = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "convergence.py"
 
+pytestmark = pytest.mark.extended
+
 RUNS = [
     "none", "dgc:ratio=0.05", "adam/updates/topk:ratio=0.05", "adam/updates:every=4,outer=1+0.5/topk:ratio=0.2", "corrected/updates/topk:ratio=0.05",
 ]

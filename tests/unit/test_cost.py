@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from horovod_compress.cost import COLLECTIVES, FUSION, Load, Network, added_seconds, break_even
 
 seconds = st.floats(0, 10)
@@ -42,6 +43,7 @@ def test_what_horovod_cannot_fuse_takes_more_messages():
     assert found == [1, 1, 2, 3]
 
 
+@examples(100)
 @given(loads, ranks, rates, latencies, seconds)
 def test_a_step_takes_its_work_at_least_and_its_exchange_at_most(load, ranks, rate, latency, backward):
     network = Network.of_link(ranks, rate, latency)
@@ -49,6 +51,7 @@ def test_a_step_takes_its_work_at_least_and_its_exchange_at_most(load, ranks, ra
     assert load.encode + load.decode <= added * EXACT <= added_seconds(load, network) * EXACT**2
 
 
+@examples(100)
 @given(loads, ranks, rates, latencies, seconds, more)
 def test_more_of_anything_takes_no_less(load, ranks, rate, latency, backward, factor):
     here = Network.of_link(ranks, rate, latency)
@@ -62,6 +65,7 @@ def test_more_of_anything_takes_no_less(load, ranks, rate, latency, backward, fa
     assert before <= added_seconds(load.times(factor), here, backward) * EXACT
 
 
+@examples(100)
 @given(loads, loads, ranks, rates)
 def test_the_break_even_is_where_both_take_as_long(load, dense, ranks, rate):
     def network(factor):

@@ -3,11 +3,12 @@ import logging
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import assert_same, gradients, ranks_of
 
 import horovod_compress as hc
+from examples import examples
 from horovod_compress.compressors.base import Step
 from horovod_compress.lockstep import run_step
 from horovod_compress.step import times_dense
@@ -59,7 +60,7 @@ def test_what_gathered_several_times_too_much_is_exact_now(id):
         np.testing.assert_allclose(run.mean[step]["w"], given, atol=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.sampled_from(sorted(FED_BACK)), st.integers(1, 90), st.integers(1, 5), st.integers(0, 2**32), st.booleans())
 def test_nothing_is_lost_between_dense_and_gathered_steps(spec, size, steps, seed, fails):
     rng = np.random.default_rng(seed)

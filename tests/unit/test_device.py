@@ -2,11 +2,12 @@
 import kernel_arguments
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_arguments import VALUES, Arguments, assert_same, native_only
 from test_selection import DISTRIBUTIONS
 
+from examples import examples
 from horovod_compress import kernels
 from horovod_compress.kernels import host
 
@@ -63,7 +64,7 @@ def encode_topk(data, a, momentum):
 
 @native_only
 @on_device
-@settings(max_examples=120)
+@examples(120)
 @given(data=st.data(), momentum=MOMENTA)
 def test_what_is_sent_and_kept_is_the_same(where, data, momentum):
     compare("encode_topk", where, ["grad", "base", "u", "v"], **encode_topk(data, Arguments(data), momentum))
@@ -71,7 +72,7 @@ def test_what_is_sent_and_kept_is_the_same(where, data, momentum):
 
 @native_only
 @on_device
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data(), momentum=MOMENTA)
 def test_accumulation_and_choice_are_the_same(where, data, momentum):
     arguments = encode_topk(data, Arguments(data), momentum)
@@ -114,14 +115,14 @@ def test_a_sample_that_misleads_changes_nothing(where, misleading):
     ("take_entries", ["v", "u"]), ("decode_add_sparse", ["out"]), ("apply_momentum", ["out", "u", "new_u"]), ("encode_float16", ["x", "half"]),
     ("decode_float16", ["half", "out"]), ("decode_add_bf16", ["out"]),
 ])
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_the_other_kernels_are_the_same(where, name, arrays, data):
     compare(name, where, arrays, **getattr(kernel_arguments, name)(Arguments(data)))
 
 
 @on_device
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_bfloat16_is_the_same(where, data):
     """But for a body that is not used."""
@@ -137,7 +138,7 @@ def test_bfloat16_is_the_same(where, data):
 
 @native_only
 @on_device
-@settings(max_examples=100)
+@examples(100)
 @given(data=st.data(), scales=st.integers(1, 3), size=st.sampled_from([1, 2, 3, 1000]))
 def test_codes_are_the_same(where, data, scales, size):
     a = Arguments(data)
@@ -159,7 +160,7 @@ def test_codes_are_the_same(where, data, scales, size):
 
 
 @on_device
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_norms_are_the_same(where, data):
     a = Arguments(data)

@@ -6,10 +6,11 @@ import itertools
 import kernel_arguments
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_arguments import Arguments
 
+from examples import examples
 from horovod_compress import exchange as exchange_module
 from horovod_compress import get_compressor
 from horovod_compress.kernels import DeviceCall, at_once, deferred, host, together
@@ -141,7 +142,7 @@ def arguments_of(name, data):
     return getattr(kernel_arguments, name)(a), arrays.get(name, ["out"])
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_calls_made_together_are_those_made_alone(data):
     """Of different kernels, with different options, in any order."""

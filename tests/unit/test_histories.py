@@ -2,11 +2,12 @@
 import numpy as np
 import pytest
 from battery_facts import FACTS, SHAPES, copies, over, quiet, spec_of, steps_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import copy_of, on_all_ranks
 
 import horovod_compress as hc
+from examples import examples
 from horovod_compress import checkpoint
 from horovod_compress.exchange import Exchange
 from horovod_compress.lockstep import run_step
@@ -69,7 +70,7 @@ def test_nothing_is_lost_from_two_ranks_to_four_to_one_and_back(id, options):
 CONSERVING = [spec_of(id, options) for id, facts in FACTS.items() for options in facts.conserves]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(spec=st.sampled_from(CONSERVING), sizes=st.lists(st.integers(1, 4), min_size=2, max_size=5), evened=st.booleans(), seed=st.integers(0, 99))
 def test_nothing_is_lost_where_ranks_come_and_go_in_good_order(spec, sizes, evened, seed):
     """Where nobody leaves, without the mean before, too."""

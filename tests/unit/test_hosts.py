@@ -1,11 +1,12 @@
 """hosts=true: conservation, replicas and rollback, what it is equal to, portable states, bytes, and what is refused."""
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_all_ranks, shapes
 
 import horovod_compress as hc
+from examples import examples
 from horovod_compress import checkpoint
 from horovod_compress.hosts import Host
 from horovod_compress.lockstep import make_ranks, run_step
@@ -52,7 +53,7 @@ def on_hosts(step, name, local_size):
     return [np.sum([ranks[name] for ranks in step[first : first + together]], 0, np.float64) for first in range(0, len(step), together)]
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(jobs(), st.sampled_from(KEEPING))
 def test_nothing_is_lost_and_replicas_agree(job, keeping):
     """What is not finite stays out, element by element of a host's sum; the rest of such a step comes later."""
@@ -72,7 +73,7 @@ def test_nothing_is_lost_and_replicas_agree(job, keeping):
         np.testing.assert_allclose(sent[name] + owed(exchanges, name), given, atol=2e-5 * (1 + np.abs(given).max()))
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(jobs(), st.sampled_from(["topk:ratio=0.05", "dgc:ratio=0.05", "adacomp:seed=0", "variance:alpha=1", "efsignsgd:seed=0"]), st.integers(0, 8))
 def test_a_step_that_is_not_finite_is_undone_on_all_ranks_alike(job, spec, at):
     """Bit for bit, where it is forgotten."""

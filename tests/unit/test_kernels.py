@@ -5,17 +5,18 @@ import platform
 import kernel_arguments
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_arguments import BODIES, INSTRUCTIONS, KERNELS, Arguments, assert_same, body_of, native_only, trimmed, using
 
+from examples import examples
 from horovod_compress import kernels
 from horovod_compress.kernels import host, reference
 
 
 @native_only
 @pytest.mark.parametrize("name", KERNELS)
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(data=st.data())
 def test_native_equals_the_reference(name, data):
     arguments = getattr(kernel_arguments, name)(Arguments(data))
@@ -34,7 +35,7 @@ def test_native_equals_the_reference(name, data):
 
 @native_only
 @pytest.mark.parametrize("name", ["dequantize", "decode_float16", "decode_signs"])
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(data=st.data(), more=st.sampled_from([0, 1, 63, 64, 1000]), offset=st.integers(0, 17))
 def test_large_outputs_begin_and_end_anywhere(name, data, more, offset):
     """They are written past the caches, whole vectors at a time."""

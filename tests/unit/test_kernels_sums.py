@@ -5,10 +5,11 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_arguments import INSTRUCTIONS, KEYS, VALUES, Arguments, assert_same, body_of, buckets, native_only, trimmed, using
 
+from examples import examples
 from horovod_compress import kernels
 from horovod_compress.kernels import HEADROOM, host, reference
 
@@ -54,7 +55,7 @@ SUMS = {
 
 @native_only
 @pytest.mark.parametrize("name", SUMS)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_all_instructions_give_the_same_bits(name, data):
     arguments, found = SUMS[name](Arguments(data)), []
@@ -97,7 +98,7 @@ def test_instructions_that_are_not_there_are_refused():
 
 
 @native_only
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(data=st.data())
 def test_squared_norm_and_deviation_agree_to_rounding(data):
     x = Arguments(data).any()
@@ -111,7 +112,7 @@ def test_squared_norm_and_deviation_agree_to_rounding(data):
 
 @native_only
 @pytest.mark.parametrize("symmetric", [False, True])
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(data=st.data())
 def test_one_bit_agrees_to_rounding(symmetric, data):
     a = Arguments(data)
@@ -134,7 +135,7 @@ def test_the_mean_of_one_half_does_not_suffer_from_the_other():
 
 
 @native_only
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(data=st.data())
 def test_adacomp_agrees_to_rounding(data):
     a = Arguments(data)
@@ -157,7 +158,7 @@ def test_adacomp_agrees_to_rounding(data):
 
 
 @native_only
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(data=st.data())
 def test_products_with_few_vectors_agree_to_rounding(data):
     a = Arguments(data)
@@ -220,7 +221,7 @@ def test_powersgd_needs_the_same_kernels_on_all_ranks():
 
 
 @native_only
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(data=st.data())
 def test_buckets_of_norm_l2_agree_to_rounding(data):
     """Norms to rounding; levels to one, where the last bit of a norm tips the scales."""

@@ -1,17 +1,18 @@
 """Deep Gradient Compression's laws, over arbitrary shapes and values: nothing is lost, the dense limit is exact."""
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import any_gradients
 
 import horovod_compress as hc
+from examples import examples
 
 ratios = st.sampled_from([0.001, 0.01, 0.1, 0.4])
 values = st.sampled_from(["fp32", "fp16", "bf16"])
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(any_gradients(), ratios, values, st.booleans())
 def test_conservation(grads, ratio, values, masking):
     """Without momentum: all that was sent, and what every rank still holds, add up to all gradients."""
@@ -27,7 +28,7 @@ def test_conservation(grads, ratio, values, masking):
         assert (np.abs(sent + kept - total) <= 4e-7 * magnitude * len(grads) + 1e-30).all()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(any_gradients(max_ranks=1), ratios, st.booleans(), st.sampled_from([0.5, 0.9]))
 def test_what_was_sent_is_zero_afterwards(grads, ratio, nesterov, momentum):
     spec = {"id": "dgc", "ratio": ratio, "momentum": momentum, "nesterov": nesterov, "min_numel": 0}
@@ -38,7 +39,7 @@ def test_what_was_sent_is_zero_afterwards(grads, ratio, nesterov, momentum):
             assert (run.state[0][name]["v"][sent] == 0).all() and (run.state[0][name]["u"][sent] == 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(any_gradients(), st.booleans(), st.sampled_from([0.0, 0.9]), st.sampled_from([0, 64]))
 def test_dense_limit(grads, nesterov, momentum, min_numel):
     """ratio=1 without masking is the momentum of the mean gradient, through dense and gathered payloads alike."""
@@ -92,7 +93,7 @@ def run_sent(run, step, rank, v, top):
     return sent
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(any_gradients(), st.floats(1e-3, 1e3))
 def test_clipping_limits_the_norm_over_all_tensors(grads, clip_norm):
     """With op=Average g of all tensors together has at most clip_norm·√N; then everything is as for the clipped gradients."""

@@ -3,11 +3,12 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import ranks_of
 
 import horovod_compress as hc
+from examples import examples
 from horovod_compress import bench
 from horovod_compress.lockstep import run_step
 from horovod_compress.models import MODELS
@@ -23,7 +24,7 @@ def factors(shape, rank):
     return p // r, q // r, p + q
 
 
-@settings(deadline=None)
+@examples(100)
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=4), st.integers(1, 8))
 def test_powersgd_takes_the_split_that_sends_least(shape, rank):
     splits = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]

@@ -1,9 +1,11 @@
 """AdaComp (Chen et al., AAAI 2018) against its paper's own statements."""
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from paper_checks import alone, normal, payload_of, seeded  # noqa: F401
+
+from examples import examples
 
 
 def adacomp(residue, g, bin_length, factor=2.0):
@@ -32,7 +34,7 @@ def test_adacomp_follows_the_paper(bin_length):
     np.testing.assert_allclose(state["residual"], residue, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.integers(0, 2**32),
     st.integers(1, 500),

@@ -3,12 +3,13 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from paper_checks import alone, normal, seeded  # noqa: F401
 from ranks import ranks_of
 
 import horovod_compress as hc
+from examples import examples
 from horovod_compress import kernels
 from horovod_compress.lockstep import run_step
 
@@ -32,7 +33,7 @@ def test_globalrandk_visits_every_coordinate_in_a_sweep(d, k):
         assert any((a != b).any() for a, b in zip(visits[:steps], visits[steps : 2 * steps])), "sweeps differ"
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, 3000), st.integers(0, 2**64 - 1), st.data())
 def test_coordinates_are_a_permutation(numel, key, data):
     whole = kernels.host.draw_coordinates(key=key, numel=numel, first=0, count=numel)

@@ -1,9 +1,10 @@
 """The kernel that squares and sums what samples contribute to a product: the native one against NumPy's, on any strides."""
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from horovod_compress import kernels
 from horovod_compress.kernels import host, reference
 
@@ -27,7 +28,7 @@ def compare(left, right, with_sums):
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4 * np.abs(theirs).max())
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     st.integers(0, 2**32), st.integers(0, 5), sizes, sizes, sizes, st.sampled_from(["plain", "places first", "columns first"]),
     st.booleans(),
@@ -47,7 +48,7 @@ def test_matrices(seed, samples, places, rows, columns, layout, with_sums):
         assert (squares == 1).all()
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 20), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 def test_windows_that_overlap(seed, channels, outputs, size, stride, samples):
     rng = np.random.default_rng(seed)

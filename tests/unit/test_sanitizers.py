@@ -11,10 +11,13 @@ import pytest
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or sys.platform != "linux" or "NATIVE_UNDER_TEST" in os.environ,
-    reason="builds with g++'s sanitizers",
-)
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(
+        shutil.which("g++") is None or sys.platform != "linux" or "NATIVE_UNDER_TEST" in os.environ,
+        reason="builds with g++'s sanitizers",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +63,14 @@ def test_the_sanitizer_sees_what_it_should(environment):
     assert run(beside, "-c", code).strip() == environment["NATIVE_UNDER_TEST"]
 
 
-def test_a_hundred_thousand_hostile_payloads(environment):
-    assert run(environment, HERE / "fuzz_wire.py", "100000").startswith("native: 100000 hostile payloads")
+@pytest.mark.parametrize("payloads", [10_000, pytest.param(100_000, marks=pytest.mark.release)])
+def test_hostile_payloads(environment, payloads):
+    found = run(environment, HERE / "fuzz_wire.py", str(payloads))
+    assert found.startswith(f"native: {payloads} hostile payloads")
 
 
+@pytest.mark.parametrize("tier", [[], pytest.param(["--all"], marks=pytest.mark.release)], ids=["few examples", "all"])
 @pytest.mark.parametrize("tests", ["test_selection*.py", "test_kernels*.py"], ids=["test_selection.py", "test_kernels.py"])
-def test_kernels(environment, tests):
+def test_kernels(environment, tests, tier):
     # -s, or what a sanitizer says before it ends the process is lost with what pytest has captured.
-    run(environment, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *sorted(HERE.glob(tests)))
+    run(environment, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *tier, *sorted(HERE.glob(tests)))

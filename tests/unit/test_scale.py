@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from test_cli import refusal, run
 
 import horovod_compress as hc
+from examples import examples
 from horovod_compress import bench, prediction, scaling
 from horovod_compress.cost import COLLECTIVES, Load, Network
 
@@ -62,6 +63,7 @@ def test_splitting_brings_a_rank_no_more_where_there_are_more():
         assert load.rounds == 1 and load.gathers == 1 and not load.hides
 
 
+@examples(100)
 @given(st.integers(2, 10_000), st.integers(2, 10_000), st.booleans())
 def test_more_ranks_take_more_messages(first, second, rings):
     few, many = sorted((first, second))

@@ -3,11 +3,12 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from kernel_arguments import VALUES, assert_same
 
+from examples import examples
 from horovod_compress import kernels
 from horovod_compress.kernels import HEADROOM, host, reference
 
@@ -80,7 +81,7 @@ def test_of_each_chunk_exactly_the_largest_are_chosen_and_of_equal_ones_the_firs
 
 
 @native_only
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 3000), chunk=st.integers(1, 3000), data=st.data())
 def test_native_choice_in_chunks_equals_the_reference(seed, size, chunk, data):
     rng = np.random.default_rng(seed)
@@ -108,7 +109,7 @@ def test_a_constant_gradient_reaches_every_element():
 
 
 @native_only
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(data=st.data(), momentum=st.sampled_from(["none", "vanilla", "nesterov"]))
 def test_native_updates_equal_the_reference_bit_for_bit(data, momentum):
     size = data.draw(st.integers(1, 300))
@@ -137,7 +138,7 @@ def test_native_updates_equal_the_reference_bit_for_bit(data, momentum):
 
 
 @native_only
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data(), kind=st.sampled_from(VALUES))
 def test_native_take_encode_decode_add_equal_the_reference(data, kind):
     size = data.draw(st.integers(1, 200))
@@ -169,7 +170,7 @@ def test_native_take_encode_decode_add_equal_the_reference(data, kind):
 
 
 @native_only
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(seed=st.integers(0, 2**32), size=st.integers(0, 3000), kind=st.sampled_from(["sign", "power"]), data=st.data())
 def test_native_codes_of_scaled_values_equal_the_reference(seed, size, kind, data):
     rng = np.random.default_rng(seed)

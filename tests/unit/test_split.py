@@ -3,11 +3,12 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import ranks_of, shapes
 
 import horovod_compress as hc
+from examples import examples
 from horovod_compress.compressors.base import Step
 from horovod_compress.lockstep import make_ranks, run_step
 from horovod_compress.models import MODELS
@@ -36,6 +37,7 @@ def jobs(draw):
 # -- regions --------------------------------------------------------------------------------------------------------------------
 
 
+@examples(100)
 @given(st.lists(st.tuples(st.integers(1, 5000), st.floats(0.001, 1)), min_size=1, max_size=8), st.integers(1, 70), st.floats(1, 9))
 def test_every_element_has_one_owner_and_regions_have_equally_many_entries(tensors, ranks, accept):
     sizes = tuple((numel, math.ceil(ratio * numel)) for numel, ratio in tensors)
@@ -50,6 +52,7 @@ def test_every_element_has_one_owner_and_regions_have_equally_many_entries(tenso
         assert abs(entries - total / ranks) <= 2 + len(region)  # which are whole
 
 
+@examples(100)
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 50)), min_size=1, max_size=8), st.integers(2, 70), st.floats(1, 9))
 def test_quotas_add_up_to_what_is_to_be_accepted(tensors, ranks, accept):
     sizes = tuple((numel, min(k, numel)) for numel, k in tensors)
@@ -65,7 +68,7 @@ def test_quotas_add_up_to_what_is_to_be_accepted(tensors, ranks, accept):
 # -- results --------------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(jobs(), st.sampled_from(["topk", "dgc"]), st.sampled_from([0.01, 0.05, 0.15]))
 def test_with_all_accepted_results_are_those_of_the_allgather_bit_for_bit(job, id, ratio):
     named, steps = job
@@ -87,7 +90,7 @@ def goes_dense(id, ratio, shape, payloads):
     return times_dense(hc.get_compressor(f"{id}:ratio={ratio}").payload_bits(math.prod(shape), Step(0, 0, payloads)), payloads) > 1
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(jobs(), st.sampled_from(["fp32", "fp16", "bf16", "power", "2bit", "sign"]), st.sampled_from(["auto", 1, 1.7]))
 def test_nothing_is_lost_and_replicas_agree(job, values, accept):
     named, steps = job
@@ -103,7 +106,7 @@ def all_finite(mean):
     return all(np.isfinite(array).all() for array in mean.values())
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(jobs(), st.sampled_from(["fp32", "fp16", "power"]), st.integers(0, 8))
 def test_a_step_that_is_not_finite_is_undone_on_all_ranks_bit_for_bit(job, values, at):
     named, steps = job

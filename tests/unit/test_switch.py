@@ -1,9 +1,10 @@
 """Changing the compressor while training loses nothing: means of gradients are means of results and of what is owed, whatever comes after what."""
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from horovod_compress import checkpoint, get_compressor
 from horovod_compress.compressors.base import OWED
 from horovod_compress.lockstep import make_ranks, run_step
@@ -41,7 +42,7 @@ def owed(exchanges, name):
     return np.mean(total, axis=0, dtype=np.float64)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.tuples(st.sampled_from(EXACT), st.integers(0, 3), st.sampled_from(("", "nan", "save", "rescale"))), min_size=2, max_size=6),
        st.integers(1, 3), st.integers(0, 100))
 def test_nothing_is_lost_over_any_sequence_of_switches(sequence, size, seed):

@@ -1,9 +1,10 @@
 """The choice by trial is a pure function of durations: tested with durations that are known."""
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from horovod_compress.trials import Trials
 
 
@@ -21,7 +22,7 @@ def run(durations, seed=0, noise=0.0, steps=30, **options):
 seconds = st.floats(1e-3, 100)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.lists(seconds, min_size=1, max_size=8), st.integers(0, 1000), st.integers(24, 60))
 def test_the_choice_is_never_slower_than_any_candidate(durations, seed, steps):
     durations = {str(i): each for i, each in enumerate(durations)}

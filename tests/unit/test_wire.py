@@ -7,10 +7,11 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import gradients, ranks_of
 
+from examples import examples
 from horovod_compress import WireError, get_compressor, kernels, wire
 from horovod_compress.kernels import HEADROOM, Encoded, new_body
 from horovod_compress.kernels.reference.sparse import code_values
@@ -25,7 +26,7 @@ def frame_of(body=b"12345", number=1, digest=5, step=0, finite=True, frame_lengt
     return wire.seal(Encoded(new_body(body), 1, finite), number, digest, step, frame_length)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.tuples(st.binary(max_size=100), st.booleans(), st.integers(0, 70)), min_size=1, max_size=5), st.integers(0, 2**34))
 def test_frames_of_several_ranks_come_back(payloads, step):
     """With any padding."""
@@ -39,14 +40,14 @@ def test_frames_of_several_ranks_come_back(payloads, step):
     assert finite == all(finite for _, finite, _ in payloads)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.integers(HEADROOM, 10**6), min_size=1, max_size=100))
 def test_steady_lengths_hold_every_frame(needed):
     frame_length = wire.Steady()
     assert all(frame_length(length) >= length for length in needed)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(1000, 10**6), st.floats(0, 0.5), st.integers(0, 2**32))
 def test_steady_lengths_add_little(length, spread, seed):
     """Whatever varies how much: in the long run at most an eighth, and what a window sees only when it is over."""
@@ -90,7 +91,7 @@ def values_for(rng, kind, count):
     return code_values(values, kind)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.integers(0, 5000), st.sampled_from(KINDS), st.integers(0, 2**32), st.data())
 def test_sparse_bodies_come_back(numel, kind, seed, data):
     rng = np.random.default_rng(seed)
