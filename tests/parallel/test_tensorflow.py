@@ -30,7 +30,8 @@ PROMISES = (
 
 def by_tier(size, case):
     """The parameters of a case on `size` ranks, and its tier."""
-    return pytest.param(size, case, marks=() if size == 2 and case in PROMISES else pytest.mark.extended)
+    tier = pytest.mark.extended if size <= 3 else pytest.mark.release
+    return pytest.param(size, case, marks=() if size == 2 and case in PROMISES else tier)
 
 
 @pytest.mark.parametrize("size, case", [

@@ -17,10 +17,8 @@ pytest.importorskip("triton")
 from horovod_compress.kernels.device import DeviceArray  # noqa: E402
 
 GPU = torch.cuda.is_available()
-on_device = pytest.mark.parametrize("where", [
-    pytest.param("cuda", id="cuda", marks=pytest.mark.skipif(not GPU, reason="there is no GPU here")),
-    pytest.param("cpu", id="interpreted", marks=pytest.mark.skipif(GPU, reason="the GPU runs the programs")),
-])
+# On a GPU the programs run there, else in the interpreter.
+on_device = pytest.mark.parametrize("where", ["cuda"] if GPU else ["cpu"], ids=["cuda" if GPU else "interpreted"])
 MOMENTA = st.sampled_from([None, "vanilla", "nesterov"])
 
 
@@ -81,6 +79,7 @@ def test_accumulation_and_choice_are_the_same(where, data, momentum):
     compare("add_to_residual", where, ["grad", "base", "u", "v"], **arguments)
 
 
+@pytest.mark.extended
 @native_only
 @on_device
 @pytest.mark.parametrize("ratio", [0.0001, 0.001, 0.01, 0.25, 1.0])
