@@ -19,8 +19,8 @@ _CHANGED = 1.3  # times as long as expected: the candidates are tried again
 
 
 def default_candidates(takes_over: bool) -> List[str]:
-    """What is tried where the user names nothing: specs that are known to end where dense training ends. takes_over: whether the optimizer has a
-    momentum that dgc can take over."""
+    """What is tried where the user names nothing. takes_over: whether the optimizer has a momentum
+    that dgc can take over."""
     sparse = "dgc" if takes_over else "topk"
     return ["none", "fp16", f"{sparse}:ratio=0.01", f"{sparse}:ratio=0.01,min_numel=65536"]
 

@@ -28,7 +28,8 @@ class AdaComp(GatheringCompressor):
     With G = residual + g and H = residual + scale_factor·g, an element is sent where |H| ≥ max |G| of its bin. It is sent as the sign
     of G times the mean of all bins' maxima, one scale for a tensor. The error stays in the residual. The subtraction is pending until
     the next step's pass over the residual. How many elements are sent adapts to the layer and the phase of training, so there is no
-    warm-up. The ordinary optimizer works on the mean.
+    warm-up. The ordinary optimizer works on the mean; with Adam compress its updates instead
+    (UpdateOptimizer).
     """
 
     id = "adacomp"

@@ -22,7 +22,8 @@ class DGC(TopK):
 
     Each tensor of d floats has a momentum u and a velocity v (section 3.2); u only where momentum > 0. Bound to an SGD optimizer it takes over that
     optimizer's momentum, Nesterov and weight decay, which the optimizer must not apply a second time. Unbound, momentum defaults to 0.9; with other
-    optimizers to 0, which is top-k with error feedback.
+    optimizers to 0, which is top-k with error feedback; with Adam compress its updates instead
+    (UpdateOptimizer).
 
     A dense step sends v of all elements and masks no momentum. Tensors that are not compressed are averaged first and then get the same momentum.
     """

@@ -83,6 +83,7 @@ class GlobalRandK(SharedCoordinates):
 
     No index travels and payloads are allreduced, so it scales to any number of ranks. With error feedback (the default) the residual
     keeps the other coordinates until they are drawn. Unbiased, they are dropped and those drawn count d/K times.
+    The authors' code does neither.
     """
 
     id = "globalrandk"

@@ -26,8 +26,10 @@ def _entry_bits(density: float, values: str) -> float:
 class TopK(GatheringCompressor):
     """Sends the ratio·d entries of largest accumulated gradient and keeps the others in a residual for later steps.
 
-    The ordinary optimizer works on the mean. A dense step sends the residual of all elements. With `chunk` the entries are those of each
-    chunk of so many elements, as in SparseLoCo (arXiv 2508.15706), whose code for values is `values=2bit`.
+    The ordinary optimizer works on the mean; with Adam compress its updates instead
+    (UpdateOptimizer). A dense step sends the residual of all elements. With `chunk` the entries are
+    those of each chunk of so many elements, as in SparseLoCo (arXiv 2508.15706), whose code for
+    values is `values=2bit`.
     """
 
     id = "topk"
@@ -49,7 +51,7 @@ class TopK(GatheringCompressor):
     k: Optional[int] = option(Count(1, 2**32 - 1, optional=True), None, "entries of each chunk, or tensor, instead of a ratio")
     min_k: int = option(
         Count(1, 2**32 - 1), 32,
-        "entries of a tensor at least, where ratio says fewer, up to a share of 1/32; not of chunks: small tensors matter more than their size says",
+        "entries of a tensor at least, where ratio says fewer, up to a share of 1/32; not of chunks",
     )
     exchange: str = option(
         Choice("gather", "split"), "gather",

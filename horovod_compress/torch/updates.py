@@ -56,7 +56,7 @@ class _Parameter(Slot):
 
 
 class UpdateOptimizer(torch.optim.Optimizer):
-    """Makes every optimizer a compressed one: each rank takes its own step with its own gradients, what the step adds to the parameters is
+    """Makes an optimizer a compressed one: each rank takes its own step with its own gradients, what the step adds to the parameters is
     compressed with error feedback and exchanged, and all ranks add the mean. So the optimizer's momentum, second moments, weight decay and learning
     rate are inside what is sent, and nothing is taken over from it.
 

@@ -1,4 +1,5 @@
 """Compressions that are given no optimizer: they train as bound ones do, and find out by themselves what those are given."""
+import logging
 import os
 import pickle
 import tempfile
@@ -188,6 +189,20 @@ def states_are_loaded_before_the_first_gradient():
     assert set(compression.state_dict()["step"].values()) == {3}
     taped(compression, SGD["new"](0.1, **sgd))
     assert set(compression.state_dict()["step"].values()) == {6} and compression.config["momentum"] == 0.9
+
+
+@case(2)
+def what_is_taken_over_is_said_once():
+    """By rank 0."""
+    said, log = [], logging.getLogger("horovod_compress")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log.addHandler(handler)
+    try:
+        trained("dgc:ratio=0.1", steps=2, sgd={"momentum": 0.9})
+    finally:
+        log.removeHandler(handler)
+    assert [text for text in said if "SGD" in text] == ["dgc applies momentum=0.9 in place of SGD"] * (hvd.rank() == 0), said
 
 
 @case(2)
