@@ -67,14 +67,22 @@ def test_a_state_loaded_on_one_rank_only_is_a_clear_error(tmp_path):
     alone(tmp_path, "a_state_loaded_on_one_rank_only")
 
 
-def test_fit_under_horovodrun_with_gloo(tmp_path):
-    alone(tmp_path, "fit_learns_and_resumes_bit_for_bit", LAUNCHERS["horovodrun-gloo"])
+ACROSS_LAUNCHERS = ("a_tape_gives_what_simulate_gives", "not_finite_gradients_lose_nothing")
 
 
-@pytest.mark.extended
+@pytest.mark.parametrize(
+    "case", [*ACROSS_LAUNCHERS, pytest.param("fit_learns_and_resumes_bit_for_bit", marks=pytest.mark.extended)]
+)
+def test_under_horovodrun_with_gloo(job, case):
+    job(LAUNCHERS["horovodrun-gloo"], 2, cases="tensorflow_cases").assert_passed(case)
+
+
 @needs_mpi
-def test_models_under_horovodrun_with_mpi(tmp_path):
-    alone(tmp_path, "traces_share_a_state_and_models_do_not", LAUNCHERS["horovodrun-mpi"])
+@pytest.mark.parametrize("case", [
+    *ACROSS_LAUNCHERS, pytest.param("traces_share_a_state_and_models_do_not", marks=pytest.mark.extended),
+])
+def test_under_horovodrun_with_mpi(job, case):
+    job(LAUNCHERS["horovodrun-mpi"], 2, cases="tensorflow_cases").assert_passed(case)
 
 
 @pytest.mark.extended

@@ -15,6 +15,7 @@ REGISTERS = 64  # of a thread, at most: with as many 1024 threads fit on a multi
 SHARED = 8192  # bytes of a block, at most: of a multiprocessor with 128 KiB, 16 blocks of 128 threads have as much
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("capability", [80, 90])
 def test_programs_compile_and_round_as_processors_do(capability, tmp_path):
     """A fused multiply-add would round once where the host's kernels round twice, and `ftz` would make denormal numbers 0."""

@@ -114,6 +114,7 @@ class Launches(torch.overrides.TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("spec, copies", [
     ("dgc:ratio=0.05", 0), ("topk:ratio=0.05", 0), ("topk:k=3,chunk=64", 2), ("adacomp", 0), ("variance", 0),
     ("maxnorm", 2), ("multiscale", 4), ("bf16", 3),

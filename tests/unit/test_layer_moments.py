@@ -70,6 +70,7 @@ def test_per_sample_sums_equal_a_loop_over_samples(kind):
     assert_taken(moments, expected)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block", [1, 100])
 def test_batches_are_worked_through_in_blocks(kind, block, monkeypatch):

@@ -107,6 +107,7 @@ def seeded():
     torch.manual_seed(3)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", RECURRENT)
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -215,6 +216,7 @@ class Attention(nn.Module):
         return self.layer(query, key, value, need_weights=self.weights)[0]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("inputs", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, dict(bias=False), dict(add_zero_attn=True)])
@@ -267,6 +269,7 @@ def transformer(cls, batch_first):
     return cls(4, 2, **options)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("cls", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Transformer])
 def test_transformers(cls, batch_first):
