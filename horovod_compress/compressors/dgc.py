@@ -171,6 +171,9 @@ class DenseMomentum(NoCompression):
         return kernels.after(self.dense.decode(summed, out, state, step, scale), functools.partial(self._move, out, state))
 
     def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: DenseMomentumState, scale: float) -> Decoded:
+        if scale == 1 and reduced is out and "u" in state.arrays:
+            # Momentum looks itself whether that is finite.
+            return self._move(out, state, True)
         return kernels.after(super().decode_dense(reduced, out, state, scale), functools.partial(self._move, out, state))
 
     def _move(self, out: np.ndarray, state: DenseMomentumState, finite: bool) -> Decoded:

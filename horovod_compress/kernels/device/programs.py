@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .array import stream_of
+
 INTERPRETED = triton.knobs.runtime.interpret
 # Elements of a block. Eight for each of 128 threads, so that many loads are under way; the interpreter takes a NumPy call for each block and line.
 BLOCK = 1 << 16 if INTERPRETED else 1024
@@ -33,11 +35,10 @@ Row = Tuple[Any, ...]
 
 class Blocks(NamedTuple):
     """How the blocks of a launch are dealt to its tensors. owners: of each block its tensor's number, int64 on the device; firsts: of each tensor its
-    first block; ready: on a GPU, the event after which owners are there."""
+    first block."""
 
     owners: torch.Tensor
     firsts: Sequence[int]
-    ready: Any
 
     def new(self, rows: int = 1) -> Any:
         """Memory for a number of each block, int32; a tensor for each row."""
@@ -69,16 +70,15 @@ _TORCH_TYPES = {  # which has no unsigned ones
 
 
 @functools.lru_cache(maxsize=256)
-def _blocks(sizes: Tuple[int, ...], length: int, device: torch.device) -> Blocks:
+def _blocks(sizes: Tuple[int, ...], length: int, device: torch.device, stream: Any) -> Blocks:
+    """For use on the stream that is current, whose number is given: on another one they might not be there yet."""
     counts = [-(-size // length) for size in sizes]
-    owners = copied([np.repeat(np.arange(len(sizes)), counts)], device)
-    ready = torch.cuda.current_stream(device).record_event() if owners.is_cuda else None
-    return Blocks(owners, (np.cumsum(counts) - counts).tolist(), ready)
+    return Blocks(copied([np.repeat(np.arange(len(sizes)), counts)], device), (np.cumsum(counts) - counts).tolist())
 
 
 def blocks(sizes: Sequence[int], device: torch.device, length: int = BLOCK) -> Blocks:
     """The blocks, of `length` elements, of tensors with so many elements."""
-    return _blocks(tuple(sizes), length, device)
+    return _blocks(tuple(sizes), length, device, stream_of(device))
 
 
 def blocks_of(tensors: Sequence[torch.Tensor], length: int = BLOCK) -> Blocks:
@@ -90,10 +90,7 @@ def launch(program: Any, device: torch.device, rows: Sequence[Row], *shared: Any
     """Starts a program for several tensors, on the current stream. rows: of each tensor the number of its elements, or words, and the program's
     arguments for it, tensors, integers or floats; shared: the arguments for all of them."""
     sizes, *columns = zip(*rows)
-    owners, firsts, ready = _blocks(sizes, BLOCK, device)
-    if ready is not None:  # They may have been made on another stream.
-        torch.cuda.current_stream(device).wait_event(ready)
-        owners.record_stream(torch.cuda.current_stream(device))
+    owners, firsts = _blocks(sizes, BLOCK, device, stream_of(device))
     if len(owners):
         table = np.array([sizes, firsts, *map(_numbers, columns)], np.int64).T
         constants.update(COLUMNS=table.shape[1], BLOCK=BLOCK, enable_fp_fusion=False)
