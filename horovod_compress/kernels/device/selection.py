@@ -199,7 +199,7 @@ def _sampled_floors(calls: List[_Update]) -> torch.Tensor:
         (sample.stretches * programs.SAMPLED, *call.operands, sample.stride, sample.shift, start) for (_, call, sample), start in zip(known, starts)
     ]
     orders = torch.empty(total, dtype=torch.int64, device=device)
-    programs.launch(programs.sample, device, rows, orders, KIND=kind, BASED=based)
+    programs.launch(programs.sample, device, rows, orders, KIND=kind, BASED=based, BLOCK=programs.MARK_BLOCK)
     places = [start + sample.rank for (_, _, sample), start in zip(known, starts)]
     which, at = programs.copied([np.array([i for i, _, _ in known]), np.array(places)], device).chunk(2)
     orders = orders.sort().values
