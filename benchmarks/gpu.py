@@ -13,8 +13,9 @@ in 200 has a mean besides, as large as that, which does not change. So variance 
 sends in training, a few of a thousand, and not the half of independent numbers.
 
 Prints a table in Markdown of medians, and of all elements the share that a step has sent, where
-tensors that are sent whole count whole; --json writes all times. Needs neither Horovod nor a second GPU. On the CPU, with
-HOROVOD_COMPRESS_KERNELS=device, it only shows that it works: that interprets the programs.
+tensors that are sent whole count whole; --json writes all times. Needs neither Horovod nor a second
+GPU. On the CPU, with HOROVOD_COMPRESS_KERNELS=device, it only shows that it works: that interprets
+the programs.
 """
 import argparse
 import json
