@@ -5,9 +5,17 @@
 
 Encodes and decodes a whole model's gradients. The payloads of all ranks are taken to be this one's:
 there is no network. For dgc, also in torch's operations. Beside them stands a copy of 24 bytes an
-element on the device: reading and writing gradient, u and v once. Prints a table in Markdown of
-medians; --json writes all times. Needs neither Horovod nor a second GPU. On the CPU, with
-HOROVOD_COMPRESS_KERNELS=device, it only shows that it works: that interprets the programs.
+element on the device: reading and writing gradient, u and v once.
+
+Gradients are normal numbers, whose scale is log-normal by row. In every other step they have the
+other sign, so that what is kept of most of them stays as small as noise is that averages out; one
+in 200 has a mean besides, as large as that, which does not change. So variance sends about what it
+sends in training, a few of a thousand, and not the half of independent numbers.
+
+Prints a table in Markdown of medians, and of all elements the share that a step has sent, where
+tensors that are sent whole count whole; --json writes all times. Needs neither Horovod nor a second
+GPU. On the CPU, with HOROVOD_COMPRESS_KERNELS=device, it only shows that it works: that interprets
+the programs.
 """
 import argparse
 import json
@@ -16,6 +24,7 @@ import re
 import statistics
 import sys
 import time
+from typing import Callable, NamedTuple, Optional
 
 import torch
 
@@ -31,8 +40,33 @@ DEFAULT = [
 WARMUP = 3
 
 
+class Parts(NamedTuple):
+    """Both parts of a step; sent: of how many elements something was sent, in all steps so far."""
+
+    encode: Callable[[], None]
+    decode: Callable[[], None]
+    sent: Callable[[], Optional[int]] = lambda: None
+
+
+def gradients(shapes, device):
+    """({name: mean}, {name: what is added to it and subtracted from it in turn}) of gradients."""
+    means, noise = {}, {}
+    for name, shape in shapes.items():
+        scale = torch.randn(shape[:1] + (1,) * (len(shape) - 1), device=device).exp() * 1e-3
+        noise[name] = torch.randn(shape, device=device) * scale
+        means[name] = noise[name].roll(1, 0) * (torch.rand(shape, device=device) < 1 / 200)
+    return means, noise
+
+
+def fill(grads, given, number):
+    """Makes them the gradients of a step."""
+    means, noise = given
+    for name, grad in grads.items():
+        torch.add(means[name], noise[name], alpha=(-1) ** number, out=grad)
+
+
 def by_exchange(spec, grads, options, arrays):
-    """(encode, decode) of a step of all tensors, whose results are left in the arrays' memory."""
+    """A step of all tensors, whose results are left in the arrays' memory."""
     shapes = {name: grad.shape for name, grad in grads.items()}
     (exchange,) = make_ranks(get_compressor(spec), shapes, [Echo(options.ranks)])
     carriers = {}
@@ -46,7 +80,7 @@ def by_exchange(spec, grads, options, arrays):
             exchange.finish(name, carrier)
         exchange.end_step()
 
-    return encode, decode
+    return Parts(encode, decode, lambda: exchange.stats()["elements_sent"])
 
 
 def on_device(spec, grads, options):
@@ -64,7 +98,7 @@ def through_host(spec, grads, options):
         for name, grad in grads.items()
     }
     arrays = {name: copy.view(-1).numpy() for name, copy in copies.items()}
-    encode, decode = by_exchange(spec, grads, options, arrays)
+    encode, decode, sent = by_exchange(spec, grads, options, arrays)
 
     def encode_copies():
         for name, grad in grads.items():
@@ -76,7 +110,7 @@ def through_host(spec, grads, options):
         for name, grad in grads.items():
             grad.copy_(copies[name])
 
-    return encode_copies, decode_copies
+    return Parts(encode_copies, decode_copies, sent)
 
 
 def in_torch(ratio, grads, options):
@@ -102,7 +136,7 @@ def in_torch(ratio, grads, options):
             for _ in range(options.ranks):
                 grads[name].view(-1).index_add_(0, indices, values, alpha=1 / options.ranks)
 
-    return encode, decode
+    return Parts(encode, decode)
 
 
 def copying(grads):
@@ -114,7 +148,7 @@ def copying(grads):
         for to, source in zip(arrays[:3], arrays[3:]):
             to.copy_(source)
 
-    return copy, lambda: None
+    return Parts(copy, lambda: None)
 
 
 def timed(parts, grads, given, options):
@@ -122,11 +156,10 @@ def timed(parts, grads, given, options):
     synchronize = torch.cuda.synchronize if options.device == "cuda" else lambda: None
     found = []
     for number in range(WARMUP + options.steps):
-        for name, grad in grads.items():
-            grad.copy_(given[name])
+        fill(grads, given, number)
         synchronize()
         times = [time.perf_counter()]
-        for part in parts:
+        for part in parts[:2]:
             part()
             synchronize()
             times.append(time.perf_counter())
@@ -138,11 +171,10 @@ def timed(parts, grads, given, options):
 def traced(parts, grads, given):
     """Of one step on a GPU: launches, copies between host and device, waits for the device, and the
     milliseconds that the device was busy."""
-    for name, grad in grads.items():
-        grad.copy_(given[name])
+    fill(grads, given, 0)
     torch.cuda.synchronize()
-    with torch.profiler.profile() as profiler:
-        for part in parts:
+    with torch.profiler.profile(acc_events=True) as profiler:
+        for part in parts[:2]:
             part()
     counts = {event.key: event.count for event in profiler.key_averages()}
 
@@ -158,14 +190,17 @@ def traced(parts, grads, given):
 
 
 def measured(model, options):
-    """{what: {where: {"times": as `timed` has them, on a GPU "trace": as `traced`}}} of a model."""
+    """{what: {where: {"times": as `timed` has them, "sent": share of elements or None, on a GPU
+    "trace": as `traced`}}} of a model."""
     torch.manual_seed(0)
     shapes = MODELS[model]()
-    given = {name: 1e-3 * torch.randn(of, device=options.device) for name, of in shapes.items()}
-    grads = {name: torch.empty_like(grad) for name, grad in given.items()}
+    given = gradients(shapes, options.device)
+    grads = {name: torch.empty_like(grad) for name, grad in given[0].items()}
+    numel = sum(grad.numel() for grad in grads.values()) * (WARMUP + options.steps)
 
     def facts(parts):
-        found = {"times": timed(parts, grads, given, options)}
+        found, sent = {"times": timed(parts, grads, given, options)}, parts.sent()
+        found["sent"] = None if sent is None else sent / numel
         if options.device == "cuda":
             found["trace"] = traced(parts, grads, given)
         return found
@@ -184,9 +219,10 @@ def measured(model, options):
 
 def table(found):
     """The lines of a table in Markdown."""
-    columns = "encode ms", "decode ms", "times copying", "launches", "copies", "waits", "busy ms"
+    columns = ["sent", "encode ms", "decode ms", "times copying"]
+    columns += ["launches", "copies", "waits", "busy ms"]
     yield "| " + " | ".join(["model", "a step of", "where", *columns]) + " |"
-    yield "|---|---|---|" + "---:|" * 7
+    yield "|---|---|---|" + "---:|" * 8
     for model, rows in found.items():
         copied = None
         for what, ways in rows.items():
@@ -194,7 +230,8 @@ def table(found):
                 encode, decode = (statistics.median(column) for column in zip(*its["times"]))
                 copied = copied or encode
                 trace = its.get("trace", dict.fromkeys(("launches", "copies", "waits", "busy"), ""))
-                numbers = [f"{encode:.2f}", f"{decode:.2f}", f"{(encode + decode) / copied:.1f}"]
+                numbers = ["" if its["sent"] is None else f"{its['sent']:.2%}"]
+                numbers += [f"{encode:.2f}", f"{decode:.2f}", f"{(encode + decode) / copied:.1f}"]
                 numbers += [str(trace[key]) for key in ("launches", "copies", "waits")]
                 numbers += [f"{trace['busy']:.2f}" if trace["busy"] != "" else ""]
                 yield "| " + " | ".join([model, what, where, *numbers]) + " |"

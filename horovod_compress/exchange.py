@@ -5,7 +5,6 @@ asked, and brings it back. A dense payload is its own carrier. Any other payload
 single 1: what came back, divided by the number of ranks, is the factor for the sum of the payloads, whatever the host's
 op, scale factors or predivision are.
 """
-import contextlib
 import dataclasses
 import functools
 import time
@@ -55,9 +54,14 @@ def _answer_calls(pendings: Sequence[_Pending], answered: Callable[[_Pending, An
     started = time.perf_counter()
     answers = kernels.together([pending.request for pending in pendings])
     pendings[0].tensor.counters[counter] += time.perf_counter() - started
-    with contextlib.ExitStack() as stack:
-        for pending, answer in reversed(list(zip(pendings, answers))):
-            stack.callback(answered, pending, answer)
+    failure = None
+    for pending, answer in zip(pendings, answers):
+        try:
+            answered(pending, answer)
+        except BaseException as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 class Exchange(Driver):

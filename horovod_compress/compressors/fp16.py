@@ -6,8 +6,8 @@ from typing import Tuple
 import numpy as np
 
 from .. import kernels
-from ..requests import Collective, HostReduce
-from .base import State, Step
+from ..requests import FLOAT32, Collective, HostReduce
+from .base import Decoded, State, Step
 from .none import NoCompression
 
 _LARGEST = 65504
@@ -33,9 +33,29 @@ class Float16(NoCompression):
         if step.scale != 1:
             grad *= np.float32(step.scale)
         half = state.buffer = np.empty_like(grad, dtype=np.float16) if state.buffer is None else kernels.beside(state.buffer, grad)
-        if _INFINITE <= kernels.of(grad).encode_float16(grad, half.view(np.uint16)) < np.inf:
+        if isinstance(grad, np.ndarray):
+            self._count_overflow(state, kernels.of(grad).encode_float16(grad, half.view(np.uint16)))
+        else:
+            # The host needs it at once. How large it is, is found with all tensors' together, before results take the gradients' place.
+            np.copyto(half, grad)
+        return HostReduce(half)
+
+    def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float) -> Decoded:
+        if isinstance(out, np.ndarray) or reduced.dtype == FLOAT32:
+            return super().decode_dense(reduced, out, state, scale)
+        decode = super().decode_dense
+
+        def counted(largest: float) -> Decoded:
+            self._count_overflow(state, largest)
+            return decode(reduced, out, state, scale)
+
+        return kernels.after(kernels.deferred(out).max_abs(out), counted)
+
+    @staticmethod
+    def _count_overflow(state: State, largest: float) -> None:
+        """Counts a gradient, by its largest magnitude, that is finite, and not in float16."""
+        if _INFINITE <= largest < np.inf:
             if not state.overflows:
                 said = f"horovod_compress: {state.name} has elements beyond {_LARGEST}, which are infinite in float16: scale the loss down, or leave "
                 warnings.warn(said + "this tensor out with another compression's exclude=", RuntimeWarning, stacklevel=1)
             state.overflows += 1
-        return HostReduce(half)

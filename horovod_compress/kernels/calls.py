@@ -1,26 +1,31 @@
 """Calls of kernels on a device that tensors make together, because a launch for each of them would take longer than its work."""
 import dataclasses
-from typing import Any, Callable, Dict, Generator, Tuple
+from typing import Any, Callable, Dict, Generator, List, Tuple
 
 
 @dataclasses.dataclass
 class DeviceCall:
     """A call that is to be made. where: the array that says on which device; name: the kernel's; arrays, options: its positional arguments, and those
-    by keyword; ready: where the device has streams, the event after which its arrays can be used; then: what makes of its result what was asked for,
-    or another call."""
+    by keyword; stream: the one, where the device has several, on which its arrays become ready; thens: what make of its result, one after another,
+    what was asked for, or another call."""
 
     where: Any
     name: str
     arrays: Tuple[Any, ...]
     options: Dict[str, Any]
-    ready: Any = None
-    then: Callable[[Any], Any] = lambda result: result
+    stream: Any = None
+    thens: List[Callable[[Any], Any]] = dataclasses.field(default_factory=list)
 
     def result_of(self, answer: Any) -> Any:
         """What was asked for, or the next call, by what the kernel has returned; raises that where it is an exception."""
         if isinstance(answer, Exception):
             raise answer
-        return self.then(answer)
+        for number, then in enumerate(self.thens, 1):
+            answer = then(answer)
+            if isinstance(answer, DeviceCall):
+                answer.thens += self.thens[number:]
+                break
+        return answer
 
 
 class Deferred:
@@ -31,15 +36,15 @@ class Deferred:
 
     def __getattr__(self, name: str) -> Callable[..., DeviceCall]:
         where = self._where
-        return lambda *arrays, **options: DeviceCall(where, name, arrays, options, where.ready())
+        return lambda *arrays, **options: DeviceCall(where, name, arrays, options, where.stream())
 
 
 def after(result: Any, then: Callable[[Any], Any]) -> Any:
     """What `then` makes of a result, or of what a call will bring."""
     if not isinstance(result, DeviceCall):
         return then(result)
-    before = result.then
-    return dataclasses.replace(result, then=lambda answer: after(before(answer), then))
+    result.thens.append(then)
+    return result
 
 
 def answered(result: Any) -> Generator[DeviceCall, Any, Any]:

@@ -21,7 +21,8 @@ TYPES = {  # of the arrays that all tensors share; those of float32 are not name
 KINDS = [{"KIND": kind, "BASED": based} for kind in (programs.NONE, programs.VANILLA, programs.NESTEROV) for based in (False, True)]
 ONE_OR_TWO = [{"TWO": False}, {"TWO": True}]
 VARIANTS = {  # of constants, where a program has more of them than COLUMNS and BLOCK
-    "sample": KINDS, "advance": KINDS, "collect": ONE_OR_TWO, "put": ONE_OR_TWO, "collect_marked": ONE_OR_TWO,
+    "sample": [{**kind, "BLOCK": programs.MARK_BLOCK} for kind in KINDS],
+    "advance": KINDS, "collect": ONE_OR_TWO, "put": ONE_OR_TWO, "collect_marked": ONE_OR_TWO,
     "average_momentum": [{"NESTEROV": False}, {"NESTEROV": True}],
     "accumulate_variance": [{"GIVEN": False}, {"GIVEN": True}],
     "accumulate_bins": [{"WIDTH": 64, "BLOCK": 8}, {"WIDTH": 512, "BLOCK": 1}],

@@ -2,6 +2,7 @@
 import collections
 import contextlib
 import itertools
+import warnings
 
 import kernel_arguments
 import numpy as np
@@ -94,6 +95,35 @@ def test_steps_of_many_tensors_are_those_on_the_host(spec):
     assert_same(steps_of(spec, grads, on_device), steps_of(spec, grads, np.copy))
 
 
+def test_numbers_beyond_float16_are_counted_as_on_the_host():
+    counted = []
+    for where in (on_device, np.copy):
+        (exchange,) = make_ranks(get_compressor("fp16"), shapes(3), Loopback.group(1))
+        for large in (1e5, np.inf, 60000, -1e5):
+            grads = {name: np.ones(np.prod(shape), np.float32) for name, shape in shapes(3).items()}
+            grads["t1"][3] = large
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                run([exchange], [{name: where(grad) for name, grad in grads.items()}], reduced=list)
+        exchange.end_step()
+        counted.append([exchange.stats()[key] for key in ("overflows", "steps_undone")])
+    assert counted == [[2, 3], [2, 3]]
+
+
+@pytest.mark.skipif(WHERE != "cuda", reason="there is no GPU here")
+def test_a_launch_waits_for_the_streams_of_its_arrays_cuda():
+    """Of two streams the later one finds what the other has not written yet when the call is made."""
+    array, streams = on_device(np.zeros(1 << 20, np.float32)), [torch.cuda.default_stream(), torch.cuda.Stream()]
+    for number, (first, second) in enumerate([streams, streams[::-1], [torch.cuda.Stream(), streams[1]]], 1):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(first):
+            torch.cuda._sleep(100_000_000)
+            array.fill(number)
+            call = deferred(array).max_abs(array)
+        with torch.cuda.stream(second):
+            assert at_once(call) == number
+
+
 class Launches(torch.overrides.TorchFunctionMode):
     """Counts torch's operations, and the programs that are launched."""
 
@@ -117,7 +147,7 @@ class Launches(torch.overrides.TorchFunctionMode):
 @pytest.mark.extended
 @pytest.mark.parametrize("spec, copies", [
     ("dgc:ratio=0.05", 0), ("topk:ratio=0.05", 0), ("topk:k=3,chunk=64", 2), ("adacomp", 0), ("variance", 0),
-    ("maxnorm", 2), ("multiscale", 4), ("bf16", 3),
+    ("maxnorm", 2), ("multiscale", 4), ("bf16", 3), ("fp16", 4),
 ])
 def test_launches_do_not_grow_with_the_tensors(spec, copies, monkeypatch):
     """Five tensors are launched for as 25 are. copies: to the host, of each tensor's words or codes; and views of tensors."""

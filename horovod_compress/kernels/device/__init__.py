@@ -10,7 +10,7 @@ from typing import Any, List, Sequence
 from ..calls import DeviceCall
 from .adaptive import encode_adacomp, encode_variance
 from .array import DeviceArray
-from .codes import decode_add_bf16, decode_float16, encode_bf16, encode_float16
+from .codes import decode_add_bf16, decode_float16, encode_bf16
 from .dense import apply_momentum, max_abs, squared_norm
 from .quantization import dequantize, encode_scales, quantize
 from .selection import add_to_residual, encode_topk, take_entries
@@ -19,7 +19,7 @@ from .sparse import decode_add_sparse
 
 __all__ = [
     "DeviceArray", "add_to_residual", "apply_momentum", "decode_add_bf16", "decode_add_sparse", "decode_float16", "dequantize", "encode_adacomp",
-    "encode_bf16", "encode_float16", "encode_scales", "encode_topk", "encode_variance", "max_abs", "quantize", "squared_norm", "take_entries",
+    "encode_bf16", "encode_scales", "encode_topk", "encode_variance", "max_abs", "quantize", "squared_norm", "take_entries",
     "together",
 ]
 

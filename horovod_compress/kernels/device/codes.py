@@ -1,5 +1,5 @@
 """Whole tensors in narrower numbers: 16-bit floats."""
-from typing import Any, List, NamedTuple, Optional, Sequence, Union
+from typing import List, NamedTuple, Optional, Union
 
 import numpy as np
 import torch
@@ -9,13 +9,6 @@ from . import programs
 from .array import DeviceArray
 from .dense import are_finite
 from .shared import kernel, same_length, starts_of
-
-
-class _ToHalf(NamedTuple):
-    """The arguments of `encode_float16`."""
-
-    x: DeviceArray
-    half: DeviceArray
 
 
 class _FromHalf(NamedTuple):
@@ -40,16 +33,17 @@ class _Body(NamedTuple):
     scale: float
 
 
-@kernel(_ToHalf)
-def encode_float16(calls: List[_ToHalf]) -> List[float]:
-    """As `kernels.reference.encode_float16`; half is float16 or its bits. ValueError where lengths differ."""
-    return _converted(programs.to_float16, calls)
-
-
 @kernel(_FromHalf)
 def decode_float16(calls: List[_FromHalf]) -> List[float]:
     """As `kernels.reference.decode_float16`; half is float16 or its bits. ValueError where lengths differ."""
-    return _converted(programs.from_float16, calls)
+    for call in calls:
+        same_length(**call._asdict())
+    halves = [call.half.tensor.view(torch.int16) for call in calls]
+    blocks = programs.blocks_of(halves)
+    peaks = blocks.new()
+    rows = [(half.numel(), half, call.out.tensor) for half, call in zip(halves, calls)]
+    programs.launch(programs.from_float16, halves[0].device, rows, peaks)
+    return [programs.largest_of(bits) for bits in blocks.largest(peaks).tolist()]
 
 
 @kernel(_Gradient)
@@ -64,7 +58,7 @@ def encode_bf16(calls: List[_Gradient]) -> List[Encoded]:
     for call, finite, start, end in zip(calls, are_finite(blocks.largest(peaks)), starts, starts[1:]):
         buffer = np.zeros(HEADROOM + 2 * (end - start) + 1, np.uint8) if call.spare is None else call.spare
         encoded.append(Encoded(buffer, end - start, finite))
-        torch.from_numpy(encoded[-1].body).copy_(codes[start:end].view(torch.uint8))
+    programs.brought([codes[start:end].view(torch.uint8) for start, end in zip(starts, starts[1:])], [each.body for each in encoded])
     return encoded
 
 
@@ -80,14 +74,3 @@ def decode_add_bf16(calls: List[_Body]) -> List[Union[bool, ValueError]]:
         finite if size == call.out.size else ValueError(f"{len(call.body)} bytes, not {2 * call.out.size}")
         for size, call, finite in zip(sizes, calls, are_finite(blocks.largest(peaks)))
     ]
-
-
-def _converted(program: Any, calls: Sequence[Union[_ToHalf, _FromHalf]]) -> List[float]:
-    """The largest magnitudes of the first arrays, which are converted to the second."""
-    for call in calls:
-        same_length(**call._asdict())
-    tensors = [[array.tensor if array.tensor.dtype == torch.float32 else array.tensor.view(torch.int16) for array in call] for call in calls]
-    blocks = programs.blocks_of([given for given, _ in tensors])
-    peaks = blocks.new()
-    programs.launch(program, tensors[0][0].device, [(given.numel(), given, out) for given, out in tensors], peaks)
-    return [programs.largest_of(bits) for bits in blocks.largest(peaks).tolist()]

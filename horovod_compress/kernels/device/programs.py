@@ -16,11 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
+from .array import stream_of
+
 INTERPRETED = triton.knobs.runtime.interpret
 # Elements of a block. Eight for each of 128 threads, so that many loads are under way; the interpreter takes a NumPy call for each block and line.
 BLOCK = 1 << 16 if INTERPRETED else 1024
 WORD_BLOCK = BLOCK // 4  # words of a block, each of which is several elements: more take more registers
-MARK_BLOCK = BLOCK // 2  # elements of a block where what is sent is marked, for the same reason
+MARK_BLOCK = BLOCK // 2  # elements of a block where what is sent is marked or sampled, for the same reason
 TOO_LARGE = 0x76800000  # bits of 2^110, as in the native kernels
 INFINITY = 0x7F800000
 SAMPLED = 64  # consecutive elements that are sampled together, as in the native kernels, whose threshold would else be another
@@ -33,11 +35,10 @@ Row = Tuple[Any, ...]
 
 class Blocks(NamedTuple):
     """How the blocks of a launch are dealt to its tensors. owners: of each block its tensor's number, int64 on the device; firsts: of each tensor its
-    first block; ready: on a GPU, the event after which owners are there."""
+    first block."""
 
     owners: torch.Tensor
     firsts: Sequence[int]
-    ready: Any
 
     def new(self, rows: int = 1) -> Any:
         """Memory for a number of each block, int32; a tensor for each row."""
@@ -62,6 +63,20 @@ def copied(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
     return staged.to(device, non_blocking=True)
 
 
+def brought(tensors: Sequence[torch.Tensor], arrays: Sequence[np.ndarray]) -> None:
+    """Copies tensors on a device into as many arrays on the host, of the same types and lengths; waits once for all of them. Copies into pinned
+    memory, as `pinned` makes it, are under way together."""
+    for tensor, array in zip(tensors, arrays):
+        torch.from_numpy(array).copy_(tensor, non_blocking=True)
+    if tensors and tensors[0].is_cuda:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+
+
+def pinned(size: int, dtype: torch.dtype, device: torch.device) -> np.ndarray:
+    """Memory on the host for so many elements, which a GPU writes without help."""
+    return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda").numpy()
+
+
 _TORCH_TYPES = {  # which has no unsigned ones
     np.dtype(np.float32): torch.float32, np.dtype(np.int16): torch.int16, np.dtype(np.int32): torch.int32, np.dtype(np.uint32): torch.int32,
     np.dtype(np.int64): torch.int64, np.dtype(np.uint64): torch.int64,
@@ -69,16 +84,15 @@ _TORCH_TYPES = {  # which has no unsigned ones
 
 
 @functools.lru_cache(maxsize=256)
-def _blocks(sizes: Tuple[int, ...], length: int, device: torch.device) -> Blocks:
+def _blocks(sizes: Tuple[int, ...], length: int, device: torch.device, stream: Any) -> Blocks:
+    """For use on the stream that is current, whose number is given: on another one they might not be there yet."""
     counts = [-(-size // length) for size in sizes]
-    owners = copied([np.repeat(np.arange(len(sizes)), counts)], device)
-    ready = torch.cuda.current_stream(device).record_event() if owners.is_cuda else None
-    return Blocks(owners, (np.cumsum(counts) - counts).tolist(), ready)
+    return Blocks(copied([np.repeat(np.arange(len(sizes)), counts)], device), (np.cumsum(counts) - counts).tolist())
 
 
 def blocks(sizes: Sequence[int], device: torch.device, length: int = BLOCK) -> Blocks:
     """The blocks, of `length` elements, of tensors with so many elements."""
-    return _blocks(tuple(sizes), length, device)
+    return _blocks(tuple(sizes), length, device, stream_of(device))
 
 
 def blocks_of(tensors: Sequence[torch.Tensor], length: int = BLOCK) -> Blocks:
@@ -90,10 +104,7 @@ def launch(program: Any, device: torch.device, rows: Sequence[Row], *shared: Any
     """Starts a program for several tensors, on the current stream. rows: of each tensor the number of its elements, or words, and the program's
     arguments for it, tensors, integers or floats; shared: the arguments for all of them."""
     sizes, *columns = zip(*rows)
-    owners, firsts, ready = _blocks(sizes, BLOCK, device)
-    if ready is not None:  # They may have been made on another stream.
-        torch.cuda.current_stream(device).wait_event(ready)
-        owners.record_stream(torch.cuda.current_stream(device))
+    owners, firsts = _blocks(sizes, BLOCK, device, stream_of(device))
     if len(owners):
         table = np.array([sizes, firsts, *map(_numbers, columns)], np.int64).T
         constants.update(COLUMNS=table.shape[1], BLOCK=BLOCK, enable_fp_fusion=False)
@@ -295,7 +306,8 @@ def accumulate_bins(table, owners, maxima, peaks, WIDTH: tl.constexpr, COLUMNS: 
     grad, residual, numel, length = _floats(row, 0), _floats(row, 1), tl.load(row + 3), tl.load(row + 4)
     largest = tl.zeros([BLOCK], tl.int32)
     worst = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, length, WIDTH):
+    start = 0
+    while start < length:
         within = start + tl.arange(0, WIDTH)
         i = (first + one)[:, None] * length + within[None, :]
         inside = (within < length)[None, :] & (i < numel)
@@ -306,6 +318,7 @@ def accumulate_bins(table, owners, maxima, peaks, WIDTH: tl.constexpr, COLUMNS: 
         tl.store(residual + i, kept, mask=inside)
         worst = tl.maximum(worst, tl.max(bits, 1))
         largest = tl.maximum(largest, tl.max(tl.where(inside, _magnitude(kept), 0), 1))
+        start += WIDTH
     tl.store(maxima + tl.load(row + 2) + first + one, largest.to(tl.float32, bitcast=True), mask=is_bin)
     tl.store(peaks + tl.program_id(0), tl.max(worst))
 
@@ -318,8 +331,10 @@ def add_maxima(table, owners, maxima, sums, COLUMNS: tl.constexpr, BLOCK: tl.con
     owner, row, _, i, _ = _block(table, owners, COLUMNS, BLOCK)
     first, bins = tl.load(row), tl.load(row + 1)
     added = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, bins, BLOCK):
+    start = 0
+    while start < bins:
         added += tl.load(maxima + first + start + i, mask=start + i < bins, other=0.0).to(tl.float64)
+        start += BLOCK
     tl.store(sums + owner, tl.sum(added))
 
 
@@ -395,20 +410,6 @@ def average_momentum(table, owners, largest, peaks, NESTEROV: tl.constexpr, COLU
     tl.store(_floats(row, 0) + start + i, result, mask=inside)
     found = tl.max(tl.where(inside, tl.maximum(_magnitude(moved), _magnitude(result)), 0))
     tl.store(peaks + tl.program_id(0), tl.where(finite, found, _INFINITY))
-
-
-@triton.jit
-def to_float16(table, owners, peaks, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Float16, ties to even, as bits; a NaN is the same for all. For its block: the largest magnitude.
-
-    x, half."""
-    owner, row, start, i, inside = _block(table, owners, COLUMNS, BLOCK)
-    value = tl.load(_floats(row, 0) + start + i, mask=inside, other=0.0)
-    bits = _magnitude(value)
-    sign = (value.to(tl.int32, bitcast=True) >> 16 & 0x8000).to(tl.int16)
-    code = tl.where(bits > _INFINITY, sign | 0x7E00, value.to(tl.float16).to(tl.int16, bitcast=True))
-    tl.store(_pointer(row, 1, tl.int16) + start + i, code, mask=inside)
-    tl.store(peaks + tl.program_id(0), tl.max(bits))
 
 
 @triton.jit

@@ -139,7 +139,8 @@ def _take(calls: List[_Update], chosen: List[_Entries]) -> List[Tuple[np.ndarray
         places, _, values, scales = host.take_entries(np.arange(len(error), dtype=np.uint32), error, None, kind=call.kind, mask=False)
         rows = entries.rows[:, places]
         taken.append((entries.indices[places], rows, values, scales))
-        left.append(np.concatenate([error[places][None], np.zeros_like(rows[1:])]))
+        left.append(np.zeros_like(rows))
+        left[-1][0] = error[places]
     put([call.states for call in calls], [indices for indices, *_ in taken], left)
     return taken
 
@@ -167,8 +168,8 @@ def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
     for call, peak, found_here, floor in zip(calls, *facts.reshape(3, -1).tolist()):
         end = start + min(call.k, found_here, call.room)
         if found_here <= call.room and (5 * found_here >= 4 * call.k or floor == 1):
-            indices, *held = rows[:, start:end]
-            chosen.append(_Entries(indices.view(np.uint32), np.stack(held).view(np.float32), peak < programs.TOO_LARGE))
+            its = rows[:, start:end]
+            chosen.append(_Entries(its[0].view(np.uint32), its[1:].view(np.float32), peak < programs.TOO_LARGE))
         else:
             chosen.append(_of_all([call])[0]._replace(finite=peak < programs.TOO_LARGE))
         start = end
@@ -199,7 +200,7 @@ def _sampled_floors(calls: List[_Update]) -> torch.Tensor:
         (sample.stretches * programs.SAMPLED, *call.operands, sample.stride, sample.shift, start) for (_, call, sample), start in zip(known, starts)
     ]
     orders = torch.empty(total, dtype=torch.int64, device=device)
-    programs.launch(programs.sample, device, rows, orders, KIND=kind, BASED=based)
+    programs.launch(programs.sample, device, rows, orders, KIND=kind, BASED=based, BLOCK=programs.MARK_BLOCK)
     places = [start + sample.rank for (_, _, sample), start in zip(known, starts)]
     which, at = programs.copied([np.array([i for i, _, _ in known]), np.array(places)], device).chunk(2)
     orders = orders.sort().values

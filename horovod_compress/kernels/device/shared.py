@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, Generic, Hashable, List, Sequence, Tuple
 import torch
 
 from ..calls import DeviceCall
-from .array import DeviceArray
+from .array import DeviceArray, stream_of
 
 Call = TypeVar("Call", bound=Tuple[Any, ...])
 Result = TypeVar("Result")
@@ -35,8 +35,8 @@ def make(calls: Sequence[DeviceCall], kernels: Dict[str, Any]) -> List[Any]:
 
     def made(alike: List[DeviceCall]) -> Sequence[Any]:
         one, device = kernels[alike[0].name], alike[0].where.tensor.device
-        for event in {call.ready for call in alike} - {None}:
-            torch.cuda.current_stream(device).wait_event(event)
+        for stream in {call.stream for call in alike} - {None, stream_of(device)}:
+            torch.cuda.current_stream(device).wait_stream(torch.cuda.ExternalStream(stream, device))
         if isinstance(one, Kernel):
             return one.together([one.arguments(*call.arrays, **call.options) for call in alike])
         return [one(*call.arrays, **call.options) for call in alike]
