@@ -9,8 +9,8 @@ element on the device: reading and writing gradient, u and v once.
 
 Gradients are normal numbers, whose scale is log-normal by row. In every other step they have the
 other sign, so that what is kept of most of them stays as small as noise is that averages out; one
-in 200 has a mean besides, as large as that, which does not change. So variance sends about what it
-sends in training, a few of a thousand, and not the half of independent numbers.
+in 200 has a mean besides, as large as that, which does not change. So variance sends a few of a
+thousand; of independent numbers it would send a third.
 
 Prints a table in Markdown of medians, and of all elements the share that a step has sent, where
 tensors that are sent whole count whole; --json writes all times. Needs neither Horovod nor a second

@@ -164,15 +164,17 @@ def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
         return [entries._replace(finite=peak < programs.TOO_LARGE) for entries, peak in zip(_of_all(calls), largest.tolist())]
     candidates = _of_candidates(calls, floors, counts)
     facts, entries = np.split(torch.cat([largest, found, floors, candidates.reshape(-1)]).cpu().numpy(), [3 * len(calls)])
-    rows, start, chosen = entries.reshape(len(candidates), -1), 0, []
-    for call, peak, found_here, floor in zip(calls, *facts.reshape(3, -1).tolist()):
+    rows, start, chosen, again = entries.reshape(len(candidates), -1), 0, [], []
+    for number, (call, peak, found_here, floor) in enumerate(zip(calls, *facts.reshape(3, -1).tolist())):
         end = start + min(call.k, found_here, call.room)
-        if found_here <= call.room and (5 * found_here >= 4 * call.k or floor == 1):
-            its = rows[:, start:end]
-            chosen.append(_Entries(its[0].view(np.uint32), its[1:].view(np.float32), peak < programs.TOO_LARGE))
-        else:
-            chosen.append(_of_all([call])[0]._replace(finite=peak < programs.TOO_LARGE))
+        its = rows[:, start:end]
+        finite = peak < programs.TOO_LARGE
+        chosen.append(_Entries(its[0].view(np.uint32), its[1:].view(np.float32), finite))
+        if found_here > call.room or 5 * found_here < 4 * call.k and floor != 1:
+            again.append(number)
         start = end
+    for number, entries in zip(again, _of_all([calls[number] for number in again])):
+        chosen[number] = entries._replace(finite=chosen[number].finite)
     return chosen
 
 
