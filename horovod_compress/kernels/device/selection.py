@@ -173,8 +173,8 @@ def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
         if found_here > call.room or 5 * found_here < 4 * call.k and floor != 1:
             again.append(number)
         start = end
-    for number, entries in zip(again, _of_all([calls[number] for number in again])):
-        chosen[number] = entries._replace(finite=chosen[number].finite)
+    for number, found_there in zip(again, _of_all([calls[number] for number in again])):
+        chosen[number] = found_there._replace(finite=chosen[number].finite)
     return chosen
 
 
