@@ -63,7 +63,9 @@ _STEP_NOTES = (
 
 _SCALE_NOTES = (
     "computed, after a warm-up, with one rank a link: work and bytes measured here, messages of a collective one after the other, with gloo in rings",
-    "a tensor goes dense where payloads of so many ranks would be more",
+    "MB: of an allreduce of S on N ranks 2·(N − 1)/N·S, by rings, and of an allgather (N − 1)·S; `bytes_received` of --json counts "
+    "an allreduce's S once, as stats() does",
+    "a tensor goes dense where payloads of so many ranks would be more MB than that",
 )
 
 _COLUMNS = {  # {title: function that formats a result}
@@ -357,11 +359,16 @@ def _scale(options: argparse.Namespace) -> None:
     _check_hosts(options, options.ranks)
     model, counts = _model(options), scaling.counts_up_to(options.ranks, options.local_size)
     with _progress() as progress:
-        task = progress.add_task("preparing gradients", total=None)
+        # As many as it may take; of sums mostly fewer.
+        each = len(counts) * (bench.WARMUP + prediction.STEPS)
+        task = progress.add_task("preparing gradients", total=len(compressors) * each)
         gradients, loads = model.gradients(), {}
-        for spec, compressor in compressors.items():
-            progress.update(task, description=spec)
-            loads[spec] = scaling.loads_by_ranks(compressor, model, gradients, counts, local_size=options.local_size)
+        for done, (spec, compressor) in enumerate(compressors.items()):
+            progress.update(task, description=spec, completed=done * each)
+            loads[spec] = scaling.loads_by_ranks(
+                compressor, model, gradients, counts, functools.partial(progress.advance, task),
+                options.local_size,
+            )
     rate, latency = _link(options)
     network = functools.partial((found or Network.of_link(2, rate, latency)).among, rings=options.library == "gloo")
     run = scaling.predict(model, loads, counts, network, 1e-3 * options.backward)
@@ -382,7 +389,11 @@ def _show_scale(run: Dict[str, Any]) -> None:
     rate = run.get("link_bits_per_second")
     on = f"links of {_shown_rate(rate)}" if rate else "links as they were measured"
     lines: List[Any] = [f"{run['model']} of {_digits(run['parameters'] / 1e6)} million parameters; {on}; {run['library']}"]
-    for title, key, factor in (("milliseconds of a step", "step_seconds", 1e3), ("MB that a rank receives in a step", "bytes_received", 1e-6)):
+    tables = (
+        ("milliseconds of a step", "step_seconds", 1e3),
+        ("MB that cross a rank's link in a step, each way", "link_bytes", 1e-6),
+    )
+    for title, key, factor in tables:
         rows = [[str(ranks), *(_digits(factor * its[key][i]) for its in by_spec.values())] for i, ranks in enumerate(counts)]
         lines += [title, _table(["ranks", *by_spec], rows, right=["ranks", *by_spec])]
     for spec, its in by_spec.items():

@@ -45,6 +45,10 @@ class Load:
         """Bytes that come back to a rank, without those of its own that an allgather brings back."""
         return sum(nbytes * (ranks - 1 if kind.startswith("allgather") else 1) for kind, nbytes in self.exchanged.items())
 
+    def crossing(self, network: "Network") -> float:
+        """Bytes that cross a rank's link in each direction in a step, on this network."""
+        return sum(nbytes * network.crossing(kind) for kind, nbytes in self.exchanged.items())
+
     def times(self, factor: float) -> "Load":
         """That of a model with `factor` times as many parameters."""
         exchanged = {kind: factor * nbytes for kind, nbytes in self.exchanged.items()}
