@@ -10,12 +10,12 @@ import math
 import pathlib
 import re
 import sys
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, NoReturn, Optional, Sequence, Tuple
 
 import numpy as np
 
 from . import available, bench, get_compressor, kernels, prediction, recording, report, scaling
-from .cost import Network
+from .cost import MOST_RANKS, Network
 from .models import MODELS
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ measures what collectives take, and predicts what a step takes with each SPEC. E
 without a launcher, it checks this machine. The network that it has measured serves `hvdcompress plan --network network.json`.
 """
 
+# Ranks whose payloads are decoded at most.
+_PLANNED = 10_000
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 _STEP_COLUMNS = {  # {title: function that formats a prediction}
@@ -105,6 +107,13 @@ _NOTES = (
 )
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors are one line, whatever files and arguments hold."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(report.printable(message))
+
+
 def main(argv: Optional[Sequence[str]] = None) -> None:
     options = _parser().parse_args(argv)
     for module in ["rich"] + ["matplotlib"] * bool(getattr(options, "plot", None)):
@@ -114,7 +123,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hvdcompress", description="Gradient compression for unmodified Horovod.")
+    parser = _Parser(prog="hvdcompress", description="Gradient compression for unmodified Horovod.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     help = "lists all compressions, or what some of them are and what options they have"
     info = commands.add_parser("info", help=help, description=f"hvdcompress info {help}.")
@@ -278,7 +287,7 @@ def _table(titles: Iterable[str], rows: Iterable[Sequence[str]], right: Sequence
     columns = [Column(title, justify="right" if title in right else "left", overflow="fold") for title in titles]
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(report.printable, row))
     return table
 
 
@@ -337,6 +346,11 @@ def _plan(options: argparse.Namespace) -> None:
     compressors, found = _compressors_and_network(options)
     ranks = options.ranks or (found.ranks if found else 2 * options.local_size)
     _check_hosts(options, ranks)
+    if ranks > _PLANNED:
+        options.parser.error(
+            f"{ranks} ranks are too many to decode the payloads of: plan --ranks takes up to "
+            f"{_PLANNED}, and `hvdcompress scale` more"
+        )
     model = _model(options)
     with _progress() as progress:
         task = progress.add_task("preparing gradients", total=len(compressors) * (bench.WARMUP + prediction.STEPS))
@@ -357,6 +371,8 @@ def _plan(options: argparse.Namespace) -> None:
 def _scale(options: argparse.Namespace) -> None:
     compressors, found = _compressors_and_network(options)
     _check_hosts(options, options.ranks)
+    if options.ranks > MOST_RANKS:
+        options.parser.error(f"--ranks: must be at most {MOST_RANKS}")
     model, counts = _model(options), scaling.counts_up_to(options.ranks, options.local_size)
     with _progress() as progress:
         # As many as it may take; of sums mostly fewer.
@@ -457,7 +473,8 @@ def _show(options: argparse.Namespace) -> None:
         first, last = records[0], records[-1]
         said = f"{options.file}: {last['spec']['id']}, rank {last['rank']} of {last['size']}, steps {first['step']} to {last['step']}, "
         rows = [[shown(line) for shown in _REPORTED.values()] for line in lines]
-        _console().print(f"{said}{len(records)} records", _table(_REPORTED, rows, right=list(_REPORTED)[2:]), sep="\n")
+        said = report.printable(f"{said}{len(records)} records")
+        _console().print(said, _table(_REPORTED, rows, right=list(_REPORTED)[2:]), sep="\n")
     if options.plot:
         report.plot(records, options.plot)
 
