@@ -457,7 +457,9 @@ def _check(options: argparse.Namespace) -> None:
     if check.is_first() and not _write_json(found, options.json) and "predictions" in found:
         _show_prediction(found)
     if check.is_first():
-        console.print("\nall is well" if found["good"] else "\nsomething is wrong: see above")
+        # One rank has no predictions: there is no network.
+        well = "all is well" if "predictions" in found else "all is well, as far as one rank shows"
+        console.print(f"\n{well}" if found["good"] else "\nsomething is wrong: see above")
     sys.exit(not found["good"])
 
 
