@@ -1,8 +1,8 @@
 """Names of parameters in saved states, where a wrapper came or went between saving and loading."""
 from typing import Any, Callable, Collection, Dict, Iterable, List, Set, Tuple
 
-# torch.compile puts a model here, and nobody else calls a module so.
-_COMPILED = "_orig_mod"
+from ..plan import without_compiled
+
 # DistributedDataParallel, DataParallel and AveragedModel put one here; users may have such modules.
 _WRAPPED = "module"
 _BY_NAME = ("tensors", "dense_until", "shards", "shared", "momentum")
@@ -40,7 +40,7 @@ def renaming(state: Any, names: Iterable[str], others: Collection[str] = ()) -> 
         return {}
     saved, here = list(tensors), list(names)
     # What stands under the name of another parameter was saved when that one was trained.
-    if set(saved) == set(here) or set(map(_bare, saved)) & set(map(_bare, others)):
+    if set(saved) == set(here) or set(_uncompiled(saved)) & set(_uncompiled(others)):
         return {}
     ways: Tuple[Callable[[List[str]], List[str]], ...] = (_uncompiled, _unwrapped)
     for way in ways:
@@ -60,12 +60,8 @@ def rekeyed(state: Any, found: Dict[str, str]) -> Any:
     return {**state, **named}
 
 
-def _bare(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
-
-
-def _uncompiled(names: List[str]) -> List[str]:
-    return list(map(_bare, names))
+def _uncompiled(names: Iterable[str]) -> List[str]:
+    return list(map(without_compiled, names))
 
 
 def _unwrapped(names: List[str]) -> List[str]:
