@@ -106,7 +106,7 @@ def read(state: Any) -> Saved:
     refuse(wrong_count("size", size) or (None if rank is None else wrong_count("rank", rank)))
     if rank is not None and rank >= size:
         refuse(("rank", Words(f"below its size of {size}"), rank))
-    refuse(_wrong_shards(header["shards"], size))
+    refuse(_wrong_shards(header["shards"], size) or _wrong_shapes(header["shapes"]))
     return Saved(header, arrays)
 
 
@@ -285,6 +285,14 @@ def _wrong_shards(shards: Any, size: int) -> Difference:
             right = Words(f"first, last, numel and ranks of a part, at most {size} ranks,")
             return where, right, part
     return None
+
+
+def _wrong_shapes(shapes: Any) -> Difference:
+    good = isinstance(shapes, dict) and all(
+        isinstance(shape, (list, tuple)) and not any(wrong_count(name, n) for n in shape)
+        for name, shape in shapes.items()
+    )
+    return None if good else ("shapes", Words("lengths by tensor"), shapes)
 
 
 def _refuse_parts_missing(name: str, parts: Sequence[Shard]) -> None:

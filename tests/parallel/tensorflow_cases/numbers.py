@@ -109,7 +109,7 @@ def a_tape_follows_the_loss_scale_that_it_is_given():
         hvdc.Compression.topk(grad_scaler=4.0)
 
 @case(2)
-def states_that_are_not_finite_are_refused():
+def damaged_states_are_refused():
     """At once, also where variables are not known yet."""
     known, new = (GraphExchange(get_compressor("topk:min_numel=0"), 0, 2, "label") for _ in "ab")
     known.add("w", (3, 4), known.compressor)
@@ -118,6 +118,9 @@ def states_that_are_not_finite_are_refused():
     for exchange in known, new:
         with raises(ValueError, "w.residual has elements that are nan"):
             exchange.load_state_dict(state)
+        for shapes in (None, 5, {"w": 5}, {"w": ["3"]}):
+            with raises(ValueError, "shapes is", "lengths by tensor here"):
+                exchange.load_state_dict({**known.state_dict(), "shapes": shapes})
 
 
 @case(2)
