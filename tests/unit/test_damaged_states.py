@@ -88,6 +88,7 @@ def test_a_size_that_cannot_be(size):
     ({"size": "2"}, "size is '2' in it and a whole number here"),
     ({"size": 2.5}, "size is 2.5 in it"),
     ({"seed": "0"}, "seed is '0' in it and 0 here"),
+    ({"seed": np.ones(3)}, "seed is array([1., 1., 1.]) in it and 0 here"),
     ({"id": ["dgc"]}, "id is ['dgc'] in it and 'dgc' here"),
     ({"id": "dgc\x1b[2J\n"}, r"id is 'dgc\x1b[2J\n' in it and 'dgc' here"),
     ({"id": "x" * 10**6}, "xxx...xxx"),
