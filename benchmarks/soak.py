@@ -175,7 +175,8 @@ def soak(spec, steps, every, seed, hosts):
     hvd.init()
     torch.set_num_threads(1)
     run, measured = Soak(spec, seed, hosts), {}
-    early = looked_at_first(steps, every)  # When ranks come or go for the first times, Horovod takes more memory.
+    # When ranks come or go for the first times, Horovod takes more memory.
+    early = looked_at_first(steps, every)
 
     @hvdc.elastic.run
     def train(state):

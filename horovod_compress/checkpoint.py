@@ -306,7 +306,8 @@ def _refuse_parts_missing(name: str, parts: Sequence[Shard]) -> None:
         (where,), (said,) = shown(f"shards.{name}"), shown(sorted(found))
         raise ValueError(
             f"the states of all ranks do not belong together: {where} is {said}, which are not "
-            f"{ranks} parts of {numel} elements on each host. Load the states that one job has saved"
+            f"{ranks} parts of {numel} elements on each host. Load the states that one job has "
+            "saved"
         )
 
 

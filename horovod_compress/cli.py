@@ -65,8 +65,8 @@ _STEP_NOTES = (
 
 _SCALE_NOTES = (
     "computed, after a warm-up, with one rank a link: work and bytes measured here, messages of a collective one after the other, with gloo in rings",
-    "MB: of an allreduce of S on N ranks 2·(N − 1)/N·S, by rings, and of an allgather (N − 1)·S; `bytes_received` of --json counts "
-    "an allreduce's S once, as stats() does",
+    "MB: of an allreduce of S on N ranks 2·(N − 1)/N·S, by rings, and of an allgather (N − 1)·S; "
+    "`bytes_received` of --json counts an allreduce's S once, as stats() does",
     "a tensor goes dense where payloads of so many ranks would be more MB than that",
 )
 

@@ -25,8 +25,8 @@ def loads_by_ranks(
 ) -> List[Load]:
     """What a compression brings into a step of the model with each number of ranks, of which a host has `local_size`. Sums are measured as they are
     with so many. Gathered payloads are as long with any number; what those of one rank more take to decode is measured. A tensor whose payloads would
-    bring a rank more bytes than a dense exchange goes dense. gradients: the model's, as `Model.gradients` makes them; progress: called after each
-    step that is measured."""
+    bring a rank more bytes than a dense exchange goes dense. gradients: the model's, as `Model.gradients` makes them.
+    progress: called after each step that is measured."""
     splits = [compressor.split(1, Step(0, 0, ranks)) for ranks in counts]
     alone = compressor if splits[0] is None else dataclasses.replace(compressor, exchange="gather")
 
@@ -90,9 +90,9 @@ def predict(
 ) -> Dict[str, Any]:
     """What a step takes with each of {spec: its Load for each of the counts of ranks}, "none" among them. network(ranks): that of so many; backward:
     seconds of a backward pass. Returns a JSON-able dict: model, parameters, backward_seconds, ranks, the counts; and by_spec, {spec: dict of
-    lists step_seconds, bytes_sent, bytes_received as `stats` counts them, link_bytes that cross a rank's link each way, one entry for each count, and
-    dense_from, the count from which on none is as fast, None where
-    it is not with the last}."""
+    lists step_seconds, bytes_sent, bytes_received, link_bytes, one entry for each count, and
+    dense_from, the count from which on none is as fast, None where it is not with the last}. The
+    first bytes are as `stats` counts them, and link_bytes cross a rank's link each way."""
     by_spec: Dict[str, Dict[str, Any]] = {}
     for spec, each in loads.items():
         pairs = list(zip(each, counts))
@@ -117,7 +117,10 @@ def plot(found: Dict[str, Any], path: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5.5), layout="constrained")
-    shown = {"step_seconds": "seconds of a step", "link_bytes": "bytes that cross a rank's link in a step, each way"}
+    shown = {
+        "step_seconds": "seconds of a step",
+        "link_bytes": "bytes that cross a rank's link in a step, each way",
+    }
     for axes, (key, label) in zip(figure.subplots(1, 2), shown.items()):
         for spec, its in found["by_spec"].items():
             axes.plot(found["ranks"], its[key], marker=".", label=spec, linestyle="--" if spec in ("none", "fp16") else "-")

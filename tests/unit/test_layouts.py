@@ -113,7 +113,8 @@ def test_adacomp_takes_known_models_alike_in_both_layouts():
 
 
 @pytest.mark.parametrize("name", [
-    "conv.weight", "_orig_mod.conv.weight", "conv._orig_mod.weight", "_orig_mod.conv._orig_mod.weight",
+    "conv.weight", "_orig_mod.conv.weight", "conv._orig_mod.weight",
+    "_orig_mod.conv._orig_mod.weight",
 ])
 def test_patterns_are_of_names_as_they_are_where_nothing_is_compiled(name):
     for pattern in ("conv.*", "conv.weight", name, "*_orig_mod*"):

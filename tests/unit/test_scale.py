@@ -61,13 +61,14 @@ def test_one_rank_of_many_takes_no_memory_of_the_others():
     tracemalloc.stop()
     assert (host.local, host.size, len(host.places)) == (0, 4, 10_000)
     groups = Host.group(6, 3)
-    assert all(host.places is groups[0].places for host in groups) and groups[0].places == [0, 1, 2] * 2
+    assert groups[0].places == [0, 1, 2] * 2
+    assert all(host.places is groups[0].places for host in groups)
     with pytest.raises(ValueError, match="10 ranks are not hosts of 4"):
         Host.alone(10, 4)
 
 
 def test_what_goes_dense_where_that_is_less_never_crosses_a_link_more_often_than_dense():
-    """A ring's allreduce takes its bytes over a link nearly twice, which `bytes_received` leaves out."""
+    """A ring's allreduce takes its bytes over a link nearly twice."""
     counts = scaling.counts_up_to(3000)
     specs = ("none", "fp16", "adacomp", "topk:ratio=0.02", "natural")
     loads = {
