@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import gc
 import io
+import math
 import os
 import pathlib
 import random
@@ -142,7 +143,9 @@ class Soak:
         for (name, p), total in zip(self.model.named_parameters(), self.state.total):
             kept = tensors[name].get(accumulator, torch.zeros(p.numel()))
             owed = total.flatten() - hvd.allreduce(kept.double(), name=f"kept {name}")
-            worst = max(worst, ((-p.detach().double().flatten() - owed).abs().max() / owed.abs().max()).item())
+            off = ((-p.detach().double().flatten() - owed).abs().max() / owed.abs().max()).item()
+            # Python's `max` forgets NaN.
+            worst = max(worst, math.inf if math.isnan(off) else off)
         return worst
 
     def identical(self):
@@ -172,7 +175,8 @@ def soak(spec, steps, every, seed, hosts):
     hvd.init()
     torch.set_num_threads(1)
     run, measured = Soak(spec, seed, hosts), {}
-    early = max(steps // 10, (len(Soak.FAULTS) + 1) * every)  # When ranks come or go for the first times, Horovod takes more memory.
+    # When ranks come or go for the first times, Horovod takes more memory.
+    early = looked_at_first(steps, every)
 
     @hvdc.elastic.run
     def train(state):
@@ -202,6 +206,11 @@ def soak(spec, steps, every, seed, hosts):
     return fine
 
 
+def looked_at_first(steps, every):
+    """The step after which memory is looked at for the first time."""
+    return max(steps // 10, (len(Soak.FAULTS) + 1) * every)
+
+
 def start(spec, arguments):
     """Runs the job of one spec, and returns whether all was as it must be."""
     with tempfile.TemporaryDirectory() as folder:
@@ -223,6 +232,12 @@ def main():
     options = parser.parse_args()
     if options.hosts:
         sys.exit(not soak(*options.specs, options.steps, options.every, options.seed, options.hosts))
+    if options.every < 1 or looked_at_first(options.steps, options.every) >= options.steps:
+        parser.error(
+            f"--steps {options.steps} --every {options.every}: there would not be each fault, and "
+            f"then another look at memory: --every must be at least 1, and --steps more than "
+            f"{len(Soak.FAULTS) + 1} times that"
+        )
     numbers = {"--steps": options.steps, "--every": options.every, "--seed": options.seed}
     arguments = [str(each) for pair in numbers.items() for each in pair]
     sys.exit(not all([start(spec, arguments) for spec in options.specs]))

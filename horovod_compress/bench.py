@@ -71,7 +71,11 @@ def load_gradients(path: str) -> List[Named]:
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is not there, or not an .npz file")
     steps: Dict[int, Named] = {}
-    with np.load(path) as file:
+    try:
+        opened = np.load(path)
+    except Exception as error:  # whatever zip and NumPy make of a damaged file
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    with opened as file:
         for entry in file.files:
             array = _read(file, entry, path)
             match, first_match = (re.fullmatch(r"(\d+)/(.+)", name) for name in (entry, file.files[0]))

@@ -1,16 +1,32 @@
 """A compression's state in and out: plain values and arrays, of one rank or, portable, the mean of all ranks."""
+import collections
+import itertools
 import numbers
-from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Protocol, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Protocol,
+    Sequence,
+    Tuple,
+)
 
 import numpy as np
 
 from .compressors.base import OWED, Shard, zeros
-from .handshake import Gathering, agree, first_difference, gather
+from .handshake import Gathering, Words, agree, first_difference, gather, shown
+from .kernels.reference.dense import TOO_LARGE
 from .step import Tensor
 
 Arrays = Dict[str, Dict[str, np.ndarray]]  # by tensor and array name
 Difference = Optional[Tuple[str, Any, Any]]
 _FORMAT = 1
+# As many of the ranks whose states are missing are named.
+_NAMED = 8
 _HEADER = ("format", "id", "rank", "size", "seed", "step")
 
 
@@ -88,6 +104,9 @@ def read(state: Any) -> Saved:
         raise ValueError(f"not a state_dict of a compression: {error!r}") from None
     rank, size = header["rank"], header["size"]
     refuse(wrong_count("size", size) or (None if rank is None else wrong_count("rank", rank)))
+    if rank is not None and rank >= size:
+        refuse(("rank", Words(f"below its size of {size}"), rank))
+    refuse(_wrong_shards(header["shards"], size) or _wrong_shapes(header["shapes"]))
     return Saved(header, arrays)
 
 
@@ -100,7 +119,30 @@ def checked(state: Any, identity: Dict[str, Any], wrong_step: Callable[[Any], Di
         expected.update(rank=None, size=found.header["size"], shards={})
     difference = first_difference(expected, {key: found.header[key] for key in expected})
     refuse(difference or wrong_step(found.header["step"]) or _wrong_dense_until(found.header["dense_until"]))
+    refuse_not_finite(found.arrays)
     return found
+
+
+def refuse_not_finite(arrays: Arrays, of: str = "") -> None:
+    """Raises ValueError, which names tensor and array, for values after which no step is finite.
+
+    Args:
+        arrays: by tensor and array name, of any shape and type; those of no float type are right.
+        of: whose they are, for the message, as " of rank 1".
+    """
+    for name, named in arrays.items():
+        for key, array in named.items():
+            if array.dtype.kind != "f" or not array.size:
+                continue
+            least, most = array.min(), array.max()
+            # Written so that NaN is refused as well.
+            if not (least > -TOO_LARGE and most < TOO_LARGE):
+                worst = most if least > -TOO_LARGE else least
+                (where,) = shown(f"{name}.{key}")
+                raise ValueError(
+                    f"this state does not fit: {where}{of} has elements that are {worst:.3g}, and "
+                    "no step would be finite again: load an older one"
+                )
 
 
 def restore(tensors: Iterable[Tensor], arrays: Arrays) -> None:
@@ -130,13 +172,13 @@ def steps_of(state: Any) -> int:
 def wrong_count(where: str, number: Any) -> Difference:
     """The difference to a whole number of steps, if there is one."""
     whole = isinstance(number, numbers.Integral) and not isinstance(number, bool)
-    return None if whole and number >= 0 else (where, "a whole number", number)
+    return None if whole and number >= 0 else (where, Words("a whole number"), number)
 
 
 def refuse(difference: Difference) -> None:
     """Raises ValueError for a difference between a state and what it is loaded into."""
     if difference:
-        where, expected, found = difference
+        (where,), (expected, found) = shown(difference[0]), shown(*difference[1:])
         raise ValueError(
             f"this state does not fit: {where} is {found} in it and {expected} here. A compression's state belongs to one rank: "
             "save and load one file a rank, at the same number of ranks and with the same model. For another number of ranks load the list of all "
@@ -148,6 +190,7 @@ def _joined(states: Sequence[Any], identity: Dict[str, Any]) -> Saved:
     """What this rank loads of the states of all ranks. ValueError where one is missing, comes twice or is not of the others' job and step."""
     by_rank: Dict[Any, Saved] = {}
     for each in map(read, states):
+        refuse_not_finite(each.arrays, f" of rank {each.header['rank']}")
         rank, first = each.header["rank"], next(iter(by_rank.values()), each)
         if rank is None:
             raise ValueError("a state that was saved with portable=True holds all ranks: load it by itself, not in a list")
@@ -155,16 +198,24 @@ def _joined(states: Sequence[Any], identity: Dict[str, Any]) -> Saved:
             raise ValueError(f"two of the {len(states)} states are of rank {rank}: load the list of all ranks' states, each once")
         difference = first_difference(_said_by_all(first), _said_by_all(each))
         if difference:
-            where, expected, found = difference
+            (where,), (expected, found) = shown(difference[0]), shown(*difference[1:])
             raise ValueError(
                 f"the states of rank {first.header['rank']} and rank {rank} do not belong together: {where} is {expected} in the first and "
                 f"{found} in the second. Load the states that the ranks of one job have saved at one step"
             )
         by_rank[rank] = each
     size = next(iter(by_rank.values())).header["size"] if by_rank else identity["size"]
-    missing = [str(rank) for rank in range(size) if rank not in by_rank]
+    absent = itertools.filterfalse(by_rank.__contains__, range(size))
+    missing = list(map(str, itertools.islice(absent, _NAMED)))
     if missing:
-        raise ValueError(f"the state of rank {', '.join(missing)} is missing: load the list of all {size} ranks' states")
+        more = " …" if len(by_rank) + len(missing) < size else ""
+        raise ValueError(
+            f"the state of rank {', '.join(missing)}{more} is missing: load the list of all "
+            f"{size} ranks' states"
+        )
+    of_ranks = [by_rank[rank].header["shards"] for rank in range(size)]
+    for name in of_ranks[0]:
+        _refuse_parts_missing(name, [Shard(*shards[name]) for shards in of_ranks])
     if size == identity["size"] and by_rank[identity["rank"]].header["shards"] == identity["shards"]:
         return by_rank[identity["rank"]]
     means = _mean_of([_whole(by_rank[rank].arrays, by_rank[rank].header["shards"]) for rank in range(size)])
@@ -191,8 +242,10 @@ def _means_over_ranks(arrays: Arrays, transport: Reducing, label: str, counts: b
 
 
 def _said_by_all(state: Saved) -> Dict[str, Any]:
-    said = {key: value for key, value in state.header.items() if key not in ("rank", "shards")}
-    return {**said, "tensors": _layout(_whole(state.arrays, state.header["shards"]))}
+    said, shards = dict(state.header), state.header["shards"]
+    del said["rank"]
+    said["shards"] = {name: list(shard[2:]) for name, shard in shards.items()}
+    return {**said, "tensors": _layout(state.arrays, shards)}
 
 
 def _whole(arrays: Arrays, shards: Dict[str, Sequence[int]]) -> Arrays:
@@ -222,5 +275,50 @@ def _wrong_dense_until(until: Any) -> Difference:
     return None if good else ("dense_until", "steps by tensor", until)
 
 
-def _layout(arrays: Arrays) -> Dict[str, Dict[str, str]]:
-    return {name: {k: f"{a.dtype} of {a.shape}" for k, a in named.items()} for name, named in arrays.items()}
+def _wrong_shards(shards: Any, size: int) -> Difference:
+    parts = shards.items() if isinstance(shards, dict) else [("", shards)]
+    for name, part in parts:
+        good = isinstance(part, (list, tuple)) and len(part) == len(Shard._fields)
+        good = good and not any(wrong_count(name, number) for number in part)
+        if not good or not part[0] <= part[1] <= part[2] or not 1 <= part[3] <= size:
+            where = f"shards.{name}" if name else "shards"
+            right = Words(f"first, last, numel and ranks of a part, at most {size} ranks,")
+            return where, right, part
+    return None
+
+
+def _wrong_shapes(shapes: Any) -> Difference:
+    good = isinstance(shapes, dict) and all(
+        isinstance(shape, (list, tuple)) and not any(wrong_count(name, n) for n in shape)
+        for name, shape in shapes.items()
+    )
+    return None if good else ("shapes", Words("lengths by tensor"), shapes)
+
+
+def _refuse_parts_missing(name: str, parts: Sequence[Shard]) -> None:
+    """Raises ValueError where all ranks' parts of a tensor, which say its length and their number
+    alike, do not make it up on every host."""
+    found = collections.Counter((part.first, part.last) for part in parts)
+    numel, ranks = parts[0].numel, parts[0].ranks
+    starts = [*(first for first, _ in sorted(found)), numel]
+    ends = [0, *(last for _, last in sorted(found))]
+    if starts != ends or len(found) != ranks or set(found.values()) != {len(parts) / ranks}:
+        (where,), (said,) = shown(f"shards.{name}"), shown(sorted(found))
+        raise ValueError(
+            f"the states of all ranks do not belong together: {where} is {said}, which are not "
+            f"{ranks} parts of {numel} elements on each host. Load the states that one job has "
+            "saved"
+        )
+
+
+def _layout(arrays: Arrays, shards: Mapping[str, Sequence[int]] = {}) -> Dict[str, Dict[str, str]]:
+    """What arrays are; shards: of which parts they are, to say what the whole ones would be."""
+
+    def shape(name: str, array: np.ndarray) -> Tuple[int, ...]:
+        shard = Shard(*shards.get(name, (0, -1, 0, 1)))
+        return (shard.numel,) if array.shape == (shard.last - shard.first,) else array.shape
+
+    return {
+        name: {key: f"{array.dtype} of {shape(name, array)}" for key, array in named.items()}
+        for name, named in arrays.items()
+    }

@@ -10,12 +10,12 @@ import math
 import pathlib
 import re
 import sys
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, NoReturn, Optional, Sequence, Tuple
 
 import numpy as np
 
 from . import available, bench, get_compressor, kernels, prediction, recording, report, scaling
-from .cost import Network
+from .cost import MOST_RANKS, Network
 from .models import MODELS
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ measures what collectives take, and predicts what a step takes with each SPEC. E
 without a launcher, it checks this machine. The network that it has measured serves `hvdcompress plan --network network.json`.
 """
 
+# Ranks whose payloads are decoded at most.
+_PLANNED = 10_000
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 _STEP_COLUMNS = {  # {title: function that formats a prediction}
@@ -63,7 +65,9 @@ _STEP_NOTES = (
 
 _SCALE_NOTES = (
     "computed, after a warm-up, with one rank a link: work and bytes measured here, messages of a collective one after the other, with gloo in rings",
-    "a tensor goes dense where payloads of so many ranks would be more",
+    "MB: of an allreduce of S on N ranks 2·(N − 1)/N·S, by rings, and of an allgather (N − 1)·S; "
+    "`bytes_received` of --json counts an allreduce's S once, as stats() does",
+    "a tensor goes dense where payloads of so many ranks would be more MB than that",
 )
 
 _COLUMNS = {  # {title: function that formats a result}
@@ -103,6 +107,13 @@ _NOTES = (
 )
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors are one line, whatever files and arguments hold."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(report.printable(message))
+
+
 def main(argv: Optional[Sequence[str]] = None) -> None:
     options = _parser().parse_args(argv)
     for module in ["rich"] + ["matplotlib"] * bool(getattr(options, "plot", None)):
@@ -112,7 +123,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hvdcompress", description="Gradient compression for unmodified Horovod.")
+    parser = _Parser(prog="hvdcompress", description="Gradient compression for unmodified Horovod.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     help = "lists all compressions, or what some of them are and what options they have"
     info = commands.add_parser("info", help=help, description=f"hvdcompress info {help}.")
@@ -276,7 +287,7 @@ def _table(titles: Iterable[str], rows: Iterable[Sequence[str]], right: Sequence
     columns = [Column(title, justify="right" if title in right else "left", overflow="fold") for title in titles]
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(report.printable, row))
     return table
 
 
@@ -335,6 +346,11 @@ def _plan(options: argparse.Namespace) -> None:
     compressors, found = _compressors_and_network(options)
     ranks = options.ranks or (found.ranks if found else 2 * options.local_size)
     _check_hosts(options, ranks)
+    if ranks > _PLANNED:
+        options.parser.error(
+            f"{ranks} ranks are too many to decode the payloads of: plan --ranks takes up to "
+            f"{_PLANNED}, and `hvdcompress scale` more"
+        )
     model = _model(options)
     with _progress() as progress:
         task = progress.add_task("preparing gradients", total=len(compressors) * (bench.WARMUP + prediction.STEPS))
@@ -355,13 +371,20 @@ def _plan(options: argparse.Namespace) -> None:
 def _scale(options: argparse.Namespace) -> None:
     compressors, found = _compressors_and_network(options)
     _check_hosts(options, options.ranks)
+    if options.ranks > MOST_RANKS:
+        options.parser.error(f"--ranks: must be at most {MOST_RANKS}")
     model, counts = _model(options), scaling.counts_up_to(options.ranks, options.local_size)
     with _progress() as progress:
-        task = progress.add_task("preparing gradients", total=None)
+        # As many as it may take; of sums mostly fewer.
+        each = len(counts) * (bench.WARMUP + prediction.STEPS)
+        task = progress.add_task("preparing gradients", total=len(compressors) * each)
         gradients, loads = model.gradients(), {}
-        for spec, compressor in compressors.items():
-            progress.update(task, description=spec)
-            loads[spec] = scaling.loads_by_ranks(compressor, model, gradients, counts, local_size=options.local_size)
+        for done, (spec, compressor) in enumerate(compressors.items()):
+            progress.update(task, description=spec, completed=done * each)
+            loads[spec] = scaling.loads_by_ranks(
+                compressor, model, gradients, counts, functools.partial(progress.advance, task),
+                options.local_size,
+            )
     rate, latency = _link(options)
     network = functools.partial((found or Network.of_link(2, rate, latency)).among, rings=options.library == "gloo")
     run = scaling.predict(model, loads, counts, network, 1e-3 * options.backward)
@@ -382,7 +405,11 @@ def _show_scale(run: Dict[str, Any]) -> None:
     rate = run.get("link_bits_per_second")
     on = f"links of {_shown_rate(rate)}" if rate else "links as they were measured"
     lines: List[Any] = [f"{run['model']} of {_digits(run['parameters'] / 1e6)} million parameters; {on}; {run['library']}"]
-    for title, key, factor in (("milliseconds of a step", "step_seconds", 1e3), ("MB that a rank receives in a step", "bytes_received", 1e-6)):
+    tables = (
+        ("milliseconds of a step", "step_seconds", 1e3),
+        ("MB that cross a rank's link in a step, each way", "link_bytes", 1e-6),
+    )
+    for title, key, factor in tables:
         rows = [[str(ranks), *(_digits(factor * its[key][i]) for its in by_spec.values())] for i, ranks in enumerate(counts)]
         lines += [title, _table(["ranks", *by_spec], rows, right=["ranks", *by_spec])]
     for spec, its in by_spec.items():
@@ -430,7 +457,9 @@ def _check(options: argparse.Namespace) -> None:
     if check.is_first() and not _write_json(found, options.json) and "predictions" in found:
         _show_prediction(found)
     if check.is_first():
-        console.print("\nall is well" if found["good"] else "\nsomething is wrong: see above")
+        # One rank has no predictions: there is no network.
+        well = "all is well" if "predictions" in found else "all is well, as far as one rank shows"
+        console.print(f"\n{well}" if found["good"] else "\nsomething is wrong: see above")
     sys.exit(not found["good"])
 
 
@@ -446,7 +475,8 @@ def _show(options: argparse.Namespace) -> None:
         first, last = records[0], records[-1]
         said = f"{options.file}: {last['spec']['id']}, rank {last['rank']} of {last['size']}, steps {first['step']} to {last['step']}, "
         rows = [[shown(line) for shown in _REPORTED.values()] for line in lines]
-        _console().print(f"{said}{len(records)} records", _table(_REPORTED, rows, right=list(_REPORTED)[2:]), sep="\n")
+        said = report.printable(f"{said}{len(records)} records")
+        _console().print(said, _table(_REPORTED, rows, right=list(_REPORTED)[2:]), sep="\n")
     if options.plot:
         report.plot(records, options.plot)
 

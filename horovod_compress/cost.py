@@ -16,6 +16,10 @@ _PROCESSOR = {
 }
 COLLECTIVES = tuple(_PROCESSOR)  # all that an algorithm may exchange, by verb and type
 _FASTEST = 2.0**20  # times a network, beyond which nobody asks what pays
+# Of which anything is predicted.
+MOST_RANKS = 10**6
+# Seconds, of what is no damaged file: some 30 years.
+_LONGEST = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,10 @@ class Load:
         """Bytes that come back to a rank, without those of its own that an allgather brings back."""
         return sum(nbytes * (ranks - 1 if kind.startswith("allgather") else 1) for kind, nbytes in self.exchanged.items())
 
+    def crossing(self, network: "Network") -> float:
+        """Bytes that cross a rank's link in each direction in a step, on this network."""
+        return sum(nbytes * network.crossing(kind) for kind, nbytes in self.exchanged.items())
+
     def times(self, factor: float) -> "Load":
         """That of a model with `factor` times as many parameters."""
         exchanged = {kind: factor * nbytes for kind, nbytes in self.exchanged.items()}
@@ -73,14 +81,14 @@ class Network:
         """From what `hvdcompress check --json` has written. Raises ValueError, which says what is wrong, for any other file."""
         try:
             found = json.loads(pathlib.Path(path).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read as JSON: {error}") from None
         found = found.get("network") if isinstance(found, dict) else None
         if not isinstance(found, dict):
             raise ValueError(f"{path} has no network: write it with `hvdcompress check --json {path}` on two or more ranks")
         rates: Any = found.get("seconds_per_byte")
         wrong = next((key for key in ("latency", "operation") if not _is_duration(found.get(key))), None)
-        if type(found.get("ranks")) is not int or found["ranks"] < 2:
+        if type(found.get("ranks")) is not int or not 2 <= found["ranks"] <= MOST_RANKS:
             wrong = "ranks"
         elif not isinstance(rates, dict) or set(rates) != set(COLLECTIVES) or not all(map(_is_duration, rates.values())):
             wrong = "seconds_per_byte"
@@ -109,7 +117,7 @@ class Network:
 
 
 def _is_duration(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+    return type(value) in (int, float) and 0 <= value <= _LONGEST
 
 
 def added_seconds(load: Load, network: Network, backward: float = 0.0) -> float:

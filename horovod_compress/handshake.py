@@ -2,6 +2,7 @@
 import contextlib
 import hashlib
 import json
+import reprlib
 import threading
 import warnings
 from typing import Any, Callable, Iterator, List, Optional, Protocol, Sequence, Tuple
@@ -67,7 +68,7 @@ def agree(transport: Gathering, label: str, description: Any, what: str = _FIRST
     for rank, other in enumerate(descriptions):
         difference = first_difference(descriptions[0], other)
         if difference:  # 0 and 0.0 are written differently, and are the same
-            where, expected, found = difference
+            where, expected, found = difference[0], *shown(*difference[1:])
             raise MismatchError(f"rank {rank} differs from rank 0 in {where}: {found} on rank {rank}, {expected} on rank 0. {advice}")
 
 
@@ -76,6 +77,31 @@ def gather(transport: Gathering, name: str, value: Any) -> List[Any]:
     line = np.frombuffer(json.dumps(value).encode() + b"\n", np.uint8).copy()
     texts = transport.allgather(name, line)().tobytes().split(b"\n")
     return [json.loads(text) for text in texts[: transport.size]]
+
+
+class Words(str):
+    """Says what is right, where that is shown in place of a value that would be."""
+
+    __repr__ = str.__str__
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 200
+_short.maxlist = _short.maxtuple = _short.maxdict = 12
+
+
+def shown(*values: Any) -> List[str]:
+    """Values that differ, for a message: short, in one line, and in quotes where types differ.
+
+    Args:
+        values: of any types.
+
+    Returns:
+        A text for each.
+    """
+    if all(type(each) is str and each.isprintable() and len(each) <= 200 for each in values):
+        return list(values)
+    return [" ".join(_short.repr(each).split()) for each in values]
 
 
 def first_difference(expected: Any, found: Any, path: str = "") -> Optional[Tuple[str, Any, Any]]:
@@ -89,4 +115,8 @@ def first_difference(expected: Any, found: Any, path: str = "") -> Optional[Tupl
             if difference:
                 return difference
         return None
-    return None if expected == found else (path, expected, found)
+    try:
+        alike = bool(expected == found)
+    except (RuntimeError, ValueError):  # An array, of which this asks every element.
+        alike = False
+    return None if alike else (path, expected, found)

@@ -42,19 +42,20 @@ class Host:
     def group(cls, ranks: int, size: int) -> List["Host"]:
         """Those of `ranks` ranks in one process, of which every `size` that follow each other are a host. ValueError where that does not come out
         even."""
-        if size < 1 or ranks % size:
-            raise ValueError(f"{ranks} ranks are not hosts of {size}")
+        _refuse_uneven(ranks, size)
         memories: List[Dict[str, np.ndarray]] = [{} for _ in range(ranks // size)]
         hosts = [_InProcess(rank % size, size) for rank in range(ranks)]
+        places = [rank % size for rank in range(ranks)]
         for rank, host in enumerate(hosts):
-            host._slots, host.places = memories[rank // size], [each % size for each in range(ranks)]
+            host._slots, host.places = memories[rank // size], places
         return list(hosts)
 
     @classmethod
     def alone(cls, ranks: int, size: int) -> "Host":
         """The first of `ranks` ranks on hosts of `size`, to measure what one does without the others: their gradients are zero, and all parts are
         taken for its own. ValueError where that does not come out even."""
-        host = cls.group(ranks, size)[0]
+        _refuse_uneven(ranks, size)
+        host = _InProcess(0, size)
         host.places = [0] * ranks
         return host
 
@@ -109,6 +110,11 @@ class _InProcess(Host):
     def want(self, name: str, numel: int) -> None:
         if name not in self._slots:
             self._slots[name] = zeros(self.size * numel).reshape(self.size, numel)
+
+
+def _refuse_uneven(ranks: int, size: int) -> None:
+    if size < 1 or ranks % size:
+        raise ValueError(f"{ranks} ranks are not hosts of {size}")
 
 
 def _try(make: Any) -> Tuple[Optional[str], Any]:

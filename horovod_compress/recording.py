@@ -4,7 +4,7 @@ import math
 import os
 import time
 import warnings
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Union
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Union
 
 from . import kernels
 from .compressors.base import Compressor
@@ -16,6 +16,7 @@ Destination = Union[str, "os.PathLike[str]", Callable[[Dict[str, Any]], Any], An
 _STEPS, _TURNOVERS = 1000, 10  # after which what is kept has come to its plateau; a turnover is as many steps as it takes to send all elements once
 _GROWTH = 1.3  # from the second eighth of all records to the fourth, and from there to the last
 _MOST = 256  # records that are compared
+_MOST_NUMBER = 10**100
 
 
 class Recorder:
@@ -172,17 +173,63 @@ def _scalars(tag: str, values: Mapping[str, Any]) -> Any:
             yield f"{tag}/{key}", value
 
 
+_COUNTED = ("steps", "steps_undone", "seconds", *SENT, *SPENT)
+_NORMS = ("gradient_norm", "residual_norm")
+
+
 def read(path: Union[str, "os.PathLike[str]"]) -> List[Dict[str, Any]]:
-    """The records in a file. ValueError for a line that is none; the last one may have been cut off, and is left out then."""
-    with open(path) as file:
-        lines = file.read().split("\n")
+    """The records in a file.
+
+    Args:
+        path: of a file of JSON lines. The last one may have been cut off, and is left out then.
+
+    Returns:
+        The records, as docs/tutorial.md lists their keys.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is no record; in one line, with the file and the line's number.
+    """
+    with open(path, "rb") as file:
+        lines = file.read().split(b"\n")
     records = []
     for number, line in enumerate(lines[:-1], 1):
         try:
             record = json.loads(line)
-            if record["format"] != FORMAT:
-                raise ValueError(record["format"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}, line {number}: not a record of this version of horovod-compress: {error!r}") from None
+            wrong = _wrong(record)
+        except (ValueError, RecursionError) as error:
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong:
+            raise ValueError(
+                f"{path}, line {number}: not a record of this version of horovod-compress: {wrong}"
+            )
         records.append(record)
     return records
+
+
+def _wrong(record: Any) -> Optional[str]:
+    """What a record must have and has not, as `Recorder` writes it."""
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        return f"its format is not {FORMAT}"
+    spec, tensors = record.get("spec"), record.get("tensors", {})
+    if not isinstance(spec, dict) or not isinstance(spec.get("id"), str):
+        return "spec is missing or not valid"
+    if not isinstance(tensors, dict) or not all(isinstance(t, dict) for t in tensors.values()):
+        return "tensors are not valid"
+    missing = _not_numbers(record, ("step", "rank", "size", *_COUNTED))
+    for tensor in tensors.values():
+        missing = missing or _not_numbers(tensor, ("numel", *SENT, *SPENT))
+        if not isinstance(tensor.get("compressor"), str):
+            missing = missing or ["compressor"]
+    return f"{missing[0]} is missing or not valid" if missing else None
+
+
+def _not_numbers(record: Dict[str, Any], keys: Sequence[str]) -> List[str]:
+    """Those of the keys whose values are no numbers, and of the norms, which may be None."""
+    norms = [key for key in _NORMS if record.get(key, "") is not None]
+    return [key for key in (*keys, *norms) if not _is_number(record.get(key))]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether that is a number with which one can reckon: JSON's may have any size, or be NaN."""
+    return type(value) in (int, float) and -_MOST_NUMBER < value < _MOST_NUMBER

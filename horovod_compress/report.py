@@ -7,6 +7,20 @@ _SUMMED = ("bytes_sent", "dense_bytes", "elements_sent", "encode_seconds", "exch
 _LISTED = 12  # tensors in a plot
 
 
+def printable(text: str) -> str:
+    """A text in one line, for terminals: what is no printable character is spelled as Python does.
+
+    Args:
+        text: of anyone's, as a tensor's name from a file.
+
+    Returns:
+        The text, with `\\x1b` for an escape character, and so on.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def by_tensor(records: Sequence[Record]) -> List[Record]:
     """For each tensor, those that send most first, and at last for all of them: "name", "numel" and "compressor" (None for all), what a step takes on
     average ("bytes_sent", "dense_bytes", "elements_sent", "encode_seconds", "exchange_seconds", "decode_seconds"), "ratio", and the last norms,
@@ -52,7 +66,9 @@ def plot(records: Sequence[Record], path: str) -> None:
     for key in ("gradient_norm", "residual_norm"):
         panels[1].plot(steps, [float("nan") if record[key] is None else record[key] for record in records], label=key.replace("_", " "))
     panels[1].set(title="norms", yscale="log")
-    panels[3].barh([line["name"] for line in reversed(tensors)], [line["bytes_sent"] / 1e3 for line in reversed(tensors)])
+    # A dollar sign begins a formula.
+    names = [printable(line["name"]).replace("$", r"\$") for line in reversed(tensors)]
+    panels[3].barh(names, [line["bytes_sent"] / 1e3 for line in reversed(tensors)])
     panels[3].set(title="kB a step by tensor", visible=bool(tensors))
     for axes in panels[:3]:
         axes.set(xlabel="step")

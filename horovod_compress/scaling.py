@@ -25,19 +25,42 @@ def loads_by_ranks(
 ) -> List[Load]:
     """What a compression brings into a step of the model with each number of ranks, of which a host has `local_size`. Sums are measured as they are
     with so many. Gathered payloads are as long with any number; what those of one rank more take to decode is measured. A tensor whose payloads would
-    bring a rank more bytes than a dense exchange goes dense. gradients: the model's, as `Model.gradients` makes them."""
+    bring a rank more bytes than a dense exchange goes dense. gradients: the model's, as `Model.gradients` makes them.
+    progress: called after each step that is measured."""
     splits = [compressor.split(1, Step(0, 0, ranks)) for ranks in counts]
     alone = compressor if splits[0] is None else dataclasses.replace(compressor, exchange="gather")
+
+    def measure(ranks: int, local_size: int = 1) -> Load:
+        return measured(alone, model, gradients, ranks, progress, local_size)
+
     if alone.collective != "allgather":
-        return [measured(alone, model, gradients, ranks, progress) for ranks in counts]
+        return _of_sums(measure, counts)
     size = local_size if on_hosts(alone, local_size) else 1
-    few, many = (measured(alone, model, gradients, size * hosts, progress, size) for hosts in (_FEW, _MANY))
+    few, many = (measure(size * hosts, size) for hosts in (_FEW, _MANY))
     each = max(many.decode - few.decode, 0.0) / (size * (_MANY - _FEW))
     loads = []
     for ranks, split in zip(counts, splits):
         load = dataclasses.replace(few, decode=few.decode + each * (ranks - size * _FEW))
         loads.append(_where_dense_brings_less(alone, model, load, ranks, size) if split is None else splitting(load, split.accept, ranks))
     return loads
+
+
+def _of_sums(measure: Callable[[int], Load], counts: Sequence[int]) -> List[Load]:
+    """The loads of summed payloads with each of the counts, which ascend. More ranks need fields
+    as wide or wider, so where two send the same bytes all between them do, at the same work."""
+    loads = {index: measure(counts[index]) for index in sorted({0, len(counts) - 1})}
+
+    def fill(first: int, last: int) -> None:
+        middle = (first + last) // 2
+        if loads[first].exchanged == loads[last].exchanged:
+            loads.update(dict.fromkeys(range(first + 1, last), loads[first]))
+        elif middle > first:
+            loads[middle] = measure(counts[middle])
+            fill(first, middle)
+            fill(middle, last)
+
+    fill(0, len(counts) - 1)
+    return [loads[index] for index in range(len(counts))]
 
 
 def _where_dense_brings_less(compressor: Any, model: Model, load: Load, ranks: int, local_size: int) -> Load:
@@ -67,14 +90,16 @@ def predict(
 ) -> Dict[str, Any]:
     """What a step takes with each of {spec: its Load for each of the counts of ranks}, "none" among them. network(ranks): that of so many; backward:
     seconds of a backward pass. Returns a JSON-able dict: model, parameters, backward_seconds, ranks, the counts; and by_spec, {spec: dict of
-    lists step_seconds, bytes_sent, bytes_received, one entry for each count, and dense_from, the count from which on none is as fast, None where
-    it is not with the last}."""
+    lists step_seconds, bytes_sent, bytes_received, link_bytes, one entry for each count, and
+    dense_from, the count from which on none is as fast, None where it is not with the last}. The
+    first bytes are as `stats` counts them, and link_bytes cross a rank's link each way."""
     by_spec: Dict[str, Dict[str, Any]] = {}
     for spec, each in loads.items():
         pairs = list(zip(each, counts))
         by_spec[spec] = {
             "step_seconds": [backward + added_seconds(load, network(ranks), backward) for load, ranks in pairs],
             "bytes_sent": [load.sent for load in each], "bytes_received": [load.received(ranks) for load, ranks in pairs],
+            "link_bytes": [load.crossing(network(ranks)) for load, ranks in pairs],
         }
     for found in by_spec.values():
         found["dense_from"] = _dense_from(found["step_seconds"], by_spec["none"]["step_seconds"], counts)
@@ -92,7 +117,10 @@ def plot(found: Dict[str, Any], path: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5.5), layout="constrained")
-    shown = {"step_seconds": "seconds of a step", "bytes_received": "bytes that a rank receives in a step"}
+    shown = {
+        "step_seconds": "seconds of a step",
+        "link_bytes": "bytes that cross a rank's link in a step, each way",
+    }
     for axes, (key, label) in zip(figure.subplots(1, 2), shown.items()):
         for spec, its in found["by_spec"].items():
             axes.plot(found["ranks"], its[key], marker=".", label=spec, linestyle="--" if spec in ("none", "fp16") else "-")

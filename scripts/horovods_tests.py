@@ -4,9 +4,11 @@
 CHECKOUT is a directory with Horovod's sources and tests, v0.28.1: they are no part of Horovod's packages, nor of this project. Each test of
 test_torch.py and test_tensorflow2_keras.py that makes a DistributedOptimizer is run on two ranks: as it is, and once for every SPEC.
 By default those gather every tensor, with values of 16 bits or a part of the elements, or sum it. Fails where a test fails
-that passes as it is. Needs Open MPI, pytest, mock and parameterized.
+that passes as it is, and where none passes. Needs Open MPI, pytest, mock and parameterized
+(.venv/bin/pip install mock parameterized).
 """
 import argparse
+import importlib.util
 import inspect
 import os
 import pathlib
@@ -24,6 +26,8 @@ FAIL_ON_PURPOSE = {
     "test_dynamic_requires_grad": "reads gradients while they are exchanged, and those that are gathered are 0 then",
     "test_broadcast_state_options": "trains before it broadcasts options that differ between ranks, which is an error here",
 }
+# What those files import, beside Horovod and its frameworks.
+NEEDED = ("pytest", "mock", "parameterized")
 JOB = "mpirun --allow-run-as-root --bind-to none --oversubscribe -np 2"
 
 
@@ -32,19 +36,39 @@ def main():
     parser.add_argument("checkout", type=pathlib.Path)
     parser.add_argument("specs", nargs="*")
     arguments = parser.parse_args()
+    missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
+    if missing:
+        sys.exit(
+            f"nothing was run: {', '.join(missing)} cannot be imported, which Horovod's tests "
+            f"need. Install: {sys.executable} -m pip install {' '.join(missing)}"
+        )
     failed = False
     for framework, file in FILES.items():
         path = (arguments.checkout / file).resolve()
         if not path.exists():
             sys.exit(f"{path} is not there: give the path of a checkout of Horovod v0.28.1")
         as_it_is = outcomes(framework, path, "")
-        print(f"{framework}: {list(as_it_is.values()).count('passed')} tests pass as they are", flush=True)
+        passed = list(as_it_is.values()).count("passed")
+        print(f"{framework}: {passed} tests pass as they are", flush=True)
+        if not passed:
+            print(
+                f"{framework}: nothing was compared: no test that makes a DistributedOptimizer "
+                "passes as it is. What they printed stands above",
+                flush=True,
+            )
+            failed = True
+            continue
         for spec in arguments.specs or SPECS[framework]:
             found = outcomes(framework, path, spec)
             worse = sorted(name for name, outcome in as_it_is.items() if outcome == "passed" != found.get(name))
             unexpected = [name for name in worse if name not in FAIL_ON_PURPOSE]
-            failed |= bool(unexpected) or not as_it_is
-            print(f"{framework}, {spec}: {len(unexpected)} of them fail {' '.join(unexpected)}", flush=True)
+            failed |= bool(unexpected)
+            ran = sum(name in found for name in as_it_is)
+            print(
+                f"{framework}, {spec}: {len(unexpected)} of {passed} fail, {ran} ran "
+                f"{' '.join(unexpected)}",
+                flush=True,
+            )
             for name in worse:
                 if name in FAIL_ON_PURPOSE:
                     print(f"    {name} fails on purpose: it {FAIL_ON_PURPOSE[name]}", flush=True)
@@ -67,7 +91,8 @@ def outcomes(framework, path, spec):
                 name, outcome = line.split()
                 if outcome != "passed" or name not in found:
                     found[name] = outcome
-        if not found or "failed" in (outcome for name, outcome in found.items() if name not in FAIL_ON_PURPOSE):
+        said = {outcome for name, outcome in found.items() if name not in FAIL_ON_PURPOSE}
+        if "passed" not in said or "failed" in said:
             print(job.stdout[-6000:], job.stderr[-2000:])
         return found
 

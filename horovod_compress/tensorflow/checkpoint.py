@@ -68,6 +68,9 @@ def _read(file: str) -> Dict[str, Any]:
             state["tensors"] = {name: {} for name in state.pop("names")}
             for i, (name, key) in enumerate(state.pop("arrays")):
                 state["tensors"][name][key] = saved[str(i)]
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except (
+        OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, RecursionError,
+        zipfile.BadZipFile,
+    ) as error:
         raise ValueError(f"{file} is no state of a compression that could be restored: {error}") from None
     return state

@@ -24,6 +24,7 @@ from . import horovod_internals
 from .moments import Moments, moments_of
 from .parameters import NamedParameters, Slot, Streams, flat, named
 from .sgd import SGDTakeover, is_plain_sgd
+from .state_names import renamed
 
 _log = logging.getLogger("horovod_compress")
 
@@ -346,9 +347,12 @@ class BoundCompression(Binding):
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         """Continues from what `state_dict` has returned, of the same model: bit for bit from this rank's own, or from a list of all ranks', in any
         order, or from a portable one. Where that list is of another number of ranks, each rank gets their mean, so the mean of what ranks have
-        not sent yet is kept. ValueError, with nothing changed, for any other state."""
+        not sent yet is kept. Names may have got or lost the `_orig_mod.` of torch.compile and the
+        `module.` of wrappers. ValueError, with nothing changed, for any other state."""
         if not self._process_set.included():
             return  # this rank compresses nothing
+        untrained = {slot.name for slot in self._slots} - self._tensors.keys()
+        state = renamed(state, self._tensors, untrained)
         while self._switches and self._switches[0][0] < checkpoint.steps_of(state):
             self._switch(self._switches.pop(0)[1], compare=False)
         try:

@@ -8,11 +8,13 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from .. import checkpoint
 from ..binding import warn_once
 from ..updates import Nesterov, check_ranks_of_set, check_rounds
 from .adam import AdamW
 from .horovod_internals import own_class
 from .parameters import NamedParameters, Slot, flat_memory, named
+from .state_names import rekeyed, renaming
 from .update_compression import UpdateCompression
 
 
@@ -248,7 +250,11 @@ class UpdateOptimizer(torch.optim.Optimizer):
             raise RuntimeError("load states before or after `with optimizer.shared_parameters():`, not within it")
         kept: Any = state_dict.get("updates")
         if kept is not None:
-            self._check(kept)
+            try:
+                kept = self._renamed(kept)
+                self._check(kept)
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"not a state_dict of an UpdateOptimizer: {error!r}") from None
             self._check_groups(state_dict["param_groups"])
             self.compression.load_state_dict(kept["compression"])
         self._optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "updates"})
@@ -314,12 +320,24 @@ class UpdateOptimizer(torch.optim.Optimizer):
             self._go_back_to(self._kept(begun=True))
         return {**saved, "compression": self.compression._even_out(saved["compression"])}
 
+    def _renamed(self, kept: Dict[str, Any]) -> Dict[str, Any]:
+        """What a state has under "updates", by the names that parameters have here."""
+        found = renaming(kept["compression"], [each.name for each in self._parameters])
+        return rekeyed({**kept, "compression": rekeyed(kept["compression"], found)}, found)
+
     def _check(self, kept: Dict[str, Any]) -> None:
+        checkpoint.refuse(checkpoint.wrong_count("local_steps", kept["local_steps"]))
         wanted: List[Tuple[str, bool]] = [("shared", bool(kept["local_steps"])), ("momentum", self._outer is not None)]
         for part, needed in wanted:
             found = {name: tuple(tensor.shape) for name, tensor in kept[part].items()}
             if found != ({each.name: tuple(each.param.shape) for each in self._parameters} if needed else {}):
                 raise ValueError(f"this state does not fit: its {part} values are {found or 'none'}. Has it other options, or another model?")
+            for name, tensor in kept[part].items():
+                if not torch.isfinite(tensor).all():
+                    raise ValueError(
+                        f"this state does not fit: the {part} values of {name} are not finite, and "
+                        "no step would be again: load an older one"
+                    )
 
     def _check_groups(self, groups: List[Dict[str, Any]]) -> None:
         found, expected = ([len(group["params"]) for group in each] for each in (groups, self.param_groups))

@@ -135,4 +135,5 @@ def test_check_alone():
     job = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT, check=True)
     found = json.loads(job.stdout)
     assert found["good"] and len(found["installed"]["ranks"]) == 1 and "network" not in found
+    assert "all is well, as far as one rank shows" in job.stderr
     assert "one rank: nothing was exchanged" in job.stderr and "20 of 20" in job.stderr

@@ -111,3 +111,16 @@ def test_adacomp_takes_known_models_alike_in_both_layouts():
                 chosen = compressor_for(hc.get_compressor("adacomp:min_numel=0"), tensor, shape)
                 assert chosen.bin_length == (50 if len(shape) == 4 else 500)
     assert compressor_for(hc.get_compressor("adacomp:bin_length=77"), "t", (3, 3, 64, 64)).bin_length == 77
+
+
+@pytest.mark.parametrize("name", [
+    "conv.weight", "_orig_mod.conv.weight", "conv._orig_mod.weight",
+    "_orig_mod.conv._orig_mod.weight",
+])
+def test_patterns_are_of_names_as_they_are_where_nothing_is_compiled(name):
+    for pattern in ("conv.*", "conv.weight", name, "*_orig_mod*"):
+        compressor = hc.get_compressor(f"topk:exclude={pattern},min_numel=0")
+        dense = pattern != "*_orig_mod*" or "_orig_mod" in name
+        assert (compressor_for(compressor, name, (40, 40)).id != "topk") == dense, pattern
+    other = hc.get_compressor("topk:exclude=weight+x.conv*,min_numel=0")
+    assert compressor_for(other, name, (40, 40)).id == "topk"

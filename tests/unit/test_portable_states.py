@@ -111,7 +111,7 @@ def test_a_portable_state_of_different_steps_is_refused():
     (lambda s: [s[0], {**s[1], "tensors": {}}, s[2]], r"tensors\.w is there in the first and missing in the second"),
     (lambda s: [s[0], {**s[1], "rank": None}, s[2]], r"saved with portable=True holds all ranks: load it by itself"),
     (lambda s: [s[0], s[1], {}], r"not a state_dict"),
-    (lambda s: {**s[0], "rank": "0"}, r"rank is 0 in it and a whole number here"),
+    (lambda s: {**s[0], "rank": "0"}, r"rank is '0' in it and a whole number here"),
     (lambda s: {**s[0], "rank": None, "seed": 5}, r"seed is 5 in it and 0 here"),
     (lambda s: {**s[0], "rank": None, "tensors": {}}, r"w is missing in it"),
     (lambda s: s[0], r"size is 3 in it and 2 here.*list of all ranks' states, or one that was saved with portable=True"),

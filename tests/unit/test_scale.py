@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import math
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ import horovod_compress as hc
 from examples import examples
 from horovod_compress import bench, prediction, scaling
 from horovod_compress.cost import COLLECTIVES, Load, Network
+from horovod_compress.hosts import Host
 
 SMALL = prediction.Model("small", 2 * 2**16 + 2 * 4096 + 100, {"a": (256, 256), "b": (256, 256), "c": (64, 64), "d": (64, 64), "e": (100,)})
 NETWORK = Network(2, 1.2e-3, 1e-4, dict.fromkeys(COLLECTIVES, 1e-8))
@@ -29,6 +31,58 @@ def test_bytes_are_those_that_a_step_of_so_many_ranks_exchanges(spec, ranks):
         assert load.exchanged.get(kind, 0) == pytest.approx(found["exchanged"].get(kind, 0), rel=0.01, abs=8 * ranks)
     assert load.operations == sum(found["operations"].values())
     assert load.gathers == sum(count for kind, count in found["operations"].items() if "gather" in kind)
+
+
+@pytest.mark.parametrize("spec, most", [
+    ("none", 2), ("powersgd:rank=1", 2), ("topk", 2), ("maxnorm:bits=4", 14), ("signsgd", 14),
+])
+def test_what_is_the_same_with_more_ranks_is_not_measured_again(spec, most, monkeypatch):
+    compressor, gradients, asked = hc.get_compressor(spec), SMALL.gradients(), []
+    counts, measured = scaling.counts_up_to(10_000), scaling.measured
+
+    def noted(compressor, model, gradients, ranks, *rest):
+        asked.append(ranks)
+        return measured(compressor, model, gradients, ranks, *rest)
+
+    monkeypatch.setattr(scaling, "measured", noted)
+    steps = []
+    loads = scaling.loads_by_ranks(compressor, SMALL, gradients, counts, lambda: steps.append(1))
+    assert len(asked) <= most and len(steps) == len(asked) * (bench.WARMUP + prediction.STEPS)
+    if compressor.collective != "allgather":
+        for ranks, load in zip(counts, loads):
+            found = measured(compressor, SMALL, gradients, ranks)
+            assert load.exchanged == found.exchanged and load.operations == found.operations
+
+
+def test_one_rank_of_many_takes_no_memory_of_the_others():
+    """Ten thousand ranks' places, 10 000 times, were most of what a prediction took."""
+    tracemalloc.start()
+    host = Host.alone(10_000, 4)
+    assert tracemalloc.get_traced_memory()[1] < 1e6
+    tracemalloc.stop()
+    assert (host.local, host.size, len(host.places)) == (0, 4, 10_000)
+    groups = Host.group(6, 3)
+    assert groups[0].places == [0, 1, 2] * 2
+    assert all(host.places is groups[0].places for host in groups)
+    with pytest.raises(ValueError, match="10 ranks are not hosts of 4"):
+        Host.alone(10, 4)
+
+
+def test_what_goes_dense_where_that_is_less_never_crosses_a_link_more_often_than_dense():
+    """A ring's allreduce takes its bytes over a link nearly twice."""
+    counts = scaling.counts_up_to(3000)
+    specs = ("none", "fp16", "adacomp", "topk:ratio=0.02", "natural")
+    loads = {
+        spec: scaling.loads_by_ranks(hc.get_compressor(spec), SMALL, SMALL.gradients(), counts)
+        for spec in specs
+    }
+    found = scaling.predict(SMALL, loads, counts, lambda n: NETWORK.among(n, True), 0.0)["by_spec"]
+    dense = [2 * (n - 1) / n * 4 * SMALL.parameters for n in counts]
+    assert found["none"]["link_bytes"] == pytest.approx(dense)
+    assert found["fp16"]["link_bytes"] == pytest.approx([size / 2 for size in dense])
+    for spec in specs[2:]:
+        # Beside them there are the carriers' bytes.
+        assert all(a < b * 1.01 for a, b in zip(found[spec]["link_bytes"], dense)), spec
 
 
 @pytest.mark.parametrize("hosts, spec", [

@@ -1,4 +1,5 @@
 """A state resumes bit for bit, and gradients that are not finite lose nothing."""
+import copy
 import os
 import tempfile
 
@@ -144,6 +145,67 @@ def trained_under_autocast(spec, dtype, interval):
     assert scaler.get_scale() == 2.0 ** (10 + 60 // interval)
     assert_replicas_identical(model)
     return flat(model)
+
+
+def under_names(prefix, model, on_updates):
+    """(optimizer, what keeps the state) of a model whose parameters' names begin with `prefix`."""
+    parameters = [(prefix + name, p) for name, p in model.named_parameters()]
+    if on_updates:
+        outer = hvdc.Nesterov()
+        return 2 * (hvdc.UpdateOptimizer(sgd(model), parameters, "topk:min_numel=0", outer=outer),)
+    base = sgd(model)
+    compression = hvdc.Compression.dgc(base, parameters, ratio=0.05, min_numel=100)
+    return hvd.DistributedOptimizer(base, parameters, compression=compression), compression
+
+
+def values_of(state):
+    """All tensors by parameter that a state keeps, in the order of their names."""
+    kept = state.get("updates", {"compression": state, "momentum": {}})
+    named = [arrays for _, arrays in sorted(kept["compression"]["tensors"].items())]
+    momentum = [array for _, array in sorted(kept["momentum"].items())]
+    return [array for arrays in named for _, array in sorted(arrays.items())] + momentum
+
+
+@case(2)
+def states_find_their_parameters_where_wrappers_come_and_go():
+    names = (("", "_orig_mod."), ("module._orig_mod.", ""), ("module.", "_orig_mod."))
+    for on_updates in (False, True):
+        for portable in (False, True):
+            for before, after in names:
+                model, again = model_of(), model_of(seed=7)
+                optimizer, keeper = under_names(before, model, on_updates)
+                train(model, optimizer, batches(3))
+                state = keeper.state_dict(portable=portable)
+                optimizer, keeper = under_names(after, again, on_updates)
+                again.load_state_dict(model.state_dict())
+                keeper.load_state_dict(state)
+                loaded = values_of(keeper.state_dict())
+                assert len(loaded) > 8, len(loaded)
+                assert all(map(torch.equal, loaded, values_of(state))), (on_updates, before, after)
+                train(again, optimizer, batches(1))
+                assert_replicas_identical(again)
+
+
+@case(1)
+def states_of_updates_that_are_damaged_are_refused():
+    model = model_of()
+    outer = hvdc.Nesterov()
+    optimizer = hvdc.UpdateOptimizer(sgd(model), model.named_parameters(), outer=outer, every=2)
+    train(model, optimizer, batches(3))
+    state = optimizer.state_dict()
+    for part in ("momentum", "shared"):
+        for value in (float("nan"), float("inf")):
+            damaged = copy.deepcopy(state)
+            damaged["updates"][part]["out.bias"][3] = value
+            with raises(ValueError, f"the {part} values of out.bias are not finite"):
+                optimizer.load_state_dict(damaged)
+    with raises(ValueError, "local_steps is '1' in it and a whole number here"):
+        optimizer.load_state_dict({**state, "updates": {**state["updates"], "local_steps": "1"}})
+    for part in state["updates"]:
+        left = {key: value for key, value in state["updates"].items() if key != part}
+        with raises(ValueError, f"not a state_dict of an UpdateOptimizer: KeyError('{part}')"):
+            optimizer.load_state_dict({**state, "updates": left})
+    optimizer.load_state_dict(state)
 
 
 @case(3)

@@ -109,6 +109,21 @@ def a_tape_follows_the_loss_scale_that_it_is_given():
         hvdc.Compression.topk(grad_scaler=4.0)
 
 @case(2)
+def damaged_states_are_refused():
+    """At once, also where variables are not known yet."""
+    known, new = (GraphExchange(get_compressor("topk:min_numel=0"), 0, 2, "label") for _ in "ab")
+    known.add("w", (3, 4), known.compressor)
+    state = known.state_dict()
+    state["tensors"]["w"]["residual"][5] = np.nan
+    for exchange in known, new:
+        with raises(ValueError, "w.residual has elements that are nan"):
+            exchange.load_state_dict(state)
+        for shapes in (None, 5, {"w": 5}, {"w": ["3"]}):
+            with raises(ValueError, "shapes is", "lengths by tensor here"):
+                exchange.load_state_dict({**known.state_dict(), "shapes": shapes})
+
+
+@case(2)
 def variables_of_other_types():
     for dtype in (tf.float16, tf.bfloat16, tf.float64):
         for spec in ("topk:ratio=0.1", "multiscale"):
