@@ -261,9 +261,9 @@ def check_version(horovod: str) -> None:
         warn_once(f"tested with Horovod 0.28, and this is {horovod}: if gradients are refused, install horovod==0.28.1")
 
 
-def callers() -> Iterator[FrameType]:
-    """The frames of the functions that have led here, the nearest first."""
-    frame: Optional[FrameType] = sys._getframe(1)
+def callers(frame: Optional[FrameType] = None) -> Iterator[FrameType]:
+    """The frames of the functions that have led here, or to this frame, the nearest first."""
+    frame = frame or sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back

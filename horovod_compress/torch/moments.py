@@ -1,6 +1,5 @@
 """Sums over samples of squared gradients: what a compressor's `moments=microbatch` and `moments=per_sample` ask for."""
 import functools
-import gc
 import types
 import weakref
 from typing import Any, Callable, Dict, List, MutableMapping, Optional, Sequence, Tuple
@@ -14,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ..compressors.base import Compressor
 from ..plan import compressor_for
 from . import recurrent, samples
+from .search import objects_of
 
 _ADVICE = "leave it dense (exclude=…), or choose moments=microbatch"
 _OPTIONS = ("sparse", "scale_grad_by_freq", "track_running_stats")  # with which samples cannot be told apart
@@ -300,7 +300,7 @@ def _modules_of(by_id: Dict[int, _Param]) -> Tuple[MutableMapping[nn.Module, Lis
     modules: MutableMapping[nn.Module, List[Tuple[_Param, str]]] = weakref.WeakKeyDictionary()
     layouts: MutableMapping[nn.Module, int] = weakref.WeakKeyDictionary()
     unknown = []
-    for module in [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]:
+    for module in objects_of(nn.Module):
         if isinstance(module, (*_STACKS, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
             layer: Any = module.layers[0] if isinstance(module, _STACKS) else module
             layouts.update((inner, 0 if layer.self_attn.batch_first else 1) for inner in module.modules())
