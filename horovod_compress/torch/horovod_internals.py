@@ -124,9 +124,12 @@ def handlers_of(state: TorchState) -> Iterable[StateHandler]:
 def prepare_to_broadcast(optimizer: torch.optim.Optimizer) -> None:
     """Makes the state that the optimizers of other ranks may have already. hvd.broadcast_optimizer_state hangs where some ranks have more of it than
     others, and gives an optimizer without any its state by a step that leaves parameters smaller by their weight decay."""
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    reduced = reduced_by(optimizer) or ()
+    with_group = [(param, group) for group in optimizer.param_groups for param in group["params"]]
+    with_group = [each for each in with_group if each[0].requires_grad or each[0] in reduced]
+    params = [param for param, _ in with_group]
     if isinstance(optimizer, torch.optim.SGD):
-        for param in (p for group in optimizer.param_groups if group["momentum"] for p in group["params"] if p.requires_grad):
+        for param in (param for param, group in with_group if group["momentum"]):
             if optimizer.state[param].get("momentum_buffer") is None:
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
     elif not optimizer.state:
@@ -147,7 +150,9 @@ def reduce_zeros(optimizer: Any) -> None:
         else:
             p.grad.zero_()
     optimizer._handles.clear()
-    for group in optimizer._group_counts:
+    # A group with a frozen parameter never is complete: then each of its parameters goes alone.
+    whole = [group for group in optimizer._group_counts if all(p.requires_grad for p in group)]
+    for group in whole:
         optimizer._handles[group] = optimizer._grouped_allreduce_grad_async(group)
     optimizer.synchronize()
     optimizer._synchronized = False

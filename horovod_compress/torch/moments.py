@@ -130,7 +130,7 @@ class _Param:
 
     def __init__(self, name: str, param: Tensor) -> None:
         self.name, self.param = name, param
-        self.node = torch.autograd.graph.get_gradient_edge(param).node
+        self.node = _node_of(param)
         self.total: Optional[Tensor] = None  # the sums, once there are some
         self.spare: Optional[Tensor] = None  # the memory of the sums
         self.task: Optional[int] = None  # the backward pass that `uses` are of
@@ -159,6 +159,15 @@ class _Param:
         for rows in {use.rows for use in uses}:  # Rows are all of them, or disjoint.
             samples.add_squares(total[slice(*rows)] if rows else total, [use for use in uses if use.rows == rows])
         return len(uses[0].delta)
+
+
+def _node_of(param: Tensor) -> Any:
+    """The node that adds to a parameter's gradient. It stays as long as somebody keeps it, also
+    while the parameter is frozen."""
+    frozen = not param.requires_grad
+    node = torch.autograd.graph.get_gradient_edge(param.requires_grad_(True)).node
+    param.requires_grad_(not frozen)
+    return node
 
 
 class _Tap(torch.autograd.Function):
