@@ -2,7 +2,7 @@
 import functools
 import logging
 import weakref
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple, Union
 
 import horovod.torch as hvd
 import numpy as np
@@ -31,11 +31,23 @@ _SYNCHRONIZE_FIRST = (
     "call optimizer.synchronize() before anything that reads or changes gradients (a GradScaler's unscale_() and step(), clipping), and step "
     "inside `with optimizer.skip_synchronize():`"
 )
+_CLOSURE = (
+    "gradients came inside optimizer.step(closure), and {what}: end the closure with "
+    "optimizer.synchronize(), and step inside `with optimizer.skip_synchronize():`; or give the "
+    "optimizer to hvdc.UpdateOptimizer in place of hvd.DistributedOptimizer, which takes closures "
+    "as they are"
+)
 _SHARED = (
     "another compression has this parameter: two of Horovod's optimizers reduce {name} in one "
     "backward pass, and each would compress what the other has left of its gradient. Give all "
     "parameters to one optimizer, in groups; or the shared ones to one of them only; or give both "
     "hvd.Compression.none or fp16"
+)
+_UNREDUCED = (
+    "Horovod does not reduce the gradients of {number} parameters that the optimizer changes "
+    "({names}), because they were frozen, or not there, when hvd.DistributedOptimizer was made: "
+    "ranks' copies of them part, unless you average them yourself. Make a new "
+    "hvd.DistributedOptimizer for them"
 )
 _GIVEN_UP = "Where other ranks may have used it, load the last saved states of model, optimizer and compression on all ranks, else go on"
 
@@ -97,6 +109,9 @@ class BoundCompression(Binding):
         self._discardable = bool(discardable or grad_scaler is not None)
         self._results: Optional[str] = None  # of the last step: "unused" until an optimizer's step begins, then "in use" until it ends
         self._options_agreed = False  # all ranks' optimizers, since these ranks are together
+        self._unreduced_was_said = False
+        # Whether a step's closure is under way, and Horovod had brought results before it.
+        self._results_before_closure = False
         # Others, of optimizers that have some of the same parameters.
         self._sharing: "weakref.WeakSet[BoundCompression]" = weakref.WeakSet()
         self._synced = not self._elastic  # whether an elastic state has this compression
@@ -291,8 +306,13 @@ class BoundCompression(Binding):
             raise
         _not_used_yet.discard(self)
         self._note_shared(optimizer)
-        # The hooks are not compiled with the step, because the compiler would consider what they change constant.
-        optimizer.register_step_pre_hook(torch.compiler.disable(lambda *_: self._before_step(optimizer)))
+
+        # Not compiled with the step: the compiler would take what these change for constant.
+        @torch.compiler.disable
+        def before(_: Any, args: tuple, kwargs: Dict[str, Any]) -> Any:
+            return self._before_step(optimizer, args, kwargs)
+
+        optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: self._after_step()))
 
     def _look_for_optimizer(self) -> None:
@@ -358,17 +378,71 @@ class BoundCompression(Binding):
         )
         self._options_agreed = True
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._results:
-            self._results = "in use"
-            if self._grad_scaler is None and self._exchange.keeps_state and horovod_internals.in_grad_scaler():
-                warn_once("a GradScaler scales these gradients: give the compression grad_scaler=…, or what it keeps does not follow the scale")
-        elif horovod_internals.in_grad_scaler():
+    def _before_step(self, optimizer: Any, args: tuple, kwargs: Dict[str, Any]) -> Optional[tuple]:
+        """Before a step of Horovod's optimizer, and again before that of the optimizer which it
+        extends. Returns other (args, kwargs) for it where it is given a closure: the gradients that
+        it uses are there after that."""
+        if not self._results and horovod_internals.in_grad_scaler():
             raise RuntimeError(f"GradScaler.step() came before optimizer.synchronize(): {_SYNCHRONIZE_FIRST}")
-        first = horovod_internals.first_result(optimizer) if self._exchange.under_way else None
+        under_way = self._exchange_is_made and self._exchange.under_way
+        first = horovod_internals.first_result(optimizer) if under_way else None
         if first is not None:
             sleep_until_over(first)
+        closure = horovod_internals.closure_of(args, kwargs)
+        if closure is not None:
+            closure = functools.partial(self._in_closure, optimizer, closure)
+            return horovod_internals.with_closure(args, kwargs, closure)
+        skips = not horovod_internals.synchronizes(optimizer)
+        if skips and horovod_internals.has_unreduced_gradients(optimizer):
+            self._give_up(optimizer, f"a step came before its results: {_SYNCHRONIZE_FIRST}")
+        self._use_results(optimizer)
+        return None
+
+    def _in_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
+        """A step's closure, and then what comes before a step without one. RuntimeError where its
+        gradients are not reduced."""
+        self._results_before_closure = self._results == "unused"
+        try:
+            loss = closure()
+        finally:
+            self._results_before_closure = False
+        if horovod_internals.has_unreduced_gradients(optimizer):
+            why = "the step uses them before Horovod has reduced them"
+            self._give_up(optimizer, _CLOSURE.format(what=why))
+        self._use_results(optimizer)
+        return loss
+
+    def _give_up(self, optimizer: Any, why: str) -> NoReturn:
+        """Brings what is under way to its end, for other ranks wait, and raises RuntimeError."""
+        self._spoilt = why
+        optimizer.synchronize()
+        raise RuntimeError(why)
+
+    def _use_results(self, optimizer: torch.optim.Optimizer) -> None:
+        """Prepares the results that are there, if any, for the optimizer to use."""
+        if self._results == "unused":
+            self._results = "in use"
+            keeps = self._grad_scaler is None and self._exchange.keeps_state
+            if keeps and horovod_internals.in_grad_scaler():
+                warn_once(
+                    "a GradScaler scales these gradients: give the compression grad_scaler=…, or "
+                    "what it keeps does not follow the scale"
+                )
+            if not self._unreduced_was_said:
+                self._warn_of_unreduced(optimizer)
         self._takeover.before_step(optimizer)
+
+    def _warn_of_unreduced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Says once that the optimizer changes parameters which Horovod does not reduce."""
+        reduced = horovod_internals.reduced_by(optimizer) or ()
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        found = [param for param in params if param.grad is not None and param not in reduced]
+        if found:
+            self._unreduced_was_said = True
+            known = {id(slot.param): slot.name for slot in self._slots}
+            names = [known.get(id(p), f"one of shape {tuple(p.shape)}") for p in found[:3]]
+            names += ["…"] * (len(found) > 3)
+            warn_once(_UNREDUCED.format(number=len(found), names=", ".join(names)))
 
     def _after_step(self) -> None:
         self._results = None
@@ -379,6 +453,9 @@ class BoundCompression(Binding):
         if self._exchange.succeeded and self._discardable:
             self._exchange.discard()
         elif self._exchange.succeeded and self._exchange.keeps_state:
+            if self._results_before_closure:
+                why = "Horovod had exchanged others at the step's beginning, which nothing uses"
+                raise RuntimeError(_CLOSURE.format(what=why))
             warn_once(
                 "the gradients of a step were exchanged, and no optimizer.step() has used them; what was not sent of them is kept, and "
                 "comes in later steps. To forget such steps, make the compression with discardable=True"

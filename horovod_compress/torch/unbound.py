@@ -4,6 +4,7 @@ from typing import Any, Dict, Optional, Tuple, Type
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..binding import Unbound
 from . import horovod_internals
@@ -84,3 +85,13 @@ def compression_of(optimizer: torch.optim.Optimizer) -> Optional[BoundCompressio
     bound: Any = given.bind(optimizer) if isinstance(given, UnboundCompression) else given
     bound.serve(optimizer)
     return bound
+
+
+@torch.compiler.disable
+def _before_closures(optimizer: torch.optim.Optimizer, args: tuple, kwargs: Dict[str, Any]) -> None:
+    """Has a compression serve its optimizer before a step whose closure brings gradients first."""
+    if horovod_internals.closure_of(args, kwargs) is not None:
+        compression_of(optimizer)
+
+
+register_optimizer_step_pre_hook(_before_closures)
