@@ -47,7 +47,9 @@ def holders_of(compression: Any) -> List[torch.optim.Optimizer]:
 
 
 def _all_of_horovods() -> List[Any]:
-    return [each for each in objects_of(torch.optim.Optimizer) if is_horovods(each)]
+    """Horovod's optimizers; of several objects that have the same attributes, one."""
+    found = [each for each in objects_of(torch.optim.Optimizer) if is_horovods(each)]
+    return list({id(reduced_by(each)): each for each in found}.values())
 
 
 def is_horovods(optimizer: Any) -> bool:

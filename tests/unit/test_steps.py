@@ -390,10 +390,12 @@ def wrappers_of(optimizer):
 
         step = Copied.step
 
-    return Copied(optimizer), Asking(optimizer)
+    twin = object.__new__(type(optimizer))
+    twin.__dict__ = optimizer.__dict__
+    return Copied(optimizer), Asking(optimizer), twin
 
 
-@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("kind", [0, 1, 2])
 @pytest.mark.parametrize("bound", [True, False])
 @pytest.mark.parametrize("asked", ["compression", "wrapper", "not"])
 def test_an_optimizer_around_horovods(kind, bound, asked):
