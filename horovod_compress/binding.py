@@ -27,6 +27,11 @@ from .version import __version__
 _numbers: Dict[Tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
+NO_COPIES = (
+    "a compression is part of an exchange of ranks, and cannot be copied or pickled: save its "
+    "state_dict() on each rank, or one with portable=True, and load it into a compression that is "
+    "made anew, from the spec compression.config"
+)
 REFUSED_ALONE = (
     "on one rank Horovod reduces nothing, so what ranks have not sent yet cannot be applied: train on two ranks or more, or in an elastic job "
     "(horovodrun --min-np 1 --host-discovery-script …), where a rank alone applies it"
@@ -60,6 +65,9 @@ class Binding(ABC):
     _exchange: Driver  # what drives the steps
     _elastic: bool  # whether ranks may come and go
     _synced: bool  # whether an elastic state has this compression, where ranks may come and go
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        raise TypeError(NO_COPIES)
 
     def _number(self) -> None:
         """Gives this compression the next number, which is part of its collectives' names. All ranks of the process set call it alike."""
@@ -169,13 +177,15 @@ class Binding(ABC):
 
 class Unbound(ABC):
     """A compression for an optimizer that is not known yet: it is bound to Horovod's when the first gradient comes from that, or when it is first
-    asked for something. Two optimizers that are given the same one get a compression each. It needs no hvd.init(), and can be pickled: copies are
-    unbound. Raises ValueError for bad options at once, as a bound one does; all else is that one's: stats(), state_dict(), ….
+    asked for something. Two optimizers that are given the same one get a compression each. It needs
+    no hvd.init(), and can be copied and pickled until it is bound. Raises ValueError for bad
+    options at once, as a bound one does; all else is that one's: stats(), state_dict(), ….
 
     options: keyword arguments for `_bound_class`.
     """
 
     _bound_class: Type[Binding]
+    _bound: Any  # the compressions that it has become
 
     def __init__(self, spec: Any, **options: Any) -> None:
         self._compressor = get_compressor(spec)
@@ -191,6 +201,15 @@ class Unbound(ABC):
         """The compression that this one has become. RuntimeError where there is none, or there are several."""
 
     def __reduce__(self) -> Tuple[Any, ...]:
+        if self._is_bound():
+            raise TypeError(NO_COPIES)
+        return self._made_again()
+
+    def _is_bound(self) -> bool:
+        return len(self._bound) > 0
+
+    def _made_again(self) -> Tuple[Any, ...]:
+        """What a copy is made by, as `__reduce__` returns it."""
         return functools.partial(type(self), **self._options), (self._compressor,)
 
     def __repr__(self) -> str:
@@ -242,9 +261,9 @@ def check_version(horovod: str) -> None:
         warn_once(f"tested with Horovod 0.28, and this is {horovod}: if gradients are refused, install horovod==0.28.1")
 
 
-def callers() -> Iterator[FrameType]:
-    """The frames of the functions that have led here, the nearest first."""
-    frame: Optional[FrameType] = sys._getframe(1)
+def callers(frame: Optional[FrameType] = None) -> Iterator[FrameType]:
+    """The frames of the functions that have led here, or to this frame, the nearest first."""
+    frame = frame or sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back

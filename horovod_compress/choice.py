@@ -234,7 +234,7 @@ class Automatic(Unbound):
     def _check(compressor: Compressor) -> None:
         """ValueError for a candidate that cannot begin between two steps."""
 
-    def __reduce__(self) -> Tuple[Any, ...]:
+    def _made_again(self) -> Tuple[Any, ...]:
         kept = {key: self._options[key] for key in ("grad_scaler", "discardable")}
         return functools.partial(type(self), **self._auto, **kept), ()
 

@@ -230,7 +230,9 @@ class Driver(ABC):
         """From the next step on, tensors are compressed as {name: (shape, compressor)} says, the compressor being `compressor` or a variant. What was
         kept goes on: in the state, or where that has no place for it, densely in the next step that succeeds. gains: by name, what the host will make
         of a result over what it made of one, where that is not 1; factor: what it makes of a 1 on each rank, None where that is not known yet, and
-        `check_host` will be told. ValueError, and nothing changed, where compressors do not suit. The last step can no longer be discarded."""
+        `check_host` will be told. A tensor that comes new has kept nothing; what one kept that is
+        left out is gone. ValueError, and nothing changed, where compressors do not suit. The last
+        step can no longer be discarded."""
         self.arrays()
         before = self.compressor, self._tensors, self._model
         self.compressor, self._tensors, self._model = compressor, {}, Model()
@@ -241,6 +243,9 @@ class Driver(ABC):
             self.compressor, self._tensors, self._model = before
             raise
         for name, tensor in self._tensors.items():
+            if name not in before[1]:
+                tensor.unit = self._now.unit
+                continue
             brought_results = tensor.take_over(before[1][name], gains.get(name, 1.0), 1.0 if factor is None else factor)
             self._averages |= brought_results and factor is None
         self._now = dataclasses.replace(self._now, clip_norm=compressor.clip_norm)

@@ -81,7 +81,6 @@ class Exchange(Driver):
         for name, (shape, variant) in tensors.items():
             self._add(name, shape, variant)
         self._split_lengths = transport.frame_length(), transport.frame_length()  # of both hops of what is split
-        self._order = {name: i for i, name in enumerate(self._tensors)}  # one on all ranks
         self._transaction = Transaction(0)
         self._collectives = transport  # of the transaction
         self._steps: Dict[str, TensorStep] = {}  # of the transaction
@@ -285,7 +284,8 @@ class Exchange(Driver):
         if not maxima:
             return
         self._start_step_numbers(maxima[0])
-        maxima.sort(key=lambda pending: self._order[pending.tensor.name])
+        # An order that is one on all ranks.
+        maxima.sort(key=lambda pending: pending.tensor.name)
         together = np.concatenate([pending.request.array for pending in maxima])
         wait = functools.lru_cache(maxsize=None)(self._collectives.allreduce(f"{self._label}:agree", together, "max"))
         end = 0

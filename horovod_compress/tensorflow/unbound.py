@@ -96,6 +96,9 @@ class UnboundCompression(Unbound):
                 f"{self._binding}"
             ) from None
 
+    def _is_bound(self) -> bool:
+        return super()._is_bound() or self._early is not None
+
     @property
     def _binding(self) -> str:
         """How a user binds it to an optimizer."""

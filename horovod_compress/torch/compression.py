@@ -2,7 +2,7 @@
 import functools
 import logging
 import weakref
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple, Union
 
 import horovod.torch as hvd
 import numpy as np
@@ -31,6 +31,24 @@ _log = logging.getLogger("horovod_compress")
 _SYNCHRONIZE_FIRST = (
     "call optimizer.synchronize() before anything that reads or changes gradients (a GradScaler's unscale_() and step(), clipping), and step "
     "inside `with optimizer.skip_synchronize():`"
+)
+_CLOSURE = (
+    "gradients came inside optimizer.step(closure), and {what}: end the closure with "
+    "optimizer.synchronize(), and step inside `with optimizer.skip_synchronize():`; or give the "
+    "optimizer to hvdc.UpdateOptimizer in place of hvd.DistributedOptimizer, which takes closures "
+    "as they are"
+)
+_SHARED = (
+    "another compression has this parameter: two of Horovod's optimizers reduce {name} in one "
+    "backward pass, and each would compress what the other has left of its gradient. Give all "
+    "parameters to one optimizer, in groups; or the shared ones to one of them only; or give both "
+    "hvd.Compression.none or fp16"
+)
+_UNREDUCED = (
+    "Horovod does not reduce the gradients of {number} parameters that the optimizer changes "
+    "({names}), because they were frozen, or not there, when hvd.DistributedOptimizer was made: "
+    "ranks' copies of them part, unless you average them yourself. Make a new "
+    "hvd.DistributedOptimizer for them"
 )
 _GIVEN_UP = "Where other ranks may have used it, load the last saved states of model, optimizer and compression on all ranks, else go on"
 
@@ -80,9 +98,9 @@ class BoundCompression(Binding):
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {grad_scaler!r}")
         self._slots = [Slot(name, param) for name, param in named(optimizer, named_parameters)]
-        self._trained = [slot for slot in self._slots if self._active and slot.param.requires_grad]  # and later, frozen or not
         self._last = self._slots[-1]
         self._bound_optimizer = optimizer
+        self._optimizer: Optional[torch.optim.Optimizer] = None  # Horovod's, once it is known
         self._transport: Transport
         self._transports: Dict[bool, Transport] = {}  # by whether MPI moves payloads
         self._announced: Optional[str] = None  # what users were told last of an SGD's takeover
@@ -91,8 +109,12 @@ class BoundCompression(Binding):
         self._grad_scaler = grad_scaler
         self._discardable = bool(discardable or grad_scaler is not None)
         self._results: Optional[str] = None  # of the last step: "unused" until an optimizer's step begins, then "in use" until it ends
-        self._optimizer: Optional[torch.optim.Optimizer] = None  # Horovod's, from the first gradient on
         self._options_agreed = False  # all ranks' optimizers, since these ranks are together
+        self._unreduced_was_said = False
+        # Whether a step's closure is under way, and Horovod had brought results before it.
+        self._results_before_closure = False
+        # Others, of optimizers that have some of the same parameters.
+        self._sharing: "weakref.WeakSet[BoundCompression]" = weakref.WeakSet()
         self._synced = not self._elastic  # whether an elastic state has this compression
         self._rates: Dict[int, float] = {}  # id(parameter) → learning rate of this step, where residuals follow it
         self._submitted: List[Tuple[Slot, torch.Tensor, int]] = []  # with the version of its gradient, until the first result of the step comes
@@ -104,16 +126,29 @@ class BoundCompression(Binding):
         if self._active:
             _not_used_yet.add(self)
 
+    def _reduced(self) -> List[Slot]:
+        """The parameters that Horovod reduces, frozen or not: its optimizer decides that when it is
+        made. Until then, and of those that it does not have, all that are not frozen."""
+        if not self._active:
+            return []
+        optimizer: Any = self._optimizer or self._bound_optimizer
+        decided = horovod_internals.reduced_by(optimizer)
+        groups = [] if decided is None else optimizer.param_groups
+        its = {id(p): p in (decided or ()) for group in groups for p in group["params"]}
+        return [slot for slot in self._slots if its.get(id(slot.param), slot.param.requires_grad)]
+
     def _choose(self, spec: Any) -> _Chosen:
         """What a spec comes to with the bound optimizer's momentum. ValueError for what cannot be served."""
-        optimizer = self._bound_optimizer
+        optimizer, reduced = self._bound_optimizer, self._reduced()
         compressor = requested = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
-        takeover = SGDTakeover(optimizer if self._active else None, compressor, {id(slot.param): slot.name for slot in self._trained})
+        names = {id(slot.param): slot.name for slot in reduced}
+        takeover = SGDTakeover(optimizer if self._active else None, compressor, names)
         variants = takeover.variants
         if compressor.corrects_momentum and optimizer is not None and compressor.momentum is None:
             compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))  # other momentum stays with the optimizer
-        moments = moments_of(compressor, {slot.name: slot.param for slot in self._trained})
-        tensors = {slot.name: (tuple(slot.param.shape), variants.get(slot.name, compressor)) for slot in self._trained}
+        moments = moments_of(compressor, {slot.name: slot.param for slot in reduced})
+        shapes = {slot.name: tuple(slot.param.shape) for slot in reduced}
+        tensors = {name: (shape, variants.get(name, compressor)) for name, shape in shapes.items()}
         transport, host = self._transport_of(compressor), self._host_for(compressor)
         return _Chosen(requested, next(iter(variants.values()), compressor), tensors, takeover, moments, transport, host)
 
@@ -135,9 +170,15 @@ class BoundCompression(Binding):
 
     def compress(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
         """Called by Horovod with a parameter's gradient: returns what Horovod is to reduce, and a context."""
+        if self._optimizer is None:
+            self.serve(horovod_internals.optimizer_of(self))
         if not self._exchange.under_way:
             self._begin_step()
         slot = self._find(tensor)
+        if self._sharing and self._is_under_way_elsewhere(slot):
+            self._spoil(slot, tensor, _SHARED.format(name=slot.name))
+            # The other's memory stays as it is.
+            tensor = tensor.clone()
         memory, array = slot.load(tensor, self._exchange.on_device(slot.name))
         squares = self._moments.take(slot.name) if self._moments else None
         carrier = self._exchange.submit(slot.name, array, squares, self._rates.get(id(slot.param)))
@@ -185,7 +226,9 @@ class BoundCompression(Binding):
         gradients may be views of one tensor, which share their version."""
         for slot, grad, version in self._submitted:
             if slot.param.grad is None or slot.param.grad._version != version:
-                self._spoil(slot, grad, f"the gradient of {slot.name} was changed while it was exchanged: {_SYNCHRONIZE_FIRST}")
+                why = f"the gradient of {slot.name} was changed while it was exchanged"
+                hint = "(Or another of Horovod's optimizers has this parameter: give it to one)"
+                self._spoil(slot, grad, f"{why}: {_SYNCHRONIZE_FIRST} {hint}")
         self._submitted.clear()
 
     def _find(self, tensor: torch.Tensor) -> Slot:
@@ -214,6 +257,7 @@ class BoundCompression(Binding):
 
     @functools.cached_property
     def _exchange(self) -> Exchange:  # made when it is first needed, because it allocates the state
+        self._look_for_optimizer()
         return Exchange(self._compressor, self._transport, self._tensors, self._label, self._discardable, self._elastic, self._host)
 
     def _begin_step(self) -> None:
@@ -228,7 +272,8 @@ class BoundCompression(Binding):
         if self._announce is not None:
             self._announce()
         scale = None if self._grad_scaler is None else self._grad_scaler.get_scale()
-        optimizer = self._optimizer = self._optimizer or self._attach()
+        optimizer = self._optimizer
+        assert optimizer is not None
         if not self._options_agreed:
             self._agree_on_options(optimizer, scale)
         if self._results == "unused":
@@ -245,15 +290,84 @@ class BoundCompression(Binding):
         for name, options in self._takeover.changes(optimizer).items():
             self._exchange.replace(name, **options)
 
-    def _attach(self) -> torch.optim.Optimizer:
-        """Begins to serve Horovod's optimizer, and returns it."""
-        optimizer = horovod_internals.optimizer_of(self)
-        self._exchange.check_host(horovod_internals.factor_of(optimizer))
+    def serve(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begins to serve Horovod's optimizer, which was given this compression, where that has not
+        happened yet. ValueError where a parameter was thawed since this compression was made, whose
+        layer it would have had to see."""
+        if self._optimizer is not None or not self._active:
+            return
+        self._optimizer = optimizer
+        try:
+            if {slot.name for slot in self._reduced()} != self._tensors.keys():
+                self._follow_horovods_choice()
+            if self._exchange_is_made:
+                self._exchange.check_host(horovod_internals.factor_of(optimizer))
+        except BaseException:
+            self._optimizer = None
+            raise
         _not_used_yet.discard(self)
-        # The hooks are not compiled with the step, because the compiler would consider what they change constant.
-        optimizer.register_step_pre_hook(torch.compiler.disable(lambda *_: self._before_step(optimizer)))
+        self._note_shared(optimizer)
+
+        # Not compiled with the step: the compiler would take what these change for constant.
+        @torch.compiler.disable
+        def before(_: Any, args: tuple, kwargs: Dict[str, Any]) -> Any:
+            return self._before_step(optimizer, args, kwargs)
+
+        optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: self._after_step()))
-        return optimizer
+
+    def _look_for_optimizer(self) -> None:
+        """Begins to serve the optimizer that has this compression, before that brings a gradient:
+        it knows which parameters gradients will be of."""
+        if self._active and self._optimizer is None:
+            holders = horovod_internals.holders_of(self)
+            if len(holders) == 1:
+                self.serve(holders[0])
+
+    @property
+    def _exchange_is_made(self) -> bool:
+        return "_exchange" in vars(self)
+
+    def _follow_horovods_choice(self) -> None:
+        """Parameters were frozen or thawed between this compression and Horovod's optimizer. What
+        was kept of the others goes on."""
+        chosen = self._choose(self._requested)
+        thawed = [slot for slot in self._reduced() if slot.name not in self._tensors]
+        watched = chosen.moments.watched if chosen.moments is not None else {}
+        unseen = [slot.name for slot in thawed if id(slot.param) in watched]
+        if unseen:
+            raise ValueError(
+                f"{unseen[0]} was thawed after this compression was made, which has to see what "
+                "its layer does: make it later, or give it neither optimizer nor parameters"
+            )
+        chosen = chosen._replace(moments=self._moments)
+        if self._exchange_is_made:
+            for name, arrays in self._exchange.arrays().items():
+                if name not in chosen.tensors and any(array.any() for array in arrays.values()):
+                    warn_once(
+                        f"Horovod does not reduce {name}, which was frozen when "
+                        "hvd.DistributedOptimizer was made: what was kept of it is gone"
+                    )
+            self._exchange.switch(chosen.compressor, chosen.tensors, {})
+        self._use(chosen)
+        self._agreed = False
+
+    def _note_shared(self, optimizer: torch.optim.Optimizer) -> None:
+        """Finds the compressions whose optimizers reduce some of the same parameters."""
+        mine = horovod_internals.reduced_by(optimizer) or set()
+        for other in list(_serving):
+            if mine & (horovod_internals.reduced_by(other._optimizer) or set()):
+                self._sharing.add(other)
+                other._sharing.add(self)
+        _serving.add(self)
+
+    def _is_under_way_elsewhere(self, slot: Slot) -> bool:
+        """Whether another compression has this parameter's gradient, which it encodes in place."""
+        for other in self._sharing:
+            under_way = other._exchange.open_tensors() if other._exchange_is_made else ()
+            if any(each.param is slot.param and each.name in under_way for each in other._slots):
+                return True
+        return False
 
     def _agree_on_options(self, optimizer: torch.optim.Optimizer, scale: Optional[float]) -> None:
         """Compares what the user can broadcast or load until the first gradient."""
@@ -265,17 +379,71 @@ class BoundCompression(Binding):
         )
         self._options_agreed = True
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._results:
-            self._results = "in use"
-            if self._grad_scaler is None and self._exchange.keeps_state and horovod_internals.in_grad_scaler():
-                warn_once("a GradScaler scales these gradients: give the compression grad_scaler=…, or what it keeps does not follow the scale")
-        elif horovod_internals.in_grad_scaler():
+    def _before_step(self, optimizer: Any, args: tuple, kwargs: Dict[str, Any]) -> Optional[tuple]:
+        """Before a step of Horovod's optimizer, and again before that of the optimizer which it
+        extends. Returns other (args, kwargs) for it where it is given a closure: the gradients that
+        it uses are there after that."""
+        if not self._results and horovod_internals.in_grad_scaler():
             raise RuntimeError(f"GradScaler.step() came before optimizer.synchronize(): {_SYNCHRONIZE_FIRST}")
-        first = horovod_internals.first_result(optimizer) if self._exchange.under_way else None
+        under_way = self._exchange_is_made and self._exchange.under_way
+        first = horovod_internals.first_result(optimizer) if under_way else None
         if first is not None:
             sleep_until_over(first)
+        closure = horovod_internals.closure_of(args, kwargs)
+        if closure is not None:
+            closure = functools.partial(self._in_closure, optimizer, closure)
+            return horovod_internals.with_closure(args, kwargs, closure)
+        skips = not horovod_internals.synchronizes(optimizer)
+        if skips and horovod_internals.has_unreduced_gradients(optimizer):
+            self._give_up(optimizer, f"a step came before its results: {_SYNCHRONIZE_FIRST}")
+        self._use_results(optimizer)
+        return None
+
+    def _in_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
+        """A step's closure, and then what comes before a step without one. RuntimeError where its
+        gradients are not reduced."""
+        self._results_before_closure = self._results == "unused"
+        try:
+            loss = closure()
+        finally:
+            self._results_before_closure = False
+        if horovod_internals.has_unreduced_gradients(optimizer):
+            why = "the step uses them before Horovod has reduced them"
+            self._give_up(optimizer, _CLOSURE.format(what=why))
+        self._use_results(optimizer)
+        return loss
+
+    def _give_up(self, optimizer: Any, why: str) -> NoReturn:
+        """Brings what is under way to its end, for other ranks wait, and raises RuntimeError."""
+        self._spoilt = why
+        optimizer.synchronize()
+        raise RuntimeError(why)
+
+    def _use_results(self, optimizer: torch.optim.Optimizer) -> None:
+        """Prepares the results that are there, if any, for the optimizer to use."""
+        if self._results == "unused":
+            self._results = "in use"
+            keeps = self._grad_scaler is None and self._exchange.keeps_state
+            if keeps and horovod_internals.in_grad_scaler():
+                warn_once(
+                    "a GradScaler scales these gradients: give the compression grad_scaler=…, or "
+                    "what it keeps does not follow the scale"
+                )
+            if not self._unreduced_was_said:
+                self._warn_of_unreduced(optimizer)
         self._takeover.before_step(optimizer)
+
+    def _warn_of_unreduced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Says once that the optimizer changes parameters which Horovod does not reduce."""
+        reduced = horovod_internals.reduced_by(optimizer) or ()
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        found = [param for param in params if param.grad is not None and param not in reduced]
+        if found:
+            self._unreduced_was_said = True
+            known = {id(slot.param): slot.name for slot in self._slots}
+            names = [known.get(id(p), f"one of shape {tuple(p.shape)}") for p in found[:3]]
+            names += ["…"] * (len(found) > 3)
+            warn_once(_UNREDUCED.format(number=len(found), names=", ".join(names)))
 
     def _after_step(self) -> None:
         self._results = None
@@ -286,6 +454,9 @@ class BoundCompression(Binding):
         if self._exchange.succeeded and self._discardable:
             self._exchange.discard()
         elif self._exchange.succeeded and self._exchange.keeps_state:
+            if self._results_before_closure:
+                why = "Horovod had exchanged others at the step's beginning, which nothing uses"
+                raise RuntimeError(_CLOSURE.format(what=why))
             warn_once(
                 "the gradients of a step were exchanged, and no optimizer.step() has used them; what was not sent of them is kept, and "
                 "comes in later steps. To forget such steps, make the compression with discardable=True"
@@ -355,6 +526,7 @@ class BoundCompression(Binding):
         state = renamed(state, self._tensors, untrained)
         while self._switches and self._switches[0][0] < checkpoint.steps_of(state):
             self._switch(self._switches.pop(0)[1], compare=False)
+        self._look_for_optimizer()
         try:
             self._exchange.load_state_dict(state)
         except ValueError as error:
@@ -387,6 +559,7 @@ class BoundCompression(Binding):
         ranks are not together yet, rank 0's compression becomes everyone's in any case."""
         if self._results == "unused":
             self._forget_or_warn()
+        self._look_for_optimizer()
         exchange = self._exchange
         exchange.end_step()
         self._takeover.restore()
@@ -398,7 +571,7 @@ class BoundCompression(Binding):
             agree(self._transport, f"{self._label}.switch", description, "called compression.switch()", advice)
         before, after = self._takeover.gains(), chosen.takeover.gains()
         gains = {name: after.get(name, 1.0) / before.get(name, 1.0) for name in before.keys() | after.keys()}
-        optimizer = self._optimizer or next(iter(horovod_internals.holders_of(self)), None)
+        optimizer = self._optimizer
         exchange.host = chosen.host
         exchange.switch(chosen.compressor, chosen.tensors, gains, None if optimizer is None else horovod_internals.factor_of(optimizer))
         exchange.transport = chosen.transport
@@ -467,6 +640,7 @@ def _options(optimizer: torch.optim.Optimizer) -> Dict[str, Dict[str, Any]]:
     return groups
 
 
+_serving: "weakref.WeakSet[BoundCompression]" = weakref.WeakSet()
 _not_used_yet: "weakref.WeakSet[BoundCompression]" = weakref.WeakSet()
 
 

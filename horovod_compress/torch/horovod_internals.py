@@ -1,6 +1,5 @@
 """All that relies on how Horovod 0.28 and PyTorch are written inside, and nowhere says so: who calls, and with which gradients."""
-import gc
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 
 import horovod
 import horovod.torch as hvd
@@ -8,31 +7,81 @@ import torch
 from horovod.torch.elastic.state import StateHandler, TorchState
 
 from ..binding import callers, check_version
+from .search import objects_of
 
 GradScaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)  # before PyTorch 2.3 only the second
 
 check_version(horovod.__version__)
 
 
-def optimizer_of(compression: Any) -> torch.optim.Optimizer:
+def optimizer_of(compression: Any) -> Any:
     """The optimizer of Horovod's that hands its gradients to this compression. It is made after the compression and never introduces
-    itself; but it is the method's owner that calls `compress`. RuntimeError where none is, or two are, among the callers."""
-    owners = {id(owner): owner for owner in (frame.f_locals.get("self") for frame in callers())}
-    found = [owner for owner in owners.values() if isinstance(owner, torch.optim.Optimizer) and compression_of(owner) is compression]
-    if len(found) != 1:
-        holders = "several optimizers hold" if found else "no optimizer holds"
-        raise RuntimeError(
-            f"gradients came, but {holders} this compression: give it to one hvd.DistributedOptimizer. (A tensor of its own, as in "
-            "hvd.allreduce(tensor, compression=…), belongs to no step of an optimizer, and what is not sent of it could never follow: "
-            "hvd.Compression.fp16 serves there)"
-        )
-    return found[0]
+    itself; but it is the method's owner that calls `compress`. RuntimeError where none is."""
+    for owner in (frame.f_locals.get("self") for frame in callers()):
+        if is_horovods(owner) and compression_of(owner) is compression:
+            return owner
+    raise RuntimeError(
+        "gradients came, but no optimizer holds this compression: give it to one "
+        "hvd.DistributedOptimizer. (A tensor of its own, as in hvd.allreduce(tensor, "
+        "compression=…), belongs to no step of an optimizer, and what is not sent of it could "
+        "never follow: hvd.Compression.fp16 serves there)"
+    )
+
+
+def closure_of(args: tuple, kwargs: Dict[str, Any]) -> Optional[Callable[[], Any]]:
+    """The closure among the arguments of an optimizer's step, as step hooks get them."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    return closure if callable(closure) else None
+
+
+def with_closure(args: tuple, kwargs: Dict[str, Any], closure: Callable[[], Any]) -> tuple:
+    """(args, kwargs) with another closure in the place of theirs."""
+    if len(args) > 1:
+        return (*args[:1], closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure}
 
 
 def holders_of(compression: Any) -> List[torch.optim.Optimizer]:
-    """The optimizers of Horovod's that have this compression. It takes 0.1 s or so: all objects of the process are looked through."""
-    optimizers = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-    return [optimizer for optimizer in optimizers if compression_of(optimizer) is compression]
+    """The optimizers of Horovod's that have this compression. `objects_of` says what it takes."""
+    return [each for each in _all_of_horovods() if compression_of(each) is compression]
+
+
+def _all_of_horovods() -> List[Any]:
+    """Horovod's optimizers; of several objects that have the same attributes, one."""
+    found = [each for each in objects_of(torch.optim.Optimizer) if is_horovods(each)]
+    return list({id(reduced_by(each)): each for each in found}.values())
+
+
+def is_horovods(optimizer: Any) -> bool:
+    """Whether this is what hvd.DistributedOptimizer has made: an object of a class with Horovod's
+    methods, and not of one derived from that, as Lightning derives them for wrappers that have the
+    same attributes."""
+    return "_allreduce_grad_async" in vars(type(optimizer))
+
+
+def itself(optimizer: Any) -> Any:
+    """Horovod's optimizer, where a wrapper around it is given."""
+    reduced = reduced_by(optimizer)
+    if is_horovods(optimizer) or reduced is None:
+        return optimizer
+    return next((each for each in _all_of_horovods() if reduced_by(each) is reduced), optimizer)
+
+
+def reduced_by(optimizer: Any) -> Optional[Set[torch.Tensor]]:
+    """The parameters that Horovod's optimizer reduces, frozen or not: those that were not when it
+    was made. None for other optimizers."""
+    return getattr(optimizer, "_requires_update", None)
+
+
+def has_unreduced_gradients(optimizer: Any) -> bool:
+    """Whether gradients have come to Horovod's optimizer that it has not brought back yet."""
+    return bool(optimizer._handles)
+
+
+def synchronizes(optimizer: Any) -> bool:
+    """Whether Horovod's optimizer brings back all gradients at the beginning of its step: not
+    inside `with optimizer.skip_synchronize():`."""
+    return bool(optimizer._should_synchronize)
 
 
 def serve(optimizer: Any, compression: Any) -> None:
@@ -63,7 +112,7 @@ def own_class(optimizer: Any) -> type:
     return type(optimizer).__mro__[1] if hasattr(optimizer, "_compression") else type(optimizer)
 
 
-def compression_of(optimizer: torch.optim.Optimizer) -> Any:
+def compression_of(optimizer: Any) -> Any:
     """What hvd.DistributedOptimizer was given as compression; None for optimizers that are not Horovod's."""
     return getattr(optimizer, "_compression", None)
 
@@ -77,9 +126,12 @@ def handlers_of(state: TorchState) -> Iterable[StateHandler]:
 def prepare_to_broadcast(optimizer: torch.optim.Optimizer) -> None:
     """Makes the state that the optimizers of other ranks may have already. hvd.broadcast_optimizer_state hangs where some ranks have more of it than
     others, and gives an optimizer without any its state by a step that leaves parameters smaller by their weight decay."""
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    reduced = reduced_by(optimizer) or ()
+    with_group = [(param, group) for group in optimizer.param_groups for param in group["params"]]
+    with_group = [each for each in with_group if each[0].requires_grad or each[0] in reduced]
+    params = [param for param, _ in with_group]
     if isinstance(optimizer, torch.optim.SGD):
-        for param in (p for group in optimizer.param_groups if group["momentum"] for p in group["params"] if p.requires_grad):
+        for param in (param for param, group in with_group if group["momentum"]):
             if optimizer.state[param].get("momentum_buffer") is None:
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
     elif not optimizer.state:
@@ -100,7 +152,9 @@ def reduce_zeros(optimizer: Any) -> None:
         else:
             p.grad.zero_()
     optimizer._handles.clear()
-    for group in optimizer._group_counts:
+    # A group with a frozen parameter never is complete: then each of its parameters goes alone.
+    whole = [group for group in optimizer._group_counts if all(p.requires_grad for p in group)]
+    for group in whole:
         optimizer._handles[group] = optimizer._grouped_allreduce_grad_async(group)
     optimizer.synchronize()
     optimizer._synchronized = False

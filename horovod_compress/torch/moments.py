@@ -1,6 +1,5 @@
 """Sums over samples of squared gradients: what a compressor's `moments=microbatch` and `moments=per_sample` ask for."""
 import functools
-import gc
 import types
 import weakref
 from typing import Any, Callable, Dict, List, MutableMapping, Optional, Sequence, Tuple
@@ -14,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ..compressors.base import Compressor
 from ..plan import compressor_for
 from . import recurrent, samples
+from .search import objects_of
 
 _ADVICE = "leave it dense (exclude=…), or choose moments=microbatch"
 _OPTIONS = ("sparse", "scale_grad_by_freq", "track_running_stats")  # with which samples cannot be told apart
@@ -130,7 +130,7 @@ class _Param:
 
     def __init__(self, name: str, param: Tensor) -> None:
         self.name, self.param = name, param
-        self.node = torch.autograd.graph.get_gradient_edge(param).node
+        self.node = _node_of(param)
         self.total: Optional[Tensor] = None  # the sums, once there are some
         self.spare: Optional[Tensor] = None  # the memory of the sums
         self.task: Optional[int] = None  # the backward pass that `uses` are of
@@ -159,6 +159,15 @@ class _Param:
         for rows in {use.rows for use in uses}:  # Rows are all of them, or disjoint.
             samples.add_squares(total[slice(*rows)] if rows else total, [use for use in uses if use.rows == rows])
         return len(uses[0].delta)
+
+
+def _node_of(param: Tensor) -> Any:
+    """The node that adds to a parameter's gradient. It stays as long as somebody keeps it, also
+    while the parameter is frozen."""
+    frozen = not param.requires_grad
+    node = torch.autograd.graph.get_gradient_edge(param.requires_grad_(True)).node
+    param.requires_grad_(not frozen)
+    return node
 
 
 class _Tap(torch.autograd.Function):
@@ -300,7 +309,7 @@ def _modules_of(by_id: Dict[int, _Param]) -> Tuple[MutableMapping[nn.Module, Lis
     modules: MutableMapping[nn.Module, List[Tuple[_Param, str]]] = weakref.WeakKeyDictionary()
     layouts: MutableMapping[nn.Module, int] = weakref.WeakKeyDictionary()
     unknown = []
-    for module in [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]:
+    for module in objects_of(nn.Module):
         if isinstance(module, (*_STACKS, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
             layer: Any = module.layers[0] if isinstance(module, _STACKS) else module
             layouts.update((inner, 0 if layer.self_attn.batch_first else 1) for inner in module.modules())

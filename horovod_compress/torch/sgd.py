@@ -1,7 +1,8 @@
 """What an SGD optimizer would do to a gradient and a momentum-correcting compression does instead."""
 import dataclasses
+import functools
 import inspect
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set
 
 import torch
 
@@ -41,7 +42,8 @@ class SGDTakeover:
         self.variants: Dict[str, Any] = {}  # name → the compressor with its group's momentum
         self._names = names  # id(parameter) → name, of those that Horovod reduces
         self._optimizer, self._compressor = optimizer, compressor
-        self._suspended: List[Tuple[dict, dict]] = []  # (group, its options) of the step that is under way
+        # What gives groups back what the step under way has suspended; the last comes first.
+        self._undo: List[Callable[[], Any]] = []
         # Of buffers of parameters without weight decay that were found to hold something: id(parameter) → their largest element, then.
         self._largest: Dict[int, float] = {}
         self._until_look = LOOK
@@ -97,18 +99,27 @@ class SGDTakeover:
             return
         self.due = False
         self._until_look = (self._until_look or LOOK) - 1
-        for group in optimizer.param_groups:
-            params = [p for p in group["params"] if self.covers(p) and p.grad is not None]
-            if params:
-                self._add_decay(optimizer.state, group, params, *momentum_of(self._compressor, group))
-                self._suspended.append((group, {key: group[key] for key in ("momentum", "nesterov", "weight_decay")}))
-                group.update(momentum=0, nesterov=False, weight_decay=0)
+        for group in list(optimizer.param_groups):
+            with_gradient = [p for p in group["params"] if p.grad is not None]
+            params = [p for p in with_gradient if self.covers(p)]
+            if not params:
+                continue
+            self._add_decay(optimizer.state, group, params, *momentum_of(self._compressor, group))
+            suspended: Dict[str, Any] = {"momentum": 0, "nesterov": False, "weight_decay": 0}
+            if len(params) < len(with_gradient):
+                # Horovod does not reduce the others: SGD does all of these, in their own group.
+                others = [p for p in with_gradient if not self.covers(p)]
+                optimizer.param_groups.append({**group, "params": others})
+                self._undo.append(optimizer.param_groups.pop)
+                suspended["params"] = params
+            before = {key: group[key] for key in suspended}
+            self._undo.append(functools.partial(group.update, before))
+            group.update(suspended)
 
     def restore(self) -> None:
         """Gives the groups back what a step has suspended."""
-        while self._suspended:
-            group, options = self._suspended.pop()
-            group.update(options)
+        while self._undo:
+            self._undo.pop()()
 
     @torch.no_grad()
     def _add_decay(self, state: Any, group: Dict[str, Any], params: List[torch.Tensor], momentum: float, nesterov: bool) -> None:

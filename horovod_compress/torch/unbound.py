@@ -4,6 +4,7 @@ from typing import Any, Dict, Optional, Tuple, Type
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..binding import Unbound
 from . import horovod_internals
@@ -49,6 +50,7 @@ class UnboundCompression(Unbound):
             raise ValueError(f"this compression is for the process set {wanted}, hvd.DistributedOptimizer has {process_set}: leave process_set out")
         bound = self._made_for(optimizer, named_parameters, {**self._options, "process_set": process_set})
         horovod_internals.serve(optimizer, bound)
+        bound.serve(optimizer)
         self._bound.add(bound)
         self._last = bound
         return bound
@@ -75,7 +77,21 @@ class UnboundCompression(Unbound):
 def compression_of(optimizer: torch.optim.Optimizer) -> Optional[BoundCompression]:
     """The compression that an optimizer of Horovod's was given, bound to it now where that has not happened yet; None for optimizers without one of
     this package."""
-    compression = horovod_internals.compression_of(optimizer)
-    if isinstance(compression, UnboundCompression):
-        return compression.bind(optimizer)
-    return compression if isinstance(compression, BoundCompression) else None
+    given = horovod_internals.compression_of(optimizer)
+    if not isinstance(given, (BoundCompression, UnboundCompression)):
+        return None
+    optimizer = horovod_internals.itself(optimizer)
+    given = horovod_internals.compression_of(optimizer)
+    bound: Any = given.bind(optimizer) if isinstance(given, UnboundCompression) else given
+    bound.serve(optimizer)
+    return bound
+
+
+@torch.compiler.disable
+def _before_closures(optimizer: torch.optim.Optimizer, args: tuple, kwargs: Dict[str, Any]) -> None:
+    """Has a compression serve its optimizer before a step whose closure brings gradients first."""
+    if horovod_internals.closure_of(args, kwargs) is not None:
+        compression_of(optimizer)
+
+
+register_optimizer_step_pre_hook(_before_closures)

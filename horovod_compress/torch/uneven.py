@@ -33,7 +33,8 @@ def uneven(*trained: Any) -> Iterator[None]:
     that no step followed are dropped. An exception passes through at once, and the rank answers nothing any more. On one rank the block does nothing.
     Raises TypeError for what cannot be given, RuntimeError inside another such block, and MismatchError where ranks give different things.
     """
-    members = [_Member(each, compression) for each in trained if (compression := compression_of(each)) is not None]
+    found = [(each, compression_of(each)) for each in trained]
+    members = [_Member(c._optimizer or each, c) for each, c in found if c is not None]
     _refuse(members, trained)
     if not members[0].compression._active:
         yield

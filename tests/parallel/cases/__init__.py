@@ -19,6 +19,7 @@ from . import (
     samples,
     split,
     states,
+    steps,
     switches,
     transports,
     unbound,
@@ -32,5 +33,5 @@ __all__ = ["CASES", "start"]
 
 CASES = joined(
     dense_limit, optimizers, horovod_options, states, errors, samples, split, algorithms, transports, faults, uneven, unbound, switches, automatic,
-    recording, updates, update_faults, devices, hosts,
+    recording, updates, update_faults, devices, hosts, steps,
 )

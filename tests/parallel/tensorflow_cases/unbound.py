@@ -1,4 +1,5 @@
 """Compressions that are given no optimizer: they train as bound ones do, and find out by themselves what those are given."""
+import copy
 import logging
 import os
 import pickle
@@ -182,6 +183,9 @@ def states_are_loaded_before_the_first_gradient():
     compression = pickled("dgc")
     taped(compression, SGD["new"](0.1, **sgd))
     state = compression.state_dict()
+    for copied in (pickle.dumps, copy.deepcopy):
+        with raises(TypeError, "cannot be copied or pickled: save its state_dict()"):
+            copied(compression)
     if hvd.rank() == 0:
         assert hvdc.Compression.topk().stats()["steps"] == 0  # A question on one rank only does not bring names out of step.
     compression = pickled("dgc")

@@ -1,0 +1,477 @@
+"""Steps that do not come as backward(), then step(): closures, layers that are frozen and thawed,
+wrappers, shared parameters.
+
+On one rank: in elastic jobs Horovod reduces there too, and gradients take the way that they take on
+several.
+"""
+
+import copy
+import gc
+import pickle
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+hvd = pytest.importorskip("horovod.torch")
+
+from torch import nn  # noqa: E402
+
+import horovod_compress.torch as hvdc  # noqa: E402
+from horovod_compress import available, binding  # noqa: E402
+from horovod_compress.torch.search import objects_of  # noqa: E402
+
+DENSE = "dgc:ratio=1,masking=false,min_numel=0"
+MOMENTA = ({}, {"weight_decay": 0.1}, {"nesterov": True, "weight_decay": 0.1}, {"momentum": 0})
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    monkeypatch.setattr(binding.Binding, "_refuse_unsynced", lambda *_: None)
+    monkeypatch.setattr(binding, "_warned", set())
+    hvd.init()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_left():
+    yield
+    gc.collect()
+
+
+def model_of():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options})
+
+
+def made(spec, bound_to=None, **options):
+    """The compression of a spec, Horovod's own where that is None. bound_to: (optimizer, model)."""
+    if spec is None:
+        return hvd.Compression.none
+    if bound_to is None:
+        return hvdc.Compression.from_spec(spec, **options)
+    optimizer, model = bound_to
+    return hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), **options)
+
+
+def wrap(model, optimizer, compression, **options):
+    named = model.named_parameters()
+    return hvd.DistributedOptimizer(
+        optimizer, named_parameters=named, compression=compression, **options
+    )
+
+
+def losses(model, steps=4, seed=0):
+    """Functions that compute the loss, one a step."""
+    generator = torch.Generator().manual_seed(seed)
+    for x in torch.randn(steps, 4, 8, generator=generator):
+        yield lambda x=x: model(x).square().mean()
+
+
+def train(model, optimizer, **options):
+    for loss in losses(model, **options):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def assert_close(model, reference):
+    torch.testing.assert_close(flat(model), flat(reference), rtol=0, atol=1e-6)
+
+
+# -- backward inside optimizer.step(closure) -------------------------------------------------------
+
+
+def train_by_closures(model, optimizer, passes=1, by_name=False):
+    for loss in losses(model):
+
+        def closure(loss=loss):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                value = loss()
+                value.backward()
+            optimizer.synchronize()
+            return value
+
+        with optimizer.skip_synchronize():
+            value = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+        assert value is not None
+
+
+@pytest.mark.parametrize("options", MOMENTA)
+@pytest.mark.parametrize("spec", [DENSE, "topk:min_numel=0", "none", "variance:moments=per_sample"])
+def test_closures_that_synchronize(spec, options):
+    for passes in (1, 2):
+        models = [model_of() for _ in range(3)]
+        for model, name in zip(models, (None, spec, spec)):
+            wrapped = wrap(
+                model, sgd(model, **options), made(name), backward_passes_per_step=passes
+            )
+            train_by_closures(model, wrapped, passes, by_name=model is models[2])
+        for model in models[1:]:
+            assert_close(model, models[0])
+
+
+def test_closures_come_and_go():
+    models = [model_of(), model_of()]
+    for model, spec in zip(models, (None, DENSE)):
+        wrapped = wrap(model, sgd(model, weight_decay=0.1), made(spec))
+        train(model, wrapped)
+        train_by_closures(model, wrapped)
+        for loss in losses(model):  # with a closure that only evaluates
+            wrapped.zero_grad()
+            loss().backward()
+            wrapped.step(loss)
+    assert_close(*models)
+
+
+def test_closures_that_are_called_several_times():
+    models = [model_of(), model_of(), model_of()]
+    for model, spec in zip(models, (None, "none", "topk:min_numel=0")):
+        wrapped = wrap(model, torch.optim.LBFGS(model.parameters(), 0.1, max_iter=4), made(spec))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train_by_closures(model, wrapped)
+    assert hvdc.compression_of(wrapped).stats()["steps"] > 4
+    for model in models[1:]:
+        assert_close(model, models[0])
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("skipping", [True, False])
+@pytest.mark.parametrize("spec", [DENSE, "topk:min_numel=0", "none", "qsgd", "powersgd"])
+def test_closures_that_do_not_synchronize_are_refused(spec, skipping, passes):
+    model = model_of()
+    wrapped = wrap(model, sgd(model), made(spec), backward_passes_per_step=passes)
+
+    def closure():
+        wrapped.zero_grad()
+        loss = model(torch.ones(1, 8)).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(
+        RuntimeError, match="hvdc.UpdateOptimizer in place of hvd.DistributedOptimizer"
+    ):
+        if skipping:
+            with wrapped.skip_synchronize():
+                wrapped.step(closure)
+        else:
+            wrapped.step(closure)
+
+
+def test_a_closure_that_synchronizes_after_the_step_has():
+    """What Horovod exchanges at the step's beginning would stay in what is kept."""
+    for spec in ("none", DENSE):
+        models = [model_of(), model_of()]
+        for model, name in zip(models, (None, spec)):
+            compression = made(name, discardable=True)
+            wrapped = wrap(model, sgd(model), compression)
+            for loss in losses(model):
+
+                def closure(loss=loss, wrapped=wrapped):
+                    wrapped.zero_grad()
+                    value = loss()
+                    value.backward()
+                    wrapped.synchronize()
+                    return value
+
+                wrapped._synchronized = False
+                wrapped.step(closure)
+        assert_close(*models)
+    model = model_of()
+    wrapped = wrap(model, sgd(model), made(DENSE))
+
+    def kept():
+        wrapped.zero_grad()
+        model(torch.ones(1, 8)).sum().backward()
+        wrapped.synchronize()
+
+    with pytest.raises(
+        RuntimeError, match="exchanged others at the step's beginning.*skip_synchronize"
+    ):
+        wrapped.step(kept)
+
+
+def test_a_step_that_skips_what_did_not_come_is_refused():
+    model = model_of()
+    wrapped = wrap(model, sgd(model), made(DENSE))
+    model(torch.ones(1, 8)).sum().backward()
+    expected = pytest.raises(RuntimeError, match="a step came before its results: call")
+    with expected, wrapped.skip_synchronize():
+        wrapped.step()
+
+
+# -- two steps on one gradient --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", MOMENTA)
+def test_gradients_that_are_read_or_used_again(options):
+    """SAM, whose first gradient no step uses, and several steps on one gradient: the recipe of
+    docs/architecture.md."""
+    models = [model_of(), model_of()]
+    for model, spec in zip(models, (None, f"{DENSE},momentum=0")):
+        compression = made(spec, discardable=True)
+        wrapped = wrap(model, sgd(model, **options), compression)
+        for loss in losses(model):
+            wrapped.zero_grad()
+            loss().backward()
+            wrapped.synchronize()
+            with torch.no_grad():
+                norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+                moved = [0.05 / norm * p.grad for p in model.parameters()]
+                torch._foreach_add_(list(model.parameters()), moved)
+            wrapped.zero_grad()
+            loss().backward()
+            wrapped.synchronize()
+            torch._foreach_sub_([p.data for p in model.parameters()], moved)
+            with wrapped.skip_synchronize():
+                wrapped.step()
+                wrapped.step()
+            wrapped.step()
+    assert_close(*models)
+
+
+# -- layers that are frozen and thawed ------------------------------------------------------------
+
+
+def freeze_and_thaw(spec, bound=False, uneven=False, **options):
+    model = model_of()
+    optimizer = sgd(model, weight_decay=0.1)
+    compression = made(spec, (optimizer, model) if bound else None)
+    wrapped = wrap(model, optimizer, compression, **options)
+    model[0].requires_grad_(False)
+    if uneven and spec:
+        with hvdc.uneven(wrapped):
+            train(model, wrapped)
+    else:
+        train(model, wrapped)
+    model[0].requires_grad_(True)
+    train(model, wrapped, seed=1)
+    return model
+
+
+@pytest.mark.parametrize("id", available())
+def test_layers_frozen_after_horovods_optimizer_was_made(id):
+    spec = f"{id}:min_numel=0" if "min_numel" in available()[id]["options"] else id
+    for bound in (True, False):
+        assert torch.isfinite(flat(freeze_and_thaw(spec, bound))).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"groups": 2}])
+@pytest.mark.parametrize(
+    "spec",
+    [DENSE, "none", "variance:moments=per_sample,min_numel=0", "variance:moments=microbatch"],
+)
+def test_frozen_layers_train_as_with_plain_horovod(spec, options):
+    reference = freeze_and_thaw(None)
+    for bound in (True, False):
+        for uneven in (True, False):
+            if not (options and not uneven):  # Horovod itself wants a gradient of each in a group.
+                assert_close(freeze_and_thaw(spec, bound, uneven and not options), reference)
+
+
+@pytest.mark.parametrize("asked", ["not", "stats", "state_dict", "handshake"])
+def test_layers_thawed_and_frozen_before_horovods_optimizer_is_made(asked):
+    models = [model_of(), model_of()]
+    for model, spec in zip(models, (None, DENSE)):
+        optimizer = sgd(model)
+        model[0].requires_grad_(False)
+        compression = made(spec, (optimizer, model))
+        if spec and asked != "not":
+            getattr(compression, asked)()
+        records = []
+        if spec:
+            compression.record(records.append, every=1)
+        model[0].requires_grad_(True)
+        model[2].requires_grad_(False)
+        wrapped = wrap(model, optimizer, compression)
+        train(model, wrapped)
+    assert_close(*models)
+    assert len(records) == 3 and set(compression.stats_by_tensor()) == {
+        "0.weight",
+        "0.bias",
+        "4.weight",
+        "4.bias",
+    }
+
+
+def test_a_layer_that_was_to_be_seen_cannot_be_thawed():
+    model = model_of()
+    optimizer = sgd(model)
+    model[0].requires_grad_(False)
+    compression = made("variance:moments=per_sample,min_numel=0", (optimizer, model))
+    model[0].requires_grad_(True)
+    wrapped = wrap(model, optimizer, compression)
+    with pytest.raises(ValueError, match="0.weight was thawed after this compression was made"):
+        train(model, wrapped)
+
+
+@pytest.mark.parametrize("options", [*MOMENTA, {"maximize": True, "weight_decay": 0.1}])
+def test_what_horovod_does_not_reduce_keeps_what_sgd_does(options):
+    models, wrappers = [model_of(), model_of()], []
+    for model, spec in zip(models, (None, DENSE)):
+        model[0].requires_grad_(False)
+        groups = [
+            {"params": [*model[0].parameters(), *model[2].parameters()]},
+            {"params": list(model[4].parameters()), "lr": 0.05},
+        ]
+        wrapped = wrap(
+            model, torch.optim.SGD(groups, **{"lr": 0.1, "momentum": 0.9, **options}), made(spec)
+        )
+        wrappers.append(wrapped)
+        train(model, wrapped)
+        model[0].requires_grad_(True)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            train(model, wrapped, steps=6, seed=1)
+    assert_close(*models)
+    assert [group["params"] for group in wrapped.param_groups] == [
+        group["params"] for group in groups
+    ]
+    assert wrappers[0].state_dict()["param_groups"] == wrapped.state_dict()["param_groups"]
+    (words,) = [str(warning.message) for warning in said]
+    assert "does not reduce the gradients of 2 parameters" in words and "0.weight, 0.bias" in words
+
+
+# -- shared parameters, wrappers, copies -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [DENSE, "topk:min_numel=0", "none"])
+@pytest.mark.parametrize("bound", [True, False])
+def test_another_compression_has_this_parameter(spec, bound):
+    encoder, heads, optimizers = nn.Linear(8, 6), [nn.Linear(6, 2), nn.Linear(6, 3)], []
+    for i, head in enumerate(heads):
+        named = [(f"{i}.{name}", p) for name, p in nn.Sequential(encoder, head).named_parameters()]
+        optimizer = torch.optim.SGD([p for _, p in named], 0.1)
+        compression = hvdc.Compression.from_spec(spec, optimizer, named) if bound else made(spec)
+        optimizers.append(
+            hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
+        )
+    h = encoder(torch.ones(1, 8))
+    sum(head(h).sum() for head in heads).backward()
+    optimizers[0].step()
+    with pytest.raises(RuntimeError, match="another compression has this parameter"):
+        optimizers[1].step()
+
+
+def wrappers_of(optimizer):
+    """As Lightning makes them: of a class that is derived from the optimizer's, with the same
+    attributes, copied or asked for."""
+
+    class Copied:
+        def __init__(self, optimizer):
+            self.__dict__ = {key: value for key, value in vars(optimizer).items() if key != "step"}
+            self.__class__ = type(
+                "Wrapped" + type(optimizer).__name__, (type(self), type(optimizer)), {}
+            )
+            self._optimizer = optimizer
+
+        def step(self, closure):
+            return self._optimizer.step(closure=closure)
+
+    class Asking:
+        def __init__(self, optimizer):
+            self._optimizer = optimizer
+            self.__class__ = type(
+                "Wrapped" + type(optimizer).__name__, (type(self), type(optimizer)), {}
+            )
+
+        def __getattr__(self, name):
+            return getattr(self._optimizer, name)
+
+        step = Copied.step
+
+    twin = object.__new__(type(optimizer))
+    twin.__dict__ = optimizer.__dict__
+    return Copied(optimizer), Asking(optimizer), twin
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("bound", [True, False])
+@pytest.mark.parametrize("asked", ["compression", "wrapper", "not"])
+def test_an_optimizer_around_horovods(kind, bound, asked):
+    models = [model_of(), model_of()]
+    for model, spec in zip(models, (None, DENSE)):
+        optimizer = sgd(model, weight_decay=0.1)
+        compression = made(spec, (optimizer, model) if bound else None)
+        wrapped = wrap(model, optimizer, compression)
+        wrapper = wrappers_of(wrapped)[kind]
+        wrapped.load_state_dict(wrapped.state_dict())
+        if spec and asked != "not":
+            assert (hvdc.compression_of(wrapper) if asked == "wrapper" else compression).stats()[
+                "steps"
+            ] == 0
+        for loss in losses(model):
+
+            def closure(loss=loss, wrapped=wrapped):
+                wrapped.zero_grad()
+                value = loss()
+                value.backward()
+                wrapped.synchronize()
+                return value
+
+            with wrapped.skip_synchronize():
+                wrapper.step(closure)
+    assert_close(*models)
+    assert compression.stats()["steps"] == hvdc.compression_of(wrapper).stats()["steps"] == 4
+
+
+@pytest.fixture
+def hidden_from_the_collector():
+    yield
+    gc.unfreeze()
+
+
+def test_objects_that_the_collector_was_told_to_leave(hidden_from_the_collector):
+    model, kept = model_of(), {}
+
+    def waiting():
+        optimizer = sgd(model, lr=0.125)
+        yield optimizer
+
+    generator = waiting()
+    next(generator)
+    kept["in a list"] = [sgd(model, lr=0.125)]
+    found = [o for o in objects_of(torch.optim.SGD) if o.defaults["lr"] == 0.125]
+    gc.freeze()
+    later = sgd(model, lr=0.125)
+    again = [o for o in objects_of(torch.optim.SGD) if o.defaults["lr"] == 0.125]
+    assert len(found) == 2 and set(map(id, again)) == {*map(id, found), id(later)}
+    assert any(module is model for module in objects_of(nn.Module))
+
+
+def test_questions_after_gc_freeze(hidden_from_the_collector):
+    models = [model_of(), model_of()]
+    for model, spec in zip(models, (None, "variance:moments=per_sample,min_numel=0")):
+        compression = made(spec)
+        wrapped = wrap(model, sgd(model), compression)
+        gc.freeze()
+        if spec:
+            assert compression.stats()["steps"] == 0
+        train(model, wrapped)
+    assert_close(*models)
+
+
+def test_a_compression_cannot_be_copied():
+    model, other = model_of(), model_of()
+    optimizer = sgd(model)
+    bound, unbound = made(DENSE, (optimizer, model)), made("topk")
+    copies = copy.copy, copy.deepcopy, pickle.dumps
+    for copied in copies:
+        assert copied(unbound)
+    train(other, wrap(other, sgd(other), unbound))
+    for compression in (bound, unbound, hvdc.compression_of(wrap(model, optimizer, bound))):
+        for copied in copies:
+            with pytest.raises(
+                TypeError, match=r"cannot be copied or pickled: save its state_dict\(\)"
+            ):
+                copied(compression)
