@@ -9,6 +9,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from ..binding import callers, check_version
 
@@ -109,6 +110,12 @@ def change_class_below(optimizer: Any, cls: Type) -> None:
     """Makes `cls` that class. Horovod's methods ask for the base of the object's own class, so its class stays the last, and is made again."""
     own: Any = type(optimizer)
     optimizer.__class__ = type(own)(own.__name__, (cls,), dict(vars(own))) if is_horovods(optimizer) else cls
+
+
+def lasting_variable(shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
+    """A variable of zeros on the CPU. A tf.Variable can be made in a function's first trace only."""
+    with tf.init_scope(), tf.device("/cpu:0"):
+        return ResourceVariable(tf.zeros(shape, dtype), trainable=False)
 
 
 def trace_under_way() -> Tuple[Any, Any]:
