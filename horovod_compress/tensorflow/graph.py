@@ -3,7 +3,7 @@ import functools
 import itertools
 import weakref
 from abc import abstractmethod
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Type
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Type
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -14,6 +14,7 @@ from .. import kernels
 from ..binding import Binding, is_elastic, warn_once
 from ..handshake import REDUCES_ONLY, agree, error_of_joined
 from ..requests import Collective
+from .applied import Unapplied, may_see_gradients
 from .checks import ONE_PASS, check_elastic_scale
 from .eager import Eager
 from .exchange import GraphExchange, Message, Saved
@@ -65,13 +66,17 @@ class GraphCompression(Binding):
         # So TensorFlow runs calls one after the other, where a function has several or calls
         # functions that have, and variables of one call together.
         self._turn = lasting_variable((), tf.int64)
+        may_see_gradients(self)
+        # References to variables that the bound optimizer has applied gradients to.
+        self._applied: Set[Any] = set()
         # Where a state was loaded: of variables that are not known yet. None: the exchange has it already.
         self._saved: Optional[Dict[str, Optional[Saved]]] = None
 
     _exchange: GraphExchange
     _optimizer: Any  # the bound one; where a tape brings gradients, the one that applies them
     _momentum_class: Optional[Type]  # the class of optimizers that can leave momentum to this compression
-    _elastic_class: Optional[Type]  # the class of optimizers that a rank alone has its gradients changed by
+    # The class of optimizers that tell this compression what they apply.
+    _applying_class: Optional[Type]
     _grad_scaler: Any
     _microbatches: bool  # whether backward passes are observed
 
@@ -141,7 +146,8 @@ class GraphCompression(Binding):
                 "this compression has taken over the momentum of another optimizer than the one it serves, which would apply its own besides: "
                 "bind it to the optimizer that hvd.DistributedOptimizer gets, and make a new one for each"
             )
-        if self._elastic_class and optimizer and not isinstance(optimizer, self._elastic_class):
+        bound = self._applying_class
+        if self._elastic and bound and optimizer and not isinstance(optimizer, bound):
             raise ValueError(
                 "this compression is bound to another optimizer than the one it serves, which would not apply what a rank that is left alone holds "
                 "back: bind it to the optimizer that hvd.DistributedOptimizer gets"
@@ -178,7 +184,9 @@ class GraphCompression(Binding):
         variables = [source for source in sources if isinstance(source, tf.Variable)]
         known = min(variables, key=lambda variable: variable.shape.num_elements(), default=None)
         scale = tf.constant(1.0) if scaler is None else tf.cast(scaler.loss_scale, tf.float32)
-        begin = functools.partial(self._begin, len(sources), known, self._traces)
+        depends = self._optimizer is not None and (self._takes_over or self._compressor.follow_lr)
+        unapplied = Unapplied(sources if depends else [], self._applied)
+        begin = functools.partial(self._begin, len(sources), known, unapplied, self._traces)
         with tf.control_dependencies([self._turn.assign_add(1)]):
             inputs = [scale, *([] if known is None else [first_values(known)])]
             number, flat = tf.numpy_function(begin, inputs, [tf.int64, tf.int32])
@@ -326,7 +334,10 @@ class GraphCompression(Binding):
 
     # -- the same, while the graph runs -----------------------------------------------------------------------------------
 
-    def _begin(self, tensors: int, known: Any, traces: int, scale: np.ndarray, values: Any = None) -> Tuple[np.int64, np.ndarray]:
+    def _begin(
+        self, tensors: int, known: Any, unapplied: Unapplied, traces: int, scale: np.ndarray,
+        values: Any = None,
+    ) -> Tuple[np.int64, np.ndarray]:
         if traces != self._traces:
             raise ValueError(
                 "a function was traced before compression.switch(), and holds on to that trace: make the function anew, by tf.function(step), or "
@@ -337,6 +348,7 @@ class GraphCompression(Binding):
                 f"gradients of other variables come to this compression than {known.name} and those that it was traced with: make one for "
                 "each model, and in eager code for each set of variables that is trained by itself"
             )
+        unapplied.check()
         compressor: Any = self._compressor  # It has a momentum where one was taken over.
         if self._takes_over and self._served is not None and abs(float(self._served.momentum) - compressor.momentum) > 1e-6:
             warn_once(

@@ -2,7 +2,19 @@
 how; how Horovod's optimizers are made; which function is traced."""
 import functools
 import inspect
-from typing import Any, Callable, Dict, Hashable, List, NamedTuple, Optional, Sequence, Tuple, Type
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Hashable,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    Type,
+)
 
 import horovod
 import horovod.tensorflow as hvd
@@ -24,7 +36,7 @@ def is_optimizer(value: Any) -> bool:
 
 def is_horovods(optimizer: Any) -> bool:
     """Whether this is what hvd.DistributedOptimizer makes."""
-    return is_optimizer(optimizer) and hasattr(optimizer, "_allreduce_grads")
+    return is_optimizer(optimizer) and hasattr(optimizer, "register_local_var")
 
 
 def loss_scaler() -> Any:
@@ -71,7 +83,7 @@ def reduction_of(tensor: Any) -> Reduction:
 def compression_given_to(optimizer: Any) -> Any:
     """What hvd.DistributedOptimizer was given as compression, which lives in a function that it has made; None for optimizers that are not
     Horovod's."""
-    if not is_horovods(optimizer):
+    if not hasattr(optimizer, "_allreduce_grads"):
         return None
     reduce = getattr(optimizer._allreduce_grads, "python_function", optimizer._allreduce_grads)
     return inspect.getclosurevars(reduce).nonlocals.get("compression")
@@ -89,9 +101,35 @@ def scaler_around(optimizer: Any) -> Any:
     return next((owner for owner in owners if isinstance(owner, tf.keras.mixed_precision.LossScaleOptimizer) and owner is not optimizer), None)
 
 
-def in_optimizers_constructor() -> bool:
-    """Whether an optimizer is being made."""
-    return any(frame.f_code.co_name == "__init__" and is_optimizer(frame.f_locals.get("self")) for frame in callers())
+def optimizer_under_construction() -> Any:
+    """The optimizer that is being made; None where none is."""
+    makers = (frame for frame in callers() if frame.f_code.co_name == "__init__")
+    return next(filter(is_optimizer, (frame.f_locals.get("self") for frame in makers)), None)
+
+
+def has_reduced(optimizer: Any) -> bool:
+    """Whether Horovod's optimizer has ever reduced gradients, or traced that."""
+    return bool(optimizer._aggregated_gradients)
+
+
+def kept_local(optimizer: Any) -> Set[Hashable]:
+    """References to the variables whose gradients Horovod's optimizer leaves as they are."""
+    owners = (optimizer, getattr(optimizer, "_agg_helper", None))
+    return set().union(*(getattr(owner, "_local_vars", ()) for owner in owners))
+
+
+def reduced_by_horovod(grad: Any) -> bool:
+    """Whether a gradient in a graph comes from a reduction of Horovod's, with any compression. Of
+    eager ones nobody knows."""
+    seen, waiting = set(), [] if tf.executing_eagerly() else [grad.op]
+    while waiting:
+        operation = waiting.pop()
+        if "_Allreduce/" in operation.name:
+            return True
+        if operation not in seen:
+            seen.add(operation)
+            waiting.extend(tensor.op for tensor in operation.inputs)
+    return False
 
 
 def momentum_to_restore() -> Optional[float]:

@@ -29,6 +29,12 @@ def unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
+def name_of(optimizer: Any) -> str:
+    """What a new or legacy optimizer was named."""
+    legacy = isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer)
+    return str(optimizer._name if legacy else optimizer.name)
+
+
 def options_of(sgd: Any) -> Dict[str, Any]:
     """The configuration of an SGD, also while a function is traced, with the momentum that the user gave it."""
     changed = momentum_to_restore()
@@ -127,10 +133,11 @@ def watch_passes(optimizer: Any, observe: Callable[[Any], Any]) -> None:
 
 
 def before_applying(optimizer: Any, change: Callable[[Any, Any], Any]) -> Type:
-    """From now on this optimizer, Horovod's or what Horovod makes of it, applies what change(optimizer, gradients and variables) returns. Returns the
-    class of both."""
+    """From now on this optimizer, Horovod's or what Horovod makes of it, applies what
+    change(optimizer, gradients and variables) returns. Returns the class of both."""
     base: Any = class_below(optimizer)
 
+    @tf.autograph.experimental.do_not_convert
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         return super(changing, self).apply_gradients(change(self, grads_and_vars), *args, **kwargs)
 
