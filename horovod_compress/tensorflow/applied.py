@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterable, List, Sequence, Set, Tuple
 import numpy as np
 import tensorflow as tf
 
-from ..binding import is_elastic
+from ..binding import Unbound, is_elastic, warn_once
 from .horovod_internals import (
     compression_given_to,
     has_reduced,
@@ -16,6 +16,7 @@ from .horovod_internals import (
     reduced_by_horovod,
 )
 from .operations import first_values
+from .optimizer import unwrapped
 
 # All compressions of this process, which threads may make while others trace.
 _compressions: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -121,3 +122,25 @@ class Unapplied:
                     "compression=hvdc.Compression.dgc(optimizer)), around one "
                     "tf.GradientTape(persistent=True); or make the compression with momentum=0"
                 )
+
+
+class TellsOfIdling(tf.keras.callbacks.Callback):
+    """Warns once where a compression has taken no step in an epoch, and the model's optimizer has
+    another one, or none."""
+
+    def __init__(self, compression: Any) -> None:
+        super().__init__()
+        self._compression, self._steps = compression, 0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        unbound = isinstance(self._compression, Unbound)
+        bound = self._compression.the_only() if unbound else self._compression
+        before, self._steps = self._steps, sum(bound._exchange.steps_taken().values())
+        optimizer = unwrapped(getattr(self.model, "optimizer", None))
+        its = compression_given_to(optimizer), getattr(optimizer, "compression", None)
+        if bound._active and self._steps == before and self._compression not in its:
+            warn_once(
+                f"{self._compression!r} has compressed nothing in a whole epoch, and the model's "
+                "optimizer does not have it. What hvd.load_model(path) makes has none, whatever "
+                "was saved: say hvd.load_model(path, compression=compression)"
+            )

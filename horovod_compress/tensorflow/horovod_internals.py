@@ -101,6 +101,12 @@ def scaler_around(optimizer: Any) -> Any:
     return next((owner for owner in owners if isinstance(owner, tf.keras.mixed_precision.LossScaleOptimizer) and owner is not optimizer), None)
 
 
+def saved_by_keras() -> bool:
+    """Whether Keras is saving a model."""
+    saving = (frame for frame in callers() if frame.f_code.co_name == "save_model")
+    return any(str(frame.f_globals.get("__name__")).startswith("keras.") for frame in saving)
+
+
 def optimizer_under_construction() -> Any:
     """The optimizer that is being made; None where none is."""
     makers = (frame for frame in callers() if frame.f_code.co_name == "__init__")

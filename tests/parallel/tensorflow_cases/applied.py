@@ -1,4 +1,8 @@
 """What optimizers apply, next to what compressions have seen."""
+import os
+import tempfile
+import warnings
+
 import horovod.tensorflow as hvdt
 import horovod.tensorflow.keras as hvd
 import numpy as np
@@ -113,3 +117,27 @@ def two_optimizers_of_one_tape():
                     run()
                     for variable in variables:
                         np.testing.assert_allclose(variable.numpy(), 1 - 0.1 * (1 + 1.9), rtol=1e-6)
+
+
+@case(2)
+def a_model_that_is_loaded_without_its_compression():
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model, compression = model_of(), hvdc.Compression.topk(ratio=0.1)
+        adam = keras.optimizers.Adam(0.01)
+        fitted(model, hvd.DistributedOptimizer(adam, compression=compression))
+        for name in ("saved.h5", "again.h5"):
+            model.save(os.path.join(folder, name))
+        loaded = hvd.load_model(os.path.join(folder, "saved.h5"))
+        path = os.path.join(folder, "state")
+        states = hvdc.StateCheckpoint(hvdc.Compression.topk(ratio=0.1), path)
+        loaded.fit(*data(24), batch_size=12, verbose=0, epochs=2, callbacks=[states])
+        compression = hvdc.Compression.topk(ratio=0.1)
+        loaded = hvd.load_model(os.path.join(folder, "saved.h5"), compression=compression)
+        states = hvdc.StateCheckpoint(compression, path)
+        loaded.fit(*data(24), batch_size=12, verbose=0, callbacks=[states])
+        assert compression.stats()["steps"] == 2
+    words = [str(each.message) for each in told if issubclass(each.category, RuntimeWarning)]
+    assert sum("without compression=" in each for each in words) == 1, words
+    assert sum("compressed nothing in a whole epoch" in each for each in words) == 1, words
+    assert np.isfinite(loaded.get_weights()[0]).all()
