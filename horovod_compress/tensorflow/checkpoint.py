@@ -6,13 +6,13 @@ from typing import Any, Dict, Union
 
 import horovod.tensorflow as hvd
 import numpy as np
-import tensorflow as tf
 
+from .applied import TellsOfIdling
 from .compression import BoundCompression
 from .unbound import UnboundCompression
 
 
-class StateCheckpoint(tf.keras.callbacks.Callback):
+class StateCheckpoint(TellsOfIdling):
     """Saves a compression's state at the end of each epoch, on every rank, and restores one before training.
 
     compression: the one that Horovod's optimizer got.
@@ -30,8 +30,8 @@ class StateCheckpoint(tf.keras.callbacks.Callback):
         self, compression: Union[BoundCompression, UnboundCompression], filepath: Union[str, os.PathLike],
         restore: Union[str, os.PathLike, None] = None, portable: bool = False,
     ) -> None:
-        super().__init__()
-        self._compression, self._filepath, self._restore, self._portable = compression, os.fspath(filepath), restore, portable
+        super().__init__(compression)
+        self._filepath, self._restore, self._portable = os.fspath(filepath), restore, portable
         try:
             self._filepath.format(epoch=1)
         except (KeyError, IndexError) as error:
@@ -43,6 +43,7 @@ class StateCheckpoint(tf.keras.callbacks.Callback):
             self._restore = None  # A second call of fit does not restore again.
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
         state = self._compression.state_dict(self._portable)
         if not self._portable or self._compression.is_first:
             _write(self._file(self._filepath.format(epoch=epoch + 1)), state)

@@ -1,7 +1,20 @@
 """A compression bound to a Keras optimizer or a tape: what serves which optimizer, what users call, and elastic jobs."""
 import contextlib
 import copy
-from typing import Any, Dict, Hashable, Iterable, Iterator, NamedTuple, Optional, Sequence, Type, Union
+from typing import (
+    Any,
+    Dict,
+    Hashable,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+    Union,
+)
 
 import tensorflow as tf
 
@@ -11,6 +24,7 @@ from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..handshake import agree, gather
 from ..hosts import Host
+from .applied import refuse_unreduced
 from .checks import check_elastic, check_scaler, checked_moments
 from .exchange import GraphExchange, Saved
 from .graph import GraphCompression
@@ -61,7 +75,7 @@ class BoundCompression(GraphCompression):
         self._optimizer: Any = None
         self._momentum_class: Optional[Type] = None
         self._lives_on = False  # whether momentum that an SGD has gathered by itself still moves variables where it is taken over
-        self._elastic_class: Optional[Type] = None
+        self._applying_class: Optional[Type] = None
         self._compressor = get_compressor(spec)
         self._chosen: Optional[_Chosen] = None  # since `bind`
         self._states: Dict[Hashable, int] = {}  # what traces hold of the compressor → `_traces`
@@ -84,10 +98,18 @@ class BoundCompression(GraphCompression):
             watch_passes(optimizer, self._observe)
         self._use(chosen)
         self._exchange.compressor = self._compressor
-        if self._elastic:
-            self._elastic_class = before_applying(optimizer, self._send_alone)
+        if optimizer is not None and self._active:
+            self._applying_class = before_applying(optimizer, self._before_applied)
         self._number()
         self._agreed = False
+
+    def _before_applied(
+        self, optimizer: Any, grads_and_vars: Iterable[Tuple[Any, Any]]
+    ) -> List[Tuple[Any, Any]]:
+        """What the bound optimizer, or what Horovod makes of it, is to apply."""
+        pairs = refuse_unreduced(optimizer, grads_and_vars)
+        self._applied.update(variable.ref() for _, variable in pairs)
+        return self._send_alone(optimizer, pairs) if self._elastic else pairs
 
     def serves(self, variables: Iterable[Any]) -> bool:
         """Whether some of these are known."""

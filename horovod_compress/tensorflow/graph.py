@@ -3,7 +3,7 @@ import functools
 import itertools
 import weakref
 from abc import abstractmethod
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Type
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Type
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -14,10 +14,17 @@ from .. import kernels
 from ..binding import Binding, is_elastic, warn_once
 from ..handshake import REDUCES_ONLY, agree, error_of_joined
 from ..requests import Collective
+from .applied import Unapplied, may_see_gradients
 from .checks import ONE_PASS, check_elastic_scale
 from .eager import Eager
 from .exchange import GraphExchange, Message, Saved
-from .horovod_internals import call_before, functions_under_trace, loss_scaler, reduction_of
+from .horovod_internals import (
+    call_before,
+    functions_under_trace,
+    lasting_variable,
+    loss_scaler,
+    reduction_of,
+)
 from .operations import (
     Call,
     Variable,
@@ -55,13 +62,21 @@ class GraphCompression(Binding):
         self._call = Call([], None, [], [], [])  # of the function that is being traced
         self._traced: "weakref.WeakSet[Any]" = weakref.WeakSet()  # functions with operations of this compression
         self._traces = 0  # which of the states of `_states` their traces are for
+        # Each call writes it when it begins, and reads it for each variable that it has finished.
+        # So TensorFlow runs calls one after the other, where a function has several or calls
+        # functions that have, and variables of one call together.
+        self._turn = lasting_variable((), tf.int64)
+        may_see_gradients(self)
+        # References to variables that the bound optimizer has applied gradients to.
+        self._applied: Set[Any] = set()
         # Where a state was loaded: of variables that are not known yet. None: the exchange has it already.
         self._saved: Optional[Dict[str, Optional[Saved]]] = None
 
     _exchange: GraphExchange
     _optimizer: Any  # the bound one; where a tape brings gradients, the one that applies them
     _momentum_class: Optional[Type]  # the class of optimizers that can leave momentum to this compression
-    _elastic_class: Optional[Type]  # the class of optimizers that a rank alone has its gradients changed by
+    # The class of optimizers that tell this compression what they apply.
+    _applying_class: Optional[Type]
     _grad_scaler: Any
     _microbatches: bool  # whether backward passes are observed
 
@@ -115,6 +130,9 @@ class GraphCompression(Binding):
         with tf.device("/cpu:0"):
             inputs = [number, tf.raw_ops.Snapshot(input=tensor), *brought]
             (result,) = python_operation(functools.partial(self._finish, half=dtype == tf.float16), variable, inputs, ["float32"])
+            with tf.control_dependencies([result]):
+                # TensorFlow drops what is read and not used.
+                tf.identity(self._turn.read_value())
         result.set_shape(variable.shape)
         return tf.cast(result, dtype)
 
@@ -128,7 +146,8 @@ class GraphCompression(Binding):
                 "this compression has taken over the momentum of another optimizer than the one it serves, which would apply its own besides: "
                 "bind it to the optimizer that hvd.DistributedOptimizer gets, and make a new one for each"
             )
-        if self._elastic_class and optimizer and not isinstance(optimizer, self._elastic_class):
+        bound = self._applying_class
+        if self._elastic and bound and optimizer and not isinstance(optimizer, bound):
             raise ValueError(
                 "this compression is bound to another optimizer than the one it serves, which would not apply what a rank that is left alone holds "
                 "back: bind it to the optimizer that hvd.DistributedOptimizer gets"
@@ -152,7 +171,7 @@ class GraphCompression(Binding):
         with around.as_default(), tf.device("/cpu:0"):
             number, flat = self._begin_operation([source for _, source in pairs], scaler)
             if any(collective.verb in ("allgather", "alltoall") for _, variable in variables for collective in variable.moved):
-                number = self._counted(number)
+                number = self._counted(number, variables[0][1])
             norm, grads = functools.partial(squared_norm_of, factor), [grad for grad, _ in pairs]
             squared_norm = [tf.numpy_function(norm, grads, tf.float64, stateful=False)] if self._compressor.clip_norm is not None else []
             lr = [learning_rate_of(optimizer or self._optimizer)] if self._compressor.follow_lr else []
@@ -165,18 +184,23 @@ class GraphCompression(Binding):
         variables = [source for source in sources if isinstance(source, tf.Variable)]
         known = min(variables, key=lambda variable: variable.shape.num_elements(), default=None)
         scale = tf.constant(1.0) if scaler is None else tf.cast(scaler.loss_scale, tf.float32)
-        begin = functools.partial(self._begin, len(sources), known, self._traces)
-        number, flat = tf.numpy_function(begin, [scale, *([] if known is None else [first_values(known)])], [tf.int64, tf.int32])
+        depends = self._optimizer is not None and (self._takes_over or self._compressor.follow_lr)
+        unapplied = Unapplied(sources if depends else [], self._applied)
+        begin = functools.partial(self._begin, len(sources), known, unapplied, self._traces)
+        with tf.control_dependencies([self._turn.assign_add(1)]):
+            inputs = [scale, *([] if known is None else [first_values(known)])]
+            number, flat = tf.numpy_function(begin, inputs, [tf.int64, tf.int32])
         if known is not None:
             with tf.control_dependencies([number]):
                 known.read_value()  # What writes to the variable (a weight decay) waits for the comparison.
         return number, tf.unstack(flat, len(sources))
 
-    def _counted(self, number: Any) -> Any:
+    def _counted(self, number: Any, first: Variable) -> Any:
         """A call's number, once its ranks are counted: Horovod answers an allgather or alltoall of shapes that it has seen from its response cache,
-        and a rank that has called hvd.join() dies of that answer."""
+        and a rank that has called hvd.join() dies of that answer. first: a variable of the call,
+        which no other call has at the same time."""
         here = tf.cast(tf.reshape(number, [1]) >= 0, tf.int64)  # a 1 of this call: of a constant TensorFlow would make one for several
-        (ranks,) = self._move(_SUM, [here], "ranks")
+        (ranks,) = self._move(_SUM, [here], f"{first.number}.ranks")
         (number,) = tf.numpy_function(self._check_count, [number, ranks], [tf.int64], stateful=False)
         return number
 
@@ -233,8 +257,7 @@ class GraphCompression(Binding):
         if not (self._microbatches and hasattr(compressor, "moments")):
             variable.squares, variable.observed = None, False
         elif variable.squares is None:
-            with tf.init_scope(), tf.device("/cpu:0"):
-                variable.squares = tf.Variable(tf.zeros(variable.shape), trainable=False)
+            variable.squares = lasting_variable(variable.shape, tf.float32)
         return variable
 
     def _observe(self, grads_and_vars: Iterable[Tuple[Any, Any]]) -> List[Tuple[Any, Any]]:
@@ -311,7 +334,10 @@ class GraphCompression(Binding):
 
     # -- the same, while the graph runs -----------------------------------------------------------------------------------
 
-    def _begin(self, tensors: int, known: Any, traces: int, scale: np.ndarray, values: Any = None) -> Tuple[np.int64, np.ndarray]:
+    def _begin(
+        self, tensors: int, known: Any, unapplied: Unapplied, traces: int, scale: np.ndarray,
+        values: Any = None,
+    ) -> Tuple[np.int64, np.ndarray]:
         if traces != self._traces:
             raise ValueError(
                 "a function was traced before compression.switch(), and holds on to that trace: make the function anew, by tf.function(step), or "
@@ -322,6 +348,7 @@ class GraphCompression(Binding):
                 f"gradients of other variables come to this compression than {known.name} and those that it was traced with: make one for "
                 "each model, and in eager code for each set of variables that is trained by itself"
             )
+        unapplied.check()
         compressor: Any = self._compressor  # It has a momentum where one was taken over.
         if self._takes_over and self._served is not None and abs(float(self._served.momentum) - compressor.momentum) > 1e-6:
             warn_once(

@@ -2,13 +2,26 @@
 how; how Horovod's optimizers are made; which function is traced."""
 import functools
 import inspect
-from typing import Any, Callable, Dict, Hashable, List, NamedTuple, Optional, Sequence, Tuple, Type
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Hashable,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    Type,
+)
 
 import horovod
 import horovod.tensorflow as hvd
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from ..binding import callers, check_version
 
@@ -23,7 +36,7 @@ def is_optimizer(value: Any) -> bool:
 
 def is_horovods(optimizer: Any) -> bool:
     """Whether this is what hvd.DistributedOptimizer makes."""
-    return is_optimizer(optimizer) and hasattr(optimizer, "_allreduce_grads")
+    return is_optimizer(optimizer) and hasattr(optimizer, "register_local_var")
 
 
 def loss_scaler() -> Any:
@@ -70,7 +83,7 @@ def reduction_of(tensor: Any) -> Reduction:
 def compression_given_to(optimizer: Any) -> Any:
     """What hvd.DistributedOptimizer was given as compression, which lives in a function that it has made; None for optimizers that are not
     Horovod's."""
-    if not is_horovods(optimizer):
+    if not hasattr(optimizer, "_allreduce_grads"):
         return None
     reduce = getattr(optimizer._allreduce_grads, "python_function", optimizer._allreduce_grads)
     return inspect.getclosurevars(reduce).nonlocals.get("compression")
@@ -88,9 +101,41 @@ def scaler_around(optimizer: Any) -> Any:
     return next((owner for owner in owners if isinstance(owner, tf.keras.mixed_precision.LossScaleOptimizer) and owner is not optimizer), None)
 
 
-def in_optimizers_constructor() -> bool:
-    """Whether an optimizer is being made."""
-    return any(frame.f_code.co_name == "__init__" and is_optimizer(frame.f_locals.get("self")) for frame in callers())
+def saved_by_keras() -> bool:
+    """Whether Keras is saving a model."""
+    saving = (frame for frame in callers() if frame.f_code.co_name == "save_model")
+    return any(str(frame.f_globals.get("__name__")).startswith("keras.") for frame in saving)
+
+
+def optimizer_under_construction() -> Any:
+    """The optimizer that is being made; None where none is."""
+    makers = (frame for frame in callers() if frame.f_code.co_name == "__init__")
+    return next(filter(is_optimizer, (frame.f_locals.get("self") for frame in makers)), None)
+
+
+def has_reduced(optimizer: Any) -> bool:
+    """Whether Horovod's optimizer has ever reduced gradients, or traced that."""
+    return bool(optimizer._aggregated_gradients)
+
+
+def kept_local(optimizer: Any) -> Set[Hashable]:
+    """References to the variables whose gradients Horovod's optimizer leaves as they are."""
+    owners = (optimizer, getattr(optimizer, "_agg_helper", None))
+    return set().union(*(getattr(owner, "_local_vars", ()) for owner in owners))
+
+
+def reduced_by_horovod(grad: Any) -> bool:
+    """Whether a gradient in a graph comes from a reduction of Horovod's, with any compression. Of
+    eager ones nobody knows."""
+    seen, waiting = set(), [] if tf.executing_eagerly() else [grad.op]
+    while waiting:
+        operation = waiting.pop()
+        if "_Allreduce/" in operation.name:
+            return True
+        if operation not in seen:
+            seen.add(operation)
+            waiting.extend(tensor.op for tensor in operation.inputs)
+    return False
 
 
 def momentum_to_restore() -> Optional[float]:
@@ -109,6 +154,12 @@ def change_class_below(optimizer: Any, cls: Type) -> None:
     """Makes `cls` that class. Horovod's methods ask for the base of the object's own class, so its class stays the last, and is made again."""
     own: Any = type(optimizer)
     optimizer.__class__ = type(own)(own.__name__, (cls,), dict(vars(own))) if is_horovods(optimizer) else cls
+
+
+def lasting_variable(shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
+    """A variable of zeros on the CPU. A tf.Variable can be made in a function's first trace only."""
+    with tf.init_scope(), tf.device("/cpu:0"):
+        return ResourceVariable(tf.zeros(shape, dtype), trainable=False)
 
 
 def trace_under_way() -> Tuple[Any, Any]:

@@ -5,7 +5,15 @@ from typing import Any, Callable, Dict, Optional, Type
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from .horovod_internals import change_class_below, class_below, is_horovods, is_optimizer, momentum_to_restore
+from ..binding import warn_once
+from .horovod_internals import (
+    change_class_below,
+    class_below,
+    is_horovods,
+    is_optimizer,
+    momentum_to_restore,
+    saved_by_keras,
+)
 
 _log = logging.getLogger("horovod_compress")
 SGD = (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)
@@ -27,6 +35,12 @@ def check(optimizer: Any) -> None:
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer that a LossScaleOptimizer wraps; others as they are."""
     return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def name_of(optimizer: Any) -> str:
+    """What a new or legacy optimizer was named."""
+    legacy = isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer)
+    return str(optimizer._name if legacy else optimizer.name)
 
 
 def options_of(sgd: Any) -> Dict[str, Any]:
@@ -127,14 +141,26 @@ def watch_passes(optimizer: Any, observe: Callable[[Any], Any]) -> None:
 
 
 def before_applying(optimizer: Any, change: Callable[[Any, Any], Any]) -> Type:
-    """From now on this optimizer, Horovod's or what Horovod makes of it, applies what change(optimizer, gradients and variables) returns. Returns the
-    class of both."""
+    """From now on this optimizer, Horovod's or what Horovod makes of it, applies what
+    change(optimizer, gradients and variables) returns. Horovod's says once that it is saved without
+    its compression. Returns the class of both."""
     base: Any = class_below(optimizer)
 
+    @tf.autograph.experimental.do_not_convert
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         return super(changing, self).apply_gradients(change(self, grads_and_vars), *args, **kwargs)
 
-    changing = type(base)(base.__name__, (base,), {"apply_gradients": apply_gradients})
+    def get_config(self: Any) -> Dict[str, Any]:
+        if is_horovods(self) and saved_by_keras():
+            warn_once(
+                "a saved model's optimizer has no compression: hvd.load_model(path, "
+                "compression=compression) gives it one again, and without compression= training "
+                "goes on uncompressed. What ranks have not sent yet is in compression.state_dict()"
+            )
+        return super(changing, self).get_config()
+
+    members = {"apply_gradients": apply_gradients, "get_config": get_config}
+    changing = type(base)(base.__name__, (base,), members)
     become(optimizer, changing)
     return changing
 

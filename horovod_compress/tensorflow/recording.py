@@ -1,19 +1,18 @@
 """What steps of model.fit did, for files, callables and TensorBoard."""
 from typing import Any, Optional
 
-import tensorflow as tf
-
 from ..recording import Destination, Recorder
+from .applied import TellsOfIdling
 from .compression import BoundCompression
 
 
-class RecordSteps(tf.keras.callbacks.Callback):
+class RecordSteps(TellsOfIdling):
     """compression.record(to, every, by_tensor), for model.fit: tells the recorder when a batch has ended. See `horovod_compress.recording.Recorder`.
     Where one execution takes several steps (steps_per_execution), the last one counts."""
 
     def __init__(self, compression: BoundCompression, to: Destination, every: int = 10, by_tensor: bool = False) -> None:
-        super().__init__()
-        self._compression, self._options = compression, (to, every, by_tensor)
+        super().__init__(compression)
+        self._options = to, every, by_tensor
         self._recorder: Optional[Recorder] = None
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -7,10 +7,19 @@ from typing import Any, Callable, Dict, Hashable, List, Optional, Tuple, Type
 import tensorflow as tf
 
 from ..binding import Unbound, callers, is_elastic
+from .applied import refuse_unreduced
 from .checks import check_scaler, checked_moments
 from .compression import BoundCompression
-from .horovod_internals import Reduction, compression_given_to, in_optimizers_constructor, is_optimizer, reduction_of, trace_under_way
-from .optimizer import unwrapped
+from .horovod_internals import (
+    Reduction,
+    compression_given_to,
+    is_horovods,
+    is_optimizer,
+    optimizer_under_construction,
+    reduction_of,
+    trace_under_way,
+)
+from .optimizer import before_applying, name_of, unwrapped
 
 _NO_USERS = ("horovod", "horovod_compress", "keras", "tensorflow")  # packages whose functions have no optimizers of users in reach
 
@@ -36,12 +45,20 @@ class UnboundCompression(Unbound):
         check_scaler(grad_scaler)
         checked_moments(self._compressor, None)
         self._bound: Dict[Any, BoundCompression] = {}  # by optimizer; None: of tapes, where nothing depends on that
+        self._given_to: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers of Horovod's
         self._early: Optional[BoundCompression] = None  # made for a question, before the first gradient, which goes to it
 
     def __hash__(self) -> int:
         """Another one each time that an optimizer looks for the function that reduces. Horovod keeps those by all that they depend on, so optimizers
         with one compression would share theirs, whose traces TensorFlow keeps by shapes: the second's gradients would be taken for the first's."""
-        return next(_hashes) if in_optimizers_constructor() else super().__hash__()
+        optimizer = optimizer_under_construction()
+        if optimizer is None:
+            return super().__hash__()
+        if is_horovods(optimizer) and optimizer not in self._given_to:
+            # Here is the only sight of an optimizer that reduces nothing later.
+            self._given_to.add(optimizer)
+            before_applying(optimizer, refuse_unreduced)
+        return next(_hashes)
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: Any) -> Tuple[Any, Any]:
@@ -89,7 +106,7 @@ class UnboundCompression(Unbound):
                 raise ValueError("which candidates are tried depends on the optimizer")
             return self.bind(None, process_set)
         except ValueError as error:
-            several = ", ".join(f"{type(optimizer).__name__} {optimizer.name!r}" for optimizer in found)
+            several = ", ".join(f"{type(each).__name__} {name_of(each)!r}" for each in found)
             seen = f"has several in reach, {several}" if found else "has none in reach"
             raise ValueError(
                 f"{error}. The function that these gradients come from {seen}: bind the compression to the one that applies them, as in "

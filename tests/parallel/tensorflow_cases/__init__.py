@@ -1,9 +1,25 @@
 """What real ranks are asked to prove of the TensorFlow adapter; test_tensorflow.py asks. See cases/__init__.py."""
 from checks import joined
 
-from . import agreement, automatic, fits, functions, hosts, mistakes, numbers, recording, switches, unbound, updates
+from . import (
+    agreement,
+    applied,
+    automatic,
+    fits,
+    functions,
+    hosts,
+    mistakes,
+    numbers,
+    recording,
+    switches,
+    unbound,
+    updates,
+)
 from .training import start
 
 __all__ = ["CASES", "start"]
 
-CASES = joined(agreement, fits, functions, hosts, numbers, unbound, switches, automatic, updates, recording, mistakes)
+CASES = joined(
+    agreement, applied, fits, functions, hosts, numbers, unbound, switches, automatic, updates,
+    recording, mistakes,
+)

@@ -122,6 +122,70 @@ def several_steps_in_a_call_and_gradients_that_are_constant():
     assert_close(model, trained(None, sgd={"momentum": 0.9})[0])
 
 
+def normal(rng, like):
+    """A tensor of random numbers."""
+    return tf.constant(rng.standard_normal(like.shape), tf.float32)
+
+
+@case(2)
+def tapes_in_one_function_take_turns():
+    """Three with one compression, two of which have the same variables: as in eager code, bit for
+    bit, also in functions that a function calls."""
+    for nested in (False, True):
+        results = []
+        for traced in (False, True):
+            compression = hvdc.Compression.topk(ratio=0.1, min_numel=0)
+            variables = [tf.Variable(tf.zeros((40, 50 + i)), name=f"v{i}") for i in range(4)]
+            sets = variables[:2], variables[2:]
+
+            def gradients_of(given, k, compression=compression, sets=sets):
+                with tf.GradientTape() as tape:
+                    loss = tf.add_n([tf.reduce_sum(v * g) for v, g in zip(sets[k], given)])
+                tape = hvdt.DistributedGradientTape(tape, compression=compression)
+                return tape.gradient(loss, sets[k])
+
+            each = tf.function(gradients_of) if traced and nested else gradients_of
+
+            def step(given, each=each):
+                return [each(gradients, k) for gradients, k in zip(given, (0, 1, 0))]
+
+            run = tf.function(step) if traced else step
+            rng = np.random.default_rng(hvd.rank())
+            for _ in range(3):
+                given = [[normal(rng, v) for v in sets[k]] for k in (0, 1, 0)]
+                results.append(tf.nest.flatten(run(given)))
+            assert set(compression.state_dict()["step"].values()) == {3, 6}
+        for wanted, found in zip(results[:3], results[3:]):
+            for a, b in zip(wanted, found):
+                np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+@case(2)
+def optimizers_that_aggregate_in_one_function():
+    """Two of Horovod's with one compression, which exchange in a branch each, every second call."""
+    sides = [tf.Variable(tf.ones((40, 50 + i)), name=f"side{i}") for i in range(2)]
+    compression = hvdc.Compression.topk(keras.optimizers.SGD(1.0), ratio=0.1, min_numel=0)
+    wrap = {"compression": compression, "backward_passes_per_step": 2}
+    optimizers = [hvd.DistributedOptimizer(SGD["new"](1.0), **wrap) for _ in sides]
+    for side, optimizer in zip(sides, optimizers):
+        optimizer.build([side])
+
+    @tf.function
+    def step(*given):
+        for side, optimizer, gradient in zip(sides, optimizers, given):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(side * gradient)
+            optimizer.minimize(loss, [side], tape=tape)
+
+    rng = np.random.default_rng(hvd.rank())
+    for _ in range(4):
+        step(*(normal(rng, side) for side in sides))
+    for side in sides:
+        every = hvdt.allgather_object(side.numpy())
+        assert (side.numpy() != 1).any() and all((each == every[0]).all() for each in every)
+    assert set(compression.state_dict()["step"].values()) == {2}
+
+
 @case(2)
 def eager_gradients_stay_what_they_were():
     compression = hvdc.Compression.topk(ratio=0.01)

@@ -1,0 +1,146 @@
+"""What optimizers apply, next to what compressions have seen: errors where these differ, and
+replicas would part, or one optimizer's momentum would be given to another's variables."""
+import threading
+import weakref
+from typing import Any, Dict, Iterable, List, Sequence, Set, Tuple
+
+import numpy as np
+import tensorflow as tf
+
+from ..binding import Unbound, is_elastic, warn_once
+from .horovod_internals import (
+    compression_given_to,
+    has_reduced,
+    is_horovods,
+    kept_local,
+    reduced_by_horovod,
+)
+from .operations import first_values
+from .optimizer import unwrapped
+
+# All compressions of this process, which threads may make while others trace.
+_compressions: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def may_see_gradients(compression: Any) -> None:
+    """Makes a compression known, which is asked from now on whether it serves variables."""
+    with _lock:
+        _compressions.add(compression)
+
+
+def _seen(variables: Sequence[Any]) -> bool:
+    """Whether a gradient of one of these has come to a compression."""
+    with _lock:
+        return any(compression.serves(variables) for compression in _compressions)
+
+
+def refuse_unreduced(
+    optimizer: Any, grads_and_vars: Iterable[Tuple[Any, Any]]
+) -> List[Tuple[Any, Any]]:
+    """The gradients and variables that an optimizer with a compression is about to apply.
+
+    Horovod reduces gradients in `minimize` and in Keras' own training step; in 0.28 it does not
+    where they are applied.
+
+    Args:
+        optimizer: a user's that a compression is bound to, or Horovod's.
+        grads_and_vars: as `apply_gradients` gets them.
+
+    Returns:
+        The same, as a list.
+
+    Raises:
+        ValueError: where no compression has seen a gradient of these variables, ever, and nobody
+            else has made their mean over ranks.
+    """
+    pairs = list(grads_and_vars)
+    local = kept_local(optimizer)
+    # Sparse gradients go Horovod's own way.
+    dense = [
+        (grad, variable) for grad, variable in pairs
+        if isinstance(grad, tf.Tensor) and variable.ref() not in local
+    ]
+    variables = [variable for _, variable in dense]
+    if not dense or _seen(variables) or _may_be_unseen(optimizer):
+        return pairs
+    if any(reduced_by_horovod(grad) for grad, _ in dense):
+        return pairs
+    if tf.executing_eagerly() and not any(np.any(grad.numpy()) for grad, _ in dense):
+        # Zeros have an optimizer make its variables.
+        return pairs
+    raise ValueError(
+        f"{type(optimizer).__name__} was given gradients of {variables[0].name} and others that no "
+        "compression has seen: they are this rank's own, and ranks' variables would part. "
+        "hvd.DistributedOptimizer reduces gradients in minimize() and in Keras' own training step, "
+        "and not in apply_gradients(). In a train_step of your own wrap the tape: "
+        "tape = hvd.DistributedGradientTape(tape, compression=compression). Or leave tapes as they "
+        "are, and let hvdc.UpdateOptimizer(optimizer, compression) take the place of "
+        "hvd.DistributedOptimizer"
+    )
+
+
+def _may_be_unseen(optimizer: Any) -> bool:
+    """Whether an optimizer may well apply gradients that no compression has seen: Horovod's that
+    has reduced some, has another compression, or is on one rank; a user's whose updates are
+    exchanged; in elastic jobs a user's, which may take a step before ranks meet, to have its
+    variables made."""
+    if not is_horovods(optimizer):
+        return is_elastic() or hasattr(optimizer, "take_part")
+    ranks = optimizer.process_set
+    alone = not is_elastic() and (not ranks.included() or ranks.size() == 1)
+    if alone or has_reduced(optimizer):
+        return True
+    return not hasattr(compression_given_to(optimizer), "bind")
+
+
+class Unapplied:
+    """Variables whose gradients depend on an optimizer, until that is seen to apply them.
+
+    variables: those of a traced call; applied: references to all that the optimizer has applied
+    gradients to, which grows.
+    """
+
+    def __init__(self, variables: Sequence[Any], applied: Set[Any]) -> None:
+        self._left = [variable for variable in variables if isinstance(variable, tf.Variable)]
+        self._applied = applied
+        self._values: Dict[Any, np.ndarray] = {}
+
+    def check(self) -> None:
+        """ValueError where a variable has changed since the last call, and the optimizer has not
+        done that."""
+        self._left = [variable for variable in self._left if variable.ref() not in self._applied]
+        for variable in self._left:
+            now = first_values(variable).numpy()
+            before = self._values.setdefault(variable.ref(), now)
+            if not np.array_equal(before, now, equal_nan=True):
+                raise ValueError(
+                    f"{variable.name} has changed, and not by the optimizer that this compression "
+                    "is bound to, whose momentum or learning rate its gradients have. Where "
+                    "several optimizers apply what one tape brings, give each a compression and a "
+                    "tape of its own, as in hvd.DistributedGradientTape(tape, "
+                    "compression=hvdc.Compression.dgc(optimizer)), around one "
+                    "tf.GradientTape(persistent=True); or make the compression with momentum=0"
+                )
+
+
+class TellsOfIdling(tf.keras.callbacks.Callback):
+    """Warns once where a compression has taken no step in an epoch, and the model's optimizer has
+    another one, or none."""
+
+    def __init__(self, compression: Any) -> None:
+        super().__init__()
+        self._compression, self._steps = compression, 0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        unbound = isinstance(self._compression, Unbound)
+        bound = self._compression.the_only() if unbound else self._compression
+        before, self._steps = self._steps, sum(bound._exchange.steps_taken().values())
+        optimizer = unwrapped(getattr(self.model, "optimizer", None))
+        its = compression_given_to(optimizer), getattr(optimizer, "compression", None)
+        if bound._active and self._steps == before and self._compression not in its:
+            warn_once(
+                f"{self._compression!r} has compressed nothing in a whole epoch, and the model's "
+                "optimizer does not have it. What hvd.load_model(path) makes has none, whatever "
+                "was saved: say hvd.load_model(path, compression=compression)"
+            )

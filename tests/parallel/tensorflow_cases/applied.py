@@ -1,0 +1,143 @@
+"""What optimizers apply, next to what compressions have seen."""
+import os
+import tempfile
+import warnings
+
+import horovod.tensorflow as hvdt
+import horovod.tensorflow.keras as hvd
+import numpy as np
+import tensorflow as tf
+from checks import raises, registry
+from tensorflow import keras
+
+import horovod_compress.tensorflow as hvdc
+from horovod_compress.tensorflow.optimizer import build
+
+from .training import LOSS, SGD, assert_replicas_identical, data, model_of
+
+CASES, case = registry()
+SPEC = "dgc:ratio=0.1,min_numel=0"
+ADVICE = "hvd.DistributedGradientTape(tape", "hvdc.UpdateOptimizer(optimizer"
+
+
+def taped(compression):
+    """What makes a tape Horovod's."""
+    return lambda tape: hvdt.DistributedGradientTape(tape, compression=compression)
+
+
+class Own(keras.Model):
+    """A model with the training step of Keras' guide; `wrap` says what becomes of its tape."""
+
+    def __init__(self, wrap=lambda tape: tape):
+        super().__init__()
+        self.inner, self.wrap = model_of(), wrap
+
+    def call(self, x, training=None):
+        return self.inner(x, training=training)
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = LOSS(y, self(x, training=True))
+        gradients = self.wrap(tape).gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"loss": loss}
+
+
+def fitted(model, optimizer, steps=2, **options):
+    model.compile(optimizer, LOSS, **options)
+    model.fit(*data(12 * steps), batch_size=12, shuffle=False, verbose=0)
+
+
+@case(2)
+def gradients_that_nobody_has_reduced_are_refused():
+    """Those of a training step of one's own, by optimizers of both kinds, traced and eagerly."""
+    for make in (*SGD.values(), keras.optimizers.Adam, keras.optimizers.legacy.Adam):
+        for options in ({}, {"run_eagerly": True}):
+            optimizer, compression = make(0.05), hvdc.Compression.from_spec(SPEC)
+            wrapped = hvd.DistributedOptimizer(optimizer, compression=compression)
+            with raises(ValueError, *ADVICE):
+                fitted(Own(), wrapped, **options)
+            hvdc.Compression.from_spec(SPEC, optimizer)
+            with raises(ValueError, *ADVICE):
+                fitted(Own(), optimizer, **options)
+
+
+@case(2)
+def training_steps_of_ones_own_that_reduce():
+    for make, options in zip(SGD.values(), ({}, {"run_eagerly": True})):
+        compression = hvdc.Compression.from_spec(SPEC)
+        model = Own(taped(compression))
+        fitted(model, make(0.05, momentum=0.9), **options)
+        assert compression.stats()["steps"] == 2
+        assert_replicas_identical(model)
+        model = Own()
+        fitted(model, hvdc.UpdateOptimizer(make(0.05), "topk:ratio=0.1"), **options)
+        assert_replicas_identical(model)
+        model = Own(hvdt.DistributedGradientTape)
+        compression = hvdc.Compression.from_spec(SPEC)
+        fitted(model, hvd.DistributedOptimizer(make(0.05), compression=compression))
+        assert_replicas_identical(model)
+    variable, sgd = tf.Variable(tf.ones(3)), keras.optimizers.SGD(0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, compression=hvdc.Compression.topk())
+    # This makes the optimizer's variables.
+    optimizer.apply_gradients([(tf.zeros(3), variable)])
+    optimizer.register_local_var(variable)
+    optimizer.apply_gradients([(tf.ones(3), variable)])
+
+
+@case(2)
+def two_optimizers_of_one_tape():
+    """The momentum of the one that the compression is bound to would be given to the other's
+    variables. One alone may apply a part at a time."""
+    for make in SGD.values():
+        for in_graph in (True, False):
+            for second in (None, make(0.1)):
+                variables = [tf.Variable(tf.ones((40, 50)), name=f"v{i}") for i in range(2)]
+                bound = make(0.1, momentum=0.9)
+                compression = hvdc.Compression.dgc(bound, ratio=1, min_numel=0, masking=False)
+                optimizers = [bound, second or bound]
+                for optimizer in optimizers:
+                    build(optimizer, variables)
+
+                def step(compression=compression, variables=variables, optimizers=optimizers):
+                    with tf.GradientTape() as tape:
+                        loss = tf.add_n([tf.reduce_sum(variable) for variable in variables])
+                    tape = hvdt.DistributedGradientTape(tape, compression=compression)
+                    pairs = list(zip(tape.gradient(loss, variables), variables))
+                    for optimizer, pair in zip(optimizers, pairs):
+                        optimizer.apply_gradients([pair])
+
+                run = tf.function(step) if in_graph else step
+                run()
+                if second:
+                    with raises(tf.errors.OpError, "v1:0 has changed, and not by", "give each a"):
+                        run()
+                else:
+                    run()
+                    for variable in variables:
+                        np.testing.assert_allclose(variable.numpy(), 1 - 0.1 * (1 + 1.9), rtol=1e-6)
+
+
+@case(2)
+def a_model_that_is_loaded_without_its_compression():
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model, compression = model_of(), hvdc.Compression.topk(ratio=0.1)
+        adam = keras.optimizers.Adam(0.01)
+        fitted(model, hvd.DistributedOptimizer(adam, compression=compression))
+        for name in ("saved.h5", "again.h5"):
+            model.save(os.path.join(folder, name))
+        loaded = hvd.load_model(os.path.join(folder, "saved.h5"))
+        path = os.path.join(folder, "state")
+        states = hvdc.StateCheckpoint(hvdc.Compression.topk(ratio=0.1), path)
+        loaded.fit(*data(24), batch_size=12, verbose=0, epochs=2, callbacks=[states])
+        compression = hvdc.Compression.topk(ratio=0.1)
+        loaded = hvd.load_model(os.path.join(folder, "saved.h5"), compression=compression)
+        states = hvdc.StateCheckpoint(compression, path)
+        loaded.fit(*data(24), batch_size=12, verbose=0, callbacks=[states])
+        assert compression.stats()["steps"] == 2
+    words = [str(each.message) for each in told if issubclass(each.category, RuntimeWarning)]
+    assert sum("without compression=" in each for each in words) == 1, words
+    assert sum("compressed nothing in a whole epoch" in each for each in words) == 1, words
+    assert np.isfinite(loaded.get_weights()[0]).all()
