@@ -8,6 +8,7 @@ from checks import joined
 from . import (
     algorithms,
     automatic,
+    defaults,
     dense_limit,
     devices,
     errors,
@@ -32,5 +33,5 @@ __all__ = ["CASES", "start"]
 
 CASES = joined(
     dense_limit, optimizers, horovod_options, states, errors, samples, split, algorithms, transports, faults, uneven, unbound, switches, automatic,
-    recording, updates, update_faults, devices, hosts,
+    recording, updates, update_faults, devices, hosts, defaults,
 )
