@@ -13,6 +13,7 @@ from . import (
     devices,
     errors,
     faults,
+    float64,
     horovod_options,
     hosts,
     optimizers,
@@ -33,5 +34,5 @@ __all__ = ["CASES", "start"]
 
 CASES = joined(
     dense_limit, optimizers, horovod_options, states, errors, samples, split, algorithms, transports, faults, uneven, unbound, switches, automatic,
-    recording, updates, update_faults, devices, hosts, defaults,
+    recording, updates, update_faults, devices, hosts, defaults, float64,
 )
