@@ -58,6 +58,7 @@ class Binding(ABC):
         self._agreed = False
         self._hvd = hvd
         self._host: Optional[Host] = None
+        self._has_told_of_float32 = False
 
     _compressor: Compressor
     _active: bool  # Horovod reduces, and compresses, only where there is more than one rank
@@ -73,6 +74,15 @@ class Binding(ABC):
         """Gives this compression the next number, which is part of its collectives' names. All ranks of the process set call it alike."""
         ranks = () if self._process_set.process_set_id == 0 else tuple(self._process_set.ranks or ())
         self._label += f".{next(_numbers[ranks])}"
+
+    def _tell_of_float32(self, name: str) -> None:
+        """Warns, the first time, of a tensor whose float64 numbers are not all there in float32."""
+        if not self._has_told_of_float32:
+            self._has_told_of_float32 = True
+            warnings.warn(
+                f"horovod_compress: {name} has float64 numbers that are not 0, and are 0 or infinite in float32, in which they are compressed. "
+                "Scale the loss, or use none, which carries float64 as it is", RuntimeWarning, stacklevel=2,
+            )
 
     def _rank_and_size(self) -> Tuple[int, int]:
         """This rank and the number of ranks in the process set; a rank that compresses nothing counts as the only one."""

@@ -6,7 +6,7 @@ import platform
 import socket
 import statistics
 import time
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import horovod
 import horovod.torch as hvd
@@ -92,7 +92,7 @@ def _try_algorithms(say: Say) -> Dict[str, Any]:
 
 def _measure_network() -> Network:
     """Latency and rates of Horovod's collectives; the slowest rank's, so that all ranks find the same."""
-    size, one = hvd.size(), torch.zeros(1)
+    size, one = hvd.size(), torch.zeros(1, dtype=torch.float32, device="cpu")
     latency = _seconds(lambda: hvd.allreduce_(one, name="check.one"), times=2 * _TIMES)
     network = Network(size, latency, max(_step_seconds(True) - _step_seconds(False) - latency, 0.0) / _OPERATIONS, {})
     rates = {}
@@ -114,7 +114,7 @@ def _measure_loads(compressors: Dict[str, Any], model: prediction.Model) -> Dict
     local_size = hvd.local_size() if hvd.mpi_ops.is_homogeneous() else 1
     for spec, compressor in compressors.items():
         load = prediction.measured(compressor, model, gradients, hvd.size(), local_size=local_size)
-        encode, decode = hvd.allreduce(torch.tensor([load.encode, load.decode], dtype=torch.float64), op=hvd.Max, name="check.work").tolist()
+        encode, decode = _slowest([load.encode, load.decode], "check.work")
         loads[spec] = dataclasses.replace(load, encode=encode, decode=decode)
     return loads
 
@@ -136,7 +136,7 @@ def _error_of(id: str, transport: str) -> Optional[str]:
         steps = [[_told(rank, step) for rank in range(hvd.size())] for step in range(_STEPS)]
         simulated = simulate(id, steps).mean
         expected = simulated if hvd.size() > 1 else [step[0] for step in steps]
-        params: Dict[str, Any] = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in _SHAPES.items()}
+        params: Dict[str, Any] = {name: _parameter(shape) for name, shape in _SHAPES.items()}
         optimizer = torch.optim.Adam(params.values())
         asked = {"transport": transport, "momentum": 0.9}  # without an SGD there is none to take over
         spec = {"id": id, **{key: value for key, value in asked.items() if key in available()[id]["options"]}}
@@ -168,12 +168,21 @@ def _seconds(function: Callable[[], Any], before: Callable[[], Any] = lambda: No
         started = time.perf_counter()
         function()
         seconds.append(time.perf_counter() - started)
-    return statistics.median(hvd.allreduce(torch.tensor(seconds[1:]), op=hvd.Max, name="check.seconds").tolist())
+    return statistics.median(_slowest(seconds[1:], "check.seconds"))
+
+
+def _slowest(seconds: Sequence[float], name: str) -> List[float]:
+    """The largest of all ranks, of each."""
+    return hvd.allreduce(torch.tensor(seconds, dtype=torch.float64, device="cpu"), op=hvd.Max, name=name).tolist()
+
+
+def _parameter(shape: Tuple[int, ...]) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device="cpu"))
 
 
 def _step_seconds(exchanged: bool) -> float:
     """That of backward and step of many parameters of one element, exchanged by Horovod or not."""
-    params: List[torch.Tensor] = [torch.nn.Parameter(torch.zeros(1)) for _ in range(_OPERATIONS)]
+    params: List[torch.Tensor] = [_parameter((1,)) for _ in range(_OPERATIONS)]
     optimizer = torch.optim.SGD(params, lr=0.0)
     if exchanged:
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=[(f"check.{i}", param) for i, param in enumerate(params)])

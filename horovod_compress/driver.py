@@ -129,6 +129,11 @@ class Driver(ABC):
         split = tensor is not None and any(collective.verb == "alltoall" for collective in tensor.declared)
         return tensor is not None and tensor.compressor.on_device and not split and tensor.numel < 2**31
 
+    def carries_float64(self, name: str) -> bool:
+        """Whether gradients of float64 of this tensor may come as such, because they are not compressed; else they have to be float32."""
+        tensor = self._tensors.get(name)
+        return tensor is not None and tensor.compressor.carries_float64 and self._now.clip_norm is None
+
     @property
     def under_way(self) -> bool:
         """Whether something is submitted and not finished."""
@@ -179,7 +184,8 @@ class Driver(ABC):
         if name not in self._tensors:
             raise ValueError(f"{name} is none of the tensors of this compression")
         tensor = self._tensors[name]
-        if grad.dtype != FLOAT32 or grad.shape != (tensor.numel,):
+        fits = grad.dtype == FLOAT32 or grad.dtype == np.float64 and self.carries_float64(name)
+        if not fits or grad.shape != (tensor.numel,):
             raise ValueError(f"{name}: expected {tensor.numel} float32 in one dimension, not {grad.shape} of {grad.dtype}")
         return tensor
 
@@ -190,7 +196,9 @@ class Driver(ABC):
             tensor.keep()
         if self.observer is not None and self.observer.wants(step.index):
             gradient = grad if step.base is None else grad - step.base
-            tensor.gradient_squares = kernels.of(grad).squared_norm(gradient) / tensor.unit**2
+            # Kernels know no float64.
+            squared_norm = np.dot(gradient, gradient) if gradient.dtype == np.float64 else kernels.of(grad).squared_norm(gradient)
+            tensor.gradient_squares = float(squared_norm) / tensor.unit**2
         alone = self._dense_alone and step.size == 1 and tensor.compressor.residual(tensor.state) is not None
         dense = not alone and self._goes_dense(tensor, step)
         if dense and not self._dense_was_logged:
@@ -300,7 +308,7 @@ class Driver(ABC):
         """Totals of this rank since the start, by name:
 
         steps; steps_undone: not finite, or abandoned; bytes_sent, bytes_received: by this rank through collectives,
-        carriers and frames included; dense_bytes: float32 of all gradients; ratio: dense_bytes / bytes_sent;
+        carriers and frames included; dense_bytes: all gradients, in the type in which the exchange gets them; ratio: dense_bytes / bytes_sent;
         elements_sent; encode_seconds, exchange_seconds (waiting), decode_seconds; residual_norm: ‖v‖₂ over all tensors,
         now (in the middle of a step, what was just sent may be in it); overflows: how often a tensor had finite elements
         that became infinite in float16.

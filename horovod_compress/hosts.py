@@ -23,6 +23,8 @@ _TOGETHER = Collective("allreduce", "float32", "max")
 _AS_INSIDE = ("id", "number", "kept", "clip_norm")  # what drivers read of a compressor's class
 _ALIGNED = 16  # float32 of a cache line
 _FOLDER = "/dev/shm"
+# Characters.
+_TOKEN = 16
 _ADVICE = "Leave out hosts=true, or let the containers of one machine share it (docker run --ipc=host)"
 
 
@@ -76,21 +78,30 @@ class Host:
     def meet(self, transport: Gathering, label: str, host: int) -> None:
         """Makes the memory of tensors that have none. All ranks call it alike; host: which host this rank says to be on. RuntimeError, on all ranks
         alike, where the ranks of one host cannot share memory."""
-        said = gather(transport, f"{label}.hosts", [host, self.local, secrets.token_hex(8)])
+        said = gather(transport, f"{label}.hosts", [host, self.local, secrets.token_hex(_TOKEN // 2)])
         self.places = [local for _, local, _ in said]
-        path = os.path.join(_FOLDER, "horovod_compress-" + next(token for each, _, token in said if each == host))
+        tokens = {local: token for each, local, token in said if each == host}
         numels = list(self._wanted.values())
         starts = np.cumsum([0, *(-(-numel // _ALIGNED) * _ALIGNED for numel in numels)])
-        mine = f"{path}-{self.local}"
-        problem, memory = _try(lambda: _made(path, mine, max(int(starts[-1]), _ALIGNED) * self.size))
-        try:
-            problems = gather(transport, f"{label}.memory", problem)
-            if not any(problems):
-                problems = gather(transport, f"{label}.shared", self._unseen(path))
-        finally:
-            for each in (path, mine):
+        # Until all have opened it, the file has a name and holds their tokens. It gets its memory when it has no name any
+        # more, so that whenever ranks are killed none of that is left behind.
+        path = os.path.join(_FOLDER, f"horovod_compress-{next(iter(tokens.values()))}")
+        with contextlib.ExitStack() as stack:
+            try:
+                problem, handle = _try(lambda: _opened(path, self.local, tokens[self.local]))
+                if handle is not None:
+                    stack.callback(os.close, handle)
+                problems = gather(transport, f"{label}.opened", problem)
+            finally:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(each)
+                    os.unlink(path)
+            if not any(problems):
+                count = max(int(starts[-1]), _ALIGNED) * self.size
+                memory: Any = None
+                problem = self._missing(handle, tokens)
+                if problem is None:
+                    problem, memory = _try(lambda: _mapped(handle, count))
+                problems = gather(transport, f"{label}.shared", problem)
         for other, problem in enumerate(problems):
             if problem:
                 raise RuntimeError(f"hosts=true: rank {other} cannot share memory with the ranks of its host: {problem}")
@@ -98,9 +109,10 @@ class Host:
         self._slots.update((name, rows[:, start : start + numel]) for name, numel, start in zip(self._wanted, numels, starts.tolist()))
         self._wanted.clear()
 
-    def _unseen(self, path: str) -> Optional[str]:
-        """Why ranks of this host are not those that have this memory."""
-        missing = [str(local) for local in range(self.size) if not os.path.exists(f"{path}-{local}")]
+    def _missing(self, handle: int, tokens: Dict[int, str]) -> Optional[str]:
+        """Why ranks of this host are not those that have opened this file."""
+        found = {local: os.pread(handle, _TOKEN, local * _TOKEN).decode() for local in range(self.size)}
+        missing = [str(local) for local in found if found[local] != tokens.get(local)]
         return f"what local rank {', '.join(missing)} has put into {_FOLDER} is not there. {_ADVICE}" if missing else None
 
 
@@ -125,16 +137,22 @@ def _try(make: Any) -> Tuple[Optional[str], Any]:
         return f"{error}. {_ADVICE}, or make {_FOLDER} larger (docker run --shm-size)", None
 
 
-def _made(path: str, mine: str, numel: int) -> np.ndarray:
-    """Maps a file of float32, which the first rank of a host that comes makes, and puts a file of one's own beside it."""
+def _opened(path: str, local: int, token: str) -> int:
+    """Opens a file, which the first rank of a host that comes makes, and puts a rank's token into it."""
     handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        os.posix_fallocate(handle, 0, 4 * numel)  # else a rank would be killed where memory ends
-        memory = mmap.mmap(handle, 4 * numel)
-    finally:
+        os.pwrite(handle, token.encode(), local * _TOKEN)
+    except BaseException:
         os.close(handle)
-    os.close(os.open(mine, os.O_CREAT, 0o600))
-    return np.frombuffer(memory, np.float32)
+        raise
+    return handle
+
+
+def _mapped(handle: int, numel: int) -> np.ndarray:
+    """A file's memory, as so many float32."""
+    # Without its memory being there a rank would be killed where that ends.
+    os.posix_fallocate(handle, 0, 4 * numel)
+    return np.frombuffer(mmap.mmap(handle, 4 * numel), np.float32)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -250,6 +268,10 @@ class HostSharded(Compressor):
 
 
 def sharded(compressor: Compressor, host: Optional[Host], shape: Tuple[int, ...]) -> Compressor:
-    """The compressor of a tensor on a host, by what its option `hosts` says. A tensor with fewer rows than a host has ranks stays whole."""
-    wanted = host is not None and host.size > 1 and getattr(compressor, "hosts", False)
-    return HostSharded(compressor.for_part(host.size), host, shape) if host is not None and wanted and shape[0] >= host.size else compressor
+    """The compressor of a tensor on a host, by what its option `hosts` says. A tensor with fewer rows than a host has ranks stays
+    whole, and so does one that has no rows, or nothing in them."""
+    if host is None or host.size == 1 or not getattr(compressor, "hosts", False):
+        return compressor
+    if not shape or shape[0] < host.size or not math.prod(shape):
+        return compressor
+    return HostSharded(compressor.for_part(host.size), host, shape)

@@ -1,4 +1,5 @@
 """What steps of a compression did, for files, callables and TensorBoard; and a warning where what is kept of gradients only grows."""
+import contextlib
 import json
 import math
 import os
@@ -31,6 +32,9 @@ class Recorder:
     A record has bytes, seconds and elements since the one before, or since the start ("steps" says how many steps these are); norms of the
     recorded step's gradient, without loss scale and before it is compressed, and of what this rank keeps after it. (Small tensors that TensorFlow
     reduces directly count with the norm of the mean, and how long it waits is not known there.) docs/tutorial.md lists the keys.
+
+    Where an operating system's error keeps a record from being written, as on a full disk, training goes on. There is a
+    warning the first time, and the next record that can be written has the counts of those that could not.
     """
 
     def __init__(self, driver: Driver, to: Destination, every: int = 10, by_tensor: bool = False) -> None:
@@ -41,6 +45,7 @@ class Recorder:
         self._driver, self._to, self._every, self._by_tensor = driver, to, every, by_tensor
         self._before = self._totals()
         self._growth = Growth()
+        self._warned = False
 
     def wants(self, step: int) -> bool:
         """Whether the step of this number is recorded."""
@@ -65,8 +70,11 @@ class Recorder:
             record["tensors"] = {t.name: self._of_tensor(t) for t in driver.tensors}
         for tensor in driver.tensors:
             tensor.gradient_squares = None
-        self._before = totals
-        self._write(record)
+        try:
+            self._write(record)
+            self._before = totals
+        except OSError as error:
+            self._warn(step, error)
         self._growth.watch(record, driver)
 
     def _totals(self) -> Dict[str, Any]:
@@ -83,13 +91,41 @@ class Recorder:
         if isinstance(self._to, (str, os.PathLike)):
             path = os.fspath(self._to)
             if record["rank"] == 0 or "{rank}" in path:
-                with open(path.replace("{rank}", str(record["rank"])), "a") as file:
-                    file.write(json.dumps(record, allow_nan=False) + "\n")
+                _append(self._of_rank(path), json.dumps(record, allow_nan=False) + "\n")
         elif hasattr(self._to, "add_scalar"):
             for tag, value in _scalars("compression", record):
                 self._to.add_scalar(tag, value, record["step"])
         else:
             self._to(record)
+
+
+    def _of_rank(self, path: str) -> str:
+        return path.replace("{rank}", str(self._driver.rank))
+
+    def _warn(self, step: int, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            to = repr(self._to)
+            if isinstance(self._to, (str, os.PathLike)):
+                to = self._of_rank(os.fspath(self._to))
+            warnings.warn(
+                f"horovod_compress: the record of step {step} cannot be written to {to}: {error.strerror or error}. "
+                "Training goes on, and so do tries to write later records", RuntimeWarning, stacklevel=2,
+            )
+
+
+def _append(path: str, line: str) -> None:
+    """Appends a line to a file, all of it or, with an OSError, nothing."""
+    # Unbuffered, because closing would try once more to write what is left in a buffer.
+    with open(path, "ab", buffering=0) as file:
+        size, left = os.fstat(file.fileno()).st_size, line.encode()
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
 
 
 class _Point(NamedTuple):

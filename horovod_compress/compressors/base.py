@@ -150,6 +150,8 @@ class Compressor(ABC):
     corrects_momentum = False  # takes over the optimizer's momentum: has options momentum, nesterov and a method bound
     clip_norm = None  # type: Optional[float]  # where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is there
     on_device: ClassVar[bool] = False  # whether the kernels on a device are all that it needs: each class says so for itself
+    # Whether gradients of float64 are carried as such: each class says so for itself. Else they become float32 before `encode`.
+    carries_float64: ClassVar[bool] = False
     takes_base = False  # whether `encode` subtracts `Step.base` itself, and leaves the gradient as that is where it would leave it zero
     same_kernels = False  # whether replicas agree only where all ranks have native kernels, or all the reference
     shard = None  # type: Optional[Shard]  # where set, the part of the tensor that this rank's state is of
@@ -166,6 +168,7 @@ class Compressor(ABC):
         if id and "number" not in vars(cls):
             cls.number = 128 + zlib.crc32(id.encode()) % 128
         cls.on_device = vars(cls).get("on_device", False)
+        cls.carries_float64 = vars(cls).get("carries_float64", False)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

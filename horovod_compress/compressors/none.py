@@ -5,16 +5,17 @@ from typing import ClassVar, Optional, Tuple
 import numpy as np
 
 from ..requests import Collective, HostReduce
-from .base import HOST, Compressor, State, Step
+from .base import HOST, Compressor, Decoded, State, Step
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NoCompression(Compressor):
-    """Dense float32, summed over ranks."""
+    """Dense float32, or float64 where gradients are, summed over ranks."""
 
     id: ClassVar[Optional[str]] = "none"
     number = 0
     on_device = True
+    carries_float64 = True
     paper = "-"
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
@@ -24,3 +25,13 @@ class NoCompression(Compressor):
         if step.scale != 1:
             grad *= np.float32(step.scale)
         return HostReduce(grad)
+
+    def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float) -> Decoded:
+        if reduced.dtype != np.float64:
+            return super().decode_dense(reduced, out, state, scale)
+        if reduced is not out:
+            np.copyto(out, reduced)
+        if scale != 1:
+            out *= scale
+        # Kernels know no float64. Both are NaN where anything is.
+        return not out.size or bool(np.isfinite(out.max()) and np.isfinite(out.min()))

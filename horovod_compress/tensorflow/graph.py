@@ -104,7 +104,7 @@ class GraphCompression(Binding):
         call, (_, variable) = self._call, self._call.variables[i]
         if variable.direct:
             # It is reshaped because `_begin` may refuse the step: a control dependency would stay outside of the branch that reduces.
-            carrier = tf.reshape(tf.cast(tensor, tf.float32), call.flat[i], name=f"{self._label}.{variable.number}")
+            carrier = tf.reshape(tf.cast(tensor, variable.carried), call.flat[i], name=f"{self._label}.{variable.number}")
             return carrier, (variable, tensor.dtype, [call.number])
         sends_number = variable.name == self._exchange.sends_number
         with tf.device("/cpu:0"):
@@ -129,7 +129,8 @@ class GraphCompression(Binding):
         variable, dtype, (number, *brought) = ctx
         with tf.device("/cpu:0"):
             inputs = [number, tf.raw_ops.Snapshot(input=tensor), *brought]
-            (result,) = python_operation(functools.partial(self._finish, half=dtype == tf.float16), variable, inputs, ["float32"])
+            finish = functools.partial(self._finish, half=dtype == tf.float16)
+            (result,) = python_operation(finish, variable, inputs, [variable.result])
             with tf.control_dependencies([result]):
                 # TensorFlow drops what is read and not used.
                 tf.identity(self._turn.read_value())
@@ -218,7 +219,7 @@ class GraphCompression(Binding):
                     raise TypeError(f"{name}: gradients of {grad.dtype.name} cannot be compressed; real floating point is needed")
                 name = next(n for n in itertools.chain([name], (f"{name}_{k}" for k in itertools.count(1))) if n not in names)
                 names.add(name)
-                new[key] = name, shape
+                new[key] = name, shape, grad.dtype == tf.float64
             elif key in self._variables and self._variables[key].shape != shape:
                 had = self._variables[key].shape
                 raise ValueError(f"{name} has the shape {shape} and had {had} before: residuals are kept for variables, or tensors of one shape")
@@ -226,9 +227,9 @@ class GraphCompression(Binding):
             self._make_known(new)
         return [self._variables[key] for key in keys]
 
-    def _make_known(self, new: Dict[Any, Tuple[str, Tuple[int, ...]]]) -> None:
-        """Adds variables, {key: (name, shape)}, with the state that was loaded for them."""
-        shapes = {name: list(shape) for name, shape in new.values()}
+    def _make_known(self, new: Dict[Any, Tuple[str, Tuple[int, ...], bool]]) -> None:
+        """Adds variables, {key: (name, shape, whether it is of float64)}, with the state that was loaded for them."""
+        shapes = {name: list(shape) for name, shape, _ in new.values()}
         if not (self._elastic and self._saved):  # which this rank has from others, that know these variables already
             agree(self._transport, f"{self._label}.{len(self._variables)}", {"variables": shapes})
         missing = [name for name in shapes if self._saved is not None and name not in self._saved]
@@ -237,10 +238,10 @@ class GraphCompression(Binding):
                 f"the state that was loaded does not fit: it has nothing for {', '.join(missing)}. Was it this model? Keras numbers layers "
                 "without a name throughout a process: name them, or call tf.keras.backend.clear_session() first"
             )
-        for key, (name, shape) in new.items():
+        for key, (name, shape, is_float64) in new.items():
             self._exchange.add(name, shape, self._compressor, self._saved[name] if self._saved else None)
             number = self._numbers.setdefault(name, len(self._numbers))
-            self._variables[key] = self._described(Variable(name, number, shape))
+            self._variables[key] = self._described(Variable(name, number, shape, is_float64))
         self._meet()
         if self._saved is not None:
             self._saved = {name: saved for name, saved in self._saved.items() if name not in shapes}
@@ -252,7 +253,9 @@ class GraphCompression(Binding):
         compressor = self._exchange.compressor_of(variable.name)
         collectives = compressor.collectives(self._process_set.size())
         variable.carried, variable.moved = (collectives[0].dtype, ()) if collectives[0].verb == "host" else ("float32", collectives)
-        dense = not variable.moved and variable.carried == "float32" and self._compressor.clip_norm is None
+        if variable.is_float64 and self._exchange.carries_float64(variable.name):
+            variable.carried = "float64"
+        dense = not variable.moved and variable.carried != "float16" and self._compressor.clip_norm is None
         variable.direct = dense and not self._exchange.owes(variable.name) and not self._sees_gradients
         if not (self._microbatches and hasattr(compressor, "moments")):
             variable.squares, variable.observed = None, False
@@ -371,6 +374,7 @@ class GraphCompression(Binding):
         squared_norm = float(next(given)) if self._compressor.clip_norm is not None else None
         lr = float(next(given)) if self._compressor.follow_lr else None
         squares = next(given).reshape(-1) if variable.squares is not None else None
+        grad = self._of_type(variable, grad)
         carrier, message, number = self._exchange.submit(variable.name, grad, call, squares, squared_norm, lr)
         numbers = [np.empty(0, np.int64) if number is None else number] if variable.name == self._exchange.sends_number else []
         return [carrier, *(message or self._nothing(variable.moved[:1])), *numbers]
@@ -387,10 +391,20 @@ class GraphCompression(Binding):
         results = []
         for variable, grad in zip(variables, grads):
             squares = next(given).reshape(-1) if variable.squares is not None else None
-            flat = np.array(grad, np.float32).reshape(-1)
+            flat = self._of_type(variable, np.array(grad, np.float64 if variable.is_float64 else np.float32).reshape(-1))
             result = self._exchange.step_alone(variable.name, flat, call, squares, squared_norm, lr)
             results.append(self._checked(variable, result, grad.dtype == np.float16).astype(grad.dtype, copy=False))
         return results
+
+    def _of_type(self, variable: Variable, grad: np.ndarray) -> np.ndarray:
+        """The gradient in the type in which the exchange takes it."""
+        if grad.dtype == variable.result:
+            return grad
+        with np.errstate(over="ignore", under="ignore"):
+            narrow = grad.astype(variable.result)
+        if not self._has_told_of_float32 and ((narrow == 0) & (grad != 0) | np.isinf(narrow) & np.isfinite(grad)).any():
+            self._tell_of_float32(variable.name)
+        return narrow
 
     def _nothing(self, collectives: Sequence[Collective]) -> Message:
         """The message of these collectives, at most one, where a step has none for them."""

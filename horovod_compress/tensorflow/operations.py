@@ -18,11 +18,17 @@ class Variable:
     name: str
     number: int  # in the order in which they became known: alike on all ranks, as names need not be
     shape: Tuple[int, ...]
+    is_float64: bool = False  # whether its gradients are
     carried: str = "float32"  # dtype of what the host reduces
     moved: Sequence[Collective] = ()  # those of the messages that travel beside it
     direct: bool = False  # whether nothing is done to its gradients before Horovod reduces them, so that they need no operation of ours
     squares: Any = None  # a tf.Variable, the sum of its passes' squared gradients, where moments=microbatch
     observed: bool = False  # whether one of its passes was traced
+
+    @property
+    def result(self) -> str:
+        """The dtype of gradients in the exchange, and of its results."""
+        return "float64" if self.carried == "float64" else "float32"
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,8 +53,10 @@ class Call:
     def copied(self, i: int) -> Any:
         """The gradient, flat, in memory that nobody else reads, because it is worked in: a copy only where somebody holds it. Snapshot alone is not
         enough: TensorFlow computes it once for equal gradients, and for all steps where they are constant. The shape comes from an operation
-        that it must run, and differs from those of other gradients to it."""
-        return tf.raw_ops.Snapshot(input=tf.reshape(tf.cast(self.variables[i][0], tf.float32), self.flat[i]))
+        that it must run, and differs from those of other gradients to it. float64 stays what it is."""
+        grad, variable = self.variables[i]
+        grad = grad if variable.is_float64 else tf.cast(grad, tf.float32)
+        return tf.raw_ops.Snapshot(input=tf.reshape(grad, self.flat[i]))
 
 
 def identified(i: int, grad: Any, source: Any) -> Tuple[Any, str, Tuple[int, ...]]:

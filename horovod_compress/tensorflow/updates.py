@@ -134,7 +134,7 @@ class UpdateCompression(BoundCompression):
         advice = "Where a rank has taken no step yet, call average_state() later"
         agree(self._transport, names, [variable.shape.as_list() for variable in variables], "called average_state()", advice)
         for i, variable in enumerate(variables):
-            mean = hvd.allreduce(tf.cast(variable, tf.float32), name=f"{names}.{i}", op=hvd.Average, process_set=self._process_set)
+            mean = hvd.allreduce(tf.cast(variable, _at_least_float32(variable)), name=f"{names}.{i}", op=hvd.Average, process_set=self._process_set)
             variable.assign(tf.cast(mean, variable.dtype))
 
     def switch(self, spec: Any) -> None:
@@ -173,7 +173,7 @@ class _Rounds:
             return
         owner = unwrapped(self._optimizer)
         if self._outer is not None:
-            self._momenta = {v.ref(): owner.add_variable(v.shape, tf.float32, "zeros", f"outer/{v.name.split(':')[0]}") for v in variables}
+            self._momenta = {v.ref(): owner.add_variable(v.shape, _at_least_float32(v), "zeros", f"outer/{v.name.split(':')[0]}") for v in variables}
         if self._every > 1:
             self._local_steps = owner.add_variable([], tf.int64, "zeros", "local_steps")
             self._shared = {v.ref(): owner.add_variable_from_reference(v, "shared", initial_value=v) for v in variables}
@@ -257,10 +257,15 @@ class _Rounds:
         """By how much the outer optimizer moves a variable."""
         if self._outer is None:
             return mean
-        momentum, mean = self._momenta[variable.ref()], tf.cast(mean, tf.float32)
+        momentum, mean = self._momenta[variable.ref()], tf.cast(mean, _at_least_float32(variable))
         grown = self._outer.momentum * momentum + mean
         momentum.assign(tf.where(finite, grown, momentum))
         return self._outer.lr * (mean + self._outer.momentum * grown)
+
+
+def _at_least_float32(variable: Any) -> Any:
+    """The type of what is added up of a variable's numbers."""
+    return tf.float64 if variable.dtype == tf.float64 else tf.float32
 
 
 def _warn() -> None:

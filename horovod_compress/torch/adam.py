@@ -85,7 +85,7 @@ class AdamW(torch.optim.Optimizer):
             if key not in state:
                 state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
         mean, square, signal = state["exp_avg"], state["exp_avg_sq"], state["exp_signal_sq"]
-        before = state.setdefault("step", torch.zeros(())).item()
+        before = state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu")).item()
         state["step"] += 1
         square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         if known and (before > _FIRST or signal.any()):

@@ -22,7 +22,7 @@ from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
 from . import horovod_internals
 from .moments import Moments, moments_of
-from .parameters import NamedParameters, Slot, Streams, flat, named
+from .parameters import NamedParameters, Slot, Streams, flat, loses_numbers, named
 from .sgd import SGDTakeover, is_plain_sgd
 from .state_names import renamed
 
@@ -179,9 +179,12 @@ class BoundCompression(Binding):
             self._spoil(slot, tensor, _SHARED.format(name=slot.name))
             # The other's memory stays as it is.
             tensor = tensor.clone()
-        memory, array = slot.load(tensor, self._exchange.on_device(slot.name))
+        exchange = self._exchange
+        memory, array = slot.load(tensor, exchange.on_device(slot.name), exchange.carries_float64(slot.name))
+        if not self._has_told_of_float32 and loses_numbers(tensor, memory):
+            self._tell_of_float32(slot.name)
         squares = self._moments.take(slot.name) if self._moments else None
-        carrier = self._exchange.submit(slot.name, array, squares, self._rates.get(id(slot.param)))
+        carrier = exchange.submit(slot.name, array, squares, self._rates.get(id(slot.param)))
         self._streams.mark(memory)
         sent = memory if carrier is array else torch.from_numpy(carrier) if isinstance(carrier, np.ndarray) else carrier.tensor
         grad = slot.param.grad

@@ -21,20 +21,22 @@ class Slot:
         self.name, self.param, self.following = name, param, self
         self._staging: Optional[torch.Tensor] = None  # a copy of the gradient, where its own memory does not serve
 
-    def load(self, grad: torch.Tensor, on_device: bool = False) -> Tuple[torch.Tensor, Any]:
+    def load(self, grad: torch.Tensor, on_device: bool = False, carries_float64: bool = False) -> Tuple[torch.Tensor, Any]:
         """(tensor, flat array) of contiguous float32: the gradient's own memory where possible. On the host, or with `on_device` where the gradient
-        is, if that is a device that kernels serve."""
-        own = flat_memory(grad, on_device)
+        is, if that is a device that kernels serve. With `carries_float64` those of float64 stay that, on the host."""
+        dtype = torch.float64 if carries_float64 and grad.dtype == torch.float64 else torch.float32
+        on_device = on_device and dtype == torch.float32
+        own = flat_memory(grad, on_device, dtype)
         if own is not None:
             return grad, own
         if grad.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             raise TypeError(f"{self.name}: gradients of {grad.dtype} cannot be compressed; real floating point is needed")
         served = on_device and kernels.serves(grad.device.type)
         place = grad.device if served else _HOST
-        if self._staging is None or self._staging.device != place:
+        if self._staging is None or self._staging.device != place or self._staging.dtype != dtype:
             if grad.device != place:
                 self._warn_of_copies(grad.device.type, on_device)
-            self._staging = torch.empty(grad.shape, dtype=torch.float32, device=place, pin_memory=grad.device.type == "cuda" and not served)
+            self._staging = torch.empty(grad.shape, dtype=dtype, device=place, pin_memory=grad.device.type == "cuda" and not served)
         self._staging.copy_(grad)
         return self._staging, flat(self._staging, served)
 
@@ -72,11 +74,19 @@ def flat(tensor: torch.Tensor, on_device: bool) -> Any:
     return DeviceArray(tensor.data.view(-1))  # `data`: what is written here is no change that the user has made
 
 
-def flat_memory(tensor: torch.Tensor, on_device: bool = False) -> Any:
-    """The flat array that is a tensor's own memory: on the host, or with `on_device` on a device that kernels serve. None where it is not contiguous
-    float32, or is elsewhere."""
+def loses_numbers(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
+    """Whether numbers of float64 that are finite and not 0 are infinite or 0 in their copy in float32."""
+    if wide.dtype != torch.float64 or narrow.dtype == torch.float64:
+        return False
+    wide = wide.to(narrow.device)
+    return bool(((narrow == 0) & (wide != 0) | narrow.isinf() & wide.isfinite()).any())
+
+
+def flat_memory(tensor: torch.Tensor, on_device: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    """The flat array that is a tensor's own memory: on the host, or with `on_device` on a device that kernels serve. None where it is not contiguous,
+    or of another type, or is elsewhere."""
     served = on_device and kernels.serves(tensor.device.type)
-    fits = tensor.dtype == torch.float32 and tensor.is_contiguous() and (served or tensor.device == _HOST)
+    fits = tensor.dtype == dtype and tensor.is_contiguous() and (served or tensor.device == _HOST)
     return flat(tensor, served) if fits else None
 
 

@@ -198,7 +198,8 @@ def _embedding(module: Any, name: str, x: Tensor, delta: Tensor) -> Tensor:
 
 def _embedding_rows(module: Any, x: Tensor, delta: Tensor) -> Tuple[Tensor, Tensor]:
     """(rows, sums) of the gradient (b · num_embeddings, embedding_dim), where it is not zero."""
-    rows = x.reshape(len(x), -1) + module.num_embeddings * torch.arange(len(x), device=x.device)[:, None]
+    sample = torch.arange(len(x), dtype=torch.int64, device=x.device)
+    rows = x.reshape(len(x), -1) + module.num_embeddings * sample[:, None]
     kept = slice(None) if module.padding_idx is None else x.flatten() != module.padding_idx
     rows, place = rows.flatten()[kept].unique(return_inverse=True)
     sums = delta.new_zeros(len(rows), module.embedding_dim)

@@ -78,7 +78,8 @@ class _Member:
         compression, scaler = self.compression, self.compression._grad_scaler
         forgotten = not self.answered and compression._is_forgotten()
         known = [1.0 if scaler is None else scaler.get_scale(), *(float(group[key]) for group, key in self._options())]
-        message = torch.tensor([training, forgotten, *(known if training else [_UNKNOWN] * len(known))], dtype=torch.float64)
+        said = [training, forgotten, *(known if training else [_UNKNOWN] * len(known))]
+        message = torch.tensor(said, dtype=torch.float64, device="cpu")
         self._handle = hvd.allreduce_async_(message, name=self.name, op=hvd.Max, process_set=compression._process_set)
 
     def leave(self) -> None:
@@ -153,7 +154,7 @@ def _continue_alike(members: List[_Member], trained: Sequence[Any]) -> None:
     """Where some rank has answered steps of the others, brings all ranks to the state of the first that trained to the end."""
     name, process_set = members[0].name, members[0].compression._process_set
     answered = any(member.answered for member in members)
-    found = torch.tensor([0 if answered else hvd.size() - hvd.rank(), answered], dtype=torch.int64)
+    found = torch.tensor([0 if answered else hvd.size() - hvd.rank(), answered], dtype=torch.int64, device="cpu")
     last, some_answered = hvd.allreduce(found, name=f"{name}.last", op=hvd.Max, process_set=process_set).tolist()
     if not some_answered:
         return

@@ -13,7 +13,7 @@ from ..binding import warn_once
 from ..updates import Nesterov, check_ranks_of_set, check_rounds
 from .adam import AdamW
 from .horovod_internals import own_class
-from .parameters import NamedParameters, Slot, flat_memory, named
+from .parameters import NamedParameters, Slot, flat_memory, loses_numbers, named
 from .state_names import rekeyed, renaming
 from .update_compression import UpdateCompression
 
@@ -24,21 +24,26 @@ class _Parameter(Slot):
     def __init__(self, name: str, param: torch.Tensor, outer: Optional[Nesterov]) -> None:
         super().__init__(name, param)
         self.shared = torch.empty_like(param, requires_grad=False)
-        self.momentum = torch.zeros_like(param, dtype=torch.float32, requires_grad=False) if outer else None
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        self.momentum = torch.zeros_like(param, dtype=dtype, requires_grad=False) if outer else None
         self.loaded = self.shared  # the update, until the exchange is over
         self._in_place = False  # whether the exchange itself subtracts and adds the shared value
 
     def begin(self) -> None:
         self.shared.copy_(self.param)
 
-    def update(self, on_device: bool) -> Tuple[str, Any, Any]:
+    def update(self, compression: UpdateCompression) -> Tuple[str, Any, Any]:
         """What local steps have added, as `UpdateCompression.exchange` takes it: in the parameter's own memory where possible."""
+        exchange = compression._exchange
+        on_device = exchange.on_device(self.name)
         own, base = (flat_memory(tensor, on_device) for tensor in (self.param.data, self.shared))
         self._in_place = self.momentum is None and own is not None and base is not None
         if self._in_place:
             return self.name, own, base
         self.param.sub_(self.shared)
-        self.loaded, flat = self.load(self.param.data, on_device)
+        self.loaded, flat = self.load(self.param.data, on_device, exchange.carries_float64(self.name))
+        if not compression._has_told_of_float32 and loses_numbers(self.param.data, self.loaded):
+            compression._tell_of_float32(self.name)
         return self.name, flat, None
 
     def give_up(self) -> None:
@@ -54,7 +59,8 @@ class _Parameter(Slot):
         if self.loaded.data_ptr() == self.param.data_ptr():
             self.param.add_(self.shared)
         else:
-            self.param.copy_(self.loaded.to(self.param.device).add_(self.shared))
+            # In the wider of both types, and rounded once.
+            self.param.copy_(self.shared).add_(self.loaded.to(self.param.device))
 
 
 class UpdateOptimizer(torch.optim.Optimizer):
@@ -179,8 +185,7 @@ class UpdateOptimizer(torch.optim.Optimizer):
             return  # A rank alone has its parameters already.
         finite = False
         try:
-            on_device = self.compression._exchange.on_device
-            finite = self.compression.exchange(parameter.update(on_device(parameter.name)) for parameter in self._parameters)
+            finite = self.compression.exchange(parameter.update(self.compression) for parameter in self._parameters)
         finally:
             self.local_steps = 0
             for parameter in self._parameters:

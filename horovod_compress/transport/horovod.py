@@ -59,7 +59,7 @@ class HorovodTransport(ProcessSetRanks, Transport):
         return lambda: self._wait(handle).numpy()
 
     def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
-        lengths = torch.tensor(splits, dtype=torch.int32)
+        lengths = torch.tensor(splits, dtype=torch.int32, device="cpu")
         wait = self._start(functools.partial(hvd.alltoall_async, splits=lengths, name=name, process_set=self._process_set), payload)
 
         def wait_for_parts() -> List[np.ndarray]:
@@ -74,7 +74,7 @@ class HorovodTransport(ProcessSetRanks, Transport):
         return lambda: self._wait(handle)
 
     def joined(self) -> List[int]:
-        here = torch.zeros(self.size, dtype=torch.int32)
+        here = torch.zeros(self.size, dtype=torch.int32, device="cpu")
         here[self.rank] = 1
         found = hvd.allreduce(here, name="hvdc.here", op=hvd.Sum, process_set=self._process_set)  # ranks that have joined add zeros
         return [rank for rank, there in enumerate(found.tolist()) if not there]
@@ -113,7 +113,8 @@ class _CountedStep(HorovodTransport):
         self._name = name
         self._lock = threading.Lock()  # for all below
         self._count: Optional[int] = None  # Horovod's handle, until it is known how the count has ended
-        self._here = torch.ones(1)  # which becomes the mean over ranks
+        # Becomes the mean over ranks.
+        self._here = torch.ones(1, dtype=torch.float32, device="cpu")
         self._counted = False
         self._some_joined = False  # until that has been an error
         self._error: Optional[Exception] = None  # with which the count has ended

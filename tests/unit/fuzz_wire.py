@@ -29,6 +29,7 @@ VARIANTS = [
     "variance:tau=0.5",
     "qsgd:bits=2",
     "qsgd:coding=fixed,bucket_size=10",
+    "qsgd:coding=fixed,levels=5,norm=max",
 ]
 SPECS = [id for id, about in hc.available().items() if about["collective"] == "allgather"] + VARIANTS
 TOPK, RANKS = hc.get_compressor("topk"), 3  # of split entries
@@ -99,6 +100,14 @@ def added(compressor, body, numel):
         return compressor.add(body, out, 0.5), out
     except ValueError:
         return None, out
+
+
+def within_norms(out, body, bucket):
+    """Whether no element that `added` has made has moved by more than its bucket's norm says."""
+    buckets = -(-len(out) // bucket)
+    norms = np.repeat(body[1 : 1 + 4 * buckets].copy().view(np.float32), bucket)[: len(out)]
+    moved = np.abs(out - np.linspace(-1, 1, len(out), dtype=np.float32))
+    return (moved <= 0.5 * norms + 1e-6 * (1 + norms)).all()
 
 
 def entries_of(spec, sizes, rank, rng):
@@ -173,6 +182,7 @@ def main(count):
             expected_finite, expected = added(compressor, body, numel)
         assert finite == expected_finite, (name, numel, finite, expected_finite, body.tobytes().hex())
         assert np.array_equal(out, expected, equal_nan=True), (name, numel, body.tobytes().hex())
+        assert not finite or name[:4] != "qsgd" or within_norms(out, body, compressor.bucket_size), (name, body.tobytes().hex())
         decoded[name] += finite is not None
     print(
         f"{kernels.backend}: {count} hostile payloads, {forged} reached a decoder, "

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 import horovod_compress.torch as hvdc
-from examples import examples
 
 
 def steps_with(optimizer, param, gradients):
@@ -54,6 +54,21 @@ def test_a_part_of_the_batch_has_the_second_moment_of_the_whole(ranks, signal):
     # q is a mean over some 100 steps, so it is noisy, and negative values are cut off: what that adds grows with √ranks.
     assert abs(divided_by.median() / expected - 1) < 0.1 + 0.02 * ranks, divided_by.median() / expected
     assert state["exp_avg_sq"].mean() / (1 - 0.99**601) > 0.9 * (signal**2 + ranks)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_it_counts_steps_in_float32_whatever_torchs_defaults_are(default):
+    param = torch.nn.Parameter(torch.ones(2, dtype=torch.float32))
+    torch.set_default_dtype(default)
+    torch.set_default_device("meta")
+    try:
+        optimizer = hvdc.AdamW([param], ranks=1)
+        steps_with(optimizer, param, [torch.ones_like(param)] * 300)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    count = optimizer.state[param]["step"]
+    assert (count.item(), count.dtype, count.device.type) == (300, torch.float32, "cpu")
 
 
 def test_it_goes_on_from_its_state():

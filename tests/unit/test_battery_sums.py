@@ -6,9 +6,9 @@ import pytest
 from battery_facts import FACTS, assert_conserved, over, quiet, residual_of, shaped, spec_of, steps_of
 from hypothesis import given
 from ranks import any_gradients
+from tiers import examples
 
 import horovod_compress as hc
-from examples import examples
 from horovod_compress.lockstep import mean_of
 
 pytestmark = quiet

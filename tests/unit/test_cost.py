@@ -5,8 +5,8 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
-from examples import examples
 from horovod_compress.cost import COLLECTIVES, FUSION, Load, Network, added_seconds, break_even
 
 seconds = st.floats(0, 10)

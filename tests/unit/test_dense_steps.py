@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import assert_same, gradients, ranks_of
+from tiers import examples
 
 import horovod_compress as hc
-from examples import examples
 from horovod_compress.compressors.base import Step
 from horovod_compress.lockstep import run_step
 from horovod_compress.step import times_dense

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_arguments import VALUES, Arguments, assert_same, native_only
 from test_selection import DISTRIBUTIONS
+from tiers import examples
 
-from examples import examples
 from horovod_compress import kernels
 from horovod_compress.kernels import host
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_arguments import Arguments
+from tiers import examples
 
-from examples import examples
 from horovod_compress import exchange as exchange_module
 from horovod_compress import get_compressor
 from horovod_compress.kernels import DeviceCall, at_once, deferred, host, together

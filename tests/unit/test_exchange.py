@@ -8,12 +8,35 @@ import pytest
 from ranks import SHAPES, assert_same, copy_of, gradients, ranks_of
 
 import horovod_compress as hc
-from horovod_compress import driver, kernels
+from horovod_compress import driver, kernels, recording
 from horovod_compress.handshake import agree
 from horovod_compress.kernels import HEADROOM
 from horovod_compress.lockstep import run_step
 from horovod_compress.requests import Allgather, Allreduce, Alltoall, Final, HostReduce, Outcome
 from horovod_compress.transport.loopback import Loopback
+
+
+@pytest.mark.parametrize("spec, name", [("none", "w"), ("topk:ratio=0.01", "bias")])
+def test_what_is_not_compressed_may_be_float64(spec, name):
+    """And stays that. Others refuse it: their adapters hand over float32."""
+    numbers = np.resize([1e-300, -1e-60, 1e60, 1 + 1e-12], 40)
+    shapes = {name: (40,)}
+    exchanges = ranks_of(spec, 2, shapes)
+    assert all(exchange.carries_float64(name) for exchange in exchanges)
+    records = []
+    exchanges[0].observer = recording.Recorder(exchanges[0], records.append, 1)
+    for named in run_step(exchanges, [{name: numbers * (1 + 2 * rank)} for rank in range(2)]):
+        np.testing.assert_array_equal(named[name], 2 * numbers)
+    for poison in (np.nan, np.inf, -np.inf):
+        run_step(exchanges, [{name: np.where(np.arange(40) == 7 + rank, poison, numbers)} for rank in range(2)])
+    exchanges[0].end_step()
+    assert exchanges[0].stats()["steps_undone"] == 3
+    assert records[1]["gradient_norm"] is None
+    (compressed,) = ranks_of("fp16", 1, shapes)
+    with pytest.raises(ValueError, match="float32 in one dimension"):
+        compressed.submit(name, numbers)
+    (clipped,) = ranks_of("dgc:clip_norm=1", 1, shapes)
+    assert not clipped.carries_float64(name)
 
 
 @pytest.mark.parametrize("spec", ["dgc:ratio=0.01", "dgc:ratio=0.01,values=fp16,nesterov=true", "dgc:ratio=0.01,momentum=0"])

@@ -5,9 +5,9 @@ from battery_facts import FACTS, SHAPES, copies, over, quiet, spec_of, steps_of
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import copy_of, on_all_ranks
+from tiers import examples
 
 import horovod_compress as hc
-from examples import examples
 from horovod_compress import checkpoint
 from horovod_compress.exchange import Exchange
 from horovod_compress.lockstep import run_step

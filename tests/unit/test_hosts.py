@@ -1,12 +1,17 @@
 """hosts=true: conservation, replicas and rollback, what it is equal to, portable states, bytes, and what is refused."""
+import os
+import signal
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_all_ranks, shapes
+from tiers import examples
 
 import horovod_compress as hc
-from examples import examples
 from horovod_compress import checkpoint
 from horovod_compress.hosts import Host
 from horovod_compress.lockstep import make_ranks, run_step
@@ -202,3 +207,59 @@ def test_memory_that_cannot_be_had_is_an_error_on_all_ranks(monkeypatch, tmp_pat
 
     assert [host.slots("w")[:, 99].tolist() for host in on_all_ranks(met, hosts)] == [[1, 2], [1, 2]]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("id", GATHERING)
+def test_tensors_without_rows_or_elements_stay_whole(id):
+    """As layers' scales, which are scalars, and layers that have nothing."""
+    named = {"scale": (), "nothing": (4, 0), "no rows": (0, 3), "w": (4, 3)}
+    rng = np.random.default_rng(4)
+    steps = [[{n: rng.standard_normal(s).astype(np.float32) for n, s in named.items()} for _ in range(4)] for _ in range(3)]
+    run = hc.simulate(f"{id}:min_numel=0,hosts=true", steps, local_size=2)
+    for mean in run.mean:
+        assert {name: result.shape for name, result in mean.items()} == named
+        assert all(np.isfinite(result).all() for result in mean.values())
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+from ranks import on_all_ranks
+from horovod_compress import hosts
+
+folder, when = sys.argv[1:]
+hosts._FOLDER = folder
+
+
+def and_then_killed(function):
+    def call(*arguments):
+        function(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return call
+
+
+if when == "opened":
+    os.pwrite = and_then_killed(os.pwrite)
+elif when == "made":
+    os.posix_fallocate = and_then_killed(os.posix_fallocate)
+
+
+def meet(host, transport):
+    host.want("w", 10**6)
+    host.meet(transport, "label", 0)
+    and_then_killed(lambda: None)()
+
+
+on_all_ranks(meet, [hosts.Host(local, 2) for local in range(2)])
+"""
+
+
+@pytest.mark.parametrize("when", ["opened", "made", "shared"])
+def test_ranks_that_are_killed_leave_no_memory_behind(when, tmp_path):
+    """Whenever that is. Before all have opened it there is a name, of a file with two tokens."""
+    here = os.path.dirname(__file__)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, *sys.path])}
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), when], env=environment, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [file.stat().st_size <= 32 for file in tmp_path.iterdir()] == [True] * (when == "opened")

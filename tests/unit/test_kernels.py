@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_arguments import BODIES, INSTRUCTIONS, KERNELS, Arguments, assert_same, body_of, native_only, trimmed, using
+from tiers import examples
 
-from examples import examples
 from horovod_compress import kernels
 from horovod_compress.kernels import host, reference
 

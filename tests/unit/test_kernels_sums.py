@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_arguments import INSTRUCTIONS, KEYS, VALUES, Arguments, assert_same, body_of, buckets, native_only, trimmed, using
+from tiers import examples
 
-from examples import examples
 from horovod_compress import kernels
 from horovod_compress.kernels import HEADROOM, host, reference
 

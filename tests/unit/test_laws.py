@@ -4,9 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import any_gradients
+from tiers import examples
 
 import horovod_compress as hc
-from examples import examples
+from horovod_compress import kernels
+from horovod_compress.compressors.base import Step
 
 ratios = st.sampled_from([0.001, 0.01, 0.1, 0.4])
 values = st.sampled_from(["fp32", "fp16", "bf16"])
@@ -123,6 +125,22 @@ def test_warm_up_densities():
         assert len({dgc.density(step) for step in range(steps)}) == 4, "a stage is passed over"
     dgc = hc.get_compressor("dgc:schedule=0/0.25+10/0.0625+20/0.001")
     assert [dgc.density(step) for step in (0, 9, 10, 19, 20, 99)] == [0.25, 0.25, 0.0625, 0.0625, 0.001, 0.001]
+
+
+def test_each_stage_of_the_warm_up_sends_its_share_and_clears_momentum_and_residual_there():
+    """Of what is sent, and of nothing else."""
+    size, rng = 100_000, np.random.default_rng(5)
+    dgc = hc.get_compressor("dgc:ratio=0.001,warmup_steps=4,momentum=0.9,min_numel=0")
+    state = dgc.init("w", (size,))
+    for index, share in enumerate([0.2512, 0.0631, 0.01585, 0.00398, 0.001, 0.001]):
+        encoded = dgc.encode(rng.standard_normal(size, np.float32), state, Step(index, 0, 2))
+        sent, _ = kernels.host.decode_sparse(encoded.body, numel=size)
+        assert 0.8 * share * size <= len(sent) <= 1.001 * share * size + 1, index
+        dgc.end_step(state, True)
+        dgc.apply_pending(state)
+        for array in (state.arrays["u"], state.arrays["v"]):
+            # Elsewhere sums may come to 0 by themselves.
+            assert not array[sent].any() and np.count_nonzero(array) >= size - len(sent) - 5
 
 
 def test_a_step_that_would_move_more_than_dense_goes_dense():

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from paper_checks import alone, normal, payload_of, seeded  # noqa: F401
-
-from examples import examples
+from tiers import examples
 
 
 def adacomp(residue, g, bin_length, factor=2.0):

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paper_checks import alone, normal, seeded  # noqa: F401
 from ranks import ranks_of
+from tiers import examples
 
 import horovod_compress as hc
-from examples import examples
 from horovod_compress import kernels
 from horovod_compress.lockstep import run_step
 

@@ -1,5 +1,8 @@
 """Records say what steps did, to whom they are asked to be told; and a residual that grows without end is warned of, once."""
+import contextlib
+import errno
 import json
+import resource
 import warnings
 
 import numpy as np
@@ -90,6 +93,55 @@ def test_files_are_appended_to_and_ranks_have_their_own(tmp_path):
         file.write("\n")
     with pytest.raises(ValueError, match="line 5: not a record"):
         recording.read(one)
+
+
+@contextlib.contextmanager
+def full_disk_at(size):
+    """Within it no file of this process can grow beyond so many bytes: what would is written in part."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_for_a_while_loses_no_counts(tmp_path):
+    path = tmp_path / "run.jsonl"
+    exchange = ranks_of("topk:min_numel=0", 1)[0]
+    exchange.observer = Recorder(exchange, path, 1)
+
+    def steps(first, last):
+        for step in range(first, last):
+            run_step([exchange], gradients(step, 1))
+        exchange.end_step()
+
+    steps(0, 2)
+    with full_disk_at(path.stat().st_size + 10), pytest.warns(RuntimeWarning) as warned:
+        steps(2, 5)
+    (said,) = [str(each.message) for each in warned]
+    assert f"step 2 cannot be written to {path}: File too large" in said
+    steps(5, 7)
+    records = recording.read(path)
+    assert [(record["step"], record["steps"]) for record in records] == [(0, 1), (1, 1), (5, 4), (6, 1)]
+    assert sum(record["bytes_sent"] for record in records) == exchange.stats()["bytes_sent"]
+
+
+class Unwritable:
+    """A TensorBoard writer whose disk is full."""
+
+    def add_scalar(self, tag, value, step):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("to, named", [
+    ("/dev/full", "/dev/full: No space left"), ("/none/run.{rank}.jsonl", "/none/run.0.jsonl: No such file"),
+    (Unwritable(), "Unwritable object.*No space left"),
+])
+def test_what_cannot_be_written_ends_no_training(to, named):
+    with pytest.warns(RuntimeWarning, match=named) as warned:
+        exchange = recorded("topk:min_numel=0", 4, to, 1, size=1)[0]
+    assert len(warned) == 1 and exchange.stats()["steps"] == 4
 
 
 class Board:

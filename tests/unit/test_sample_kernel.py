@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
-from examples import examples
 from horovod_compress import kernels
 from horovod_compress.kernels import host, reference
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_cli import refusal, run
+from tiers import examples
 
 import horovod_compress as hc
-from examples import examples
 from horovod_compress import bench, prediction, scaling
 from horovod_compress.cost import COLLECTIVES, Load, Network
 from horovod_compress.hosts import Host

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from kernel_arguments import VALUES, assert_same
+from tiers import examples
 
-from examples import examples
 from horovod_compress import kernels
 from horovod_compress.kernels import HEADROOM, host, reference
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import ranks_of, shapes
+from tiers import examples
 
 import horovod_compress as hc
-from examples import examples
 from horovod_compress.compressors.base import Step
 from horovod_compress.lockstep import make_ranks, run_step
 from horovod_compress.models import MODELS

@@ -1,4 +1,4 @@
-"""The package's shape: imports point one way, and functions are short."""
+"""The package's shape: imports point one way, functions are short, and nothing depends on torch's defaults."""
 import ast
 import pathlib
 import subprocess
@@ -95,3 +95,34 @@ def test_all_but_the_adapters_imports_without_horovod():
     command = [sys.executable, "-c", WITHOUT_HOROVOD, benchmark, *modules]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "--models" in done.stdout, done.stderr
+
+
+# torch's functions whose results have the default dtype, or are on the default device, where that is not said.
+MADE_BY_TORCH = {
+    "Tensor", "arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "complex", "empty", "empty_permuted", "empty_strided",
+    "eye", "frombuffer", "full", "hamming_window", "hann_window", "kaiser_window", "linspace", "logspace", "normal", "ones", "rand", "randint",
+    "randn", "randperm", "range", "scalar_tensor", "sparse_coo_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+}
+
+
+def made_by_torch(path):
+    """(line, name, keywords) of each call of such a function."""
+    tree = ast.parse(path.read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "torch" and not node.level]
+    alone = {alias.asname or alias.name: alias.name for node in imports for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function, name = node.func, None
+            if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "torch":
+                name = function.attr
+            elif isinstance(function, ast.Name):
+                name = alone.get(function.id)
+            if name in MADE_BY_TORCH:
+                yield node.lineno, name, {keyword.arg for keyword in node.keywords}
+
+
+def test_torchs_default_dtype_and_device_are_never_taken():
+    """Users change them. What is made out of another tensor has that one's."""
+    found = [(path.name, *call) for path in FILES for call in made_by_torch(path)]
+    assert len(found) > 20
+    assert not [call for call in found if not {"dtype", "device"} <= call[-1]]

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
-from examples import examples
 from horovod_compress import checkpoint, get_compressor
 from horovod_compress.compressors.base import OWED
 from horovod_compress.lockstep import make_ranks, run_step

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import gradients, ranks_of
+from tiers import examples
 
-from examples import examples
 from horovod_compress import WireError, get_compressor, kernels, wire
-from horovod_compress.kernels import HEADROOM, Encoded, new_body
+from horovod_compress.kernels import HEADROOM, Encoded, new_body, reference
+from horovod_compress.kernels.reference.columns import to_columns
 from horovod_compress.kernels.reference.sparse import code_values
 from horovod_compress.transport.loopback import Loopback
 
@@ -260,6 +261,41 @@ def test_a_body_that_cannot_be_decoded_names_its_rank_too():
     for exchange in exchanges:
         with pytest.raises(WireError, match="payload of rank 1: unknown kind of values"):
             exchange.finish("w", np.ones(1, np.float32))
+
+
+BOTH = pytest.mark.parametrize("module", [kernels.host, reference], ids=["host", "reference"])
+
+
+@BOTH
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 15, 100, 127, 32767])
+@pytest.mark.parametrize("at", [0, 511, 512, 1023, 1099])
+def test_levels_of_fixed_width_are_at_most_the_steps(module, steps, at):
+    """Of whatever bucket and block; and where one is not, nothing is added."""
+    width, bucket, rng = (2 * steps).bit_length(), 1024, np.random.default_rng(steps)
+    for level in {-steps, steps, 1 - 2 ** (width - 1), 2 ** (width - 1)}:
+        levels = rng.integers(-steps, steps + 1, 1100)
+        levels[at] = level
+        parts = [to_columns(each, width, 2 ** (width - 1) - 1) for each in (levels[:bucket], levels[bucket:])]
+        body = new_body(bytes([0]), np.ones(2, np.float32), bytes([width] * 2), *parts)[HEADROOM:-1]
+        out = np.zeros(1100, np.float32)
+        if abs(level) > steps:
+            with pytest.raises(ValueError, match="level out of range"):
+                module.decode_add_buckets(out, body, steps=steps, bucket=bucket, scale=1.0)
+            assert not out.any()
+        else:
+            assert module.decode_add_buckets(out, body, steps=steps, bucket=bucket, scale=1.0)
+            np.testing.assert_allclose(out, levels / steps, rtol=1e-6)
+
+
+@BOTH
+@pytest.mark.parametrize("kind, scales", [("sign", 1), ("power", 1), ("2bit", 4)])
+def test_bits_behind_the_last_value_are_zero(module, kind, scales):
+    indices, values = np.array([3, 8, 9], np.uint32), np.ones(3, np.float32)
+    body = kernels.host.encode_sparse(indices, values, kind=kind, scales=[1.0] * scales).buffer[HEADROOM:-1]
+    last = 6 + 4 * scales + (kind == "power")
+    module.decode_sparse(body, numel=10)
+    with pytest.raises(ValueError, match="longer than its values"):
+        module.decode_sparse(with_byte(body, last, body[last] | 0x80), numel=10)
 
 
 def with_byte(frame, at, value, checksum=False):

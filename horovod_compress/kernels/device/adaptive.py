@@ -153,7 +153,8 @@ def _adacomp(calls: List[_AdaComp]) -> List[Encoded]:
     marks, together = _Marks([call.grad.tensor for call in calls]), programs.MARK_BLOCK // width
     bins = [call.bins for call in calls]
     starts, blocks = starts_of(bins), programs.blocks(bins, device, together)
-    maxima, peaks, sums = torch.empty(starts[-1], device=device), blocks.new(), torch.empty(len(calls), dtype=torch.float64, device=device)
+    maxima, peaks = torch.empty(starts[-1], dtype=torch.float32, device=device), blocks.new()
+    sums = torch.empty(len(calls), dtype=torch.float64, device=device)
     rows = [(call.bins, call.grad.tensor, call.residual.tensor, start, call.grad.size, call.length) for call, start in zip(calls, starts)]
     programs.launch(programs.accumulate_bins, device, rows, maxima, peaks, WIDTH=width, BLOCK=together)
     programs.launch(programs.add_maxima, device, [(1, start, number) for start, number in zip(starts, bins)], maxima, sums)

@@ -58,7 +58,8 @@ def copied(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
     """A copy on the device of arrays of one type, one behind the other, on the stream that is current; the host does not wait for it, because it is
     made from pinned memory."""
     dtype = arrays[0].dtype
-    staged = torch.empty(sum(map(len, arrays)), dtype=_TORCH_TYPES[dtype], pin_memory=device.type == "cuda")
+    pinned = device.type == "cuda"
+    staged = torch.empty(sum(map(len, arrays)), dtype=_TORCH_TYPES[dtype], device="cpu", pin_memory=pinned)
     np.concatenate(arrays, out=staged.numpy().view(dtype))
     return staged.to(device, non_blocking=True)
 
@@ -74,7 +75,8 @@ def brought(tensors: Sequence[torch.Tensor], arrays: Sequence[np.ndarray]) -> No
 
 def pinned(size: int, dtype: torch.dtype, device: torch.device) -> np.ndarray:
     """Memory on the host for so many elements, which a GPU writes without help."""
-    return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda").numpy()
+    pinned = device.type == "cuda"
+    return torch.empty(size, dtype=dtype, device="cpu", pin_memory=pinned).numpy()
 
 
 _TORCH_TYPES = {  # which has no unsigned ones

@@ -219,14 +219,14 @@ def _of_candidates(calls: List[_Update], floors: torch.Tensor, counts: torch.Ten
     ends = counts.cumsum(0)
     columns = zip(*((start, call.room, call.k) for start, call in zip(starts, calls)))
     begins, rooms, ks = programs.copied([np.array(column) for column in columns], device).chunk(3)
-    tensors = torch.arange(len(calls), device=device).repeat_interleave(rooms, output_size=total)
+    tensors = torch.arange(len(calls), dtype=torch.int64, device=device).repeat_interleave(rooms, output_size=total)
     orders = tensors << 32 | programs.NO_MAGNITUDE
     rows = torch.empty((1 + states, total), dtype=torch.int32, device=device)
     table = [(call.numel, call.states[0].tensor, call.states[-1].tensor, start, call.room) for call, start in zip(calls, starts)]
     held = rows.view(torch.float32)
     programs.launch(programs.collect, device, table, floors, counts, ends, orders, rows[0], held[1], held[-1], TWO=states == 2)
     orders, order = orders.sort(stable=True)  # by tensors, which stay where they are
-    number = torch.arange(total, device=device)
+    number = torch.arange(total, dtype=torch.int64, device=device)
     largest = (number - begins[tensors] < ks[tensors]) & (orders & programs.NO_MAGNITUDE != programs.NO_MAGNITUDE)
     chosen = torch.empty_like(largest)
     chosen[order] = largest

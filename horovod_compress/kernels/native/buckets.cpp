@@ -5,8 +5,9 @@
 // bucket's largest level. One bucket in 16 also counts the bits that Elias' code would take. Where that promises a shorter body, the levels
 // are read back from the body and written in Elias' code into a thread-local buffer, which replaces them if it is shorter indeed.
 //
-// Decoding at fixed width unpacks a bucket's levels into thread-local memory and adds them to the output, norm/steps times. Elias' code is
-// read into an array of the whole tensor's levels first: nothing may be added before all of it has proved good.
+// Decoding at fixed width unpacks a bucket's levels into thread-local memory and adds them to the output, norm/steps times. Nothing may be
+// added before all of a body has proved good: so levels of full width, which alone can be too large, are unpacked once before, and Elias'
+// code is read into an array of the whole tensor's levels first.
 #include <cfloat>
 #include <cmath>
 
@@ -122,6 +123,21 @@ struct Weights {
     }
 };
 
+// Whether no level is beyond `steps`. Those of fewer bits than `steps` takes cannot be.
+HC_INLINE bool within_steps(const Shape& shape, const std::uint8_t* widths, const std::uint8_t* codes, std::uint32_t* unpacked, int steps) {
+    const int full = width_for(steps);
+    int largest = 0;
+    for (std::size_t b = 0; b < shape.buckets; ++b) {
+        const std::size_t count = shape.count(b);
+        if (widths[b] == full) {
+            take_levels(codes, unpacked, count, full);
+            const auto* its = reinterpret_cast<const std::int32_t*>(unpacked);
+            for (std::size_t j = 0; j < count; ++j) largest = std::max(largest, std::abs(its[j]));
+        }
+        codes += shape.bytes(b, widths[b]);
+    }
+    return largest <= steps;
+}
 HC_INLINE std::uint32_t add_fixed(const Shape& shape, const Weights& weights, const std::uint8_t* widths, const std::uint8_t* codes,
                                   std::uint32_t* unpacked, float* out) {
     std::uint32_t peak = 0;
@@ -241,7 +257,9 @@ bool decode_add_buckets(Floats& out, const Bytes& body, int steps, std::size_t b
             expected += shape.bytes(b, widths[b]);
         }
         if (size != expected) throw std::invalid_argument("not of the length that its widths say");
-        peak = dispatch<add_fixed>(shape, weights, widths, widths + shape.buckets, levels_of(shape), to);
+        const std::uint8_t* codes = widths + shape.buckets;
+        if (!dispatch<within_steps>(shape, widths, codes, levels_of(shape), steps)) throw std::invalid_argument("level out of range");
+        peak = dispatch<add_fixed>(shape, weights, widths, codes, levels_of(shape), to);
     }
     return peak < kInfinity;
 }

@@ -173,6 +173,8 @@ void read_sparse(const std::uint8_t* body, std::size_t size, std::uint64_t numel
     std::memcpy(scales, in, scale_bytes);
     if (peak_of(scales, kMostScales) >= kInfinity) throw std::invalid_argument("scale not finite");
     in += scale_bytes;
+    const std::uint64_t bits = bits_of_value(kind) * std::uint64_t{n};
+    if (bits % 8 && in[bits / 8] >> bits % 8) throw std::invalid_argument("longer than its values");
     to.reserve(n);  // only now: n entries are really there
     dispatch<read_values>(in, n, kind, scales, to.values.data());
     dispatch<read_gaps>(in + values_size(n, kind), end, n, r, numel, to.indices.data());

@@ -24,10 +24,11 @@ inline Values values_of(const std::string& name) {
     throw std::invalid_argument("values must be fp32, fp16, bf16, sign, power or 2bit, not " + name);
 }
 inline std::size_t scales_of(Values kind) { return kind == Values::two_bits ? kMostScales : kind >= Values::sign; }
-inline std::uint64_t values_size(std::uint64_t n, Values kind) {
+inline std::uint64_t bits_of_value(Values kind) {
     constexpr int bits[kKinds] = {32, 16, 16, 1, 4, 2};
-    return (n * bits[static_cast<int>(kind)] + 7) / 8;
+    return bits[static_cast<int>(kind)];
 }
+inline std::uint64_t values_size(std::uint64_t n, Values kind) { return (n * bits_of_value(kind) + 7) / 8; }
 
 // float32 to the nearest 16-bit value, ties to even; what is too large becomes the largest finite value, not infinity,
 // because the rounding error stays in the residual and will be sent later.

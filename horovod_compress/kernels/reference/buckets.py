@@ -130,7 +130,10 @@ def _read_fixed(data: np.ndarray, n: int, bucket: int, steps: int) -> np.ndarray
         words = np.frombuffer(data[at : at + size].tobytes(), np.uint32)
         levels.append(from_columns(words, count, width, _offset(width)))
         at += size
-    return np.concatenate(levels)
+    found = np.concatenate(levels)
+    if np.abs(found).max(initial=0) > steps:
+        raise ValueError("level out of range")
+    return found
 
 
 def _read_elias(data: np.ndarray, n: int, steps: int) -> np.ndarray:

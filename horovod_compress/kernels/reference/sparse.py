@@ -50,13 +50,15 @@ def decode_sparse(body: np.ndarray, *, numel: int) -> Tuple[np.ndarray, np.ndarr
     if r > _MAX_RICE:
         raise ValueError("Rice parameter out of range")
     kind = _KINDS[kind]
-    at = _HEAD.size + 4 * _SCALES.get(kind, 0)
-    end = at + (count * _BITS[kind] + 7) // 8
+    at, bits = _HEAD.size + 4 * _SCALES.get(kind, 0), count * _BITS[kind]
+    end = at + (bits + 7) // 8
     if len(body) < end:
         raise ValueError("shorter than its values")
     scales = np.frombuffer(body[_HEAD.size : at].tobytes(), "<f4")
     if not np.isfinite(scales).all():
         raise ValueError("scale not finite")
+    if bits % 8 and body[end - 1] >> bits % 8:
+        raise ValueError("longer than its values")
     values = load(body[at:end].tobytes(), kind, count, tuple(scales))
     high = end + (count * r + 7) // 8
     if len(body) < high:

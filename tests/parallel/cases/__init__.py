@@ -8,10 +8,12 @@ from checks import joined
 from . import (
     algorithms,
     automatic,
+    defaults,
     dense_limit,
     devices,
     errors,
     faults,
+    float64,
     horovod_options,
     hosts,
     optimizers,
@@ -33,5 +35,5 @@ __all__ = ["CASES", "start"]
 
 CASES = joined(
     dense_limit, optimizers, horovod_options, states, errors, samples, split, algorithms, transports, faults, uneven, unbound, switches, automatic,
-    recording, updates, update_faults, devices, hosts, steps,
+    recording, updates, update_faults, devices, hosts, steps, defaults, float64,
 )

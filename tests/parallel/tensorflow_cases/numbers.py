@@ -1,4 +1,6 @@
-"""Numbers that are not finite, and narrow types."""
+"""Numbers that are not finite, and narrow and wide types."""
+import warnings
+
 import alike
 import horovod.tensorflow as hvdt
 import horovod.tensorflow.keras as hvd
@@ -154,3 +156,36 @@ def variables_of_other_types():
         loss = tf.reduce_sum(variable)
     with raises(TypeError, "complex64"):
         hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])
+
+
+@case(2)
+def float64_is_carried_by_none_and_warned_of_by_others():
+    """Gradients and updates. Rank 1's gradients are three times rank 0's, so the mean is twice those."""
+    sizes = np.repeat(np.array([1e-300, 1e-60, 1.0, 1 + 1e-12, 1e60, 1e300])[:, None], 4, 1)
+    gradient = tf.constant(sizes * (1 + 2 * hvd.rank()))
+    for spec, warns in (("none", 0), ("topk:ratio=1,min_numel=0", 1), ("fp16", 1), ("maxnorm:min_numel=0", 1)):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            variables = [tf.Variable(tf.ones((6, 4), tf.float64), name=name) for name in ("a", "b")]
+            compression = hvdc.Compression.from_spec(spec)
+
+            @tf.function
+            def step():
+                with tf.GradientTape() as tape:
+                    loss = tf.add_n([tf.reduce_sum(variable * gradient) for variable in variables])
+                return hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, variables)
+
+            results = [step() for _ in range(2)][-1]
+            optimizer = hvdc.UpdateOptimizer(SGD["new"](1.0), spec, **({"outer": hvdc.Nesterov(1.0, 0.0)} if spec == "none" else {}))
+
+            @tf.function
+            def update():
+                optimizer.apply_gradients([(gradient, variable) for variable in variables])
+
+            update()
+        told = [str(each.message) for each in said if "float64" in str(each.message)]
+        assert len(told) == 2 * warns, (spec, told)
+        if not warns:
+            for result, variable in zip(results, variables):
+                np.testing.assert_allclose(result.numpy(), 2 * sizes, rtol=1e-14)
+                np.testing.assert_allclose(variable.numpy(), 1 - 2 * sizes, rtol=1e-14)
