@@ -75,8 +75,7 @@ def brought(tensors: Sequence[torch.Tensor], arrays: Sequence[np.ndarray]) -> No
 
 def pinned(size: int, dtype: torch.dtype, device: torch.device) -> np.ndarray:
     """Memory on the host for so many elements, which a GPU writes without help."""
-    pinned = device.type == "cuda"
-    return torch.empty(size, dtype=dtype, device="cpu", pin_memory=pinned).numpy()
+    return torch.empty(size, dtype=dtype, device="cpu", pin_memory=device.type == "cuda").numpy()
 
 
 _TORCH_TYPES = {  # which has no unsigned ones
