@@ -20,9 +20,10 @@ _CHANGED = 1.3  # times as long as expected: the candidates are tried again
 
 def default_candidates(sparse: Optional[str]) -> List[str]:
     """What is tried where the user names nothing: specs that are known to end where dense training
-    ends. sparse: dgc, where an SGD has a momentum that it can take over, and topk with other SGDs. None
-    with other optimizers: Adam cannot see its second moment through a stream of few gradients."""
-    return ["none", "fp16", *((f"{sparse}:ratio=0.01", f"{sparse}:ratio=0.01,min_numel=65536") if sparse else ())]
+    ends. sparse: dgc, where an SGD has a momentum that it can take over, and topk with other SGDs.
+    None with other optimizers: Adam cannot see its second moment through few gradients."""
+    limits = ("", ",min_numel=65536") if sparse else ()
+    return ["none", "fp16", *(f"{sparse}:ratio=0.01{limit}" for limit in limits)]
 
 
 class Choice:
@@ -112,10 +113,12 @@ class Choice:
     def _summary(self) -> str:
         tried = {spec: its for spec, its in self._trials.tried.items() if its.seconds}
         of_each = "; ".join(
-            f"{spec} {1e3 * its.median:.4g} ms in the median of {len(its.seconds)} steps, quartiles {1e3 * spread(its.seconds):.3g} apart"
+            f"{spec} {1e3 * its.median:.4g} ms in the median of {len(its.seconds)} steps, "
+            f"quartiles {1e3 * spread(its.seconds):.3g} apart"
             for spec, its in sorted(tried.items(), key=lambda tried: tried[1].median)
         )
-        return f"goes on with {self.chosen}, by speed only, not by how well it trains ({of_each}). The rule: {RULE}"
+        found = f"goes on with {self.chosen}, by speed only, not by how well it trains"
+        return f"{found} ({of_each}). The rule: {RULE}"
 
 
 def held_back(spec: str, gradients: Dict[str, np.ndarray]) -> float:
@@ -200,16 +203,17 @@ class Chosen(Binding):
 class Automatic(Unbound):
     """A compression for hvd.DistributedOptimizer that chooses among candidates while training begins, as `Trials` says.
 
-    It weighs speed only, not how well a candidate trains. The rule: the first candidate, the dense one,
-    stays unless another one's median step is shorter by more than the margin and by more than the
-    interquartile ranges of both together, over eight steps or more of each, or unless every step with
-    the dense one took more than twice that median. Candidates take turns of three steps, of which the
-    first does not count.
+    It weighs speed only, not how well a candidate trains. The rule: the first candidate, the dense
+    one, stays unless another one's median step is shorter by more than the margin and by more than
+    the interquartile ranges of both together, over eight steps or more of each, or unless every
+    step with the dense one took more than twice that median. Candidates take turns of three steps,
+    of which the first does not count.
 
-    candidates: specs, the dense one first; default: none, fp16, and for an SGD 1 % by dgc (where it has
-        momentum) or topk, with two limits for small tensors. error: candidates are left out that hold
-        back a larger part of the first gradient's squared norm, ‖g − C(g)‖²/‖g‖²; 1 leaves out none.
-        probe_steps: at most so many steps are tried. margin: a share of the dense one's median step.
+    candidates: specs, the dense one first; default: none, fp16, and for an SGD 1 % by dgc (where it
+        has momentum) or topk, with two limits for small tensors.
+    error: candidates are left out that hold back a larger part of the first gradient's squared
+        norm, ‖g − C(g)‖²/‖g‖²; 1 leaves out none.
+    probe_steps: at most so many steps are tried. margin: a share of the dense one's median step.
     grad_scaler, discardable: as for BoundCompression.
 
     Each step that is tried is a step of training, and what a candidate has held back goes on with the next: nothing is lost. How long a step
@@ -227,7 +231,8 @@ class Automatic(Unbound):
             raise ValueError(f"error must be above 0 and at most 1, not {found}")
         if candidates is not None:
             self._check_candidates(candidates)
-        Trials(candidates or default_candidates("dgc"), probe_steps, margin)  # which says what is wrong with them
+        # Which says what is wrong with them.
+        Trials(candidates or default_candidates("dgc"), probe_steps, margin)
         self._auto: Dict[str, Any] = {"error": error, "candidates": candidates, "probe_steps": probe_steps, "margin": margin}
 
     def _check_candidates(self, candidates: Any) -> None:

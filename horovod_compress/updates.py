@@ -75,8 +75,8 @@ def compressor_for_updates(spec: Any, rank: int) -> Compressor:
 
 
 def methods_of(cls: type, of_all: Iterable[str], framework: Collection[str]) -> Set[str]:
-    """The names of the methods that an optimizer's class has from others than the framework, beside those
-    that every optimizer has: what may change parameters outside of a step.
+    """The names of the methods that an optimizer's class has from others than the framework, beside
+    those that every optimizer has: what may change parameters outside of a step.
 
     of_all: names of what every optimizer has; framework: names of packages.
     """

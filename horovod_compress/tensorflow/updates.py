@@ -160,13 +160,13 @@ class UpdateCompression(BoundCompression):
         self._mean(names, variables)
 
     def make_alike(self, method: str, sums: List[int], variables: Sequence[Any]) -> None:
-        """Makes variables their mean over ranks where they differ. method: what all ranks have called; sums:
-        a checksum of each variable."""
+        """Makes variables their mean over ranks where they differ. method: what all ranks have
+        called; sums: a checksum of each variable."""
         if not self._active:
             return
         names, size = f"{self._label}.{method}", self._transport.size
-        waiting = f"not all {size} ranks have called {method}() of their optimizer yet (collective {names})"
-        with warning_when_stalled(waiting):
+        missing = f"not all {size} ranks have called {method}() of their optimizer yet"
+        with warning_when_stalled(f"{missing} (collective {names})"):
             found = gather(self._transport, names, sums)
         self._mean(names, [each for each, same in zip(variables, alike_in(found)) if not same])
 
@@ -247,8 +247,9 @@ class _Rounds:
 
     @contextlib.contextmanager
     def outside_step(self, method: str) -> Iterator[None]:
-        """Around a method of the optimizer's own. What that makes of variables depends on what the optimizer
-        keeps, which is each rank's own: all ranks take the mean of what they have then."""
+        """Around a method of the optimizer's own. What that makes of variables depends on what the
+        optimizer keeps, which is each rank's own: all ranks take the mean of what they have
+        then."""
         if self._inside or not tf.executing_eagerly():
             yield
             return
@@ -264,14 +265,16 @@ class _Rounds:
             self.compression.make_alike(method, after, variables)
 
     def _begin_alike(self, grads_and_vars: List[Tuple[Any, Any]]) -> List[Any]:
-        """Gives all ranks rank 0's values of variables that have not been here before, and of what is kept
-        for them, because rank 0 alone may have loaded a state. Returns those that have gradients, whose
-        updates are exchanged."""
+        """Gives all ranks rank 0's values of variables that have not been here before, and of what
+        is kept for them, because rank 0 alone may have loaded a state. Returns those that have
+        gradients, whose updates are exchanged."""
         new = [variable for _, variable in grads_and_vars if variable.ref() not in self._known]
         if new:
             with tf.init_scope():
                 self.compression.handshake()
-                kept = [each[v.ref()] for each in (self._shared, self._momenta) for v in new if v.ref() in each]
+                refs = [variable.ref() for variable in new]
+                both = (self._shared, self._momenta)
+                kept = [its[ref] for its in both for ref in refs if ref in its]
                 counted = [] if self._local_steps is None else [self._local_steps]
                 root = (self._process_set.ranks or [0])[0]
                 hvd.broadcast_variables([*new, *kept, *counted], root, self._process_set)

@@ -69,9 +69,9 @@ def compression_of(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def let_broadcast_begin(optimizer: torch.optim.Optimizer) -> None:
-    """Has hvd.broadcast_optimizer_state take this optimizer for one of Horovod's: where that has no state
-    yet, it calls the step() of the class which the optimizer's extends, for the optimizer's own would
-    wait for ranks that have one."""
+    """Has hvd.broadcast_optimizer_state take this optimizer for one of Horovod's: where that has no
+    state yet, it calls the step() of the class which the optimizer's extends, for the optimizer's
+    own would wait for ranks that have one."""
     optimizer.__module__ = hvd.DistributedOptimizer.__module__
 
 

@@ -1,5 +1,5 @@
-"""Methods of an optimizer that may change parameters outside of its step, such as train() and eval()
-of schedule-free optimizers: each call is told of, so that ranks can be kept alike."""
+"""Methods of an optimizer that may change parameters outside of its step, such as train() and
+eval() of schedule-free optimizers: each call is told of, so that ranks can be kept alike."""
 import contextlib
 import functools
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Sequence, Set
@@ -9,19 +9,20 @@ import torch
 from ..updates import methods_of
 
 _PROBED = 64  # elements of a tensor that are looked at
+Around = ContextManager[None]
 
 
-def watch(optimizer: torch.optim.Optimizer, around: Callable[[str], ContextManager[None]]) -> Set[str]:
+def watch(optimizer: torch.optim.Optimizer, around: Callable[[str], Around]) -> Set[str]:
     """Has the methods that others than PyTorch have given this optimizer run within `around(name)`,
-    whoever calls them. Where one returns a context manager, entering and leaving that do, too. Returns
-    their names."""
+    whoever calls them. Where one returns a context manager, entering and leaving that do, too.
+    Returns their names."""
     names = methods_of(type(optimizer), dir(torch.optim.Optimizer), ("torch",))
     for name in names:
         setattr(optimizer, name, _within(getattr(optimizer, name), functools.partial(around, name)))
     return names
 
 
-def _within(method: Callable[..., Any], around: Callable[[], ContextManager[None]]) -> Any:
+def _within(method: Callable[..., Any], around: Callable[[], Around]) -> Any:
     @functools.wraps(method)
     def call(*args: Any, **keywords: Any) -> Any:
         with around():
@@ -33,7 +34,7 @@ def _within(method: Callable[..., Any], around: Callable[[], ContextManager[None
 
 
 @contextlib.contextmanager
-def _managed(manager: ContextManager[Any], around: Callable[[], ContextManager[None]]) -> Iterator[Any]:
+def _managed(manager: ContextManager[Any], around: Callable[[], Around]) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
         with around():
             entered = manager.__enter__()
@@ -47,8 +48,8 @@ def _managed(manager: ContextManager[Any], around: Callable[[], ContextManager[N
 
 
 class Probe:
-    """What tells whether tensors were changed in between, in little time: PyTorch's own count of changes,
-    which does not see those through `tensor.data`, and some of the elements."""
+    """What tells whether tensors were changed in between, in little time: PyTorch's own count of
+    changes, which does not see those through `tensor.data`, and some of the elements."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._versions = [each._version for each in tensors]
@@ -61,7 +62,7 @@ class Probe:
         """Whether the same tensors, probed at another time, were changed in between."""
         if self._versions != other._versions or self._some.keys() != other._some.keys():
             return True
-        return any(not torch.equal(those, other._some[device]) for device, those in self._some.items())
+        return any(not torch.equal(its, other._some[device]) for device, its in self._some.items())
 
 
 def _some_of(tensor: torch.Tensor) -> torch.Tensor:

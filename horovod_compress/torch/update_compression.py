@@ -52,8 +52,8 @@ class UpdateCompression(Binding):
         return MPITransport(hvd, self._process_set) if over_mpi else HorovodTransport(self._process_set)
 
     def begin(self, parameters: Dict[str, int], local_steps: int) -> None:
-        """Compares what must be alike on all ranks before the first step. parameters: a checksum of each
-        that ranks share; local_steps: so many since then."""
+        """Compares what must be alike on all ranks before the first step. parameters: a checksum of
+        each that ranks share; local_steps: so many since then."""
         self._refuse_unsynced("hvd.elastic.TorchState(model=model, optimizer=optimizer) of this UpdateOptimizer")
         if self._active and not self._agreed:
             advice = (
@@ -101,16 +101,16 @@ class UpdateCompression(Binding):
         self._mean(names, tensors)
 
     def make_alike(self, method: str, sums: List[int], tensors: Dict[str, torch.Tensor]) -> None:
-        """Makes tensors their mean over ranks where they differ. method: what all ranks have called;
-        sums: a checksum of each tensor."""
+        """Makes tensors their mean over ranks where they differ. method: what all ranks have
+        called. sums: a checksum of each tensor."""
         if not self._active:
             return
         names, size = f"{self._label}.{method}", self._transport.size
-        waiting = f"not all {size} ranks have called {method}() of their optimizer yet (collective {names})"
-        with warning_when_stalled(waiting):
+        missing = f"not all {size} ranks have called {method}() of their optimizer yet"
+        with warning_when_stalled(f"{missing} (collective {names})"):
             found = gather(self._transport, names, sums)
-        alike = alike_in(found)
-        self._mean(names, {name: each for (name, each), same in zip(tensors.items(), alike) if not same})
+        differing = [name for name, same in zip(tensors, alike_in(found)) if not same]
+        self._mean(names, {name: tensors[name] for name in differing})
 
     def _mean(self, names: str, tensors: Dict[str, torch.Tensor]) -> None:
         hosts = {name: tensor.to("cpu", torch.promote_types(tensor.dtype, torch.float32)).contiguous() for name, tensor in tensors.items()}

@@ -18,13 +18,14 @@ from .parameters import NamedParameters, Slot, flat_memory, named
 from .update_compression import UpdateCompression
 
 _NOT_NEEDED = (
-    "an UpdateOptimizer's state is each rank's own, and hvd.broadcast_optimizer_state gives all ranks "
-    "that of one: delete the line hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
+    "an UpdateOptimizer's state is each rank's own, and hvd.broadcast_optimizer_state gives all "
+    "ranks that of one: delete the line hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
 )
 _ONE_STATE = (
-    "rank 0 has loaded a state of its UpdateOptimizer, and other ranks have not: all go on from rank 0's, "
-    "its optimizer's state too, without what the others had not sent. Load on every rank what that rank "
-    "has saved, or a portable state, and delete the line hvd.broadcast_optimizer_state(optimizer, …)"
+    "rank 0 has loaded a state of its UpdateOptimizer, and other ranks have not: all go on from "
+    "rank 0's, its optimizer's state too, without what the others had not sent. Load on every rank "
+    "what that rank has saved, or a portable state, and delete the line "
+    "hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
 )
 
 
@@ -68,8 +69,8 @@ class _Parameter(Slot):
 
 
 class _Beginning(torch.optim.Optimizer):
-    """What an UpdateOptimizer is to hvd.broadcast_optimizer_state on ranks whose optimizer has no state
-    yet: they take this step, in which no other rank takes part."""
+    """What an UpdateOptimizer is to hvd.broadcast_optimizer_state on ranks whose optimizer has no
+    state yet: they take this step, in which no other rank takes part."""
 
     _optimizer: torch.optim.Optimizer
     _parameters: List[_Parameter]
@@ -101,10 +102,11 @@ class UpdateOptimizer(_Beginning):
     It takes the place of hvd.DistributedOptimizer: Horovod reduces no gradients. Parameters are bit-identical on all ranks after each exchange;
     the optimizer's own state is each rank's.
 
-    optimizer: any torch optimizer but L-BFGS, with real floating-point parameters. Its parameter groups
-        are this one's, so schedulers may have either, and so are its methods: call them on either. Where
-        one changes parameters outside of step(), as train() and eval() of schedule-free optimizers do,
-        all ranks call it, and parameters become their mean over ranks, bit-identical.
+    optimizer: any torch optimizer but L-BFGS, with real floating-point parameters. Its parameter
+        groups are this one's, so schedulers may have either, and so are its methods: call them on
+        either. Where one changes parameters outside of step(), as train() and eval() of
+        schedule-free optimizers do, all ranks call it, and parameters become their mean over ranks,
+        bit-identical.
     named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered by parameter group.
     compression: a spec, as for horovod_compress.get_compressor, or hvdc.Compression.topk(…). dgc selects as topk does here.
     every: how many local steps come before each exchange (H of DiLoCo, arXiv 2311.08105). In between ranks' parameters differ.
@@ -209,16 +211,16 @@ class UpdateOptimizer(_Beginning):
             self._go_on_from_rank_0()
 
     def _go_on_from_rank_0(self) -> None:
-        """Where rank 0 alone has loaded a state, as scripts for Horovod do that resume, all ranks go on
-        from that."""
+        """Where rank 0 alone has loaded a state, as scripts for Horovod do that resume, all ranks
+        go on from that."""
         steps = self.compression.steps_of_all()
         if len(set(steps)) == 1:
             return
         of_all_ranks = self.compression._process_set.process_set_id == 0
         if not of_all_ranks or any(each not in (0, steps[0]) for each in steps):
             raise MismatchError(
-                f"ranks have loaded states of different steps, {steps} in rank order: load on every rank what "
-                "that rank has saved at one step, or a portable state"
+                f"ranks have loaded states of different steps, {steps} in rank order: load on "
+                "every rank what that rank has saved at one step, or a portable state"
             )
         self._sync()
         if self.compression._exchange.rank == 0:
@@ -241,14 +243,15 @@ class UpdateOptimizer(_Beginning):
 
     @contextlib.contextmanager
     def _outside_step(self, method: str) -> Iterator[None]:
-        """Around a method of the optimizer's own. What that makes of parameters depends on the optimizer's
-        state, which is each rank's own: all ranks take the mean of what they have then."""
+        """Around a method of the optimizer's own. What that makes of parameters depends on the
+        optimizer's state, which is each rank's own: all ranks take the mean of what they have
+        then."""
         if self._inside:
             yield
             return
         if self._shows_shared:
             raise RuntimeError(
-                f"call {method}() before or after `with optimizer.shared_parameters():`, not within it"
+                f"call {method}() before or after `with optimizer.shared_parameters():`, not in it"
             )
         params = [each.param for each in self._parameters]
         before = Probe(params)
@@ -259,7 +262,8 @@ class UpdateOptimizer(_Beginning):
             self._inside = False
         if Probe(params).differs(before):
             values = {each.name: each.param.detach() for each in self._parameters}
-            self.compression.make_alike(method, [_checksum(each) for each in values.values()], values)
+            sums = [_checksum(each) for each in values.values()]
+            self.compression.make_alike(method, sums, values)
 
     def _exchange(self) -> None:
         if self._outer is None and not self.compression._active:
@@ -419,13 +423,14 @@ class UpdateOptimizer(_Beginning):
 
 def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
     """ValueError for an optimizer that takes parameters to be where its last step has left them."""
-    kin = next((each.__name__ for each in type(optimizer).__mro__ if "lbfgs" in each.__name__.lower()), None)
+    names = [each.__name__ for each in type(optimizer).__mro__]
+    kin = next((name for name in names if "lbfgs" in name.lower()), None)
     if kin is not None:
         raise ValueError(
-            f"{kin} learns curvature from how far its own last step went and how the gradient has changed "
-            "since. Here parameters go where the mean of all ranks' steps takes them, so the two do not belong "
-            "together, and it diverges: give UpdateOptimizer an optimizer that does not look back at its own "
-            "steps, such as SGD or AdamW"
+            f"{kin} learns curvature from how far its own last step went and how the gradient has "
+            "changed since. Here parameters go where the mean of all ranks' steps takes them, so "
+            "the two do not belong together, and it diverges: give UpdateOptimizer an optimizer "
+            "that does not look back at its own steps, such as SGD or AdamW"
         )
 
 

@@ -1,4 +1,4 @@
-"""Methods that may change parameters outside of step() are found, and whether they have, without ranks."""
+"""Methods that may change parameters outside of step() are found, and whether they have."""
 import contextlib
 
 import pytest
@@ -58,8 +58,8 @@ def test_what_is_around_them():
 
 
 @pytest.mark.parametrize("change", [
-    lambda p: p.add_(1), lambda p: p.data.mul_(2), lambda p: setattr(p, "data", torch.full_like(p, 3)),
-    lambda p: p[-1].zero_(),
+    lambda p: p.add_(1), lambda p: p.data.mul_(2), lambda p: p[-1].zero_(),
+    lambda p: setattr(p, "data", torch.full_like(p, 3)),
 ])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_changes_are_seen(change, dtype):

@@ -286,8 +286,8 @@ def rounds_go_on_after_a_checkpoint():
 
 @case(2)
 def a_state_that_rank_0_alone_has_loaded():
-    """In the middle of a round, as scripts for Horovod resume, with its broadcast of the optimizer's
-    variables and without: all ranks go on in the same round."""
+    """In the middle of a round, as scripts for Horovod resume, with its broadcast of the
+    optimizer's variables and without: all ranks go on in the same round."""
 
     def start():
         variables = zeros()
@@ -331,7 +331,8 @@ class Averaging(keras.optimizers.SGD):
     def build(self, var_list):
         super().build(var_list)
         if not hasattr(self, "averages"):
-            self.averages = [self.add_variable_from_reference(v, "average", v) for v in var_list]
+            kept = self.add_variable_from_reference
+            self.averages = [kept(v, "average", initial_value=v) for v in var_list]
 
     def apply_gradients(self, grads_and_vars, *args, **kwargs):
         pairs = list(grads_and_vars)
@@ -352,7 +353,7 @@ class Averaging(keras.optimizers.SGD):
 
 @case(2)
 def an_optimizer_that_swaps_variables_shows_their_mean():
-    """It is linear in gradients, so what is shown is that of one optimizer with the mean gradients."""
+    """It is linear in gradients, so what is shown is that of one optimizer with mean gradients."""
     for in_graph in (True, False):
         variables, optimizer = zeros(), hvdc.UpdateOptimizer(Averaging(0.1), "none")
         expected, average = dict.fromkeys(NAMES, 0.0), dict.fromkeys(NAMES, 0.0)
