@@ -129,7 +129,11 @@ class UpdateOptimizer(_Beginning):
         every: int = 1, outer: Optional[Nesterov] = None, process_set: Any = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"UpdateOptimizer needs a torch optimizer, not an object of {type(optimizer)}")
+            raise TypeError(
+                f"UpdateOptimizer needs a torch optimizer, not an object of {type(optimizer)}: "
+                "give it the optimizer that has the parameters, and put what is none around the "
+                "UpdateOptimizer"
+            )
         if isinstance(optimizer, UpdateOptimizer) or own_class(optimizer) is not type(optimizer):
             raise ValueError(f"{type(optimizer).__name__} exchanges already: give UpdateOptimizer the optimizer itself")
         _refuse_lbfgs(optimizer)

@@ -215,3 +215,5 @@ def an_optimizer_that_takes_parameters_to_be_where_it_left_them_is_refused():
     for cls in (torch.optim.LBFGS, type("Own", (torch.optim.LBFGS,), {})):
         with raises(ValueError, "LBFGS", "diverges", "such as SGD or AdamW"):
             hvdc.UpdateOptimizer(cls(model_of().parameters()))
+    with raises(TypeError, "put what is none around the UpdateOptimizer"):
+        hvdc.UpdateOptimizer(object())
