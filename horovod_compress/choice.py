@@ -11,18 +11,19 @@ from .compressors import get_compressor
 from .compressors.base import Compressor
 from .handshake import gather
 from .simulate import simulate
-from .trials import Trials
+from .trials import RULE, Trials, spread
 
 _log = logging.getLogger("horovod_compress")
 _WATCHED = 50  # steps between two looks at whether the choice still holds
 _CHANGED = 1.3  # times as long as expected: the candidates are tried again
 
 
-def default_candidates(takes_over: bool) -> List[str]:
-    """What is tried where the user names nothing. takes_over: whether the optimizer has a momentum
-    that dgc can take over."""
-    sparse = "dgc" if takes_over else "topk"
-    return ["none", "fp16", f"{sparse}:ratio=0.01", f"{sparse}:ratio=0.01,min_numel=65536"]
+def default_candidates(sparse: Optional[str]) -> List[str]:
+    """What is tried where the user names nothing. sparse: dgc, where an SGD has a momentum that it
+    can take over, and topk with other SGDs. None with other optimizers: Adam cannot see its second
+    moment through few gradients."""
+    limits = ("", ",min_numel=65536") if sparse else ()
+    return ["none", "fp16", *(f"{sparse}:ratio=0.01{limit}" for limit in limits)]
 
 
 class Choice:
@@ -110,9 +111,14 @@ class Choice:
             self._try(tried)
 
     def _summary(self) -> str:
-        seconds = {spec: its.median for spec, its in self._trials.tried.items() if its.seconds}
-        others = ", ".join(f"{spec} {1e3 * its:.4g}" for spec, its in seconds.items() if spec != self.chosen)
-        return f"{self.chosen}, {1e3 * seconds[str(self.chosen)]:.4g} ms a step" + (f"; ms of the others: {others}" if others else "")
+        tried = {spec: its for spec, its in self._trials.tried.items() if its.seconds}
+        of_each = "; ".join(
+            f"{spec} {1e3 * its.median:.4g} ms in the median of {len(its.seconds)} steps, "
+            f"quartiles {1e3 * spread(its.seconds):.3g} apart"
+            for spec, its in sorted(tried.items(), key=lambda tried: tried[1].median)
+        )
+        found = f"goes on with {self.chosen}, by speed only, not by how well it trains"
+        return f"{found} ({of_each}). The rule: {RULE}"
 
 
 def held_back(spec: str, gradients: Dict[str, np.ndarray]) -> float:
@@ -197,9 +203,17 @@ class Chosen(Binding):
 class Automatic(Unbound):
     """A compression for hvd.DistributedOptimizer that chooses among candidates while training begins, as `Trials` says.
 
-    candidates: specs, the dense one first; default: none, fp16, and 1 % by dgc (for an SGD with momentum) or topk, with two limits for small
-        tensors. error: candidates are left out that hold back a larger part of the first gradient's squared norm, ‖g − C(g)‖²/‖g‖²; 1 leaves
-        out none. probe_steps: at most so many steps are tried. margin: what is less than this part faster than the first candidate is not chosen.
+    It weighs speed only, not how well a candidate trains. The rule: the first candidate, the dense
+    one, stays unless another one's median step is shorter by more than the margin and by more than
+    the interquartile ranges of both together, over eight steps or more of each, or unless every
+    step with the dense one took more than twice that median. Candidates take turns of three steps,
+    of which the first does not count.
+
+    candidates: specs, the dense one first; default: none, fp16, and for an SGD 1 % by dgc (where it
+        has momentum) or topk, with two limits for small tensors.
+    error: candidates are left out that hold back a larger part of the first gradient's squared
+        norm, ‖g − C(g)‖²/‖g‖²; 1 leaves out none.
+    probe_steps: at most so many steps are tried. margin: a share of the dense one's median step.
     grad_scaler, discardable: as for BoundCompression.
 
     Each step that is tried is a step of training, and what a candidate has held back goes on with the next: nothing is lost. How long a step
@@ -217,7 +231,8 @@ class Automatic(Unbound):
             raise ValueError(f"error must be above 0 and at most 1, not {found}")
         if candidates is not None:
             self._check_candidates(candidates)
-        Trials(candidates or default_candidates(True), probe_steps, margin)  # which says what is wrong with them
+        # Which says what is wrong with them.
+        Trials(candidates or default_candidates("dgc"), probe_steps, margin)
         self._auto: Dict[str, Any] = {"error": error, "candidates": candidates, "probe_steps": probe_steps, "margin": margin}
 
     def _check_candidates(self, candidates: Any) -> None:

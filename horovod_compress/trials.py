@@ -1,18 +1,56 @@
 """Which compression makes a training's steps shortest: found out by taking real steps with each, as a pure function of how long they took."""
 import dataclasses
 import statistics
-from typing import Dict, List, Optional, Sequence
+from typing import Dict, List, Mapping, Optional, Sequence
 
 _STEPS = 3  # of a candidate in a row; the first is not counted, because it makes buffers and moves state
 _HOPELESS = 2.0  # times the shortest steps so far, in a first step twice that: after two such in a row a candidate is not tried further
 _CLOSE = 1.25  # times the shortest steps: those are tried again
+_TURNS = 4  # of two candidates, from which on their spread can be told
+_ENOUGH = _TURNS * (_STEPS - 1)  # the steps of those that count
+RULE = (
+    "the first candidate, the dense one, stays unless another one's median step is shorter by more "
+    "than the margin and by more than the interquartile ranges of both together, over eight steps "
+    "or more of each, or unless every step with the dense one took more than twice that median"
+)
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """The interquartile range; 0 of a single step."""
+    if len(seconds) < 2:
+        return 0.0
+    first, _, third = statistics.quantiles(seconds, n=4)
+    return third - first
+
+
+def decide(seconds: Mapping[str, Sequence[float]], margin: float) -> str:
+    """The candidate to go on with, by `RULE`: the fastest of those that it lets through, else the
+    first.
+
+    seconds: of the steps with each candidate that count, one at least; the dense one comes first.
+    margin: a share of the dense one's median.
+    """
+    (first, dense), *others = seconds.items()
+
+    def is_faster(its: Sequence[float]) -> bool:
+        if min(dense) > _HOPELESS * statistics.median(its):
+            return True
+        gain = statistics.median(dense) - statistics.median(its)
+        enough = min(len(dense), len(its)) >= _ENOUGH
+        noise = spread(dense) + spread(its)
+        return enough and gain > noise and gain > margin * statistics.median(dense)
+
+    faster = [spec for spec, its in others if is_faster(its)]
+    return min(faster, key=lambda spec: statistics.median(seconds[spec]), default=first)
 
 
 @dataclasses.dataclass
 class _Tried:
-    """seconds: of its counted steps; hopeless: whether it was given up in the middle of a turn."""
+    """seconds: of its counted steps; turns: so many; hopeless: whether it was given up in the
+    middle of the last one."""
 
     seconds: List[float] = dataclasses.field(default_factory=list)
+    turns: int = 0
     hopeless: bool = False
 
     @property
@@ -23,12 +61,16 @@ class _Tried:
 class Trials:
     """Says with which candidate the next step is to be taken, and is told how long it took, until one is chosen.
 
-    candidates: specs, the dense baseline first; the last is tried first, so have those last that send least: what is much slower than they are is
-        given up after two steps. steps: at most so many are tried. margin: the baseline is chosen where nothing is faster by so large a part.
-    All ranks that report the same seconds come to the same choice.
+    candidates: specs, the dense baseline first; the last is tried first, so have those last that
+        send least: what is much slower than they are is given up after two steps.
+    steps: at most so many are tried. margin: as of `decide`, which chooses in the end. All ranks
+        that report the same seconds come to the same choice.
 
-    It goes in rounds: each candidate has its turn of a few steps, and those that come close to the best have another one, as long as there are
-    steps. More turns, not longer ones, because what disturbs a machine lasts. Raises ValueError where there are too few steps for one turn of each.
+    It goes in rounds: each candidate has its turn of a few steps, and then by turns the dense one
+    and those that may be faster, as long as there are steps, and no more of them than can have as
+    many turns as a decision needs. More turns, not longer ones, because what disturbs a machine
+    lasts.
+    Raises ValueError where there are too few steps for one turn of each.
     """
 
     def __init__(self, candidates: Sequence[str], steps: int = 30, margin: float = 0.05) -> None:
@@ -61,6 +103,7 @@ class Trials:
         slow, before = seconds > _HOPELESS * best * (2 if self._taken == 1 else 1), self._slow
         its.hopeless, self._slow = slow and before, slow
         if its.hopeless or self._taken == _STEPS:
+            its.turns += 1
             self._next_turn()
 
     def _best(self) -> float:
@@ -69,16 +112,24 @@ class Trials:
     def _next_turn(self) -> None:
         self._turns.pop(0)
         self._taken, self._slow = 0, False
-        if self._turns:
-            return
-        best = self._best()
-        close = [spec for spec, its in self.tried.items() if min(its.seconds) <= _CLOSE * best and not its.hopeless]
-        close.sort(key=lambda spec: self.tried[spec].median)
-        self._turns = close[: self._left // _STEPS]
-        if len(close) < 2 or len(self._turns) < 2:
-            self.chosen = self._choice()
+        self._turns = self._turns or self._next_round()
+        if not self._turns:
+            seconds = {spec: its.seconds for spec, its in self.tried.items()}
+            self.chosen = decide(seconds, self._margin)
 
-    def _choice(self) -> str:
-        shortest = min(self.tried, key=lambda spec: self.tried[spec].median)
-        baseline = self.tried[self._baseline].median
-        return shortest if self.tried[shortest].median <= (1 - self._margin) * baseline else self._baseline
+    def _next_round(self) -> List[str]:
+        """Whose turns come next; none where it is time to decide."""
+        dense, best, room = self.tried[self._baseline], self._best(), self._left // _STEPS
+        limit = min(_CLOSE * best, dense.median)
+        others = {s: its for s, its in self.tried.items() if its is not dense and not its.hopeless}
+        close = [spec for spec, its in others.items() if min(its.seconds) <= limit]
+        close.sort(key=lambda spec: (-others[spec].turns, others[spec].median))
+        if dense.hopeless and dense.turns > 1:
+            # Which is no accident: it is to be the fastest of the others.
+            return close[:room] if min(len(close), room) > 1 else []
+        if not dense.hopeless:
+            # Those that can still have as many turns as a decision needs.
+            close = [spec for spec in close if others[spec].turns + room // 2 >= _TURNS]
+        rounds = 1 if dense.hopeless else max(1, _TURNS - dense.turns)
+        close = close[: max(0, room // rounds - 1)]
+        return [*close, self._baseline] if close else []

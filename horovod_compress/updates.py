@@ -1,8 +1,9 @@
 """What is exchanged in place of gradients where optimizers' updates are: which compressors serve, how often, and what is done with the mean."""
 import dataclasses
+import inspect
 import logging
 import numbers
-from typing import Any, Optional
+from typing import Any, Collection, Iterable, List, Optional, Sequence, Set
 
 from .binding import Unbound
 from .compressors import get_compressor
@@ -71,3 +72,22 @@ def compressor_for_updates(spec: Any, rank: int) -> Compressor:
             _log.warning("%s selects by size with error feedback here, as topk does: momentum is inside the updates", compressor.id)
         compressor = compressor.bound(0.0, False)
     return decide_follow_lr(compressor, False, False)
+
+
+def methods_of(cls: type, of_all: Iterable[str], framework: Collection[str]) -> Set[str]:
+    """The names of the methods that an optimizer's class has from others than the framework, beside
+    those that every optimizer has: what may change parameters outside of a step.
+
+    of_all: names of what every optimizer has; framework: names of packages.
+    """
+    others = [each for each in cls.__mro__ if each.__module__.partition(".")[0] not in framework]
+    names = {name for each in others for name in vars(each)} - set(of_all)
+    return {
+        name for name in names
+        if not name.startswith("__") and inspect.isfunction(inspect.getattr_static(cls, name))
+    }
+
+
+def alike_in(found: Sequence[Sequence[int]]) -> List[bool]:
+    """For each tensor whether its checksum is the same in all ranks' lists."""
+    return [len(set(sums)) == 1 for sums in zip(*found)]

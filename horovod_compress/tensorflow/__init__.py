@@ -50,8 +50,8 @@ class Compression(metaclass=Algorithms):
         error: float = 1.0, candidates: Optional[Sequence[str]] = None, probe_steps: int = 30, margin: float = 0.05,
         grad_scaler: Any = None, discardable: bool = False,
     ) -> AutoCompression:
-        """The fastest of several on this job, which is found out while training begins; see `AutoCompression`. In a function that is traced it is the
-        same one in every trace."""
+        """The fastest of several on this job, where that is beyond its noise, else the dense one.
+        See `AutoCompression`. In a function that is traced it is the same one in every trace."""
         kept = tuple(candidates) if isinstance(candidates, list) else candidates  # which can be a key
         options = (error, kept, probe_steps, margin, grad_scaler, discardable)
         return one_in_all_traces(("auto", *options), lambda: AutoCompression(*options))

@@ -12,11 +12,17 @@ from ..compressors.base import Compressor
 from .checks import checked_moments
 from .compression import BoundCompression
 from .operations import Variable
-from .optimizer import can_take_over, largest_momentum
+from .optimizer import SGD, can_take_over, largest_momentum, unwrapped
 from .unbound import UnboundCompression
 
 _NEVER = 100  # calls in a row that trace, after which users are told that nothing comes of it
 _SETTLING = 2  # calls after a switch in which something owed may still go out by operations of its own
+
+
+def _sparse_for(optimizer: Any) -> Optional[str]:
+    if not isinstance(unwrapped(optimizer), SGD):
+        return None
+    return "dgc" if can_take_over(optimizer) else "topk"
 
 
 class ChosenCompression(Chosen, BoundCompression):
@@ -37,7 +43,7 @@ class ChosenCompression(Chosen, BoundCompression):
         self._settling = 0  # calls until operations of something owed can be left out
 
     def bind(self, optimizer: Any) -> None:
-        candidates = list(self._auto["candidates"] or default_candidates(can_take_over(optimizer)))
+        candidates = list(self._auto["candidates"] or default_candidates(_sparse_for(optimizer)))
         for spec in candidates:
             self._choose(get_compressor(spec), optimizer)
         self._choice = self._new_choice(self._auto, candidates)

@@ -1,13 +1,22 @@
 """Keras optimizers whose ranks exchange what they would add to the variables, compressed, in place of gradients."""
+import contextlib
 import functools
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+import zlib
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..binding import is_elastic, warn_once
-from ..handshake import agree
-from ..updates import Nesterov, check_ranks_of_set, check_rounds, compressor_for_updates
+from ..handshake import agree, gather, warning_when_stalled
+from ..updates import (
+    Nesterov,
+    alike_in,
+    check_ranks_of_set,
+    check_rounds,
+    compressor_for_updates,
+    methods_of,
+)
 from .adam import AdamW
 from .compression import BoundCompression
 from .horovod_internals import is_horovods, is_optimizer, reducing, scaler_around
@@ -94,9 +103,24 @@ def _exchanging(optimizer: Any, rounds: "_Rounds") -> Any:
 
     members = {"apply_gradients": apply_gradients, "take_part": take_part, "average_state": average_state}
     members.update({"build": build_variables} if rounds.keeps else {})
+    of_all = {*dir(tf.keras.optimizers.Optimizer), *dir(tf.keras.optimizers.legacy.Optimizer)}
+    for name in methods_of(base, of_all, ("keras", "tensorflow", "horovod", "horovod_compress")):
+        members[name] = _watched(getattr(base, name), rounds)
     members.update(compression=property(lambda self: rounds.compression), local_steps=property(lambda self: rounds.local_steps))
     changed = type(base)(base.__name__, (base,), members)
     return changed
+
+
+def _watched(method: Callable[..., Any], rounds: "_Rounds") -> Callable[..., Any]:
+    """A method of the optimizer's own, after which ranks have the same variables."""
+
+    @tf.autograph.experimental.do_not_convert
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with rounds.outside_step(method.__name__):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class ShareUpdates(tf.keras.callbacks.Callback):
@@ -133,6 +157,20 @@ class UpdateCompression(BoundCompression):
         names = f"{self._label}.state"
         advice = "Where a rank has taken no step yet, call average_state() later"
         agree(self._transport, names, [variable.shape.as_list() for variable in variables], "called average_state()", advice)
+        self._mean(names, variables)
+
+    def make_alike(self, method: str, sums: List[int], variables: Sequence[Any]) -> None:
+        """Makes variables their mean over ranks where they differ. method: what all ranks have
+        called; sums: a checksum of each variable."""
+        if not self._active:
+            return
+        names, size = f"{self._label}.{method}", self._transport.size
+        missing = f"not all {size} ranks have called {method}() of their optimizer yet"
+        with warning_when_stalled(f"{missing} (collective {names})"):
+            found = gather(self._transport, names, sums)
+        self._mean(names, [each for each, same in zip(variables, alike_in(found)) if not same])
+
+    def _mean(self, names: str, variables: Sequence[Any]) -> None:
         for i, variable in enumerate(variables):
             mean = hvd.allreduce(tf.cast(variable, _at_least_float32(variable)), name=f"{names}.{i}", op=hvd.Average, process_set=self._process_set)
             variable.assign(tf.cast(mean, variable.dtype))
@@ -157,6 +195,7 @@ class _Rounds:
         self._shared: Dict[Any, Any] = {}  # for each variable the value that all ranks share, where a round has several steps
         self._momenta: Dict[Any, Any] = {}  # of the outer optimizer, for each variable
         self._local_steps: Any = None  # since the last exchange, where a round has several
+        self._inside = False  # whether the optimizer itself is at work
 
     @property
     def keeps(self) -> bool:
@@ -186,27 +225,59 @@ class _Rounds:
                 "hvdc.UpdateOptimizer(keras.mixed_precision.LossScaleOptimizer(optimizer))"
             )
         if not self._process_set.included() or self._outer is None and self._process_set.size() == 1:
-            return local_step()  # A rank alone has its variables already.
+            return self._own(local_step)  # A rank alone has its variables already.
         variables = self._begin_alike(grads_and_vars)
         if self._every == 1:
             shared = [variable.read_value() for variable in variables]
-            result = local_step()
+            result = self._own(local_step)
             self._exchange(variables, shared)
             return result
         self._begin_round(variables)
-        result = local_step()
+        result = self._own(local_step)
         taken = self._local_steps.assign_add(1)
         tf.cond(taken >= self._every, lambda: self._end_round(variables), tf.no_op)
         return result
 
+    def _own(self, local_step: Callable[[], Any]) -> Any:
+        before, self._inside = self._inside, True
+        try:
+            return local_step()
+        finally:
+            self._inside = before
+
+    @contextlib.contextmanager
+    def outside_step(self, method: str) -> Iterator[None]:
+        """Around a method of the optimizer's own. What that makes of variables depends on what the
+        optimizer keeps, which is each rank's own: all ranks take the mean of what they have
+        then."""
+        if self._inside or not tf.executing_eagerly():
+            yield
+            return
+        variables = [ref.deref() for ref in self._moving]
+        before = [_checksum(variable) for variable in variables]
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+        after = [_checksum(variable) for variable in variables]
+        if after != before:
+            self.compression.make_alike(method, after, variables)
+
     def _begin_alike(self, grads_and_vars: List[Tuple[Any, Any]]) -> List[Any]:
-        """Gives all ranks rank 0's values of variables that have not been here before. Returns those that have gradients, whose updates are
-        exchanged."""
+        """Gives all ranks rank 0's values of variables that have not been here before, and of what
+        is kept for them, because rank 0 alone may have loaded a state. Returns those that have
+        gradients, whose updates are exchanged."""
         new = [variable for _, variable in grads_and_vars if variable.ref() not in self._known]
         if new:
             with tf.init_scope():
                 self.compression.handshake()
-                hvd.broadcast_variables(new, root_rank=(self._process_set.ranks or [0])[0], process_set=self._process_set)
+                refs = [variable.ref() for variable in new]
+                both = (self._shared, self._momenta)
+                kept = [its[ref] for its in both for ref in refs if ref in its]
+                counted = [] if self._local_steps is None else [self._local_steps]
+                root = (self._process_set.ranks or [0])[0]
+                hvd.broadcast_variables([*new, *kept, *counted], root, self._process_set)
         self._known.update(variable.ref() for variable in new)
         moving = {variable.ref(): variable for grad, variable in grads_and_vars if grad is not None}
         if self._every > 1 and self._moving and moving.keys() != self._moving.keys():
@@ -273,3 +344,7 @@ def _warn() -> None:
         "updates were not finite on some rank, so no rank's variables have moved in that step. Where it goes on so, the moments of some rank's "
         "optimizer are not finite: load what was last saved on all ranks"
     )
+
+
+def _checksum(variable: Any) -> int:
+    return zlib.crc32(variable.numpy().tobytes())

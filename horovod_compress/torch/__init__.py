@@ -50,5 +50,6 @@ class Compression(metaclass=Algorithms):
         error: float = 1.0, candidates: Optional[Sequence[str]] = None, probe_steps: int = 30, margin: float = 0.05,
         grad_scaler: Any = None, discardable: bool = False,
     ) -> AutoCompression:
-        """The fastest of several on this job, which is found out while training begins; see `AutoCompression`."""
+        """The fastest of several on this job, where that is beyond its noise, else the dense one.
+        See `AutoCompression`."""
         return AutoCompression(error, candidates, probe_steps, margin, grad_scaler, discardable)

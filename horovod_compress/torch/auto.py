@@ -11,12 +11,18 @@ from .sgd import can_take_over, is_plain_sgd
 from .unbound import UnboundCompression
 
 
+def _sparse_for(optimizer: torch.optim.Optimizer) -> Optional[str]:
+    if not isinstance(optimizer, torch.optim.SGD):
+        return None
+    return "dgc" if can_take_over(optimizer) and not is_plain_sgd(optimizer) else "topk"
+
+
 class ChosenCompression(Chosen, BoundCompression):
     """What AutoCompression becomes: a compression that is switched from candidate to candidate, until one is chosen."""
 
     def __init__(self, auto: Dict[str, Any], optimizer: torch.optim.Optimizer, named_parameters: Any, **options: Any) -> None:
         self.refuse_elastic()
-        candidates = list(auto["candidates"] or default_candidates(can_take_over(optimizer) and not is_plain_sgd(optimizer)))
+        candidates = list(auto["candidates"] or default_candidates(_sparse_for(optimizer)))
         self._in_force = candidates[-1]
         super().__init__(self._in_force, optimizer, named_parameters, **options)
         for spec in candidates:

@@ -117,6 +117,13 @@ def compression_of(optimizer: Any) -> Any:
     return getattr(optimizer, "_compression", None)
 
 
+def let_broadcast_begin(optimizer: torch.optim.Optimizer) -> None:
+    """Has hvd.broadcast_optimizer_state take this optimizer for one of Horovod's: where that has no
+    state yet, it calls the step() of the class which the optimizer's extends, for the optimizer's
+    own would wait for ranks that have one."""
+    optimizer.__module__ = hvd.DistributedOptimizer.__module__
+
+
 def handlers_of(state: TorchState) -> Iterable[StateHandler]:
     """The handlers of what an elastic state was given, in an order that is the same on all ranks."""
     return state._handlers.values()

@@ -10,12 +10,12 @@ from ..binding import Binding, is_elastic
 from ..compressors import get_compressor
 from ..compressors.base import OWED, Compressor
 from ..exchange import Exchange
-from ..handshake import agree, gather
+from ..handshake import agree, gather, warning_when_stalled
 from ..transport.base import Transport
 from ..transport.horovod import HorovodTransport, synchronize
 from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
-from ..updates import compressor_for_updates
+from ..updates import alike_in, compressor_for_updates
 
 
 class UpdateCompression(Binding):
@@ -51,12 +51,17 @@ class UpdateCompression(Binding):
         over_mpi = getattr(compressor, "transport", "horovod") == "mpi"
         return MPITransport(hvd, self._process_set) if over_mpi else HorovodTransport(self._process_set)
 
-    def begin(self, parameters: Dict[str, int]) -> None:
-        """Compares what must be alike on all ranks before the first step; parameters: a checksum of each."""
+    def begin(self, parameters: Dict[str, int], local_steps: int) -> None:
+        """Compares what must be alike on all ranks before the first step. parameters: a checksum of
+        each that ranks share; local_steps: so many since then."""
         self._refuse_unsynced("hvd.elastic.TorchState(model=model, optimizer=optimizer) of this UpdateOptimizer")
         if self._active and not self._agreed:
-            advice = "Start all ranks alike, and call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step"
-            description = {**self._description(), "parameters": parameters}
+            advice = (
+                "Start all ranks alike, or load on every rank what that rank has saved, and call "
+                "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step"
+            )
+            shared = {"local_steps": local_steps, "parameters": parameters}
+            description = {**self._description(), **shared}
             agree(self._transport, self._label, description, "come to the first step of their UpdateOptimizer", advice)
         self._agreed = True
 
@@ -93,6 +98,21 @@ class UpdateCompression(Binding):
         names = f"{self._label}.state"
         advice = "Where a rank has taken no step yet, or had no gradient of a parameter, call average_state() later"
         agree(self._transport, names, {name: list(tensor.shape) for name, tensor in tensors.items()}, "called average_state()", advice)
+        self._mean(names, tensors)
+
+    def make_alike(self, method: str, sums: List[int], tensors: Dict[str, torch.Tensor]) -> None:
+        """Makes tensors their mean over ranks where they differ. method: what all ranks have
+        called. sums: a checksum of each tensor."""
+        if not self._active:
+            return
+        names, size = f"{self._label}.{method}", self._transport.size
+        missing = f"not all {size} ranks have called {method}() of their optimizer yet"
+        with warning_when_stalled(f"{missing} (collective {names})"):
+            found = gather(self._transport, names, sums)
+        differing = [name for name, same in zip(tensors, alike_in(found)) if not same]
+        self._mean(names, {name: tensors[name] for name in differing})
+
+    def _mean(self, names: str, tensors: Dict[str, torch.Tensor]) -> None:
         hosts = {name: tensor.to("cpu", torch.promote_types(tensor.dtype, torch.float32)).contiguous() for name, tensor in tensors.items()}
         handles = [hvd.allreduce_async_(host, name=f"{names}.{name}", op=hvd.Average, process_set=self._process_set) for name, host in hosts.items()]
         for handle, (name, host) in zip(handles, hosts.items()):
@@ -129,6 +149,12 @@ class UpdateCompression(Binding):
     def abandon(self) -> None:
         """Gives an exchange up that was interrupted."""
         self._exchange.abandon()
+
+    def steps_of_all(self) -> List[int]:
+        """How many exchanges each rank has had, with those before it has loaded a state."""
+        if not self._active:
+            return [0]
+        return gather(self._transport, f"{self._label}.steps", self._exchange.steps_taken())
 
     # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------
 

@@ -10,12 +10,25 @@ import torch
 
 from .. import checkpoint
 from ..binding import warn_once
+from ..handshake import MismatchError
 from ..updates import Nesterov, check_ranks_of_set, check_rounds
 from .adam import AdamW
-from .horovod_internals import own_class
+from .horovod_internals import let_broadcast_begin, own_class
+from .outside_step import Probe, watch
 from .parameters import NamedParameters, Slot, flat_memory, loses_numbers, named
 from .state_names import rekeyed, renaming
 from .update_compression import UpdateCompression
+
+_NOT_NEEDED = (
+    "an UpdateOptimizer's state is each rank's own, and hvd.broadcast_optimizer_state gives all "
+    "ranks that of one: delete the line hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
+)
+_ONE_STATE = (
+    "rank 0 has loaded a state of its UpdateOptimizer, and other ranks have not: all go on from "
+    "rank 0's, its optimizer's state too, without what the others had not sent. Load on every rank "
+    "what that rank has saved, or a portable state, and delete the line "
+    "hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
+)
 
 
 class _Parameter(Slot):
@@ -63,7 +76,29 @@ class _Parameter(Slot):
             self.param.copy_(self.shared).add_(self.loaded.to(self.param.device))
 
 
-class UpdateOptimizer(torch.optim.Optimizer):
+class _Beginning(torch.optim.Optimizer):
+    """What an UpdateOptimizer is to hvd.broadcast_optimizer_state on ranks whose optimizer has no
+    state yet: they take this step, in which no other rank takes part."""
+
+    _optimizer: torch.optim.Optimizer
+    _parameters: List[_Parameter]
+    _inside: bool
+
+    @torch.no_grad()
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
+        """Makes the optimizer's state, and leaves parameters as they are."""
+        before = [each.param.clone() for each in self._parameters]
+        self._inside = True
+        try:
+            self._optimizer.step()
+        finally:
+            self._inside = False
+            for each, values in zip(self._parameters, before):
+                each.param.copy_(values)
+        warn_once(_NOT_NEEDED)
+
+
+class UpdateOptimizer(_Beginning):
     """Makes an optimizer a compressed one: each rank takes its own step with its own gradients, what the step adds to the parameters is
     compressed with error feedback and exchanged, and all ranks add the mean. So the optimizer's momentum, second moments, weight decay and learning
     rate are inside what is sent, and nothing is taken over from it.
@@ -75,7 +110,11 @@ class UpdateOptimizer(torch.optim.Optimizer):
     It takes the place of hvd.DistributedOptimizer: Horovod reduces no gradients. Parameters are bit-identical on all ranks after each exchange;
     the optimizer's own state is each rank's.
 
-    optimizer: any torch optimizer, with real floating-point parameters. Its parameter groups are this one's, so schedulers may have either.
+    optimizer: any torch optimizer but L-BFGS, with real floating-point parameters. Its parameter
+        groups are this one's, so schedulers may have either, and so are its methods: call them on
+        either. Where one changes parameters outside of step(), as train() and eval() of
+        schedule-free optimizers do, all ranks call it, and parameters become their mean over ranks,
+        bit-identical.
     named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered by parameter group.
     compression: a spec, as for horovod_compress.get_compressor, or hvdc.Compression.topk(…). dgc selects as topk does here.
     every: how many local steps come before each exchange (H of DiLoCo, arXiv 2311.08105). In between ranks' parameters differ.
@@ -98,9 +137,14 @@ class UpdateOptimizer(torch.optim.Optimizer):
         every: int = 1, outer: Optional[Nesterov] = None, process_set: Any = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"UpdateOptimizer needs a torch optimizer, not an object of {type(optimizer)}")
+            raise TypeError(
+                f"UpdateOptimizer needs a torch optimizer, not an object of {type(optimizer)}: "
+                "give it the optimizer that has the parameters, and put what is none around the "
+                "UpdateOptimizer"
+            )
         if isinstance(optimizer, UpdateOptimizer) or own_class(optimizer) is not type(optimizer):
             raise ValueError(f"{type(optimizer).__name__} exchanges already: give UpdateOptimizer the optimizer itself")
+        _refuse_lbfgs(optimizer)
         check_rounds(every, outer)
         for group in optimizer.param_groups if isinstance(optimizer, AdamW) else ():
             check_ranks_of_set(group["ranks"], process_set)
@@ -113,12 +157,21 @@ class UpdateOptimizer(torch.optim.Optimizer):
         self.local_steps = 0  # since the last exchange
         self._shows_shared = False  # whether this is within `shared_parameters`
         self._shared_is_kept = False  # whether, in an elastic job, parameters are to be the shared values which that went back to
+        self._inside = False  # whether the optimizer itself is at work
+        self._methods = watch(optimizer, self._outside_step)
+        let_broadcast_begin(self)
         self.__setstate__({})  # In place of torch's __init__, which would make parameter groups of its own: hooks, and step() that calls them.
 
     # The optimizer's own, also after that has loaded others.
     param_groups = property(lambda self: self._optimizer.param_groups)  # type: ignore[assignment]
     state = property(lambda self: self._optimizer.state)  # type: ignore[assignment]
     defaults = property(lambda self: self._optimizer.defaults)  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        """What the optimizer has beside what every optimizer has, such as train() and eval()."""
+        if name.startswith("_") and name not in self.__dict__.get("_methods", ()):
+            raise AttributeError(f"'UpdateOptimizer' object has no attribute '{name}'")
+        return getattr(self._optimizer, name)
 
     def __repr__(self) -> str:
         return f"UpdateOptimizer({self._optimizer!r}, {self.compression.config['id']}, every {self._every})"
@@ -166,7 +219,24 @@ class UpdateOptimizer(torch.optim.Optimizer):
         self._shared_is_kept = False
         if not self.compression._agreed:
             sums = {each.name: _checksum(each.shared) for each in self._parameters}
-            self.compression.begin(sums)
+            self.compression.begin(sums, self.local_steps)
+            self._go_on_from_rank_0()
+
+    def _go_on_from_rank_0(self) -> None:
+        """Where rank 0 alone has loaded a state, as scripts for Horovod do that resume, all ranks
+        go on from that."""
+        steps = self.compression.steps_of_all()
+        if len(set(steps)) == 1:
+            return
+        of_all_ranks = self.compression._process_set.process_set_id == 0
+        if not of_all_ranks or any(each not in (0, steps[0]) for each in steps):
+            raise MismatchError(
+                f"ranks have loaded states of different steps, {steps} in rank order: load on "
+                "every rank what that rank has saved at one step, or a portable state"
+            )
+        self._sync()
+        if self.compression._exchange.rank == 0:
+            warn_once(_ONE_STATE)
 
     def _local_step(self, closure: Optional[Callable[[], Any]]) -> Any:
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)  # a GradScaler's
@@ -177,7 +247,35 @@ class UpdateOptimizer(torch.optim.Optimizer):
                 for param in group["params"]:
                     if param.grad is not None:
                         param.grad.div_(scale.to(param.grad.device))
-        return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
+        self._inside = True
+        try:
+            return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
+        finally:
+            self._inside = False
+
+    @contextlib.contextmanager
+    def _outside_step(self, method: str) -> Iterator[None]:
+        """Around a method of the optimizer's own. What that makes of parameters depends on the
+        optimizer's state, which is each rank's own: all ranks take the mean of what they have
+        then."""
+        if self._inside:
+            yield
+            return
+        if self._shows_shared:
+            raise RuntimeError(
+                f"call {method}() before or after `with optimizer.shared_parameters():`, not in it"
+            )
+        params = [each.param for each in self._parameters]
+        before = Probe(params)
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+        if Probe(params).differs(before):
+            values = {each.name: each.param.detach() for each in self._parameters}
+            sums = [_checksum(each) for each in values.values()]
+            self.compression.make_alike(method, sums, values)
 
     def _exchange(self) -> None:
         if self._outer is None and not self.compression._active:
@@ -348,6 +446,19 @@ class UpdateOptimizer(torch.optim.Optimizer):
         found, expected = ([len(group["params"]) for group in each] for each in (groups, self.param_groups))
         if found != expected:
             raise ValueError(f"this state does not fit: its parameter groups have {found} parameters, those of the optimizer {expected}")
+
+
+def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
+    """ValueError for an optimizer that takes parameters to be where its last step has left them."""
+    names = [each.__name__ for each in type(optimizer).__mro__]
+    kin = next((name for name in names if "lbfgs" in name.lower()), None)
+    if kin is not None:
+        raise ValueError(
+            f"{kin} learns curvature from how far its own last step went and how the gradient has "
+            "changed since. Here parameters go where the mean of all ranks' steps takes them, so "
+            "the two do not belong together, and it diverges: give UpdateOptimizer an optimizer "
+            "that does not look back at its own steps, such as SGD or AdamW"
+        )
 
 
 def _trained(optimizer: torch.optim.Optimizer, named_parameters: Optional[NamedParameters]) -> Dict[str, torch.Tensor]:

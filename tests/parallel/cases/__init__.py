@@ -17,6 +17,7 @@ from . import (
     horovod_options,
     hosts,
     optimizers,
+    outside_step,
     recording,
     samples,
     split,
@@ -35,5 +36,5 @@ __all__ = ["CASES", "start"]
 
 CASES = joined(
     dense_limit, optimizers, horovod_options, states, errors, samples, split, algorithms, transports, faults, uneven, unbound, switches, automatic,
-    recording, updates, update_faults, devices, hosts, steps, defaults, float64,
+    recording, updates, update_faults, outside_step, devices, hosts, steps, defaults, float64,
 )

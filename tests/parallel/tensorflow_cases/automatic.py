@@ -110,7 +110,8 @@ def auto_serves_tapes_without_an_optimizer():
         step = exchanged(compression, in_graph=in_graph)
         for i in range(30):
             step(told(i))
-        assert compression.plan["spec"] and list(compression.plan["candidates"])[2:] == ["topk:ratio=0.01", "topk:ratio=0.01,min_numel=65536"]
+        # Which may be Adam: nothing sparse is tried by itself.
+        assert compression.plan["spec"] and list(compression.plan["candidates"]) == ["none", "fp16"]
 
 
 @case(2)
@@ -121,6 +122,8 @@ def auto_chooses_where_horovods_function_is_traced_already():
         wrapped = hvd.DistributedOptimizer(optimizer, compression=compression)
         fit(model, wrapped, 2)
         fit(model, wrapped, 25)
+        expected = FOUR if isinstance(optimizer, keras.optimizers.SGD) else FOUR[:2]
+        assert list(compression.plan["candidates"]) == expected, compression.plan
         assert compression.plan["spec"], compression.plan
         assert_replicas_identical(model)
 

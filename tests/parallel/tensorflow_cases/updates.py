@@ -285,6 +285,96 @@ def rounds_go_on_after_a_checkpoint():
 
 
 @case(2)
+def a_state_that_rank_0_alone_has_loaded():
+    """In the middle of a round, as scripts for Horovod resume, with its broadcast of the
+    optimizer's variables and without: all ranks go on in the same round."""
+
+    def start():
+        variables = zeros()
+        sgd = keras.optimizers.SGD(0.05, momentum=0.5)
+        optimizer = hvdc.UpdateOptimizer(sgd, "none", every=3, outer=hvdc.Nesterov())
+        optimizer.build(list(variables.values()))
+        return variables, optimizer, stepping(optimizer, variables)
+
+    variables, optimizer, step = start()
+    for i in range(7):
+        step(told(i, NAMES))
+    saved = [v.numpy() for v in (*variables.values(), *optimizer.variables)]
+    for broadcast in (False, True):
+        variables, optimizer, step = start()
+        for variable, value in zip((*variables.values(), *optimizer.variables), saved):
+            if hvd.rank() == 0:
+                variable.assign(value)
+        if broadcast:
+            hvdt.broadcast_variables(optimizer.variables, root_rank=0)
+        for i in range(5):
+            step(told(i, NAMES))
+        assert optimizer.local_steps == 0
+        assert_alike(variables)
+        for i in range(3):  # which would differ with the outer momentum
+            step(told(i, NAMES))
+        assert_alike(variables)
+
+
+@case(2)
+def horovods_callback_that_broadcasts_is_no_deadlock():
+    for every in (1, 3):
+        model = model_of(hvd.rank())
+        optimizer = hvdc.UpdateOptimizer(keras.optimizers.Adam(0.01), "topk:ratio=0.1", every=every)
+        fitted(model, optimizer, 6, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+        assert_replicas_identical(model)
+
+
+class Averaging(keras.optimizers.SGD):
+    """SGD with an average of the variables, which it swaps with them."""
+
+    def build(self, var_list):
+        super().build(var_list)
+        if not hasattr(self, "averages"):
+            kept = self.add_variable_from_reference
+            self.averages = [kept(v, "average", initial_value=v) for v in var_list]
+
+    def apply_gradients(self, grads_and_vars, *args, **kwargs):
+        pairs = list(grads_and_vars)
+        result = super().apply_gradients(pairs, *args, **kwargs)
+        for average, (_, variable) in zip(self.averages, pairs):
+            average.assign_add(0.5 * (variable - average))
+        return result
+
+    def swap(self, variables):
+        for average, variable in zip(self.averages, variables):
+            value = variable.numpy()
+            variable.assign(average)
+            average.assign(value)
+
+    def rate(self):
+        return float(self.learning_rate)
+
+
+@case(2)
+def an_optimizer_that_swaps_variables_shows_their_mean():
+    """It is linear in gradients, so what is shown is that of one optimizer with mean gradients."""
+    for in_graph in (True, False):
+        variables, optimizer = zeros(), hvdc.UpdateOptimizer(Averaging(0.1), "none")
+        expected, average = dict.fromkeys(NAMES, 0.0), dict.fromkeys(NAMES, 0.0)
+        optimizer.build(list(variables.values()))
+        step = stepping(optimizer, variables, in_graph)
+        for i in range(4):
+            step(told(i, NAMES))
+            for name in NAMES:
+                mean = mean_of(told(i, NAMES)[name], f"mean of {name}")
+                expected[name] = expected[name] - 0.1 * mean
+                average[name] = 0.5 * (average[name] + expected[name])
+        if hvd.rank() == 0:
+            assert optimizer.rate() > 0.09  # which changes nothing, and waits for nobody
+        for shown in (average, expected):
+            optimizer.swap(list(variables.values()))
+            assert_alike(variables)
+            for name in NAMES:
+                assert np.abs(variables[name].numpy() - shown[name]).max() < 1e-5, name
+
+
+@case(2)
 def a_model_in_half_precision_with_a_layer_that_has_no_gradients():
     """Its loss scale is inside; rounds of two steps; and all variables, those without gradients too, are alike on all ranks."""
     keras.mixed_precision.set_global_policy("mixed_float16")
