@@ -63,7 +63,7 @@ def test_the_sanitizer_sees_what_it_should(environment):
     assert run(beside, "-c", code).strip() == environment["NATIVE_UNDER_TEST"]
 
 
-@pytest.mark.parametrize("payloads", [10_000, pytest.param(100_000, marks=pytest.mark.release)])
+@pytest.mark.parametrize("payloads", [11_000, pytest.param(100_000, marks=pytest.mark.release)])
 def test_hostile_payloads(environment, payloads):
     found = run(environment, HERE / "fuzz_wire.py", str(payloads))
     assert found.startswith(f"native: {payloads} hostile payloads")
