@@ -173,7 +173,8 @@ def _seconds(function: Callable[[], Any], before: Callable[[], Any] = lambda: No
 
 def _slowest(seconds: Sequence[float], name: str) -> List[float]:
     """The largest of all ranks, of each."""
-    return hvd.allreduce(torch.tensor(seconds, dtype=torch.float64, device="cpu"), op=hvd.Max, name=name).tolist()
+    mine = torch.tensor(seconds, dtype=torch.float64, device="cpu")
+    return hvd.allreduce(mine, op=hvd.Max, name=name).tolist()
 
 
 def _parameter(shape: Tuple[int, ...]) -> torch.nn.Parameter:

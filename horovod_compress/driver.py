@@ -39,6 +39,13 @@ def check_unit(unit: float) -> None:
         raise RuntimeError(f"the loss scale has come to {unit}: were gradients not finite in every step?")
 
 
+def _squared_norm(gradient: Any) -> float:
+    # Kernels know no float64.
+    if gradient.dtype == np.float64:
+        return float(np.dot(gradient, gradient))
+    return kernels.of(gradient).squared_norm(gradient)
+
+
 class Observer(Protocol):
     """What is told of steps."""
 
@@ -130,9 +137,11 @@ class Driver(ABC):
         return tensor is not None and tensor.compressor.on_device and not split and tensor.numel < 2**31
 
     def carries_float64(self, name: str) -> bool:
-        """Whether gradients of float64 of this tensor may come as such, because they are not compressed; else they have to be float32."""
+        """Whether gradients of float64 of this tensor may come as such, because they are not
+        compressed; else they have to be float32."""
         tensor = self._tensors.get(name)
-        return tensor is not None and tensor.compressor.carries_float64 and self._now.clip_norm is None
+        clips = self._now.clip_norm is not None
+        return tensor is not None and tensor.compressor.carries_float64 and not clips
 
     @property
     def under_way(self) -> bool:
@@ -196,9 +205,7 @@ class Driver(ABC):
             tensor.keep()
         if self.observer is not None and self.observer.wants(step.index):
             gradient = grad if step.base is None else grad - step.base
-            # Kernels know no float64.
-            squared_norm = np.dot(gradient, gradient) if gradient.dtype == np.float64 else kernels.of(grad).squared_norm(gradient)
-            tensor.gradient_squares = float(squared_norm) / tensor.unit**2
+            tensor.gradient_squares = _squared_norm(gradient) / tensor.unit**2
         alone = self._dense_alone and step.size == 1 and tensor.compressor.residual(tensor.state) is not None
         dense = not alone and self._goes_dense(tensor, step)
         if dense and not self._dense_was_logged:
@@ -308,10 +315,11 @@ class Driver(ABC):
         """Totals of this rank since the start, by name:
 
         steps; steps_undone: not finite, or abandoned; bytes_sent, bytes_received: by this rank through collectives,
-        carriers and frames included; dense_bytes: all gradients, in the type in which the exchange gets them; ratio: dense_bytes / bytes_sent;
-        elements_sent; encode_seconds, exchange_seconds (waiting), decode_seconds; residual_norm: ‖v‖₂ over all tensors,
-        now (in the middle of a step, what was just sent may be in it); overflows: how often a tensor had finite elements
-        that became infinite in float16.
+        carriers and frames included; dense_bytes: all gradients, in the type in which the
+        exchange gets them; ratio: dense_bytes / bytes_sent; elements_sent; encode_seconds,
+        exchange_seconds (waiting), decode_seconds; residual_norm: ‖v‖₂ over all tensors, now (in the
+        middle of a step, what was just sent may be in it); overflows: how often a tensor had finite
+        elements that became infinite in float16.
         """
         if not self.under_way:
             self.arrays()

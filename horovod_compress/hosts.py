@@ -78,13 +78,14 @@ class Host:
     def meet(self, transport: Gathering, label: str, host: int) -> None:
         """Makes the memory of tensors that have none. All ranks call it alike; host: which host this rank says to be on. RuntimeError, on all ranks
         alike, where the ranks of one host cannot share memory."""
-        said = gather(transport, f"{label}.hosts", [host, self.local, secrets.token_hex(_TOKEN // 2)])
+        mine = [host, self.local, secrets.token_hex(_TOKEN // 2)]
+        said = gather(transport, f"{label}.hosts", mine)
         self.places = [local for _, local, _ in said]
         tokens = {local: token for each, local, token in said if each == host}
         numels = list(self._wanted.values())
         starts = np.cumsum([0, *(-(-numel // _ALIGNED) * _ALIGNED for numel in numels)])
-        # Until all have opened it, the file has a name and holds their tokens. It gets its memory when it has no name any
-        # more, so that whenever ranks are killed none of that is left behind.
+        # Until all have opened it, the file has a name and holds their tokens. It gets its memory
+        # when it has no name any more, so that whenever ranks are killed none of that is left behind.
         path = os.path.join(_FOLDER, f"horovod_compress-{next(iter(tokens.values()))}")
         with contextlib.ExitStack() as stack:
             try:
@@ -111,7 +112,8 @@ class Host:
 
     def _missing(self, handle: int, tokens: Dict[int, str]) -> Optional[str]:
         """Why ranks of this host are not those that have opened this file."""
-        found = {local: os.pread(handle, _TOKEN, local * _TOKEN).decode() for local in range(self.size)}
+        places = range(self.size)
+        found = {local: os.pread(handle, _TOKEN, local * _TOKEN).decode() for local in places}
         missing = [str(local) for local in found if found[local] != tokens.get(local)]
         return f"what local rank {', '.join(missing)} has put into {_FOLDER} is not there. {_ADVICE}" if missing else None
 
@@ -138,7 +140,7 @@ def _try(make: Any) -> Tuple[Optional[str], Any]:
 
 
 def _opened(path: str, local: int, token: str) -> int:
-    """Opens a file, which the first rank of a host that comes makes, and puts a rank's token into it."""
+    """Opens a file, which the first rank of a host that comes makes, and puts a token into it."""
     handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         os.pwrite(handle, token.encode(), local * _TOKEN)
@@ -268,8 +270,8 @@ class HostSharded(Compressor):
 
 
 def sharded(compressor: Compressor, host: Optional[Host], shape: Tuple[int, ...]) -> Compressor:
-    """The compressor of a tensor on a host, by what its option `hosts` says. A tensor with fewer rows than a host has ranks stays
-    whole, and so does one that has no rows, or nothing in them."""
+    """The compressor of a tensor on a host, by what its option `hosts` says. A tensor with fewer
+    rows than a host has ranks stays whole, and so does one that has no rows, or nothing in them."""
     if host is None or host.size == 1 or not getattr(compressor, "hosts", False):
         return compressor
     if not shape or shape[0] < host.size or not math.prod(shape):

@@ -33,8 +33,9 @@ class Recorder:
     recorded step's gradient, without loss scale and before it is compressed, and of what this rank keeps after it. (Small tensors that TensorFlow
     reduces directly count with the norm of the mean, and how long it waits is not known there.) docs/tutorial.md lists the keys.
 
-    Where an operating system's error keeps a record from being written, as on a full disk, training goes on. There is a
-    warning the first time, and the next record that can be written has the counts of those that could not.
+    Where an operating system's error keeps a record from being written, as on a full disk, training
+    goes on. There is a warning the first time, and the next record that can be written has the
+    counts of those that could not.
     """
 
     def __init__(self, driver: Driver, to: Destination, every: int = 10, by_tensor: bool = False) -> None:
@@ -109,8 +110,9 @@ class Recorder:
             if isinstance(self._to, (str, os.PathLike)):
                 to = self._of_rank(os.fspath(self._to))
             warnings.warn(
-                f"horovod_compress: the record of step {step} cannot be written to {to}: {error.strerror or error}. "
-                "Training goes on, and so do tries to write later records", RuntimeWarning, stacklevel=2,
+                f"horovod_compress: the record of step {step} cannot be written to {to}: "
+                f"{error.strerror or error}. Training goes on, and so do tries to write later records",
+                RuntimeWarning, stacklevel=2,
             )
 
 

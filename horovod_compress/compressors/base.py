@@ -150,7 +150,8 @@ class Compressor(ABC):
     corrects_momentum = False  # takes over the optimizer's momentum: has options momentum, nesterov and a method bound
     clip_norm = None  # type: Optional[float]  # where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is there
     on_device: ClassVar[bool] = False  # whether the kernels on a device are all that it needs: each class says so for itself
-    # Whether gradients of float64 are carried as such: each class says so for itself. Else they become float32 before `encode`.
+    # Whether gradients of float64 are carried as such: each class says so for itself. Else they
+    # become float32 before `encode`.
     carries_float64: ClassVar[bool] = False
     takes_base = False  # whether `encode` subtracts `Step.base` itself, and leaves the gradient as that is where it would leave it zero
     same_kernels = False  # whether replicas agree only where all ranks have native kernels, or all the reference

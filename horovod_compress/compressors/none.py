@@ -26,7 +26,9 @@ class NoCompression(Compressor):
             grad *= np.float32(step.scale)
         return HostReduce(grad)
 
-    def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float) -> Decoded:
+    def decode_dense(
+        self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float
+    ) -> Decoded:
         if reduced.dtype != np.float64:
             return super().decode_dense(reduced, out, state, scale)
         if reduced is not out:

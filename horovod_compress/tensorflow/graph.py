@@ -104,7 +104,8 @@ class GraphCompression(Binding):
         call, (_, variable) = self._call, self._call.variables[i]
         if variable.direct:
             # It is reshaped because `_begin` may refuse the step: a control dependency would stay outside of the branch that reduces.
-            carrier = tf.reshape(tf.cast(tensor, variable.carried), call.flat[i], name=f"{self._label}.{variable.number}")
+            name = f"{self._label}.{variable.number}"
+            carrier = tf.reshape(tf.cast(tensor, variable.carried), call.flat[i], name=name)
             return carrier, (variable, tensor.dtype, [call.number])
         sends_number = variable.name == self._exchange.sends_number
         with tf.device("/cpu:0"):
@@ -228,7 +229,8 @@ class GraphCompression(Binding):
         return [self._variables[key] for key in keys]
 
     def _make_known(self, new: Dict[Any, Tuple[str, Tuple[int, ...], bool]]) -> None:
-        """Adds variables, {key: (name, shape, whether it is of float64)}, with the state that was loaded for them."""
+        """Adds variables, {key: (name, shape, whether it is of float64)}, with the state that was
+        loaded for them."""
         shapes = {name: list(shape) for name, shape, _ in new.values()}
         if not (self._elastic and self._saved):  # which this rank has from others, that know these variables already
             agree(self._transport, f"{self._label}.{len(self._variables)}", {"variables": shapes})
@@ -255,7 +257,8 @@ class GraphCompression(Binding):
         variable.carried, variable.moved = (collectives[0].dtype, ()) if collectives[0].verb == "host" else ("float32", collectives)
         if variable.is_float64 and self._exchange.carries_float64(variable.name):
             variable.carried = "float64"
-        dense = not variable.moved and variable.carried != "float16" and self._compressor.clip_norm is None
+        clips = self._compressor.clip_norm is not None
+        dense = not variable.moved and variable.carried != "float16" and not clips
         variable.direct = dense and not self._exchange.owes(variable.name) and not self._sees_gradients
         if not (self._microbatches and hasattr(compressor, "moments")):
             variable.squares, variable.observed = None, False
@@ -391,7 +394,8 @@ class GraphCompression(Binding):
         results = []
         for variable, grad in zip(variables, grads):
             squares = next(given).reshape(-1) if variable.squares is not None else None
-            flat = self._of_type(variable, np.array(grad, np.float64 if variable.is_float64 else np.float32).reshape(-1))
+            flat = np.array(grad, np.float64 if variable.is_float64 else np.float32).reshape(-1)
+            flat = self._of_type(variable, flat)
             result = self._exchange.step_alone(variable.name, flat, call, squares, squared_norm, lr)
             results.append(self._checked(variable, result, grad.dtype == np.float16).astype(grad.dtype, copy=False))
         return results
@@ -402,7 +406,8 @@ class GraphCompression(Binding):
             return grad
         with np.errstate(over="ignore", under="ignore"):
             narrow = grad.astype(variable.result)
-        if not self._has_told_of_float32 and ((narrow == 0) & (grad != 0) | np.isinf(narrow) & np.isfinite(grad)).any():
+        lost = (narrow == 0) & (grad != 0) | np.isinf(narrow) & np.isfinite(grad)
+        if lost.any():
             self._tell_of_float32(variable.name)
         return narrow
 

@@ -172,7 +172,8 @@ class UpdateCompression(BoundCompression):
 
     def _mean(self, names: str, variables: Sequence[Any]) -> None:
         for i, variable in enumerate(variables):
-            mean = hvd.allreduce(tf.cast(variable, _at_least_float32(variable)), name=f"{names}.{i}", op=hvd.Average, process_set=self._process_set)
+            wide = tf.cast(variable, _at_least_float32(variable))
+            mean = hvd.allreduce(wide, name=f"{names}.{i}", op=hvd.Average, process_set=self._process_set)
             variable.assign(tf.cast(mean, variable.dtype))
 
     def switch(self, spec: Any) -> None:
@@ -212,7 +213,12 @@ class _Rounds:
             return
         owner = unwrapped(self._optimizer)
         if self._outer is not None:
-            self._momenta = {v.ref(): owner.add_variable(v.shape, _at_least_float32(v), "zeros", f"outer/{v.name.split(':')[0]}") for v in variables}
+            self._momenta = {
+                v.ref(): owner.add_variable(
+                    v.shape, _at_least_float32(v), "zeros", f"outer/{v.name.split(':')[0]}"
+                )
+                for v in variables
+            }
         if self._every > 1:
             self._local_steps = owner.add_variable([], tf.int64, "zeros", "local_steps")
             self._shared = {v.ref(): owner.add_variable_from_reference(v, "shared", initial_value=v) for v in variables}

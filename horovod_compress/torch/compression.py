@@ -180,7 +180,8 @@ class BoundCompression(Binding):
             # The other's memory stays as it is.
             tensor = tensor.clone()
         exchange = self._exchange
-        memory, array = slot.load(tensor, exchange.on_device(slot.name), exchange.carries_float64(slot.name))
+        carries_float64 = exchange.carries_float64(slot.name)
+        memory, array = slot.load(tensor, exchange.on_device(slot.name), carries_float64)
         if not self._has_told_of_float32 and loses_numbers(tensor, memory):
             self._tell_of_float32(slot.name)
         squares = self._moments.take(slot.name) if self._moments else None

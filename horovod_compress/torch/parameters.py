@@ -21,7 +21,9 @@ class Slot:
         self.name, self.param, self.following = name, param, self
         self._staging: Optional[torch.Tensor] = None  # a copy of the gradient, where its own memory does not serve
 
-    def load(self, grad: torch.Tensor, on_device: bool = False, carries_float64: bool = False) -> Tuple[torch.Tensor, Any]:
+    def load(
+        self, grad: torch.Tensor, on_device: bool = False, carries_float64: bool = False
+    ) -> Tuple[torch.Tensor, Any]:
         """(tensor, flat array) of contiguous float32: the gradient's own memory where possible. On the host, or with `on_device` where the gradient
         is, if that is a device that kernels serve. With `carries_float64` those of float64 stay that, on the host."""
         dtype = torch.float64 if carries_float64 and grad.dtype == torch.float64 else torch.float32
@@ -36,7 +38,8 @@ class Slot:
         if self._staging is None or self._staging.device != place or self._staging.dtype != dtype:
             if grad.device != place:
                 self._warn_of_copies(grad.device.type, on_device)
-            self._staging = torch.empty(grad.shape, dtype=dtype, device=place, pin_memory=grad.device.type == "cuda" and not served)
+            pinned = grad.device.type == "cuda" and not served
+            self._staging = torch.empty(grad.shape, dtype=dtype, device=place, pin_memory=pinned)
         self._staging.copy_(grad)
         return self._staging, flat(self._staging, served)
 
@@ -75,16 +78,18 @@ def flat(tensor: torch.Tensor, on_device: bool) -> Any:
 
 
 def loses_numbers(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
-    """Whether numbers of float64 that are finite and not 0 are infinite or 0 in their copy in float32."""
+    """Whether numbers of float64, finite and not 0, are infinite or 0 in their copy in float32."""
     if wide.dtype != torch.float64 or narrow.dtype == torch.float64:
         return False
     wide = wide.to(narrow.device)
     return bool(((narrow == 0) & (wide != 0) | narrow.isinf() & wide.isfinite()).any())
 
 
-def flat_memory(tensor: torch.Tensor, on_device: bool = False, dtype: torch.dtype = torch.float32) -> Any:
-    """The flat array that is a tensor's own memory: on the host, or with `on_device` on a device that kernels serve. None where it is not contiguous,
-    or of another type, or is elsewhere."""
+def flat_memory(
+    tensor: torch.Tensor, on_device: bool = False, dtype: torch.dtype = torch.float32
+) -> Any:
+    """The flat array that is a tensor's own memory: on the host, or with `on_device` on a device that
+    kernels serve. None where it is not contiguous, or of another type, or is elsewhere."""
     served = on_device and kernels.serves(tensor.device.type)
     fits = tensor.dtype == dtype and tensor.is_contiguous() and (served or tensor.device == _HOST)
     return flat(tensor, served) if fits else None

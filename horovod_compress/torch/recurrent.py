@@ -220,7 +220,8 @@ def _sequences(cell: _Cell, weight_gradient: Gradient, x: Tensor, *args: Any) ->
     weight_gradient = functools.partial(weight_gradient, packed=packed)
     if packed:
         sizes = lengths.tolist()
-        there = (torch.arange(sizes[0], dtype=torch.int64, device="cpu") < lengths[:, None]).to(x.device)
+        times = torch.arange(sizes[0], dtype=torch.int64, device="cpu")
+        there = (times < lengths[:, None]).to(x.device)
         x = x.new_zeros(*there.shape, x.shape[1]).masked_scatter(there[..., None], x)
     else:
         x = x.transpose(0, 1) if batch_first[0] else x

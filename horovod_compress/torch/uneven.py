@@ -154,7 +154,8 @@ def _continue_alike(members: List[_Member], trained: Sequence[Any]) -> None:
     """Where some rank has answered steps of the others, brings all ranks to the state of the first that trained to the end."""
     name, process_set = members[0].name, members[0].compression._process_set
     answered = any(member.answered for member in members)
-    found = torch.tensor([0 if answered else hvd.size() - hvd.rank(), answered], dtype=torch.int64, device="cpu")
+    place = 0 if answered else hvd.size() - hvd.rank()
+    found = torch.tensor([place, answered], dtype=torch.int64, device="cpu")
     last, some_answered = hvd.allreduce(found, name=f"{name}.last", op=hvd.Max, process_set=process_set).tolist()
     if not some_answered:
         return

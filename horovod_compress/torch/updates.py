@@ -54,7 +54,8 @@ class _Parameter(Slot):
         if self._in_place:
             return self.name, own, base
         self.param.sub_(self.shared)
-        self.loaded, flat = self.load(self.param.data, on_device, exchange.carries_float64(self.name))
+        carries_float64 = exchange.carries_float64(self.name)
+        self.loaded, flat = self.load(self.param.data, on_device, carries_float64)
         if not compression._has_told_of_float32 and loses_numbers(self.param.data, self.loaded):
             compression._tell_of_float32(self.name)
         return self.name, flat, None
@@ -283,7 +284,8 @@ class UpdateOptimizer(_Beginning):
             return  # A rank alone has its parameters already.
         finite = False
         try:
-            finite = self.compression.exchange(parameter.update(self.compression) for parameter in self._parameters)
+            updates = (parameter.update(self.compression) for parameter in self._parameters)
+            finite = self.compression.exchange(updates)
         finally:
             self.local_steps = 0
             for parameter in self._parameters:

@@ -59,7 +59,8 @@ def copied(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
     made from pinned memory."""
     dtype = arrays[0].dtype
     pinned = device.type == "cuda"
-    staged = torch.empty(sum(map(len, arrays)), dtype=_TORCH_TYPES[dtype], device="cpu", pin_memory=pinned)
+    numel = sum(map(len, arrays))
+    staged = torch.empty(numel, dtype=_TORCH_TYPES[dtype], device="cpu", pin_memory=pinned)
     np.concatenate(arrays, out=staged.numpy().view(dtype))
     return staged.to(device, non_blocking=True)
 

@@ -219,7 +219,8 @@ def _of_candidates(calls: List[_Update], floors: torch.Tensor, counts: torch.Ten
     ends = counts.cumsum(0)
     columns = zip(*((start, call.room, call.k) for start, call in zip(starts, calls)))
     begins, rooms, ks = programs.copied([np.array(column) for column in columns], device).chunk(3)
-    tensors = torch.arange(len(calls), dtype=torch.int64, device=device).repeat_interleave(rooms, output_size=total)
+    tensors = torch.arange(len(calls), dtype=torch.int64, device=device)
+    tensors = tensors.repeat_interleave(rooms, output_size=total)
     orders = tensors << 32 | programs.NO_MAGNITUDE
     rows = torch.empty((1 + states, total), dtype=torch.int32, device=device)
     table = [(call.numel, call.states[0].tensor, call.states[-1].tensor, start, call.room) for call, start in zip(calls, starts)]
