@@ -112,8 +112,12 @@ class Unapplied:
         self._left = [variable for variable in self._left if variable.ref() not in self._applied]
         for variable in self._left:
             now = first_values(variable).numpy()
-            before = self._values.setdefault(variable.ref(), now)
-            if not np.array_equal(before, now, equal_nan=True):
+            before = self._values.get(variable.ref(), now)
+            self._values[variable.ref()] = now
+            # Nothing is known before the optimizer was seen at work once: in
+            # `optimizer.apply_gradients(zip(tape.gradient(…), …))` Python looks the method up
+            # before the gradients come with which this compression is bound to the optimizer.
+            if self._applied and not np.array_equal(before, now, equal_nan=True):
                 raise ValueError(
                     f"{variable.name} has changed, and not by the optimizer that this compression "
                     "is bound to, whose momentum or learning rate its gradients have. Where "

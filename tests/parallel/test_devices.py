@@ -21,7 +21,7 @@ CASES = ("resume_is_bit_for_bit", "control_c_while_results_come", "sparse_embedd
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """{where: for each rank what 20 steps of training make}."""
+    """{where: for each rank what 8 steps of training make}."""
     found, case = {}, "what_training_makes_is_written"
     for place, environment in PLACES.items():
         folder = tmp_path_factory.mktemp(place.replace(" ", "-"))
