@@ -396,20 +396,17 @@ def an_error_of_a_signals_handler_comes_through_a_wait():
 
 
 @case(2)
-def a_step_that_synchronizes_nothing_waits_for_nothing():
-    """Rank 1 begins its backward pass when rank 0 has taken a step with its own gradients."""
+def a_step_before_its_results_is_refused():
+    """On all ranks alike, and training goes on."""
     weight, _, optimizer = ones("topk")
-    weight.sum().backward()  # Ranks wait for each other at the first one.
-    optimizer.step()
-    optimizer.zero_grad()
-    if hvd.rank() == 1:
-        hvd.broadcast(torch.zeros(1), 0, name="a step was taken")
-    weight.sum().backward()
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    if hvd.rank() == 0:
-        hvd.broadcast(torch.zeros(1), 0, name="a step was taken")
-    optimizer.synchronize()
+    for early in (False, True, False):
+        optimizer.zero_grad()
+        weight.sum().backward()
+        if early:
+            with raises(RuntimeError, "a step came before its results"), optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
 
 
 @case(2)
