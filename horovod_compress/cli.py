@@ -119,7 +119,10 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     for module in ["rich"] + ["matplotlib"] * bool(getattr(options, "plot", None)):
         if importlib.util.find_spec(module) is None:
             sys.exit(f"hvdcompress needs {module}: pip install 'horovod-compress[cli]'")
-    options.run(options)
+    try:
+        options.run(options)
+    except OSError as error:  # A file that cannot be written, or a disk that is full.
+        sys.exit(report.printable(f"hvdcompress: {error}"))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -30,9 +30,12 @@ def may_see_gradients(compression: Any) -> None:
 
 
 def _seen(variables: Sequence[Any]) -> bool:
-    """Whether a gradient of one of these has come to a compression."""
+    """Whether a gradient of one of these has come to a compression, or to the tape of one."""
     with _lock:
-        return any(compression.serves(variables) for compression in _compressions)
+        return any(
+            compression.serves(variables) or compression.leaves_local(variables)
+            for compression in _compressions
+        )
 
 
 def refuse_unreduced(
@@ -66,7 +69,7 @@ def refuse_unreduced(
         return pairs
     if any(reduced_by_horovod(grad) for grad, _ in dense):
         return pairs
-    if tf.executing_eagerly() and not any(np.any(grad.numpy()) for grad, _ in dense):
+    if all(_is_zero(grad) for grad, _ in dense):
         # Zeros have an optimizer make its variables.
         return pairs
     raise ValueError(
@@ -78,6 +81,14 @@ def refuse_unreduced(
         "are, and let hvdc.UpdateOptimizer(optimizer, compression) take the place of "
         "hvd.DistributedOptimizer"
     )
+
+
+def _is_zero(grad: Any) -> bool:
+    """Whether a gradient is known to be zero."""
+    if not tf.is_symbolic_tensor(grad):
+        return not np.any(grad.numpy())
+    value = tf.get_static_value(grad)
+    return grad.op.type == "ZerosLike" or value is not None and not np.any(value)
 
 
 def _may_be_unseen(optimizer: Any) -> bool:

@@ -115,6 +115,10 @@ class BoundCompression(GraphCompression):
         """Whether some of these are known."""
         return any(isinstance(variable, tf.Variable) and variable.ref() in self._variables for variable in variables)
 
+    def leaves_local(self, variables: Iterable[Any]) -> bool:
+        """Whether a tape has left the gradients of some of these as they are."""
+        return any(variable.ref() in self._local for variable in variables)
+
     def _choose(self, spec: Any, optimizer: Any) -> _Chosen:
         """What a spec comes to with an optimizer, bound or Horovod's. ValueError for what cannot be served."""
         compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))

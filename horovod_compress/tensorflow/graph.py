@@ -22,6 +22,7 @@ from .horovod_internals import (
     call_before,
     functions_under_trace,
     lasting_variable,
+    local_sources,
     loss_scaler,
     reduction_of,
 )
@@ -69,6 +70,8 @@ class GraphCompression(Binding):
         may_see_gradients(self)
         # References to variables that the bound optimizer has applied gradients to.
         self._applied: Set[Any] = set()
+        # References to variables whose gradients tapes leave as they are.
+        self._local: Set[Any] = set()
         # Where a state was loaded: of variables that are not known yet. None: the exchange has it already.
         self._saved: Optional[Dict[str, Optional[Saved]]] = None
 
@@ -155,9 +158,14 @@ class GraphCompression(Binding):
                 "back: bind it to the optimizer that hvd.DistributedOptimizer gets"
             )
         self._served = optimizer
+        self._local |= local_sources()
         self._note_exchange()
         pairs = [(grad, source) for grad, source in zip(grads, sources) if isinstance(grad, tf.Tensor)]
         variables = [(grad, variable) for (grad, _), variable in zip(pairs, self._register(pairs))]
+        if optimizer is not None:
+            # Keras saves the function with which Horovod's optimizer reduces, and all variables that
+            # the function captures have to be the optimizer's.
+            optimizer._track_trackable(self._turn, f"{self._label}.turn", overwrite=True)
         unseen = [variable.name for _, variable in variables if variable.squares is not None and not variable.observed]
         if unseen:
             names = ", ".join(unseen)

@@ -124,13 +124,21 @@ def kept_local(optimizer: Any) -> Set[Hashable]:
     return set().union(*(getattr(owner, "_local_vars", ()) for owner in owners))
 
 
+def local_sources() -> Set[Hashable]:
+    """References to the variables whose gradients the tape of Horovod's that is at work, if one
+    is, leaves as they are."""
+    owners = (frame.f_locals.get("self") for frame in callers())
+    tapes = [owner for owner in owners if isinstance(owner, tf.GradientTape)]
+    return set().union(*(getattr(tape, "_local_sources", None) or () for tape in tapes))
+
+
 def reduced_by_horovod(grad: Any) -> bool:
-    """Whether a gradient in a graph comes from a reduction of Horovod's, with any compression. Of
+    """Whether a gradient in a graph comes from an operation of Horovod's, with any compression. Of
     eager ones nobody knows."""
-    seen, waiting = set(), [] if tf.executing_eagerly() else [grad.op]
+    seen, waiting = set(), [grad.op] if tf.is_symbolic_tensor(grad) else []
     while waiting:
         operation = waiting.pop()
-        if "_Allreduce/" in operation.name:
+        if "_Allreduce/" in operation.name or operation.type.startswith("Horovod"):
             return True
         if operation not in seen:
             seen.add(operation)

@@ -526,11 +526,11 @@ class BoundCompression(Binding):
         `module.` of wrappers. ValueError, with nothing changed, for any other state."""
         if not self._process_set.included():
             return  # this rank compresses nothing
+        self._look_for_optimizer()
         untrained = {slot.name for slot in self._slots} - self._tensors.keys()
         state = renamed(state, self._tensors, untrained)
         while self._switches and self._switches[0][0] < checkpoint.steps_of(state):
             self._switch(self._switches.pop(0)[1], compare=False)
-        self._look_for_optimizer()
         try:
             self._exchange.load_state_dict(state)
         except ValueError as error:

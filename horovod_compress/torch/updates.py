@@ -358,7 +358,7 @@ class UpdateOptimizer(_Beginning):
             try:
                 kept = self._renamed(kept)
                 self._check(kept)
-            except (KeyError, TypeError, AttributeError) as error:
+            except (LookupError, TypeError, AttributeError) as error:
                 raise ValueError(f"not a state_dict of an UpdateOptimizer: {error!r}") from None
             self._check_groups(state_dict["param_groups"])
             self.compression.load_state_dict(kept["compression"])

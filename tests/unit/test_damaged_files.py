@@ -6,6 +6,7 @@ import pytest
 from test_cli import refusal, run
 
 from horovod_compress import recording
+from horovod_compress.cli import main
 from horovod_compress.cost import COLLECTIVES
 
 NETWORK = {
@@ -96,6 +97,12 @@ def test_networks_that_cannot_be(capsys, tmp_path, network):
         said = refusal(capsys, command, "--network", str(path), "--million", "1")
         assert_one_line(said, command)
         assert "missing or not valid" in said
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "."])
+def test_results_that_cannot_be_written(path):
+    with pytest.raises(SystemExit, match="hvdcompress: .*(space|directory)"):
+        main(["info", "topk", "--json", path])
 
 
 def test_too_many_ranks_are_refused_before_anything_is_made(capsys, tmp_path):

@@ -87,6 +87,47 @@ def training_steps_of_ones_own_that_reduce():
 
 
 @case(2)
+def gradients_that_need_no_compression_are_applied():
+    """Zeros that make an optimizer's variables, what hvd.allreduce has averaged, and what a partial
+    tape leaves to its rank, in functions and, where that can be known, eagerly."""
+    for make in SGD.values():
+        variables = [tf.Variable(tf.ones(3)) for _ in range(2)]
+        optimizer = make(0.1)
+        hvdc.Compression.from_spec(SPEC, optimizer)
+        build(optimizer, variables)
+
+        def apply(gradient_of, optimizer=optimizer, variables=variables):
+            optimizer.apply_gradients([(gradient_of(variable), variable) for variable in variables])
+
+        zeros, number = tf.zeros(3), iter(range(9))
+        for gradient_of in (
+            lambda _: zeros, tf.zeros_like,
+            lambda _: hvdt.allreduce(tf.ones(3), name=f"mean{next(number)}"),
+        ):
+            tf.function(apply)(gradient_of)
+        np.testing.assert_allclose(variables[0].numpy(), 0.9)
+    for in_graph in (True, False):
+        layers = [keras.layers.Dense(30), keras.layers.Dense(5)]
+        model = keras.Sequential(layers)
+        model.build((None, 40))
+        optimizer = keras.optimizers.SGD(0.1)
+        build(optimizer, model.trainable_variables)
+        compression = hvdc.Compression.from_spec("topk:ratio=0.1,min_numel=0", optimizer)
+
+        def step(model=model, layers=layers, optimizer=optimizer, compression=compression):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(tf.ones((2, 40))))
+            tape = hvdt.PartialDistributedGradientTape(
+                tape, compression=compression, local_layers=layers[1:]
+            )
+            for pairs in tape.get_local_and_global_gradients(loss, model.trainable_variables):
+                optimizer.apply_gradients([(gradient, variable) for variable, gradient in pairs])
+
+        (tf.function(step) if in_graph else step)()
+        assert compression.stats()["steps"] == 1
+
+
+@case(2)
 def two_optimizers_of_one_tape():
     """The momentum of the one that the compression is bound to would be given to the other's
     variables. One alone may apply a part at a time."""
@@ -141,3 +182,17 @@ def a_model_that_is_loaded_without_its_compression():
     assert sum("without compression=" in each for each in words) == 1, words
     assert sum("compressed nothing in a whole epoch" in each for each in words) == 1, words
     assert np.isfinite(loaded.get_weights()[0]).all()
+
+
+@case(2)
+def a_model_is_saved_with_the_function_that_reduces():
+    """As SavedModel has it; it can be loaded, and training goes on."""
+    for spec in ("topk:ratio=0.1", "fp16"):
+        model, compression = model_of(), hvdc.Compression.from_spec(spec)
+        wrapped = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=compression)
+        fitted(model, wrapped)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save(os.path.join(folder, "model"))
+            again = keras.models.load_model(os.path.join(folder, "model"), compile=False)
+        np.testing.assert_array_equal(again.get_weights()[0], model.get_weights()[0])
+        model.fit(*data(24), batch_size=12, verbose=0)
