@@ -475,3 +475,21 @@ def test_a_compression_cannot_be_copied():
                 TypeError, match=r"cannot be copied or pickled: save its state_dict\(\)"
             ):
                 copied(compression)
+
+
+def test_a_state_with_other_prefixes_fits_layers_that_were_thawed_before_wrapping():
+    def trained(prefix, state=None, frozen=False):
+        model = model_of()
+        base, named = sgd(model), [(prefix + n, p) for n, p in model.named_parameters()]
+        model[0].requires_grad_(not frozen)
+        compression = hvdc.Compression.from_spec("topk:ratio=0.1,min_numel=0", base, named)
+        model[0].requires_grad_(True)
+        wrapped = hvd.DistributedOptimizer(base, named_parameters=named, compression=compression)
+        if state is not None:
+            compression.load_state_dict(state)
+        model(torch.ones(3, 8)).sum().backward()
+        wrapped.step()
+        return compression.state_dict()
+
+    state = trained("", trained("_orig_mod."), frozen=True)
+    assert state["step"] == 2 and "0.weight" in state["tensors"]
