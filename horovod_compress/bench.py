@@ -73,7 +73,8 @@ def load_gradients(path: str) -> List[Named]:
     steps: Dict[int, Named] = {}
     try:
         opened = np.load(path)
-    except Exception as error:  # whatever zip and NumPy make of a damaged file
+    # Whatever zip and NumPy make of a damaged file.
+    except Exception as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     with opened as file:
         for entry in file.files:

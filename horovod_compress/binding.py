@@ -80,9 +80,9 @@ class Binding(ABC):
         if not self._has_told_of_float32:
             self._has_told_of_float32 = True
             warnings.warn(
-                f"horovod_compress: {name} has float64 numbers that are not 0, and are 0 or infinite in "
-                "float32, in which they are compressed. Scale the loss, or use none, which carries "
-                "float64 as it is", RuntimeWarning, stacklevel=2,
+                f"horovod_compress: {name} has float64 numbers that are not 0, and are 0 or "
+                "infinite in float32, in which they are compressed. Scale the loss, or use none, which "
+                "carries float64 as it is", RuntimeWarning, stacklevel=2,
             )
 
     def _rank_and_size(self) -> Tuple[int, int]:
@@ -196,7 +196,8 @@ class Unbound(ABC):
     """
 
     _bound_class: Type[Binding]
-    _bound: Any  # the compressions that it has become
+    # The compressions that it has become.
+    _bound: Any
 
     def __init__(self, spec: Any, **options: Any) -> None:
         self._compressor = get_compressor(spec)

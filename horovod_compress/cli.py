@@ -121,7 +121,8 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
             sys.exit(f"hvdcompress needs {module}: pip install 'horovod-compress[cli]'")
     try:
         options.run(options)
-    except OSError as error:  # A file that cannot be written, or a disk that is full.
+    # A file that cannot be written, or a disk that is full.
+    except OSError as error:
         sys.exit(report.printable(f"hvdcompress: {error}"))
 
 

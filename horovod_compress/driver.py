@@ -317,9 +317,9 @@ class Driver(ABC):
         steps; steps_undone: not finite, or abandoned; bytes_sent, bytes_received: by this rank through collectives,
         carriers and frames included; dense_bytes: all gradients, in the type in which the
         exchange gets them; ratio: dense_bytes / bytes_sent; elements_sent; encode_seconds,
-        exchange_seconds (waiting), decode_seconds; residual_norm: ‖v‖₂ over all tensors, now (in the
-        middle of a step, what was just sent may be in it); overflows: how often a tensor had finite
-        elements that became infinite in float16.
+        exchange_seconds (waiting), decode_seconds; residual_norm: ‖v‖₂ over all tensors, now (in
+        the middle of a step, what was just sent may be in it); overflows: how often a tensor had
+        finite elements that became infinite in float16.
         """
         if not self.under_way:
             self.arrays()

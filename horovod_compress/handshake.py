@@ -117,6 +117,7 @@ def first_difference(expected: Any, found: Any, path: str = "") -> Optional[Tupl
         return None
     try:
         alike = bool(expected == found)
-    except (RuntimeError, ValueError):  # An array, of which this asks every element.
+    # An array, of which this asks every element.
+    except (RuntimeError, ValueError):
         alike = False
     return None if alike else (path, expected, found)

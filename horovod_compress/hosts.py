@@ -85,7 +85,7 @@ class Host:
         numels = list(self._wanted.values())
         starts = np.cumsum([0, *(-(-numel // _ALIGNED) * _ALIGNED for numel in numels)])
         # Until all have opened it, the file has a name and holds their tokens. It gets its memory
-        # when it has no name any more, so that whenever ranks are killed none of that is left behind.
+        # when it has no name any more: ranks that are killed leave none of that behind.
         path = os.path.join(_FOLDER, f"horovod_compress-{next(iter(tokens.values()))}")
         with contextlib.ExitStack() as stack:
             try:

@@ -111,8 +111,9 @@ class Recorder:
                 to = self._of_rank(os.fspath(self._to))
             warnings.warn(
                 f"horovod_compress: the record of step {step} cannot be written to {to}: "
-                f"{error.strerror or error}. Training goes on, and so do tries to write later records",
-                RuntimeWarning, stacklevel=2,
+                f"{error.strerror or error}. Training goes on, and later records are tried",
+                RuntimeWarning,
+                stacklevel=2,
             )
 
 

@@ -25,8 +25,11 @@ def loads_by_ranks(
 ) -> List[Load]:
     """What a compression brings into a step of the model with each number of ranks, of which a host has `local_size`. Sums are measured as they are
     with so many. Gathered payloads are as long with any number; what those of one rank more take to decode is measured. A tensor whose payloads would
-    bring a rank more bytes than a dense exchange goes dense. gradients: the model's, as `Model.gradients` makes them.
-    progress: called after each step that is measured."""
+    bring a rank more bytes than a dense exchange goes dense.
+
+    gradients: the model's, as `Model.gradients` makes them; progress: called after each step that
+    is measured.
+    """
     splits = [compressor.split(1, Step(0, 0, ranks)) for ranks in counts]
     alone = compressor if splits[0] is None else dataclasses.replace(compressor, exchange="gather")
 

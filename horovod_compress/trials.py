@@ -6,8 +6,10 @@ from typing import Dict, List, Mapping, Optional, Sequence
 _STEPS = 3  # of a candidate in a row; the first is not counted, because it makes buffers and moves state
 _HOPELESS = 2.0  # times the shortest steps so far, in a first step twice that: after two such in a row a candidate is not tried further
 _CLOSE = 1.25  # times the shortest steps: those are tried again
-_TURNS = 4  # of two candidates, from which on their spread can be told
-_ENOUGH = _TURNS * (_STEPS - 1)  # the steps of those that count
+# Of two candidates, from which on their spread can be told.
+_TURNS = 4
+# The steps of those that count.
+_ENOUGH = _TURNS * (_STEPS - 1)
 RULE = (
     "the first candidate, the dense one, stays unless another one's median step is shorter by more "
     "than the margin and by more than the interquartile ranges of both together, over eight steps "

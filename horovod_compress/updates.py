@@ -3,12 +3,13 @@ import dataclasses
 import inspect
 import logging
 import numbers
-from typing import Any, Collection, Iterable, List, Optional, Sequence, Set
+from typing import Any, Collection, Iterable, List, Optional, Set
 
 from .binding import Unbound
 from .compressors import get_compressor
 from .compressors.base import Compressor
 from .compressors.selective import decide_follow_lr
+from .handshake import Gathering, gather, warning_when_stalled
 
 _log = logging.getLogger("horovod_compress")
 _NO_MEANING = {  # of options of algorithms, where updates are compressed
@@ -88,6 +89,14 @@ def methods_of(cls: type, of_all: Iterable[str], framework: Collection[str]) -> 
     }
 
 
-def alike_in(found: Sequence[Sequence[int]]) -> List[bool]:
-    """For each tensor whether its checksum is the same in all ranks' lists."""
-    return [len(set(sums)) == 1 for sums in zip(*found)]
+def differing(transport: Gathering, label: str, method: str, sums: List[int]) -> List[int]:
+    """The numbers of the tensors that differ between ranks. Warns of ranks that do not come.
+
+    label: the compression's, for the collective's name; method: what all ranks have called; sums:
+    a checksum of each tensor of this rank.
+    """
+    name = f"{label}.{method}"
+    missing = f"not all {transport.size} ranks have called {method}() of their optimizer yet"
+    with warning_when_stalled(f"{missing} (collective {name})"):
+        found = gather(transport, name, sums)
+    return [i for i, its in enumerate(zip(*found)) if len(set(its)) > 1]

@@ -236,7 +236,8 @@ def conclusions(runs):
         points = 100 * (run["points"][-1]["accuracy"] - none["points"][-1]["accuracy"])
         reached = seconds_to(run, target)
         gain = f"{seconds_to(none, target) / reached:.1f} times sooner at" if reached else "never at"
-        yield f"{run['spec']}: {gain} {100 * target:.2f} %, and {points:+.2f} points at the end, against none, with one seed"
+        end = f"and {points:+.2f} points at the end, against none, with one seed"
+        yield f"{run['spec']}: {gain} {100 * target:.2f} %, {end}"
 
 
 def draw(runs, options, measured):

@@ -1,7 +1,7 @@
 """What all tests share: the tiers, busy processes beside them, and the order.
 
-`scripts/test` runs what is not marked, `--all` what is marked `extended` too, and `--slow` only what
-is marked `release`.
+`scripts/test` runs what is not marked, `--all` what is marked `extended` too, and `--slow` only
+what is marked `release`.
 """
 import contextlib
 import os
@@ -55,7 +55,9 @@ MARKERS = {
 def pytest_addoption(parser):
     parser.addoption("--busy", type=int, default=0, metavar="N", help="run the tests beside N processes that keep the cores busy")
     parser.addoption("--all", action="store_true", help="run the tests marked `extended` too")
-    parser.addoption("--slow", action="store_true", help="run the tests marked `release`, only those")
+    parser.addoption(
+        "--slow", action="store_true", help="run the tests marked `release`, only those"
+    )
 
 
 def pytest_configure(config):
@@ -69,7 +71,7 @@ def pytest_configure(config):
 
 
 def _choose_examples(every):
-    """Properties: at most 15 examples each, or as many as each asks for. No test asserts on time."""
+    """At most 15 examples of each property, or as many as it asks for. No test asserts on time."""
     patient = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
     hypothesis.settings.register_profile("few", max_examples=15, **patient)
     hypothesis.settings.register_profile("every", max_examples=10**6, **patient)

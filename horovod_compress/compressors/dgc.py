@@ -175,7 +175,10 @@ class DenseMomentum(NoCompression):
         if scale == 1 and reduced is out and "u" in state.arrays:
             # Momentum looks itself whether that is finite.
             return self._move(out, state, True)
-        return kernels.after(self.dense.decode_dense(reduced, out, state, scale), functools.partial(self._move, out, state))
+        return kernels.after(
+            self.dense.decode_dense(reduced, out, state, scale),
+            functools.partial(self._move, out, state),
+        )
 
     def _move(self, out: np.ndarray, state: DenseMomentumState, finite: bool) -> Decoded:
         """Gives the mean gradient momentum, where it is finite."""

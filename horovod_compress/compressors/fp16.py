@@ -36,11 +36,14 @@ class Float16(NoCompression):
         if isinstance(grad, np.ndarray):
             self._count_overflow(state, kernels.of(grad).encode_float16(grad, half.view(np.uint16)))
         else:
-            # The host needs it at once. How large it is, is found with all tensors' together, before results take the gradients' place.
+            # Horovod needs it at once. Overflow is looked for in `decode_dense`, in all tensors
+            # together, before results take the gradients' place.
             np.copyto(half, grad)
         return HostReduce(half)
 
-    def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float) -> Decoded:
+    def decode_dense(
+        self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float
+    ) -> Decoded:
         if isinstance(out, np.ndarray) or reduced.dtype == FLOAT32:
             return super().decode_dense(reduced, out, state, scale)
         decode = super().decode_dense

@@ -51,7 +51,8 @@ class TopK(GatheringCompressor):
     k: Optional[int] = option(Count(1, 2**32 - 1, optional=True), None, "entries of each chunk, or tensor, instead of a ratio")
     min_k: int = option(
         Count(1, 2**32 - 1), 32,
-        "entries of a tensor at least, where ratio says fewer, up to a share of 1/32; not of chunks",
+        "entries of a tensor at least, where ratio says fewer, up to a share of 1/32; not of "
+        "chunks",
     )
     exchange: str = option(
         Choice("gather", "split"), "gather",

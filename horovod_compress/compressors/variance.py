@@ -21,8 +21,8 @@ class Variance(GatheringCompressor):
     `moments` says what counts as a sample, and the same alpha means something else in each. minibatch works everywhere and is not the
     paper's, and has cost accuracy: this rank's gradient of a step is one sample, so noise is that
     between steps. microbatch counts each backward pass of backward_passes_per_step, a group of
-    samples. per_sample counts the samples themselves, as in the paper. An element whose square leaves
-    float32's range (|g| > 1.8e19) makes the step not finite.
+    samples. per_sample counts the samples themselves, as in the paper. An element whose square
+    leaves float32's range (|g| > 1.8e19) makes the step not finite.
     """
 
     id = "variance"

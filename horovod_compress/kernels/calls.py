@@ -5,9 +5,13 @@ from typing import Any, Callable, Dict, Generator, List, Tuple
 
 @dataclasses.dataclass
 class DeviceCall:
-    """A call that is to be made. where: the array that says on which device; name: the kernel's; arrays, options: its positional arguments, and those
-    by keyword; stream: the one, where the device has several, on which its arrays become ready; thens: what make of its result, one after another,
-    what was asked for, or another call."""
+    """A call that is to be made.
+
+    where: the array that says on which device; name: the kernel's; arrays, options: its positional
+    arguments, and those by keyword; stream: the number of the GPU stream on which its arrays become
+    ready, None on the host; thens: functions that make of the kernel's result, one after another,
+    the final result or another call.
+    """
 
     where: Any
     name: str

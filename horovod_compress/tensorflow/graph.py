@@ -163,7 +163,7 @@ class GraphCompression(Binding):
         pairs = [(grad, source) for grad, source in zip(grads, sources) if isinstance(grad, tf.Tensor)]
         variables = [(grad, variable) for (grad, _), variable in zip(pairs, self._register(pairs))]
         if optimizer is not None:
-            # Keras saves the function with which Horovod's optimizer reduces, and all variables that
+            # Keras saves the function with which Horovod's optimizer reduces. All variables that
             # the function captures have to be the optimizer's.
             optimizer._track_trackable(self._turn, f"{self._label}.turn", overwrite=True)
         unseen = [variable.name for _, variable in variables if variable.squares is not None and not variable.observed]

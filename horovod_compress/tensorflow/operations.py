@@ -18,7 +18,8 @@ class Variable:
     name: str
     number: int  # in the order in which they became known: alike on all ranks, as names need not be
     shape: Tuple[int, ...]
-    is_float64: bool = False  # whether its gradients are
+    # Whether its gradients are.
+    is_float64: bool = False
     carried: str = "float32"  # dtype of what the host reduces
     moved: Sequence[Collective] = ()  # those of the messages that travel beside it
     direct: bool = False  # whether nothing is done to its gradients before Horovod reduces them, so that they need no operation of ours
@@ -53,7 +54,8 @@ class Call:
     def copied(self, i: int) -> Any:
         """The gradient, flat, in memory that nobody else reads, because it is worked in: a copy only where somebody holds it. Snapshot alone is not
         enough: TensorFlow computes it once for equal gradients, and for all steps where they are constant. The shape comes from an operation
-        that it must run, and differs from those of other gradients to it. float64 stays what it is."""
+        that it must run, and differs from those of other gradients to it. float64 stays what it
+        is."""
         grad, variable = self.variables[i]
         grad = grad if variable.is_float64 else tf.cast(grad, tf.float32)
         return tf.raw_ops.Snapshot(input=tf.reshape(grad, self.flat[i]))

@@ -123,8 +123,13 @@ def tell_of_takeover(optimizer: Any, id: str, momentum: float, nesterov: bool) -
     clips = [key for key in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(optimizer, key, None) is not None]
     if hvd.rank() == 0:
         _log.warning(
-            "%s applies momentum=%g%s in place of SGD%s", id, momentum, " (nesterov)" if nesterov else "",
-            f"; {', '.join(clips)} will see gradients with momentum, consider clip_norm instead" if clips else "",
+            "%s applies momentum=%g%s in place of SGD%s",
+            id,
+            momentum,
+            " (nesterov)" if nesterov else "",
+            f"; {', '.join(clips)} will see gradients with momentum, consider clip_norm instead"
+            if clips
+            else "",
         )
 
 

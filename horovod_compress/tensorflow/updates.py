@@ -8,13 +8,13 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..binding import is_elastic, warn_once
-from ..handshake import agree, gather, warning_when_stalled
+from ..handshake import agree
 from ..updates import (
     Nesterov,
-    alike_in,
     check_ranks_of_set,
     check_rounds,
     compressor_for_updates,
+    differing,
     methods_of,
 )
 from .adam import AdamW
@@ -26,9 +26,10 @@ from .optimizer import become, build, unwrapped
 def UpdateOptimizer(
     optimizer: Any, compression: Any = "topk:ratio=0.01", every: int = 1, outer: Optional[Nesterov] = None, process_set: Any = None
 ) -> Any:
-    """Makes a Keras optimizer a compressed one: each rank takes its own step with its own gradients, what the step adds to the variables is
-    compressed with error feedback and exchanged, and all ranks add the mean. So the optimizer's momentum, second moments, weight decay and learning
-    rate are inside what is sent, and nothing is taken over from it.
+    """Makes a Keras optimizer a compressed one. Each rank takes its own step with its own gradients.
+    What the step adds to the variables is compressed with error feedback and exchanged, and all
+    ranks add the mean. So the optimizer's momentum, second moments, weight decay and learning rate are
+    inside what is sent, and nothing is taken over from it.
 
         optimizer = hvdc.UpdateOptimizer(keras.optimizers.AdamW(1e-3), "topk:ratio=0.01")
         model.compile(optimizer, loss)
@@ -164,16 +165,15 @@ class UpdateCompression(BoundCompression):
         called; sums: a checksum of each variable."""
         if not self._active:
             return
-        names, size = f"{self._label}.{method}", self._transport.size
-        missing = f"not all {size} ranks have called {method}() of their optimizer yet"
-        with warning_when_stalled(f"{missing} (collective {names})"):
-            found = gather(self._transport, names, sums)
-        self._mean(names, [each for each, same in zip(variables, alike_in(found)) if not same])
+        which = differing(self._transport, self._label, method, sums)
+        self._mean(f"{self._label}.{method}", [variables[i] for i in which])
 
     def _mean(self, names: str, variables: Sequence[Any]) -> None:
         for i, variable in enumerate(variables):
             wide = tf.cast(variable, _at_least_float32(variable))
-            mean = hvd.allreduce(wide, name=f"{names}.{i}", op=hvd.Average, process_set=self._process_set)
+            mean = hvd.allreduce(
+                wide, name=f"{names}.{i}", op=hvd.Average, process_set=self._process_set
+            )
             variable.assign(tf.cast(mean, variable.dtype))
 
     def switch(self, spec: Any) -> None:
@@ -196,7 +196,8 @@ class _Rounds:
         self._shared: Dict[Any, Any] = {}  # for each variable the value that all ranks share, where a round has several steps
         self._momenta: Dict[Any, Any] = {}  # of the outer optimizer, for each variable
         self._local_steps: Any = None  # since the last exchange, where a round has several
-        self._inside = False  # whether the optimizer itself is at work
+        # Whether the optimizer itself is at work.
+        self._inside = False
 
     @property
     def keeps(self) -> bool:
@@ -231,7 +232,8 @@ class _Rounds:
                 "hvdc.UpdateOptimizer(keras.mixed_precision.LossScaleOptimizer(optimizer))"
             )
         if not self._process_set.included() or self._outer is None and self._process_set.size() == 1:
-            return self._own(local_step)  # A rank alone has its variables already.
+            # A rank alone has its variables already.
+            return self._own(local_step)
         variables = self._begin_alike(grads_and_vars)
         if self._every == 1:
             shared = [variable.read_value() for variable in variables]

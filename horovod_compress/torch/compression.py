@@ -100,7 +100,8 @@ class BoundCompression(Binding):
         self._slots = [Slot(name, param) for name, param in named(optimizer, named_parameters)]
         self._last = self._slots[-1]
         self._bound_optimizer = optimizer
-        self._optimizer: Optional[torch.optim.Optimizer] = None  # Horovod's, once it is known
+        # Horovod's, once it is known.
+        self._optimizer: Optional[torch.optim.Optimizer] = None
         self._transport: Transport
         self._transports: Dict[bool, Transport] = {}  # by whether MPI moves payloads
         self._announced: Optional[str] = None  # what users were told last of an SGD's takeover

@@ -8,7 +8,8 @@ import torch
 
 from ..updates import methods_of
 
-_PROBED = 64  # elements of a tensor that are looked at
+# Elements of a tensor that are looked at.
+_PROBED = 64
 Around = ContextManager[None]
 
 

@@ -25,7 +25,8 @@ class Slot:
         self, grad: torch.Tensor, on_device: bool = False, carries_float64: bool = False
     ) -> Tuple[torch.Tensor, Any]:
         """(tensor, flat array) of contiguous float32: the gradient's own memory where possible. On the host, or with `on_device` where the gradient
-        is, if that is a device that kernels serve. With `carries_float64` those of float64 stay that, on the host."""
+        is, if that is a device that kernels serve. With `carries_float64` those of float64 stay
+        that, on the host."""
         dtype = torch.float64 if carries_float64 and grad.dtype == torch.float64 else torch.float32
         on_device = on_device and dtype == torch.float32
         own = flat_memory(grad, on_device, dtype)
@@ -88,8 +89,8 @@ def loses_numbers(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
 def flat_memory(
     tensor: torch.Tensor, on_device: bool = False, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """The flat array that is a tensor's own memory: on the host, or with `on_device` on a device that
-    kernels serve. None where it is not contiguous, or of another type, or is elsewhere."""
+    """The flat array that is a tensor's own memory: on the host, or with `on_device` on a device
+    that kernels serve. None where it is not contiguous, or of another type, or is elsewhere."""
     served = on_device and kernels.serves(tensor.device.type)
     fits = tensor.dtype == dtype and tensor.is_contiguous() and (served or tensor.device == _HOST)
     return flat(tensor, served) if fits else None

@@ -57,7 +57,11 @@ class SGDTakeover:
             decay = f" and weight_decay={group['weight_decay']:g}" if group["weight_decay"] else ""
             logged.add(f"momentum={momentum:g}{' (nesterov)' if nesterov else ''}{decay}")
         # What users are to know; None where nothing is taken over.
-        self.announcement = f"{compressor.id} applies {'; '.join(sorted(logged))} in place of SGD" if logged else None
+        self.announcement = (
+            f"{compressor.id} applies {'; '.join(sorted(logged))} in place of SGD"
+            if logged
+            else None
+        )
 
     def _refuse(self, optimizer: Any, group: Dict[str, Any]) -> None:
         """Raises ValueError where the momentum of a group cannot be taken over."""

@@ -10,12 +10,12 @@ from ..binding import Binding, is_elastic
 from ..compressors import get_compressor
 from ..compressors.base import OWED, Compressor
 from ..exchange import Exchange
-from ..handshake import agree, gather, warning_when_stalled
+from ..handshake import agree, gather
 from ..transport.base import Transport
 from ..transport.horovod import HorovodTransport, synchronize
 from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
-from ..updates import alike_in, compressor_for_updates
+from ..updates import compressor_for_updates, differing
 
 
 class UpdateCompression(Binding):
@@ -105,12 +105,9 @@ class UpdateCompression(Binding):
         called. sums: a checksum of each tensor."""
         if not self._active:
             return
-        names, size = f"{self._label}.{method}", self._transport.size
-        missing = f"not all {size} ranks have called {method}() of their optimizer yet"
-        with warning_when_stalled(f"{missing} (collective {names})"):
-            found = gather(self._transport, names, sums)
-        differing = [name for name, same in zip(tensors, alike_in(found)) if not same]
-        self._mean(names, {name: tensors[name] for name in differing})
+        names = list(tensors)
+        which = [names[i] for i in differing(self._transport, self._label, method, sums)]
+        self._mean(f"{self._label}.{method}", {name: tensors[name] for name in which})
 
     def _mean(self, names: str, tensors: Dict[str, torch.Tensor]) -> None:
         hosts = {name: tensor.to("cpu", torch.promote_types(tensor.dtype, torch.float32)).contiguous() for name, tensor in tensors.items()}

@@ -100,9 +100,10 @@ class _Beginning(torch.optim.Optimizer):
 
 
 class UpdateOptimizer(_Beginning):
-    """Makes an optimizer a compressed one: each rank takes its own step with its own gradients, what the step adds to the parameters is
-    compressed with error feedback and exchanged, and all ranks add the mean. So the optimizer's momentum, second moments, weight decay and learning
-    rate are inside what is sent, and nothing is taken over from it.
+    """Makes an optimizer a compressed one. Each rank takes its own step with its own gradients.
+    What the step adds to the parameters is compressed with error feedback and exchanged, and all
+    ranks add the mean. So the optimizer's momentum, second moments, weight decay and learning rate are
+    inside what is sent, and nothing is taken over from it.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         optimizer = hvdc.UpdateOptimizer(optimizer, model.named_parameters(), "topk:ratio=0.01")
@@ -158,7 +159,8 @@ class UpdateOptimizer(_Beginning):
         self.local_steps = 0  # since the last exchange
         self._shows_shared = False  # whether this is within `shared_parameters`
         self._shared_is_kept = False  # whether, in an elastic job, parameters are to be the shared values which that went back to
-        self._inside = False  # whether the optimizer itself is at work
+        # Whether the optimizer itself is at work.
+        self._inside = False
         self._methods = watch(optimizer, self._outside_step)
         let_broadcast_begin(self)
         self.__setstate__({})  # In place of torch's __init__, which would make parameter groups of its own: hooks, and step() that calls them.

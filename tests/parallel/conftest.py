@@ -14,7 +14,11 @@ def _cases_beside(request):
     def rest(item):
         return {name: value for name, value in item.callspec.params.items() if name != "case"}
 
-    alike = [item for item in request.session.items if getattr(item, "function", None) is request.function]
+    alike = [
+        item
+        for item in request.session.items
+        if getattr(item, "function", None) is request.function
+    ]
     return tuple(item.callspec.params["case"] for item in alike if rest(item) == rest(request.node))
 
 

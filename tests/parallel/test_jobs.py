@@ -9,7 +9,8 @@ from jobs import ENVIRONMENT, LAUNCHERS, LIMIT, launch
 LAUNCHERS_HERE = [name for name in ("mpirun", "horovodrun-gloo") if shutil.which(name.split("-")[0], path=ENVIRONMENT["PATH"])]
 
 pytestmark = [
-    pytest.mark.extended, pytest.mark.skipif(not LAUNCHERS_HERE, reason="needs mpirun or horovodrun"),
+    pytest.mark.extended,
+    pytest.mark.skipif(not LAUNCHERS_HERE, reason="needs mpirun or horovodrun"),
 ]
 
 

@@ -33,12 +33,20 @@ PROMISES = (
 
 def by_tier(size, case):
     """The parameters of a case on `size` ranks, and its tier."""
-    return pytest.param(size, case, marks=() if size == 2 and case in PROMISES else pytest.mark.extended)
+    return pytest.param(
+        size, case, marks=() if size == 2 and case in PROMISES else pytest.mark.extended
+    )
 
 
 @needs_mpi
 @pytest.mark.parametrize(
-    "size, case", [by_tier(size, case) for size in (1, 2, 3, 4, 8) for case, (sizes, _) in CASES.items() if size in sizes]
+    "size, case",
+    [
+        by_tier(size, case)
+        for size in (1, 2, 3, 4, 8)
+        for case, (sizes, _) in CASES.items()
+        if size in sizes
+    ],
 )
 def test_under_mpirun(job, size, case):
     job(LAUNCHERS["mpirun"], size).assert_passed(case)

@@ -34,9 +34,15 @@ def by_tier(size, case):
     return pytest.param(size, case, marks=() if size == 2 and case in PROMISES else tier)
 
 
-@pytest.mark.parametrize("size, case", [
-    by_tier(size, case) for size in (1, 2, 3, 4, 8) for case, (sizes, _) in CASES.items() if size in sizes and case not in ALONE
-])
+@pytest.mark.parametrize(
+    "size, case",
+    [
+        by_tier(size, case)
+        for size in (1, 2, 3, 4, 8)
+        for case, (sizes, _) in CASES.items()
+        if size in sizes and case not in ALONE
+    ],
+)
 def test_cases(job, size, case):
     job(LAUNCHER, size, cases="tensorflow_cases").assert_passed(case)
 
@@ -71,16 +77,24 @@ ACROSS_LAUNCHERS = ("a_tape_gives_what_simulate_gives", "not_finite_gradients_lo
 
 
 @pytest.mark.parametrize(
-    "case", [*ACROSS_LAUNCHERS, pytest.param("fit_learns_and_resumes_bit_for_bit", marks=pytest.mark.extended)]
+    "case",
+    [
+        *ACROSS_LAUNCHERS,
+        pytest.param("fit_learns_and_resumes_bit_for_bit", marks=pytest.mark.extended),
+    ],
 )
 def test_under_horovodrun_with_gloo(job, case):
     job(LAUNCHERS["horovodrun-gloo"], 2, cases="tensorflow_cases").assert_passed(case)
 
 
 @needs_mpi
-@pytest.mark.parametrize("case", [
-    *ACROSS_LAUNCHERS, pytest.param("traces_share_a_state_and_models_do_not", marks=pytest.mark.extended),
-])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *ACROSS_LAUNCHERS,
+        pytest.param("traces_share_a_state_and_models_do_not", marks=pytest.mark.extended),
+    ],
+)
 def test_under_horovodrun_with_mpi(job, case):
     job(LAUNCHERS["horovodrun-mpi"], 2, cases="tensorflow_cases").assert_passed(case)
 

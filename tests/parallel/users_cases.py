@@ -403,7 +403,10 @@ def a_step_before_its_results_is_refused():
         optimizer.zero_grad()
         weight.sum().backward()
         if early:
-            with raises(RuntimeError, "a step came before its results"), optimizer.skip_synchronize():
+            with (
+                raises(RuntimeError, "a step came before its results"),
+                optimizer.skip_synchronize(),
+            ):
                 optimizer.step()
         else:
             optimizer.step()

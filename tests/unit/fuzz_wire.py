@@ -182,7 +182,9 @@ def main(count):
             expected_finite, expected = added(compressor, body, numel)
         assert finite == expected_finite, (name, numel, finite, expected_finite, body.tobytes().hex())
         assert np.array_equal(out, expected, equal_nan=True), (name, numel, body.tobytes().hex())
-        assert not finite or name[:4] != "qsgd" or within_norms(out, body, compressor.bucket_size), (name, body.tobytes().hex())
+        assert (
+            not finite or name[:4] != "qsgd" or within_norms(out, body, compressor.bucket_size)
+        ), (name, body.tobytes().hex())
         decoded[name] += finite is not None
     print(
         f"{kernels.backend}: {count} hostile payloads, {forged} reached a decoder, "

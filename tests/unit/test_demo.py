@@ -106,7 +106,8 @@ def test_times_are_compared_a_little_below_nones_last_accuracy():
     late = run("late", (40, 0.894, 400))
     assert demo.target_of([soon, none]) == pytest.approx(0.895) and demo.target_of([soon]) is None
     assert list(demo.conclusions([none, soon, late])) == [
-        "soon: 5.0 times sooner at 89.50 %, and -0.10 points at the end, against none, with one seed",
+        "soon: 5.0 times sooner at 89.50 %, and -0.10 points at the end, against none, "
+        "with one seed",
         "late: never at 89.50 %, and -0.60 points at the end, against none, with one seed",
     ]
     said = io.StringIO()

@@ -18,7 +18,9 @@ from horovod_compress.kernels.device import DeviceArray  # noqa: E402
 
 GPU = torch.cuda.is_available()
 # On a GPU the programs run there, else in the interpreter.
-on_device = pytest.mark.parametrize("where", ["cuda"] if GPU else ["cpu"], ids=["cuda" if GPU else "interpreted"])
+on_device = pytest.mark.parametrize(
+    "where", ["cuda"] if GPU else ["cpu"], ids=["cuda" if GPU else "interpreted"]
+)
 MOMENTA = st.sampled_from([None, "vanilla", "nesterov"])
 
 
@@ -109,11 +111,19 @@ def test_a_sample_that_misleads_changes_nothing(where, misleading):
 
 
 @on_device
-@pytest.mark.parametrize("name, arrays", [
-    ("encode_variance", ["grad", "r", "v"]), ("encode_variance", ["grad", "squares", "r", "v"]), ("encode_adacomp", ["grad", "residual"]),
-    ("take_entries", ["v", "u"]), ("decode_add_sparse", ["out"]), ("apply_momentum", ["out", "u", "new_u"]), ("decode_float16", ["half", "out"]),
-    ("decode_add_bf16", ["out"]),
-])
+@pytest.mark.parametrize(
+    "name, arrays",
+    [
+        ("encode_variance", ["grad", "r", "v"]),
+        ("encode_variance", ["grad", "squares", "r", "v"]),
+        ("encode_adacomp", ["grad", "residual"]),
+        ("take_entries", ["v", "u"]),
+        ("decode_add_sparse", ["out"]),
+        ("apply_momentum", ["out", "u", "new_u"]),
+        ("decode_float16", ["half", "out"]),
+        ("decode_add_bf16", ["out"]),
+    ],
+)
 @examples(60)
 @given(data=st.data())
 def test_the_other_kernels_are_the_same(where, name, arrays, data):

@@ -112,9 +112,14 @@ def test_numbers_beyond_float16_are_counted_as_on_the_host():
 
 @pytest.mark.skipif(WHERE != "cuda", reason="there is no GPU here")
 def test_a_launch_waits_for_the_streams_of_its_arrays_cuda():
-    """Of two streams the later one finds what the other has not written yet when the call is made."""
-    array, streams = on_device(np.zeros(1 << 20, np.float32)), [torch.cuda.default_stream(), torch.cuda.Stream()]
-    for number, (first, second) in enumerate([streams, streams[::-1], [torch.cuda.Stream(), streams[1]]], 1):
+    """The later of two streams finds what the other has not written when the call is made."""
+    array, streams = (
+        on_device(np.zeros(1 << 20, np.float32)),
+        [torch.cuda.default_stream(), torch.cuda.Stream()],
+    )
+    for number, (first, second) in enumerate(
+        [streams, streams[::-1], [torch.cuda.Stream(), streams[1]]], 1
+    ):
         torch.cuda.synchronize()
         with torch.cuda.stream(first):
             torch.cuda._sleep(100_000_000)

@@ -28,7 +28,10 @@ def test_what_is_not_compressed_may_be_float64(spec, name):
     for named in run_step(exchanges, [{name: numbers * (1 + 2 * rank)} for rank in range(2)]):
         np.testing.assert_array_equal(named[name], 2 * numbers)
     for poison in (np.nan, np.inf, -np.inf):
-        run_step(exchanges, [{name: np.where(np.arange(40) == 7 + rank, poison, numbers)} for rank in range(2)])
+        run_step(
+            exchanges,
+            [{name: np.where(np.arange(40) == 7 + rank, poison, numbers)} for rank in range(2)],
+        )
     exchanges[0].end_step()
     assert exchanges[0].stats()["steps_undone"] == 3
     assert records[1]["gradient_norm"] is None

@@ -214,7 +214,10 @@ def test_tensors_without_rows_or_elements_stay_whole(id):
     """As layers' scales, which are scalars, and layers that have nothing."""
     named = {"scale": (), "nothing": (4, 0), "no rows": (0, 3), "w": (4, 3)}
     rng = np.random.default_rng(4)
-    steps = [[{n: rng.standard_normal(s).astype(np.float32) for n, s in named.items()} for _ in range(4)] for _ in range(3)]
+    steps = [
+        [{n: rng.standard_normal(s).astype(np.float32) for n, s in named.items()} for _ in range(4)]
+        for _ in range(3)
+    ]
     run = hc.simulate(f"{id}:min_numel=0,hosts=true", steps, local_size=2)
     for mean in run.mean:
         assert {name: result.shape for name, result in mean.items()} == named
@@ -260,6 +263,11 @@ def test_ranks_that_are_killed_leave_no_memory_behind(when, tmp_path):
     """Whenever that is. Before all have opened it there is a name, of a file with two tokens."""
     here = os.path.dirname(__file__)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, *sys.path])}
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), when], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), when],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert [file.stat().st_size <= 32 for file in tmp_path.iterdir()] == [True] * (when == "opened")

@@ -97,7 +97,7 @@ def test_files_are_appended_to_and_ranks_have_their_own(tmp_path):
 
 @contextlib.contextmanager
 def full_disk_at(size):
-    """Within it no file of this process can grow beyond so many bytes: what would is written in part."""
+    """Within it no file of this process grows beyond so many bytes: the rest is not written."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -123,7 +123,12 @@ def test_a_disk_that_is_full_for_a_while_loses_no_counts(tmp_path):
     assert f"step 2 cannot be written to {path}: File too large" in said
     steps(5, 7)
     records = recording.read(path)
-    assert [(record["step"], record["steps"]) for record in records] == [(0, 1), (1, 1), (5, 4), (6, 1)]
+    assert [(record["step"], record["steps"]) for record in records] == [
+        (0, 1),
+        (1, 1),
+        (5, 4),
+        (6, 1),
+    ]
     assert sum(record["bytes_sent"] for record in records) == exchange.stats()["bytes_sent"]
 
 
@@ -134,10 +139,14 @@ class Unwritable:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("to, named", [
-    ("/dev/full", "/dev/full: No space left"), ("/none/run.{rank}.jsonl", "/none/run.0.jsonl: No such file"),
-    (Unwritable(), "Unwritable object.*No space left"),
-])
+@pytest.mark.parametrize(
+    "to, named",
+    [
+        ("/dev/full", "/dev/full: No space left"),
+        ("/none/run.{rank}.jsonl", "/none/run.0.jsonl: No such file"),
+        (Unwritable(), "Unwritable object.*No space left"),
+    ],
+)
 def test_what_cannot_be_written_ends_no_training(to, named):
     with pytest.warns(RuntimeWarning, match=named) as warned:
         exchange = recorded("topk:min_numel=0", 4, to, 1, size=1)[0]

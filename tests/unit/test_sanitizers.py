@@ -69,8 +69,20 @@ def test_hostile_payloads(environment, payloads):
     assert found.startswith(f"native: {payloads} hostile payloads")
 
 
-@pytest.mark.parametrize("tier", [[], pytest.param(["--all"], marks=pytest.mark.release)], ids=["few examples", "all"])
+@pytest.mark.parametrize(
+    "tier", [[], pytest.param(["--all"], marks=pytest.mark.release)], ids=["few examples", "all"]
+)
 @pytest.mark.parametrize("tests", ["test_selection*.py", "test_kernels*.py"], ids=["test_selection.py", "test_kernels.py"])
 def test_kernels(environment, tests, tier):
     # -s, or what a sanitizer says before it ends the process is lost with what pytest has captured.
-    run(environment, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *tier, *sorted(HERE.glob(tests)))
+    run(
+        environment,
+        "-m",
+        "pytest",
+        "-q",
+        "-s",
+        "-p",
+        "no:cacheprovider",
+        *tier,
+        *sorted(HERE.glob(tests)),
+    )

@@ -65,6 +65,19 @@ def wrap(model, optimizer, compression, **options):
     )
 
 
+def synchronizing(optimizer, loss):
+    """A closure that has its gradients reduced."""
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.synchronize()
+        return value
+
+    return closure
+
+
 def losses(model, steps=4, seed=0):
     """Functions that compute the loss, one a step."""
     generator = torch.Generator().manual_seed(seed)
@@ -176,16 +189,8 @@ def test_a_closure_that_synchronizes_after_the_step_has():
             compression = made(name, discardable=True)
             wrapped = wrap(model, sgd(model), compression)
             for loss in losses(model):
-
-                def closure(loss=loss, wrapped=wrapped):
-                    wrapped.zero_grad()
-                    value = loss()
-                    value.backward()
-                    wrapped.synchronize()
-                    return value
-
                 wrapped._synchronized = False
-                wrapped.step(closure)
+                wrapped.step(synchronizing(wrapped, loss))
         assert_close(*models)
     model = model_of()
     wrapped = wrap(model, sgd(model), made(DENSE))
@@ -411,16 +416,8 @@ def test_an_optimizer_around_horovods(kind, bound, asked):
                 "steps"
             ] == 0
         for loss in losses(model):
-
-            def closure(loss=loss, wrapped=wrapped):
-                wrapped.zero_grad()
-                value = loss()
-                value.backward()
-                wrapped.synchronize()
-                return value
-
             with wrapped.skip_synchronize():
-                wrapper.step(closure)
+                wrapper.step(synchronizing(wrapped, loss))
     assert_close(*models)
     assert compression.stats()["steps"] == hvdc.compression_of(wrapper).stats()["steps"] == 4
 

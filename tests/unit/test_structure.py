@@ -1,4 +1,5 @@
-"""The package's shape: imports point one way, functions are short, and nothing depends on torch's defaults."""
+"""Imports point one way, functions are short, and no tensor has torch's default dtype or device."""
+
 import ast
 import importlib.util
 import pathlib
@@ -68,7 +69,9 @@ def test_functions_are_short():
         (path, node) for path in FILES for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef)
     ]
-    lines = {f"{path.name}: {node.name}": node.end_lineno - node.lineno + 1 for path, node in functions}
+    lines = {
+        f"{path.name}: {node.name}": node.end_lineno - node.lineno + 1 for path, node in functions
+    }
     assert not {name: count for name, count in lines.items() if count > LINES}
 
 
@@ -100,23 +103,59 @@ def test_all_but_the_adapters_imports_without_horovod():
     assert done.returncode == 0 and shown == bool(importlib.util.find_spec("torch")), done.stderr
 
 
-# torch's functions whose results have the default dtype, or are on the default device, where that is not said.
+# torch's functions whose results have the default dtype or device, where that is not said.
 MADE_BY_TORCH = {
-    "Tensor", "arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "complex", "empty", "empty_permuted", "empty_strided",
-    "eye", "frombuffer", "full", "hamming_window", "hann_window", "kaiser_window", "linspace", "logspace", "normal", "ones", "rand", "randint",
-    "randn", "randperm", "range", "scalar_tensor", "sparse_coo_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+    "Tensor",
+    "arange",
+    "as_tensor",
+    "asarray",
+    "bartlett_window",
+    "blackman_window",
+    "complex",
+    "empty",
+    "empty_permuted",
+    "empty_strided",
+    "eye",
+    "frombuffer",
+    "full",
+    "hamming_window",
+    "hann_window",
+    "kaiser_window",
+    "linspace",
+    "logspace",
+    "normal",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "range",
+    "scalar_tensor",
+    "sparse_coo_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
 }
 
 
 def made_by_torch(path):
     """(line, name, keywords) of each call of such a function."""
     tree = ast.parse(path.read_text())
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "torch" and not node.level]
+    imports = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "torch" and not node.level
+    ]
     alone = {alias.asname or alias.name: alias.name for node in imports for alias in node.names}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             function, name = node.func, None
-            if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "torch":
+            if (
+                isinstance(function, ast.Attribute)
+                and isinstance(function.value, ast.Name)
+                and function.value.id == "torch"
+            ):
                 name = function.attr
             elif isinstance(function, ast.Name):
                 name = alone.get(function.id)

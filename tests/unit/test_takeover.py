@@ -18,6 +18,10 @@ from horovod_compress.torch.sgd import SGDTakeover  # noqa: E402
 ])
 def test_what_is_taken_over_is_said(options, said):
     params = [torch.nn.Parameter(torch.zeros(3)) for _ in options]
-    optimizer = torch.optim.SGD([{"params": [param], **its} for param, its in zip(params, options)], lr=0.1)
-    takeover = SGDTakeover(optimizer, get_compressor("dgc"), {id(param): f"p{i}" for i, param in enumerate(params)})
+    optimizer = torch.optim.SGD(
+        [{"params": [param], **its} for param, its in zip(params, options)], lr=0.1
+    )
+    takeover = SGDTakeover(
+        optimizer, get_compressor("dgc"), {id(param): f"p{i}" for i, param in enumerate(params)}
+    )
     assert takeover.announcement == said

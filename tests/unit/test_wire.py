@@ -275,7 +275,10 @@ def test_levels_of_fixed_width_are_at_most_the_steps(module, steps, at):
     for level in {-steps, steps, 1 - 2 ** (width - 1), 2 ** (width - 1)}:
         levels = rng.integers(-steps, steps + 1, 1100)
         levels[at] = level
-        parts = [to_columns(each, width, 2 ** (width - 1) - 1) for each in (levels[:bucket], levels[bucket:])]
+        parts = [
+            to_columns(each, width, 2 ** (width - 1) - 1)
+            for each in (levels[:bucket], levels[bucket:])
+        ]
         body = new_body(bytes([0]), np.ones(2, np.float32), bytes([width] * 2), *parts)[HEADROOM:-1]
         out = np.zeros(1100, np.float32)
         if abs(level) > steps:
@@ -291,7 +294,9 @@ def test_levels_of_fixed_width_are_at_most_the_steps(module, steps, at):
 @pytest.mark.parametrize("kind, scales", [("sign", 1), ("power", 1), ("2bit", 4)])
 def test_bits_behind_the_last_value_are_zero(module, kind, scales):
     indices, values = np.array([3, 8, 9], np.uint32), np.ones(3, np.float32)
-    body = kernels.host.encode_sparse(indices, values, kind=kind, scales=[1.0] * scales).buffer[HEADROOM:-1]
+    body = kernels.host.encode_sparse(indices, values, kind=kind, scales=[1.0] * scales).buffer[
+        HEADROOM:-1
+    ]
     last = 6 + 4 * scales + (kind == "power")
     module.decode_sparse(body, numel=10)
     with pytest.raises(ValueError, match="longer than its values"):

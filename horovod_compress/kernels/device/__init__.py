@@ -18,9 +18,9 @@ from .shared import make
 from .sparse import decode_add_sparse
 
 __all__ = [
-    "DeviceArray", "add_to_residual", "apply_momentum", "decode_add_bf16", "decode_add_sparse", "decode_float16", "dequantize", "encode_adacomp",
-    "encode_bf16", "encode_scales", "encode_topk", "encode_variance", "max_abs", "quantize", "squared_norm", "take_entries",
-    "together",
+    "DeviceArray", "add_to_residual", "apply_momentum", "decode_add_bf16", "decode_add_sparse",
+    "decode_float16", "dequantize", "encode_adacomp", "encode_bf16", "encode_scales", "encode_topk",
+    "encode_variance", "max_abs", "quantize", "squared_norm", "take_entries", "together",
 ]
 
 

@@ -16,7 +16,8 @@ Array = Union[np.ndarray, "DeviceArray"]
 
 
 def stream_of(device: torch.device) -> Optional[int]:
-    """On a GPU the number of the stream that is current, which takes far less time than the object does; None elsewhere."""
+    """The number of the current stream on a GPU, None elsewhere. torch.cuda.current_stream() makes
+    an object of it, which takes many times as long."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
 
 

@@ -58,7 +58,10 @@ def encode_bf16(calls: List[_Gradient]) -> List[Encoded]:
     for call, finite, start, end in zip(calls, are_finite(blocks.largest(peaks)), starts, starts[1:]):
         buffer = np.zeros(HEADROOM + 2 * (end - start) + 1, np.uint8) if call.spare is None else call.spare
         encoded.append(Encoded(buffer, end - start, finite))
-    programs.brought([codes[start:end].view(torch.uint8) for start, end in zip(starts, starts[1:])], [each.body for each in encoded])
+    programs.brought(
+        [codes[start:end].view(torch.uint8) for start, end in zip(starts, starts[1:])],
+        [each.body for each in encoded],
+    )
     return encoded
 
 

@@ -22,7 +22,8 @@ INTERPRETED = triton.knobs.runtime.interpret
 # Elements of a block. Eight for each of 128 threads, so that many loads are under way; the interpreter takes a NumPy call for each block and line.
 BLOCK = 1 << 16 if INTERPRETED else 1024
 WORD_BLOCK = BLOCK // 4  # words of a block, each of which is several elements: more take more registers
-MARK_BLOCK = BLOCK // 2  # elements of a block where what is sent is marked or sampled, for the same reason
+# Elements of a block where what is sent is marked or sampled, for the same reason.
+MARK_BLOCK = BLOCK // 2
 TOO_LARGE = 0x76800000  # bits of 2^110, as in the native kernels
 INFINITY = 0x7F800000
 SAMPLED = 64  # consecutive elements that are sampled together, as in the native kernels, whose threshold would else be another
@@ -66,8 +67,8 @@ def copied(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
 
 
 def brought(tensors: Sequence[torch.Tensor], arrays: Sequence[np.ndarray]) -> None:
-    """Copies tensors on a device into as many arrays on the host, of the same types and lengths; waits once for all of them. Copies into pinned
-    memory, as `pinned` makes it, are under way together."""
+    """Copies tensors on a device into as many arrays on the host, of the same types and lengths,
+    and waits once for all. Copies into pinned memory are under way together."""
     for tensor, array in zip(tensors, arrays):
         torch.from_numpy(array).copy_(tensor, non_blocking=True)
     if tensors and tensors[0].is_cuda:
@@ -87,9 +88,13 @@ _TORCH_TYPES = {  # which has no unsigned ones
 
 @functools.lru_cache(maxsize=256)
 def _blocks(sizes: Tuple[int, ...], length: int, device: torch.device, stream: Any) -> Blocks:
-    """For use on the stream that is current, whose number is given: on another one they might not be there yet."""
+    """As `blocks`. stream: the number of the current one, on which alone they can be used: on
+    another one the copy may not have arrived."""
     counts = [-(-size // length) for size in sizes]
-    return Blocks(copied([np.repeat(np.arange(len(sizes)), counts)], device), (np.cumsum(counts) - counts).tolist())
+    return Blocks(
+        copied([np.repeat(np.arange(len(sizes)), counts)], device),
+        (np.cumsum(counts) - counts).tolist(),
+    )
 
 
 def blocks(sizes: Sequence[int], device: torch.device, length: int = BLOCK) -> Blocks:

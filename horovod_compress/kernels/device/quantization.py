@@ -92,8 +92,14 @@ class _Words:
         found = []
         for spare, start, end in zip(spares, self.starts, self.starts[1:]):
             fits = spare is not None and spare.size == end - start and spare.itemsize == self.dtype.itemsize
-            found.append(spare if spare is not None and fits else programs.pinned(end - start, words.dtype, self.device))
-        programs.brought([words[start:end] for start, end in zip(self.starts, self.starts[1:])], found)
+            found.append(
+                spare
+                if spare is not None and fits
+                else programs.pinned(end - start, words.dtype, self.device)
+            )
+        programs.brought(
+            [words[start:end] for start, end in zip(self.starts, self.starts[1:])], found
+        )
         return found
 
 

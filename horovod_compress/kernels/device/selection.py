@@ -165,7 +165,9 @@ def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
     candidates = _of_candidates(calls, floors, counts)
     facts, entries = np.split(torch.cat([largest, found, floors, candidates.reshape(-1)]).cpu().numpy(), [3 * len(calls)])
     rows, start, chosen, again = entries.reshape(len(candidates), -1), 0, [], []
-    for number, (call, peak, found_here, floor) in enumerate(zip(calls, *facts.reshape(3, -1).tolist())):
+    for number, (call, peak, found_here, floor) in enumerate(
+        zip(calls, *facts.reshape(3, -1).tolist())
+    ):
         end = start + min(call.k, found_here, call.room)
         its = rows[:, start:end]
         finite = peak < programs.TOO_LARGE
@@ -202,7 +204,9 @@ def _sampled_floors(calls: List[_Update]) -> torch.Tensor:
         (sample.stretches * programs.SAMPLED, *call.operands, sample.stride, sample.shift, start) for (_, call, sample), start in zip(known, starts)
     ]
     orders = torch.empty(total, dtype=torch.int64, device=device)
-    programs.launch(programs.sample, device, rows, orders, KIND=kind, BASED=based, BLOCK=programs.MARK_BLOCK)
+    programs.launch(
+        programs.sample, device, rows, orders, KIND=kind, BASED=based, BLOCK=programs.MARK_BLOCK
+    )
     places = [start + sample.rank for (_, _, sample), start in zip(known, starts)]
     which, at = programs.copied([np.array([i for i, _, _ in known]), np.array(places)], device).chunk(2)
     orders = orders.sort().values

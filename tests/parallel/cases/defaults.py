@@ -36,8 +36,18 @@ def assert_alike(what, trained):
 
 @case(2)
 def torchs_defaults_change_no_gradients():
-    specs = ["topk:ratio=0.1", "topk:ratio=0.1,exchange=split", "topk:ratio=0.1,hosts=true", "maxnorm", "powersgd", "globalrandk"]
-    for spec in [f"{spec}{',' if ':' in spec else ':'}min_numel=0" for spec in specs] + ["variance:moments=per_sample", "fp16"]:
+    specs = [
+        "topk:ratio=0.1",
+        "topk:ratio=0.1,exchange=split",
+        "topk:ratio=0.1,hosts=true",
+        "maxnorm",
+        "powersgd",
+        "globalrandk",
+    ]
+    for spec in [f"{spec}{',' if ':' in spec else ':'}min_numel=0" for spec in specs] + [
+        "variance:moments=per_sample",
+        "fp16",
+    ]:
 
         def trained(dtype, device, spec=spec):
             model = model_of()
@@ -65,7 +75,13 @@ def torchs_defaults_change_no_updates():
         with defaults(dtype, device):
             hvd.broadcast_parameters(model.state_dict(), root_rank=0)
             optimizer = hvdc.AdamW(model.parameters())
-            optimizer = hvdc.UpdateOptimizer(optimizer, model.named_parameters(), "topk:ratio=0.1", every=2, outer=hvdc.Nesterov())
+            optimizer = hvdc.UpdateOptimizer(
+                optimizer,
+                model.named_parameters(),
+                "topk:ratio=0.1",
+                every=2,
+                outer=hvdc.Nesterov(),
+            )
             train(model, optimizer, data)
             optimizer.average_state()
             optimizer.load_state_dict(optimizer.state_dict())

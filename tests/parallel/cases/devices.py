@@ -12,8 +12,15 @@ from .training import assert_replicas_identical, batches, flat, model_of, sgd, t
 
 CASES, case = registry()
 SPECS = (
-    "dgc:ratio=0.01", "dgc:ratio=0.05,warmup_steps=4,clip_norm=0.1,masking=false,values=fp16", "topk:chunk=64,k=4,values=2bit",
-    "maxnorm:bits=4", "maxnorm:bits=2,ratio=0.1,dense=fp16", "dgc:momentum=0.9,dense=int8", "multiscale:bits=2+6", "adacomp", "variance:alpha=1.0",
+    "dgc:ratio=0.01",
+    "dgc:ratio=0.05,warmup_steps=4,clip_norm=0.1,masking=false,values=fp16",
+    "topk:chunk=64,k=4,values=2bit",
+    "maxnorm:bits=4",
+    "maxnorm:bits=2,ratio=0.1,dense=fp16",
+    "dgc:momentum=0.9,dense=int8",
+    "multiscale:bits=2+6",
+    "adacomp",
+    "variance:alpha=1.0",
 )
 
 

@@ -118,8 +118,11 @@ def dynamic_loss_scaling():
 def a_scale_that_doubles_under_autocast_changes_nothing():
     """Every 20 steps, against one that stays: parameters to 1e-5. In half precision results differ where gradients come below its smallest number."""
     for dtype, spec in (
-        (torch.float16, "dgc:ratio=0.01"), (torch.float16, "powersgd:rank=2"),
-        (torch.bfloat16, "adacomp"), (torch.bfloat16, "variance"), (torch.bfloat16, "topk:ratio=0.01"),
+        (torch.float16, "dgc:ratio=0.01"),
+        (torch.float16, "powersgd:rank=2"),
+        (torch.bfloat16, "adacomp"),
+        (torch.bfloat16, "variance"),
+        (torch.bfloat16, "topk:ratio=0.01"),
     ):
         fixed, doubled = (trained_under_autocast(spec, dtype, interval) for interval in (10**6, 20))
         error = ((doubled - fixed).abs().max() / fixed.abs().max()).item()

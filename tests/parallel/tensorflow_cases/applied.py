@@ -13,35 +13,11 @@ from tensorflow import keras
 import horovod_compress.tensorflow as hvdc
 from horovod_compress.tensorflow.optimizer import build
 
-from .training import LOSS, SGD, assert_replicas_identical, data, model_of
+from .training import LOSS, SGD, Own, assert_replicas_identical, data, horovods_tape, model_of
 
 CASES, case = registry()
 SPEC = "dgc:ratio=0.1,min_numel=0"
 ADVICE = "hvd.DistributedGradientTape(tape", "hvdc.UpdateOptimizer(optimizer"
-
-
-def taped(compression):
-    """What makes a tape Horovod's."""
-    return lambda tape: hvdt.DistributedGradientTape(tape, compression=compression)
-
-
-class Own(keras.Model):
-    """A model with the training step of Keras' guide; `wrap` says what becomes of its tape."""
-
-    def __init__(self, wrap=lambda tape: tape):
-        super().__init__()
-        self.inner, self.wrap = model_of(), wrap
-
-    def call(self, x, training=None):
-        return self.inner(x, training=training)
-
-    def train_step(self, batch):
-        x, y = batch
-        with tf.GradientTape() as tape:
-            loss = LOSS(y, self(x, training=True))
-        gradients = self.wrap(tape).gradient(loss, self.trainable_variables)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
-        return {"loss": loss}
 
 
 def fitted(model, optimizer, steps=2, **options):
@@ -67,7 +43,7 @@ def gradients_that_nobody_has_reduced_are_refused():
 def training_steps_of_ones_own_that_reduce():
     for make, options in zip(SGD.values(), ({}, {"run_eagerly": True})):
         compression = hvdc.Compression.from_spec(SPEC)
-        model = Own(taped(compression))
+        model = Own(horovods_tape(compression))
         fitted(model, make(0.05, momentum=0.9), **options)
         assert compression.stats()["steps"] == 2
         assert_replicas_identical(model)

@@ -70,7 +70,9 @@ def dense_limit():
 @case(2)
 def options_of_horovods_optimizer():
     for wrap in (
-        {"num_groups": 2, "gradient_predivide_factor": 2.0}, {"backward_passes_per_step": 2}, {"op": hvdt.Sum},
+        {"num_groups": 2, "gradient_predivide_factor": 2.0},
+        {"backward_passes_per_step": 2},
+        {"op": hvdt.Sum},
     ):
         for kind in SGD:
             sgd = {"momentum": 0.9}

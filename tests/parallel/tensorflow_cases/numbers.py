@@ -160,10 +160,15 @@ def variables_of_other_types():
 
 @case(2)
 def float64_is_carried_by_none_and_warned_of_by_others():
-    """Gradients and updates. Rank 1's gradients are three times rank 0's, so the mean is twice those."""
+    """Gradients and updates. Rank 1's gradients are three times rank 0's, the mean twice those."""
     sizes = np.repeat(np.array([1e-300, 1e-60, 1.0, 1 + 1e-12, 1e60, 1e300])[:, None], 4, 1)
     gradient = tf.constant(sizes * (1 + 2 * hvd.rank()))
-    for spec, warns in (("none", 0), ("topk:ratio=1,min_numel=0", 1), ("fp16", 1), ("maxnorm:min_numel=0", 1)):
+    for spec, warns in (
+        ("none", 0),
+        ("topk:ratio=1,min_numel=0", 1),
+        ("fp16", 1),
+        ("maxnorm:min_numel=0", 1),
+    ):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             variables = [tf.Variable(tf.ones((6, 4), tf.float64), name=name) for name in ("a", "b")]
@@ -173,10 +178,16 @@ def float64_is_carried_by_none_and_warned_of_by_others():
             def step():
                 with tf.GradientTape() as tape:
                     loss = tf.add_n([tf.reduce_sum(variable * gradient) for variable in variables])
-                return hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, variables)
+                return hvdt.DistributedGradientTape(tape, compression=compression).gradient(
+                    loss, variables
+                )
 
             results = [step() for _ in range(2)][-1]
-            optimizer = hvdc.UpdateOptimizer(SGD["new"](1.0), spec, **({"outer": hvdc.Nesterov(1.0, 0.0)} if spec == "none" else {}))
+            optimizer = hvdc.UpdateOptimizer(
+                SGD["new"](1.0),
+                spec,
+                **({"outer": hvdc.Nesterov(1.0, 0.0)} if spec == "none" else {}),
+            )
 
             @tf.function
             def update():

@@ -75,6 +75,30 @@ def trained(spec, kind="new", steps=20, seed=0, sgd=None, wrap=None, **options):
     return model, compression
 
 
+def horovods_tape(compression):
+    """What makes a tape Horovod's."""
+    return lambda tape: hvdt.DistributedGradientTape(tape, compression=compression)
+
+
+class Own(keras.Model):
+    """A model with the training step of Keras' guide; `wrap` says what becomes of its tape."""
+
+    def __init__(self, wrap=lambda tape: tape):
+        super().__init__()
+        self.inner, self.wrap = model_of(), wrap
+
+    def call(self, x, training=None):
+        return self.inner(x, training=training)
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = LOSS(y, self(x, training=True))
+        gradients = self.wrap(tape).gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"loss": loss}
+
+
 def exchanged(compression, names=tuple(alike.SHAPES), in_graph=True, tape_options=None):
     """A function of gradients, by name, that gives what a tape makes of them."""
     variables = {name: tf.Variable(tf.zeros(alike.SHAPES[name]), name=name) for name in names}

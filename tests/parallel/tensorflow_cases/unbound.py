@@ -16,7 +16,19 @@ from tensorflow import keras
 import horovod_compress.tensorflow as hvdc
 from horovod_compress.compressors import ids
 
-from .training import LOSS, SGD, assert_replicas_identical, data, fit, flat, model_of, told, trained
+from .training import (
+    LOSS,
+    SGD,
+    Own,
+    assert_replicas_identical,
+    data,
+    fit,
+    flat,
+    horovods_tape,
+    model_of,
+    told,
+    trained,
+)
 
 CASES, case = registry()
 MOMENTUM = {"momentum": 0.9, "nesterov": True}
@@ -62,26 +74,6 @@ def scaled_by_one(optimizer):
     return keras.mixed_precision.LossScaleOptimizer(optimizer, dynamic=False, initial_scale=1)
 
 
-class Taped(keras.Model):
-    """A model with a training step of its own."""
-
-    def __init__(self, compression):
-        super().__init__()
-        self.inner, self.compression = model_of(), compression
-
-    def call(self, x, training=None):
-        return self.inner(x, training=training)
-
-    def train_step(self, batch):
-        x, y = batch
-        with tf.GradientTape() as tape:
-            loss = LOSS(y, self(x, training=True))
-        tape = hvdt.DistributedGradientTape(tape, compression=self.compression)
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
-        return {"loss": loss}
-
-
 @case(2)
 def fit_trains_as_with_bound_compressions():
     """Bit for bit: the momentum of Horovod's own optimizer is taken over, and counted once; so is that of a model's, beside a tape. A callback of
@@ -98,10 +90,11 @@ def fit_trains_as_with_bound_compressions():
         np.testing.assert_array_equal(flat(model), wanted)
         for momentum in (hvdc.compression_of(optimizer).config["momentum"], optimizer.get_config()["momentum"]):
             assert abs(momentum - 0.9) < 1e-6
-        model, sgd = Taped(pickled("dgc:min_numel=0")), SGD[kind](0.05, **MOMENTUM)
+        compression, sgd = pickled("dgc:min_numel=0"), SGD[kind](0.05, **MOMENTUM)
+        model = Own(horovods_tape(compression))
         fit(model, scaled_by_one(sgd) if kind == "new" else sgd, 5, callbacks(kind))
         np.testing.assert_array_equal(flat(model), wanted)
-        assert model.compression.stats()["steps"] == 5
+        assert compression.stats()["steps"] == 5
     wrap = {"backward_passes_per_step": 2, "op": hvdt.Sum}
     wanted = flat(trained("efsignsgd", steps=6, wrap=wrap)[0])
     model, compression = model_of(), pickled("efsignsgd")
@@ -206,7 +199,9 @@ def what_is_taken_over_is_said_once():
         trained("dgc:ratio=0.1", steps=2, sgd={"momentum": 0.9})
     finally:
         log.removeHandler(handler)
-    assert [text for text in said if "SGD" in text] == ["dgc applies momentum=0.9 in place of SGD"] * (hvd.rank() == 0), said
+    assert [text for text in said if "SGD" in text] == [
+        "dgc applies momentum=0.9 in place of SGD"
+    ] * (hvd.rank() == 0), said
 
 
 @case(2)
