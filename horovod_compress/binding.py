@@ -81,8 +81,8 @@ class Binding(ABC):
             self._has_told_of_float32 = True
             warnings.warn(
                 f"horovod_compress: {name} has float64 numbers that are not 0, and are 0 or "
-                "infinite in float32, in which they are compressed. Scale the loss, or use none, which "
-                "carries float64 as it is", RuntimeWarning, stacklevel=2,
+                "infinite in float32, in which they are compressed. Scale the loss, or use none, "
+                "which carries float64 as it is", RuntimeWarning, stacklevel=2,
             )
 
     def _rank_and_size(self) -> Tuple[int, int]:

@@ -165,7 +165,7 @@ def change_class_below(optimizer: Any, cls: Type) -> None:
 
 
 def lasting_variable(shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
-    """A variable of zeros on the CPU, made in any trace: a tf.Variable only in a function's first."""
+    """A variable of zeros on the CPU. In any trace: a tf.Variable only in a function's first."""
     with tf.init_scope(), tf.device("/cpu:0"):
         return ResourceVariable(tf.zeros(shape, dtype), trainable=False)
 

@@ -26,10 +26,12 @@ from .optimizer import become, build, unwrapped
 def UpdateOptimizer(
     optimizer: Any, compression: Any = "topk:ratio=0.01", every: int = 1, outer: Optional[Nesterov] = None, process_set: Any = None
 ) -> Any:
-    """Makes a Keras optimizer a compressed one. Each rank takes its own step with its own gradients.
-    What the step adds to the variables is compressed with error feedback and exchanged, and all
-    ranks add the mean. So the optimizer's momentum, second moments, weight decay and learning rate are
-    inside what is sent, and nothing is taken over from it.
+    """Makes a Keras optimizer a compressed one.
+
+    Each rank takes its own step with its own gradients. What the step adds to the variables is
+    compressed with error feedback and exchanged, and all ranks add the mean. So the optimizer's
+    momentum, second moments, weight decay and learning rate are inside what is sent, and nothing is
+    taken over from it.
 
         optimizer = hvdc.UpdateOptimizer(keras.optimizers.AdamW(1e-3), "topk:ratio=0.01")
         model.compile(optimizer, loss)

@@ -100,10 +100,12 @@ class _Beginning(torch.optim.Optimizer):
 
 
 class UpdateOptimizer(_Beginning):
-    """Makes an optimizer a compressed one. Each rank takes its own step with its own gradients.
-    What the step adds to the parameters is compressed with error feedback and exchanged, and all
-    ranks add the mean. So the optimizer's momentum, second moments, weight decay and learning rate are
-    inside what is sent, and nothing is taken over from it.
+    """Makes an optimizer a compressed one.
+
+    Each rank takes its own step with its own gradients. What the step adds to the parameters is
+    compressed with error feedback and exchanged, and all ranks add the mean. So the optimizer's
+    momentum, second moments, weight decay and learning rate are inside what is sent, and nothing is
+    taken over from it.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         optimizer = hvdc.UpdateOptimizer(optimizer, model.named_parameters(), "topk:ratio=0.01")
