@@ -1,9 +1,11 @@
 """Builds the native kernels; everything else about the package is in pyproject.toml.
 
 environment:
-  HOROVOD_COMPRESS_KERNELS=reference   builds none: the NumPy reference serves, about ten times slower
-  HOROVOD_COMPRESS_SANITIZE=1          builds them with AddressSanitizer and UndefinedBehaviorSanitizer, for the tests
+  HOROVOD_COMPRESS_KERNELS=reference   builds none: the NumPy reference serves, about ten times
+  slower HOROVOD_COMPRESS_SANITIZE=1          builds them with AddressSanitizer and
+  UndefinedBehaviorSanitizer, for the tests
 """
+
 import glob
 import os
 import pathlib
@@ -18,8 +20,15 @@ if sys.platform != "win32":
     # No contraction: the native kernels give the reference's results bit for bit on every CPU.
     flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 if os.environ.get("HOROVOD_COMPRESS_SANITIZE"):
-    flags = ["-O0", "-g1", "-ffp-contract=off", "-fno-omit-frame-pointer", "-DHC_PORTABLE", "-fsanitize=address,undefined",
-             "-fno-sanitize-recover=undefined"]
+    flags = [
+        "-O0",
+        "-g1",
+        "-ffp-contract=off",
+        "-fno-omit-frame-pointer",
+        "-DHC_PORTABLE",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=undefined",
+    ]
 
 native = Pybind11Extension(
     "horovod_compress.kernels.native._native",
@@ -38,13 +47,16 @@ class BuildKernels(build_ext):
             super().build_extension(ext)
         except (CCompilerError, ExecError, PlatformError) as error:
             sys.exit(
-                f"horovod-compress: the native kernels could not be built: {error}\nWhat the compiler said is above. They need a C++17 "
-                "compiler, GCC 9 or Clang 14 or later, and Python's headers. To install without them, on the NumPy reference, about ten "
+                f"horovod-compress: the native kernels could not be built: {error}\nWhat the "
+                f"compiler said is above. They need a C++17 "
+                "compiler, GCC 9 or Clang 14 or later, and Python's headers. To install without "
+                "them, on the NumPy reference, about ten "
                 "times slower, set HOROVOD_COMPRESS_KERNELS=reference."
             )
 
     def joined(self, sources):
-        """Two files, for two cores, that include all: pybind11's headers take more than half of the time of compiling them one by one."""
+        """Two files, for two cores, that include all: pybind11's headers take more than half of the
+        time of compiling them one by one."""
         sources, parts = sorted(sources, key=os.path.getsize), []
         os.makedirs(self.build_temp, exist_ok=True)
         for i in range(2):

@@ -1,10 +1,14 @@
-"""Test accuracy and bytes of compressions on Fashion-MNIST: the demo's network, the same seeds and epochs for all.
+"""Test accuracy and bytes of compressions on Fashion-MNIST: the demo's network, the same seeds and
+epochs for all.
 
-    horovodrun -np 2 .venv/bin/python benchmarks/accuracy.py [--seeds SEED ...] [--epochs N] [OPTIMIZER@RATE/SPEC ...]
+    horovodrun -np 2 .venv/bin/python benchmarks/accuracy.py [--seeds SEED ...] [--epochs N]
+    [OPTIMIZER@RATE/SPEC ...]
 
-Prints a line for each run and at the end a table in Markdown: the mean over seeds, the difference from `none` under the same
-optimizer and rate, and ratios on the wire of all tensors, of the convolutions and of the fully connected layers, every byte counted.
+Prints a line for each run and at the end a table in Markdown: the mean over seeds, the difference
+from `none` under the same optimizer and rate, and ratios on the wire of all tensors, of the
+convolutions and of the fully connected layers, every byte counted.
 """
+
 import argparse
 import statistics
 
@@ -16,18 +20,33 @@ from torch import nn
 import horovod_compress.torch as hvdc
 
 OPTIMIZERS = {
-    "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=1e-4),
+    "sgd": lambda parameters, rate: torch.optim.SGD(
+        parameters, lr=rate, momentum=0.9, weight_decay=1e-4
+    ),
     "adam": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
 }
 DEFAULT = [
-    *(f"sgd@0.05/{spec}" for spec in ("none", "dgc:ratio=0.001", "adacomp:min_numel=256", "maxnorm:bits=4", "multiscale:bits=2+6")),
+    *(
+        f"sgd@0.05/{spec}"
+        for spec in (
+            "none",
+            "dgc:ratio=0.001",
+            "adacomp:min_numel=256",
+            "maxnorm:bits=4",
+            "multiscale:bits=2+6",
+        )
+    ),
     *(f"sgd@0.01/{spec}" for spec in ("none", "multiscale:bits=2+6", "maxnorm:bits=2")),
     *(f"sgd@0.01/{spec},norm=l2" for spec in ("multiscale:bits=2+6", "maxnorm:bits=2")),
     *(f"adam@0.001/{spec}" for spec in ("none", "variance:alpha=1.5", "variance:alpha=2")),
-    *(f"adam@0.001/variance:alpha=1.5,moments={moments}" for moments in ("microbatch", "per_sample")),
+    *(
+        f"adam@0.001/variance:alpha=1.5,moments={moments}"
+        for moments in ("microbatch", "per_sample")
+    ),
 ]
 BATCH = 64  # images a rank and step
-PASSES = 4  # backward passes a step, where moments=microbatch
+# Backward passes a step, where moments=microbatch.
+PASSES = 4
 
 
 def parts(choice):
@@ -46,12 +65,19 @@ def run(choice, seed, data, epochs):
     compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
     passes = PASSES if compression.config.get("moments") == "microbatch" else 1
     optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=compression, backward_passes_per_step=passes
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=compression,
+        backward_passes_per_step=passes,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     for epoch in range(epochs):
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1000 * seed + epoch))
-        for mine in order[: len(order) // (BATCH * hvd.size()) * BATCH * hvd.size()].view(-1, hvd.size(), BATCH)[:, hvd.rank()]:
+        order = torch.randperm(
+            len(images), generator=torch.Generator().manual_seed(1000 * seed + epoch)
+        )
+        for mine in order[: len(order) // (BATCH * hvd.size()) * BATCH * hvd.size()].view(
+            -1, hvd.size(), BATCH
+        )[:, hvd.rank()]:
             optimizer.zero_grad()
             for its in mine.chunk(passes):
                 (nn.functional.cross_entropy(model(images[its]), labels[its]) / passes).backward()
@@ -68,7 +94,13 @@ def run(choice, seed, data, epochs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="*", default=DEFAULT, metavar="OPTIMIZER@RATE/SPEC", help=f"default: {' '.join(DEFAULT)}")
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        default=DEFAULT,
+        metavar="OPTIMIZER@RATE/SPEC",
+        help=f"default: {' '.join(DEFAULT)}",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=6)
     options = parser.parse_args()
@@ -86,7 +118,10 @@ def main():
     if hvd.rank() != 0:
         return
     print(f"\n{name}, {hvd.size()} ranks, {options.epochs} epochs, seeds {options.seeds}\n")
-    print("| optimizer | rate | compression | accuracy | lowest … highest | against none | ratio | convolutions | fully connected |")
+    print(
+        "| optimizer | rate | compression | accuracy | lowest … highest | against none | ratio | "
+        "convolutions | fully connected |"
+    )
     print("|" + "---|" * 9)
     for choice, results in found.items():
         trained, spec = parts(choice)
@@ -95,8 +130,8 @@ def main():
         against = f"{statistics.mean(scores) - statistics.mean(none):+.2f}" if none else "-"
         ratios = [f"{statistics.mean(r[group] for _, r in results):.1f}" for group in results[0][1]]
         print(
-            f"| {' | '.join(trained)} | {spec} | {statistics.mean(scores):.2f} % | {min(scores):.2f} … {max(scores):.2f} | {against} | "
-            + " | ".join(ratios) + " |"
+            f"| {' | '.join(trained)} | {spec} | {statistics.mean(scores):.2f} % | "
+            f"{min(scores):.2f} … {max(scores):.2f} | {against} | " + " | ".join(ratios) + " |"
         )
 
 

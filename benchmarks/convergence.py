@@ -1,19 +1,25 @@
 #!/usr/bin/env python3
-"""Where training ends with a compression, on several tasks, with any number of ranks in one process.
+"""Where training ends with a compression, on several tasks, with any number of ranks in one
+process.
 
-    .venv/bin/python benchmarks/convergence.py TASK [RUN ...] [--ranks 4] [--seeds 0 1 2] [--out FILE] [--plot FILE]
-    .venv/bin/horovodrun -np 4 .venv/bin/python benchmarks/convergence.py TASK [RUN ...] --real
+    .venv/bin/python benchmarks/convergence.py TASK [RUN ...] [--ranks 4] [--seeds 0 1 2] [--out
+    FILE] [--plot FILE] .venv/bin/horovodrun -np 4 .venv/bin/python benchmarks/convergence.py TASK
+    [RUN ...] --real
 
-A RUN is a spec, such as dgc:ratio=0.001; sgd/SPEC or adam/SPEC names another optimizer than the task's, adam:lr=0.004/SPEC its learning rate, too,
-and corrected/updates/SPEC is hvdc.AdamW, with gradients clipped to √ranks times the task's norm;
-updates/SPEC compresses each rank's own updates in place of gradients, and adam/updates/SPEC is both; updates:every=16/SPEC exchanges those of 16
-steps, and updates:every=16,outer=0.7+0.9/SPEC has an outer Nesterov of that learning rate and momentum. drop/SPEC forgets after each step what was
-not sent, which is what error feedback is compared with; it is for simulated ranks only. Ranks share the task's batch, so all numbers
-of ranks compute as much. Without --real, the ranks are simulated: each computes its own part of the batch, and the compressors, the exchange and
-every payload are the real ones. Each run is a line of FILE, by default convergence.jsonl, with the measure over steps and bytes; those that are there
-already are not run again. What is measured are the parameters that all ranks share, those after the last exchange. Prints a table in Markdown of all
-runs of the task in FILE; --plot draws them.
+A RUN is a spec, such as dgc:ratio=0.001; sgd/SPEC or adam/SPEC names another optimizer than the
+task's, adam:lr=0.004/SPEC its learning rate, too, and corrected/updates/SPEC is hvdc.AdamW, with
+gradients clipped to √ranks times the task's norm; updates/SPEC compresses each rank's own updates
+in place of gradients, and adam/updates/SPEC is both; updates:every=16/SPEC exchanges those of 16
+steps, and updates:every=16,outer=0.7+0.9/SPEC has an outer Nesterov of that learning rate and
+momentum. drop/SPEC forgets after each step what was not sent, which is what error feedback is
+compared with; it is for simulated ranks only. Ranks share the task's batch, so all numbers of ranks
+compute as much. Without --real, the ranks are simulated: each computes its own part of the batch,
+and the compressors, the exchange and every payload are the real ones. Each run is a line of FILE,
+by default convergence.jsonl, with the measure over steps and bytes; those that are there already
+are not run again. What is measured are the parameters that all ranks share, those after the last
+exchange. Prints a table in Markdown of all runs of the task in FILE; --plot draws them.
 """
+
 import argparse
 import contextlib
 import json
@@ -37,13 +43,15 @@ from horovod_compress.torch.sgd import SGDTakeover, is_plain_sgd
 from horovod_compress.transport.loopback import Loopback
 from horovod_compress.updates import compressor_for_updates
 
-POINTS = 10  # measurements of a run, the last at its end
-PASSES = 4  # backward passes of a step and rank, where moments=microbatch
+# Measurements of a run, the last at its end.
+POINTS = 10
+# Backward passes of a step and rank, where moments=microbatch.
+PASSES = 4
 
 
 class Run(NamedTuple):
-    """What a RUN says. every: how many local steps' updates are exchanged together, 0 where gradients are; drops: whether what was not sent is
-    forgotten."""
+    """What a RUN says. every: how many local steps' updates are exchanged together, 0 where
+    gradients are; drops: whether what was not sent is forgotten."""
 
     optimizer: str
     rate: float
@@ -54,15 +62,35 @@ class Run(NamedTuple):
 
 
 class Simulated:
-    """Ranks of one process. One model serves all of them: with updates it has each rank's own parameters in turn."""
+    """Ranks of one process. One model serves all of them: with updates it has each rank's own
+    parameters in turn."""
 
     def __init__(self, task, run, model, ranks, local_size):
-        self.task, self.run, self.model, self.named = task, run, model, dict(model.named_parameters())
-        self.optimizers = [task.optimizer(run.optimizer, model.parameters(), ranks) for _ in range(ranks if run.every else 1)]
+        self.task, self.run, self.model, self.named = (
+            task,
+            run,
+            model,
+            dict(model.named_parameters()),
+        )
+        self.optimizers = [
+            task.optimizer(run.optimizer, model.parameters(), ranks)
+            for _ in range(ranks if run.every else 1)
+        ]
         optimizer = self.optimizers[0]
-        compressor = compressor_for_updates(run.spec, rank=0) if run.every else requested_compressor(run.spec, optimizer, is_plain_sgd(optimizer))
-        self.takeover = SGDTakeover(None if run.every else optimizer, compressor, {id(param): name for name, param in self.named.items()})
-        variant = next(iter(self.takeover.variants.values()), compressor.bound(0.0, False) if compressor.corrects_momentum else compressor)
+        compressor = (
+            compressor_for_updates(run.spec, rank=0)
+            if run.every
+            else requested_compressor(run.spec, optimizer, is_plain_sgd(optimizer))
+        )
+        self.takeover = SGDTakeover(
+            None if run.every else optimizer,
+            compressor,
+            {id(param): name for name, param in self.named.items()},
+        )
+        variant = next(
+            iter(self.takeover.variants.values()),
+            compressor.bound(0.0, False) if compressor.corrects_momentum else compressor,
+        )
         self.compressor = variant
         shapes = {name: tuple(param.shape) for name, param in self.named.items()}
         self.exchanges = make_ranks(variant, shapes, Loopback.group(ranks), local_size=local_size)
@@ -72,18 +100,25 @@ class Simulated:
         self.clip = task.clip_by(run.optimizer, ranks)
         self.shared = self._parameters() if run.every else {}
         self.own = [self.shared] * ranks  # parameters, between exchanges
-        self.outer_momentum = {name: torch.zeros_like(param) for name, param in self.shared.items()} if run.outer else {}
+        self.outer_momentum = (
+            {name: torch.zeros_like(param) for name, param in self.shared.items()}
+            if run.outer
+            else {}
+        )
         self.local_steps = 0
 
     def step(self, inputs, targets):
         arrays, squares = [], []
-        for rank, (x, y) in enumerate(zip(inputs.chunk(len(self.exchanges)), targets.chunk(len(self.exchanges)))):
+        for rank, (x, y) in enumerate(
+            zip(inputs.chunk(len(self.exchanges)), targets.chunk(len(self.exchanges)))
+        ):
             buffers = [buffer.clone() for buffer in self.model.buffers()]
             self._show(self.own[rank])
             self.model.zero_grad()
             for part, its in zip(x.chunk(self.passes), y.chunk(self.passes)):
                 (self.task.loss(self.model, part, its) / self.passes).backward()
-            if rank > 0:  # whose running statistics nobody looks at
+            # Whose running statistics nobody looks at.
+            if rank > 0:
                 for buffer, before in zip(self.model.buffers(), buffers):
                     buffer.copy_(before)
             taken = {name: self.moments.take(name) for name in self.named} if self.moments else {}
@@ -99,9 +134,16 @@ class Simulated:
             self._show(self.shared)
             return
         lr = self.optimizers[0].param_groups[0]["lr"] if self.compressor.follow_lr else None
-        results = finish_step(self.exchanges, start_step(self.exchanges, arrays, lr, squares), arrays)[0]
+        results = finish_step(
+            self.exchanges, start_step(self.exchanges, arrays, lr, squares), arrays
+        )[0]
         if self.run.drops:
-            for kept in (array for exchange in self.exchanges for state in exchange.arrays().values() for array in state.values()):
+            for kept in (
+                array
+                for exchange in self.exchanges
+                for state in exchange.arrays().values()
+                for array in state.values()
+            ):
                 kept[:] = 0
         for name, param in self.named.items():
             param.grad.copy_(torch.from_numpy(results[name]).view_as(param))
@@ -129,7 +171,10 @@ class Simulated:
 
     def _exchange_updates(self):
         """What hvdc.UpdateOptimizer does at the end of a round."""
-        updates = [{name: flat(values - self.shared[name]) for name, values in own.items()} for own in self.own]
+        updates = [
+            {name: flat(values - self.shared[name]) for name, values in own.items()}
+            for own in self.own
+        ]
         results = finish_step(self.exchanges, start_step(self.exchanges, updates), updates)[0]
         for name, shared in self.shared.items():
             update = torch.from_numpy(results[name]).view_as(shared)
@@ -156,18 +201,32 @@ class Real:
 
     def __init__(self, task, run, model):
         if run.drops:
-            raise ValueError("drop/ is for simulated ranks: no compression of real ones forgets what it has not sent")
+            raise ValueError(
+                "drop/ is for simulated ranks: no compression of real ones forgets what it has not "
+                "sent"
+            )
         self.task, self.run, self.model = task, run, model
         optimizer = task.optimizer(run.optimizer, model.parameters(), hvd.size())
         self.clip = task.clip_by(run.optimizer, hvd.size())
         if run.every:
-            self.optimizer = hvdc.UpdateOptimizer(optimizer, model.named_parameters(), run.spec, run.every, run.outer)
-            self.compression, self.passes, self.clips = self.optimizer.compression, 1, math.isfinite(task.clip)
+            self.optimizer = hvdc.UpdateOptimizer(
+                optimizer, model.named_parameters(), run.spec, run.every, run.outer
+            )
+            self.compression, self.passes, self.clips = (
+                self.optimizer.compression,
+                1,
+                math.isfinite(task.clip),
+            )
             return
         self.compression = hvdc.Compression.from_spec(run.spec, optimizer, model.named_parameters())
         self.passes = PASSES if self.compression.config.get("moments") == "microbatch" else 1
         self.clips = self.compression.config.get("clip_norm") is None and math.isfinite(task.clip)
-        self.optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), self.compression, backward_passes_per_step=self.passes)
+        self.optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            model.named_parameters(),
+            self.compression,
+            backward_passes_per_step=self.passes,
+        )
 
     def step(self, inputs, targets):
         x, y = inputs.chunk(hvd.size())[hvd.rank()], targets.chunk(hvd.size())[hvd.rank()]
@@ -208,7 +267,9 @@ def train(name, run, seed, ranks, real, steps=None, local_size=1):
     measured, seconds = [], 0.0
     marks = {round(total * point / POINTS) for point in range(1, POINTS + 1)}
     batches = zip(range(1, total + 1), task.batches(data, seed))
-    for step, (inputs, targets) in track(batches, f"{name} {run} × {ranks}, seed {seed}", total, disable=bool(real and hvd.rank())):
+    for step, (inputs, targets) in track(
+        batches, f"{name} {run} × {ranks}, seed {seed}", total, disable=bool(real and hvd.rank())
+    ):
         trainer.set_rate(its.rate * task.rate((step - 1) / total))
         started = time.perf_counter()
         trainer.step(inputs, targets)
@@ -218,11 +279,22 @@ def train(name, run, seed, ranks, real, steps=None, local_size=1):
     totals, by_tensor = trainer.totals()
     together = max(its.every, 1)
     return {
-        "task": name, "run": run, "ranks": ranks, "local_size": local_size, "seed": seed, "steps": total, "real": real,
+        "task": name,
+        "run": run,
+        "ranks": ranks,
+        "local_size": local_size,
+        "seed": seed,
+        "steps": total,
+        "real": real,
         "measured": measured,
-        "parameters": sum(param.numel() for param in model.parameters()), "ratio": together * totals["dense_bytes"] / totals["bytes_sent"],
-        "ratios": {layer: together * stats["dense_bytes"] / max(stats["bytes_sent"], 1) for layer, stats in by_tensor.items()},
-        "received": totals["bytes_received"] / total, "seconds": seconds,
+        "parameters": sum(param.numel() for param in model.parameters()),
+        "ratio": together * totals["dense_bytes"] / totals["bytes_sent"],
+        "ratios": {
+            layer: together * stats["dense_bytes"] / max(stats["bytes_sent"], 1)
+            for layer, stats in by_tensor.items()
+        },
+        "received": totals["bytes_received"] / total,
+        "seconds": seconds,
     }
 
 
@@ -231,22 +303,29 @@ def parsed(run, task):
     number = "([0-9.e+-]+?)"
     optimizer = rf"(?:(sgd|adam|corrected)(?::lr={number})?/)?"
     exchanged = rf"(?:(updates)(?::every=(\d+)(?:,outer={number}\+{number})?)?/|(drop)/)?"
-    found = re.fullmatch(optimizer + exchanged + r"((?!(?:sgd|adam|corrected|updates|drop)\b)[^/:]+(?::.+)?)", run)
+    found = re.fullmatch(
+        optimizer + exchanged + r"((?!(?:sgd|adam|corrected|updates|drop)\b)[^/:]+(?::.+)?)", run
+    )
     if not found:
         raise ValueError(
-            f"{run}: a run is [sgd/, adam/ or corrected/][updates/ or drop/]SPEC; sgd:lr=NUMBER/ is SGD with that rate, "
-            "updates:every=H,outer=RATE+MOMENTUM/ exchanges every H steps, with an outer Nesterov; drop/ forgets what was not sent"
+            f"{run}: a run is [sgd/, adam/ or corrected/][updates/ or drop/]SPEC; sgd:lr=NUMBER/ "
+            f"is SGD with that rate, "
+            "updates:every=H,outer=RATE+MOMENTUM/ exchanges every H steps, with an outer Nesterov; "
+            "drop/ forgets what was not sent"
         )
     kind, rate, updates, every, outer_rate, momentum, drops, spec = found.groups()
     kind = kind or task.default
     if kind == "corrected" and not updates:
-        raise ValueError(f"{run}: corrected/ is for updates/, as gradients that were exchanged are the whole batch's")
+        raise ValueError(
+            f"{run}: corrected/ is for updates/, as gradients that were exchanged are the whole "
+            f"batch's"
+        )
     outer = hvdc.Nesterov(float(outer_rate), float(momentum)) if outer_rate else None
     lr = float(rate) if rate else (task.sgd if kind == "sgd" else task.adam)["lr"]
     return Run(kind, lr, int(every or 1) if updates else 0, outer, spec, bool(drops))
 
 
-# -- what was found ---------------------------------------------------------------------------------------------------------
+# -- what was found
 
 
 def key(row):
@@ -264,33 +343,55 @@ def grouped(rows):
 def with_notes(task, run, steps, real, local_size, found):
     """A run, and what is not as usual about it."""
     seconds = f"real ranks, {np.mean([row['seconds'] for row in found]):.0f} s of steps"
-    notes = {f"hosts of {local_size}": local_size > 1, seconds: real, f"{steps} steps": steps != task.steps}
+    notes = {
+        f"hosts of {local_size}": local_size > 1,
+        seconds: real,
+        f"{steps} steps": steps != task.steps,
+    }
     return ", ".join([run, *(note for note, applies in notes.items() if applies)])
 
 
 def table(name, rows):
     task, groups = TASKS[name], grouped(rows)
-    lines = [f"| {name} | ranks | seeds | {task.unit} | spread | against none | times fewer bytes |", "|---|---:|---:|---:|---:|---:|---:|"]
+    lines = [
+        f"| {name} | ranks | seeds | {task.unit} | spread | against none | times fewer bytes |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for (run, ranks, steps, real, local_size), found in groups.items():
         ends = [row["measured"][-1][1] for row in found]
         its = parsed(run, task)
         kind = "sgd" if its.optimizer == "sgd" else "adam"
         uncompressed = its._replace(optimizer=kind, every=0, outer=None, spec="none", drops=False)
-        alike = [row for row in rows if row["steps"] == steps and parsed(row["run"], task) == uncompressed]
-        baseline = {row["seed"]: row["measured"][-1][1] for row in sorted(alike, key=lambda row: row["ranks"] == ranks)}  # of as many, if there
-        pairs = [end - baseline[row["seed"]] for end, row in zip(ends, found) if row["seed"] in baseline]
+        alike = [
+            row
+            for row in rows
+            if row["steps"] == steps and parsed(row["run"], task) == uncompressed
+        ]
+        # Of as many, if there.
+        baseline = {
+            row["seed"]: row["measured"][-1][1]
+            for row in sorted(alike, key=lambda row: row["ranks"] == ranks)
+        }
+        pairs = [
+            end - baseline[row["seed"]] for end, row in zip(ends, found) if row["seed"] in baseline
+        ]
         against = f"{np.mean(pairs):+.3f}" if pairs else ""
         spread = f"{np.std(ends, ddof=1):.3f}" if len(ends) > 1 else ""
         shown = with_notes(task, run, steps, real, local_size, found)
         ratio = np.mean([row["ratio"] for row in found])
-        lines.append(f"| {shown} | {ranks} | {len(ends)} | {np.mean(ends):.3f} | {spread} | {against} | {ratio:.1f} |")
+        lines.append(
+            f"| {shown} | {ranks} | {len(ends)} | {np.mean(ends):.3f} | {spread} | {against} | "
+            f"{ratio:.1f} |"
+        )
     return "\n".join(lines)
 
 
 def layers(name, rows):
     """How many times fewer bytes than dense each tensor has sent, of every run but none's."""
     task = TASKS[name]
-    groups = [(*its, found) for its, found in grouped(rows).items() if parsed(its[0], task).spec != "none"]
+    groups = [
+        (*its, found) for its, found in grouped(rows).items() if parsed(its[0], task).spec != "none"
+    ]
     titles = [f"{with_notes(task, run, *about)}, {ranks} ranks" for run, ranks, *about in groups]
     lines = [" | ".join(["| layer", *titles]) + " |", "|---|" + "---:|" * len(titles)]
     for layer in groups[0][-1][0]["ratios"] if groups else ():
@@ -300,7 +401,8 @@ def layers(name, rows):
 
 
 def plot(name, rows, path, rate):
-    """The measure over steps, over bytes that a rank sends, and over the seconds that a link needs for those that it receives."""
+    """The measure over steps, over bytes that a rank sends, and over the seconds that a link needs
+    for those that it receives."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -312,7 +414,9 @@ def plot(name, rows, path, rate):
         seconds = points[:, 0] * max(found[0]["received"], points[-1, 2] / points[-1, 0]) * 8 / rate
         for axis, x in zip(axes, (points[:, 0], points[:, 2] / 1e6, seconds)):
             axis.plot(x, points[:, 1], marker=".", label=f"{run} × {ranks}")
-    for axis, label in zip(axes, ("steps", "MB that a rank sends", f"seconds on the wire at {rate / 1e6:g} Mbit/s")):
+    for axis, label in zip(
+        axes, ("steps", "MB that a rank sends", f"seconds on the wire at {rate / 1e6:g} Mbit/s")
+    ):
         axis.set_xlabel(label)
         axis.set_xscale("linear" if label == "steps" else "log")
     axes[0].set_ylabel(TASKS[name].unit)
@@ -321,32 +425,62 @@ def plot(name, rows, path, rate):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("runs", nargs="*", metavar="RUN")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4])
-    parser.add_argument("--local-size", type=int, default=1, help="how many simulated ranks are a host, for hosts=true (default: %(default)s)")
+    parser.add_argument(
+        "--local-size",
+        type=int,
+        default=1,
+        help="how many simulated ranks are a host, for hosts=true (default: %(default)s)",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, help="in place of the task's")
-    parser.add_argument("--real", action="store_true", help="this process is one of horovodrun's ranks")
+    parser.add_argument(
+        "--real", action="store_true", help="this process is one of horovodrun's ranks"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("convergence.jsonl"))
-    parser.add_argument("--layers", action="store_true", help="print how many times fewer bytes each tensor has sent, too")
+    parser.add_argument(
+        "--layers",
+        action="store_true",
+        help="print how many times fewer bytes each tensor has sent, too",
+    )
     parser.add_argument("--plot", type=pathlib.Path, help="a picture of all runs of the task")
-    parser.add_argument("--rate", type=float, default=1e8, help="of the picture's link, bits a second (default: 100 Mbit/s)")
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=1e8,
+        help="of the picture's link, bits a second (default: 100 Mbit/s)",
+    )
     options = parser.parse_args()
     hvd.init()
     if options.real:
         torch.set_num_threads(1)
     first, local_size = hvd.rank() == 0, hvd.local_size() if options.real else options.local_size
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    rows = (
+        [json.loads(line) for line in options.out.read_text().splitlines()]
+        if options.out.exists()
+        else []
+    )
     rows = [row for row in rows if row["task"] == options.task]
     for run in options.runs:
         for ranks in [hvd.size()] if options.real else options.ranks:
             for seed in options.seeds:
-                wanted = (run, ranks, options.steps or TASKS[options.task].steps, options.real, local_size)
+                wanted = (
+                    run,
+                    ranks,
+                    options.steps or TASKS[options.task].steps,
+                    options.real,
+                    local_size,
+                )
                 if any(key(row) == wanted and row["seed"] == seed for row in rows):
                     continue
-                rows.append(train(options.task, run, seed, ranks, options.real, options.steps, local_size))
+                rows.append(
+                    train(options.task, run, seed, ranks, options.real, options.steps, local_size)
+                )
                 if first:
                     with options.out.open("a") as file:
                         file.write(json.dumps(rows[-1]) + "\n")

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Passes packets on between two network interfaces, each after a delay: what a long way adds, on kernels without netem.
+"""Passes packets on between two network interfaces, each after a delay: what a long way adds, on
+kernels without netem.
 
     benchmarks/delayed_link.py INTERFACE INTERFACE SECONDS
 
-Started by two_hosts.py. Needs root and Linux. A process for each direction; packets keep their order, and none is lost.
+Started by two_hosts.py. Needs root and Linux. A process for each direction; packets keep their
+order, and none is lost.
 """
+
 import collections
 import os
 import select
@@ -15,13 +18,15 @@ import time
 # Of <linux/if_packet.h> and <asm/socket.h>, which Python's socket does not name.
 SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING, SO_RCVBUFFORCE = 263, 15, 23, 33
 ETH_P_ALL = 3
-LARGEST = 1 << 17  # bytes of a packet: the kernel joins those of a connection
+# Bytes of a packet: the kernel joins those of a connection.
+LARGEST = 1 << 17
 WAITING = 64 << 20  # bytes that may wait in a socket
 
 
 def opened(interface):
     found = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
-    found.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)  # Packets come joined and without checksums, and go so.
+    # Packets come joined and without checksums, and go so.
+    found.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     found.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
     found.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, WAITING)
     found.bind((interface, 0))
@@ -31,7 +36,8 @@ def opened(interface):
 
 def pass_on(source, target, delay):
     """For ever."""
-    waiting = collections.deque()  # (when a packet is due, the packet)
+    # (when a packet is due, the packet).
+    waiting = collections.deque()
     arrival = select.poll()
     arrival.register(source, select.POLLIN)
     while True:

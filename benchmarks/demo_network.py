@@ -1,4 +1,6 @@
-"""The demo's network and its images, for benchmarks: the examples that have them are scripts for users to copy, and no package."""
+"""The demo's network and its images, for benchmarks: the examples that have them are scripts for
+users to copy, and no package."""
+
 import importlib.util
 import pathlib
 import sys
@@ -7,7 +9,8 @@ EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
 
 
 def example(name):
-    """An example as a module, by its path. It is registered, because examples import each other by name."""
+    """An example as a module, by its path. It is registered, because examples import each other by
+    name."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""What the exchange of a step costs in PyTorch and in TensorFlow, at the gradient shapes of a known network.
+"""What the exchange of a step costs in PyTorch and in TensorFlow, at the gradient shapes of a known
+network.
 
     .venv/bin/python benchmarks/frameworks.py [--model resnet50] [--ranks 2] [SPEC ...]
 
-The ranks are on this host. For each framework: steps that only make the gradients (the floor), and steps that make and exchange them, with
-Horovod's own reduction and with each SPEC, on the stock DistributedOptimizer or DistributedGradientTape. The floor and the exchange take
-turns, step by step; the frameworks, job by job. Prints a table in Markdown: medians over jobs of the medians over steps of the
-slowest rank. --json writes the figures of all jobs.
+The ranks are on this host. For each framework: steps that only make the gradients (the floor), and
+steps that make and exchange them, with Horovod's own reduction and with each SPEC, on the stock
+DistributedOptimizer or DistributedGradientTape. The floor and the exchange take turns, step by
+step; the frameworks, job by job. Prints a table in Markdown: medians over jobs of the medians over
+steps of the slowest rank. --json writes the figures of all jobs.
 """
+
 import argparse
 import json
 import os
@@ -26,15 +29,19 @@ from horovod_compress.models import MODELS
 
 DEFAULT = ["dgc:ratio=0.001,momentum=0.9", "maxnorm"]
 FRAMEWORKS = ("torch", "tensorflow")
-LAUNCH = {"gloo": "horovodrun --gloo -np", "mpi": "mpirun --allow-run-as-root --bind-to none --oversubscribe -np"}
+LAUNCH = {
+    "gloo": "horovodrun --gloo -np",
+    "mpi": "mpirun --allow-run-as-root --bind-to none --oversubscribe -np",
+}
 WARMUP = 3
 
 
-# -- what every rank does -------------------------------------------------------------------------------------------------
+# -- what every rank does
 
 
 def in_torch(shapes, gradients, spec):
-    """(hvd, {what: a step}, the compression): gradients are added to zeros, and exchanged while that goes on."""
+    """(hvd, {what: a step}, the compression): gradients are added to zeros, and exchanged while
+    that goes on."""
     import horovod.torch as hvd
     import torch
 
@@ -59,7 +66,9 @@ def in_torch(shapes, gradients, spec):
     alone, params = parameters(), parameters()
     named, optimizer = list(zip(shapes, params)), torch.optim.SGD(params, lr=1e-6)
     ours = None if spec == "none" else hvdc.Compression.from_spec(spec, optimizer, named)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=ours or hvd.Compression.none)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=named, compression=ours or hvd.Compression.none
+    )
 
     def exchange():
         backward(params)
@@ -97,7 +106,8 @@ def in_tensorflow(shapes, gradients, spec):
             if distributed:
                 tape = hvd.DistributedGradientTape(tape, compression=ours or hvd.Compression.none)
             grads = tape.gradient(loss, variables)
-            with tf.control_dependencies(grads):  # all are there at once, as in PyTorch, and as any exchange has them
+            # All are there at once, as in PyTorch, and as any exchange has them.
+            with tf.control_dependencies(grads):
                 return tf.add_n([tf.reshape(grad, [-1])[0] for grad in grads])
 
         return lambda: run(tf.zeros(()), *tensors)
@@ -107,7 +117,9 @@ def in_tensorflow(shapes, gradients, spec):
 
 def worker(options):
     shapes = MODELS[options.model]()
-    gradients = random_gradients(shapes, int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", 0))))[0]
+    gradients = random_gradients(
+        shapes, int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", 0)))
+    )[0]
     make = {"torch": in_torch, "tensorflow": in_tensorflow}[options.framework]
     hvd, steps, ours = make(shapes, gradients, options.specs[0])
     seconds = {what: [] for what in steps}
@@ -122,7 +134,9 @@ def worker(options):
             seconds[what].append(time.perf_counter() - started)
     result = {}
     for what, each in seconds.items():
-        slowest = hvd.allreduce(np_tensor(options.framework, each[WARMUP:]), op=hvd.Max, name=f"seconds.{what}")
+        slowest = hvd.allreduce(
+            np_tensor(options.framework, each[WARMUP:]), op=hvd.Max, name=f"seconds.{what}"
+        )
         result[what] = statistics.median(np.asarray(slowest).tolist())
     if ours:
         after = ours.stats()
@@ -142,14 +156,29 @@ def np_tensor(framework, numbers):
     return tf.constant(numbers)
 
 
-# -- the driver -------------------------------------------------------------------------------------------------------------
+# -- the driver
 
 
 def measured(options, framework, spec):
     with tempfile.TemporaryDirectory() as folder:
         result = pathlib.Path(folder) / "result"
-        job = [*LAUNCH[options.launcher].split(), str(options.ranks), sys.executable, __file__, "--worker", str(result)]
-        job += ["--framework", framework, "--model", options.model, "--steps", str(options.steps), spec]
+        job = [
+            *LAUNCH[options.launcher].split(),
+            str(options.ranks),
+            sys.executable,
+            __file__,
+            "--worker",
+            str(result),
+        ]
+        job += [
+            "--framework",
+            framework,
+            "--model",
+            options.model,
+            "--steps",
+            str(options.steps),
+            spec,
+        ]
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
         done = subprocess.run(job, env={**os.environ, "PATH": path}, capture_output=True, text=True)
         if done.returncode or not result.exists():
@@ -158,13 +187,19 @@ def measured(options, framework, spec):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("specs", nargs="*", default=DEFAULT, metavar="SPEC", help=f"default: {' '.join(DEFAULT)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "specs", nargs="*", default=DEFAULT, metavar="SPEC", help=f"default: {' '.join(DEFAULT)}"
+    )
     parser.add_argument("--model", choices=MODELS, default="resnet50")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=5, help="of each kind (default: 5)")
-    parser.add_argument("--launcher", choices=LAUNCH, default="gloo", help="what Horovod runs on (default: gloo)")
+    parser.add_argument(
+        "--launcher", choices=LAUNCH, default="gloo", help="what Horovod runs on (default: gloo)"
+    )
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--framework", choices=FRAMEWORKS, help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -178,16 +213,29 @@ def main():
                 results.append(measured(options, name, spec))
                 results[-1]["over"] = results[-1]["exchange"] - results[-1]["floor"]
     print(f"{options.model}, {options.ranks} ranks on one host, {options.launcher}; milliseconds\n")
-    titles = ["floor", "with the exchange", "over the floor", "encode", "decode", "of PyTorch's over the floor"]
+    titles = [
+        "floor",
+        "with the exchange",
+        "over the floor",
+        "encode",
+        "decode",
+        "of PyTorch's over the floor",
+    ]
     print(f"| spec | framework | {' | '.join(titles)} |\n|---|---|" + "---:|" * len(titles))
     for spec, by_framework in jobs.items():
         medians = {
-            name: {part: statistics.median(result[part] for result in results) for part in results[0]} for name, results in by_framework.items()
+            name: {
+                part: statistics.median(result[part] for result in results) for part in results[0]
+            }
+            for name, results in by_framework.items()
         }
         for name, figures in medians.items():
             parts = ("floor", "exchange", "over", "encode_seconds", "decode_seconds")
             row = [f"{1e3 * figures[part]:.1f}" if part in figures else "" for part in parts]
-            print(f"| {spec} | {name} | {' | '.join(row)} | {figures['over'] / medians['torch']['over']:.2f} |")
+            print(
+                f"| {spec} | {name} | {' | '.join(row)} | "
+                f"{figures['over'] / medians['torch']['over']:.2f} |"
+            )
     if options.json:
         options.json.write_text(json.dumps(jobs, indent=1))
 

@@ -17,6 +17,7 @@ tensors that are sent whole count whole; --json writes all times. Needs neither 
 GPU. On the CPU, with HOROVOD_COMPRESS_KERNELS=device, it only shows that it works: that interprets
 the programs.
 """
+
 import argparse
 import json
 import pathlib
@@ -34,7 +35,13 @@ from horovod_compress.lockstep import make_ranks
 from horovod_compress.models import MODELS
 
 DEFAULT = [
-    "dgc:ratio=0.001", "topk:ratio=0.001", "adacomp", "variance", "maxnorm", "multiscale", "fp16",
+    "dgc:ratio=0.001",
+    "topk:ratio=0.001",
+    "adacomp",
+    "variance",
+    "maxnorm",
+    "multiscale",
+    "fp16",
 ]
 # Steps that compile and touch new memory.
 WARMUP = 3
@@ -183,9 +190,11 @@ def traced(parts, grads, given):
 
     busy = sum(event.self_device_time_total for event in profiler.key_averages())
     return {
-        "launches": of("cu.*Launch"), "copies": of("cudaMemcpy|cuMemcpy"),
+        "launches": of("cu.*Launch"),
+        "copies": of("cudaMemcpy|cuMemcpy"),
         # The profiler itself waits for the device once, when it ends.
-        "waits": of("cu.*Synchronize") - 1, "busy": busy / 1e3,
+        "waits": of("cu.*Synchronize") - 1,
+        "busy": busy / 1e3,
     }
 
 

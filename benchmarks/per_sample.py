@@ -1,11 +1,13 @@
-"""What the sums of squares that variance needs cost: a forward and backward pass with and without, as a Markdown table.
+"""What the sums of squares that variance needs cost: a forward and backward pass with and without,
+as a Markdown table.
 
     .venv/bin/python benchmarks/per_sample.py [--profile]
 
-minibatch collects nothing. The passes are made by turns in one process, and medians of processor time are compared, which
-other processes disturb least. microbatch of 4 makes four passes of a quarter of the batch. CIFAR's ResNet-20 has GroupNorm
-for BatchNorm, which mixes samples.
+minibatch collects nothing. The passes are made by turns in one process, and medians of processor
+time are compared, which other processes disturb least. microbatch of 4 makes four passes of a
+quarter of the batch. CIFAR's ResNet-20 has GroupNorm for BatchNorm, which mixes samples.
 """
+
 import argparse
 import statistics
 import time
@@ -22,9 +24,17 @@ class Block(nn.Module):
     def __init__(self, inputs, outputs):
         super().__init__()
         stride = outputs // inputs
-        self.conv1, self.norm1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.GroupNorm(8, outputs)
-        self.conv2, self.norm2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.GroupNorm(8, outputs)
-        self.shortcut = nn.Identity() if stride == 1 else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        self.conv1, self.norm1 = (
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            nn.GroupNorm(8, outputs),
+        )
+        self.conv2, self.norm2 = (
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
+            nn.GroupNorm(8, outputs),
+        )
+        self.shortcut = (
+            nn.Identity() if stride == 1 else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        )
 
     def forward(self, x):
         y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
@@ -34,9 +44,13 @@ class Block(nn.Module):
 def resnet20():
     widths = [16] * 4 + [32] * 3 + [64] * 3
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.GroupNorm(8, 16), nn.ReLU(),
+        nn.Conv2d(3, 16, 3, 1, 1, bias=False),
+        nn.GroupNorm(8, 16),
+        nn.ReLU(),
         *(Block(*pair) for pair in zip(widths, widths[1:])),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
     )
 
 
@@ -69,7 +83,8 @@ def seconds_of_pass(model, x, y, parts):
 
 
 def measured(make, inputs, batch, rounds):
-    """{kind: median CPU seconds of a pass}, by turns; a collector is there only in its kind's passes."""
+    """{kind: median CPU seconds of a pass}, by turns; a collector is there only in its kind's
+    passes."""
     model, x, y = make(), inputs(batch), torch.randint(0, 10, (batch,))
     params = dict(model.named_parameters())
     seconds = {"minibatch": [], "microbatch": [], "per_sample": []}
@@ -87,7 +102,8 @@ def measured(make, inputs, batch, rounds):
 
 
 def profile(make, inputs, batch):
-    """A table of what a pass with per_sample spends its processor time on, operation by operation."""
+    """A table of what a pass with per_sample spends its processor time on, operation by
+    operation."""
     model, x, y = make(), inputs(batch), torch.randint(0, 10, (batch,))
     params = dict(model.named_parameters())
     moments = Moments("per_sample", params)
@@ -96,15 +112,23 @@ def profile(make, inputs, batch):
             seconds_of_pass(model, x, y, 1)
             for name in params:
                 moments.take(name)
-    return seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=60)
+    return seen.key_averages().table(
+        sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=60
+    )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batch", type=int, nargs="+", default=[16, 64], help="samples a rank and step")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[16, 64], help="samples a rank and step"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--profile", action="store_true", help="what per_sample spends its time on, instead of the table")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="what per_sample spends its time on, instead of the table",
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -113,12 +137,20 @@ def main():
             for batch in options.batch:
                 print(f"{name}, {batch} samples\n{profile(make, inputs, batch)}", flush=True)
         return
-    print("| network | samples | minibatch, CPU ms | microbatch of 4 | per_sample |\n|---|---|---|---|---|")
+    print(
+        "| network | samples | minibatch, CPU ms | microbatch of 4 | per_sample "
+        "|\n|---|---|---|---|---|"
+    )
     for name, (make, inputs) in NETWORKS.items():
         for batch in options.batch:
             its = measured(make, inputs, batch, options.rounds)
-            more = [f"{its[kind] / its['minibatch'] - 1:+.0%}" for kind in ("microbatch", "per_sample")]
-            print(f"| {name} | {batch} | {1e3 * its['minibatch']:.1f} | {' | '.join(more)} |", flush=True)
+            more = [
+                f"{its[kind] / its['minibatch'] - 1:+.0%}" for kind in ("microbatch", "per_sample")
+            ]
+            print(
+                f"| {name} | {batch} | {1e3 * its['minibatch']:.1f} | {' | '.join(more)} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

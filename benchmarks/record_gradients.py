@@ -1,10 +1,14 @@
-"""Records gradients of a network that trains: each rank's own, before they are averaged, of consecutive steps.
+"""Records gradients of a network that trains: each rank's own, before they are averaged, of
+consecutive steps.
 
-    horovodrun -np 2 .venv/bin/python benchmarks/record_gradients.py recorded [--steps N] [--after N]
+    horovodrun -np 2 .venv/bin/python benchmarks/record_gradients.py recorded [--steps N] [--after
+    N]
 
-Trains the demo's network on real images with plain Horovod and writes recorded.RANK.npz, entries step/name: for
-`hvdcompress bench --gradients` and for step_time.py, which tiles them to other shapes.
+Trains the demo's network on real images with plain Horovod and writes recorded.RANK.npz, entries
+step/name: for `hvdcompress bench --gradients` and for step_time.py, which tiles them to other
+shapes.
 """
+
 import argparse
 
 import horovod.torch as hvd
@@ -20,7 +24,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("file", help="where to write: FILE.RANK.npz")
     parser.add_argument("--steps", type=int, default=24, help="how many to record (default: 24)")
-    parser.add_argument("--after", type=int, default=300, help="steps before the first (default: 300)")
+    parser.add_argument(
+        "--after", type=int, default=300, help="steps before the first (default: 300)"
+    )
     options = parser.parse_args()
     hvd.init()
     torch.set_num_threads(1)

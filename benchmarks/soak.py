@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
-"""A long elastic job with a fault every so often: a gradient of NaN, a step that is not used, one that is given up, saving and loading, other hosts.
+"""A long elastic job with a fault every so often: a gradient of NaN, a step that is not used, one
+that is given up, saving and loading, other hosts.
 
     .venv/bin/python benchmarks/soak.py [--steps 10000] [--every 200] [SPEC ...]
 
-It begins on 2 ranks and goes on with 1 to 3, as hosts come and go. Gradients are random numbers of a known seed, and the learning rate is 1, so what
-must come out is known: for every tensor, what parameters have moved, and the mean of what ranks still keep, are the mean of all gradients that
-counted. Replicas are identical, and memory of the rank that is there all the time, which is looked at after a tenth of the steps and each fault, and
-at the end, has grown by less than 1 %. Exits with 1 where that is not so. Each spec is a job of its own.
+It begins on 2 ranks and goes on with 1 to 3, as hosts come and go. Gradients are random numbers of
+a known seed, and the learning rate is 1, so what must come out is known: for every tensor, what
+parameters have moved, and the mean of what ranks still keep, are the mean of all gradients that
+counted. Replicas are identical, and memory of the rank that is there all the time, which is looked
+at after a tenth of the steps and each fault, and at the end, has grown by less than 1 %. Exits with
+1 where that is not so. Each spec is a job of its own.
 """
+
 import argparse
 import contextlib
 import gc
@@ -29,9 +33,16 @@ import horovod_compress.torch as hvdc
 from horovod_compress.compressors import get_compressor
 
 DEFAULT = ["dgc:ratio=0.01", "topk:ratio=0.01", "adacomp", "powersgd:rank=2"]
-SETS = (("localhost", "127.0.0.1"), ("localhost",), ("localhost", "127.0.0.1", "127.1"), ("localhost", "127.1"))  # of hosts, a rank on each, in turn
+# Of hosts, a rank on each, in turn.
+SETS = (
+    ("localhost", "127.0.0.1"),
+    ("localhost",),
+    ("localhost", "127.0.0.1", "127.1"),
+    ("localhost", "127.1"),
+)
 LAUNCHER = "--gloo -np 2 --min-np 1 --max-np 3 --network-interfaces lo --host-discovery-script"
-LARGEST = {"moved": 1e-4, "memory": 0.01}  # relative: of float32 sums over all steps, and of the process
+# Relative: of float32 sums over all steps, and of the process.
+LARGEST = {"moved": 1e-4, "memory": 0.01}
 
 
 class Fault(Exception):
@@ -39,7 +50,8 @@ class Fault(Exception):
 
 
 class Soak:
-    """A model without a loss: the gradient of each parameter is a random array of this step and rank."""
+    """A model without a loss: the gradient of each parameter is a random array of this step and
+    rank."""
 
     def __init__(self, spec, seed, hosts):
         self.spec, self.seed, self.hosts = spec, seed, hosts
@@ -48,10 +60,19 @@ class Soak:
         with torch.no_grad():
             [p.zero_() for p in self.params]
         optimizer = torch.optim.SGD(self.params, lr=1.0)
-        self.compression = hvdc.Compression.from_spec(spec, optimizer, self.model.named_parameters(), discardable=True)
-        self.optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=self.model.named_parameters(), compression=self.compression)
-        total = [torch.zeros(p.shape, dtype=torch.float64) for p in self.params]  # of the means of gradients over ranks
-        trained = {"model": self.model, "optimizer": self.optimizer, "compression": self.compression}
+        self.compression = hvdc.Compression.from_spec(
+            spec, optimizer, self.model.named_parameters(), discardable=True
+        )
+        self.optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=self.model.named_parameters(), compression=self.compression
+        )
+        # Of the means of gradients over ranks.
+        total = [torch.zeros(p.shape, dtype=torch.float64) for p in self.params]
+        trained = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "compression": self.compression,
+        }
         self.state = hvd.elastic.TorchState(**trained, total=total, step=0, faults=0)
 
     def gradients(self, step, rank=None):
@@ -72,7 +93,10 @@ class Soak:
         self.optimizer.step()
         self.optimizer.zero_grad()
         for rank in range(hvd.size()):
-            self.state.total = [total + gradient / hvd.size() for total, gradient in zip(self.state.total, self.gradients(step, rank))]
+            self.state.total = [
+                total + gradient / hvd.size()
+                for total, gradient in zip(self.state.total, self.gradients(step, rank))
+            ]
 
     # -- faults, which come before a step; drawn: random numbers, the same on all ranks --
 
@@ -83,7 +107,9 @@ class Soak:
             gradients[2][3, 5] = float("nan")
         self.backward(gradients)
         self.optimizer.synchronize()
-        assert any(not torch.isfinite(p.grad).all() for p in self.params), "a rank does not see the other's NaN"
+        assert any(not torch.isfinite(p.grad).all() for p in self.params), (
+            "a rank does not see the other's NaN"
+        )
         self.optimizer.zero_grad()
 
     def skipped(self, step, drawn):
@@ -100,7 +126,8 @@ class Soak:
 
     def given_up(self, step, drawn):
         self.backward(self.gradients(-step))
-        with contextlib.suppress(AssertionError):  # Horovod's: gradients were computed once more, before step()
+        # Horovod's: gradients were computed once more, before step().
+        with contextlib.suppress(AssertionError):
             self.backward(self.gradients(-step))
         try:
             self.optimizer.synchronize()
@@ -111,7 +138,10 @@ class Soak:
 
     def saved_and_loaded(self, step, drawn):
         file = io.BytesIO()
-        torch.save([self.model.state_dict(), self.optimizer.state_dict(), self.compression.state_dict()], file)
+        torch.save(
+            [self.model.state_dict(), self.optimizer.state_dict(), self.compression.state_dict()],
+            file,
+        )
         states = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         with torch.no_grad():
             [p.fill_(7) for p in self.params]
@@ -133,13 +163,29 @@ class Soak:
             self.state.commit()
             time.sleep(0.05)
 
-    FAULTS = (not_finite, other_hosts, skipped, other_hosts, abandoned, other_hosts, given_up, other_hosts, saved_and_loaded)  # first in this order
+    # First in this order.
+    FAULTS = (
+        not_finite,
+        other_hosts,
+        skipped,
+        other_hosts,
+        abandoned,
+        other_hosts,
+        given_up,
+        other_hosts,
+        saved_and_loaded,
+    )
 
     # -- what must be so --
 
     def worst(self):
-        """The largest difference of what has moved, and is kept, from the mean of all gradients, relative to the largest of those."""
-        tensors, worst, accumulator = self.compression.state_dict()["tensors"], 0.0, get_compressor(self.spec).accumulator
+        """The largest difference of what has moved, and is kept, from the mean of all gradients,
+        relative to the largest of those."""
+        tensors, worst, accumulator = (
+            self.compression.state_dict()["tensors"],
+            0.0,
+            get_compressor(self.spec).accumulator,
+        )
         for (name, p), total in zip(self.model.named_parameters(), self.state.total):
             kept = tensors[name].get(accumulator, torch.zeros(p.numel()))
             owed = total.flatten() - hvd.allreduce(kept.double(), name=f"kept {name}")
@@ -185,9 +231,15 @@ def soak(spec, steps, every, seed, hosts):
         while state.step < steps:
             number = state.step // every
             if state.faults < number:
-                state.faults = number  # before the fault, which may interrupt training
-                drawn = random.Random(f"{seed} {number}")  # the same on ranks that have just come
-                fault = Soak.FAULTS[number - 1] if number <= len(Soak.FAULTS) else drawn.choice(Soak.FAULTS)
+                # Before the fault, which may interrupt training.
+                state.faults = number
+                # The same on ranks that have just come.
+                drawn = random.Random(f"{seed} {number}")
+                fault = (
+                    Soak.FAULTS[number - 1]
+                    if number <= len(Soak.FAULTS)
+                    else drawn.choice(Soak.FAULTS)
+                )
                 fault(run, state.step, drawn)
             run.step(state.step)
             state.step += 1
@@ -200,8 +252,10 @@ def soak(spec, steps, every, seed, hosts):
     fine = worst <= LARGEST["moved"] and growth <= LARGEST["memory"] and identical
     if hvd.rank() == 0:
         print(
-            f"{spec}: {steps} steps, {run.state.faults} faults: off by {worst:.1e}, memory {growth:+.2%}, "
-            f"replicas {'identical' if identical else 'differ'}{'' if fine else ': FAILED'}", flush=True,
+            f"{spec}: {steps} steps, {run.state.faults} faults: off by {worst:.1e}, memory "
+            f"{growth:+.2%}, "
+            f"replicas {'identical' if identical else 'differ'}{'' if fine else ': FAILED'}",
+            flush=True,
         )
     return fine
 
@@ -218,20 +272,31 @@ def start(spec, arguments):
         write_hosts(hosts, SETS[0])
         discover.write_text(f"#!/bin/sh\ncat {hosts}\n")
         discover.chmod(0o755)
-        launcher = [pathlib.Path(sys.executable).with_name("horovodrun"), *LAUNCHER.split(), discover]
-        return not subprocess.run([*launcher, sys.executable, __file__, *arguments, "--hosts", hosts, spec]).returncode
+        launcher = [
+            pathlib.Path(sys.executable).with_name("horovodrun"),
+            *LAUNCHER.split(),
+            discover,
+        ]
+        return not subprocess.run(
+            [*launcher, sys.executable, __file__, *arguments, "--hosts", hosts, spec]
+        ).returncode
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("specs", nargs="*", default=DEFAULT, metavar="SPEC")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--every", type=int, default=200, help="steps from one fault to the next")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hosts", type=pathlib.Path, help=argparse.SUPPRESS)  # on ranks: the file of the hosts that are there
+    # On ranks: the file of the hosts that are there.
+    parser.add_argument("--hosts", type=pathlib.Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.hosts:
-        sys.exit(not soak(*options.specs, options.steps, options.every, options.seed, options.hosts))
+        sys.exit(
+            not soak(*options.specs, options.steps, options.every, options.seed, options.hosts)
+        )
     if options.every < 1 or looked_at_first(options.steps, options.every) >= options.steps:
         parser.error(
             f"--steps {options.steps} --every {options.every}: there would not be each fault, and "

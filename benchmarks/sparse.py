@@ -1,12 +1,17 @@
 #!/usr/bin/env python3
-"""Gradients of an embedding, sparse or dense, on two hosts joined by links of several speeds: what a step takes and sends.
+"""Gradients of an embedding, sparse or dense, on two hosts joined by links of several speeds: what
+a step takes and sends.
 
-    .venv/bin/python benchmarks/sparse.py [--rates 100mbit 1gbit none] [--rows 10000 100000 1000000] [--width 256] [--tokens 2048]
+    .venv/bin/python benchmarks/sparse.py [--rates 100mbit 1gbit none] [--rows 10000 100000 1000000]
+    [--width 256] [--tokens 2048]
 
-Needs root (see two_hosts.py). One job of 2 ranks for each link, number of rows and way: `sparse`, nn.Embedding(sparse=True) with Horovod's own
-allgather of rows; `densified`, the same with sparse_as_dense=True; `dense`, sparse=False; each of the last two also with a compression. Tokens are
-drawn by Zipf's law, as words are, and half of them from words that one rank alone has. Steps have no other parameters. Prints a table in Markdown.
+Needs root (see two_hosts.py). One job of 2 ranks for each link, number of rows and way: `sparse`,
+nn.Embedding(sparse=True) with Horovod's own allgather of rows; `densified`, the same with
+sparse_as_dense=True; `dense`, sparse=False; each of the last two also with a compression. Tokens
+are drawn by Zipf's law, as words are, and half of them from words that one rank alone has. Steps
+have no other parameters. Prints a table in Markdown.
 """
+
 import argparse
 import json
 import pathlib
@@ -16,8 +21,13 @@ import time
 from two_hosts import LAUNCHERS, TwoHosts, link_rate
 
 OURS = "topk:ratio=0.001"
-WAYS = {"sparse": (True, False, None), "densified": (True, True, None), f"densified, {OURS}": (True, True, OURS), "dense": (False, False, None),
-        f"dense, {OURS}": (False, False, OURS)}
+WAYS = {
+    "sparse": (True, False, None),
+    "densified": (True, True, None),
+    f"densified, {OURS}": (True, True, OURS),
+    "dense": (False, False, None),
+    f"dense, {OURS}": (False, False, OURS),
+}
 WARMUP, STEPS, SECONDS = 2, 12, 20  # at most, and for about how long
 
 
@@ -35,36 +45,64 @@ def worker(options):
     embedding = torch.nn.Embedding(rows, options.width, sparse=is_sparse)
     compression = hvdc.Compression.from_spec(spec) if spec else hvd.Compression.none
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(embedding.parameters(), lr=0.1), embedding.named_parameters(), compression, sparse_as_dense=sparse_as_dense
+        torch.optim.SGD(embedding.parameters(), lr=0.1),
+        embedding.named_parameters(),
+        compression,
+        sparse_as_dense=sparse_as_dense,
     )
     rng, seconds, steps, values = np.random.default_rng(hvd.rank()), [], WARMUP + STEPS, 0
     while len(seconds) < steps:
-        tokens = torch.from_numpy((rng.zipf(1.2, options.tokens) * (1 + hvd.rank() * (np.arange(options.tokens) % 2))) % rows)
+        tokens = torch.from_numpy(
+            (rng.zipf(1.2, options.tokens) * (1 + hvd.rank() * (np.arange(options.tokens) % 2)))
+            % rows
+        )
         loss = (embedding(tokens) ** 2).sum()
         if is_sparse:
             embedding.weight.grad = None
         elif embedding.weight.grad is not None:
-            embedding.weight.grad.zero_()  # not None: new memory in every step takes longer than all the rest
+            # Not None: new memory in every step takes longer than all the rest.
+            embedding.weight.grad.zero_()
         hvd.barrier()
         started = time.perf_counter()
         loss.backward()
         values = embedding.weight.grad._nnz() if is_sparse else 0
         optimizer.step()
-        seconds.append(hvd.allreduce(torch.tensor(time.perf_counter() - started), op=hvd.Max, name="seconds").item())
+        seconds.append(
+            hvd.allreduce(
+                torch.tensor(time.perf_counter() - started), op=hvd.Max, name="seconds"
+            ).item()
+        )
         if len(seconds) == 2:
             steps = WARMUP + max(3, min(STEPS, int(SECONDS / seconds[1])))
     if spec:
         sent = compression.stats()["bytes_sent"] / len(seconds)
-    else:  # Horovod's own: values and int64 indices of what backward made, or the dense gradient
-        sent = values * (4 * options.width + 8) if is_sparse and not sparse_as_dense else 4 * rows * options.width
+    else:
+        # Horovod's own: values and int64 indices of what backward made, or the dense gradient.
+        sent = (
+            values * (4 * options.width + 8)
+            if is_sparse and not sparse_as_dense
+            else 4 * rows * options.width
+        )
     if hvd.rank() == 0:
-        pathlib.Path(options.worker).write_text(json.dumps({"seconds": statistics.median(seconds[WARMUP:]), "bytes": sent}))
+        pathlib.Path(options.worker).write_text(
+            json.dumps({"seconds": statistics.median(seconds[WARMUP:]), "bytes": sent})
+        )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=link_rate, nargs="+", default=["100mbit", "1gbit", "none"], help="of the link; none: as fast as it goes")
-    parser.add_argument("--rows", type=int, nargs="+", default=[10000, 100000, 1000000], help="of the embedding")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rates",
+        type=link_rate,
+        nargs="+",
+        default=["100mbit", "1gbit", "none"],
+        help="of the link; none: as fast as it goes",
+    )
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[10000, 100000, 1000000], help="of the embedding"
+    )
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=2048, help="of a rank's batch")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="gloo")
@@ -73,16 +111,31 @@ def main():
     options = parser.parse_args()
     if options.worker:
         return worker(options)
-    print(f"| rows | way | kB sent | {' | '.join(f'ms, {rate}' for rate in options.rates)} |\n|---|---|---:|{'---:|' * len(options.rates)}")
+    print(
+        f"| rows | way | kB sent | {' | '.join(f'ms, {rate}' for rate in options.rates)} "
+        f"|\n|---|---|---:|{'---:|' * len(options.rates)}"
+    )
     for rows in options.rows:
         for way in WAYS:
             figures = []
             for rate in options.rates:
                 with TwoHosts(rate) as hosts:
-                    given = ["--rows", rows, "--width", options.width, "--tokens", options.tokens, "--way", way]
+                    given = [
+                        "--rows",
+                        rows,
+                        "--width",
+                        options.width,
+                        "--tokens",
+                        options.tokens,
+                        "--way",
+                        way,
+                    ]
                     figures.append(hosts.measure(options.launcher, 2, __file__, given))
             times = [f"{1e3 * each['seconds']:.1f}" for each in figures]
-            print(f"| {rows} | {way} | {figures[0]['bytes'] / 1e3:.0f} | {' | '.join(times)} |", flush=True)
+            print(
+                f"| {rows} | {way} | {figures[0]['bytes'] / 1e3:.0f} | {' | '.join(times)} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""Step time of backward and optimizer at the gradient shapes of known networks, on two hosts joined by links of several speeds.
+"""Step time of backward and optimizer at the gradient shapes of known networks, on two hosts joined
+by links of several speeds.
 
-    .venv/bin/python benchmarks/step_time.py [SPEC ...] [--model resnet50] [--rates 100mbit 1gbit 10gbit none] [--delay 10] [--backward 200]
+    .venv/bin/python benchmarks/step_time.py [SPEC ...] [--model resnet50] [--rates 100mbit 1gbit
+    10gbit none] [--delay 10] [--backward 200]
         [--ranks 2 ...]
 
-Needs root (see two_hosts.py). For every rate and number of ranks, each in a job of its own: `floor`, a step without any exchange;
-`none` and `fp16`, Horovod's own; and the specs, of which updates/SPEC compresses updates in place of gradients. Backward
-only writes the gradients, and waits for as long as --backward says, so what is measured is the exchange, and what of it does not hide. Prints
-tables in Markdown; --json writes all figures, --plot draws them.
+Needs root (see two_hosts.py). For every rate and number of ranks, each in a job of its own:
+`floor`, a step without any exchange; `none` and `fp16`, Horovod's own; and the specs, of which
+updates/SPEC compresses updates in place of gradients. Backward only writes the gradients, and waits
+for as long as --backward says, so what is measured is the exchange, and what of it does not hide.
+Prints tables in Markdown; --json writes all figures, --plot draws them.
 """
+
 import argparse
 import json
 import pathlib
@@ -25,25 +29,31 @@ from horovod_compress.models import MODELS
 DEFAULT = ["dgc:ratio=0.001"]
 OWN = ("floor", "none", "fp16")
 WARMUP = 3
-SETTLED = 10  # steps of a compression, until frames keep their lengths
-SECONDS = 30  # after which a slow configuration has been measured for long enough
+# Steps of a compression, until frames keep their lengths.
+SETTLED = 10
+# After which a slow configuration has been measured for long enough.
+SECONDS = 30
 LEAST = 3  # steps, however slow
 
 
-# -- what every rank does -------------------------------------------------------------------------------------------------
+# -- what every rank does
 
 
 def tiled(recorded, shapes):
-    """Gradients of `shapes` made of recorded ones: what has as many dimensions, over and over, from another place for each."""
+    """Gradients of `shapes` made of recorded ones: what has as many dimensions, over and over, from
+    another place for each."""
     steps = []
     for step in recorded:
         kinds = {}
         for array in step.values():
             kinds.setdefault(min(array.ndim, 3), []).append(array.ravel())
         whole = {kind: np.concatenate(arrays) for kind, arrays in kinds.items()}
-        steps.append({
-            name: np.resize(np.roll(whole[min(len(shape), 3)], 7919 * i), shape) for i, (name, shape) in enumerate(shapes.items())
-        })
+        steps.append(
+            {
+                name: np.resize(np.roll(whole[min(len(shape), 3)], 7919 * i), shape)
+                for i, (name, shape) in enumerate(shapes.items())
+            }
+        )
     return steps
 
 
@@ -67,7 +77,9 @@ def worker(options):
         steps = random_gradients(shapes, hvd.rank())
     gradients = [{name: torch.from_numpy(array) for name, array in step.items()} for step in steps]
     del steps
-    result = measure(hvd, torch, options.specs[0], shapes, gradients, options.steps, options.backward / 1e3)
+    result = measure(
+        hvd, torch, options.specs[0], shapes, gradients, options.steps, options.backward / 1e3
+    )
     if hvd.rank() == 0:
         pathlib.Path(options.worker).write_text(json.dumps(result))
 
@@ -90,16 +102,22 @@ def backward_of(torch, pause):
 
 
 def measure(hvd, torch, spec, shapes, gradients, most, backward):
-    """{seconds: median step of the slowest rank; bytes, encode, exchange, decode: of a step; peak: bytes of memory of the largest rank}.
+    """{seconds: median step of the slowest rank; bytes, encode, exchange, decode: of a step; peak:
+    bytes of memory of the largest rank}.
 
-    What is sent by what adapts (adacomp, variance, strom) is that of a training's start, where no residual has gathered yet.
+    What is sent by what adapts (adacomp, variance, strom) is that of a training's start, where no
+    residual has gathered yet.
     """
     import horovod_compress.torch as hvdc
 
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes.values()])
+    model = torch.nn.ParameterList(
+        [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes.values()]
+    )
     named = list(zip(shapes, model))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
-    compression = {"floor": None, "none": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(spec)
+    compression = {"floor": None, "none": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(
+        spec
+    )
     ours = spec not in OWN
     if spec.startswith("updates/"):
         optimizer = hvdc.UpdateOptimizer(optimizer, named, spec[len("updates/") :])
@@ -107,8 +125,15 @@ def measure(hvd, torch, spec, shapes, gradients, most, backward):
     elif ours:
         compression = hvdc.Compression.from_spec(spec, optimizer, named)
     if compression and not isinstance(optimizer, hvdc.UpdateOptimizer):
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
-    apply, seconds, before, warmup = backward_of(torch, backward / len(shapes)), [], None, SETTLED if ours else WARMUP
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=named, compression=compression
+        )
+    apply, seconds, before, warmup = (
+        backward_of(torch, backward / len(shapes)),
+        [],
+        None,
+        SETTLED if ours else WARMUP,
+    )
     steps = warmup + most
     for param in model:
         param.grad = torch.zeros_like(param)
@@ -117,7 +142,9 @@ def measure(hvd, torch, spec, shapes, gradients, most, backward):
         if step == warmup and ours:
             before = compression.stats()
         told = gradients[step % len(gradients)]
-        for param in model:  # not None: new memory in every step would take longer than all the rest, and never equally long
+        # Not None: new memory in every step would take longer than all the rest, and never equally
+        # long.
+        for param in model:
             param.grad.zero_()
         loss = sum(apply(param, told[name]) for name, param in named)
         if compression:
@@ -126,7 +153,8 @@ def measure(hvd, torch, spec, shapes, gradients, most, backward):
         loss.backward()
         optimizer.step()
         seconds.append(time.perf_counter() - started)
-        if step == 1 and compression:  # the first holds what is done once
+        # The first holds what is done once.
+        if step == 1 and compression:
             slowest = hvd.allreduce(torch.tensor(seconds[1]), op=hvd.Max, name="slowest").item()
             steps = warmup + max(LEAST, min(most, int(SECONDS / slowest)))
         step += 1
@@ -147,22 +175,43 @@ def measure(hvd, torch, spec, shapes, gradients, most, backward):
     return result
 
 
-# -- the driver -------------------------------------------------------------------------------------------------------------
+# -- the driver
 
 
 def table(results, model, delay):
     """Markdown of {(rate, ranks): {spec: figures}}."""
     lines = []
     for (rate, ranks), found in results.items():
-        lines += [f"\n{model}, {ranks} ranks on two hosts, link {rate}{f', delay {delay:g} ms' if delay else ''}\n"]
-        titles = ["step ms", "of none", "of fp16", "over the floor, ms", "MB a step", "encode ms", "wait ms", "decode ms", "peak, MB over none"]
+        lines += [
+            f"\n{model}, {ranks} ranks on two hosts, link "
+            f"{rate}{f', delay {delay:g} ms' if delay else ''}\n"
+        ]
+        titles = [
+            "step ms",
+            "of none",
+            "of fp16",
+            "over the floor, ms",
+            "MB a step",
+            "encode ms",
+            "wait ms",
+            "decode ms",
+            "peak, MB over none",
+        ]
         lines += [f"| spec | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
         for spec, figures in found.items():
             ms, floor = 1e3 * figures["seconds"], 1e3 * found["floor"]["seconds"]
-            parts = [f"{1e3 * figures[part]:.1f}" if part in figures else "" for part in ("encode", "exchange", "decode")]
+            parts = [
+                f"{1e3 * figures[part]:.1f}" if part in figures else ""
+                for part in ("encode", "exchange", "decode")
+            ]
             row = [
-                spec, f"{ms:.1f}", *(f"{figures['seconds'] / found[own]['seconds']:.3f}" for own in ("none", "fp16")), f"{ms - floor:.1f}",
-                f"{figures['bytes'] / 1e6:.2f}", *parts, f"{(figures['peak'] - found['none']['peak']) / 1e6:+.0f}",
+                spec,
+                f"{ms:.1f}",
+                *(f"{figures['seconds'] / found[own]['seconds']:.3f}" for own in ("none", "fp16")),
+                f"{ms - floor:.1f}",
+                f"{figures['bytes'] / 1e6:.2f}",
+                *parts,
+                f"{(figures['peak'] - found['none']['peak']) / 1e6:+.0f}",
             ]
             lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
@@ -178,7 +227,13 @@ def plot(results, path, title):
     specs = [spec for spec in next(iter(results.values())) if spec != "floor"]
     for i, spec in enumerate(specs):
         at = [j + (i - len(specs) / 2) * 0.8 / len(specs) for j in range(len(results))]
-        axes.bar(at, [found[spec]["seconds"] for found in results.values()], 0.8 / len(specs), label=spec, align="edge")
+        axes.bar(
+            at,
+            [found[spec]["seconds"] for found in results.values()],
+            0.8 / len(specs),
+            label=spec,
+            align="edge",
+        )
     axes.set_xticks(range(len(results)), [f"{rate}\n{ranks} ranks" for rate, ranks in results])
     axes.set_yscale("log")
     axes.set_ylabel("seconds a step")
@@ -188,17 +243,50 @@ def plot(results, path, title):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("specs", nargs="*", default=DEFAULT, metavar="SPEC", help=f"default: {' '.join(DEFAULT)}")
-    parser.add_argument("--model", choices=[*MODELS, "thousand"], default="resnet50", help="thousand: 1000 tensors of 25 000 floats")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "specs", nargs="*", default=DEFAULT, metavar="SPEC", help=f"default: {' '.join(DEFAULT)}"
+    )
+    parser.add_argument(
+        "--model",
+        choices=[*MODELS, "thousand"],
+        default="resnet50",
+        help="thousand: 1000 tensors of 25 000 floats",
+    )
     rates = ["100mbit", "1gbit", "10gbit", "none"]
-    parser.add_argument("--rates", type=link_rate, nargs="+", default=rates, help="of the link; none: as fast as it goes")
-    parser.add_argument("--delay", type=float, default=0.0, help="of the link in each direction, in milliseconds (default: 0)")
-    parser.add_argument("--backward", type=float, default=0.0, help="milliseconds that backward takes besides, as on an accelerator (default: 0)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="half of them on each host (default: 2)")
-    parser.add_argument("--steps", type=int, default=10, help=f"at most; {LEAST} where one takes long (default: 10)")
-    parser.add_argument("--launcher", choices=LAUNCHERS, default="gloo", help="what Horovod runs on (default: gloo)")
-    parser.add_argument("--gradients", help="of record_gradients.py, tiled to the shapes, instead of random ones")
+    parser.add_argument(
+        "--rates",
+        type=link_rate,
+        nargs="+",
+        default=rates,
+        help="of the link; none: as fast as it goes",
+    )
+    parser.add_argument(
+        "--delay",
+        type=float,
+        default=0.0,
+        help="of the link in each direction, in milliseconds (default: 0)",
+    )
+    parser.add_argument(
+        "--backward",
+        type=float,
+        default=0.0,
+        help="milliseconds that backward takes besides, as on an accelerator (default: 0)",
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[2], help="half of them on each host (default: 2)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, help=f"at most; {LEAST} where one takes long (default: 10)"
+    )
+    parser.add_argument(
+        "--launcher", choices=LAUNCHERS, default="gloo", help="what Horovod runs on (default: gloo)"
+    )
+    parser.add_argument(
+        "--gradients", help="of record_gradients.py, tiled to the shapes, instead of random ones"
+    )
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--plot", type=pathlib.Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -216,11 +304,21 @@ def main():
                 found = results["unshaped" if rate == "none" else rate, ranks] = {}
                 for spec in [*OWN, *options.specs]:
                     found[spec] = hosts.measure(options.launcher, ranks, __file__, [*given, spec])
-                    print(f"{rate}, {ranks} ranks, {spec}: {1e3 * found[spec]['seconds']:.1f} ms", file=sys.stderr, flush=True)
+                    print(
+                        f"{rate}, {ranks} ranks, {spec}: {1e3 * found[spec]['seconds']:.1f} ms",
+                        file=sys.stderr,
+                        flush=True,
+                    )
     print(table(results, options.model, options.delay))
     if options.json:
-        about = {key: getattr(options, key) for key in ("model", "launcher", "gradients", "delay", "backward")}
-        runs = [{"link": rate, "ranks": ranks, "specs": found} for (rate, ranks), found in results.items()]
+        about = {
+            key: getattr(options, key)
+            for key in ("model", "launcher", "gradients", "delay", "backward")
+        }
+        runs = [
+            {"link": rate, "ranks": ranks, "specs": found}
+            for (rate, ranks), found in results.items()
+        ]
         options.json.write_text(json.dumps({**about, "runs": runs}, indent=1))
     if options.plot:
         plot(results, options.plot, f"{options.model} on two hosts, {options.launcher}")

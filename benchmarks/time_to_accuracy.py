@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Seconds of training until a test accuracy is reached: the demo's network on Fashion-MNIST, on two hosts joined by a slow link.
+"""Seconds of training until a test accuracy is reached: the demo's network on Fashion-MNIST, on two
+hosts joined by a slow link.
 
     .venv/bin/python benchmarks/time_to_accuracy.py [--rate 100mbit] [--target 88] [SPEC ...]
 
-Needs root (see two_hosts.py). Each of `none`, `fp16` and the specs trains in a job of its own from the same seeds, with the same
-optimizer, rate and batches. The clock stands still while accuracy is measured. Prints a table in Markdown; --json writes all
-figures, --plot draws accuracy over time.
+Needs root (see two_hosts.py). Each of `none`, `fp16` and the specs trains in a job of its own from
+the same seeds, with the same optimizer, rate and batches. The clock stands still while accuracy is
+measured. Prints a table in Markdown; --json writes all figures, --plot draws accuracy over time.
 """
+
 import argparse
 import json
 import pathlib
@@ -19,8 +21,10 @@ from two_hosts import LAUNCHERS, TwoHosts, link_rate
 OWN = ("none", "fp16")
 DEFAULT = ["dgc:ratio=0.001", "dgc:ratio=0.01"]
 BATCH = 16  # images a rank and step
-EVERY = 100  # steps between two measurements of accuracy
-MOST = 10  # epochs, after which a training is given up
+# Steps between two measurements of accuracy.
+EVERY = 100
+# Epochs, after which a training is given up.
+MOST = 10
 
 
 def worker(options):
@@ -30,14 +34,18 @@ def worker(options):
 
     hvd.init()
     torch.set_num_threads(1)
-    data = {part: [torch.from_numpy(array) for array in arrays] for part, arrays in load(None)[1].items()}
+    data = {
+        part: [torch.from_numpy(array) for array in arrays]
+        for part, arrays in load(None)[1].items()
+    }
     result = train(hvd, torch, options.specs[0], data, options.seed, options.target / 100)
     if hvd.rank() == 0:
         pathlib.Path(options.worker).write_text(json.dumps(result))
 
 
 def train(hvd, torch, spec, data, seed, target):
-    """{seconds, steps: until the target was reached, seconds null where it was not; curve: [seconds, accuracy] on the way}."""
+    """{seconds, steps: until the target was reached, seconds null where it was not; curve:
+    [seconds, accuracy] on the way}."""
     from demo_network import accuracy, network
 
     import horovod_compress.torch as hvdc
@@ -49,7 +57,9 @@ def train(hvd, torch, spec, data, seed, target):
     compression = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(spec)
     if compression is None:
         compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression
+    )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     seconds, curve, step = 0.0, [], 0
     test = [part[hvd.rank() :: hvd.size()] for part in data["test"]]
@@ -75,16 +85,34 @@ def table(results, options):
     """Markdown of {spec: one result a seed}; times are medians over seeds."""
     reached = {}
     for spec, found in results.items():
-        reached[spec] = statistics.median(r["seconds"] for r in found) if all(r["seconds"] for r in found) else None
-    against = lambda own, spec: f"{reached[own] / reached[spec]:.1f}" if reached[own] and reached[spec] else ""  # noqa: E731
-    lines = [f"\n{options.target:g} % test accuracy, {options.ranks} ranks on two hosts, link {options.rate}, seeds {options.seeds}\n"]
-    lines += ["| spec | seconds | steps | ms a step | times faster than none | than fp16 |", "|---|" + "---:|" * 5]
+        reached[spec] = (
+            statistics.median(r["seconds"] for r in found)
+            if all(r["seconds"] for r in found)
+            else None
+        )
+
+    def against(own, spec):
+        return f"{reached[own] / reached[spec]:.1f}" if reached[own] and reached[spec] else ""
+
+    lines = [
+        f"\n{options.target:g} % test accuracy, {options.ranks} ranks on two hosts, link "
+        f"{options.rate}, seeds {options.seeds}\n"
+    ]
+    lines += [
+        "| spec | seconds | steps | ms a step | times faster than none | than fp16 |",
+        "|---|" + "---:|" * 5,
+    ]
     for spec, found in results.items():
         if reached[spec] is None:
             lines.append(f"| {spec} | not reached in {MOST} epochs | | | | |")
             continue
         ms = statistics.median(1e3 * r["seconds"] / r["steps"] for r in found)
-        row = [spec, f"{reached[spec]:.1f}", f"{statistics.median(r['steps'] for r in found):.0f}", f"{ms:.1f}"]
+        row = [
+            spec,
+            f"{reached[spec]:.1f}",
+            f"{statistics.median(r['steps'] for r in found):.0f}",
+            f"{ms:.1f}",
+        ]
         lines.append("| " + " | ".join([*row, against("none", spec), against("fp16", spec)]) + " |")
     return "\n".join(lines)
 
@@ -108,13 +136,28 @@ def plot(results, path, title):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("specs", nargs="*", default=DEFAULT, metavar="SPEC", help=f"default: {' '.join(DEFAULT)}")
-    parser.add_argument("--target", type=float, default=88, help="test accuracy in %% (default: 88)")
-    parser.add_argument("--rate", type=link_rate, default="100mbit", help="of the link; none: as fast as it goes (default: 100mbit)")
-    parser.add_argument("--ranks", type=int, default=2, help="half of them on each host (default: 2)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "specs", nargs="*", default=DEFAULT, metavar="SPEC", help=f"default: {' '.join(DEFAULT)}"
+    )
+    parser.add_argument(
+        "--target", type=float, default=88, help="test accuracy in %% (default: 88)"
+    )
+    parser.add_argument(
+        "--rate",
+        type=link_rate,
+        default="100mbit",
+        help="of the link; none: as fast as it goes (default: 100mbit)",
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="half of them on each host (default: 2)"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="(default: 0)")
-    parser.add_argument("--launcher", choices=LAUNCHERS, default="gloo", help="what Horovod runs on (default: gloo)")
+    parser.add_argument(
+        "--launcher", choices=LAUNCHERS, default="gloo", help="what Horovod runs on (default: gloo)"
+    )
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--plot", type=pathlib.Path)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
@@ -128,15 +171,30 @@ def main():
     with TwoHosts(options.rate) as hosts:
         for seed in options.seeds:
             for spec in [*OWN, *options.specs]:
-                found = hosts.measure(options.launcher, options.ranks, __file__, ["--target", options.target, "--seed", seed, spec])
+                found = hosts.measure(
+                    options.launcher,
+                    options.ranks,
+                    __file__,
+                    ["--target", options.target, "--seed", seed, spec],
+                )
                 results.setdefault(spec, []).append(found)
-                print(f"seed {seed}, {spec}: {found['seconds']} s, {found['steps']} steps", file=sys.stderr, flush=True)
+                print(
+                    f"seed {seed}, {spec}: {found['seconds']} s, {found['steps']} steps",
+                    file=sys.stderr,
+                    flush=True,
+                )
     print(table(results, options))
     if options.json:
-        about = {key: getattr(options, key) for key in ("target", "rate", "ranks", "launcher", "seeds")}
+        about = {
+            key: getattr(options, key) for key in ("target", "rate", "ranks", "launcher", "seeds")
+        }
         options.json.write_text(json.dumps({**about, "specs": results}, indent=1))
     if options.plot:
-        plot(results, options.plot, f"Fashion-MNIST, {options.ranks} ranks on two hosts, link {options.rate}")
+        plot(
+            results,
+            options.plot,
+            f"Fashion-MNIST, {options.ranks} ranks on two hosts, link {options.rate}",
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Two hosts, a and b, on one machine: network namespaces joined by a link of a chosen speed and delay. Needs root and iproute2.
+"""Two hosts, a and b, on one machine: network namespaces joined by a link of a chosen speed and
+delay. Needs root and iproute2.
 
-    benchmarks/two_hosts.py --rate 1gbit -- horovodrun -np 2 -H a:1,b:1 --network-interfaces eth0 python train.py
-    benchmarks/two_hosts.py -- mpirun -np 4 -H a:2,b:2 python train.py
+    benchmarks/two_hosts.py --rate 1gbit -- horovodrun -np 2 -H a:1,b:1 --network-interfaces eth0
+    python train.py benchmarks/two_hosts.py -- mpirun -np 4 -H a:2,b:2 python train.py
 
-The command runs on host a, where a and b are names, `ssh` starts commands on both, and Open MPI is told to use the link. Ranks of one
-host find each other through shared memory, those of different hosts through the link only. Nothing outside is changed, and everything is
-taken down at the end. The ssh is a stand-in that enters the other host's namespace, so no ssh server is needed.
+The command runs on host a, where a and b are names, `ssh` starts commands on both, and Open MPI is
+told to use the link. Ranks of one host find each other through shared memory, those of different
+hosts through the link only. Nothing outside is changed, and everything is taken down at the end.
+The ssh is a stand-in that enters the other host's namespace, so no ssh server is needed.
 """
+
 import argparse
 import contextlib
 import itertools
@@ -29,7 +32,8 @@ LAUNCHERS = {
     "mpi": "mpirun -np {ranks} -H {hosts}",
 }
 _numbers = itertools.count()
-# What launchers need of ssh: options before and after the host are skipped, the rest is a command line for the host's shell.
+# What launchers need of ssh: options before and after the host are skipped, the rest is a command
+# line for the host's shell.
 _SSH = """#!/bin/sh
 host=
 while [ $# -gt 0 ]; do
@@ -48,25 +52,30 @@ _OPEN_MPI = {
     "OMPI_MCA_btl": "tcp,vader,self",
     "OMPI_MCA_btl_tcp_if_include": "eth0",
     "OMPI_MCA_oob_tcp_if_include": "eth0",
-    "OMPI_MCA_oob_tcp_keepalive_time": "5",  # seconds until it looks whether a silent host is still there, else 300
+    # Seconds until it looks whether a silent host is still there, else 300.
+    "OMPI_MCA_oob_tcp_keepalive_time": "5",
     "OMPI_MCA_oob_tcp_keepalive_intvl": "1",
     "OMPI_MCA_oob_tcp_keepalive_probes": "3",
     "OMPI_MCA_mpi_yield_when_idle": "1",  # both hosts are on the same cores
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_MCA_hwloc_base_binding_policy": "none",  # else the first rank of each host is bound to the same core
+    # Else the first rank of each host is bound to the same core.
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
 }
 
 
 def link_rate(text):
     """A link's rate, as tc writes it, or none: for argparse."""
     if not re.fullmatch(r"none|\d+(\.\d+)?[kmg]?bit", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate such as 100mbit, 1gbit or none; specs come before --rates")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a rate such as 100mbit, 1gbit or none; specs come before --rates"
+        )
     return text
 
 
 class TwoHosts:
-    """A context: the hosts exist inside it. rate: of the link in each direction, as tc writes it ("100mbit"), or "none": as fast as it goes. delay:
-    seconds that a packet takes beyond that, in each direction.
+    """A context: the hosts exist inside it. rate: of the link in each direction, as tc writes it
+    ("100mbit"), or "none": as fast as it goes. delay: seconds that a packet takes beyond that, in
+    each direction.
 
     Raises RuntimeError where this cannot work, saying what is missing.
     """
@@ -74,9 +83,15 @@ class TwoHosts:
     def __init__(self, rate="none", delay=0.0):
         if os.geteuid() != 0:
             raise RuntimeError("two hosts on one machine need root, to make network namespaces")
-        tools = {tool: shutil.which(tool, path=os.environ["PATH"] + ":/usr/sbin:/sbin") for tool in ("ip", "tc", "unshare")}
+        tools = {
+            tool: shutil.which(tool, path=os.environ["PATH"] + ":/usr/sbin:/sbin")
+            for tool in ("ip", "tc", "unshare")
+        }
         if None in tools.values():
-            raise RuntimeError(f"missing: {', '.join(tool for tool in tools if not tools[tool])}; apt-get install iproute2")
+            raise RuntimeError(
+                f"missing: {', '.join(tool for tool in tools if not tools[tool])}; apt-get install "
+                f"iproute2"
+            )
         self._tools = tools
         self._rate, self._delay = rate, delay
         self._spaces = {host: f"hvdc-{os.getpid()}-{next(_numbers)}-{host}" for host in HOSTS}
@@ -106,8 +121,12 @@ class TwoHosts:
 
     @property
     def environment(self):
-        """What commands should find in their environment, so that ssh and Open MPI work between the hosts."""
-        path = os.pathsep.join([str(self._folder), os.path.dirname(sys.executable), os.environ["PATH"]])  # horovodrun is beside Python
+        """What commands should find in their environment, so that ssh and Open MPI work between the
+        hosts."""
+        # Horovodrun is beside Python.
+        path = os.pathsep.join(
+            [str(self._folder), os.path.dirname(sys.executable), os.environ["PATH"]]
+        )
         return {**os.environ, **_OPEN_MPI, "PATH": path}
 
     def run(self, host, argv, **options):
@@ -115,16 +134,21 @@ class TwoHosts:
         return subprocess.run(self.command(host, argv), env=self.environment, **options)
 
     def measure(self, launcher, ranks, script, arguments):
-        """What `script` measures in a job of its own, half of the ranks on each host: it writes JSON to the file that --worker names.
+        """What `script` measures in a job of its own, half of the ranks on each host: it writes
+        JSON to the file that --worker names.
 
         Exits, with all that the job said, where it fails.
         """
-        command = LAUNCHERS[launcher].format(ranks=ranks, hosts=",".join(f"{host}:{ranks // 2}" for host in HOSTS))
+        command = LAUNCHERS[launcher].format(
+            ranks=ranks, hosts=",".join(f"{host}:{ranks // 2}" for host in HOSTS)
+        )
         with tempfile.NamedTemporaryFile("r") as found:
             job = [*command.split(), sys.executable, script, "--worker", found.name, *arguments]
             done = self.run("a", job, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             if done.returncode:
-                sys.exit(f"{done.stdout.decode(errors='replace')}\nfailed: {shlex.join(map(str, job))}")
+                sys.exit(
+                    f"{done.stdout.decode(errors='replace')}\nfailed: {shlex.join(map(str, job))}"
+                )
             return json.load(found)
 
     def cut(self, host):
@@ -134,44 +158,86 @@ class TwoHosts:
     def _enter(self, space, host):
         """What to put before a command that is to run in a namespace, under a host's name."""
         rename = 'hostname "$0"; exec "$@"'
-        return [self._tools["ip"], "netns", "exec", space, self._tools["unshare"], "--uts", "sh", "-c", rename, host]
+        return [
+            self._tools["ip"],
+            "netns",
+            "exec",
+            space,
+            self._tools["unshare"],
+            "--uts",
+            "sh",
+            "-c",
+            rename,
+            host,
+        ]
 
     def _ip(self, *arguments):
         subprocess.run([self._tools["ip"], *arguments], check=True)
 
     def _make_ssh(self):
-        cases = " ".join(f"{host}|{HOSTS[host]}) host={host} space={space} ;;" for host, space in self._spaces.items())
-        enter = shlex.join(self._enter("SPACE", "HOST")).replace("SPACE", '"$space"').replace("HOST", '"$host"')
-        ssh = self._folder / "ssh"  # found before the system's: horovodrun and mpirun both call it by name
+        cases = " ".join(
+            f"{host}|{HOSTS[host]}) host={host} space={space} ;;"
+            for host, space in self._spaces.items()
+        )
+        enter = (
+            shlex.join(self._enter("SPACE", "HOST"))
+            .replace("SPACE", '"$space"')
+            .replace("HOST", '"$host"')
+        )
+        # Found before the system's: horovodrun and mpirun both call it by name.
+        ssh = self._folder / "ssh"
         ssh.write_text(_SSH.format(cases=cases, enter=enter))
         ssh.chmod(0o755)
 
     def _make_space(self, stack, space):
         self._ip("netns", "add", space)
         stack.callback(self._ip, "netns", "delete", space)
-        names = pathlib.Path("/etc/netns", space)  # `ip netns exec` shows its files as /etc's
+        # `ip netns exec` shows its files as /etc's.
+        names = pathlib.Path("/etc/netns", space)
         names.mkdir(parents=True)
         stack.callback(shutil.rmtree, names)
-        (names / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{address} {host}\n" for host, address in HOSTS.items()))
+        (names / "hosts").write_text(
+            "127.0.0.1 localhost\n"
+            + "".join(f"{address} {host}\n" for host, address in HOSTS.items())
+        )
 
     def _make_link(self, stack):
         a, b = self._spaces.values()
         if self._delay:
             self._join_by_relay(stack, a, b)
         else:
-            self._ip("link", "add", "eth0", "netns", a, "type", "veth", "peer", "name", "eth0", "netns", b)
+            self._ip(
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                a,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                b,
+            )
         for host, space in self._spaces.items():
             self._ip("-n", space, "address", "add", f"{HOSTS[host]}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 self._ip("-n", space, "link", "set", device, "up")
             if self._rate != "none":
                 shape = ["tbf", "rate", self._rate, "burst", "128kb", "latency", "50ms"]
-                subprocess.run([self._tools["tc"], "-n", space, "qdisc", "add", "dev", "eth0", "root", *shape], check=True)
+                subprocess.run(
+                    [self._tools["tc"], "-n", space, "qdisc", "add", "dev", "eth0", "root", *shape],
+                    check=True,
+                )
         show = [self._tools["ip"], "-n", b, "-brief", "link", "show", "eth0", "up"]
-        until = time.monotonic() + 120  # on a busy machine; else it takes less than a second
+        # On a busy machine; else it takes less than a second.
+        until = time.monotonic() + 120
         while " UP " not in subprocess.run(show, check=True, capture_output=True, text=True).stdout:
             if time.monotonic() > until:
-                raise RuntimeError("two hosts cannot be made here: the link between them stays down")
+                raise RuntimeError(
+                    "two hosts cannot be made here: the link between them stays down"
+                )
             time.sleep(0.02)
 
     def _join_by_relay(self, stack, *spaces):
@@ -180,23 +246,63 @@ class TwoHosts:
         self._ip("netns", "add", relay)
         stack.callback(self._ip, "netns", "delete", relay)
         for i, space in enumerate(spaces):
-            self._ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", f"eth{i}", "netns", relay)
+            self._ip(
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                space,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"eth{i}",
+                "netns",
+                relay,
+            )
             self._ip("-n", relay, "link", "set", f"eth{i}", "up")
         script = pathlib.Path(__file__).with_name("delayed_link.py")
-        command = [self._tools["ip"], "netns", "exec", relay, sys.executable, script, "eth0", "eth1", str(self._delay)]
-        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True))
+        command = [
+            self._tools["ip"],
+            "netns",
+            "exec",
+            relay,
+            sys.executable,
+            script,
+            "eth0",
+            "eth1",
+            str(self._delay),
+        ]
+        process = stack.enter_context(
+            subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+        )
         stack.callback(os.killpg, process.pid, signal.SIGKILL)
         if process.stdout.readline() != b"ready\n":
-            raise RuntimeError("two hosts cannot be made here: the process that delays packets has ended")
+            raise RuntimeError(
+                "two hosts cannot be made here: the process that delays packets has ended"
+            )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=link_rate, default="none", help="of the link in each direction: 100mbit, 1gbit (default: as fast as it goes)")
-    parser.add_argument("--delay", type=float, default=0.0, help="of the link in each direction, in milliseconds, beyond what the rate takes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rate",
+        type=link_rate,
+        default="none",
+        help="of the link in each direction: 100mbit, 1gbit (default: as fast as it goes)",
+    )
+    parser.add_argument(
+        "--delay",
+        type=float,
+        default=0.0,
+        help="of the link in each direction, in milliseconds, beyond what the rate takes",
+    )
     parser.add_argument("command", nargs="+", help="what to run on host a, after --")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through the contexts, so that all is taken down
+    # Through the contexts, so that all is taken down.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with TwoHosts(options.rate, options.delay / 1e3) as hosts:
             sys.exit(hosts.run("a", options.command).returncode)

@@ -1,5 +1,6 @@
-"""Real images for the examples: Fashion-MNIST where it is installed (Debian: dataset-fashion-mnist), else scikit-learn's
-handwritten digits, which come with it."""
+"""Real images for the examples: Fashion-MNIST where it is installed (Debian:
+dataset-fashion-mnist), else scikit-learn's handwritten digits, which come with it."""
+
 import gzip
 import pathlib
 
@@ -10,10 +11,11 @@ _FILES = {"train": "train-{}-idx{}-ubyte", "test": "t10k-{}-idx{}-ubyte"}
 
 
 def load(folder=None):
-    """(name, {"train": (images, labels), "test": …}): float32 images of n × 1 × side × side, zero mean; int64 labels.
+    """(name, {"train": (images, labels), "test": …}): float32 images of n × 1 × side × side, zero
+    mean; int64 labels.
 
-    folder: of IDX files, gzipped or not (MNIST and its kin); default: Fashion-MNIST, or the digits where it is missing.
-    Raises FileNotFoundError for a folder without them.
+    folder: of IDX files, gzipped or not (MNIST and its kin); default: Fashion-MNIST, or the digits
+    where it is missing. Raises FileNotFoundError for a folder without them.
     """
     if folder is None and not FASHION_MNIST.exists():
         return "scikit-learn digits", digits()
@@ -26,10 +28,13 @@ def load(folder=None):
 
 
 def _idx(folder, name):
-    """The array of an IDX file: type and number of dimensions, their sizes as big-endian int32, then bytes."""
+    """The array of an IDX file: type and number of dimensions, their sizes as big-endian int32,
+    then bytes."""
     path = next((p for p in (folder / f"{name}.gz", folder / name) if p.exists()), None)
     if path is None:
-        raise FileNotFoundError(f"{folder} has no {name} or {name}.gz: it must hold MNIST's IDX files")
+        raise FileNotFoundError(
+            f"{folder} has no {name} or {name}.gz: it must hold MNIST's IDX files"
+        )
     raw = (gzip.open if path.suffix == ".gz" else open)(path, "rb").read()
     shape = np.frombuffer(raw, ">i4", raw[3], 4)
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * len(shape)).reshape(shape)
@@ -42,9 +47,12 @@ def digits():
     found = load_digits()
     order = np.random.default_rng(0).permutation(len(found.target))
     images = (found.images.astype(np.float32) / 16)[order][:, None]
-    images = images.repeat(3, axis=2).repeat(3, axis=3)  # 8 × 8 to 24 × 24, for the same network
+    # 8 × 8 to 24 × 24, for the same network.
+    images = images.repeat(3, axis=2).repeat(3, axis=3)
     labels = found.target.astype(np.int64)[order]
-    return _normalized({"train": (images[:1400], labels[:1400]), "test": (images[1400:], labels[1400:])})
+    return _normalized(
+        {"train": (images[:1400], labels[:1400]), "test": (images[1400:], labels[1400:])}
+    )
 
 
 def _normalized(data):

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Horovod's TorchEstimator on Spark, which builds the optimizer itself and takes a compression as an argument.
+"""Horovod's TorchEstimator on Spark, which builds the optimizer itself and takes a compression as
+an argument.
 
     pip install 'pyspark==3.4.4' 'petastorm==0.12.1' 'pyarrow==10.0.1' 'pandas<2.2'     # and Java
     python examples/spark_estimator.py --compression dgc:ratio=0.05
 
-Two ranks on this machine learn scikit-learn's handwritten digits. Prints the accuracy of the model that the estimator returns.
+Two ranks on this machine learn scikit-learn's handwritten digits. Prints the accuracy of the model
+that the estimator returns.
 """
+
 import argparse
 import os
 import sys
@@ -28,7 +31,9 @@ def main():
     parser.add_argument("--epochs", type=int, default=8)
     options = parser.parse_args()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    spark = (
+        SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    )
     images, labels = load_digits(return_X_y=True)
     rows = [(image.tolist(), int(label)) for image, label in zip(images / 16, labels)]
     train = spark.createDataFrame(rows[:1500], ["features", "label"])
@@ -40,14 +45,24 @@ def main():
             store=LocalStore(folder),
             model=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            loss=lambda output, label: torch.nn.functional.cross_entropy(output, label.long().flatten()),
+            loss=lambda output, label: torch.nn.functional.cross_entropy(
+                output, label.long().flatten()
+            ),
             gradient_compression=hvdc.Compression.from_spec(options.compression),
-            input_shapes=[[-1, 64]], feature_cols=["features"], label_cols=["label"], batch_size=32, epochs=options.epochs, verbose=0,
+            input_shapes=[[-1, 64]],
+            feature_cols=["features"],
+            label_cols=["label"],
+            batch_size=32,
+            epochs=options.epochs,
+            verbose=0,
         )
         trained = estimator.fit(train).getModel()
     with torch.no_grad():
         found = trained(torch.tensor(images[1500:] / 16, dtype=torch.float32)).argmax(1).numpy()
-    print(f"{options.compression}: {100 * np.mean(found == labels[1500:]):.1f} % of the digits that it has not seen are right")
+    print(
+        f"{options.compression}: {100 * np.mean(found == labels[1500:]):.1f} % of the digits that "
+        f"it has not seen are right"
+    )
 
 
 if __name__ == "__main__":

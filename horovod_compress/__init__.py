@@ -1,8 +1,10 @@
 """Gradient compression for unmodified Horovod.
 
-Use it through `horovod_compress.torch` or `horovod_compress.tensorflow`. This module needs no framework. It has specs, the list of
-algorithms, the algorithms' classes, which are the constructors in a compressor's repr, and `simulate`.
+Use it through `horovod_compress.torch` or `horovod_compress.tensorflow`. This module needs no
+framework. It has specs, the list of algorithms, the algorithms' classes, which are the constructors
+in a compressor's repr, and `simulate`.
 """
+
 from .compressors import REGISTRY, available, get_compressor
 from .handshake import MismatchError
 from .simulate import simulate
@@ -12,4 +14,12 @@ from .wire import WireError
 _classes = {cls.__name__: cls for cls in REGISTRY.values()}
 globals().update(_classes)
 
-__all__ = ["MismatchError", "WireError", "available", "get_compressor", "simulate", "__version__", *_classes]
+__all__ = [
+    "MismatchError",
+    "WireError",
+    "available",
+    "get_compressor",
+    "simulate",
+    "__version__",
+    *_classes,
+]

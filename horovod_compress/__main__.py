@@ -1,4 +1,5 @@
 """python -m horovod_compress: the command line tool, hvdcompress."""
+
 from .cli import main
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Measures compressions on one rank. Steps through the exchange alternate with merely reading and writing the same memory."""
+"""Measures compressions on one rank. Steps through the exchange alternate with merely reading and
+writing the same memory."""
+
 import math
 import re
 import statistics
@@ -15,13 +17,16 @@ from .hosts import Host
 from .lockstep import Named
 from .transport.base import Transport
 
-WARMUP = 3  # steps that touch new memory, not measured
-_PREPARED = 1e9  # bytes of random gradients, but at least two steps
+# Steps that touch new memory, not measured.
+WARMUP = 3
+# Bytes of random gradients, but at least two steps.
+_PREPARED = 1e9
 
 
 class Echo(Transport):
-    """`size` ranks that all send the same as this one. seconds is the time spent on copies, which is no part of a compression; sent counts bytes
-    by collective, as "allreduce float32"; operations, how many were started."""
+    """`size` ranks that all send the same as this one. seconds is the time spent on copies, which
+    is no part of a compression; sent counts bytes by collective, as "allreduce float32";
+    operations, how many were started."""
 
     rank = 0
 
@@ -42,7 +47,9 @@ class Echo(Transport):
         self.count("allreduce", array)
         return lambda: self._timed(np.multiply, array, self.size if op == "sum" else 1, out=array)
 
-    def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
+    def alltoall(
+        self, name: str, payload: np.ndarray, splits: Sequence[int]
+    ) -> Callable[[], List[np.ndarray]]:
         self.count("alltoall", payload)
         return lambda: self._timed(lambda: [payload[: splits[0]].copy() for _ in range(self.size)])
 
@@ -54,11 +61,15 @@ class Echo(Transport):
 
 
 def random_gradients(shapes: Dict[str, Tuple[int, ...]], seed: int) -> List[Named]:
-    """Gradients {name: array} of a few steps: normal numbers, whose scale is log-normal by row and the same in all steps."""
+    """Gradients {name: array} of a few steps: normal numbers, whose scale is log-normal by row and
+    the same in all steps."""
     rng = np.random.default_rng(seed)
     scales = {n: 1e-3 * rng.lognormal(size=s[:1] + (1,) * (len(s) - 1)) for n, s in shapes.items()}
     count = int(_PREPARED / (4 * sum(map(math.prod, shapes.values()))))
-    steps = [{n: rng.standard_normal(s, np.float32) for n, s in shapes.items()} for _ in range(min(max(count, 2), 4))]
+    steps = [
+        {n: rng.standard_normal(s, np.float32) for n, s in shapes.items()}
+        for _ in range(min(max(count, 2), 4))
+    ]
     for named in steps:
         for name, array in named.items():
             array *= scales[name].astype(np.float32)
@@ -66,8 +77,9 @@ def random_gradients(shapes: Dict[str, Tuple[int, ...]], seed: int) -> List[Name
 
 
 def load_gradients(path: str) -> List[Named]:
-    """Gradients {name: array} of the steps in an .npz file: one entry for each tensor, or with several steps, entries `step/name`. Raises ValueError,
-    naming the entry, for arrays that cannot be gradients."""
+    """Gradients {name: array} of the steps in an .npz file: one entry for each tensor, or with
+    several steps, entries `step/name`. Raises ValueError, naming the entry, for arrays that cannot
+    be gradients."""
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is not there, or not an .npz file")
     steps: Dict[int, Named] = {}
@@ -79,9 +91,13 @@ def load_gradients(path: str) -> List[Named]:
     with opened as file:
         for entry in file.files:
             array = _read(file, entry, path)
-            match, first_match = (re.fullmatch(r"(\d+)/(.+)", name) for name in (entry, file.files[0]))
+            match, first_match = (
+                re.fullmatch(r"(\d+)/(.+)", name) for name in (entry, file.files[0])
+            )
             if bool(match) != bool(first_match):
-                raise ValueError(f"{path}: {entry}: either all entries are named step/name, or none is")
+                raise ValueError(
+                    f"{path}: {entry}: either all entries are named step/name, or none is"
+                )
             step, name = (int(match[1]), match[2]) if match else (0, entry)
             steps.setdefault(step, {})[name] = array
     if not steps:
@@ -91,17 +107,22 @@ def load_gradients(path: str) -> List[Named]:
     for step, named in steps.items():
         for name in [*shapes, *named]:
             if name not in shapes or name not in named or named[name].shape != shapes[name]:
-                raise ValueError(f"{path}: {step}/{name}: every step needs the names and shapes of step {first}")
+                raise ValueError(
+                    f"{path}: {step}/{name}: every step needs the names and shapes of step {first}"
+                )
     return [{name: steps[step][name] for name in shapes} for step in sorted(steps)]
 
 
 def _read(file: Any, entry: str, path: str) -> np.ndarray:
     try:
         array = np.asarray(file[entry])
-    except Exception as error:  # whatever zip, zlib or NumPy make of a damaged entry
+    except Exception as error:
+        # Whatever zip, zlib or NumPy make of a damaged entry.
         raise ValueError(f"{path}: {entry} cannot be read: {error}") from None
     if array.dtype.kind != "f" or not array.size:
-        raise ValueError(f"{path}: {entry} must hold floats, not {array.dtype} of shape {array.shape}")
+        raise ValueError(
+            f"{path}: {entry} must hold floats, not {array.dtype} of shape {array.shape}"
+        )
     with np.errstate(over="ignore"):
         array = np.asarray(array, np.float32, order="C")
     if not np.isfinite(array).all():
@@ -110,14 +131,21 @@ def _read(file: Any, entry: str, path: str) -> np.ndarray:
 
 
 def measure(
-    compressor: Compressor, gradients: Sequence[Named], ranks: int, steps: int, progress: Callable[[], Any] = lambda: None, local_size: int = 1
+    compressor: Compressor,
+    gradients: Sequence[Named],
+    ranks: int,
+    steps: int,
+    progress: Callable[[], Any] = lambda: None,
+    local_size: int = 1,
 ) -> Dict[str, Any]:
-    """Measures a compression on each of `ranks` ranks. Steps cycle through gradients[step] = {name: array}. local_size: how many ranks a host has,
-    for `hosts=true`, where parts but this rank's stay zero, so that the error says nothing. Returns a dict: collective; ratio and
-    bytes_per_step of the measured steps; exchanged, those bytes by collective, as {"allreduce float32": …}, and operations, how many of these a
-    step starts; medians encode_seconds, decode_seconds (of all ranks' payloads) and streaming_seconds (to read and write gradient, state and one
-    payload once); gradient_bytes_per_second; times_streaming, of an encode and the decode of one payload; error; residual, whether there is one.
-    ValueError for what cannot be measured on one rank."""
+    """Measures a compression on each of `ranks` ranks. Steps cycle through gradients[step] = {name:
+    array}. local_size: how many ranks a host has, for `hosts=true`, where parts but this rank's
+    stay zero, so that the error says nothing. Returns a dict: collective; ratio and bytes_per_step
+    of the measured steps; exchanged, those bytes by collective, as {"allreduce float32": …}, and
+    operations, how many of these a step starts; medians encode_seconds, decode_seconds (of all
+    ranks' payloads) and streaming_seconds (to read and write gradient, state and one payload once);
+    gradient_bytes_per_second; times_streaming, of an encode and the decode of one payload; error;
+    residual, whether there is one. ValueError for what cannot be measured on one rank."""
     _refuse_split(compressor, ranks)
     echo = Echo(ranks)
     tensors = {name: (array.shape, compressor) for name, array in gradients[0].items()}
@@ -131,11 +159,13 @@ def measure(
         if step == WARMUP:
             before = exchange.stats()
             state = [array for arrays in exchange.arrays().values() for array in arrays.values()]
-            streams = [*grads.values(), *state, zeros(int(before["bytes_sent"] - earlier["bytes_sent"]) // 4)]  # the last: a payload
+            payload = zeros(int(before["bytes_sent"] - earlier["bytes_sent"]) // 4)
+            streams = [*grads.values(), *state, payload]
             echo.sent.clear()
             echo.operations.clear()
         encode, decode = _time_step(exchange, echo, grads, given)
-        if step == 0:  # no residual and no momentum yet, so the result can be compared with the gradient
+        # No residual and no momentum yet, so the result can be compared with the gradient.
+        if step == 0:
             error = _relative_error(grads, given)
         if step >= WARMUP:
             seconds.append((encode, decode, _time_streaming(streams)))
@@ -145,29 +175,37 @@ def measure(
     decoded_payloads = ranks if compressor.collective == "allgather" else 1
     sent, dense = (after[key] - before[key] for key in ("bytes_sent", "dense_bytes"))
     return {
-        "collective": compressor.collective, "ratio": dense / sent, "bytes_per_step": sent / steps,
+        "collective": compressor.collective,
+        "ratio": dense / sent,
+        "bytes_per_step": sent / steps,
         "exchanged": {kind: nbytes / steps for kind, nbytes in echo.sent.items()},
         "operations": {kind: count / steps for kind, count in echo.operations.items()},
-        "encode_seconds": encode, "decode_seconds": decode, "streaming_seconds": streaming,
+        "encode_seconds": encode,
+        "decode_seconds": decode,
+        "streaming_seconds": streaming,
         "gradient_bytes_per_second": dense / steps / (encode + decode),
         "times_streaming": (encode + decode / decoded_payloads) / streaming,
-        "error": error, "residual": after["residual_norm"] > 0,
+        "error": error,
+        "residual": after["residual_norm"] > 0,
     }
 
 
 def _refuse_split(compressor: Compressor, ranks: int) -> None:
     if compressor.split(1, Step(0, 0, ranks)) is not None:
         raise ValueError(
-            f"{compressor.id}: exchange=split is work of all ranks, and this measures one: measure exchange=gather, compare both with `hvdcompress "
+            f"{compressor.id}: exchange=split is work of all ranks, and this measures one: measure "
+            f"exchange=gather, compare both with `hvdcompress "
             "plan`, or both on real ranks with benchmarks/step_time.py"
         )
 
 
 def _time_step(exchange: Exchange, echo: Echo, grads: Named, given: Named) -> Tuple[float, float]:
-    """Runs one step on copies of the given gradients, made in the memory of `grads`. Returns the seconds of encoding and of decoding."""
+    """Runs one step on copies of the given gradients, made in the memory of `grads`. Returns the
+    seconds of encoding and of decoding."""
     carriers, encode, echoed = {}, 0.0, echo.seconds
     for name, grad in grads.items():
-        np.copyto(grad, given[name].reshape(-1))  # just written, as backward hands it over
+        # Just written, as backward hands it over.
+        np.copyto(grad, given[name].reshape(-1))
         started = time.perf_counter()
         carriers[name] = exchange.submit(name, grad)
         encode += time.perf_counter() - started

@@ -1,4 +1,6 @@
-"""What the adapters of both frameworks share: a method for each algorithm, and the base class of bound compressions."""
+"""What the adapters of both frameworks share: a method for each algorithm, and the base class of
+bound compressions."""
+
 import collections
 import dataclasses
 import functools
@@ -22,8 +24,9 @@ from .hosts import Host
 from .recording import Destination, Recorder
 from .version import __version__
 
-# Collectives are named by process set and number: the ranks of a set make their compressions on it in the same order. Sets are
-# identified by their ranks here, because Horovod reuses the id of a removed set; that of all ranks, whose number may change, by none.
+# Collectives are named by process set and number: the ranks of a set make their compressions on it
+# in the same order. Sets are identified by their ranks here, because Horovod reuses the id of a
+# removed set; that of all ranks, whose number may change, by none.
 _numbers: Dict[Tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
@@ -33,14 +36,16 @@ NO_COPIES = (
     "made anew, from the spec compression.config"
 )
 REFUSED_ALONE = (
-    "on one rank Horovod reduces nothing, so what ranks have not sent yet cannot be applied: train on two ranks or more, or in an elastic job "
+    "on one rank Horovod reduces nothing, so what ranks have not sent yet cannot be applied: train "
+    "on two ranks or more, or in an elastic job "
     "(horovodrun --min-np 1 --host-discovery-script …), where a rank alone applies it"
 )
 
 
 class Binding(ABC):
-    """A compression bound to a process set of a framework's Horovod. `hvd` is initialized. Construction exchanges nothing: ranks
-    compare their configurations at the first gradient, or in `handshake`."""
+    """A compression bound to a process set of a framework's Horovod. `hvd` is initialized.
+    Construction exchanges nothing: ranks compare their configurations at the first gradient, or in
+    `handshake`."""
 
     def __init__(self, hvd: Any, process_set: Any, hint: str = "") -> None:
         if not hvd.is_initialized():
@@ -48,31 +53,45 @@ class Binding(ABC):
         self._process_set = hvd.global_process_set if process_set is None else process_set
         if not isinstance(self._process_set, hvd.ProcessSet):
             raise TypeError(
-                f"process_set must be one of Horovod's, not an object of {type(process_set)}; {hint}an option goes by its name: ratio=0.01"
+                f"process_set must be one of Horovod's, not an object of {type(process_set)}; "
+                f"{hint}an option goes by its name: ratio=0.01"
             )
         if self._process_set.process_set_id is None:
-            raise ValueError("this process set is not registered: pass it to hvd.init() or hvd.add_process_set() first")
+            raise ValueError(
+                "this process set is not registered: pass it to hvd.init() or "
+                "hvd.add_process_set() first"
+            )
         if is_elastic() and self._process_set.process_set_id != 0:
-            raise ValueError("in an elastic job Horovod forgets process sets whenever ranks come or go: leave process_set out")
-        self._label = f"hvdc.{self._process_set.process_set_id}"  # which names of collectives begin with
+            raise ValueError(
+                "in an elastic job Horovod forgets process sets whenever ranks come or go: leave "
+                "process_set out"
+            )
+        # Which names of collectives begin with.
+        self._label = f"hvdc.{self._process_set.process_set_id}"
         self._agreed = False
         self._hvd = hvd
         self._host: Optional[Host] = None
         self._has_told_of_float32 = False
 
     _compressor: Compressor
-    _active: bool  # Horovod reduces, and compresses, only where there is more than one rank
-    _transport: Reducing  # the one that `handshake` and portable states use
+    # Horovod reduces, and compresses, only where there is more than one rank.
+    _active: bool
+    # The one that `handshake` and portable states use.
+    _transport: Reducing
     _exchange: Driver  # what drives the steps
     _elastic: bool  # whether ranks may come and go
-    _synced: bool  # whether an elastic state has this compression, where ranks may come and go
+    # Whether an elastic state has this compression, where ranks may come and go.
+    _synced: bool
 
     def __reduce__(self) -> Tuple[Any, ...]:
         raise TypeError(NO_COPIES)
 
     def _number(self) -> None:
-        """Gives this compression the next number, which is part of its collectives' names. All ranks of the process set call it alike."""
-        ranks = () if self._process_set.process_set_id == 0 else tuple(self._process_set.ranks or ())
+        """Gives this compression the next number, which is part of its collectives' names. All
+        ranks of the process set call it alike."""
+        ranks = (
+            () if self._process_set.process_set_id == 0 else tuple(self._process_set.ranks or ())
+        )
         self._label += f".{next(_numbers[ranks])}"
 
     def _tell_of_float32(self, name: str) -> None:
@@ -82,29 +101,41 @@ class Binding(ABC):
             warnings.warn(
                 f"horovod_compress: {name} has float64 numbers that are not 0, and are 0 or "
                 "infinite in float32, in which they are compressed. Scale the loss, or use none, "
-                "which carries float64 as it is", RuntimeWarning, stacklevel=2,
+                "which carries float64 as it is",
+                RuntimeWarning,
+                stacklevel=2,
             )
 
     def _rank_and_size(self) -> Tuple[int, int]:
-        """This rank and the number of ranks in the process set; a rank that compresses nothing counts as the only one."""
+        """This rank and the number of ranks in the process set; a rank that compresses nothing
+        counts as the only one."""
         return (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
 
     def _host_for(self, compressor: Compressor) -> Optional[Host]:
-        """The ranks of this rank's host, where a compressor has use for them. ValueError where it cannot have those."""
+        """The ranks of this rank's host, where a compressor has use for them. ValueError where it
+        cannot have those."""
         if not getattr(compressor, "hosts", False) or not self._active:
             return None
         if self._process_set.process_set_id != 0:
-            raise ValueError("hosts=true needs all ranks of a host: leave process_set out, or hosts")
+            raise ValueError(
+                "hosts=true needs all ranks of a host: leave process_set out, or hosts"
+            )
         if is_elastic():
-            raise ValueError("hosts=true is not for elastic jobs, where a host's ranks may change: leave it out")
+            raise ValueError(
+                "hosts=true is not for elastic jobs, where a host's ranks may change: leave it out"
+            )
         if not self._hvd.mpi_ops.is_homogeneous():
             if self._hvd.rank() == 0:
-                warn_once("hosts=true has no effect, because hosts have different numbers of ranks: start as many on each")
+                warn_once(
+                    "hosts=true has no effect, because hosts have different numbers of ranks: "
+                    "start as many on each"
+                )
             return None
         return self._host or Host(self._hvd.local_rank(), self._hvd.local_size())
 
     def _meet(self) -> None:
-        """Has the ranks of a host share memory for the tensors that need it. All ranks call it, before a step."""
+        """Has the ranks of a host share memory for the tensors that need it. All ranks call it,
+        before a step."""
         if self._host is not None and self._host.waits:
             self._host.meet(self._transport, self._label, self._hvd.cross_rank())
 
@@ -113,15 +144,17 @@ class Binding(ABC):
         return description_of(self._compressor)
 
     def handshake(self) -> None:
-        """Compares the ranks' options, tensors, versions and kernels. All ranks must call it; the first gradient calls it otherwise.
+        """Compares the ranks' options, tensors, versions and kernels. All ranks must call it; the
+        first gradient calls it otherwise.
 
-        Raises MismatchError, on all ranks alike, which names the first rank that differs and the difference.
+        Raises MismatchError, on all ranks alike, which names the first rank that differs and the
+        difference.
         """
         if self._active and not self._agreed:
             agree(self._transport, self._label, self._description())
             self._agreed = True
 
-    # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------
+    # -- for elastic jobs: see `elastic.py`
 
     def _kept(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
         """What this rank keeps; into: as for `Driver.state_dict`."""
@@ -136,8 +169,9 @@ class Binding(ABC):
         self._exchange.resize(*self._rank_and_size(), self._label)
 
     def _sync(self) -> None:
-        """All ranks, those that stay and those that have just begun, go on from rank 0's step. Names of collectives are rank 0's from now on, for
-        what a process has made before does not matter."""
+        """All ranks, those that stay and those that have just begun, go on from rank 0's step.
+        Names of collectives are rank 0's from now on, for what a process has made before does not
+        matter."""
         self._label = gather(self._transport, "hvdc.elastic", self._label)[0]
         self._synced, self._agreed = True, False
         self._exchange.abandon()
@@ -146,8 +180,8 @@ class Binding(ABC):
         self._go_back_to(checkpoint.synced(self._kept(), self._transport, self._label))
 
     def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]:
-        """All ranks, of which some are about to leave, go on with the mean of what they keep. saved: what this rank kept before; returns the mean of
-        that."""
+        """All ranks, of which some are about to leave, go on with the mean of what they keep.
+        saved: what this rank kept before; returns the mean of that."""
         self._exchange.abandon()
         self._go_back_to(checkpoint.synced(self._kept(), self._transport, self._label, even=True))
         return checkpoint.synced(saved, self._transport, self._label, even=True)
@@ -156,7 +190,8 @@ class Binding(ABC):
         """RuntimeError where no elastic state has this compression; state: how one gets it."""
         if not self._synced:
             raise RuntimeError(
-                f"in an elastic job new ranks get what the others keep from the elastic state: give it the compression, as in {state}, and train in "
+                f"in an elastic job new ranks get what the others keep from the elastic state: "
+                f"give it the compression, as in {state}, and train in "
                 "a function under @hvdc.elastic.run, and nowhere before it"
             )
 
@@ -166,7 +201,8 @@ class Binding(ABC):
         return self._compressor.config
 
     def stats(self) -> Dict[str, float]:
-        """Totals of this rank since the start: see `Driver.stats`. All 0 where Horovod reduces nothing, on one rank."""
+        """Totals of this rank since the start: see `Driver.stats`. All 0 where Horovod reduces
+        nothing, on one rank."""
         return self._exchange.stats()
 
     def stats_by_tensor(self) -> Dict[str, Dict[str, int]]:
@@ -174,23 +210,27 @@ class Binding(ABC):
         return self._exchange.stats_by_tensor()
 
     def record(self, to: Destination, every: int = 10, by_tensor: bool = False) -> Recorder:
-        """From now on has every so-many-th step written to a file, a callable or a TensorBoard writer: see `Recorder`, which is returned. Replaces
-        an earlier one. In PyTorch that is all. In TensorFlow the end of a step has to be told: by the callback `hvdc.RecordSteps`, which is given
-        the same, or in loops of one's own by the recorder's `step_ended()` after each step."""
+        """From now on has every so-many-th step written to a file, a callable or a TensorBoard
+        writer: see `Recorder`, which is returned. Replaces an earlier one. In PyTorch that is all.
+        In TensorFlow the end of a step has to be told: by the callback `hvdc.RecordSteps`, which is
+        given the same, or in loops of one's own by the recorder's `step_ended()` after each
+        step."""
         self._exchange.end_step()
         recorder = self._exchange.observer = Recorder(self._exchange, to, every, by_tensor)
         return recorder
 
     def discard(self) -> None:
-        """Forgets the last step, as if its gradients had never been; to be called on all ranks. Needs discardable=True."""
+        """Forgets the last step, as if its gradients had never been; to be called on all ranks.
+        Needs discardable=True."""
         self._exchange.discard()
 
 
 class Unbound(ABC):
-    """A compression for an optimizer that is not known yet: it is bound to Horovod's when the first gradient comes from that, or when it is first
-    asked for something. Two optimizers that are given the same one get a compression each. It needs
-    no hvd.init(), and can be copied and pickled until it is bound. Raises ValueError for bad
-    options at once, as a bound one does; all else is that one's: stats(), state_dict(), ….
+    """A compression for an optimizer that is not known yet: it is bound to Horovod's when the first
+    gradient comes from that, or when it is first asked for something. Two optimizers that are given
+    the same one get a compression each. It needs no hvd.init(), and can be copied and pickled until
+    it is bound. Raises ValueError for bad options at once, as a bound one does; all else is that
+    one's: stats(), state_dict(), ….
 
     options: keyword arguments for `_bound_class`.
     """
@@ -210,7 +250,8 @@ class Unbound(ABC):
 
     @abstractmethod
     def the_only(self) -> Binding:
-        """The compression that this one has become. RuntimeError where there is none, or there are several."""
+        """The compression that this one has become. RuntimeError where there is none, or there are
+        several."""
 
     def __reduce__(self) -> Tuple[Any, ...]:
         if self._is_bound():
@@ -239,22 +280,29 @@ def is_elastic() -> bool:
 
 
 def requested_compressor(spec: Any, optimizer: Any, plain_sgd: bool) -> Any:
-    """The compressor of a spec, with `follow_lr` decided. ValueError where it needs the optimizer, and that is None."""
+    """The compressor of a spec, with `follow_lr` decided. ValueError where it needs the optimizer,
+    and that is None."""
     compressor: Any = decide_follow_lr(get_compressor(spec), optimizer is not None, plain_sgd)
     if compressor.corrects_momentum and optimizer is None and compressor.momentum is None:
-        raise ValueError(f"{compressor.id} needs the optimizer, to take over its momentum; or say momentum=…")
+        raise ValueError(
+            f"{compressor.id} needs the optimizer, to take over its momentum; or say momentum=…"
+        )
     return compressor
 
 
 def momentum_of(compressor: Any, sgd: Mapping[str, Any]) -> Tuple[float, bool]:
-    """(momentum, nesterov) to take over: the compressor's options, or where those are open an SGD's."""
+    """(momentum, nesterov) to take over: the compressor's options, or where those are open an
+    SGD's."""
     momentum = sgd["momentum"] if compressor.momentum is None else compressor.momentum
     nesterov = sgd["nesterov"] if compressor.nesterov is None else compressor.nesterov
     return float(momentum), bool(nesterov and momentum)
 
 
-LOOK = 64  # steps between two looks at what an SGD's own momentum still holds, where it was taken over
-DECAYED = 2.0**-30  # of the largest element that it ever held: what is less is far below what rounding takes from a parameter
+# Steps between two looks at what an SGD's own momentum still holds, where it was taken over.
+LOOK = 64
+# Of the largest element that it ever held: what is less is far below what rounding takes from a
+# parameter.
+DECAYED = 2.0**-30
 
 
 _warned: Set[str] = set()
@@ -268,9 +316,13 @@ def warn_once(message: str, stacklevel: int = 2) -> None:
 
 
 def check_version(horovod: str) -> None:
-    """Warns of versions of Horovod other than the one whose internals the adapters were written for."""
+    """Warns of versions of Horovod other than the one whose internals the adapters were written
+    for."""
     if not horovod.startswith("0.28."):
-        warn_once(f"tested with Horovod 0.28, and this is {horovod}: if gradients are refused, install horovod==0.28.1")
+        warn_once(
+            f"tested with Horovod 0.28, and this is {horovod}: if gradients are refused, install "
+            f"horovod==0.28.1"
+        )
 
 
 def callers(frame: Optional[FrameType] = None) -> Iterator[FrameType]:
@@ -282,13 +334,17 @@ def callers(frame: Optional[FrameType] = None) -> Iterator[FrameType]:
 
 
 class Algorithms(type):
-    """The metaclass of a framework's `Compression`: gives it one method for each algorithm, those of other packages included.
+    """The metaclass of a framework's `Compression`: gives it one method for each algorithm, those
+    of other packages included.
 
-    `Compression.dgc(optimizer, ratio=0.01)` is `Compression.from_spec({"id": "dgc", "ratio": 0.01}, optimizer)`.
+    `Compression.dgc(optimizer, ratio=0.01)` is `Compression.from_spec({"id": "dgc", "ratio": 0.01},
+    optimizer)`.
     """
 
-    from_spec: Any  # of the class: makes the compression of a spec
-    _example: str  # of the class: what to write instead of the class alone
+    # Of the class: makes the compression of a spec.
+    from_spec: Any
+    # Of the class: what to write instead of the class alone.
+    _example: str
 
     def __init__(cls, name: str, bases: Tuple[type, ...], members: Dict[str, Any]) -> None:
         super().__init__(name, bases, members)
@@ -296,7 +352,8 @@ class Algorithms(type):
             getattr(cls, maker).compress = cls.compress
 
     def compress(cls, tensor: Any) -> None:
-        """Horovod gets here where it was given the class, or one of its methods, instead of what those return."""
+        """Horovod gets here where it was given the class, or one of its methods, instead of what
+        those return."""
         raise TypeError(f"this is no compression yet: call it, as in compression={cls._example}")
 
     def __getattr__(cls, id: str) -> Callable[..., Any]:
@@ -313,30 +370,61 @@ class Algorithms(type):
 
 @functools.lru_cache(maxsize=None)
 def _factory(compression: Any, algorithm: Type[Compressor]) -> Callable[..., Any]:
-    """The function that makes a compression of an algorithm. Its signature lists the options, for editors to show."""
+    """The function that makes a compression of an algorithm. Its signature lists the options, for
+    editors to show."""
     arguments = dict(inspect.signature(compression.from_spec).parameters)
     del arguments["spec"]
 
     def make(*args: Any, **keywords: Any) -> Any:
-        options = {name: keywords.pop(name) for name in list(keywords) if name not in arguments and name != "id"}
+        options = {
+            name: keywords.pop(name)
+            for name in list(keywords)
+            if name not in arguments and name != "id"
+        }
         return compression.from_spec({"id": algorithm.id, **options}, *args, **keywords)
 
     fields = dataclasses.fields(algorithm)
-    options = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in fields]
-    vars(make).update(compress=compression.compress, __signature__=inspect.Signature([*arguments.values(), *options]))
-    make.__module__, make.__name__, make.__qualname__ = compression.__module__, str(algorithm.id), f"{compression.__qualname__}.{algorithm.id}"
+    options = [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type
+        )
+        for f in fields
+    ]
+    vars(make).update(
+        compress=compression.compress,
+        __signature__=inspect.Signature([*arguments.values(), *options]),
+    )
+    make.__module__, make.__name__, make.__qualname__ = (
+        compression.__module__,
+        str(algorithm.id),
+        f"{compression.__qualname__}.{algorithm.id}",
+    )
     listed = [f"    {f.name}: {f.metadata['doc']}; {f.metadata['kind']}" for f in fields]
-    make.__doc__ = "\n".join([inspect.cleandoc(algorithm.__doc__ or ""), "", "Options:", *listed, "", "Other arguments: see BoundCompression."])
+    make.__doc__ = "\n".join(
+        [
+            inspect.cleandoc(algorithm.__doc__ or ""),
+            "",
+            "Options:",
+            *listed,
+            "",
+            "Other arguments: see BoundCompression.",
+        ]
+    )
     return make
 
 
 def description_of(compressor: Compressor) -> Dict[str, Any]:
-    """The part of a configuration that does not depend on the framework: nested JSON-able values, the same on all ranks."""
+    """The part of a configuration that does not depend on the framework: nested JSON-able values,
+    the same on all ranks."""
     package = package_of(str(compressor.id))
     return {
         "version of horovod-compress": __version__,
         "wire version": wire.VERSION,
         "options": compressor.config,
         **({f"package of {compressor.id}": package} if package else {}),
-        **({f"kernels, on which {compressor.id}'s last bits depend": kernels.backend} if compressor.same_kernels else {}),
+        **(
+            {f"kernels, on which {compressor.id}'s last bits depend": kernels.backend}
+            if compressor.same_kernels
+            else {}
+        ),
     }

@@ -1,4 +1,6 @@
-"""Whether a cluster is installed alike, whether every algorithm works on its network, and what that takes: what all ranks of a job find together."""
+"""Whether a cluster is installed alike, whether every algorithm works on its network, and what that
+takes: what all ranks of a job find together."""
+
 import dataclasses
 import functools
 import importlib.util
@@ -19,33 +21,52 @@ from .cost import COLLECTIVES, Load, Network
 
 _STEPS = 2
 _SHAPES = {"matrix": (64, 80), "kernel": (16, 8, 3, 3), "bias": (64,)}
-_SIZES = (2**12, 2**18, 2**22, 2**24)  # bytes of the collectives that are timed
-_ENOUGH = 0.1  # seconds by which one takes longer than the smallest: none of a larger size is needed
+# Bytes of the collectives that are timed.
+_SIZES = (2**12, 2**18, 2**22, 2**24)
+# Seconds by which one takes longer than the smallest: none of a larger size is needed.
+_ENOUGH = 0.1
 _TIMES = 5  # of each
 _FUSED = 16  # tensors in each
-_OPERATIONS = 100  # of the step that tells what each costs
+# Of the step that tells what each costs.
+_OPERATIONS = 100
 
 Say = Callable[[str], None]
 
 
-def run(compressors: Dict[str, Any], model: prediction.Model, backward: float, say: Say) -> Dict[str, Any]:
-    """Checks all that there is, on every rank; the first one says what it finds while it goes on. compressors: {spec: compressor}, with which steps
-    of the model are predicted; backward: seconds of its backward pass. Returns a JSON-able dict, alike on all ranks: good, installed, algorithms; and
-    with several ranks what `prediction.predict` returns."""
+def run(
+    compressors: Dict[str, Any], model: prediction.Model, backward: float, say: Say
+) -> Dict[str, Any]:
+    """Checks all that there is, on every rank; the first one says what it finds while it goes on.
+    compressors: {spec: compressor}, with which steps of the model are predicted; backward: seconds
+    of its backward pass. Returns a JSON-able dict, alike on all ranks: good, installed, algorithms;
+    and with several ranks what `prediction.predict` returns."""
     hvd.init()
     torch.set_num_threads(1)
     if not is_first():
         say = _quiet
     installed = _compare_installations(say)
     algorithms = _try_algorithms(say)
-    found = {"good": installed["good"] and algorithms["good"], "installed": installed, "algorithms": algorithms}
+    found = {
+        "good": installed["good"] and algorithms["good"],
+        "installed": installed,
+        "algorithms": algorithms,
+    }
     if hvd.size() == 1:
-        say("one rank: nothing was exchanged, and there is no network to measure. On a cluster, put before it: horovodrun -np 4 -H host1:2,host2:2")
+        say(
+            "one rank: nothing was exchanged, and there is no network to measure. On a cluster, "
+            "put before it: horovodrun -np 4 -H host1:2,host2:2"
+        )
         return found
     network = _measure_network()
     rate = 8e-6 / network.seconds_per_byte["allreduce float32"]
-    say(f"an allreduce of 4 bytes takes {1e3 * network.latency:.2f} ms; a rank sends {rate:.0f} Mbit/s in large ones\n")
-    return {**found, **prediction.predict(model, _measure_loads(compressors, model), network.faster, backward)}
+    say(
+        f"an allreduce of 4 bytes takes {1e3 * network.latency:.2f} ms; a rank sends {rate:.0f} "
+        f"Mbit/s in large ones\n"
+    )
+    return {
+        **found,
+        **prediction.predict(model, _measure_loads(compressors, model), network.faster, backward),
+    }
 
 
 def is_first() -> bool:
@@ -57,30 +78,46 @@ def _quiet(text: str) -> None:
 
 
 def _compare_installations(say: Say) -> Dict[str, Any]:
-    """Says what is installed where. Returns {"good": whether it is alike, "launcher", "ranks": [{"host", "python", …} of each]}."""
+    """Says what is installed where. Returns {"good": whether it is alike, "launcher", "ranks":
+    [{"host", "python", …} of each]}."""
     found = {
-        "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__, "horovod": horovod.__version__,
-        "horovod_compress": __version__, "kernels": kernels.backend, "mpi4py": "installed" if importlib.util.find_spec("mpi4py") else "missing",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "horovod": horovod.__version__,
+        "horovod_compress": __version__,
+        "kernels": kernels.backend,
+        "mpi4py": "installed" if importlib.util.find_spec("mpi4py") else "missing",
     }
     everywhere = _gathered({"host": socket.gethostname(), **found})
     hosts = [theirs["host"] for theirs in everywhere]
     launcher = "MPI" if hvd.mpi_enabled() else "Gloo"
-    say(f"ranks: {', '.join(f'{hosts.count(host)} on {host}' for host in dict.fromkeys(hosts))}; Horovod on {launcher}")
+    say(
+        f"ranks: {', '.join(f'{hosts.count(host)} on {host}' for host in dict.fromkeys(hosts))}; "
+        f"Horovod on {launcher}"
+    )
     good = True
     for what in found:
         first = everywhere[0][what]
         others = {theirs["host"]: theirs[what] for theirs in everywhere if theirs[what] != first}
-        say(f"  {what} {first}" + "".join(f"; DIFFERENT on {host}: {theirs}" for host, theirs in others.items()))
+        say(
+            f"  {what} {first}"
+            + "".join(f"; DIFFERENT on {host}: {theirs}" for host, theirs in others.items())
+        )
         good &= not others
     return {"good": good, "launcher": launcher, "ranks": everywhere}
 
 
 def _try_algorithms(say: Say) -> Dict[str, Any]:
-    """Runs every algorithm on each transport that there is, and says which fail. Returns {"good", transport: {id: None or its first error}}."""
+    """Runs every algorithm on each transport that there is, and says which fail. Returns {"good",
+    transport: {id: None or its first error}}."""
     found: Dict[str, Any] = {"good": True}
     with_mpi = hvd.mpi_enabled() and all(_gathered(importlib.util.find_spec("mpi4py") is not None))
     for transport in ("horovod", "mpi") if with_mpi else ("horovod",):
-        errors = {id: [error for error in _gathered(_error_of(id, transport)) if error] for id in available()}
+        errors = {
+            id: [error for error in _gathered(_error_of(id, transport)) if error]
+            for id in available()
+        }
         failed = {id: its for id, its in errors.items() if its}
         say(f"transport {transport}: {len(errors) - len(failed)} of {len(errors)} algorithms work")
         for id, its in failed.items():
@@ -91,14 +128,21 @@ def _try_algorithms(say: Say) -> Dict[str, Any]:
 
 
 def _measure_network() -> Network:
-    """Latency and rates of Horovod's collectives; the slowest rank's, so that all ranks find the same."""
+    """Latency and rates of Horovod's collectives; the slowest rank's, so that all ranks find the
+    same."""
     size, one = hvd.size(), torch.zeros(1, dtype=torch.float32, device="cpu")
     latency = _seconds(lambda: hvd.allreduce_(one, name="check.one"), times=2 * _TIMES)
-    network = Network(size, latency, max(_step_seconds(True) - _step_seconds(False) - latency, 0.0) / _OPERATIONS, {})
+    network = Network(
+        size,
+        latency,
+        max(_step_seconds(True) - _step_seconds(False) - latency, 0.0) / _OPERATIONS,
+        {},
+    )
     rates = {}
     for kind in COLLECTIVES:
         spent: Dict[int, float] = {}
-        shares = size if kind.startswith("allgather") else 1  # of what a rank has afterwards, of which it hands in one
+        # Of what a rank has afterwards, of which it hands in one.
+        shares = size if kind.startswith("allgather") else 1
         for nbytes in _SIZES:
             spent[nbytes] = _collective_seconds(kind, nbytes // shares)
             if spent[nbytes] - spent[_SIZES[0]] > _ENOUGH:
@@ -109,7 +153,8 @@ def _measure_network() -> Network:
 
 
 def _measure_loads(compressors: Dict[str, Any], model: prediction.Model) -> Dict[str, Load]:
-    """What each of {spec: compressor} brings into a step, encoded and decoded on all ranks at once, as in training; the slowest rank's."""
+    """What each of {spec: compressor} brings into a step, encoded and decoded on all ranks at once,
+    as in training; the slowest rank's."""
     gradients, loads = model.gradients(), {}
     local_size = hvd.local_size() if hvd.mpi_ops.is_homogeneous() else 1
     for spec, compressor in compressors.items():
@@ -129,8 +174,9 @@ def _told(rank: int, step: int) -> Dict[str, np.ndarray]:
 
 
 def _error_of(id: str, transport: str) -> Optional[str]:
-    """The text of this rank's first error, where this algorithm does not give what `simulate` gives, or on one rank, where Horovod exchanges nothing,
-    the gradient. All steps are taken even then, so that the ranks stay together."""
+    """The text of this rank's first error, where this algorithm does not give what `simulate`
+    gives, or on one rank, where Horovod exchanges nothing, the gradient. All steps are taken even
+    then, so that the ranks stay together."""
     wrong = None
     try:
         steps = [[_told(rank, step) for rank in range(hvd.size())] for step in range(_STEPS)]
@@ -138,13 +184,22 @@ def _error_of(id: str, transport: str) -> Optional[str]:
         expected = simulated if hvd.size() > 1 else [step[0] for step in steps]
         params: Dict[str, Any] = {name: _parameter(shape) for name, shape in _SHAPES.items()}
         optimizer = torch.optim.Adam(params.values())
-        asked = {"transport": transport, "momentum": 0.9}  # without an SGD there is none to take over
-        spec = {"id": id, **{key: value for key, value in asked.items() if key in available()[id]["options"]}}
+        # Without an SGD there is none to take over.
+        asked = {"transport": transport, "momentum": 0.9}
+        spec = {
+            "id": id,
+            **{key: value for key, value in asked.items() if key in available()[id]["options"]},
+        }
         compression = hvdc.Compression.from_spec(spec, optimizer, params.items())
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=params.items(), compression=compression)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=params.items(), compression=compression
+        )
         for step in range(_STEPS):
             optimizer.zero_grad()
-            losses = [(params[name] * torch.from_numpy(told)).sum() for name, told in steps[step][hvd.rank()].items()]
+            losses = [
+                (params[name] * torch.from_numpy(told)).sum()
+                for name, told in steps[step][hvd.rank()].items()
+            ]
             torch.stack(losses).sum().backward()
             optimizer.synchronize()
             for name, param in params.items():
@@ -154,13 +209,17 @@ def _error_of(id: str, transport: str) -> Optional[str]:
                     wrong = wrong or f"{name} is wrong by {error:.2g} in step {step}"
             with optimizer.skip_synchronize():
                 optimizer.step()
-    except Exception as error:  # whatever it is, the other algorithms are to be tried, too
+    except Exception as error:
+        # Whatever it is, the other algorithms are to be tried, too.
         wrong = f"{type(error).__name__}: {error}"
     return wrong
 
 
-def _seconds(function: Callable[[], Any], before: Callable[[], Any] = lambda: None, times: int = _TIMES) -> float:
-    """Median seconds of the slowest rank, after a first time that makes buffers. before: what comes before each, not timed."""
+def _seconds(
+    function: Callable[[], Any], before: Callable[[], Any] = lambda: None, times: int = _TIMES
+) -> float:
+    """Median seconds of the slowest rank, after a first time that makes buffers. before: what comes
+    before each, not timed."""
     seconds = []
     for _ in range(1 + times):
         before()
@@ -186,7 +245,9 @@ def _step_seconds(exchanged: bool) -> float:
     params: List[torch.Tensor] = [_parameter((1,)) for _ in range(_OPERATIONS)]
     optimizer = torch.optim.SGD(params, lr=0.0)
     if exchanged:
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=[(f"check.{i}", param) for i, param in enumerate(params)])
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=[(f"check.{i}", param) for i, param in enumerate(params)]
+        )
 
     def step() -> None:
         torch.cat(params).sum().backward()
@@ -196,17 +257,25 @@ def _step_seconds(exchanged: bool) -> float:
 
 
 def _collective_seconds(kind: str, nbytes: int) -> float:
-    """Of a collective to which each rank hands `nbytes`, in several tensors where Horovod fuses those, as it does a step's."""
+    """Of a collective to which each rank hands `nbytes`, in several tensors where Horovod fuses
+    those, as it does a step's."""
     verb, dtype = kind.split()
     count = 1 if verb == "alltoall" else _FUSED
     length = max(nbytes // count // np.dtype(dtype).itemsize // hvd.size(), 1) * hvd.size()
-    numbers = np.random.default_rng(0).standard_normal(length)  # zeros of float16 are added faster than others
+    # Zeros of float16 are added faster than others.
+    numbers = np.random.default_rng(0).standard_normal(length)
     values = torch.from_numpy(numbers.astype(dtype))
     tensors = [values.clone() for _ in range(count)]
-    start = {"allreduce": functools.partial(hvd.allreduce_async_, op=hvd.Sum), "allgather": hvd.allgather_async, "alltoall": hvd.alltoall_async}[verb]
+    start = {
+        "allreduce": functools.partial(hvd.allreduce_async_, op=hvd.Sum),
+        "allgather": hvd.allgather_async,
+        "alltoall": hvd.alltoall_async,
+    }[verb]
 
     def exchange() -> None:
-        for handle in [start(tensor, name=f"check.{kind}.{nbytes}.{i}") for i, tensor in enumerate(tensors)]:
+        for handle in [
+            start(tensor, name=f"check.{kind}.{nbytes}.{i}") for i, tensor in enumerate(tensors)
+        ]:
             hvd.synchronize(handle)
 
     return _seconds(exchange, lambda: [tensor.copy_(values) for tensor in tensors])

@@ -1,4 +1,6 @@
-"""A compression's state in and out: plain values and arrays, of one rank or, portable, the mean of all ranks."""
+"""A compression's state in and out: plain values and arrays, of one rank or, portable, the mean of
+all ranks."""
+
 import collections
 import itertools
 import numbers
@@ -42,21 +44,35 @@ class Reducing(Gathering, Protocol):
 
 
 class Saved(NamedTuple):
-    """What a state_dict says, read. header: all but the arrays; its rank is None where the arrays are means over all ranks."""
+    """What a state_dict says, read. header: all but the arrays; its rank is None where the arrays
+    are means over all ranks."""
 
     header: Dict[str, Any]
     arrays: Arrays
 
 
-def saved(identity: Dict[str, Any], tensors: Iterable[Tensor], step: Any, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
-    """A state_dict: what `identity` says of algorithm and rank, and copies of the tensors' arrays, without their loss scale. into: one of the
-    same tensors that is not needed any more, whose arrays' memory is used again."""
+def saved(
+    identity: Dict[str, Any],
+    tensors: Iterable[Tensor],
+    step: Any,
+    into: Optional[Dict[str, Any]] = None,
+) -> Dict[str, Any]:
+    """A state_dict: what `identity` says of algorithm and rank, and copies of the tensors' arrays,
+    without their loss scale. into: one of the same tensors that is not needed any more, whose
+    arrays' memory is used again."""
     tensors = list(tensors)
 
     def copied(tensor: Tensor) -> Dict[str, np.ndarray]:
         memory = into["tensors"].get(tensor.name, {}) if into else {}
-        again = {key: a for key, a in memory.items() if key in tensor.state.arrays and a.shape == tensor.state.arrays[key].shape}
-        return {key: np.divide(np.asarray(array), _unit(tensor, key), out=again.get(key)) for key, array in tensor.state.arrays.items()}
+        again = {
+            key: a
+            for key, a in memory.items()
+            if key in tensor.state.arrays and a.shape == tensor.state.arrays[key].shape
+        }
+        return {
+            key: np.divide(np.asarray(array), _unit(tensor, key), out=again.get(key))
+            for key, array in tensor.state.arrays.items()
+        }
 
     return {
         "format": _FORMAT,
@@ -68,19 +84,36 @@ def saved(identity: Dict[str, Any], tensors: Iterable[Tensor], step: Any, into: 
 
 
 def portable(state: Dict[str, Any], transport: Reducing, label: str) -> Dict[str, Any]:
-    """The state_dict of which this rank's is `state`, for any number of ranks: the mean over all ranks of every array, which leaves those that are
-    alike on all ranks as they are. All ranks call it. MismatchError where they are not at the same step."""
+    """The state_dict of which this rank's is `state`, for any number of ranks: the mean over all
+    ranks of every array, which leaves those that are alike on all ranks as they are. All ranks call
+    it. MismatchError where they are not at the same step."""
     said = {key: value for key, value in state.items() if key not in ("rank", "tensors", "shards")}
     arrays = _whole(state["tensors"], state["shards"])
-    agree(transport, f"{label}.portable", {**said, "tensors": _layout(arrays)}, what="called state_dict(portable=True)")
-    return {**state, "rank": None, "shards": {}, "tensors": _means_over_ranks(arrays, transport, label)}
+    agree(
+        transport,
+        f"{label}.portable",
+        {**said, "tensors": _layout(arrays)},
+        what="called state_dict(portable=True)",
+    )
+    return {
+        **state,
+        "rank": None,
+        "shards": {},
+        "tensors": _means_over_ranks(arrays, transport, label),
+    }
 
 
-def synced(state: Dict[str, Any], transport: Reducing, label: str, even: bool = False) -> Dict[str, Any]:
-    """What this rank, whose state_dict is `state`, goes on from where ranks have come or gone: all from rank 0's step. Ranks at that step keep
-    what is theirs, or with `even` get the mean of those; the others, which have just begun or failed elsewhere, get that mean, also of tensors that
-    they do not know yet. All ranks call it."""
-    kinds = {name: {key: (a.dtype.name, a.shape) for key, a in named.items()} for name, named in state["tensors"].items()}
+def synced(
+    state: Dict[str, Any], transport: Reducing, label: str, even: bool = False
+) -> Dict[str, Any]:
+    """What this rank, whose state_dict is `state`, goes on from where ranks have come or gone: all
+    from rank 0's step. Ranks at that step keep what is theirs, or with `even` get the mean of
+    those; the others, which have just begun or failed elsewhere, get that mean, also of tensors
+    that they do not know yet. All ranks call it."""
+    kinds = {
+        name: {key: (a.dtype.name, a.shape) for key, a in named.items()}
+        for name, named in state["tensors"].items()
+    }
     told = {key: state[key] for key in ("step", "dense_until", "shapes") if key in state}
     said = gather(transport, f"{label}.state", {**told, "kinds": kinds})
     counting = [each["step"] == said[0]["step"] for each in said]
@@ -89,7 +122,10 @@ def synced(state: Dict[str, Any], transport: Reducing, label: str, even: bool = 
         return state
     kinds, tensors = said[0].pop("kinds"), state["tensors"]
     if not own:
-        tensors = {name: {key: np.empty(shape, dtype) for key, (dtype, shape) in named.items()} for name, named in kinds.items()}
+        tensors = {
+            name: {key: np.empty(shape, dtype) for key, (dtype, shape) in named.items()}
+            for name, named in kinds.items()
+        }
     means = _means_over_ranks(tensors, transport, label, own, sum(counting))
     return {**state, **said[0], "tensors": tensors if own and not even else means}
 
@@ -98,8 +134,12 @@ def read(state: Any) -> Saved:
     """A state_dict's parts. ValueError for what is none."""
     try:
         header = {key: state[key] for key in _HEADER}
-        header.update((key, state.get(key, {})) for key in ("dense_until", "shapes", "shards"))  # The first files have none.
-        arrays = {name: {key: np.asarray(a) for key, a in named.items()} for name, named in state["tensors"].items()}
+        # The first files have none.
+        header.update((key, state.get(key, {})) for key in ("dense_until", "shapes", "shards"))
+        arrays = {
+            name: {key: np.asarray(a) for key, a in named.items()}
+            for name, named in state["tensors"].items()
+        }
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"not a state_dict of a compression: {error!r}") from None
     rank, size = header["rank"], header["size"]
@@ -111,14 +151,19 @@ def read(state: Any) -> Saved:
 
 
 def checked(state: Any, identity: Dict[str, Any], wrong_step: Callable[[Any], Difference]) -> Saved:
-    """What this rank is to load, of what load_state_dict was given: its own state_dict, a portable one, or all ranks' in any order. Of those it
-    is its own at the same number of ranks, else their mean. ValueError for states of another algorithm, seed, rank or number of ranks."""
+    """What this rank is to load, of what load_state_dict was given: its own state_dict, a portable
+    one, or all ranks' in any order. Of those it is its own at the same number of ranks, else their
+    mean. ValueError for states of another algorithm, seed, rank or number of ranks."""
     found = _joined(state, identity) if isinstance(state, (list, tuple)) else read(state)
     expected = {"format": _FORMAT, **identity}
     if found.header["rank"] is None:
         expected.update(rank=None, size=found.header["size"], shards={})
     difference = first_difference(expected, {key: found.header[key] for key in expected})
-    refuse(difference or wrong_step(found.header["step"]) or _wrong_dense_until(found.header["dense_until"]))
+    refuse(
+        difference
+        or wrong_step(found.header["step"])
+        or _wrong_dense_until(found.header["dense_until"])
+    )
     refuse_not_finite(found.arrays)
     return found
 
@@ -146,10 +191,19 @@ def refuse_not_finite(arrays: Arrays, of: str = "") -> None:
 
 
 def restore(tensors: Iterable[Tensor], arrays: Arrays) -> None:
-    """Copies a state's arrays into the tensors', under the loss scale that these have. ValueError, and nothing changed, where they do not fit."""
+    """Copies a state's arrays into the tensors', under the loss scale that these have. ValueError,
+    and nothing changed, where they do not fit."""
     tensors = list(tensors)
-    arrays = {**arrays, **{t.name: _own_part(t, arrays[t.name]) for t in tensors if t.shard and t.name in arrays}}
-    expected = _layout({t.name: {key: array for key, array in t.state.arrays.items() if key != OWED} for t in tensors})
+    arrays = {
+        **arrays,
+        **{t.name: _own_part(t, arrays[t.name]) for t in tensors if t.shard and t.name in arrays},
+    }
+    expected = _layout(
+        {
+            t.name: {key: array for key, array in t.state.arrays.items() if key != OWED}
+            for t in tensors
+        }
+    )
     owing = {t.name: t.numel for t in tensors if OWED in arrays.get(t.name, ())}
     for name, numel in owing.items():
         expected[name][OWED] = f"float32 of {(numel,)}"
@@ -163,7 +217,8 @@ def restore(tensors: Iterable[Tensor], arrays: Arrays) -> None:
 
 
 def steps_of(state: Any) -> int:
-    """The number of steps that training had taken, of a state_dict or of the list of all ranks'. ValueError for what is none."""
+    """The number of steps that training had taken, of a state_dict or of the list of all ranks'.
+    ValueError for what is none."""
     steps = read(state[0] if isinstance(state, (list, tuple)) and state else state).header["step"]
     refuse(wrong_count("step", steps))
     return int(steps)
@@ -180,28 +235,39 @@ def refuse(difference: Difference) -> None:
     if difference:
         (where,), (expected, found) = shown(difference[0]), shown(*difference[1:])
         raise ValueError(
-            f"this state does not fit: {where} is {found} in it and {expected} here. A compression's state belongs to one rank: "
-            "save and load one file a rank, at the same number of ranks and with the same model. For another number of ranks load the list of all "
+            f"this state does not fit: {where} is {found} in it and {expected} here. A "
+            f"compression's state belongs to one rank: "
+            "save and load one file a rank, at the same number of ranks and with the same model. "
+            "For another number of ranks load the list of all "
             "ranks' states, or one that was saved with portable=True"
         )
 
 
 def _joined(states: Sequence[Any], identity: Dict[str, Any]) -> Saved:
-    """What this rank loads of the states of all ranks. ValueError where one is missing, comes twice or is not of the others' job and step."""
+    """What this rank loads of the states of all ranks. ValueError where one is missing, comes twice
+    or is not of the others' job and step."""
     by_rank: Dict[Any, Saved] = {}
     for each in map(read, states):
         refuse_not_finite(each.arrays, f" of rank {each.header['rank']}")
         rank, first = each.header["rank"], next(iter(by_rank.values()), each)
         if rank is None:
-            raise ValueError("a state that was saved with portable=True holds all ranks: load it by itself, not in a list")
+            raise ValueError(
+                "a state that was saved with portable=True holds all ranks: load it by itself, not "
+                "in a list"
+            )
         if rank in by_rank:
-            raise ValueError(f"two of the {len(states)} states are of rank {rank}: load the list of all ranks' states, each once")
+            raise ValueError(
+                f"two of the {len(states)} states are of rank {rank}: load the list of all ranks' "
+                f"states, each once"
+            )
         difference = first_difference(_said_by_all(first), _said_by_all(each))
         if difference:
             (where,), (expected, found) = shown(difference[0]), shown(*difference[1:])
             raise ValueError(
-                f"the states of rank {first.header['rank']} and rank {rank} do not belong together: {where} is {expected} in the first and "
-                f"{found} in the second. Load the states that the ranks of one job have saved at one step"
+                f"the states of rank {first.header['rank']} and rank {rank} do not belong "
+                f"together: {where} is {expected} in the first and "
+                f"{found} in the second. Load the states that the ranks of one job have saved at "
+                f"one step"
             )
         by_rank[rank] = each
     size = next(iter(by_rank.values())).header["size"] if by_rank else identity["size"]
@@ -216,29 +282,55 @@ def _joined(states: Sequence[Any], identity: Dict[str, Any]) -> Saved:
     of_ranks = [by_rank[rank].header["shards"] for rank in range(size)]
     for name in of_ranks[0]:
         _refuse_parts_missing(name, [Shard(*shards[name]) for shards in of_ranks])
-    if size == identity["size"] and by_rank[identity["rank"]].header["shards"] == identity["shards"]:
+    if (
+        size == identity["size"]
+        and by_rank[identity["rank"]].header["shards"] == identity["shards"]
+    ):
         return by_rank[identity["rank"]]
-    means = _mean_of([_whole(by_rank[rank].arrays, by_rank[rank].header["shards"]) for rank in range(size)])
+    means = _mean_of(
+        [_whole(by_rank[rank].arrays, by_rank[rank].header["shards"]) for rank in range(size)]
+    )
     return Saved({**by_rank[0].header, "rank": None, "shards": {}}, means)
 
 
 def _mean_of(ranks: Sequence[Arrays]) -> Arrays:
-    """Summed with more digits than the arrays have: the mean of what is alike on all ranks is the same, to the last bit."""
+    """Summed with more digits than the arrays have: the mean of what is alike on all ranks is the
+    same, to the last bit."""
     return {
-        name: {key: np.mean([arrays[name][key] for arrays in ranks], axis=0, dtype=np.float64).astype(array.dtype) for key, array in named.items()}
+        name: {
+            key: np.mean([arrays[name][key] for arrays in ranks], axis=0, dtype=np.float64).astype(
+                array.dtype
+            )
+            for key, array in named.items()
+        }
         for name, named in ranks[0].items()
     }
 
 
-def _means_over_ranks(arrays: Arrays, transport: Reducing, label: str, counts: bool = True, ranks: Optional[int] = None) -> Arrays:
-    """The same as `_mean_of`, of the arrays of those ranks that count, of which there are `ranks`, default all. All ranks call it."""
+def _means_over_ranks(
+    arrays: Arrays,
+    transport: Reducing,
+    label: str,
+    counts: bool = True,
+    ranks: Optional[int] = None,
+) -> Arrays:
+    """The same as `_mean_of`, of the arrays of those ranks that count, of which there are `ranks`,
+    default all. All ranks call it."""
 
     def mean(name: str, array: np.ndarray) -> np.ndarray:
-        summed = transport.allreduce(name, array.astype(np.float64) if counts else np.zeros(array.shape))()
+        summed = transport.allreduce(
+            name, array.astype(np.float64) if counts else np.zeros(array.shape)
+        )()
         return (summed / (ranks or transport.size)).astype(array.dtype)
 
-    # One after the other: in an order that is the same on all ranks, also where they have come to know tensors in another.
-    return {name: {key: mean(f"{label}.{name}.{key}", array) for key, array in sorted(arrays[name].items())} for name in sorted(arrays)}
+    # One after the other: in an order that is the same on all ranks, also where they have come to
+    # know tensors in another.
+    return {
+        name: {
+            key: mean(f"{label}.{name}.{key}", array) for key, array in sorted(arrays[name].items())
+        }
+        for name in sorted(arrays)
+    }
 
 
 def _said_by_all(state: Saved) -> Dict[str, Any]:
@@ -249,20 +341,34 @@ def _said_by_all(state: Saved) -> Dict[str, Any]:
 
 
 def _whole(arrays: Arrays, shards: Dict[str, Sequence[int]]) -> Arrays:
-    """A rank's arrays, each as long as its tensor: where the rank keeps a part, zero elsewhere. The mean over ranks is then what results are still
-    owed, as it is of other arrays."""
-    return {name: _filled_up(named, Shard(*shards[name])) if name in shards else named for name, named in arrays.items()}
+    """A rank's arrays, each as long as its tensor: where the rank keeps a part, zero elsewhere. The
+    mean over ranks is then what results are still owed, as it is of other arrays."""
+    return {
+        name: _filled_up(named, Shard(*shards[name])) if name in shards else named
+        for name, named in arrays.items()
+    }
 
 
 def _filled_up(arrays: Dict[str, np.ndarray], shard: Shard) -> Dict[str, np.ndarray]:
-    return {key: shard.whole(array) if array.shape == (shard.last - shard.first,) else array for key, array in arrays.items()}
+    return {
+        key: shard.whole(array) if array.shape == (shard.last - shard.first,) else array
+        for key, array in arrays.items()
+    }
 
 
 def _own_part(tensor: Tensor, arrays: Dict[str, np.ndarray]) -> Dict[str, np.ndarray]:
-    """Of means over ranks that are as long as the tensor, what a rank has that keeps a part for all ranks of its host."""
+    """Of means over ranks that are as long as the tensor, what a rank has that keeps a part for all
+    ranks of its host."""
     shard = tensor.shard
-    sharded = {key for key, array in arrays.items() if shard and key != OWED and array.shape == (shard.numel,)}
-    return {key: shard.ranks * array[shard.first : shard.last] if shard and key in sharded else array for key, array in arrays.items()}
+    sharded = {
+        key
+        for key, array in arrays.items()
+        if shard and key != OWED and array.shape == (shard.numel,)
+    }
+    return {
+        key: shard.ranks * array[shard.first : shard.last] if shard and key in sharded else array
+        for key, array in arrays.items()
+    }
 
 
 def _unit(tensor: Tensor, key: str) -> np.float32:
@@ -271,7 +377,9 @@ def _unit(tensor: Tensor, key: str) -> np.float32:
 
 
 def _wrong_dense_until(until: Any) -> Difference:
-    good = isinstance(until, dict) and not any(wrong_count(name, step) for name, step in until.items())
+    good = isinstance(until, dict) and not any(
+        wrong_count(name, step) for name, step in until.items()
+    )
     return None if good else ("dense_until", "steps by tensor", until)
 
 

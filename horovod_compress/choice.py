@@ -1,4 +1,6 @@
-"""The choice of a compression on the job itself: training begins with steps of each candidate, and goes on with the fastest."""
+"""The choice of a compression on the job itself: training begins with steps of each candidate, and
+goes on with the fastest."""
+
 import functools
 import logging
 import statistics
@@ -14,8 +16,10 @@ from .simulate import simulate
 from .trials import RULE, Trials, spread
 
 _log = logging.getLogger("horovod_compress")
-_WATCHED = 50  # steps between two looks at whether the choice still holds
-_CHANGED = 1.3  # times as long as expected: the candidates are tried again
+# Steps between two looks at whether the choice still holds.
+_WATCHED = 50
+# Times as long as expected: the candidates are tried again.
+_CHANGED = 1.3
 
 
 def default_candidates(sparse: Optional[str]) -> List[str]:
@@ -27,23 +31,34 @@ def default_candidates(sparse: Optional[str]) -> List[str]:
 
 
 class Choice:
-    """Says with which candidate the next step is to be taken, as `Trials` does, for ranks that agree on how long steps take. Before that it may leave
-    candidates out by their errors; afterwards it watches whether steps become slow.
+    """Says with which candidate the next step is to be taken, as `Trials` does, for ranks that
+    agree on how long steps take. Before that it may leave candidates out by their errors;
+    afterwards it watches whether steps become slow.
 
-    auto: the arguments of `Automatic`, with candidates; together: brings what all ranks say, in rank order, of a JSON-able value each; is_first:
+    auto: the arguments of `Automatic`, with candidates; together: brings what all ranks say, in
+    rank order, of a JSON-able value each; is_first:
         whether this rank tells the user.
     """
 
-    def __init__(self, auto: Dict[str, Any], together: Callable[[Any], List[Any]], is_first: bool) -> None:
-        self._auto, self._candidates, self._together, self._is_first = auto, list(auto["candidates"]), together, is_first
+    def __init__(
+        self, auto: Dict[str, Any], together: Callable[[Any], List[Any]], is_first: bool
+    ) -> None:
+        self._auto, self._candidates, self._together, self._is_first = (
+            auto,
+            list(auto["candidates"]),
+            together,
+            is_first,
+        )
         self._errors: Dict[str, float] = {}
-        # Those of the first step, by name, which the caller puts here, until errors are known; None where these do not matter.
+        # Those of the first step, by name, which the caller puts here, until errors are known; None
+        # where these do not matter.
         self.gradients: Optional[Dict[str, np.ndarray]] = {} if auto["error"] < 1 else None
         self._try(self._candidates)
 
     def _try(self, candidates: Sequence[str]) -> None:
         self._trials = Trials(candidates, self._auto["probe_steps"], self._auto["margin"])
-        self._seen: List[float] = []  # seconds of steps since the choice
+        # Seconds of steps since the choice.
+        self._seen: List[float] = []
 
     @property
     def arguments(self) -> Dict[str, Any]:
@@ -62,13 +77,18 @@ class Choice:
 
     def plan(self, ranks: int) -> Dict[str, Any]:
         """As of `Chosen.plan`."""
-        candidates: Dict[str, Dict[str, Any]] = {spec: {"error": error} for spec, error in self._errors.items()}
+        candidates: Dict[str, Dict[str, Any]] = {
+            spec: {"error": error} for spec, error in self._errors.items()
+        }
         for spec, its in self._trials.tried.items():
-            candidates.setdefault(spec, {}).update(seconds=its.median if its.seconds else None, steps=len(its.seconds))
+            candidates.setdefault(spec, {}).update(
+                seconds=its.median if its.seconds else None, steps=len(its.seconds)
+            )
         return {"spec": self.chosen, "ranks": ranks, "candidates": candidates}
 
     def step_ended(self, seconds: float, counts: bool = True) -> None:
-        """Takes in how long the last step took. counts: whether that is the time of a step, on this rank; what does not count is not tried."""
+        """Takes in how long the last step took. counts: whether that is the time of a step, on this
+        rank; what does not count is not tried."""
         if self.gradients is not None:
             self._leave_out(self.gradients)
         elif self.chosen is None:
@@ -91,22 +111,37 @@ class Choice:
         held = [held_back(spec, gradients) for spec in self._candidates]
         means = np.mean(self._together(held), axis=0)
         if not np.isfinite(means).all():
-            self.gradients = {}  # a gradient was not finite: the next step's are looked at
+            # A gradient was not finite: the next step's are looked at.
+            self.gradients = {}
             return
         self.gradients, self._errors = None, dict(zip(self._candidates, means.tolist()))
-        self._try([self._candidates[0], *(spec for spec in self._candidates[1:] if self._errors[spec] <= self._auto["error"])])
+        self._try(
+            [
+                self._candidates[0],
+                *(
+                    spec
+                    for spec in self._candidates[1:]
+                    if self._errors[spec] <= self._auto["error"]
+                ),
+            ]
+        )
 
     def _watch(self, seconds: float) -> None:
         """Tries the candidates again where steps have become slow."""
         self._seen.append(seconds)
         if len(self._seen) < _WATCHED:
             return
-        found, expected = max(self._together(statistics.median(self._seen))), self._trials.tried[self.current].median
+        found, expected = (
+            max(self._together(statistics.median(self._seen))),
+            self._trials.tried[self.current].median,
+        )
         self._seen.clear()
         tried = list(self._trials.tried)
         if found > _CHANGED * expected and len(tried) > 1:
             if self._is_first:
-                message = "auto: steps take %.1f ms, and took %.1f ms when %s was chosen: trying again"
+                message = (
+                    "auto: steps take %.1f ms, and took %.1f ms when %s was chosen: trying again"
+                )
                 _log.warning(message, 1e3 * found, 1e3 * expected, self.current)
             self._try(tried)
 
@@ -127,39 +162,50 @@ def held_back(spec: str, gradients: Dict[str, np.ndarray]) -> float:
     if compressor.corrects_momentum:
         compressor = compressor.bound(0.0, False)
     sent = simulate(compressor, [[gradients]]).mean[0]
-    norms = [(float(np.square(grad - sent[name]).sum()), float(np.square(grad).sum())) for name, grad in gradients.items()]
+    norms = [
+        (float(np.square(grad - sent[name]).sum()), float(np.square(grad).sum()))
+        for name, grad in gradients.items()
+    ]
     held, whole = map(sum, zip(*norms))
     return held / whole if whole else 0.0
 
 
 def auto_of(state: Any) -> Optional[Dict[str, Any]]:
-    """What a state, or a list of all ranks', says of the choice; None where it is of a compression that was named."""
+    """What a state, or a list of all ranks', says of the choice; None where it is of a compression
+    that was named."""
     first = state[0] if isinstance(state, (list, tuple)) and state else state
     return first.get("auto") if isinstance(first, dict) else None
 
 
 class Chosen(Binding):
-    """What bound compressions of both frameworks share that are switched from candidate to candidate, until one is chosen."""
+    """What bound compressions of both frameworks share that are switched from candidate to
+    candidate, until one is chosen."""
 
     _choice: Choice
-    _in_force: str  # the candidate with which steps are taken
+    # The candidate with which steps are taken.
+    _in_force: str
 
     @staticmethod
     def refuse_elastic() -> None:
         """ValueError in an elastic job."""
         if is_elastic():
             raise ValueError(
-                "in an elastic job ranks that join would not know what was chosen: let auto() choose in a job of constant size, and use plan['spec']"
+                "in an elastic job ranks that join would not know what was chosen: let auto() "
+                "choose in a job of constant size, and use plan['spec']"
             )
 
     @property
     def plan(self) -> Dict[str, Any]:
-        """What was found: spec (None until there is a choice), ranks, and candidates {spec: {"seconds": median of a step, "steps": so many counted}};
-        with an error below 1 also "error" of each. JSON-able; `Compression.from_spec(plan["spec"])` takes the same choice elsewhere."""
+        """What was found: spec (None until there is a choice), ranks, and candidates {spec:
+        {"seconds": median of a step, "steps": so many counted}}; with an error below 1 also "error"
+        of each. JSON-able; `Compression.from_spec(plan["spec"])` takes the same choice
+        elsewhere."""
         return self._choice.plan(self._rank_and_size()[1])
 
     def _new_choice(self, auto: Dict[str, Any], candidates: Sequence[str]) -> Choice:
-        return Choice({**auto, "candidates": candidates}, self._together, self._rank_and_size()[0] == 0)
+        return Choice(
+            {**auto, "candidates": candidates}, self._together, self._rank_and_size()[0] == 0
+        )
 
     def _together(self, value: Any) -> List[Any]:
         return gather(self._transport, f"{self._label}.auto", value)
@@ -167,7 +213,8 @@ class Chosen(Binding):
     def _follow(self, spec: str) -> None:
         """Goes on with a candidate."""
         if spec != self._in_force:
-            self._switch(get_compressor(spec).config)  # type: ignore[attr-defined]  # of BoundCompression
+            # Of BoundCompression.
+            self._switch(get_compressor(spec).config)  # type: ignore[attr-defined]
             self._in_force = spec
 
     def _description(self) -> Dict[str, Any]:
@@ -176,7 +223,10 @@ class Chosen(Binding):
     def switch(self, spec: Any, *arguments: Any, **options: Any) -> None:
         """As of BoundCompression; that is the choice then, and nothing is tried any more."""
         if not isinstance(spec, str) or arguments or options:
-            raise ValueError("auto() keeps specs as text, and changes them itself: say switch('topk:ratio=0.01'), without at")
+            raise ValueError(
+                "auto() keeps specs as text, and changes them itself: say "
+                "switch('topk:ratio=0.01'), without at"
+            )
         super().switch(spec)  # type: ignore[misc]
         self._in_force = spec
         self._choice.resume(spec, True)
@@ -184,10 +234,14 @@ class Chosen(Binding):
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
         """As of BoundCompression; the choice comes with it."""
         state: Dict[str, Any] = super().state_dict(portable)  # type: ignore[misc]
-        return {**state, "auto": {"spec": self._in_force, "chosen": self._choice.chosen is not None}}
+        return {
+            **state,
+            "auto": {"spec": self._in_force, "chosen": self._choice.chosen is not None},
+        }
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
-        """As of BoundCompression. The choice that was made when the state was saved is taken over."""
+        """As of BoundCompression. The choice that was made when the state was saved is taken
+        over."""
         auto, before = auto_of(state), self._in_force
         if auto:
             self._follow(auto["spec"])
@@ -201,7 +255,8 @@ class Chosen(Binding):
 
 
 class Automatic(Unbound):
-    """A compression for hvd.DistributedOptimizer that chooses among candidates while training begins, as `Trials` says.
+    """A compression for hvd.DistributedOptimizer that chooses among candidates while training
+    begins, as `Trials` says.
 
     It weighs speed only, not how well a candidate trains. The rule: the first candidate, the dense
     one, stays unless another one's median step is shorter by more than the margin and by more than
@@ -216,29 +271,52 @@ class Automatic(Unbound):
     probe_steps: at most so many steps are tried. margin: a share of the dense one's median step.
     grad_scaler, discardable: as for BoundCompression.
 
-    Each step that is tried is a step of training, and what a candidate has held back goes on with the next: nothing is lost. How long a step
-    takes is seen from one to the next, so all that happens in one counts, and the slowest rank's seconds count. Where steps later take 1.3
-    times as long as they did for 50 steps, candidates are tried again. Raises ValueError for bad candidates, and in elastic jobs.
+    Each step that is tried is a step of training, and what a candidate has held back goes on with
+    the next: nothing is lost. How long a step takes is seen from one to the next, so all that
+    happens in one counts, and the slowest rank's seconds count. Where steps later take 1.3 times as
+    long as they did for 50 steps, candidates are tried again. Raises ValueError for bad candidates,
+    and in elastic jobs.
     """
 
     def __init__(
-        self, error: float = 1.0, candidates: Optional[Sequence[str]] = None, probe_steps: int = 30, margin: float = 0.05,
-        grad_scaler: Any = None, discardable: bool = False,
+        self,
+        error: float = 1.0,
+        candidates: Optional[Sequence[str]] = None,
+        probe_steps: int = 30,
+        margin: float = 0.05,
+        grad_scaler: Any = None,
+        discardable: bool = False,
     ) -> None:
         super().__init__("none", grad_scaler=grad_scaler, discardable=discardable)
         if not isinstance(error, (int, float)) or not 0 < error <= 1:
-            found = repr(error) if isinstance(error, (int, float, str)) else f"an object of {type(error)} (auto() finds the optimizer by itself)"
+            found = (
+                repr(error)
+                if isinstance(error, (int, float, str))
+                else f"an object of {type(error)} (auto() finds the optimizer by itself)"
+            )
             raise ValueError(f"error must be above 0 and at most 1, not {found}")
         if candidates is not None:
             self._check_candidates(candidates)
         # Which says what is wrong with them.
         Trials(candidates or default_candidates("dgc"), probe_steps, margin)
-        self._auto: Dict[str, Any] = {"error": error, "candidates": candidates, "probe_steps": probe_steps, "margin": margin}
+        self._auto: Dict[str, Any] = {
+            "error": error,
+            "candidates": candidates,
+            "probe_steps": probe_steps,
+            "margin": margin,
+        }
 
     def _check_candidates(self, candidates: Any) -> None:
         """ValueError for what is no list of different specs that can begin between two steps."""
-        if not isinstance(candidates, (list, tuple)) or not candidates or not all(isinstance(spec, str) for spec in candidates):
-            raise ValueError(f"candidates must be a list of specs as text, such as ['none', 'topk:ratio=0.01'], not {candidates!r}")
+        if (
+            not isinstance(candidates, (list, tuple))
+            or not candidates
+            or not all(isinstance(spec, str) for spec in candidates)
+        ):
+            raise ValueError(
+                f"candidates must be a list of specs as text, such as ['none', 'topk:ratio=0.01'], "
+                f"not {candidates!r}"
+            )
         compressors = [get_compressor(spec) for spec in candidates]
         if any(compressor in compressors[:i] for i, compressor in enumerate(compressors)):
             raise ValueError(f"candidates must be different compressions, not {candidates!r}")
@@ -259,4 +337,6 @@ class Automatic(Unbound):
     @property
     def compressor(self) -> Compressor:
         """Raises ValueError."""
-        raise ValueError("auto() tries compressions of gradients: name one for updates, such as topk:ratio=0.01")
+        raise ValueError(
+            "auto() tries compressions of gradients: name one for updates, such as topk:ratio=0.01"
+        )

@@ -1,4 +1,6 @@
-"""The command line tool, which lists compressions, measures them, predicts what they bring, and checks a cluster."""
+"""The command line tool, which lists compressions, measures them, predicts what they bring, and
+checks a cluster."""
+
 import argparse
 import contextlib
 import dataclasses
@@ -24,13 +26,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _EPILOG = """\
-gradients of your own: save them with NumPy, one entry a tensor; with several steps entries step/name, in any order:
+gradients of your own: save them with NumPy, one entry a tensor; with several steps entries
+step/name, in any order:
 
-  entries = {f"{step}/{name}": array for step, named in enumerate(steps) for name, array in named.items()}
+  entries = {
+      f"{step}/{name}": array for step, named in enumerate(steps) for name, array in named.items()
+  }
   numpy.savez("gradients.npz", **entries)
 
-With one step the same gradients are used in every step. Without --gradients they are random: normal numbers whose scale
-is log-normal by row; a few sets take turns.
+With one step the same gradients are used in every step. Without --gradients they are random: normal
+numbers whose scale is log-normal by row; a few sets take turns.
 
 one core: taskset -c 0 hvdcompress bench
 """
@@ -39,16 +44,19 @@ _CHECK_EPILOG = """\
 horovodrun -np 4 -H host1:2,host2:2 hvdcompress check --model resnet50 --json network.json
 mpirun -np 4 -H host1:2,host2:2 hvdcompress check --million 25.6
 
-It compares what is installed on all ranks, runs every algorithm on every transport against what as many ranks in one process give,
-measures what collectives take, and predicts what a step takes with each SPEC. Ends with status 1 where ranks differ or an algorithm fails. Alone,
-without a launcher, it checks this machine. The network that it has measured serves `hvdcompress plan --network network.json`.
+It compares what is installed on all ranks, runs every algorithm on every transport against what as
+many ranks in one process give, measures what collectives take, and predicts what a step takes with
+each SPEC. Ends with status 1 where ranks differ or an algorithm fails. Alone, without a launcher,
+it checks this machine. The network that it has measured serves `hvdcompress plan --network
+network.json`.
 """
 
 # Ranks whose payloads are decoded at most.
 _PLANNED = 10_000
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
-_STEP_COLUMNS = {  # {title: function that formats a prediction}
+_STEP_COLUMNS = {
+    # {title: function that formats a prediction}.
     "spec": lambda found: found["spec"],
     "MB\nsent": lambda found: f"{found['bytes_sent'] / 1e6:.2f}",
     "MB\nreceived": lambda found: f"{found['bytes_received'] / 1e6:.2f}",
@@ -58,19 +66,24 @@ _STEP_COLUMNS = {  # {title: function that formats a prediction}
 }
 
 _STEP_NOTES = (
-    "MB: what a rank hands to collectives in a step, and what comes back, as stats() counts; work: encode and decode on this processor",
-    "step: backward, and what the exchange adds to it, computed, after a warm-up; of none: of the same step without compression",
-    "bytes are those of random gradients, on which adacomp, variance and strom send more than in training",
+    "MB: what a rank hands to collectives in a step, and what comes back, as stats() counts; work: "
+    "encode and decode on this processor",
+    "step: backward, and what the exchange adds to it, computed, after a warm-up; of none: of the "
+    "same step without compression",
+    "bytes are those of random gradients, on which adacomp, variance and strom send more than in "
+    "training",
 )
 
 _SCALE_NOTES = (
-    "computed, after a warm-up, with one rank a link: work and bytes measured here, messages of a collective one after the other, with gloo in rings",
+    "computed, after a warm-up, with one rank a link: work and bytes measured here, messages of a "
+    "collective one after the other, with gloo in rings",
     "MB: of an allreduce of S on N ranks 2·(N − 1)/N·S, by rings, and of an allgather (N − 1)·S; "
     "`bytes_received` of --json counts an allreduce's S once, as stats() does",
     "a tensor goes dense where payloads of so many ranks would be more MB than that",
 )
 
-_COLUMNS = {  # {title: function that formats a result}
+_COLUMNS = {
+    # {title: function that formats a result}.
     "spec": lambda result: result["spec"],
     "collective": lambda result: result["collective"],
     "ratio": lambda result: _digits(result["ratio"]),
@@ -82,7 +95,8 @@ _COLUMNS = {  # {title: function that formats a result}
     "error": lambda result: f"{result['error']:.3f}" + ("*" if result["residual"] else ""),
 }
 
-_REPORTED = {  # {title: function that formats a line of a report}
+_REPORTED = {
+    # {title: function that formats a line of a report}.
     "tensor": lambda line: line["name"],
     "sent by": lambda line: line["compressor"] or "",
     "elements": lambda line: "" if line["numel"] is None else f"{line['numel']}",
@@ -96,13 +110,18 @@ _REPORTED = {  # {title: function that formats a line of a report}
 }
 
 _NOTES = (
-    "ratio: float32 bytes of all gradients / all bytes that a rank sends, frames and carriers included",
-    "encode: from the first gradient to the last framed payload; decode: checks, decodes and adds the payloads of all ranks, of every tensor "
-    "(where payloads are summed on the way: decodes their sum), and ends the step; both are medians, and there is no network: a copy takes "
+    "ratio: float32 bytes of all gradients / all bytes that a rank sends, frames and carriers "
+    "included",
+    "encode: from the first gradient to the last framed payload; decode: checks, decodes and adds "
+    "the payloads of all ranks, of every tensor "
+    "(where payloads are summed on the way: decodes their sum), and ends the step; both are "
+    "medians, and there is no network: a copy takes "
     "its part and is not counted",
     "GB/s: of gradient, through encode and decode",
-    "× streaming: encode and the decode of one payload, over the time to read and write the gradient, the algorithm's state and the payload once",
-    "error: ‖mean over ranks − gradient‖ / ‖gradient‖ of the first step, when no residual and no momentum adds to the gradient yet; *: what is "
+    "× streaming: encode and the decode of one payload, over the time to read and write the "
+    "gradient, the algorithm's state and the payload once",
+    "error: ‖mean over ranks − gradient‖ / ‖gradient‖ of the first step, when no residual and no "
+    "momentum adds to the gradient yet; *: what is "
     "missing stays in a residual and is sent later",
 )
 
@@ -138,14 +157,36 @@ def _parser() -> argparse.ArgumentParser:
     help = "measures compressions on a model's gradients"
     description = f"hvdcompress bench {help}: bytes, time and error of a step."
     raw = argparse.RawDescriptionHelpFormatter
-    measure = commands.add_parser("bench", help=help, description=description, epilog=_EPILOG, formatter_class=raw)
+    measure = commands.add_parser(
+        "bench", help=help, description=description, epilog=_EPILOG, formatter_class=raw
+    )
     add = measure.add_argument
-    add("specs", nargs="*", metavar="SPEC", help="such as dgc:ratio=0.01 (default: all ids, with their defaults)")
-    add("--model", choices=MODELS, default="resnet50", help="whose gradients' shapes to use (default: resnet50)")
+    add(
+        "specs",
+        nargs="*",
+        metavar="SPEC",
+        help="such as dgc:ratio=0.01 (default: all ids, with their defaults)",
+    )
+    add(
+        "--model",
+        choices=MODELS,
+        default="resnet50",
+        help="whose gradients' shapes to use (default: resnet50)",
+    )
     add("--gradients", metavar="FILE.npz", help="gradients of your own, instead of a model's")
     add("--ranks", type=_whole, default=2, help="how many ranks' payloads are decoded (default: 2)")
-    add("--steps", type=_whole, default=10, help=f"measured steps, after {bench.WARMUP} others (default: 10)")
-    add("--seed", type=functools.partial(_whole, least=0), default=0, help="of the random gradients (default: 0)")
+    add(
+        "--steps",
+        type=_whole,
+        default=10,
+        help=f"measured steps, after {bench.WARMUP} others (default: 10)",
+    )
+    add(
+        "--seed",
+        type=functools.partial(_whole, least=0),
+        default=0,
+        help="of the random gradients (default: 0)",
+    )
     add("--plot", metavar="FILE.png", type=_picture, help="draw ratio against time")
     _add_json(measure)
     add("--markdown", action="store_true", help="print the table as Markdown")
@@ -161,29 +202,54 @@ def _add_report(commands: Any) -> None:
     help = "shows what compression.record() has written, by tensor"
     shown = commands.add_parser("report", help=help, description=f"hvdcompress report {help}.")
     shown.add_argument("file", metavar="FILE", help="of JSON lines")
-    shown.add_argument("--plot", metavar="FILE.png", type=_picture, help="draw bytes, norms and times over steps")
+    shown.add_argument(
+        "--plot", metavar="FILE.png", type=_picture, help="draw bytes, norms and times over steps"
+    )
     _add_json(shown)
     shown.set_defaults(run=_show, parser=shown)
 
 
 def _add_plan(commands: Any) -> None:
     help = "predicts what a step takes with compressions on a network"
-    plan = commands.add_parser("plan", help=help, description=f"hvdcompress plan {help}: offline, from bytes and work that it measures here.")
+    plan = commands.add_parser(
+        "plan",
+        help=help,
+        description=f"hvdcompress plan {help}: offline, from bytes and work that it measures here.",
+    )
     _add_prediction(plan)
-    ranks = "how many ranks train (default: two hosts' ranks, or as many as the network was measured with)"
+    ranks = (
+        "how many ranks train (default: two hosts' ranks, or as many as the network was measured "
+        "with)"
+    )
     plan.add_argument("--ranks", type=functools.partial(_whole, least=2), help=ranks)
     _add_network(plan)
     plan.set_defaults(run=_plan, parser=plan)
 
 
 def _add_scale(commands: Any) -> None:
-    help = "predicts what a step takes with compressions as ranks grow in number, and from how many on dense is as fast"
-    scale = commands.add_parser("scale", help=help, description=f"hvdcompress scale {help}: offline, from bytes and work that it measures here.")
+    help = (
+        "predicts what a step takes with compressions as ranks grow in number, and from how many "
+        "on dense is as fast"
+    )
+    scale = commands.add_parser(
+        "scale",
+        help=help,
+        description=f"hvdcompress scale {help}: offline, from bytes and work that it measures "
+        f"here.",
+    )
     add = scale.add_argument
     _add_prediction(scale)
-    add("--ranks", type=functools.partial(_whole, least=2), default=10_000, help="the largest number of ranks (default: 10000)")
+    add(
+        "--ranks",
+        type=functools.partial(_whole, least=2),
+        default=10_000,
+        help="the largest number of ranks (default: 10000)",
+    )
     _add_network(scale)
-    collectives = "whose collectives Horovod takes: gloo's go from rank to rank in rings, mpi's along trees where they are small (default: gloo)"
+    collectives = (
+        "whose collectives Horovod takes: gloo's go from rank to rank in rings, mpi's along trees "
+        "where they are small (default: gloo)"
+    )
     add("--library", choices=("gloo", "mpi"), default="gloo", help=collectives)
     add("--plot", metavar="FILE.png", type=_picture, help="draw seconds and bytes over ranks")
     scale.set_defaults(run=_scale, parser=scale)
@@ -192,38 +258,92 @@ def _add_scale(commands: Any) -> None:
 def _add_check(commands: Any) -> None:
     help = "checks a cluster, and says which compression would pay there: run it on all ranks"
     raw = argparse.RawDescriptionHelpFormatter
-    check = commands.add_parser("check", help=help, description=f"hvdcompress check {help}.", epilog=_CHECK_EPILOG, formatter_class=raw)
+    check = commands.add_parser(
+        "check",
+        help=help,
+        description=f"hvdcompress check {help}.",
+        epilog=_CHECK_EPILOG,
+        formatter_class=raw,
+    )
     _add_prediction(check)
     check.set_defaults(run=_check, parser=check)
 
 
 def _add_prediction(parser: argparse.ArgumentParser) -> None:
     default = " ".join(prediction.DEFAULT)
-    parser.add_argument("specs", nargs="*", metavar="SPEC", help=f"to compare with none and fp16 (default: {default})")
+    parser.add_argument(
+        "specs",
+        nargs="*",
+        metavar="SPEC",
+        help=f"to compare with none and fp16 (default: {default})",
+    )
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", choices=MODELS, default="resnet50", help="whose gradients' shapes to use (default: resnet50)")
-    model.add_argument("--million", type=functools.partial(_number, above=True), metavar="M", help="parameters of the model in millions, instead")
-    parser.add_argument("--backward", type=_number, default=0.0, metavar="MS", help="milliseconds of a backward pass, behind which exchanges hide")
+    model.add_argument(
+        "--model",
+        choices=MODELS,
+        default="resnet50",
+        help="whose gradients' shapes to use (default: resnet50)",
+    )
+    model.add_argument(
+        "--million",
+        type=functools.partial(_number, above=True),
+        metavar="M",
+        help="parameters of the model in millions, instead",
+    )
+    parser.add_argument(
+        "--backward",
+        type=_number,
+        default=0.0,
+        metavar="MS",
+        help="milliseconds of a backward pass, behind which exchanges hide",
+    )
     _add_json(parser)
 
 
 def _add_network(parser: argparse.ArgumentParser) -> None:
     network = parser.add_mutually_exclusive_group()
-    network.add_argument("--link", type=_rate, metavar="RATE", help="of each rank's link, bits a second, as 100mbit (default: 1gbit)")
-    network.add_argument("--network", metavar="FILE", help="what `hvdcompress check --json FILE` has measured, instead of --link and --latency")
-    parser.add_argument("--latency", type=_number, metavar="MS", help="milliseconds of a message between two hosts (default: 0.1)")
-    parser.add_argument("--local-size", type=_whole, default=1, metavar="L", help="how many ranks a host has, for hosts=true (default: 1)")
+    network.add_argument(
+        "--link",
+        type=_rate,
+        metavar="RATE",
+        help="of each rank's link, bits a second, as 100mbit (default: 1gbit)",
+    )
+    network.add_argument(
+        "--network",
+        metavar="FILE",
+        help="what `hvdcompress check --json FILE` has measured, instead of --link and --latency",
+    )
+    parser.add_argument(
+        "--latency",
+        type=_number,
+        metavar="MS",
+        help="milliseconds of a message between two hosts (default: 0.1)",
+    )
+    parser.add_argument(
+        "--local-size",
+        type=_whole,
+        default=1,
+        metavar="L",
+        help="how many ranks a host has, for hosts=true (default: 1)",
+    )
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", type=_output, help="write the results as JSON; -: to standard output, and nothing else")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=_output,
+        help="write the results as JSON; -: to standard output, and nothing else",
+    )
 
 
 def _number(text: str, above: bool = False) -> float:
     with contextlib.suppress(ValueError):
         if 0 <= float(text) < math.inf and (float(text) or not above):
             return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number {'above 0' if above else 'of at least 0'}, not {text!r}")
+    raise argparse.ArgumentTypeError(
+        f"must be a number {'above 0' if above else 'of at least 0'}, not {text!r}"
+    )
 
 
 def _rate(text: str) -> float:
@@ -256,12 +376,17 @@ def _picture(text: str) -> str:
 def _console(stderr: bool = False) -> "Console":
     from rich.console import Console
 
-    return Console(markup=False, highlight=False, stderr=stderr, width=None if sys.stdout.isatty() else 140)
+    return Console(
+        markup=False, highlight=False, stderr=stderr, width=None if sys.stdout.isatty() else 140
+    )
 
 
 def _info(options: argparse.Namespace) -> None:
     try:
-        classes = {str(cls.id): cls for cls in (type(get_compressor(spec)) for spec in options.ids or available())}
+        classes = {
+            str(cls.id): cls
+            for cls in (type(get_compressor(spec)) for spec in options.ids or available())
+        }
     except ValueError as error:
         options.parser.error(str(error))
     chosen = {id: available()[id] for id in classes}
@@ -269,12 +394,23 @@ def _info(options: argparse.Namespace) -> None:
         return
     console = _console()
     if not options.ids:
-        console.print(_table(("id", "collective", "paper"), [(id, about["collective"], about["paper"]) for id, about in chosen.items()]))
+        console.print(
+            _table(
+                ("id", "collective", "paper"),
+                [(id, about["collective"], about["paper"]) for id, about in chosen.items()],
+            )
+        )
     for id, about in chosen.items() if options.ids else ():
         console.print(f"{id} · {about['collective']} · {about['paper']}")
         console.print((inspect.getdoc(classes[id]) or "").partition("\n\n")[0].replace("\n", " "))
-        lines = [(name, _spelled(found["default"]), found["values"], found["doc"]) for name, found in about["options"].items()]
-        console.print(_table(("option", "default", "values", "meaning"), lines) if lines else "no options", end="\n\n")
+        lines = [
+            (name, _spelled(found["default"]), found["values"], found["doc"])
+            for name, found in about["options"].items()
+        ]
+        console.print(
+            _table(("option", "default", "values", "meaning"), lines) if lines else "no options",
+            end="\n\n",
+        )
 
 
 def _spelled(value: Any) -> str:
@@ -284,11 +420,16 @@ def _spelled(value: Any) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def _table(titles: Iterable[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> "Table":
+def _table(
+    titles: Iterable[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()
+) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
 
-    columns = [Column(title, justify="right" if title in right else "left", overflow="fold") for title in titles]
+    columns = [
+        Column(title, justify="right" if title in right else "left", overflow="fold")
+        for title in titles
+    ]
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for row in rows:
         table.add_row(*map(report.printable, row))
@@ -300,22 +441,39 @@ def _bench(options: argparse.Namespace) -> None:
         compressors = {spec: get_compressor(spec) for spec in options.specs or available()}
         if options.gradients:
             name, gradients = options.gradients, bench.load_gradients(options.gradients)
-        for compressor in compressors.values():  # so that errors show before the long run
+        # So that errors show before the long run.
+        for compressor in compressors.values():
             bench.measure(compressor, [{"w": np.eye(40, dtype=np.float32)}], options.ranks, 1)
     except ValueError as error:
         options.parser.error(str(error))
     results = []
     with _progress() as progress:
-        task = progress.add_task("preparing gradients", total=len(compressors) * (bench.WARMUP + options.steps))
+        task = progress.add_task(
+            "preparing gradients", total=len(compressors) * (bench.WARMUP + options.steps)
+        )
         if not options.gradients:
-            name, gradients = options.model, bench.random_gradients(MODELS[options.model](), options.seed)
+            name, gradients = (
+                options.model,
+                bench.random_gradients(MODELS[options.model](), options.seed),
+            )
         for spec, compressor in compressors.items():
             progress.update(task, description=spec)
-            measured = bench.measure(compressor, gradients, options.ranks, options.steps, functools.partial(progress.advance, task))
+            measured = bench.measure(
+                compressor,
+                gradients,
+                options.ranks,
+                options.steps,
+                functools.partial(progress.advance, task),
+            )
             results.append({"spec": spec, **measured})
     run = {
-        "gradients": name, "tensors": len(gradients[0]), "floats": sum(array.size for array in gradients[0].values()),
-        "ranks": options.ranks, "steps": options.steps, "kernels": kernels.backend, "results": results,
+        "gradients": name,
+        "tensors": len(gradients[0]),
+        "floats": sum(array.size for array in gradients[0].values()),
+        "ranks": options.ranks,
+        "steps": options.steps,
+        "kernels": kernels.backend,
+        "results": results,
     }
     if options.plot:
         _plot(run, options.plot)
@@ -324,19 +482,24 @@ def _bench(options: argparse.Namespace) -> None:
 
 
 def _write_json(found: Any, path: Optional[str]) -> bool:
-    """Writes what was found, where that was asked for. Returns whether standard output has it, which then is JSON and nothing else."""
+    """Writes what was found, where that was asked for. Returns whether standard output has it,
+    which then is JSON and nothing else."""
     if path:
         text = json.dumps(found, indent=2) + "\n"
         sys.stdout.write(text) if path == "-" else pathlib.Path(path).write_text(text)
     return path == "-"
 
 
-def _compressors_and_network(options: argparse.Namespace) -> Tuple[Dict[str, Any], Optional[Network]]:
+def _compressors_and_network(
+    options: argparse.Namespace,
+) -> Tuple[Dict[str, Any], Optional[Network]]:
     """What is to be predicted, and the network where it was measured."""
     if options.network and options.latency is not None:
         options.parser.error("--latency: not allowed with argument --network, which was measured")
     try:
-        return prediction.compressors_of(options.specs), Network.read(options.network) if options.network else None
+        return prediction.compressors_of(options.specs), Network.read(
+            options.network
+        ) if options.network else None
     except ValueError as error:
         sys.exit(options.parser.error(str(error)))
 
@@ -357,14 +520,22 @@ def _plan(options: argparse.Namespace) -> None:
         )
     model = _model(options)
     with _progress() as progress:
-        task = progress.add_task("preparing gradients", total=len(compressors) * (bench.WARMUP + prediction.STEPS))
+        task = progress.add_task(
+            "preparing gradients", total=len(compressors) * (bench.WARMUP + prediction.STEPS)
+        )
         gradients, loads = model.gradients(), {}
         for spec, compressor in compressors.items():
             progress.update(task, description=spec)
             advance = functools.partial(progress.advance, task)
-            loads[spec] = prediction.measured(compressor, model, gradients, ranks, advance, options.local_size)
+            loads[spec] = prediction.measured(
+                compressor, model, gradients, ranks, advance, options.local_size
+            )
     rate, latency = _link(options)
-    network = dataclasses.replace(found, ranks=ranks).faster if found else lambda factor: Network.of_link(ranks, factor * rate, latency)
+    network = (
+        dataclasses.replace(found, ranks=ranks).faster
+        if found
+        else lambda factor: Network.of_link(ranks, factor * rate, latency)
+    )
     run = prediction.predict(model, loads, network, 1e-3 * options.backward)
     if not found:
         run["link_bits_per_second"] = rate
@@ -386,13 +557,23 @@ def _scale(options: argparse.Namespace) -> None:
         for done, (spec, compressor) in enumerate(compressors.items()):
             progress.update(task, description=spec, completed=done * each)
             loads[spec] = scaling.loads_by_ranks(
-                compressor, model, gradients, counts, functools.partial(progress.advance, task),
+                compressor,
+                model,
+                gradients,
+                counts,
+                functools.partial(progress.advance, task),
                 options.local_size,
             )
     rate, latency = _link(options)
-    network = functools.partial((found or Network.of_link(2, rate, latency)).among, rings=options.library == "gloo")
+    network = functools.partial(
+        (found or Network.of_link(2, rate, latency)).among, rings=options.library == "gloo"
+    )
     run = scaling.predict(model, loads, counts, network, 1e-3 * options.backward)
-    run.update({"library": options.library} if found else {"library": options.library, "link_bits_per_second": rate})
+    run.update(
+        {"library": options.library}
+        if found
+        else {"library": options.library, "link_bits_per_second": rate}
+    )
     if options.plot:
         scaling.plot(run, options.plot)
     if not _write_json(run, options.json):
@@ -408,39 +589,71 @@ def _show_scale(run: Dict[str, Any]) -> None:
     by_spec, counts = run["by_spec"], run["ranks"]
     rate = run.get("link_bits_per_second")
     on = f"links of {_shown_rate(rate)}" if rate else "links as they were measured"
-    lines: List[Any] = [f"{run['model']} of {_digits(run['parameters'] / 1e6)} million parameters; {on}; {run['library']}"]
+    lines: List[Any] = [
+        f"{run['model']} of {_digits(run['parameters'] / 1e6)} million parameters; {on}; "
+        f"{run['library']}"
+    ]
     tables = (
         ("milliseconds of a step", "step_seconds", 1e3),
         ("MB that cross a rank's link in a step, each way", "link_bytes", 1e-6),
     )
     for title, key, factor in tables:
-        rows = [[str(ranks), *(_digits(factor * its[key][i]) for its in by_spec.values())] for i, ranks in enumerate(counts)]
+        rows = [
+            [str(ranks), *(_digits(factor * its[key][i]) for its in by_spec.values())]
+            for i, ranks in enumerate(counts)
+        ]
         lines += [title, _table(["ranks", *by_spec], rows, right=["ranks", *by_spec])]
     for spec, its in by_spec.items():
         first = its["dense_from"]
         if spec not in prediction.BASELINES:
-            lines.append(f"{spec}: none is as fast from {first} ranks on" if first else f"{spec}: faster than none with up to {counts[-1]} ranks")
+            lines.append(
+                f"{spec}: none is as fast from {first} ranks on"
+                if first
+                else f"{spec}: faster than none with up to {counts[-1]} ranks"
+            )
     _console().print(*lines, *_SCALE_NOTES, sep="\n")
 
 
 def _model(options: argparse.Namespace) -> prediction.Model:
-    return prediction.Model.of_size(options.million) if options.million else prediction.Model.known(options.model)
+    return (
+        prediction.Model.of_size(options.million)
+        if options.million
+        else prediction.Model.known(options.model)
+    )
 
 
 def _show_prediction(run: Dict[str, Any]) -> None:
     rows = [[shown(found) for shown in _STEP_COLUMNS.values()] for found in run["predictions"]]
     rate, backward = run.get("link_bits_per_second"), 1e3 * run["backward_seconds"]
     on = f"links of {_shown_rate(rate)}" if rate else "the network as it was measured"
-    title = f"{run['model']} of {_digits(run['parameters'] / 1e6)} million parameters; {run['ranks']} ranks, {on}; "
-    title += f"backward {_digits(backward)} ms" if backward else "behind a backward that hides nothing"
+    title = (
+        f"{run['model']} of {_digits(run['parameters'] / 1e6)} million parameters; {run['ranks']} "
+        f"ranks, {on}; "
+    )
+    title += (
+        f"backward {_digits(backward)} ms" if backward else "behind a backward that hides nothing"
+    )
     first, best, factor = run["predictions"][0]["spec"], run["best"], run["break_even"]
     said = f"{best} waits least" if best == first else "no compression pays here"
     if factor:
-        said += f"; none is as fast as {best} from {_shown_rate(rate * factor) if rate else f'{_digits(factor)} times this rate'} on"
+        from_rate = _shown_rate(rate * factor) if rate else f"{_digits(factor)} times this rate"
+        said += f"; none is as fast as {best} from {from_rate} on"
     else:
         said += f"; none is {'always' if factor == 0 else 'never'} as fast as {best}"
-    accuracy = [f"what {best} costs in accuracy is another matter: docs/algorithms.md"] if best == first else []
-    _console().print(title, _table(_STEP_COLUMNS, rows, right=list(_STEP_COLUMNS)[1:]), *_STEP_NOTES, "", said, *accuracy, sep="\n")
+    accuracy = (
+        [f"what {best} costs in accuracy is another matter: docs/algorithms.md"]
+        if best == first
+        else []
+    )
+    _console().print(
+        title,
+        _table(_STEP_COLUMNS, rows, right=list(_STEP_COLUMNS)[1:]),
+        *_STEP_NOTES,
+        "",
+        said,
+        *accuracy,
+        sep="\n",
+    )
 
 
 def _shown_rate(rate: float) -> str:
@@ -477,7 +690,10 @@ def _show(options: argparse.Namespace) -> None:
     lines = report.by_tensor(records)
     if not _write_json(lines, options.json):
         first, last = records[0], records[-1]
-        said = f"{options.file}: {last['spec']['id']}, rank {last['rank']} of {last['size']}, steps {first['step']} to {last['step']}, "
+        said = (
+            f"{options.file}: {last['spec']['id']}, rank {last['rank']} of {last['size']}, steps "
+            f"{first['step']} to {last['step']}, "
+        )
         rows = [[shown(line) for shown in _REPORTED.values()] for line in lines]
         said = report.printable(f"{said}{len(records)} records")
         _console().print(said, _table(_REPORTED, rows, right=list(_REPORTED)[2:]), sep="\n")
@@ -486,7 +702,10 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _title(run: Dict[str, Any]) -> str:
-    shown = "{gradients}: {tensors} tensors, {millions} M floats; {ranks} ranks, {steps} steps, {kernels} kernels"
+    shown = (
+        "{gradients}: {tensors} tensors, {millions} M floats; {ranks} ranks, {steps} steps, "
+        "{kernels} kernels"
+    )
     return shown.format(**run, millions=_digits(run["floats"] / 1e6))
 
 
@@ -495,18 +714,39 @@ def _report(run: Dict[str, Any], markdown: bool) -> None:
     if markdown:
         titles = [title.replace("\n", " ") for title in _COLUMNS]
         rows = [titles, ["---", "---", *["---:"] * (len(titles) - 2)], *rows]
-        lines = [_title(run), "", *(f"| {' | '.join(row)} |" for row in rows), "", *(f"- {note}" for note in _NOTES)]
+        lines = [
+            _title(run),
+            "",
+            *(f"| {' | '.join(row)} |" for row in rows),
+            "",
+            *(f"- {note}" for note in _NOTES),
+        ]
         print(*lines, sep="\n")
     else:
-        _console().print(_title(run), _table(_COLUMNS, rows, right=list(_COLUMNS)[2:]), *_NOTES, sep="\n")
+        _console().print(
+            _title(run), _table(_COLUMNS, rows, right=list(_COLUMNS)[2:]), *_NOTES, sep="\n"
+        )
 
 
 def _progress() -> "Progress":
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    )
 
 
 def _digits(number: Optional[float]) -> str:
@@ -525,7 +765,13 @@ def _plot(run: Dict[str, Any], path: str) -> None:
         work = [1e3 * (point["encode_seconds"] + point["decode_seconds"]) for point in points]
         axes.scatter(work, [point["ratio"] for point in points], label=collective)
         for x, point in zip(work, points):
-            axes.annotate(point["spec"], (x, point["ratio"]), xytext=(5, 4), textcoords="offset points", fontsize=8)
+            axes.annotate(
+                point["spec"],
+                (x, point["ratio"]),
+                xytext=(5, 4),
+                textcoords="offset points",
+                fontsize=8,
+            )
     axes.set(xscale="log", yscale="log", xlabel="encode + decode, ms", ylabel="ratio on the wire")
     axes.set_title(_title(run), loc="left", fontsize=10)
     axes.margins(x=0.2, y=0.1)  # room for the labels

@@ -1,21 +1,34 @@
-"""What the exchange of a step takes: arithmetic on what was measured elsewhere, of a compression and of a network."""
+"""What the exchange of a step takes: arithmetic on what was measured elsewhere, of a compression
+and of a network."""
+
 import dataclasses
 import json
 import math
 import pathlib
 from typing import Any, Callable, Dict, Optional
 
-FUSION = 64 * 2**20  # bytes of tensors that Horovod puts into one message
-_CYCLE = 1e-3  # seconds between two looks of Horovod's at what is to be exchanged
-_GOODPUT = 0.95  # share of a link's rate that TCP leaves for content
-_OPERATION = 100e-6  # seconds that a processor takes to hand one tensor to Horovod and back
-# Seconds that processors take beside the link, for each byte that crosses it, under Gloo: sums of float16 are added one by one there.
+# Bytes of tensors that Horovod puts into one message.
+FUSION = 64 * 2**20
+# Seconds between two looks of Horovod's at what is to be exchanged.
+_CYCLE = 1e-3
+# Share of a link's rate that TCP leaves for content.
+_GOODPUT = 0.95
+# Seconds that a processor takes to hand one tensor to Horovod and back.
+_OPERATION = 100e-6
+# Seconds that processors take beside the link, for each byte that crosses it, under Gloo: sums of
+# float16 are added one by one there.
 _PROCESSOR = {
-    "allreduce float32": 1e-9, "allreduce float16": 9e-9, "allreduce int32": 1e-9, "allreduce int64": 1e-9, "allgather uint8": 0.5e-9,
+    "allreduce float32": 1e-9,
+    "allreduce float16": 9e-9,
+    "allreduce int32": 1e-9,
+    "allreduce int64": 1e-9,
+    "allgather uint8": 0.5e-9,
     "alltoall uint8": 0.5e-9,
 }
-COLLECTIVES = tuple(_PROCESSOR)  # all that an algorithm may exchange, by verb and type
-_FASTEST = 2.0**20  # times a network, beyond which nobody asks what pays
+# All that an algorithm may exchange, by verb and type.
+COLLECTIVES = tuple(_PROCESSOR)
+# Times a network, beyond which nobody asks what pays.
+_FASTEST = 2.0**20
 # Of which anything is predicted.
 MOST_RANKS = 10**6
 # Seconds, of what is no damaged file: some 30 years.
@@ -26,9 +39,11 @@ _LONGEST = 1e9
 class Load:
     """What a compression brings into a step, on each rank.
 
-    exchanged: bytes that a rank hands in, by collective; operations: how many collectives that are, before Horovod fuses them; rounds: how often
-    ranks agree on something before payloads; hides: whether payloads travel while backward goes on; last: share of the bytes that the last gradient
-    of a backward brings; encode, decode: seconds; gathers: how many of the collectives are allgathers.
+    exchanged: bytes that a rank hands in, by collective; operations: how many collectives that are,
+    before Horovod fuses them; rounds: how often ranks agree on something before payloads; hides:
+    whether payloads travel while backward goes on; last: share of the bytes that the last gradient
+    of a backward brings; encode, decode: seconds; gathers: how many of the collectives are
+    allgathers.
     """
 
     exchanged: Dict[str, float]
@@ -46,8 +61,12 @@ class Load:
         return sum(self.exchanged.values())
 
     def received(self, ranks: int) -> float:
-        """Bytes that come back to a rank, without those of its own that an allgather brings back."""
-        return sum(nbytes * (ranks - 1 if kind.startswith("allgather") else 1) for kind, nbytes in self.exchanged.items())
+        """Bytes that come back to a rank, without those of its own that an allgather brings
+        back."""
+        return sum(
+            nbytes * (ranks - 1 if kind.startswith("allgather") else 1)
+            for kind, nbytes in self.exchanged.items()
+        )
 
     def crossing(self, network: "Network") -> float:
         """Bytes that cross a rank's link in each direction in a step, on this network."""
@@ -56,14 +75,18 @@ class Load:
     def times(self, factor: float) -> "Load":
         """That of a model with `factor` times as many parameters."""
         exchanged = {kind: factor * nbytes for kind, nbytes in self.exchanged.items()}
-        more = {name: factor * getattr(self, name) for name in ("operations", "encode", "decode", "gathers")}
+        more = {
+            name: factor * getattr(self, name)
+            for name in ("operations", "encode", "decode", "gathers")
+        }
         return dataclasses.replace(self, exchanged=exchanged, **more)
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What collectives take. ranks: how many take part; latency: seconds of a collective, however small; operation: seconds more for each tensor that
-    is fused into one; seconds_per_byte: of a byte that crosses a rank's link in one direction, by collective."""
+    """What collectives take. ranks: how many take part; latency: seconds of a collective, however
+    small; operation: seconds more for each tensor that is fused into one; seconds_per_byte: of a
+    byte that crosses a rank's link in one direction, by collective."""
 
     ranks: int
     latency: float
@@ -72,38 +95,63 @@ class Network:
 
     @classmethod
     def of_link(cls, ranks: int, rate: float, latency: float) -> "Network":
-        """One that was not measured. rate: of each rank's link in each direction, bits a second; latency: seconds of a message between two hosts."""
+        """One that was not measured. rate: of each rank's link in each direction, bits a second;
+        latency: seconds of a message between two hosts."""
         collective = _CYCLE + 2 * math.ceil(math.log2(ranks)) * latency
-        return cls(ranks, collective, _OPERATION, {kind: 8 / (_GOODPUT * rate) + more for kind, more in _PROCESSOR.items()})
+        return cls(
+            ranks,
+            collective,
+            _OPERATION,
+            {kind: 8 / (_GOODPUT * rate) + more for kind, more in _PROCESSOR.items()},
+        )
 
     @classmethod
     def read(cls, path: str) -> "Network":
-        """From what `hvdcompress check --json` has written. Raises ValueError, which says what is wrong, for any other file."""
+        """From what `hvdcompress check --json` has written. Raises ValueError, which says what is
+        wrong, for any other file."""
         try:
             found = json.loads(pathlib.Path(path).read_text())
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read as JSON: {error}") from None
         found = found.get("network") if isinstance(found, dict) else None
         if not isinstance(found, dict):
-            raise ValueError(f"{path} has no network: write it with `hvdcompress check --json {path}` on two or more ranks")
+            raise ValueError(
+                f"{path} has no network: write it with `hvdcompress check --json {path}` on two or "
+                f"more ranks"
+            )
         rates: Any = found.get("seconds_per_byte")
-        wrong = next((key for key in ("latency", "operation") if not _is_duration(found.get(key))), None)
+        wrong = next(
+            (key for key in ("latency", "operation") if not _is_duration(found.get(key))), None
+        )
         if type(found.get("ranks")) is not int or not 2 <= found["ranks"] <= MOST_RANKS:
             wrong = "ranks"
-        elif not isinstance(rates, dict) or set(rates) != set(COLLECTIVES) or not all(map(_is_duration, rates.values())):
+        elif (
+            not isinstance(rates, dict)
+            or set(rates) != set(COLLECTIVES)
+            or not all(map(_is_duration, rates.values()))
+        ):
             wrong = "seconds_per_byte"
         if wrong:
-            raise ValueError(f"{path}: network: {wrong} is missing or not valid: write the file anew with `hvdcompress check --json {path}`")
+            raise ValueError(
+                f"{path}: network: {wrong} is missing or not valid: write the file anew with "
+                f"`hvdcompress check --json {path}`"
+            )
         return cls(found["ranks"], found["latency"], found["operation"], rates)
 
     def crossing(self, kind: str) -> float:
-        """Bytes that cross a rank's link, in each direction, for each that it hands in: by rings."""
+        """Bytes that cross a rank's link, in each direction, for each that it hands in: by
+        rings."""
         others, verb = self.ranks - 1, kind.split()[0]
-        return {"allreduce": 2 * others / self.ranks, "allgather": float(others), "alltoall": others / self.ranks}[verb]
+        return {
+            "allreduce": 2 * others / self.ranks,
+            "allgather": float(others),
+            "alltoall": others / self.ranks,
+        }[verb]
 
     def among(self, ranks: int, rings: bool) -> "Network":
-        """The same links with another number of ranks. rings: whether a collective takes as many messages, one after the other, as there are other
-        ranks, as Gloo's do; else as many as a tree is high."""
+        """The same links with another number of ranks. rings: whether a collective takes as many
+        messages, one after the other, as there are other ranks, as Gloo's do; else as many as a
+        tree is high."""
 
         def messages(ranks: int) -> int:
             return ranks - 1 if rings else math.ceil(math.log2(ranks))
@@ -113,7 +161,12 @@ class Network:
 
     def faster(self, factor: float) -> "Network":
         """The same network with a rate `factor` times as high."""
-        return dataclasses.replace(self, seconds_per_byte={kind: seconds / factor for kind, seconds in self.seconds_per_byte.items()})
+        return dataclasses.replace(
+            self,
+            seconds_per_byte={
+                kind: seconds / factor for kind, seconds in self.seconds_per_byte.items()
+            },
+        )
 
 
 def _is_duration(value: Any) -> bool:
@@ -121,22 +174,31 @@ def _is_duration(value: Any) -> bool:
 
 
 def added_seconds(load: Load, network: Network, backward: float = 0.0) -> float:
-    """Seconds by which the exchange makes a step longer. backward: seconds of the backward pass, behind which payloads hide that need not wait for
-    it. Encoding takes turns with backward on one thread and never hides; what the last gradient brings cannot hide either.
+    """Seconds by which the exchange makes a step longer. backward: seconds of the backward pass,
+    behind which payloads hide that need not wait for it. Encoding takes turns with backward on one
+    thread and never hides; what the last gradient brings cannot hide either.
     """
-    transfer = sum(nbytes * network.crossing(kind) * network.seconds_per_byte[kind] for kind, nbytes in load.exchanged.items())
+    transfer = sum(
+        nbytes * network.crossing(kind) * network.seconds_per_byte[kind]
+        for kind, nbytes in load.exchanged.items()
+    )
     messages = load.rounds + sum(math.ceil(nbytes / FUSION) for nbytes in load.exchanged.values())
     exchange = transfer + network.latency * messages + network.operation * load.operations
     hidden = min(backward, exchange - network.latency - load.last * transfer) if load.hides else 0.0
     return load.encode + exchange - hidden + load.decode
 
 
-def break_even(load: Load, dense: Load, network: Callable[[float], Network], backward: float = 0.0) -> Optional[float]:
-    """The factor by which a network's rate may grow until `dense` adds no more than `load`: network(factor) is that network. Below 1 where it adds no
-    more as it is; None where it always adds more, 0 where it never does."""
+def break_even(
+    load: Load, dense: Load, network: Callable[[float], Network], backward: float = 0.0
+) -> Optional[float]:
+    """The factor by which a network's rate may grow until `dense` adds no more than `load`:
+    network(factor) is that network. Below 1 where it adds no more as it is; None where it always
+    adds more, 0 where it never does."""
 
     def pays(factor: float) -> bool:
-        return added_seconds(load, network(factor), backward) < added_seconds(dense, network(factor), backward)
+        return added_seconds(load, network(factor), backward) < added_seconds(
+            dense, network(factor), backward
+        )
 
     low, high = 1 / _FASTEST, _FASTEST
     if pays(high):

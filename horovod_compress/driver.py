@@ -1,5 +1,6 @@
-"""What drivers of a compression's steps share: its tensors, what they keep, and what they have counted. How a step's requests are
-answered is each driver's own."""
+"""What drivers of a compression's steps share: its tensors, what they keep, and what they have
+counted. How a step's requests are answered is each driver's own."""
+
 import dataclasses
 import json
 import logging
@@ -23,8 +24,9 @@ _log = logging.getLogger("horovod_compress")
 
 @dataclasses.dataclass
 class Transaction:
-    """The tensors of one step of the optimizer, whose results are used together, or not at all. number: the step's, alike on all
-    ranks; unit: the loss scale of its gradients; ended: whether it was committed or rolled back."""
+    """The tensors of one step of the optimizer, whose results are used together, or not at all.
+    number: the step's, alike on all ranks; unit: the loss scale of its gradients; ended: whether it
+    was committed or rolled back."""
 
     number: int = 0
     unit: float = 1.0
@@ -34,9 +36,12 @@ class Transaction:
 
 
 def check_unit(unit: float) -> None:
-    """RuntimeError for a loss scale with which what is kept of gradients may leave float32's range."""
+    """RuntimeError for a loss scale with which what is kept of gradients may leave float32's
+    range."""
     if not 2.0**-60 <= unit <= 2.0**60:
-        raise RuntimeError(f"the loss scale has come to {unit}: were gradients not finite in every step?")
+        raise RuntimeError(
+            f"the loss scale has come to {unit}: were gradients not finite in every step?"
+        )
 
 
 def _squared_norm(gradient: Any) -> float:
@@ -57,12 +62,21 @@ class Observer(Protocol):
 
 
 class Driver(ABC):
-    """One rank's side of a compression. compressor: the configuration in force; discardable: each step begins with a copy of the state,
-    and one that is not finite, or discarded, leaves no trace in it; else such a step's gradients stay in residuals; dense_alone: where there
-    is one rank only, nothing is held back, because nothing travels; host: the ranks of this one's host, for `hosts=true`."""
+    """One rank's side of a compression. compressor: the configuration in force; discardable: each
+    step begins with a copy of the state, and one that is not finite, or discarded, leaves no trace
+    in it; else such a step's gradients stay in residuals; dense_alone: where there is one rank
+    only, nothing is held back, because nothing travels; host: the ranks of this one's host, for
+    `hosts=true`."""
 
     def __init__(
-        self, compressor: Compressor, rank: int, size: int, label: str, discardable: bool, dense_alone: bool = False, host: Optional[Host] = None
+        self,
+        compressor: Compressor,
+        rank: int,
+        size: int,
+        label: str,
+        discardable: bool,
+        dense_alone: bool = False,
+        host: Optional[Host] = None,
     ) -> None:
         self.compressor = compressor
         self._label = label
@@ -74,9 +88,11 @@ class Driver(ABC):
         self._now = Step(0, rank, size, clip_norm=compressor.clip_norm)
         self._steps_ended = self._steps_undone = 0
         self._dense_was_logged = False
-        self._averages = False  # whether that was taken for granted of the host, when momentum of results was handed over
+        # Whether that was taken for granted of the host, when momentum of results was handed over.
+        self._averages = False
         self.observer: Optional[Observer] = None
-        self._latest = Transaction()  # the one that a tensor came to last
+        # The one that a tensor came to last.
+        self._latest = Transaction()
 
     @abstractmethod
     def end_step(self) -> None:
@@ -88,8 +104,8 @@ class Driver(ABC):
 
     @abstractmethod
     def _continue_from(self, saved: checkpoint.Saved) -> Any:
-        """Makes a state that was read this rank's; what that returns, `load_state_dict` does. ValueError, and nothing changed, where it does
-        not fit."""
+        """Makes a state that was read this rank's; what that returns, `load_state_dict` does.
+        ValueError, and nothing changed, where it does not fit."""
 
     @abstractmethod
     def _wrong_steps(self, steps: Any) -> checkpoint.Difference:
@@ -111,7 +127,8 @@ class Driver(ABC):
         names = self.open_tensors()
         if names:
             raise RuntimeError(
-                f"a step is under way, or was given up ({', '.join(list(names)[:3])} … not finished): ask between optimizer.step() and the next "
+                f"a step is under way, or was given up ({', '.join(list(names)[:3])} … not "
+                f"finished): ask between optimizer.step() and the next "
                 "backward()"
             )
 
@@ -131,10 +148,18 @@ class Driver(ABC):
         return self._tensors.values()
 
     def on_device(self, name: str) -> bool:
-        """Whether a tensor's steps can be where its gradient is, if that is a device; else they are on the host, as an owner's sums are."""
+        """Whether a tensor's steps can be where its gradient is, if that is a device; else they are
+        on the host, as an owner's sums are."""
         tensor = self._tensors.get(name)
-        split = tensor is not None and any(collective.verb == "alltoall" for collective in tensor.declared)
-        return tensor is not None and tensor.compressor.on_device and not split and tensor.numel < 2**31
+        split = tensor is not None and any(
+            collective.verb == "alltoall" for collective in tensor.declared
+        )
+        return (
+            tensor is not None
+            and tensor.compressor.on_device
+            and not split
+            and tensor.numel < 2**31
+        )
 
     def carries_float64(self, name: str) -> bool:
         """Whether gradients of float64 of this tensor may come as such, because they are not
@@ -154,10 +179,12 @@ class Driver(ABC):
         return self._latest.finite
 
     def discard(self) -> None:
-        """Forgets the last step, on all ranks alike: its result is not used. RuntimeError where steps are not discardable, and in
-        the middle of one."""
+        """Forgets the last step, on all ranks alike: its result is not used. RuntimeError where
+        steps are not discardable, and in the middle of one."""
         if not self._discardable:
-            raise RuntimeError("only a compression that was made with discardable=True can forget a step")
+            raise RuntimeError(
+                "only a compression that was made with discardable=True can forget a step"
+            )
         self._refuse_in_step()
         latest = self._latest
         committed, latest.finite = latest.ended and latest.finite, False
@@ -177,15 +204,33 @@ class Driver(ABC):
         chosen = sharded(compressor_for(variant, name, shape), self.host, shape)
         digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
         state, declared = chosen.init(name, shape), chosen.collectives(self._now.size)
-        undeclared = [key for key in state.arrays if getattr(chosen.kept.get(key), "role", None) not in ("local", "shared")]
+        undeclared = [
+            key
+            for key in state.arrays
+            if getattr(chosen.kept.get(key), "role", None) not in ("local", "shared")
+        ]
         if undeclared:
-            raise ValueError(f"{chosen.id} keeps {', '.join(undeclared)}: `kept` must say of each array of the state whether it is LOCAL or SHARED")
+            raise ValueError(
+                f"{chosen.id} keeps {', '.join(undeclared)}: `kept` must say of each array of the "
+                f"state whether it is LOCAL or SHARED"
+            )
         if not isinstance(declared, tuple) or not declared or not DECLARABLE.issuperset(declared):
-            raise ValueError(f"{chosen.id}: `collectives` must return a tuple of some of {sorted(DECLARABLE)}, not {declared!r}")
+            raise ValueError(
+                f"{chosen.id}: `collectives` must return a tuple of some of {sorted(DECLARABLE)}, "
+                f"not {declared!r}"
+            )
         if type(chosen) is type(self.compressor):
             self._model.add(name, math.prod(shape))
             state.model = self._model
-        tensor = self._tensors[name] = Tensor(name, chosen, state, digest, math.prod(shape), declared, frame_length=self._frame_length())
+        tensor = self._tensors[name] = Tensor(
+            name,
+            chosen,
+            state,
+            digest,
+            math.prod(shape),
+            declared,
+            frame_length=self._frame_length(),
+        )
         return tensor
 
     def _known(self, name: str, grad: np.ndarray) -> Tensor:
@@ -195,7 +240,10 @@ class Driver(ABC):
         tensor = self._tensors[name]
         fits = grad.dtype == FLOAT32 or grad.dtype == np.float64 and self.carries_float64(name)
         if not fits or grad.shape != (tensor.numel,):
-            raise ValueError(f"{name}: expected {tensor.numel} float32 in one dimension, not {grad.shape} of {grad.dtype}")
+            raise ValueError(
+                f"{name}: expected {tensor.numel} float32 in one dimension, not {grad.shape} of "
+                f"{grad.dtype}"
+            )
         return tensor
 
     def _begin(self, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
@@ -206,14 +254,23 @@ class Driver(ABC):
         if self.observer is not None and self.observer.wants(step.index):
             gradient = grad if step.base is None else grad - step.base
             tensor.gradient_squares = _squared_norm(gradient) / tensor.unit**2
-        alone = self._dense_alone and step.size == 1 and tensor.compressor.residual(tensor.state) is not None
+        alone = (
+            self._dense_alone
+            and step.size == 1
+            and tensor.compressor.residual(tensor.state) is not None
+        )
         dense = not alone and self._goes_dense(tensor, step)
         if dense and not self._dense_was_logged:
             self._dense_was_logged = True
             if step.rank == 0:
                 _log.warning(
-                    "%s: at step %d gathering %s from %d ranks would move more than a dense exchange does: it goes dense, and so do "
-                    "other tensors wherever that is so", self.compressor.id, step.index, tensor.name, step.size,
+                    "%s: at step %d gathering %s from %d ranks would move more than a dense "
+                    "exchange does: it goes dense, and so do "
+                    "other tensors wherever that is so",
+                    self.compressor.id,
+                    step.index,
+                    tensor.name,
+                    step.size,
                 )
         return tensor_step(tensor, grad, step, dense or alone)
 
@@ -221,8 +278,8 @@ class Driver(ABC):
         return tensor.goes_dense(step)
 
     def rescale(self, unit: float) -> None:
-        """From the next step on, gradients come times `unit`, a loss scale; brings what is kept of earlier ones to it. RuntimeError as of
-        `check_unit`."""
+        """From the next step on, gradients come times `unit`, a loss scale; brings what is kept of
+        earlier ones to it. RuntimeError as of `check_unit`."""
         check_unit(unit)
         if unit == self._now.unit:
             return
@@ -232,7 +289,8 @@ class Driver(ABC):
         self._now = dataclasses.replace(self._now, unit=unit)
 
     def resize(self, rank: int, size: int, label: str) -> None:
-        """From the next step on, this is rank `rank` of `size`, and names of collectives begin with `label`. What is kept stays."""
+        """From the next step on, this is rank `rank` of `size`, and names of collectives begin with
+        `label`. What is kept stays."""
         self.end_step()
         self._label = label
         self._now = dataclasses.replace(self._now, rank=rank, size=size)
@@ -240,14 +298,20 @@ class Driver(ABC):
             tensor.declared, tensor.checked = tensor.compressor.collectives(size), False
 
     def switch(
-        self, compressor: Compressor, tensors: Dict[str, Tuple[tuple, Compressor]], gains: Dict[str, float], factor: Optional[float] = 1.0
+        self,
+        compressor: Compressor,
+        tensors: Dict[str, Tuple[tuple, Compressor]],
+        gains: Dict[str, float],
+        factor: Optional[float] = 1.0,
     ) -> None:
-        """From the next step on, tensors are compressed as {name: (shape, compressor)} says, the compressor being `compressor` or a variant. What was
-        kept goes on: in the state, or where that has no place for it, densely in the next step that succeeds. gains: by name, what the host will make
-        of a result over what it made of one, where that is not 1; factor: what it makes of a 1 on each rank, None where that is not known yet, and
-        `check_host` will be told. A tensor that comes new has kept nothing; what one kept that is
-        left out is gone. ValueError, and nothing changed, where compressors do not suit. The last
-        step can no longer be discarded."""
+        """From the next step on, tensors are compressed as {name: (shape, compressor)} says, the
+        compressor being `compressor` or a variant. What was kept goes on: in the state, or where
+        that has no place for it, densely in the next step that succeeds. gains: by name, what the
+        host will make of a result over what it made of one, where that is not 1; factor: what it
+        makes of a 1 on each rank, None where that is not known yet, and `check_host` will be told.
+        A tensor that comes new has kept nothing; what one kept that is left out is gone.
+        ValueError, and nothing changed, where compressors do not suit. The last step can no longer
+        be discarded."""
         self.arrays()
         before = self.compressor, self._tensors, self._model
         self.compressor, self._tensors, self._model = compressor, {}, Model()
@@ -261,17 +325,22 @@ class Driver(ABC):
             if name not in before[1]:
                 tensor.unit = self._now.unit
                 continue
-            brought_results = tensor.take_over(before[1][name], gains.get(name, 1.0), 1.0 if factor is None else factor)
+            brought_results = tensor.take_over(
+                before[1][name], gains.get(name, 1.0), 1.0 if factor is None else factor
+            )
             self._averages |= brought_results and factor is None
         self._now = dataclasses.replace(self._now, clip_norm=compressor.clip_norm)
         self._latest, self._dense_was_logged = Transaction(), False
 
     def check_host(self, factor: float) -> None:
-        """Before the first gradient, when it is known what the host makes of a 1 on each rank. RuntimeError where a switch has taken it for 1."""
+        """Before the first gradient, when it is known what the host makes of a 1 on each rank.
+        RuntimeError where a switch has taken it for 1."""
         if self._averages and abs(factor - 1) > 1e-6:  # which predivision may round
             raise RuntimeError(
-                f"a loaded state was switched to {self.compressor.id} before the first gradient, when it was not known that Horovod's optimizer does "
-                "not average: what small tensors' momentum is still to bring would come times the number of ranks. Load the states again, and call "
+                f"a loaded state was switched to {self.compressor.id} before the first gradient, "
+                f"when it was not known that Horovod's optimizer does "
+                "not average: what small tensors' momentum is still to bring would come times the "
+                "number of ranks. Load the states again, and call "
                 "switch() after the first step, or say op=hvd.Average"
             )
 
@@ -290,54 +359,73 @@ class Driver(ABC):
     def _identity(self) -> Dict[str, Any]:
         """What a state must have in common with what it is loaded into."""
         shards = {tensor.name: list(tensor.shard) for tensor in self.tensors if tensor.shard}
-        return {"id": self.compressor.id, "rank": self._now.rank, "size": self._now.size, "seed": self.compressor.seed, "shards": shards}
+        return {
+            "id": self.compressor.id,
+            "rank": self._now.rank,
+            "size": self._now.size,
+            "seed": self.compressor.seed,
+            "shards": shards,
+        }
 
     def state_dict(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
-        """This rank's state as plain values and copied arrays, without the loss scale. into: a state_dict of the same driver that is not needed
-        any more; its memory is used again."""
+        """This rank's state as plain values and copied arrays, without the loss scale. into: a
+        state_dict of the same driver that is not needed any more; its memory is used again."""
         self.arrays()
         return checkpoint.saved(self._identity(), self._tensors.values(), self.steps_taken(), into)
 
     def load_state_dict(self, state: Any) -> Any:
-        """Continues from what `checkpoint.checked` finds for this rank in a state_dict, or in a list of all ranks'. ValueError, and nothing
-        changed, where that does not fit."""
+        """Continues from what `checkpoint.checked` finds for this rank in a state_dict, or in a
+        list of all ranks'. ValueError, and nothing changed, where that does not fit."""
         saved = checkpoint.checked(state, self._identity(), self._wrong_steps)
         self._averages = False
         return self._continue_from(saved)
 
     def go_back_to(self, state: Dict[str, Any]) -> Any:
-        """Continues from a state_dict of this driver, whatever its rank was then; returns as `load_state_dict`. A step that is under way is given
-        up."""
+        """Continues from a state_dict of this driver, whatever its rank was then; returns as
+        `load_state_dict`. A step that is under way is given up."""
         self.abandon()
         return self._continue_from(checkpoint.read(state))
 
     def stats(self) -> Dict[str, float]:
         """Totals of this rank since the start, by name:
 
-        steps; steps_undone: not finite, or abandoned; bytes_sent, bytes_received: by this rank through collectives,
-        carriers and frames included; dense_bytes: all gradients, in the type in which the
-        exchange gets them; ratio: dense_bytes / bytes_sent; elements_sent; encode_seconds,
-        exchange_seconds (waiting), decode_seconds; residual_norm: ‖v‖₂ over all tensors, now (in
-        the middle of a step, what was just sent may be in it); overflows: how often a tensor had
-        finite elements that became infinite in float16.
+        steps; steps_undone: not finite, or abandoned; bytes_sent, bytes_received: by this rank
+        through collectives, carriers and frames included; dense_bytes: all gradients, in the type
+        in which the exchange gets them; ratio: dense_bytes / bytes_sent; elements_sent;
+        encode_seconds, exchange_seconds (waiting), decode_seconds; residual_norm: ‖v‖₂ over all
+        tensors, now (in the middle of a step, what was just sent may be in it); overflows: how
+        often a tensor had finite elements that became infinite in float16.
         """
         if not self.under_way:
             self.arrays()
         residuals = [(tensor.residual, tensor.unit) for tensor in self._tensors.values()]
-        squares = sum(kernels.of(residual).squared_norm(residual) / unit**2 for residual, unit in residuals if residual is not None)
+        squares = sum(
+            kernels.of(residual).squared_norm(residual) / unit**2
+            for residual, unit in residuals
+            if residual is not None
+        )
         counters = self.totals()
-        counters["ratio"] = counters["dense_bytes"] / counters["bytes_sent"] if counters["bytes_sent"] else 1.0
+        counters["ratio"] = (
+            counters["dense_bytes"] / counters["bytes_sent"] if counters["bytes_sent"] else 1.0
+        )
         counters["residual_norm"] = squares**0.5
         counters["overflows"] = sum(tensor.state.overflows for tensor in self._tensors.values())
         return counters
 
     def totals(self) -> Dict[str, float]:
         """What `stats` counts of steps, bytes, elements and seconds; nothing is computed for it."""
-        counters: Dict[str, float] = {"steps": self._steps_ended, "steps_undone": self._steps_undone}
+        counters: Dict[str, float] = {
+            "steps": self._steps_ended,
+            "steps_undone": self._steps_undone,
+        }
         for key in (*SENT, *SPENT):
             counters[key] = sum(tensor.counters[key] for tensor in self._tensors.values())
         return counters
 
     def stats_by_tensor(self) -> Dict[str, Dict[str, int]]:
-        """{name: {"bytes_sent", "dense_bytes", "elements_sent"}} of each tensor: totals since the start, as in `stats`."""
-        return {name: {key: tensor.counters[key] for key in SENT} for name, tensor in self._tensors.items()}
+        """{name: {"bytes_sent", "dense_bytes", "elements_sent"}} of each tensor: totals since the
+        start, as in `stats`."""
+        return {
+            name: {key: tensor.counters[key] for key in SENT}
+            for name, tensor in self._tensors.items()
+        }

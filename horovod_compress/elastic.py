@@ -1,8 +1,11 @@
-"""What an elastic state does with a compression, in every framework: nothing that ranks have not sent yet is lost.
+"""What an elastic state does with a compression, in every framework: nothing that ranks have not
+sent yet is lost.
 
-What training is owed is the mean over ranks of what they have not sent. Ranks that stay keep theirs and new ones get the mean of those, so
-the mean stays. Where ranks leave in good order, all take the mean before; after a crash it is that of those that are left.
+What training is owed is the mean over ranks of what they have not sent. Ranks that stay keep theirs
+and new ones get the mean of those, so the mean stays. Where ranks leave in good order, all take the
+mean before; after a crash it is that of those that are left.
 """
+
 import functools
 from typing import Any, Callable, Dict, Iterable, Optional, Protocol
 
@@ -10,7 +13,8 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 
 
 class Keeping(Protocol):
-    """What keeps something that an elastic state is to have: a compression, see `Binding`, or an optimizer that has one."""
+    """What keeps something that an elastic state is to have: a compression, see `Binding`, or an
+    optimizer that has one."""
 
     def _kept(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]: ...
 
@@ -43,19 +47,24 @@ class Kept:
         self.value._sync()
 
     def even_out(self) -> None:
-        """Gives all ranks the mean of what they keep, now and in their last copies, so that it does not matter who leaves."""
+        """Gives all ranks the mean of what they keep, now and in their last copies, so that it does
+        not matter who leaves."""
         assert self._saved is not None
         self._saved = self.value._even_out(self._saved)
 
 
-def evening_out(func: Callable[..., Any], kept_of: Callable[[Any], Iterable[Kept]]) -> Callable[..., Any]:
-    """func(state, …), after which, where hosts come or go in good order, all ranks have the mean of what they keep."""
+def evening_out(
+    func: Callable[..., Any], kept_of: Callable[[Any], Iterable[Kept]]
+) -> Callable[..., Any]:
+    """func(state, …), after which, where hosts come or go in good order, all ranks have the mean of
+    what they keep."""
 
     @functools.wraps(func)
     def evened(state: Any, *args: Any, **keywords: Any) -> Any:
         try:
             return func(state, *args, **keywords)
-        except HostsUpdatedInterrupt:  # raised at the same call on all ranks, which are all still here
+        except HostsUpdatedInterrupt:
+            # Raised at the same call on all ranks, which are all still here.
             for kept in kept_of(state):
                 kept.even_out()
             raise

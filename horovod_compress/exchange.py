@@ -1,14 +1,30 @@
 """Drives the steps of one compression on one rank: encode, move, decode, and commit or roll back.
 
-Of each tensor the host (Horovod's optimizer, or `simulate`) takes a carrier, sums or averages it over ranks as its user
-asked, and brings it back. A dense payload is its own carrier. Any other payload travels beside a carrier that holds a
-single 1: what came back, divided by the number of ranks, is the factor for the sum of the payloads, whatever the host's
-op, scale factors or predivision are.
+Of each tensor the host (Horovod's optimizer, or `simulate`) takes a carrier, sums or averages it
+over ranks as its user asked, and brings it back. A dense payload is its own carrier. Any other
+payload travels beside a carrier that holds a single 1: what came back, divided by the number of
+ranks, is the factor for the sum of the payloads, whatever the host's op, scale factors or
+predivision are.
 """
+
 import dataclasses
 import functools
 import time
-from typing import Any, Callable, Collection, Dict, Iterable, Iterator, List, NoReturn, Optional, Sequence, Set, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NoReturn,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    Union,
+)
 
 import numpy as np
 
@@ -17,13 +33,25 @@ from .compressors.base import Compressor
 from .driver import Driver, Transaction
 from .hosts import Host
 from .kernels import DeviceCall
-from .requests import FLOAT32, Allgather, Allreduce, Alltoall, Final, HostReduce, SelectAgain, StepNorm, TensorStep
+from .requests import (
+    FLOAT32,
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Final,
+    HostReduce,
+    SelectAgain,
+    StepNorm,
+    TensorStep,
+)
 from .split import split_step
 from .step import Tensor, check_step_numbers, conclude, step_numbers
 from .transport.base import Transport
 from .wire import FrameLength
 
-_TOGETHER = 1 << 24  # elements on a device that are worth launches of their own: passes over so many take some 100 µs, and as much to launch
+# Elements on a device that are worth launches of their own: passes over so many take some 100 µs,
+# and as much to launch.
+_TOGETHER = 1 << 24
 
 
 @dataclasses.dataclass
@@ -33,9 +61,11 @@ class _Pending:
     tensor: Tensor
     grad: np.ndarray
     step: TensorStep
-    carrier: Any = None  # an array, from the first request on
+    # An array, from the first request on.
+    carrier: Any = None
     request: Any = None  # the Request that it waits for
-    wait: Any = None  # a function that waits for the collective of that request, where one was started
+    # A function that waits for the collective of that request, where one was started.
+    wait: Any = None
 
 
 def _first_of(pendings: Iterable[_Pending]) -> List[_Pending]:
@@ -49,8 +79,13 @@ def _first_of(pendings: Iterable[_Pending]) -> List[_Pending]:
     return chosen
 
 
-def _answer_calls(pendings: Sequence[_Pending], answered: Callable[[_Pending, Any], Any], counter: str = "encode_seconds") -> None:
-    """Makes the kernels' calls of steps, and gives each its answer, also where another one fails: it has to know what was taken out of its state."""
+def _answer_calls(
+    pendings: Sequence[_Pending],
+    answered: Callable[[_Pending, Any], Any],
+    counter: str = "encode_seconds",
+) -> None:
+    """Makes the kernels' calls of steps, and gives each its answer, also where another one fails:
+    it has to know what was taken out of its state."""
     started = time.perf_counter()
     answers = kernels.together([pending.request for pending in pendings])
     pendings[0].tensor.counters[counter] += time.perf_counter() - started
@@ -65,49 +100,79 @@ def _answer_calls(pendings: Sequence[_Pending], answered: Callable[[_Pending, An
 
 
 class Exchange(Driver):
-    """Drives steps eagerly: what a step asks for is started at once, and waited for when the host has its carriers back.
+    """Drives steps eagerly: what a step asks for is started at once, and waited for when the host
+    has its carriers back.
 
-    compressor: the configuration that is in force; tensors: {name: (shape, compressor)}, the compressor being this one or
-    a variant (other momentum for another parameter group). Every tensor of a step is submitted before the first is finished; a step
-    ends when all that was submitted is finished. label: what its collectives' names begin with; discardable, dense_alone, host: as in Driver.
+    compressor: the configuration that is in force; tensors: {name: (shape, compressor)}, the
+    compressor being this one or a variant (other momentum for another parameter group). Every
+    tensor of a step is submitted before the first is finished; a step ends when all that was
+    submitted is finished. label: what its collectives' names begin with; discardable, dense_alone,
+    host: as in Driver.
     """
 
     def __init__(
-        self, compressor: Compressor, transport: Transport, tensors: Dict[str, Tuple[tuple, Compressor]], label: str = "hvdc",
-        discardable: bool = False, dense_alone: bool = False, host: Optional[Host] = None,
+        self,
+        compressor: Compressor,
+        transport: Transport,
+        tensors: Dict[str, Tuple[tuple, Compressor]],
+        label: str = "hvdc",
+        discardable: bool = False,
+        dense_alone: bool = False,
+        host: Optional[Host] = None,
     ) -> None:
-        super().__init__(compressor, transport.rank, transport.size, label, discardable, dense_alone, host)
+        super().__init__(
+            compressor, transport.rank, transport.size, label, discardable, dense_alone, host
+        )
         self.transport = transport
         for name, (shape, variant) in tensors.items():
             self._add(name, shape, variant)
-        self._split_lengths = transport.frame_length(), transport.frame_length()  # of both hops of what is split
+        # Of both hops of what is split.
+        self._split_lengths = transport.frame_length(), transport.frame_length()
         self._transaction = Transaction(0)
         self._collectives = transport  # of the transaction
         self._steps: Dict[str, TensorStep] = {}  # of the transaction
-        self._open: Dict[str, _Pending] = {}  # of those, submitted and not finished
-        self._in_rounds: List[_Pending] = []  # of those, with exchanges to come before they have a payload
-        self._to_split: Dict[str, _Pending] = {}  # of those, with entries that are exchanged when all are there
-        self._calling: List[_Pending] = []  # of those, with a kernel's call that waits for other tensors', before the last exchange
+        # Of those, submitted and not finished.
+        self._open: Dict[str, _Pending] = {}
+        # Of those, with exchanges to come before they have a payload.
+        self._in_rounds: List[_Pending] = []
+        # Of those, with entries that are exchanged when all are there.
+        self._to_split: Dict[str, _Pending] = {}
+        # Of those, with a kernel's call that waits for other tensors', before the last exchange.
+        self._calling: List[_Pending] = []
         self._to_call = 0  # elements of those
-        self._awaited: Set[str] = set()  # of those submitted, whose results the host has not brought
-        self._decoding: Dict[str, _Pending] = {}  # of those submitted, with a kernel's call after it
-        self._numbers: Any = None  # with sums: waits for the ranks' numbers of this step; False once they were compared
+        # Of those submitted, whose results the host has not brought.
+        self._awaited: Set[str] = set()
+        # Of those submitted, with a kernel's call after it.
+        self._decoding: Dict[str, _Pending] = {}
+        # With sums: waits for the ranks' numbers of this step; False once they were compared.
+        self._numbers: Any = None
 
     def submit(
-        self, name: str, grad: np.ndarray, squares: Optional[np.ndarray] = None, lr: Optional[float] = None, base: Optional[np.ndarray] = None
+        self,
+        name: str,
+        grad: np.ndarray,
+        squares: Optional[np.ndarray] = None,
+        lr: Optional[float] = None,
+        base: Optional[np.ndarray] = None,
     ) -> np.ndarray:
-        """Takes a tensor's flat float32 gradient into the step; returns the carrier for the host to reduce, in place.
+        """Takes a tensor's flat float32 gradient into the step; returns the carrier for the host to
+        reduce, in place.
 
-        squares, lr, base: as in Step, where known: the sums over this rank's samples of their squared gradients, the learning rate
-        of this step, and what the gradient counts from. grad's memory belongs to the exchange until `finish`. A tensor that is submitted
-        again although its step was never finished abandons that step: what it took out of residuals goes back.
+        squares, lr, base: as in Step, where known: the sums over this rank's samples of their
+        squared gradients, the learning rate of this step, and what the gradient counts from. grad's
+        memory belongs to the exchange until `finish`. A tensor that is submitted again although its
+        step was never finished abandons that step: what it took out of residuals goes back.
         """
         if self._steps and (not self._open or name in self._steps):
             self._end()
         if not self._steps:
             self._collectives = self.transport.in_step(f"{self._label}:ranks")
         plain = squares is None and lr is None and base is None
-        step = self._now if plain else dataclasses.replace(self._now, squares=squares, lr=lr, base=base)
+        step = (
+            self._now
+            if plain
+            else dataclasses.replace(self._now, squares=squares, lr=lr, base=base)
+        )
         tensor, transaction = self._known(name, grad), self._transaction
         pending = self._open[name] = _Pending(tensor, grad, self._begin(tensor, grad, step))
         self._steps[name] = pending.step
@@ -120,22 +185,27 @@ class Exchange(Driver):
         return pending.carrier
 
     def is_payload(self, name: str, carrier: np.ndarray) -> bool:
-        """Whether the carrier that `submit` returned is what ranks have to send, and not the single 1 that goes beside it."""
+        """Whether the carrier that `submit` returned is what ranks have to send, and not the single
+        1 that goes beside it."""
         return carrier is not self._tensors[name].carrier.array
 
     def flush(self, factor: float = 1.0) -> None:
-        """Takes every step to its last exchange, and starts that; `finish` does so by itself. factor: what the host makes of a 1 on
-        each rank: 1 where it averages, the number of ranks where it sums; clipping limits what comes out."""
+        """Takes every step to its last exchange, and starts that; `finish` does so by itself.
+        factor: what the host makes of a 1 on each rank: 1 where it averages, the number of ranks
+        where it sums; clipping limits what comes out."""
         for _ in self.rounds(factor):
             pass
 
     def rounds(self, factor: float = 1.0) -> Iterator[None]:
-        """`flush` by rounds, for a driver of several ranks: yields when it has started something, before it waits for it."""
+        """`flush` by rounds, for a driver of several ranks: yields when it has started something,
+        before it waits for it."""
         self._call()
         norms = [pending for pending in self._in_rounds if isinstance(pending.request, StepNorm)]
         if norms:
             self._in_rounds.clear()
-            squared_norm = factor**2 * sum(kernels.of(pending.grad).squared_norm(pending.grad) for pending in norms)
+            squared_norm = factor**2 * sum(
+                kernels.of(pending.grad).squared_norm(pending.grad) for pending in norms
+            )
             for pending in norms:
                 self._advance(pending, (squared_norm, True))
             self._call()
@@ -154,9 +224,10 @@ class Exchange(Driver):
             yield from self._split(factor)
 
     def finish(self, name: str, reduced: np.ndarray) -> None:
-        """Leaves the step's result in the memory of the gradient that was submitted; where that is on a device, once the last tensor of the step is
-        finished, or by `settle`. reduced: the carrier as the host brought it back. A result that is not finite on some rank is not finite on all of
-        them."""
+        """Leaves the step's result in the memory of the gradient that was submitted; where that is
+        on a device, once the last tensor of the step is finished, or by `settle`. reduced: the
+        carrier as the host brought it back. A result that is not finite on some rank is not finite
+        on all of them."""
         self._awaited.discard(name)
         pending = self._open.get(name) or self._refuse_given_up(name)
         if self._in_rounds or self._calling or name in self._to_split:
@@ -179,7 +250,8 @@ class Exchange(Driver):
             while self._decoding:
                 _answer_calls(_first_of(self._decoding.values()), self._decode, "decode_seconds")
         except BaseException:
-            self.reject()  # Calls that are made a second time would add a second time.
+            # Calls that are made a second time would add a second time.
+            self.reject()
             raise
 
     def _settle_the_last(self) -> None:
@@ -187,7 +259,8 @@ class Exchange(Driver):
             self.settle()
 
     def _decode(self, pending: _Pending, answer: Any) -> None:
-        """Sends a step what came of its last exchange, or of a kernel's call. Its result is there then, or it has a kernel's call to make."""
+        """Sends a step what came of its last exchange, or of a kernel's call. Its result is there
+        then, or it has a kernel's call to make."""
         counters, started, name = pending.tensor.counters, time.perf_counter(), pending.tensor.name
         self._decoding.pop(name, None)
         try:
@@ -245,12 +318,16 @@ class Exchange(Driver):
             self._to_call -= sum(pending.grad.size for pending in calling)
             _answer_calls(calling, self._advance)
 
-    def _start_own(self, pending: _Pending, request: Union[Allreduce, Allgather, Alltoall], suffix: str) -> Callable[[], Any]:
+    def _start_own(
+        self, pending: _Pending, request: Union[Allreduce, Allgather, Alltoall], suffix: str
+    ) -> Callable[[], Any]:
         if isinstance(request, Allreduce):
             self._start_step_numbers(pending)
         return self._start(f"{self._label}.{pending.tensor.name}{suffix}", request)
 
-    def _start(self, name: str, request: Union[Allreduce, Allgather, Alltoall]) -> Callable[[], Any]:
+    def _start(
+        self, name: str, request: Union[Allreduce, Allgather, Alltoall]
+    ) -> Callable[[], Any]:
         if isinstance(request, Allgather):
             return self._collectives.allgather(name, request.array)
         if isinstance(request, Alltoall):
@@ -263,7 +340,9 @@ class Exchange(Driver):
         self._to_split.clear()
         counters, size = waiting[0].tensor.counters, self.transport.size
         requests = [pending.request.request for pending in waiting]
-        hops = split_step(requests, self.transport.rank, size, self._now.index, factor / size, self._split_lengths)
+        hops = split_step(
+            requests, self.transport.rank, size, self._now.index, factor / size, self._split_lengths
+        )
         answer: Any = None
         try:
             while True:
@@ -280,14 +359,17 @@ class Exchange(Driver):
                 pending.wait = lambda selected=selected: selected
 
     def _start_maxima(self, maxima: List[_Pending]) -> None:
-        """Starts all tensors' maxima of a round, as one message, of which each waits for its part."""
+        """Starts all tensors' maxima of a round, as one message, of which each waits for its
+        part."""
         if not maxima:
             return
         self._start_step_numbers(maxima[0])
         # An order that is one on all ranks.
         maxima.sort(key=lambda pending: pending.tensor.name)
         together = np.concatenate([pending.request.array for pending in maxima])
-        wait = functools.lru_cache(maxsize=None)(self._collectives.allreduce(f"{self._label}:agree", together, "max"))
+        wait = functools.lru_cache(maxsize=None)(
+            self._collectives.allreduce(f"{self._label}:agree", together, "max")
+        )
         end = 0
         for pending in maxima:
             start, end = end, end + pending.request.array.size
@@ -302,13 +384,18 @@ class Exchange(Driver):
     def _compare_step_numbers(self) -> None:
         if self._numbers:
             wait, self._numbers = self._numbers, False
-            check_step_numbers(wait(), self._transaction.number, self.transport.size, self.transport.joined)
+            check_step_numbers(
+                wait(), self._transaction.number, self.transport.size, self.transport.joined
+            )
 
     def _end(self) -> None:
-        """Ends the step: commits it where all that was submitted is finished, and finite, else rolls it back."""
+        """Ends the step: commits it where all that was submitted is finished, and finite, else
+        rolls it back."""
         transaction = self._transaction
         transaction.finite = transaction.finite and not self._open
-        while self._calling:  # Their gradients are to be in the residuals, as those of other steps are that were not finished.
+        # Their gradients are to be in the residuals, as those of other steps are that were not
+        # finished.
+        while self._calling:
             calling = _first_of(self._calling)
             del self._calling[: len(calling)]
             _answer_calls(calling, lambda pending, answer: pending.step.send(answer))
@@ -328,11 +415,14 @@ class Exchange(Driver):
             self.observer.step_ended()
 
     def _begin_at(self, index: int) -> None:
-        self._now = dataclasses.replace(self._now, index=index, rank=self.transport.rank, size=self.transport.size)
+        self._now = dataclasses.replace(
+            self._now, index=index, rank=self.transport.rank, size=self.transport.size
+        )
         self._transaction, self._numbers = Transaction(index), None
 
     def reject(self) -> None:
-        """The host could not use a result of this step, on all ranks alike: the step will be rolled back."""
+        """The host could not use a result of this step, on all ranks alike: the step will be rolled
+        back."""
         self._transaction.finite = False
 
     def give_up(self, name: str) -> None:
@@ -355,7 +445,8 @@ class Exchange(Driver):
             self._end()
 
     def replace(self, name: str, **options: Any) -> None:
-        """Changes options of one tensor's compressor between steps (a momentum that a scheduler has changed)."""
+        """Changes options of one tensor's compressor between steps (a momentum that a scheduler has
+        changed)."""
         tensor = self._tensors[name]
         tensor.compressor = tensor.compressor.with_options(**options)
 

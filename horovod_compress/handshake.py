@@ -1,4 +1,5 @@
 """All ranks compare their configurations before they exchange anything that depends on them."""
+
 import contextlib
 import hashlib
 import json
@@ -14,14 +15,17 @@ class MismatchError(RuntimeError):
     """The ranks were started with different options, models or versions."""
 
 
-REDUCES_ONLY = "hvd.join() works with Horovod's own reductions only, and this compression exchanges more"
+REDUCES_ONLY = (
+    "hvd.join() works with Horovod's own reductions only, and this compression exchanges more"
+)
 
 
 def error_of_joined(count: int, size: int, ranks: Sequence[int], why: str) -> RuntimeError:
     """What ranks that go on raise where `count` others do not, of which `ranks` are known."""
     which = f" ({'rank' if count == 1 else 'ranks'} {', '.join(map(str, ranks))})" if ranks else ""
     return RuntimeError(
-        f"{count} of {size} ranks have called hvd.join(){which}: {why}. Let every rank take the same number of steps, train inside `with "
+        f"{count} of {size} ranks have called hvd.join(){which}: {why}. Let every rank take the "
+        f"same number of steps, train inside `with "
         "hvdc.uneven(optimizer):` (PyTorch), or use none or fp16"
     )
 
@@ -37,14 +41,19 @@ class Gathering(Protocol):
         """As in `Transport`."""
 
 
-STALLED = 60.0  # seconds, as Horovod's own stall check
+# Seconds, as Horovod's own stall check.
+STALLED = 60.0
 _FIRST_GRADIENT = "come to their first gradient with this compression"
-_SAME_START = "Start all ranks with the same model, compression options, kernels and version of horovod-compress"
+_SAME_START = (
+    "Start all ranks with the same model, compression options, kernels and version of "
+    "horovod-compress"
+)
 
 
 @contextlib.contextmanager
 def warning_when_stalled(message: str) -> Iterator[None]:
-    """Warns once, with the message, where the body of the `with` statement takes longer than a minute."""
+    """Warns once, with the message, where the body of the `with` statement takes longer than a
+    minute."""
     text = f"horovod_compress: waiting for {STALLED:g} s already: {message}"
     timer = threading.Timer(STALLED, warnings.warn, (text, RuntimeWarning))
     timer.daemon = True
@@ -55,21 +64,37 @@ def warning_when_stalled(message: str) -> Iterator[None]:
         timer.cancel()
 
 
-def agree(transport: Gathering, label: str, description: Any, what: str = _FIRST_GRADIENT, advice: str = _SAME_START) -> None:
-    """Compares the ranks' descriptions, nested JSON-able values, and blocks until all ranks are here. what: what all ranks must have done to get
-    here; advice: how to proceed where descriptions differ. Raises MismatchError, on every rank alike, which names the first rank that differs from
-    rank 0 and the difference. Digests travel first, and whole descriptions only where digests differ."""
+def agree(
+    transport: Gathering,
+    label: str,
+    description: Any,
+    what: str = _FIRST_GRADIENT,
+    advice: str = _SAME_START,
+) -> None:
+    """Compares the ranks' descriptions, nested JSON-able values, and blocks until all ranks are
+    here. what: what all ranks must have done to get here; advice: how to proceed where descriptions
+    differ. Raises MismatchError, on every rank alike, which names the first rank that differs from
+    rank 0 and the difference. Digests travel first, and whole descriptions only where digests
+    differ."""
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
-    with warning_when_stalled(f"not all {transport.size} ranks have {what} yet (collective {label}.digest)"):
-        digests = transport.allgather(f"{label}.digest", np.frombuffer(digest, np.uint8).copy())().reshape(transport.size, -1)
+    with warning_when_stalled(
+        f"not all {transport.size} ranks have {what} yet (collective {label}.digest)"
+    ):
+        digests = transport.allgather(
+            f"{label}.digest", np.frombuffer(digest, np.uint8).copy()
+        )().reshape(transport.size, -1)
     if (digests == digests[0]).all():
         return
     descriptions = gather(transport, f"{label}.description", description)
     for rank, other in enumerate(descriptions):
         difference = first_difference(descriptions[0], other)
-        if difference:  # 0 and 0.0 are written differently, and are the same
+        # 0 and 0.0 are written differently, and are the same.
+        if difference:
             where, expected, found = difference[0], *shown(*difference[1:])
-            raise MismatchError(f"rank {rank} differs from rank 0 in {where}: {found} on rank {rank}, {expected} on rank 0. {advice}")
+            raise MismatchError(
+                f"rank {rank} differs from rank 0 in {where}: {found} on rank {rank}, {expected} "
+                f"on rank 0. {advice}"
+            )
 
 
 def gather(transport: Gathering, name: str, value: Any) -> List[Any]:
@@ -110,7 +135,11 @@ def first_difference(expected: Any, found: Any, path: str = "") -> Optional[Tupl
         for key in [*expected, *(key for key in found if key not in expected)]:
             where = f"{path}.{key}" if path else str(key)
             if key not in found or key not in expected:
-                return where, "there" if key in expected else "missing", "there" if key in found else "missing"
+                return (
+                    where,
+                    "there" if key in expected else "missing",
+                    "there" if key in found else "missing",
+                )
             difference = first_difference(expected[key], found[key], where)
             if difference:
                 return difference

@@ -1,8 +1,11 @@
-"""Two levels, `hosts=true`: the ranks of a host add up their gradients in memory that they share, and each compresses its part of the sum.
+"""Two levels, `hosts=true`: the ranks of a host add up their gradients in memory that they share,
+and each compresses its part of the sum.
 
-Of L ranks on each of H hosts, local rank l has the rows R·l/L to R·(l+1)/L of every tensor of R rows: its state, and the time to encode, are 1/L of
-a tensor's. Every rank gathers all parts, which are H payloads' worth of bytes in place of H·L. For an algorithm the hosts are the ranks.
+Of L ranks on each of H hosts, local rank l has the rows R·l/L to R·(l+1)/L of every tensor of R
+rows: its state, and the time to encode, are 1/L of a tensor's. Every rank gathers all parts, which
+are H payloads' worth of bytes in place of H·L. For an algorithm the hosts are the ranks.
 """
+
 import contextlib
 import dataclasses
 import math
@@ -20,18 +23,22 @@ from .handshake import Gathering, gather
 from .requests import Allreduce, Collective, HostReduce
 
 _TOGETHER = Collective("allreduce", "float32", "max")
-_AS_INSIDE = ("id", "number", "kept", "clip_norm")  # what drivers read of a compressor's class
+# What drivers read of a compressor's class.
+_AS_INSIDE = ("id", "number", "kept", "clip_norm")
 _ALIGNED = 16  # float32 of a cache line
 _FOLDER = "/dev/shm"
 # Characters.
 _TOKEN = 16
-_ADVICE = "Leave out hosts=true, or let the containers of one machine share it (docker run --ipc=host)"
+_ADVICE = (
+    "Leave out hosts=true, or let the containers of one machine share it (docker run --ipc=host)"
+)
 
 
 class Host:
     """The ranks of this rank's host, and the memory in which each puts its gradients.
 
-    local: which of them this is; size: how many they are, as many on every host; places: the same of all ranks, by rank, once `meet` has been called.
+    local: which of them this is; size: how many they are, as many on every host; places: the same
+    of all ranks, by rank, once `meet` has been called.
     """
 
     def __init__(self, local: int, size: int) -> None:
@@ -42,8 +49,8 @@ class Host:
 
     @classmethod
     def group(cls, ranks: int, size: int) -> List["Host"]:
-        """Those of `ranks` ranks in one process, of which every `size` that follow each other are a host. ValueError where that does not come out
-        even."""
+        """Those of `ranks` ranks in one process, of which every `size` that follow each other are a
+        host. ValueError where that does not come out even."""
         _refuse_uneven(ranks, size)
         memories: List[Dict[str, np.ndarray]] = [{} for _ in range(ranks // size)]
         hosts = [_InProcess(rank % size, size) for rank in range(ranks)]
@@ -54,8 +61,9 @@ class Host:
 
     @classmethod
     def alone(cls, ranks: int, size: int) -> "Host":
-        """The first of `ranks` ranks on hosts of `size`, to measure what one does without the others: their gradients are zero, and all parts are
-        taken for its own. ValueError where that does not come out even."""
+        """The first of `ranks` ranks on hosts of `size`, to measure what one does without the
+        others: their gradients are zero, and all parts are taken for its own. ValueError where that
+        does not come out even."""
         _refuse_uneven(ranks, size)
         host = _InProcess(0, size)
         host.places = [0] * ranks
@@ -76,8 +84,9 @@ class Host:
         return self._slots[name]
 
     def meet(self, transport: Gathering, label: str, host: int) -> None:
-        """Makes the memory of tensors that have none. All ranks call it alike; host: which host this rank says to be on. RuntimeError, on all ranks
-        alike, where the ranks of one host cannot share memory."""
+        """Makes the memory of tensors that have none. All ranks call it alike; host: which host
+        this rank says to be on. RuntimeError, on all ranks alike, where the ranks of one host
+        cannot share memory."""
         mine = [host, self.local, secrets.token_hex(_TOKEN // 2)]
         said = gather(transport, f"{label}.hosts", mine)
         self.places = [local for _, local, _ in said]
@@ -105,9 +114,15 @@ class Host:
                 problems = gather(transport, f"{label}.shared", problem)
         for other, problem in enumerate(problems):
             if problem:
-                raise RuntimeError(f"hosts=true: rank {other} cannot share memory with the ranks of its host: {problem}")
+                raise RuntimeError(
+                    f"hosts=true: rank {other} cannot share memory with the ranks of its host: "
+                    f"{problem}"
+                )
         rows = memory.reshape(self.size, -1)
-        self._slots.update((name, rows[:, start : start + numel]) for name, numel, start in zip(self._wanted, numels, starts.tolist()))
+        self._slots.update(
+            (name, rows[:, start : start + numel])
+            for name, numel, start in zip(self._wanted, numels, starts.tolist())
+        )
         self._wanted.clear()
 
     def _missing(self, handle: int, tokens: Dict[int, str]) -> Optional[str]:
@@ -115,7 +130,11 @@ class Host:
         places = range(self.size)
         found = {local: os.pread(handle, _TOKEN, local * _TOKEN).decode() for local in places}
         missing = [str(local) for local in found if found[local] != tokens.get(local)]
-        return f"what local rank {', '.join(missing)} has put into {_FOLDER} is not there. {_ADVICE}" if missing else None
+        return (
+            f"what local rank {', '.join(missing)} has put into {_FOLDER} is not there. {_ADVICE}"
+            if missing
+            else None
+        )
 
 
 class _InProcess(Host):
@@ -159,9 +178,11 @@ def _mapped(handle: int, numel: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class HostSharded(Compressor):
-    """Another compressor, for one tensor whose gradients are added on each host before. To drivers it is that compressor.
+    """Another compressor, for one tensor whose gradients are added on each host before. To drivers
+    it is that compressor.
 
-    inner: of the part that this rank holds; shape: of the whole tensor, which has at least as many rows as a host has ranks.
+    inner: of the part that this rank holds; shape: of the whole tensor, which has at least as many
+    rows as a host has ranks.
     """
 
     inner: Compressor
@@ -211,21 +232,28 @@ class HostSharded(Compressor):
         encoding = self.inner.encode(part, state, dataclasses.replace(step, scale=1.0))
         return (yield from encoding) if isinstance(encoding, Generator) else encoding
 
-    def encode_dense(self, grad: np.ndarray, state: State, step: Step) -> Generator[Allreduce, Any, HostReduce]:  # type: ignore[override]
+    def encode_dense(
+        self, grad: np.ndarray, state: State, step: Step
+    ) -> Generator[Allreduce, Any, HostReduce]:  # type: ignore[override]
         part = yield from self._summed(grad, state, step)
         self.inner.encode_dense(part, state, dataclasses.replace(step, scale=1.0))
         return HostReduce(grad)
 
-    def _summed(self, grad: np.ndarray, state: State, step: Step) -> Generator[Allreduce, Any, np.ndarray]:
-        """This rank's part of the gradient's memory, with the host's sum. The rest of the gradient is zero then."""
+    def _summed(
+        self, grad: np.ndarray, state: State, step: Step
+    ) -> Generator[Allreduce, Any, np.ndarray]:
+        """This rank's part of the gradient's memory, with the host's sum. The rest of the gradient
+        is zero then."""
         slots = self.host.slots(state.name)
         kernels.of(grad).move(grad, slots[self.host.local], scale=step.scale)
         owed = state.arrays.get(OWED)
         if owed is not None:
             slots[self.host.local] += self.inner.as_gradient(owed)
-        # Answered when all ranks have sent it. Nobody writes here again before all have decoded what this rank makes of it.
+        # Answered when all ranks have sent it. Nobody writes here again before all have decoded
+        # what this rank makes of it.
         yield Allreduce(np.zeros(1, np.float32), "max")
-        if owed is not None and self.inner.residual(state) is not None:  # From here on residuals have it, but for sums that these do not take.
+        # From here on residuals have it, but for sums that these do not take.
+        if owed is not None and self.inner.residual(state) is not None:
             owed[np.isfinite(slots.sum(0))] = 0
             if not owed.any():
                 del state.arrays[OWED]
@@ -246,7 +274,9 @@ class HostSharded(Compressor):
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> Decoded:
         return self.inner.add(body, out, scale)
 
-    def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float) -> Decoded:
+    def decode_dense(
+        self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float
+    ) -> Decoded:
         return self.inner.decode_dense(reduced, out, state, scale)
 
     def residual(self, state: State) -> Optional[np.ndarray]:
@@ -257,7 +287,8 @@ class HostSharded(Compressor):
         return None if owed is None else self._shard.whole(owed)
 
     def take_over(self, owed: np.ndarray, state: State) -> bool:
-        return False  # It is this rank's, and of all parts.
+        # It is this rank's, and of all parts.
+        return False
 
     def as_gradient(self, owed: np.ndarray) -> np.ndarray:
         return self.inner.as_gradient(owed)

@@ -1,4 +1,6 @@
-"""Drives the ranks of one process in lockstep, for `simulate`, `bench` and tests: all ranks start a round before any waits for it."""
+"""Drives the ranks of one process in lockstep, for `simulate`, `bench` and tests: all ranks start a
+round before any waits for it."""
+
 import itertools
 from typing import Dict, List, Optional, Sequence
 
@@ -13,20 +15,35 @@ Named = Dict[str, np.ndarray]
 
 
 def make_ranks(
-    compressor: Compressor, shapes: Dict[str, tuple], transports: Sequence[Transport], discardable: bool = False, local_size: int = 1
+    compressor: Compressor,
+    shapes: Dict[str, tuple],
+    transports: Sequence[Transport],
+    discardable: bool = False,
+    local_size: int = 1,
 ) -> List[Exchange]:
-    """The exchanges of connected ranks whose tensors have these names and shapes. local_size: how many ranks that follow each other are a host."""
+    """The exchanges of connected ranks whose tensors have these names and shapes. local_size: how
+    many ranks that follow each other are a host."""
     hosts = Host.group(len(transports), local_size)
     tensors = {name: (shape, compressor) for name, shape in shapes.items()}
-    return [Exchange(compressor, transport, tensors, discardable=discardable, host=host) for transport, host in zip(transports, hosts)]
+    return [
+        Exchange(compressor, transport, tensors, discardable=discardable, host=host)
+        for transport, host in zip(transports, hosts)
+    ]
 
 
 def start_step(
-    exchanges: Sequence[Exchange], grads: Sequence[Named], lr: Optional[float] = None, squares: Sequence[Named] = ()
+    exchanges: Sequence[Exchange],
+    grads: Sequence[Named],
+    lr: Optional[float] = None,
+    squares: Sequence[Named] = (),
 ) -> List[Named]:
-    """Submits grads[rank] = {name: flat float32 array} and runs all rounds of the step. Returns carriers[rank]. squares: alike, where known."""
+    """Submits grads[rank] = {name: flat float32 array} and runs all rounds of the step. Returns
+    carriers[rank]. squares: alike, where known."""
     known = squares or [{}] * len(exchanges)
-    carriers = [{name: ex.submit(name, grad, its.get(name), lr) for name, grad in named.items()} for ex, named, its in zip(exchanges, grads, known)]
+    carriers = [
+        {name: ex.submit(name, grad, its.get(name), lr) for name, grad in named.items()}
+        for ex, named, its in zip(exchanges, grads, known)
+    ]
     for _ in itertools.zip_longest(*(ex.rounds() for ex in exchanges)):
         pass
     return carriers
@@ -37,12 +54,17 @@ def mean_of(carriers: Sequence[np.ndarray]) -> np.ndarray:
     return np.add.reduce(carriers, axis=0) / carriers[0].dtype.type(len(carriers))
 
 
-def run_step(exchanges: Sequence[Exchange], grads: Sequence[Named], lr: Optional[float] = None) -> Sequence[Named]:
-    """Runs one whole step with op=Average. The results replace grads[rank] = {name: flat float32 array}, which are returned."""
+def run_step(
+    exchanges: Sequence[Exchange], grads: Sequence[Named], lr: Optional[float] = None
+) -> Sequence[Named]:
+    """Runs one whole step with op=Average. The results replace grads[rank] = {name: flat float32
+    array}, which are returned."""
     return finish_step(exchanges, start_step(exchanges, grads, lr), grads)
 
 
-def finish_step(exchanges: Sequence[Exchange], carriers: Sequence[Named], grads: Sequence[Named]) -> Sequence[Named]:
+def finish_step(
+    exchanges: Sequence[Exchange], carriers: Sequence[Named], grads: Sequence[Named]
+) -> Sequence[Named]:
     """Brings the carriers' means back, and returns grads[rank], which hold the results then."""
     for name in grads[0]:
         reduced = mean_of([named[name] for named in carriers])

@@ -1,4 +1,6 @@
-"""Which compressor each tensor gets: the configured one, or a dense one for small, one-dimensional and excluded tensors."""
+"""Which compressor each tensor gets: the configured one, or a dense one for small, one-dimensional
+and excluded tensors."""
+
 import fnmatch
 import math
 from typing import Tuple

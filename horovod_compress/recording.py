@@ -1,4 +1,6 @@
-"""What steps of a compression did, for files, callables and TensorBoard; and a warning where what is kept of gradients only grows."""
+"""What steps of a compression did, for files, callables and TensorBoard; and a warning where what
+is kept of gradients only grows."""
+
 import contextlib
 import json
 import math
@@ -14,8 +16,11 @@ from .step import SENT, SPENT, Tensor
 
 FORMAT = "horovod_compress.record/1"
 Destination = Union[str, "os.PathLike[str]", Callable[[Dict[str, Any]], Any], Any]
-_STEPS, _TURNOVERS = 1000, 10  # after which what is kept has come to its plateau; a turnover is as many steps as it takes to send all elements once
-_GROWTH = 1.3  # from the second eighth of all records to the fourth, and from there to the last
+# After which what is kept has come to its plateau; a turnover is as many steps as it takes to send
+# all elements once.
+_STEPS, _TURNOVERS = 1000, 10
+# From the second eighth of all records to the fourth, and from there to the last.
+_GROWTH = 1.3
 _MOST = 256  # records that are compared
 _MOST_NUMBER = 10**100
 
@@ -23,26 +28,39 @@ _MOST_NUMBER = 10**100
 class Recorder:
     """Writes what recorded steps did.
 
-    to: a path, to which a line of JSON is appended for each record; with {rank} in it every rank has its own, else only the first rank writes. Or
-        a callable that takes a record, a dict; or an object with add_scalar(tag, value, step), as TensorBoard's SummaryWriter; both on each rank
-        that has given one.
-    every: steps whose number is a multiple are recorded. Norms take a pass over gradients and residuals in these, and nothing in others.
-    by_tensor: a record has "tensors", the same by tensor.
+    to: a path, to which a line of JSON is appended for each record; with {rank} in it every rank
+    has its own, else only the first rank writes. Or
+        a callable that takes a record, a dict; or an object with add_scalar(tag, value, step), as
+        TensorBoard's SummaryWriter; both on each rank that has given one.
+    every: steps whose number is a multiple are recorded. Norms take a pass over gradients and
+    residuals in these, and nothing in others. by_tensor: a record has "tensors", the same by
+    tensor.
 
-    A record has bytes, seconds and elements since the one before, or since the start ("steps" says how many steps these are); norms of the
-    recorded step's gradient, without loss scale and before it is compressed, and of what this rank keeps after it. (Small tensors that TensorFlow
-    reduces directly count with the norm of the mean, and how long it waits is not known there.) docs/tutorial.md lists the keys.
+    A record has bytes, seconds and elements since the one before, or since the start ("steps" says
+    how many steps these are); norms of the recorded step's gradient, without loss scale and before
+    it is compressed, and of what this rank keeps after it. (Small tensors that TensorFlow reduces
+    directly count with the norm of the mean, and how long it waits is not known there.)
+    docs/tutorial.md lists the keys.
 
     Where an operating system's error keeps a record from being written, as on a full disk, training
     goes on. There is a warning the first time, and the next record that can be written has the
     counts of those that could not.
     """
 
-    def __init__(self, driver: Driver, to: Destination, every: int = 10, by_tensor: bool = False) -> None:
+    def __init__(
+        self, driver: Driver, to: Destination, every: int = 10, by_tensor: bool = False
+    ) -> None:
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number of steps, at least 1, not {every!r}")
-        if not isinstance(to, (str, os.PathLike)) and not callable(to) and not hasattr(to, "add_scalar"):
-            raise TypeError(f"records go to a path, a callable or an object with add_scalar(tag, value, step), not to an object of {type(to)}")
+        if (
+            not isinstance(to, (str, os.PathLike))
+            and not callable(to)
+            and not hasattr(to, "add_scalar")
+        ):
+            raise TypeError(
+                f"records go to a path, a callable or an object with add_scalar(tag, value, step), "
+                f"not to an object of {type(to)}"
+            )
         self._driver, self._to, self._every, self._by_tensor = driver, to, every, by_tensor
         self._before = self._totals()
         self._growth = Growth()
@@ -59,12 +77,25 @@ class Recorder:
         step = (max(taken.values(), default=0) if isinstance(taken, Mapping) else taken) - 1
         if step < 0 or not self.wants(step) or driver.under_way:
             return
-        driver.arrays()  # ends the step, and brings residuals up to date
+        # Ends the step, and brings residuals up to date.
+        driver.arrays()
         totals = self._totals()
         if totals["steps"] == self._before["steps"]:  # it was recorded
             return
-        record = {"format": FORMAT, "step": step, "time": time.time(), "rank": driver.rank, "size": driver.size, "spec": driver.compressor.config}
-        record.update({key: totals[key] - self._before[key] for key in ("steps", "steps_undone", "seconds", *SENT, *SPENT)})
+        record = {
+            "format": FORMAT,
+            "step": step,
+            "time": time.time(),
+            "rank": driver.rank,
+            "size": driver.size,
+            "spec": driver.compressor.config,
+        }
+        record.update(
+            {
+                key: totals[key] - self._before[key]
+                for key in ("steps", "steps_undone", "seconds", *SENT, *SPENT)
+            }
+        )
         record["ratio"] = _ratio(record)
         record.update(_norms(driver.tensors))
         if self._by_tensor:
@@ -85,8 +116,13 @@ class Recorder:
     def _of_tensor(self, tensor: Tensor) -> Dict[str, Any]:
         before = self._before["tensors"].get(tensor.name, {})
         delta = {key: count - before.get(key, 0) for key, count in tensor.counters.items()}
-        return {"numel": tensor.numel, "compressor": tensor.compressor.id or type(tensor.compressor).__name__, **delta, "ratio": _ratio(delta),
-                **_norms([tensor])}
+        return {
+            "numel": tensor.numel,
+            "compressor": tensor.compressor.id or type(tensor.compressor).__name__,
+            **delta,
+            "ratio": _ratio(delta),
+            **_norms([tensor]),
+        }
 
     def _write(self, record: Dict[str, Any]) -> None:
         if isinstance(self._to, (str, os.PathLike)):
@@ -98,7 +134,6 @@ class Recorder:
                 self._to.add_scalar(tag, value, record["step"])
         else:
             self._to(record)
-
 
     def _of_rank(self, path: str) -> str:
         return path.replace("{rank}", str(self._driver.rank))
@@ -138,23 +173,39 @@ class _Point(NamedTuple):
 
 
 class Growth:
-    """Watches for what is kept to grow without end, and warns once. It grows at first, until as much is sent as comes: that takes some times as many
-    steps as it takes to send all elements once. After those it goes on growing where its norm, and that over the gradient's, have grown from
-    each eighth of all records to the next, and by `_GROWTH` whenever the number of steps has doubled. Nothing sent is no excuse."""
+    """Watches for what is kept to grow without end, and warns once. It grows at first, until as
+    much is sent as comes: that takes some times as many steps as it takes to send all elements
+    once. After those it goes on growing where its norm, and that over the gradient's, have grown
+    from each eighth of all records to the next, and by `_GROWTH` whenever the number of steps has
+    doubled. Nothing sent is no excuse."""
 
     def __init__(self) -> None:
         self._warned = False
         self._compressor: Optional[Compressor] = None  # which the points are of
-        self._first = self._sent_before = 0  # the step and what had been sent when it began
+        # The step and what had been sent when it began.
+        self._first = self._sent_before = 0
         self._points: List[_Point] = []
-        self._stride, self._until_next = 1, 0  # only one of so many records is compared, so that these are not too many
+        # Only one of so many records is compared, so that these are not too many.
+        self._stride, self._until_next = 1, 0
 
     def watch(self, record: Dict[str, Any], driver: Driver) -> None:
         """Takes a record of this driver into account."""
-        kept = [tensor for tensor in driver.tensors if tensor.compressor.residual(tensor.state) is not None]
-        sent, numel = sum(tensor.counters["elements_sent"] for tensor in kept), sum(tensor.numel for tensor in kept)
+        kept = [
+            tensor
+            for tensor in driver.tensors
+            if tensor.compressor.residual(tensor.state) is not None
+        ]
+        sent, numel = (
+            sum(tensor.counters["elements_sent"] for tensor in kept),
+            sum(tensor.numel for tensor in kept),
+        )
         if driver.compressor is not self._compressor:
-            self._compressor, self._first, self._sent_before, self._points = driver.compressor, record["step"], sent, []
+            self._compressor, self._first, self._sent_before, self._points = (
+                driver.compressor,
+                record["step"],
+                sent,
+                [],
+            )
             self._stride, self._until_next = 1, 0
         self._until_next -= 1
         if self._until_next >= 0:
@@ -162,16 +213,22 @@ class Growth:
         self._until_next = self._stride - 1
         if self._warned or not record["residual_norm"] or not record["gradient_norm"]:
             return
-        self._points.append(_Point(record["step"], record["residual_norm"], record["gradient_norm"]))
+        self._points.append(
+            _Point(record["step"], record["residual_norm"], record["gradient_norm"])
+        )
         steps = record["step"] - self._first
         turnovers = (sent - self._sent_before) / max(numel, 1)
         if steps >= _STEPS and (turnovers >= _TURNOVERS or not turnovers) and self._has_grown():
             self._warned = True
             middle, last = self._points[len(self._points) // 2], self._points[-1]
             warnings.warn(
-                f"horovod_compress: what {driver.compressor.id} keeps of gradients goes on growing: its norm is {last.residual:.3g} at step "
-                f"{last.step}, {last.residual / last.gradient:.3g} times a gradient's, and was {middle.residual:.3g} at step {middle.step}. Send "
-                "more (a larger ratio, a smaller tau), or what comes in the end is too old to help", RuntimeWarning, stacklevel=2,
+                f"horovod_compress: what {driver.compressor.id} keeps of gradients goes on "
+                f"growing: its norm is {last.residual:.3g} at step "
+                f"{last.step}, {last.residual / last.gradient:.3g} times a gradient's, and was "
+                f"{middle.residual:.3g} at step {middle.step}. Send "
+                "more (a larger ratio, a smaller tau), or what comes in the end is too old to help",
+                RuntimeWarning,
+                stacklevel=2,
             )
         if len(self._points) > _MOST:
             self._points, self._stride = self._points[::2], 2 * self._stride
@@ -181,16 +238,28 @@ class Growth:
         if not size:
             return False
         for value in (lambda p: p.residual, lambda p: p.residual / p.gradient):
-            means = [sum(map(value, self._points[i * size : (i + 1) * size])) / size for i in range(8)]
-            if any(after <= before for before, after in zip(means[1:], means[2:])) or not means[1] * _GROWTH <= means[3] <= means[7] / _GROWTH:
+            means = [
+                sum(map(value, self._points[i * size : (i + 1) * size])) / size for i in range(8)
+            ]
+            if (
+                any(after <= before for before, after in zip(means[1:], means[2:]))
+                or not means[1] * _GROWTH <= means[3] <= means[7] / _GROWTH
+            ):
                 return False
         return True
 
 
 def _norms(tensors: Any) -> Dict[str, Optional[float]]:
     """Norms over tensors, without loss scale; None where they are unknown, or not finite."""
-    gradients = [tensor.gradient_squares for tensor in tensors if tensor.gradient_squares is not None]
-    residuals = [kernels.of(r).squared_norm(r) / tensor.unit**2 for tensor in tensors for r in (tensor.residual,) if r is not None]
+    gradients = [
+        tensor.gradient_squares for tensor in tensors if tensor.gradient_squares is not None
+    ]
+    residuals = [
+        kernels.of(r).squared_norm(r) / tensor.unit**2
+        for tensor in tensors
+        for r in (tensor.residual,)
+        if r is not None
+    ]
     return {"gradient_norm": _root(gradients), "residual_norm": _root(residuals)}
 
 
@@ -208,7 +277,13 @@ def _scalars(tag: str, values: Mapping[str, Any]) -> Any:
     for key, value in values.items():
         if isinstance(value, Mapping) and key != "spec":
             yield from _scalars(f"{tag}/{key}", value)
-        elif isinstance(value, (int, float)) and key not in ("step", "time", "rank", "size", "numel"):
+        elif isinstance(value, (int, float)) and key not in (
+            "step",
+            "time",
+            "rank",
+            "size",
+            "numel",
+        ):
             yield f"{tag}/{key}", value
 
 

@@ -1,4 +1,5 @@
 """Runs the same compressors and exchange with N ranks in one process, on given gradients."""
+
 import dataclasses
 from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
@@ -12,9 +13,10 @@ from .transport.loopback import Loopback
 
 @dataclasses.dataclass
 class Run:
-    """The results of `simulate`. mean[step][name] is every rank's result with op=Average, float32 in the gradient's shape. bytes_sent[step][rank]
-    counts the bytes that the rank hands to collectives, carriers and frames included. state[rank][name] is {array name: array} after the last step.
-    stats[rank] are the counters of `Exchange.stats`."""
+    """The results of `simulate`. mean[step][name] is every rank's result with op=Average, float32
+    in the gradient's shape. bytes_sent[step][rank] counts the bytes that the rank hands to
+    collectives, carriers and frames included. state[rank][name] is {array name: array} after the
+    last step. stats[rank] are the counters of `Exchange.stats`."""
 
     mean: List[Named]
     bytes_sent: List[List[float]]
@@ -22,12 +24,19 @@ class Run:
     stats: List[Dict[str, float]]
 
 
-def simulate(spec: Spec, gradients: Iterable[Iterable[Named]], lr: Optional[Iterable[float]] = None, local_size: int = 1) -> Run:
+def simulate(
+    spec: Spec,
+    gradients: Iterable[Iterable[Named]],
+    lr: Optional[Iterable[float]] = None,
+    local_size: int = 1,
+) -> Run:
     """Runs a compression over gradients[step][rank] = {name: array} and returns a `Run`.
 
-    spec is as for `get_compressor`. Every rank of every step must have the same names and shapes. The arrays are not changed. lr is the learning rate
-    of each step, for residuals that follow it. local_size: how many ranks that follow each other are a host, for `hosts=true`. Raises ValueError
-    where names, shapes or numbers of steps differ, or ranks are not hosts of that size, and AssertionError if replicas ever disagreed.
+    spec is as for `get_compressor`. Every rank of every step must have the same names and shapes.
+    The arrays are not changed. lr is the learning rate of each step, for residuals that follow it.
+    local_size: how many ranks that follow each other are a host, for `hosts=true`. Raises
+    ValueError where names, shapes or numbers of steps differ, or ranks are not hosts of that size,
+    and AssertionError if replicas ever disagreed.
     """
     compressor = decide_follow_lr(get_compressor(spec), lr is not None, lr is not None)
     steps = [list(ranks) for ranks in gradients]
@@ -43,17 +52,30 @@ def simulate(spec: Spec, gradients: Iterable[Iterable[Named]], lr: Optional[Iter
     for step, ranks in enumerate(steps):
         _check(step, ranks, size, shapes)
         sent = [exchange.stats()["bytes_sent"] for exchange in exchanges]
-        grads = [{n: np.array(a, np.float32).reshape(-1) for n, a in named.items()} for named in ranks]
+        grads = [
+            {n: np.array(a, np.float32).reshape(-1) for n, a in named.items()} for named in ranks
+        ]
         run_step(exchanges, grads, rates[step])
         for name in shapes:
-            same = all(np.array_equal(named[name], grads[0][name], equal_nan=True) for named in grads)
+            same = all(
+                np.array_equal(named[name], grads[0][name], equal_nan=True) for named in grads
+            )
             assert same, f"replicas disagree on {name}, step {step}"
         mean.append({name: grads[0][name].reshape(shape) for name, shape in shapes.items()})
-        bytes_sent.append([exchange.stats()["bytes_sent"] - before for exchange, before in zip(exchanges, sent)])
-    return Run(mean, bytes_sent, [exchange.arrays() for exchange in exchanges], [exchange.stats() for exchange in exchanges])
+        bytes_sent.append(
+            [exchange.stats()["bytes_sent"] - before for exchange, before in zip(exchanges, sent)]
+        )
+    return Run(
+        mean,
+        bytes_sent,
+        [exchange.arrays() for exchange in exchanges],
+        [exchange.stats() for exchange in exchanges],
+    )
 
 
-def _check(step: int, ranks: Sequence[Named], size: int, shapes: Dict[str, Tuple[int, ...]]) -> None:
+def _check(
+    step: int, ranks: Sequence[Named], size: int, shapes: Dict[str, Tuple[int, ...]]
+) -> None:
     if len(ranks) != size:
         raise ValueError(f"step {step} has {len(ranks)} ranks, step 0 has {size}")
     for rank, named in enumerate(ranks):
@@ -61,4 +83,7 @@ def _check(step: int, ranks: Sequence[Named], size: int, shapes: Dict[str, Tuple
         if any(np.iscomplexobj(array) for array in named.values()):
             raise ValueError(f"step {step}, rank {rank}: complex gradients cannot be compressed")
         if found != shapes:
-            raise ValueError(f"step {step}, rank {rank}: names and shapes {found} are not those of step 0, rank 0: {shapes}")
+            raise ValueError(
+                f"step {step}, rank {rank}: names and shapes {found} are not those of step 0, rank "
+                f"0: {shapes}"
+            )

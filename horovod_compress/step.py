@@ -1,9 +1,12 @@
-"""One tensor's step on one rank, from its gradient to the result, without input or output (sans I/O).
+"""One tensor's step on one rank, from its gradient to the result, without input or output (sans
+I/O).
 
-`tensor_step` is a generator: it yields requests, is sent their results, and never waits. It frames payloads, scales results, counts
-bytes, and commits what the step took out of the state or rolls it back. Drivers only pump it: `exchange.Exchange` (eager), the
-TensorFlow adapter's graph, and `lockstep`, N ranks in one process.
+`tensor_step` is a generator: it yields requests, is sent their results, and never waits. It frames
+payloads, scales results, counts bytes, and commits what the step took out of the state or rolls it
+back. Drivers only pump it: `exchange.Exchange` (eager), the TensorFlow adapter's graph, and
+`lockstep`, N ranks in one process.
 """
+
 import dataclasses
 import math
 from types import GeneratorType
@@ -33,21 +36,25 @@ from .requests import (
 from .split import Selected
 
 SENT = ("bytes_sent", "dense_bytes", "elements_sent")
-SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")  # what tensors share is one of theirs
+# What tensors share is one of theirs.
+SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")
 _NOTHING_MORE = Final(None)
 _PAYLOADS = (HostReduce, Allreduce, Encoded)
-_TRIES = 16  # of measured payloads that were too large: what trying again costs is at most one part in so many
+# Of measured payloads that were too large: what trying again costs is at most one part in so many.
+_TRIES = 16
 
 
 @dataclasses.dataclass
 class Tensor:
     """A tensor of a compression on one rank.
 
-    digest: uint32 of configuration and tensor, on every frame; declared: what its compressor says that a step exchanges; checked: whether
-    the first step has kept to that, and to the rest of the contract; carrier: a single 1, for the host; dense_until: the step from which on
-    payloads of measured size are gathered again; bits: what an element of the open step's payload takes, where that is known
-    beforehand; before_step: where steps can be discarded, the state's arrays before the last one; unit: the loss scale of what the state
-    holds; gradient_squares: of the last gradient whose squared norm was asked for; frame_length: what frames are padded to.
+    digest: uint32 of configuration and tensor, on every frame; declared: what its compressor says
+    that a step exchanges; checked: whether the first step has kept to that, and to the rest of the
+    contract; carrier: a single 1, for the host; dense_until: the step from which on payloads of
+    measured size are gathered again; bits: what an element of the open step's payload takes, where
+    that is known beforehand; before_step: where steps can be discarded, the state's arrays before
+    the last one; unit: the loss scale of what the state holds; gradient_squares: of the last
+    gradient whose squared norm was asked for; frame_length: what frames are padded to.
     """
 
     name: str
@@ -57,7 +64,9 @@ class Tensor:
     numel: int
     declared: Tuple[Collective, ...]
     checked: bool = False
-    carrier: HostReduce = dataclasses.field(default_factory=lambda: HostReduce(np.ones(1, np.float32)))
+    carrier: HostReduce = dataclasses.field(
+        default_factory=lambda: HostReduce(np.ones(1, np.float32))
+    )
     dense_until: int = 0
     bits: Optional[float] = None
     before_step: Dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -68,7 +77,8 @@ class Tensor:
 
     @property
     def residual(self) -> Optional[np.ndarray]:
-        """What was not sent yet, up to date only after `apply_pending`; None where nothing is kept."""
+        """What was not sent yet, up to date only after `apply_pending`; None where nothing is
+        kept."""
         kept = self.compressor.residual(self.state)
         return self.state.arrays.get(OWED) if kept is None else kept
 
@@ -78,13 +88,14 @@ class Tensor:
         return self.compressor.shard
 
     def one(self) -> HostReduce:
-        """The carrier of a payload that travels beside it: what the host makes of a 1 is the factor for the sum of the payloads."""
+        """The carrier of a payload that travels beside it: what the host makes of a 1 is the factor
+        for the sum of the payloads."""
         self.carrier.array[0] = 1
         return self.carrier
 
     def count(self, request: Exchanged) -> None:
-        """Counts the bytes that go into a collective. As many come back; an allgather's, which are more, are counted when they do, without
-        this rank's own."""
+        """Counts the bytes that go into a collective. As many come back; an allgather's, which are
+        more, are counted when they do, without this rank's own."""
         nbytes, counters = request.array.nbytes, self.counters
         counters["bytes_sent"] += nbytes
         counters["bytes_received"] += -nbytes if isinstance(request, Allgather) else nbytes
@@ -110,7 +121,8 @@ class Tensor:
             np.copyto(self.state.arrays.setdefault(key, np.empty_like(array)), array)
 
     def rescale(self, unit: float) -> None:
-        """Between steps: the gradients to come are times `unit`, and so will be what is kept of earlier ones."""
+        """Between steps: the gradients to come are times `unit`, and so will be what is kept of
+        earlier ones."""
         self.compressor.apply_pending(self.state)
         factor, self.unit = unit / self.unit, unit
         for arrays in (self.state.arrays, self.before_step):
@@ -122,13 +134,19 @@ class Tensor:
         return LOCAL if key == OWED else self.compressor.kept[key]
 
     def take_over(self, earlier: "Tensor", gain: float, factor: float) -> bool:
-        """Goes on from what this tensor kept under another compressor, which is up to date. gain: what the host makes of a result now, over what it
-        made of one then; factor: what it makes of a 1 on each rank. Returns whether that has mattered."""
+        """Goes on from what this tensor kept under another compressor, which is up to date. gain:
+        what the host makes of a result now, over what it made of one then; factor: what it makes of
+        a 1 on each rank. Returns whether that has mattered."""
         self.unit, self.counters, state = earlier.unit, earlier.counters, self.state
         state.overflows, arrays = earlier.state.overflows, dict(earlier.state.arrays)
         left = arrays.pop(OWED, None)
-        shapes = [{key: array.shape for key, array in each.items()} for each in (arrays, state.arrays)]
-        alike = (type(earlier.compressor), earlier.compressor.id) == (type(self.compressor), self.compressor.id)
+        shapes = [
+            {key: array.shape for key, array in each.items()} for each in (arrays, state.arrays)
+        ]
+        alike = (type(earlier.compressor), earlier.compressor.id) == (
+            type(self.compressor),
+            self.compressor.id,
+        )
         if alike and shapes[0] == shapes[1] and gain == 1:
             state.arrays.update(arrays if left is None else {**arrays, OWED: left})
             return False
@@ -144,36 +162,46 @@ class Tensor:
         return owes_results
 
     def goes_dense(self, step: Step) -> bool:
-        """Whether gathering this step's payloads would bring a rank more than a ring allreduce of the tensor does: by what the
-        compressor knows beforehand, or by what its last gathered payloads were. Alike on all ranks."""
+        """Whether gathering this step's payloads would bring a rank more than a ring allreduce of
+        the tensor does: by what the compressor knows beforehand, or by what its last gathered
+        payloads were. Alike on all ranks."""
         bits = self.bits = self.compressor.payload_bits(self.numel, step)
-        return step.index < self.dense_until if bits is None else times_dense(bits, self.payloads(step)) > 1
+        return (
+            step.index < self.dense_until
+            if bits is None
+            else times_dense(bits, self.payloads(step)) > 1
+        )
 
     def payloads(self, step: Step) -> float:
-        """How many ranks' payloads of a step come to this rank, so to speak; its own part of them included."""
+        """How many ranks' payloads of a step come to this rank, so to speak; its own part of them
+        included."""
         split = self.compressor.split(self.numel, step)
         return step.size if split is None else 1 + split.accept
 
     def measured(self, bits: float, step: Step) -> None:
-        """Decides from the size of a step's payloads, in bits an element and alike on all ranks, whether the next ones go dense."""
+        """Decides from the size of a step's payloads, in bits an element and alike on all ranks,
+        whether the next ones go dense."""
         times = times_dense(bits, self.payloads(step))
         if self.bits is None and times > 1:
             self.dense_until = step.index + 1 + math.ceil(_TRIES * times)
 
 
 def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = False) -> TensorStep:
-    """The step of one tensor: yields requests, is sent their results, and decodes the result into `grad`, flat float32, or where the
-    gradient itself was the payload into what the host brought back; `Outcome` says where.
+    """The step of one tensor: yields requests, is sent their results, and decodes the result into
+    `grad`, flat float32, or where the gradient itself was the payload into what the host brought
+    back; `Outcome` says where.
 
-    dense: all that waits is sent, as `encode_dense` makes it. Closed before its Outcome is answered, or where it raises, the step is
-    rolled back. WireError for payloads that are not what this rank expects.
+    dense: all that waits is sent, as `encode_dense` makes it. Closed before its Outcome is
+    answered, or where it raises, the step is rolled back. WireError for payloads that are not what
+    this rank expects.
     """
     compressor, state = tensor.compressor, tensor.state
     tensor.counters["dense_bytes"] += grad.nbytes
     step, base = _subtract_base(tensor, grad, step, dense)
     succeeded = False
     try:
-        carrier = None  # what the host reduces: it has to have that before ranks agree on anything
+        # What the host reduces: it has to have that before ranks agree on anything.
+        carrier = None
         if step.clip_norm is not None:
             one = tensor.one()
             squared_norm, handed_over = yield StepNorm(grad, one)
@@ -184,11 +212,21 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
             carrier = encoded if isinstance(encoded, HostReduce) else tensor.one()
             yield carrier
         tensor.count(carrier)
-        payload = encoded if isinstance(encoded, _PAYLOADS) else (yield from _rounds(tensor, encoded, step.size))
-        final = _NOTHING_MORE if payload is carrier else Final(_last_request(tensor, payload, grad, step))
+        payload = (
+            encoded
+            if isinstance(encoded, _PAYLOADS)
+            else (yield from _rounds(tensor, encoded, step.size))
+        )
+        final = (
+            _NOTHING_MORE
+            if payload is carrier
+            else Final(_last_request(tensor, payload, grad, step))
+        )
         if not tensor.checked:
             _check(tensor, payload, grad, step)
-        tensor.counters["elements_sent"] += payload.elements if isinstance(payload, Encoded) else tensor.numel
+        tensor.counters["elements_sent"] += (
+            payload.elements if isinstance(payload, Encoded) else tensor.numel
+        )
         reduced, arrived = yield final
         outcome = [(yield from _decode(tensor, payload, grad, step, reduced, arrived, base))]
         # The answer comes with the next step: until then these would stay in memory.
@@ -203,12 +241,15 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
             tensor.put_back()
 
 
-def _subtract_base(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool) -> Tuple[Step, Optional[np.ndarray]]:
-    """Where the compressor does not do so, subtracts from the gradient what it counts from. Returns the step, without a base then, and what is to be
-    added to the result."""
+def _subtract_base(
+    tensor: Tensor, grad: np.ndarray, step: Step, dense: bool
+) -> Tuple[Step, Optional[np.ndarray]]:
+    """Where the compressor does not do so, subtracts from the gradient what it counts from. Returns
+    the step, without a base then, and what is to be added to the result."""
     base = step.base
     compressor = tensor.compressor
-    within = compressor.takes_base and compressor.split(tensor.numel, step) is None  # an owner's sums are made where the base would be left
+    # An owner's sums are made where the base would be left.
+    within = compressor.takes_base and compressor.split(tensor.numel, step) is None
     if base is None or within and not dense and OWED not in tensor.state.arrays:
         return step, None
     grad -= base
@@ -216,31 +257,40 @@ def _subtract_base(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool) ->
 
 
 def _encode(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool) -> Encoding:
-    """What the compressor makes of a gradient. With it goes what another compressor owed, densely."""
+    """What the compressor makes of a gradient. With it goes what another compressor owed,
+    densely."""
     compressor, state = tensor.compressor, tensor.state
     owed = state.arrays.get(OWED)
-    if owed is None or compressor.shard is not None:  # A part's compressor sees to it: what this rank owes is of all parts.
+    # A part's compressor sees to it: what this rank owes is of all parts.
+    if owed is None or compressor.shard is not None:
         return (compressor.encode_dense if dense else compressor.encode)(grad, state, step)
     grad *= np.float32(step.scale)
     step = dataclasses.replace(step, scale=1.0)
-    if tensor.declared[0].verb == "host":  # A graph has an operation for the type that `encode` makes, which may be float16.
+    # A graph has an operation for the type that `encode` makes, which may be float16.
+    if tensor.declared[0].verb == "host":
         grad += compressor.as_gradient(owed)
         return compressor.encode(grad, state, step)
     payload = compressor.encode_dense(grad, state, step)
-    grad += compressor.as_gradient(owed)  # It is the payload by now. In a residual, where it would stay after a failed step, it never was.
+    # It is the payload by now. In a residual, where it would stay after a failed step, it never
+    # was.
+    grad += compressor.as_gradient(owed)
     return payload
 
 
 def conclude(step: TensorStep, succeeded: bool) -> None:
-    """Ends a tensor's step: goes on after its Outcome, or where it has not succeeded or not come that far, rolls it back."""
+    """Ends a tensor's step: goes on after its Outcome, or where it has not succeeded or not come
+    that far, rolls it back."""
     if succeeded:
         next(step, None)
     else:
         step.close()
 
 
-def _rounds(tensor: Tensor, encoding: Any, size: int) -> Generator[Union[Exchanged, DeviceCall], Any, Payload]:
-    """What a compressor asks for before it has its payload, counted; returns the payload. TypeError for what is neither."""
+def _rounds(
+    tensor: Tensor, encoding: Any, size: int
+) -> Generator[Union[Exchanged, DeviceCall], Any, Payload]:
+    """What a compressor asks for before it has its payload, counted; returns the payload. TypeError
+    for what is neither."""
     encoding, answer = (yield from answered(encoding)), None
     while isinstance(encoding, GeneratorType):
         try:
@@ -252,32 +302,59 @@ def _rounds(tensor: Tensor, encoding: Any, size: int) -> Generator[Union[Exchang
             answer = yield from answered(request)
             continue
         if not isinstance(request, (Allreduce, Allgather, Alltoall)):
-            raise TypeError(f"{tensor.compressor.id}: encode yields Allreduce, Allgather or Alltoall, not an object of {type(request)}")
+            raise TypeError(
+                f"{tensor.compressor.id}: encode yields Allreduce, Allgather or Alltoall, not an "
+                f"object of {type(request)}"
+            )
         if not tensor.checked and request.collective not in tensor.declared:
-            raise ValueError(f"{tensor.compressor.id}: encode yields {request.collective}, and `collectives` declares {tensor.declared}")
-        if isinstance(request, Alltoall) and (len(request.splits) != size or min(request.splits) < 0 or sum(request.splits) != request.array.size):
             raise ValueError(
-                f"{tensor.compressor.id}: an alltoall of {request.array.size} bytes on {size} ranks needs {size} splits that add up to those, "
+                f"{tensor.compressor.id}: encode yields {request.collective}, and `collectives` "
+                f"declares {tensor.declared}"
+            )
+        if isinstance(request, Alltoall) and (
+            len(request.splits) != size
+            or min(request.splits) < 0
+            or sum(request.splits) != request.array.size
+        ):
+            raise ValueError(
+                f"{tensor.compressor.id}: an alltoall of {request.array.size} bytes on {size} "
+                f"ranks needs {size} splits that add up to those, "
                 f"not {list(request.splits)}"
             )
         tensor.count(request)
         answer = yield request
     if not isinstance(encoding, _PAYLOADS):
-        raise TypeError(f"{tensor.compressor.id}: encode returns Encoded, Allreduce or HostReduce, not an object of {type(encoding)}")
+        raise TypeError(
+            f"{tensor.compressor.id}: encode returns Encoded, Allreduce or HostReduce, not an "
+            f"object of {type(encoding)}"
+        )
     return encoding
 
 
 def _check(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step) -> None:
-    """Raises ValueError where a tensor's first payload is not what its compressor has declared, or what all ranks can add to."""
+    """Raises ValueError where a tensor's first payload is not what its compressor has declared, or
+    what all ranks can add to."""
     tensor.checked = True
     found = Collective("allgather", "uint8") if isinstance(payload, Encoded) else payload.collective
     if found != tensor.declared[-1] and not isinstance(payload, HostReduce):
-        raise ValueError(f"{tensor.compressor.id}: encode returns {found}, and `collectives` declares {tensor.declared}")
-    if isinstance(payload, Encoded) and payload.finite and (grad.any() if step.base is None else (grad != step.base).any()):
-        raise ValueError(f"{tensor.compressor.id}: encode must leave the gradient zero, because payloads are added to it")
+        raise ValueError(
+            f"{tensor.compressor.id}: encode returns {found}, and `collectives` declares "
+            f"{tensor.declared}"
+        )
+    if (
+        isinstance(payload, Encoded)
+        and payload.finite
+        and (grad.any() if step.base is None else (grad != step.base).any())
+    ):
+        raise ValueError(
+            f"{tensor.compressor.id}: encode must leave the gradient zero, because payloads are "
+            f"added to it"
+        )
 
 
-def _last_request(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step) -> Union[Allreduce, Allgather, SelectAgain]:
+def _last_request(
+    tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step
+) -> Union[Allreduce, Allgather, SelectAgain]:
     """What moves a payload that is not the carrier, counted where its bytes are known."""
     request: Union[Allreduce, Allgather]
     if isinstance(payload, Encoded):
@@ -286,18 +363,31 @@ def _last_request(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step
         if split is not None:
             assert residual is not None  # which keeps what is not accepted
             return SelectAgain(payload, split, grad, residual, compressor.number, tensor.digest)
-        request = Allgather(wire.seal(payload, tensor.compressor.number, tensor.digest, step.index, tensor.frame_length))
+        request = Allgather(
+            wire.seal(
+                payload, tensor.compressor.number, tensor.digest, step.index, tensor.frame_length
+            )
+        )
     else:
-        request = payload if isinstance(payload, Allreduce) else Allreduce(np.asarray(payload.array))  # Transports move what is on the host.
+        # Transports move what is on the host.
+        request = (
+            payload if isinstance(payload, Allreduce) else Allreduce(np.asarray(payload.array))
+        )
     tensor.count(request)
     return request
 
 
 def _decode(
-    tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step, reduced: np.ndarray, arrived: Any, base: Optional[np.ndarray]
+    tensor: Tensor,
+    payload: Payload,
+    grad: np.ndarray,
+    step: Step,
+    reduced: np.ndarray,
+    arrived: Any,
+    base: Optional[np.ndarray],
 ) -> Generator[DeviceCall, Any, Outcome]:
-    """The result, from what the host made of the carrier, and what became of the payload where that is not the carrier itself. base: what is to be
-    added to it."""
+    """The result, from what the host made of the carrier, and what became of the payload where that
+    is not the carrier itself. base: what is to be added to it."""
     compressor, scale = tensor.compressor, 1.0 if arrived is None else float(reduced[0]) / step.size
     if isinstance(arrived, Selected):
         finite = _add_selected(tensor, arrived, grad, step, scale)
@@ -314,8 +404,11 @@ def _decode(
     return Outcome(grad, finite)
 
 
-def _add_payloads(tensor: Tensor, arrived: np.ndarray, grad: np.ndarray, step: Step, scale: float) -> Generator[DeviceCall, Any, bool]:
-    """Decodes the gathered payloads of all ranks into the gradient's memory, in rank order on every rank."""
+def _add_payloads(
+    tensor: Tensor, arrived: np.ndarray, grad: np.ndarray, step: Step, scale: float
+) -> Generator[DeviceCall, Any, bool]:
+    """Decodes the gathered payloads of all ranks into the gradient's memory, in rank order on every
+    rank."""
     compressor = tensor.compressor
     tensor.counters["bytes_received"] += len(arrived)
     bodies, finite = wire.unseal(arrived, step.size, compressor.number, tensor.digest, step.index)
@@ -332,8 +425,11 @@ def _add_payloads(tensor: Tensor, arrived: np.ndarray, grad: np.ndarray, step: S
     return finite
 
 
-def _add_selected(tensor: Tensor, selected: Selected, grad: np.ndarray, step: Step, scale: float) -> bool:
-    """Decodes the sums that owners have accepted into the gradient's memory. What this rank has not accepted waits for `commit`."""
+def _add_selected(
+    tensor: Tensor, selected: Selected, grad: np.ndarray, step: Step, scale: float
+) -> bool:
+    """Decodes the sums that owners have accepted into the gradient's memory. What this rank has not
+    accepted waits for `commit`."""
     tensor.counters["bytes_sent"] += selected.sent
     tensor.counters["bytes_received"] += selected.received
     if selected.bodies is None:
@@ -347,34 +443,48 @@ def _add_selected(tensor: Tensor, selected: Selected, grad: np.ndarray, step: St
         try:
             finite &= at_once(tensor.compressor.add(body, grad[first:last], factor))
         except ValueError as error:
-            raise wire.WireError(f"sums of {tensor.name} from element {first} on: {error}") from None
+            raise wire.WireError(
+                f"sums of {tensor.name} from element {first} on: {error}"
+            ) from None
     tensor.state.sent = selected.left
     return finite
 
 
 def _clipping(step: Step, squared_norm: float) -> float:
-    """What this rank's gradient is multiplied by, for independent gradients of N ranks to give a result of at most clip_norm: the result
-    is 1/N of the sum over ranks, whose norm is √N times one rank's."""
+    """What this rank's gradient is multiplied by, for independent gradients of N ranks to give a
+    result of at most clip_norm: the result is 1/N of the sum over ranks, whose norm is √N times one
+    rank's."""
     norm, limit = squared_norm**0.5, step.clip_norm * step.size**0.5 * step.unit
     return limit / norm if limit < norm < float("inf") else 1.0
 
 
 def times_dense(bits: float, payloads: float) -> float:
-    """How many times what a ring allreduce of float32 brings a rank, 2·(N−1)/N·32 bits an element, it gets from an exchange of payloads of `bits`
-    an element: N payloads where they are gathered, (N−1)·bits; where they are split, (N−1)/N·payloads·bits."""
+    """How many times what a ring allreduce of float32 brings a rank, 2·(N−1)/N·32 bits an element,
+    it gets from an exchange of payloads of `bits` an element: N payloads where they are gathered,
+    (N−1)·bits; where they are split, (N−1)/N·payloads·bits."""
     return payloads * bits / 64
 
 
 def step_numbers(index: int) -> np.ndarray:
-    """int64 whose sum over ranks says whether all ranks are at one step: once a step with sums, which do not carry their step's number
-    as frames do, drivers exchange these before they use a sum."""
+    """int64 whose sum over ranks says whether all ranks are at one step: once a step with sums,
+    which do not carry their step's number as frames do, drivers exchange these before they use a
+    sum."""
     return np.array([1, index, index * index], np.int64)
 
 
-def check_step_numbers(summed: np.ndarray, index: int, size: int, joined: Callable[[], Sequence[int]] = list) -> None:
-    """MismatchError where ranks are at different steps, RuntimeError where some are gone; joined: finds out which have called hvd.join()."""
+def check_step_numbers(
+    summed: np.ndarray, index: int, size: int, joined: Callable[[], Sequence[int]] = list
+) -> None:
+    """MismatchError where ranks are at different steps, RuntimeError where some are gone; joined:
+    finds out which have called hvd.join()."""
     ranks, total, squares = summed.tolist()
     if ranks != size:
-        raise error_of_joined(size - ranks, size, joined(), "sums of this compression are wrong without them")
-    if ranks * squares != total * total:  # equal numbers, and only those, have no variance
-        raise MismatchError(f"this rank is at step {index}, others are not: was a state loaded, or did training begin, on some ranks only?")
+        raise error_of_joined(
+            size - ranks, size, joined(), "sums of this compression are wrong without them"
+        )
+    # Equal numbers, and only those, have no variance.
+    if ranks * squares != total * total:
+        raise MismatchError(
+            f"this rank is at step {index}, others are not: was a state loaded, or did training "
+            f"begin, on some ranks only?"
+        )

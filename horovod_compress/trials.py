@@ -1,11 +1,17 @@
-"""Which compression makes a training's steps shortest: found out by taking real steps with each, as a pure function of how long they took."""
+"""Which compression makes a training's steps shortest: found out by taking real steps with each, as
+a pure function of how long they took."""
+
 import dataclasses
 import statistics
 from typing import Dict, List, Mapping, Optional, Sequence
 
-_STEPS = 3  # of a candidate in a row; the first is not counted, because it makes buffers and moves state
-_HOPELESS = 2.0  # times the shortest steps so far, in a first step twice that: after two such in a row a candidate is not tried further
-_CLOSE = 1.25  # times the shortest steps: those are tried again
+# Of a candidate in a row; the first is not counted, because it makes buffers and moves state.
+_STEPS = 3
+# Times the shortest steps so far, in a first step twice that: after two such in a row a candidate
+# is not tried further.
+_HOPELESS = 2.0
+# Times the shortest steps: those are tried again.
+_CLOSE = 1.25
 # Of two candidates, from which on their spread can be told.
 _TURNS = 4
 # The steps of those that count.
@@ -61,7 +67,8 @@ class _Tried:
 
 
 class Trials:
-    """Says with which candidate the next step is to be taken, and is told how long it took, until one is chosen.
+    """Says with which candidate the next step is to be taken, and is told how long it took, until
+    one is chosen.
 
     candidates: specs, the dense baseline first; the last is tried first, so have those last that
         send least: what is much slower than they are is given up after two steps.
@@ -77,16 +84,22 @@ class Trials:
 
     def __init__(self, candidates: Sequence[str], steps: int = 30, margin: float = 0.05) -> None:
         if len(set(candidates)) != len(candidates) or not candidates:
-            raise ValueError(f"candidates must be one or more different specs, not {list(candidates)}")
+            raise ValueError(
+                f"candidates must be one or more different specs, not {list(candidates)}"
+            )
         if not isinstance(margin, (int, float)) or not 0 <= margin <= 1:
             raise ValueError(f"margin must be a share from 0 to 1, not {margin!r}")
         if isinstance(steps, bool) or not isinstance(steps, int):
             raise ValueError(f"steps to try must be a whole number, not {steps!r}")
         if steps < _STEPS * len(candidates):
-            raise ValueError(f"{len(candidates)} candidates take {_STEPS} steps each, at the least: {steps} are too few")
+            raise ValueError(
+                f"{len(candidates)} candidates take {_STEPS} steps each, at the least: {steps} are "
+                f"too few"
+            )
         self._baseline, self._margin, self._left = candidates[0], margin, steps
         self.tried: Dict[str, _Tried] = {spec: _Tried() for spec in candidates}
-        self._turns: List[str] = list(reversed(candidates))  # of this round, the one that is under way first
+        # Of this round, the one that is under way first.
+        self._turns: List[str] = list(reversed(candidates))
         self._taken = 0  # steps of this turn
         self._slow = False  # whether the last of them was
         self.chosen: Optional[str] = candidates[0] if len(candidates) == 1 else None

@@ -1,4 +1,6 @@
-"""What is exchanged in place of gradients where optimizers' updates are: which compressors serve, how often, and what is done with the mean."""
+"""What is exchanged in place of gradients where optimizers' updates are: which compressors serve,
+how often, and what is done with the mean."""
+
 import dataclasses
 import inspect
 import logging
@@ -12,29 +14,36 @@ from .compressors.selective import decide_follow_lr
 from .handshake import Gathering, gather, warning_when_stalled
 
 _log = logging.getLogger("horovod_compress")
-_NO_MEANING = {  # of options of algorithms, where updates are compressed
+_NO_MEANING = {
+    # Of options of algorithms, where updates are compressed.
     "momentum": "the optimizer's momentum is inside its updates",
     "nesterov": "the optimizer's momentum is inside its updates",
     "follow_lr": "the learning rate is inside the updates",
-    "clip_norm": "each rank clips its own gradients: clip them with torch.nn.utils.clip_grad_norm_, or in Keras by the optimizer's clipnorm",
+    "clip_norm": "each rank clips its own gradients: clip them with "
+    "torch.nn.utils.clip_grad_norm_, or in Keras by the optimizer's clipnorm",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Nesterov:
-    """What is done with the mean update Δ of all ranks: m ← momentum·m + Δ, and parameters move by lr·(Δ + momentum·m) (DiLoCo, arXiv 2311.08105,
-    Algorithm 1, with SGD with Nesterov's momentum as the outer optimizer). m is alike on all ranks."""
+    """What is done with the mean update Δ of all ranks: m ← momentum·m + Δ, and parameters move by
+    lr·(Δ + momentum·m) (DiLoCo, arXiv 2311.08105, Algorithm 1, with SGD with Nesterov's momentum as
+    the outer optimizer). m is alike on all ranks."""
 
     lr: float = 0.7
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
         if not (self.lr > 0 and 0 <= self.momentum < 1):
-            raise ValueError(f"Nesterov needs a learning rate above 0 and a momentum from 0 to below 1, not {self}")
+            raise ValueError(
+                f"Nesterov needs a learning rate above 0 and a momentum from 0 to below 1, not "
+                f"{self}"
+            )
 
 
 def check_rounds(every: int, outer: Optional[Nesterov]) -> None:
-    """Raises for what is no number of local steps, ValueError, and for what is no outer optimizer, TypeError."""
+    """Raises for what is no number of local steps, ValueError, and for what is no outer optimizer,
+    TypeError."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be a number of steps, 1 or more, not {every!r}")
     if outer is not None and not isinstance(outer, Nesterov):
@@ -43,34 +52,51 @@ def check_rounds(every: int, outer: Optional[Nesterov]) -> None:
 
 def check_ranks(ranks: Optional[int]) -> None:
     """ValueError for what is no number of ranks, nor None, of an AdamW of ours."""
-    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, numbers.Integral) or ranks < 1):
+    if ranks is not None and (
+        isinstance(ranks, bool) or not isinstance(ranks, numbers.Integral) or ranks < 1
+    ):
         raise ValueError(f"ranks must be a number of ranks, 1 or more, not {ranks!r}")
 
 
 def check_ranks_of_set(ranks: Optional[int], process_set: Any) -> None:
     """ValueError where an AdamW of ours would take all ranks for those of a process set."""
     if ranks is None and process_set is not None and process_set.ranks is not None:
-        raise ValueError(f"hvdc.AdamW takes all ranks' samples for the whole batch: with this process set say ranks={len(process_set.ranks)}")
+        raise ValueError(
+            f"hvdc.AdamW takes all ranks' samples for the whole batch: with this process set say "
+            f"ranks={len(process_set.ranks)}"
+        )
 
 
 AVERAGED = (
-    "hvdc.AdamW is for a rank's own gradients, and Horovod has averaged these: use the framework's own AdamW with hvd.DistributedOptimizer, or "
+    "hvdc.AdamW is for a rank's own gradients, and Horovod has averaged these: use the framework's "
+    "own AdamW with hvd.DistributedOptimizer, or "
     "hvdc.UpdateOptimizer in its place"
 )
 
 
 def compressor_for_updates(spec: Any, rank: int) -> Compressor:
-    """The compressor of a spec, or of an unbound compression, for updates. rank: this process's, of which the first tells what is different there.
-    ValueError for options that have no meaning there."""
+    """The compressor of a spec, or of an unbound compression, for updates. rank: this process's, of
+    which the first tells what is different there. ValueError for options that have no meaning
+    there."""
     compressor: Any = get_compressor(spec.compressor if isinstance(spec, Unbound) else spec)
     for key, why in _NO_MEANING.items():
         if compressor.config.get(key):
-            raise ValueError(f"{compressor.id}: {key} has no meaning where updates are compressed, because {why}: leave it out")
+            raise ValueError(
+                f"{compressor.id}: {key} has no meaning where updates are compressed, because "
+                f"{why}: leave it out"
+            )
     if getattr(compressor, "moments", "minibatch") != "minibatch":
-        raise ValueError(f"{compressor.id}: moments={compressor.moments} are of gradients; updates have moments=minibatch only")
+        raise ValueError(
+            f"{compressor.id}: moments={compressor.moments} are of gradients; updates have "
+            f"moments=minibatch only"
+        )
     if compressor.corrects_momentum:
         if rank == 0:
-            _log.warning("%s selects by size with error feedback here, as topk does: momentum is inside the updates", compressor.id)
+            _log.warning(
+                "%s selects by size with error feedback here, as topk does: momentum is inside the "
+                "updates",
+                compressor.id,
+            )
         compressor = compressor.bound(0.0, False)
     return decide_follow_lr(compressor, False, False)
 
@@ -84,7 +110,8 @@ def methods_of(cls: type, of_all: Iterable[str], framework: Collection[str]) -> 
     others = [each for each in cls.__mro__ if each.__module__.partition(".")[0] not in framework]
     names = {name for each in others for name in vars(each)} - set(of_all)
     return {
-        name for name in names
+        name
+        for name in names
         if not name.startswith("__") and inspect.isfunction(inspect.getattr_static(cls, name))
     }
 

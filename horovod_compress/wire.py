@@ -1,5 +1,7 @@
-"""Payloads as self-checking frames of bytes; docs/wire-format.md describes every field. A frame carries its length, because an allgather joins the
-frames of all ranks, and a checksum. Whatever is cut off, changed or meant for another tensor is a WireError, never a wrong result."""
+"""Payloads as self-checking frames of bytes; docs/wire-format.md describes every field. A frame
+carries its length, because an allgather joins the frames of all ranks, and a checksum. Whatever is
+cut off, changed or meant for another tensor is a WireError, never a wrong result."""
+
 import struct
 from typing import Any, Callable, List, Tuple
 
@@ -10,21 +12,28 @@ from .kernels import HEADROOM, Encoded
 
 VERSION = 2
 _MAGIC = b"hC"
-_HEADER = struct.Struct("<2sBBIIIII")  # magic version id, checksum digest step length flags
-_pack_header: Callable[..., None] = _HEADER.pack_into  # NumPy does not type its arrays as buffers before Python 3.12
+# Magic version id, checksum digest step length flags.
+_HEADER = struct.Struct("<2sBBIIIII")
+# NumPy does not type its arrays as buffers before Python 3.12.
+_pack_header: Callable[..., None] = _HEADER.pack_into
 _unpack_header: Callable[..., Tuple[Any, ...]] = _HEADER.unpack_from
 _pack_into: Callable[..., None] = struct.pack_into
-_CHECKED = 8  # the checksum covers the frame from this byte on; the fields before are compared as they are
-_NOT_FINITE = 1  # of the flags, whose other bits are the bytes of padding
-_WINDOW = 8  # frames after which their length is chosen anew
+# The checksum covers the frame from this byte on; the fields before are compared as they are.
+_CHECKED = 8
+# Of the flags, whose other bits are the bytes of padding.
+_NOT_FINITE = 1
+# Frames after which their length is chosen anew.
+_WINDOW = 8
 assert _HEADER.size == HEADROOM
 
 
 class WireError(ValueError):
-    """A payload that is not what this rank expects: truncated, changed, or of another tensor, step or configuration."""
+    """A payload that is not what this rank expects: truncated, changed, or of another tensor, step
+    or configuration."""
 
 
-FrameLength = Callable[[int], int]  # from the least length that a frame can have, the one that it gets
+# From the least length that a frame can have, the one that it gets.
+FrameLength = Callable[[int], int]
 
 
 def exact(length: int) -> int:
@@ -33,8 +42,9 @@ def exact(length: int) -> int:
 
 
 class Steady:
-    """Lengths that hardly ever change, so that Horovod answers an allgather from its response cache: what frames of late have needed at most, and up
-    to a 64th more where they differ. Frames that would grow by over an eighth have no padding, until they come to vary less."""
+    """Lengths that hardly ever change, so that Horovod answers an allgather from its response
+    cache: what frames of late have needed at most, and up to a 64th more where they differ. Frames
+    that would grow by over an eighth have no padding, until they come to vary less."""
 
     def __init__(self) -> None:
         self._length = 0  # 0: each frame's own
@@ -64,9 +74,12 @@ def _rounded_up(length: int) -> int:
     return -(-length // unit) * unit
 
 
-def seal(payload: Encoded, number: int, digest: int, step: int, frame_length: FrameLength = exact) -> np.ndarray:
-    """The frame of an Encoded payload, made in the payload's buffer where that is long enough. number: the compressor's id on the wire; digest:
-    uint32 of configuration and tensor; step: the number of the step, of which the low 32 bits travel."""
+def seal(
+    payload: Encoded, number: int, digest: int, step: int, frame_length: FrameLength = exact
+) -> np.ndarray:
+    """The frame of an Encoded payload, made in the payload's buffer where that is long enough.
+    number: the compressor's id on the wire; digest: uint32 of configuration and tensor; step: the
+    number of the step, of which the low 32 bits travel."""
     buffer = payload.buffer
     needed = len(buffer) - 1
     total = frame_length(needed)
@@ -76,14 +89,19 @@ def seal(payload: Encoded, number: int, digest: int, step: int, frame_length: Fr
         frame = np.zeros(total, np.uint8)
         frame[:needed] = buffer[:needed]
     flags = (0 if payload.finite else _NOT_FINITE) | (total - needed) << 1
-    _pack_header(frame, 0, _MAGIC, VERSION, number, 0, digest, step & 0xFFFFFFFF, needed - HEADROOM, flags)
+    _pack_header(
+        frame, 0, _MAGIC, VERSION, number, 0, digest, step & 0xFFFFFFFF, needed - HEADROOM, flags
+    )
     _pack_into("<I", frame, 4, kernels.host.checksum(frame[_CHECKED:]))
     return frame
 
 
-def unseal(data: np.ndarray, frames: int, number: int, digest: int, step: int) -> Tuple[List[np.ndarray], bool]:
-    """(bodies, finite): the bodies of exactly `frames` joined frames in `data`, uint8, one for each rank, and whether every rank's gradient was
-    finite. Raises WireError, naming the rank, for anything else."""
+def unseal(
+    data: np.ndarray, frames: int, number: int, digest: int, step: int
+) -> Tuple[List[np.ndarray], bool]:
+    """(bodies, finite): the bodies of exactly `frames` joined frames in `data`, uint8, one for each
+    rank, and whether every rank's gradient was finite. Raises WireError, naming the rank, for
+    anything else."""
     bodies: List[np.ndarray] = []
     at = not_finite = 0
     try:
@@ -94,20 +112,28 @@ def unseal(data: np.ndarray, frames: int, number: int, digest: int, step: int) -
     except WireError as error:
         raise WireError(f"payload of rank {len(bodies)}: {error}") from None
     if len(bodies) < frames:
-        raise WireError(f"payloads of {len(bodies)} ranks came, {frames} were expected: were ranks lost, or is another number of them running now?")
+        raise WireError(
+            f"payloads of {len(bodies)} ranks came, {frames} were expected: were ranks lost, or is "
+            f"another number of them running now?"
+        )
     if at != len(data):
         raise WireError(f"{len(data) - at} bytes follow the payload of the last of {frames} ranks")
     return bodies, not not_finite
 
 
-def _unseal_one(data: np.ndarray, at: int, number: int, digest: int, step: int) -> Tuple[np.ndarray, int, int]:
+def _unseal_one(
+    data: np.ndarray, at: int, number: int, digest: int, step: int
+) -> Tuple[np.ndarray, int, int]:
     if len(data) - at < HEADROOM:
         raise WireError("cut off in its header")
     magic, version, id, checksum, found_digest, found_step, length, flags = _unpack_header(data, at)
     if magic != _MAGIC:
         raise WireError("not a horovod_compress payload")
     if version != VERSION:
-        raise WireError(f"wire version {version}, this rank has {VERSION}; install the same horovod-compress everywhere")
+        raise WireError(
+            f"wire version {version}, this rank has {VERSION}; install the same horovod-compress "
+            f"everywhere"
+        )
     body = at + HEADROOM
     end = body + length + (flags >> 1)
     if end > len(data):
@@ -117,6 +143,8 @@ def _unseal_one(data: np.ndarray, at: int, number: int, digest: int, step: int) 
     if id != number or found_digest != digest:
         raise WireError("made for another compressor, configuration or tensor")
     if found_step != step:
-        raise WireError(f"of step {found_step}, this rank is at step {step}; was a state loaded on some ranks only?")
+        raise WireError(
+            f"of step {found_step}, this rank is at step {step}; was a state loaded on some ranks "
+            f"only?"
+        )
     return data[body : body + length], end, flags
-

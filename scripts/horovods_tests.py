@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Runs Horovod's own tests of optimizers with a compression where they have none: horovods_tests.py CHECKOUT [SPEC ...].
+"""Runs Horovod's own tests of optimizers with a compression where they have none: horovods_tests.py
+CHECKOUT [SPEC ...].
 
-CHECKOUT is a directory with Horovod's sources and tests, v0.28.1: they are no part of Horovod's packages, nor of this project. Each test of
-test_torch.py and test_tensorflow2_keras.py that makes a DistributedOptimizer is run on two ranks: as it is, and once for every SPEC.
-By default those gather every tensor, with values of 16 bits or a part of the elements, or sum it. Fails where a test fails
+CHECKOUT is a directory with Horovod's sources and tests, v0.28.1: they are no part of Horovod's
+packages, nor of this project. Each test of test_torch.py and test_tensorflow2_keras.py that makes a
+DistributedOptimizer is run on two ranks: as it is, and once for every SPEC. By default those gather
+every tensor, with values of 16 bits or a part of the elements, or sum it. Fails where a test fails
 that passes as it is, and where none passes. Needs Open MPI, pytest, mock and parameterized
 (.venv/bin/pip install mock parameterized).
 """
+
 import argparse
 import importlib.util
 import inspect
@@ -16,15 +19,27 @@ import subprocess
 import sys
 import tempfile
 
-FILES = {"torch": "test/parallel/test_torch.py", "tensorflow": "test/parallel/test_tensorflow2_keras.py"}
+FILES = {
+    "torch": "test/parallel/test_torch.py",
+    "tensorflow": "test/parallel/test_tensorflow2_keras.py",
+}
 SPECS = {
-    "torch": ("topk:ratio=1,values=bf16,min_numel=0", "dgc:ratio=0.3,min_numel=0", "maxnorm:bits=16,min_numel=0"),
+    "torch": (
+        "topk:ratio=1,values=bf16,min_numel=0",
+        "dgc:ratio=0.3,min_numel=0",
+        "maxnorm:bits=16,min_numel=0",
+    ),
     # What Keras' tests compute is compared with exact numbers.
-    "tensorflow": ("topk:ratio=1,values=bf16,min_numel=0", "dgc:ratio=1,values=bf16,masking=false,min_numel=0"),
+    "tensorflow": (
+        "topk:ratio=1,values=bf16,min_numel=0",
+        "dgc:ratio=1,values=bf16,masking=false,min_numel=0",
+    ),
 }
 FAIL_ON_PURPOSE = {
-    "test_dynamic_requires_grad": "reads gradients while they are exchanged, and those that are gathered are 0 then",
-    "test_broadcast_state_options": "trains before it broadcasts options that differ between ranks, which is an error here",
+    "test_dynamic_requires_grad": "reads gradients while they are exchanged, and those that are "
+    "gathered are 0 then",
+    "test_broadcast_state_options": "trains before it broadcasts options that differ between "
+    "ranks, which is an error here",
 }
 # What those files import, beside Horovod and its frameworks.
 NEEDED = ("pytest", "mock", "parameterized")
@@ -60,7 +75,9 @@ def main():
             continue
         for spec in arguments.specs or SPECS[framework]:
             found = outcomes(framework, path, spec)
-            worse = sorted(name for name, outcome in as_it_is.items() if outcome == "passed" != found.get(name))
+            worse = sorted(
+                name for name, outcome in as_it_is.items() if outcome == "passed" != found.get(name)
+            )
             unexpected = [name for name in worse if name not in FAIL_ON_PURPOSE]
             failed |= bool(unexpected)
             ran = sum(name in found for name in as_it_is)
@@ -78,12 +95,34 @@ def main():
 def outcomes(framework, path, spec):
     """{test: "passed", or what else it came to on some rank} of a job."""
     with tempfile.TemporaryDirectory() as folder:
-        plugin = [sys.executable, "-m", "pytest", "-q", "-p", "horovods_tests", "-p", "no:cacheprovider", path]
+        plugin = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "horovods_tests",
+            "-p",
+            "no:cacheprovider",
+            path,
+        ]
         environment = {
-            **os.environ, "HVDC_FRAMEWORK": framework, "HVDC_SPEC": spec, "HVDC_OUTCOMES": folder,
-            "PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH", "")]),
+            **os.environ,
+            "HVDC_FRAMEWORK": framework,
+            "HVDC_SPEC": spec,
+            "HVDC_OUTCOMES": folder,
+            "PYTHONPATH": os.pathsep.join(
+                [os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH", "")]
+            ),
         }
-        job = subprocess.run([*JOB.split(), *plugin], env=environment, cwd=folder, capture_output=True, text=True, timeout=1200)
+        job = subprocess.run(
+            [*JOB.split(), *plugin],
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
         found = {}
         for rank in range(2):
             file = pathlib.Path(folder, f"rank{rank}")
@@ -97,11 +136,15 @@ def outcomes(framework, path, spec):
         return found
 
 
-# -- as a plugin of pytest, on every rank -------------------------------------------------------------------------------------
+# -- as a plugin of pytest, on every rank
 
 
 def pytest_collection_modifyitems(items):
-    items[:] = [item for item in items if "DistributedOptimizer(" in inspect.getsource(inspect.unwrap(item.function))]
+    items[:] = [
+        item
+        for item in items
+        if "DistributedOptimizer(" in inspect.getsource(inspect.unwrap(item.function))
+    ]
 
 
 def pytest_runtest_logreport(report):
@@ -115,7 +158,8 @@ def pytest_sessionstart(session):
     if os.environ["HVDC_FRAMEWORK"] == "torch":
         import torch
 
-        if hasattr(torch.optim, "Muon"):  # the tests take any optimizer of PyTorch's, and this one takes matrices only
+        # The tests take any optimizer of PyTorch's, and this one takes matrices only.
+        if hasattr(torch.optim, "Muon"):
             torch.optim.Muon.__module__ = "not torch.optim"
     if os.environ["HVDC_SPEC"]:
         inject(os.environ["HVDC_FRAMEWORK"], os.environ["HVDC_SPEC"])
@@ -134,10 +178,14 @@ def inject(framework, spec):
     theirs = hvd.DistributedOptimizer
 
     def with_compression(optimizer, *args, **kwargs):
-        if "compression" not in kwargs and not (framework == "torch" and kwargs.get("op") == hvd.Adasum):
+        if "compression" not in kwargs and not (
+            framework == "torch" and kwargs.get("op") == hvd.Adasum
+        ):
             options = {"process_set": kwargs.get("process_set")}
             if framework == "torch" and kwargs.get("named_parameters") is not None:
-                options["named_parameters"] = kwargs["named_parameters"] = list(kwargs["named_parameters"])
+                options["named_parameters"] = kwargs["named_parameters"] = list(
+                    kwargs["named_parameters"]
+                )
             kwargs["compression"] = hvdc.Compression.from_spec(spec, optimizer, **options)
         return theirs(optimizer, *args, **kwargs)
 

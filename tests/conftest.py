@@ -3,6 +3,7 @@
 `scripts/test` runs what is not marked, `--all` what is marked `extended` too, and `--slow` only
 what is marked `release`.
 """
+
 import contextlib
 import os
 import pathlib
@@ -32,7 +33,8 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if gpu_is_there() else "1")
 @contextlib.contextmanager
 def busy_processes(number):
     """Inside, as many processes compute as hard as they can."""
-    loop = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10**6))"  # ends with the tests, however they end
+    # Ends with the tests, however they end.
+    loop = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10**6))"
     with contextlib.ExitStack() as stack:
         for _ in range(number):
             process = subprocess.Popen([sys.executable, "-c", loop])
@@ -53,7 +55,13 @@ MARKERS = {
 
 
 def pytest_addoption(parser):
-    parser.addoption("--busy", type=int, default=0, metavar="N", help="run the tests beside N processes that keep the cores busy")
+    parser.addoption(
+        "--busy",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run the tests beside N processes that keep the cores busy",
+    )
     parser.addoption("--all", action="store_true", help="run the tests marked `extended` too")
     parser.addoption(
         "--slow", action="store_true", help="run the tests marked `release`, only those"
@@ -64,7 +72,8 @@ def pytest_configure(config):
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     _choose_examples(config.getoption("--all") or config.getoption("--slow"))
-    if not hasattr(config, "workerinput"):  # once, not in every process of pytest-xdist
+    # Once, not in every process of pytest-xdist.
+    if not hasattr(config, "workerinput"):
         stack = contextlib.ExitStack()
         stack.enter_context(busy_processes(config.getoption("busy")))
         config.add_cleanup(stack.close)
@@ -97,13 +106,18 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A file with jobs of real ranks is run by one of pytest-xdist's processes, because several tests ask for the same job; so is the one
-    that builds and tests the kernels with sanitizers. Its own marker for groups does not work with pytest 9.2."""
+    """A file with jobs of real ranks is run by one of pytest-xdist's processes, because several
+    tests ask for the same job; so is the one that builds and tests the kernels with sanitizers. Its
+    own marker for groups does not work with pytest 9.2."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.split("::")[0]
-            return file if file.startswith("tests/parallel/") or file == "tests/unit/test_sanitizers.py" else nodeid
+            return (
+                file
+                if file.startswith("tests/parallel/") or file == "tests/unit/test_sanitizers.py"
+                else nodeid
+            )
 
     return Scheduling(config, log)

@@ -1,5 +1,7 @@
-"""The algorithms, one in each file, and the specs that name them. A Compressor with an id is found in its file. Other packages add algorithms as
-entry points of the group `horovod_compress.compressors`: `id = "module:Class"`."""
+"""The algorithms, one in each file, and the specs that name them. A Compressor with an id is found
+in its file. Other packages add algorithms as entry points of the group
+`horovod_compress.compressors`: `id = "module:Class"`."""
+
 import dataclasses
 import functools
 import importlib
@@ -15,13 +17,29 @@ from .options import Kind
 ENTRY_POINTS = "horovod_compress.compressors"
 Spec = Union[str, Dict[str, Any], Compressor]
 _RESERVED_IDS = ("compress", "from_spec")
-_RESERVED_OPTIONS = ("id", "spec", "optimizer", "named_parameters", "process_set", "grad_scaler", "discardable")
+_RESERVED_OPTIONS = (
+    "id",
+    "spec",
+    "optimizer",
+    "named_parameters",
+    "process_set",
+    "grad_scaler",
+    "discardable",
+)
 
 
 def _registry() -> Dict[str, Type[Compressor]]:
     """{id: class} of this package's own algorithms, in the order of their numbers."""
-    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    classes = {cls for module in modules for cls in vars(module).values() if inspect.isclass(cls) and issubclass(cls, Compressor) and cls.id}
+    modules = [
+        importlib.import_module(f"{__name__}.{module.name}")
+        for module in pkgutil.iter_modules(__path__)
+    ]
+    classes = {
+        cls
+        for module in modules
+        for cls in vars(module).values()
+        if inspect.isclass(cls) and issubclass(cls, Compressor) and cls.id
+    }
     return {str(cls.id): cls for cls in sorted(classes, key=lambda cls: cls.number)}
 
 
@@ -30,13 +48,24 @@ REGISTRY = _registry()
 
 @functools.lru_cache(maxsize=None)
 def _installed() -> Dict[str, List[metadata.EntryPoint]]:
-    """{id: entry points} of the algorithms of other packages. An id has several where packages clash."""
+    """{id: entry points} of the algorithms of other packages. An id has several where packages
+    clash."""
     points: Any = metadata.entry_points()
-    points = points.select(group=ENTRY_POINTS) if hasattr(points, "select") else points.get(ENTRY_POINTS, ())  # Python 3.9 has no select
+    # Python 3.9 has no select.
+    points = (
+        points.select(group=ENTRY_POINTS)
+        if hasattr(points, "select")
+        else points.get(ENTRY_POINTS, ())
+    )
     found: Dict[str, Dict[str, metadata.EntryPoint]] = {}
     for point in points:
         if point.name in REGISTRY:
-            warnings.warn(f"horovod_compress has a compressor {point.name!r} of its own: {point.value} is not used", RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                f"horovod_compress has a compressor {point.name!r} of its own: {point.value} is "
+                f"not used",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         else:
             found.setdefault(point.name, {})[point.value] = point
     return {id: list(by_value.values()) for id, by_value in found.items()}
@@ -49,13 +78,16 @@ def ids() -> List[str]:
 
 @functools.lru_cache(maxsize=None)
 def find(id: str) -> Type[Compressor]:
-    """The class of an algorithm. Raises ValueError for an unknown id, and ImportError where another package's cannot be used."""
+    """The class of an algorithm. Raises ValueError for an unknown id, and ImportError where another
+    package's cannot be used."""
     if id in REGISTRY:
         return REGISTRY[id]
     points = _installed().get(id)
     if not points:
         raise ValueError(f"unknown compressor {id!r}; there are: {', '.join(ids())}")
-    where = f"the compressor {id!r} is installed as {' and as '.join(point.value for point in points)}"
+    where = (
+        f"the compressor {id!r} is installed as {' and as '.join(point.value for point in points)}"
+    )
     if len(points) > 1:
         raise ImportError(f"{where}: uninstall all but one of these packages")
     try:
@@ -75,27 +107,36 @@ def _wrong_with(cls: Any, id: str) -> Optional[str]:
     if cls.id != id:
         return f"whose id is {cls.id!r}"
     if not id.isidentifier() or id.startswith("_") or id in _RESERVED_IDS or hasattr(type, id):
-        return "which is no id that works: it must be a Python name, and not " + ", ".join(_RESERVED_IDS)
+        return "which is no id that works: it must be a Python name, and not " + ", ".join(
+            _RESERVED_IDS
+        )
     if "__dataclass_params__" not in vars(cls):
         return "which is not decorated as @dataclasses.dataclass(frozen=True, repr=False)"
     for field in dataclasses.fields(cls):
         if not {"kind", "doc"} <= set(field.metadata):
-            return f"whose field {field.name} is not made by horovod_compress.compressors.options.option(…)"
+            return (
+                f"whose field {field.name} is not made by "
+                "horovod_compress.compressors.options.option(…)"
+            )
         if field.name in _RESERVED_OPTIONS:
-            return f"whose option {field.name} has the name of an argument of compressions: call it something else"
+            return (
+                f"whose option {field.name} has the name of an argument of compressions: "
+                "call it something else"
+            )
     return None
 
 
 def package_of(id: str) -> Optional[str]:
-    """The name and version of the package that an algorithm comes from; None for this package's own."""
+    """The name and version of the package that an algorithm comes from; None for this package's
+    own."""
     points = () if id in REGISTRY else _installed().get(id, ())
     package = getattr(points[0], "dist", None) if points else None  # unknown in Python 3.9
     return package and f"{package.name} {package.version}"
 
 
 def available() -> Dict[str, Dict[str, Any]]:
-    """{id: {"collective", "options": {name: {"default", "values", "doc"}}, "paper"}} of every algorithm. Those of other packages that
-    cannot be imported are left out, with a warning."""
+    """{id: {"collective", "options": {name: {"default", "values", "doc"}}, "paper"}} of every
+    algorithm. Those of other packages that cannot be imported are left out, with a warning."""
     listed = {}
     for id in ids():
         try:
@@ -103,15 +144,23 @@ def available() -> Dict[str, Dict[str, Any]]:
         except ImportError as error:
             warnings.warn(f"horovod_compress: {error}", RuntimeWarning, stacklevel=2)
             continue
-        options = {f.name: {"default": f.default, "values": str(f.metadata["kind"]), "doc": f.metadata["doc"]} for f in dataclasses.fields(cls)}
+        options = {
+            f.name: {
+                "default": f.default,
+                "values": str(f.metadata["kind"]),
+                "doc": f.metadata["doc"],
+            }
+            for f in dataclasses.fields(cls)
+        }
         listed[id] = {"collective": cls().collective, "options": options, "paper": cls.paper}
     return listed
 
 
 def get_compressor(spec: Spec) -> Compressor:
-    """The compressor of a spec: "dgc:ratio=0.001,momentum=0.9", or {"id": "dgc", "ratio": 0.001}, or a compressor itself. Raises ValueError for an
-    unknown id or option, naming the valid ones, and for a value out of range or of a wrong type; ImportError for an algorithm of another package that
-    cannot be imported."""
+    """The compressor of a spec: "dgc:ratio=0.001,momentum=0.9", or {"id": "dgc", "ratio": 0.001},
+    or a compressor itself. Raises ValueError for an unknown id or option, naming the valid ones,
+    and for a value out of range or of a wrong type; ImportError for an algorithm of another package
+    that cannot be imported."""
     if isinstance(spec, Compressor):
         return spec
     if isinstance(spec, str):
@@ -120,7 +169,9 @@ def get_compressor(spec: Spec) -> Compressor:
     elif isinstance(spec, dict) and isinstance(spec.get("id"), str):
         id, options = spec["id"], {k: v for k, v in spec.items() if k != "id"}
     else:
-        raise ValueError(f"a spec is a string 'id:option=value,…' or a dict with an 'id', not {spec!r}")
+        raise ValueError(
+            f"a spec is a string 'id:option=value,…' or a dict with an 'id', not {spec!r}"
+        )
     cls = find(id.strip())
     for name in options:
         _kind(cls, name)
@@ -130,7 +181,9 @@ def get_compressor(spec: Spec) -> Compressor:
 def _kind(cls: Type[Compressor], name: str) -> Kind:
     kinds = {f.name: f.metadata["kind"] for f in dataclasses.fields(cls)}
     if name not in kinds:
-        raise ValueError(f"{cls.id} has no option {name!r}; its options: {', '.join(kinds) or 'none'}")
+        raise ValueError(
+            f"{cls.id} has no option {name!r}; its options: {', '.join(kinds) or 'none'}"
+        )
     return kinds[name]
 
 

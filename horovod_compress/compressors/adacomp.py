@@ -1,4 +1,5 @@
 """AdaComp (Chen, Choi, Brand, Agrawal, Zhang, Gopalakrishnan, AAAI 2018, arXiv 1712.02679)."""
+
 import dataclasses
 import functools
 from typing import Tuple, Union
@@ -23,13 +24,15 @@ class AdaCompState(State):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AdaComp(GatheringCompressor):
-    """Sends, of each bin of elements, those that the newest gradient could have lifted over the bin's largest.
+    """Sends, of each bin of elements, those that the newest gradient could have lifted over the
+    bin's largest.
 
-    With G = residual + g and H = residual + scale_factor·g, an element is sent where |H| ≥ max |G| of its bin. It is sent as the sign
-    of G times the mean of all bins' maxima, one scale for a tensor. The error stays in the residual. The subtraction is pending until
-    the next step's pass over the residual. How many elements are sent adapts to the layer and the phase of training, so there is no
-    warm-up. The ordinary optimizer works on the mean; with Adam compress its updates instead
-    (UpdateOptimizer).
+    With G = residual + g and H = residual + scale_factor·g, an element is sent where |H| ≥ max |G|
+    of its bin. It is sent as the sign of G times the mean of all bins' maxima, one scale for a
+    tensor. The error stays in the residual. The subtraction is pending until the next step's pass
+    over the residual. How many elements are sent adapts to the layer and the phase of training, so
+    there is no warm-up. The ordinary optimizer works on the mean; with Adam compress its updates
+    instead (UpdateOptimizer).
     """
 
     id = "adacomp"
@@ -37,10 +40,14 @@ class AdaComp(GatheringCompressor):
     on_device = True
     kept = {"residual": LOCAL}
     state_type = AdaCompState
-    paper = "Chen et al., AdaComp: Adaptive Residual Gradient Compression, AAAI 2018, arXiv 1712.02679"
+    paper = (
+        "Chen et al., AdaComp: Adaptive Residual Gradient Compression, AAAI 2018, arXiv 1712.02679"
+    )
 
     bin_length: Union[int, str] = option(
-        Auto(Count(1, 2**32 - 1)), "auto", "elements of a bin; auto: 50 for what has a convolution's shape, 500 for all else"
+        Auto(Count(1, 2**32 - 1)),
+        "auto",
+        "elements of a bin; auto: 50 for what has a convolution's shape, 500 for all else",
     )
     scale_factor: float = option(Number(1), 2.0, "of the newest gradient in H: the soft threshold")
 
@@ -51,9 +58,15 @@ class AdaComp(GatheringCompressor):
     def encode(self, grad: np.ndarray, state: AdaCompState, step: Step) -> Encoding:
         indices, scale = state.pending
         encoded = kernels.deferred(grad).encode_adacomp(
-            grad, state.arrays["residual"], indices, sent_scale=scale, bin_length=self.bin_length, scale_factor=self.scale_factor
+            grad,
+            state.arrays["residual"],
+            indices,
+            sent_scale=scale,
+            bin_length=self.bin_length,
+            scale_factor=self.scale_factor,
         )
-        state.pending = _NOTHING  # The kernel has subtracted it, or will: it has not refused.
+        # The kernel has subtracted it, or will: it has not refused.
+        state.pending = _NOTHING
         return kernels.after(encoded, functools.partial(self._selected, state))
 
     def _selected(self, state: AdaCompState, encoded: kernels.Encoded) -> kernels.Encoded:
@@ -71,11 +84,13 @@ class AdaComp(GatheringCompressor):
 
 
 def _is_convolution(shape: Tuple[int, ...]) -> bool:
-    """Whether a tensor has the shape of a convolution's kernel: two dimensions of channels, and small extents in space, which come last (PyTorch) or
-    first (Keras). Two or three extents count as small up to 32 each. Attention kernels of as many dimensions, (d, 3, heads, key), have no such end
-    where the key size is larger. A single extent can look like the heads or the key size of an attention kernel, (d, heads, key) or (heads, key, d).
-    So it must be odd and from 3 to 63, which heads and key sizes hardly ever are, or come last and be at most 15, which is below key sizes. A shape
-    with heads·key = d is attention."""
+    """Whether a tensor has the shape of a convolution's kernel: two dimensions of channels, and
+    small extents in space, which come last (PyTorch) or first (Keras). Two or three extents count
+    as small up to 32 each. Attention kernels of as many dimensions, (d, 3, heads, key), have no
+    such end where the key size is larger. A single extent can look like the heads or the key size
+    of an attention kernel, (d, heads, key) or (heads, key, d). So it must be odd and from 3 to 63,
+    which heads and key sizes hardly ever are, or come last and be at most 15, which is below key
+    sizes. A shape with heads·key = d is attention."""
     extents = len(shape) - 2
     if extents < 1:
         return False

@@ -1,4 +1,6 @@
-"""The contract between an algorithm and the exchange. An algorithm knows arrays and kernels: nothing of frameworks or networks."""
+"""The contract between an algorithm and the exchange. An algorithm knows arrays and kernels:
+nothing of frameworks or networks."""
+
 import dataclasses
 import functools
 import math
@@ -15,13 +17,17 @@ from ..requests import FLOAT32, Collective, Exchanged, HostReduce, Payload, Spli
 GATHER = Collective("allgather", "uint8")
 HOST = Collective("host", "float32")
 LARGEST = float(np.finfo(np.float32).max)
-Encoding = Union[Payload, kernels.DeviceCall, Generator[Union[Exchanged, kernels.DeviceCall], Any, Payload]]
+Encoding = Union[
+    Payload, kernels.DeviceCall, Generator[Union[Exchanged, kernels.DeviceCall], Any, Payload]
+]
 Decoded = Union[bool, kernels.DeviceCall]
 
 
 def zeros(numel: int) -> np.ndarray:
-    """float32 zeros that begin on a cache line: unaligned state makes the pass over it up to half as long again."""
-    memory = np.empty(numel + 16, np.float32)  # unlike np.zeros, on huge pages where it is large: scattered reads are faster
+    """float32 zeros that begin on a cache line: unaligned state makes the pass over it up to half
+    as long again."""
+    # Unlike np.zeros, on huge pages where it is large: scattered reads are faster.
+    memory = np.empty(numel + 16, np.float32)
     memory.fill(0)
     return memory[-memory.ctypes.data % 64 // 4 :][:numel]
 
@@ -30,11 +36,13 @@ def zeros(numel: int) -> np.ndarray:
 class Step:
     """What an algorithm may know of the step it works in.
 
-    index is the number of the step, from 0. rank and size are this rank and the number of ranks. scale is the factor by which local
-    clipping multiplies this rank's gradient. squares are sums over samples of squared gradients, one for each element, where the
-    framework's adapter collected them. lr is the learning rate that the optimizer will apply to this tensor's result, None where it is
-    unknown. unit is the loss scale: a gradient of 1 arrives as this. clip_norm is the limit of the step's norm, where the step is clipped.
-    base, as long as the gradient, is where that counts from: gradient − base is compressed, and the result is added to base. Only compressors
+    index is the number of the step, from 0. rank and size are this rank and the number of ranks.
+    scale is the factor by which local clipping multiplies this rank's gradient. squares are sums
+    over samples of squared gradients, one for each element, where the framework's adapter collected
+    them. lr is the learning rate that the optimizer will apply to this tensor's result, None where
+    it is unknown. unit is the loss scale: a gradient of 1 arrives as this. clip_norm is the limit
+    of the step's norm, where the step is clipped. base, as long as the gradient, is where that
+    counts from: gradient − base is compressed, and the result is added to base. Only compressors
     that take one see it.
     """
 
@@ -50,24 +58,28 @@ class Step:
 
 
 class Model:
-    """All tensors of a compressor, concatenated to one vector in an order that is the same on all ranks."""
+    """All tensors of a compressor, concatenated to one vector in an order that is the same on all
+    ranks."""
 
     def __init__(self) -> None:
         self.numel = 0
         self._starts: Dict[str, Tuple[int, int]] = {}
         self._drawn: Tuple[Any, Any] = None, None
-        self._lock = threading.Lock()  # graphs bring tensors in several threads
+        # Graphs bring tensors in several threads.
+        self._lock = threading.Lock()
 
     def add(self, name: str, numel: int) -> None:
         self._starts[name] = self.numel, self.numel + numel
         self.numel += numel
 
     def own(self, name: str, key: int, first: int, count: int) -> np.ndarray:
-        """This tensor's share, ascending, of `count` coordinates drawn from the whole model by the kernel `draw_coordinates`. The
-        tensors of a step share one draw."""
+        """This tensor's share, ascending, of `count` coordinates drawn from the whole model by the
+        kernel `draw_coordinates`. The tensors of a step share one draw."""
         with self._lock:
             if self._drawn[0] != (key, first, count, self.numel):
-                drawn = kernels.host.draw_coordinates(key=key, numel=self.numel, first=first, count=count)
+                drawn = kernels.host.draw_coordinates(
+                    key=key, numel=self.numel, first=first, count=count
+                )
                 self._drawn = (key, first, count, self.numel), np.sort(drawn)
             drawn = self._drawn[1]
         start, end = self._starts[name]
@@ -76,19 +88,23 @@ class Model:
 
 
 class Kept(NamedTuple):
-    """What an array of the state is. role is "local" for what this rank has not sent yet, or "shared" for what is the same on all ranks. degree is
-    the power of the gradients' size with which the array grows."""
+    """What an array of the state is. role is "local" for what this rank has not sent yet, or
+    "shared" for what is the same on all ranks. degree is the power of the gradients' size with
+    which the array grows."""
 
     role: str
     degree: int = 1
 
 
 LOCAL, SHARED = Kept("local"), Kept("shared")
-OWED = "owed"  # an array of any tensor's state, from a change of compressors to the next step that succeeds, which sends it densely; LOCAL
+# An array of any tensor's state, from a change of compressors to the next step that succeeds, which
+# sends it densely; LOCAL.
+OWED = "owed"
 
 
 class Shard(NamedTuple):
-    """The part of a tensor that one of `ranks` ranks keeps: its first element, the one after its last, and the tensor's number of elements."""
+    """The part of a tensor that one of `ranks` ranks keeps: its first element, the one after its
+    last, and the tensor's number of elements."""
 
     first: int
     last: int
@@ -103,8 +119,9 @@ class Shard(NamedTuple):
 
 
 class Undo(NamedTuple):
-    """How a rollback restores an array of the state: it adds `values` to the elements `indices`, or with `replace` writes them there. Where indices
-    is None, values is the body of a payload, which is decoded and added."""
+    """How a rollback restores an array of the state: it adds `values` to the elements `indices`, or
+    with `replace` writes them there. Where indices is None, values is the body of a payload, which
+    is decoded and added."""
 
     array: str
     indices: Optional[np.ndarray]
@@ -114,12 +131,15 @@ class Undo(NamedTuple):
 
 @dataclasses.dataclass
 class State:
-    """One tensor's state on one rank. An algorithm that needs more has a subclass of State as its `state_type`.
+    """One tensor's state on one rank. An algorithm that needs more has a subclass of State as its
+    `state_type`.
 
-    arrays lives between steps, and is saved and loaded; `Compressor.kept` describes it. undo lists how a rollback of the open step restores the
-    arrays. sent is what `commit` needs of the open step. all_sent says whether the open step sent everything, densely. indices, uint32, are those
-    that the last step worked on, where they or their memory are needed again. buffer is the memory of the last payload, for the next to use.
-    model is all tensors, where this is one of several. overflows counts steps in which a finite element became infinite in a narrower type.
+    arrays lives between steps, and is saved and loaded; `Compressor.kept` describes it. undo lists
+    how a rollback of the open step restores the arrays. sent is what `commit` needs of the open
+    step. all_sent says whether the open step sent everything, densely. indices, uint32, are those
+    that the last step worked on, where they or their memory are needed again. buffer is the memory
+    of the last payload, for the next to use. model is all tensors, where this is one of several.
+    overflows counts steps in which a finite element became infinite in a narrower type.
     """
 
     name: str
@@ -135,33 +155,50 @@ class State:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Compressor(ABC):
-    """One algorithm with its options. Options are attributes, repr is a valid constructor call, and equality compares options.
+    """One algorithm with its options. Options are attributes, repr is a valid constructor call, and
+    equality compares options.
 
-    A step works on the flat float32 gradient of one tensor. `encode` makes this rank's payload, the exchange moves it, and `decode` or
-    `add` leaves the result in the gradient's memory. Afterwards exactly one of `commit` and `rollback` is called: a payload is gone
-    from the residual for good only once the step has succeeded on all ranks.
+    A step works on the flat float32 gradient of one tensor. `encode` makes this rank's payload, the
+    exchange moves it, and `decode` or `add` leaves the result in the gradient's memory. Afterwards
+    exactly one of `commit` and `rollback` is called: a payload is gone from the residual for good
+    only once the step has succeeded on all ranks.
 
     Raises ValueError for an option of the wrong type or out of range, and says what is valid.
     """
 
-    id: ClassVar[Optional[str]] = None  # the name in specs; None: not for users
-    number: ClassVar[int] = -1  # the id on the wire: below 128 this package's own, which state it; above, it follows from the id
+    # The name in specs; None: not for users.
+    id: ClassVar[Optional[str]] = None
+    # The id on the wire: below 128 this package's own, which state it; above, it follows from the
+    # id.
+    number: ClassVar[int] = -1
     paper: ClassVar[Optional[str]] = None
-    corrects_momentum = False  # takes over the optimizer's momentum: has options momentum, nesterov and a method bound
-    clip_norm = None  # type: Optional[float]  # where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is there
-    on_device: ClassVar[bool] = False  # whether the kernels on a device are all that it needs: each class says so for itself
+    # Takes over the optimizer's momentum: has options momentum, nesterov and a method bound.
+    corrects_momentum = False
+    # Where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is
+    # there.
+    clip_norm = None  # type: Optional[float]
+    # Whether the kernels on a device are all that it needs: each class says so for itself.
+    on_device: ClassVar[bool] = False
     # Whether gradients of float64 are carried as such: each class says so for itself. Else they
     # become float32 before `encode`.
     carries_float64: ClassVar[bool] = False
-    takes_base = False  # whether `encode` subtracts `Step.base` itself, and leaves the gradient as that is where it would leave it zero
-    same_kernels = False  # whether replicas agree only where all ranks have native kernels, or all the reference
-    shard = None  # type: Optional[Shard]  # where set, the part of the tensor that this rank's state is of
-    seed = None  # type: Optional[int]  # where set, all random draws follow from it
-    kept: ClassVar[Dict[str, Kept]] = {}  # what the arrays of the state are, by name
+    # Whether `encode` subtracts `Step.base` itself, and leaves the gradient as that is where it
+    # would leave it zero.
+    takes_base = False
+    # Whether replicas agree only where all ranks have native kernels, or all the reference.
+    same_kernels = False
+    # Where set, the part of the tensor that this rank's state is of.
+    shard = None  # type: Optional[Shard]
+    # Where set, all random draws follow from it.
+    seed = None  # type: Optional[int]
+    # What the arrays of the state are, by name.
+    kept: ClassVar[Dict[str, Kept]] = {}
     accumulator: ClassVar[str] = "residual"  # which of them is the residual
     state_type: ClassVar[Type[State]] = State
-    owes_results: ClassVar[bool] = False  # whether `owed` is of results, alike on all ranks, and not of this rank's gradients
-    follow_lr = False  # type: Optional[bool]  # whether the residual is rescaled where the learning rate changes; None: where that is known
+    # Whether `owed` is of results, alike on all ranks, and not of this rank's gradients.
+    owes_results: ClassVar[bool] = False
+    # Whether the residual is rescaled where the learning rate changes; None: where that is known.
+    follow_lr = False  # type: Optional[bool]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -180,17 +217,20 @@ class Compressor(ABC):
                 raise ValueError(f"{self.id}: {field.name} must be {kind}, not {value!r}") from None
 
     def __repr__(self) -> str:
-        changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+        values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
+        changed = [f"{field.name}={value!r}" for field, value in values if value != field.default]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
-        """The Collectives that `encode` yields and returns on `size` ranks, in order: one allgather unless a subclass says otherwise. A dense step
-        uses none of them, or, where `encode` is a generator, the first."""
+        """The Collectives that `encode` yields and returns on `size` ranks, in order: one allgather
+        unless a subclass says otherwise. A dense step uses none of them, or, where `encode` is a
+        generator, the first."""
         return (GATHER,)
 
     @property
     def collective(self) -> str:
-        """The collective that moves payloads: "allgather", or "allreduce" where they are summed, by us or by the host."""
+        """The collective that moves payloads: "allgather", or "allreduce" where they are summed, by
+        us or by the host."""
         return "allgather" if self.collectives(2)[-1].verb == "allgather" else "allreduce"
 
     @property
@@ -199,22 +239,26 @@ class Compressor(ABC):
         return {"id": self.id, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}
 
     def init(self, name: str, shape: Tuple[int, ...]) -> State:
-        """The State of one tensor. Unless a subclass says otherwise, each of the arrays in `kept` is as long as the tensor, and zero."""
+        """The State of one tensor. Unless a subclass says otherwise, each of the arrays in `kept`
+        is as long as the tensor, and zero."""
         return self.state_type(name, {array: zeros(math.prod(shape)) for array in self.kept})
 
     @abstractmethod
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
-        """This rank's payload: HostReduce or Allreduce, of `horovod_compress.requests`, or Encoded. grad is flat float32, and this method may change
-        it; where it returns Encoded it leaves grad zero, because payloads are added there. It is a generator where ranks must agree first: it
-        yields an Allreduce, Allgather or Alltoall, and is sent the result. All tensors of a step go through these rounds together. Of a gradient on a
-        device a DeviceCall may bring what is returned, if that is no HostReduce, and a generator may yield one."""
+        """This rank's payload: HostReduce or Allreduce, of `horovod_compress.requests`, or Encoded.
+        grad is flat float32, and this method may change it; where it returns Encoded it leaves grad
+        zero, because payloads are added there. It is a generator where ranks must agree first: it
+        yields an Allreduce, Allgather or Alltoall, and is sent the result. All tensors of a step go
+        through these rounds together. Of a gradient on a device a DeviceCall may bring what is
+        returned, if that is no HostReduce, and a generator may yield one."""
 
     def with_options(self, **options: Any) -> "Compressor":
         """This compressor with other values of these options."""
         return dataclasses.replace(self, **options)
 
     def for_part(self, ranks: int) -> "Compressor":
-        """This compressor for one of so many parts of a tensor, which together send what it sends of the whole."""
+        """This compressor for one of so many parts of a tensor, which together send what it sends
+        of the whole."""
         return self
 
     def after_warmup(self) -> "Compressor":
@@ -222,17 +266,18 @@ class Compressor(ABC):
         return self
 
     def payload_bits(self, numel: int, step: Step) -> Optional[float]:
-        """Bits of this step's Encoded payload for each element of the tensor; None where they depend on the gradients. The exchange
-        compares them with those of a dense exchange."""
+        """Bits of this step's Encoded payload for each element of the tensor; None where they
+        depend on the gradients. The exchange compares them with those of a dense exchange."""
         return None
 
     def split(self, numel: int, step: Step) -> Optional[Split]:
-        """How this step's entries of a tensor are split among ranks and selected again; None: every rank gets every payload."""
+        """How this step's entries of a tensor are split among ranks and selected again; None: every
+        rank gets every payload."""
         return None
 
     def encode_dense(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
-        """The residual plus the gradient, as a HostReduce payload. The exchange calls this instead of `encode` where gathered payloads
-        would move more bytes."""
+        """The residual plus the gradient, as a HostReduce payload. The exchange calls this instead
+        of `encode` where gathered payloads would move more bytes."""
         state.all_sent = True
         self.apply_pending(state)
         residual = self.residual(state)
@@ -244,8 +289,11 @@ class Compressor(ABC):
         return HostReduce(grad)
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
-        """Adds the finite elements of the gradient to the residual and leaves the gradient zero. Returns whether all were finite."""
-        return kernels.of(grad).add_to_residual(grad, None, self.residual(state), scale=step.scale)[1]
+        """Adds the finite elements of the gradient to the residual and leaves the gradient zero.
+        Returns whether all were finite."""
+        return kernels.of(grad).add_to_residual(grad, None, self.residual(state), scale=step.scale)[
+            1
+        ]
 
     def forget_sent(self, state: State) -> None:
         """Clears the residual, after a dense step that succeeded."""
@@ -253,13 +301,21 @@ class Compressor(ABC):
         if residual is not None:
             residual.fill(0)
 
-    def decode(self, summed: np.ndarray, out: np.ndarray, state: State, step: Step, scale: float) -> Decoded:
-        """Decodes the sum of the ranks' Allreduce payloads, times scale, into `out`, the gradient's memory. Returns whether that is finite, or for
-        `out` on a device a DeviceCall that brings it; so do `decode_dense` and `add`."""
-        raise NotImplementedError(f"{self.id} returns Allreduce payloads, so it needs a method decode")
+    def decode(
+        self, summed: np.ndarray, out: np.ndarray, state: State, step: Step, scale: float
+    ) -> Decoded:
+        """Decodes the sum of the ranks' Allreduce payloads, times scale, into `out`, the gradient's
+        memory. Returns whether that is finite, or for `out` on a device a DeviceCall that brings
+        it; so do `decode_dense` and `add`."""
+        raise NotImplementedError(
+            f"{self.id} returns Allreduce payloads, so it needs a method decode"
+        )
 
-    def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float) -> Decoded:
-        """Writes the reduced HostReduce payloads, times scale, into `out`, which may be the same array. Returns whether that is finite."""
+    def decode_dense(
+        self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float
+    ) -> Decoded:
+        """Writes the reduced HostReduce payloads, times scale, into `out`, which may be the same
+        array. Returns whether that is finite."""
         if reduced.dtype != FLOAT32:
             largest = kernels.deferred(reduced).decode_float16(reduced.view(np.uint16), out)
         else:
@@ -269,25 +325,29 @@ class Compressor(ABC):
         return kernels.after(largest, functools.partial(_scale, out, scale))
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> Decoded:
-        """Decodes the body of one rank's Encoded payload and adds it, times scale, to `out`, which is zero before the first rank's. Returns whether
-        the sum is finite. Raises ValueError for a body that `encode` cannot have made. Bodies are sparse unless a subclass says otherwise."""
+        """Decodes the body of one rank's Encoded payload and adds it, times scale, to `out`, which
+        is zero before the first rank's. Returns whether the sum is finite. Raises ValueError for a
+        body that `encode` cannot have made. Bodies are sparse unless a subclass says otherwise."""
         return kernels.deferred(out).decode_add_sparse(out, body, scale=scale)
 
     def part(self, out: np.ndarray, rank: int) -> np.ndarray:
-        """The part of the gradient's memory that the payload of a rank is of: all of it, unless ranks hold parts of tensors."""
+        """The part of the gradient's memory that the payload of a rank is of: all of it, unless
+        ranks hold parts of tensors."""
         return out
 
     def residual(self, state: State) -> Optional[np.ndarray]:
-        """The residual, up to date only after `apply_pending`; None where the algorithm keeps none."""
+        """The residual, up to date only after `apply_pending`; None where the algorithm keeps
+        none."""
         return state.arrays.get(self.accumulator)
 
     def owed(self, state: State) -> Optional[np.ndarray]:
-        """What results are still to bring of earlier gradients, up to date only after `apply_pending`; None where that is nothing."""
+        """What results are still to bring of earlier gradients, up to date only after
+        `apply_pending`; None where that is nothing."""
         return self.residual(state)
 
     def take_over(self, owed: np.ndarray, state: State) -> bool:
-        """Has the results to come bring this, too, which another compressor owed. Returns whether there is a place for it in the state, alike on
-        all ranks."""
+        """Has the results to come bring this, too, which another compressor owed. Returns whether
+        there is a place for it in the state, alike on all ranks."""
         residual = self.residual(state)
         if residual is None:
             return False
@@ -299,7 +359,8 @@ class Compressor(ABC):
         return owed
 
     def end_step(self, state: State, succeeded: bool) -> None:
-        """Ends the open step: by `commit` or `rollback`, or after a dense step that succeeded by `forget_sent`."""
+        """Ends the open step: by `commit` or `rollback`, or after a dense step that succeeded by
+        `forget_sent`."""
         if not state.all_sent:
             (self.commit if succeeded else self.rollback)(state)
         elif succeeded:
@@ -310,7 +371,8 @@ class Compressor(ABC):
         """Keeps the changes of a step that succeeded."""
 
     def rollback(self, state: State) -> None:
-        """Undoes the changes of a step that failed or whose result was not finite, on all ranks alike."""
+        """Undoes the changes of a step that failed or whose result was not finite, on all ranks
+        alike."""
         for array, indices, values, replace in state.undo:
             if indices is None:
                 kernels.at_once(self.add(values, state.arrays[array], 1.0))
@@ -320,7 +382,8 @@ class Compressor(ABC):
                 state.arrays[array][indices] += values
 
     def apply_pending(self, state: State) -> None:
-        """Brings the arrays up to date between steps, where `commit` left a pending change to the next `encode`."""
+        """Brings the arrays up to date between steps, where `commit` left a pending change to the
+        next `encode`."""
 
 
 def _scale(out: np.ndarray, scale: float, largest: float) -> bool:

@@ -1,4 +1,5 @@
 """bfloat16: float32's range with 8 bits of precision."""
+
 import dataclasses
 import functools
 
@@ -10,10 +11,12 @@ from .base import Compressor, Decoded, Encoding, State, Step
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BFloat16(Compressor):
-    """Gathers bfloat16 and sums it in float32: Horovod's MPI and Gloo backends do not reduce bfloat16.
+    """Gathers bfloat16 and sums it in float32: Horovod's MPI and Gloo backends do not reduce
+    bfloat16.
 
-    Two ranks move half the bytes of float32. An allgather's bytes grow with the ranks, so for many of them fp16 moves less. Nothing
-    finite becomes infinite. Elements are rounded to nearest, ties to even.
+    Two ranks move half the bytes of float32. An allgather's bytes grow with the ranks, so for many
+    of them fp16 moves less. Nothing finite becomes infinite. Elements are rounded to nearest, ties
+    to even.
     """
 
     id = "bf16"
@@ -25,7 +28,10 @@ class BFloat16(Compressor):
         return 16
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
-        return kernels.after(kernels.deferred(grad).encode_bf16(grad, state.buffer), functools.partial(self._encoded, state))
+        return kernels.after(
+            kernels.deferred(grad).encode_bf16(grad, state.buffer),
+            functools.partial(self._encoded, state),
+        )
 
     def _encoded(self, state: State, encoded: kernels.Encoded) -> kernels.Encoded:
         state.buffer = encoded.buffer

@@ -1,4 +1,6 @@
-"""DeMo's payload: the largest coefficients of chunks in the discrete cosine transform (Peng, Quesnelle, Kingma, arXiv 2411.19870)."""
+"""DeMo's payload: the largest coefficients of chunks in the discrete cosine transform (Peng,
+Quesnelle, Kingma, arXiv 2411.19870)."""
+
 import dataclasses
 import functools
 import math
@@ -16,13 +18,16 @@ from .topk import VALUE_BITS
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class DeMo(SelectiveCompressor):
-    """Sends the k largest coefficients of each chunk of momentum in the discrete cosine transform, and keeps the rest for later steps.
+    """Sends the k largest coefficients of each chunk of momentum in the discrete cosine transform,
+    and keeps the rest for later steps.
 
-    The residual, DeMo's momentum, decays in every step, gets the gradient added, and loses what its own coefficients decode to. The result is
-    the mean of what all ranks' coefficients decode to. DeMo's optimizer applies the sign of that: signs are the optimizer's, not taken here.
+    The residual, DeMo's momentum, decays in every step, gets the gradient added, and loses what its
+    own coefficients decode to. The result is the mean of what all ranks' coefficients decode to.
+    DeMo's optimizer applies the sign of that: signs are the optimizer's, not taken here.
 
-    A tensor is a matrix, of its first dimensions by the others, split where their sum is least. A chunk is as high and as wide as the largest
-    divisors of the matrix's height and width up to `chunk`; of a vector it is as long.
+    A tensor is a matrix, of its first dimensions by the others, split where their sum is least. A
+    chunk is as high and as wide as the largest divisors of the matrix's height and width up to
+    `chunk`; of a vector it is as long.
     """
 
     id = "demo"
@@ -33,20 +38,35 @@ class DeMo(SelectiveCompressor):
     chunk: int = option(Count(1, 512), 64, "height and width of a chunk, at most")
     k: int = option(Count(1, 2**32 - 1), 32, "coefficients of each chunk")
     decay: float = option(Number(0, 1), 0.999, "of the residual, a step; 1: nothing is lost")
-    values: str = option(Choice(*VALUE_BITS), "fp32", "coefficients on the wire, as topk's; the residual keeps the error")
-    columns: Union[int, str] = option(Auto(Count(1, 2**32 - 1)), "auto", "of the matrix that a tensor is; auto: by its shape")
+    values: str = option(
+        Choice(*VALUE_BITS),
+        "fp32",
+        "coefficients on the wire, as topk's; the residual keeps the error",
+    )
+    columns: Union[int, str] = option(
+        Auto(Count(1, 2**32 - 1)), "auto", "of the matrix that a tensor is; auto: by its shape"
+    )
 
     def adapted(self, shape: Tuple[int, ...]) -> "DeMo":
         rows, columns = matrix_of(shape, 1)
         if self.columns == "auto":
             return dataclasses.replace(self, columns=max(rows if columns == 1 else columns, 1))
         if rows * columns % int(self.columns):
-            raise ValueError(f"demo: columns={self.columns} does not divide the {rows * columns} elements of a tensor of shape {shape}")
+            raise ValueError(
+                f"demo: columns={self.columns} does not divide the {rows * columns} elements of a "
+                f"tensor of shape {shape}"
+            )
         return self
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
         encoded = kernels.of(grad).encode_dct(
-            grad, state.arrays["residual"], **self._transform(grad.size), k=self.k, decay=self.decay, scale=step.scale, kind=self.values
+            grad,
+            state.arrays["residual"],
+            **self._transform(grad.size),
+            k=self.k,
+            decay=self.decay,
+            scale=step.scale,
+            kind=self.values,
         )
         state.undo = [Undo("residual", None, encoded.body)]
         return encoded
@@ -61,7 +81,11 @@ class DeMo(SelectiveCompressor):
     def _transform(self, numel: int) -> Dict[str, Union[np.ndarray, int]]:
         """The kernels' arguments that say how a tensor is cut and transformed."""
         width = int(self.columns)
-        return {"rows": _dct(_divisor(numel // width, self.chunk)), "columns": _dct(_divisor(width, self.chunk)), "width": width}
+        return {
+            "rows": _dct(_divisor(numel // width, self.chunk)),
+            "columns": _dct(_divisor(width, self.chunk)),
+            "width": width,
+        }
 
 
 @functools.lru_cache(maxsize=None)
@@ -72,12 +96,18 @@ def _divisor(n: int, most: int) -> int:
 
 @functools.lru_cache(maxsize=None)
 def _dct(n: int) -> np.ndarray:
-    """The orthonormal DCT-II matrix of n·n floats, a frequency in each row; the same ones on every machine."""
-    waves = [[_cosine((2 * i + 1) * frequency % (4 * n), n) for i in range(n)] for frequency in range(n)]
+    """The orthonormal DCT-II matrix of n·n floats, a frequency in each row; the same ones on every
+    machine."""
+    waves = [
+        [_cosine((2 * i + 1) * frequency % (4 * n), n) for i in range(n)] for frequency in range(n)
+    ]
     norms = [math.sqrt((2 if frequency else 1) / n) for frequency in range(n)]
-    return np.array([norm * value for norm, wave in zip(norms, waves) for value in wave], np.float32)
+    return np.array(
+        [norm * value for norm, wave in zip(norms, waves) for value in wave], np.float32
+    )
 
 
 def _cosine(parts: int, n: int) -> float:
-    """Of so many n-th parts of a right angle. Where it is 0, the library's would be what rounding has left of it."""
+    """Of so many n-th parts of a right angle. Where it is 0, the library's would be what rounding
+    has left of it."""
     return 0.0 if parts % (2 * n) == n else math.cos(math.pi / 2 * parts / n)

@@ -1,4 +1,5 @@
 """How tensors travel that an algorithm does not compress: what its option `dense` names."""
+
 import dataclasses
 from typing import Any
 
@@ -7,7 +8,8 @@ from .fp16 import Float16
 from .maxnorm import MaxNorm
 from .none import NoCompression
 
-_DENSE = {"fp32": NoCompression(), "fp16": Float16(), "int8": MaxNorm(bits=7, min_numel=0)}  # which has 127 steps from 0 to the largest
+# Which has 127 steps from 0 to the largest.
+_DENSE = {"fp32": NoCompression(), "fp16": Float16(), "int8": MaxNorm(bits=7, min_numel=0)}
 
 
 def dense_compressor(dense: str, seed: int) -> Compressor:

@@ -1,4 +1,5 @@
 """Deep Gradient Compression (Lin, Han, Mao, Wang, Dally, ICLR 2018, arXiv 1712.01887)."""
+
 import dataclasses
 import functools
 import math
@@ -18,14 +19,17 @@ from .topk import TopK
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class DGC(TopK):
-    """Sends the ratio·d entries of largest accumulated, momentum-corrected gradient; keeps the others for later steps.
+    """Sends the ratio·d entries of largest accumulated, momentum-corrected gradient; keeps the
+    others for later steps.
 
-    Each tensor of d floats has a momentum u and a velocity v (section 3.2); u only where momentum > 0. Bound to an SGD optimizer it takes over that
-    optimizer's momentum, Nesterov and weight decay, which the optimizer must not apply a second time. Unbound, momentum defaults to 0.9; with other
+    Each tensor of d floats has a momentum u and a velocity v (section 3.2); u only where momentum >
+    0. Bound to an SGD optimizer it takes over that optimizer's momentum, Nesterov and weight decay,
+    which the optimizer must not apply a second time. Unbound, momentum defaults to 0.9; with other
     optimizers to 0, which is top-k with error feedback; with Adam compress its updates instead
     (UpdateOptimizer).
 
-    A dense step sends v of all elements and masks no momentum. Tensors that are not compressed are averaged first and then get the same momentum.
+    A dense step sends v of all elements and masks no momentum. Tensors that are not compressed are
+    averaged first and then get the same momentum.
     """
 
     id = "dgc"
@@ -36,26 +40,43 @@ class DGC(TopK):
     accumulator = "v"
     paper = "Lin et al., Deep Gradient Compression, ICLR 2018, arXiv 1712.01887"
 
-    momentum: Optional[float] = option(Number(0, 1, optional=True), None, "none: the bound SGD's, 0.9 unbound, 0 for other optimizers")
-    nesterov: Optional[bool] = option(Flag(optional=True), None, "none: the bound SGD's, else false")
-    masking: bool = option(Flag(), True, "momentum factor masking: u becomes 0 where an element was sent (section 3.3)")
+    momentum: Optional[float] = option(
+        Number(0, 1, optional=True),
+        None,
+        "none: the bound SGD's, 0.9 unbound, 0 for other optimizers",
+    )
+    nesterov: Optional[bool] = option(
+        Flag(optional=True), None, "none: the bound SGD's, else false"
+    )
+    masking: bool = option(
+        Flag(), True, "momentum factor masking: u becomes 0 where an element was sent (section 3.3)"
+    )
     clip_norm: Optional[float] = option(
-        Number(0, low_open=True, optional=True), None,
-        "limit of the update's norm, all tensors together, as in clip_grad_norm_; each rank clips its own gradient before it is "
-        "accumulated, such that independent gradients of N ranks add up to it (section 3.2): to clip_norm·√N where ranks are averaged",
+        Number(0, low_open=True, optional=True),
+        None,
+        "limit of the update's norm, all tensors together, as in clip_grad_norm_; each rank clips "
+        "its own gradient before it is "
+        "accumulated, such that independent gradients of N ranks add up to it (section 3.2): to "
+        "clip_norm·√N where ranks are averaged",
     )
     warmup_steps: int = option(
-        ZeroOrCount(4), 0,
-        "steps over which the density falls in four stages, ratio^(1/5) … ratio^(4/5): 25 % … 0.4 % for 0.1 %; one at least for each stage",
+        ZeroOrCount(4),
+        0,
+        "steps over which the density falls in four stages, ratio^(1/5) … ratio^(4/5): 25 % … 0.4 "
+        "% for 0.1 %; one at least for each stage",
     )
-    schedule: Tuple[Tuple[int, float], ...] = option(Schedule(), (), "density by step, instead of ratio and warmup_steps")
+    schedule: Tuple[Tuple[int, float], ...] = option(
+        Schedule(), (), "density by step, instead of ratio and warmup_steps"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.schedule and self.warmup_steps:
             raise ValueError("dgc: give schedule or warmup_steps, not both")
         if self.k and (self.schedule or self.warmup_steps):
-            raise ValueError("dgc: k is the same in all steps: give ratio with schedule or warmup_steps")
+            raise ValueError(
+                "dgc: k is the same in all steps: give ratio with schedule or warmup_steps"
+            )
         if self.nesterov and self.momentum == 0:
             raise ValueError("dgc: nesterov needs a momentum above 0")
 
@@ -69,7 +90,9 @@ class DGC(TopK):
         return dataclasses.replace(self, momentum=momentum, nesterov=nesterov)
 
     def fallback(self) -> "DenseMomentum":
-        return DenseMomentum(momentum=self.m, nesterov=bool(self.nesterov), values=self.dense, seed=self.seed)
+        return DenseMomentum(
+            momentum=self.m, nesterov=bool(self.nesterov), values=self.dense, seed=self.seed
+        )
 
     def density(self, step: int) -> float:
         """The share of elements sent at this step."""
@@ -109,7 +132,9 @@ class DGC(TopK):
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         u, v = state.arrays.get("u"), state.arrays["v"]
-        return kernels.of(grad).add_to_residual(grad, u, v, momentum=self.m, nesterov=bool(self.nesterov), scale=step.scale)[1]
+        return kernels.of(grad).add_to_residual(
+            grad, u, v, momentum=self.m, nesterov=bool(self.nesterov), scale=step.scale
+        )[1]
 
 
 def _to_come(m: float) -> float:
@@ -124,15 +149,16 @@ def _late(owed: np.ndarray, m: float) -> np.ndarray:
 
 @dataclasses.dataclass
 class DenseMomentumState(QuantizerState):
-    """What the dense compressor needs, a quantizer at the most. spare is memory for the next step's momentum; `sent` refers to it until that step is
-    committed."""
+    """What the dense compressor needs, a quantizer at the most. spare is memory for the next step's
+    momentum; `sent` refers to it until that step is committed."""
 
     spare: Optional[np.ndarray] = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class DenseMomentum(NoCompression):
-    """For tensors that DGC does not compress: they are averaged, then get vanilla or Nesterov momentum, the same on all ranks."""
+    """For tensors that DGC does not compress: they are averaged, then get vanilla or Nesterov
+    momentum, the same on all ranks."""
 
     id, number = None, -1  # not for users: DGC's own
     on_device = True
@@ -160,7 +186,12 @@ class DenseMomentum(NoCompression):
 
     def owed(self, state: State) -> Optional[np.ndarray]:
         u = state.arrays.get("u")
-        return None if u is None else np.float32(_to_come(self.momentum) * (self.momentum if self.nesterov else 1)) * u  # u: SGD's buffer
+        # u: SGD's buffer.
+        return (
+            None
+            if u is None
+            else np.float32(_to_come(self.momentum) * (self.momentum if self.nesterov else 1)) * u
+        )
 
     def as_gradient(self, owed: np.ndarray) -> np.ndarray:
         return _late(owed, self.momentum)
@@ -168,10 +199,22 @@ class DenseMomentum(NoCompression):
     def encode_dense(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
         return HostReduce(grad)  # Not all is sent: u remains.
 
-    def decode(self, summed: np.ndarray, out: np.ndarray, state: DenseMomentumState, step: Step, scale: float) -> Decoded:
-        return kernels.after(self.dense.decode(summed, out, state, step, scale), functools.partial(self._move, out, state))
+    def decode(
+        self,
+        summed: np.ndarray,
+        out: np.ndarray,
+        state: DenseMomentumState,
+        step: Step,
+        scale: float,
+    ) -> Decoded:
+        return kernels.after(
+            self.dense.decode(summed, out, state, step, scale),
+            functools.partial(self._move, out, state),
+        )
 
-    def decode_dense(self, reduced: np.ndarray, out: np.ndarray, state: DenseMomentumState, scale: float) -> Decoded:
+    def decode_dense(
+        self, reduced: np.ndarray, out: np.ndarray, state: DenseMomentumState, scale: float
+    ) -> Decoded:
         if scale == 1 and reduced is out and "u" in state.arrays:
             # Momentum looks itself whether that is finite.
             return self._move(out, state, True)
@@ -185,13 +228,20 @@ class DenseMomentum(NoCompression):
         u = state.arrays.get("u")
         if u is None or not finite:
             return finite
-        spare = state.spare = np.empty_like(u) if state.spare is None else kernels.beside(state.spare, u)
+        spare = state.spare = (
+            np.empty_like(u) if state.spare is None else kernels.beside(state.spare, u)
+        )
 
         def moved(finite: bool) -> bool:
             state.sent = spare if finite else None
             return finite
 
-        return kernels.after(kernels.deferred(out).apply_momentum(out, u, spare, momentum=self.momentum, nesterov=self.nesterov), moved)
+        return kernels.after(
+            kernels.deferred(out).apply_momentum(
+                out, u, spare, momentum=self.momentum, nesterov=self.nesterov
+            ),
+            moved,
+        )
 
     def commit(self, state: DenseMomentumState) -> None:
         if state.sent is not None:

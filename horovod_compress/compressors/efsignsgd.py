@@ -1,4 +1,5 @@
 """EF-SignSGD (Karimireddy, Rebjock, Stich, Jaggi, ICML 2019, arXiv 1901.09847)."""
+
 import dataclasses
 from typing import Optional
 
@@ -12,19 +13,26 @@ from .selective import ErrorFeedback
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class EFSignSGD(ErrorFeedback):
-    """Sends the sign of every element of p = residual + g, one bit, and ‖p‖₁/d, one number a tensor; keeps the error.
+    """Sends the sign of every element of p = residual + g, one bit, and ‖p‖₁/d, one number a
+    tensor; keeps the error.
 
-    The paper has p = γ·g + e, where the error e is one of updates. So the residual is e/γ, which grows where the learning rate γ falls.
-    A zero is sent as if it were positive, because one bit has no third value; the residual keeps that error too.
+    The paper has p = γ·g + e, where the error e is one of updates. So the residual is e/γ, which
+    grows where the learning rate γ falls. A zero is sent as if it were positive, because one bit
+    has no third value; the residual keeps that error too.
     """
 
     id = "efsignsgd"
     number = 13
-    paper = "Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019, arXiv 1901.09847"
+    paper = (
+        "Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, "
+        "ICML 2019, arXiv 1901.09847"
+    )
 
     follow_lr: Optional[bool] = option(
-        Flag(optional=True), None,
-        "the residual is rescaled where the learning rate changes, as published; none: where an SGD without momentum is bound",
+        Flag(optional=True),
+        None,
+        "the residual is rescaled where the learning rate changes, as published; none: where an "
+        "SGD without momentum is bound",
     )
 
     symmetric = True
@@ -32,8 +40,12 @@ class EFSignSGD(ErrorFeedback):
     def payload_bits(self, numel: int, step: Step) -> float:
         return 1
 
-    def pack(self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step) -> kernels.Encoded:
-        encoded = kernels.of(grad).encode_one_bit(grad, residual, state.buffer, growth=self.growth(state, step), symmetric=self.symmetric)
+    def pack(
+        self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step
+    ) -> kernels.Encoded:
+        encoded = kernels.of(grad).encode_one_bit(
+            grad, residual, state.buffer, growth=self.growth(state, step), symmetric=self.symmetric
+        )
         state.buffer = encoded.buffer
         return encoded
 

@@ -1,4 +1,5 @@
 """Half precision, summed as such by the host: what Horovod's own Compression.fp16 does."""
+
 import dataclasses
 import warnings
 from typing import Tuple
@@ -11,15 +12,17 @@ from .base import Decoded, State, Step
 from .none import NoCompression
 
 _LARGEST = 65504
-_INFINITE = 65520  # halfway to the next: what is as large rounds to infinity
+# Halfway to the next: what is as large rounds to infinity.
+_INFINITE = 65520
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Float16(NoCompression):
     """Dense float16, summed over ranks in float16.
 
-    A finite number that rounds beyond 65504 becomes infinity, as in Horovod's own. Then the step is not finite on any rank, a GradScaler skips it,
-    and `stats()["overflows"]` counts it. The first time there is a warning.
+    A finite number that rounds beyond 65504 becomes infinity, as in Horovod's own. Then the step is
+    not finite on any rank, a GradScaler skips it, and `stats()["overflows"]` counts it. The first
+    time there is a warning.
     """
 
     id = "fp16"
@@ -32,7 +35,11 @@ class Float16(NoCompression):
     def encode(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
         if step.scale != 1:
             grad *= np.float32(step.scale)
-        half = state.buffer = np.empty_like(grad, dtype=np.float16) if state.buffer is None else kernels.beside(state.buffer, grad)
+        half = state.buffer = (
+            np.empty_like(grad, dtype=np.float16)
+            if state.buffer is None
+            else kernels.beside(state.buffer, grad)
+        )
         if isinstance(grad, np.ndarray):
             self._count_overflow(state, kernels.of(grad).encode_float16(grad, half.view(np.uint16)))
         else:
@@ -59,6 +66,13 @@ class Float16(NoCompression):
         """Counts a gradient, by its largest magnitude, that is finite, and not in float16."""
         if _INFINITE <= largest < np.inf:
             if not state.overflows:
-                said = f"horovod_compress: {state.name} has elements beyond {_LARGEST}, which are infinite in float16: scale the loss down, or leave "
-                warnings.warn(said + "this tensor out with another compression's exclude=", RuntimeWarning, stacklevel=1)
+                said = (
+                    f"horovod_compress: {state.name} has elements beyond {_LARGEST}, which are "
+                    f"infinite in float16: scale the loss down, or leave "
+                )
+                warnings.warn(
+                    said + "this tensor out with another compression's exclude=",
+                    RuntimeWarning,
+                    stacklevel=1,
+                )
             state.overflows += 1

@@ -1,4 +1,6 @@
-"""Global random-k: the same random coordinates on every rank, so payloads add up (Vineeth S, arXiv 2109.12497)."""
+"""Global random-k: the same random coordinates on every rank, so payloads add up (Vineeth S, arXiv
+2109.12497)."""
+
 import dataclasses
 import math
 from typing import Optional, Tuple
@@ -14,17 +16,30 @@ from .selective import SelectiveCompressor
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SharedCoordinates(SelectiveCompressor):
-    """A compressor that may work on K coordinates of a tensor, the same random ones on all ranks; the others are 0 in the result. A permutation that
-    follows from the seed is cut into blocks of K, one a step, so a sweep visits every coordinate. The last block of a sweep begins early enough to be
-    whole. The next sweep has another permutation. The coordinates are those of one tensor, or those of all tensors together; then a small tensor may
-    have none in some steps."""
+    """A compressor that may work on K coordinates of a tensor, the same random ones on all ranks;
+    the others are 0 in the result. A permutation that follows from the seed is cut into blocks of
+    K, one a step, so a sweep visits every coordinate. The last block of a sweep begins early enough
+    to be whole. The next sweep has another permutation. The coordinates are those of one tensor, or
+    those of all tensors together; then a small tensor may have none in some steps."""
 
     kept = {"residual": LOCAL}
 
-    ratio: Optional[float] = option(Number(0, 1, low_open=True, optional=True), None, "share of coordinates in a step; none: all")
-    k: Optional[int] = option(Count(1, optional=True), None, "coordinates in a step, instead of a ratio")
-    of: str = option(Choice("tensor", "model"), "tensor", "whose coordinates ratio and k count: each tensor's, or those of all that are compressed")
-    unbiased: bool = option(Flag(), False, "scale what is drawn by d/K; else what is not drawn stays in a residual")
+    ratio: Optional[float] = option(
+        Number(0, 1, low_open=True, optional=True),
+        None,
+        "share of coordinates in a step; none: all",
+    )
+    k: Optional[int] = option(
+        Count(1, optional=True), None, "coordinates in a step, instead of a ratio"
+    )
+    of: str = option(
+        Choice("tensor", "model"),
+        "tensor",
+        "whose coordinates ratio and k count: each tensor's, or those of all that are compressed",
+    )
+    unbiased: bool = option(
+        Flag(), False, "scale what is drawn by d/K; else what is not drawn stays in a residual"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,11 +57,17 @@ class SharedCoordinates(SelectiveCompressor):
         return min(numel, self.k or max(1, math.ceil((self.ratio or 0) * numel - 1e-6)))
 
     def init(self, name: str, shape: Tuple[int, ...]) -> State:
-        return super().init(name, shape) if self.sparse and not self.unbiased else self.state_type(name)
+        return (
+            super().init(name, shape)
+            if self.sparse and not self.unbiased
+            else self.state_type(name)
+        )
 
-    def draw(self, grad: np.ndarray, state: State, step: Step) -> Tuple[Optional[np.ndarray], np.ndarray, bool]:
-        """(indices, values, finite) of this step, moved out of the gradient or the residual. Where indices is None, values are the
-        gradient itself."""
+    def draw(
+        self, grad: np.ndarray, state: State, step: Step
+    ) -> Tuple[Optional[np.ndarray], np.ndarray, bool]:
+        """(indices, values, finite) of this step, moved out of the gradient or the residual. Where
+        indices is None, values are the gradient itself."""
         if not self.sparse:
             return None, grad, True
         model = state.model if self.of == "model" else None
@@ -57,7 +78,9 @@ class SharedCoordinates(SelectiveCompressor):
         if model is not None:
             indices = model.own(state.name, self.key("shared", sweep), first, count)
         else:
-            indices = kernels.host.draw_coordinates(key=self.key("shared", state.name, sweep), numel=numel, first=first, count=count)
+            indices = kernels.host.draw_coordinates(
+                key=self.key("shared", state.name, sweep), numel=numel, first=first, count=count
+            )
         residual = state.arrays.get("residual")
         if residual is None:
             finite = kernels.of(grad).max_abs(grad) < np.inf
@@ -66,7 +89,9 @@ class SharedCoordinates(SelectiveCompressor):
             grad.fill(0)
         else:
             finite = self.accumulate(grad, state, step)
-            values = kernels.of(grad).take_entries(indices, residual, None, kind="fp32", mask=False)[2]
+            values = kernels.of(grad).take_entries(
+                indices, residual, None, kind="fp32", mask=False
+            )[2]
             state.undo = [Undo("residual", indices, values.copy())]
         return indices, values, finite
 
@@ -79,16 +104,20 @@ class SharedCoordinates(SelectiveCompressor):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GlobalRandK(SharedCoordinates):
-    """Sums ratio·d, or k, coordinates of each tensor, the same random ones on every rank, in float32.
+    """Sums ratio·d, or k, coordinates of each tensor, the same random ones on every rank, in
+    float32.
 
-    No index travels and payloads are allreduced, so it scales to any number of ranks. With error feedback (the default) the residual
-    keeps the other coordinates until they are drawn. Unbiased, they are dropped and those drawn count d/K times.
-    The authors' code does neither.
+    No index travels and payloads are allreduced, so it scales to any number of ranks. With error
+    feedback (the default) the residual keeps the other coordinates until they are drawn. Unbiased,
+    they are dropped and those drawn count d/K times. The authors' code does neither.
     """
 
     id = "globalrandk"
     number = 8
-    paper = "Vineeth S, Unbiased Single-scale and Multi-scale Quantizers for Distributed Optimization, arXiv 2109.12497"
+    paper = (
+        "Vineeth S, Unbiased Single-scale and Multi-scale Quantizers for Distributed "
+        "Optimization, arXiv 2109.12497"
+    )
 
     ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of coordinates in a step")
 
@@ -103,7 +132,9 @@ class GlobalRandK(SharedCoordinates):
             values.fill(np.nan)  # the sum says so to all ranks
         return Allreduce(values)
 
-    def decode(self, summed: np.ndarray, out: np.ndarray, state: State, step: Step, scale: float) -> bool:
+    def decode(
+        self, summed: np.ndarray, out: np.ndarray, state: State, step: Step, scale: float
+    ) -> bool:
         if self.of == "model" and (summed[-1] != 0 or not math.isfinite(scale)):
             out.fill(np.nan)
             return False

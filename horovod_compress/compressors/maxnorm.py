@@ -1,4 +1,6 @@
-"""Single-scale quantization against the ranks' largest norm (Vineeth S, arXiv 2109.12497, section 3)."""
+"""Single-scale quantization against the ranks' largest norm (Vineeth S, arXiv 2109.12497, section
+3)."""
+
 import dataclasses
 import functools
 import math
@@ -13,25 +15,34 @@ from .quantizer import SharedScaleQuantizer
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MaxNorm(SharedScaleQuantizer):
-    """Rounds |g|/w·s at random to a whole number, s = 2^bits - 1, w the largest norm of all ranks; sums the codes.
+    """Rounds |g|/w·s at random to a whole number, s = 2^bits - 1, w the largest norm of all ranks;
+    sums the codes.
 
-    It is unbiased, with a variance of at most w²/(4s²) an element. Payloads add up exactly: an allreduce adds words whose fields hold
-    the sums of all ranks. With ratio or k only so many random coordinates are quantized, the same on all ranks.
+    It is unbiased, with a variance of at most w²/(4s²) an element. Payloads add up exactly: an
+    allreduce adds words whose fields hold the sums of all ranks. With ratio or k only so many
+    random coordinates are quantized, the same on all ranks.
     """
 
     id = "maxnorm"
     number = 9
     on_device = True
-    paper = "Vineeth S, Unbiased Single-scale and Multi-scale Quantizers for Distributed Optimization, arXiv 2109.12497"
+    paper = (
+        "Vineeth S, Unbiased Single-scale and Multi-scale Quantizers for Distributed "
+        "Optimization, arXiv 2109.12497"
+    )
 
     bits: int = option(Count(1, 16), 4, "s = 2^bits - 1 steps from 0 to the largest")
-    norm: str = option(Choice("max", "l2"), "max", "what the shared scale is the largest of: max |g|, or ‖g‖₂")
+    norm: str = option(
+        Choice("max", "l2"), "max", "what the shared scale is the largest of: max |g|, or ‖g‖₂"
+    )
 
     @functools.cached_property
     def steps(self) -> List[float]:
         return [2.0**self.bits - 1]
 
-    def norm_of(self, values: np.ndarray, peaks: Optional[np.ndarray]) -> Union[float, kernels.DeviceCall]:
+    def norm_of(
+        self, values: np.ndarray, peaks: Optional[np.ndarray]
+    ) -> Union[float, kernels.DeviceCall]:
         if self.norm == "max":
             return kernels.deferred(values).max_abs(values, peaks)
         if peaks is not None:

@@ -1,4 +1,6 @@
-"""Multi-scale quantization against the ranks' largest norm (Vineeth S, arXiv 2109.12497, section 4)."""
+"""Multi-scale quantization against the ranks' largest norm (Vineeth S, arXiv 2109.12497, section
+4)."""
+
 import dataclasses
 import functools
 from typing import List, Tuple
@@ -9,18 +11,23 @@ from .options import Ascending, option
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MultiScale(MaxNorm):
-    """As maxnorm, but small elements are rounded on a finer scale: the finest at which every rank's code still fits bits[0].
+    """As maxnorm, but small elements are rounded on a finer scale: the finest at which every rank's
+    code still fits bits[0].
 
-    The choice follows from the elements themselves, not from the random draw, so boundary values are unbiased too.
-    It needs one more collective a step, which counts the ranks that a scale fits, in ⌈log2(N + 1)⌉ bits an element and finer scale.
+    The choice follows from the elements themselves, not from the random draw, so boundary values
+    are unbiased too. It needs one more collective a step, which counts the ranks that a scale fits,
+    in ⌈log2(N + 1)⌉ bits an element and finer scale.
     """
 
     id = "multiscale"
     number = 10
     on_device = True
 
-    bits: Tuple[int, ...] = option(  # type: ignore[assignment]  # one number in maxnorm, and here one for each scale
-        Ascending(1, 16), (2, 6), "s = 2^bits - 1 steps of each scale; codes fit the first"
+    bits: Tuple[int, ...] = option(  # type: ignore[assignment]
+        # One number in maxnorm, and here one for each scale.
+        Ascending(1, 16),
+        (2, 6),
+        "s = 2^bits - 1 steps of each scale; codes fit the first",
     )
 
     @functools.cached_property

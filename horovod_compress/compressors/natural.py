@@ -1,4 +1,5 @@
 """Natural compression (Horvath et al., arXiv 1905.10988)."""
+
 import dataclasses
 
 import numpy as np
@@ -10,9 +11,11 @@ from .selective import GatheringCompressor
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Natural(GatheringCompressor):
-    """Rounds every element at random to one of the two powers of two next to it: a sign and an exponent, 9 bits.
+    """Rounds every element at random to one of the two powers of two next to it: a sign and an
+    exponent, 9 bits.
 
-    It is unbiased, with a variance of at most g²/8 an element. Elements from 2^127 on are rounded down to that.
+    It is unbiased, with a variance of at most g²/8 an element. Elements from 2^127 on are rounded
+    down to that.
     """
 
     id = "natural"

@@ -1,4 +1,6 @@
-"""No compression: the payload is the gradient itself. This is the baseline, and the fallback of small tensors."""
+"""No compression: the payload is the gradient itself. This is the baseline, and the fallback of
+small tensors."""
+
 import dataclasses
 from typing import ClassVar, Optional, Tuple
 

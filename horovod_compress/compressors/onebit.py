@@ -1,4 +1,5 @@
 """1-bit SGD (Seide, Fu, Droppo, Li, Yu, Interspeech 2014)."""
+
 import dataclasses
 
 from .efsignsgd import EFSignSGD
@@ -7,13 +8,19 @@ from .options import Flag, option
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class OneBit(EFSignSGD):
-    """Sends the sign of every element of residual + g, one bit, and the means of the positive and the negative half, two
-    numbers a tensor; keeps the error. The paper has two numbers a column; here a tensor is one column."""
+    """Sends the sign of every element of residual + g, one bit, and the means of the positive and
+    the negative half, two numbers a tensor; keeps the error. The paper has two numbers a column;
+    here a tensor is one column."""
 
     id = "onebit"
     number = 14
-    paper = "Seide et al., 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Training, Interspeech 2014"
+    paper = (
+        "Seide et al., 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel "
+        "Training, Interspeech 2014"
+    )
 
-    follow_lr: bool = option(Flag(), False, "the residual is rescaled where the learning rate changes; not in the paper")
+    follow_lr: bool = option(
+        Flag(), False, "the residual is rescaled where the learning rate changes; not in the paper"
+    )
 
     symmetric = False

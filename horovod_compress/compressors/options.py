@@ -1,4 +1,5 @@
 """Kinds of values of compressors' options. Each kind parses a spec's text and checks values."""
+
 import dataclasses
 import math
 import numbers
@@ -6,7 +7,8 @@ from typing import Any, ClassVar, Optional, Protocol, Tuple
 
 
 class Kind(Protocol):
-    """A kind of value. `str` of it describes its values; `parse` and `check` raise ValueError for any other."""
+    """A kind of value. `str` of it describes its values; `parse` and `check` raise ValueError for
+    any other."""
 
     def parse(self, text: str) -> Any:
         """The value that a spec's text stands for."""
@@ -31,7 +33,8 @@ class _Described:
 
 
 class _Range(_Described):
-    """Numbers of one `type`, made of anything like it, from low, or above it where it is open, to high."""
+    """Numbers of one `type`, made of anything like it, from low, or above it where it is open, to
+    high."""
 
     type: ClassVar[Any]
     like: ClassVar[Any]
@@ -57,9 +60,13 @@ class Number(_Range):
 
     type, like = float, numbers.Real
 
-    def __init__(self, low: float, high: float = math.inf, low_open: bool = False, optional: bool = False) -> None:
+    def __init__(
+        self, low: float, high: float = math.inf, low_open: bool = False, optional: bool = False
+    ) -> None:
         self.low, self.high, self.low_open, self.optional = low, high, low_open, optional
-        self.said = f"a number {'above' if low_open else 'at least'} {low:g}" + ("" if high == math.inf else f" and at most {high:g}")
+        self.said = f"a number {'above' if low_open else 'at least'} {low:g}" + (
+            "" if high == math.inf else f" and at most {high:g}"
+        )
 
 
 class Count(_Range):
@@ -69,7 +76,9 @@ class Count(_Range):
 
     def __init__(self, low: int = 0, high: float = math.inf, optional: bool = False) -> None:
         self.low, self.high, self.optional = low, high, optional
-        self.said = f"a whole number, at least {low}" + ("" if high == math.inf else f" and at most {high}")
+        self.said = f"a whole number, at least {low}" + (
+            "" if high == math.inf else f" and at most {high}"
+        )
 
 
 class ZeroOrCount(Count):
@@ -163,15 +172,21 @@ class Patterns(_Described):
 
 
 class Schedule(_Described):
-    """Densities by step: pairs (first step, ratio), ascending from step 0; in a spec 0/0.25+500/0.001."""
+    """Densities by step: pairs (first step, ratio), ascending from step 0; in a spec
+    0/0.25+500/0.001."""
 
     said = "pairs step/ratio from step 0 on, joined by '+': 0/0.25+500/0.001"
 
     def parse(self, text: str) -> Tuple[Tuple[int, float], ...]:
-        return tuple((int(step), float(ratio)) for step, _, ratio in (part.partition("/") for part in text.split("+")))
+        return tuple(
+            (int(step), float(ratio))
+            for step, _, ratio in (part.partition("/") for part in text.split("+"))
+        )
 
     def check(self, value: Any) -> Tuple[Tuple[int, float], ...]:
-        pairs = tuple((Count().check(step), Number(0, 1, low_open=True).check(ratio)) for step, ratio in value)
+        pairs = tuple(
+            (Count().check(step), Number(0, 1, low_open=True).check(ratio)) for step, ratio in value
+        )
         steps = [step for step, _ in pairs]
         if pairs and (steps[0] != 0 or sorted(set(steps)) != steps):
             raise ValueError

@@ -1,4 +1,5 @@
 """PowerSGD (Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727)."""
+
 import dataclasses
 import math
 from typing import Optional, Tuple
@@ -11,14 +12,15 @@ from .base import LOCAL, Encoding, Kept, State, Step, zeros
 from .options import Count, Number, option
 from .selective import SelectiveCompressor
 
-_MOST = 2.0**126  # a bound on the result's elements from which they may not be finite
+# A bound on the result's elements from which they may not be finite.
+_MOST = 2.0**126
 _SHORT = np.float32(2.0**-40)
 
 
 @dataclasses.dataclass
 class PowerSGDState(State):
-    """rank is that of the factors. p and q are the open or last step's factors, as concatenated vectors. pending says whether their
-    product is still to be subtracted from the residual."""
+    """rank is that of the factors. p and q are the open or last step's factors, as concatenated
+    vectors. pending says whether their product is still to be subtracted from the residual."""
 
     rank: int = 0
     p: np.ndarray = dataclasses.field(default_factory=lambda: zeros(0))
@@ -28,22 +30,30 @@ class PowerSGDState(State):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PowerSGD(SelectiveCompressor):
-    """Approximates each matrix M = residual + g by P·Qᵀ of low rank, found by one power iteration a step from the last step's Q.
+    """Approximates each matrix M = residual + g by P·Qᵀ of low rank, found by one power iteration a
+    step from the last step's Q.
 
-    P = ΣM·Q, orthonormalized; Q = mean Mᵀ·P; two small allreduces a tensor. The residual is M - P·Qᵀ. The subtraction is pending until
-    the next step's pass over the residual. Tensors of more dimensions are matrices of the first dimensions by the others, split where
-    least is sent, so layouts of different frameworks do not matter. One-dimensional tensors go dense.
+    P = ΣM·Q, orthonormalized; Q = mean Mᵀ·P; two small allreduces a tensor. The residual is M -
+    P·Qᵀ. The subtraction is pending until the next step's pass over the residual. Tensors of more
+    dimensions are matrices of the first dimensions by the others, split where least is sent, so
+    layouts of different frameworks do not matter. One-dimensional tensors go dense.
     """
 
     id = "powersgd"
     number = 17
-    same_kernels = True  # every rank orthonormalizes the sums itself, and kernels differ in the last bits of long sums
-    paper = "Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS 2019, arXiv 1905.13727"
+    # Every rank orthonormalizes the sums itself, and kernels differ in the last bits of long sums.
+    same_kernels = True
+    paper = (
+        "Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS "
+        "2019, arXiv 1905.13727"
+    )
     kept = {"residual": LOCAL, "q": Kept("shared", 0)}  # q: a direction
 
     rank: int = option(Count(1), 4, "columns of P and Q; exact for matrices of at most this rank")
     start_step: int = option(Count(), 0, "steps before this one go dense")
-    min_rate: float = option(Number(0), 2.0, "tensors that would shrink less than this many times go dense")
+    min_rate: float = option(
+        Number(0), 2.0, "tensors that would shrink less than this many times go dense"
+    )
 
     def adapted(self, shape: Tuple[int, ...]) -> Optional["PowerSGD"]:
         n, m = matrix_of(shape, self.rank)
@@ -53,8 +63,15 @@ class PowerSGD(SelectiveCompressor):
         n, m = matrix_of(shape, self.rank)
         rank = min(self.rank, n, m)
         q = np.random.default_rng(self.key("start", name)).standard_normal(rank * m, np.float32)
-        kernels.of(q).orthonormalize(q, rank=rank)  # the same space; but nearly parallel vectors would lose a direction to rounding
-        return PowerSGDState(name, {"residual": zeros(n * m), "q": q}, rank=rank, p=zeros(rank * n), q=zeros(rank * m))
+        # The same space; but nearly parallel vectors would lose a direction to rounding.
+        kernels.of(q).orthonormalize(q, rank=rank)
+        return PowerSGDState(
+            name,
+            {"residual": zeros(n * m), "q": q},
+            rank=rank,
+            p=zeros(rank * n),
+            q=zeros(rank * m),
+        )
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (Collective("allreduce", "float32", "sum"),) * 2
@@ -65,11 +82,16 @@ class PowerSGD(SelectiveCompressor):
         k = kernels.of(grad)
         rank, p, q = state.rank, state.p, state.q
         residual, last = state.arrays["residual"], state.arrays["q"].reshape(rank, -1)
-        lost = [k.max_abs(vector) == 0 for vector in last]  # such a vector would stay zero, and its direction unused
+        # Such a vector would stay zero, and its direction unused.
+        lost = [k.max_abs(vector) == 0 for vector in last]
         if any(lost):
-            fresh = np.random.default_rng(self.key("fresh", state.name, step.index)).standard_normal(last.shape, np.float32)
+            fresh = np.random.default_rng(
+                self.key("fresh", state.name, step.index)
+            ).standard_normal(last.shape, np.float32)
             last[lost] = fresh[lost]
-        if not k.project(grad, residual, state.arrays["q"], p, q if state.pending else None, rank=rank):
+        if not k.project(
+            grad, residual, state.arrays["q"], p, q if state.pending else None, rank=rank
+        ):
             p.fill(np.nan)  # the sum says so to all ranks
         state.pending = False
         total = yield Allreduce(p)
@@ -80,15 +102,21 @@ class PowerSGD(SelectiveCompressor):
         k.project_back(residual, p, q, rank=rank)
         return Allreduce(q)
 
-    def decode(self, summed: np.ndarray, out: np.ndarray, state: PowerSGDState, step: Step, scale: float) -> bool:
+    def decode(
+        self, summed: np.ndarray, out: np.ndarray, state: PowerSGDState, step: Step, scale: float
+    ) -> bool:
         k = kernels.of(out)
         rank, size, p, q = state.rank, step.size, state.p, state.q
         np.divide(summed, np.float32(size), out=q)
-        largest = sum(k.max_abs(left) * k.max_abs(right) for left, right in zip(p.reshape(rank, -1), q.reshape(rank, -1)))
+        largest = sum(
+            k.max_abs(left) * k.max_abs(right)
+            for left, right in zip(p.reshape(rank, -1), q.reshape(rank, -1))
+        )
         if not largest * max(1.0, abs(scale * size)) < _MOST:
             out.fill(np.nan)
             last = state.arrays["q"]
-            if k.max_abs(last) > _SHORT:  # lengths do not matter, and with a shorter one the next sum may stay in range
+            # Lengths do not matter, and with a shorter one the next sum may stay in range.
+            if k.max_abs(last) > _SHORT:
                 last *= _SHORT
             return False
         k.product(p, q, out, rank=rank, scale=scale * size)
@@ -99,18 +127,21 @@ class PowerSGD(SelectiveCompressor):
         if state.sent is not None:
             state.pending = True
             largest = kernels.of(state.sent).max_abs(state.sent)
-            if largest > 0:  # the lengths of vectors do not matter, and would overflow sooner or later
+            # The lengths of vectors do not matter, and would overflow sooner or later.
+            if largest > 0:
                 np.divide(state.sent, np.float32(largest), out=state.arrays["q"])
 
     def apply_pending(self, state: PowerSGDState) -> None:
         if state.pending:
             state.pending = False
-            kernels.of(state.p).subtract_product(state.arrays["residual"], state.p, state.q, rank=state.rank)
+            kernels.of(state.p).subtract_product(
+                state.arrays["residual"], state.p, state.q, rank=state.rank
+            )
 
 
 def matrix_of(shape: Tuple[int, ...], rank: int) -> Tuple[int, int]:
-    """Rows and columns: the products of the first dimensions and of the others, so that elements need not move. Of all splits it is
-    the first one with the smallest factors."""
+    """Rows and columns: the products of the first dimensions and of the others, so that elements
+    need not move. Of all splits it is the first one with the smallest factors."""
     splits = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, max(len(shape), 2))]
     return min(splits, key=lambda split: _factors(split[0], split[1], rank))
 

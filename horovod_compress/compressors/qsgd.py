@@ -1,4 +1,5 @@
 """QSGD (Alistarh, Grubic, Li, Tomioka, Vojnovic, NeurIPS 2017, arXiv 1610.02132)."""
+
 import dataclasses
 from typing import Optional
 
@@ -12,23 +13,34 @@ from .selective import GatheringCompressor
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class QSGD(GatheringCompressor):
-    """Rounds every element at random to one of s levels of its bucket's norm and sends signs and levels.
+    """Rounds every element at random to one of s levels of its bucket's norm and sends signs and
+    levels.
 
-    It is unbiased, with E‖Q(g) - g‖² ≤ min(d/s², √d/s)·‖g‖² for a bucket of d elements (Lemma 3.1). Each bucket and rank has its own
-    norm, so payloads are gathered; where they should add up, see maxnorm. A bucket of zeros stays zeros.
+    It is unbiased, with E‖Q(g) - g‖² ≤ min(d/s², √d/s)·‖g‖² for a bucket of d elements (Lemma 3.1).
+    Each bucket and rank has its own norm, so payloads are gathered; where they should add up, see
+    maxnorm. A bucket of zeros stays zeros.
     """
 
     id = "qsgd"
     number = 18
-    paper = "Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding, NeurIPS 2017, arXiv 1610.02132"
+    paper = (
+        "Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and "
+        "Encoding, NeurIPS 2017, arXiv 1610.02132"
+    )
 
     bits: int = option(Count(1, 15), 4, "s = 2^bits - 1 levels")
     levels: Optional[int] = option(Count(1, 32767, optional=True), None, "s, instead of bits")
     bucket_size: int = option(Count(1, 2**32 - 1), 512, "elements that share a norm")
-    norm: str = option(Choice("l2", "max"), "l2", "of a bucket: ‖g‖₂, or max |g|, which has less variance and more levels in use")
+    norm: str = option(
+        Choice("l2", "max"),
+        "l2",
+        "of a bucket: ‖g‖₂, or max |g|, which has less variance and more levels in use",
+    )
     coding: str = option(
-        Choice("auto", "fixed", "elias"), "auto",
-        "of levels: fixed, each bucket at the width of its largest, which takes the least time; or Elias' gamma code (zeros, sign, level): "
+        Choice("auto", "fixed", "elias"),
+        "auto",
+        "of levels: fixed, each bucket at the width of its largest, which takes the least time; or "
+        "Elias' gamma code (zeros, sign, level): "
         "elias where it is smaller, auto where it is smaller by a tenth",
     )
 
@@ -41,10 +53,18 @@ class QSGD(GatheringCompressor):
         key = self.key("rounding", state.name, step.index, step.rank)
         limit = {"auto": 0.9, "fixed": 0.0, "elias": 1.0}[self.coding]
         encoded = kernels.of(grad).encode_buckets(
-            grad, state.buffer, steps=self.s, bucket=self.bucket_size, l2=self.norm == "l2", limit=limit, key=key
+            grad,
+            state.buffer,
+            steps=self.s,
+            bucket=self.bucket_size,
+            l2=self.norm == "l2",
+            limit=limit,
+            key=key,
         )
         (state.buffer,) = encoded.undo
         return encoded
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
-        return kernels.of(out).decode_add_buckets(out, body, steps=self.s, bucket=self.bucket_size, scale=scale)
+        return kernels.of(out).decode_add_buckets(
+            out, body, steps=self.s, bucket=self.bucket_size, scale=scale
+        )

@@ -1,4 +1,5 @@
 """What the quantizers against a shared scale have in common (Vineeth S, arXiv 2109.12497)."""
+
 import dataclasses
 import math
 from abc import abstractmethod
@@ -21,18 +22,29 @@ class _Drawn:
     w: float = 0.0
     size: int = 1
     steps: Sequence[float] = ()
-    width: int = 0  # of the fields that hold sums of codes, in bits
-    levels: Optional[np.ndarray] = None  # with several scales, how many ranks' codes fit each
+    # Of the fields that hold sums of codes, in bits.
+    width: int = 0
+    # With several scales, how many ranks' codes fit each.
+    levels: Optional[np.ndarray] = None
     finite: bool = True
 
     def dequantize(self, words: np.ndarray, out: np.ndarray, scale: float) -> Any:
-        return kernels.deferred(out).dequantize(words, self.levels, out, w=self.w, steps=self.steps, width=self.width, size=self.size, scale=scale)
+        return kernels.deferred(out).dequantize(
+            words,
+            self.levels,
+            out,
+            w=self.w,
+            steps=self.steps,
+            width=self.width,
+            size=self.size,
+            scale=scale,
+        )
 
 
 @dataclasses.dataclass
 class QuantizerState(State):
-    """peaks are the bits of the largest magnitude of each 64 values. scales are this rank's words that say which scales fit. drawn is
-    that of the open step."""
+    """peaks are the bits of the largest magnitude of each 64 values. scales are this rank's words
+    that say which scales fit. drawn is that of the open step."""
 
     peaks: Optional[np.ndarray] = None
     scales: Optional[np.ndarray] = None
@@ -41,10 +53,11 @@ class QuantizerState(State):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SharedScaleQuantizer(SharedCoordinates):
-    """Rounds every element at random to one of 2s + 1 values from -w to w, w being the largest norm of all ranks. All ranks use the same w, so
-    integer codes add up: sums of N ranks fit fields of ⌈log2(2·N·s + 1)⌉ bits, many to a word, and an allreduce adds the words. With several scales
-    each element uses the finest scale at which no rank's code is above the largest code of the coarsest. The ranks agree on that scale first, by
-    counting."""
+    """Rounds every element at random to one of 2s + 1 values from -w to w, w being the largest norm
+    of all ranks. All ranks use the same w, so integer codes add up: sums of N ranks fit fields of
+    ⌈log2(2·N·s + 1)⌉ bits, many to a word, and an allreduce adds the words. With several scales
+    each element uses the finest scale at which no rank's code is above the largest code of the
+    coarsest. The ranks agree on that scale first, by counting."""
 
     state_type = QuantizerState
 
@@ -52,7 +65,10 @@ class SharedScaleQuantizer(SharedCoordinates):
         spare_and_width = [(0, _width(self.steps, size))]
         if len(self.steps) > 1:
             spare_and_width.insert(0, (1, size.bit_length()))
-        words = [Collective("allreduce", kernels.word_dtype(width, spare).name, "sum") for spare, width in spare_and_width]
+        words = [
+            Collective("allreduce", kernels.word_dtype(width, spare).name, "sum")
+            for spare, width in spare_and_width
+        ]
         return (Collective("allreduce", "float32", "max"), *words)
 
     @property
@@ -61,11 +77,16 @@ class SharedScaleQuantizer(SharedCoordinates):
         """s of each scale, ascending. No code of any scale is above the first s."""
 
     @abstractmethod
-    def norm_of(self, values: np.ndarray, peaks: Optional[np.ndarray]) -> Union[float, kernels.DeviceCall]:
-        """This rank's norm; infinity where values are not finite. The shared scale is the largest norm of all ranks. With one scale, magnitudes are
-        clipped at this norm. peaks is filled as by the kernel `max_abs`, and None with one scale."""
+    def norm_of(
+        self, values: np.ndarray, peaks: Optional[np.ndarray]
+    ) -> Union[float, kernels.DeviceCall]:
+        """This rank's norm; infinity where values are not finite. The shared scale is the largest
+        norm of all ranks. With one scale, magnitudes are clipped at this norm. peaks is filled as
+        by the kernel `max_abs`, and None with one scale."""
 
-    def encode(self, grad: np.ndarray, state: QuantizerState, step: Step) -> Generator[Union[Exchanged, kernels.DeviceCall], Any, Payload]:
+    def encode(
+        self, grad: np.ndarray, state: QuantizerState, step: Step
+    ) -> Generator[Union[Exchanged, kernels.DeviceCall], Any, Payload]:
         indices, values, finite = self.draw(grad, state, step)
         steps, size = self.steps, step.size
         stretches = -(-values.size // 64)
@@ -75,24 +96,41 @@ class SharedScaleQuantizer(SharedCoordinates):
         norm = (yield from answered(self.norm_of(values, peaks))) if finite else math.inf
         w = float((yield Allreduce(np.array([norm], np.float32), "max"))[0])
         state.drawn = drawn = _Drawn(indices, w, size, steps, _width(steps, size))
-        if not math.isfinite(w):  # on some rank: no rank's gradient is used
+        # On some rank: no rank's gradient is used.
+        if not math.isfinite(w):
             drawn.w, drawn.finite = 0.0, False
             values.fill(0)
             if peaks is not None:
                 peaks.fill(0)
         if len(steps) > 1:
-            state.scales = yield from answered(kernels.deferred(values).encode_scales(values, peaks, state.scales, w=drawn.w, steps=steps, size=size))
+            state.scales = yield from answered(
+                kernels.deferred(values).encode_scales(
+                    values, peaks, state.scales, w=drawn.w, steps=steps, size=size
+                )
+            )
             drawn.levels = yield Allreduce(state.scales)
         key = self.key("rounding", state.name, step.index, step.rank)
-        words = state.buffer = yield from answered(kernels.deferred(values).quantize(
-            values, drawn.levels, state.buffer, w=drawn.w, clip=min(norm, drawn.w), steps=steps, width=drawn.width, size=size, key=key
-        ))
+        words = state.buffer = yield from answered(
+            kernels.deferred(values).quantize(
+                values,
+                drawn.levels,
+                state.buffer,
+                w=drawn.w,
+                clip=min(norm, drawn.w),
+                steps=steps,
+                width=drawn.width,
+                size=size,
+                key=key,
+            )
+        )
         if state.undo:
             yield from answered(drawn.dequantize(words, values, 1.0))
             self.keep_error(state, values)
         return Allreduce(words)
 
-    def decode(self, summed: np.ndarray, out: np.ndarray, state: QuantizerState, step: Step, scale: float) -> Decoded:
+    def decode(
+        self, summed: np.ndarray, out: np.ndarray, state: QuantizerState, step: Step, scale: float
+    ) -> Decoded:
         drawn = state.drawn
         if not drawn.finite or not math.isfinite(scale):
             out.fill(np.nan)
@@ -104,7 +142,9 @@ class SharedScaleQuantizer(SharedCoordinates):
                 out[drawn.indices] = values
             if drawn.w * abs(scale) * drawn.size < LARGEST:
                 return True
-            return kernels.after(kernels.deferred(out).max_abs(out), lambda largest: largest < np.inf)
+            return kernels.after(
+                kernels.deferred(out).max_abs(out), lambda largest: largest < np.inf
+            )
 
         return kernels.after(drawn.dequantize(summed, values, scale), decoded)
 

@@ -1,4 +1,6 @@
-"""Random-k with error feedback (Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, arXiv 1809.07599)."""
+"""Random-k with error feedback (Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018,
+arXiv 1809.07599)."""
+
 import dataclasses
 import math
 import struct
@@ -13,10 +15,12 @@ from .selective import GatheringCompressor
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RandomK(GatheringCompressor):
-    """Sends ratio·d entries of the accumulated gradient, each rank its own random ones, and keeps the others in a residual.
+    """Sends ratio·d entries of the accumulated gradient, each rank its own random ones, and keeps
+    the others in a residual.
 
-    Only values travel, and the key from which receivers draw the same indices. It is the baseline for topk. Where all ranks should
-    draw the same indices, so that payloads add up, see globalrandk.
+    Only values travel, and the key from which receivers draw the same indices. It is the baseline
+    for topk. Where all ranks should draw the same indices, so that payloads add up, see
+    globalrandk.
     """
 
     id = "randomk"
@@ -24,7 +28,9 @@ class RandomK(GatheringCompressor):
     kept = {"residual": LOCAL}
     paper = "Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, arXiv 1809.07599"
 
-    ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of a tensor's elements sent in a step")
+    ratio: float = option(
+        Number(0, 1, low_open=True), 0.01, "share of a tensor's elements sent in a step"
+    )
 
     def payload_bits(self, numel: int, step: Step) -> float:
         return 32 * self.ratio
@@ -32,7 +38,11 @@ class RandomK(GatheringCompressor):
     def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
         residual = state.arrays["residual"]
         finite = self.accumulate(grad, state, step)
-        count = max(min(1, residual.size), math.ceil(self.ratio * residual.size - 1e-6)) if finite else 0
+        count = (
+            max(min(1, residual.size), math.ceil(self.ratio * residual.size - 1e-6))
+            if finite
+            else 0
+        )
         key = self.key("own", state.name, step.index, step.rank)
         indices = kernels.host.draw_coordinates(key=key, numel=residual.size, first=0, count=count)
         values = kernels.of(grad).take_entries(indices, residual, None, kind="fp32", mask=False)[2]

@@ -1,4 +1,6 @@
-"""What compressors that choose their tensors share: common options, the dense fallback, randomness, error feedback."""
+"""What compressors that choose their tensors share: common options, the dense fallback, randomness,
+error feedback."""
+
 import dataclasses
 import hashlib
 import math
@@ -11,35 +13,52 @@ from ..kernels import Encoded
 from .base import LOCAL, Compressor, Kept, State, Step, Undo, zeros
 from .options import Choice, Count, Flag, Patterns, option
 
-_NO_RATE = 1e-30  # a learning rate below counts as 0
-_MOST_GROWTH = 2.0**100  # so that the residual stays finite
+# A learning rate below counts as 0.
+_NO_RATE = 1e-30
+# So that the residual stays finite.
+_MOST_GROWTH = 2.0**100
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SelectiveCompressor(Compressor):
-    """A compressor that is not for every tensor: `plan.compressor_for` gives small, one-dimensional and excluded ones what `dense` names, or
-    `fallback()`."""
+    """A compressor that is not for every tensor: `plan.compressor_for` gives small, one-dimensional
+    and excluded ones what `dense` names, or `fallback()`."""
 
     transport: str = option(
-        Choice("horovod", "mpi"), "horovod", "what moves payloads: Horovod, while backward goes on; or MPI, all of a step at once"
+        Choice("horovod", "mpi"),
+        "horovod",
+        "what moves payloads: Horovod, while backward goes on; or MPI, all of a step at once",
     )
     seed: int = option(Count(), 0, "of everything that is drawn at random")
-    min_numel: int = option(Count(), 1024, "tensors with fewer elements, and one-dimensional ones, go dense; 0: every tensor is compressed")
-    exclude: Tuple[str, ...] = option(Patterns(), (), "names of tensors that go dense, as shell patterns")
+    min_numel: int = option(
+        Count(),
+        1024,
+        "tensors with fewer elements, and one-dimensional ones, go dense; 0: every tensor is "
+        "compressed",
+    )
+    exclude: Tuple[str, ...] = option(
+        Patterns(), (), "names of tensors that go dense, as shell patterns"
+    )
     dense: str = option(
-        Choice("fp32", "fp16", "int8"), "fp32", "how tensors that go dense travel; int8: rounded at random to 127 steps of the largest of all ranks"
+        Choice("fp32", "fp16", "int8"),
+        "fp32",
+        "how tensors that go dense travel; int8: rounded at random to 127 steps of the largest of "
+        "all ranks",
     )
 
     def adapted(self, shape: Tuple[int, ...]) -> Optional[Compressor]:
-        """This compressor with the options that suit a tensor of that shape, or None where compression does not pay."""
+        """This compressor with the options that suit a tensor of that shape, or None where
+        compression does not pay."""
         return self
 
     def fallback(self) -> Optional[Compressor]:
-        """The compressor of the tensors that this one does not compress, where that is another than `dense` names."""
+        """The compressor of the tensors that this one does not compress, where that is another than
+        `dense` names."""
         return None
 
     def key(self, *words: Any) -> int:
-        """A 64-bit key that follows from the seed and `words`: tensor, step, and rank where ranks are to differ."""
+        """A 64-bit key that follows from the seed and `words`: tensor, step, and rank where ranks
+        are to differ."""
         text = f"{self.seed}/" + "/".join(map(str, words))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -49,14 +68,18 @@ class GatheringCompressor(SelectiveCompressor):
     """One whose payloads every rank gathers."""
 
     hosts: bool = option(
-        Flag(), False, "gradients are added up on each host before, in memory that its ranks share, and each rank compresses a part of the sum"
+        Flag(),
+        False,
+        "gradients are added up on each host before, in memory that its ranks share, and each rank "
+        "compresses a part of the sum",
     )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ErrorFeedback(GatheringCompressor):
-    """A compressor that gathers payloads and keeps their error in `residual`. An optimizer multiplies results by the learning rate γ. Without
-    `follow_lr` the residual is a gradient, which counts with the γ of the step that sends it. With `follow_lr` it stands for the deferred update
+    """A compressor that gathers payloads and keeps their error in `residual`. An optimizer
+    multiplies results by the learning rate γ. Without `follow_lr` the residual is a gradient, which
+    counts with the γ of the step that sends it. With `follow_lr` it stands for the deferred update
     γ·residual, and is rescaled when γ changes so that this update stays the same."""
 
     kept = {"residual": LOCAL, "lr": Kept("shared", 0)}
@@ -64,19 +87,22 @@ class ErrorFeedback(GatheringCompressor):
     def init(self, name: str, shape: Tuple[int, ...]) -> State:
         arrays = {"residual": zeros(math.prod(shape))}
         if self.follow_lr:
-            arrays["lr"] = np.zeros(1)  # the γ that the residual is meant for; 0: none yet
+            # The γ that the residual is meant for; 0: none yet.
+            arrays["lr"] = np.zeros(1)
         return State(name, arrays)
 
     def growth(self, state: State, step: Step) -> float:
-        """The factor by which this step multiplies the residual: γ of the step before over γ of this one. At γ = 0 the optimizer applies nothing, so
-        such a step counts as one with the γ before. A residual from before the first γ above 0 was meant for γ = 0, and is dropped."""
+        """The factor by which this step multiplies the residual: γ of the step before over γ of
+        this one. At γ = 0 the optimizer applies nothing, so such a step counts as one with the γ
+        before. A residual from before the first γ above 0 was meant for γ = 0, and is dropped."""
         if not self.follow_lr or step.lr is None or step.lr < _NO_RATE:
             return 1.0
         last, state.arrays["lr"][0] = float(state.arrays["lr"][0]), step.lr
         return min(last / step.lr, _MOST_GROWTH)
 
     def take_over(self, owed: np.ndarray, state: State) -> bool:
-        return not self.follow_lr and super().take_over(owed, state)  # else it would have to say for which γ it is meant
+        # Else it would have to say for which γ it is meant.
+        return not self.follow_lr and super().take_over(owed, state)
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
         encoded = self.pack(grad, state.arrays["residual"], state, step)
@@ -93,12 +119,21 @@ class ErrorFeedback(GatheringCompressor):
 
     @abstractmethod
     def pack(self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step) -> Encoded:
-        """Adds the gradient to the residual, leaves the gradient zero, encodes the payload and subtracts that from the residual."""
+        """Adds the gradient to the residual, leaves the gradient zero, encodes the payload and
+        subtracts that from the residual."""
 
 
 def decide_follow_lr(compressor: Compressor, known: bool, default: bool) -> Compressor:
-    """The compressor with `follow_lr` decided, by `default` where the user left it open. known: whether every step will have a learning
-    rate. Raises ValueError where `follow_lr` needs one and there is none."""
+    """The compressor with `follow_lr` decided, by `default` where the user left it open. known:
+    whether every step will have a learning rate. Raises ValueError where `follow_lr` needs one and
+    there is none."""
     if compressor.follow_lr and not known:
-        raise ValueError(f"{compressor.id}: follow_lr needs the optimizer, whose learning rate it follows")
-    return dataclasses.replace(compressor, **{"follow_lr": default}) if compressor.follow_lr is None else compressor  # an option only of some
+        raise ValueError(
+            f"{compressor.id}: follow_lr needs the optimizer, whose learning rate it follows"
+        )
+    # An option only of some.
+    return (
+        dataclasses.replace(compressor, **{"follow_lr": default})
+        if compressor.follow_lr is None
+        else compressor
+    )

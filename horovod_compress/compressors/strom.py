@@ -1,4 +1,5 @@
 """Threshold quantization (Strom, Interspeech 2015)."""
+
 import dataclasses
 
 import numpy as np
@@ -11,17 +12,23 @@ from .selective import ErrorFeedback
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Strom(ErrorFeedback):
-    """Sends sign(r)·tau for every element whose residual r exceeds tau, one bit and an index each, and keeps the rest.
+    """Sends sign(r)·tau for every element whose residual r exceeds tau, one bit and an index each,
+    and keeps the rest.
 
-    The share that is sent follows from tau and the size of the gradients, which differs between models and in the course of
-    training: choose tau by watching `stats()["elements_sent"]`.
+    The share that is sent follows from tau and the size of the gradients, which differs between
+    models and in the course of training: choose tau by watching `stats()["elements_sent"]`.
     """
 
     id = "strom"
     number = 3
-    paper = "Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, Interspeech 2015"
+    paper = (
+        "Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, "
+        "Interspeech 2015"
+    )
 
     tau: float = option(Number(1e-30, 1e30), 0.001, "the threshold, and the size of what is sent")
 
-    def pack(self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step) -> kernels.Encoded:
+    def pack(
+        self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step
+    ) -> kernels.Encoded:
         return kernels.of(grad).encode_strom(grad, residual, tau=self.tau * step.unit)

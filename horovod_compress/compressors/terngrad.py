@@ -1,4 +1,5 @@
 """TernGrad (Wen et al., NeurIPS 2017, arXiv 1705.07878)."""
+
 import dataclasses
 import math
 from typing import Optional
@@ -12,17 +13,26 @@ from .quantizer import SharedScaleQuantizer
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TernGrad(SharedScaleQuantizer):
-    """Clips every element at clip·σ of its own rank and rounds it at random to -w, 0 or w, the ranks' largest after clipping.
+    """Clips every element at clip·σ of its own rank and rounds it at random to -w, 0 or w, the
+    ranks' largest after clipping.
 
-    Each rank has its own σ (section 4). The scale is shared by all ranks (section 3.4), so codes add up. Both are those of a tensor, as
-    in the paper. Apart from clipping it is unbiased.
+    Each rank has its own σ (section 4). The scale is shared by all ranks (section 3.4), so codes
+    add up. Both are those of a tensor, as in the paper. Apart from clipping it is unbiased.
     """
 
     id = "terngrad"
     number = 11
-    paper = "Wen et al., TernGrad: Ternary Gradients to Reduce Communication, NeurIPS 2017, arXiv 1705.07878"
+    paper = (
+        "Wen et al., TernGrad: Ternary Gradients to Reduce Communication, NeurIPS 2017, arXiv "
+        "1705.07878"
+    )
 
-    clip: float = option(Number(0), 2.5, "standard deviations, of what this rank sends of the tensor, at which it is clipped; 0: not at all")
+    clip: float = option(
+        Number(0),
+        2.5,
+        "standard deviations, of what this rank sends of the tensor, at which it is clipped; 0: "
+        "not at all",
+    )
 
     steps = [1.0]
 

@@ -1,4 +1,6 @@
-"""Top-k with error feedback (Aji, Heafield, EMNLP 2017, arXiv 1704.05021; Stich, Cordonnier, Jaggi, NeurIPS 2018)."""
+"""Top-k with error feedback (Aji, Heafield, EMNLP 2017, arXiv 1704.05021; Stich, Cordonnier, Jaggi,
+NeurIPS 2018)."""
+
 import dataclasses
 import functools
 import math
@@ -13,7 +15,8 @@ from .options import Auto, Choice, Count, Number, option
 from .selective import GatheringCompressor
 
 VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "power": 4, "2bit": 2, "sign": 1}
-_MIN_SHARE = 32  # one in so many elements is the largest share that min_k makes a tensor send
+# One in so many elements is the largest share that min_k makes a tensor send.
+_MIN_SHARE = 32
 
 
 @functools.lru_cache(maxsize=None)
@@ -24,7 +27,8 @@ def _entry_bits(density: float, values: str) -> float:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TopK(GatheringCompressor):
-    """Sends the ratio·d entries of largest accumulated gradient and keeps the others in a residual for later steps.
+    """Sends the ratio·d entries of largest accumulated gradient and keeps the others in a residual
+    for later steps.
 
     The ordinary optimizer works on the mean; with Adam compress its updates instead
     (UpdateOptimizer). A dense step sends the residual of all elements. With `chunk` the entries are
@@ -37,29 +41,50 @@ class TopK(GatheringCompressor):
     on_device = True
     takes_base = True
     kept = {"residual": LOCAL}
-    paper = "Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, arXiv 1704.05021"
+    paper = (
+        "Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, arXiv "
+        "1704.05021"
+    )
 
-    ratio: float = option(Number(0, 1, low_open=True), 0.001, "share of a tensor's elements sent in a step")
-    sample_ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of elements sampled for the threshold")
+    ratio: float = option(
+        Number(0, 1, low_open=True), 0.001, "share of a tensor's elements sent in a step"
+    )
+    sample_ratio: float = option(
+        Number(0, 1, low_open=True), 0.01, "share of elements sampled for the threshold"
+    )
     values: str = option(
-        Choice(*VALUE_BITS), "fp32",
-        "values on the wire; power: sign and 3-bit exponent; 2bit: means of four bins; sign: a mean; the residual keeps the error",
+        Choice(*VALUE_BITS),
+        "fp32",
+        "values on the wire; power: sign and 3-bit exponent; 2bit: means of four bins; sign: a "
+        "mean; the residual keeps the error",
     )
     chunk: Optional[int] = option(
-        Count(1, 2**32 - 1, optional=True), None, "the largest are chosen of each chunk of so many elements, exactly; none: of a tensor"
+        Count(1, 2**32 - 1, optional=True),
+        None,
+        "the largest are chosen of each chunk of so many elements, exactly; none: of a tensor",
     )
-    k: Optional[int] = option(Count(1, 2**32 - 1, optional=True), None, "entries of each chunk, or tensor, instead of a ratio")
+    k: Optional[int] = option(
+        Count(1, 2**32 - 1, optional=True),
+        None,
+        "entries of each chunk, or tensor, instead of a ratio",
+    )
     min_k: int = option(
-        Count(1, 2**32 - 1), 32,
+        Count(1, 2**32 - 1),
+        32,
         "entries of a tensor at least, where ratio says fewer, up to a share of 1/32; not of "
         "chunks",
     )
     exchange: str = option(
-        Choice("gather", "split"), "gather",
-        "gather: every rank gets all ranks' entries; split: their sums are made by a rank for each part of the model, which sends the largest to all",
+        Choice("gather", "split"),
+        "gather",
+        "gather: every rank gets all ranks' entries; split: their sums are made by a rank for each "
+        "part of the model, which sends the largest to all",
     )
     accept: Union[float, str] = option(
-        Auto(Number(1)), "auto", "with exchange=split, how many times the entries that a rank sends all ranks get; auto: 4, at most half the ranks"
+        Auto(Number(1)),
+        "auto",
+        "with exchange=split, how many times the entries that a rank sends all ranks get; auto: 4, "
+        "at most half the ranks",
     )
 
     def __post_init__(self) -> None:
@@ -73,7 +98,9 @@ class TopK(GatheringCompressor):
     def for_part(self, ranks: int) -> "TopK":
         if self.chunk:
             return self
-        return dataclasses.replace(self, min_k=-(-self.min_k // ranks), k=self.k and -(-self.k // ranks))
+        return dataclasses.replace(
+            self, min_k=-(-self.min_k // ranks), k=self.k and -(-self.k // ranks)
+        )
 
     def density(self, step: int) -> float:
         """The share of elements sent at this step."""
@@ -84,7 +111,8 @@ class TopK(GatheringCompressor):
         return k / chunk * _entry_bits(k / chunk, self.values) if chunk else 0.0
 
     def entries(self, numel: int, step: int) -> Tuple[int, int]:
-        """(chunk, k): how many elements k entries are the largest of, in a tensor of numel elements at this step."""
+        """(chunk, k): how many elements k entries are the largest of, in a tensor of numel elements
+        at this step."""
         chunk = min(self.chunk or numel, numel)
         least = 1 if self.chunk else max(1, min(self.min_k, numel // _MIN_SHARE))
         return chunk, min(self.k or max(least, math.ceil(self.density(step) * chunk - 1e-6)), chunk)
@@ -100,14 +128,31 @@ class TopK(GatheringCompressor):
         return self.select(grad, state, step)
 
     def select(
-        self, grad: np.ndarray, state: State, step: Step, momentum: float = 0.0, nesterov: bool = False, masking: bool = False
+        self,
+        grad: np.ndarray,
+        state: State,
+        step: Step,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        masking: bool = False,
     ) -> Encoding:
-        """Adds the gradient to momentum u, where there is one, and to the residual, and moves the selection into a payload."""
+        """Adds the gradient to momentum u, where there is one, and to the residual, and moves the
+        selection into a payload."""
         v = state.arrays[self.accumulator]
         chunk, k = self.entries(v.size, step.index)
         encoded = kernels.deferred(grad).encode_topk(
-            grad, state.arrays.get("u"), v, base=step.base, momentum=momentum, nesterov=nesterov, scale=step.scale, kind=self.values,
-            mask=masking, k=k, samples=int(self.sample_ratio * v.size) + 256, offset=self.key(state.name, step.index) & 0xFFFFFFFF,
+            grad,
+            state.arrays.get("u"),
+            v,
+            base=step.base,
+            momentum=momentum,
+            nesterov=nesterov,
+            scale=step.scale,
+            kind=self.values,
+            mask=masking,
+            k=k,
+            samples=int(self.sample_ratio * v.size) + 256,
+            offset=self.key(state.name, step.index) & 0xFFFFFFFF,
             chunk=chunk if self.chunk else 0,
         )
         return kernels.after(encoded, functools.partial(self._selected, state))
@@ -121,5 +166,6 @@ class TopK(GatheringCompressor):
 
     def commit(self, state: State) -> None:
         if state.sent:
-            indices, values = state.sent  # what this rank as an owner has not accepted, of all ranks' entries
+            # What this rank as an owner has not accepted, of all ranks' entries.
+            indices, values = state.sent
             state.arrays[self.accumulator][indices] += values

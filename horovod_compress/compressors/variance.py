@@ -1,4 +1,6 @@
-"""Variance-based gradient compression (Tsuzuku, Imachi, Akiba, ICLR 2018 workshop, arXiv 1802.06058)."""
+"""Variance-based gradient compression (Tsuzuku, Imachi, Akiba, ICLR 2018 workshop, arXiv
+1802.06058)."""
+
 import dataclasses
 import functools
 
@@ -14,51 +16,78 @@ from .selective import GatheringCompressor
 class Variance(GatheringCompressor):
     """Sends an element once its accumulated mean is unambiguous against its noise: r² > alpha·v.
 
-    r accumulates gradients, and v the squares of what each sample contributed to them. v decays by zeta where nothing is sent. Values
-    are rounded to powers of two, a sign and a 3-bit exponent each (section 4.2), after which r and v are 0 there. With `tau`, Strom's
-    threshold is required too and sign(r)·tau is sent (section 4.4).
+    r accumulates gradients, and v the squares of what each sample contributed to them. v decays by
+    zeta where nothing is sent. Values are rounded to powers of two, a sign and a 3-bit exponent
+    each (section 4.2), after which r and v are 0 there. With `tau`, Strom's threshold is required
+    too and sign(r)·tau is sent (section 4.4).
 
-    `moments` says what counts as a sample, and the same alpha means something else in each. minibatch works everywhere and is not the
-    paper's, and has cost accuracy: this rank's gradient of a step is one sample, so noise is that
-    between steps. microbatch counts each backward pass of backward_passes_per_step, a group of
-    samples. per_sample counts the samples themselves, as in the paper. An element whose square
-    leaves float32's range (|g| > 1.8e19) makes the step not finite.
+    `moments` says what counts as a sample, and the same alpha means something else in each.
+    minibatch works everywhere and is not the paper's, and has cost accuracy: this rank's gradient
+    of a step is one sample, so noise is that between steps. microbatch counts each backward pass of
+    backward_passes_per_step, a group of samples. per_sample counts the samples themselves, as in
+    the paper. An element whose square leaves float32's range (|g| > 1.8e19) makes the step not
+    finite.
     """
 
     id = "variance"
     number = 5
     on_device = True
-    paper = "Tsuzuku, Imachi, Akiba, Variance-based Gradient Compression, ICLR 2018 workshop, arXiv 1802.06058"
+    paper = (
+        "Tsuzuku, Imachi, Akiba, Variance-based Gradient Compression, ICLR 2018 workshop, arXiv "
+        "1802.06058"
+    )
     kept = {"r": LOCAL, "v": Kept("local", 2)}
     accumulator = "r"
 
     alpha: float = option(Number(0, low_open=True), 1.5, "how unambiguous: 1 to 2 in the paper")
     zeta: float = option(Number(0, 1), 0.999, "decay of v a step, where nothing is sent")
-    moments: str = option(Choice("minibatch", "microbatch", "per_sample"), "minibatch", "what a sample is; per_sample is the paper's, PyTorch only")
-    tau: float = option(Number(0, 1e30), 0.0, "above 0: Strom's threshold besides, and what is sent")
+    moments: str = option(
+        Choice("minibatch", "microbatch", "per_sample"),
+        "minibatch",
+        "what a sample is; per_sample is the paper's, PyTorch only",
+    )
+    tau: float = option(
+        Number(0, 1e30), 0.0, "above 0: Strom's threshold besides, and what is sent"
+    )
     error_feedback: bool = option(Flag(), False, "keep the rounding error in r; the paper drops it")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hosts and self.moments != "minibatch":
-            raise ValueError("variance: hosts=true adds gradients up before their samples are looked at: leave out hosts, or moments")
+            raise ValueError(
+                "variance: hosts=true adds gradients up before their samples are looked at: leave "
+                "out hosts, or moments"
+            )
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
         encoded = kernels.deferred(grad).encode_variance(
-            grad, step.squares, state.arrays["r"], state.arrays["v"], state.indices,
-            alpha=self.alpha, zeta=self.zeta, tau=self.tau * step.unit, error_feedback=self.error_feedback,
+            grad,
+            step.squares,
+            state.arrays["r"],
+            state.arrays["v"],
+            state.indices,
+            alpha=self.alpha,
+            zeta=self.zeta,
+            tau=self.tau * step.unit,
+            error_feedback=self.error_feedback,
         )
         return kernels.after(encoded, functools.partial(self._selected, state))
 
     def _selected(self, state: State, encoded: kernels.Encoded) -> kernels.Encoded:
         state.indices, (r_before, v_before) = encoded.undo
-        state.undo = [Undo("r", state.indices, r_before, replace=True), Undo("v", state.indices, v_before, replace=True)]
+        state.undo = [
+            Undo("r", state.indices, r_before, replace=True),
+            Undo("v", state.indices, v_before, replace=True),
+        ]
         return encoded
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
-        # Works as a gathered step that selects nothing. Elements with v = 0 are selected all the same, and are restored.
+        # Works as a gathered step that selects nothing. Elements with v = 0 are selected all the
+        # same, and are restored.
         r, v = state.arrays["r"], state.arrays["v"]
-        encoded = kernels.of(grad).encode_variance(grad, step.squares, r, v, alpha=LARGEST, zeta=self.zeta, tau=0.0, error_feedback=False)
+        encoded = kernels.of(grad).encode_variance(
+            grad, step.squares, r, v, alpha=LARGEST, zeta=self.zeta, tau=0.0, error_feedback=False
+        )
         indices, before = encoded.undo
         r[indices], v[indices] = before
         return encoded.finite

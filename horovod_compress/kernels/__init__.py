@@ -1,13 +1,17 @@
-"""The hot loops, on one-dimensional contiguous arrays: modules of functions with the same names, arguments and meaning.
+"""The hot loops, on one-dimensional contiguous arrays: modules of functions with the same names,
+arguments and meaning.
 
-`of(array)` is the module that works on an array. For NumPy arrays that is `host`: the native module (C++) where it was built, else the
-NumPy reference. `backend` names it, "native" or "reference". The environment variable HOROVOD_COMPRESS_KERNELS selects one of them. A
-missing native module is an error where it was selected, and otherwise a warning. For a DeviceArray, a torch tensor on a GPU, it is `device`.
-HOROVOD_COMPRESS_KERNELS=device is for tests: gradients on the CPU go through those kernels too, in Triton's interpreter.
+`of(array)` is the module that works on an array. For NumPy arrays that is `host`: the native module
+(C++) where it was built, else the NumPy reference. `backend` names it, "native" or "reference". The
+environment variable HOROVOD_COMPRESS_KERNELS selects one of them. A missing native module is an
+error where it was selected, and otherwise a warning. For a DeviceArray, a torch tensor on a GPU, it
+is `device`. HOROVOD_COMPRESS_KERNELS=device is for tests: gradients on the CPU go through those
+kernels too, in Triton's interpreter.
 
-`encode_X` makes a payload's body, or the words of a sum. `decode_X` is the inverse. `decode_add_X` decodes a body and adds the result.
-Arrays are positional arguments; numbers and flags are keywords.
+`encode_X` makes a payload's body, or the words of a sum. `decode_X` is the inverse. `decode_add_X`
+decodes a body and adds the result. Arrays are positional arguments; numbers and flags are keywords.
 """
+
 import functools
 import importlib.util
 import os
@@ -23,15 +27,31 @@ from .encoded import HEADROOM, Encoded, new_body
 from .reference.quantization import word_dtype
 
 __all__ = [
-    "HEADROOM", "DeviceCall", "Encoded", "after", "answered", "at_once", "backend", "beside", "deferred", "host", "new_body", "of", "serves",
-    "together", "word_dtype",
+    "HEADROOM",
+    "DeviceCall",
+    "Encoded",
+    "after",
+    "answered",
+    "at_once",
+    "backend",
+    "beside",
+    "deferred",
+    "host",
+    "new_body",
+    "of",
+    "serves",
+    "together",
+    "word_dtype",
 ]
 
 _wanted = os.environ.get("HOROVOD_COMPRESS_KERNELS") or None
 if _wanted not in (None, "native", "reference", "device"):
-    raise ValueError(f"HOROVOD_COMPRESS_KERNELS must be native, reference or device, not {_wanted!r}")
+    raise ValueError(
+        f"HOROVOD_COMPRESS_KERNELS must be native, reference or device, not {_wanted!r}"
+    )
 if _wanted == "device":
-    os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported
+    # Which Triton reads when it is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 backend = "reference"
 host: ModuleType = reference
@@ -44,8 +64,10 @@ if _wanted != "reference":
         if _wanted == "native":
             raise
         warnings.warn(
-            f"horovod_compress: the native kernels are not available ({error}); the NumPy reference serves, about ten times "
-            "slower. Install a C++ compiler and reinstall horovod-compress, or set HOROVOD_COMPRESS_KERNELS=reference if that is "
+            f"horovod_compress: the native kernels are not available ({error}); the NumPy "
+            f"reference serves, about ten times "
+            "slower. Install a C++ compiler and reinstall horovod-compress, or set "
+            "HOROVOD_COMPRESS_KERNELS=reference if that is "
             "what you want.",
             RuntimeWarning,
             stacklevel=2,
@@ -58,17 +80,22 @@ def of(array: Any) -> ModuleType:
         return host
     kernels = getattr(array, "kernels", None)
     if kernels is None:
-        raise TypeError(f"no kernels for {type(array).__module__}.{type(array).__qualname__}: they work on NumPy's arrays and on DeviceArray")
+        raise TypeError(
+            f"no kernels for {type(array).__module__}.{type(array).__qualname__}: they work on "
+            f"NumPy's arrays and on DeviceArray"
+        )
     return kernels
 
 
 def deferred(array: Any) -> Any:
-    """The kernels that work on this array, as `of` has them. For one on a device they return a DeviceCall each, which brings the result."""
+    """The kernels that work on this array, as `of` has them. For one on a device they return a
+    DeviceCall each, which brings the result."""
     return host if isinstance(array, np.ndarray) else Deferred(array)
 
 
 def together(calls: Sequence[DeviceCall]) -> List[Any]:
-    """Makes calls, which share launches. Returns what their kernels return, or exceptions, in the same order."""
+    """Makes calls, which share launches. Returns what their kernels return, or exceptions, in the
+    same order."""
     return of(calls[0].where).together(calls) if calls else []
 
 
@@ -82,9 +109,13 @@ def at_once(result: Any) -> Any:
 
 @functools.lru_cache(maxsize=None)
 def serves(device_type: str) -> bool:
-    """Whether there are kernels for arrays on devices of this type, as torch names it: on "cuda" where Triton is installed; on "cpu" where
-    HOROVOD_COMPRESS_KERNELS=device says that they are to be interpreted, as tests do."""
-    return device_type == ("cpu" if _wanted == "device" else "cuda") and importlib.util.find_spec("triton") is not None
+    """Whether there are kernels for arrays on devices of this type, as torch names it: on "cuda"
+    where Triton is installed; on "cpu" where HOROVOD_COMPRESS_KERNELS=device says that they are to
+    be interpreted, as tests do."""
+    return (
+        device_type == ("cpu" if _wanted == "device" else "cuda")
+        and importlib.util.find_spec("triton") is not None
+    )
 
 
 def beside(array: Any, other: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Calls of kernels on a device that tensors make together, because a launch for each of them would take longer than its work."""
+"""Calls of kernels on a device that tensors make together, because a launch for each of them would
+take longer than its work."""
+
 import dataclasses
 from typing import Any, Callable, Dict, Generator, List, Tuple
 
@@ -21,7 +23,8 @@ class DeviceCall:
     thens: List[Callable[[Any], Any]] = dataclasses.field(default_factory=list)
 
     def result_of(self, answer: Any) -> Any:
-        """What was asked for, or the next call, by what the kernel has returned; raises that where it is an exception."""
+        """What was asked for, or the next call, by what the kernel has returned; raises that where
+        it is an exception."""
         if isinstance(answer, Exception):
             raise answer
         for number, then in enumerate(self.thens, 1):
@@ -33,7 +36,8 @@ class DeviceCall:
 
 
 class Deferred:
-    """The kernels that work where an array is, on a device: the functions of `kernels.host` by the same names. They return DeviceCalls."""
+    """The kernels that work where an array is, on a device: the functions of `kernels.host` by the
+    same names. They return DeviceCalls."""
 
     def __init__(self, where: Any) -> None:
         self._where = where
@@ -52,7 +56,8 @@ def after(result: Any, then: Callable[[Any], Any]) -> Any:
 
 
 def answered(result: Any) -> Generator[DeviceCall, Any, Any]:
-    """Yields the calls that a result waits for, is sent what they return, and returns the result."""
+    """Yields the calls that a result waits for, is sent what they return, and returns the
+    result."""
     while isinstance(result, DeviceCall):
         result = result.result_of((yield result))
     return result

@@ -1,4 +1,5 @@
 """What encoders return: a payload's body in a buffer, with facts about it."""
+
 from typing import NamedTuple, Union
 
 import numpy as np
@@ -9,13 +10,14 @@ HEADROOM = 24
 class Encoded(NamedTuple):
     """A payload's body, as all kernels return it.
 
-    buffer: a uint8 array, the body after HEADROOM zero bytes, for a frame's header, and before a zero byte.
-    elements: how many of the tensor's elements it sends.
-    finite: whether the gradient was finite everywhere; where it was not, the body is not used.
-    undo: arrays and numbers that a rollback or a later pass needs, () for most;
-        of encode_adacomp (indices, uint32; scale, float); of encode_variance (indices, uint32; float32 rows of r and v before);
-        of encode_topk (indices, uint32; float32 rows as of take_entries);
-        of encode_buckets (memory, uint8), which is `spare` of the next call and begins with the buffer.
+    buffer: a uint8 array, the body after HEADROOM zero bytes, for a frame's header, and before a
+    zero byte. elements: how many of the tensor's elements it sends. finite: whether the gradient
+    was finite everywhere; where it was not, the body is not used. undo: arrays and numbers that a
+    rollback or a later pass needs, () for most;
+        of encode_adacomp (indices, uint32; scale, float); of encode_variance (indices, uint32;
+        float32 rows of r and v before); of encode_topk (indices, uint32; float32 rows as of
+        take_entries); of encode_buckets (memory, uint8), which is `spare` of the next call and
+        begins with the buffer.
     """
 
     buffer: np.ndarray

@@ -1,4 +1,5 @@
 """AdamW for Keras on ranks that see a part of each batch."""
+
 from typing import Any, Dict, Optional, Sequence
 
 import horovod.tensorflow as hvd
@@ -10,18 +11,26 @@ from .horovod_internals import is_horovods
 
 @tf.keras.utils.register_keras_serializable("horovod_compress")
 class AdamW(tf.keras.optimizers.AdamW):  # type: ignore[misc]
-    """AdamW whose steps are as large on a rank's part of each batch as on the whole of it, for `UpdateOptimizer`: as of
-    `horovod_compress.torch.AdamW`, which says how.
+    """AdamW whose steps are as large on a rank's part of each batch as on the whole of it, for
+    `UpdateOptimizer`: as of `horovod_compress.torch.AdamW`, which says how.
 
-        optimizer = hvdc.UpdateOptimizer(hvdc.AdamW(1e-3), "adacomp:bin_length=100,dense=fp16", every=4)
+        optimizer = hvdc.UpdateOptimizer(hvdc.AdamW(1e-3), "adacomp:bin_length=100,dense=fp16",
+        every=4)
 
-    ranks: on how many ranks' samples each exchange's mean rests; default: hvd.size(). All other arguments are those of keras.optimizers.AdamW, but
-    for amsgrad, and with ranks=1 its steps are. Another variable is kept for each one that is trained. Raises ValueError for bad options, and in the
-    first step under hvd.DistributedOptimizer.
+    ranks: on how many ranks' samples each exchange's mean rests; default: hvd.size(). All other
+    arguments are those of keras.optimizers.AdamW, but for amsgrad, and with ranks=1 its steps are.
+    Another variable is kept for each one that is trained. Raises ValueError for bad options, and in
+    the first step under hvd.DistributedOptimizer.
     """
 
     def __init__(
-        self, learning_rate: Any = 0.001, weight_decay: float = 0.004, *, ranks: Optional[int] = None, name: str = "AdamW", **options: Any
+        self,
+        learning_rate: Any = 0.001,
+        weight_decay: float = 0.004,
+        *,
+        ranks: Optional[int] = None,
+        name: str = "AdamW",
+        **options: Any,
     ) -> None:
         check_ranks(ranks)
         super().__init__(learning_rate, weight_decay, name=name, **options)
@@ -34,7 +43,9 @@ class AdamW(tf.keras.optimizers.AdamW):  # type: ignore[misc]
         built = getattr(self, "_built", False)
         super().build(var_list)
         if not built:
-            self._signals = [self.add_variable_from_reference(variable, "q") for variable in var_list]
+            self._signals = [
+                self.add_variable_from_reference(variable, "q") for variable in var_list
+            ]
 
     def update_step(self, gradient: Any, variable: Any) -> None:
         """A step with this rank's gradient."""
@@ -45,13 +56,18 @@ class AdamW(tf.keras.optimizers.AdamW):  # type: ignore[misc]
         grad, before = tf.convert_to_tensor(gradient), tf.cast(self.iterations, dtype)
         beta1, beta2 = tf.cast(self.beta_1, dtype), tf.cast(self.beta_2, dtype)
         square.assign_add((tf.square(grad) - square) * (1 - beta2))
-        unbiased = tf.math.divide_no_nan(mean, 1 - beta1**before)  # of the gradients before this one
+        # Of the gradients before this one.
+        unbiased = tf.math.divide_no_nan(mean, 1 - beta1**before)
         known = tf.reduce_any(tf.not_equal(signal, 0))
         signal.assign(tf.where(known, signal + (grad * unbiased - signal) * (1 - beta2), square))
         mean.assign_add((grad - mean) * (1 - beta1))
         share = tf.cast(1 / (self.ranks or hvd.size()), dtype)
         root = tf.sqrt(share * square + (1 - share) * tf.maximum(signal, 0))
-        rate = tf.cast(self.learning_rate, dtype) * tf.sqrt(1 - beta2 ** (before + 1)) / (1 - beta1 ** (before + 1))
+        rate = (
+            tf.cast(self.learning_rate, dtype)
+            * tf.sqrt(1 - beta2 ** (before + 1))
+            / (1 - beta1 ** (before + 1))
+        )
         variable.assign_sub(mean * rate / (root + self.epsilon))
 
     def get_config(self) -> Dict[str, Any]:

@@ -1,5 +1,6 @@
 """What optimizers apply, next to what compressions have seen: errors where these differ, and
 replicas would part, or one optimizer's momentum would be given to another's variables."""
+
 import threading
 import weakref
 from typing import Any, Dict, Iterable, List, Sequence, Set, Tuple
@@ -61,7 +62,8 @@ def refuse_unreduced(
     local = kept_local(optimizer)
     # Sparse gradients go Horovod's own way.
     dense = [
-        (grad, variable) for grad, variable in pairs
+        (grad, variable)
+        for grad, variable in pairs
         if isinstance(grad, tf.Tensor) and variable.ref() not in local
     ]
     variables = [variable for _, variable in dense]

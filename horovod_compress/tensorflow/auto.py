@@ -1,4 +1,6 @@
-"""`Compression.auto` in TensorFlow: steps are seen from one call of a traced function to the next, and another candidate begins between two."""
+"""`Compression.auto` in TensorFlow: steps are seen from one call of a traced function to the next,
+and another candidate begins between two."""
+
 import time
 from typing import Any, Dict, List, Optional, Sequence, Union
 
@@ -15,8 +17,10 @@ from .operations import Variable
 from .optimizer import SGD, can_take_over, largest_momentum, unwrapped
 from .unbound import UnboundCompression
 
-_NEVER = 100  # calls in a row that trace, after which users are told that nothing comes of it
-_SETTLING = 2  # calls after a switch in which something owed may still go out by operations of its own
+# Calls in a row that trace, after which users are told that nothing comes of it.
+_NEVER = 100
+# Calls after a switch in which something owed may still go out by operations of its own.
+_SETTLING = 2
 
 
 def _sparse_for(optimizer: Any) -> Optional[str]:
@@ -26,21 +30,32 @@ def _sparse_for(optimizer: Any) -> Optional[str]:
 
 
 class ChosenCompression(Chosen, BoundCompression):
-    """What AutoCompression becomes: a compression that is switched from candidate to candidate, until one is chosen.
+    """What AutoCompression becomes: a compression that is switched from candidate to candidate,
+    until one is chosen.
 
-    The function that the user or Keras calls, around the operations of the compression, says when a call of it begins. Times of calls in which a
-    function is traced do not count.
+    The function that the user or Keras calls, around the operations of the compression, says when a
+    call of it begins. Times of calls in which a function is traced do not count.
     """
 
-    def __init__(self, auto: Dict[str, Any], process_set: Any = None, grad_scaler: Any = None, discardable: bool = False) -> None:
+    def __init__(
+        self,
+        auto: Dict[str, Any],
+        process_set: Any = None,
+        grad_scaler: Any = None,
+        discardable: bool = False,
+    ) -> None:
         self.refuse_elastic()
         super().__init__("none", None, process_set, grad_scaler, discardable)
         self._auto, self._in_force = auto, "none"
-        self._resumed: Optional[Dict[str, Any]] = None  # of a state that was loaded before the optimizer is known
-        self._began, self._taken, self._tracing = 0.0, 0, False  # of the call that began last: when, after how many steps, whether it traced
+        # Of a state that was loaded before the optimizer is known.
+        self._resumed: Optional[Dict[str, Any]] = None
+        # Of the call that began last: when, after how many steps, whether it traced.
+        self._began, self._taken, self._tracing = 0.0, 0, False
         self._uncounted = 0  # calls in a row that traced
-        self._until_look, self._largest = LOOK, 0.0  # of what SGD's own momentum still holds, where that lives on
-        self._settling = 0  # calls until operations of something owed can be left out
+        # Of what SGD's own momentum still holds, where that lives on.
+        self._until_look, self._largest = LOOK, 0.0
+        # Calls until operations of something owed can be left out.
+        self._settling = 0
 
     def bind(self, optimizer: Any) -> None:
         candidates = list(self._auto["candidates"] or default_candidates(_sparse_for(optimizer)))
@@ -64,10 +79,18 @@ class ChosenCompression(Chosen, BoundCompression):
 
     @property
     def plan(self) -> Dict[str, Any]:
-        return super().plan if self._chosen else {"spec": None, "ranks": self._rank_and_size()[1], "candidates": {}}
+        return (
+            super().plan
+            if self._chosen
+            else {"spec": None, "ranks": self._rank_and_size()[1], "candidates": {}}
+        )
 
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
-        return super().state_dict(portable) if self._chosen else BoundCompression.state_dict(self, portable)
+        return (
+            super().state_dict(portable)
+            if self._chosen
+            else BoundCompression.state_dict(self, portable)
+        )
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         if self._chosen:
@@ -82,7 +105,8 @@ class ChosenCompression(Chosen, BoundCompression):
                 self._compressor = self._exchange.compressor = before
                 raise
             self._resumed = auto
-        self._taken, self._tracing = self._steps_taken(), True  # What was between two calls is no step's time.
+        # What was between two calls is no step's time.
+        self._taken, self._tracing = self._steps_taken(), True
 
     @property
     def _sees_gradients(self) -> bool:  # type: ignore[override]
@@ -92,20 +116,30 @@ class ChosenCompression(Chosen, BoundCompression):
         super()._note_traces()
         self._tracing = self._tracing or not tf.executing_eagerly()
 
-    def _submit(self, variable: Variable, call: int, grad: np.ndarray, *options: np.ndarray) -> List[np.ndarray]:
+    def _submit(
+        self, variable: Variable, call: int, grad: np.ndarray, *options: np.ndarray
+    ) -> List[np.ndarray]:
         if self._choice.gradients is not None:
             self._choice.gradients[variable.name] = grad.reshape(variable.shape).copy()
         return super()._submit(variable, call, grad, *options)
 
     def _before_call(self) -> None:
-        """Decides with what the call that begins takes its step, or several; those of the last one take its time in equal parts."""
+        """Decides with what the call that begins takes its step, or several; those of the last one
+        take its time in equal parts."""
         now, taken = time.perf_counter(), self._steps_taken()
         if taken <= self._taken:
-            return  # The last call, one of several backward passes, exchanged nothing, and its time is part of the step's.
+            # The last call, one of several backward passes, exchanged nothing, and its time is part
+            # of the step's.
+            return
         self._uncounted = self._uncounted + 1 if self._tracing else 0
         if self._uncounted == _NEVER:
-            warn_once(f"auto() has chosen nothing: {_NEVER} calls in a row were traced, whose times say nothing. Give them inputs of one shape")
-        self._choice.step_ended((now - self._began) / (taken - self._taken), counts=not self._tracing)
+            warn_once(
+                f"auto() has chosen nothing: {_NEVER} calls in a row were traced, whose times say "
+                f"nothing. Give them inputs of one shape"
+            )
+        self._choice.step_ended(
+            (now - self._began) / (taken - self._taken), counts=not self._tracing
+        )
         self._follow(self._choice.current)
         if self._lives_on and self._takes_over:
             self._let_momentum_go()
@@ -115,7 +149,8 @@ class ChosenCompression(Chosen, BoundCompression):
         return max(self._exchange.steps_taken().values(), default=0)
 
     def _let_momentum_go(self) -> None:
-        """What SGD's own momentum has gathered in steps that were tried without a takeover decays, and in the end needs no operations any more."""
+        """What SGD's own momentum has gathered in steps that were tried without a takeover decays,
+        and in the end needs no operations any more."""
         self._until_look = (self._until_look or LOOK) - 1
         if self._until_look == 0:
             now = largest_momentum(self._served or self._optimizer)
@@ -147,4 +182,7 @@ class AutoCompression(Automatic, UnboundCompression):
     _binding = "compression.bind(optimizer), which is the compression of a tape then"
 
     def _unserved(self, process_set: Any = None) -> BoundCompression:
-        return ChosenCompression(self._auto, **{**self._options, "process_set": self._options["process_set"] or process_set})
+        return ChosenCompression(
+            self._auto,
+            **{**self._options, "process_set": self._options["process_set"] or process_set},
+        )

@@ -1,4 +1,6 @@
-"""A compression's state in files, one a rank or one for all, next to what Keras' ModelCheckpoint saves."""
+"""A compression's state in files, one a rank or one for all, next to what Keras' ModelCheckpoint
+saves."""
+
 import json
 import os
 import zipfile
@@ -13,34 +15,43 @@ from .unbound import UnboundCompression
 
 
 class StateCheckpoint(TellsOfIdling):
-    """Saves a compression's state at the end of each epoch, on every rank, and restores one before training.
+    """Saves a compression's state at the end of each epoch, on every rank, and restores one before
+    training.
 
-    compression: the one that Horovod's optimizer got.
-    filepath: as for ModelCheckpoint, with {epoch} where each epoch is to have its own; nothing else, because losses differ between
+    compression: the one that Horovod's optimizer got. filepath: as for ModelCheckpoint, with
+    {epoch} where each epoch is to have its own; nothing else, because losses differ between
         ranks. The rank, among all and not those of a process set, is added: filepath.rank0.npz.
-    restore: such a path, without the rank, with whose state training begins.
-    portable: there is one file for all ranks, filepath.npz, which any number of ranks can go on from, instead of one for each: see
+    restore: such a path, without the rank, with whose state training begins. portable: there is one
+    file for all ranks, filepath.npz, which any number of ranks can go on from, instead of one for
+    each: see
         `BoundCompression.state_dict`. Where it is to be restored, all ranks must find it.
 
-    A file is replaced as a whole, never half written. model.fit raises ValueError where a file is missing, broken or of another model, algorithm,
-    rank or, without `portable`, number of ranks.
+    A file is replaced as a whole, never half written. model.fit raises ValueError where a file is
+    missing, broken or of another model, algorithm, rank or, without `portable`, number of ranks.
     """
 
     def __init__(
-        self, compression: Union[BoundCompression, UnboundCompression], filepath: Union[str, os.PathLike],
-        restore: Union[str, os.PathLike, None] = None, portable: bool = False,
+        self,
+        compression: Union[BoundCompression, UnboundCompression],
+        filepath: Union[str, os.PathLike],
+        restore: Union[str, os.PathLike, None] = None,
+        portable: bool = False,
     ) -> None:
         super().__init__(compression)
         self._filepath, self._restore, self._portable = os.fspath(filepath), restore, portable
         try:
             self._filepath.format(epoch=1)
         except (KeyError, IndexError) as error:
-            raise ValueError(f"filepath may hold {{epoch}} and nothing else, not {error}: what else there is differs between ranks") from None
+            raise ValueError(
+                f"filepath may hold {{epoch}} and nothing else, not {error}: what else there is "
+                f"differs between ranks"
+            ) from None
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._restore is not None:
             self._compression.load_state_dict(_read(self._file(os.fspath(self._restore))))
-            self._restore = None  # A second call of fit does not restore again.
+            # A second call of fit does not restore again.
+            self._restore = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         super().on_epoch_end(epoch, logs)
@@ -53,12 +64,21 @@ class StateCheckpoint(TellsOfIdling):
 
 
 def _write(file: str, state: Dict[str, Any]) -> None:
-    flat = [(name, key, array) for name, named in state["tensors"].items() for key, array in named.items()]
+    flat = [
+        (name, key, array)
+        for name, named in state["tensors"].items()
+        for key, array in named.items()
+    ]
     plain = {key: value for key, value in state.items() if key != "tensors"}
-    plain.update(arrays=[(name, key) for name, key, _ in flat], names=list(state["tensors"]))  # some names have no arrays
+    # Some names have no arrays.
+    plain.update(arrays=[(name, key) for name, key, _ in flat], names=list(state["tensors"]))
     os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
     with open(f"{file}.part", "wb") as part:
-        np.savez(part, plain=np.array(json.dumps(plain)), **{str(i): array for i, (_, _, array) in enumerate(flat)})
+        np.savez(
+            part,
+            plain=np.array(json.dumps(plain)),
+            **{str(i): array for i, (_, _, array) in enumerate(flat)},
+        )
     os.replace(f"{file}.part", file)
 
 
@@ -70,8 +90,16 @@ def _read(file: str) -> Dict[str, Any]:
             for i, (name, key) in enumerate(state.pop("arrays")):
                 state["tensors"][name][key] = saved[str(i)]
     except (
-        OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, RecursionError,
+        OSError,
+        EOFError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
         zipfile.BadZipFile,
     ) as error:
-        raise ValueError(f"{file} is no state of a compression that could be restored: {error}") from None
+        raise ValueError(
+            f"{file} is no state of a compression that could be restored: {error}"
+        ) from None
     return state

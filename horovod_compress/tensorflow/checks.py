@@ -1,4 +1,5 @@
 """What compressions refuse in TensorFlow."""
+
 from typing import Any, Optional
 
 import tensorflow as tf
@@ -13,15 +14,20 @@ def check_elastic(compressor: Compressor, optimizer: Any) -> None:
     """ValueError for what cannot work where ranks come and go."""
     if optimizer is None:
         raise ValueError(
-            "in an elastic job a rank may be left alone, for which Horovod reduces nothing, and what it holds back is applied by the optimizer: bind "
+            "in an elastic job a rank may be left alone, for which Horovod reduces nothing, and "
+            "what it holds back is applied by the optimizer: bind "
             f"the compression to that, as in hvdc.Compression.{compressor.id}(optimizer)"
         )
     dense = getattr(compressor, "dense", "fp32")
-    for adding, instead in ((compressor, "take another algorithm"), (dense_compressor(dense, 0), "say dense=fp32 or dense=fp16")):
+    for adding, instead in (
+        (compressor, "take another algorithm"),
+        (dense_compressor(dense, 0), "say dense=fp32 or dense=fp16"),
+    ):
         if len({adding.collectives(size) for size in range(1, 129)}) > 1:
             what = compressor.id if adding is compressor else f"dense={dense}"
             raise ValueError(
-                f"{what} adds up integers, whose type depends on the number of ranks, and the operations of a traced function keep theirs: in "
+                f"{what} adds up integers, whose type depends on the number of ranks, and the "
+                f"operations of a traced function keep theirs: in "
                 f"elastic jobs with TensorFlow {instead}"
             )
 
@@ -29,7 +35,8 @@ def check_elastic(compressor: Compressor, optimizer: Any) -> None:
 def check_elastic_scale(scaler: Any) -> None:
     if scaler.dynamic:
         raise ValueError(
-            "in an elastic job with TensorFlow new ranks would begin with another loss scale than the others have: say "
+            "in an elastic job with TensorFlow new ranks would begin with another loss scale than "
+            "the others have: say "
             "LossScaleOptimizer(optimizer, dynamic=False, initial_scale=1024)"
         )
 
@@ -37,21 +44,33 @@ def check_elastic_scale(scaler: Any) -> None:
 def check_scaler(scaler: Any) -> None:
     """TypeError for what is neither a LossScaleOptimizer nor None."""
     if scaler is not None and not isinstance(scaler, tf.keras.mixed_precision.LossScaleOptimizer):
-        raise TypeError(f"grad_scaler must be a tf.keras.mixed_precision.LossScaleOptimizer, not {scaler!r}")
+        raise TypeError(
+            f"grad_scaler must be a tf.keras.mixed_precision.LossScaleOptimizer, not {scaler!r}"
+        )
 
 
 def checked_moments(compressor: Any, optimizer: Any) -> Optional[str]:
-    """The option `moments` of algorithms that have it. Raises ValueError for options that TensorFlow cannot serve."""
+    """The option `moments` of algorithms that have it. Raises ValueError for options that
+    TensorFlow cannot serve."""
     moments = getattr(compressor, "moments", None)
     if getattr(compressor, "transport", "horovod") != "horovod":
-        raise ValueError("with TensorFlow payloads are moved by operations of the graph: say transport=horovod")
+        raise ValueError(
+            "with TensorFlow payloads are moved by operations of the graph: say transport=horovod"
+        )
     if getattr(compressor, "exchange", "gather") != "gather":
-        raise ValueError("exchange=split needs PyTorch: in a graph no operation sees all tensors of a step. With TensorFlow say exchange=gather")
+        raise ValueError(
+            "exchange=split needs PyTorch: in a graph no operation sees all tensors of a step. "
+            "With TensorFlow say exchange=gather"
+        )
     if moments == "per_sample":
         raise ValueError(
-            "moments=per_sample needs PyTorch, which shows layers' inputs. With TensorFlow say moments=microbatch, and give hvd.DistributedOptimizer("
-            "backward_passes_per_step=4) or more: groups of samples stand for samples; or moments=minibatch"
+            "moments=per_sample needs PyTorch, which shows layers' inputs. With TensorFlow say "
+            "moments=microbatch, and give hvd.DistributedOptimizer("
+            "backward_passes_per_step=4) or more: groups of samples stand for samples; or "
+            "moments=minibatch"
         )
     if moments == "microbatch" and optimizer is None:
-        raise ValueError(f"moments=microbatch needs the optimizer, to see every backward pass. {ONE_PASS}")
+        raise ValueError(
+            f"moments=microbatch needs the optimizer, to see every backward pass. {ONE_PASS}"
+        )
     return moments

@@ -1,4 +1,6 @@
-"""A compression bound to a Keras optimizer or a tape: what serves which optimizer, what users call, and elastic jobs."""
+"""A compression bound to a Keras optimizer or a tape: what serves which optimizer, what users call,
+and elastic jobs."""
+
 import contextlib
 import copy
 from typing import (
@@ -29,12 +31,23 @@ from .checks import check_elastic, check_scaler, checked_moments
 from .exchange import GraphExchange, Saved
 from .graph import GraphCompression
 from .horovod_internals import use_traces
-from .optimizer import SGD, before_applying, check, is_plain_sgd, leave_momentum, options_of, refuse_own_steps, tell_of_takeover, watch_passes
+from .optimizer import (
+    SGD,
+    before_applying,
+    check,
+    is_plain_sgd,
+    leave_momentum,
+    options_of,
+    refuse_own_steps,
+    tell_of_takeover,
+    watch_passes,
+)
 
 
 class _Chosen(NamedTuple):
-    """How variables are compressed. requested: as the spec says; compressor: with the momentum that it applies; takes_over: whether that is taken
-    over from an SGD; host: the ranks of this rank's, where they are of use."""
+    """How variables are compressed. requested: as the spec says; compressor: with the momentum that
+    it applies; takes_over: whether that is taken over from an SGD; host: the ranks of this rank's,
+    where they are of use."""
 
     requested: Compressor
     compressor: Compressor
@@ -43,29 +56,42 @@ class _Chosen(NamedTuple):
 
 
 class BoundCompression(GraphCompression):
-    """A compression for hvd.DistributedOptimizer, hvd.DistributedGradientTape and horovod.tensorflow.keras: compression=….
+    """A compression for hvd.DistributedOptimizer, hvd.DistributedGradientTape and
+    horovod.tensorflow.keras: compression=….
 
-    spec: as for horovod_compress.get_compressor.
-    optimizer: the Keras optimizer, new or legacy, that will be wrapped, or that applies what a tape brings. An SGD's momentum
-        and Nesterov are taken over by algorithms that correct momentum (dgc). None: `bind` follows, before the first gradient.
-    process_set: the one that Horovod's optimizer or tape gets; default: all ranks.
-    grad_scaler: a LossScaleOptimizer that scales the loss of which a tape has the gradients: what is kept of gradients then follows its
-        scale. Implies discardable. Where it wraps Horovod's optimizer it is found without being given.
-    discardable: a step whose gradients are not finite is forgotten, as if it had never been, and so is one after which `discard()` is
-        called. Takes as much memory again as the algorithm's state, and the time to copy that in each step.
+    spec: as for horovod_compress.get_compressor. optimizer: the Keras optimizer, new or legacy,
+    that will be wrapped, or that applies what a tape brings. An SGD's momentum
+        and Nesterov are taken over by algorithms that correct momentum (dgc). None: `bind` follows,
+        before the first gradient.
+    process_set: the one that Horovod's optimizer or tape gets; default: all ranks. grad_scaler: a
+    LossScaleOptimizer that scales the loss of which a tape has the gradients: what is kept of
+    gradients then follows its
+        scale. Implies discardable. Where it wraps Horovod's optimizer it is found without being
+        given.
+    discardable: a step whose gradients are not finite is forgotten, as if it had never been, and so
+    is one after which `discard()` is
+        called. Takes as much memory again as the algorithm's state, and the time to copy that in
+        each step.
 
-    One compression serves one model on one rank. Its residuals are this rank's own: save `state_dict()` on every rank, or use
-    `StateCheckpoint`. Variables become known when their gradients are first traced. Raises ValueError for bad options and
-    optimizers; the first trace, or `handshake()`, raises MismatchError, on all ranks, where ranks were started differently.
+    One compression serves one model on one rank. Its residuals are this rank's own: save
+    `state_dict()` on every rank, or use `StateCheckpoint`. Variables become known when their
+    gradients are first traced. Raises ValueError for bad options and optimizers; the first trace,
+    or `handshake()`, raises MismatchError, on all ranks, where ranks were started differently.
     """
 
     def __init__(
-        self, spec: Any, optimizer: Any = None, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False
+        self,
+        spec: Any,
+        optimizer: Any = None,
+        process_set: Any = None,
+        grad_scaler: Any = None,
+        discardable: bool = False,
     ) -> None:
         super().__init__(process_set)
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise ValueError(
-                "TensorFlow 1's graph mode is not supported: a compression's operations belong to functions that TensorFlow 2 traces. Leave "
+                "TensorFlow 1's graph mode is not supported: a compression's operations belong to "
+                "functions that TensorFlow 2 traces. Leave "
                 "out tf.compat.v1.disable_eager_execution() and disable_v2_behavior()"
             )
         if optimizer is not None:
@@ -74,21 +100,30 @@ class BoundCompression(GraphCompression):
         self._grad_scaler = grad_scaler
         self._optimizer: Any = None
         self._momentum_class: Optional[Type] = None
-        self._lives_on = False  # whether momentum that an SGD has gathered by itself still moves variables where it is taken over
+        # Whether momentum that an SGD has gathered by itself still moves variables where it is
+        # taken over.
+        self._lives_on = False
         self._applying_class: Optional[Type] = None
         self._compressor = get_compressor(spec)
         self._chosen: Optional[_Chosen] = None  # since `bind`
-        self._states: Dict[Hashable, int] = {}  # what traces hold of the compressor → `_traces`
-        self._watches = self._microbatches = False  # whether backward passes can be seen, and whether they are
+        # What traces hold of the compressor → `_traces`.
+        self._states: Dict[Hashable, int] = {}
+        # Whether backward passes can be seen, and whether they are.
+        self._watches = self._microbatches = False
         self._exchange: GraphExchange = GraphExchange(
-            self._compressor, *self._rank_and_size(), self._label, discardable or grad_scaler is not None, dense_alone=self._elastic
+            self._compressor,
+            *self._rank_and_size(),
+            self._label,
+            discardable or grad_scaler is not None,
+            dense_alone=self._elastic,
         )
         if optimizer is not None:
             self.bind(optimizer)
 
     def bind(self, optimizer: Any) -> None:
-        """Decides what depends on the optimizer, and takes over what it leaves to this compression. Once, before the first gradient; also of
-        Horovod's own optimizer. None: nobody knows the optimizer, and ValueError where it is needed."""
+        """Decides what depends on the optimizer, and takes over what it leaves to this compression.
+        Once, before the first gradient; also of Horovod's own optimizer. None: nobody knows the
+        optimizer, and ValueError where it is needed."""
         chosen = self._choose(self._compressor, optimizer)
         self._optimizer = optimizer
         if isinstance(optimizer, SGD) and self._active:
@@ -113,14 +148,18 @@ class BoundCompression(GraphCompression):
 
     def serves(self, variables: Iterable[Any]) -> bool:
         """Whether some of these are known."""
-        return any(isinstance(variable, tf.Variable) and variable.ref() in self._variables for variable in variables)
+        return any(
+            isinstance(variable, tf.Variable) and variable.ref() in self._variables
+            for variable in variables
+        )
 
     def leaves_local(self, variables: Iterable[Any]) -> bool:
         """Whether a tape has left the gradients of some of these as they are."""
         return any(variable.ref() in self._local for variable in variables)
 
     def _choose(self, spec: Any, optimizer: Any) -> _Chosen:
-        """What a spec comes to with an optimizer, bound or Horovod's. ValueError for what cannot be served."""
+        """What a spec comes to with an optimizer, bound or Horovod's. ValueError for what cannot be
+        served."""
         compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
         if self._elastic:
             check_elastic(compressor, optimizer)
@@ -128,7 +167,11 @@ class BoundCompression(GraphCompression):
         host = self._host_for(compressor)
         if not compressor.corrects_momentum or optimizer is None:
             return _Chosen(compressor, compressor, host=host)
-        momentum, nesterov = momentum_of(compressor, options_of(optimizer)) if isinstance(optimizer, SGD) else (0.0, False)
+        momentum, nesterov = (
+            momentum_of(compressor, options_of(optimizer))
+            if isinstance(optimizer, SGD)
+            else (0.0, False)
+        )
         takes_over = bool(momentum and self._active)
         if takes_over:
             refuse_own_steps(optimizer)
@@ -137,7 +180,9 @@ class BoundCompression(GraphCompression):
     def _use(self, chosen: _Chosen) -> None:
         compressor: Any = chosen.compressor
         if chosen.takes_over and not self._takes_over:
-            tell_of_takeover(self._optimizer, compressor.id, compressor.momentum, compressor.nesterov)
+            tell_of_takeover(
+                self._optimizer, compressor.id, compressor.momentum, compressor.nesterov
+            )
             self._lives_on = self._lives_on or bool(self._exchange.shapes)
         self._chosen, self._compressor = chosen, compressor
         self._host = self._exchange.host = chosen.host
@@ -152,7 +197,7 @@ class BoundCompression(GraphCompression):
         self._note_traces()
         return self._takes_over and variable.ref() in self._variables
 
-    # -- for users --------------------------------------------------------------------------------------------------------
+    # -- for users
 
     def __repr__(self) -> str:
         return f"<{self._compressor!r} of {len(self._variables)} variables>"
@@ -163,21 +208,29 @@ class BoundCompression(GraphCompression):
         return bool(self._process_set.included()) and self._process_set.rank() == 0
 
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
-        """This rank's residuals and momentum, as NumPy arrays by variable and plain values: one a rank, as `StateCheckpoint` saves them.
+        """This rank's residuals and momentum, as NumPy arrays by variable and plain values: one a
+        rank, as `StateCheckpoint` saves them.
 
-        portable: all ranks call this at the same step, and get the same: the mean over ranks of what each has not sent yet, which any number of
-        ranks can go on from. One file is enough. MismatchError where ranks are not at the same step.
+        portable: all ranks call this at the same step, and get the same: the mean over ranks of
+        what each has not sent yet, which any number of ranks can go on from. One file is enough.
+        MismatchError where ranks are not at the same step.
         """
         state = self._state()
         if portable:
-            return checkpoint.portable(state, self._transport, self._label) if self._active else {**state, "rank": None}
+            return (
+                checkpoint.portable(state, self._transport, self._label)
+                if self._active
+                else {**state, "rank": None}
+            )
         return state
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
-        """Continues from what `state_dict` has returned, of the same model: bit for bit from this rank's own, or from a list of all ranks', in any
-        order, or from a portable one. Where that list is of another number of ranks, each rank gets their mean, so the mean of what ranks have
-        not sent yet is kept. Variables that are not known yet get their state when they are. Raises ValueError, with nothing changed, for any
-        other state; where variables are not known yet, tracing does."""
+        """Continues from what `state_dict` has returned, of the same model: bit for bit from this
+        rank's own, or from a list of all ranks', in any order, or from a portable one. Where that
+        list is of another number of ranks, each rank gets their mean, so the mean of what ranks
+        have not sent yet is kept. Variables that are not known yet get their state when they are.
+        Raises ValueError, with nothing changed, for any other state; where variables are not known
+        yet, tracing does."""
         if not self._process_set.included():
             return  # this rank compresses nothing
         with self._tracing_again():
@@ -188,37 +241,57 @@ class BoundCompression(GraphCompression):
             self._lives_on = bool((state if isinstance(state, dict) else state[0]).get("lives_on"))
 
     def switch(self, spec: Any) -> None:
-        """Goes on with another compression, "topk:ratio=0.01" or {"id": "topk", "ratio": 0.01}, from the next step on.
+        """Goes on with another compression, "topk:ratio=0.01" or {"id": "topk", "ratio": 0.01},
+        from the next step on.
 
-        What ranks have not sent yet goes on: in what the new algorithm keeps, else densely in the first step. An SGD's momentum is taken over, or
-        given back, and counts once. Functions whose operations change are traced again when they are called next. All ranks call it between the
-        same two steps, as in a callback's on_epoch_begin. ValueError for a bad spec, RuntimeError in the middle of a step and for a compression
-        that has no optimizer yet, MismatchError where ranks differ; nothing is changed then.
+        What ranks have not sent yet goes on: in what the new algorithm keeps, else densely in the
+        first step. An SGD's momentum is taken over, or given back, and counts once. Functions whose
+        operations change are traced again when they are called next. All ranks call it between the
+        same two steps, as in a callback's on_epoch_begin. ValueError for a bad spec, RuntimeError
+        in the middle of a step and for a compression that has no optimizer yet, MismatchError where
+        ranks differ; nothing is changed then.
         """
         if self._chosen is None:
             raise RuntimeError(
-                "this compression has not come to its optimizer yet: make it with that spec, or say hvdc.compression_of(optimizer).switch(…), which "
+                "this compression has not come to its optimizer yet: make it with that spec, or "
+                "say hvdc.compression_of(optimizer).switch(…), which "
                 "binds it to Horovod's optimizer"
             )
         self._switch(get_compressor(spec))
 
     def _switch(self, spec: Any, compare: bool = True) -> None:
-        """compare: whether all ranks do it, here, and say so to each other. Where they are not together yet they go on from rank 0's."""
+        """compare: whether all ranks do it, here, and say so to each other. Where they are not
+        together yet they go on from rank 0's."""
         exchange = self._exchange
         exchange.end_step()
         chosen = self._choose(spec, self._served or self._optimizer)
-        if getattr(chosen.compressor, "moments", None) == "microbatch" and self._active and not self._watches:
-            raise ValueError("moments=microbatch has to see every backward pass from the first one on: make the compression with it")
+        if (
+            getattr(chosen.compressor, "moments", None) == "microbatch"
+            and self._active
+            and not self._watches
+        ):
+            raise ValueError(
+                "moments=microbatch has to see every backward pass from the first one on: make the "
+                "compression with it"
+            )
         self._place_saved()
         if self._active and compare and self._synced:
             advice = "Call it on all ranks, between the same two steps, with the same spec"
-            agree(self._transport, f"{self._label}.switch", description_of(chosen.compressor), "called compression.switch()", advice)
+            agree(
+                self._transport,
+                f"{self._label}.switch",
+                description_of(chosen.compressor),
+                "called compression.switch()",
+                advice,
+            )
             self._agreed = True
         gain = self._gain(chosen.takes_over) / self._gain(self._takes_over)
         tensors = {name: (shape, chosen.compressor) for name, shape in exchange.shapes.items()}
         with self._tracing_again():
             exchange.host = chosen.host
-            exchange.switch(chosen.compressor, tensors, dict.fromkeys(tensors, gain), self._factor())
+            exchange.switch(
+                chosen.compressor, tensors, dict.fromkeys(tensors, gain), self._factor()
+            )
             self._use(chosen)
             self._meet()
 
@@ -231,18 +304,26 @@ class BoundCompression(GraphCompression):
 
     def _untraced(self) -> Dict[str, Optional[Saved]]:
         """What `_saved` says of variables that only the exchange knows."""
-        return dict.fromkeys(self._exchange.shapes.keys() - {variable.name for variable in self._variables.values()})
+        return dict.fromkeys(
+            self._exchange.shapes.keys() - {variable.name for variable in self._variables.values()}
+        )
 
     def _gain(self, takes_over: bool) -> float:
-        """What the optimizer's own momentum makes of a result of 1 in the end: 1/(1 − m), and 1 where it is taken over."""
+        """What the optimizer's own momentum makes of a result of 1 in the end: 1/(1 − m), and 1
+        where it is taken over."""
         optimizer = self._served or self._optimizer
-        momentum = float(options_of(optimizer)["momentum"]) if isinstance(optimizer, SGD) and not takes_over else 0.0
+        momentum = (
+            float(options_of(optimizer)["momentum"])
+            if isinstance(optimizer, SGD) and not takes_over
+            else 0.0
+        )
         return 1 / (1 - momentum) if momentum < 1 else 1.0
 
     @contextlib.contextmanager
     def _tracing_again(self) -> Iterator[None]:
-        """Has functions traced again when they are called next, where the body changes something that their traces hold; or, where it was like that
-        before, has them go on with the traces that they had then."""
+        """Has functions traced again when they are called next, where the body changes something
+        that their traces hold; or, where it was like that before, has them go on with the traces
+        that they had then."""
         before = self._traced_with()
         yield
         for variable in self._variables.values():
@@ -256,24 +337,42 @@ class BoundCompression(GraphCompression):
 
     def _traced_with(self) -> Hashable:
         """What traces hold of the compressor."""
-        variables = [(each.carried, each.moved, each.direct, None if each.squares is None else id(each.squares)) for each in self._variables.values()]
-        compressor, momentum = self._compressor, [self._takes_over, self._takes_over and self._lives_on]
+        variables = [
+            (
+                each.carried,
+                each.moved,
+                each.direct,
+                None if each.squares is None else id(each.squares),
+            )
+            for each in self._variables.values()
+        ]
+        compressor, momentum = (
+            self._compressor,
+            [self._takes_over, self._takes_over and self._lives_on],
+        )
         return (*momentum, bool(compressor.follow_lr), compressor.clip_norm is not None, *variables)
 
-    # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------
+    # -- for elastic jobs: see `elastic.py`
 
     def _state(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
         state = super()._kept(into)
         for name, saved in copy.deepcopy(self._saved or {}).items():
             if saved is not None:
-                state["tensors"][name], state["step"][name], state["dense_until"][name], state["shapes"][name] = saved
+                (
+                    state["tensors"][name],
+                    state["step"][name],
+                    state["dense_until"][name],
+                    state["shapes"][name],
+                ) = saved
         return {**state, "lives_on": self._lives_on}
 
     def _kept(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
         return {**self._state(into), "spec": self._requested.config}
 
     def _sync(self) -> None:
-        config, lives_on = gather(self._transport, "hvdc.elastic.spec", [self._requested.config, self._lives_on])[0]
+        config, lives_on = gather(
+            self._transport, "hvdc.elastic.spec", [self._requested.config, self._lives_on]
+        )[0]
         with self._tracing_again():
             self._switch_to(config, lives_on)
         super()._sync()
@@ -294,7 +393,8 @@ class BoundCompression(GraphCompression):
             self._switch_to(state["spec"], state["lives_on"])
             untraced = self._untraced()
             self._saved = {**untraced, **self._exchange.go_back_to(state)} or None
-        for name in state["step"]:  # in the order in which rank 0 came to know them, which numbers its operations
+        # in the order in which rank 0 came to know them, which numbers its operations.
+        for name in state["step"]:
             self._numbers.setdefault(name, len(self._numbers))
         for variable in self._variables.values():
             if variable.squares is not None:

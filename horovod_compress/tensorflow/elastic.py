@@ -1,4 +1,5 @@
-"""Elastic jobs, in which ranks come and go: nothing that ranks have not sent yet is lost. See `horovod_compress.elastic`.
+"""Elastic jobs, in which ranks come and go: nothing that ranks have not sent yet is lost. See
+`horovod_compress.elastic`.
 
     compression = hvdc.Compression.dgc()
     model.compile(hvd.DistributedOptimizer(optimizer, compression=compression), loss)
@@ -7,8 +8,10 @@
     @hvdc.elastic.run
     def train(state): ...
 
-Functions that were traced stay in use: Horovod's operations look at the number of ranks whenever they run, and so do those of a compression.
+Functions that were traced stay in use: Horovod's operations look at the number of ranks whenever
+they run, and so do those of a compression.
 """
+
 import functools
 from typing import Any, Callable, Dict, List, Sequence, Union
 
@@ -23,16 +26,22 @@ from .unbound import UnboundCompression
 
 
 class _Keeping:
-    """What the states here add to Horovod's: keywords that are compressions are not broadcast from rank 0, but kept as `Kept` says."""
+    """What the states here add to Horovod's: keywords that are compressions are not broadcast from
+    rank 0, but kept as `Kept` says."""
 
-    def _take(self, keywords: Dict[str, Any], bind: Callable[[UnboundCompression], BoundCompression]) -> Dict[str, Any]:
-        """Makes attributes of the compressions among the keywords, bound by `bind` where they are not yet; returns the others."""
+    def _take(
+        self, keywords: Dict[str, Any], bind: Callable[[UnboundCompression], BoundCompression]
+    ) -> Dict[str, Any]:
+        """Makes attributes of the compressions among the keywords, bound by `bind` where they are
+        not yet; returns the others."""
 
         def bound(value: Union[BoundCompression, UnboundCompression]) -> BoundCompression:
             return value if isinstance(value, BoundCompression) else bind(value)
 
         given = (BoundCompression, UnboundCompression)
-        compressions = {name: bound(value) for name, value in keywords.items() if isinstance(value, given)}
+        compressions = {
+            name: bound(value) for name, value in keywords.items() if isinstance(value, given)
+        }
         vars(self).update(compressions)
         self._kept: List[Kept] = [Kept(compression) for compression in compressions.values()]
         return {name: value for name, value in keywords.items() if name not in compressions}
@@ -55,30 +64,39 @@ class _Keeping:
 
 
 class TensorFlowKerasState(_Keeping, hvd.elastic.TensorFlowKerasState):
-    """hvd.elastic.TensorFlowKerasState, which is also horovod.tensorflow.keras' KerasState, for models whose optimizers compress.
+    """hvd.elastic.TensorFlowKerasState, which is also horovod.tensorflow.keras' KerasState, for
+    models whose optimizers compress.
 
-    model: built; optimizer: Horovod's, default the one that the model was compiled with; it gets its variables here, because new ranks
-    take no step before they have the others' state. keywords: as for Horovod's, and compressions, by any name: compression=compression.
+    model: built; optimizer: Horovod's, default the one that the model was compiled with; it gets
+    its variables here, because new ranks take no step before they have the others' state. keywords:
+    as for Horovod's, and compressions, by any name: compression=compression.
     """
 
     def __init__(self, model: tf.keras.Model, optimizer: Any = None, **keywords: Any) -> None:
-        keywords = self._take(keywords, lambda compression: compression.bind(unwrapped(optimizer or model.optimizer)))
+        keywords = self._take(
+            keywords, lambda compression: compression.bind(unwrapped(optimizer or model.optimizer))
+        )
         if model.built:
             build(optimizer or model.optimizer, model.trainable_variables)
         super().__init__(model, optimizer, **keywords)
 
 
 class TensorFlowState(_Keeping, hvd.elastic.TensorFlowState):
-    """hvd.elastic.TensorFlowState, for training loops of one's own with optimizers or tapes that compress.
+    """hvd.elastic.TensorFlowState, for training loops of one's own with optimizers or tapes that
+    compress.
 
-    variables: the model's and the optimizer's, whose values all ranks get from rank 0. keywords: as for Horovod's, and compressions, by any
-    name. ValueError without variables.
+    variables: the model's and the optimizer's, whose values all ranks get from rank 0. keywords: as
+    for Horovod's, and compressions, by any name. ValueError without variables.
     """
 
     def __init__(self, variables: Sequence[tf.Variable], **keywords: Any) -> None:
         if not variables:
-            raise ValueError("TensorFlowState needs the variables to keep: those of the model, and of the optimizer after optimizer.build()")
-        # Horovod's own broadcasts them here, where ranks that stay do not, and not in `sync`, where they do: new ranks would wait for ever.
+            raise ValueError(
+                "TensorFlowState needs the variables to keep: those of the model, and of the "
+                "optimizer after optimizer.build()"
+            )
+        # Horovod's own broadcasts them here, where ranks that stay do not, and not in `sync`, where
+        # they do: new ranks would wait for ever.
         super().__init__(**self._take(keywords, UnboundCompression.bind_in_reach))
         self.variables = list(variables)
         self._save_model()
@@ -93,8 +111,9 @@ def _kept_of(state: _Keeping) -> List[Kept]:
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """hvd.elastic.run, for a function whose first argument is one of the states here: where hosts come or go in good order, no rank that leaves
-    takes anything with it. (With hvd.elastic.run itself what it has not sent yet is lost, and an error of an operation that is not Horovod's ends
+    """hvd.elastic.run, for a function whose first argument is one of the states here: where hosts
+    come or go in good order, no rank that leaves takes anything with it. (With hvd.elastic.run
+    itself what it has not sent yet is lost, and an error of an operation that is not Horovod's ends
     training as if it were over.)"""
     evened = evening_out(func, _kept_of)
 
@@ -102,8 +121,12 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     def failing(*args: Any, **keywords: Any) -> Any:
         try:
             return evened(*args, **keywords)
-        except tf.errors.UnknownError as error:  # which Horovod's drops, where it does not know the operation
-            known = any(f"Horovod{verb}" in error.message for verb in ("Allreduce", "Allgather", "Alltoall", "Broadcast"))
+        except tf.errors.UnknownError as error:
+            # Which Horovod's drops, where it does not know the operation.
+            known = any(
+                f"Horovod{verb}" in error.message
+                for verb in ("Allreduce", "Allgather", "Alltoall", "Broadcast")
+            )
             raise (HorovodInternalError if known else RuntimeError)(error.message) from error
 
     return hvd.elastic.run(failing)

@@ -1,4 +1,5 @@
 """Drives the steps of tensors that a graph's executor brings in any order, several at a time."""
+
 import dataclasses
 import itertools
 import threading
@@ -17,8 +18,11 @@ from ..wire import FrameLength, Steady
 
 _KEPT = 100  # calls of functions
 
-Message = Sequence[np.ndarray]  # what an operation is to move: one array; of an alltoall the bytes and, int32, how many go to each rank
-Saved = Tuple[Dict[str, np.ndarray], int, int, tuple]  # a tensor's arrays, steps taken, dense until, shape
+# What an operation is to move: one array; of an alltoall the bytes and, int32, how many go to each
+# rank.
+Message = Sequence[np.ndarray]
+# A tensor's arrays, steps taken, dense until, shape.
+Saved = Tuple[Dict[str, np.ndarray], int, int, tuple]
 
 
 @dataclasses.dataclass
@@ -29,38 +33,60 @@ class _Pending:
     call: int
     transaction: Transaction
     index: int
-    request: Any = None  # the Request that it waits for, until it is finished
-    arrived: Optional[Message] = None  # of its last message, in a step with fewer than the graph has operations for
+    # The Request that it waits for, until it is finished.
+    request: Any = None
+    # Of its last message, in a step with fewer than the graph has operations for.
+    arrived: Optional[Message] = None
     finished: bool = False
-    stage: int = 0  # how many of its messages have been handed out
-    compares: bool = False  # whether it has sent the step's number and waits for the sum
+    # How many of its messages have been handed out.
+    stage: int = 0
+    # Whether it has sent the step's number and waits for the sum.
+    compares: bool = False
 
 
 class GraphExchange(Driver):
     """Drives steps whose payloads are moved by operations of a graph.
 
-    A step is one call of a traced function; it begins with `begin`. Tensors come and go in any order, and in several threads:
-    one may be finished before another is submitted. None of the methods waits. `submit` and `advance` return the message that an
-    operation is to move next, as the tensor's `collectives` say (None in a step that goes dense), and the next call for that tensor
-    brings the result. One tensor, `sends_number`, also sends the step's number, where there are sums.
+    A step is one call of a traced function; it begins with `begin`. Tensors come and go in any
+    order, and in several threads: one may be finished before another is submitted. None of the
+    methods waits. `submit` and `advance` return the message that an operation is to move next, as
+    the tensor's `collectives` say (None in a step that goes dense), and the next call for that
+    tensor brings the result. One tensor, `sends_number`, also sends the step's number, where there
+    are sums.
     """
 
-    def __init__(self, compressor: Compressor, rank: int, size: int, label: str, discardable: bool = False, dense_alone: bool = False) -> None:
+    def __init__(
+        self,
+        compressor: Compressor,
+        rank: int,
+        size: int,
+        label: str,
+        discardable: bool = False,
+        dense_alone: bool = False,
+    ) -> None:
         super().__init__(compressor, rank, size, label, discardable, dense_alone)
-        self._lock = threading.Lock()  # for what tensors share; each tensor's own is in one thread at a time
+        # For what tensors share; each tensor's own is in one thread at a time.
+        self._lock = threading.Lock()
         self._calls = itertools.count()
-        self._begun: Dict[int, Tuple[Transaction, int]] = {}  # call → (its transaction, how many tensors are to come)
+        # Call → (its transaction, how many tensors are to come).
+        self._begun: Dict[int, Tuple[Transaction, int]] = {}
         self._pending: Dict[str, _Pending] = {}
         self._indices: Dict[str, int] = {}  # steps each tensor has taken
         self._shapes: Dict[str, tuple] = {}
         self.sends_number: Optional[str] = None
 
-    def add(self, name: str, shape: tuple, variant: Compressor, saved: Optional[Saved] = None) -> Compressor:
-        """Makes a tensor known, where it is not; returns its compressor. saved: what `load_state_dict` returned for it; ValueError, and nothing
-        changed, where that, or the shape, does not fit."""
+    def add(
+        self, name: str, shape: tuple, variant: Compressor, saved: Optional[Saved] = None
+    ) -> Compressor:
+        """Makes a tensor known, where it is not; returns its compressor. saved: what
+        `load_state_dict` returned for it; ValueError, and nothing changed, where that, or the
+        shape, does not fit."""
         if name in self._tensors:
             if self._shapes[name] != shape:
-                raise ValueError(f"{name} has the shape {shape}, and {self._shapes[name]} in the state that was loaded: was it this model?")
+                raise ValueError(
+                    f"{name} has the shape {shape}, and {self._shapes[name]} in the state that was "
+                    f"loaded: was it this model?"
+                )
             return self._tensors[name].compressor
         tensor = self._add(name, shape, variant)
         self._indices[name], self._shapes[name] = 0, shape
@@ -76,7 +102,11 @@ class GraphExchange(Driver):
         return tensor.compressor
 
     def switch(
-        self, compressor: Compressor, tensors: Dict[str, Tuple[tuple, Compressor]], gains: Dict[str, float], factor: Optional[float] = 1.0
+        self,
+        compressor: Compressor,
+        tensors: Dict[str, Tuple[tuple, Compressor]],
+        gains: Dict[str, float],
+        factor: Optional[float] = 1.0,
     ) -> None:
         super().switch(compressor, tensors, gains, factor)
         self.sends_number = next((tensor.name for tensor in self.tensors if _adds_up(tensor)), None)
@@ -89,10 +119,12 @@ class GraphExchange(Driver):
         return self._tensors[name].compressor
 
     def _goes_dense(self, tensor: Tensor, step: Step) -> bool:
-        return tensor.shard is None and super()._goes_dense(tensor, step)  # A graph has no operation for the sum of parts.
+        # A graph has no operation for the sum of parts.
+        return tensor.shard is None and super()._goes_dense(tensor, step)
 
     def owes(self, name: str) -> bool:
-        """Whether the next step of a tensor brings something of earlier ones densely, which is added to its gradient."""
+        """Whether the next step of a tensor brings something of earlier ones densely, which is
+        added to its gradient."""
         return OWED in self._tensors[name].state.arrays
 
     @property
@@ -101,26 +133,33 @@ class GraphExchange(Driver):
         return dict(self._shapes)
 
     def begin(self, tensors: int, rank: int, size: int, unit: float = 1.0) -> int:
-        """Begins a step of so many tensors, whose gradients are times `unit`, on this rank of so many; returns the number of the call. RuntimeError
-        as of `check_unit`."""
+        """Begins a step of so many tensors, whose gradients are times `unit`, on this rank of so
+        many; returns the number of the call. RuntimeError as of `check_unit`."""
         check_unit(unit)
         with self._lock:
             if (rank, size) != (self._now.rank, self._now.size):
                 self._now = dataclasses.replace(self._now, rank=rank, size=size)
             call = next(self._calls)
-            self._begun.pop(call - _KEPT, None)  # some never bring all: what nobody uses is not computed
+            # Some never bring all: what nobody uses is not computed.
+            self._begun.pop(call - _KEPT, None)
             self._begun[call] = Transaction(unit=unit), tensors
             return call
 
     def submit(
-        self, name: str, grad: np.ndarray, call: int, squares: Optional[np.ndarray] = None, squared_norm: Optional[float] = None,
+        self,
+        name: str,
+        grad: np.ndarray,
+        call: int,
+        squares: Optional[np.ndarray] = None,
+        squared_norm: Optional[float] = None,
         lr: Optional[float] = None,
     ) -> Tuple[np.ndarray, Optional[Message], Optional[np.ndarray]]:
-        """Takes a tensor's flat float32 gradient into a step; returns (carrier, message, the step's number to send or None).
+        """Takes a tensor's flat float32 gradient into a step; returns (carrier, message, the step's
+        number to send or None).
 
-        grad's memory belongs to the exchange until `finish`. squares, lr: as in Step; squared_norm: where they are to be
-        clipped, of factor · (all gradients of the step), factor being what the host makes of a 1 on each rank. A tensor that was
-        never finished abandons its last step.
+        grad's memory belongs to the exchange until `finish`. squares, lr: as in Step; squared_norm:
+        where they are to be clipped, of factor · (all gradients of the step), factor being what the
+        host makes of a 1 on each rank. A tensor that was never finished abandons its last step.
         """
         self._end(name)
         with self._lock:
@@ -132,7 +171,11 @@ class GraphExchange(Driver):
         if tensor.unit != transaction.unit:
             tensor.rescale(transaction.unit)
         index = self._indices[name]
-        generator = self._begin(tensor, grad, dataclasses.replace(self._now, index=index, squares=squares, lr=lr, unit=tensor.unit))
+        generator = self._begin(
+            tensor,
+            grad,
+            dataclasses.replace(self._now, index=index, squares=squares, lr=lr, unit=tensor.unit),
+        )
         self._indices[name] += 1
         transaction.tensors.append(tensor)
         pending = self._pending[name] = _Pending(generator, call, transaction, index)
@@ -148,23 +191,37 @@ class GraphExchange(Driver):
         tensor.count(numbers)
         return carrier, self._message(name, pending), numbers.array
 
-    def advance(self, name: str, call: int, arrived: Message, numbers: Optional[np.ndarray] = None) -> Optional[Message]:
-        """Brings what became of a message, and the sum of the steps' numbers; returns the next message."""
+    def advance(
+        self, name: str, call: int, arrived: Message, numbers: Optional[np.ndarray] = None
+    ) -> Optional[Message]:
+        """Brings what became of a message, and the sum of the steps' numbers; returns the next
+        message."""
         pending = self._arrive(name, call, numbers)
-        if isinstance(pending.request, Final):  # a step that goes dense has no more to send
+        # A step that goes dense has no more to send.
+        if isinstance(pending.request, Final):
             pending.arrived = pending.arrived or arrived
             return None
         pending.request = pending.step.send(_answer(pending.request, arrived))
         return self._message(name, pending)
 
     def finish(
-        self, name: str, call: int, reduced: np.ndarray, arrived: Optional[Message] = None, numbers: Optional[np.ndarray] = None
+        self,
+        name: str,
+        call: int,
+        reduced: np.ndarray,
+        arrived: Optional[Message] = None,
+        numbers: Optional[np.ndarray] = None,
     ) -> np.ndarray:
-        """Brings the carrier as the host reduced it, and what became of the last message; returns the flat float32 result, in the
-        memory of the gradient or of the carrier."""
+        """Brings the carrier as the host reduced it, and what became of the last message; returns
+        the flat float32 result, in the memory of the gradient or of the carrier."""
         pending = self._arrive(name, call, numbers)
         request, started = pending.request.request, time.perf_counter()
-        outcome = pending.step.send((reduced, None if request is None else _answer(request, pending.arrived or arrived or ())))
+        outcome = pending.step.send(
+            (
+                reduced,
+                None if request is None else _answer(request, pending.arrived or arrived or ()),
+            )
+        )
         self._tensors[name].counters["decode_seconds"] += time.perf_counter() - started
         pending.request, pending.arrived, pending.finished = None, None, True
         if not outcome.finite:
@@ -172,10 +229,16 @@ class GraphExchange(Driver):
         return outcome.result
 
     def step_alone(
-        self, name: str, grad: np.ndarray, call: int, squares: Optional[np.ndarray] = None, squared_norm: Optional[float] = None,
+        self,
+        name: str,
+        grad: np.ndarray,
+        call: int,
+        squares: Optional[np.ndarray] = None,
+        squared_norm: Optional[float] = None,
         lr: Optional[float] = None,
     ) -> np.ndarray:
-        """A tensor's whole step on a rank that is alone, to which all that it sends comes back: `submit` to `finish`."""
+        """A tensor's whole step on a rank that is alone, to which all that it sends comes back:
+        `submit` to `finish`."""
         carrier, message, numbers = self.submit(name, grad, call, squares, squared_norm, lr)
         for _ in self._tensors[name].declared[1:]:
             message, numbers = self.advance(name, call, message or (), numbers), None
@@ -189,7 +252,8 @@ class GraphExchange(Driver):
         pending = self._pending.get(name)
         if pending is None or pending.call != call or pending.finished:
             raise RuntimeError(
-                f"{name}: another gradient of it came before this one was exchanged. One compression serves one model, and one step "
+                f"{name}: another gradient of it came before this one was exchanged. One "
+                f"compression serves one model, and one step "
                 "at a time: make a compression for each tape or optimizer whose steps may overlap"
             )
         if pending.compares and numbers is not None:
@@ -198,16 +262,24 @@ class GraphExchange(Driver):
         return pending
 
     def _message(self, name: str, pending: _Pending) -> Optional[Message]:
-        """What the tensor's next operation is to move. RuntimeError where that is not what the compressor has declared."""
+        """What the tensor's next operation is to move. RuntimeError where that is not what the
+        compressor has declared."""
         request = _collective(pending.request)
         if request is None:
             return None
         declared = self._tensors[name].declared
         if request.collective not in declared[pending.stage : pending.stage + 1]:
             id = self._tensors[name].compressor.id
-            raise RuntimeError(f"{id}: message {pending.stage} of a step is {request.collective}, but `collectives` declares {declared}")
+            raise RuntimeError(
+                f"{id}: message {pending.stage} of a step is {request.collective}, but "
+                f"`collectives` declares {declared}"
+            )
         pending.stage += 1
-        return [request.array, np.array(request.splits, np.int32)] if isinstance(request, Alltoall) else [request.array]
+        return (
+            [request.array, np.array(request.splits, np.int32)]
+            if isinstance(request, Alltoall)
+            else [request.array]
+        )
 
     def _end(self, name: str) -> None:
         """Ends a tensor's last step where that has not happened yet."""
@@ -234,27 +306,42 @@ class GraphExchange(Driver):
         return dict(self._indices)
 
     def state_dict(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
-        return {**super().state_dict(into), "shapes": {name: list(shape) for name, shape in self._shapes.items()}}
+        return {
+            **super().state_dict(into),
+            "shapes": {name: list(shape) for name, shape in self._shapes.items()},
+        }
 
     def abandon(self) -> None:
         for name in self.open_tensors():
             self._end(name)
 
     def go_back_to(self, state: Dict[str, Any]) -> Dict[str, Saved]:
-        """As of `Driver`. Tensors that became known after the state was made go back to their beginning."""
+        """As of `Driver`. Tensors that became known after the state was made go back to their
+        beginning."""
         saved = checkpoint.read(state)
         for name in self._tensors.keys() - saved.arrays.keys():
-            saved.arrays[name] = self._tensors[name].compressor.init(name, self._shapes[name]).arrays
+            saved.arrays[name] = (
+                self._tensors[name].compressor.init(name, self._shapes[name]).arrays
+            )
             saved.header["step"] = {**saved.header["step"], name: 0}
         self.abandon()
         return self._continue_from(saved)
 
     def _continue_from(self, saved: checkpoint.Saved) -> Dict[str, Saved]:
         """Returns what is in the state for tensors that are not known yet, by name, for `add`."""
-        steps, dense_until, shapes, arrays = (*(saved.header[key] for key in ("step", "dense_until", "shapes")), saved.arrays)
-        checkpoint.refuse(first_difference(dict.fromkeys(arrays, "there"), dict.fromkeys(steps, "there"), "step"))
+        steps, dense_until, shapes, arrays = (
+            *(saved.header[key] for key in ("step", "dense_until", "shapes")),
+            saved.arrays,
+        )
+        checkpoint.refuse(
+            first_difference(dict.fromkeys(arrays, "there"), dict.fromkeys(steps, "there"), "step")
+        )
         unknown = {name: "there" for name in arrays if name not in self._tensors}
-        checkpoint.refuse(first_difference(unknown, {name: "there" for name in unknown if name in shapes}, "shapes"))
+        checkpoint.refuse(
+            first_difference(
+                unknown, {name: "there" for name in unknown if name in shapes}, "shapes"
+            )
+        )
         self.arrays()
         known = {name: arrays[name] for name in arrays if name in self._tensors}
         checkpoint.restore(self._tensors.values(), known)
@@ -262,12 +349,21 @@ class GraphExchange(Driver):
         for name in known:
             self._indices[name] = steps[name]
             self._tensors[name].dense_until = dense_until.get(name, 0)
-        return {name: (arrays[name], steps[name], dense_until.get(name, 0), tuple(shapes[name])) for name in unknown}
+        return {
+            name: (arrays[name], steps[name], dense_until.get(name, 0), tuple(shapes[name]))
+            for name in unknown
+        }
 
     def _wrong_steps(self, steps: Any) -> checkpoint.Difference:
         if not isinstance(steps, dict):
             return "step", "steps by tensor", steps
-        return next(filter(None, (checkpoint.wrong_count(f"step.{name}", number) for name, number in steps.items())), None)
+        return next(
+            filter(
+                None,
+                (checkpoint.wrong_count(f"step.{name}", number) for name, number in steps.items()),
+            ),
+            None,
+        )
 
 
 def _adds_up(tensor: Tensor) -> bool:

@@ -1,5 +1,7 @@
-"""All that relies on how Horovod 0.28 and TensorFlow are written inside, and nowhere says so: which gradients, of which variables, are reduced, and
-how; how Horovod's optimizers are made; which function is traced."""
+"""All that relies on how Horovod 0.28 and TensorFlow are written inside, and nowhere says so: which
+gradients, of which variables, are reduced, and how; how Horovod's optimizers are made; which
+function is traced."""
+
 import functools
 import inspect
 from typing import (
@@ -40,19 +42,33 @@ def is_horovods(optimizer: Any) -> bool:
 
 
 def loss_scaler() -> Any:
-    """The LossScaleOptimizer that scales the gradients which are being reduced: where it wraps Horovod's optimizer it is among the callers; else
-    None. What it is given to apply it has unscaled already."""
-    computing = (frame.f_locals.get("self") for frame in callers() if frame.f_code.co_name in ("compute_gradients", "_compute_gradients"))
-    return next((owner for owner in computing if isinstance(owner, tf.keras.mixed_precision.LossScaleOptimizer)), None)
+    """The LossScaleOptimizer that scales the gradients which are being reduced: where it wraps
+    Horovod's optimizer it is among the callers; else None. What it is given to apply it has
+    unscaled already."""
+    computing = (
+        frame.f_locals.get("self")
+        for frame in callers()
+        if frame.f_code.co_name in ("compute_gradients", "_compute_gradients")
+    )
+    return next(
+        (
+            owner
+            for owner in computing
+            if isinstance(owner, tf.keras.mixed_precision.LossScaleOptimizer)
+        ),
+        None,
+    )
 
 
 def _factor(known: Dict[str, Any]) -> float:
-    ranks = known["process_set"].size() if known.get("op") == hvd.Sum else 1  # whose number may change while a trace is used
+    # Whose number may change while a trace is used.
+    ranks = known["process_set"].size() if known.get("op") == hvd.Sum else 1
     return known.get("prescale_factor", 1.0) * known.get("postscale_factor", 1.0) * ranks
 
 
 class Reduction(NamedTuple):
-    """What Horovod reduces together. factor: says what it makes of a 1 on each rank; optimizer: Horovod's, None for a tape."""
+    """What Horovod reduces together. factor: says what it makes of a 1 on each rank; optimizer:
+    Horovod's, None for a tape."""
 
     grads: Sequence[Any]
     variables: Sequence[Any]
@@ -62,43 +78,77 @@ class Reduction(NamedTuple):
 
 
 def reduction_of(tensor: Any) -> Reduction:
-    """The reduction in which this gradient is compressed. Horovod does not say, but has all of it in reach, in a function that reduces `grads` of
-    `vars` by `op`. ValueError for a tensor that is in none."""
+    """The reduction in which this gradient is compressed. Horovod does not say, but has all of it
+    in reach, in a function that reduces `grads` of `vars` by `op`. ValueError for a tensor that is
+    in none."""
     found = None
     for known in (frame.f_locals for frame in callers()):
         grads, variables = known.get("grads"), known.get("vars")
-        if found is None and isinstance(grads, (list, tuple)) and variables is not None and any(grad is tensor for grad in grads):
+        if (
+            found is None
+            and isinstance(grads, (list, tuple))
+            and variables is not None
+            and any(grad is tensor for grad in grads)
+        ):
             factors = {key: known[key] for key in _FACTORS if key in known}
-            found = Reduction(grads, variables, functools.partial(_factor, factors), known.get("process_set"), None)
+            found = Reduction(
+                grads,
+                variables,
+                functools.partial(_factor, factors),
+                known.get("process_set"),
+                None,
+            )
         if found and is_horovods(known.get("self")):
             return found._replace(optimizer=known["self"])
     if found:
         return found
     raise ValueError(
-        "this compression is for hvd.DistributedOptimizer and hvd.DistributedGradientTape of Horovod 0.28, which reduce the gradients "
+        "this compression is for hvd.DistributedOptimizer and hvd.DistributedGradientTape of "
+        "Horovod 0.28, which reduce the gradients "
         f"of variables; here comes a tensor of shape {tensor.shape} alone"
     )
 
 
 def compression_given_to(optimizer: Any) -> Any:
-    """What hvd.DistributedOptimizer was given as compression, which lives in a function that it has made; None for optimizers that are not
-    Horovod's."""
+    """What hvd.DistributedOptimizer was given as compression, which lives in a function that it has
+    made; None for optimizers that are not Horovod's."""
     if not hasattr(optimizer, "_allreduce_grads"):
         return None
     reduce = getattr(optimizer._allreduce_grads, "python_function", optimizer._allreduce_grads)
     return inspect.getclosurevars(reduce).nonlocals.get("compression")
 
 
-def reducing(compression: Any, process_set: Any) -> Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]:
-    """A function of tensors, and of the variables that they belong to, which brings their means over ranks, as hvd.DistributedOptimizer gets those of
-    gradients."""
-    return hvd._make_allreduce_grads_fn("UpdateOptimizer", "", "", compression, False, hvd.Average, 1.0, None, process_set=process_set)
+def reducing(
+    compression: Any, process_set: Any
+) -> Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]:
+    """A function of tensors, and of the variables that they belong to, which brings their means
+    over ranks, as hvd.DistributedOptimizer gets those of gradients."""
+    return hvd._make_allreduce_grads_fn(
+        "UpdateOptimizer",
+        "",
+        "",
+        compression,
+        False,
+        hvd.Average,
+        1.0,
+        None,
+        process_set=process_set,
+    )
 
 
 def scaler_around(optimizer: Any) -> Any:
-    """The LossScaleOptimizer that wraps this optimizer and is applying gradients; None where none is."""
+    """The LossScaleOptimizer that wraps this optimizer and is applying gradients; None where none
+    is."""
     owners = (frame.f_locals.get("self") for frame in callers())
-    return next((owner for owner in owners if isinstance(owner, tf.keras.mixed_precision.LossScaleOptimizer) and owner is not optimizer), None)
+    return next(
+        (
+            owner
+            for owner in owners
+            if isinstance(owner, tf.keras.mixed_precision.LossScaleOptimizer)
+            and owner is not optimizer
+        ),
+        None,
+    )
 
 
 def saved_by_keras() -> bool:
@@ -147,21 +197,30 @@ def reduced_by_horovod(grad: Any) -> bool:
 
 
 def momentum_to_restore() -> Optional[float]:
-    """The momentum that a callback of Horovod's has changed for the batch under way (`momentum_correction`) and will restore; None where none has."""
+    """The momentum that a callback of Horovod's has changed for the batch under way
+    (`momentum_correction`) and will restore; None where none has."""
     lists = (frame.f_locals.get("callbacks") for frame in callers())
-    kept = (getattr(callback, "restore_momentum", None) for given in lists for callback in getattr(given, "callbacks", ()))
+    kept = (
+        getattr(callback, "restore_momentum", None)
+        for given in lists
+        for callback in getattr(given, "callbacks", ())
+    )
     return next((momentum for momentum in kept if momentum is not None), None)
 
 
 def class_below(optimizer: Any) -> Type:
-    """The class of an optimizer; of Horovod's, which are made one class each, the one that it extends."""
+    """The class of an optimizer; of Horovod's, which are made one class each, the one that it
+    extends."""
     return type(optimizer).__mro__[1] if is_horovods(optimizer) else type(optimizer)
 
 
 def change_class_below(optimizer: Any, cls: Type) -> None:
-    """Makes `cls` that class. Horovod's methods ask for the base of the object's own class, so its class stays the last, and is made again."""
+    """Makes `cls` that class. Horovod's methods ask for the base of the object's own class, so its
+    class stays the last, and is made again."""
     own: Any = type(optimizer)
-    optimizer.__class__ = type(own)(own.__name__, (cls,), dict(vars(own))) if is_horovods(optimizer) else cls
+    optimizer.__class__ = (
+        type(own)(own.__name__, (cls,), dict(vars(own))) if is_horovods(optimizer) else cls
+    )
 
 
 def lasting_variable(shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
@@ -186,8 +245,9 @@ def functions_under_trace() -> List[Any]:
 
 
 def use_traces(function: Any, owner: Hashable, before: int, now: int) -> None:
-    """Has a tf.function go on with the traces that it had when the owner was last at the state `now`, and all other owners at theirs of today; where
-    there are none, it is traced again when it is called next. before: the owner's state until now."""
+    """Has a tf.function go on with the traces that it had when the owner was last at the state
+    `now`, and all other owners at theirs of today; where there are none, it is traced again when it
+    is called next. before: the owner's state until now."""
     cache = function._function_cache
     states, kept = vars(function).setdefault("_traces_by_states", ({}, {}))
     states.setdefault(owner, before)

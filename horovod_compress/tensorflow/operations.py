@@ -1,4 +1,6 @@
-"""Operations of traced functions that call the exchange, and what is known of the variables and calls that they are for."""
+"""Operations of traced functions that call the exchange, and what is known of the variables and
+calls that they are for."""
+
 import dataclasses
 import functools
 from typing import Any, Callable, List, Optional, Sequence, Set, Tuple
@@ -16,15 +18,21 @@ class Variable:
     """A variable whose gradients are compressed."""
 
     name: str
-    number: int  # in the order in which they became known: alike on all ranks, as names need not be
+    # In the order in which they became known: alike on all ranks, as names need not be.
+    number: int
     shape: Tuple[int, ...]
     # Whether its gradients are.
     is_float64: bool = False
     carried: str = "float32"  # dtype of what the host reduces
-    moved: Sequence[Collective] = ()  # those of the messages that travel beside it
-    direct: bool = False  # whether nothing is done to its gradients before Horovod reduces them, so that they need no operation of ours
-    squares: Any = None  # a tf.Variable, the sum of its passes' squared gradients, where moments=microbatch
-    observed: bool = False  # whether one of its passes was traced
+    # Those of the messages that travel beside it.
+    moved: Sequence[Collective] = ()
+    # Whether nothing is done to its gradients before Horovod reduces them, so that they need no
+    # operation of ours.
+    direct: bool = False
+    # A tf.Variable, the sum of its passes' squared gradients, where moments=microbatch.
+    squares: Any = None
+    # Whether one of its passes was traced.
+    observed: bool = False
 
     @property
     def result(self) -> str:
@@ -38,13 +46,17 @@ class Call:
 
     variables: List[Tuple[Any, Variable]]  # (gradient, Variable)
     number: Any  # of the call, a tensor
-    flat: List[Any]  # for each gradient, the shape [-1]
-    squared_norm: List[Any]  # where gradients are clipped, as GraphExchange.submit expects it; else empty
-    lr: List[Any]  # the learning rate, where residuals follow it; else empty
+    # For each gradient, the shape [-1].
+    flat: List[Any]
+    # Where gradients are clipped, as GraphExchange.submit expects it; else empty.
+    squared_norm: List[Any]
+    # The learning rate, where residuals follow it; else empty.
+    lr: List[Any]
     compressed: Set[int] = dataclasses.field(default_factory=set)
 
     def claim(self, tensor: Any) -> Optional[int]:
-        """The position of a gradient that was not compressed yet, or None. Variables that have the same one are served in order."""
+        """The position of a gradient that was not compressed yet, or None. Variables that have the
+        same one are served in order."""
         for i, (grad, _) in enumerate(self.variables):
             if grad is tensor and i not in self.compressed:
                 self.compressed.add(i)
@@ -52,33 +64,53 @@ class Call:
         return None
 
     def copied(self, i: int) -> Any:
-        """The gradient, flat, in memory that nobody else reads, because it is worked in: a copy only where somebody holds it. Snapshot alone is not
-        enough: TensorFlow computes it once for equal gradients, and for all steps where they are constant. The shape comes from an operation
-        that it must run, and differs from those of other gradients to it. float64 stays what it
-        is."""
+        """The gradient, flat, in memory that nobody else reads, because it is worked in: a copy
+        only where somebody holds it. Snapshot alone is not enough: TensorFlow computes it once for
+        equal gradients, and for all steps where they are constant. The shape comes from an
+        operation that it must run, and differs from those of other gradients to it. float64 stays
+        what it is."""
         grad, variable = self.variables[i]
         grad = grad if variable.is_float64 else tf.cast(grad, tf.float32)
         return tf.raw_ops.Snapshot(input=tf.reshape(grad, self.flat[i]))
 
 
 def identified(i: int, grad: Any, source: Any) -> Tuple[Any, str, Tuple[int, ...]]:
-    """(key, name, shape) of the source, at position i, of a gradient: variables are known by themselves, other tensors by position."""
+    """(key, name, shape) of the source, at position i, of a gradient: variables are known by
+    themselves, other tensors by position."""
     is_variable = isinstance(source, tf.Variable)
     name = source.name.split(":")[0] if is_variable else f"source_{i}"
     shape = (source if is_variable else grad).shape
     if not shape.is_fully_defined():
-        raise ValueError(f"{name}: its shape, {shape}, must be known when it is traced: what it holds is kept from step to step")
+        raise ValueError(
+            f"{name}: its shape, {shape}, must be known when it is traced: what it holds is kept "
+            f"from step to step"
+        )
     return source.ref() if is_variable else i, name, tuple(shape)
 
 
-def python_operation(function: Callable[..., Sequence[np.ndarray]], variable: Variable, inputs: List[Any], dtypes: List[str]) -> List[Any]:
-    """Adds an operation that calls function(variable, arrays of the inputs…); returns its outputs, of these dtypes."""
-    # It is not stateful: TensorFlow would run such operations one after the other, with a round over the network in between.
-    return tf.numpy_function(functools.partial(with_denormals, function, variable), inputs, list(map(tf.as_dtype, dtypes)), stateful=False)
+def python_operation(
+    function: Callable[..., Sequence[np.ndarray]],
+    variable: Variable,
+    inputs: List[Any],
+    dtypes: List[str],
+) -> List[Any]:
+    """Adds an operation that calls function(variable, arrays of the inputs…); returns its outputs,
+    of these dtypes."""
+    # It is not stateful: TensorFlow would run such operations one after the other, with a round
+    # over the network in between.
+    return tf.numpy_function(
+        functools.partial(with_denormals, function, variable),
+        inputs,
+        list(map(tf.as_dtype, dtypes)),
+        stateful=False,
+    )
 
 
-def with_denormals(function: Callable[..., Sequence[np.ndarray]], *arguments: Any) -> Sequence[np.ndarray]:
-    """Calls a function with denormal numbers, which TensorFlow's threads treat as 0: results are other frameworks', bit for bit."""
+def with_denormals(
+    function: Callable[..., Sequence[np.ndarray]], *arguments: Any
+) -> Sequence[np.ndarray]:
+    """Calls a function with denormal numbers, which TensorFlow's threads treat as 0: results are
+    other frameworks', bit for bit."""
     mode = kernels.host.flush_denormals(mode=0)
     try:
         return function(*arguments)
@@ -91,19 +123,33 @@ def first_values(variable: Any) -> Any:
 
 
 def dtypes_of(collectives: Sequence[Collective]) -> List[str]:
-    """The dtypes of the arrays in messages of these collectives: an alltoall's are bytes, and how many go to each rank."""
-    return [dtype for c in collectives for dtype in ((c.dtype, "int32") if c.verb == "alltoall" else (c.dtype,))]
+    """The dtypes of the arrays in messages of these collectives: an alltoall's are bytes, and how
+    many go to each rank."""
+    return [
+        dtype
+        for c in collectives
+        for dtype in ((c.dtype, "int32") if c.verb == "alltoall" else (c.dtype,))
+    ]
 
 
-def split_message(brought: Sequence[np.ndarray], collective: Collective) -> Tuple[Message, Optional[np.ndarray]]:
-    """(what a message of this collective has become, the sum of the steps' numbers where they were sent with it, else None)"""
+def split_message(
+    brought: Sequence[np.ndarray], collective: Collective
+) -> Tuple[Message, Optional[np.ndarray]]:
+    """(what a message of this collective has become, the sum of the steps' numbers where they were
+    sent with it, else None)"""
     arrays = len(dtypes_of([collective]))
     numbers = brought[arrays] if len(brought) > arrays and brought[arrays].size else None
     return list(brought[:arrays]), numbers
 
 
 def squared_norm_of(factor: Callable[[], float], *grads: np.ndarray) -> np.float64:
-    return np.float64(factor() ** 2 * sum(kernels.host.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1)) for grad in grads))
+    return np.float64(
+        factor() ** 2
+        * sum(
+            kernels.host.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1))
+            for grad in grads
+        )
+    )
 
 
 def read_and_clear(squares: Any) -> List[Any]:

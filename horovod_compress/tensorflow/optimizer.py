@@ -1,4 +1,5 @@
 """What a Keras optimizer does to gradients, and a compression does instead or must see."""
+
 import logging
 from typing import Any, Callable, Dict, Optional, Type
 
@@ -22,12 +23,19 @@ SGD = (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)
 def check(optimizer: Any) -> None:
     """Raises where an optimizer cannot be bound."""
     if not is_optimizer(optimizer):
-        raise ValueError(f"a compression is bound to a Keras optimizer, or to None; not to an object of {type(optimizer)}")
+        raise ValueError(
+            f"a compression is bound to a Keras optimizer, or to None; not to an object of "
+            f"{type(optimizer)}"
+        )
     if is_horovods(optimizer):
-        raise ValueError("bind the compression to the optimizer itself, and wrap that in hvd.DistributedOptimizer afterwards")
+        raise ValueError(
+            "bind the compression to the optimizer itself, and wrap that in "
+            "hvd.DistributedOptimizer afterwards"
+        )
     if hasattr(optimizer, "inner_optimizer"):
         raise ValueError(
-            "bind the inner optimizer, wrap that in hvd.DistributedOptimizer, and the result in LossScaleOptimizer (model.compile "
+            "bind the inner optimizer, wrap that in hvd.DistributedOptimizer, and the result in "
+            "LossScaleOptimizer (model.compile "
             "does the last by itself under a mixed_float16 policy)"
         )
 
@@ -44,19 +52,22 @@ def name_of(optimizer: Any) -> str:
 
 
 def options_of(sgd: Any) -> Dict[str, Any]:
-    """The configuration of an SGD, also while a function is traced, with the momentum that the user gave it."""
+    """The configuration of an SGD, also while a function is traced, with the momentum that the user
+    gave it."""
     changed = momentum_to_restore()
     with tf.init_scope():
         return sgd.get_config() if changed is None else {**sgd.get_config(), "momentum": changed}
 
 
 def is_plain_sgd(optimizer: Any) -> bool:
-    """Whether this is an SGD without momentum: what it adds to variables is the learning rate times what a step brings."""
+    """Whether this is an SGD without momentum: what it adds to variables is the learning rate times
+    what a step brings."""
     return isinstance(optimizer, SGD) and not options_of(optimizer)["momentum"]
 
 
 def learning_rate_of(optimizer: Any) -> Any:
-    """The learning rate, a tensor, that an optimizer will apply in the step whose gradients are being traced."""
+    """The learning rate, a tensor, that an optimizer will apply in the step whose gradients are
+    being traced."""
     if isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer):
         return optimizer._decayed_lr(tf.float32)
     rate = optimizer._learning_rate
@@ -65,12 +76,16 @@ def learning_rate_of(optimizer: Any) -> Any:
 
 
 def refuse_own_steps(optimizer: Any) -> None:
-    """ValueError where an SGD's momentum cannot be taken over, because it has a way of its own to take a step."""
+    """ValueError where an SGD's momentum cannot be taken over, because it has a way of its own to
+    take a step."""
     own: Any = _own_class(optimizer)
     known = next(cls for cls in SGD if issubclass(own, cls))
     method = "update_step" if hasattr(known, "update_step") else "_resource_apply_dense"
     if getattr(own, method) is not getattr(known, method):
-        raise ValueError(f"{own.__name__}.{method} is not SGD's own, so its momentum cannot be taken over: bind with momentum=0")
+        raise ValueError(
+            f"{own.__name__}.{method} is not SGD's own, so its momentum cannot be taken over: bind "
+            f"with momentum=0"
+        )
 
 
 def can_take_over(optimizer: Any) -> bool:
@@ -84,11 +99,16 @@ def can_take_over(optimizer: Any) -> bool:
     return True
 
 
-def leave_momentum(optimizer: Any, covers: Callable[[Any], bool], lives_on: Callable[[], bool]) -> Type:
-    """From now on this SGD, Horovod's or what Horovod makes of it, leaves momentum to the compression where that covers a variable, which is asked in
-    each trace: then dense gradients take plain steps. lives_on: whether what SGD's own momentum has gathered before still moves variables. Its
-    configuration stays the user's, decoupled weight decay stays with it. Returns the class of both."""
-    base: Any = class_below(optimizer)  # another compression's, where that serves other variables
+def leave_momentum(
+    optimizer: Any, covers: Callable[[Any], bool], lives_on: Callable[[], bool]
+) -> Type:
+    """From now on this SGD, Horovod's or what Horovod makes of it, leaves momentum to the
+    compression where that covers a variable, which is asked in each trace: then dense gradients
+    take plain steps. lives_on: whether what SGD's own momentum has gathered before still moves
+    variables. Its configuration stays the user's, decoupled weight decay stays with it. Returns the
+    class of both."""
+    # Another compression's, where that serves other variables.
+    base: Any = class_below(optimizer)
 
     class PlainSteps(base):
         def update_step(self, gradient: Any, variable: Any) -> None:
@@ -98,7 +118,10 @@ def leave_momentum(optimizer: Any, covers: Callable[[Any], bool], lives_on: Call
                 super().update_step(tf.zeros_like(gradient), variable)
             variable.assign_sub(gradient * tf.cast(self.learning_rate, variable.dtype))
 
-        def _resource_apply_dense(self, grad: Any, var: Any, apply_state: Optional[dict] = None) -> Any:  # the legacy optimizer's
+        # The legacy optimizer's.
+        def _resource_apply_dense(
+            self, grad: Any, var: Any, apply_state: Optional[dict] = None
+        ) -> Any:
             if not covers(var):
                 return super()._resource_apply_dense(grad, var, apply_state)
             if lives_on():
@@ -112,15 +135,24 @@ def leave_momentum(optimizer: Any, covers: Callable[[Any], bool], lives_on: Call
 
 
 def largest_momentum(sgd: Any) -> float:
-    """The largest element, by size, of what an SGD's own momentum holds; 0 where it has none yet."""
+    """The largest element, by size, of what an SGD's own momentum holds; 0 where it has none
+    yet."""
     legacy = isinstance(sgd, tf.keras.optimizers.legacy.Optimizer)
-    held = [each["momentum"] for each in sgd._slots.values() if "momentum" in each] if legacy else sgd.momentums
+    held = (
+        [each["momentum"] for each in sgd._slots.values() if "momentum" in each]
+        if legacy
+        else sgd.momentums
+    )
     return max((float(tf.reduce_max(tf.abs(each))) for each in held), default=0.0)
 
 
 def tell_of_takeover(optimizer: Any, id: str, momentum: float, nesterov: bool) -> None:
     """Has rank 0 say that an SGD's momentum is taken over."""
-    clips = [key for key in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(optimizer, key, None) is not None]
+    clips = [
+        key
+        for key in ("clipnorm", "clipvalue", "global_clipnorm")
+        if getattr(optimizer, key, None) is not None
+    ]
     if hvd.rank() == 0:
         _log.warning(
             "%s applies momentum=%g%s in place of SGD%s",
@@ -134,9 +166,14 @@ def tell_of_takeover(optimizer: Any, id: str, momentum: float, nesterov: bool) -
 
 
 def watch_passes(optimizer: Any, observe: Callable[[Any], Any]) -> None:
-    """Has observe(gradients and variables) called in every backward pass, ahead of Horovod's aggregation."""
+    """Has observe(gradients and variables) called in every backward pass, ahead of Horovod's
+    aggregation."""
     own: Any = _own_class(optimizer)
-    method = "_compute_gradients" if isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer) else "compute_gradients"
+    method = (
+        "_compute_gradients"
+        if isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer)
+        else "compute_gradients"
+    )
 
     def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
         return observe(getattr(super(watched, self), method)(*args, **kwargs))
@@ -171,7 +208,8 @@ def before_applying(optimizer: Any, change: Callable[[Any, Any], Any]) -> Type:
 
 
 def build(optimizer: Any, variables: Any) -> None:
-    """Makes the variables that an optimizer keeps for these, which it else makes in its first step."""
+    """Makes the variables that an optimizer keeps for these, which it else makes in its first
+    step."""
     (optimizer.build if hasattr(optimizer, "build") else optimizer._create_all_weights)(variables)
 
 
@@ -184,15 +222,22 @@ def _own_class(optimizer: Any) -> Type:
 
 
 def become(optimizer: Any, cls: Any) -> None:
-    """Changes the class, because Horovod makes its own optimizer from that and the configuration, or Horovod's base, where it has made its own. Under
-    the old names, by which Keras saves it."""
+    """Changes the class, because Horovod makes its own optimizer from that and the configuration,
+    or Horovod's base, where it has made its own. Under the old names, by which Keras saves it."""
     base = cls.__base__
     cls._bound_to_compression = True
-    for name in ("__name__", "__qualname__", "__module__", "__doc__", *(key for key in vars(base) if key.startswith("_keras_api_names"))):
+    for name in (
+        "__name__",
+        "__qualname__",
+        "__module__",
+        "__doc__",
+        *(key for key in vars(base) if key.startswith("_keras_api_names")),
+    ):
         setattr(cls, name, getattr(base, name))
     registered = tf.keras.utils.get_registered_name(base)
     if registered != base.__name__:  # by a user, or by us
         package, _, name = registered.rpartition(">")
-        for each in (cls, tf.keras.utils.get_registered_object(registered)):  # the last one is what Keras makes when it loads that name
+        # The last one is what Keras makes when it loads that name.
+        for each in (cls, tf.keras.utils.get_registered_object(registered)):
             tf.keras.utils.register_keras_serializable(package, name)(each)
     change_class_below(optimizer, cls)

@@ -1,4 +1,5 @@
 """What steps of model.fit did, for files, callables and TensorBoard."""
+
 from typing import Any, Optional
 
 from ..recording import Destination, Recorder
@@ -7,10 +8,17 @@ from .compression import BoundCompression
 
 
 class RecordSteps(TellsOfIdling):
-    """compression.record(to, every, by_tensor), for model.fit: tells the recorder when a batch has ended. See `horovod_compress.recording.Recorder`.
-    Where one execution takes several steps (steps_per_execution), the last one counts."""
+    """compression.record(to, every, by_tensor), for model.fit: tells the recorder when a batch has
+    ended. See `horovod_compress.recording.Recorder`. Where one execution takes several steps
+    (steps_per_execution), the last one counts."""
 
-    def __init__(self, compression: BoundCompression, to: Destination, every: int = 10, by_tensor: bool = False) -> None:
+    def __init__(
+        self,
+        compression: BoundCompression,
+        to: Destination,
+        every: int = 10,
+        by_tensor: bool = False,
+    ) -> None:
         super().__init__(compression)
         self._options = to, every, by_tensor
         self._recorder: Optional[Recorder] = None

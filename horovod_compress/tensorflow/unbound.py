@@ -1,4 +1,6 @@
-"""Compressions that find their optimizer by themselves, while the function that gives them gradients is traced."""
+"""Compressions that find their optimizer by themselves, while the function that gives them
+gradients is traced."""
+
 import collections
 import itertools
 import weakref
@@ -21,36 +23,50 @@ from .horovod_internals import (
 )
 from .optimizer import before_applying, name_of, unwrapped
 
-_NO_USERS = ("horovod", "horovod_compress", "keras", "tensorflow")  # packages whose functions have no optimizers of users in reach
+# Packages whose functions have no optimizers of users in reach.
+_NO_USERS = ("horovod", "horovod_compress", "keras", "tensorflow")
 
-# Of each traced function, the compressions that it has made, and how many of each its present trace has.
+# Of each traced function, the compressions that it has made, and how many of each its present trace
+# has.
 _made: "weakref.WeakKeyDictionary[Any, Dict[Hashable, Any]]" = weakref.WeakKeyDictionary()
 _counts: "weakref.WeakKeyDictionary[Any, collections.Counter]" = weakref.WeakKeyDictionary()
 _hashes = itertools.count()
 
 
 class UnboundCompression(Unbound):
-    """A compression for hvd.DistributedOptimizer(compression=…), hvd.DistributedGradientTape(compression=…) and horovod.tensorflow.keras, which
-    has momentum, learning rate and process set from them, or for a tape from the Keras optimizer that its function has in reach.
+    """A compression for hvd.DistributedOptimizer(compression=…),
+    hvd.DistributedGradientTape(compression=…) and horovod.tensorflow.keras, which has momentum,
+    learning rate and process set from them, or for a tape from the Keras optimizer that its
+    function has in reach.
 
-    spec, grad_scaler, discardable: as for BoundCompression, and so is what it raises; process_set: need not be given, and must be that of
+    spec, grad_scaler, discardable: as for BoundCompression, and so is what it raises; process_set:
+    need not be given, and must be that of
         Horovod's optimizer or tape.
     """
 
     _bound_class: Type[BoundCompression] = BoundCompression
-    _tries = False  # whether it tries several, which depend on the optimizer
+    # Whether it tries several, which depend on the optimizer.
+    _tries = False
 
-    def __init__(self, spec: Any, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False) -> None:
-        super().__init__(spec, process_set=process_set, grad_scaler=grad_scaler, discardable=discardable)
+    def __init__(
+        self, spec: Any, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False
+    ) -> None:
+        super().__init__(
+            spec, process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
+        )
         check_scaler(grad_scaler)
         checked_moments(self._compressor, None)
-        self._bound: Dict[Any, BoundCompression] = {}  # by optimizer; None: of tapes, where nothing depends on that
+        # By optimizer; None: of tapes, where nothing depends on that.
+        self._bound: Dict[Any, BoundCompression] = {}
         self._given_to: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers of Horovod's
-        self._early: Optional[BoundCompression] = None  # made for a question, before the first gradient, which goes to it
+        # Made for a question, before the first gradient, which goes to it.
+        self._early: Optional[BoundCompression] = None
 
     def __hash__(self) -> int:
-        """Another one each time that an optimizer looks for the function that reduces. Horovod keeps those by all that they depend on, so optimizers
-        with one compression would share theirs, whose traces TensorFlow keeps by shapes: the second's gradients would be taken for the first's."""
+        """Another one each time that an optimizer looks for the function that reduces. Horovod
+        keeps those by all that they depend on, so optimizers with one compression would share
+        theirs, whose traces TensorFlow keeps by shapes: the second's gradients would be taken for
+        the first's."""
         optimizer = optimizer_under_construction()
         if optimizer is None:
             return super().__hash__()
@@ -62,7 +78,8 @@ class UnboundCompression(Unbound):
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: Any) -> Tuple[Any, Any]:
-        """Called by Horovod with a variable's gradient, while a function is traced: Horovod keeps its compression where it cannot be replaced."""
+        """Called by Horovod with a variable's gradient, while a function is traced: Horovod keeps
+        its compression where it cannot be replaced."""
         bound = self._of(reduction_of(tensor))
         compressed, context = bound.compress(tensor)
         return compressed, (bound, context)
@@ -80,25 +97,36 @@ class UnboundCompression(Unbound):
         return next(serving, None) or self.bind_in_reach(reduction.process_set)
 
     def bind(self, optimizer: Any, process_set: Any = None) -> BoundCompression:
-        """The compression that serves an optimizer from now on: Horovod's, or one that applies what a tape brings."""
+        """The compression that serves an optimizer from now on: Horovod's, or one that applies what
+        a tape brings."""
         if optimizer not in self._bound:
             if compression_given_to(optimizer) not in (None, self):
-                raise ValueError("this optimizer of Horovod's was given another compression than this one")
-            bound = self._early or self._unserved(process_set)
-            if process_set is not None and process_set.process_set_id != bound._process_set.process_set_id:
                 raise ValueError(
-                    f"this compression is for the process set {bound._process_set}, and Horovod reduces these gradients over {process_set}: leave "
-                    "process_set out, or where the compression is asked for something before the first gradient say it"
+                    "this optimizer of Horovod's was given another compression than this one"
+                )
+            bound = self._early or self._unserved(process_set)
+            if (
+                process_set is not None
+                and process_set.process_set_id != bound._process_set.process_set_id
+            ):
+                raise ValueError(
+                    f"this compression is for the process set {bound._process_set}, and Horovod "
+                    f"reduces these gradients over {process_set}: leave "
+                    "process_set out, or where the compression is asked for something before the "
+                    "first gradient say it"
                 )
             bound.bind(optimizer)
             self._bound[optimizer], self._early = bound, None
         return self._bound[optimizer]
 
     def bind_in_reach(self, process_set: Any = None) -> BoundCompression:
-        """The compression that serves the only optimizer which the nearest of the callers has in reach; where nothing depends on the optimizer, any.
-        ValueError where it is needed, and there are none or several."""
+        """The compression that serves the only optimizer which the nearest of the callers has in
+        reach; where nothing depends on the optimizer, any. ValueError where it is needed, and there
+        are none or several."""
         found = _optimizers_in_reach() if self._depends else []
-        found = [optimizer for optimizer in found if compression_given_to(optimizer) is self] or found
+        found = [
+            optimizer for optimizer in found if compression_given_to(optimizer) is self
+        ] or found
         if len(found) == 1:
             return self.bind(found[0], process_set)
         try:
@@ -109,7 +137,8 @@ class UnboundCompression(Unbound):
             several = ", ".join(f"{type(each).__name__} {name_of(each)!r}" for each in found)
             seen = f"has several in reach, {several}" if found else "has none in reach"
             raise ValueError(
-                f"{error}. The function that these gradients come from {seen}: bind the compression to the one that applies them, as in "
+                f"{error}. The function that these gradients come from {seen}: bind the "
+                f"compression to the one that applies them, as in "
                 f"{self._binding}"
             ) from None
 
@@ -125,12 +154,17 @@ class UnboundCompression(Unbound):
     def _depends(self) -> bool:
         """Whether what is exchanged may be another with another optimizer, or is applied by it."""
         compressor: Any = self._compressor
-        return is_elastic() or (compressor.corrects_momentum and compressor.momentum is None) or compressor.follow_lr is not False
+        return (
+            is_elastic()
+            or (compressor.corrects_momentum and compressor.momentum is None)
+            or compressor.follow_lr is not False
+        )
 
     def the_only(self) -> BoundCompression:
         if len(self._bound) > 1:
             raise RuntimeError(
-                "several optimizers have this compression, and each its own of it: ask hvdc.compression_of(optimizer), or, where tapes bring the "
+                "several optimizers have this compression, and each its own of it: ask "
+                "hvdc.compression_of(optimizer), or, where tapes bring the "
                 "gradients, compression.bind(optimizer)"
             )
         if not self._bound and self._early is None:
@@ -138,12 +172,16 @@ class UnboundCompression(Unbound):
         return self._early or next(iter(self._bound.values()))
 
     def _unserved(self, process_set: Any = None) -> BoundCompression:
-        return BoundCompression(self._compressor, **{**self._options, "process_set": self._options["process_set"] or process_set})
+        return BoundCompression(
+            self._compressor,
+            **{**self._options, "process_set": self._options["process_set"] or process_set},
+        )
 
 
 def compression_of(optimizer: Any) -> Optional[BoundCompression]:
-    """The compression that an optimizer of Horovod's was given, also inside a LossScaleOptimizer, bound to it now where that has not happened yet;
-    None for optimizers without one of this package."""
+    """The compression that an optimizer of Horovod's was given, also inside a LossScaleOptimizer,
+    bound to it now where that has not happened yet; None for optimizers without one of this
+    package."""
     optimizer = unwrapped(optimizer)
     compression = compression_given_to(optimizer)
     if isinstance(compression, UnboundCompression):
@@ -152,8 +190,9 @@ def compression_of(optimizer: Any) -> Optional[BoundCompression]:
 
 
 def one_in_all_traces(key: Hashable, make: Callable[[], Any]) -> Any:
-    """What make() returns. In a function that TensorFlow traces it is made in the first trace: others get the same one for the same key, and where
-    a trace makes several of that, in their order."""
+    """What make() returns. In a function that TensorFlow traces it is made in the first trace:
+    others get the same one for the same key, and where a trace makes several of that, in their
+    order."""
     function, graph = trace_under_way()
     if function is None:
         return make()
@@ -167,15 +206,19 @@ def one_in_all_traces(key: Hashable, make: Callable[[], Any]) -> Any:
 
 
 def _optimizers_in_reach() -> List[Any]:
-    """The Keras optimizers that a user's function can name, of the nearest caller that has any: among its variables, those around it, the attributes
-    of `self`, and the globals that it mentions."""
+    """The Keras optimizers that a user's function can name, of the nearest caller that has any:
+    among its variables, those around it, the attributes of `self`, and the globals that it
+    mentions."""
     for frame in callers():
         if str(frame.f_globals.get("__name__")).split(".")[0] in _NO_USERS:
             continue
-        known = {} if frame.f_locals is frame.f_globals else frame.f_locals  # A notebook's has all that was ever made.
+        # A notebook's has all that was ever made.
+        known = {} if frame.f_locals is frame.f_globals else frame.f_locals
         mentioned = (frame.f_globals.get(name) for name in frame.f_code.co_names)
         attributes = getattr(known.get("self"), "__dict__", {})
-        values = map(unwrapped, filter(is_optimizer, [*known.values(), *mentioned, *attributes.values()]))
+        values = map(
+            unwrapped, filter(is_optimizer, [*known.values(), *mentioned, *attributes.values()])
+        )
         found = list({id(optimizer): optimizer for optimizer in values}.values())
         if found:
             return found

@@ -1,17 +1,25 @@
-"""Elastic jobs, in which ranks come and go: nothing that ranks have not sent yet is lost. See `horovod_compress.elastic`.
+"""Elastic jobs, in which ranks come and go: nothing that ranks have not sent yet is lost. See
+`horovod_compress.elastic`.
 
-    compression = hvdc.Compression.dgc(optimizer, model.named_parameters())
-    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression, epoch=0)  # An UpdateOptimizer needs no compression=.
+    compression = hvdc.Compression.dgc(optimizer, model.named_parameters()) state =
+    hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression, epoch=0)  # An
+    UpdateOptimizer needs no compression=.
 
     @hvdc.elastic.run
     def train(state): ...
 """
+
 import copy
 from typing import Any, Callable, Iterator, Union
 
 import horovod.torch as hvd
 import torch
-from horovod.torch.elastic.state import OptimizerStateHandler, StateHandler, TorchState, get_handler_registry
+from horovod.torch.elastic.state import (
+    OptimizerStateHandler,
+    StateHandler,
+    TorchState,
+    get_handler_registry,
+)
 
 from ..elastic import Kept, evening_out
 from . import horovod_internals
@@ -22,7 +30,8 @@ from .updates import UpdateOptimizer
 
 
 class CompressionHandler(Kept, StateHandler):
-    """What hvd.elastic.TorchState(compression=…) does with a compression, in place of broadcasting rank 0's."""
+    """What hvd.elastic.TorchState(compression=…) does with a compression, in place of broadcasting
+    rank 0's."""
 
     def __init__(self, compression: Union[BoundCompression, UnboundCompression]) -> None:
         super().__init__(_bound(compression))
@@ -34,7 +43,8 @@ class CompressionHandler(Kept, StateHandler):
 
 
 class UpdateHandler(Kept, StateHandler):
-    """What hvd.elastic.TorchState(optimizer=…) does with an UpdateOptimizer, whose optimizer's state is each rank's own."""
+    """What hvd.elastic.TorchState(optimizer=…) does with an UpdateOptimizer, whose optimizer's
+    state is each rank's own."""
 
 
 def _bound(compression: Union[BoundCompression, UnboundCompression]) -> BoundCompression:
@@ -42,7 +52,8 @@ def _bound(compression: Union[BoundCompression, UnboundCompression]) -> BoundCom
 
 
 class _Compressing(type):
-    """The metaclass of a class whose instances are all optimizers of Horovod's that have a compression of ours."""
+    """The metaclass of a class whose instances are all optimizers of Horovod's that have a
+    compression of ours."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, torch.optim.Optimizer) and compression_of(instance) is not None
@@ -53,7 +64,8 @@ class CompressingOptimizer(metaclass=_Compressing):
 
 
 class OptimizerHandler(OptimizerStateHandler):
-    """As Horovod's own. But the state of an SGD whose momentum is taken over has fewer tensors on ranks that have trained than on new ones."""
+    """As Horovod's own. But the state of an SGD whose momentum is taken over has fewer tensors on
+    ranks that have trained than on new ones."""
 
     def sync(self) -> None:
         """Rank 0's state becomes that of all ranks."""
@@ -61,12 +73,14 @@ class OptimizerHandler(OptimizerStateHandler):
         super().sync()
 
     def restore(self) -> None:
-        """Goes back to the last copy, and keeps that: PyTorch's optimizers go on in the tensors that they are given."""
+        """Goes back to the last copy, and keeps that: PyTorch's optimizers go on in the tensors
+        that they are given."""
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
 
 
 class ScalerHandler(StateHandler):
-    """A GradScaler that an elastic state is given stays the object which it is, because compressions and training loops look at it."""
+    """A GradScaler that an elastic state is given stays the object which it is, because
+    compressions and training loops look at it."""
 
     def __init__(self, scaler: Any) -> None:
         super().__init__(scaler)
@@ -87,16 +101,21 @@ class ScalerHandler(StateHandler):
 
 
 def _kept_of(state: TorchState) -> Iterator[Kept]:
-    return (handler for handler in horovod_internals.handlers_of(state) if isinstance(handler, Kept))
+    return (
+        handler for handler in horovod_internals.handlers_of(state) if isinstance(handler, Kept)
+    )
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """hvd.elastic.run, for a function whose first argument is a TorchState that has compressions: where hosts come or go in good order, no rank
-    that leaves takes anything with it. (With hvd.elastic.run itself what it has not sent yet is lost.)"""
+    """hvd.elastic.run, for a function whose first argument is a TorchState that has compressions:
+    where hosts come or go in good order, no rank that leaves takes anything with it. (With
+    hvd.elastic.run itself what it has not sent yet is lost.)"""
     return hvd.elastic.run(evening_out(func, _kept_of))
 
 
 get_handler_registry()[:0] = [
-    ((BoundCompression, UnboundCompression), CompressionHandler), (UpdateOptimizer, UpdateHandler), (CompressingOptimizer, OptimizerHandler),
+    ((BoundCompression, UnboundCompression), CompressionHandler),
+    (UpdateOptimizer, UpdateHandler),
+    (CompressingOptimizer, OptimizerHandler),
     (GradScaler, ScalerHandler),
 ]

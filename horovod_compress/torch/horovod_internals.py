@@ -1,4 +1,6 @@
-"""All that relies on how Horovod 0.28 and PyTorch are written inside, and nowhere says so: who calls, and with which gradients."""
+"""All that relies on how Horovod 0.28 and PyTorch are written inside, and nowhere says so: who
+calls, and with which gradients."""
+
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 
 import horovod
@@ -9,14 +11,16 @@ from horovod.torch.elastic.state import StateHandler, TorchState
 from ..binding import callers, check_version
 from .search import objects_of
 
-GradScaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)  # before PyTorch 2.3 only the second
+# Before PyTorch 2.3 only the second.
+GradScaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)
 
 check_version(horovod.__version__)
 
 
 def optimizer_of(compression: Any) -> Any:
-    """The optimizer of Horovod's that hands its gradients to this compression. It is made after the compression and never introduces
-    itself; but it is the method's owner that calls `compress`. RuntimeError where none is."""
+    """The optimizer of Horovod's that hands its gradients to this compression. It is made after the
+    compression and never introduces itself; but it is the method's owner that calls `compress`.
+    RuntimeError where none is."""
     for owner in (frame.f_locals.get("self") for frame in callers()):
         if is_horovods(owner) and compression_of(owner) is compression:
             return owner
@@ -90,12 +94,13 @@ def serve(optimizer: Any, compression: Any) -> None:
 
 
 def bound_to(optimizer: Any) -> Tuple[Optional[List[Tuple[str, torch.Tensor]]], Any]:
-    """(named parameters in the optimizer's order, or None where it was given none; process set) of Horovod's optimizer. ValueError where that does
-    not know a parameter."""
+    """(named parameters in the optimizer's order, or None where it was given none; process set) of
+    Horovod's optimizer. ValueError where that does not know a parameter."""
     names = optimizer._parameter_names
     if any(param not in names for group in optimizer.param_groups for param in group["params"]):
         raise ValueError(
-            "the optimizer has parameters that Horovod does not reduce, because add_param_group() came after hvd.DistributedOptimizer: call it before"
+            "the optimizer has parameters that Horovod does not reduce, because add_param_group() "
+            "came after hvd.DistributedOptimizer: call it before"
         )
     named = [(names[param], param) for group in optimizer.param_groups for param in group["params"]]
     unnamed = all(name.startswith("allreduce.noname.") for name, _ in named)
@@ -103,7 +108,8 @@ def bound_to(optimizer: Any) -> Tuple[Optional[List[Tuple[str, torch.Tensor]]], 
 
 
 def factor_of(optimizer: Any) -> float:
-    """What Horovod's optimizer makes of a 1 on each rank. (One for Adasum, which is refused, has no op.)"""
+    """What Horovod's optimizer makes of a 1 on each rank. (One for Adasum, which is refused, has no
+    op.)"""
     return float(optimizer.process_set.size()) if getattr(optimizer, "op", None) == hvd.Sum else 1.0
 
 
@@ -113,7 +119,8 @@ def own_class(optimizer: Any) -> type:
 
 
 def compression_of(optimizer: Any) -> Any:
-    """What hvd.DistributedOptimizer was given as compression; None for optimizers that are not Horovod's."""
+    """What hvd.DistributedOptimizer was given as compression; None for optimizers that are not
+    Horovod's."""
     return getattr(optimizer, "_compression", None)
 
 
@@ -125,14 +132,17 @@ def let_broadcast_begin(optimizer: torch.optim.Optimizer) -> None:
 
 
 def handlers_of(state: TorchState) -> Iterable[StateHandler]:
-    """The handlers of what an elastic state was given, in an order that is the same on all ranks."""
+    """The handlers of what an elastic state was given, in an order that is the same on all
+    ranks."""
     return state._handlers.values()
 
 
 @torch.no_grad()
 def prepare_to_broadcast(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state that the optimizers of other ranks may have already. hvd.broadcast_optimizer_state hangs where some ranks have more of it than
-    others, and gives an optimizer without any its state by a step that leaves parameters smaller by their weight decay."""
+    """Makes the state that the optimizers of other ranks may have already.
+    hvd.broadcast_optimizer_state hangs where some ranks have more of it than others, and gives an
+    optimizer without any its state by a step that leaves parameters smaller by their weight
+    decay."""
     reduced = reduced_by(optimizer) or ()
     with_group = [(param, group) for group in optimizer.param_groups for param in group["params"]]
     with_group = [each for each in with_group if each[0].requires_grad or each[0] in reduced]
@@ -145,14 +155,16 @@ def prepare_to_broadcast(optimizer: torch.optim.Optimizer) -> None:
         before = [param.clone() for param in params]
         for param in params:
             param.grad = torch.zeros_like(param)
-        super(type(optimizer), optimizer).step()  # type: ignore[misc]  # that of the optimizer which Horovod has extended
+        # That of the optimizer which Horovod has extended.
+        super(type(optimizer), optimizer).step()  # type: ignore[misc]
         for param, values in zip(params, before):
             param.copy_(values)
 
 
 def reduce_zeros(optimizer: Any) -> None:
-    """Takes part in a step of the other ranks with gradients of zero: as Horovod's hooks do in a backward pass and `synchronize()`. Hooks of users on
-    gradients do not run. What this rank's backward passes have left, where no step followed, is dropped."""
+    """Takes part in a step of the other ranks with gradients of zero: as Horovod's hooks do in a
+    backward pass and `synchronize()`. Hooks of users on gradients do not run. What this rank's
+    backward passes have left, where no step followed, is dropped."""
     for p in optimizer._requires_update:
         if p.grad is None or p.grad.is_sparse:
             p.grad = torch.zeros_like(p)
@@ -168,24 +180,33 @@ def reduce_zeros(optimizer: Any) -> None:
 
 
 def first_result(optimizer: Any) -> Optional[int]:
-    """The handle of what a step waits for first. None where it has gradients to hand over before, which the others may wait for, and inside
-    `with optimizer.skip_synchronize():`, where it waits for nothing."""
+    """The handle of what a step waits for first. None where it has gradients to hand over before,
+    which the others may wait for, and inside `with optimizer.skip_synchronize():`, where it waits
+    for nothing."""
     handles = optimizer._handles
     given = {p for params in handles for p in (params if isinstance(params, tuple) else (params,))}
     first = next((handle for handle, _ in handles.values()), None)
-    complete = optimizer._requires_update <= given and all(handle is not None for handle, _ in handles.values())
+    complete = optimizer._requires_update <= given and all(
+        handle is not None for handle, _ in handles.values()
+    )
     return first if optimizer._should_synchronize and complete and isinstance(first, int) else None
 
 
 def results_after(optimizer: Any) -> Dict[int, int]:
-    """{id of a parameter: the handle of what `synchronize()` waits for once that parameter has its result}. Sparse gradients have none."""
+    """{id of a parameter: the handle of what `synchronize()` waits for once that parameter has its
+    result}. Sparse gradients have none."""
     entries = list(optimizer._handles.items())
     following = zip(entries, [handle for _, (handle, _) in entries[1:]])
-    return {id(params[-1] if isinstance(params, tuple) else params): handle for (params, _), handle in following if isinstance(handle, int)}
+    return {
+        id(params[-1] if isinstance(params, tuple) else params): handle
+        for (params, _), handle in following
+        if isinstance(handle, int)
+    }
 
 
 def forget_step(optimizer: Any) -> None:
-    """Makes Horovod's optimizer ready for the next backward pass, after a step whose collectives have all ended."""
+    """Makes Horovod's optimizer ready for the next backward pass, after a step whose collectives
+    have all ended."""
     optimizer._handles.clear()
     optimizer._group_counts.update(dict.fromkeys(optimizer._group_counts, 0))
     optimizer.set_backward_passes_per_step(optimizer.backward_passes_per_step)

@@ -1,5 +1,6 @@
 """Methods of an optimizer that may change parameters outside of its step, such as train() and
 eval() of schedule-free optimizers: each call is told of, so that ranks can be kept alike."""
+
 import contextlib
 import functools
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Sequence, Set

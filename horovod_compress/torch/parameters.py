@@ -1,4 +1,5 @@
 """The parameters of an optimizer under their names, and what they hold as flat float32."""
+
 import collections
 import collections.abc
 import inspect
@@ -11,29 +12,35 @@ from .. import kernels
 from ..binding import warn_once
 
 _HOST = torch.device("cpu")
-NamedParameters = Iterable[Tuple[str, torch.Tensor]]  # as model.named_parameters() gives
+# As model.named_parameters() gives.
+NamedParameters = Iterable[Tuple[str, torch.Tensor]]
 
 
 class Slot:
-    """A parameter under its name. following: the slot of the parameter that came after it in the last step."""
+    """A parameter under its name. following: the slot of the parameter that came after it in the
+    last step."""
 
     def __init__(self, name: str, param: torch.Tensor) -> None:
         self.name, self.param, self.following = name, param, self
-        self._staging: Optional[torch.Tensor] = None  # a copy of the gradient, where its own memory does not serve
+        # A copy of the gradient, where its own memory does not serve.
+        self._staging: Optional[torch.Tensor] = None
 
     def load(
         self, grad: torch.Tensor, on_device: bool = False, carries_float64: bool = False
     ) -> Tuple[torch.Tensor, Any]:
-        """(tensor, flat array) of contiguous float32: the gradient's own memory where possible. On the host, or with `on_device` where the gradient
-        is, if that is a device that kernels serve. With `carries_float64` those of float64 stay
-        that, on the host."""
+        """(tensor, flat array) of contiguous float32: the gradient's own memory where possible. On
+        the host, or with `on_device` where the gradient is, if that is a device that kernels serve.
+        With `carries_float64` those of float64 stay that, on the host."""
         dtype = torch.float64 if carries_float64 and grad.dtype == torch.float64 else torch.float32
         on_device = on_device and dtype == torch.float32
         own = flat_memory(grad, on_device, dtype)
         if own is not None:
             return grad, own
         if grad.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            raise TypeError(f"{self.name}: gradients of {grad.dtype} cannot be compressed; real floating point is needed")
+            raise TypeError(
+                f"{self.name}: gradients of {grad.dtype} cannot be compressed; real floating point "
+                f"is needed"
+            )
         served = on_device and kernels.serves(grad.device.type)
         place = grad.device if served else _HOST
         if self._staging is None or self._staging.device != place or self._staging.dtype != dtype:
@@ -46,12 +53,17 @@ class Slot:
 
     @staticmethod
     def _warn_of_copies(device: str, on_device: bool) -> None:
-        why = "install triton, or horovod-compress[gpu], to compress them there" if on_device else "there are no kernels for this on a device"
+        why = (
+            "install triton, or horovod-compress[gpu], to compress them there"
+            if on_device
+            else "there are no kernels for this on a device"
+        )
         warn_once(f"gradients on {device} are compressed on the host, through pinned memory: {why}")
 
 
 class Streams:
-    """The streams of a GPU that gradients were encoded on: backward is on those of forward, and what comes after may be on another one."""
+    """The streams of a GPU that gradients were encoded on: backward is on those of forward, and
+    what comes after may be on another one."""
 
     def __init__(self) -> None:
         self._encoded: Dict[torch.cuda.Stream, torch.cuda.Event] = {}
@@ -70,12 +82,14 @@ class Streams:
 
 
 def flat(tensor: torch.Tensor, on_device: bool) -> Any:
-    """The flat array that the exchange knows a contiguous tensor by: on the host a NumPy array, else a DeviceArray."""
+    """The flat array that the exchange knows a contiguous tensor by: on the host a NumPy array,
+    else a DeviceArray."""
     if not on_device:
         return tensor.cpu().numpy().reshape(-1)
     from ..kernels.device import DeviceArray  # imports Triton
 
-    return DeviceArray(tensor.data.view(-1))  # `data`: what is written here is no change that the user has made
+    # `data`: what is written here is no change that the user has made.
+    return DeviceArray(tensor.data.view(-1))
 
 
 def loses_numbers(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
@@ -96,14 +110,24 @@ def flat_memory(
     return flat(tensor, served) if fits else None
 
 
-def named(optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[NamedParameters]) -> List[Tuple[str, torch.Tensor]]:
+def named(
+    optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional[NamedParameters]
+) -> List[Tuple[str, torch.Tensor]]:
     """(name, parameter) pairs of all parameters to expect, checked."""
     groups = [] if optimizer is None else optimizer.param_groups
-    numbered = [(f"group{i}.{j}", p) for i, group in enumerate(groups) for j, p in enumerate(group["params"])]
+    numbered = [
+        (f"group{i}.{j}", p)
+        for i, group in enumerate(groups)
+        for j, p in enumerate(group["params"])
+    ]
     found = numbered if named_parameters is None else _listed(named_parameters)
     if not found:
-        raise ValueError("no parameters: give the optimizer, named_parameters=model.named_parameters(), or both")
-    repeated = sorted(name for name, count in collections.Counter(name for name, _ in found).items() if count > 1)
+        raise ValueError(
+            "no parameters: give the optimizer, named_parameters=model.named_parameters(), or both"
+        )
+    repeated = sorted(
+        name for name, count in collections.Counter(name for name, _ in found).items() if count > 1
+    )
     if repeated:
         raise ValueError(f"parameter names must be unique; these come twice: {', '.join(repeated)}")
     known = {id(p) for _, p in found}
@@ -113,21 +137,32 @@ def named(optimizer: Optional[torch.optim.Optimizer], named_parameters: Optional
 
 
 def _listed(named_parameters: Any) -> List[Tuple[str, torch.Tensor]]:
-    """The pairs of `named_parameters`. TypeError and ValueError for what does not bring (name, parameter) pairs."""
+    """The pairs of `named_parameters`. TypeError and ValueError for what does not bring (name,
+    parameter) pairs."""
     code = getattr(named_parameters, "gi_code", None)
-    if code is nn.Module.named_parameters.__code__ and inspect.getgeneratorstate(named_parameters) == inspect.GEN_CREATED:
-        # It is not used up here, but made once more: users give the same generator to hvd.DistributedOptimizer.
-        named_parameters = nn.Module.named_parameters(**inspect.getgeneratorlocals(named_parameters))
+    if (
+        code is nn.Module.named_parameters.__code__
+        and inspect.getgeneratorstate(named_parameters) == inspect.GEN_CREATED
+    ):
+        # It is not used up here, but made once more: users give the same generator to
+        # hvd.DistributedOptimizer.
+        named_parameters = nn.Module.named_parameters(
+            **inspect.getgeneratorlocals(named_parameters)
+        )
     if not isinstance(named_parameters, collections.abc.Iterable):
         raise TypeError(
-            f"named_parameters must be (name, parameter) pairs, as model.named_parameters() gives, not {named_parameters!r}; an "
+            f"named_parameters must be (name, parameter) pairs, as model.named_parameters() gives, "
+            f"not {named_parameters!r}; an "
             "option goes by its name: ratio=0.01"
         )
     named = list(named_parameters)
     if not named and isinstance(named_parameters, collections.abc.Iterator):
-        raise ValueError("named_parameters was used up before: give each call its own model.named_parameters(), or a list")
+        raise ValueError(
+            "named_parameters was used up before: give each call its own model.named_parameters(), "
+            "or a list"
+        )
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
-        raise ValueError("named_parameters must be (name, parameter) pairs, as model.named_parameters() gives")
+        raise ValueError(
+            "named_parameters must be (name, parameter) pairs, as model.named_parameters() gives"
+        )
     return named
-
-

@@ -1,5 +1,7 @@
-"""LSTM, GRU and RNN layers whose backward pass can see the samples apart, which torch's own, fused ones do not let anyone: `torch.lstm`,
-`torch.gru`, `torch.rnn_tanh`, `torch.rnn_relu` and their cells."""
+"""LSTM, GRU and RNN layers whose backward pass can see the samples apart, which torch's own, fused
+ones do not let anyone: `torch.lstm`, `torch.gru`, `torch.rnn_tanh`, `torch.rnn_relu` and their
+cells."""
+
 import functools
 from abc import ABC, abstractmethod
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
@@ -14,12 +16,14 @@ _tanh_back = torch.ops.aten.tanh_backward.grad_input
 
 Tensors = Sequence[Tensor]
 Gradient = Callable[..., Tensor]  # see FUNCTIONS
-Weights = Sequence[Any]  # tensors of the input, the hidden state, their biases, and the projection: None for those that a layer lacks
+# Tensors of the input, the hidden state, their biases, and the projection: None for those that a
+# layer lacks.
+Weights = Sequence[Any]
 
 
 class _Run(NamedTuple):
-    """What a layer runs with, over time in one direction. Samples are sorted by length: at time t the first sizes[t] of them are there,
-    and the states of the others stay as they are."""
+    """What a layer runs with, over time in one direction. Samples are sorted by length: at time t
+    the first sizes[t] of them are there, and the states of the others stay as they are."""
 
     state: Tensors
     weights: Weights
@@ -37,8 +41,11 @@ class _Cell(ABC):
         """(out, last states, what backward needs)"""
 
     @abstractmethod
-    def backward(self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Tuple[Tensor, Tensor, Tensors, Optional[Tensors]]:
-        """(δ of what the input's weights gave, δ of the hidden state's, gradients of the first states, (input, δ) of the projection or None)"""
+    def backward(
+        self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run
+    ) -> Tuple[Tensor, Tensor, Tensors, Optional[Tensors]]:
+        """(δ of what the input's weights gave, δ of the hidden state's, gradients of the first
+        states, (input, δ) of the projection or None)"""
 
 
 def _previous(states: Tensor, first: Tensor, order: range) -> Tensor:
@@ -47,7 +54,8 @@ def _previous(states: Tensor, first: Tensor, order: range) -> Tensor:
 
 
 def _carry(states: Tensor, t: int, n: int, before: Tensor) -> Tensor:
-    """The states at time t, where the first n samples are there, and the others keep what was before."""
+    """The states at time t, where the first n samples are there, and the others keep what was
+    before."""
     if n < len(before):
         states[t, n:] = before[n:]
     return states[t]
@@ -72,8 +80,14 @@ class _LSTM(_Cell):
             h = _carry(out, t, n, h)
         return out, (h, c), (gates, cells)
 
-    def backward(self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Any:
-        (gates, cells), (dh, dc), ((_, first), (_, w_hh, *_, w_hr), sizes, order) = kept, d_last, run
+    def backward(
+        self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run
+    ) -> Any:
+        (gates, cells), (dh, dc), ((_, first), (_, w_hh, *_, w_hr), sizes, order) = (
+            kept,
+            d_last,
+            run,
+        )
         before = _previous(cells, first, order)
         delta = torch.zeros_like(gates) if sizes[-1] < sizes[0] else torch.empty_like(gates)
         projection = [] if w_hr is None else [torch.zeros_like(cells), torch.zeros_like(out)]
@@ -113,7 +127,9 @@ class _GRU(_Cell):
             h = _carry(out, t, n, h)
         return out, (h,), (gates, news)
 
-    def backward(self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Any:
+    def backward(
+        self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run
+    ) -> Any:
         (gates, news), (dh,), ((first,), (_, w_hh, *_), sizes, order) = kept, d_last, run
         before = _previous(out, first, order)
         delta, inner = torch.zeros_like(gates), torch.zeros_like(gates)
@@ -145,7 +161,9 @@ class _RNN(_Cell):
             h = _carry(out, t, n, h)
         return out, (h,), ()
 
-    def backward(self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Any:
+    def backward(
+        self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run
+    ) -> Any:
         (dh,), (_, (_, w_hh, *_), sizes, order) = d_last, run
         delta = torch.zeros_like(out)
         for t in reversed(order):
@@ -159,9 +177,19 @@ class _Layer(torch.autograd.Function):
     """One layer in one direction."""
 
     @staticmethod
-    def forward(ctx: Any, cell: _Cell, sizes: List[int], order: range, weight_gradient: Gradient, x: Tensor, *rest: Any) -> Tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        cell: _Cell,
+        sizes: List[int],
+        order: range,
+        weight_gradient: Gradient,
+        x: Tensor,
+        *rest: Any,
+    ) -> Tuple[Tensor, ...]:
         with torch.autocast(x.device.type, enabled=False):
-            out, last, kept = cell.forward(x, _Run(rest[: cell.states], rest[cell.states :], sizes, order))
+            out, last, kept = cell.forward(
+                x, _Run(rest[: cell.states], rest[cell.states :], sizes, order)
+            )
         ctx.save_for_backward(x, out, *rest, *kept)
         ctx.cell, ctx.sizes, ctx.order, ctx.weight_gradient = cell, sizes, order, weight_gradient
         return out, *(states.clone() for states in last)
@@ -171,23 +199,45 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, *d_last: Tensor) -> tuple:
         cell = ctx.cell
         x, out, *rest = ctx.saved_tensors
-        state, weights, kept = rest[: cell.states], rest[cell.states : cell.states + 5], rest[cell.states + 5 :]
-        run, last = _Run(state, weights, ctx.sizes, ctx.order), [d.contiguous().clone() for d in d_last]
+        state, weights, kept = (
+            rest[: cell.states],
+            rest[cell.states : cell.states + 5],
+            rest[cell.states + 5 :],
+        )
+        run, last = (
+            _Run(state, weights, ctx.sizes, ctx.order),
+            [d.contiguous().clone() for d in d_last],
+        )
         with torch.autocast(x.device.type, enabled=False):
             outer, inner, d_first, projection = cell.backward(out, kept, d_out, last, run)
             hidden = _previous(out, state[0], ctx.order)
             pairs = [(x, outer), (hidden, inner), (None, outer), (None, inner), projection]
             gradients = [
-                None if weight is None or not needed else ctx.weight_gradient(weight, *(t if t is None else t.transpose(0, 1) for t in pair))
-                for weight, pair, needed in zip(weights, pairs, ctx.needs_input_grad[5 + cell.states :])
+                None
+                if weight is None or not needed
+                else ctx.weight_gradient(
+                    weight, *(t if t is None else t.transpose(0, 1) for t in pair)
+                )
+                for weight, pair, needed in zip(
+                    weights, pairs, ctx.needs_input_grad[5 + cell.states :]
+                )
             ]
             dx = outer @ weights[0] if ctx.needs_input_grad[4] else None
         return None, None, None, None, dx, *d_first, *gradients
 
 
 def _layers(
-    cell: _Cell, x: Tensor, states: Tensors, params: Tensors, biases: bool, layers: int, dropout: float, train: bool,
-    bidirectional: bool, sizes: List[int], weight_gradient: Gradient,
+    cell: _Cell,
+    x: Tensor,
+    states: Tensors,
+    params: Tensors,
+    biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    sizes: List[int],
+    weight_gradient: Gradient,
 ) -> Tuple[Tensor, List[Tensor]]:
     """Runs all layers; returns (out, last states)."""
     orders = [range(len(x)), range(len(x))[::-1]][: 2 if bidirectional else 1]
@@ -200,7 +250,15 @@ def _layers(
             weights: List[Any] = list(params[number * each : (number + 1) * each])
             weights[2:2] = [] if biases else [None, None]
             weights += [None] * (5 - len(weights))
-            out, *last = _Layer.apply(cell, sizes, order, weight_gradient, x, *(state[number] for state in states), *weights)
+            out, *last = _Layer.apply(
+                cell,
+                sizes,
+                order,
+                weight_gradient,
+                x,
+                *(state[number] for state in states),
+                *weights,
+            )
             outs.append(out)
             lasts.append(last)
         x = torch.cat(outs, 2) if bidirectional else outs[0]
@@ -212,10 +270,14 @@ def _layers(
 def _sequences(cell: _Cell, weight_gradient: Gradient, x: Tensor, *args: Any) -> Tuple[Tensor, ...]:
     """`torch.lstm` and its like, of padded and of packed sequences."""
     packed = isinstance(args[0], Tensor) and isinstance(args[2], (list, tuple))
-    lengths: Any = args[0]  # where the sequences are packed; else there is no such argument
-    states, params, biases, layers, dropout, train, bidirectional, *batch_first = args[int(packed) :]
+    # Where the sequences are packed; else there is no such argument.
+    lengths: Any = args[0]
+    states, params, biases, layers, dropout, train, bidirectional, *batch_first = args[
+        int(packed) :
+    ]
     states = [states] if cell.states == 1 else states
-    dtype = params[0].dtype  # under autocast an input may have another
+    # Under autocast an input may have another.
+    dtype = params[0].dtype
     x, states = x.to(dtype), [state.to(dtype) for state in states]
     weight_gradient = functools.partial(weight_gradient, packed=packed)
     if packed:
@@ -226,7 +288,19 @@ def _sequences(cell: _Cell, weight_gradient: Gradient, x: Tensor, *args: Any) ->
     else:
         x = x.transpose(0, 1) if batch_first[0] else x
         sizes = [x.shape[1]] * len(x)
-    out, lasts = _layers(cell, x, states, params, biases, layers, dropout, train, bidirectional, sizes, weight_gradient)
+    out, lasts = _layers(
+        cell,
+        x,
+        states,
+        params,
+        biases,
+        layers,
+        dropout,
+        train,
+        bidirectional,
+        sizes,
+        weight_gradient,
+    )
     out = out[there] if packed else out.transpose(0, 1) if batch_first[0] else out
     return out, *lasts
 
@@ -236,7 +310,15 @@ def _single(cell: _Cell, weight_gradient: Gradient, x: Tensor, states: Any, *wei
     dtype = weights[0].dtype
     first = [state.to(dtype) for state in ([states] if cell.states == 1 else states)]
     weights = (*weights, *[None] * (5 - len(weights)))
-    _, *last = _Layer.apply(cell, [len(x)], range(1), functools.partial(weight_gradient, packed=False), x.to(dtype)[None], *first, *weights)
+    _, *last = _Layer.apply(
+        cell,
+        [len(x)],
+        range(1),
+        functools.partial(weight_gradient, packed=False),
+        x.to(dtype)[None],
+        *first,
+        *weights,
+    )
     return last[0] if cell.states == 1 else tuple(last)
 
 
@@ -246,7 +328,13 @@ _CELLS: Dict[str, _Cell] = {
     "rnn_tanh": _RNN(torch.tanh, torch.ops.aten.tanh_backward),
     "rnn_relu": _RNN(torch.relu, lambda d, out: torch.ops.aten.threshold_backward(d, out, 0)),
 }
-# {torch's function: the same with a first argument `weight_gradient`}. weight_gradient(weight, x, δ, packed=…) is called in the backward
-# pass for every weight and returns its gradient: the sum over b and p of δ[b, p, o]·x[b, p, i], or, of a bias, where x is None, of δ[b, p, o].
-FUNCTIONS = {getattr(torch, name): functools.partial(_sequences, cell) for name, cell in _CELLS.items()}
-FUNCTIONS |= {getattr(torch, f"{name}_cell"): functools.partial(_single, cell) for name, cell in _CELLS.items()}
+# {torch's function: the same with a first argument `weight_gradient`}. weight_gradient(weight, x,
+# δ, packed=…) is called in the backward pass for every weight and returns its gradient: the sum
+# over b and p of δ[b, p, o]·x[b, p, i], or, of a bias, where x is None, of δ[b, p, o].
+FUNCTIONS = {
+    getattr(torch, name): functools.partial(_sequences, cell) for name, cell in _CELLS.items()
+}
+FUNCTIONS |= {
+    getattr(torch, f"{name}_cell"): functools.partial(_single, cell)
+    for name, cell in _CELLS.items()
+}

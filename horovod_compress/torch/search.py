@@ -1,4 +1,5 @@
 """Objects of the process that nobody hands over, such as the optimizer that has a compression."""
+
 import gc
 import sys
 from typing import Any, Iterator, List, Set, Type

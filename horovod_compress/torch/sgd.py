@@ -1,4 +1,6 @@
-"""What an SGD optimizer would do to a gradient and a momentum-correcting compression does instead."""
+"""What an SGD optimizer would do to a gradient and a momentum-correcting compression does
+instead."""
+
 import dataclasses
 import functools
 import inspect
@@ -11,13 +13,20 @@ from .horovod_internals import own_class
 
 
 def is_plain_sgd(optimizer: Any) -> bool:
-    """Whether this is an SGD without momentum: what it adds to parameters is the learning rate times what a step brings."""
-    return isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)
+    """Whether this is an SGD without momentum: what it adds to parameters is the learning rate
+    times what a step brings."""
+    return isinstance(optimizer, torch.optim.SGD) and not any(
+        group["momentum"] for group in optimizer.param_groups
+    )
 
 
 def can_take_over(optimizer: Any) -> bool:
     """Whether this is an SGD whose momentum a compression can take over, if it has any."""
-    return isinstance(optimizer, torch.optim.SGD) and _steps_as_sgd(optimizer) and not any(group["dampening"] for group in optimizer.param_groups)
+    return (
+        isinstance(optimizer, torch.optim.SGD)
+        and _steps_as_sgd(optimizer)
+        and not any(group["dampening"] for group in optimizer.param_groups)
+    )
 
 
 def _steps_as_sgd(optimizer: torch.optim.SGD) -> bool:
@@ -25,35 +34,53 @@ def _steps_as_sgd(optimizer: torch.optim.SGD) -> bool:
 
 
 class SGDTakeover:
-    """Momentum and weight decay of a torch.optim.SGD, applied exactly once. With any other optimizer, or None, it takes nothing over.
+    """Momentum and weight decay of a torch.optim.SGD, applied exactly once. With any other
+    optimizer, or None, it takes nothing over.
 
-    The compression corrects momentum (DGC section 3.2), so SGD must not apply it again. SGD also runs the weight-decay term λ·p through its momentum;
-    that term is the same on all ranks and has no place in the compressed stream. So for the time of a step whose gradients have come through the
-    compression, the groups' momentum and weight decay are 0, and the term w ← m·w + λ·p is added to the gradient instead: after a GradScaler has
-    unscaled it, and not at all when that skips the step. w is SGD's own momentum buffer, which nothing else uses then. It is broadcast, saved and
-    loaded with the optimizer, and momentum from a plain run lives on in it.
+    The compression corrects momentum (DGC section 3.2), so SGD must not apply it again. SGD also
+    runs the weight-decay term λ·p through its momentum; that term is the same on all ranks and has
+    no place in the compressed stream. So for the time of a step whose gradients have come through
+    the compression, the groups' momentum and weight decay are 0, and the term w ← m·w + λ·p is
+    added to the gradient instead: after a GradScaler has unscaled it, and not at all when that
+    skips the step. w is SGD's own momentum buffer, which nothing else uses then. It is broadcast,
+    saved and loaded with the optimizer, and momentum from a plain run lives on in it.
 
-    Outside such steps the groups are the user's: schedulers, checkpoints and hvd.broadcast_optimizer_state find what they
-    expect, and what they change counts from the next gradient on.
+    Outside such steps the groups are the user's: schedulers, checkpoints and
+    hvd.broadcast_optimizer_state find what they expect, and what they change counts from the next
+    gradient on.
     """
 
-    def __init__(self, optimizer: Optional[torch.optim.Optimizer], compressor: Any, names: Dict[int, str]) -> None:
-        self.due = False  # a step's gradients have come through the compression, and no step has used them yet
-        self.variants: Dict[str, Any] = {}  # name → the compressor with its group's momentum
-        self._names = names  # id(parameter) → name, of those that Horovod reduces
+    def __init__(
+        self, optimizer: Optional[torch.optim.Optimizer], compressor: Any, names: Dict[int, str]
+    ) -> None:
+        # A step's gradients have come through the compression, and no step has used them yet.
+        self.due = False
+        # Name → the compressor with its group's momentum.
+        self.variants: Dict[str, Any] = {}
+        # id(parameter) → name, of those that Horovod reduces.
+        self._names = names
         self._optimizer, self._compressor = optimizer, compressor
         # What gives groups back what the step under way has suspended; the last comes first.
         self._undo: List[Callable[[], Any]] = []
-        # Of buffers of parameters without weight decay that were found to hold something: id(parameter) → their largest element, then.
+        # Of buffers of parameters without weight decay that were found to hold something:
+        # id(parameter) → their largest element, then.
         self._largest: Dict[int, float] = {}
         self._until_look = LOOK
         logged: Set[str] = set()
-        for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) and compressor.corrects_momentum else ():
+        for group in (
+            optimizer.param_groups
+            if isinstance(optimizer, torch.optim.SGD) and compressor.corrects_momentum
+            else ()
+        ):
             momentum, nesterov = momentum_of(compressor, group)
             if momentum == 0:
                 continue
             self._refuse(optimizer, group)
-            self.variants.update((names[id(param)], compressor.bound(momentum, nesterov)) for param in group["params"] if id(param) in names)
+            self.variants.update(
+                (names[id(param)], compressor.bound(momentum, nesterov))
+                for param in group["params"]
+                if id(param) in names
+            )
             decay = f" and weight_decay={group['weight_decay']:g}" if group["weight_decay"] else ""
             logged.add(f"momentum={momentum:g}{' (nesterov)' if nesterov else ''}{decay}")
         # What users are to know; None where nothing is taken over.
@@ -67,38 +94,63 @@ class SGDTakeover:
         """Raises ValueError where the momentum of a group cannot be taken over."""
         if not _steps_as_sgd(optimizer):
             raise ValueError(
-                f"{own_class(optimizer).__name__} has a step() of its own, so its momentum cannot be taken over as SGD's can: bind "
+                f"{own_class(optimizer).__name__} has a step() of its own, so its momentum cannot "
+                f"be taken over as SGD's can: bind "
                 f"{self._compressor.id} with momentum=0, which leaves momentum to it"
             )
         if group["dampening"] != 0:
-            raise ValueError(f"{self._compressor.id} cannot take over SGD's dampening={group['dampening']}: set it to 0")
+            raise ValueError(
+                f"{self._compressor.id} cannot take over SGD's dampening={group['dampening']}: set "
+                f"it to 0"
+            )
 
     def gains(self) -> Dict[str, float]:
-        """What SGD's own momentum makes of a result of 1 in the end, by name: 1/(1 − m), and 1 where the momentum is taken over."""
-        groups = self._optimizer.param_groups if isinstance(self._optimizer, torch.optim.SGD) else ()
-        own = [(self._names[id(p)], float(group["momentum"])) for group in groups for p in group["params"] if id(p) in self._names]
-        return {name: 1 / (1 - momentum) for name, momentum in own if name not in self.variants and momentum < 1}
+        """What SGD's own momentum makes of a result of 1 in the end, by name: 1/(1 − m), and 1
+        where the momentum is taken over."""
+        groups = (
+            self._optimizer.param_groups if isinstance(self._optimizer, torch.optim.SGD) else ()
+        )
+        own = [
+            (self._names[id(p)], float(group["momentum"]))
+            for group in groups
+            for p in group["params"]
+            if id(p) in self._names
+        ]
+        return {
+            name: 1 / (1 - momentum)
+            for name, momentum in own
+            if name not in self.variants and momentum < 1
+        }
 
     def covers(self, param: torch.Tensor) -> bool:
         """Whether this parameter's momentum is taken over."""
         return self._names.get(id(param)) in self.variants
 
     def changes(self, optimizer: torch.optim.Optimizer) -> Dict[str, Dict[str, Any]]:
-        """{name: options} of the parameters whose momentum the optimizer's groups have changed since the last call."""
+        """{name: options} of the parameters whose momentum the optimizer's groups have changed
+        since the last call."""
         self.restore()
         changed: Dict[str, Dict[str, Any]] = {}
         for group in optimizer.param_groups:
             for param in filter(self.covers, group["params"]):
-                name, (momentum, nesterov) = self._names[id(param)], momentum_of(self._compressor, group)
-                if (self.variants[name].momentum, self.variants[name].nesterov) == (momentum, nesterov):
-                    break  # The parameters of a group have one momentum.
+                name, (momentum, nesterov) = (
+                    self._names[id(param)],
+                    momentum_of(self._compressor, group),
+                )
+                if (self.variants[name].momentum, self.variants[name].nesterov) == (
+                    momentum,
+                    nesterov,
+                ):
+                    # The parameters of a group have one momentum.
+                    break
                 changed[name] = {"momentum": momentum, "nesterov": nesterov}
                 self.variants[name] = dataclasses.replace(self.variants[name], **changed[name])
         return changed
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Prepares gradients and groups for the step of SGD that comes now. Horovod's optimizer calls this twice: before it waits for the exchange,
-        and again as the SGD that it extends. A step with nothing exchanged is left alone: hvd.broadcast_optimizer_state makes one."""
+        """Prepares gradients and groups for the step of SGD that comes now. Horovod's optimizer
+        calls this twice: before it waits for the exchange, and again as the SGD that it extends. A
+        step with nothing exchanged is left alone: hvd.broadcast_optimizer_state makes one."""
         if not self.due:
             return
         self.due = False
@@ -126,9 +178,17 @@ class SGDTakeover:
             self._undo.pop()()
 
     @torch.no_grad()
-    def _add_decay(self, state: Any, group: Dict[str, Any], params: List[torch.Tensor], momentum: float, nesterov: bool) -> None:
+    def _add_decay(
+        self,
+        state: Any,
+        group: Dict[str, Any],
+        params: List[torch.Tensor],
+        momentum: float,
+        nesterov: bool,
+    ) -> None:
         decay = group["weight_decay"]
-        sign = -1 if group["maximize"] else 1  # then SGD negates the gradient, and its buffer is of the negated one
+        # Then SGD negates the gradient, and its buffer is of the negated one.
+        sign = -1 if group["maximize"] else 1
         if decay and any(p.grad is not None and p.grad.is_sparse for p in params):
             raise RuntimeError("weight_decay option is not compatible with sparse gradients")
         if not decay:
@@ -138,7 +198,10 @@ class SGDTakeover:
         for p in params:
             if state[p].get("momentum_buffer") is None:
                 state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
-        buffers, grads = [state[p]["momentum_buffer"] for p in params], [p.grad for p in params if p.grad is not None]
+        buffers, grads = (
+            [state[p]["momentum_buffer"] for p in params],
+            [p.grad for p in params if p.grad is not None],
+        )
         torch._foreach_mul_(buffers, momentum)
         if decay:
             torch._foreach_add_(buffers, params, alpha=decay)
@@ -147,8 +210,9 @@ class SGDTakeover:
         torch._foreach_add_(grads, buffers, alpha=sign * momentum if nesterov else sign)
 
     def _holds_momentum(self, state: Dict[str, Any], param: torch.Tensor) -> bool:
-        """Whether a buffer without weight decay is worth keeping: hvd.broadcast_optimizer_state makes empty ones, and what a plain run has left
-        decays, down to denormal numbers, which are slow and never become 0."""
+        """Whether a buffer without weight decay is worth keeping: hvd.broadcast_optimizer_state
+        makes empty ones, and what a plain run has left decays, down to denormal numbers, which are
+        slow and never become 0."""
         buffer = state.get("momentum_buffer")
         if buffer is None or self._until_look and id(param) in self._largest:
             return buffer is not None

@@ -1,4 +1,5 @@
 """Names of parameters in saved states, where a wrapper came or went between saving and loading."""
+
 from typing import Any, Callable, Collection, Dict, Iterable, List, Set, Tuple
 
 from ..plan import without_compiled

@@ -1,4 +1,5 @@
 """Compressions that find their optimizer by themselves."""
+
 import weakref
 from typing import Any, Dict, Optional, Tuple, Type
 
@@ -12,34 +13,49 @@ from .compression import BoundCompression
 
 
 class UnboundCompression(Unbound):
-    """A compression for hvd.DistributedOptimizer(compression=…), which has named parameters, momentum, weight decay and process set for it.
+    """A compression for hvd.DistributedOptimizer(compression=…), which has named parameters,
+    momentum, weight decay and process set for it.
 
-    spec, grad_scaler, discardable: as for BoundCompression, and so is what it raises; process_set: need not be given, and must be that of
+    spec, grad_scaler, discardable: as for BoundCompression, and so is what it raises; process_set:
+    need not be given, and must be that of
         Horovod's optimizer.
     """
 
     _bound_class: Type[BoundCompression] = BoundCompression
 
-    def __init__(self, spec: Any, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False) -> None:
-        super().__init__(spec, process_set=process_set, grad_scaler=grad_scaler, discardable=discardable)
-        self._bound: "weakref.WeakSet[BoundCompression]" = weakref.WeakSet()  # to an optimizer each, which keeps it
-        self._last: Optional[BoundCompression] = None  # of those; kept, because users may ask it when the optimizer is gone
+    def __init__(
+        self, spec: Any, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False
+    ) -> None:
+        super().__init__(
+            spec, process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
+        )
+        # To an optimizer each, which keeps it.
+        self._bound: "weakref.WeakSet[BoundCompression]" = weakref.WeakSet()
+        # Of those; kept, because users may ask it when the optimizer is gone.
+        self._last: Optional[BoundCompression] = None
         self._moments = getattr(self._compressor, "moments", "minibatch")
-        if self._moments != "minibatch":  # What these need is seen before there are gradients.
-            self._hook = register_module_forward_pre_hook(torch.compiler.disable(self._before_forward))
+        # What these need is seen before there are gradients.
+        if self._moments != "minibatch":
+            self._hook = register_module_forward_pre_hook(
+                torch.compiler.disable(self._before_forward)
+            )
 
     def compress(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
-        """Called by Horovod with the first gradient of an optimizer. That has its own compression from then on."""
+        """Called by Horovod with the first gradient of an optimizer. That has its own compression
+        from then on."""
         optimizer = horovod_internals.optimizer_of(self)
         if self._moments != "minibatch":
             raise RuntimeError(
-                f"moments={self._moments} begins with a forward pass of the model, and none came after hvd.DistributedOptimizer was made: give the "
-                f"compression optimizer and parameters, as in hvdc.Compression.{self._compressor.id}(optimizer, model.named_parameters(), …)"
+                f"moments={self._moments} begins with a forward pass of the model, and none came "
+                f"after hvd.DistributedOptimizer was made: give the "
+                f"compression optimizer and parameters, as in "
+                f"hvdc.Compression.{self._compressor.id}(optimizer, model.named_parameters(), …)"
             )
         return self.bind(optimizer).compress(tensor)
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Called by Horovod with sparse gradients, which it reduces by itself, of an optimizer that has no others."""
+        """Called by Horovod with sparse gradients, which it reduces by itself, of an optimizer that
+        has no others."""
         return tensor
 
     def bind(self, optimizer: torch.optim.Optimizer) -> BoundCompression:
@@ -47,24 +63,37 @@ class UnboundCompression(Unbound):
         named_parameters, process_set = horovod_internals.bound_to(optimizer)
         wanted = self._options["process_set"]
         if wanted is not None and wanted is not process_set:
-            raise ValueError(f"this compression is for the process set {wanted}, hvd.DistributedOptimizer has {process_set}: leave process_set out")
-        bound = self._made_for(optimizer, named_parameters, {**self._options, "process_set": process_set})
+            raise ValueError(
+                f"this compression is for the process set {wanted}, hvd.DistributedOptimizer has "
+                f"{process_set}: leave process_set out"
+            )
+        bound = self._made_for(
+            optimizer, named_parameters, {**self._options, "process_set": process_set}
+        )
         horovod_internals.serve(optimizer, bound)
         bound.serve(optimizer)
         self._bound.add(bound)
         self._last = bound
         return bound
 
-    def _made_for(self, optimizer: torch.optim.Optimizer, named_parameters: Any, options: Dict[str, Any]) -> BoundCompression:
+    def _made_for(
+        self, optimizer: torch.optim.Optimizer, named_parameters: Any, options: Dict[str, Any]
+    ) -> BoundCompression:
         return BoundCompression(self._compressor, optimizer, named_parameters, **options)
 
     def the_only(self) -> BoundCompression:
         unserved = [] if len(self._bound) == 1 else horovod_internals.holders_of(self)
         if len(self._bound) + len(unserved) > 1:
-            raise RuntimeError("several optimizers have this compression, and each its own of it: ask hvdc.compression_of(optimizer)")
+            raise RuntimeError(
+                "several optimizers have this compression, and each its own of it: ask "
+                "hvdc.compression_of(optimizer)"
+            )
         bound = self.bind(unserved[0]) if unserved else self._last
         if bound is None:
-            raise RuntimeError("no optimizer has this compression yet: give it to hvd.DistributedOptimizer(compression=…) first")
+            raise RuntimeError(
+                "no optimizer has this compression yet: give it to "
+                "hvd.DistributedOptimizer(compression=…) first"
+            )
         return bound
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
@@ -75,8 +104,8 @@ class UnboundCompression(Unbound):
 
 
 def compression_of(optimizer: torch.optim.Optimizer) -> Optional[BoundCompression]:
-    """The compression that an optimizer of Horovod's was given, bound to it now where that has not happened yet; None for optimizers without one of
-    this package."""
+    """The compression that an optimizer of Horovod's was given, bound to it now where that has not
+    happened yet; None for optimizers without one of this package."""
     given = horovod_internals.compression_of(optimizer)
     if not isinstance(given, (BoundCompression, UnboundCompression)):
         return None

@@ -1,4 +1,6 @@
-"""Ranks with different numbers of steps: one that has no more data answers the others' collectives until all are done."""
+"""Ranks with different numbers of steps: one that has no more data answers the others' collectives
+until all are done."""
+
 import contextlib
 import io
 import time
@@ -13,25 +15,33 @@ from . import horovod_internals
 from .compression import BoundCompression
 from .unbound import UnboundCompression, compression_of
 
-_FOLLOWED = ("lr", "momentum", "nesterov")  # options of a parameter group on which a compression's step depends
-_PAUSE = 5e-4  # seconds between two looks at what the other ranks do
+# Options of a parameter group on which a compression's step depends.
+_FOLLOWED = ("lr", "momentum", "nesterov")
+# Seconds between two looks at what the other ranks do.
+_PAUSE = 5e-4
 _UNKNOWN = -float("inf")
 
 
 @contextlib.contextmanager
 def uneven(*trained: Any) -> Iterator[None]:
-    """Inside `with uneven(optimizer, model, scheduler):` each rank may take as many steps as it has data for.
+    """Inside `with uneven(optimizer, model, scheduler):` each rank may take as many steps as it has
+    data for.
 
-    A rank that leaves the block takes part in the others' steps, with gradients of zero, until all ranks have left it; means stay those over all
-    ranks. What the rank had not sent yet goes out in these steps. Then all that was given here continues, on every rank, from the state of a rank
+    A rank that leaves the block takes part in the others' steps, with gradients of zero, until all
+    ranks have left it; means stay those over all ranks. What the rank had not sent yet goes out in
+    these steps. Then all that was given here continues, on every rank, from the state of a rank
     that trained to the end.
 
-    trained: the optimizers that hvd.DistributedOptimizer returned with a compression of this package, and what else training changes and is to be
-        alike on all ranks: anything with state_dict and load_state_dict. Parameters and a compression's grad_scaler come with the optimizer.
+    trained: the optimizers that hvd.DistributedOptimizer returned with a compression of this
+    package, and what else training changes and is to be
+        alike on all ranks: anything with state_dict and load_state_dict. Parameters and a
+        compression's grad_scaler come with the optimizer.
 
-    All ranks enter the block, also one without data. It costs one small allreduce a step, which is not waited for. Gradients of backward passes
-    that no step followed are dropped. An exception passes through at once, and the rank answers nothing any more. On one rank the block does nothing.
-    Raises TypeError for what cannot be given, RuntimeError inside another such block, and MismatchError where ranks give different things.
+    All ranks enter the block, also one without data. It costs one small allreduce a step, which is
+    not waited for. Gradients of backward passes that no step followed are dropped. An exception
+    passes through at once, and the rank answers nothing any more. On one rank the block does
+    nothing. Raises TypeError for what cannot be given, RuntimeError inside another such block, and
+    MismatchError where ranks give different things.
     """
     found = [(each, compression_of(each)) for each in trained]
     members = [_Member(c._optimizer or each, c) for each, c in found if c is not None]
@@ -51,13 +61,15 @@ def uneven(*trained: Any) -> Iterator[None]:
 
 
 class _Member:
-    """One optimizer of a block on this rank. What ranks tell each other before each of its steps is the maximum over them of: whether one takes the
-    step; whether the last step was forgotten; the loss scale; and the options of the parameter groups. Ranks that train have these alike."""
+    """One optimizer of a block on this rank. What ranks tell each other before each of its steps is
+    the maximum over them of: whether one takes the step; whether the last step was forgotten; the
+    loss scale; and the options of the parameter groups. Ranks that train have these alike."""
 
     def __init__(self, optimizer: Any, compression: BoundCompression) -> None:
         self.optimizer = optimizer  # Horovod's
         self.compression = compression
-        self.answered = False  # whether this rank has taken part in a step of the others
+        # Whether this rank has taken part in a step of the others.
+        self.answered = False
         self._handle: Any = None
 
     def enter(self, trained: Sequence[Any]) -> None:
@@ -66,21 +78,30 @@ class _Member:
         compression._blocks += 1
         self.name = f"{compression._label}:uneven.{compression._blocks}"
         agree(
-            compression._transport, self.name, {"objects given to uneven()": [type(each).__name__ for each in trained]},
-            "entered `with uneven(…):`", "Give uneven() the same on all ranks",
+            compression._transport,
+            self.name,
+            {"objects given to uneven()": [type(each).__name__ for each in trained]},
+            "entered `with uneven(…):`",
+            "Give uneven() the same on all ranks",
         )
         compression._announce = lambda: self.announce(True)
 
     def announce(self, training: bool) -> None:
-        """Tells the others whether this rank takes the step that comes. The answer is for ranks that train no more: these do not wait for it."""
+        """Tells the others whether this rank takes the step that comes. The answer is for ranks
+        that train no more: these do not wait for it."""
         if self._handle is not None:
             synchronize(self._handle)
         compression, scaler = self.compression, self.compression._grad_scaler
         forgotten = not self.answered and compression._is_forgotten()
-        known = [1.0 if scaler is None else scaler.get_scale(), *(float(group[key]) for group, key in self._options())]
+        known = [
+            1.0 if scaler is None else scaler.get_scale(),
+            *(float(group[key]) for group, key in self._options()),
+        ]
         said = [training, forgotten, *(known if training else [_UNKNOWN] * len(known))]
         message = torch.tensor(said, dtype=torch.float64, device="cpu")
-        self._handle = hvd.allreduce_async_(message, name=self.name, op=hvd.Max, process_set=compression._process_set)
+        self._handle = hvd.allreduce_async_(
+            message, name=self.name, op=hvd.Max, process_set=compression._process_set
+        )
 
     def leave(self) -> None:
         """Brings a step to its end that this rank has begun, and says that it takes no more."""
@@ -111,10 +132,16 @@ class _Member:
     def _options(self) -> List[Tuple[dict, str]]:
         """(parameter group, key) of the options that the others follow."""
         groups = self.optimizer.param_groups
-        return [(group, key) for group in groups for key in _FOLLOWED if isinstance(group.get(key), (bool, int, float, torch.Tensor))]
+        return [
+            (group, key)
+            for group in groups
+            for key in _FOLLOWED
+            if isinstance(group.get(key), (bool, int, float, torch.Tensor))
+        ]
 
     def _follow(self, scale: float, options: Sequence[float]) -> None:
-        """Takes over what this rank's own loop would have changed meanwhile, on which state depends that is alike on all ranks."""
+        """Takes over what this rank's own loop would have changed meanwhile, on which state depends
+        that is alike on all ranks."""
         scaler = self.compression._grad_scaler
         if scaler is not None:
             scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
@@ -128,14 +155,22 @@ class _Member:
 def _refuse(members: List[_Member], trained: Sequence[Any]) -> None:
     if not members:
         raise TypeError(
-            "uneven() needs the optimizer that hvd.DistributedOptimizer(compression=…) returned, with a compression of this package. (With an "
-            "UpdateOptimizer a rank without data calls optimizer.take_part() where the others exchange)"
+            "uneven() needs the optimizer that hvd.DistributedOptimizer(compression=…) returned, "
+            "with a compression of this package. (With an "
+            "UpdateOptimizer a rank without data calls optimizer.take_part() where the others "
+            "exchange)"
         )
     for each in trained:
         if isinstance(each, (BoundCompression, UnboundCompression)):
-            raise TypeError("uneven() takes no compressions: what ranks have not sent yet is each rank's own. Give it Horovod's optimizer")
+            raise TypeError(
+                "uneven() takes no compressions: what ranks have not sent yet is each rank's own. "
+                "Give it Horovod's optimizer"
+            )
         if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
-            raise TypeError(f"uneven() takes what has state_dict and load_state_dict: optimizers, models, schedulers; not an object of {type(each)}")
+            raise TypeError(
+                f"uneven() takes what has state_dict and load_state_dict: optimizers, models, "
+                f"schedulers; not an object of {type(each)}"
+            )
     if any(member.compression._announce is not None for member in members):
         raise RuntimeError("this optimizer is inside `with uneven(…):` already")
     if len({member.compression._process_set.process_set_id for member in members}) > 1:
@@ -151,33 +186,48 @@ def _answer_until_all_are_done(members: List[_Member]) -> None:
 
 
 def _continue_alike(members: List[_Member], trained: Sequence[Any]) -> None:
-    """Where some rank has answered steps of the others, brings all ranks to the state of the first that trained to the end."""
+    """Where some rank has answered steps of the others, brings all ranks to the state of the first
+    that trained to the end."""
     name, process_set = members[0].name, members[0].compression._process_set
     answered = any(member.answered for member in members)
     place = 0 if answered else hvd.size() - hvd.rank()
     found = torch.tensor([place, answered], dtype=torch.int64, device="cpu")
-    last, some_answered = hvd.allreduce(found, name=f"{name}.last", op=hvd.Max, process_set=process_set).tolist()
+    last, some_answered = hvd.allreduce(
+        found, name=f"{name}.last", op=hvd.Max, process_set=process_set
+    ).tolist()
     if not some_answered:
         return
     root = hvd.size() - last
-    params = [p.detach() for member in members for group in member.optimizer.param_groups for p in group["params"]]
-    for handle in [hvd.broadcast_async_(p, root, f"{name}.{i}", process_set) for i, p in enumerate(params)]:
+    params = [
+        p.detach()
+        for member in members
+        for group in member.optimizer.param_groups
+        for p in group["params"]
+    ]
+    for handle in [
+        hvd.broadcast_async_(p, root, f"{name}.{i}", process_set) for i, p in enumerate(params)
+    ]:
         synchronize(handle)
     scalers = [member.compression._grad_scaler for member in members]
     restored = [*trained, *(scaler for scaler in scalers if scaler is not None)]
     states = io.BytesIO()
     if hvd.rank() == root:
         torch.save([each.state_dict() for each in restored], states)
-    states = io.BytesIO(hvd.broadcast_object(states.getvalue(), root, f"{name}.states", process_set))
+    states = io.BytesIO(
+        hvd.broadcast_object(states.getvalue(), root, f"{name}.states", process_set)
+    )
     if answered:
-        for each, state in zip(restored, torch.load(states, map_location="cpu", weights_only=False)):
+        for each, state in zip(
+            restored, torch.load(states, map_location="cpu", weights_only=False)
+        ):
             _load(each, state)
         for member in members:
             member.optimizer.zero_grad()
 
 
 def _load(trained: Any, state: Any) -> None:
-    """Loads a state. An optimizer's parameter groups stay the same objects: schedulers, and the optimizer that was wrapped, have them too."""
+    """Loads a state. An optimizer's parameter groups stay the same objects: schedulers, and the
+    optimizer that was wrapped, have them too."""
     groups = getattr(trained, "param_groups", None)
     trained.load_state_dict(state)
     if groups is not None:

@@ -1,4 +1,6 @@
-"""The exchange of what ranks' optimizers would add to the parameters, between the ranks' UpdateOptimizers."""
+"""The exchange of what ranks' optimizers would add to the parameters, between the ranks'
+UpdateOptimizers."""
+
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import horovod.torch as hvd
@@ -19,28 +21,48 @@ from ..updates import compressor_for_updates, differing
 
 
 class UpdateCompression(Binding):
-    """The exchange of an UpdateOptimizer: its compression's config, stats(), stats_by_tensor() and record().
+    """The exchange of an UpdateOptimizer: its compression's config, stats(), stats_by_tensor() and
+    record().
 
     shapes: of the parameters, by name. options: what else must be alike on all ranks, JSON-able.
     """
 
     _exchange: Exchange
 
-    def __init__(self, spec: Any, shapes: Dict[str, Tuple[int, ...]], options: Dict[str, Any], process_set: Any) -> None:
+    def __init__(
+        self,
+        spec: Any,
+        shapes: Dict[str, Tuple[int, ...]],
+        options: Dict[str, Any],
+        process_set: Any,
+    ) -> None:
         super().__init__(hvd, process_set)
         self._number()
         self._elastic, self._shapes, self._options = is_elastic(), shapes, options
         self._synced = not self._elastic
-        self._active = bool(self._process_set.included()) and (self._process_set.size() > 1 or self._elastic)
+        self._active = bool(self._process_set.included()) and (
+            self._process_set.size() > 1 or self._elastic
+        )
         self._ranks = self._rank_and_size()
         self._compressor = compressor_for_updates(spec, hvd.rank())
         self._transport: Transport = self._transport_of(self._compressor)
         self._host = self._host_for(self._compressor)
         tensors = self._tensors(self._compressor)
-        self._exchange = Exchange(self._compressor, self._transport, tensors, self._label, dense_alone=self._elastic, host=self._host)
+        self._exchange = Exchange(
+            self._compressor,
+            self._transport,
+            tensors,
+            self._label,
+            dense_alone=self._elastic,
+            host=self._host,
+        )
 
     def _description(self) -> Dict[str, Any]:
-        return {**super()._description(), **self._options, "shapes": {name: list(shape) for name, shape in self._shapes.items()}}
+        return {
+            **super()._description(),
+            **self._options,
+            "shapes": {name: list(shape) for name, shape in self._shapes.items()},
+        }
 
     def _tensors(self, compressor: Compressor) -> Dict[str, Tuple[Tuple[int, ...], Compressor]]:
         return {name: (shape, compressor) for name, shape in self._shapes.items()}
@@ -49,12 +71,18 @@ class UpdateCompression(Binding):
         if not self._active:
             return Loopback.group(1)[0]
         over_mpi = getattr(compressor, "transport", "horovod") == "mpi"
-        return MPITransport(hvd, self._process_set) if over_mpi else HorovodTransport(self._process_set)
+        return (
+            MPITransport(hvd, self._process_set)
+            if over_mpi
+            else HorovodTransport(self._process_set)
+        )
 
     def begin(self, parameters: Dict[str, int], local_steps: int) -> None:
         """Compares what must be alike on all ranks before the first step. parameters: a checksum of
         each that ranks share; local_steps: so many since then."""
-        self._refuse_unsynced("hvd.elastic.TorchState(model=model, optimizer=optimizer) of this UpdateOptimizer")
+        self._refuse_unsynced(
+            "hvd.elastic.TorchState(model=model, optimizer=optimizer) of this UpdateOptimizer"
+        )
         if self._active and not self._agreed:
             advice = (
                 "Start all ranks alike, or load on every rank what that rank has saved, and call "
@@ -62,27 +90,42 @@ class UpdateCompression(Binding):
             )
             shared = {"local_steps": local_steps, "parameters": parameters}
             description = {**self._description(), **shared}
-            agree(self._transport, self._label, description, "come to the first step of their UpdateOptimizer", advice)
+            agree(
+                self._transport,
+                self._label,
+                description,
+                "come to the first step of their UpdateOptimizer",
+                advice,
+            )
         self._agreed = True
 
     def exchange(self, updates: Iterable[Tuple[str, Any, Any]]) -> bool:
-        """Replaces each rank's updates by what the compression brings of their mean. updates: names, flat float32 arrays, and what those count from:
-        an array is that plus the update, and becomes that plus the mean. Returns whether the results are finite on all ranks; where not, what was to
-        be sent waits for the next exchange."""
+        """Replaces each rank's updates by what the compression brings of their mean. updates:
+        names, flat float32 arrays, and what those count from: an array is that plus the update, and
+        becomes that plus the mean. Returns whether the results are finite on all ranks; where not,
+        what was to be sent waits for the next exchange."""
         exchange = self._exchange
         if not self._active:
             for _ in updates:  # which are the mean
                 pass
             return True
-        if self._rank_and_size() != self._ranks:  # In an elastic job: ranks have left, and those that stay are not asked to synchronize.
+        # In an elastic job: ranks have left, and those that stay are not asked to synchronize.
+        if self._rank_and_size() != self._ranks:
             self._resize()
         self._meet()
         carriers = {name: exchange.submit(name, flat, base=base) for name, flat, base in updates}
         handles = {}
         for name, carrier in carriers.items():
             if exchange.is_payload(name, carrier):
-                tensor = torch.from_numpy(carrier) if isinstance(carrier, np.ndarray) else carrier.tensor
-                handles[name] = hvd.allreduce_async_(tensor, name=f"{self._label}.{name}.mean", op=hvd.Average, process_set=self._process_set)
+                tensor = (
+                    torch.from_numpy(carrier) if isinstance(carrier, np.ndarray) else carrier.tensor
+                )
+                handles[name] = hvd.allreduce_async_(
+                    tensor,
+                    name=f"{self._label}.{name}.mean",
+                    op=hvd.Average,
+                    process_set=self._process_set,
+                )
         exchange.flush()
         for name, carrier in carriers.items():
             if name in handles:
@@ -92,12 +135,22 @@ class UpdateCompression(Binding):
         return exchange.succeeded
 
     def average(self, tensors: Dict[str, torch.Tensor]) -> None:
-        """Makes tensors their mean over ranks, which all have the same ones. MismatchError where they have not."""
+        """Makes tensors their mean over ranks, which all have the same ones. MismatchError where
+        they have not."""
         if not self._active:
             return
         names = f"{self._label}.state"
-        advice = "Where a rank has taken no step yet, or had no gradient of a parameter, call average_state() later"
-        agree(self._transport, names, {name: list(tensor.shape) for name, tensor in tensors.items()}, "called average_state()", advice)
+        advice = (
+            "Where a rank has taken no step yet, or had no gradient of a parameter, call "
+            "average_state() later"
+        )
+        agree(
+            self._transport,
+            names,
+            {name: list(tensor.shape) for name, tensor in tensors.items()},
+            "called average_state()",
+            advice,
+        )
         self._mean(names, tensors)
 
     def make_alike(self, method: str, sums: List[int], tensors: Dict[str, torch.Tensor]) -> None:
@@ -110,22 +163,37 @@ class UpdateCompression(Binding):
         self._mean(f"{self._label}.{method}", {name: tensors[name] for name in which})
 
     def _mean(self, names: str, tensors: Dict[str, torch.Tensor]) -> None:
-        hosts = {name: tensor.to("cpu", torch.promote_types(tensor.dtype, torch.float32)).contiguous() for name, tensor in tensors.items()}
-        handles = [hvd.allreduce_async_(host, name=f"{names}.{name}", op=hvd.Average, process_set=self._process_set) for name, host in hosts.items()]
+        hosts = {
+            name: tensor.to("cpu", torch.promote_types(tensor.dtype, torch.float32)).contiguous()
+            for name, tensor in tensors.items()
+        }
+        handles = [
+            hvd.allreduce_async_(
+                host, name=f"{names}.{name}", op=hvd.Average, process_set=self._process_set
+            )
+            for name, host in hosts.items()
+        ]
         for handle, (name, host) in zip(handles, hosts.items()):
             synchronize(handle)
             if host is not tensors[name]:
                 tensors[name].copy_(host)
 
     def switch(self, spec: Any) -> None:
-        """From the next exchange on, on all ranks, updates are compressed as this spec says; what was not sent yet stays, or goes with the next."""
+        """From the next exchange on, on all ranks, updates are compressed as this spec says; what
+        was not sent yet stays, or goes with the next."""
         self._switch(compressor_for_updates(spec, hvd.rank()), compare=self._active)
 
     def _switch(self, compressor: Compressor, compare: bool) -> None:
         self._exchange.end_step()
         host = self._host_for(compressor)
         if compare:
-            agree(self._transport, f"{self._label}.switch", compressor.config, "called switch()", "Call it on all ranks with the same spec")
+            agree(
+                self._transport,
+                f"{self._label}.switch",
+                compressor.config,
+                "called switch()",
+                "Call it on all ranks with the same spec",
+            )
         self._exchange.transport = self._transport = self._transport_of(compressor)
         self._exchange.host = self._host = host
         self._exchange.switch(compressor, self._tensors(compressor), {})
@@ -136,11 +204,15 @@ class UpdateCompression(Binding):
         state = self._exchange.state_dict()
         if portable and self._active:
             state = checkpoint.portable(state, self._transport, self._label)
-        state["tensors"] = {n: {k: torch.from_numpy(a) for k, a in arrays.items()} for n, arrays in state["tensors"].items()}
+        state["tensors"] = {
+            n: {k: torch.from_numpy(a) for k, a in arrays.items()}
+            for n, arrays in state["tensors"].items()
+        }
         return state
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
-        """Continues from what state_dict has returned on this rank, or from a list of all ranks', or from a portable one."""
+        """Continues from what state_dict has returned on this rank, or from a list of all ranks',
+        or from a portable one."""
         self._exchange.load_state_dict(state)
 
     def abandon(self) -> None:
@@ -153,17 +225,20 @@ class UpdateCompression(Binding):
             return [0]
         return gather(self._transport, f"{self._label}.steps", self._exchange.steps_taken())
 
-    # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------
+    # -- for elastic jobs: see `elastic.py`
 
     def of_all(self, number: int) -> List[int]:
-        """The numbers of all ranks, which all call it, also where they do not know each other yet."""
+        """The numbers of all ranks, which all call it, also where they do not know each other
+        yet."""
         return gather(self._transport, "hvdc.elastic.number", number)
 
     def _resize(self) -> None:
         self._ranks = self._rank_and_size()
         super()._resize()
 
-    def _kept(self, into: Optional[Dict[str, Any]] = None, owed: Optional[Dict[str, np.ndarray]] = None) -> Dict[str, Any]:
+    def _kept(
+        self, into: Optional[Dict[str, Any]] = None, owed: Optional[Dict[str, np.ndarray]] = None
+    ) -> Dict[str, Any]:
         """owed: by name, what is to be sent beside what this keeps already."""
         kept = {**super()._kept(into), "spec": self.config}
         for name, values in (owed or {}).items():
@@ -180,6 +255,7 @@ class UpdateCompression(Binding):
         super()._sync()
 
     def _switch_back(self, spec: Any) -> None:
-        if get_compressor(spec) != self._compressor:  # what was gathered has lists for tuples
+        # What was gathered has lists for tuples.
+        if get_compressor(spec) != self._compressor:
             self._exchange.abandon()
             self._switch(get_compressor(spec), compare=False)

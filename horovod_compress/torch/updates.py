@@ -1,4 +1,6 @@
-"""An optimizer whose ranks exchange what they would add to the parameters, compressed, in place of gradients."""
+"""An optimizer whose ranks exchange what they would add to the parameters, compressed, in place of
+gradients."""
+
 import contextlib
 import copy
 import zlib
@@ -32,21 +34,25 @@ _ONE_STATE = (
 
 
 class _Parameter(Slot):
-    """A parameter with the value that all ranks share, and where an outer optimizer has one, its momentum."""
+    """A parameter with the value that all ranks share, and where an outer optimizer has one, its
+    momentum."""
 
     def __init__(self, name: str, param: torch.Tensor, outer: Optional[Nesterov]) -> None:
         super().__init__(name, param)
         self.shared = torch.empty_like(param, requires_grad=False)
         dtype = torch.promote_types(param.dtype, torch.float32)
         self.momentum = torch.zeros_like(param, dtype=dtype, requires_grad=False) if outer else None
-        self.loaded = self.shared  # the update, until the exchange is over
-        self._in_place = False  # whether the exchange itself subtracts and adds the shared value
+        # The update, until the exchange is over.
+        self.loaded = self.shared
+        # Whether the exchange itself subtracts and adds the shared value.
+        self._in_place = False
 
     def begin(self) -> None:
         self.shared.copy_(self.param)
 
     def update(self, compression: UpdateCompression) -> Tuple[str, Any, Any]:
-        """What local steps have added, as `UpdateCompression.exchange` takes it: in the parameter's own memory where possible."""
+        """What local steps have added, as `UpdateCompression.exchange` takes it: in the parameter's
+        own memory where possible."""
         exchange = compression._exchange
         on_device = exchange.on_device(self.name)
         own, base = (flat_memory(tensor, on_device) for tensor in (self.param.data, self.shared))
@@ -68,7 +74,9 @@ class _Parameter(Slot):
         if self._in_place:
             return
         if outer is not None and self.momentum is not None:
-            self.momentum = self.momentum.to(self.loaded.device).mul_(outer.momentum).add_(self.loaded)
+            self.momentum = (
+                self.momentum.to(self.loaded.device).mul_(outer.momentum).add_(self.loaded)
+            )
             self.loaded.add_(self.momentum, alpha=outer.momentum).mul_(outer.lr)
         if self.loaded.data_ptr() == self.param.data_ptr():
             self.param.add_(self.shared)
@@ -111,34 +119,42 @@ class UpdateOptimizer(_Beginning):
         optimizer = hvdc.UpdateOptimizer(optimizer, model.named_parameters(), "topk:ratio=0.01")
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
-    It takes the place of hvd.DistributedOptimizer: Horovod reduces no gradients. Parameters are bit-identical on all ranks after each exchange;
-    the optimizer's own state is each rank's.
+    It takes the place of hvd.DistributedOptimizer: Horovod reduces no gradients. Parameters are
+    bit-identical on all ranks after each exchange; the optimizer's own state is each rank's.
 
     optimizer: any torch optimizer but L-BFGS, with real floating-point parameters. Its parameter
         groups are this one's, so schedulers may have either, and so are its methods: call them on
         either. Where one changes parameters outside of step(), as train() and eval() of
         schedule-free optimizers do, all ranks call it, and parameters become their mean over ranks,
         bit-identical.
-    named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered by parameter group.
-    compression: a spec, as for horovod_compress.get_compressor, or hvdc.Compression.topk(…). dgc selects as topk does here.
-    every: how many local steps come before each exchange (H of DiLoCo, arXiv 2311.08105). In between ranks' parameters differ.
-    outer: what is done with the mean update; default: it is added. `hvdc.Nesterov()` is DiLoCo's.
-    process_set: the ranks that exchange; default: all.
+    named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered by
+    parameter group. compression: a spec, as for horovod_compress.get_compressor, or
+    hvdc.Compression.topk(…). dgc selects as topk does here. every: how many local steps come before
+    each exchange (H of DiLoCo, arXiv 2311.08105). In between ranks' parameters differ. outer: what
+    is done with the mean update; default: it is added. `hvdc.Nesterov()` is DiLoCo's. process_set:
+    the ranks that exchange; default: all.
 
-    A copy of the parameters is kept, which an optimizer needs that looks at them. A rank whose GradScaler has found infinite gradients skips its
-    own step and takes part with an update of zero; each rank's loss scale is its own. Where an update is not finite on some rank, no rank's
-    parameters move, and what was to be sent waits for the next exchange, where a residual is kept of it; an exchange that fails leaves the shared
-    parameters.
+    A copy of the parameters is kept, which an optimizer needs that looks at them. A rank whose
+    GradScaler has found infinite gradients skips its own step and takes part with an update of
+    zero; each rank's loss scale is its own. Where an update is not finite on some rank, no rank's
+    parameters move, and what was to be sent waits for the next exchange, where a residual is kept
+    of it; an exchange that fails leaves the shared parameters.
 
-    Raises ValueError for bad options. The first step raises MismatchError, on all ranks, where ranks were started differently or begin with
-    different parameters.
+    Raises ValueError for bad options. The first step raises MismatchError, on all ranks, where
+    ranks were started differently or begin with different parameters.
     """
 
-    _step_supports_amp_scaling = True  # a GradScaler then calls step() on every rank, whatever it has found, and says so
+    # A GradScaler then calls step() on every rank, whatever it has found, and says so.
+    _step_supports_amp_scaling = True
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, named_parameters: Optional[NamedParameters] = None, compression: Any = "topk:ratio=0.01",
-        every: int = 1, outer: Optional[Nesterov] = None, process_set: Any = None,
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Optional[NamedParameters] = None,
+        compression: Any = "topk:ratio=0.01",
+        every: int = 1,
+        outer: Optional[Nesterov] = None,
+        process_set: Any = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
@@ -147,25 +163,38 @@ class UpdateOptimizer(_Beginning):
                 "UpdateOptimizer"
             )
         if isinstance(optimizer, UpdateOptimizer) or own_class(optimizer) is not type(optimizer):
-            raise ValueError(f"{type(optimizer).__name__} exchanges already: give UpdateOptimizer the optimizer itself")
+            raise ValueError(
+                f"{type(optimizer).__name__} exchanges already: give UpdateOptimizer the optimizer "
+                f"itself"
+            )
         _refuse_lbfgs(optimizer)
         check_rounds(every, outer)
         for group in optimizer.param_groups if isinstance(optimizer, AdamW) else ():
             check_ranks_of_set(group["ranks"], process_set)
         names = _trained(optimizer, named_parameters)
         options = {"every": every, "outer": repr(outer)}
-        self.compression = UpdateCompression(compression, {name: tuple(param.shape) for name, param in names.items()}, options, process_set)
+        self.compression = UpdateCompression(
+            compression,
+            {name: tuple(param.shape) for name, param in names.items()},
+            options,
+            process_set,
+        )
         self._optimizer, self._every, self._outer = optimizer, every, outer
         self._parameters = [_Parameter(name, param, outer) for name, param in names.items()]
         self._known = {id(param) for param in names.values()}
         self.local_steps = 0  # since the last exchange
-        self._shows_shared = False  # whether this is within `shared_parameters`
-        self._shared_is_kept = False  # whether, in an elastic job, parameters are to be the shared values which that went back to
+        # Whether this is within `shared_parameters`.
+        self._shows_shared = False
+        # Whether, in an elastic job, parameters are to be the shared values which that went back
+        # to.
+        self._shared_is_kept = False
         # Whether the optimizer itself is at work.
         self._inside = False
         self._methods = watch(optimizer, self._outside_step)
         let_broadcast_begin(self)
-        self.__setstate__({})  # In place of torch's __init__, which would make parameter groups of its own: hooks, and step() that calls them.
+        # In place of torch's __init__, which would make parameter groups of its own: hooks, and
+        # step() that calls them.
+        self.__setstate__({})
 
     # The optimizer's own, also after that has loaded others.
     param_groups = property(lambda self: self._optimizer.param_groups)  # type: ignore[assignment]
@@ -179,23 +208,31 @@ class UpdateOptimizer(_Beginning):
         return getattr(self._optimizer, name)
 
     def __repr__(self) -> str:
-        return f"UpdateOptimizer({self._optimizer!r}, {self.compression.config['id']}, every {self._every})"
+        id = self.compression.config["id"]
+        return f"UpdateOptimizer({self._optimizer!r}, {id}, every {self._every})"
 
     def __reduce__(self) -> Any:
-        raise TypeError("an UpdateOptimizer is part of an exchange of ranks, and cannot be copied or pickled: save its state_dict()")
+        raise TypeError(
+            "an UpdateOptimizer is part of an exchange of ranks, and cannot be copied or pickled: "
+            "save its state_dict()"
+        )
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Raises ValueError."""
-        raise ValueError("parameters cannot be added to an UpdateOptimizer: add them to the optimizer before")
+        raise ValueError(
+            "parameters cannot be added to an UpdateOptimizer: add them to the optimizer before"
+        )
 
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
-        """A step of the optimizer on this rank, and after every so many of them the exchange, which waits for all ranks."""
+        """A step of the optimizer on this rank, and after every so many of them the exchange, which
+        waits for all ranks."""
         self._begin()
         try:
             loss = self._local_step(closure)
         except BaseException:
-            if not self.local_steps:  # Else the next step would take what this one has left for what all ranks share.
+            # Else the next step would take what this one has left for what all ranks share.
+            if not self.local_steps:
                 for parameter in self._parameters:
                     parameter.give_up()
             raise
@@ -206,18 +243,28 @@ class UpdateOptimizer(_Beginning):
 
     @torch.no_grad()
     def take_part(self) -> None:
-        """Exchanges now, with what local steps have added so far, or with nothing: for a rank without data or late, while others come to the end
-        of their steps. All ranks must exchange equally often."""
+        """Exchanges now, with what local steps have added so far, or with nothing: for a rank
+        without data or late, while others come to the end of their steps. All ranks must exchange
+        equally often."""
         self._begin()
         self._exchange()
 
     def _begin(self) -> None:
         if self._shows_shared:
-            raise RuntimeError("within `with optimizer.shared_parameters():` the model has not this rank's parameters: take the step after it")
-        unknown = [i for i, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad and id(p) not in self._known]
+            raise RuntimeError(
+                "within `with optimizer.shared_parameters():` the model has not this rank's "
+                "parameters: take the step after it"
+            )
+        unknown = [
+            i
+            for i, group in enumerate(self.param_groups)
+            for p in group["params"]
+            if p.requires_grad and id(p) not in self._known
+        ]
         if unknown:
             raise ValueError(
-                f"parameter group {unknown[0]} has parameters that came, or were frozen, when this UpdateOptimizer was made: make a new one for them"
+                f"parameter group {unknown[0]} has parameters that came, or were frozen, when this "
+                f"UpdateOptimizer was made: make a new one for them"
             )
         for parameter in self._parameters if not self.local_steps else ():
             parameter.begin()
@@ -244,7 +291,8 @@ class UpdateOptimizer(_Beginning):
             warn_once(_ONE_STATE)
 
     def _local_step(self, closure: Optional[Callable[[], Any]]) -> Any:
-        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)  # a GradScaler's
+        # A GradScaler's.
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and found_inf.item():
             return None
         if scale is not None:
@@ -285,7 +333,8 @@ class UpdateOptimizer(_Beginning):
     def _exchange(self) -> None:
         if self._outer is None and not self.compression._active:
             self.local_steps = 0
-            return  # A rank alone has its parameters already.
+            # A rank alone has its parameters already.
+            return
         finite = False
         try:
             updates = (parameter.update(self.compression) for parameter in self._parameters)
@@ -300,21 +349,25 @@ class UpdateOptimizer(_Beginning):
             self._warn_of_moments()
 
     def _warn_of_moments(self) -> None:
-        """Warns, after an exchange of updates that were not finite, where this rank's will never be again."""
+        """Warns, after an exchange of updates that were not finite, where this rank's will never be
+        again."""
         for each in self._parameters:
             for key, value in self.state.get(each.param, {}).items():
                 if torch.is_tensor(value) and not torch.isfinite(value).all():
                     warn_once(
-                        f"rank {self.compression._exchange.rank}'s optimizer holds numbers that are not finite, {key} of {each.name}: so will be its "
-                        "updates, and no rank's parameters move. Load the last saved states on all ranks, and take no step where loss or gradients "
+                        f"rank {self.compression._exchange.rank}'s optimizer holds numbers that "
+                        f"are not finite, {key} of {each.name}: so will be its "
+                        "updates, and no rank's parameters move. Load the last saved states on all "
+                        "ranks, and take no step where loss or gradients "
                         "are not finite"
                     )
                     return
 
     @contextlib.contextmanager
     def shared_parameters(self) -> Iterator[None]:
-        """Within it the model has the parameters that all ranks share, those after the last exchange, for evaluation and for saving, and
-        `state_dict` goes with these; after it, this rank's own again."""
+        """Within it the model has the parameters that all ranks share, those after the last
+        exchange, for evaluation and for saving, and `state_dict` goes with these; after it, this
+        rank's own again."""
         swapped = self._parameters if self.local_steps and not self._shows_shared else []
         shown_before, self._shows_shared = self._shows_shared, True
         for each in swapped:
@@ -328,35 +381,57 @@ class UpdateOptimizer(_Beginning):
 
     @torch.no_grad()
     def average_state(self) -> None:
-        """Makes the optimizer's own tensors, such as Adam's moments, their mean over ranks. All ranks call it; it sends them densely. MismatchError
-        where some rank has no moments of a parameter yet."""
-        self.compression.average({
-            f"{each.name}.{key}": value
-            for each in self._parameters for key, value in sorted(self.state.get(each.param, {}).items())
-            if torch.is_tensor(value) and value.is_floating_point() and value.dim()
-        })
+        """Makes the optimizer's own tensors, such as Adam's moments, their mean over ranks. All
+        ranks call it; it sends them densely. MismatchError where some rank has no moments of a
+        parameter yet."""
+        self.compression.average(
+            {
+                f"{each.name}.{key}": value
+                for each in self._parameters
+                for key, value in sorted(self.state.get(each.param, {}).items())
+                if torch.is_tensor(value) and value.is_floating_point() and value.dim()
+            }
+        )
 
     def switch(self, spec: Any) -> None:
-        """Another compression from the next exchange on; see `UpdateCompression.switch`. So training may begin with "none"."""
+        """Another compression from the next exchange on; see `UpdateCompression.switch`. So
+        training may begin with "none"."""
         self.compression.switch(spec)
 
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
-        """The optimizer's state_dict and, under "updates", what is not sent yet, the outer momentum, and between exchanges the shared parameters: one
-        file a rank. Within `shared_parameters` it forgets the local steps since the last exchange, as the model does. portable: all ranks call this
-        after an exchange; "updates" is then the same for all, and serves any number of ranks."""
+        """The optimizer's state_dict and, under "updates", what is not sent yet, the outer
+        momentum, and between exchanges the shared parameters: one file a rank. Within
+        `shared_parameters` it forgets the local steps since the last exchange, as the model does.
+        portable: all ranks call this after an exchange; "updates" is then the same for all, and
+        serves any number of ranks."""
         local_steps = 0 if self._shows_shared else self.local_steps
         if portable and local_steps:
-            raise RuntimeError(f"{local_steps} of {self._every} local steps are taken: ask for a portable state after an exchange")
-        kept: Dict[str, Any] = {"compression": self.compression.state_dict(portable), "local_steps": local_steps}
-        kept["shared"] = {each.name: each.shared.clone() for each in self._parameters} if local_steps else {}
-        kept["momentum"] = {each.name: each.momentum.clone() for each in self._parameters if each.momentum is not None}
+            raise RuntimeError(
+                f"{local_steps} of {self._every} local steps are taken: ask for a portable state "
+                f"after an exchange"
+            )
+        kept: Dict[str, Any] = {
+            "compression": self.compression.state_dict(portable),
+            "local_steps": local_steps,
+        }
+        kept["shared"] = (
+            {each.name: each.shared.clone() for each in self._parameters} if local_steps else {}
+        )
+        kept["momentum"] = {
+            each.name: each.momentum.clone()
+            for each in self._parameters
+            if each.momentum is not None
+        }
         return {**self._optimizer.state_dict(), "updates": kept}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Continues from what state_dict has returned, or from the optimizer's own. ValueError, with nothing changed, for what does not fit."""
+        """Continues from what state_dict has returned, or from the optimizer's own. ValueError,
+        with nothing changed, for what does not fit."""
         if self._shows_shared:
-            raise RuntimeError("load states before or after `with optimizer.shared_parameters():`, not within it")
+            raise RuntimeError(
+                "load states before or after `with optimizer.shared_parameters():`, not within it"
+            )
         kept: Any = state_dict.get("updates")
         if kept is not None:
             try:
@@ -366,7 +441,9 @@ class UpdateOptimizer(_Beginning):
                 raise ValueError(f"not a state_dict of an UpdateOptimizer: {error!r}") from None
             self._check_groups(state_dict["param_groups"])
             self.compression.load_state_dict(kept["compression"])
-        self._optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "updates"})
+        self._optimizer.load_state_dict(
+            {key: value for key, value in state_dict.items() if key != "updates"}
+        )
         self.local_steps = kept["local_steps"] if kept is not None else 0
         for each in self._parameters if kept is not None else ():
             if self.local_steps:
@@ -374,27 +451,43 @@ class UpdateOptimizer(_Beginning):
             if each.momentum is not None:
                 each.momentum.copy_(kept["momentum"][each.name])
 
-    # -- for elastic jobs: see `elastic.py` -------------------------------------------------------------------------------
+    # -- for elastic jobs: see `elastic.py`
 
     def _kept(self, into: Optional[Dict[str, Any]] = None, begun: bool = False) -> Dict[str, Any]:
-        """A round that has begun, on this rank or on another, is kept as one that has not: with what local steps have added among what the next
-        exchange is to send."""
+        """A round that has begun, on this rank or on another, is kept as one that has not: with
+        what local steps have added among what the next exchange is to send."""
         return {
-            "compression": self.compression._kept(into["compression"] if into else None, self._added() if begun or self.local_steps else {}),
+            "compression": self.compression._kept(
+                into["compression"] if into else None,
+                self._added() if begun or self.local_steps else {},
+            ),
             "optimizer": copy.deepcopy(self._optimizer.state_dict()),
-            "shared": {each.name: (each.shared if self.local_steps else each.param).detach().clone() for each in self._parameters},
-            "momentum": {each.name: each.momentum.clone() for each in self._parameters if each.momentum is not None},
+            "shared": {
+                each.name: (each.shared if self.local_steps else each.param).detach().clone()
+                for each in self._parameters
+            },
+            "momentum": {
+                each.name: each.momentum.clone()
+                for each in self._parameters
+                if each.momentum is not None
+            },
         }
 
     def _added(self) -> Dict[str, np.ndarray]:
         if not self.local_steps:
-            return {each.name: np.zeros(each.param.numel(), np.float32) for each in self._parameters}
-        return {each.name: each.load(each.param.detach() - each.shared)[1].copy() for each in self._parameters}
+            return {
+                each.name: np.zeros(each.param.numel(), np.float32) for each in self._parameters
+            }
+        return {
+            each.name: each.load(each.param.detach() - each.shared)[1].copy()
+            for each in self._parameters
+        }
 
     @torch.no_grad()
     def _go_back_to(self, state: Dict[str, Any]) -> None:
         self.compression._go_back_to(state["compression"])
-        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # which would go on in the tensors that it is given
+        # Which would go on in the tensors that it is given.
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         for each in self._parameters:
             each.shared.copy_(state["shared"][each.name])
             if each.momentum is not None:
@@ -409,17 +502,25 @@ class UpdateOptimizer(_Beginning):
 
     @torch.no_grad()
     def _sync(self) -> None:
-        """All ranks go on from what rank 0 shares. Ranks that stay keep their optimizer's own state, and those that have just begun take rank 0's."""
-        if self.local_steps or self._shared_is_kept:  # What the elastic state itself does with the model brings a rank's own parameters.
+        """All ranks go on from what rank 0 shares. Ranks that stay keep their optimizer's own
+        state, and those that have just begun take rank 0's."""
+        # What the elastic state itself does with the model brings a rank's own parameters.
+        if self.local_steps or self._shared_is_kept:
             self._give_up_round()
         steps = self.compression.of_all(self.compression._exchange.steps_taken())
         self.compression._sync()
         if len(set(steps)) > 1:
-            state = hvd.broadcast_object(self._optimizer.state_dict(), root_rank=0, name="hvdc.elastic.optimizer")
+            state = hvd.broadcast_object(
+                self._optimizer.state_dict(), root_rank=0, name="hvdc.elastic.optimizer"
+            )
             if steps[hvd.rank()] != steps[0]:
                 self._optimizer.load_state_dict(state)
         shared = [(each.name, each.param) for each in self._parameters]
-        momenta = [(f"{each.name}.momentum", each.momentum) for each in self._parameters if each.momentum is not None]
+        momenta = [
+            (f"{each.name}.momentum", each.momentum)
+            for each in self._parameters
+            if each.momentum is not None
+        ]
         hvd.broadcast_parameters([*shared, *momenta], root_rank=0)
 
     @torch.no_grad()
@@ -436,11 +537,19 @@ class UpdateOptimizer(_Beginning):
 
     def _check(self, kept: Dict[str, Any]) -> None:
         checkpoint.refuse(checkpoint.wrong_count("local_steps", kept["local_steps"]))
-        wanted: List[Tuple[str, bool]] = [("shared", bool(kept["local_steps"])), ("momentum", self._outer is not None)]
+        wanted: List[Tuple[str, bool]] = [
+            ("shared", bool(kept["local_steps"])),
+            ("momentum", self._outer is not None),
+        ]
         for part, needed in wanted:
             found = {name: tuple(tensor.shape) for name, tensor in kept[part].items()}
-            if found != ({each.name: tuple(each.param.shape) for each in self._parameters} if needed else {}):
-                raise ValueError(f"this state does not fit: its {part} values are {found or 'none'}. Has it other options, or another model?")
+            if found != (
+                {each.name: tuple(each.param.shape) for each in self._parameters} if needed else {}
+            ):
+                raise ValueError(
+                    f"this state does not fit: its {part} values are {found or 'none'}. Has it "
+                    f"other options, or another model?"
+                )
             for name, tensor in kept[part].items():
                 if not torch.isfinite(tensor).all():
                     raise ValueError(
@@ -449,9 +558,14 @@ class UpdateOptimizer(_Beginning):
                     )
 
     def _check_groups(self, groups: List[Dict[str, Any]]) -> None:
-        found, expected = ([len(group["params"]) for group in each] for each in (groups, self.param_groups))
+        found, expected = (
+            [len(group["params"]) for group in each] for each in (groups, self.param_groups)
+        )
         if found != expected:
-            raise ValueError(f"this state does not fit: its parameter groups have {found} parameters, those of the optimizer {expected}")
+            raise ValueError(
+                f"this state does not fit: its parameter groups have {found} parameters, those of "
+                f"the optimizer {expected}"
+            )
 
 
 def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
@@ -467,13 +581,27 @@ def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _trained(optimizer: torch.optim.Optimizer, named_parameters: Optional[NamedParameters]) -> Dict[str, torch.Tensor]:
+def _trained(
+    optimizer: torch.optim.Optimizer, named_parameters: Optional[NamedParameters]
+) -> Dict[str, torch.Tensor]:
     """{name: parameter} of those that this optimizer steps. One that has two names counts once."""
-    own = {id(param) for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
-    trained = {id(param): (name, param) for name, param in named(optimizer, named_parameters) if id(param) in own}
+    own = {
+        id(param)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad
+    }
+    trained = {
+        id(param): (name, param)
+        for name, param in named(optimizer, named_parameters)
+        if id(param) in own
+    }
     for name, param in trained.values():
         if not param.is_floating_point():
-            raise ValueError(f"{name}: a parameter of {param.dtype} cannot be compressed; real floating point is needed")
+            raise ValueError(
+                f"{name}: a parameter of {param.dtype} cannot be compressed; real floating point "
+                f"is needed"
+            )
     return dict(trained.values())
 
 

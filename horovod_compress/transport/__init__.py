@@ -1,1 +1,2 @@
-"""What moves arrays between ranks: base (the contract), horovod (the default), mpi, and loopback (ranks in one process)."""
+"""What moves arrays between ranks: base (the contract), horovod (the default), mpi, and loopback
+(ranks in one process)."""

@@ -1,4 +1,5 @@
 """The contract of a transport: named, asynchronous collectives on flat arrays."""
+
 from abc import ABC, abstractmethod
 from typing import Any, Callable, List, Sequence
 
@@ -10,8 +11,8 @@ from ..wire import FrameLength, exact
 class Transport(ABC):
     """Moves flat contiguous arrays between `size` ranks, of which this is `rank`.
 
-    Operations of one name on all ranks are one collective. Ranks may start collectives in different orders. Each method returns a
-    function that waits for the result, to be called once.
+    Operations of one name on all ranks are one collective. Ranks may start collectives in different
+    orders. Each method returns a function that waits for the result, to be called once.
     """
 
     rank: int
@@ -19,40 +20,50 @@ class Transport(ABC):
 
     @abstractmethod
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
-        """Starts an allgather of uint8 arrays, whose lengths may differ. The result joins them in rank order."""
+        """Starts an allgather of uint8 arrays, whose lengths may differ. The result joins them in
+        rank order."""
 
     @abstractmethod
     def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
-        """Starts the sum, or with op="max" the maximum, over ranks of float32, int32 or int64 arrays of one length. The result may use
-        the memory of `array`."""
+        """Starts the sum, or with op="max" the maximum, over ranks of float32, int32 or int64
+        arrays of one length. The result may use the memory of `array`."""
 
     @abstractmethod
-    def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
-        """Starts sending each rank a part of a uint8 array: the first splits[0] bytes to rank 0, the next splits[1] to rank 1 …; what
-        is beyond goes to nobody. The result is a list of the parts received, by rank."""
+    def alltoall(
+        self, name: str, payload: np.ndarray, splits: Sequence[int]
+    ) -> Callable[[], List[np.ndarray]]:
+        """Starts sending each rank a part of a uint8 array: the first splits[0] bytes to rank 0,
+        the next splits[1] to rank 1 …; what is beyond goes to nobody. The result is a list of the
+        parts received, by rank."""
 
     def in_step(self, name: str) -> "Transport":
-        """What the collectives of one step are started with. name: of what it exchanges by itself, alike on all ranks."""
+        """What the collectives of one step are started with. name: of what it exchanges by itself,
+        alike on all ranks."""
         return self
 
     def expect_gather(self) -> None:
-        """Of what `in_step` has returned: begins what a gather of this step will have to wait for."""
+        """Of what `in_step` has returned: begins what a gather of this step will have to wait
+        for."""
 
     def end_step(self) -> None:
-        """Of what `in_step` has returned: the step has ended, or was given up. What was started, and is not sent yet, still is, because other ranks
-        may wait for it, but memory of the step is used again."""
+        """Of what `in_step` has returned: the step has ended, or was given up. What was started,
+        and is not sent yet, still is, because other ranks may wait for it, but memory of the step
+        is used again."""
 
     def frame_length(self) -> FrameLength:
-        """What the frames of one name should be padded to before they are gathered, or sent to all."""
+        """What the frames of one name should be padded to before they are gathered, or sent to
+        all."""
         return exact
 
     def joined(self) -> List[int]:
-        """The ranks that have called hvd.join(), where this transport can find out. A collective of those that have not."""
+        """The ranks that have called hvd.join(), where this transport can find out. A collective of
+        those that have not."""
         return []
 
 
 class ProcessSetRanks:
-    """rank and size in a Horovod process set, the one that hvd.DistributedOptimizer has too, as it is now."""
+    """rank and size in a Horovod process set, the one that hvd.DistributedOptimizer has too, as it
+    is now."""
 
     def __init__(self, process_set: Any) -> None:
         self._process_set = process_set

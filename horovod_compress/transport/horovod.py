@@ -1,4 +1,6 @@
-"""Horovod's own collectives, through horovod.torch. They work with MPI and Gloo, and Horovod fuses them with its other ones."""
+"""Horovod's own collectives, through horovod.torch. They work with MPI and Gloo, and Horovod fuses
+them with its other ones."""
+
 import functools
 import threading
 import time
@@ -14,13 +16,18 @@ from ..wire import FrameLength, Steady
 from .base import ProcessSetRanks, Transport
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
-_POLL_INTERVAL = 20e-3  # seconds between polls of the counts that are under way. Each takes Python's lock from a rank that trains.
-_SHORTEST, _LONGEST = 50e-6, 1e-3  # seconds between two looks whether an operation is over; a sixteenth of the time so far, within these
+# Seconds between polls of the counts that are under way. Each takes Python's lock from a rank that
+# trains.
+_POLL_INTERVAL = 20e-3
+# Seconds between two looks whether an operation is over; a sixteenth of the time so far, within
+# these.
+_SHORTEST, _LONGEST = 50e-6, 1e-3
 
 
 def sleep_until_over(handle: int) -> None:
-    """Waits for an operation of Horovod's, and leaves the processor to others meanwhile. Horovod's own wait is a loop of sched_yield(), which takes
-    turns with all that has to run before the operation can end, where ranks share a core."""
+    """Waits for an operation of Horovod's, and leaves the processor to others meanwhile. Horovod's
+    own wait is a loop of sched_yield(), which takes turns with all that has to run before the
+    operation can end, where ranks share a core."""
     since = time.monotonic()
     while not _is_over(handle):
         time.sleep(min(max(_SHORTEST, (time.monotonic() - since) / 16), _LONGEST))
@@ -29,7 +36,8 @@ def sleep_until_over(handle: int) -> None:
 def _is_over(handle: int) -> bool:
     try:
         return hvd.poll(handle)
-    except ValueError:  # Its result has been taken before.
+    except ValueError:
+        # Its result has been taken before.
         return True
 
 
@@ -40,8 +48,8 @@ def synchronize(handle: int) -> Any:
 
 
 class HorovodTransport(ProcessSetRanks, Transport):
-    """Sends each message when it is started, those of a step's gathers as soon as its ranks are counted; Horovod negotiates the order, but of those
-    whose shapes it has seen."""
+    """Sends each message when it is started, those of a step's gathers as soon as its ranks are
+    counted; Horovod negotiates the order, but of those whose shapes it has seen."""
 
     def in_step(self, name: str) -> Transport:
         return _CountedStep(self._process_set, name)
@@ -50,7 +58,10 @@ class HorovodTransport(ProcessSetRanks, Transport):
         return Steady()
 
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
-        wait = self._start(functools.partial(hvd.allgather_async, name=name, process_set=self._process_set), payload)
+        wait = self._start(
+            functools.partial(hvd.allgather_async, name=name, process_set=self._process_set),
+            payload,
+        )
         return lambda: wait().numpy()
 
     def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
@@ -58,9 +69,16 @@ class HorovodTransport(ProcessSetRanks, Transport):
         handle = hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=self._process_set)
         return lambda: self._wait(handle).numpy()
 
-    def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
+    def alltoall(
+        self, name: str, payload: np.ndarray, splits: Sequence[int]
+    ) -> Callable[[], List[np.ndarray]]:
         lengths = torch.tensor(splits, dtype=torch.int32, device="cpu")
-        wait = self._start(functools.partial(hvd.alltoall_async, splits=lengths, name=name, process_set=self._process_set), payload)
+        wait = self._start(
+            functools.partial(
+                hvd.alltoall_async, splits=lengths, name=name, process_set=self._process_set
+            ),
+            payload,
+        )
 
         def wait_for_parts() -> List[np.ndarray]:
             received, lengths = wait()
@@ -68,15 +86,19 @@ class HorovodTransport(ProcessSetRanks, Transport):
 
         return wait_for_parts
 
-    def _start(self, start: Callable[[torch.Tensor], int], payload: np.ndarray) -> Callable[[], Any]:
-        """Starts what ranks that have called hvd.join() can take no part in. start: returns Horovod's handle."""
+    def _start(
+        self, start: Callable[[torch.Tensor], int], payload: np.ndarray
+    ) -> Callable[[], Any]:
+        """Starts what ranks that have called hvd.join() can take no part in. start: returns
+        Horovod's handle."""
         handle = start(torch.from_numpy(payload))
         return lambda: self._wait(handle)
 
     def joined(self) -> List[int]:
         here = torch.zeros(self.size, dtype=torch.int32, device="cpu")
         here[self.rank] = 1
-        found = hvd.allreduce(here, name="hvdc.here", op=hvd.Sum, process_set=self._process_set)  # ranks that have joined add zeros
+        # Ranks that have joined add zeros.
+        found = hvd.allreduce(here, name="hvdc.here", op=hvd.Sum, process_set=self._process_set)
         return [rank for rank, there in enumerate(found.tolist()) if not there]
 
     def _refusal(self) -> RuntimeError:
@@ -102,17 +124,20 @@ class _Held:
 
 
 class _CountedStep(HorovodTransport):
-    """Holds a step's gathered messages back until its ranks are counted, by an allreduce to which ranks that have joined add zeros.
+    """Holds a step's gathered messages back until its ranks are counted, by an allreduce to which
+    ranks that have joined add zeros.
 
-    Horovod answers an allgather or alltoall of shapes that it has seen from its response cache, and a rank that has called hvd.join() dies of that
-    answer. What is held is started when the count is there, whatever this rank does or waits for by then, because others may wait for it.
+    Horovod answers an allgather or alltoall of shapes that it has seen from its response cache, and
+    a rank that has called hvd.join() dies of that answer. What is held is started when the count is
+    there, whatever this rank does or waits for by then, because others may wait for it.
     """
 
     def __init__(self, process_set: Any, name: str) -> None:
         super().__init__(process_set)
         self._name = name
         self._lock = threading.Lock()  # for all below
-        self._count: Optional[int] = None  # Horovod's handle, until it is known how the count has ended
+        # Horovod's handle, until it is known how the count has ended.
+        self._count: Optional[int] = None
         # Becomes the mean over ranks.
         self._here = torch.ones(1, dtype=torch.float32, device="cpu")
         self._counted = False
@@ -127,10 +152,12 @@ class _CountedStep(HorovodTransport):
     def end_step(self) -> None:
         with self._lock:
             for held in self._held:
-                held.payload = held.payload.copy()  # The next step's is encoded in the same memory.
+                # The next step's is encoded in the same memory.
+                held.payload = held.payload.copy()
 
     def end_count(self, wait: bool) -> bool:
-        """Starts what is held, if the count is there and full. wait: whether to wait for it. Returns whether it is over."""
+        """Starts what is held, if the count is there and full. wait: whether to wait for it.
+        Returns whether it is over."""
         if not self._lock.acquire(blocking=wait):
             return False  # Who has the lock ends it.
         try:
@@ -138,7 +165,9 @@ class _CountedStep(HorovodTransport):
         finally:
             self._lock.release()
 
-    def _start(self, start: Callable[[torch.Tensor], int], payload: np.ndarray) -> Callable[[], Any]:
+    def _start(
+        self, start: Callable[[torch.Tensor], int], payload: np.ndarray
+    ) -> Callable[[], Any]:
         with self._lock:
             self._end_count(wait=False)
             if self._counted:
@@ -161,7 +190,9 @@ class _CountedStep(HorovodTransport):
     def _begin_count(self) -> None:
         if self._count is None and not (self._counted or self._some_joined or self._error):
             # A mean, as carriers mostly are: Horovod joins it with those.
-            self._count = hvd.allreduce_async_(self._here, name=self._name, op=hvd.Average, process_set=self._process_set)
+            self._count = hvd.allreduce_async_(
+                self._here, name=self._name, op=hvd.Average, process_set=self._process_set
+            )
             _counts.add(self)
 
     def _end_count(self, wait: bool) -> bool:
@@ -175,7 +206,8 @@ class _CountedStep(HorovodTransport):
             self._some_joined = not self._counted
             for held in self._held if self._counted else ():
                 held.handle = held.start(torch.from_numpy(held.payload))
-        except Exception as error:  # of a Horovod that has been shut down, of whatever type
+        except Exception as error:
+            # Of a Horovod that has been shut down, of whatever type.
             self._counted, self._error = False, error
         self._count = None
         self._held.clear()

@@ -1,16 +1,20 @@
-"""N ranks in one process, for tests and `simulate`. One thread may drive the ranks one after the other."""
+"""N ranks in one process, for tests and `simulate`. One thread may drive the ranks one after the
+other."""
+
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import numpy as np
 
 from .base import Transport
 
-_Board = Dict[Tuple[str, str], Dict[int, Any]]  # {operation and name: {rank: its array or parts}}
+# {operation and name: {rank: its array or parts}}.
+_Board = Dict[Tuple[str, str], Dict[int, Any]]
 _OPS: Dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum}
 
 
 class Loopback(Transport):
-    """One rank of a group made by `group`. Results are available once every rank has started the operation."""
+    """One rank of a group made by `group`. Results are available once every rank has started the
+    operation."""
 
     def __init__(self, rank: int, size: int, board: _Board) -> None:
         self.rank, self.size, self._board = rank, size, board
@@ -34,7 +38,9 @@ class Loopback(Transport):
 
         return wait
 
-    def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
+    def alltoall(
+        self, name: str, payload: np.ndarray, splits: Sequence[int]
+    ) -> Callable[[], List[np.ndarray]]:
         sent = self._post(("alltoall", name), np.split(payload, np.cumsum(splits))[:-1])
         return lambda: [parts[self.rank] for parts in self._all(name, sent)]
 

@@ -1,4 +1,6 @@
-"""MPI's collectives, through mpi4py. All collectives that a step has started run together, in one exchange."""
+"""MPI's collectives, through mpi4py. All collectives that a step has started run together, in one
+exchange."""
+
 import time
 import warnings
 import zlib
@@ -10,41 +12,56 @@ from ..handshake import MismatchError
 from .base import ProcessSetRanks, Transport
 
 _Key = Tuple[str, str]  # operation, name
-_ALONE = 2**20  # bytes from which an array is reduced in place; smaller ones are joined
+# Bytes from which an array is reduced in place; smaller ones are joined.
+_ALONE = 2**20
 _MOST = 2**31 - 1  # bytes of one MPI operation
-_STALLED = 60.0  # seconds, as Horovod's own stall check
+# Seconds, as Horovod's own stall check.
+_STALLED = 60.0
 
 
 class MPITransport(ProcessSetRanks, Transport):
-    """The ranks of a Horovod process set, on a communicator of their own, beside Horovod's use of MPI.
+    """The ranks of a Horovod process set, on a communicator of their own, beside Horovod's use of
+    MPI.
 
-    Nothing is sent before the first call that waits for a result. Then all collectives that were started run, in an order that follows
-    from their names: an announcement of sizes, of fixed length, one Allgatherv of all payloads, and one Allreduce for each operation
-    and type. All ranks must have started the same operations by then.
+    Nothing is sent before the first call that waits for a result. Then all collectives that were
+    started run, in an order that follows from their names: an announcement of sizes, of fixed
+    length, one Allgatherv of all payloads, and one Allreduce for each operation and type. All ranks
+    must have started the same operations by then.
 
-    hvd is the framework's Horovod, initialized. process_set is the one that hvd.DistributedOptimizer has too. The ranks of the set make
-    the communicator together in their first exchange. Raises ValueError where mpi4py is missing, or Horovod does not run on MPI with
+    hvd is the framework's Horovod, initialized. process_set is the one that
+    hvd.DistributedOptimizer has too. The ranks of the set make the communicator together in their
+    first exchange. Raises ValueError where mpi4py is missing, or Horovod does not run on MPI with
     threads.
     """
 
     def __init__(self, hvd: Any, process_set: Any) -> None:
         if not hvd.mpi_enabled():
             raise ValueError(
-                "transport=mpi needs a Horovod that runs on MPI: start with mpirun or horovodrun --mpi, or say transport=horovod"
+                "transport=mpi needs a Horovod that runs on MPI: start with mpirun or horovodrun "
+                "--mpi, or say transport=horovod"
             )
         try:
             from mpi4py import MPI
         except ImportError as error:
-            raise ValueError("transport=mpi needs mpi4py: pip install horovod-compress[mpi]") from error
+            raise ValueError(
+                "transport=mpi needs mpi4py: pip install horovod-compress[mpi]"
+            ) from error
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-            raise ValueError("transport=mpi needs MPI with MPI_THREAD_MULTIPLE, because Horovod uses it at the same time")
+            raise ValueError(
+                "transport=mpi needs MPI with MPI_THREAD_MULTIPLE, because Horovod uses it at the "
+                "same time"
+            )
         if (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) != (hvd.rank(), hvd.size()):
-            raise ValueError("transport=mpi needs hvd.init() without a communicator: Horovod's ranks must be those of MPI_COMM_WORLD")
+            raise ValueError(
+                "transport=mpi needs hvd.init() without a communicator: Horovod's ranks must be "
+                "those of MPI_COMM_WORLD"
+            )
         super().__init__(process_set)
         self._mpi = MPI
         self._comm: Any = None
         self._started: Dict[_Key, np.ndarray] = {}  # until they are sent
-        self._splits: Dict[str, np.ndarray] = {}  # of alltoalls that were started, bytes for each rank
+        # Of alltoalls that were started, bytes for each rank.
+        self._splits: Dict[str, np.ndarray] = {}
         self._arrived: Dict[_Key, Any] = {}
         self._announcing: Any = None  # what MPI may still write to
         self._broken = False
@@ -55,7 +72,9 @@ class MPITransport(ProcessSetRanks, Transport):
     def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
         return self._start((op, name), array)
 
-    def alltoall(self, name: str, payload: np.ndarray, splits: Sequence[int]) -> Callable[[], List[np.ndarray]]:
+    def alltoall(
+        self, name: str, payload: np.ndarray, splits: Sequence[int]
+    ) -> Callable[[], List[np.ndarray]]:
         self._splits[name] = np.array(splits, np.int64)
         return self._start(("alltoall", name), payload)
 
@@ -74,15 +93,21 @@ class MPITransport(ProcessSetRanks, Transport):
 
     def _exchange(self) -> None:
         if self._broken:
-            raise RuntimeError("an exchange over MPI was interrupted: this rank is no longer in step with the others, start again")
+            raise RuntimeError(
+                "an exchange over MPI was interrupted: this rank is no longer in step with the "
+                "others, start again"
+            )
         if self._comm is None:
-            self._comm = self._mpi.COMM_WORLD.Create_group(self._mpi.COMM_WORLD.group.Incl(self._process_set.ranks))
+            self._comm = self._mpi.COMM_WORLD.Create_group(
+                self._mpi.COMM_WORLD.group.Incl(self._process_set.ranks)
+            )
         started, self._started = sorted(self._started.items()), {}
         try:
             self._run(started)
         except BaseException as error:
             self._arrived.clear()
-            self._broken = not isinstance(error, (MismatchError, ValueError))  # all ranks raise those alike
+            # All ranks raise those alike.
+            self._broken = not isinstance(error, (MismatchError, ValueError))
             raise
 
     def _run(self, started: List[Tuple[_Key, np.ndarray]]) -> None:
@@ -91,7 +116,10 @@ class MPITransport(ProcessSetRanks, Transport):
         sent = np.concatenate([lengths.view(np.uint8), *gathered.values()])
         totals = self._announce(started, sent.size)
         if totals.sum() > _MOST:
-            raise ValueError(f"{totals.sum()} bytes gathered in one step are too many for MPI: say transport=horovod")
+            raise ValueError(
+                f"{totals.sum()} bytes gathered in one step are too many for MPI: say "
+                f"transport=horovod"
+            )
         if gathered:
             received = np.empty(totals.sum(), np.uint8)
             self._comm.Allgatherv(sent, [received, totals])
@@ -101,11 +129,17 @@ class MPITransport(ProcessSetRanks, Transport):
                 self._arrived[op, name] = self._exchange_parts(array, self._splits.pop(name))
         reduced = [(key, array) for key, array in started if key[0] in ("sum", "max")]
         for op, dtype in sorted({(op, array.dtype.str) for (op, _), array in reduced}):
-            self._reduce(op, {key: array for key, array in reduced if (key[0], array.dtype.str) == (op, dtype)})
+            self._reduce(
+                op,
+                {key: array for key, array in reduced if (key[0], array.dtype.str) == (op, dtype)},
+            )
 
     def _announce(self, started: List[Tuple[_Key, np.ndarray]], size: int) -> np.ndarray:
-        """The bytes that each rank contributes to the Allgatherv. Raises MismatchError, on all ranks, where operations differ."""
-        operations = [(*key, array.nbytes if key[0] in ("sum", "max") else 0) for key, array in started]
+        """The bytes that each rank contributes to the Allgatherv. Raises MismatchError, on all
+        ranks, where operations differ."""
+        operations = [
+            (*key, array.nbytes if key[0] in ("sum", "max") else 0) for key, array in started
+        ]
         own = np.array([size, len(started), zlib.crc32(repr(operations).encode())], np.int64)
         all_ranks = np.empty((self.size, own.size), np.int64)
         request, since, warned = self._comm.Iallgather(own, all_ranks), time.monotonic(), False
@@ -117,14 +151,18 @@ class MPITransport(ProcessSetRanks, Transport):
             if waited > _STALLED and not warned:
                 warned = True
                 warnings.warn(
-                    f"horovod_compress: rank {self.rank} has waited for {_STALLED:.0f} s for the others to come to {started[0][0][1]} and "
-                    "what goes with it. With transport=mpi all ranks must take the same number of steps: hvd.join() is not supported",
-                    RuntimeWarning, stacklevel=2,
+                    f"horovod_compress: rank {self.rank} has waited for {_STALLED:.0f} s for the "
+                    f"others to come to {started[0][0][1]} and "
+                    "what goes with it. With transport=mpi all ranks must take the same number of "
+                    "steps: hvd.join() is not supported",
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
         for rank, announced in enumerate(all_ranks):
             if (announced[1:] != all_ranks[0][1:]).any():
                 raise MismatchError(
-                    f"rank {rank} exchanges {announced[1]} arrays in this step and rank 0 {all_ranks[0][1]}, or others: all ranks must "
+                    f"rank {rank} exchanges {announced[1]} arrays in this step and rank 0 "
+                    f"{all_ranks[0][1]}, or others: all ranks must "
                     "have the same gradients in every step"
                 )
         return all_ranks[:, 0].copy()
@@ -157,6 +195,9 @@ class MPITransport(ProcessSetRanks, Transport):
         if together:
             joined = np.concatenate(list(together.values()))
             self._comm.Allreduce(self._mpi.IN_PLACE, joined, operation)
-            for array, result in zip(together.values(), np.split(joined, np.cumsum([a.size for a in together.values()])[:-1])):
+            for array, result in zip(
+                together.values(),
+                np.split(joined, np.cumsum([a.size for a in together.values()])[:-1]),
+            ):
                 array[...] = result
         self._arrived.update(arrays)

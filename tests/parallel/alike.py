@@ -1,12 +1,38 @@
 """Gradients that are told, for what PyTorch and TensorFlow must make alike of them."""
+
 import numpy as np
 
 SHAPES = {"matrix": (40, 50), "kernel": (8, 6, 3, 3), "wide": (3, 900), "bias": (40,)}
 SPECS = (
-    "none", "fp16", "bf16", "topk", "randomk", "globalrandk", "dgc:momentum=0.9", "adacomp", "variance", "strom", "qsgd", "maxnorm",
-    "multiscale", "terngrad", "signsgd", "efsignsgd", "onebit", "natural", "powersgd", "dgc:momentum=0.5,nesterov=true,dense=fp16",
-    "dgc:momentum=0.9,warmup_steps=4", "powersgd:start_step=2", "multiscale:bits=2+4+8", "maxnorm:bits=16", "maxnorm:ratio=0.1",
-    "demo:chunk=16,k=8", "topk:chunk=64,k=4,values=2bit", "dgc:momentum=0.9,values=sign", "dgc:momentum=0.9,dense=int8",
+    "none",
+    "fp16",
+    "bf16",
+    "topk",
+    "randomk",
+    "globalrandk",
+    "dgc:momentum=0.9",
+    "adacomp",
+    "variance",
+    "strom",
+    "qsgd",
+    "maxnorm",
+    "multiscale",
+    "terngrad",
+    "signsgd",
+    "efsignsgd",
+    "onebit",
+    "natural",
+    "powersgd",
+    "dgc:momentum=0.5,nesterov=true,dense=fp16",
+    "dgc:momentum=0.9,warmup_steps=4",
+    "powersgd:start_step=2",
+    "multiscale:bits=2+4+8",
+    "maxnorm:bits=16",
+    "maxnorm:ratio=0.1",
+    "demo:chunk=16,k=8",
+    "topk:chunk=64,k=4,values=2bit",
+    "dgc:momentum=0.9,values=sign",
+    "dgc:momentum=0.9,dense=int8",
 )
 STEPS = 5
 
@@ -19,13 +45,21 @@ def gradients(rank, step):
 
 def write(file, results, sent):
     """results[spec][step][name]; sent[spec]: bytes."""
-    arrays = {f"{spec}|{step}|{n}": a for spec, steps in results.items() for step, named in enumerate(steps) for n, a in named.items()}
+    arrays = {
+        f"{spec}|{step}|{n}": a
+        for spec, steps in results.items()
+        for step, named in enumerate(steps)
+        for n, a in named.items()
+    }
     np.savez(file, **arrays, **{f"{spec}|bytes": np.array(count) for spec, count in sent.items()})
 
 
 def cyclic_means(every, size):
-    """What examples/compressor makes of them: for each step {name: the mean over ranks}, of tensors that it does not leave dense."""
-    residuals = {name: np.zeros((size, np.prod(SHAPES[name])), np.float32) for name in ("matrix", "wide")}
+    """What examples/compressor makes of them: for each step {name: the mean over ranks}, of tensors
+    that it does not leave dense."""
+    residuals = {
+        name: np.zeros((size, np.prod(SHAPES[name])), np.float32) for name in ("matrix", "wide")
+    }
     for step in range(STEPS):
         means = {}
         for name, residual in residuals.items():
@@ -37,9 +71,14 @@ def cyclic_means(every, size):
 
 
 def adams_moments(gradients, betas, ranks):
-    """Adam's moments for a series of gradients, both without the correction of their bias. ranks: those of hvdc.AdamW, with as many."""
+    """Adam's moments for a series of gradients, both without the correction of their bias. ranks:
+    those of hvdc.AdamW, with as many."""
     m = v = q = 0.0
     for t, g in enumerate(gradients, 1):
-        q = betas[1] * q + (1 - betas[1]) * g * m / (1 - betas[0] ** (t - 1)) if t > 1 else (1 - betas[1]) * g * g
+        q = (
+            betas[1] * q + (1 - betas[1]) * g * m / (1 - betas[0] ** (t - 1))
+            if t > 1
+            else (1 - betas[1]) * g * g
+        )
         m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
         yield m, v / ranks + (1 - 1 / ranks) * np.maximum(q, 0)

@@ -1,4 +1,5 @@
 """What cases are made of."""
+
 import contextlib
 
 
@@ -17,7 +18,8 @@ def registry():
 
 
 def joined(*topics):
-    """The cases of modules, in their order. Their names tell them apart, whatever module they are of."""
+    """The cases of modules, in their order. Their names tell them apart, whatever module they are
+    of."""
     cases = {}
     for topic in topics:
         twice = cases.keys() & topic.CASES.keys()

@@ -1,4 +1,5 @@
 """Jobs of ranks that several tests ask for: one job runs all cases of a test that were chosen."""
+
 import pytest
 from jobs import launch
 

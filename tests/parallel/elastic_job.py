@@ -1,7 +1,10 @@
-"""One rank of an elastic job, as a user would write it, with a model for each compression: it dies, asks for other hosts, and goes on.
+"""One rank of an elastic job, as a user would write it, with a model for each compression: it dies,
+asks for other hosts, and goes on.
 
-Each rank writes to FOLDER what happens to it, a line of JSON each. test_elastic.py starts the job and replays what was written.
+Each rank writes to FOLDER what happens to it, a line of JSON each. test_elastic.py starts the job
+and replays what was written.
 """
+
 import os
 import pathlib
 import signal
@@ -12,10 +15,18 @@ import torch
 from elastic_jobs import on_the_host_that_dies, tell, wait_for_hosts
 from torch import nn
 
-SPECS = ("dgc:ratio=0.001", "adacomp", "variance:error_feedback=true", "powersgd:rank=1,min_rate=1", "topk:ratio=0.01,exchange=split")
+SPECS = (
+    "dgc:ratio=0.001",
+    "adacomp",
+    "variance:error_feedback=true",
+    "powersgd:rank=1,min_rate=1",
+    "topk:ratio=0.01,exchange=split",
+)
 SPECS = tuple(f"{spec},min_numel=100" if ":" in spec else f"{spec}:min_numel=100" for spec in SPECS)
-SCALED = 1  # the one whose loss a GradScaler scales
-UNBOUND = 0  # the one that finds its optimizer by itself
+# The one whose loss a GradScaler scales.
+SCALED = 1
+# The one that finds its optimizer by itself.
+UNBOUND = 0
 STEPS, COMMITTED_EVERY, KILLED_AT = 100, 4, 50
 RANKS = {66: (1, 0, 1), 80: (1, 0, 2), 92: (1, 0, 1)}  # by step, on each host
 
@@ -26,7 +37,9 @@ def model_of(spec):
 
 
 def optimizer_of(spec, model, momentum=0.9):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum, weight_decay=0.0 if "dgc" in spec else 1e-3)
+    return torch.optim.SGD(
+        model.parameters(), lr=0.05, momentum=momentum, weight_decay=0.0 if "dgc" in spec else 1e-3
+    )
 
 
 def loss_of(model, step, rank):
@@ -47,10 +60,16 @@ def main(folder):
         model = model_of(spec)
         optimizer = optimizer_of(spec, model)
         bound = () if i == UNBOUND else (optimizer, model.named_parameters())
-        compression = hvdc.Compression.from_spec(spec, *bound, grad_scaler=scaler if i == SCALED else None)
+        compression = hvdc.Compression.from_spec(
+            spec, *bound, grad_scaler=scaler if i == SCALED else None
+        )
         named = [(f"{i}.{name}", param) for name, param in model.named_parameters()]
-        wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
-        parts.update({f"model_{i}": model, f"optimizer_{i}": wrapped, f"compression_{i}": compression})
+        wrapped = hvd.DistributedOptimizer(
+            optimizer, named_parameters=named, compression=compression
+        )
+        parts.update(
+            {f"model_{i}": model, f"optimizer_{i}": wrapped, f"compression_{i}": compression}
+        )
     state = hvd.elastic.TorchState(**parts, step=0)
 
     @hvdc.elastic.run
@@ -76,7 +95,8 @@ def train_step(state, last):
         loss = loss_of(model, state.step, hvd.rank())
         (state.scaler.scale(loss) if i == SCALED else loss).backward()
         if last and i == 2:
-            os.kill(os.getpid(), signal.SIGKILL)  # two models are a step ahead of the others, and a third one has sent something
+            # Two models are a step ahead of the others, and a third one has sent something.
+            os.kill(os.getpid(), signal.SIGKILL)
         if i == SCALED:
             optimizer.synchronize()
             with optimizer.skip_synchronize():

@@ -1,7 +1,10 @@
-"""One rank of an elastic job whose gradients are known: ranks come and go in good order. test_elastic.py starts it and adds up what it left.
+"""One rank of an elastic job whose gradients are known: ranks come and go in good order.
+test_elastic.py starts it and adds up what it left.
 
-A model for each compression, whose parameters begin at 0 and move by the mean of what ranks send: the learning rate is 1, without momentum.
+A model for each compression, whose parameters begin at 0 and move by the mean of what ranks send:
+the learning rate is 1, without momentum.
 """
+
 import pathlib
 import sys
 
@@ -13,7 +16,8 @@ from torch import nn
 
 SPECS = ("topk:ratio=0.01", "adacomp", "dgc:ratio=0.01,momentum=0", "powersgd:rank=1")
 STEPS = 100
-RANKS = {20: (1, 1, 2), 40: (1, 0, 2), 60: (1, 0, 0), 80: (1, 1, 0)}  # by step, on each host: from 2 to 4, 3, 1 and 2
+# By step, on each host: from 2 to 4, 3, 1 and 2.
+RANKS = {20: (1, 1, 2), 40: (1, 0, 2), 60: (1, 0, 0), 80: (1, 1, 0)}
 
 
 def model_of():
@@ -25,7 +29,9 @@ def model_of():
 
 def gradient(spec, step, rank):
     """Of the parameters of that spec's model, one after the other."""
-    return np.random.default_rng([SPECS.index(spec), step, rank]).standard_normal(90 * 70 + 70, np.float32)
+    return np.random.default_rng([SPECS.index(spec), step, rank]).standard_normal(
+        90 * 70 + 70, np.float32
+    )
 
 
 def main(folder):
@@ -39,8 +45,12 @@ def main(folder):
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
         named = [(f"{i}.{name}", param) for name, param in model.named_parameters()]
-        wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
-        parts.update({f"model_{i}": model, f"optimizer_{i}": wrapped, f"compression_{i}": compression})
+        wrapped = hvd.DistributedOptimizer(
+            optimizer, named_parameters=named, compression=compression
+        )
+        parts.update(
+            {f"model_{i}": model, f"optimizer_{i}": wrapped, f"compression_{i}": compression}
+        )
     state = hvd.elastic.TorchState(**parts, step=0)
 
     @hvdc.elastic.run
@@ -62,7 +72,9 @@ def train_step(state):
         model, optimizer = state.__dict__[f"model_{i}"], state.__dict__[f"optimizer_{i}"]
         optimizer.zero_grad()
         whole = torch.from_numpy(gradient(spec, state.step, hvd.rank()))
-        for param, part in zip(model.parameters(), whole.split([param.numel() for param in model.parameters()])):
+        for param, part in zip(
+            model.parameters(), whole.split([param.numel() for param in model.parameters()])
+        ):
             (param * part.view_as(param)).sum().backward()
         optimizer.step()
 
@@ -72,7 +84,13 @@ def save(state, folder):
     saved = {}
     for i, spec in enumerate(SPECS):
         kept = state.__dict__[f"compression_{i}"].state_dict()["tensors"]
-        saved[spec] = ({name: param.detach() for name, param in state.__dict__[f"model_{i}"].named_parameters()}, kept)
+        saved[spec] = (
+            {
+                name: param.detach()
+                for name, param in state.__dict__[f"model_{i}"].named_parameters()
+            },
+            kept,
+        )
     torch.save(saved, folder / f"{state.step}.{hvd.rank()}.pt")
 
 

@@ -1,5 +1,7 @@
-"""One rank of an elastic job that goes on with other compressions: before a rank dies and after the last commit, right before others join, and before
-one leaves. test_elastic.py starts it and replays what was written."""
+"""One rank of an elastic job that goes on with other compressions: before a rank dies and after the
+last commit, right before others join, and before one leaves. test_elastic.py starts it and replays
+what was written."""
+
 import os
 import pathlib
 import signal
@@ -12,10 +14,15 @@ from elastic_jobs import on_the_host_that_dies, tell, wait_for_hosts
 
 FIRST = "topk:ratio=0.01,min_numel=100"
 SWITCHES = {
-    20: "dgc:ratio=0.01,min_numel=100", KILLED_AT - 1: "none", 60: "adacomp:min_numel=100", 72: "dgc:ratio=0.02,min_numel=100", 80: "none",
+    20: "dgc:ratio=0.01,min_numel=100",
+    KILLED_AT - 1: "none",
+    60: "adacomp:min_numel=100",
+    72: "dgc:ratio=0.02,min_numel=100",
+    80: "none",
     86: "topk:ratio=0.02,min_numel=100",
 }  # by step
-WHEN = ("called", "planned")  # a model for each: after a step, and at a step that was named when training began
+# A model for each: after a step, and at a step that was named when training began.
+WHEN = ("called", "planned")
 
 
 def main(folder):
@@ -28,10 +35,19 @@ def main(folder):
         model = model_of(when)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         compression = hvdc.Compression.none(optimizer, model.named_parameters())
-        compression.switch(FIRST)  # Ranks that join do so while the others wait in sync().
+        # Ranks that join do so while the others wait in sync().
+        compression.switch(FIRST)
         named = [(f"{when}.{name}", param) for name, param in model.named_parameters()]
-        wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
-        parts.update({f"model_{when}": model, f"optimizer_{when}": wrapped, f"compression_{when}": compression})
+        wrapped = hvd.DistributedOptimizer(
+            optimizer, named_parameters=named, compression=compression
+        )
+        parts.update(
+            {
+                f"model_{when}": model,
+                f"optimizer_{when}": wrapped,
+                f"compression_{when}": compression,
+            }
+        )
     for step, spec in SWITCHES.items():
         parts["compression_planned"].switch(spec, at=step)
     state = hvd.elastic.TorchState(**parts, step=0)
@@ -50,7 +66,10 @@ def main(folder):
                 wait_for_hosts(state, folder, hvd, RANKS[state.step])
 
     train(state)
-    torch.save([state.__dict__[f"model_{when}"].state_dict() for when in WHEN], folder / f"{state.step}.{hvd.rank()}.pt")
+    torch.save(
+        [state.__dict__[f"model_{when}"].state_dict() for when in WHEN],
+        folder / f"{state.step}.{hvd.rank()}.pt",
+    )
 
 
 def train_step(state, last):

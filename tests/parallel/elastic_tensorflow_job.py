@@ -1,5 +1,7 @@
-"""One rank of an elastic job in TensorFlow, as a user would write it: it dies, asks for other hosts, and goes on. test_elastic_tensorflow.py starts
-it and replays what it was about: a Keras model under `fit`, or a loop of one's own with a tape."""
+"""One rank of an elastic job in TensorFlow, as a user would write it: it dies, asks for other
+hosts, and goes on. test_elastic_tensorflow.py starts it and replays what it was about: a Keras
+model under `fit`, or a loop of one's own with a tape."""
+
 import os
 import pathlib
 import signal
@@ -10,10 +12,20 @@ import numpy as np
 import tensorflow as tf
 from elastic_jobs import on_the_host_that_dies, tell, wait_for_hosts
 
-SPECS = {"fit": "dgc:ratio=0.01,min_numel=100", "tape": "adacomp:min_numel=100", "fit_switching": "topk:ratio=0.02,min_numel=100"}
+SPECS = {
+    "fit": "dgc:ratio=0.01,min_numel=100",
+    "tape": "adacomp:min_numel=100",
+    "fit_switching": "topk:ratio=0.02,min_numel=100",
+}
 SWITCHES = {
-    6: "dgc:ratio=0.02,min_numel=100", 13: "none", 18: "adacomp:min_numel=100", 22: "none", 28: "dgc:ratio=0.02,min_numel=100", 36: "topk",
-}  # by step: one after the last commit before a rank dies, and one right before others join
+    6: "dgc:ratio=0.02,min_numel=100",
+    13: "none",
+    18: "adacomp:min_numel=100",
+    22: "none",
+    28: "dgc:ratio=0.02,min_numel=100",
+    36: "topk",
+    # By step: one after the last commit before a rank dies, and one right before others join.
+}
 STEPS, EPOCH, COMMITTED_EVERY, KILLED_AT = 40, 8, 4, 14
 RANKS = {22: (1, 0, 2), 34: (1, 0, 1)}  # by step, on each host
 LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -21,7 +33,12 @@ LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 def model_of():
     tf.keras.utils.set_random_seed(1)
-    return tf.keras.Sequential([tf.keras.layers.Dense(40, "tanh", input_shape=(24,), name="first"), tf.keras.layers.Dense(6, name="last")])
+    return tf.keras.Sequential(
+        [
+            tf.keras.layers.Dense(40, "tanh", input_shape=(24,), name="first"),
+            tf.keras.layers.Dense(6, name="last"),
+        ]
+    )
 
 
 def batch_of(step, rank):
@@ -43,8 +60,14 @@ def main(folder, kind):
     model, optimizer = model_of(), tf.keras.optimizers.SGD(0.05, momentum=0.9)
     compression = hvdc.Compression.from_spec(SPECS[kind], optimizer if kind == "tape" else None)
     parts = hvdc, model, optimizer, compression, folder
-    state = tape_state(*parts) if kind == "tape" else fit_state(*parts, SWITCHES if kind == "fit_switching" else {})
-    np.savez(folder / f"end.{hvd.rank()}.npz", *model.get_weights(), steps=state.step, epoch=state.epoch)
+    state = (
+        tape_state(*parts)
+        if kind == "tape"
+        else fit_state(*parts, SWITCHES if kind == "fit_switching" else {})
+    )
+    np.savez(
+        folder / f"end.{hvd.rank()}.npz", *model.get_weights(), steps=state.step, epoch=state.epoch
+    )
 
 
 def between_steps(state, folder):
@@ -52,10 +75,11 @@ def between_steps(state, folder):
     if state.step in RANKS:
         wait_for_hosts(state, folder, hvd, RANKS[state.step])
     if state.step == KILLED_AT and on_the_host_that_dies(folder):
-        os.kill(os.getpid(), signal.SIGKILL)  # the other rank is in its next step meanwhile
+        # The other rank is in its next step meanwhile.
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-# -- with Keras ---------------------------------------------------------------------------------------------------------------
+# -- with Keras
 
 
 class Steps(tf.keras.callbacks.Callback):
@@ -75,35 +99,49 @@ class Steps(tf.keras.callbacks.Callback):
 
 def fit_state(hvdc, model, optimizer, compression, folder, switches):
     model.compile(hvd.DistributedOptimizer(optimizer, compression=compression), LOSS)
-    state = hvdc.elastic.TensorFlowKerasState(model, compression=compression, step=0, epoch=0, batch=0)
+    state = hvdc.elastic.TensorFlowKerasState(
+        model, compression=compression, step=0, epoch=0, batch=0
+    )
     callbacks = [
-        hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state), Steps(state, folder, switches),
+        hvd.elastic.UpdateBatchStateCallback(state),
+        hvd.elastic.UpdateEpochStateCallback(state),
+        Steps(state, folder, switches),
         hvd.elastic.CommitStateCallback(state, batches_per_commit=COMMITTED_EVERY),
     ]
 
     @hvdc.elastic.run
     def train(state):
         tell(folder, hvd, state.step)
-        while state.step < STEPS:  # one epoch at a time, of which a part may be over
-            model.fit(batches(state.step), steps_per_epoch=EPOCH - state.step % EPOCH, callbacks=callbacks, verbose=0)
+        # One epoch at a time, of which a part may be over.
+        while state.step < STEPS:
+            model.fit(
+                batches(state.step),
+                steps_per_epoch=EPOCH - state.step % EPOCH,
+                callbacks=callbacks,
+                verbose=0,
+            )
 
     train(state)
     return state
 
 
-# -- with a tape --------------------------------------------------------------------------------------------------------------
+# -- with a tape
 
 
 def tape_state(hvdc, model, optimizer, compression, folder):
     optimizer.build(model.trainable_variables)
-    state = hvdc.elastic.TensorFlowState([*model.variables, *optimizer.variables], compression=compression, step=0, epoch=0)
+    state = hvdc.elastic.TensorFlowState(
+        [*model.variables, *optimizer.variables], compression=compression, step=0, epoch=0
+    )
 
     @tf.function
     def train_step(x, y):
         with tf.GradientTape() as tape:
             loss = LOSS(y, model(x, training=True))
         tape = hvd_tensorflow.DistributedGradientTape(tape, compression=compression)
-        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        )
 
     @hvdc.elastic.run
     def train(state):

@@ -1,5 +1,7 @@
-"""One rank of an elastic job whose UpdateOptimizers exchange each rank's own updates of Adam: a rank dies between two commits, others join and leave,
-some of it within rounds of several local steps. test_elastic_updates.py starts it and replays what was written."""
+"""One rank of an elastic job whose UpdateOptimizers exchange each rank's own updates of Adam: a
+rank dies between two commits, others join and leave, some of it within rounds of several local
+steps. test_elastic_updates.py starts it and replays what was written."""
+
 import copy
 import os
 import pathlib
@@ -11,8 +13,14 @@ import torch
 from elastic_job import COMMITTED_EVERY, KILLED_AT, RANKS, STEPS, loss_of, model_of
 from elastic_jobs import on_the_host_that_dies, tell, wait_for_hosts
 
-EVERY = {"topk:ratio=0.02,min_numel=100": 1, "powersgd:rank=1,min_rate=1": 1, "topk:ratio=0.05,min_numel=100": 5}  # local steps, by spec
-OUTER = 0.7, 0.8  # learning rate and momentum, where there are several
+# Local steps, by spec.
+EVERY = {
+    "topk:ratio=0.02,min_numel=100": 1,
+    "powersgd:rank=1,min_rate=1": 1,
+    "topk:ratio=0.05,min_numel=100": 5,
+}
+# Learning rate and momentum, where there are several.
+OUTER = 0.7, 0.8
 
 
 def optimizer_of(model):
@@ -28,7 +36,9 @@ def main(folder):
     for i, (spec, every) in enumerate(EVERY.items()):
         model = model_of(spec)
         outer = hvdc.Nesterov(*OUTER) if every > 1 else None
-        optimizer = hvdc.UpdateOptimizer(optimizer_of(model), model.named_parameters(), spec, every, outer)
+        optimizer = hvdc.UpdateOptimizer(
+            optimizer_of(model), model.named_parameters(), spec, every, outer
+        )
         parts.update({f"model_{i}": model, f"optimizer_{i}": optimizer})
     state = hvd.elastic.TorchState(**parts, step=0)
 

@@ -1,7 +1,9 @@
 """Jobs of real ranks that run named cases, and what became of each case.
 
-Only a job that hangs is ended: when none of its ranks has begun or ended a case for LIMIT seconds, many times what the longest case needs.
+Only a job that hangs is ended: when none of its ranks has begun or ended a case for LIMIT seconds,
+many times what the longest case needs.
 """
+
 import contextlib
 import json
 import os
@@ -23,34 +25,53 @@ LAUNCHERS = {
     "horovodrun-gloo": "horovodrun --gloo -np {size}",
     "horovodrun-mpi": "horovodrun --mpi -np {size}",
 }
-# Horovod itself waits 30 s for ranks to start and to answer: on a busy machine imports alone may take that.
+# Horovod itself waits 30 s for ranks to start and to answer: on a busy machine imports alone may
+# take that.
 PATIENT = {"HOROVOD_START_TIMEOUT": str(LIMIT), "HOROVOD_GLOO_TIMEOUT_SECONDS": str(LIMIT)}
-# Ranks share cores with other ranks: one that waits should leave its core to them, and threads that spin take it away.
+# Ranks share cores with other ranks: one that waits should leave its core to them, and threads that
+# spin take it away.
 YIELDS = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-ENVIRONMENT = {**os.environ, **PATIENT, **YIELDS, "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])}
+ENVIRONMENT = {
+    **os.environ,
+    **PATIENT,
+    **YIELDS,
+    "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
+}
 
 
 class Job:
-    """A job that runs the named cases of a file, here or on two hosts; a context, which ends it. It writes into `folder`."""
+    """A job that runs the named cases of a file, here or on two hosts; a context, which ends it. It
+    writes into `folder`."""
 
-    def __init__(self, folder, launcher, size, names, hosts=None, cases="cases", environment=(), limit=LIMIT):
+    def __init__(
+        self, folder, launcher, size, names, hosts=None, cases="cases", environment=(), limit=LIMIT
+    ):
         self.folder, self.size, self.names, self.limit = folder, size, tuple(names), limit
         ranks = launcher.format(size=size, half=size // 2).split()
         job = [*ranks, sys.executable, HERE / "run_cases.py", cases, folder / "results", *names]
-        self._environment = {**(ENVIRONMENT if hosts is None else {**hosts.environment, **PATIENT}), **dict(environment)}
+        self._environment = {
+            **(ENVIRONMENT if hosts is None else {**hosts.environment, **PATIENT}),
+            **dict(environment),
+        }
         self._command = job if hosts is None else hosts.command("a", job)
 
     def __enter__(self):
         with open(self.folder / "output", "w") as output:
             self.process = subprocess.Popen(
-                self._command, cwd=HERE, env=self._environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                self._command,
+                cwd=HERE,
+                env=self._environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         return self
 
     def __exit__(self, *_):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self._signal_ranks(signal.SIGKILL)  # a launcher may leave ranks behind, as on a host that was cut off
+        # A launcher may leave ranks behind, as on a host that was cut off.
+        self._signal_ranks(signal.SIGKILL)
         self.process.wait()
 
     def outcome(self):
@@ -62,7 +83,9 @@ class Job:
             ranks = self.ranks()
             if ranks != seen:
                 seen, since = ranks, time.monotonic()
-                limit = self.limit if all("ended" in rank.get(START, {}) for rank in ranks) else LIMIT
+                limit = (
+                    self.limit if all("ended" in rank.get(START, {}) for rank in ranks) else LIMIT
+                )
             if time.monotonic() - since > limit:
                 return Outcome(self, limit, self._stacks())
         return Outcome(self)
@@ -88,14 +111,21 @@ class Job:
         for rank, cases in enumerate(self.ranks()):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 pid = cases.get(START, {}).get("pid")
-                if pid and os.fsencode(self.folder) in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes():
+                if (
+                    pid
+                    and os.fsencode(self.folder)
+                    in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+                ):
                     os.kill(pid, number)
                     alive.append(rank)
         return alive
 
     def _stacks(self):
         """{rank: the stacks of its threads}."""
-        files = {rank: self.folder / f"results.{rank}.stacks" for rank in self._signal_ranks(signal.SIGUSR1)}
+        files = {
+            rank: self.folder / f"results.{rank}.stacks"
+            for rank in self._signal_ranks(signal.SIGUSR1)
+        }
         until = time.monotonic() + 30
         while not all(file.stat().st_size for file in files.values()) and time.monotonic() < until:
             time.sleep(0.1)
@@ -104,11 +134,17 @@ class Job:
 
 
 class Outcome:
-    """What became of a job's cases. limit: the seconds after which it was ended, None where it ended by itself."""
+    """What became of a job's cases. limit: the seconds after which it was ended, None where it
+    ended by itself."""
 
     def __init__(self, job, limit=None, stacks=None):
         self.names, self.ranks, self.printed = job.names, job.ranks(), job.printed()
-        self.status, self.limit, self._stacks, self._now = job.process.poll(), limit, stacks, time.time()
+        self.status, self.limit, self._stacks, self._now = (
+            job.process.poll(),
+            limit,
+            stacks,
+            time.time(),
+        )
 
     def passed(self, case):
         return all(self._ended(rank, case) and rank[case]["error"] is None for rank in self.ranks)
@@ -127,17 +163,28 @@ class Outcome:
         return next((case for case in (START, *self.names) if not self.passed(case)), None)
 
     def assert_passed(self, case):
-        """The first case that did not pass is told in full, with it all that the ranks have left; those after it name it."""
+        """The first case that did not pass is told in full, with it all that the ranks have left;
+        those after it name it."""
         stopped = self.stopped_at()
-        told_at = {START: self.names[0], None: self.names[-1] if self.limit else None}.get(stopped, stopped)
+        told_at = {START: self.names[0], None: self.names[-1] if self.limit else None}.get(
+            stopped, stopped
+        )
         if case == told_at:
             pytest.fail(self._told(stopped), pytrace=False)
         if not self.passed(case):
             why = "failed" if self._errors(stopped) else "hung" if self.limit else "ended the job"
-            pytest.fail(f"{case} was not run, or not to its end: {stopped} {why} before it, in the same job", pytrace=False)
+            pytest.fail(
+                f"{case} was not run, or not to its end: {stopped} {why} before it, in the same "
+                f"job",
+                pytrace=False,
+            )
 
     def _errors(self, case):
-        return {number: rank[case]["error"] for number, rank in enumerate(self.ranks) if rank.get(case, {}).get("error")}
+        return {
+            number: rank[case]["error"]
+            for number, rank in enumerate(self.ranks)
+            if rank.get(case, {}).get("error")
+        }
 
     def _told(self, case):
         errors = self._errors(case)
@@ -147,13 +194,20 @@ class Outcome:
 
     def _told_of_all(self, case):
         printed = f"the job printed:\n{self.printed[-3000:]}"
-        behind = [str(number) for number, rank in enumerate(self.ranks) if case and not self._ended(rank, case)]
+        behind = [
+            str(number)
+            for number, rank in enumerate(self.ranks)
+            if case and not self._ended(rank, case)
+        ]
         where = "all cases passed, but the ranks did not end"
         if case:
             where = f"{case} did not end on rank {', '.join(behind)} of {len(self.ranks)}"
         if not self.limit:
             return f"{where}: the job ended, with status {self.status}; {printed}"
-        stacks = [f"rank {rank} {self._doing(self.ranks[rank])}\n{stack}" for rank, stack in self._stacks.items()]
+        stacks = [
+            f"rank {rank} {self._doing(self.ranks[rank])}\n{stack}"
+            for rank, stack in self._stacks.items()
+        ]
         ended = f"time ran out: no case began or ended for {self.limit} s, and the job was ended"
         return "\n\n".join([f"{where}. {ended}", *stacks, printed])
 

@@ -1,4 +1,6 @@
-"""A compressor that asks for every verb that a step has: what proves that transports and drivers answer an alltoall."""
+"""A compressor that asks for every verb that a step has: what proves that transports and drivers
+answer an alltoall."""
+
 import dataclasses
 import struct
 
@@ -11,21 +13,32 @@ from horovod_compress.requests import Allreduce, Alltoall, Collective
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Owners(SelectiveCompressor):
-    """Nothing is compressed: each rank sums its own part of the tensor, which all ranks send it, and sends the sum to all.
+    """Nothing is compressed: each rank sums its own part of the tensor, which all ranks send it,
+    and sends the sum to all.
 
-    The parts are of different lengths. What is scaled by is the largest of the ranks' norms, so that a maximum goes first.
+    The parts are of different lengths. What is scaled by is the largest of the ranks' norms, so
+    that a maximum goes first.
     """
 
     id = "owners"
 
     def collectives(self, size):
-        return Collective("allreduce", "float32", "max"), Collective("alltoall", "uint8"), Collective("allgather", "uint8")
+        return (
+            Collective("allreduce", "float32", "max"),
+            Collective("alltoall", "uint8"),
+            Collective("allgather", "uint8"),
+        )
 
     def encode(self, grad, state, step):
         largest = (yield Allreduce(np.array([np.abs(grad).max()], np.float32), "max"))[0]
-        ends = [grad.size * (rank + 1) * (rank + 2) // (step.size * (step.size + 1)) for rank in range(step.size)]
+        ends = [
+            grad.size * (rank + 1) * (rank + 2) // (step.size * (step.size + 1))
+            for rank in range(step.size)
+        ]
         firsts = [0, *ends[:-1]]
-        parts = yield Alltoall(grad.view(np.uint8), [4 * (end - first) for first, end in zip(firsts, ends)])
+        parts = yield Alltoall(
+            grad.view(np.uint8), [4 * (end - first) for first, end in zip(firsts, ends)]
+        )
         assert len(parts) == step.size
         summed = np.sum([part.view(np.float32) for part in parts], axis=0, dtype=np.float32)
         assert np.abs(summed).max(initial=0) <= step.size * largest

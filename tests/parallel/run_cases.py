@@ -1,7 +1,9 @@
-"""One rank's part: runs the named cases of a file in order, and writes to RESULTS.rank a line of JSON when one begins and when it ends.
+"""One rank's part: runs the named cases of a file in order, and writes to RESULTS.rank a line of
+JSON when one begins and when it ends.
 
 At SIGUSR1 it writes the stacks of its threads to RESULTS.rank.stacks, wherever it is, and goes on.
 """
+
 import faulthandler
 import gc
 import importlib
@@ -12,11 +14,13 @@ import sys
 import time
 import traceback
 
-START = "the start of the ranks"  # imports and hvd.init(), reported like a case
+# Imports and hvd.init(), reported like a case.
+START = "the start of the ranks"
 
 
 def main(file, results, names):
-    rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]  # known before hvd.init(), which may hang
+    # Known before hvd.init(), which may hang.
+    rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
     with open(f"{results}.{rank}.stacks", "w") as stacks, open(f"{results}.{rank}", "a") as out:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         cases = recorded(out, START, lambda: started(file))
@@ -27,14 +31,18 @@ def main(file, results, names):
 def started(file):
     cases = importlib.import_module(file)
     cases.start()
-    gc.freeze()  # what imports have made stays: the collector need not look through it again and again
+    # What imports have made stays: the collector need not look through it again and again.
+    gc.freeze()
     return cases.CASES
 
 
 def recorded(out, case, function):
-    """What the function returns; where it fails, the rank ends, because the ranks are no longer in step."""
+    """What the function returns; where it fails, the rank ends, because the ranks are no longer in
+    step."""
     result = error = None
-    print(json.dumps({"case": case, "pid": os.getpid(), "began": time.time()}), file=out, flush=True)
+    print(
+        json.dumps({"case": case, "pid": os.getpid(), "began": time.time()}), file=out, flush=True
+    )
     try:
         result = function()
     except BaseException:

@@ -1,4 +1,5 @@
 """Cases of which one stops its job, for test_jobs.py. They need no framework."""
+
 import os
 import pathlib
 import sys
@@ -26,7 +27,8 @@ def passes():
     here[RANK].touch()
     while not all(file.exists() for file in here):
         time.sleep(0.01)
-    time.sleep(1)  # the other is to write that it has passed
+    # The other is to write that it has passed.
+    time.sleep(1)
 
 
 @case()

@@ -1,4 +1,6 @@
-"""scripts/demo as a user sees it: a small one on real ranks, on one host and, where they can be made, on two."""
+"""scripts/demo as a user sees it: a small one on real ranks, on one host and, where they can be
+made, on two."""
+
 import os
 import pathlib
 import subprocess
@@ -13,7 +15,11 @@ from jobs import PATIENT
 
 pytestmark = pytest.mark.extended
 ROOT = pathlib.Path(__file__).parent.parent.parent
-TWO = subprocess.run([sys.executable, ROOT / "benchmarks" / "two_hosts.py", "--", "true"], capture_output=True, text=True)
+TWO = subprocess.run(
+    [sys.executable, ROOT / "benchmarks" / "two_hosts.py", "--", "true"],
+    capture_output=True,
+    text=True,
+)
 
 
 @pytest.fixture
@@ -36,20 +42,37 @@ def demo(*arguments):
     return subprocess.run(command, env={**os.environ, **PATIENT}, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.skipif(TWO.returncode != 0, reason=TWO.stderr.strip()))])
+@pytest.mark.parametrize(
+    "hosts",
+    [1, pytest.param(2, marks=pytest.mark.skipif(TWO.returncode != 0, reason=TWO.stderr.strip()))],
+)
 def test_a_small_demo(tmp_path, images, hosts):
     picture = tmp_path / "demo.png"
     specs = ["none", "dgc:ratio=0.01,warmup_steps=4"]
-    done = demo("--hosts", hosts, "--epochs", 2, "--data", images, "--specs", *specs, "--output", picture)
+    done = demo(
+        "--hosts", hosts, "--epochs", 2, "--data", images, "--specs", *specs, "--output", picture
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     for spec in specs:
-        assert [line.split(":")[-1].split(",")[0] for line in lines if line.startswith(f"{spec}: epoch")] == [" epoch 1", " epoch 2"]
-    assert f"{specs[1]}: " in lines[-2] and "against none" in lines[-2] and lines[-1] == f"picture: {picture}"
-    assert ("computed" in done.stdout) == (hosts == 1) and ("two hosts, a link of 100 Mbit/s" in done.stdout) == (hosts == 2)
+        assert [
+            line.split(":")[-1].split(",")[0] for line in lines if line.startswith(f"{spec}: epoch")
+        ] == [" epoch 1", " epoch 2"]
+    assert (
+        f"{specs[1]}: " in lines[-2]
+        and "against none" in lines[-2]
+        and lines[-1] == f"picture: {picture}"
+    )
+    assert ("computed" in done.stdout) == (hosts == 1) and (
+        "two hosts, a link of 100 Mbit/s" in done.stdout
+    ) == (hosts == 2)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_a_failed_training_said_is_shown(tmp_path):
     done = demo("--hosts", 1, "--data", tmp_path, "--output", tmp_path / "demo.png")
-    assert done.returncode == 1 and "it must hold MNIST" in " ".join(done.stdout.split()) and not (tmp_path / "demo.png").exists()
+    assert (
+        done.returncode == 1
+        and "it must hold MNIST" in " ".join(done.stdout.split())
+        and not (tmp_path / "demo.png").exists()
+    )

@@ -1,4 +1,6 @@
-"""Ranks whose gradients are on a device, by its kernels in Triton's interpreter, beside ranks on the host."""
+"""Ranks whose gradients are on a device, by its kernels in Triton's interpreter, beside ranks on
+the host."""
+
 import shutil
 
 import pytest
@@ -14,7 +16,9 @@ from horovod_compress import kernels  # noqa: E402
 
 pytestmark = pytest.mark.extended
 MPI = shutil.which("mpirun") is not None and hvd.mpi_built()
-needs_native = pytest.mark.skipif(kernels.backend != "native", reason="compares with the native kernels, which were not built")
+needs_native = pytest.mark.skipif(
+    kernels.backend != "native", reason="compares with the native kernels, which were not built"
+)
 PLACES = {"on the host": {}, "on devices": {"HOROVOD_COMPRESS_KERNELS": "device"}}
 CASES = ("resume_is_bit_for_bit", "control_c_while_results_come", "sparse_embeddings_as_dense")
 
@@ -26,7 +30,13 @@ def made(tmp_path_factory):
     for place, environment in PLACES.items():
         folder = tmp_path_factory.mktemp(place.replace(" ", "-"))
         environment = {**environment, "MADE": str(folder / "made")}
-        launch(folder, LAUNCHERS["mpirun" if MPI else "horovodrun-gloo"], 2, [case], environment=environment).assert_passed(case)
+        launch(
+            folder,
+            LAUNCHERS["mpirun" if MPI else "horovodrun-gloo"],
+            2,
+            [case],
+            environment=environment,
+        ).assert_passed(case)
         found[place] = [torch.load(folder / f"made.{rank}") for rank in range(2)]
     return found
 
@@ -56,4 +66,10 @@ def assert_equal(mine, its):
 
 @pytest.mark.parametrize("case", CASES)
 def test_beside_a_rank_on_a_device(tmp_path, case):
-    launch(tmp_path, LAUNCHERS["mpirun" if MPI else "horovodrun-gloo"], 2, [case], environment={"KERNELS_ON_RANK": "1:device"}).assert_passed(case)
+    launch(
+        tmp_path,
+        LAUNCHERS["mpirun" if MPI else "horovodrun-gloo"],
+        2,
+        [case],
+        environment={"KERNELS_ON_RANK": "1:device"},
+    ).assert_passed(case)

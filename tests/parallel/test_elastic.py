@@ -1,4 +1,6 @@
-"""Jobs whose ranks come and go: parameters are those of the same history in one process, step by step and without Horovod, and nothing is lost."""
+"""Jobs whose ranks come and go: parameters are those of the same history in one process, step by
+step and without Horovod, and nothing is lost."""
+
 import functools
 
 import numpy as np
@@ -22,18 +24,24 @@ pytestmark = pytest.mark.extended
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """As ranks have: with more of them PyTorch adds up in another order, which PowerSGD amplifies."""
+    """As ranks have: with more of them PyTorch adds up in another order, which PowerSGD
+    amplifies."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=[
-    "on one machine", pytest.param("on two hosts", marks=pytest.mark.release),
-])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "on one machine",
+        pytest.param("on two hosts", marks=pytest.mark.release),
+    ],
+)
 def job(request, tmp_path_factory):
-    """The folder of a job that has ended. On two hosts the one whose rank has died comes back under its address, which is a new host to Horovod."""
+    """The folder of a job that has ended. On two hosts the one whose rank has died comes back under
+    its address, which is a new host to Horovod."""
     folder = tmp_path_factory.mktemp("elastic")
     if request.param == "on one machine":
         run(folder, "elastic_job.py")
@@ -46,13 +54,22 @@ def job(request, tmp_path_factory):
 def test_ranks_die_join_and_leave(job):
     """What the others are about. The dead rank's step was not committed."""
     began = [(each["step"], each["size"]) for each in history(job)]
-    assert began == [(0, 2), (KILLED_AT // 4 * 4, 1), *((step, sum(ranks)) for step, ranks in RANKS.items())]
+    assert began == [
+        (0, 2),
+        (KILLED_AT // 4 * 4, 1),
+        *((step, sum(ranks)) for step, ranks in RANKS.items()),
+    ]
 
 
 def test_each_rank_was_on_its_host(job):
     """Those that died or joined on another one, where there are two."""
-    first, *others = [{began["machine"] for process in histories(job, name) for began in process} for name in names_of(job)]
-    assert others == ([first, first] if names_of(job) == [*ON_ONE_MACHINE] else [{"b"}, {"b"}]), others
+    first, *others = [
+        {began["machine"] for process in histories(job, name) for began in process}
+        for name in names_of(job)
+    ]
+    assert others == ([first, first] if names_of(job) == [*ON_ONE_MACHINE] else [{"b"}, {"b"}]), (
+        others
+    )
 
 
 def test_replicas_are_identical(job):
@@ -66,7 +83,8 @@ def test_replicas_are_identical(job):
 
 @pytest.mark.parametrize("i", range(len(SPECS)), ids=SPECS)
 def test_parameters_are_those_of_the_same_history_in_one_process(job, i):
-    """PowerSGD's only while there are at most two ranks: Horovod adds up the floats of three in another order, which it amplifies."""
+    """PowerSGD's only while there are at most two ranks: Horovod adds up the floats of three in
+    another order, which it amplifies."""
     last = 80 if "powersgd" in SPECS[i] else STEPS
     model = torch.load(job / f"{last}.0.pt")[i]
     for name, values in replayed(i, history(job), last).state_dict().items():
@@ -75,15 +93,18 @@ def test_parameters_are_those_of_the_same_history_in_one_process(job, i):
 
 
 def replayed(i, history, last):
-    """The model at step `last`. Its parameters are named as Horovod's optimizer does where the compression has their names from that: samples, and
-    by these how many entries are sent, depend on names."""
+    """The model at step `last`. Its parameters are named as Horovod's optimizer does where the
+    compression has their names from that: samples, and by these how many entries are sent, depend
+    on names."""
     spec, prefix = SPECS[i], str(i) if i == UNBOUND else ""
     model, compressor = model_of(spec), get_compressor(spec)
     optimizer = optimizer_of(spec, model, momentum=0.0 if compressor.corrects_momentum else 0.9)
     compressor = compressor.bound(0.9, False) if compressor.corrects_momentum else compressor
     params = dict(model.named_parameters(prefix))
     shapes = {name: param.shape for name, param in params.items()}
-    replay(history, last, compressor, shapes, functools.partial(train_step, model, params, optimizer))
+    replay(
+        history, last, compressor, shapes, functools.partial(train_step, model, params, optimizer)
+    )
     return model
 
 
@@ -103,7 +124,7 @@ def train_step(model, params, optimizer, exchanges, step):
     optimizer.step()
 
 
-# -- where compressions are switched ------------------------------------------------------------------------------------------
+# -- where compressions are switched
 
 
 @pytest.fixture(scope="module")
@@ -116,17 +137,22 @@ def switch_job(tmp_path_factory):
 
 @pytest.mark.parametrize("i", range(len(switches.WHEN)), ids=switches.WHEN)
 def test_switches_are_those_of_the_same_history_in_one_process(switch_job, i):
-    """A failure takes back a switch, and ranks that join take over the compression in force, with what is owed."""
+    """A failure takes back a switch, and ranks that join take over the compression in force, with
+    what is owed."""
     found = [torch.load(switch_job / f"{STEPS}.{rank}.pt")[i] for rank in range(2)]
     planned, model = switches.WHEN[i] == "planned", model_of(switches.WHEN[i])
     params = dict(model.named_parameters())
-    shapes, momenta = {name: param.shape for name, param in params.items()}, {name: torch.zeros_like(param) for name, param in params.items()}
+    shapes, momenta = (
+        {name: param.shape for name, param in params.items()},
+        {name: torch.zeros_like(param) for name, param in params.items()},
+    )
 
     def train_step(exchanges, step):
         if planned and step in switches.SWITCHES:
             switch(exchanges, switches.SWITCHES[step], shapes)
         results = run_step(exchanges, list(gradients_of(model, params, step, len(exchanges))))[0]
-        own = not exchanges[0].compressor.corrects_momentum  # whether momentum is the optimizer's
+        # Whether momentum is the optimizer's.
+        own = not exchanges[0].compressor.corrects_momentum
         for name, param in params.items():
             result = torch.from_numpy(results[name].reshape(param.shape))
             momenta[name].mul_(0.9).add_(result, alpha=float(own))
@@ -135,14 +161,20 @@ def test_switches_are_those_of_the_same_history_in_one_process(switch_job, i):
             switch(exchanges, switches.SWITCHES[step + 1], shapes)
 
     replay(history(switch_job), STEPS, bound(switches.FIRST), shapes, train_step)
-    assert [(each["step"], each["size"]) for each in history(switch_job)] == [(0, 2), (48, 1), (66, 2), (80, 3), (92, 2)]
+    assert [(each["step"], each["size"]) for each in history(switch_job)] == [
+        (0, 2),
+        (48, 1),
+        (66, 2),
+        (80, 3),
+        (92, 2),
+    ]
     for name, values in params.items():
         assert torch.equal(found[0][name], found[1][name]), name
         error = (found[0][name] - values).abs().max() / values.abs().max()
         assert error <= 1e-6, f"{name} differs by {error:.1e}"
 
 
-# -- where gradients are known ------------------------------------------------------------------------------------------------
+# -- where gradients are known
 
 
 @pytest.fixture(scope="module")
@@ -154,22 +186,50 @@ def sums_job(tmp_path_factory):
 
 
 def test_ranks_come_and_go_in_good_order(sums_job):
-    assert [(each["step"], each["size"]) for each in history(sums_job)] == [(0, 2), (20, 4), (40, 3), (60, 1), (80, 2)]
+    assert [(each["step"], each["size"]) for each in history(sums_job)] == [
+        (0, 2),
+        (20, 4),
+        (40, 3),
+        (60, 1),
+        (80, 2),
+    ]
 
 
 @pytest.mark.parametrize("spec", sums.SPECS)
 def test_nothing_is_lost_from_two_ranks_to_four_to_three_to_one_and_back(sums_job, spec):
-    """Before each change and at the end: what parameters have moved by, and the mean of what ranks keep, are the mean of all gradients."""
+    """Before each change and at the end: what parameters have moved by, and the mean of what ranks
+    keep, are the mean of all gradients."""
     total, accumulator = 0, get_compressor(spec).accumulator
     ends = [*sums.RANKS, sums.STEPS]
     for each, end in zip(history(sums_job), ends):
         size = each["size"]
-        total += sum(sums.gradient(spec, step, rank).astype(np.float64) for step in range(each["step"], end) for rank in range(size)) / size
+        total += (
+            sum(
+                sums.gradient(spec, step, rank).astype(np.float64)
+                for step in range(each["step"], end)
+                for rank in range(size)
+            )
+            / size
+        )
         ranks = [torch.load(sums_job / f"{end}.{rank}.pt")[spec] for rank in range(size)]
-        kept = [np.concatenate([its[name][accumulator] if accumulator in its[name] else np.zeros(70) for name in params]) for params, its in ranks]
-        values = [np.concatenate([param.numpy().flatten() for param in params.values()]) for params, _ in ranks]
+        kept = [
+            np.concatenate(
+                [
+                    its[name][accumulator] if accumulator in its[name] else np.zeros(70)
+                    for name in params
+                ]
+            )
+            for params, its in ranks
+        ]
+        values = [
+            np.concatenate([param.numpy().flatten() for param in params.values()])
+            for params, _ in ranks
+        ]
         for each_ranks in values:
             np.testing.assert_array_equal(each_ranks, values[0])
-        error = np.abs(np.mean(kept, axis=0, dtype=np.float64) - values[0] - total).max() / np.abs(total).max()
+        error = (
+            np.abs(np.mean(kept, axis=0, dtype=np.float64) - values[0] - total).max()
+            / np.abs(total).max()
+        )
         assert error <= 1e-5, f"after step {end} on {size} ranks: off by {error:.1e}"
         assert np.any(kept) == (size > 1)  # a rank alone sends everything

@@ -1,4 +1,6 @@
-"""Elastic jobs in TensorFlow: parameters are those of the same history in one process, step by step and without Horovod."""
+"""Elastic jobs in TensorFlow: parameters are those of the same history in one process, step by step
+and without Horovod."""
+
 import numpy as np
 import pytest
 
@@ -6,7 +8,18 @@ pytest.importorskip("horovod.tensorflow", reason="real ranks need Horovod with T
 
 import tensorflow as tf
 from elastic_jobs import bound, history, replay, run, switch
-from elastic_tensorflow_job import COMMITTED_EVERY, EPOCH, KILLED_AT, LOSS, RANKS, SPECS, STEPS, SWITCHES, batch_of, model_of
+from elastic_tensorflow_job import (
+    COMMITTED_EVERY,
+    EPOCH,
+    KILLED_AT,
+    LOSS,
+    RANKS,
+    SPECS,
+    STEPS,
+    SWITCHES,
+    batch_of,
+    model_of,
+)
 
 from horovod_compress.lockstep import run_step
 
@@ -24,7 +37,11 @@ def job(request, tmp_path_factory):
 def test_ranks_die_join_and_leave(job):
     """What the others are about. The dead rank's last steps were not committed."""
     began = [(each["step"], each["size"]) for each in history(job[1])]
-    assert began == [(0, 2), (KILLED_AT // COMMITTED_EVERY * COMMITTED_EVERY, 1), *((step, sum(ranks)) for step, ranks in RANKS.items())]
+    assert began == [
+        (0, 2),
+        (KILLED_AT // COMMITTED_EVERY * COMMITTED_EVERY, 1),
+        *((step, sum(ranks)) for step, ranks in RANKS.items()),
+    ]
 
 
 def test_replicas_are_identical(job):
@@ -46,10 +63,14 @@ def test_parameters_are_those_of_the_same_history_in_one_process(job):
 
 
 def replayed(kind, history):
-    """The model after all steps. What SGD's momentum has gathered before a switch moves variables after it as well."""
+    """The model after all steps. What SGD's momentum has gathered before a switch moves variables
+    after it as well."""
     model, switches = model_of(), SWITCHES if kind == "fit_switching" else {}
     variables = {variable.name.split(":")[0]: variable for variable in model.trainable_variables}
-    shapes, momenta = {name: variable.shape for name, variable in variables.items()}, dict.fromkeys(variables, 0.0)
+    shapes, momenta = (
+        {name: variable.shape for name, variable in variables.items()},
+        dict.fromkeys(variables, 0.0),
+    )
 
     def train_step(exchanges, step):
         grads = []
@@ -57,9 +78,15 @@ def replayed(kind, history):
             x, y = batch_of(step, rank)
             with tf.GradientTape() as tape:
                 loss = LOSS(y, model(x))
-            grads.append({name: grad.numpy().flatten() for name, grad in tape.gradient(loss, variables).items()})
+            grads.append(
+                {
+                    name: grad.numpy().flatten()
+                    for name, grad in tape.gradient(loss, variables).items()
+                }
+            )
         result = run_step(exchanges, grads)[0]
-        own = not exchanges[0].compressor.corrects_momentum  # whether momentum is the optimizer's
+        # Whether momentum is the optimizer's.
+        own = not exchanges[0].compressor.corrects_momentum
         for name, variable in variables.items():
             moved = -0.05 * result[name].reshape(variable.shape)
             momenta[name] = np.float32(0.9) * momenta[name] + (moved if own else 0)

@@ -1,4 +1,6 @@
-"""Elastic jobs whose ranks exchange updates: parameters are those of the same history in one process, without Horovod."""
+"""Elastic jobs whose ranks exchange updates: parameters are those of the same history in one
+process, without Horovod."""
+
 import copy
 
 import pytest
@@ -26,7 +28,13 @@ def job(tmp_path_factory):
 
 
 def test_replicas_are_identical(job):
-    assert [(each["step"], each["size"]) for each in history(job)] == [(0, 2), (48, 1), (66, 2), (80, 3), (92, 2)]
+    assert [(each["step"], each["size"]) for each in history(job)] == [
+        (0, 2),
+        (48, 1),
+        (66, 2),
+        (80, 3),
+        (92, 2),
+    ]
     for step, size in {80: 2, 92: 3, STEPS: 2}.items():
         replicas = [torch.load(job / f"{step}.{rank}.pt") for rank in range(size)]
         for models in replicas:
@@ -36,7 +44,8 @@ def test_replicas_are_identical(job):
 
 
 class Replay:
-    """Ranks in one process, each with a model and an optimizer of its own, which begins as rank 0's where the rank has joined."""
+    """Ranks in one process, each with a model and an optimizer of its own, which begins as rank 0's
+    where the rank has joined."""
 
     def __init__(self, spec, every, history):
         self.model, self.every, self.local_steps = model_of(spec), every, 0
@@ -59,7 +68,8 @@ class Replay:
         self.local_steps += 1
         if self.local_steps == self.every:
             self._exchange(exchanges)
-        elif step + 1 in self.ends:  # What was added goes, densely, with the next exchange.
+        elif step + 1 in self.ends:
+            # What was added goes, densely, with the next exchange.
             for exchange, added in zip(exchanges, self._added()):
                 for name, arrays in exchange.arrays().items():
                     arrays[OWED] = added[name]
@@ -79,7 +89,10 @@ class Replay:
     def _added(self):
         """By local steps, on each rank."""
         return [
-            {name: (param.detach() - shared).numpy().flatten() for name, param, shared in zip(self.names, model.parameters(), self.shared)}
+            {
+                name: (param.detach() - shared).numpy().flatten()
+                for name, param, shared in zip(self.names, model.parameters(), self.shared)
+            }
             for model, _ in self.ranks
         ]
 

@@ -1,4 +1,6 @@
-"""A rank that is killed, or ends. Other faults while training are cases of their own, in cases/faults.py."""
+"""A rank that is killed, or ends. Other faults while training are cases of their own, in
+cases/faults.py."""
+
 import os
 import signal
 import time
@@ -12,7 +14,9 @@ from run_cases import START
 from test_ranks import needs_mpi
 
 pytestmark = pytest.mark.extended
-under_each_launcher = pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
+under_each_launcher = pytest.mark.parametrize(
+    "launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)]
+)
 
 
 @under_each_launcher

@@ -1,4 +1,6 @@
-"""Launchers that build the optimizer themselves take a compression as an argument, and pickle it to the ranks."""
+"""Launchers that build the optimizer themselves take a compression as an argument, and pickle it to
+the ranks."""
+
 import sys
 
 import pytest
@@ -23,7 +25,9 @@ def trained(compression):
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression
+    )
     torch.manual_seed(hvd.rank())
     for _ in range(5):
         optimizer.zero_grad()
@@ -36,6 +40,8 @@ def test_a_compression_travels_to_ranks():
     """It is made here, where Horovod is not initialized."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     compression = hvdc.Compression.dgc(ratio=0.05)
-    (first, sent), (second, _) = horovod.run(trained, args=(compression,), num_proc=2, use_gloo=True)
+    (first, sent), (second, _) = horovod.run(
+        trained, args=(compression,), num_proc=2, use_gloo=True
+    )
     assert (first == second).all() and 0 < sent < 5 * 4 * first.size / 2
     assert not torch.equal(torch.from_numpy(first), torch.zeros(64, 64))

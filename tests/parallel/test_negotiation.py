@@ -1,4 +1,6 @@
-"""What Horovod's ranks negotiate in a step, as its log says: what its response cache does not answer."""
+"""What Horovod's ranks negotiate in a step, as its log says: what its response cache does not
+answer."""
+
 import re
 
 import pytest
@@ -17,12 +19,22 @@ _FRAMEWORKS = {"cases": "horovod.torch", "tensorflow_cases": "horovod.tensorflow
     ],
 )
 def test_nothing_is_negotiated_once_frames_keep_their_lengths(tmp_path, cases, case, at_first):
-    """ResNet-50's 161 tensors, of which 54 are gathered. What a rank sends to rank 0 in a step is what it negotiates."""
+    """ResNet-50's 161 tensors, of which 54 are gathered. What a rank sends to rank 0 in a step is
+    what it negotiates."""
     pytest.importorskip(_FRAMEWORKS[cases])
-    outcome = launch(tmp_path, LAUNCHERS["horovodrun-gloo"], 2, [case], cases=cases, environment={"HOROVOD_LOG_LEVEL": "trace"})
+    outcome = launch(
+        tmp_path,
+        LAUNCHERS["horovodrun-gloo"],
+        2,
+        [case],
+        cases=cases,
+        environment={"HOROVOD_LOG_LEVEL": "trace"},
+    )
     outcome.assert_passed(case)
     negotiated = [0]
-    for sent, step in re.findall(r"\[1\]: Sent (\d+) messages|step (\d+) of rank 1", outcome.printed):
+    for sent, step in re.findall(
+        r"\[1\]: Sent (\d+) messages|step (\d+) of rank 1", outcome.printed
+    ):
         if step:
             negotiated.append(0)
         else:

@@ -1,4 +1,6 @@
-"""Real ranks under mpirun and horovodrun. One job runs all cases meant for its size; each case is a test of its own here."""
+"""Real ranks under mpirun and horovodrun. One job runs all cases meant for its size; each case is a
+test of its own here."""
+
 import json
 import shutil
 import subprocess
@@ -17,17 +19,32 @@ from horovod_compress import kernels
 MPI = shutil.which("mpirun") is not None and hvd.mpi_built()
 needs_mpi = pytest.mark.skipif(not MPI, reason="needs Open MPI, and Horovod built with it")
 
-needs_native = pytest.mark.skipif(kernels.backend != "native", reason="needs native kernels, which were not built")
+needs_native = pytest.mark.skipif(
+    kernels.backend != "native", reason="needs native kernels, which were not built"
+)
 
-ACROSS_LAUNCHERS = ("replicas_identical_after_100_steps", "dense_limit", "not_finite_gradients_lose_nothing", "resume_is_bit_for_bit",
-                    "an_alltoall_in_a_step", "ranks_without_data_answer_with_zeros")
-SPLIT = ("split_gives_what_it_gives_in_one_process", "with_all_accepted_split_gives_what_the_allgather_gives", "split_trains_with_identical_replicas")
+ACROSS_LAUNCHERS = (
+    "replicas_identical_after_100_steps",
+    "dense_limit",
+    "not_finite_gradients_lose_nothing",
+    "resume_is_bit_for_bit",
+    "an_alltoall_in_a_step",
+    "ranks_without_data_answer_with_zeros",
+)
+SPLIT = (
+    "split_gives_what_it_gives_in_one_process",
+    "with_all_accepted_split_gives_what_the_allgather_gives",
+    "split_trains_with_identical_replicas",
+)
 
 
 # What everybody's run shows on two ranks. Other cases, and other numbers of ranks, are for --all.
 PROMISES = (
-    *ACROSS_LAUNCHERS, "mismatched_ranks_are_named", "mistakes_get_clear_errors",
-    "momentum_is_taken_over_and_nothing_is_patched", "every_algorithm_trains",
+    *ACROSS_LAUNCHERS,
+    "mismatched_ranks_are_named",
+    "mistakes_get_clear_errors",
+    "momentum_is_taken_over_and_nothing_is_patched",
+    "every_algorithm_trains",
 )
 
 
@@ -78,11 +95,15 @@ def test_beside_four_busy_processes(job, busy, case):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("launcher, when", [
-    ("horovodrun-gloo", ""), ("horovodrun-gloo", "_with_split"),
-    pytest.param("horovodrun-mpi", "_with_sums", marks=needs_mpi),
-    pytest.param("horovodrun-mpi", "_after_a_step_that_failed", marks=needs_mpi),
-])
+@pytest.mark.parametrize(
+    "launcher, when",
+    [
+        ("horovodrun-gloo", ""),
+        ("horovodrun-gloo", "_with_split"),
+        pytest.param("horovodrun-mpi", "_with_sums", marks=needs_mpi),
+        pytest.param("horovodrun-mpi", "_after_a_step_that_failed", marks=needs_mpi),
+    ],
+)
 def test_join_is_a_clear_error(tmp_path, launcher, when):
     """In a job of its own, because the ranks are not in step afterwards."""
     case = f"join_is_refused{when}"
@@ -94,18 +115,39 @@ def test_join_is_a_clear_error(tmp_path, launcher, when):
 @pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
 def test_ranks_on_different_kernels(tmp_path, launcher):
     case = "ranks_on_different_kernels"
-    launch(tmp_path, LAUNCHERS[launcher], 2, [case], environment={"KERNELS_ON_RANK": "1:reference"}).assert_passed(case)
+    launch(
+        tmp_path, LAUNCHERS[launcher], 2, [case], environment={"KERNELS_ON_RANK": "1:reference"}
+    ).assert_passed(case)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
 def test_check_finds_out_what_pays_and_plan_goes_on_from_there(launcher, tmp_path):
     out = tmp_path / "network.json"
-    check = [sys.executable, "-m", "horovod_compress", "check", "topk", "--million", "1", "--json", out]
-    job = subprocess.run([*LAUNCHERS[launcher].format(size=2).split(), *check], env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT)
+    check = [
+        sys.executable,
+        "-m",
+        "horovod_compress",
+        "check",
+        "topk",
+        "--million",
+        "1",
+        "--json",
+        out,
+    ]
+    job = subprocess.run(
+        [*LAUNCHERS[launcher].format(size=2).split(), *check],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
     assert job.returncode == 0, job.stdout + job.stderr
     transports = ("horovod", "mpi")[: 2 if launcher == "mpirun" else 1]
-    for said in (*(f"transport {transport}: 20 of 20 algorithms work" for transport in transports), "all is well"):
+    for said in (
+        *(f"transport {transport}: 20 of 20 algorithms work" for transport in transports),
+        "all is well",
+    ):
         assert job.stdout.count(said) == 1
     assert "waits least" in job.stdout or "no compression pays" in job.stdout
     found = json.loads(out.read_text())
@@ -113,11 +155,30 @@ def test_check_finds_out_what_pays_and_plan_goes_on_from_there(launcher, tmp_pat
     assert all(len(found["algorithms"][transport]) == 20 for transport in transports)
     assert {prediction["spec"] for prediction in found["predictions"]} == {"none", "fp16", "topk"}
     network = found["network"]
-    assert 0 < network["latency"] < LIMIT and all(0 < seconds < 1e-3 for seconds in network["seconds_per_byte"].values())
-    plan = [sys.executable, "-m", "horovod_compress", "plan", "topk", "--million", "1", "--network", out, "--json", "-"]
-    planned = json.loads(subprocess.run(plan, env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout)
+    assert 0 < network["latency"] < LIMIT and all(
+        0 < seconds < 1e-3 for seconds in network["seconds_per_byte"].values()
+    )
+    plan = [
+        sys.executable,
+        "-m",
+        "horovod_compress",
+        "plan",
+        "topk",
+        "--million",
+        "1",
+        "--network",
+        out,
+        "--json",
+        "-",
+    ]
+    planned = json.loads(
+        subprocess.run(plan, env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout
+    )
     assert planned["network"] == network
-    none, again = (next(one for one in these["predictions"] if one["spec"] == "none") for these in (found, planned))
+    none, again = (
+        next(one for one in these["predictions"] if one["spec"] == "none")
+        for these in (found, planned)
+    )
     assert again == none
 
 
@@ -140,7 +201,9 @@ def test_check_sees_what_differs(launcher):
 
 def test_check_alone():
     command = [sys.executable, "-m", "horovod_compress", "check", "--json", "-"]
-    job = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT, check=True)
+    job = subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT, check=True
+    )
     found = json.loads(job.stdout)
     assert found["good"] and len(found["installed"]["ranks"]) == 1 and "network" not in found
     assert "all is well, as far as one rank shows" in job.stderr

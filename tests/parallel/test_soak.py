@@ -1,4 +1,5 @@
 """benchmarks/soak.py with each of its faults, and other hosts three times."""
+
 import subprocess
 import sys
 
@@ -12,7 +13,15 @@ from jobs import ENVIRONMENT, HERE, LIMIT
 @pytest.mark.release
 def test_a_short_soak():
     specs = ("dgc:ratio=0.01", "powersgd:rank=2")
-    command = [sys.executable, HERE.parents[1] / "benchmarks" / "soak.py", "--steps", "120", "--every", "10", *specs]
+    command = [
+        sys.executable,
+        HERE.parents[1] / "benchmarks" / "soak.py",
+        "--steps",
+        "120",
+        "--every",
+        "10",
+        *specs,
+    ]
     job = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT)
     assert job.returncode == 0, job.stdout + job.stderr
     for spec in specs:

@@ -1,4 +1,5 @@
 """Real ranks on two hosts that this machine plays, under every launcher."""
+
 import contextlib
 import time
 
@@ -11,7 +12,8 @@ from test_ranks import needs_mpi
 from two_hosts import TwoHosts
 
 ON_TWO_HOSTS = {
-    "horovodrun-gloo": "horovodrun --gloo -np {size} -H a:{half},b:{half} --network-interfaces eth0",
+    "horovodrun-gloo": "horovodrun --gloo -np {size} -H a:{half},b:{half} --network-interfaces "
+    "eth0",
     "horovodrun-mpi": "horovodrun --mpi -np {size} -H a:{half},b:{half} --network-interfaces eth0",
     "mpirun": "mpirun -np {size} -H a:{half},b:{half}",
 }
@@ -39,14 +41,28 @@ def two_hosts():
         yield hosts
 
 
-@pytest.mark.parametrize("launcher, size", [
-    by_tier("horovodrun-gloo", 4, runs_with="extended"), by_tier("mpirun", 2, runs_with="extended"),
-    *(by_tier(*both, runs_with="release") for both in (
-        ("horovodrun-gloo", 2), ("mpirun", 4), ("horovodrun-mpi", 2), ("horovodrun-mpi", 4),
-    )),
-])
+@pytest.mark.parametrize(
+    "launcher, size",
+    [
+        by_tier("horovodrun-gloo", 4, runs_with="extended"),
+        by_tier("mpirun", 2, runs_with="extended"),
+        *(
+            by_tier(*both, runs_with="release")
+            for both in (
+                ("horovodrun-gloo", 2),
+                ("mpirun", 4),
+                ("horovodrun-mpi", 2),
+                ("horovodrun-mpi", 4),
+            )
+        ),
+    ],
+)
 def test_on_two_hosts(tmp_path, two_hosts, launcher, size):
-    cases = ["replicas_identical_after_100_steps", "on_two_hosts", *(["hosts_give_what_they_give_in_one_process"] if size == 4 else [])]
+    cases = [
+        "replicas_identical_after_100_steps",
+        "on_two_hosts",
+        *(["hosts_give_what_they_give_in_one_process"] if size == 4 else []),
+    ]
     job = launch(tmp_path, ON_TWO_HOSTS[launcher], size, cases, hosts=two_hosts)
     for case in cases:
         job.assert_passed(case)
@@ -62,14 +78,25 @@ def test_far_apart(tmp_path):
         job.assert_passed(case)
 
 
-@pytest.mark.parametrize("launcher", [
-    by_tier("horovodrun-gloo", runs_with="extended"), by_tier("mpirun", runs_with="release"),
-    by_tier("horovodrun-mpi", runs_with="release"),
-])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        by_tier("horovodrun-gloo", runs_with="extended"),
+        by_tier("mpirun", runs_with="release"),
+        by_tier("horovodrun-mpi", runs_with="release"),
+    ],
+)
 def test_a_host_that_is_cut_off_ends_the_job(tmp_path, launcher):
-    """Under Gloo with Horovod's own error on the other, within Horovod's own timeout; under MPI it is mpirun that notices."""
-    options = {"names": ["trains_until_cut_off"], "environment": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"}}
-    with two_hosts_or_skip() as hosts, Job(tmp_path, ON_TWO_HOSTS[launcher], 2, hosts=hosts, **options) as job:
+    """Under Gloo with Horovod's own error on the other, within Horovod's own timeout; under MPI it
+    is mpirun that notices."""
+    options = {
+        "names": ["trains_until_cut_off"],
+        "environment": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"},
+    }
+    with (
+        two_hosts_or_skip() as hosts,
+        Job(tmp_path, ON_TWO_HOSTS[launcher], 2, hosts=hosts, **options) as job,
+    ):
         until = time.monotonic() + LIMIT
         while not (tmp_path / "results.0.trains").exists():
             assert time.monotonic() < until and job.process.poll() is None, job.printed()

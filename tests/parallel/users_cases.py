@@ -1,8 +1,11 @@
-"""What users do beside the plain training loop, on real ranks: it works as without compression, or an error says why not.
+"""What users do beside the plain training loop, on real ranks: it works as without compression, or
+an error says why not.
 
 run_cases.py runs the cases, test_users.py asks.
 """
+
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -50,9 +53,15 @@ def warned_of(caught, *words):
 @case(2)
 def a_compiled_step_keeps_momentum_and_weight_decay():
     reference, model = model_of(), model_of()
-    train(reference, wrap(reference, sgd(reference, weight_decay=0.01), hvd.Compression.none), batches(10))
+    train(
+        reference,
+        wrap(reference, sgd(reference, weight_decay=0.01), hvd.Compression.none),
+        batches(10),
+    )
     optimizer = sgd(model, weight_decay=0.01)
-    wrapped = wrap(model, optimizer, hvdc.Compression.from_spec(DENSE, optimizer, model.named_parameters()))
+    wrapped = wrap(
+        model, optimizer, hvdc.Compression.from_spec(DENSE, optimizer, model.named_parameters())
+    )
     wrapped.step = torch.compile(wrapped.step, backend="eager")  # what matters is what is traced
     train(model, wrapped, batches(10))
     saved = wrapped.state_dict()["param_groups"][0]
@@ -83,16 +92,28 @@ class Renamed(torch.optim.SGD):
 def momentum_of_an_sgd_with_a_step_of_its_own_stays_with_it():
     models = model_of(), model_of()
     with raises(ValueError, "Decoupled has a step() of its own", "momentum=0"):
-        hvdc.Compression.dgc(Decoupled(models[1].parameters(), lr=0.05, momentum=0.9), models[1].named_parameters())
+        hvdc.Compression.dgc(
+            Decoupled(models[1].parameters(), lr=0.05, momentum=0.9), models[1].named_parameters()
+        )
     for model, spec in zip(models, (None, "dgc:ratio=1,momentum=0")):
         optimizer = Decoupled(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-        compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters()) if spec else hvd.Compression.none
+        compression = (
+            hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+            if spec
+            else hvd.Compression.none
+        )
         train(model, wrap(model, optimizer, compression), batches(10))
     assert_close(models[1], models[0])
     reference, model = model_of(), model_of()
     train(reference, wrap(reference, sgd(reference), hvd.Compression.none), batches(10))
     optimizer = Renamed(model.parameters(), lr=0.05, momentum=0.9)
-    train(model, wrap(model, optimizer, hvdc.Compression.from_spec(DENSE, optimizer, model.named_parameters())), batches(10))
+    train(
+        model,
+        wrap(
+            model, optimizer, hvdc.Compression.from_spec(DENSE, optimizer, model.named_parameters())
+        ),
+        batches(10),
+    )
     assert_close(model, reference)
 
 
@@ -104,7 +125,11 @@ def two_optimizers_in_two_threads():
         models, optimizers = [model_of(seed=seed) for seed in (0, 1)], []
         for model in models:
             optimizer = sgd(model, weight_decay=0.01)
-            compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters()) if spec else hvd.Compression.none
+            compression = (
+                hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+                if spec
+                else hvd.Compression.none
+            )
             optimizers.append(wrap(model, optimizer, compression))
         train(models[0], optimizers[0], batches(1))
         calls = itertools.count()
@@ -124,11 +149,16 @@ def two_optimizers_in_two_threads():
         assert_replicas_identical(model)
 
 
-# -- steps that nobody uses ---------------------------------------------------------------------------------------------------
+# -- steps that nobody uses
 
 
-def ones(spec, wrapped_of=lambda model, optimizer, compression: wrap(model, optimizer, compression), **options):
-    """(weight, compression, Horovod's optimizer) of 64 · 64 parameters under plain SGD with a learning rate of 1."""
+def ones(
+    spec,
+    wrapped_of=lambda model, optimizer, compression: wrap(model, optimizer, compression),
+    **options,
+):
+    """(weight, compression, Horovod's optimizer) of 64 · 64 parameters under plain SGD with a
+    learning rate of 1."""
     model = nn.Linear(64, 64, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -137,16 +167,20 @@ def ones(spec, wrapped_of=lambda model, optimizer, compression: wrap(model, opti
 
 
 def moved(weight, compression):
-    """How far parameters have gone, and will go by what is kept: the mean over elements and ranks."""
+    """How far parameters have gone, and will go by what is kept: the mean over elements and
+    ranks."""
     kept = 0.0
     for arrays in compression.state_dict()["tensors"].values():
-        kept += sum(array.mean().item() for key, array in arrays.items() if key in ("residual", "v", "r"))
+        kept += sum(
+            array.mean().item() for key, array in arrays.items() if key in ("residual", "v", "r")
+        )
     return -weight.detach().mean().item() + hvd.allreduce(torch.tensor(kept), name="kept").item()
 
 
 @case(2)
 def steps_that_a_grad_scaler_skips_are_not_replayed():
-    """60 steps of gradient 1, of which 6 overflow, in one element on one rank, while the scale halves."""
+    """60 steps of gradient 1, of which 6 overflow, in one element on one rank, while the scale
+    halves."""
     for spec in ("none", "powersgd:min_numel=0", "topk:ratio=0.1", "dgc:ratio=0.1", "adacomp"):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=25)
         weight, compression, optimizer = ones(spec, grad_scaler=scaler)
@@ -168,14 +202,26 @@ def steps_that_a_grad_scaler_skips_are_not_replayed():
 
 @case(2)
 def a_change_of_scale_changes_nothing():
-    """Powers of two: bit for bit what training without a scaler gives, state included, and after loading too."""
-    for spec in ("dgc:ratio=0.02,clip_norm=0.5", "adacomp", "powersgd:rank=2", "variance:tau=0.001"):
+    """Powers of two: bit for bit what training without a scaler gives, state included, and after
+    loading too."""
+    for spec in (
+        "dgc:ratio=0.02,clip_norm=0.5",
+        "adacomp",
+        "powersgd:rank=2",
+        "variance:tau=0.001",
+    ):
         trained = []
         for scale in (None, 2.0**4):
             model = model_of()
             optimizer = sgd(model)
             scaler = scale and torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
-            make = lambda: hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), grad_scaler=scaler)  # noqa: E731
+            make = functools.partial(
+                hvdc.Compression.from_spec,
+                spec,
+                optimizer,
+                model.named_parameters(),
+                grad_scaler=scaler,
+            )
             compression = make()
             wrapped = wrap(model, optimizer, compression)
             for x, y in batches(10):
@@ -186,10 +232,18 @@ def a_change_of_scale_changes_nothing():
                 with wrapped.skip_synchronize():
                     scaler.step(wrapped) if scaler else wrapped.step()
                 scaler and scaler.update()
-            trained.append((flat(model), compression.state_dict()["tensors"], compression.stats()["residual_norm"]))
+            trained.append(
+                (
+                    flat(model),
+                    compression.state_dict()["tensors"],
+                    compression.stats()["residual_norm"],
+                )
+            )
         assert scaler.get_scale() == 2.0**7
         (expected, state, norm), (found, its, its_norm) = trained
-        assert torch.equal(found, expected), f"{spec}: parameters differ by {(found - expected).abs().max()}"
+        assert torch.equal(found, expected), (
+            f"{spec}: parameters differ by {(found - expected).abs().max()}"
+        )
         for name, arrays in state.items():
             for key, array in arrays.items():
                 assert torch.equal(its[name][key], array), (spec, name, key)
@@ -218,14 +272,23 @@ def a_scaler_that_the_compression_does_not_know_is_named():
 
 @case(2)
 def discarded_gradients_do_not_come_back():
-    """backward(), synchronize(), zero_grad(): a bad batch, or a GAN's generator pass. Bit for bit as if it had never been."""
+    """backward(), synchronize(), zero_grad(): a bad batch, or a GAN's generator pass. Bit for bit
+    as if it had never been."""
     nesterov = "dgc:sample_ratio=1,nesterov=true,momentum=0.9,dense=fp16"
-    for spec in ("topk:sample_ratio=1", "dgc:sample_ratio=1", nesterov, "adacomp", "powersgd:rank=2"):
+    for spec in (
+        "topk:sample_ratio=1",
+        "dgc:sample_ratio=1",
+        nesterov,
+        "adacomp",
+        "powersgd:rank=2",
+    ):
         trained = []
         for bad in (False, True):
             model = model_of()
             optimizer = sgd(model, weight_decay=0.01)
-            compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), discardable=True)
+            compression = hvdc.Compression.from_spec(
+                spec, optimizer, model.named_parameters(), discardable=True
+            )
             wrapped = wrap(model, optimizer, compression)
             for step, (x, y) in enumerate(batches(6)):
                 if bad and step % 2:
@@ -233,7 +296,8 @@ def discarded_gradients_do_not_come_back():
                     wrapped.synchronize()
                     wrapped.zero_grad()
                     if step == 3:
-                        compression.stats()  # ends the step before it is known what becomes of it
+                        # Ends the step before it is known what becomes of it.
+                        compression.stats()
                     if step == 5:
                         compression.discard()
                 train(model, wrapped, [(x, y)])
@@ -267,7 +331,8 @@ def a_gradient_that_is_changed_while_it_is_exchanged_is_an_error():
         scaler.scale(weight.sum()).backward()
         with raises(RuntimeError, "optimizer.synchronize()", "skip_synchronize()"):
             scaler.step(optimizer)
-        optimizer.synchronize()  # what is under way comes to its end
+        # What is under way comes to its end.
+        optimizer.synchronize()
         weight, _, optimizer = ones(spec)
         weight.sum().backward()
         nn.utils.clip_grad_norm_([weight], 0.1)
@@ -275,7 +340,7 @@ def a_gradient_that_is_changed_while_it_is_exchanged_is_an_error():
             optimizer.step()
 
 
-# -- other ranks, and mistakes ------------------------------------------------------------------------------------------------
+# -- other ranks, and mistakes
 
 
 @case(2)
@@ -285,7 +350,9 @@ def mistakes_in_elastic_jobs_are_named_and_other_ranks_are_noticed():
     optimizer = sgd(model)
     os.environ["HOROVOD_ELASTIC"] = "1"
     try:
-        with raises(ValueError, "in an elastic job Horovod forgets process sets", "leave process_set out"):
+        with raises(
+            ValueError, "in an elastic job Horovod forgets process sets", "leave process_set out"
+        ):
             hvdc.Compression.dgc(optimizer, model.named_parameters(), process_set=mine)
         weight, _, optimizer_without_state = ones("topk")
         with raises(RuntimeError, "hvd.elastic.TorchState(", "compression=compression"):
@@ -294,7 +361,9 @@ def mistakes_in_elastic_jobs_are_named_and_other_ranks_are_noticed():
     finally:
         del os.environ["HOROVOD_ELASTIC"]
     compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), process_set=mine)
-    wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression, process_set=mine)
+    wrapped = hvd.DistributedOptimizer(
+        optimizer, model.named_parameters(), compression, process_set=mine
+    )
     train(model, wrapped, batches(2))
     for process_set in alone:
         hvd.remove_process_set(process_set)
@@ -306,12 +375,16 @@ def mistakes_in_elastic_jobs_are_named_and_other_ranks_are_noticed():
 def what_is_no_compression_says_so():
     for mistake in (hvdc.Compression.dgc, hvdc.Compression.from_spec, hvdc.Compression):
         model = model_of()
-        wrapped = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters(), compression=mistake)
+        wrapped = hvd.DistributedOptimizer(
+            sgd(model), named_parameters=model.named_parameters(), compression=mistake
+        )
         with raises(TypeError, "call it, as in compression="):
             train(model, wrapped, batches(1))
     model = model_of()
     for arguments in ((model,), (model.parameters(),), (hvd.DistributedOptimizer,)):
-        with raises(TypeError, "bound to a torch optimizer, its first argument, not to an object of"):
+        with raises(
+            TypeError, "bound to a torch optimizer, its first argument, not to an object of"
+        ):
             hvdc.Compression.dgc(*arguments)
     for arguments in ((sgd(model), 0.01), (sgd(model), model.named_parameters(), 0.01)):
         with raises(TypeError, "0.01", "an option goes by its name: ratio=0.01"):
@@ -324,7 +397,11 @@ def one_generator_for_both_calls():
     train(reference, wrap(reference, sgd(reference), hvd.Compression.none), batches(3))
     optimizer, named = sgd(model), model.named_parameters()
     compression = hvdc.Compression.from_spec(DENSE, optimizer, named)
-    train(model, hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression), batches(3))
+    train(
+        model,
+        hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression),
+        batches(3),
+    )
     assert_close(model, reference)
     with raises(ValueError, "used up", "model.named_parameters()"):
         hvdc.Compression.dgc(sgd(model), named)
@@ -340,13 +417,18 @@ def a_rank_that_does_not_come_is_waited_for_with_a_warning():
                 time.sleep(1.5)
             weight.sum().backward()
             optimizer.step()
-            assert hvd.rank() == 1 or warned_of(caught, "not all 2 ranks have come to their first gradient with this compression yet")
+            assert hvd.rank() == 1 or warned_of(
+                caught,
+                "not all 2 ranks have come to their first gradient with this compression yet",
+            )
         with all_warnings() as caught:
             weight, compression, optimizer = ones("topk")
             if hvd.rank() == 0:
                 time.sleep(1.5)
             compression.handshake()
-            assert hvd.rank() == 0 or warned_of(caught, "come to their first gradient with this compression")
+            assert hvd.rank() == 0 or warned_of(
+                caught, "come to their first gradient with this compression"
+            )
             weight.sum().backward()
             optimizer.step()
     finally:
@@ -414,11 +496,16 @@ def a_step_before_its_results_is_refused():
 
 @case(2)
 def a_scalers_step_that_comes_too_early_is_refused_before_it_waits():
-    """Rank 0 skips the step, because its gradients overflow, and does not hand over what rank 1 has handed over first."""
+    """Rank 0 skips the step, because its gradients overflow, and does not hand over what rank 1 has
+    handed over first."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     optimizer = sgd(model)
-    optimizer = wrap(model, optimizer, hvdc.Compression.topk(optimizer, model.named_parameters(), grad_scaler=scaler))
+    optimizer = wrap(
+        model,
+        optimizer,
+        hvdc.Compression.topk(optimizer, model.named_parameters(), grad_scaler=scaler),
+    )
     for early in (False, True):
         optimizer.zero_grad()
         if early and hvd.rank() == 0:
@@ -438,8 +525,14 @@ def options_that_were_not_broadcast_say_so():
     model = model_of()
     optimizer = sgd(model, lr=0.1 if hvd.rank() == 0 else 0.2)
     compression = hvdc.Compression.dgc(optimizer, model.named_parameters())
-    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
-    with raises(MismatchError, "parameter group 0.lr", "hvd.broadcast_optimizer_state(optimizer, root_rank=0)"):
+    wrapped = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression
+    )
+    with raises(
+        MismatchError,
+        "parameter group 0.lr",
+        "hvd.broadcast_optimizer_state(optimizer, root_rank=0)",
+    ):
         train(model, wrapped, batches(1))
 
 
@@ -456,17 +549,24 @@ def a_compression_that_is_not_used_is_told_at_the_first_step():
         train(model, wrapped, batches(1))
         used = model_of()
         optimizer = sgd(used)
-        train(used, wrap(used, optimizer, hvdc.Compression.topk(optimizer, used.named_parameters())), batches(2))
+        train(
+            used,
+            wrap(used, optimizer, hvdc.Compression.topk(optimizer, used.named_parameters())),
+            batches(2),
+        )
     assert not warned_of(caught, "is not used")
 
 
 @case(2)
 def samples_of_a_compiled_model():
-    """They are told apart at graph breaks; a model that is to be compiled without any is refused by torch.compile."""
+    """They are told apart at graph breaks; a model that is to be compiled without any is refused by
+    torch.compile."""
     model, (x, y) = model_of(), next(batches(1))
     model.norm = nn.GroupNorm(2, 8)
     optimizer = sgd(model)
-    compression = hvdc.Compression.from_spec(f"{NEVER_SENT},moments=per_sample", optimizer, model.named_parameters())
+    compression = hvdc.Compression.from_spec(
+        f"{NEVER_SENT},moments=per_sample", optimizer, model.named_parameters()
+    )
     wrapped = wrap(model, optimizer, compression)
     with raises(Exception, "torch.compiler.disable"):
         torch.compile(model, backend="eager", fullgraph=True)(x)

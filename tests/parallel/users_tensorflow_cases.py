@@ -2,6 +2,7 @@
 
 run_cases.py runs the cases, test_users.py asks.
 """
+
 import os
 import warnings
 
@@ -19,8 +20,13 @@ keras = tf.keras
 
 @case(2)
 def discarded_gradients_do_not_come_back():
-    """Bit for bit as if the step had never been: gradients of a tape that are not applied, and such as are not finite."""
-    for spec in ("topk:sample_ratio=1,min_numel=0", "dgc:sample_ratio=1,momentum=0.9,min_numel=0", "powersgd:min_numel=0"):
+    """Bit for bit as if the step had never been: gradients of a tape that are not applied, and such
+    as are not finite."""
+    for spec in (
+        "topk:sample_ratio=1,min_numel=0",
+        "dgc:sample_ratio=1,momentum=0.9,min_numel=0",
+        "powersgd:min_numel=0",
+    ):
         trained = []
         for bad in (None, 1e6, float("nan")):
             weight = tf.Variable(tf.zeros((40, 50)))
@@ -33,9 +39,13 @@ def discarded_gradients_do_not_come_back():
                 return hvd_tape(tape, compression).gradient(loss, [weight])[0]
 
             for step in range(4):
-                factor = np.random.default_rng((step, hvd.rank())).standard_normal((40, 50), np.float32)
+                factor = np.random.default_rng((step, hvd.rank())).standard_normal(
+                    (40, 50), np.float32
+                )
                 if bad is not None and step % 2:
-                    result = gradient_of(tf.constant(factor * np.float32(bad if hvd.rank() == 1 else 1))).numpy()
+                    result = gradient_of(
+                        tf.constant(factor * np.float32(bad if hvd.rank() == 1 else 1))
+                    ).numpy()
                     assert np.isfinite(result).all() == np.isfinite(bad)
                     if np.isfinite(bad):
                         compression.discard()
@@ -71,7 +81,9 @@ def mistakes_get_clear_errors():
             raise AssertionError("no error")
     for mistake in (hvdc.Compression.topk, hvdc.Compression):
         model = keras.Sequential([keras.layers.Dense(2, input_shape=(2,))])
-        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=mistake), "mse")
+        model.compile(
+            hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=mistake), "mse"
+        )
         with raises(TypeError, "call it, as in compression="):
             model.train_on_batch(np.ones((4, 2)), np.ones((4, 2)))
 
@@ -80,7 +92,9 @@ def elastic_model_with_loss_scale(dynamic):
     compression = hvdc.Compression.topk()
     model = keras.Sequential([keras.layers.Dense(2, input_shape=(2,))])
     wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
-    model.compile(keras.mixed_precision.LossScaleOptimizer(wrapped, dynamic=dynamic, initial_scale=8), "mse")
+    model.compile(
+        keras.mixed_precision.LossScaleOptimizer(wrapped, dynamic=dynamic, initial_scale=8), "mse"
+    )
     hvdc.elastic.TensorFlowKerasState(model, compression=compression).sync()
     return model
 
@@ -108,7 +122,9 @@ def mistakes_in_elastic_jobs_are_named():
         model.train_on_batch(x, x[:, :2])
         assert compression.stats()["bytes_sent"] > 0
         compression = hvdc.Compression.topk(keras.optimizers.SGD(0.1))
-        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression), "mse")
+        model.compile(
+            hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression), "mse"
+        )
         hvdc.elastic.TensorFlowKerasState(model, compression=compression).sync()
         with raises(ValueError, "bound to another optimizer"):
             model.train_on_batch(x, x[:, :2])
@@ -135,7 +151,11 @@ def a_change_of_momentum_that_is_not_followed_is_told():
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 model.train_on_batch(np.ones((4, 2)), np.ones((4, 2)))
-            told = [str(warning.message) for warning in caught if "momentum was changed" in str(warning.message)]
+            told = [
+                str(warning.message)
+                for warning in caught
+                if "momentum was changed" in str(warning.message)
+            ]
             assert len(told) == changed, told
 
 
@@ -143,5 +163,7 @@ def a_change_of_momentum_that_is_not_followed_is_told():
 def graph_mode_of_tensorflow_1():
     """The last: eager execution does not come back."""
     tf.compat.v1.disable_eager_execution()
-    with raises(ValueError, "TensorFlow 1's graph mode is not supported", "disable_eager_execution"):
+    with raises(
+        ValueError, "TensorFlow 1's graph mode is not supported", "disable_eager_execution"
+    ):
         hvdc.Compression.topk().handshake()

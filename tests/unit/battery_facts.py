@@ -1,4 +1,6 @@
-"""What is true of each algorithm, and what the tests that every id of available() goes through share."""
+"""What is true of each algorithm, and what the tests that every id of available() goes through
+share."""
+
 import dataclasses
 import math
 
@@ -10,23 +12,25 @@ from horovod_compress.compressors.base import State
 
 # Gradients here are huge and not finite too.
 quiet = pytest.mark.filterwarnings(
-    "ignore:overflow encountered", "ignore:invalid value encountered", "ignore:horovod_compress. .* infinite in float16"
+    "ignore:overflow encountered",
+    "ignore:invalid value encountered",
+    "ignore:horovod_compress. .* infinite in float16",
 )
 
 
 @dataclasses.dataclass
 class Facts:
-    """What is true of one id. Options are spec strings; every tensor is compressed, whatever its size, unless they say
-    otherwise.
+    """What is true of one id. Options are spec strings; every tensor is compressed, whatever its
+    size, unless they say otherwise.
 
     variants: options under which it does something worth testing on some hundred elements;
-    conserves: options under which what was sent and the residuals add up to all gradients;
-    rounds: to float32 rounding of "elements", or of the tensor as a whole;
-    dense: options under which the result is the mean gradient, to `dense_error`;
-    unbiased: options under which it is on average, with the largest variance of one rank's result, a function of the
+    conserves: options under which what was sent and the residuals add up to all gradients; rounds:
+    to float32 rounding of "elements", or of the tensor as a whole; dense: options under which the
+    result is the mean gradient, to `dense_error`; unbiased: options under which it is on average,
+    with the largest variance of one rank's result, a function of the
         gradient;
-    drawn: "own" random choices on each rank, "shared" ones, or neither;
-    scales: the largest power of two that a gradient can be multiplied by and the result is just multiplied too;
+    drawn: "own" random choices on each rank, "shared" ones, or neither; scales: the largest power
+    of two that a gradient can be multiplied by and the result is just multiplied too;
     """
 
     variants: tuple = ("",)
@@ -62,17 +66,38 @@ FACTS = {
             "ratio=0.1,exchange=split,accept=1.5,clip_norm=1,values=power",
             "ratio=1",
         ),
-        conserves=("ratio=0.05,momentum=0", "ratio=0.1,momentum=0,values=bf16", "ratio=0.9,momentum=0,masking=false",
-                   "ratio=0.1,momentum=0,values=sign", "ratio=0.1,momentum=0,values=power", "ratio=0.1,momentum=0,exchange=split"),
+        conserves=(
+            "ratio=0.05,momentum=0",
+            "ratio=0.1,momentum=0,values=bf16",
+            "ratio=0.9,momentum=0,masking=false",
+            "ratio=0.1,momentum=0,values=sign",
+            "ratio=0.1,momentum=0,values=power",
+            "ratio=0.1,momentum=0,exchange=split",
+        ),
         rounds="elements",
         dense=("ratio=1,momentum=0",),
     ),
     "topk": Facts(
-        variants=("ratio=0.05", "ratio=0.1,values=fp16", "chunk=100,k=5,values=2bit", "ratio=0.1,values=sign",
-                  "chunk=50,k=3,exchange=split,values=2bit"),
-        conserves=("ratio=0.05", "ratio=0.1,values=fp16", "ratio=0.1,values=bf16", "ratio=0.9", "ratio=0.1,values=sign",
-                   "ratio=0.1,values=power", "chunk=100,k=5", "chunk=64,k=3,values=2bit", "ratio=0.1,exchange=split",
-                   "ratio=0.02,exchange=split,values=fp16", "k=20,exchange=split,values=power"),
+        variants=(
+            "ratio=0.05",
+            "ratio=0.1,values=fp16",
+            "chunk=100,k=5,values=2bit",
+            "ratio=0.1,values=sign",
+            "chunk=50,k=3,exchange=split,values=2bit",
+        ),
+        conserves=(
+            "ratio=0.05",
+            "ratio=0.1,values=fp16",
+            "ratio=0.1,values=bf16",
+            "ratio=0.9",
+            "ratio=0.1,values=sign",
+            "ratio=0.1,values=power",
+            "chunk=100,k=5",
+            "chunk=64,k=3,values=2bit",
+            "ratio=0.1,exchange=split",
+            "ratio=0.02,exchange=split,values=fp16",
+            "k=20,exchange=split,values=power",
+        ),
         rounds="elements",
         dense=("ratio=1",),
     ),
@@ -84,7 +109,10 @@ FACTS = {
         drawn="own",
     ),
     "strom": Facts(variants=("tau=0.5",), conserves=("tau=0.5", "tau=100"), scales=None),
-    "adacomp": Facts(variants=("", "bin_length=7"), conserves=("", "bin_length=7", "bin_length=50,scale_factor=3")),
+    "adacomp": Facts(
+        variants=("", "bin_length=7"),
+        conserves=("", "bin_length=7", "bin_length=50,scale_factor=3"),
+    ),
     "variance": Facts(
         variants=("", "alpha=0.5,tau=0.5", "error_feedback=true"),
         conserves=("error_feedback=true", "error_feedback=true,alpha=0.1", "tau=0.5"),
@@ -95,7 +123,10 @@ FACTS = {
         conserves=("ratio=0.1", "k=3", "k=5,of=model"),
         rounds="elements",
         dense=("ratio=1", "k=100000", "ratio=1,unbiased=true", "ratio=1,of=model"),
-        unbiased={"ratio=0.3,unbiased=true": any_variance, "ratio=0.3,of=model,unbiased=true": any_variance},
+        unbiased={
+            "ratio=0.3,unbiased=true": any_variance,
+            "ratio=0.3,of=model,unbiased=true": any_variance,
+        },
         drawn="shared",
     ),
     "maxnorm": Facts(
@@ -138,7 +169,11 @@ FACTS = {
     ),
     "demo": Facts(
         variants=("k=5,chunk=8", "k=3,chunk=6,decay=0.9,values=2bit", "k=100,columns=1"),
-        conserves=("decay=1,k=5,chunk=8", "decay=1,k=9,chunk=30,values=fp16", "decay=1,k=4,chunk=5,values=sign"),
+        conserves=(
+            "decay=1,k=5,chunk=8",
+            "decay=1,k=9,chunk=30,values=fp16",
+            "decay=1,k=4,chunk=5,values=sign",
+        ),
         dense=("decay=1,k=4096", "decay=1,chunk=8,k=64"),
     ),
     "qsgd": Facts(
@@ -162,8 +197,12 @@ def spec_of(id, options):
 
 def over(of):
     """Parametrizes a test over the specs that `of` takes from an id's facts."""
-    specs = [(id, options) for id in hc.available() for options in (of(FACTS[id]) if id in FACTS else ())]
-    return pytest.mark.parametrize("id, options", specs, ids=[f"{id}:{options}" for id, options in specs])
+    specs = [
+        (id, options) for id in hc.available() for options in (of(FACTS[id]) if id in FACTS else ())
+    ]
+    return pytest.mark.parametrize(
+        "id, options", specs, ids=[f"{id}:{options}" for id, options in specs]
+    )
 
 
 def variants(facts):
@@ -174,12 +213,15 @@ SHAPES = {"w": (24, 30), "conv": (6, 5, 3, 3), "bias": (7,)}
 
 
 def steps_of(seed, steps, size, shapes=SHAPES, spread=True):
-    """gradients[step][rank][name] of flat arrays; with `spread` of very different sizes on the ranks."""
+    """gradients[step][rank][name] of flat arrays; with `spread` of very different sizes on the
+    ranks."""
     rng = np.random.default_rng(seed)
     return [
         [
             {
-                n: (rng.standard_normal(math.prod(s)) * (10.0**rank if spread else 1)).astype(np.float32)
+                n: (rng.standard_normal(math.prod(s)) * (10.0**rank if spread else 1)).astype(
+                    np.float32
+                )
                 for n, s in shapes.items()
             }
             for rank in range(size)
@@ -189,7 +231,9 @@ def steps_of(seed, steps, size, shapes=SHAPES, spread=True):
 
 
 def shaped(steps, shapes=SHAPES):
-    return [[{n: g.reshape(shapes[n]) for n, g in named.items()} for named in ranks] for ranks in steps]
+    return [
+        [{n: g.reshape(shapes[n]) for n, g in named.items()} for named in ranks] for ranks in steps
+    ]
 
 
 def copies(ranks):
@@ -201,7 +245,11 @@ def bytes_of(results):
 
 
 def with_seed(spec, seed):
-    return f"{spec},seed={seed}" if "seed" in hc.available()[spec.partition(":")[0]]["options"] else spec
+    return (
+        f"{spec},seed={seed}"
+        if "seed" in hc.available()[spec.partition(":")[0]]["options"]
+        else spec
+    )
 
 
 def residual_of(id, options, arrays):

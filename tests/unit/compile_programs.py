@@ -1,5 +1,7 @@
-"""Compiles every Triton program for a GPU that need not be there: `compile_programs.py 90` prints, as JSON, {program: its PTX, what ptxas says of it,
-bytes of shared memory}. In a process of its own, because Triton is imported either to interpret or to compile."""
+"""Compiles every Triton program for a GPU that need not be there: `compile_programs.py 90` prints,
+as JSON, {program: its PTX, what ptxas says of it, bytes of shared memory}. In a process of its own,
+because Triton is imported either to interpret or to compile."""
+
 import json
 import re
 import subprocess
@@ -14,22 +16,42 @@ from triton.compiler import ASTSource
 
 from horovod_compress.kernels.device import programs
 
-TYPES = {  # of the arrays that all tensors share; those of float32 are not named
-    "*i64": {"table", "owners", "orders", "ends"}, "*i32": {"floors", "counts", "peaks", "indices", "largest"}, "*i16": {"codes"},
-    "*i8": {"marks", "scales"}, "*fp64": {"sums"},
+TYPES = {
+    # Of the arrays that all tensors share; those of float32 are not named.
+    "*i64": {"table", "owners", "orders", "ends"},
+    "*i32": {"floors", "counts", "peaks", "indices", "largest"},
+    "*i16": {"codes"},
+    "*i8": {"marks", "scales"},
+    "*fp64": {"sums"},
 }
-KINDS = [{"KIND": kind, "BASED": based} for kind in (programs.NONE, programs.VANILLA, programs.NESTEROV) for based in (False, True)]
+KINDS = [
+    {"KIND": kind, "BASED": based}
+    for kind in (programs.NONE, programs.VANILLA, programs.NESTEROV)
+    for based in (False, True)
+]
 ONE_OR_TWO = [{"TWO": False}, {"TWO": True}]
-VARIANTS = {  # of constants, where a program has more of them than COLUMNS and BLOCK
+VARIANTS = {
+    # Of constants, where a program has more of them than COLUMNS and BLOCK.
     "sample": [{**kind, "BLOCK": programs.MARK_BLOCK} for kind in KINDS],
-    "advance": KINDS, "collect": ONE_OR_TWO, "put": ONE_OR_TWO, "collect_marked": ONE_OR_TWO,
+    "advance": KINDS,
+    "collect": ONE_OR_TWO,
+    "put": ONE_OR_TWO,
+    "collect_marked": ONE_OR_TWO,
     "average_momentum": [{"NESTEROV": False}, {"NESTEROV": True}],
     "accumulate_variance": [{"GIVEN": False}, {"GIVEN": True}],
     "accumulate_bins": [{"WIDTH": 64, "BLOCK": 8}, {"WIDTH": 512, "BLOCK": 1}],
-    "quantize": [{"FRACTION": 26, "WIDTH": 5, "FIELDS": 6, "WORD": tl.int32, "SCALES": False},
-                 {"FRACTION": 22, "WIDTH": 9, "FIELDS": 7, "WORD": tl.int64, "SCALES": True}],
-    "dequantize": [{"OFFSETS": 15, "WIDTH": 5, "FIELDS": 6, "SCALES": False}, {"OFFSETS": -(2**60), "WIDTH": 9, "FIELDS": 7, "SCALES": True}],
-    "count_fits": [{"WIDTH": 2, "FIELDS": 15, "WORD": tl.int32}, {"WIDTH": 5, "FIELDS": 12, "WORD": tl.int64}],
+    "quantize": [
+        {"FRACTION": 26, "WIDTH": 5, "FIELDS": 6, "WORD": tl.int32, "SCALES": False},
+        {"FRACTION": 22, "WIDTH": 9, "FIELDS": 7, "WORD": tl.int64, "SCALES": True},
+    ],
+    "dequantize": [
+        {"OFFSETS": 15, "WIDTH": 5, "FIELDS": 6, "SCALES": False},
+        {"OFFSETS": -(2**60), "WIDTH": 9, "FIELDS": 7, "SCALES": True},
+    ],
+    "count_fits": [
+        {"WIDTH": 2, "FIELDS": 15, "WORD": tl.int32},
+        {"WIDTH": 5, "FIELDS": 12, "WORD": tl.int64},
+    ],
     "find_scales": [{"WIDTH": 2, "FIELDS": 15}, {"WIDTH": 5, "FIELDS": 12}],
 }
 
@@ -42,10 +64,20 @@ def type_of(name, constants):
 
 
 def compiled(program, constants, capability):
-    signature = {name: "constexpr" if name in constants else type_of(name, constants) for name in program.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}  # as torch's memory is
+    signature = {
+        name: "constexpr" if name in constants else type_of(name, constants)
+        for name in program.arg_names
+    }
+    # As torch's memory is.
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, kind in enumerate(signature.values())
+        if kind.startswith("*")
+    }
     source = ASTSource(program, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False}
+    )
 
 
 def ptxas(ptx, capability):
@@ -53,7 +85,14 @@ def ptxas(ptx, capability):
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [get_ptxas(capability).path, "-v", f"-arch={re.search(r'.target (sm_.*)', ptx)[1]}", file.name, "-o", "/dev/null"]
+        command = [
+            get_ptxas(capability).path,
+            "-v",
+            f"-arch={re.search(r'.target (sm_.*)', ptx)[1]}",
+            file.name,
+            "-o",
+            "/dev/null",
+        ]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
@@ -62,10 +101,20 @@ def main(capability):
     for name, program in vars(programs).items():
         if isinstance(program, triton.runtime.JITFunction) and not name.startswith("_"):
             for constants in VARIANTS.get(name, [{}]):
-                block = programs.WORD_BLOCK if "FIELDS" in constants else programs.MARK_BLOCK if "marks" in program.arg_names else programs.BLOCK
+                block = (
+                    programs.WORD_BLOCK
+                    if "FIELDS" in constants
+                    else programs.MARK_BLOCK
+                    if "marks" in program.arg_names
+                    else programs.BLOCK
+                )
                 kernel = compiled(program, {"COLUMNS": 9, "BLOCK": block, **constants}, capability)
                 ptx = kernel.asm["ptx"]
-                found[" ".join([name, *map(str, constants.values())])] = ptx, ptxas(ptx, capability), kernel.metadata.shared
+                found[" ".join([name, *map(str, constants.values())])] = (
+                    ptx,
+                    ptxas(ptx, capability),
+                    kernel.metadata.shared,
+                )
     print(json.dumps(found))
 
 

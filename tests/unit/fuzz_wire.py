@@ -1,8 +1,9 @@
-"""Hostile payloads, by the hundred thousand, to every compressor that gathers: each must be refused with a ValueError,
-or decode to what the reference kernels decode it to.
+"""Hostile payloads, by the hundred thousand, to every compressor that gathers: each must be refused
+with a ValueError, or decode to what the reference kernels decode it to.
 
     python tests/unit/fuzz_wire.py COUNT
 """
+
 import contextlib
 import random
 import struct
@@ -31,7 +32,9 @@ VARIANTS = [
     "qsgd:coding=fixed,bucket_size=10",
     "qsgd:coding=fixed,levels=5,norm=max",
 ]
-SPECS = [id for id, about in hc.available().items() if about["collective"] == "allgather"] + VARIANTS
+SPECS = [
+    id for id, about in hc.available().items() if about["collective"] == "allgather"
+] + VARIANTS
 TOPK, RANKS = hc.get_compressor("topk"), 3  # of split entries
 INTERESTING = [0, 1, 2, 0x7F, 0x80, 0xFF]
 
@@ -47,7 +50,8 @@ def frames_of(compressor, numel, rng):
 
 
 def mutate(rng, frame, other):
-    """A hostile relative of a frame. Half of them have a valid checksum: then the decoder is on its own."""
+    """A hostile relative of a frame. Half of them have a valid checksum: then the decoder is on its
+    own."""
     frame = bytearray(frame)
     how = rng.randrange(12)
     if how == 0:
@@ -66,9 +70,14 @@ def mutate(rng, frame, other):
         body = rng.randbytes(rng.randrange(60))
         frame[HEADROOM:] = body + bytes((HEADROOM + len(body) + STEP) % 2)
         struct.pack_into("<I", frame, 16, len(body))
-    elif how == 7:  # cut or lengthened, and the header knows
+    elif how == 7:
+        # Cut or lengthened, and the header knows.
         body = frame[HEADROOM : HEADROOM + struct.unpack_from("<I", frame, 16)[0]]
-        body = body[: rng.randrange(len(body) + 1)] if rng.random() < 0.5 else body + rng.randbytes(rng.randrange(9))
+        body = (
+            body[: rng.randrange(len(body) + 1)]
+            if rng.random() < 0.5
+            else body + rng.randbytes(rng.randrange(9))
+        )
         frame[HEADROOM:] = body + bytes((HEADROOM + len(body) + STEP) % 2)
         struct.pack_into("<I", frame, 16, len(body))
     elif how == 8 and len(frame) > HEADROOM:  # the body's head
@@ -94,7 +103,8 @@ def reference_kernels():
 
 
 def added(compressor, body, numel):
-    """(whether it is finite, the result) of adding a body to a gradient; (None, what it was) where it is refused."""
+    """(whether it is finite, the result) of adding a body to a gradient; (None, what it was) where
+    it is refused."""
     out = np.linspace(-1, 1, numel, dtype=np.float32)
     try:
         return compressor.add(body, out, 0.5), out
@@ -116,12 +126,22 @@ def entries_of(spec, sizes, rank, rng):
     for name, numel in sizes.items():
         grad = rng.standard_normal(numel).astype(np.float32)
         payload = compressor.encode(grad, compressor.init(name, (numel,)), step)
-        entries.append(SelectAgain(payload, compressor.split(numel, step), grad, np.zeros(numel, np.float32), compressor.number, DIGEST))
+        entries.append(
+            SelectAgain(
+                payload,
+                compressor.split(numel, step),
+                grad,
+                np.zeros(numel, np.float32),
+                compressor.number,
+                DIGEST,
+            )
+        )
     return entries
 
 
 def outcome(entries, arrived, sums):
-    """What rank 0 makes of what comes to it as an owner, and of all ranks' sums, its own put in; or that it refuses those."""
+    """What rank 0 makes of what comes to it as an owner, and of all ranks' sums, its own put in; or
+    that it refuses those."""
     for entry in entries:
         entry.grad.fill(0)
     hop = split_step(entries, 0, RANKS, STEP, 1 / RANKS)
@@ -141,11 +161,22 @@ def fuzz_split(count):
     for i in range(count):
         if i % 100 == 0:
             sizes = {name: int(10 ** rng.uniform(0.5, 2.5)) for name in "ab"}
-            spec = f"topk:min_numel=0,ratio=0.2,exchange=split,values={rng.choice(['fp32', 'fp16', 'power', '2bit', 'sign'])}"
-            ranks = [entries_of(spec, sizes, rank, np.random.default_rng([i, rank])) for rank in range(RANKS)]
-            hops = [split_step(entries, rank, RANKS, STEP, 1 / RANKS) for rank, entries in enumerate(ranks)]
-            sent = [np.split(first.array, np.cumsum(first.splits))[:RANKS] for first in map(next, hops)]
-            sums = [hop.send([parts[owner] for parts in sent]).array for owner, hop in enumerate(hops)]
+            values = rng.choice(["fp32", "fp16", "power", "2bit", "sign"])
+            spec = f"topk:min_numel=0,ratio=0.2,exchange=split,values={values}"
+            ranks = [
+                entries_of(spec, sizes, rank, np.random.default_rng([i, rank]))
+                for rank in range(RANKS)
+            ]
+            hops = [
+                split_step(entries, rank, RANKS, STEP, 1 / RANKS)
+                for rank, entries in enumerate(ranks)
+            ]
+            sent = [
+                np.split(first.array, np.cumsum(first.splits))[:RANKS] for first in map(next, hops)
+            ]
+            sums = [
+                hop.send([parts[owner] for parts in sent]).array for owner, hop in enumerate(hops)
+            ]
         arrived, others = [parts[0] for parts in sent], sums[1:]  # new lists
         hostile, foreign = (others, sums[0]) if i % 2 else (arrived, sent[0][1])
         hostile[1] = np.frombuffer(mutate(rng, hostile[1].tobytes(), foreign.tobytes()), np.uint8)
@@ -165,9 +196,13 @@ def main(count):
             numel = int(10 ** rng.uniform(0, 3))
             name = SPECS[i // 500 % len(SPECS)]
             known = hc.available()[name.partition(":")[0]]["options"]
-            options = ",".join(o for o in ("min_numel=0", "ratio=0.2") if o.partition("=")[0] in known)
+            options = ",".join(
+                o for o in ("min_numel=0", "ratio=0.2") if o.partition("=")[0] in known
+            )
             configured = hc.get_compressor(name + ("," if ":" in name else ":") + options)
-            compressor, other = (compressor_for(configured, "t", (size,)) for size in (numel, numel + 1))
+            compressor, other = (
+                compressor_for(configured, "t", (size,)) for size in (numel, numel + 1)
+            )
             frames = list(frames_of(compressor, numel, np.random.default_rng(i)))
             others = list(frames_of(other, numel + 1, np.random.default_rng(i)))
         frame = mutate(rng, frames[i % 4], others[i % 4])
@@ -180,7 +215,13 @@ def main(count):
         finite, out = added(compressor, body, numel)
         with reference_kernels():
             expected_finite, expected = added(compressor, body, numel)
-        assert finite == expected_finite, (name, numel, finite, expected_finite, body.tobytes().hex())
+        assert finite == expected_finite, (
+            name,
+            numel,
+            finite,
+            expected_finite,
+            body.tobytes().hex(),
+        )
         assert np.array_equal(out, expected, equal_nan=True), (name, numel, body.tobytes().hex())
         assert (
             not finite or name[:4] != "qsgd" or within_norms(out, body, compressor.bucket_size)

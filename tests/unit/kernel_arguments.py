@@ -1,4 +1,6 @@
-"""What tests of kernels share: arguments of each kernel, drawn by a function of its name, and how results are compared."""
+"""What tests of kernels share: arguments of each kernel, drawn by a function of its name, and how
+results are compared."""
+
 import contextlib
 import struct
 
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 from horovod_compress import kernels
 from horovod_compress.kernels import HEADROOM, Encoded, reference
 
-native_only = pytest.mark.skipif(kernels.backend != "native", reason="compares native kernels, which were not built")
+native_only = pytest.mark.skipif(
+    kernels.backend != "native", reason="compares native kernels, which were not built"
+)
 
 # Native kernels are there for several sets of instructions; what runs by itself is the last.
 INSTRUCTIONS = kernels.native.available_instructions() if kernels.backend == "native" else []
@@ -28,7 +32,9 @@ def using(instructions):
 sizes = st.one_of(st.integers(0, 70), st.sampled_from([255, 1000, 1023, 1024, 1025, 4097, 30_000]))
 KEYS = st.integers(0, 2**64 - 1)
 VALUES = ("fp32", "fp16", "bf16", "sign", "power", "2bit")
-SPECIAL = np.float32([0, -0.0, 1, -1, 1e-45, -1e-39, 2**-126, 65504, 65520, 1e30, 3.4028235e38, -3.4028235e38])
+SPECIAL = np.float32(
+    [0, -0.0, 1, -1, 1e-45, -1e-39, 2**-126, 65504, 65520, 1e30, 3.4028235e38, -3.4028235e38]
+)
 
 
 class Arguments:
@@ -45,7 +51,9 @@ class Arguments:
 
     def bits(self, dtype, size=None):
         info = np.iinfo(dtype)
-        return self.rng.integers(info.min, info.max, self.size if size is None else size, dtype, endpoint=True)
+        return self.rng.integers(
+            info.min, info.max, self.size if size is None else size, dtype, endpoint=True
+        )
 
     def finite(self, size=None):
         size = self.size if size is None else size
@@ -75,7 +83,9 @@ class Arguments:
         return (self.rng.integers(-1000, 1001, self.size) * self.unit).astype(np.float32)
 
     def indices(self):
-        return np.flatnonzero(self.rng.random(self.size) < self.one_of(0.0, 0.01, 0.3, 1.0)).astype(np.uint32)
+        return np.flatnonzero(self.rng.random(self.size) < self.one_of(0.0, 0.01, 0.3, 1.0)).astype(
+            np.uint32
+        )
 
     def scale(self):
         return self.one_of(1.0, 0.5, 1 / 3, -1.0)
@@ -92,17 +102,23 @@ class Arguments:
         return body_of(reference.encode_sparse(at, values, kind=kind, scales=scales))
 
     def steps(self, scales):
-        return [2.0**bits - 1 for bits in sorted(self.rng.choice(np.arange(1, 17), scales, replace=False).tolist())]
+        return [
+            2.0**bits - 1
+            for bits in sorted(self.rng.choice(np.arange(1, 17), scales, replace=False).tolist())
+        ]
 
     def w(self):
         return float(np.float32(self.one_of(0.0, 1e-42, 1e-20, 0.37, 1.0, 1e20, 3.4e38)))
 
     def levels(self, scales, size, own=None):
-        """Words of counts of up to `size`, often as many, if this rank's `own` say so too; None for a single scale."""
+        """Words of counts of up to `size`, often as many, if this rank's `own` say so too; None for
+        a single scale."""
         width, counts = size.bit_length(), []
         for its in np.split(own, scales - 1) if own is not None else [None] * (scales - 1):
             fits = 1 if its is None else reference.quantization.unpack(its, self.size, width, 1, 0)
-            others = np.where(self.rng.random(self.size) < 0.5, size - 1, self.rng.integers(0, size, self.size))
+            others = np.where(
+                self.rng.random(self.size) < 0.5, size - 1, self.rng.integers(0, size, self.size)
+            )
             counts.append(reference.quantization.pack(others + fits, width, 1))
         return np.concatenate(counts) if counts else None
 
@@ -116,7 +132,9 @@ def body_of(encoded):
 
 def take_entries(a):
     kind, mask = a.one_of(*VALUES), a.one_of(False, True)
-    return dict(indices=a.indices(), v=a.finite(), u=a.one_of(None, a.finite()), kind=kind, mask=mask)
+    return dict(
+        indices=a.indices(), v=a.finite(), u=a.one_of(None, a.finite()), kind=kind, mask=mask
+    )
 
 
 def scatter_add(a):
@@ -141,8 +159,15 @@ def chunks(a):
 
 def encode_dct(a):
     grid, size = chunks(a)
-    return dict(grad=a.any(), residual=a.finite(), **grid, k=int(a.rng.integers(0, size + 1)), decay=a.one_of(0.0, 0.999, 1.0),
-                scale=a.one_of(1.0, 0.5), kind=a.one_of(*VALUES))
+    return dict(
+        grad=a.any(),
+        residual=a.finite(),
+        **grid,
+        k=int(a.rng.integers(0, size + 1)),
+        decay=a.one_of(0.0, 0.999, 1.0),
+        scale=a.one_of(1.0, 0.5),
+        kind=a.one_of(*VALUES),
+    )
 
 
 def decode_add_dct(a):
@@ -156,13 +181,27 @@ def encode_strom(a):
 
 def encode_variance(a):
     squares = a.one_of(None, np.abs(a.any()))
-    return dict(grad=a.any(), squares=squares, r=a.finite(), v=np.abs(a.finite()), alpha=a.one_of(0.1, 1.0, 1.5, 2.0),
-                zeta=a.one_of(0.0, 0.999, 1.0), tau=a.one_of(0.0, 0.0, 1e-3, 0.5), error_feedback=a.one_of(False, True))
+    return dict(
+        grad=a.any(),
+        squares=squares,
+        r=a.finite(),
+        v=np.abs(a.finite()),
+        alpha=a.one_of(0.1, 1.0, 1.5, 2.0),
+        zeta=a.one_of(0.0, 0.999, 1.0),
+        tau=a.one_of(0.0, 0.0, 1e-3, 0.5),
+        error_feedback=a.one_of(False, True),
+    )
 
 
 def encode_adacomp(a):
-    return dict(grad=a.exact(), residual=a.exact(), sent=a.indices(), sent_scale=a.one_of(0.0, 3 * a.unit),
-                bin_length=a.one_of(1, 2, 15, 16, 17, 50, 500, 10**6), scale_factor=a.one_of(1.0, 2.0, 3.5))
+    return dict(
+        grad=a.exact(),
+        residual=a.exact(),
+        sent=a.indices(),
+        sent_scale=a.one_of(0.0, 3 * a.unit),
+        bin_length=a.one_of(1, 2, 15, 16, 17, 50, 500, 10**6),
+        scale_factor=a.one_of(1.0, 2.0, 3.5),
+    )
 
 
 def encode_float16(a):
@@ -182,7 +221,12 @@ def decode_add_bf16(a):
 
 
 def encode_one_bit(a):
-    return dict(grad=a.exact(), residual=a.exact(), growth=a.one_of(1.0, 0.0, 0.5, 2.0), symmetric=a.one_of(False, True))
+    return dict(
+        grad=a.exact(),
+        residual=a.exact(),
+        growth=a.one_of(1.0, 0.0, 0.5, 2.0),
+        symmetric=a.one_of(False, True),
+    )
 
 
 def decode_add_one_bit(a):
@@ -196,7 +240,11 @@ def encode_natural(a):
 
 
 def decode_add_natural(a):
-    return dict(out=a.finite(), body=body_of(reference.encode_natural(a.finite(), key=a.draw(KEYS))), scale=a.scale())
+    return dict(
+        out=a.finite(),
+        body=body_of(reference.encode_natural(a.finite(), key=a.draw(KEYS))),
+        scale=a.scale(),
+    )
 
 
 def buckets(a):
@@ -205,7 +253,9 @@ def buckets(a):
 
 
 def encode_buckets(a):
-    return dict(grad=a.any(), **buckets(a), l2=False, limit=a.one_of(0.0, 0.5, 1.0), key=a.draw(KEYS))
+    return dict(
+        grad=a.any(), **buckets(a), l2=False, limit=a.one_of(0.0, 0.5, 1.0), key=a.draw(KEYS)
+    )
 
 
 def decode_add_buckets(a):
@@ -246,7 +296,12 @@ def random_bits(a):
 
 def draw_coordinates(a):
     first = int(a.rng.integers(0, a.size + 1))
-    return dict(key=a.draw(KEYS), numel=a.size, first=first, count=int(a.rng.integers(0, a.size - first + 1)))
+    return dict(
+        key=a.draw(KEYS),
+        numel=a.size,
+        first=first,
+        count=int(a.rng.integers(0, a.size - first + 1)),
+    )
 
 
 def quantize(a):
@@ -255,10 +310,16 @@ def quantize(a):
     width = (2 * size * int(steps[0])).bit_length()
     if scales > 1:
         peaks = np.empty(-(-a.size // 64), np.uint32)
-        w = min(float(reference.max_abs(x, peaks)) * a.one_of(1, 1.7), float(np.finfo(np.float32).max))
-        levels = a.levels(scales, size, reference.encode_scales(x, peaks, w=w, steps=steps, size=size))
+        w = min(
+            float(reference.max_abs(x, peaks)) * a.one_of(1, 1.7), float(np.finfo(np.float32).max)
+        )
+        levels = a.levels(
+            scales, size, reference.encode_scales(x, peaks, w=w, steps=steps, size=size)
+        )
     clip = min(a.one_of(0.0, w / 3, w, 2 * w), float(np.finfo(np.float32).max))
-    return dict(x=x, levels=levels, w=w, clip=clip, steps=steps, width=width, size=size, key=a.draw(KEYS))
+    return dict(
+        x=x, levels=levels, w=w, clip=clip, steps=steps, width=width, size=size, key=a.draw(KEYS)
+    )
 
 
 def dequantize(a):
@@ -273,7 +334,9 @@ def dequantize(a):
 def encode_scales(a):
     x, peaks = a.finite(), np.empty(-(-a.size // 64), np.uint32)
     reference.max_abs(x, peaks)
-    return dict(x=x, peaks=peaks, w=a.w(), steps=a.steps(a.one_of(2, 3, 8)), size=a.one_of(1, 2, 3, 8, 1000))
+    return dict(
+        x=x, peaks=peaks, w=a.w(), steps=a.steps(a.one_of(2, 3, 8)), size=a.one_of(1, 2, 3, 8, 1000)
+    )
 
 
 def encode_signs(a):
@@ -283,12 +346,28 @@ def encode_signs(a):
 def decode_signs(a):
     size = a.one_of(1, 2, 3, 8, 1000)
     width = (2 * size).bit_length()
-    return dict(words=a.words(a.size, width, 0, more=1), out=a.finite(), width=width, size=size, unit=a.scale())
+    return dict(
+        words=a.words(a.size, width, 0, more=1),
+        out=a.finite(),
+        width=width,
+        size=size,
+        unit=a.scale(),
+    )
 
 
-ELSEWHERE = {  # have a choice, of what they send or how they round, or compute nothing
-    "add_to_residual", "add_sample_squares", "encode_sparse", "encode_topk", "flush_denormals", "orthonormalize", "product", "project",
-    "project_back", "max_abs_and_deviation", "subtract_product",
+ELSEWHERE = {
+    # Have a choice, of what they send or how they round, or compute nothing.
+    "add_to_residual",
+    "add_sample_squares",
+    "encode_sparse",
+    "encode_topk",
+    "flush_denormals",
+    "orthonormalize",
+    "product",
+    "project",
+    "project_back",
+    "max_abs_and_deviation",
+    "subtract_product",
 }
 KERNELS = [name for name in reference.__all__ if name not in ELSEWHERE]
 

@@ -1,4 +1,6 @@
-"""What tests of sums over samples share: a loop over samples, by autograd, and a model that makes them hard."""
+"""What tests of sums over samples share: a loop over samples, by autograd, and a model that makes
+them hard."""
+
 import torch
 from torch import nn
 
@@ -22,7 +24,9 @@ def loop(module, *inputs, loss=loss_of):
     named, batch = dict(module.named_parameters()), len(inputs[0])
     sums = {name: torch.zeros(param.shape) for name, param in named.items()}
     for z in range(batch):
-        gradients = torch.autograd.grad(loss(module(*(x[z : z + 1] for x in inputs))) / batch, list(named.values()))
+        gradients = torch.autograd.grad(
+            loss(module(*(x[z : z + 1] for x in inputs))) / batch, list(named.values())
+        )
         for name, gradient in zip(named, gradients):
             sums[name] += gradient.float() ** 2
     return sums
@@ -31,10 +35,17 @@ def loop(module, *inputs, loss=loss_of):
 def assert_taken(collector, sums, rtol=1e-4):
     for name, expected in sums.items():
         taken = collector.take(name)
-        assert taken is not None and taken.dtype == "float32" and taken.shape == (expected.numel(),), name
-        atol = rtol * expected.max().item()  # of the largest, because what is squared are sums that may cancel
+        assert (
+            taken is not None and taken.dtype == "float32" and taken.shape == (expected.numel(),)
+        ), name
+        # Of the largest, because what is squared are sums that may cancel.
+        atol = rtol * expected.max().item()
         torch.testing.assert_close(
-            torch.from_numpy(taken), expected.flatten(), rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}"
+            torch.from_numpy(taken),
+            expected.flatten(),
+            rtol=rtol,
+            atol=atol,
+            msg=lambda m: f"{name}: {m}",
         )
         assert collector.take(name) is None, "the sums are handed over once"
 
@@ -44,7 +55,8 @@ def tokens(*shape, high=7):
 
 
 class Net(nn.Module):
-    """What makes models hard: in-place activations, a layer used twice, a residual, keyword arguments."""
+    """What makes models hard: in-place activations, a layer used twice, a residual, keyword
+    arguments."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,6 @@
-"""Loads the native module named by NATIVE_UNDER_TEST, one built with sanitizers, in place of the installed one."""
+"""Loads the native module named by NATIVE_UNDER_TEST, one built with sanitizers, in place of the
+installed one."""
+
 import importlib.util
 import os
 import sys

@@ -1,4 +1,6 @@
-"""What the tests of algorithms against their papers share: gradients drawn anew for each test, and single encodings."""
+"""What the tests of algorithms against their papers share: gradients drawn anew for each test, and
+single encodings."""
+
 import numpy as np
 import pytest
 
@@ -29,7 +31,9 @@ def payload_of(spec, gradient, state=None, step=0, size=1, squares=None):
     """(payload, compressor, state) of one tensor's encoding."""
     compressor = compressor_for(hc.get_compressor(spec), "t", gradient.shape)
     state = state or compressor.init("t", gradient.shape)
-    payload = compressor.encode(gradient.reshape(-1).copy(), state, Step(step, 0, size, squares=squares))
+    payload = compressor.encode(
+        gradient.reshape(-1).copy(), state, Step(step, 0, size, squares=squares)
+    )
     return payload, compressor, state
 
 

@@ -1,4 +1,5 @@
 """Ranks in one process: what the tests of exchanges and compressors share."""
+
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -31,12 +32,15 @@ class Waiting(Loopback):
 
     def _all(self, name, parts):
         with self.changed:
-            assert self.changed.wait_for(lambda: len(parts) == self.size, timeout=60), f"{name}: ranks {sorted(parts)} of {self.size} came"
+            assert self.changed.wait_for(lambda: len(parts) == self.size, timeout=60), (
+                f"{name}: ranks {sorted(parts)} of {self.size} came"
+            )
             return super()._all(name, parts)
 
 
 def on_all_ranks(function, exchanges):
-    """function(exchange, transport) of each, in a thread each; the transports connect them. Returns the results in rank order."""
+    """function(exchange, transport) of each, in a thread each; the transports connect them. Returns
+    the results in rank order."""
     transports = Waiting.group(len(exchanges))
     with ThreadPoolExecutor(len(exchanges)) as pool:
         return list(pool.map(function, exchanges, transports))
@@ -45,7 +49,10 @@ def on_all_ranks(function, exchanges):
 def gradients(seed, size=2, shapes=SHAPES):
     """gradients[rank] = {name: flat array}."""
     rng = np.random.default_rng(seed)
-    return [{n: rng.standard_normal(math.prod(s)).astype(np.float32) for n, s in shapes.items()} for _ in range(size)]
+    return [
+        {n: rng.standard_normal(math.prod(s)).astype(np.float32) for n, s in shapes.items()}
+        for _ in range(size)
+    ]
 
 
 def copy_of(exchange):
@@ -75,6 +82,8 @@ def any_gradients(draw, max_ranks=4):
 
     def array(shape):
         magnitude = 10.0 ** rng.uniform(-6, 6, shape)
-        return (np.where(rng.random(shape) < zeros, 0, 1) * rng.choice([-1, 1], shape) * magnitude).astype(np.float32)
+        return (
+            np.where(rng.random(shape) < zeros, 0, 1) * rng.choice([-1, 1], shape) * magnitude
+        ).astype(np.float32)
 
     return [[{n: array(s) for n, s in named.items()} for _ in range(ranks)] for _ in range(steps)]

@@ -1,4 +1,5 @@
 """hvdc.AdamW: steps of a rank's part of the batch that are as large as those of the whole."""
+
 import io
 
 import horovod.torch as hvd
@@ -19,31 +20,47 @@ def steps_with(optimizer, param, gradients):
 
 
 def gradients_of(steps, shape, seed=0, signal=0.0):
-    return signal + torch.randn((steps, *shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return signal + torch.randn(
+        (steps, *shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def weights(shape=(3, 4)):
-    return torch.nn.Parameter(torch.linspace(-1, 1, int(np.prod(shape)), dtype=torch.float64).reshape(shape).clone())
+    return torch.nn.Parameter(
+        torch.linspace(-1, 1, int(np.prod(shape)), dtype=torch.float64).reshape(shape).clone()
+    )
 
 
 @examples(100)
-@given(betas=st.tuples(st.floats(0, 0.99), st.floats(0, 0.999)), decay=st.floats(0, 0.5), lr=st.floats(0, 1), seed=st.integers(0, 9))
+@given(
+    betas=st.tuples(st.floats(0, 0.99), st.floats(0, 0.999)),
+    decay=st.floats(0, 0.5),
+    lr=st.floats(0, 1),
+    seed=st.integers(0, 9),
+)
 def test_one_rank_has_torchs_adamw(betas, decay, lr, seed):
     ours, torchs = weights(), weights()
     options = {"lr": lr, "betas": betas, "weight_decay": decay}
     for make, param in ((torch.optim.AdamW, torchs), (hvdc.AdamW, ours)):
-        steps_with(make([param], **options, **({"ranks": 1} if param is ours else {})), param, gradients_of(7, (3, 4), seed))
+        steps_with(
+            make([param], **options, **({"ranks": 1} if param is ours else {})),
+            param,
+            gradients_of(7, (3, 4), seed),
+        )
     torch.testing.assert_close(ours, torchs, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 32])
 @pytest.mark.parametrize("signal", [0.0, 0.1, 3.0])
 def test_a_part_of_the_batch_has_the_second_moment_of_the_whole(ranks, signal):
-    """The whole batch's noise has a standard deviation of 1, that of a part √ranks. torch's is nearly ranks times too large where noise prevails."""
+    """The whole batch's noise has a standard deviation of 1, that of a part √ranks. torch's is
+    nearly ranks times too large where noise prevails."""
     size = 2000
     noise = gradients_of(600, (size,)) * ranks**0.5
     part = torch.nn.Parameter(torch.zeros(size, dtype=torch.float64))
-    optimizer = hvdc.AdamW([part], lr=1.0, betas=(0.9, 0.99), weight_decay=0.0, eps=0.0, ranks=ranks)
+    optimizer = hvdc.AdamW(
+        [part], lr=1.0, betas=(0.9, 0.99), weight_decay=0.0, eps=0.0, ranks=ranks
+    )
     steps_with(optimizer, part, signal + noise)
     before = part.detach().clone()
     state = optimizer.state[part]
@@ -51,8 +68,11 @@ def test_a_part_of_the_batch_has_the_second_moment_of_the_whole(ranks, signal):
     mean = state["exp_avg"] / (1 - 0.9**601)
     divided_by = (mean / (before - part.detach())).square()
     expected = signal**2 + 1
-    # q is a mean over some 100 steps, so it is noisy, and negative values are cut off: what that adds grows with √ranks.
-    assert abs(divided_by.median() / expected - 1) < 0.1 + 0.02 * ranks, divided_by.median() / expected
+    # q is a mean over some 100 steps, so it is noisy, and negative values are cut off: what that
+    # adds grows with √ranks.
+    assert abs(divided_by.median() / expected - 1) < 0.1 + 0.02 * ranks, (
+        divided_by.median() / expected
+    )
     assert state["exp_avg_sq"].mean() / (1 - 0.99**601) > 0.9 * (signal**2 + ranks)
 
 
@@ -94,7 +114,9 @@ def test_where_nothing_is_known_of_the_signal_steps_are_as_torchs(known):
     optimizers = hvdc.AdamW([ours], lr=0.1, ranks=64), torch.optim.AdamW([torchs], lr=0.1)
     history = {"nothing": 0, "zeros": 5, "what torch's has kept": 5}[known]
     for optimizer, param in zip(optimizers, (ours, torchs)):
-        steps_with(optimizer, param, [torch.full_like(param, float("torch" in known)).detach()] * history)
+        steps_with(
+            optimizer, param, [torch.full_like(param, float("torch" in known)).detach()] * history
+        )
     if "torch" in known:
         optimizers[0].load_state_dict(optimizers[1].state_dict())
         ours.data.copy_(torchs.data)
@@ -105,13 +127,19 @@ def test_where_nothing_is_known_of_the_signal_steps_are_as_torchs(known):
 
 def test_gradients_in_half_precision():
     param = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
-    steps_with(hvdc.AdamW([param], lr=0.5, weight_decay=0.0, ranks=4), param, [torch.full_like(param, 250.0)])
+    steps_with(
+        hvdc.AdamW([param], lr=0.5, weight_decay=0.0, ranks=4),
+        param,
+        [torch.full_like(param, 250.0)],
+    )
     assert torch.equal(param, torch.full_like(param, 0.5))
 
 
 def test_closures_groups_and_what_has_no_gradient():
     one, other, frozen = weights(), weights(), weights()
-    optimizer = hvdc.AdamW([{"params": [one, frozen], "lr": 0.1}, {"params": [other], "ranks": 8}], lr=0.2)
+    optimizer = hvdc.AdamW(
+        [{"params": [one, frozen], "lr": 0.1}, {"params": [other], "ranks": 8}], lr=0.2
+    )
     frozen.requires_grad_(False)
 
     def closure():

@@ -1,4 +1,5 @@
 """Names, specs, simulate, and what importing costs."""
+
 import inspect
 import json
 import os
@@ -12,11 +13,19 @@ import horovod_compress as hc
 
 
 def python(code, **variables):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **variables})
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+    )
 
 
 def test_importing_needs_no_framework():
-    code = "import sys, horovod_compress; print([m for m in ('torch', 'tensorflow', 'horovod', 'mpi4py') if m in sys.modules])"
+    code = (
+        "import sys, horovod_compress; print([m for m in ('torch', 'tensorflow', 'horovod', "
+        "'mpi4py') if m in sys.modules])"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
@@ -24,31 +33,50 @@ def test_the_reference_serves_where_nothing_was_built():
     code = (
         "import sys, warnings; sys.modules['horovod_compress.kernels.native._native'] = None\n"
         "with warnings.catch_warnings(record=True) as seen:\n"
-        "    warnings.simplefilter('always'); import horovod_compress as hc, horovod_compress.kernels as k\n"
+        "    warnings.simplefilter('always'); import horovod_compress as hc, "
+        "horovod_compress.kernels as k\n"
         "import numpy as np\n"
-        "run = hc.simulate('dgc:ratio=0.1', [[{'w': np.random.randn(40, 40)} for r in range(2)] for s in range(3)])\n"
-        "print(k.backend, len(seen), 'compiler' in str(seen[0].message), run.bytes_sent[0][0] < 1200)"
+        "run = hc.simulate('dgc:ratio=0.1', [[{'w': np.random.randn(40, 40)} for r in range(2)] "
+        "for s in range(3)])\n"
+        "print(k.backend, len(seen), 'compiler' in str(seen[0].message), run.bytes_sent[0][0] < "
+        "1200)"
     )
     assert python(code, HOROVOD_COMPRESS_KERNELS="").stdout.strip() == "reference 1 True True"
 
 
 @pytest.mark.parametrize(
     "wanted, error",
-    [("native", "ModuleNotFoundError"), ("fast", "ValueError: HOROVOD_COMPRESS_KERNELS must be native, reference or device, not 'fast'")],
+    [
+        ("native", "ModuleNotFoundError"),
+        (
+            "fast",
+            "ValueError: HOROVOD_COMPRESS_KERNELS must be native, reference or device, not 'fast'",
+        ),
+    ],
 )
 def test_kernels_that_are_asked_for_and_not_there_are_an_error(wanted, error):
-    code = "import sys; sys.modules['horovod_compress.kernels.native._native'] = None; import horovod_compress"
+    code = (
+        "import sys; sys.modules['horovod_compress.kernels.native._native'] = None; import "
+        "horovod_compress"
+    )
     done = python(code, HOROVOD_COMPRESS_KERNELS=wanted)
     assert done.returncode != 0 and error in done.stderr
 
 
 def test_the_reference_is_served_in_silence_where_it_is_asked_for():
-    done = python("import horovod_compress.kernels as k; print(k.backend)", HOROVOD_COMPRESS_KERNELS="reference")
+    done = python(
+        "import horovod_compress.kernels as k; print(k.backend)",
+        HOROVOD_COMPRESS_KERNELS="reference",
+    )
     assert (done.stdout.strip(), done.stderr) == ("reference", "")
 
 
 def test_classes_are_exported_and_named_apart():
-    assert {cls.id for cls in map(vars(hc).get, hc.__all__) if isinstance(cls, type) and hasattr(cls, "id")} == set(hc.available())
+    assert {
+        cls.id
+        for cls in map(vars(hc).get, hc.__all__)
+        if isinstance(cls, type) and hasattr(cls, "id")
+    } == set(hc.available())
     assert hc.DGC(ratio=0.01) == hc.get_compressor("dgc:ratio=0.01")
 
 
@@ -56,8 +84,21 @@ def test_available_lists_options_and_papers():
     listed = hc.available()
     assert {"none", "dgc"} <= set(listed)
     assert listed["dgc"]["collective"] == "allgather" and "1712.01887" in listed["dgc"]["paper"]
-    for name in ("ratio", "momentum", "nesterov", "masking", "clip_norm", "warmup_steps", "schedule", "sample_ratio",
-                 "values", "min_numel", "exclude", "seed", "transport"):
+    for name in (
+        "ratio",
+        "momentum",
+        "nesterov",
+        "masking",
+        "clip_norm",
+        "warmup_steps",
+        "schedule",
+        "sample_ratio",
+        "values",
+        "min_numel",
+        "exclude",
+        "seed",
+        "transport",
+    ):
         assert listed["dgc"]["options"][name]["doc"]
     json.dumps(listed)
 
@@ -121,7 +162,9 @@ def test_bad_specs_name_the_problem_and_what_is_valid(spec, words):
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("spec", ["none", "dgc:ratio=0.1", "dgc:ratio=0.1,min_numel=0", "dgc:ratio=1,min_numel=0"])
+@pytest.mark.parametrize(
+    "spec", ["none", "dgc:ratio=0.1", "dgc:ratio=0.1,min_numel=0", "dgc:ratio=1,min_numel=0"]
+)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (0, 5), (3, 1, 7), (64, 33)])
 def test_every_shape_and_dtype(spec, dtype, shape):

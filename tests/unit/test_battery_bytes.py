@@ -1,4 +1,5 @@
 """For every id of available(): every byte is counted, and submitting waits for nobody."""
+
 import numpy as np
 from battery_facts import SHAPES, copies, over, quiet, shaped, spec_of, steps_of, variants
 from ranks import ranks_of
@@ -66,7 +67,8 @@ def copies_of_steps(steps):
 
 @over(variants)
 def test_submitting_never_waits_and_names_every_operation(id, options):
-    """Inside a backward hook nothing may block; and ranks may come to operations in different orders."""
+    """Inside a backward hook nothing may block; and ranks may come to operations in different
+    orders."""
     (exchange,) = ranks_of(spec_of(id, options), 1, SHAPES, Counting)
     ((named,),) = steps_of(0, 1, 1)
     carriers = {name: exchange.submit(name, named[name]) for name in SHAPES}
@@ -74,4 +76,6 @@ def test_submitting_never_waits_and_names_every_operation(id, options):
     for name, carrier in carriers.items():
         exchange.finish(name, carrier)
     calls = exchange.transport.calls
-    assert len(set(calls)) == len(calls) and all(any(n in name for n in [*SHAPES, ":agree", ":step", ":split"]) for _, name in calls)
+    assert len(set(calls)) == len(calls) and all(
+        any(n in name for n in [*SHAPES, ":agree", ":step", ":split"]) for _, name in calls
+    )

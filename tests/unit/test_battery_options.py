@@ -1,4 +1,5 @@
 """For every id of available(): what specs take and refuse, and what available() says."""
+
 import dataclasses
 import json
 import math
@@ -11,7 +12,17 @@ from battery_facts import FACTS, quiet
 
 import horovod_compress as hc
 from horovod_compress.compressors import REGISTRY
-from horovod_compress.compressors.options import Ascending, Auto, Choice, Count, Flag, Number, Patterns, Schedule, ZeroOrCount
+from horovod_compress.compressors.options import (
+    Ascending,
+    Auto,
+    Choice,
+    Count,
+    Flag,
+    Number,
+    Patterns,
+    Schedule,
+    ZeroOrCount,
+)
 
 pytestmark = quiet
 
@@ -24,7 +35,9 @@ def fields():
     return [(id, field) for id, cls in REGISTRY.items() for field in dataclasses.fields(cls)]
 
 
-over_options = pytest.mark.parametrize("id, field", fields(), ids=[f"{id}.{field.name}" for id, field in fields()])
+over_options = pytest.mark.parametrize(
+    "id, field", fields(), ids=[f"{id}.{field.name}" for id, field in fields()]
+)
 
 
 def wrong_values(kind):
@@ -36,7 +49,21 @@ def wrong_values(kind):
         below = [kind.low - 1] + ([kind.low] if getattr(kind, "low_open", False) else [])
         above = [2 * kind.high + 1] if kind.high < math.inf else []
         halves = [1.5] if isinstance(kind, Count) else []
-        return [*below, *above, *halves, *none, "1", "many", True, math.nan, math.inf, -math.inf, 1j, [1], {}]
+        return [
+            *below,
+            *above,
+            *halves,
+            *none,
+            "1",
+            "many",
+            True,
+            math.nan,
+            math.inf,
+            -math.inf,
+            1j,
+            [1],
+            {},
+        ]
     if isinstance(kind, Flag):
         return [0, 1, "true", 0.0, [], *none]
     if isinstance(kind, Choice):
@@ -44,9 +71,30 @@ def wrong_values(kind):
     if isinstance(kind, Patterns):
         return [5, [1], {"a": 1}, 0.5, *none]
     if isinstance(kind, Ascending):
-        return [5, (), (4,), (6, 2), (4, 4), (0, 4), (4, 17), tuple(range(1, 10)), (2.5, 6), "2+6", (True, 4), *none]
+        return [
+            5,
+            (),
+            (4,),
+            (6, 2),
+            (4, 4),
+            (0, 4),
+            (4, 17),
+            tuple(range(1, 10)),
+            (2.5, 6),
+            "2+6",
+            (True, 4),
+            *none,
+        ]
     if isinstance(kind, Schedule):
-        pairs = [((1, 0.5),), ((0, 0.5), (0, 0.1)), ((0, 2),), ((0, 0),), ((0.5, 0.1),), ((0, 0.1, 3),), ((0,),)]
+        pairs = [
+            ((1, 0.5),),
+            ((0, 0.5), (0, 0.1)),
+            ((0, 2),),
+            ((0, 0),),
+            ((0.5, 0.1),),
+            ((0, 0.1, 3),),
+            ((0,),),
+        ]
         return [5, "0/1", *pairs, *none]
     raise AssertionError(f"say what is wrong for {kind}")
 
@@ -70,7 +118,11 @@ def test_bad_options_name_the_problem_and_what_is_valid(id, field):
         with pytest.raises(ValueError) as error:
             hc.get_compressor({"id": id, field.name: value})
         assert f"{id}: {field.name} must be {kind}, not {value!r}" == str(error.value)
-    for text in ["automatic", "0", *WRONG_TEXTS[type(kind.kind)]] if isinstance(kind, Auto) else WRONG_TEXTS[type(kind)]:
+    for text in (
+        ["automatic", "0", *WRONG_TEXTS[type(kind.kind)]]
+        if isinstance(kind, Auto)
+        else WRONG_TEXTS[type(kind)]
+    ):
         with pytest.raises(ValueError) as error:
             hc.get_compressor(f"{id}:{field.name}={text}")
         assert id in str(error.value) and field.name in str(error.value)
@@ -79,7 +131,10 @@ def test_bad_options_name_the_problem_and_what_is_valid(id, field):
         hc.get_compressor(f"{id}:{field.name}={text},{field.name}={text}")
 
 
-EXTREMES = {Number: [1e300, 1e-300, 1e39, 1e-46, 10**400, -(10**400)], Count: [2**31, 2**63, 2**64 - 1, 2**64, 10**400]}
+EXTREMES = {
+    Number: [1e300, 1e-300, 1e39, 1e-46, 10**400, -(10**400)],
+    Count: [2**31, 2**63, 2**64 - 1, 2**64, 10**400],
+}
 LENGTHS = ("bin_length", "bucket_size")
 
 
@@ -98,7 +153,9 @@ def test_extreme_numbers_are_refused_or_work(id, field):
         assert all(np.isfinite(mean["w"]).all() for mean in run.mean), value
 
 
-@pytest.mark.parametrize("option", ["adacomp:min_numel=0,bin_length", "qsgd:min_numel=0,bucket_size"])
+@pytest.mark.parametrize(
+    "option", ["adacomp:min_numel=0,bin_length", "qsgd:min_numel=0,bucket_size"]
+)
 def test_lengths_far_beyond_the_tensor_are_refused_or_work(option):
     """In a process of its own, that may crash."""
     code = (
@@ -106,7 +163,8 @@ def test_lengths_far_beyond_the_tensor_are_refused_or_work(option):
         f"for length in ({10**30}, {2**64}, {2**64 - 1}, {2**63}, {2**31}):\n"
         f"    try: compressor = hc.get_compressor('{option}=%d' % length)\n"
         "    except ValueError: continue\n"
-        "    assert (hc.simulate(compressor, [[{'w': np.ones((5, 5))}] * 2]).mean[0]['w'] == 1).all()\n"
+        "    assert (hc.simulate(compressor, [[{'w': np.ones((5, 5))}] * 2]).mean[0]['w'] == "
+        "1).all()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -132,7 +190,13 @@ def valid_values(kind):
     none = [None] if getattr(kind, "optional", False) else []
     if isinstance(kind, Number):
         high = min(kind.high, kind.low + 1)
-        return [high, kind.low + 0.7 * (high - kind.low), (kind.low + high) / 3 + 1e-9, np.float32(high), *none]
+        return [
+            high,
+            kind.low + 0.7 * (high - kind.low),
+            (kind.low + high) / 3 + 1e-9,
+            np.float32(high),
+            *none,
+        ]
     if isinstance(kind, Count):
         return [kind.low, min(kind.high, kind.low + 3), np.int64(kind.low + 1), *none]
     if isinstance(kind, Flag):
@@ -159,7 +223,8 @@ def text_of(kind, value):
     return "+".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
-NEEDS = {"unbiased": {"ratio": 0.5}, "of": {"ratio": 0.5}, "nesterov": {"momentum": 0.5}}  # what an option needs besides
+# What an option needs besides.
+NEEDS = {"unbiased": {"ratio": 0.5}, "of": {"ratio": 0.5}, "nesterov": {"momentum": 0.5}}
 
 
 @over_options
@@ -168,11 +233,14 @@ def test_specs_dicts_reprs_and_configs_are_one(id, field):
     needs = {name: value for name, value in needs.items() if name in hc.available()[id]["options"]}
     for value in valid_values(kind):
         text = ",".join(f"{name}={text_of(None, v)}" for name, v in needs.items())
-        if value or not isinstance(value, tuple):  # an empty tuple is the default of what has it, and not to be said
+        # An empty tuple is the default of what has it, and not to be said.
+        if value or not isinstance(value, tuple):
             text += f",{field.name}={text_of(kind, value)}"
         compressor = hc.get_compressor({"id": id, field.name: value, **needs})
         cls = type(compressor)
-        assert compressor == cls(**{field.name: value}, **needs) == hc.get_compressor(f"{id}:{text}")
+        assert (
+            compressor == cls(**{field.name: value}, **needs) == hc.get_compressor(f"{id}:{text}")
+        )
         assert hc.get_compressor(json.loads(json.dumps(compressor.config))) == compressor
         assert eval(repr(compressor), {cls.__name__: cls}) == compressor
         assert hash(compressor) == hash(hc.get_compressor(compressor))
@@ -188,4 +256,7 @@ def test_what_available_says_is_what_there_is(id):
         name: value for name, value in compressor.config.items() if name != "id"
     }
     assert all(option["doc"] and option["values"] for option in about["options"].values())
-    assert len({cls.number for cls in REGISTRY.values()}) == len(REGISTRY) and 0 <= compressor.number < 256
+    assert (
+        len({cls.number for cls in REGISTRY.values()}) == len(REGISTRY)
+        and 0 <= compressor.number < 256
+    )

@@ -1,4 +1,6 @@
-"""For every id of available(): all ranks come to the same results, whatever the order, the ranks' kernels, or the kernels of all."""
+"""For every id of available(): all ranks come to the same results, whatever the order, the ranks'
+kernels, or the kernels of all."""
+
 import itertools
 
 import numpy as np
@@ -14,7 +16,7 @@ from horovod_compress.lockstep import mean_of, run_step
 pytestmark = quiet
 
 
-# -- replicas agree ----------------------------------------------------------------------------------------------------
+# -- replicas agree
 
 
 @over(variants)
@@ -35,13 +37,16 @@ def test_the_order_of_submission_may_differ_between_ranks(id, options):
     assert bytes_of(run_step(ranks_of(spec_of(id, options), 3, SHAPES), reordered)) == expected
 
 
-# -- backends ----------------------------------------------------------------------------------------------------------
+# -- backends
 
 
-@pytest.mark.skipif(kernels.backend != "native", reason="needs native kernels, which were not built")
+@pytest.mark.skipif(
+    kernels.backend != "native", reason="needs native kernels, which were not built"
+)
 @over(variants)
 def test_ranks_on_different_kernels_agree(id, options, monkeypatch):
-    """Rank 0 has native kernels, rank 1 the reference. Where replicas then differ, the handshake compares the kernels."""
+    """Rank 0 has native kernels, rank 1 the reference. Where replicas then differ, the handshake
+    compares the kernels."""
     exchanges = ranks_of(spec_of(id, options), 2, SHAPES)
 
     def use(rank):
@@ -54,9 +59,13 @@ def test_ranks_on_different_kernels_agree(id, options, monkeypatch):
             use(rank)
 
     for grads in steps_of(0, 4, 2):
-        carriers = [{n: use(rank).submit(n, g) for n, g in named.items()} for rank, named in enumerate(grads)]
+        carriers = [
+            {n: use(rank).submit(n, g) for n, g in named.items()}
+            for rank, named in enumerate(grads)
+        ]
         for _ in itertools.zip_longest(*map(rounds_of, range(2))):
-            pass  # every rank starts a round before any waits for it
+            # Every rank starts a round before any waits for it.
+            pass
         for name in SHAPES:
             reduced = mean_of([named[name] for named in carriers])
             for rank in range(2):
@@ -67,7 +76,8 @@ def test_ranks_on_different_kernels_agree(id, options, monkeypatch):
 
 @over(variants)
 def test_the_reference_kernels_do_the_same(id, options, monkeypatch):
-    """The runs that native kernels and the reference make; which of the largest are sent may differ."""
+    """The runs that native kernels and the reference make; which of the largest are sent may
+    differ."""
     grads = shaped(steps_of(0, 4, 3))
     native = hc.simulate(spec_of(id, options), grads)
     monkeypatch.setattr(kernels, "host", reference)
@@ -76,4 +86,6 @@ def test_the_reference_kernels_do_the_same(id, options, monkeypatch):
         assert native.bytes_sent == stated.bytes_sent
         for mean, its_mean in zip(native.mean, stated.mean):
             for name in SHAPES:
-                np.testing.assert_allclose(mean[name], its_mean[name], rtol=2e-5, atol=2e-5 * np.abs(mean[name]).max())
+                np.testing.assert_allclose(
+                    mean[name], its_mean[name], rtol=2e-5, atol=2e-5 * np.abs(mean[name]).max()
+                )

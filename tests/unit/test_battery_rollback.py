@@ -1,7 +1,20 @@
-"""For every id of available(): steps that are not finite or are abandoned are undone, and lose nothing."""
+"""For every id of available(): steps that are not finite or are abandoned are undone, and lose
+nothing."""
+
 import numpy as np
 import pytest
-from battery_facts import SHAPES, assert_conserved, bytes_of, copies, over, quiet, residual_of, spec_of, steps_of, variants
+from battery_facts import (
+    SHAPES,
+    assert_conserved,
+    bytes_of,
+    copies,
+    over,
+    quiet,
+    residual_of,
+    spec_of,
+    steps_of,
+    variants,
+)
 from ranks import copy_of, ranks_of
 
 from horovod_compress.lockstep import mean_of, run_step, start_step
@@ -9,7 +22,7 @@ from horovod_compress.lockstep import mean_of, run_step, start_step
 pytestmark = quiet
 
 
-# -- not finite --------------------------------------------------------------------------------------------------------
+# -- not finite
 
 
 @over(variants)
@@ -24,14 +37,17 @@ def test_a_not_finite_gradient_is_seen_by_all_and_poisons_nothing(id, options, p
         for name in SHAPES:
             assert np.isfinite(results[0][name]).all() == (step != 2 or name != "w"), (step, name)
         for ex in exchanges:
-            assert all(np.isfinite(a).all() for arrays in copy_of(ex).values() for a in arrays.values())
+            assert all(
+                np.isfinite(a).all() for arrays in copy_of(ex).values() for a in arrays.values()
+            )
             assert ex.stats()["steps_undone"] == (step >= 2)
 
 
 @over(lambda facts: facts.conserves)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_of_a_not_finite_gradient_the_finite_part_is_kept(id, options, poison):
-    """A step that is undone has sent nothing; all that was finite waits in the residuals, in all tensors."""
+    """A step that is undone has sent nothing; all that was finite waits in the residuals, in all
+    tensors."""
     exchanges = ranks_of(spec_of(id, options), 2, SHAPES)
     steps = steps_of(0, 5, 2, spread=False)
     counted = [copies(ranks) for ranks in steps]
@@ -39,10 +55,14 @@ def test_of_a_not_finite_gradient_the_finite_part_is_kept(id, options, poison):
     results = [run_step(exchanges, ranks)[0] for ranks in steps]
     for name in SHAPES:
         residuals = [residual_of(id, options, ex.arrays()[name]) for ex in exchanges]
-        dense = not any(ex.arrays()[name] for ex in exchanges)  # no residual: that step's gradient is gone, as always
+        # No residual: that step's gradient is gone, as always.
+        dense = not any(ex.arrays()[name] for ex in exchanges)
         kept = [step for step in range(5) if step != 2]
         assert_conserved(
-            id, options, [results[step][name] for step in kept], residuals,
+            id,
+            options,
+            [results[step][name] for step in kept],
+            residuals,
             [[named[name] for named in counted[step]] for step in (kept if dense else range(5))],
         )
 
@@ -69,7 +89,8 @@ def test_a_sum_that_the_host_made_infinite_is_undone(id, options):
 @over(variants)
 @pytest.mark.parametrize("size", [1e33, 3e38])
 def test_huge_gradients_do_not_stop_training_for_ever(id, options, size):
-    """Elements at the end of float32's range, or of what residuals hold, may fail a step, not all that follow."""
+    """Elements at the end of float32's range, or of what residuals hold, may fail a step, not all
+    that follow."""
     shape = {"w": (24, 30)}
     exchanges = ranks_of(spec_of(id, options), 2, shape)
     rng = np.random.default_rng(0)
@@ -80,16 +101,22 @@ def test_huge_gradients_do_not_stop_training_for_ever(id, options, size):
         results = run_step(exchanges, ranks)
         assert results[0]["w"].tobytes() == results[1]["w"].tobytes()
     assert np.isfinite(results[0]["w"]).all()
-    assert all(np.isfinite(a).all() for ex in exchanges for arrays in copy_of(ex).values() for a in arrays.values())
+    assert all(
+        np.isfinite(a).all()
+        for ex in exchanges
+        for arrays in copy_of(ex).values()
+        for a in arrays.values()
+    )
 
 
-# -- abandoned steps ---------------------------------------------------------------------------------------------------
+# -- abandoned steps
 
 
 @over(lambda facts: facts.conserves)
 @pytest.mark.parametrize("until", ["submitted", "a round", "one finished"])
 def test_an_abandoned_step_loses_nothing(id, options, until):
-    """Wherever it ends: then the next step begins, and the gradients of this one wait in the residuals."""
+    """Wherever it ends: then the next step begins, and the gradients of this one wait in the
+    residuals."""
     exchanges = ranks_of(spec_of(id, options), 2, SHAPES)
     steps = steps_of(0, 5, 2, spread=False)
     counted = [copies(ranks) for ranks in steps]
@@ -107,7 +134,11 @@ def test_an_abandoned_step_loses_nothing(id, options, until):
             options,
             [result[name] for result in results],
             [residual_of(id, options, ex.arrays()[name]) for ex in exchanges],
-            [[named[name] for named in ranks] for step, ranks in enumerate(counted) if not (dense and step == 2)],
+            [
+                [named[name] for named in ranks]
+                for step, ranks in enumerate(counted)
+                if not (dense and step == 2)
+            ],
         )
 
 

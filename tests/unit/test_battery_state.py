@@ -1,10 +1,24 @@
-"""For every id of available(): runs repeat exactly, with seeds of their own, and go on from a state bit for bit."""
+"""For every id of available(): runs repeat exactly, with seeds of their own, and go on from a state
+bit for bit."""
+
 import random
 import sys
 
 import numpy as np
 import pytest
-from battery_facts import FACTS, SHAPES, bytes_of, copies, over, quiet, shaped, spec_of, steps_of, variants, with_seed
+from battery_facts import (
+    FACTS,
+    SHAPES,
+    bytes_of,
+    copies,
+    over,
+    quiet,
+    shaped,
+    spec_of,
+    steps_of,
+    variants,
+    with_seed,
+)
 from ranks import copy_of, ranks_of
 
 import horovod_compress as hc
@@ -13,17 +27,20 @@ from horovod_compress.lockstep import run_step
 pytestmark = quiet
 
 
-# -- seeds -------------------------------------------------------------------------------------------------------------
+# -- seeds
 
 
 @over(variants)
 def test_runs_repeat_exactly_and_seeds_matter_where_something_is_drawn(id, options):
     grads = shaped(steps_of(0, 4, 3))
-    first, again, other = (hc.simulate(with_seed(spec_of(id, options), seed), grads) for seed in (1, 1, 2))
+    first, again, other = (
+        hc.simulate(with_seed(spec_of(id, options), seed), grads) for seed in (1, 1, 2)
+    )
     assert bytes_of(first.mean) == bytes_of(again.mean) and first.bytes_sent == again.bytes_sent
     if FACTS[id].drawn:
         assert bytes_of(first.mean) != bytes_of(other.mean)
-    if not FACTS[id].drawn and id not in ("dgc", "topk"):  # those two sample places, to find a threshold
+    # Those two sample places, to find a threshold.
+    if not FACTS[id].drawn and id not in ("dgc", "topk"):
         assert bytes_of(first.mean) == bytes_of(other.mean)
 
 
@@ -33,7 +50,13 @@ def test_global_generators_are_left_alone(id, options):
     torch = sys.modules.get("torch")
     states = []
     for _ in range(2):
-        states.append((random.getstate(), str(np.random.get_state()), torch and torch.get_rng_state().tolist()))
+        states.append(
+            (
+                random.getstate(),
+                str(np.random.get_state()),
+                torch and torch.get_rng_state().tolist(),
+            )
+        )
         first = bytes_of(hc.simulate(spec_of(id, options), grads).mean)
     assert states[0] == states[1]
     random.seed(99)
@@ -41,16 +64,20 @@ def test_global_generators_are_left_alone(id, options):
     assert bytes_of(hc.simulate(spec_of(id, options), grads).mean) == first
 
 
-# -- state -------------------------------------------------------------------------------------------------------------
+# -- state
 
 
 @over(variants)
 def test_the_state_is_what_the_compressor_says(id, options):
-    """Shared arrays are alike on all ranks, after every step; local ones differ, but where all was sent."""
+    """Shared arrays are alike on all ranks, after every step; local ones differ, but where all was
+    sent."""
     exchanges = ranks_of(spec_of(id, options), 3, SHAPES)
     for ranks in steps_of(0, 4, 3, spread=False):
         run_step(exchanges, ranks)
-        kept = [{(n, k): a.tobytes() for n, arrays in copy_of(ex).items() for k, a in arrays.items()} for ex in exchanges]
+        kept = [
+            {(n, k): a.tobytes() for n, arrays in copy_of(ex).items() for k, a in arrays.items()}
+            for ex in exchanges
+        ]
         for name, key in kept[0]:
             role = exchanges[0]._tensors[name].compressor.kept[key].role
             same = len({state[name, key] for state in kept}) == 1
@@ -66,7 +93,8 @@ def test_a_loaded_state_continues_bit_for_bit(id, options):
         run_step(exchanges, copies(ranks))
     saved = [ex.state_dict() for ex in exchanges]
     frozen = [
-        {n: {k: a.tobytes() for k, a in arrays.items()} for n, arrays in state["tensors"].items()} for state in saved
+        {n: {k: a.tobytes() for k, a in arrays.items()} for n, arrays in state["tensors"].items()}
+        for state in saved
     ]
     expected = [bytes_of(run_step(exchanges, copies(ranks))) for ranks in steps[5:]]
     again = ranks_of(spec_of(id, options), 3, SHAPES)
@@ -75,7 +103,8 @@ def test_a_loaded_state_continues_bit_for_bit(id, options):
         ex.load_state_dict(state)
     assert [bytes_of(run_step(again, copies(ranks))) for ranks in steps[5:]] == expected
     assert frozen == [
-        {n: {k: a.tobytes() for k, a in arrays.items()} for n, arrays in state["tensors"].items()} for state in saved
+        {n: {k: a.tobytes() for k, a in arrays.items()} for n, arrays in state["tensors"].items()}
+        for state in saved
     ]
     for ex, other in zip(exchanges, again):
         for name, arrays in copy_of(ex).items():

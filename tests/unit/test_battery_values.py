@@ -1,4 +1,5 @@
 """For every id of available(): any shape, type and size of gradients."""
+
 import numpy as np
 import pytest
 from battery_facts import FACTS, SHAPES, bytes_of, over, quiet, shaped, spec_of, steps_of, variants
@@ -9,15 +10,22 @@ pytestmark = quiet
 
 
 @over(variants)
-@pytest.mark.parametrize("shape", [(), (0,), (0, 5), (1,), (1, 1), (2,), (3, 1, 7), (1, 50), (50, 1)])
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (0, 5), (1,), (1, 1), (2,), (3, 1, 7), (1, 50), (50, 1)]
+)
 def test_every_shape(id, options, shape):
     rng = np.random.default_rng(0)
     grads = [
-        [{"t": rng.standard_normal(shape).astype(np.float32), "u": np.ones(3)} for _ in range(3)] for _ in range(3)
+        [{"t": rng.standard_normal(shape).astype(np.float32), "u": np.ones(3)} for _ in range(3)]
+        for _ in range(3)
     ]
     run = hc.simulate(spec_of(id, options), grads)
     for mean in run.mean:
-        assert mean["t"].shape == shape and mean["t"].dtype == np.float32 and np.isfinite(mean["t"]).all()
+        assert (
+            mean["t"].shape == shape
+            and mean["t"].dtype == np.float32
+            and np.isfinite(mean["t"]).all()
+        )
 
 
 @over(variants)
@@ -26,10 +34,14 @@ def test_types_and_layouts_of_memory_do_not_matter(id, options):
     wide = [[rng.standard_normal((60, 48)).astype(np.float16) for _ in range(2)] for _ in range(3)]
     kept = [[array.copy() for array in ranks] for ranks in wide]
     expected = hc.simulate(
-        spec_of(id, options), [[{"t": np.ascontiguousarray(a[::2, ::2].T, np.float32)} for a in r] for r in wide]
+        spec_of(id, options),
+        [[{"t": np.ascontiguousarray(a[::2, ::2].T, np.float32)} for a in r] for r in wide],
     )
     for dtype in (np.float16, np.float64):
-        run = hc.simulate(spec_of(id, options), [[{"t": a.astype(dtype)[::2, ::2].T} for a in ranks] for ranks in wide])
+        run = hc.simulate(
+            spec_of(id, options),
+            [[{"t": a.astype(dtype)[::2, ::2].T} for a in ranks] for ranks in wide],
+        )
         assert bytes_of(run.mean) == bytes_of(expected.mean)
     assert all(np.array_equal(a, b) for mine, its in zip(wide, kept) for a, b in zip(mine, its))
     with pytest.raises(ValueError, match="complex"):
@@ -54,13 +66,16 @@ def test_scaling_a_gradient_by_a_power_of_two_scales_the_result(id, options, up)
     grads = shaped(steps_of(0, 4, 2, spread=False))
     scaled = [[{n: g * factor for n, g in named.items()} for named in ranks] for ranks in grads]
     run, its = hc.simulate(spec_of(id, options), grads), hc.simulate(spec_of(id, options), scaled)
-    exact = id != "powersgd" and "values" not in options  # 16-bit values have a range of their own
+    # 16-bit values have a range of their own.
+    exact = id != "powersgd" and "values" not in options
     for mean, its_mean in zip(run.mean, its.mean):
         for name in SHAPES:
             if exact:
                 np.testing.assert_array_equal(mean[name] * factor, its_mean[name])
             elif id == "powersgd":
-                np.testing.assert_allclose(mean[name], its_mean[name] / factor, rtol=1e-3, atol=1e-4)
+                np.testing.assert_allclose(
+                    mean[name], its_mean[name] / factor, rtol=1e-3, atol=1e-4
+                )
 
 
 @over(variants)
@@ -68,11 +83,16 @@ def test_scaling_a_gradient_by_a_power_of_two_scales_the_result(id, options, up)
 def test_huge_and_denormal_gradients(id, options, size):
     """The result is finite and in proportion, or not finite on all ranks, and then counted."""
     rng = np.random.default_rng(0)
-    grads = [[{"t": (size * rng.choice([-1, 0, 1], (20, 30))).astype(np.float32)} for _ in range(2)] for _ in range(3)]
+    grads = [
+        [{"t": (size * rng.choice([-1, 0, 1], (20, 30))).astype(np.float32)} for _ in range(2)]
+        for _ in range(3)
+    ]
     run = hc.simulate(spec_of(id, options), grads)
     undone = sum(not np.isfinite(mean["t"]).all() for mean in run.mean)
     assert run.stats[0]["steps_undone"] == undone
-    assert undone == 0 or (size == 1e30 and id in ("fp16", "variance")), "these two say that they cannot"
+    assert undone == 0 or (size == 1e30 and id in ("fp16", "variance")), (
+        "these two say that they cannot"
+    )
     if id != "signsgd" and not undone:
         d = np.sqrt(600)
         least = 2.0**-126 if id in ("natural",) else 0

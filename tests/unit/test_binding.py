@@ -1,4 +1,6 @@
-"""What `Compression.<id>` is in both frameworks: a factory that shows its options, and passes them on as a spec."""
+"""What `Compression.<id>` is in both frameworks: a factory that shows its options, and passes them
+on as a spec."""
+
 import inspect
 import pickle
 
@@ -20,16 +22,28 @@ class Compression(metaclass=Algorithms):
 
 
 def test_options_become_a_spec_and_arguments_stay_arguments():
-    assert Compression.dgc("sgd", ratio=0.01, process_set="all") == ({"id": "dgc", "ratio": 0.01}, "sgd", "all")
+    assert Compression.dgc("sgd", ratio=0.01, process_set="all") == (
+        {"id": "dgc", "ratio": 0.01},
+        "sgd",
+        "all",
+    )
     assert Compression.none() == ({"id": "none"}, None, None)
 
 
 def test_an_editor_sees_arguments_and_options():
     signature = inspect.signature(Compression.topk)
     assert list(signature.parameters)[:2] == ["optimizer", "process_set"]
-    assert signature.parameters["ratio"].default == 0.001 and signature.parameters["ratio"].kind is inspect.Parameter.KEYWORD_ONLY
-    assert "residual" in Compression.topk.__doc__ and "ratio: share of a tensor's elements" in Compression.topk.__doc__
-    assert Compression.topk.__name__ == "topk" and {"dgc", "topk", "from_spec"} <= set(dir(Compression))
+    assert (
+        signature.parameters["ratio"].default == 0.001
+        and signature.parameters["ratio"].kind is inspect.Parameter.KEYWORD_ONLY
+    )
+    assert (
+        "residual" in Compression.topk.__doc__
+        and "ratio: share of a tensor's elements" in Compression.topk.__doc__
+    )
+    assert Compression.topk.__name__ == "topk" and {"dgc", "topk", "from_spec"} <= set(
+        dir(Compression)
+    )
 
 
 def test_a_factory_is_one_object_and_pickles():

@@ -1,4 +1,5 @@
 """What an install does where the native kernels cannot be built, and where they are not wanted."""
+
 import os
 import pathlib
 import subprocess
@@ -8,7 +9,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="breaks the compiler by Linux's means")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="breaks the compiler by Linux's means"
+)
 
 
 @pytest.fixture
@@ -21,7 +24,16 @@ def build(tmp_path):
     compiler.chmod(0o755)
 
     def run(**variables):
-        command = [sys.executable, "setup.py", "egg_info", "--egg-base", tmp_path, "build", "--build-base", tmp_path / "build"]
+        command = [
+            sys.executable,
+            "setup.py",
+            "egg_info",
+            "--egg-base",
+            tmp_path,
+            "build",
+            "--build-base",
+            tmp_path / "build",
+        ]
         environment = {**os.environ, "CC": str(compiler), "CXX": str(compiler), **variables}
         environment.pop("HOROVOD_COMPRESS_SANITIZE", None)
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -33,7 +45,11 @@ def test_a_failed_compile_fails_the_install(build):
     done = build(HOROVOD_COMPRESS_KERNELS="")
     assert done.returncode != 0
     said = done.stdout + done.stderr
-    for words in ("this compiler knows nothing", "HOROVOD_COMPRESS_KERNELS=reference", "could not be built"):
+    for words in (
+        "this compiler knows nothing",
+        "HOROVOD_COMPRESS_KERNELS=reference",
+        "could not be built",
+    ):
         assert words in said
 
 

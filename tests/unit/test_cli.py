@@ -1,4 +1,5 @@
 """hvdcompress: what it prints, writes and refuses. No times are checked."""
+
 import json
 import math
 import subprocess
@@ -30,15 +31,27 @@ def refusal(capsys, *arguments):
 def gradients(tmp_path):
     """A file of three steps of a matrix and a bias, 1640 floats a step, not in order."""
     rng = np.random.default_rng(0)
-    steps = {f"{step}/{n}": rng.standard_normal(s) for step in (2, 10, 1) for n, s in {"b": 40, "w": (40, 40)}.items()}
+    steps = {
+        f"{step}/{n}": rng.standard_normal(s)
+        for step in (2, 10, 1)
+        for n, s in {"b": 40, "w": (40, 40)}.items()
+    }
     np.savez(tmp_path / "gradients.npz", **steps)
     return tmp_path / "gradients.npz"
 
 
-@pytest.mark.parametrize("name, tensors, floats", [
-    ("resnet50", 161, 25557032), ("vgg16", 32, 138357544), ("lstm", 11, 66034000), ("bert", 199, 109482240),
-    ("mobilenetv2", 158, 3504872), ("keras-resnet50", 214, 25583592), ("keras-mobilenetv2", 158, 3504872),
-])
+@pytest.mark.parametrize(
+    "name, tensors, floats",
+    [
+        ("resnet50", 161, 25557032),
+        ("vgg16", 32, 138357544),
+        ("lstm", 11, 66034000),
+        ("bert", 199, 109482240),
+        ("mobilenetv2", 158, 3504872),
+        ("keras-resnet50", 214, 25583592),
+        ("keras-mobilenetv2", 158, 3504872),
+    ],
+)
 def test_the_models_are_the_known_ones(name, tensors, floats):
     shapes = models.MODELS[name]()
     assert (len(shapes), sum(map(math.prod, shapes.values()))) == (tensors, floats)
@@ -56,7 +69,10 @@ def test_info_shows_every_option(capsys):
         assert text.startswith(f"{id} · {about['collective']} · ")
         assert all(name in text for name in about["options"])
     text = run(capsys, "info", "dgc", "none")
-    assert "Sends the ratio·d entries of largest accumulated" in text and "Per tensor of d floats" not in text
+    assert (
+        "Sends the ratio·d entries of largest accumulated" in text
+        and "Per tensor of d floats" not in text
+    )
     assert "a number above 0 and at most 1" in text and "no options" in text
 
 
@@ -72,26 +88,45 @@ def test_bench_measures_every_compressor_on_a_users_gradients(capsys, gradients,
     found = json.loads(out.read_text())
     assert (found["tensors"], found["floats"], found["ranks"], found["steps"]) == (2, 1640, 2, 2)
     results = {result["spec"]: result for result in found["results"]}
-    assert {spec: result["collective"] for spec, result in results.items()} == {i: a["collective"] for i, a in hc.available().items()}
+    assert {spec: result["collective"] for spec, result in results.items()} == {
+        i: a["collective"] for i, a in hc.available().items()
+    }
     for result in results.values():
-        assert min(result["ratio"], result["encode_seconds"], result["decode_seconds"], result["times_streaming"]) > 0
+        assert (
+            min(
+                result["ratio"],
+                result["encode_seconds"],
+                result["decode_seconds"],
+                result["times_streaming"],
+            )
+            > 0
+        )
         assert math.isfinite(result["error"])
-        assert sum(result["exchanged"].values()) == pytest.approx(result["bytes_per_step"]) and sum(result["operations"].values()) >= 2
+        assert (
+            sum(result["exchanged"].values()) == pytest.approx(result["bytes_per_step"])
+            and sum(result["operations"].values()) >= 2
+        )
     assert results["none"]["ratio"] == 1.0 and results["none"]["bytes_per_step"] == 4 * 1640
     assert results["none"]["error"] == 0 and not results["none"]["residual"]
-    assert results["none"]["exchanged"] == {"allreduce float32": 4 * 1640} and results["none"]["operations"] == {"allreduce float32": 2}
+    assert results["none"]["exchanged"] == {"allreduce float32": 4 * 1640} and results["none"][
+        "operations"
+    ] == {"allreduce float32": 2}
     assert results["fp16"]["ratio"] == 2.0 and 0 < results["fp16"]["error"] < 1e-3
 
 
 def test_bench_as_json_alone(capsys, gradients):
-    (result,) = json.loads(run(capsys, "bench", "fp16", "--gradients", gradients, "--steps", 1, "--json", "-"))["results"]
+    (result,) = json.loads(
+        run(capsys, "bench", "fp16", "--gradients", gradients, "--steps", 1, "--json", "-")
+    )["results"]
     assert result["spec"] == "fp16" and result["exchanged"] == {"allreduce float16": 2 * 1640}
 
 
 def test_the_error_is_the_share_that_was_not_sent(tmp_path):
     gradient = np.zeros((40, 40), np.float32)
     gradient[3, :5] = [8, 4, 4, 2, 1]
-    result = bench.measure(hc.get_compressor("dgc:ratio=0.000625,min_k=1"), [{"w": gradient}], ranks=3, steps=4)
+    result = bench.measure(
+        hc.get_compressor("dgc:ratio=0.000625,min_k=1"), [{"w": gradient}], ranks=3, steps=4
+    )
     assert result["error"] == pytest.approx(math.sqrt(37 / 101)) and result["residual"]
 
 
@@ -108,12 +143,21 @@ def test_the_bytes_are_those_of_simulate(capsys, gradients, tmp_path):
 
 def test_bench_on_a_model_with_markdown_and_plot(capsys, tmp_path):
     plot = tmp_path / "plot.png"
-    text = run(capsys, "bench", "none", "dgc:ratio=0.01", "--steps", 1, "--markdown", "--plot", plot)
+    text = run(
+        capsys, "bench", "none", "dgc:ratio=0.01", "--steps", 1, "--markdown", "--plot", plot
+    )
     lines = text.splitlines()
     assert lines[0].startswith("resnet50: 161 tensors, 25.6 M floats; 2 ranks, 1 steps")
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    table = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("|")
+    ]
     assert table[0][:4] == ["spec", "collective", "ratio", "kB/step"]
-    assert table[2][:4] == ["none", "allreduce", "1", "102228"] and table[3][:2] == ["dgc:ratio=0.01", "allgather"]
+    assert table[2][:4] == ["none", "allreduce", "1", "102228"] and table[3][:2] == [
+        "dgc:ratio=0.01",
+        "allgather",
+    ]
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -121,7 +165,9 @@ def test_random_gradients_follow_from_the_seed():
     shapes = {"w": (300, 40), "b": (300,)}
     first, again, other = (bench.random_gradients(shapes, seed) for seed in (0, 0, 1))
     assert all(np.array_equal(a[n], b[n]) for a, b in zip(first, again) for n in shapes)
-    assert not np.array_equal(first[0]["w"], other[0]["w"]) and not np.array_equal(first[0]["w"], first[1]["w"])
+    assert not np.array_equal(first[0]["w"], other[0]["w"]) and not np.array_equal(
+        first[0]["w"], first[1]["w"]
+    )
     w = first[0]["w"]
     assert w.dtype == np.float32 and np.mean(w**4) > 6 * np.mean(w**2) ** 2  # 3 for normal numbers
 
@@ -132,24 +178,33 @@ def test_gradients_are_read_by_step(gradients, tmp_path):
         for step, number in zip(steps, (1, 2, 10)):
             assert list(step) == ["b", "w"] and step["w"].dtype == np.float32
             np.testing.assert_array_equal(step["w"], file[f"{number}/w"].astype(np.float32))
-    np.savez(tmp_path / "one.npz", **{"dense/kernel:0": np.ones((2, 3), np.float16).T, "scale": np.float64(2)})
+    np.savez(
+        tmp_path / "one.npz",
+        **{"dense/kernel:0": np.ones((2, 3), np.float16).T, "scale": np.float64(2)},
+    )
     (step,) = bench.load_gradients(tmp_path / "one.npz")
-    assert {name: array.shape for name, array in step.items()} == {"dense/kernel:0": (3, 2), "scale": ()}
+    assert {name: array.shape for name, array in step.items()} == {
+        "dense/kernel:0": (3, 2),
+        "scale": (),
+    }
 
 
-@pytest.mark.parametrize("entries, says", [
-    ({"w": np.ones(3, int)}, "w must hold floats, not int64"),
-    ({"w": np.ones(3, complex)}, "w must hold floats, not complex128"),
-    ({"w": np.ones((0, 3))}, "w must hold floats"),
-    ({"w": np.array([None])}, "w cannot be read"),
-    ({"w": np.array([1, np.nan])}, "w holds numbers that are not finite"),
-    ({"w": np.array([1e300])}, "w holds numbers that are not finite"),
-    ({"0/w": np.ones(3), "b": np.ones(3)}, "b: either all entries"),
-    ({"0/w": np.ones(3), "1/w": np.ones(4)}, "1/w: every step needs"),
-    ({"0/w": np.ones(3), "1/w": np.ones(3), "1/b": np.ones(3)}, "1/b: every step needs"),
-    ({"0/w": np.ones(3), "0/b": np.ones(3), "1/w": np.ones(3)}, "1/b: every step needs"),
-    ({}, "holds no gradients"),
-])
+@pytest.mark.parametrize(
+    "entries, says",
+    [
+        ({"w": np.ones(3, int)}, "w must hold floats, not int64"),
+        ({"w": np.ones(3, complex)}, "w must hold floats, not complex128"),
+        ({"w": np.ones((0, 3))}, "w must hold floats"),
+        ({"w": np.array([None])}, "w cannot be read"),
+        ({"w": np.array([1, np.nan])}, "w holds numbers that are not finite"),
+        ({"w": np.array([1e300])}, "w holds numbers that are not finite"),
+        ({"0/w": np.ones(3), "b": np.ones(3)}, "b: either all entries"),
+        ({"0/w": np.ones(3), "1/w": np.ones(4)}, "1/w: every step needs"),
+        ({"0/w": np.ones(3), "1/w": np.ones(3), "1/b": np.ones(3)}, "1/b: every step needs"),
+        ({"0/w": np.ones(3), "0/b": np.ones(3), "1/w": np.ones(3)}, "1/b: every step needs"),
+        ({}, "holds no gradients"),
+    ],
+)
 def test_files_that_are_no_gradients(capsys, tmp_path, entries, says):
     np.savez(tmp_path / "bad.npz", **entries)
     assert says in refusal(capsys, "bench", "none", "--gradients", tmp_path / "bad.npz")
@@ -161,34 +216,48 @@ def test_files_that_are_damaged(capsys, gradients, tmp_path):
     gradients.write_bytes(content)
     assert "2/b cannot be read" in refusal(capsys, "bench", "none", "--gradients", gradients)
     (tmp_path / "text.npz").write_text("gradients")
-    assert "not an .npz file" in refusal(capsys, "bench", "none", "--gradients", tmp_path / "text.npz")
-    assert "is not there" in refusal(capsys, "bench", "none", "--gradients", tmp_path / "missing.npz")
+    assert "not an .npz file" in refusal(
+        capsys, "bench", "none", "--gradients", tmp_path / "text.npz"
+    )
+    assert "is not there" in refusal(
+        capsys, "bench", "none", "--gradients", tmp_path / "missing.npz"
+    )
 
 
-@pytest.mark.parametrize("arguments, says", [
-    (["info", "nope"], "unknown compressor 'nope'; there are: none, "),
-    (["bench", "none", "nope"], "unknown compressor 'nope'; there are: none, "),
-    (["bench", "dgc:ratio=2"], "ratio must be a number above 0"),
-    (["bench", "dgc:nope=2"], "dgc has no option 'nope'"),
-    (["bench", "--model", "alexnet"], "invalid choice"),
-    (["bench", "--ranks", "0"], "--ranks: must be a whole number, at least 1"),
-    (["bench", "--steps", "many"], "--steps: must be a whole number, at least 1"),
-    (["bench", "--plot", "/nowhere/at/all.png"], "there is no folder /nowhere/at"),
-    (["scale", "--plot", "plot.txt"], "plot.txt must end in .png, .pdf or .svg"),
-    ([], "COMMAND"),
-])
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["info", "nope"], "unknown compressor 'nope'; there are: none, "),
+        (["bench", "none", "nope"], "unknown compressor 'nope'; there are: none, "),
+        (["bench", "dgc:ratio=2"], "ratio must be a number above 0"),
+        (["bench", "dgc:nope=2"], "dgc has no option 'nope'"),
+        (["bench", "--model", "alexnet"], "invalid choice"),
+        (["bench", "--ranks", "0"], "--ranks: must be a whole number, at least 1"),
+        (["bench", "--steps", "many"], "--steps: must be a whole number, at least 1"),
+        (["bench", "--plot", "/nowhere/at/all.png"], "there is no folder /nowhere/at"),
+        (["scale", "--plot", "plot.txt"], "plot.txt must end in .png, .pdf or .svg"),
+        ([], "COMMAND"),
+    ],
+)
 def test_what_cannot_be_done_is_said_at_once(capsys, arguments, says):
     assert says in refusal(capsys, *arguments)
 
 
-@pytest.mark.parametrize("module, arguments", [("rich", ["info"]), ("matplotlib", ["bench", "--plot", "plot.png"])])
+@pytest.mark.parametrize(
+    "module, arguments", [("rich", ["info"]), ("matplotlib", ["bench", "--plot", "plot.png"])]
+)
 def test_without_its_extra_it_says_what_to_install(module, arguments):
-    code = f"import sys; sys.modules[{module!r}] = None; from horovod_compress.cli import main; main({arguments})"
+    code = (
+        f"import sys; sys.modules[{module!r}] = None; from horovod_compress.cli import main; "
+        f"main({arguments})"
+    )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == 1 and not ended.stdout
     assert ended.stderr == f"hvdcompress needs {module}: pip install 'horovod-compress[cli]'\n"
 
 
 def test_it_is_a_module_too():
-    text = subprocess.check_output([sys.executable, "-m", "horovod_compress", "info", "none"], text=True, encoding="utf-8")
+    text = subprocess.check_output(
+        [sys.executable, "-m", "horovod_compress", "info", "none"], text=True, encoding="utf-8"
+    )
     assert text.startswith("none · allreduce")

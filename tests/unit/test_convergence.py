@@ -1,4 +1,5 @@
 """The benchmark of convergence, on its smallest task."""
+
 import json
 import pathlib
 import subprocess
@@ -13,7 +14,11 @@ BENCHMARK = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "conver
 pytestmark = pytest.mark.extended
 
 RUNS = [
-    "none", "dgc:ratio=0.05", "adam/updates/topk:ratio=0.05", "adam/updates:every=4,outer=1+0.5/topk:ratio=0.2", "corrected/updates/topk:ratio=0.05",
+    "none",
+    "dgc:ratio=0.05",
+    "adam/updates/topk:ratio=0.05",
+    "adam/updates:every=4,outer=1+0.5/topk:ratio=0.2",
+    "corrected/updates/topk:ratio=0.05",
 ]
 
 
@@ -26,7 +31,17 @@ def run(out, *arguments):
 def trained(tmp_path_factory):
     """(file, what was printed)"""
     out = tmp_path_factory.mktemp("convergence") / "runs.jsonl"
-    ran = run(out, *RUNS, "--ranks", "2", "--steps", "100", "--layers", "--plot", str(out.with_suffix(".png")))
+    ran = run(
+        out,
+        *RUNS,
+        "--ranks",
+        "2",
+        "--steps",
+        "100",
+        "--layers",
+        "--plot",
+        str(out.with_suffix(".png")),
+    )
     assert ran.returncode == 0, ran.stderr
     return out, ran.stdout
 
@@ -45,9 +60,16 @@ def test_the_table_has_every_run(trained):
     lines = [line for line in trained[1].splitlines() if line.startswith("|")]
     runs, layers = lines[: 2 + len(RUNS)], lines[2 + len(RUNS) :]
     assert runs[3].startswith("| dgc:ratio=0.05, 100 steps | 2 | 1 |")
-    assert layers[0] == "| layer | " + " | ".join(f"{run}, 100 steps, 2 ranks" for run in RUNS[1:]) + " |"
-    shown = {layer: [float(its) for its in ratios] for layer, *ratios in (line.strip("| ").split(" | ") for line in layers[2:])}
-    assert shown["0.bias"] == [1, 1, 4, 1] and min(shown["7.weight"]) > 10, shown  # a small tensor of four steps' updates is sent once
+    assert (
+        layers[0]
+        == "| layer | " + " | ".join(f"{run}, 100 steps, 2 ranks" for run in RUNS[1:]) + " |"
+    )
+    shown = {
+        layer: [float(its) for its in ratios]
+        for layer, *ratios in (line.strip("| ").split(" | ") for line in layers[2:])
+    }
+    # A small tensor of four steps' updates is sent once.
+    assert shown["0.bias"] == [1, 1, 4, 1] and min(shown["7.weight"]) > 10, shown
 
 
 def test_what_is_there_is_not_run_again(trained):
@@ -57,9 +79,15 @@ def test_what_is_there_is_not_run_again(trained):
 
 
 def test_mistakes_are_named(trained):
-    assert "a run is [sgd/, adam/ or corrected/][updates/ or drop/]SPEC" in run(trained[0], "rmsprop/none").stderr
+    assert (
+        "a run is [sgd/, adam/ or corrected/][updates/ or drop/]SPEC"
+        in run(trained[0], "rmsprop/none").stderr
+    )
     assert "corrected/ is for updates/" in run(trained[0], "corrected/none").stderr
-    assert "dgc: momentum has no meaning where updates are compressed" in run(trained[0], "updates/dgc:momentum=0.9").stderr
+    assert (
+        "dgc: momentum has no meaning where updates are compressed"
+        in run(trained[0], "updates/dgc:momentum=0.9").stderr
+    )
 
 
 def test_too_few_samples_for_a_batch_are_refused():

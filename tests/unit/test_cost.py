@@ -1,4 +1,6 @@
-"""The cost model: what it must obey whatever the figures are, and cases that can be worked out by hand."""
+"""The cost model: what it must obey whatever the figures are, and cases that can be worked out by
+hand."""
+
 import dataclasses
 import json
 
@@ -12,8 +14,14 @@ from horovod_compress.cost import COLLECTIVES, FUSION, Load, Network, added_seco
 seconds = st.floats(0, 10)
 sizes = st.floats(0, 1e10)
 loads = st.builds(
-    Load, exchanged=st.dictionaries(st.sampled_from(COLLECTIVES), sizes, min_size=1), operations=st.floats(1, 1e4), rounds=st.integers(0, 3),
-    hides=st.booleans(), last=st.floats(0, 1), encode=seconds, decode=seconds,
+    Load,
+    exchanged=st.dictionaries(st.sampled_from(COLLECTIVES), sizes, min_size=1),
+    operations=st.floats(1, 1e4),
+    rounds=st.integers(0, 3),
+    hides=st.booleans(),
+    last=st.floats(0, 1),
+    encode=seconds,
+    decode=seconds,
 )
 ranks = st.integers(2, 4096)
 rates = st.floats(1e6, 1e12)
@@ -30,8 +38,11 @@ def test_by_hand():
     exchange = transfer + 2 * 1e-3 + 2 * 1e-4
     assert added_seconds(GATHERED, NETWORK) == pytest.approx(0.01 + exchange + 0.02)
     assert added_seconds(GATHERED, NETWORK, 0.005) == pytest.approx(0.01 + exchange - 0.005 + 0.02)
-    assert added_seconds(GATHERED, NETWORK, 1.0) == pytest.approx(0.01 + 1e-3 + transfer / 4 + 0.02)  # what the last gradient brings
-    assert added_seconds(dataclasses.replace(GATHERED, hides=False), NETWORK, 1.0) == added_seconds(GATHERED, NETWORK)
+    # What the last gradient brings.
+    assert added_seconds(GATHERED, NETWORK, 1.0) == pytest.approx(0.01 + 1e-3 + transfer / 4 + 0.02)
+    assert added_seconds(dataclasses.replace(GATHERED, hides=False), NETWORK, 1.0) == added_seconds(
+        GATHERED, NETWORK
+    )
     rounds = dataclasses.replace(GATHERED, rounds=2)
     assert added_seconds(rounds, NETWORK) == pytest.approx(added_seconds(GATHERED, NETWORK) + 2e-3)
     assert (GATHERED.sent, GATHERED.received(4)) == (1e6 + 4, 3e6 + 4)
@@ -39,13 +50,18 @@ def test_by_hand():
 
 def test_what_horovod_cannot_fuse_takes_more_messages():
     free = Network(2, 1.0, 0.0, dict.fromkeys(COLLECTIVES, 0.0))
-    found = [added_seconds(Load({"allreduce float32": nbytes}, 1, 0, True, 0, 0, 0), free) for nbytes in (1, FUSION, FUSION + 1, 3 * FUSION)]
+    found = [
+        added_seconds(Load({"allreduce float32": nbytes}, 1, 0, True, 0, 0, 0), free)
+        for nbytes in (1, FUSION, FUSION + 1, 3 * FUSION)
+    ]
     assert found == [1, 1, 2, 3]
 
 
 @examples(100)
 @given(loads, ranks, rates, latencies, seconds)
-def test_a_step_takes_its_work_at_least_and_its_exchange_at_most(load, ranks, rate, latency, backward):
+def test_a_step_takes_its_work_at_least_and_its_exchange_at_most(
+    load, ranks, rate, latency, backward
+):
     network = Network.of_link(ranks, rate, latency)
     added = added_seconds(load, network, backward)
     assert load.encode + load.decode <= added * EXACT <= added_seconds(load, network) * EXACT**2
@@ -56,12 +72,30 @@ def test_a_step_takes_its_work_at_least_and_its_exchange_at_most(load, ranks, ra
 def test_more_of_anything_takes_no_less(load, ranks, rate, latency, backward, factor):
     here = Network.of_link(ranks, rate, latency)
     before = added_seconds(load, here, backward)
-    larger = dataclasses.replace(load, exchanged={kind: factor * nbytes for kind, nbytes in load.exchanged.items()})
+    larger = dataclasses.replace(
+        load, exchanged={kind: factor * nbytes for kind, nbytes in load.exchanged.items()}
+    )
     assert before <= added_seconds(larger, here, backward) * EXACT
-    assert before <= added_seconds(load, Network.of_link(int(ranks * factor), rate, latency), backward) * EXACT
-    assert before <= added_seconds(load, Network.of_link(ranks, rate / factor, latency), backward) * EXACT
-    assert before <= added_seconds(load, Network.of_link(ranks, rate, latency * factor), backward) * EXACT
-    assert before <= added_seconds(dataclasses.replace(load, rounds=load.rounds + 1, hides=False), here, backward) * EXACT
+    assert (
+        before
+        <= added_seconds(load, Network.of_link(int(ranks * factor), rate, latency), backward)
+        * EXACT
+    )
+    assert (
+        before
+        <= added_seconds(load, Network.of_link(ranks, rate / factor, latency), backward) * EXACT
+    )
+    assert (
+        before
+        <= added_seconds(load, Network.of_link(ranks, rate, latency * factor), backward) * EXACT
+    )
+    assert (
+        before
+        <= added_seconds(
+            dataclasses.replace(load, rounds=load.rounds + 1, hides=False), here, backward
+        )
+        * EXACT
+    )
     assert before <= added_seconds(load.times(factor), here, backward) * EXACT
 
 
@@ -90,23 +124,30 @@ def test_a_network_is_read_as_it_was_written(tmp_path):
     assert Network.read(str(path)) == NETWORK
 
 
-@pytest.mark.parametrize("text, says", [
-    (None, "cannot be read as JSON"),
-    ("network", "cannot be read as JSON"),
-    ("[]", "has no network"),
-    ('{"good": true}', "has no network"),
-    ({"ranks": 1}, "network: ranks is missing or not valid"),
-    ({"ranks": 2.5}, "network: ranks is"),
-    ({"latency": -1}, "network: latency is"),
-    ({"operation": None}, "network: operation is"),
-    ({"latency": float("nan")}, "network: latency is"),
-    ({"seconds_per_byte": {}}, "network: seconds_per_byte is"),
-    ({"seconds_per_byte": dict.fromkeys(COLLECTIVES, "fast")}, "network: seconds_per_byte is"),
-])
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        (None, "cannot be read as JSON"),
+        ("network", "cannot be read as JSON"),
+        ("[]", "has no network"),
+        ('{"good": true}', "has no network"),
+        ({"ranks": 1}, "network: ranks is missing or not valid"),
+        ({"ranks": 2.5}, "network: ranks is"),
+        ({"latency": -1}, "network: latency is"),
+        ({"operation": None}, "network: operation is"),
+        ({"latency": float("nan")}, "network: latency is"),
+        ({"seconds_per_byte": {}}, "network: seconds_per_byte is"),
+        ({"seconds_per_byte": dict.fromkeys(COLLECTIVES, "fast")}, "network: seconds_per_byte is"),
+    ],
+)
 def test_files_that_are_no_network(tmp_path, text, says):
     path = tmp_path / "network.json"
     if text is not None:
-        path.write_text(text if isinstance(text, str) else json.dumps({"network": {**dataclasses.asdict(NETWORK), **text}}))
+        path.write_text(
+            text
+            if isinstance(text, str)
+            else json.dumps({"network": {**dataclasses.asdict(NETWORK), **text}})
+        )
     with pytest.raises(ValueError, match=says) as error:
         Network.read(str(path))
     assert str(path) in str(error.value)

@@ -1,4 +1,5 @@
 """What commands read from files may be anything: they end with one line, and not 0."""
+
 import json
 
 import numpy as np
@@ -10,21 +11,43 @@ from horovod_compress.cli import main
 from horovod_compress.cost import COLLECTIVES
 
 NETWORK = {
-    "ranks": 2, "latency": 1e-3, "operation": 1e-4,
+    "ranks": 2,
+    "latency": 1e-3,
+    "operation": 1e-4,
     "seconds_per_byte": dict.fromkeys(COLLECTIVES, 1e-8),
 }
 COUNTS = dict.fromkeys((*recording.SENT, *recording.SPENT), 1)
 NORMS = {"gradient_norm": 1.5, "residual_norm": None}
 TENSOR = {"numel": 6, "compressor": "topk", **COUNTS, "ratio": 1.0, **NORMS}
 RECORD = {
-    "format": recording.FORMAT, "step": 0, "time": 0.0, "rank": 0, "size": 2,
-    "spec": {"id": "topk"}, "steps": 1, "steps_undone": 0, "seconds": 0.1, **COUNTS, **NORMS,
-    "ratio": 1.0, "tensors": {"w": TENSOR},
+    "format": recording.FORMAT,
+    "step": 0,
+    "time": 0.0,
+    "rank": 0,
+    "size": 2,
+    "spec": {"id": "topk"},
+    "steps": 1,
+    "steps_undone": 0,
+    "seconds": 0.1,
+    **COUNTS,
+    **NORMS,
+    "ratio": 1.0,
+    "tensors": {"w": TENSOR},
 }
 DEEP = 100_000
 NO_JSON = [
-    b"{", b"nonsense\n", b"[" * DEEP + b"\n", b'{"network": ' * DEEP + b"\n", b"\xff\xfe\x00{}\n",
-    b"\x00\n", b"1" * 5000 + b"\n", b"null\n", b"[]\n", b'"text"\n', b"5\n", b"\x1b[2J\n",
+    b"{",
+    b"nonsense\n",
+    b"[" * DEEP + b"\n",
+    b'{"network": ' * DEEP + b"\n",
+    b"\xff\xfe\x00{}\n",
+    b"\x00\n",
+    b"1" * 5000 + b"\n",
+    b"null\n",
+    b"[]\n",
+    b'"text"\n',
+    b"5\n",
+    b"\x1b[2J\n",
 ]
 
 
@@ -48,15 +71,29 @@ def without(record, *path):
 BAD_RECORDS = [
     bad
     for path in (
-        ("format",), ("step",), ("rank",), ("size",), ("steps",), ("bytes_sent",),
-        ("encode_seconds",), ("spec", "id"), ("tensors", "w", "numel"),
-        ("tensors", "w", "dense_bytes"), ("tensors", "w", "compressor"),
+        ("format",),
+        ("step",),
+        ("rank",),
+        ("size",),
+        ("steps",),
+        ("bytes_sent",),
+        ("encode_seconds",),
+        ("spec", "id"),
+        ("tensors", "w", "numel"),
+        ("tensors", "w", "dense_bytes"),
+        ("tensors", "w", "compressor"),
     )
     for bad in without(RECORD, *path)
 ] + [
-    {**RECORD, **change} for change in (
-        {"spec": 5}, {"spec": None}, {"tensors": [1]}, {"tensors": {"w": 5}}, {"tensors": None},
-        {"gradient_norm": "x"}, {"residual_norm": 10**400},
+    {**RECORD, **change}
+    for change in (
+        {"spec": 5},
+        {"spec": None},
+        {"tensors": [1]},
+        {"tensors": {"w": 5}},
+        {"tensors": None},
+        {"gradient_norm": "x"},
+        {"residual_norm": 10**400},
     )
 ]
 
@@ -85,11 +122,16 @@ def test_records_that_cannot_be(capsys, tmp_path, record):
     assert "run.jsonl, line 2: not a record" in said
 
 
-@pytest.mark.parametrize("network", [
-    *(bad for key in NETWORK for bad in without(NETWORK, key)),
-    *without(NETWORK, "seconds_per_byte", "allgather uint8"),
-    {**NETWORK, "ranks": 10**9}, {**NETWORK, "ranks": 1}, {**NETWORK, "latency": -1.0},
-])
+@pytest.mark.parametrize(
+    "network",
+    [
+        *(bad for key in NETWORK for bad in without(NETWORK, key)),
+        *without(NETWORK, "seconds_per_byte", "allgather uint8"),
+        {**NETWORK, "ranks": 10**9},
+        {**NETWORK, "ranks": 1},
+        {**NETWORK, "latency": -1.0},
+    ],
+)
 def test_networks_that_cannot_be(capsys, tmp_path, network):
     path = tmp_path / "network.json"
     path.write_text(json.dumps({"network": network}))

@@ -1,4 +1,5 @@
 """States that an accident has changed are refused at once, by a line that says what is wrong."""
+
 import copy
 import tracemalloc
 
@@ -51,11 +52,16 @@ BAD = (np.nan, np.inf, -np.inf, 2.0**110, -(2.0**120))
 
 
 @pytest.mark.parametrize("value", BAD)
-@pytest.mark.parametrize("spec, key", [
-    ("dgc:ratio=0.05,min_numel=100", "u"), ("dgc:ratio=0.05,min_numel=100", "v"),
-    ("variance:min_numel=0", "v"), ("powersgd:rank=2,min_numel=0", "q"),
-    ("efsignsgd:min_numel=0", "residual"),
-])
+@pytest.mark.parametrize(
+    "spec, key",
+    [
+        ("dgc:ratio=0.05,min_numel=100", "u"),
+        ("dgc:ratio=0.05,min_numel=100", "v"),
+        ("variance:min_numel=0", "v"),
+        ("powersgd:rank=2,min_numel=0", "q"),
+        ("efsignsgd:min_numel=0", "residual"),
+    ],
+)
 def test_what_no_step_could_go_on_from_is_refused(spec, key, value):
     exchanges = trained(spec)
     states = states_of(exchanges)
@@ -83,19 +89,22 @@ def test_a_size_that_cannot_be(size):
     assert_refused(exchanges[0], states[0], f"size is {size} in it and 2 here")
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"size": 1}, "rank is 1 in it and below its size of 1 here"),
-    ({"size": "2"}, "size is '2' in it and a whole number here"),
-    ({"size": 2.5}, "size is 2.5 in it"),
-    ({"seed": "0"}, "seed is '0' in it and 0 here"),
-    ({"seed": np.ones(3)}, "seed is array([1., 1., 1.]) in it and 0 here"),
-    ({"id": ["dgc"]}, "id is ['dgc'] in it and 'dgc' here"),
-    ({"id": "dgc\x1b[2J\n"}, r"id is 'dgc\x1b[2J\n' in it and 'dgc' here"),
-    ({"id": "x" * 10**6}, "xxx...xxx"),
-    ({"step": list(range(10**5))}, "step is [0, 1, 2,"),
-    ({"dense_until": [1] * 10**5}, "dense_until is [1, 1,"),
-    ({"shards": list(range(10**5))}, "shards is [0, 1, 2,"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"size": 1}, "rank is 1 in it and below its size of 1 here"),
+        ({"size": "2"}, "size is '2' in it and a whole number here"),
+        ({"size": 2.5}, "size is 2.5 in it"),
+        ({"seed": "0"}, "seed is '0' in it and 0 here"),
+        ({"seed": np.ones(3)}, "seed is array([1., 1., 1.]) in it and 0 here"),
+        ({"id": ["dgc"]}, "id is ['dgc'] in it and 'dgc' here"),
+        ({"id": "dgc\x1b[2J\n"}, r"id is 'dgc\x1b[2J\n' in it and 'dgc' here"),
+        ({"id": "x" * 10**6}, "xxx...xxx"),
+        ({"step": list(range(10**5))}, "step is [0, 1, 2,"),
+        ({"dense_until": [1] * 10**5}, "dense_until is [1, 1,"),
+        ({"shards": list(range(10**5))}, "shards is [0, 1, 2,"),
+    ],
+)
 def test_values_are_shown_in_short_and_by_their_types(change, words):
     exchanges = trained()
     assert_refused(exchanges[1], {**states_of(exchanges)[1], **change}, words)
@@ -107,20 +116,23 @@ def test_values_of_one_type_are_shown_plainly():
     assert shown(True, 1.0) == ["True", "1.0"]
 
 
-@pytest.mark.parametrize("shard, words", [
-    ([0, 800, HUGE, 2], "shards.x is"),
-    ([0, 800, 1600, 1], "shards.x is"),
-    ([800, 1600, 1600, 2], "which are not 2 parts of 1600 elements"),
-    ([0, 799, 1600, 2], "tensors.x.residual is float32 of (1600,)"),
-    ([0, 800, 1600, HUGE], "shards.x is [0, 800, 1600"),
-    ([0, 800, 700, 2], "shards.x is [0, 800, 700, 2] in it and first, last"),
-    ([0, -800, 1600, 2], "shards.x is [0, -800"),
-    ([0, 800], "shards.x is [0, 800] in it"),
-    ([0, 800.0, 1600, 2], "shards.x is [0, 800.0"),
-    ("abcd", "shards.x is 'abcd' in it"),
-    (None, "shards.x is None in it"),
-    (HUGE, "shards.x is 1000000000000 in it"),
-])
+@pytest.mark.parametrize(
+    "shard, words",
+    [
+        ([0, 800, HUGE, 2], "shards.x is"),
+        ([0, 800, 1600, 1], "shards.x is"),
+        ([800, 1600, 1600, 2], "which are not 2 parts of 1600 elements"),
+        ([0, 799, 1600, 2], "tensors.x.residual is float32 of (1600,)"),
+        ([0, 800, 1600, HUGE], "shards.x is [0, 800, 1600"),
+        ([0, 800, 700, 2], "shards.x is [0, 800, 700, 2] in it and first, last"),
+        ([0, -800, 1600, 2], "shards.x is [0, -800"),
+        ([0, 800], "shards.x is [0, 800] in it"),
+        ([0, 800.0, 1600, 2], "shards.x is [0, 800.0"),
+        ("abcd", "shards.x is 'abcd' in it"),
+        (None, "shards.x is None in it"),
+        (HUGE, "shards.x is 1000000000000 in it"),
+    ],
+)
 @pytest.mark.parametrize("local_size", (1, 2))
 def test_parts_of_tensors_that_cannot_be(shard, words, local_size):
     states = states_of(trained("topk:hosts=true,min_numel=0", 4, 2))

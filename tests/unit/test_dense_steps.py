@@ -1,4 +1,6 @@
-"""Steps in which gathering would move more than a dense exchange: every algorithm that gathers goes dense there."""
+"""Steps in which gathering would move more than a dense exchange: every algorithm that gathers goes
+dense there."""
+
 import logging
 
 import numpy as np
@@ -16,16 +18,26 @@ from horovod_compress.step import times_dense
 GATHERING = [id for id, about in hc.available().items() if about["collective"] == "allgather"]
 ELEMENTS = 64 * 64
 DENSE = 4 * ELEMENTS  # bytes
-FRAME = 64  # bytes that a frame, and a carrier, are at most besides the payload
+# Bytes that a frame, and a carrier, are at most besides the payload.
+FRAME = 64
 FED_BACK = {
-    "topk:ratio=0.3": "residual", "dgc:ratio=0.3,momentum=0": "v", "randomk:ratio=0.3": "residual", "adacomp:bin_length=3": "residual",
-    "strom:tau=0.1": "residual", "efsignsgd": "residual", "onebit": "residual", "variance:alpha=0.1,error_feedback=true": "r",
+    "topk:ratio=0.3": "residual",
+    "dgc:ratio=0.3,momentum=0": "v",
+    "randomk:ratio=0.3": "residual",
+    "adacomp:bin_length=3": "residual",
+    "strom:tau=0.1": "residual",
+    "efsignsgd": "residual",
+    "onebit": "residual",
+    "variance:alpha=0.1,error_feedback=true": "r",
 }
 
 
 def noise(steps, size, scale=1.0, seed=0):
     rng = np.random.default_rng(seed)
-    return [[{"w": scale * rng.standard_normal((64, 64)).astype(np.float32)} for _ in range(size)] for _ in range(steps)]
+    return [
+        [{"w": scale * rng.standard_normal((64, 64)).astype(np.float32)} for _ in range(size)]
+        for _ in range(steps)
+    ]
 
 
 def test_the_rule():
@@ -39,7 +51,9 @@ def test_no_step_moves_more_than_a_dense_one(id, size):
     """But where only the gradients tell: there such a step is followed by dense ones."""
     run = hc.simulate(id, noise(6, size))
     dense = [sent == [DENSE] * size for sent in run.bytes_sent]
-    moved = [2 * DENSE if flat else sum(sent) - size * FRAME for flat, sent in zip(dense, run.bytes_sent)]
+    moved = [
+        2 * DENSE if flat else sum(sent) - size * FRAME for flat, sent in zip(dense, run.bytes_sent)
+    ]
     too_much = [step for step, bytes_ in enumerate(moved) if bytes_ > 2 * DENSE]
     if hc.get_compressor(id).payload_bits(4096, Step(0, 0, size)) is None:
         assert len(too_much) <= 1 and all(dense[step + 1] for step in too_much), moved
@@ -61,15 +75,25 @@ def test_what_gathered_several_times_too_much_is_exact_now(id):
 
 
 @examples(40)
-@given(st.sampled_from(sorted(FED_BACK)), st.integers(1, 90), st.integers(1, 5), st.integers(0, 2**32), st.booleans())
+@given(
+    st.sampled_from(sorted(FED_BACK)),
+    st.integers(1, 90),
+    st.integers(1, 5),
+    st.integers(0, 2**32),
+    st.booleans(),
+)
 def test_nothing_is_lost_between_dense_and_gathered_steps(spec, size, steps, seed, fails):
     rng = np.random.default_rng(seed)
-    grads = [[{"w": rng.standard_normal((5, 8)).astype(np.float32)} for _ in range(size)] for _ in range(steps)]
+    grads = [
+        [{"w": rng.standard_normal((5, 8)).astype(np.float32)} for _ in range(size)]
+        for _ in range(steps)
+    ]
     given = sum(named["w"].astype(np.float64) for ranks in grads for named in ranks)
     if fails:
         bad = [{"w": named["w"].copy()} for named in grads[0]]
         bad[-1]["w"][2, 3] = np.nan
-        given = given + sum(np.nan_to_num(named["w"]).astype(np.float64) for named in bad)  # what is finite waited for the next step
+        # What is finite waited for the next step.
+        given = given + sum(np.nan_to_num(named["w"]).astype(np.float64) for named in bad)
         grads.insert(rng.integers(len(grads) + 1), bad)
     run = hc.simulate(f"{spec}{',' if ':' in spec else ':'}min_numel=0", grads)
     finite = [mean["w"] for mean in run.mean if np.isfinite(mean["w"]).all()]
@@ -80,7 +104,8 @@ def test_nothing_is_lost_between_dense_and_gathered_steps(spec, size, steps, see
 
 
 def test_gathering_is_tried_again():
-    """Gradients that all fire make strom go dense; when few do, it gathers once more, and stays with it."""
+    """Gradients that all fire make strom go dense; when few do, it gathers once more, and stays
+    with it."""
     size = 64
     run = hc.simulate("strom:tau=1", noise(1, size, 1e3) + noise(80, size, 1e-3))
     dense = [sent == [DENSE] * size for sent in run.bytes_sent]

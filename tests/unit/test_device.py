@@ -1,4 +1,6 @@
-"""The kernels on a device against the host's, bit for bit: on a GPU where there is one, which `-k cuda` chooses, else in Triton's interpreter."""
+"""The kernels on a device against the host's, bit for bit: on a GPU where there is one, which `-k
+cuda` chooses, else in Triton's interpreter."""
+
 import kernel_arguments
 import numpy as np
 import pytest
@@ -33,13 +35,22 @@ def assert_alike(on_host, on_device):
     """To the last bit, the signs of zeros too. What a NaN is otherwise, processors choose."""
     on_device = np.asarray(on_device)
     np.testing.assert_array_equal(on_host, on_device)
-    np.testing.assert_array_equal(np.signbit(on_host)[on_host == 0], np.signbit(on_device)[on_device == 0])
+    np.testing.assert_array_equal(
+        np.signbit(on_host)[on_host == 0], np.signbit(on_device)[on_device == 0]
+    )
 
 
 def compare(name, where, on_device, **arguments):
-    """Calls a kernel of both sets; those of the arguments that are named are on the device. Returns what the host's has returned."""
-    here = {key: value.copy() if isinstance(value, np.ndarray) else value for key, value in arguments.items()}
-    there = {key: moved(value, where) if key in on_device and value is not None else value for key, value in arguments.items()}
+    """Calls a kernel of both sets; those of the arguments that are named are on the device. Returns
+    what the host's has returned."""
+    here = {
+        key: value.copy() if isinstance(value, np.ndarray) else value
+        for key, value in arguments.items()
+    }
+    there = {
+        key: moved(value, where) if key in on_device and value is not None else value
+        for key, value in arguments.items()
+    }
     kernels_there = there[on_device[0]].kernels
     with np.errstate(all="ignore"):
         expected = getattr(host, name)(**here)
@@ -52,13 +63,26 @@ def compare(name, where, on_device, **arguments):
 
 
 def encode_topk(data, a, momentum):
-    k = int(a.rng.integers(0, a.size + 1)) if a.size < 5 or a.one_of(False, True) else -(-a.size // 100)
+    k = (
+        int(a.rng.integers(0, a.size + 1))
+        if a.size < 5 or a.one_of(False, True)
+        else -(-a.size // 100)
+    )
     chunk = a.one_of(0, 0, max(1, a.size), 7, 1000)
     return dict(
-        grad=a.any(), base=a.one_of(None, a.finite()), u=a.finite() if momentum else None, v=a.finite(), momentum=a.one_of(0.0, 0.9, 1.0),
+        grad=a.any(),
+        base=a.one_of(None, a.finite()),
+        u=a.finite() if momentum else None,
+        v=a.finite(),
+        momentum=a.one_of(0.0, 0.9, 1.0),
         nesterov=momentum == "nesterov",
-        scale=a.one_of(1.0, 1 / 3), k=min(k, chunk or k, a.size), samples=a.one_of(0, 256, a.size // 100 + 256),
-        offset=data.draw(st.integers(0, 2**32 - 1)), chunk=chunk, kind=a.one_of(*VALUES), mask=a.one_of(False, True),
+        scale=a.one_of(1.0, 1 / 3),
+        k=min(k, chunk or k, a.size),
+        samples=a.one_of(0, 256, a.size // 100 + 256),
+        offset=data.draw(st.integers(0, 2**32 - 1)),
+        chunk=chunk,
+        kind=a.one_of(*VALUES),
+        mask=a.one_of(False, True),
     )
 
 
@@ -67,7 +91,12 @@ def encode_topk(data, a, momentum):
 @examples(120)
 @given(data=st.data(), momentum=MOMENTA)
 def test_what_is_sent_and_kept_is_the_same(where, data, momentum):
-    compare("encode_topk", where, ["grad", "base", "u", "v"], **encode_topk(data, Arguments(data), momentum))
+    compare(
+        "encode_topk",
+        where,
+        ["grad", "base", "u", "v"],
+        **encode_topk(data, Arguments(data), momentum),
+    )
 
 
 @native_only
@@ -91,7 +120,15 @@ def test_the_same_is_chosen_of_every_distribution(where, name, ratio):
     v = DISTRIBUTIONS[name].astype(np.float32)[: 150_001 if ratio < 0.1 else 30_001]
     zero, k = np.zeros_like(v), int(np.ceil(ratio * v.size))
     indices, finite = compare(
-        "add_to_residual", where, ["grad", "u", "v"], grad=zero, u=None, v=v, k=k, samples=v.size // 200 + 256, offset=1234567
+        "add_to_residual",
+        where,
+        ["grad", "u", "v"],
+        grad=zero,
+        u=None,
+        v=v,
+        k=k,
+        samples=v.size // 200 + 256,
+        offset=1234567,
     )
     assert finite and 0.8 * min(k, np.count_nonzero(v)) <= len(indices) <= k
 
@@ -103,11 +140,22 @@ def test_a_sample_that_misleads_changes_nothing(where, misleading):
     """The largest lie together: the floor comes out far too low, or far too high."""
     v = np.random.default_rng(1).standard_normal(100_000).astype(np.float32) / 1000
     if misleading == "they are what is sampled":
-        v.reshape(-1, 20)[::16, :4] += 5  # whole stretches of 64 among the sampled ones
+        # Whole stretches of 64 among the sampled ones.
+        v.reshape(-1, 20)[::16, :4] += 5
         v[: 64 * 8] += 5
     else:
         v[64:40_000] += 5
-    compare("add_to_residual", where, ["grad", "u", "v"], grad=np.zeros_like(v), u=None, v=v, k=900, samples=300, offset=0)
+    compare(
+        "add_to_residual",
+        where,
+        ["grad", "u", "v"],
+        grad=np.zeros_like(v),
+        u=None,
+        v=v,
+        k=900,
+        samples=300,
+        offset=0,
+    )
 
 
 @on_device
@@ -161,11 +209,29 @@ def test_codes_are_the_same(where, data, scales, size):
         fits = compare("encode_scales", where, ["x"], x=x, peaks=peaks, w=w, steps=steps, size=size)
     levels = a.levels(scales, size, fits)
     clip = min(a.one_of(0.0, w / 3, w, 2 * w), float(np.finfo(np.float32).max))
-    words = compare("quantize", where, ["x"], x=x, levels=levels, **shared, clip=clip, key=data.draw(st.integers(0, 2**64 - 1)))
+    words = compare(
+        "quantize",
+        where,
+        ["x"],
+        x=x,
+        levels=levels,
+        **shared,
+        clip=clip,
+        key=data.draw(st.integers(0, 2**64 - 1)),
+    )
     there = moved(x, where)
     assert there.kernels.quantize(there, levels, words, **shared, clip=clip, key=1) is words
     sums = a.words(a.size, shared["width"], 0)
-    compare("dequantize", where, ["out"], words=sums, levels=levels, out=a.finite(), **shared, scale=a.scale())
+    compare(
+        "dequantize",
+        where,
+        ["out"],
+        words=sums,
+        levels=levels,
+        out=a.finite(),
+        **shared,
+        scale=a.scale(),
+    )
 
 
 @on_device
@@ -176,7 +242,9 @@ def test_norms_are_the_same(where, data):
     x = a.any()
     assert kernels.of(moved(x, where)).max_abs(moved(x, where)) == host.max_abs(x)
     exact = a.exact()
-    assert kernels.of(moved(exact, where)).squared_norm(moved(exact, where)) == pytest.approx(host.squared_norm(exact), rel=1e-12)
+    assert kernels.of(moved(exact, where)).squared_norm(moved(exact, where)) == pytest.approx(
+        host.squared_norm(exact), rel=1e-12
+    )
 
 
 @on_device
@@ -205,10 +273,17 @@ def test_numpy_computes_with_arrays_on_a_device(where):
     array[1] = np.nan
     np.testing.assert_array_equal(np.asarray(array), np.float32([7, np.nan, 6, 9, 12, 8]))
     np.testing.assert_array_equal(np.asarray(copy), 3 * np.arange(6))
-    np.testing.assert_array_equal(np.divide(copy, np.float32(3), out=np.empty(6, np.float32)), np.arange(6))
+    np.testing.assert_array_equal(
+        np.divide(copy, np.float32(3), out=np.empty(6, np.float32)), np.arange(6)
+    )
     np.multiply(np.arange(6, dtype=np.float32), np.float32(0.5), out=copy)
     np.testing.assert_array_equal(np.asarray(copy + np.float32(1) * copy), np.arange(6))
-    assert copy.beside(copy) is copy and copy.any() and len(copy) == copy.size == 6 and copy.nbytes == 24
+    assert (
+        copy.beside(copy) is copy
+        and copy.any()
+        and len(copy) == copy.size == 6
+        and copy.nbytes == 24
+    )
     copy.fill(0)
     assert not copy.any() and kernels.beside(copy, host_array).tolist() == [0] * 6
     with pytest.raises(TypeError):

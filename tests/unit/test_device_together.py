@@ -1,4 +1,6 @@
-"""Tensors on a device share launches: a step's results are those of each alone, and what is launched does not grow with the tensors."""
+"""Tensors on a device share launches: a step's results are those of each alone, and what is
+launched does not grow with the tensors."""
+
 import collections
 import contextlib
 import itertools
@@ -28,8 +30,20 @@ from horovod_compress.kernels.device import DeviceArray, programs  # noqa: E402
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = [
-    "dgc:ratio=0.05", "dgc:ratio=0.05,momentum=0", "dgc:ratio=0.05,masking=false,clip_norm=1", "topk:ratio=0.05,values=2bit", "topk:k=3,chunk=64",
-    "adacomp", "variance", "variance:tau=0.1", "maxnorm", "maxnorm:k=50", "multiscale", "bf16", "fp16", "none",
+    "dgc:ratio=0.05",
+    "dgc:ratio=0.05,momentum=0",
+    "dgc:ratio=0.05,masking=false,clip_norm=1",
+    "topk:ratio=0.05,values=2bit",
+    "topk:k=3,chunk=64",
+    "adacomp",
+    "variance",
+    "variance:tau=0.1",
+    "maxnorm",
+    "maxnorm:k=50",
+    "multiscale",
+    "bf16",
+    "fp16",
+    "none",
 ]
 
 
@@ -39,7 +53,9 @@ def on_device(array):
 
 def shapes(tensors):
     """Of tensors of a few sizes, some of which are not compressed."""
-    return {f"t{i}": [(40, 50), (7,), (64, 3, 3, 3), (1100,), (90, 30)][i % 5] for i in range(tensors)}
+    return {
+        f"t{i}": [(40, 50), (7,), (64, 3, 3, 3), (1100,), (90, 30)][i % 5] for i in range(tensors)
+    }
 
 
 def mean_there(carriers):
@@ -49,8 +65,12 @@ def mean_there(carriers):
 
 
 def run(exchanges, flat, reduced=mean_there):
-    """A step of ranks in one process. flat[rank] = {name: array}, which hold the results afterwards."""
-    carriers = [{name: exchange.submit(name, grad) for name, grad in named.items()} for exchange, named in zip(exchanges, flat)]
+    """A step of ranks in one process. flat[rank] = {name: array}, which hold the results
+    afterwards."""
+    carriers = [
+        {name: exchange.submit(name, grad) for name, grad in named.items()}
+        for exchange, named in zip(exchanges, flat)
+    ]
     for _ in itertools.zip_longest(*(exchange.rounds() for exchange in exchanges)):
         pass
     for name in flat[0]:
@@ -59,8 +79,13 @@ def run(exchanges, flat, reduced=mean_there):
 
 
 def steps_of(spec, grads, where):
-    """[{name: result} of each rank] of each step on two ranks, and their states. grads[step][rank] = {name: array}."""
-    exchanges = make_ranks(get_compressor(spec), {name: grad.shape for name, grad in grads[0][0].items()}, Loopback.group(2))
+    """[{name: result} of each rank] of each step on two ranks, and their states. grads[step][rank]
+    = {name: array}."""
+    exchanges = make_ranks(
+        get_compressor(spec),
+        {name: grad.shape for name, grad in grads[0][0].items()},
+        Loopback.group(2),
+    )
     results = []
     for ranks in grads:
         flat = [{name: where(grad.reshape(-1)) for name, grad in named.items()} for named in ranks]
@@ -71,7 +96,16 @@ def steps_of(spec, grads, where):
 
 def gradients(tensors, steps=3, seed=0):
     rng = np.random.default_rng(seed)
-    return [[{n: rng.standard_normal(shape).astype(np.float32) for n, shape in shapes(tensors).items()} for _ in range(2)] for _ in range(steps)]
+    return [
+        [
+            {
+                n: rng.standard_normal(shape).astype(np.float32)
+                for n, shape in shapes(tensors).items()
+            }
+            for _ in range(2)
+        ]
+        for _ in range(steps)
+    ]
 
 
 def assert_same(mine, its):
@@ -91,7 +125,8 @@ def assert_same(mine, its):
 @pytest.mark.parametrize("spec", SPECS)
 def test_steps_of_many_tensors_are_those_on_the_host(spec):
     grads = gradients(7)
-    grads[1][0]["t2"][0] = np.inf  # of one tensor on one rank: the step counts for nobody
+    # Of one tensor on one rank: the step counts for nobody.
+    grads[1][0]["t2"][0] = np.inf
     assert_same(steps_of(spec, grads, on_device), steps_of(spec, grads, np.copy))
 
 
@@ -144,23 +179,40 @@ class Launches(torch.overrides.TorchFunctionMode):
         monkeypatch.setattr(programs, "launch", counted)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function.__name__ not in ("__get__", "numel", "data_ptr", "to"):  # which only look; states are where gradients are from the second step on
-            self.found["copies" if function.__name__ in ("copy_", "__getitem__", "view") else "operations"] += 1
+        # Which only look; states are where gradients are from the second step on.
+        if function.__name__ not in ("__get__", "numel", "data_ptr", "to"):
+            self.found[
+                "copies" if function.__name__ in ("copy_", "__getitem__", "view") else "operations"
+            ] += 1
         return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("spec, copies", [
-    ("dgc:ratio=0.05", 0), ("topk:ratio=0.05", 0), ("topk:k=3,chunk=64", 2), ("adacomp", 0), ("variance", 0),
-    ("maxnorm", 2), ("multiscale", 4), ("bf16", 3), ("fp16", 4),
-])
+@pytest.mark.parametrize(
+    "spec, copies",
+    [
+        ("dgc:ratio=0.05", 0),
+        ("topk:ratio=0.05", 0),
+        ("topk:k=3,chunk=64", 2),
+        ("adacomp", 0),
+        ("variance", 0),
+        ("maxnorm", 2),
+        ("multiscale", 4),
+        ("bf16", 3),
+        ("fp16", 4),
+    ],
+)
 def test_launches_do_not_grow_with_the_tensors(spec, copies, monkeypatch):
-    """Five tensors are launched for as 25 are. copies: to the host, of each tensor's words or codes; and views of tensors."""
+    """Five tensors are launched for as 25 are. copies: to the host, of each tensor's words or
+    codes; and views of tensors."""
     found = []
     for tensors in (5, 25):
         exchanges = make_ranks(get_compressor(spec), shapes(tensors), Loopback.group(2))
         for ranks in gradients(tensors, 2):
-            flat = [{name: on_device(grad.reshape(-1)) for name, grad in named.items()} for named in ranks]
+            flat = [
+                {name: on_device(grad.reshape(-1)) for name, grad in named.items()}
+                for named in ranks
+            ]
             with monkeypatch.context() as patch, Launches(patch) as launches:
                 run(exchanges, flat, reduced=list)
         found.append(launches.found)
@@ -174,7 +226,11 @@ def arguments_of(name, data):
     a = Arguments(data)
     if name == "encode_topk":
         return encode_topk(data, a, data.draw(MOMENTA)), ["grad", "base", "u", "v"]
-    arrays = {"encode_variance": ["grad", "r", "v"], "encode_adacomp": ["grad", "residual"], "apply_momentum": ["out", "u", "new_u"]}
+    arrays = {
+        "encode_variance": ["grad", "r", "v"],
+        "encode_adacomp": ["grad", "residual"],
+        "apply_momentum": ["out", "u", "new_u"],
+    }
     return getattr(kernel_arguments, name)(a), arrays.get(name, ["out"])
 
 
@@ -182,12 +238,22 @@ def arguments_of(name, data):
 @given(data=st.data())
 def test_calls_made_together_are_those_made_alone(data):
     """Of different kernels, with different options, in any order."""
-    names = ["encode_topk", "encode_variance", "encode_adacomp", "decode_add_sparse", "decode_add_bf16", "apply_momentum"]
+    names = [
+        "encode_topk",
+        "encode_variance",
+        "encode_adacomp",
+        "decode_add_sparse",
+        "decode_add_bf16",
+        "apply_momentum",
+    ]
     made, alone = [], []
     for name in data.draw(st.lists(st.sampled_from(names), min_size=2, max_size=6)):
         given, arrays = arguments_of(name, data)
         for calls in (made, alone):
-            options = {key: on_device(value) if key in arrays and value is not None else value for key, value in given.items()}
+            options = {
+                key: on_device(value) if key in arrays and value is not None else value
+                for key, value in given.items()
+            }
             calls.append(DeviceCall(options[arrays[-1]], name, (), options))
     with np.errstate(all="ignore"):
         assert_same(together(made), [at_once(call) for call in alone])
@@ -197,7 +263,10 @@ def test_calls_made_together_are_those_made_alone(data):
 def test_one_bad_body_spoils_no_other():
     good, bad = on_device(np.zeros(100, np.float32)), on_device(np.zeros(100, np.float32))
     body = host.encode_sparse(np.uint32([3, 50]), np.float32([1, 2]), kind="fp32").body
-    calls = [deferred(out).decode_add_sparse(out, its, scale=1.0) for out, its in ((bad, body[:-1]), (good, body))]
+    calls = [
+        deferred(out).decode_add_sparse(out, its, scale=1.0)
+        for out, its in ((bad, body[:-1]), (good, body))
+    ]
     refused, finite = together(calls)
     assert isinstance(refused, ValueError) and finite is True
     assert np.asarray(good)[[3, 50]].tolist() == [1, 2] and not bad.any()
@@ -227,7 +296,11 @@ def test_a_step_that_is_given_up_leaves_nothing_behind(spec):
     (found,) = make_ranks(get_compressor(spec), shapes(5), Loopback.group(1), discardable=True)
     for number, (ranks, _) in enumerate(grads):
         for exchange in (expected, found):
-            run([exchange], [{name: on_device(grad.reshape(-1)) for name, grad in ranks.items()}], reduced=list)
+            run(
+                [exchange],
+                [{name: on_device(grad.reshape(-1)) for name, grad in ranks.items()}],
+                reduced=list,
+            )
         flat = {name: on_device(grad.reshape(-1)) for name, grad in ranks.items()}
         for name in flat:
             found.submit(name, flat[name])
@@ -252,10 +325,20 @@ def test_one_result_can_be_had_before_the_others():
     assert not exchange.under_way and not exchange.succeeded
 
 
-@pytest.mark.parametrize("spec", ["topk:ratio=0.05,min_numel=0", "adacomp:min_numel=0", "variance:min_numel=0,alpha=0.1,error_feedback=true"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "topk:ratio=0.05,min_numel=0",
+        "adacomp:min_numel=0",
+        "variance:min_numel=0,alpha=0.1,error_feedback=true",
+    ],
+)
 @pytest.mark.parametrize("flushed", [True, False])
-def test_a_transport_that_fails_for_one_tensor_loses_nothing_of_the_others(spec, flushed, monkeypatch):
-    """Nor does a step that is given up before its calls were made: its gradients are in the residuals."""
+def test_a_transport_that_fails_for_one_tensor_loses_nothing_of_the_others(
+    spec, flushed, monkeypatch
+):
+    """Nor does a step that is given up before its calls were made: its gradients are in the
+    residuals."""
     (exchange,) = make_ranks(get_compressor(spec), shapes(5), Loopback.group(1))
     grads = gradients(5)[0][0]
     allgather = exchange.transport.allgather
@@ -274,14 +357,21 @@ def test_a_transport_that_fails_for_one_tensor_loses_nothing_of_the_others(spec,
     exchange.abandon()
     for name, grad in grads.items():
         tensor = exchange._tensors[name]
-        np.testing.assert_array_equal(np.asarray(exchange.arrays()[name][tensor.compressor.accumulator]), grad.reshape(-1))
+        np.testing.assert_array_equal(
+            np.asarray(exchange.arrays()[name][tensor.compressor.accumulator]), grad.reshape(-1)
+        )
 
 
 @pytest.mark.parametrize("most", [1, 1 << 24])
 def test_one_damaged_payload_keeps_no_other_result_back(most, monkeypatch):
     monkeypatch.setattr(exchange_module, "_TOGETHER", most)
-    (exchange,) = make_ranks(get_compressor("topk:ratio=0.05,min_numel=0"), shapes(4), Loopback.group(1))
-    allgather, flat = exchange.transport.allgather, {name: on_device(grad.reshape(-1)) for name, grad in gradients(4)[0][0].items()}
+    (exchange,) = make_ranks(
+        get_compressor("topk:ratio=0.05,min_numel=0"), shapes(4), Loopback.group(1)
+    )
+    allgather, flat = (
+        exchange.transport.allgather,
+        {name: on_device(grad.reshape(-1)) for name, grad in gradients(4)[0][0].items()},
+    )
 
     def damaging(name, array):
         if name.endswith("t1"):
@@ -294,7 +384,9 @@ def test_one_damaged_payload_keeps_no_other_result_back(most, monkeypatch):
     for name in flat:
         with pytest.raises(WireError) if name == "t1" else contextlib.nullcontext():
             exchange.finish(name, carriers[name])
-    assert list(exchange.open_tensors()) == ["t1"] and all(grad.any() for name, grad in flat.items() if name != "t1")
+    assert list(exchange.open_tensors()) == ["t1"] and all(
+        grad.any() for name, grad in flat.items() if name != "t1"
+    )
     exchange.abandon()
     assert not exchange.succeeded and exchange.stats()["decode_seconds"] > 0
 
@@ -302,5 +394,15 @@ def test_one_damaged_payload_keeps_no_other_result_back(most, monkeypatch):
 def test_a_body_of_odd_length_is_refused_alone():
     good, bad = on_device(np.zeros(10, np.float32)), on_device(np.zeros(10, np.float32))
     body = host.encode_bf16(np.ones(10, np.float32)).body
-    refused, finite = together([deferred(out).decode_add_bf16(out, its, scale=1.0) for out, its in ((bad, body[:-1]), (good, body))])
-    assert isinstance(refused, ValueError) and finite is True and not bad.any() and np.asarray(good).tolist() == [1] * 10
+    refused, finite = together(
+        [
+            deferred(out).decode_add_bf16(out, its, scale=1.0)
+            for out, its in ((bad, body[:-1]), (good, body))
+        ]
+    )
+    assert (
+        isinstance(refused, ValueError)
+        and finite is True
+        and not bad.any()
+        and np.asarray(good).tolist() == [1] * 10
+    )

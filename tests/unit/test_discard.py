@@ -1,4 +1,6 @@
-"""Steps that are forgotten leave no trace, and state follows a loss scale, bit for bit, in every algorithm."""
+"""Steps that are forgotten leave no trace, and state follows a loss scale, bit for bit, in every
+algorithm."""
+
 import numpy as np
 import pytest
 from ranks import SHAPES, assert_same, copy_of, gradients, ranks_of
@@ -9,20 +11,31 @@ from horovod_compress.lockstep import run_step, start_step
 from horovod_compress.transport.loopback import Loopback
 
 SPECS = [
-    *available(), "dgc:momentum=0.9", "dgc:momentum=0.5,nesterov=true,dense=fp16", "dgc:momentum=0.5,dense=int8", "variance:tau=0.5",
+    *available(),
+    "dgc:momentum=0.9",
+    "dgc:momentum=0.5,nesterov=true,dense=fp16",
+    "dgc:momentum=0.5,dense=int8",
+    "variance:tau=0.5",
     "maxnorm:ratio=0.1",
 ]
 # In half precision another scale is another rounding.
-KEEPS_STATE = [spec for spec in SPECS if any(ranks_of(spec)[0].arrays().values()) and "fp16" not in spec]
+KEEPS_STATE = [
+    spec for spec in SPECS if any(ranks_of(spec)[0].arrays().values()) and "fp16" not in spec
+]
 
 
 def discardable(spec, size=2):
     compressor = get_compressor(spec)
     tensors = {name: (shape, compressor) for name, shape in SHAPES.items()}
-    return [Exchange(compressor, transport, tensors, discardable=True) for transport in Loopback.group(size)]
+    return [
+        Exchange(compressor, transport, tensors, discardable=True)
+        for transport in Loopback.group(size)
+    ]
 
 
-@pytest.mark.parametrize("how", ["discarded", "discarded after the next step was asked for", "not finite", "abandoned"])
+@pytest.mark.parametrize(
+    "how", ["discarded", "discarded after the next step was asked for", "not finite", "abandoned"]
+)
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_forgotten_step_leaves_no_trace(spec, how):
     exchanges = discardable(spec)
@@ -79,7 +92,9 @@ def test_state_follows_the_loss_scale(spec):
             np.testing.assert_array_equal(found, expected)
         for a, b in zip(plain, scaled):
             assert_same(a.state_dict()["tensors"], b.state_dict()["tensors"])
-    assert scaled[0].stats()["residual_norm"] == pytest.approx(plain[0].stats()["residual_norm"], rel=1e-6)
+    assert scaled[0].stats()["residual_norm"] == pytest.approx(
+        plain[0].stats()["residual_norm"], rel=1e-6
+    )
     for ex, other in zip(ranks_of(spec), scaled):
         ex.rescale(8.0)
         ex.load_state_dict(other.state_dict())

@@ -1,4 +1,6 @@
-"""The exchange: transactions, not-finite gradients, abandoned steps, state, statistics, and ranks in threads."""
+"""The exchange: transactions, not-finite gradients, abandoned steps, state, statistics, and ranks
+in threads."""
+
 import math
 import threading
 import tracemalloc
@@ -42,7 +44,10 @@ def test_what_is_not_compressed_may_be_float64(spec, name):
     assert not clipped.carries_float64(name)
 
 
-@pytest.mark.parametrize("spec", ["dgc:ratio=0.01", "dgc:ratio=0.01,values=fp16,nesterov=true", "dgc:ratio=0.01,momentum=0"])
+@pytest.mark.parametrize(
+    "spec",
+    ["dgc:ratio=0.01", "dgc:ratio=0.01,values=fp16,nesterov=true", "dgc:ratio=0.01,momentum=0"],
+)
 @pytest.mark.parametrize("where", ["w", "bias"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_a_not_finite_gradient_is_seen_by_all_and_loses_nothing(spec, where, poison):
@@ -64,10 +69,14 @@ def test_a_not_finite_gradient_is_seen_by_all_and_loses_nothing(spec, where, poi
             kept = np.isfinite(local[rank][name])
             v, u = before[rank][name]["v"], before[rank][name].get("u", np.zeros_like(g))
             moved = momentum * u + g if not ex.compressor.nesterov else momentum * (u + g) + g
-            np.testing.assert_allclose(after[name]["v"][kept], (v + moved)[kept], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                after[name]["v"][kept], (v + moved)[kept], rtol=1e-5, atol=1e-6
+            )
             np.testing.assert_array_equal(after[name]["v"][~kept], v[~kept])
-        if "u" in after["bias"]:  # where the mean was not finite the momentum of a dense tensor stays as it was; so it does
-            np.testing.assert_array_equal(after["bias"]["u"], before[rank]["bias"]["u"])  # in the other dense tensors
+        # Where the mean was not finite the momentum of a dense tensor stays as it was; so it does.
+        if "u" in after["bias"]:
+            # In the other dense tensors.
+            np.testing.assert_array_equal(after["bias"]["u"], before[rank]["bias"]["u"])
         assert ex.stats()["steps_undone"] == 1
     for named in run_step(exchanges, gradients(4)):
         assert all(np.isfinite(g).all() for g in named.values())
@@ -83,7 +92,9 @@ def test_not_finite_in_a_dense_step_of_a_compressed_tensor():
     run_step(exchanges, grads)
     assert not np.isfinite(grads[0]["w"]).all()
     after = exchanges[0].arrays()
-    np.testing.assert_allclose(after["w"]["v"], np.float32(0.9) * before[0]["w"]["u"] + good, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        after["w"]["v"], np.float32(0.9) * before[0]["w"]["u"] + good, rtol=1e-5, atol=1e-6
+    )
     assert np.isfinite(exchanges[1].arrays()["w"]["v"]).all()
 
 
@@ -106,7 +117,9 @@ def test_momentum_of_a_dense_tensor_that_overflows_goes_back():
         grads = [{"bias": np.full(40, g, np.float32)}]
         run_step([exchange], grads)
         assert np.isfinite(grads[0]["bias"]).all() == finite
-    assert np.isfinite(exchange.arrays()["bias"]["u"]).all() and exchange.stats()["steps_undone"] == 1
+    assert (
+        np.isfinite(exchange.arrays()["bias"]["u"]).all() and exchange.stats()["steps_undone"] == 1
+    )
 
 
 def test_an_abandoned_step_gives_back_what_it_took():
@@ -120,7 +133,9 @@ def test_an_abandoned_step_gives_back_what_it_took():
         assert exchanges[0].under_way
         with pytest.raises(RuntimeError, match="under way"):
             exchanges[0].state_dict()
-        zeros = [{n: np.zeros(int(np.prod(s)), np.float32) for n, s in SHAPES.items()} for _ in range(2)]
+        zeros = [
+            {n: np.zeros(int(np.prod(s)), np.float32) for n, s in SHAPES.items()} for _ in range(2)
+        ]
         run_step(exchanges, zeros)  # submits "w" again
         assert [ex.stats()["steps_undone"] for ex in exchanges] == [1, 1]
         total = sum(ex.arrays()["w"]["v"].astype(np.float64) for ex in exchanges)
@@ -128,7 +143,8 @@ def test_an_abandoned_step_gives_back_what_it_took():
 
 
 def test_a_carrier_that_was_reduced_before_clipping_is_kept():
-    """With clipping a payload is made when the host has its carriers back; op=Sum brings 2 on 2 ranks."""
+    """With clipping a payload is made when the host has its carriers back; op=Sum brings 2 on 2
+    ranks."""
     means, sums = (ranks_of("dgc:ratio=0.01,clip_norm=1,momentum=0") for _ in range(2))
     (mean, *_), summed = run_step(means, gradients(0)), gradients(0)
     carriers = [{n: ex.submit(n, g) for n, g in named.items()} for ex, named in zip(sums, summed)]
@@ -177,8 +193,14 @@ def test_a_state_that_does_not_fit_changes_nothing():
         (ranks_of("dgc:momentum=0")[0].state_dict(), "w.u is missing"),
         (ranks_of("none")[0].state_dict(), "id is none"),
         ({**good, "step": -5}, "step is -5"),
-        ({**good, "tensors": {**good["tensors"], "x": dict.fromkeys("uv", np.zeros(1600))}}, "x.u is float64"),
-        ({**good, "tensors": {k: v for k, v in good["tensors"].items() if k != "x"}}, "x is missing"),
+        (
+            {**good, "tensors": {**good["tensors"], "x": dict.fromkeys("uv", np.zeros(1600))}},
+            "x.u is float64",
+        ),
+        (
+            {**good, "tensors": {k: v for k, v in good["tensors"].items() if k != "x"}},
+            "x is missing",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             exchange.load_state_dict(state)
@@ -196,14 +218,20 @@ def test_statistics_count_every_byte():
     assert 2 * HEADROOM + 4 * entries < frames < 2 * HEADROOM + 6 * entries + 6
     assert stats["ratio"] == stats["dense_bytes"] / stats["bytes_sent"]
     assert stats["steps"] == 1 and stats["steps_undone"] == 0
-    assert stats["bytes_received"] == stats["bytes_sent"]  # the other rank's frames are as long
+    # The other rank's frames are as long.
+    assert stats["bytes_received"] == stats["bytes_sent"]
     assert stats["residual_norm"] == pytest.approx(
-        np.sqrt(sum((exchanges[0].arrays()[n]["v"].astype(np.float64) ** 2).sum() for n in ("w", "x"))), rel=1e-6
+        np.sqrt(
+            sum((exchanges[0].arrays()[n]["v"].astype(np.float64) ** 2).sum() for n in ("w", "x"))
+        ),
+        rel=1e-6,
     )
 
 
 @pytest.mark.skipif(kernels.backend != "native", reason="the reference makes temporary arrays")
-@pytest.mark.parametrize("spec", ["dgc:ratio=0.001", "dgc:ratio=0.001,nesterov=true,values=fp16,exclude=y", "none"])
+@pytest.mark.parametrize(
+    "spec", ["dgc:ratio=0.001", "dgc:ratio=0.001,nesterov=true,values=fp16,exclude=y", "none"]
+)
 def test_a_step_allocates_nothing_of_gradient_size(spec):
     shapes = {"w": (1000, 1000), "x": (500, 1000), "y": (300, 1000), "bias": (1000,)}
     exchanges = ranks_of(spec, size=1, shapes=shapes)
@@ -220,7 +248,9 @@ def test_a_step_allocates_nothing_of_gradient_size(spec):
     assert peak < 0.02 * sum(grad.nbytes for grad in grads.values())
 
 
-@pytest.mark.skipif(kernels.backend != "native", reason="the reference does not look at its arguments first")
+@pytest.mark.skipif(
+    kernels.backend != "native", reason="the reference does not look at its arguments first"
+)
 def test_a_refused_gradient_leaves_what_the_residual_owes():
     (exchange,) = ranks_of("adacomp", size=1)
     (given,) = gradients(0, size=1)
@@ -234,15 +264,28 @@ def test_a_refused_gradient_leaves_what_the_residual_owes():
     np.testing.assert_allclose(sent["w"] + later["w"] + residual, given["w"], atol=1e-5)
 
 
-@pytest.mark.parametrize("spec", [*hc.available(), "dgc:ratio=0.01,momentum=0", "topk:ratio=0.05,chunk=100", "topk:ratio=0.1,dense=fp16"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *hc.available(),
+        "dgc:ratio=0.01,momentum=0",
+        "topk:ratio=0.05,chunk=100",
+        "topk:ratio=0.1,dense=fp16",
+    ],
+)
 def test_a_gradient_may_count_from_a_base(spec):
     """Then the result is added to the base, and the state is that of the difference."""
     plain, based = ranks_of(spec), ranks_of(spec)
     bases = {name: np.full(math.prod(shape), 3, np.float32) for name, shape in SHAPES.items()}
     for ex in based:
-        ex.submit = lambda name, grad, *known, submit=ex.submit: submit(name, grad, *known, base=bases[name])
+        ex.submit = lambda name, grad, *known, submit=ex.submit: submit(
+            name, grad, *known, base=bases[name]
+        )
     for step in range(6):
-        grads = [{name: np.round(64 * g) / 64 for name, g in named.items()} for named in gradients(step)]  # exact, and so are sums with 3
+        # Exact, and so are sums with 3.
+        grads = [
+            {name: np.round(64 * g) / 64 for name, g in named.items()} for named in gradients(step)
+        ]
         if step == 3:
             grads[1]["w"][7] = grads[1]["bias"][0] = np.nan
         moved = [{name: bases[name] + g for name, g in named.items()} for named in grads]
@@ -263,8 +306,11 @@ def test_a_step_that_sent_nothing_leaves_what_the_residual_owes(spec):
     (sent,) = run_step([exchange], [{n: g.copy() for n, g in given.items()}])
     exchange.end_step()
     tensor = exchange._tensors["w"]
-    tensor.compressor.commit(tensor.state)  # as after a gradient that was refused
-    np.testing.assert_allclose(sent["w"] + exchange.arrays()["w"]["residual"], given["w"], atol=1e-5)
+    # As after a gradient that was refused.
+    tensor.compressor.commit(tensor.state)
+    np.testing.assert_allclose(
+        sent["w"] + exchange.arrays()["w"]["residual"], given["w"], atol=1e-5
+    )
 
 
 def test_wrong_submissions_are_errors():
@@ -280,7 +326,9 @@ def test_wrong_submissions_are_errors():
     assert not exchange.under_way
 
 
-@pytest.mark.parametrize("spec", ["globalrandk:ratio=0.1", "maxnorm", "powersgd:start_step=3,rank=2", "signsgd"])
+@pytest.mark.parametrize(
+    "spec", ["globalrandk:ratio=0.1", "maxnorm", "powersgd:start_step=3,rank=2", "signsgd"]
+)
 def test_sums_of_ranks_at_different_steps_are_refused_on_all(spec):
     exchanges, ahead = ranks_of(spec), ranks_of(spec)
     for step in range(2):
@@ -329,7 +377,10 @@ BARRIER = threading.Barrier(3)
 
 
 def test_handshake_names_the_first_difference_on_every_rank():
-    base = {"options": {"id": "dgc", "ratio": 0.1, "decay": 0}, "tensors": {"w": {"shape": [3, 4]}, "x": {"shape": [1]}}}
+    base = {
+        "options": {"id": "dgc", "ratio": 0.1, "decay": 0},
+        "tensors": {"w": {"shape": [3, 4]}, "x": {"shape": [1]}},
+    }
     for change, words in (
         (lambda d: d["options"].update(ratio=0.2), "options.ratio: 0.2 on rank 2, 0.1 on rank 0"),
         (lambda d: d["tensors"]["w"].update(shape=[4, 3]), r"tensors.w.shape: \[4, 3\] on rank 2"),
@@ -342,7 +393,11 @@ def test_handshake_names_the_first_difference_on_every_rank():
         board = {}
 
         def rank_of(rank):
-            description = {**base, "options": dict(base["options"]), "tensors": {k: dict(v) for k, v in base["tensors"].items()}}
+            description = {
+                **base,
+                "options": dict(base["options"]),
+                "tensors": {k: dict(v) for k, v in base["tensors"].items()},
+            }
             if rank == 2:
                 change(description)
             try:
@@ -361,7 +416,16 @@ def test_handshake_names_the_first_difference_on_every_rank():
                     raise error
 
 
-@pytest.mark.parametrize("id", [*hc.available(), "multiscale:bits=2+4+8", "multiscale:bits=10+12", "maxnorm:bits=16", "maxnorm:ratio=0.1"])
+@pytest.mark.parametrize(
+    "id",
+    [
+        *hc.available(),
+        "multiscale:bits=2+4+8",
+        "multiscale:bits=10+12",
+        "maxnorm:bits=16",
+        "maxnorm:ratio=0.1",
+    ],
+)
 @pytest.mark.parametrize("size", [1, 2, 4])  # from 5 ranks on bf16 goes dense
 def test_a_step_yields_what_its_compressor_declares(id, size, monkeypatch):
     yielded = []
@@ -379,11 +443,17 @@ def test_a_step_yields_what_its_compressor_declares(id, size, monkeypatch):
 
     monkeypatch.setattr(driver, "tensor_step", recorded)
     rng = np.random.default_rng(0)
-    hc.simulate(id, [[{"a": rng.standard_normal((40, 50)).astype(np.float32)} for _ in range(size)]])
+    hc.simulate(
+        id, [[{"a": rng.standard_normal((40, 50)).astype(np.float32)} for _ in range(size)]]
+    )
     requests = [request.request if isinstance(request, Final) else request for request in yielded]
     carriers = [request for request in requests if isinstance(request, HostReduce)]
-    moved = [request for request in requests if isinstance(request, (Allreduce, Allgather, Alltoall))]
-    assert len(carriers) == size and sum(isinstance(request, Outcome) for request in requests) == size
+    moved = [
+        request for request in requests if isinstance(request, (Allreduce, Allgather, Alltoall))
+    ]
+    assert (
+        len(carriers) == size and sum(isinstance(request, Outcome) for request in requests) == size
+    )
     declared = hc.get_compressor(id).collectives(size)
     if declared[0].verb == "host":
         assert [carriers[0].collective] == list(declared) and not moved

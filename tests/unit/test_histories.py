@@ -1,4 +1,6 @@
-"""Ranks come and go in one process: for every id that keeps a residual, what was sent and the mean of what was not add up to all gradients."""
+"""Ranks come and go in one process: for every id that keeps a residual, what was sent and the mean
+of what was not add up to all gradients."""
+
 import numpy as np
 import pytest
 from battery_facts import FACTS, SHAPES, copies, over, quiet, spec_of, steps_of
@@ -19,7 +21,12 @@ pytestmark = quiet
 def new_rank(spec):
     """A process that has just begun."""
     compressor = hc.get_compressor(spec)
-    return Exchange(compressor, Loopback.group(1)[0], {name: (shape, compressor) for name, shape in SHAPES.items()}, dense_alone=True)
+    return Exchange(
+        compressor,
+        Loopback.group(1)[0],
+        {name: (shape, compressor) for name, shape in SHAPES.items()},
+        dense_alone=True,
+    )
 
 
 def together(ranks, even=False, resized=True):
@@ -41,8 +48,11 @@ def residual_of(ranks):
     compressors = {name: tensor.compressor for name, tensor in ranks[0]._tensors.items()}
     arrays = [copy_of(exchange) for exchange in ranks]
     return {
-        name: np.mean([each[name][compressor.accumulator] for each in arrays], axis=0, dtype=np.float64)
-        for name, compressor in compressors.items() if compressor.accumulator in arrays[0][name]
+        name: np.mean(
+            [each[name][compressor.accumulator] for each in arrays], axis=0, dtype=np.float64
+        )
+        for name, compressor in compressors.items()
+        if compressor.accumulator in arrays[0][name]
     }
 
 
@@ -71,14 +81,22 @@ CONSERVING = [spec_of(id, options) for id, facts in FACTS.items() for options in
 
 
 @examples(40)
-@given(spec=st.sampled_from(CONSERVING), sizes=st.lists(st.integers(1, 4), min_size=2, max_size=5), evened=st.booleans(), seed=st.integers(0, 99))
+@given(
+    spec=st.sampled_from(CONSERVING),
+    sizes=st.lists(st.integers(1, 4), min_size=2, max_size=5),
+    evened=st.booleans(),
+    seed=st.integers(0, 99),
+)
 def test_nothing_is_lost_where_ranks_come_and_go_in_good_order(spec, sizes, evened, seed):
     """Where nobody leaves, without the mean before, too."""
     check_history(spec, sizes if evened else sorted(sizes), evened, seed)
 
 
 def check_history(spec, sizes, evened, seed):
-    ranks, sums = together([new_rank(spec) for _ in range(sizes[0])]), {name: np.zeros(np.prod(shape)) for name, shape in SHAPES.items()}
+    ranks, sums = (
+        together([new_rank(spec) for _ in range(sizes[0])]),
+        {name: np.zeros(np.prod(shape)) for name, shape in SHAPES.items()},
+    )
     train(ranks, seed, sums)
     for i, size in enumerate(sizes[1:], 1):
         before = residual_of(ranks)
@@ -92,7 +110,13 @@ def check_history(spec, sizes, evened, seed):
                 for key, array in named.items():
                     np.testing.assert_array_equal(array, arrays[name][key])
         for name, residual in residual_of(ranks).items():
-            np.testing.assert_allclose(residual, before[name], rtol=1e-6, atol=1e-6 * np.abs(before[name]).max(initial=0), err_msg=name)
+            np.testing.assert_allclose(
+                residual,
+                before[name],
+                rtol=1e-6,
+                atol=1e-6 * np.abs(before[name]).max(initial=0),
+                err_msg=name,
+            )
         train(ranks, (seed, i), sums)
         assert_owed(ranks, sums, 3 * (i + 1))
         if size == 1:
@@ -101,7 +125,8 @@ def check_history(spec, sizes, evened, seed):
 
 @over(lambda facts: facts.variants)
 def test_after_a_crash_the_mean_is_that_of_the_ranks_that_are_left(id, options):
-    """They go back to what they have kept; one that was a step behind, and new ones, get the mean of the others."""
+    """They go back to what they have kept; one that was a step behind, and new ones, get the mean
+    of the others."""
     spec, sums = spec_of(id, options), {}
     ranks = together([new_rank(spec) for _ in range(4)])
     train(ranks, 0, sums)
@@ -120,7 +145,9 @@ def test_after_a_crash_the_mean_is_that_of_the_ranks_that_are_left(id, options):
         assert exchange.state_dict()["step"] == 3
         for name, named in copy_of(exchange).items():
             for key, array in named.items():
-                expected = np.mean([kept[1][name][key], kept[3][name][key]], axis=0, dtype=np.float64)
+                expected = np.mean(
+                    [kept[1][name][key], kept[3][name][key]], axis=0, dtype=np.float64
+                )
                 if rank:
                     np.testing.assert_array_equal(array, kept[rank][name][key])
                 else:
@@ -129,7 +156,8 @@ def test_after_a_crash_the_mean_is_that_of_the_ranks_that_are_left(id, options):
 
 
 def test_alone_signs_stay_signs():
-    """What holds nothing back is compressed alone as ever: else its results would be of another size."""
+    """What holds nothing back is compressed alone as ever: else its results would be of another
+    size."""
     assert not FACTS["signsgd"].conserves
     exchange = together([new_rank("signsgd:min_numel=0")])[0]
     (results,) = run_step([exchange], steps_of(0, 1, 1)[0])

@@ -1,4 +1,5 @@
 """Every native kernel against the reference: bit for bit where the formulas leave no choice."""
+
 import copy
 import platform
 
@@ -7,7 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_arguments import BODIES, INSTRUCTIONS, KERNELS, Arguments, assert_same, body_of, native_only, trimmed, using
+from kernel_arguments import (
+    BODIES,
+    INSTRUCTIONS,
+    KERNELS,
+    Arguments,
+    assert_same,
+    body_of,
+    native_only,
+    trimmed,
+    using,
+)
 from tiers import examples
 
 from horovod_compress import kernels
@@ -23,7 +34,8 @@ def test_native_equals_the_reference(name, data):
     mine, its = copy.deepcopy(arguments), copy.deepcopy(arguments)
     with np.errstate(all="ignore"), using(data.draw(st.sampled_from(INSTRUCTIONS))):
         got, expected = getattr(host, name)(**mine), getattr(reference, name)(**its)
-    if name in BODIES and expected.finite is False:  # not finite: what the body says does not count
+    # Not finite: what the body says does not count.
+    if name in BODIES and expected.finite is False:
         got, expected = got.finite, expected.finite
     elif name == "encode_buckets":
         got, expected = trimmed(got), trimmed(expected)
@@ -45,7 +57,10 @@ def test_large_outputs_begin_and_end_anywhere(name, data, more, offset):
     memory = np.full(a.size + 32, 7, np.float32)
     out = memory[offset:][: a.size]
     with np.errstate(all="ignore"), using(data.draw(st.sampled_from(INSTRUCTIONS))):
-        got, expected = (getattr(k, name)(**{**arguments, "out": to}) for k, to in ((host, out), (reference, arguments["out"])))
+        got, expected = (
+            getattr(k, name)(**{**arguments, "out": to})
+            for k, to in ((host, out), (reference, arguments["out"]))
+        )
     assert_same(got, expected)
     np.testing.assert_array_equal(out, arguments["out"])
     assert (np.delete(memory, np.s_[offset : offset + a.size]) == 7).all()
@@ -56,18 +71,41 @@ def test_no_coefficient_is_sent_where_none_is_wanted():
     large, rows = np.full(16, 2.0**109, np.float32), np.full((4, 4), 2.0**20, np.float32)
     for k in host, reference:
         with np.errstate(over="ignore"):
-            encoded = k.encode_dct(np.zeros(16, np.float32), large.copy(), rows.ravel(), rows.ravel(), width=4, k=0, decay=1.0, kind="fp32")
+            encoded = k.encode_dct(
+                np.zeros(16, np.float32),
+                large.copy(),
+                rows.ravel(),
+                rows.ravel(),
+                width=4,
+                k=0,
+                decay=1.0,
+                kind="fp32",
+            )
         assert (encoded.elements, encoded.finite) == (0, True)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.03, 0.99])
 def test_elements_that_share_a_draw_round_independently(share):
-    """Of a word's ten codes, and of eight elements of a block of natural's, any two are uncorrelated, and each mean is right."""
+    """Of a word's ten codes, and of eight elements of a block of natural's, any two are
+    uncorrelated, and each mean is right."""
     words, size = 64 * 3000, 8 * 64 * 3000
-    codes = host.quantize(np.full(10 * words, share, np.float32), None, w=1.0, clip=1.0, steps=[1.0], width=3, size=1, key=12345)
+    codes = host.quantize(
+        np.full(10 * words, share, np.float32),
+        None,
+        w=1.0,
+        clip=1.0,
+        steps=[1.0],
+        width=3,
+        size=1,
+        key=12345,
+    )
     codes = reference.quantization.unpack(codes, 10 * words, 3, 0, 1)
     powers = np.zeros(size, np.float32)
-    reference.decode_add_natural(powers, body_of(host.encode_natural(np.full(size, 1 + share, np.float32), key=12345)), scale=1.0)
+    reference.decode_add_natural(
+        powers,
+        body_of(host.encode_natural(np.full(size, 1 + share, np.float32), key=12345)),
+        scale=1.0,
+    )
     for drawn in codes.reshape(-1, 10, 64), powers.reshape(-1, 8, 64) - 1:
         drawn = drawn.swapaxes(0, 1).reshape(drawn.shape[1], -1)
         sigma = 1 / np.sqrt(drawn.shape[1])

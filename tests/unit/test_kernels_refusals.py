@@ -1,4 +1,5 @@
 """Arguments that native kernels refuse, and memory of earlier steps that they take."""
+
 import copy
 
 import kernel_arguments
@@ -23,20 +24,52 @@ def typical(name):
 
 
 ONE_LENGTH_OF_SEVERAL = {
-    "take_entries": ["u", "v"], "scatter_add": ["values", "indices"], "encode_strom": ["grad", "residual"],
-    "encode_variance": ["grad", "squares", "r", "v"], "encode_adacomp": ["grad", "residual"], "encode_float16": ["x", "half"],
-    "decode_float16": ["half", "out"], "decode_add_bf16": ["out", "body"], "encode_one_bit": ["grad", "residual"],
-    "decode_add_one_bit": ["body"], "decode_add_natural": ["body"], "decode_add_sparse": ["body"], "decode_sparse": ["body"],
-    "decode_add_buckets": ["body"], "apply_momentum": ["out", "u", "new_u"], "quantize": ["levels"], "max_abs": ["peaks"], "encode_scales": ["peaks"],
-    "dequantize": ["words", "levels"], "decode_signs": ["words"], "move": ["x", "out"], "add_up": ["out"],
+    "take_entries": ["u", "v"],
+    "scatter_add": ["values", "indices"],
+    "encode_strom": ["grad", "residual"],
+    "encode_variance": ["grad", "squares", "r", "v"],
+    "encode_adacomp": ["grad", "residual"],
+    "encode_float16": ["x", "half"],
+    "decode_float16": ["half", "out"],
+    "decode_add_bf16": ["out", "body"],
+    "encode_one_bit": ["grad", "residual"],
+    "decode_add_one_bit": ["body"],
+    "decode_add_natural": ["body"],
+    "decode_add_sparse": ["body"],
+    "decode_sparse": ["body"],
+    "decode_add_buckets": ["body"],
+    "apply_momentum": ["out", "u", "new_u"],
+    "quantize": ["levels"],
+    "max_abs": ["peaks"],
+    "encode_scales": ["peaks"],
+    "dequantize": ["words", "levels"],
+    "decode_signs": ["words"],
+    "move": ["x", "out"],
+    "add_up": ["out"],
 }
 WRITTEN = {
-    "take_entries": ["v", "u"], "scatter_add": ["out"], "decode_add_sparse": ["out"], "encode_strom": ["grad", "residual"],
-    "encode_variance": ["grad", "r", "v"], "encode_adacomp": ["grad", "residual"], "encode_float16": ["half"], "decode_float16": ["out"],
-    "encode_bf16": ["grad"], "decode_add_bf16": ["out"], "encode_one_bit": ["grad", "residual"], "decode_add_one_bit": ["out"],
-    "encode_natural": ["grad"], "decode_add_natural": ["out"], "encode_buckets": ["grad"], "decode_add_buckets": ["out"],
-    "apply_momentum": ["out", "new_u"], "max_abs": ["peaks"], "dequantize": ["out"], "decode_signs": ["out"],
-    "move": ["x", "out"], "add_up": ["out"],
+    "take_entries": ["v", "u"],
+    "scatter_add": ["out"],
+    "decode_add_sparse": ["out"],
+    "encode_strom": ["grad", "residual"],
+    "encode_variance": ["grad", "r", "v"],
+    "encode_adacomp": ["grad", "residual"],
+    "encode_float16": ["half"],
+    "decode_float16": ["out"],
+    "encode_bf16": ["grad"],
+    "decode_add_bf16": ["out"],
+    "encode_one_bit": ["grad", "residual"],
+    "decode_add_one_bit": ["out"],
+    "encode_natural": ["grad"],
+    "decode_add_natural": ["out"],
+    "encode_buckets": ["grad"],
+    "decode_add_buckets": ["out"],
+    "apply_momentum": ["out", "new_u"],
+    "max_abs": ["peaks"],
+    "dequantize": ["out"],
+    "decode_signs": ["out"],
+    "move": ["x", "out"],
+    "add_up": ["out"],
 }
 
 
@@ -53,14 +86,24 @@ def test_arrays_that_do_not_fit_are_refused(name):
         if not isinstance(value, np.ndarray):
             continue
         same_width = np.dtype(f"{'i' if value.dtype.kind != 'i' else 'u'}{value.itemsize}")
-        wrong = [value.astype(np.float64), value.view(same_width), value.reshape(1, -1), np.repeat(value, 2)[::2]]
+        wrong = [
+            value.astype(np.float64),
+            value.view(same_width),
+            value.reshape(1, -1),
+            np.repeat(value, 2)[::2],
+        ]
         wrong += [value.tolist(), None]
         if argument in ONE_LENGTH_OF_SEVERAL.get(name, []):
             wrong += [np.append(value, value[:1]), value[:-1]]
         if argument in WRITTEN.get(name, []):
             wrong.append(frozen(value.copy()))
         for array in wrong:
-            if array is None and argument in ("u", "squares") or (name, argument) == ("max_abs", "peaks") and array is None:
+            if (
+                array is None
+                and argument in ("u", "squares")
+                or (name, argument) == ("max_abs", "peaks")
+                and array is None
+            ):
                 continue
             with pytest.raises((ValueError, TypeError)):
                 getattr(host, name)(**{**typical(name), argument: array})
@@ -70,27 +113,58 @@ NINE = [1.0] * 9  # scales
 
 
 @native_only
-@pytest.mark.parametrize("name, wrong", [
-    ("take_entries", {"kind": "fp8"}), ("take_entries", {"indices": np.array([100], np.uint32)}),
-    ("scatter_add", {"indices": np.array([100], np.uint32), "values": np.ones(1, np.float32)}),
-    ("encode_adacomp", {"bin_length": 0}), ("encode_adacomp", {"bin_length": -1}), ("encode_adacomp", {"bin_length": 1.5}),
-    ("encode_adacomp", {"sent": np.array([100], np.uint32)}),
-    ("encode_buckets", {"bucket": 0}), ("encode_buckets", {"steps": 0}), ("encode_buckets", {"steps": 32768}),
-    ("decode_add_buckets", {"bucket": 0}), ("decode_add_buckets", {"steps": 0}), ("decode_add_buckets", {"steps": 32768}),
-    ("draw_coordinates", {"count": 101}), ("draw_coordinates", {"first": 90, "count": 11}),
-    ("draw_coordinates", {"first": 2**63, "count": 2**63}), ("draw_coordinates", {"numel": 2**32}),
-    ("draw_coordinates", {"first": -1}), ("draw_coordinates", {"key": -1}), ("draw_coordinates", {"key": 2**64}),
-    ("encode_natural", {"key": 2**64}),
-    ("random_bits", {"key": -1}), ("random_bits", {"key": 2**64}), ("random_bits", {"n": -1}),
-    ("quantize", {"width": 0}), ("quantize", {"width": 65}), ("quantize", {"width": -1}), ("quantize", {"steps": []}),
-    ("quantize", {"steps": NINE}), ("quantize", {"levels": None}), ("quantize", {"size": 0}),
-    ("dequantize", {"width": 0}), ("dequantize", {"width": 65}), ("dequantize", {"steps": []}),
-    ("dequantize", {"levels": None}), ("dequantize", {"steps": NINE}), ("dequantize", {"size": 0}),
-    ("dequantize", {"size": -1}), ("encode_scales", {"size": 0}), ("encode_scales", {"size": 2**63}),
-    ("encode_scales", {"steps": []}), ("encode_scales", {"steps": NINE}),
-    ("encode_signs", {"width": 0}), ("encode_signs", {"width": 65}), ("decode_signs", {"width": 0}), ("decode_signs", {"width": 65}),
-    ("decode_sparse", {"numel": -1}),
-])
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("take_entries", {"kind": "fp8"}),
+        ("take_entries", {"indices": np.array([100], np.uint32)}),
+        ("scatter_add", {"indices": np.array([100], np.uint32), "values": np.ones(1, np.float32)}),
+        ("encode_adacomp", {"bin_length": 0}),
+        ("encode_adacomp", {"bin_length": -1}),
+        ("encode_adacomp", {"bin_length": 1.5}),
+        ("encode_adacomp", {"sent": np.array([100], np.uint32)}),
+        ("encode_buckets", {"bucket": 0}),
+        ("encode_buckets", {"steps": 0}),
+        ("encode_buckets", {"steps": 32768}),
+        ("decode_add_buckets", {"bucket": 0}),
+        ("decode_add_buckets", {"steps": 0}),
+        ("decode_add_buckets", {"steps": 32768}),
+        ("draw_coordinates", {"count": 101}),
+        ("draw_coordinates", {"first": 90, "count": 11}),
+        ("draw_coordinates", {"first": 2**63, "count": 2**63}),
+        ("draw_coordinates", {"numel": 2**32}),
+        ("draw_coordinates", {"first": -1}),
+        ("draw_coordinates", {"key": -1}),
+        ("draw_coordinates", {"key": 2**64}),
+        ("encode_natural", {"key": 2**64}),
+        ("random_bits", {"key": -1}),
+        ("random_bits", {"key": 2**64}),
+        ("random_bits", {"n": -1}),
+        ("quantize", {"width": 0}),
+        ("quantize", {"width": 65}),
+        ("quantize", {"width": -1}),
+        ("quantize", {"steps": []}),
+        ("quantize", {"steps": NINE}),
+        ("quantize", {"levels": None}),
+        ("quantize", {"size": 0}),
+        ("dequantize", {"width": 0}),
+        ("dequantize", {"width": 65}),
+        ("dequantize", {"steps": []}),
+        ("dequantize", {"levels": None}),
+        ("dequantize", {"steps": NINE}),
+        ("dequantize", {"size": 0}),
+        ("dequantize", {"size": -1}),
+        ("encode_scales", {"size": 0}),
+        ("encode_scales", {"size": 2**63}),
+        ("encode_scales", {"steps": []}),
+        ("encode_scales", {"steps": NINE}),
+        ("encode_signs", {"width": 0}),
+        ("encode_signs", {"width": 65}),
+        ("decode_signs", {"width": 0}),
+        ("decode_signs", {"width": 65}),
+        ("decode_sparse", {"numel": -1}),
+    ],
+)
 def test_numbers_out_of_range_are_refused(name, wrong):
     with pytest.raises((ValueError, TypeError)):
         getattr(host, name)(**{**typical(name), **wrong})
@@ -98,19 +172,36 @@ def test_numbers_out_of_range_are_refused(name, wrong):
 
 @native_only
 @pytest.mark.parametrize(
-    "name", ["encode_bf16", "encode_one_bit", "encode_natural", "encode_buckets", "quantize", "encode_scales", "encode_signs"]
+    "name",
+    [
+        "encode_bf16",
+        "encode_one_bit",
+        "encode_natural",
+        "encode_buckets",
+        "quantize",
+        "encode_scales",
+        "encode_signs",
+    ],
 )
 def test_spare_memory_changes_nothing(name):
-    """A buffer of an earlier step is used again where it fits, whatever is in it, and left alone where it does not."""
+    """A buffer of an earlier step is used again where it fits, whatever is in it, and left alone
+    where it does not."""
     kernel = getattr(host, name)
 
     def memory_of(result):
-        return result if isinstance(result, np.ndarray) else result.undo[0] if name == "encode_buckets" else result.buffer
+        return (
+            result
+            if isinstance(result, np.ndarray)
+            else result.undo[0]
+            if name == "encode_buckets"
+            else result.buffer
+        )
 
     first = kernel(**typical(name))
     buffer = memory_of(first)
     for spare, fits in ((buffer.copy(), True), (buffer[:-1].copy(), False)):
-        spare.view(np.uint8)[: None if buffer.dtype != np.uint8 else -1] = 0xA5  # a body's padding is never written
+        # A body's padding is never written.
+        spare.view(np.uint8)[: None if buffer.dtype != np.uint8 else -1] = 0xA5
         kept = spare.copy()
         again = kernel(**typical(name), spare=spare)
         if name == "encode_buckets":
@@ -126,7 +217,9 @@ def test_variance_takes_the_memory_of_an_earlier_step():
     """Where its entries fit there, whatever is in it; else its own."""
     r = np.random.default_rng(1).standard_normal(100).astype(np.float32)
     zeros = np.zeros(100, np.float32)
-    arguments = dict(grad=zeros, squares=None, r=r, v=zeros, alpha=1.0, zeta=0.9, tau=0.0, error_feedback=False)
+    arguments = dict(
+        grad=zeros, squares=None, r=r, v=zeros, alpha=1.0, zeta=0.9, tau=0.0, error_feedback=False
+    )
     expected = host.encode_variance(**copy.deepcopy(arguments))
     count = expected.elements
     assert count > 20
@@ -134,9 +227,17 @@ def test_variance_takes_the_memory_of_an_earlier_step():
         spare = np.full(3 * entries, 0xA5A5A5A5, np.uint32)[:entries]
         got = host.encode_variance(**copy.deepcopy(arguments), spare=spare)
         assert_same(got, expected)
-        assert np.shares_memory(got.undo[0], spare) == np.shares_memory(got.undo[1], spare.base) == fits
+        assert (
+            np.shares_memory(got.undo[0], spare)
+            == np.shares_memory(got.undo[1], spare.base)
+            == fits
+        )
         again = host.encode_variance(**copy.deepcopy(arguments), spare=got.undo[0])
         assert_same(again, expected)
         assert np.shares_memory(again.undo[0], got.undo[0])
-    for spare in (got.undo[0].copy(), frozen(np.zeros(3 * count, np.uint32))[:count], np.zeros(3 * count, np.float32).view(np.uint32)[:count]):
+    for spare in (
+        got.undo[0].copy(),
+        frozen(np.zeros(3 * count, np.uint32))[:count],
+        np.zeros(3 * count, np.float32).view(np.uint32)[:count],
+    ):
         assert_same(host.encode_variance(**copy.deepcopy(arguments), spare=spare), expected)

@@ -1,4 +1,6 @@
-"""Native kernels that add up many elements: the same bits with all instructions, and the reference's to rounding."""
+"""Native kernels that add up many elements: the same bits with all instructions, and the
+reference's to rounding."""
+
 import copy
 import inspect
 import re
@@ -7,19 +9,41 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_arguments import INSTRUCTIONS, KEYS, VALUES, Arguments, assert_same, body_of, buckets, native_only, trimmed, using
+from kernel_arguments import (
+    INSTRUCTIONS,
+    KEYS,
+    VALUES,
+    Arguments,
+    assert_same,
+    body_of,
+    buckets,
+    native_only,
+    trimmed,
+    using,
+)
 from tiers import examples
 
 from horovod_compress import kernels
 from horovod_compress.kernels import HEADROOM, host, reference
 
-# Sums of many elements depend on their order, which is one for all instructions: ranks with different CPUs get the same bits.
+# Sums of many elements depend on their order, which is one for all instructions: ranks with
+# different CPUs get the same bits.
 
 
 def any_add_to_residual(a):
     k = int(a.rng.integers(0, a.size + 1))
-    return dict(grad=a.any(), u=a.one_of(None, a.finite()), v=a.finite(), base=a.one_of(None, a.finite()), momentum=0.9,
-                nesterov=a.one_of(False, True), scale=0.7, k=k, samples=a.one_of(0, 300), offset=a.one_of(0, 5))
+    return dict(
+        grad=a.any(),
+        u=a.one_of(None, a.finite()),
+        v=a.finite(),
+        base=a.one_of(None, a.finite()),
+        momentum=0.9,
+        nesterov=a.one_of(False, True),
+        scale=0.7,
+        k=k,
+        samples=a.one_of(0, 300),
+        offset=a.one_of(0, 5),
+    )
 
 
 def any_encode_topk(a):
@@ -28,24 +52,42 @@ def any_encode_topk(a):
 
 
 def any_encode_adacomp(a):
-    return dict(grad=a.any(), residual=a.finite(), sent=a.indices(), sent_scale=0.3, bin_length=a.one_of(7, 50, 500), scale_factor=2.0)
+    return dict(
+        grad=a.any(),
+        residual=a.finite(),
+        sent=a.indices(),
+        sent_scale=0.3,
+        bin_length=a.one_of(7, 50, 500),
+        scale_factor=2.0,
+    )
 
 
 def matrix(a, *names):
     n, m, rank = a.draw(st.integers(1, 40)), a.draw(st.integers(1, 70)), a.draw(st.integers(1, 9))
     lengths = {"p": rank * n, "q": rank * m, "pending": rank * m}
-    return {name: a.rng.standard_normal(lengths.get(name, n * m)).astype(np.float32) for name in names} | {"rank": rank}
+    return {
+        name: a.rng.standard_normal(lengths.get(name, n * m)).astype(np.float32) for name in names
+    } | {"rank": rank}
 
 
 SUMS = {
     "add_to_residual": any_add_to_residual,
     "encode_adacomp": any_encode_adacomp,
-    "encode_buckets": lambda a: dict(grad=a.finite(), **buckets(a), l2=True, limit=a.one_of(0.0, 1.0), key=7),
-    "encode_one_bit": lambda a: dict(grad=a.any(), residual=a.finite(), growth=a.one_of(1.0, 0.7), symmetric=a.one_of(False, True)),
+    "encode_buckets": lambda a: dict(
+        grad=a.finite(), **buckets(a), l2=True, limit=a.one_of(0.0, 1.0), key=7
+    ),
+    "encode_one_bit": lambda a: dict(
+        grad=a.any(),
+        residual=a.finite(),
+        growth=a.one_of(1.0, 0.7),
+        symmetric=a.one_of(False, True),
+    ),
     "encode_topk": any_encode_topk,
     "orthonormalize": lambda a: matrix(a, "p"),
     "product": lambda a: matrix(a, "p", "q", "out") | {"scale": -0.3},
-    "project": lambda a: {"pending": None} | matrix(a, "grad", "residual", "q", "p", *a.one_of([], ["pending"])),
+    "project": lambda a: (
+        {"pending": None} | matrix(a, "grad", "residual", "q", "p", *a.one_of([], ["pending"]))
+    ),
     "project_back": lambda a: matrix(a, "residual", "p", "q"),
     "max_abs_and_deviation": lambda a: dict(x=a.finite()),
     "squared_norm": lambda a: dict(x=a.finite()),
@@ -63,7 +105,12 @@ def test_all_instructions_give_the_same_bits(name, data):
         mine = copy.deepcopy(arguments)
         with using(instructions):
             result = getattr(host, name)(**mine)
-        found.append((trimmed(result) if name == "encode_buckets" else result, *(a for a in mine.values() if isinstance(a, np.ndarray))))
+        found.append(
+            (
+                trimmed(result) if name == "encode_buckets" else result,
+                *(a for a in mine.values() if isinstance(a, np.ndarray)),
+            )
+        )
     for other in found[1:]:
         assert_same(other, found[0])
 
@@ -71,7 +118,8 @@ def test_all_instructions_give_the_same_bits(name, data):
 @native_only
 @pytest.mark.parametrize("name", reference.__all__)
 def test_both_sets_have_the_same_arguments(name):
-    """By the signature that pybind11 writes into the documentation; numbers are keywords in both."""
+    """By the signature that pybind11 writes into the documentation; numbers are keywords in
+    both."""
     expected = []
     for argument in inspect.signature(getattr(reference, name)).parameters.values():
         if argument.kind == argument.KEYWORD_ONLY and "*" not in expected:
@@ -83,7 +131,11 @@ def test_both_sets_have_the_same_arguments(name):
 
 def test_kernels_of_an_array():
     assert kernels.of(np.zeros(1, np.float32)) is host is getattr(kernels, kernels.backend)
-    for wrong, name in (([1.0], "builtins.list"), (None, "builtins.NoneType"), (np.float32(1), "numpy.float32")):
+    for wrong, name in (
+        ([1.0], "builtins.list"),
+        (None, "builtins.NoneType"),
+        (np.float32(1), "numpy.float32"),
+    ):
         with pytest.raises(TypeError, match=f"no kernels for {name}"):
             kernels.of(wrong)
 
@@ -94,7 +146,8 @@ def test_instructions_that_are_not_there_are_refused():
         kernels.native.use_instructions("avx1024")
 
 
-# The reference adds up in another order: where sums are not exact, results agree to float32 rounding.
+# The reference adds up in another order: where sums are not exact, results agree to float32
+# rounding.
 
 
 @native_only
@@ -102,10 +155,15 @@ def test_instructions_that_are_not_there_are_refused():
 @given(data=st.data())
 def test_squared_norm_and_deviation_agree_to_rounding(data):
     x = Arguments(data).any()
-    (peak, deviation), (expected_peak, expected_deviation) = host.max_abs_and_deviation(x), reference.max_abs_and_deviation(x)
+    (peak, deviation), (expected_peak, expected_deviation) = (
+        host.max_abs_and_deviation(x),
+        reference.max_abs_and_deviation(x),
+    )
     assert peak == expected_peak
     if np.isfinite(peak) and x.size:
-        assert abs(deviation**2 - expected_deviation**2) <= 1e-6 * np.mean(x.astype(np.float64) ** 2)
+        assert abs(deviation**2 - expected_deviation**2) <= 1e-6 * np.mean(
+            x.astype(np.float64) ** 2
+        )
     x = np.nan_to_num(x)
     assert host.squared_norm(x) == pytest.approx(reference.squared_norm(x), rel=1e-12)
 
@@ -119,10 +177,17 @@ def test_one_bit_agrees_to_rounding(symmetric, data):
     grad, residual = np.clip(a.any(), -1e36, 1e36), np.clip(a.finite(), -1e36, 1e36)
     mine, its = residual.copy(), residual.copy()
     growth = a.one_of(1.0, 0.0, 0.1, 3.0)
-    got, expected = (k.encode_one_bit(grad.copy(), r, growth=growth, symmetric=symmetric) for k, r in ((host, mine), (reference, its)))
+    got, expected = (
+        k.encode_one_bit(grad.copy(), r, growth=growth, symmetric=symmetric)
+        for k, r in ((host, mine), (reference, its))
+    )
     assert got[1:] == expected[1:]
-    units, expected_units = (encoded.buffer[HEADROOM:][:8].view(np.float32) for encoded in (got, expected))
-    np.testing.assert_allclose(units, expected_units, rtol=2e-6, atol=2e-6 * np.abs(expected_units).max())
+    units, expected_units = (
+        encoded.buffer[HEADROOM:][:8].view(np.float32) for encoded in (got, expected)
+    )
+    np.testing.assert_allclose(
+        units, expected_units, rtol=2e-6, atol=2e-6 * np.abs(expected_units).max()
+    )
     np.testing.assert_array_equal(got.buffer[HEADROOM + 8 :], expected.buffer[HEADROOM + 8 :])
     np.testing.assert_allclose(mine, its, rtol=2e-6, atol=2e-6 * np.abs(expected_units).max())
 
@@ -130,7 +195,9 @@ def test_one_bit_agrees_to_rounding(symmetric, data):
 def test_the_mean_of_one_half_does_not_suffer_from_the_other():
     grad = np.full(1000, 1e-3, np.float32)
     grad[::50] = -1e6
-    buffer = host.encode_one_bit(grad, np.zeros(1000, np.float32), growth=1.0, symmetric=False).buffer
+    buffer = host.encode_one_bit(
+        grad, np.zeros(1000, np.float32), growth=1.0, symmetric=False
+    ).buffer
     np.testing.assert_allclose(buffer[HEADROOM:][:8].view(np.float32), [1e-3, -1e6], rtol=1e-5)
 
 
@@ -144,7 +211,8 @@ def test_adacomp_agrees_to_rounding(data):
     sent, options["sent_scale"] = a.indices(), abs(float(a.finite(1)[0]))
     mine, its = residual.copy(), residual.copy()
     got, expected = (
-        module.encode_adacomp(grad.copy(), array, sent, **options) for module, array in ((host, mine), (reference, its))
+        module.encode_adacomp(grad.copy(), array, sent, **options)
+        for module, array in ((host, mine), (reference, its))
     )
     assert got.finite == expected.finite
     assert got.undo[1] == pytest.approx(expected.undo[1], rel=1e-6)
@@ -154,7 +222,9 @@ def test_adacomp_agrees_to_rounding(data):
     )
     np.testing.assert_array_equal(indices, expected_indices)
     np.testing.assert_allclose(values, expected_values, rtol=1e-6)
-    np.testing.assert_allclose(mine, its, rtol=1e-6, atol=1e-6 * np.abs(expected_values).max(initial=0))
+    np.testing.assert_allclose(
+        mine, its, rtol=1e-6, atol=1e-6 * np.abs(expected_values).max(initial=0)
+    )
 
 
 @native_only
@@ -170,30 +240,47 @@ def test_products_with_few_vectors_agree_to_rounding(data):
     q = a.rng.standard_normal(rank * m).astype(np.float32)
     found = []
     for module in (host, reference):
-        x, p, back, out = residual.copy(), np.empty(rank * n, np.float32), np.empty(rank * m, np.float32), np.empty(n * m, np.float32)
+        x, p, back, out = (
+            residual.copy(),
+            np.empty(rank * n, np.float32),
+            np.empty(rank * m, np.float32),
+            np.empty(n * m, np.float32),
+        )
         finite = module.project(grad, x, q, p, None, rank=rank)
         module.project_back(x, p, back, rank=rank)
         module.product(p, back, out, rank=rank, scale=-0.5)
         later, then = x.copy(), p.copy()
         module.subtract_product(x, p, back, rank=rank)
-        again = module.project(grad, x, q, p, None, rank=rank), module.project(grad, later, q, then, back, rank=rank)
+        again = (
+            module.project(grad, x, q, p, None, rank=rank),
+            module.project(grad, later, q, then, back, rank=rank),
+        )
         assert again == (finite, finite)
         np.testing.assert_array_equal(later, x)
         np.testing.assert_array_equal(then, p)
         found.append((finite, x, p, back, out))
     assert found[0][0] == found[1][0] == (not broken)
     # Of sums, whose terms may cancel out, the terms' sizes.
-    first, vectors = np.abs(residual if broken else residual + grad).reshape(n, m), np.abs(q).reshape(rank, m).T
+    first, vectors = (
+        np.abs(residual if broken else residual + grad).reshape(n, m),
+        np.abs(q).reshape(rank, m).T,
+    )
     its_p = first @ vectors
     its_back = first.T @ its_p
-    sizes = its_p @ its_back.T, np.abs(found[1][1]).reshape(n, m) @ vectors, its_back, its_p @ its_back.T
+    sizes = (
+        its_p @ its_back.T,
+        np.abs(found[1][1]).reshape(n, m) @ vectors,
+        its_back,
+        its_p @ its_back.T,
+    )
     for mine, its, size in zip(found[0][1:], found[1][1:], sizes):
         np.testing.assert_allclose(mine, its, atol=max(2e-5 * np.abs(its).max(), 3e-7 * size.max()))
 
 
 @pytest.mark.parametrize("module", [host, reference])
 def test_orthonormalize(module):
-    """Orthonormal vectors of the same space; zeros for what lies in the space of those before it."""
+    """Orthonormal vectors of the same space; zeros for what lies in the space of those before
+    it."""
     rng = np.random.default_rng(0)
     for unit in (1e-30, 1, 1e30):
         vectors = rng.standard_normal((5, 40)).astype(np.float32)
@@ -210,9 +297,12 @@ def test_orthonormalize(module):
 
 @native_only
 def test_powersgd_needs_the_same_kernels_on_all_ranks():
-    """Its `same_kernels`: every rank orthonormalizes, and of nearly parallel vectors what is left shows how sums were rounded."""
+    """Its `same_kernels`: every rank orthonormalizes, and of nearly parallel vectors what is left
+    shows how sums were rounded."""
     vector = np.random.default_rng(0).standard_normal(100_000)
-    mine = np.concatenate([vector, vector + 3e-6 * np.random.default_rng(1).standard_normal(100_000)]).astype(np.float32)
+    mine = np.concatenate(
+        [vector, vector + 3e-6 * np.random.default_rng(1).standard_normal(100_000)]
+    ).astype(np.float32)
     its = mine.copy()
     host.orthonormalize(mine, rank=2)
     reference.orthonormalize(its, rank=2)
@@ -231,11 +321,19 @@ def test_buckets_of_norm_l2_agree_to_rounding(data):
     for module in (host, reference):
         results.append(module.encode_buckets(grad.copy(), **options))
         outs.append(np.zeros_like(grad))
-        reference.decode_add_buckets(outs[-1], body_of(results[-1]), steps=options["steps"], bucket=options["bucket"], scale=1.0)
+        reference.decode_add_buckets(
+            outs[-1],
+            body_of(results[-1]),
+            steps=options["steps"],
+            bucket=options["bucket"],
+            scale=1.0,
+        )
     assert results[0].finite == results[1].finite
     if results[0].finite:
         count = -(-a.size // options["bucket"])
-        norms, expected = (body_of(result)[1 : 1 + 4 * count].copy().view(np.float32) for result in results)
+        norms, expected = (
+            body_of(result)[1 : 1 + 4 * count].copy().view(np.float32) for result in results
+        )
         np.testing.assert_allclose(norms, expected, rtol=1e-6)
         norm = np.repeat(np.maximum(expected, 1e-45), options["bucket"])[: a.size]
         off = np.abs(outs[0].astype(np.float64) - outs[1]) / norm

@@ -1,4 +1,6 @@
-"""Deep Gradient Compression's laws, over arbitrary shapes and values: nothing is lost, the dense limit is exact."""
+"""Deep Gradient Compression's laws, over arbitrary shapes and values: nothing is lost, the dense
+limit is exact."""
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,16 +19,30 @@ values = st.sampled_from(["fp32", "fp16", "bf16"])
 @examples(150)
 @given(any_gradients(), ratios, values, st.booleans())
 def test_conservation(grads, ratio, values, masking):
-    """Without momentum: all that was sent, and what every rank still holds, add up to all gradients."""
+    """Without momentum: all that was sent, and what every rank still holds, add up to all
+    gradients."""
     run = hc.simulate(
-        {"id": "dgc", "ratio": ratio, "momentum": 0.0, "values": values, "min_numel": 0, "masking": masking}, grads
+        {
+            "id": "dgc",
+            "ratio": ratio,
+            "momentum": 0.0,
+            "values": values,
+            "min_numel": 0,
+            "masking": masking,
+        },
+        grads,
     )
     ranks = len(grads[0])
     for name, first in grads[0][0].items():
         sent = sum(np.float64(ranks) * mean[name] for mean in run.mean)
-        kept = sum(run.state[rank][name]["v"].reshape(first.shape).astype(np.float64) for rank in range(ranks))
+        kept = sum(
+            run.state[rank][name]["v"].reshape(first.shape).astype(np.float64)
+            for rank in range(ranks)
+        )
         total = sum(step[rank][name].astype(np.float64) for step in grads for rank in range(ranks))
-        magnitude = sum(np.abs(step[rank][name]).astype(np.float64) for step in grads for rank in range(ranks))
+        magnitude = sum(
+            np.abs(step[rank][name]).astype(np.float64) for step in grads for rank in range(ranks)
+        )
         assert (np.abs(sent + kept - total) <= 4e-7 * magnitude * len(grads) + 1e-30).all()
 
 
@@ -38,14 +54,23 @@ def test_what_was_sent_is_zero_afterwards(grads, ratio, nesterov, momentum):
         run = hc.simulate(spec, grads[:steps])
         for name, mean in run.mean[-1].items():
             sent = mean.reshape(-1) != 0
-            assert (run.state[0][name]["v"][sent] == 0).all() and (run.state[0][name]["u"][sent] == 0).all()
+            assert (run.state[0][name]["v"][sent] == 0).all() and (
+                run.state[0][name]["u"][sent] == 0
+            ).all()
 
 
 @examples(60)
 @given(any_gradients(), st.booleans(), st.sampled_from([0.0, 0.9]), st.sampled_from([0, 64]))
 def test_dense_limit(grads, nesterov, momentum, min_numel):
-    """ratio=1 without masking is the momentum of the mean gradient, through dense and gathered payloads alike."""
-    spec = {"id": "dgc", "ratio": 1.0, "momentum": momentum, "masking": False, "min_numel": min_numel}
+    """ratio=1 without masking is the momentum of the mean gradient, through dense and gathered
+    payloads alike."""
+    spec = {
+        "id": "dgc",
+        "ratio": 1.0,
+        "momentum": momentum,
+        "masking": False,
+        "min_numel": min_numel,
+    }
     if momentum:
         spec["nesterov"] = nesterov
     run = hc.simulate(spec, grads)
@@ -55,7 +80,9 @@ def test_dense_limit(grads, nesterov, momentum, min_numel):
             mean = np.mean([named[name].astype(np.float64) for named in ranks], axis=0)
             buffer = momentum * buffer + mean
             expected = mean + momentum * buffer if momentum and nesterov else buffer
-            scale = np.maximum(scale, np.max([np.abs(named[name]) for named in ranks], axis=0)) * 1.5
+            scale = (
+                np.maximum(scale, np.max([np.abs(named[name]) for named in ranks], axis=0)) * 1.5
+            )
             assert (np.abs(run.mean[step][name] - expected) <= 2e-6 * 10 * scale + 1e-30).all()
 
 
@@ -63,9 +90,14 @@ def test_against_the_papers_recurrence():
     """Every step of section 3 written out, masking on, several ranks, against the exchange."""
     rng = np.random.default_rng(3)
     ranks, d, k, m = 3, 1000, 10, 0.9
-    grads = [[{"w": rng.standard_normal((20, 50)).astype(np.float32)} for _ in range(ranks)] for _ in range(30)]
+    grads = [
+        [{"w": rng.standard_normal((20, 50)).astype(np.float32)} for _ in range(ranks)]
+        for _ in range(30)
+    ]
     for nesterov in (False, True):
-        run = hc.simulate(f"dgc:ratio=0.01,momentum={m},nesterov={nesterov},min_numel=0,min_k=1", grads)
+        run = hc.simulate(
+            f"dgc:ratio=0.01,momentum={m},nesterov={nesterov},min_numel=0,min_k=1", grads
+        )
         u, v = np.zeros((ranks, d), np.float32), np.zeros((ranks, d), np.float32)
         for step, named in enumerate(grads):
             total = np.zeros(d)
@@ -81,7 +113,9 @@ def test_against_the_papers_recurrence():
                 sent = run_sent(run, step, rank, v[rank], top)
                 total[sent] += v[rank, sent]
                 v[rank, sent] = u[rank, sent] = 0
-            np.testing.assert_allclose(run.mean[step]["w"].reshape(-1), total / ranks, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                run.mean[step]["w"].reshape(-1), total / ranks, rtol=1e-5, atol=1e-6
+            )
         for rank in range(ranks):
             np.testing.assert_array_equal(run.state[rank]["w"]["v"], v[rank])
             np.testing.assert_array_equal(run.state[rank]["w"]["u"], u[rank])
@@ -98,7 +132,8 @@ def run_sent(run, step, rank, v, top):
 @examples(30)
 @given(any_gradients(), st.floats(1e-3, 1e3))
 def test_clipping_limits_the_norm_over_all_tensors(grads, clip_norm):
-    """With op=Average g of all tensors together has at most clip_norm·√N; then everything is as for the clipped gradients."""
+    """With op=Average g of all tensors together has at most clip_norm·√N; then everything is as for
+    the clipped gradients."""
     ranks = len(grads[0])
     clipped = []
     for step in grads:
@@ -119,12 +154,21 @@ def test_clipping_limits_the_norm_over_all_tensors(grads, clip_norm):
 def test_warm_up_densities():
     dgc = hc.get_compressor("dgc:ratio=0.001,warmup_steps=400")
     stages = [dgc.density(step) for step in (0, 99, 100, 200, 300, 399, 400, 10_000)]
-    assert stages == pytest.approx([0.2512, 0.2512, 0.0631, 0.01585, 0.00398, 0.00398, 0.001, 0.001], rel=1e-3)
+    assert stages == pytest.approx(
+        [0.2512, 0.2512, 0.0631, 0.01585, 0.00398, 0.00398, 0.001, 0.001], rel=1e-3
+    )
     for steps in range(4, 20):
         dgc = hc.get_compressor(f"dgc:ratio=0.001,warmup_steps={steps}")
         assert len({dgc.density(step) for step in range(steps)}) == 4, "a stage is passed over"
     dgc = hc.get_compressor("dgc:schedule=0/0.25+10/0.0625+20/0.001")
-    assert [dgc.density(step) for step in (0, 9, 10, 19, 20, 99)] == [0.25, 0.25, 0.0625, 0.0625, 0.001, 0.001]
+    assert [dgc.density(step) for step in (0, 9, 10, 19, 20, 99)] == [
+        0.25,
+        0.25,
+        0.0625,
+        0.0625,
+        0.001,
+        0.001,
+    ]
 
 
 def test_each_stage_of_the_warm_up_sends_its_share_and_clears_momentum_and_residual_there():
@@ -153,14 +197,20 @@ def test_a_step_that_would_move_more_than_dense_goes_dense():
     # Nothing is left behind by a dense step, and momentum goes on from it.
     one = hc.simulate("dgc:schedule=0/0.5+1/0.01,momentum=0.9", grads[:1])
     assert not one.state[0]["w"]["v"].any() and one.state[0]["w"]["u"].any()
-    np.testing.assert_allclose(one.mean[0]["w"], np.mean([g["w"] for g in grads[0]], axis=0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        one.mean[0]["w"], np.mean([g["w"] for g in grads[0]], axis=0), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_small_and_one_dimensional_and_excluded_tensors_go_dense():
     rng = np.random.default_rng(0)
     shapes = {"big": (40, 40), "small": (10, 10), "bias": (5000,), "embedding.weight": (50, 50)}
     grads = [
-        [{n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()} for _ in range(2)] for _ in range(4)
+        [
+            {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+            for _ in range(2)
+        ]
+        for _ in range(4)
     ]
     run = hc.simulate("dgc:momentum=0.9,exclude=embed*", grads)
     assert [name for name in shapes if "v" in run.state[0][name]] == ["big"]

@@ -1,4 +1,5 @@
 """Sums over samples of squared gradients, by kind of layer: against a loop over samples."""
+
 import copy
 
 import pytest
@@ -18,16 +19,32 @@ KINDS = {
     "linear over positions": lambda: (nn.Linear(4, 3), torch.randn(B, 6, 4)),
     "linear over a grid": lambda: (nn.Linear(4, 3), torch.randn(B, 2, 3, 4)),
     "conv1d": lambda: (nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), torch.randn(B, 4, 9)),
-    "conv1d circular": lambda: (nn.Conv1d(2, 3, 4, padding="same", padding_mode="circular"), torch.randn(B, 2, 9)),
+    "conv1d circular": lambda: (
+        nn.Conv1d(2, 3, 4, padding="same", padding_mode="circular"),
+        torch.randn(B, 2, 9),
+    ),
     "conv2d": lambda: (nn.Conv2d(3, 4, 3), torch.randn(B, 3, 6, 7)),
-    "conv2d stride and padding": lambda: (nn.Conv2d(3, 4, (3, 2), stride=(2, 3), padding=(2, 1)), torch.randn(B, 3, 8, 9)),
-    "conv2d dilated": lambda: (nn.Conv2d(2, 4, 3, dilation=(1, 2), padding="same"), torch.randn(B, 2, 6, 7)),
+    "conv2d stride and padding": lambda: (
+        nn.Conv2d(3, 4, (3, 2), stride=(2, 3), padding=(2, 1)),
+        torch.randn(B, 3, 8, 9),
+    ),
+    "conv2d dilated": lambda: (
+        nn.Conv2d(2, 4, 3, dilation=(1, 2), padding="same"),
+        torch.randn(B, 2, 6, 7),
+    ),
     "conv2d even, same": lambda: (nn.Conv2d(2, 4, (2, 4), padding="same"), torch.randn(B, 2, 6, 7)),
-    "conv2d valid": lambda: (nn.Conv2d(2, 4, 3, padding="valid", bias=False), torch.randn(B, 2, 6, 7)),
+    "conv2d valid": lambda: (
+        nn.Conv2d(2, 4, 3, padding="valid", bias=False),
+        torch.randn(B, 2, 6, 7),
+    ),
     "conv2d depthwise": lambda: (nn.Conv2d(4, 8, 3, groups=4, padding=1), torch.randn(B, 4, 5, 5)),
-    "conv2d reflecting": lambda: (nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect"), torch.randn(B, 2, 5, 5)),
+    "conv2d reflecting": lambda: (
+        nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect"),
+        torch.randn(B, 2, 5, 5),
+    ),
     "conv2d channels last": lambda: (
-        nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), torch.randn(B, 4, 5, 5).to(memory_format=torch.channels_last)
+        nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last),
+        torch.randn(B, 4, 5, 5).to(memory_format=torch.channels_last),
     ),
     "conv3d": lambda: (nn.Conv3d(2, 3, 2, padding=(0, 1, 0)), torch.randn(B, 2, 3, 3, 4)),
     "embedding": lambda: (nn.Embedding(7, 3), tokens(B, 9)),
@@ -38,7 +55,10 @@ KINDS = {
     "group norm": lambda: (nn.GroupNorm(2, 6), torch.randn(B, 6, 4, 3)),
     "group norm without positions": lambda: (nn.GroupNorm(2, 6, eps=0.1), torch.randn(B, 6)),
     "instance norm": lambda: (nn.InstanceNorm2d(3, affine=True), torch.randn(B, 3, 4, 5)),
-    "instance norm of sequences": lambda: (nn.InstanceNorm1d(3, affine=True, eps=0.1), torch.randn(B, 3, 7)),
+    "instance norm of sequences": lambda: (
+        nn.InstanceNorm1d(3, affine=True, eps=0.1),
+        torch.randn(B, 3, 7),
+    ),
 }
 if hasattr(nn, "RMSNorm"):
     KINDS["rms norm"] = lambda: (nn.RMSNorm((2, 6)), torch.randn(B, 3, 2, 6))
@@ -87,16 +107,21 @@ def test_an_input_without_a_batch_is_one_sample(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("kind", ["linear", "linear over positions", "conv2d", "embedding", "layer norm", "group norm"])
+@pytest.mark.parametrize(
+    "kind", ["linear", "linear over positions", "conv2d", "embedding", "layer norm", "group norm"]
+)
 def test_other_types_are_squared_in_float32(kind, dtype):
     module, x = made(KINDS, kind)
     module, x = module.to(dtype), x.to(dtype) if x.is_floating_point() else x
     expected = loop(copy.deepcopy(module).double(), x.double() if x.is_floating_point() else x)
     moments, microbatch = collector(module), collector(module, "microbatch")
-    (2.0**-10 * loss_of(module(x).float())).backward()  # squares that float16 does not have
+    # Squares that float16 does not have.
+    (2.0**-10 * loss_of(module(x).float())).backward()
     expected = {name: sums * 2.0**-20 for name, sums in expected.items()}
     assert_taken(moments, expected, rtol=1e-4 if dtype == torch.float64 else 0.1)
-    assert_taken(microbatch, {name: param.grad.float() ** 2 for name, param in module.named_parameters()})
+    assert_taken(
+        microbatch, {name: param.grad.float() ** 2 for name, param in module.named_parameters()}
+    )
 
 
 @pytest.mark.parametrize("kind", ["linear", "linear over positions", "conv2d"])

@@ -1,4 +1,6 @@
-"""Shapes of PyTorch's and Keras' layers: what a compression makes of a layer does not depend on how a framework lays it out."""
+"""Shapes of PyTorch's and Keras' layers: what a compression makes of a layer does not depend on how
+a framework lays it out."""
+
 import math
 
 import numpy as np
@@ -14,7 +16,7 @@ from horovod_compress.lockstep import run_step
 from horovod_compress.models import MODELS
 from horovod_compress.plan import compressor_for
 
-# -- powersgd: the matrix that a tensor is taken for --------------------------------------------------------------------
+# -- powersgd: the matrix that a tensor is taken for
 
 
 def factors(shape, rank):
@@ -31,14 +33,23 @@ def test_powersgd_takes_the_split_that_sends_least(shape, rank):
     n, m, floats = factors(tuple(shape), rank)
     assert (n, m) in splits
     assert floats == min(min(rank, n, m) * (n + m) for n, m in splits)
-    first = splits[0]  # what it always took before: PyTorch's outputs by all else
+    # What it always took before: PyTorch's outputs by all else.
+    first = splits[0]
     assert floats <= min(rank, *first) * sum(first)
 
 
-@pytest.mark.parametrize("pytorch, keras", [
-    ((64, 3, 7, 7), (7, 7, 3, 64)), ((512, 256, 3, 3), (3, 3, 256, 512)), ((2048, 512, 1, 1), (1, 1, 512, 2048)),
-    ((96, 1, 3, 3), (3, 3, 96, 1)), ((64, 32, 3, 3, 3), (3, 3, 3, 32, 64)), ((128, 64, 5), (5, 64, 128)), ((1000, 2048), (2048, 1000)),
-])
+@pytest.mark.parametrize(
+    "pytorch, keras",
+    [
+        ((64, 3, 7, 7), (7, 7, 3, 64)),
+        ((512, 256, 3, 3), (3, 3, 256, 512)),
+        ((2048, 512, 1, 1), (1, 1, 512, 2048)),
+        ((96, 1, 3, 3), (3, 3, 96, 1)),
+        ((64, 32, 3, 3, 3), (3, 3, 3, 32, 64)),
+        ((128, 64, 5), (5, 64, 128)),
+        ((1000, 2048), (2048, 1000)),
+    ],
+)
 def test_powersgd_sends_the_same_of_a_layer_in_both_layouts(pytorch, keras):
     (n, m, floats), (its_n, its_m, its_floats) = factors(pytorch, 4), factors(keras, 4)
     assert floats == its_floats and {n, m} == {its_n, its_m}
@@ -68,27 +79,76 @@ def test_powersgd_refuses_a_state_of_another_split():
     np.testing.assert_array_equal(exchange.arrays()["conv"]["q"], kept["tensors"]["conv"]["q"])
 
 
-# -- adacomp: what counts as a convolution -----------------------------------------------------------------------------
+# -- adacomp: what counts as a convolution
 
 CONVOLUTIONS = {
     "PyTorch": [
-        (64, 3, 7, 7), (512, 512, 3, 3), (256, 64, 1, 1), (96, 1, 3, 3), (192, 3, 16, 16), (64, 1, 31, 31), (64, 3, 7, 1),  # Conv2d
-        (128, 64, 3), (512, 512, 2), (512, 512, 10), (512, 1, 4), (512, 1, 31), (64, 1, 25),  # Conv1d
-        (64, 3, 3, 7, 7), (32, 16, 3, 3, 3),  # Conv3d
+        # Conv2d.
+        (64, 3, 7, 7),
+        (512, 512, 3, 3),
+        (256, 64, 1, 1),
+        (96, 1, 3, 3),
+        (192, 3, 16, 16),
+        (64, 1, 31, 31),
+        (64, 3, 7, 1),
+        # Conv1d.
+        (128, 64, 3),
+        (512, 512, 2),
+        (512, 512, 10),
+        (512, 1, 4),
+        (512, 1, 31),
+        (64, 1, 25),
+        (64, 3, 3, 7, 7),
+        (32, 16, 3, 3, 3),  # Conv3d
     ],
     "Keras": [
-        (7, 7, 3, 64), (3, 3, 512, 512), (1, 1, 64, 256), (3, 3, 96, 1), (16, 16, 3, 768), (1, 7, 64, 64),  # Conv2D, DepthwiseConv2D
-        (3, 64, 128), (5, 512, 512), (9, 80, 256), (25, 1, 64), (3, 512, 1), (31, 512, 1),  # Conv1D, DepthwiseConv1D
-        (3, 7, 7, 3, 64), (3, 3, 3, 16, 32),  # Conv3D
+        # Conv2D, DepthwiseConv2D.
+        (7, 7, 3, 64),
+        (3, 3, 512, 512),
+        (1, 1, 64, 256),
+        (3, 3, 96, 1),
+        (16, 16, 3, 768),
+        (1, 7, 64, 64),
+        # Conv1D, DepthwiseConv1D.
+        (3, 64, 128),
+        (5, 512, 512),
+        (9, 80, 256),
+        (25, 1, 64),
+        (3, 512, 1),
+        (31, 512, 1),
+        (3, 7, 7, 3, 64),
+        (3, 3, 3, 16, 32),  # Conv3D
     ],
 }
 OTHERS = {
     "attention kernels of Keras": [
-        (512, 8, 64), (8, 64, 512), (8, 64), (768, 12, 64), (12, 64, 768), (192, 3, 64), (3, 64, 192), (1024, 16, 64), (256, 4, 32),
-        (4, 32, 256), (32, 2, 32), (2, 32, 32), (64, 8, 8), (8, 8, 64), (768, 1, 768), (1, 768, 768), (512, 3, 8, 64),
+        (512, 8, 64),
+        (8, 64, 512),
+        (8, 64),
+        (768, 12, 64),
+        (12, 64, 768),
+        (192, 3, 64),
+        (3, 64, 192),
+        (1024, 16, 64),
+        (256, 4, 32),
+        (4, 32, 256),
+        (32, 2, 32),
+        (2, 32, 32),
+        (64, 8, 8),
+        (8, 8, 64),
+        (768, 1, 768),
+        (1, 768, 768),
+        (512, 3, 8, 64),
     ],
     "linear layers, embeddings, recurrent layers": [
-        (1000, 2048), (30522, 768), (6000, 1500), (512, 2048), (3, 3072), (5, 5), (4096,), (),
+        (1000, 2048),
+        (30522, 768),
+        (6000, 1500),
+        (512, 2048),
+        (3, 3072),
+        (5, 5),
+        (4096,),
+        (),
     ],
     "experts, tables of positions": [(8, 512, 2048), (1, 196, 768), (64, 1024, 4096)],
 }
@@ -110,13 +170,21 @@ def test_adacomp_takes_known_models_alike_in_both_layouts():
             for tensor, shape in MODELS[name]().items():
                 chosen = compressor_for(hc.get_compressor("adacomp:min_numel=0"), tensor, shape)
                 assert chosen.bin_length == (50 if len(shape) == 4 else 500)
-    assert compressor_for(hc.get_compressor("adacomp:bin_length=77"), "t", (3, 3, 64, 64)).bin_length == 77
+    assert (
+        compressor_for(hc.get_compressor("adacomp:bin_length=77"), "t", (3, 3, 64, 64)).bin_length
+        == 77
+    )
 
 
-@pytest.mark.parametrize("name", [
-    "conv.weight", "_orig_mod.conv.weight", "conv._orig_mod.weight",
-    "_orig_mod.conv._orig_mod.weight",
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "conv.weight",
+        "_orig_mod.conv.weight",
+        "conv._orig_mod.weight",
+        "_orig_mod.conv._orig_mod.weight",
+    ],
+)
 def test_patterns_are_of_names_as_they_are_where_nothing_is_compiled(name):
     for pattern in ("conv.*", "conv.weight", name, "*_orig_mod*"):
         compressor = hc.get_compressor(f"topk:exclude={pattern},min_numel=0")

@@ -1,4 +1,6 @@
-"""Sums over samples of squared gradients: what becomes of passes that end otherwise, what stays, errors."""
+"""Sums over samples of squared gradients: what becomes of passes that end otherwise, what stays,
+errors."""
+
 import copy
 import gc
 import itertools
@@ -69,14 +71,17 @@ def test_autocast(net):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant):
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.LayerNorm(6)), torch.randn(B, 4, requires_grad=True)
+    model, x = (
+        nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.LayerNorm(6)),
+        torch.randn(B, 4, requires_grad=True),
+    )
     expected = loop(model, x)
     moments = collector(model)
     loss_of(checkpoint(model, x, use_reentrant=reentrant)).backward()
     assert_taken(moments, expected)
 
 
-# -- backward passes and steps -------------------------------------------------------------------------------------------
+# -- backward passes and steps
 
 
 @pytest.mark.parametrize("moments", ["microbatch", "per_sample"])
@@ -88,7 +93,11 @@ def test_passes_of_one_step_add_up(net, moments):
     else:
         named = dict(model.named_parameters())
         parts = [
-            {n: g**2 for n, g in zip(named, torch.autograd.grad(loss_of(model(x)), list(named.values())))} for x in batches
+            {
+                n: g**2
+                for n, g in zip(named, torch.autograd.grad(loss_of(model(x)), list(named.values())))
+            }
+            for x in batches
         ]
     expected = {name: sum(part[name] for part in parts) for name in parts[0]}
     collected = collector(model, moments)
@@ -108,7 +117,9 @@ def test_zeroed_gradients_void_the_sums(net, moments, set_to_none):
     loss_of(model(torch.randn(9, 2, 4, 4))).backward()
     model.zero_grad(set_to_none=set_to_none)
     loss_of(model(x)).backward()
-    assert_taken(collected, expected or {name: param.grad**2 for name, param in model.named_parameters()})
+    assert_taken(
+        collected, expected or {name: param.grad**2 for name, param in model.named_parameters()}
+    )
 
 
 def test_microbatch_of_one_pass_is_the_gradient_squared(net):
@@ -120,7 +131,8 @@ def test_microbatch_of_one_pass_is_the_gradient_squared(net):
 
 
 def test_groups_of_samples_estimate_the_sum_over_samples_without_bias():
-    """The formula of docs/algorithms.md, over all ways in which 6 samples fall into 3 passes of 2."""
+    """The formula of docs/algorithms.md, over all ways in which 6 samples fall into 3 passes of
+    2."""
     samples = torch.randn(6, 10, dtype=torch.float64)
     total = samples.sum(0)
     estimates = []
@@ -132,7 +144,13 @@ def test_groups_of_samples_estimate_the_sum_over_samples_without_bias():
 
 
 def test_microbatch_takes_anything_that_is_differentiated():
-    model = nn.ModuleDict({"lstm": nn.LSTM(3, 4), "norm": nn.BatchNorm1d(4), "embedding": nn.Embedding(7, 3, sparse=True)})
+    model = nn.ModuleDict(
+        {
+            "lstm": nn.LSTM(3, 4),
+            "norm": nn.BatchNorm1d(4),
+            "embedding": nn.Embedding(7, 3, sparse=True),
+        }
+    )
     collected = collector(model, "microbatch")
     x = tokens(B, 6)
     model["norm"](model["lstm"](model["embedding"](x))[0].flatten(0, 1)).sin().sum().backward()
@@ -141,7 +159,9 @@ def test_microbatch_takes_anything_that_is_differentiated():
         torch.testing.assert_close(torch.from_numpy(collected.take(name)), (gradient**2).flatten())
 
 
-@pytest.mark.parametrize("otherwise", ["evaluation", "no backward", "autograd.grad", "failed forward", "failed backward"])
+@pytest.mark.parametrize(
+    "otherwise", ["evaluation", "no backward", "autograd.grad", "failed forward", "failed backward"]
+)
 def test_nothing_is_left_of_passes_without_gradients(net, otherwise):
     model, x = net
     expected = loop(model, x)
@@ -162,6 +182,7 @@ def test_nothing_is_left_of_passes_without_gradients(net, otherwise):
         with pytest.raises(RuntimeError):
             model(other[:, :, :3])
     else:
+
         def fail(gradient):
             raise RuntimeError("on purpose")
 
@@ -212,7 +233,7 @@ def test_a_batch_of_nothing():
     assert not collected.take("weight").any() and not collected.take("bias").any()
 
 
-# -- what stays of it ------------------------------------------------------------------------------------------------------
+# -- what stays of it
 
 
 def test_inputs_live_as_long_as_autograd_keeps_them():
@@ -260,25 +281,34 @@ def test_models_are_copied_and_pickled_as_without_it(net):
     assert not any(module._forward_hooks or module._backward_hooks for module in model.modules())
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------------
+# -- errors
 
 
 class Subclass(nn.Linear):
     pass
 
 
-@pytest.mark.parametrize("module, words", [
-    (nn.BatchNorm2d(3), ("layer.weight", "layer.bias", "BatchNorm2d")),
-    (nn.Bilinear(3, 3, 4), ("layer.weight", "layer.bias", "of layer, Bilinear")),
-    (nn.MultiheadAttention(4, 2, add_bias_kv=True), ("layer.bias_k", "layer.bias_v", "MultiheadAttention")),
-    (nn.ConvTranspose2d(2, 3, 2), ("layer.weight", "ConvTranspose2d")),
-    (nn.Embedding(7, 3, sparse=True), ("layer.weight", "Embedding, sparse")),
-    (nn.Embedding(7, 3, scale_grad_by_freq=True), ("Embedding, scale_grad_by_freq",)),
-    (nn.InstanceNorm1d(3, affine=True, track_running_stats=True), ("InstanceNorm1d, track_running_stats",)),
-    (Subclass(3, 4), ("layer.weight", "Subclass")),
-    (prune.identity(nn.Linear(3, 4), "weight"), ("layer.weight_orig",)),
-    (nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), ("ParametrizationList",)),
-])
+@pytest.mark.parametrize(
+    "module, words",
+    [
+        (nn.BatchNorm2d(3), ("layer.weight", "layer.bias", "BatchNorm2d")),
+        (nn.Bilinear(3, 3, 4), ("layer.weight", "layer.bias", "of layer, Bilinear")),
+        (
+            nn.MultiheadAttention(4, 2, add_bias_kv=True),
+            ("layer.bias_k", "layer.bias_v", "MultiheadAttention"),
+        ),
+        (nn.ConvTranspose2d(2, 3, 2), ("layer.weight", "ConvTranspose2d")),
+        (nn.Embedding(7, 3, sparse=True), ("layer.weight", "Embedding, sparse")),
+        (nn.Embedding(7, 3, scale_grad_by_freq=True), ("Embedding, scale_grad_by_freq",)),
+        (
+            nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
+            ("InstanceNorm1d, track_running_stats",),
+        ),
+        (Subclass(3, 4), ("layer.weight", "Subclass")),
+        (prune.identity(nn.Linear(3, 4), "weight"), ("layer.weight_orig",)),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), ("ParametrizationList",)),
+    ],
+)
 def test_modules_that_cannot_tell_samples_apart_are_named(module, words):
     model = nn.ModuleDict({"fine": nn.Linear(3, 3), "layer": module})
     with pytest.raises(ValueError, match="per_sample") as caught:

@@ -1,4 +1,5 @@
 """Methods that may change parameters outside of step() are found, and whether they have."""
+
 import contextlib
 
 import pytest
@@ -51,16 +52,22 @@ def test_what_is_around_them():
     told.clear()
     with optimizer.averaged() as inside:
         told.append(inside)
-    begun = ["before averaged", "after averaged"]  # making the context, entering it, leaving it
+    # Making the context, entering it, leaving it.
+    begun = ["before averaged", "after averaged"]
     assert told == [*begun, *begun, "inside", *begun]
     with pytest.raises(KeyError), optimizer.averaged():
         raise KeyError
 
 
-@pytest.mark.parametrize("change", [
-    lambda p: p.add_(1), lambda p: p.data.mul_(2), lambda p: p[-1].zero_(),
-    lambda p: setattr(p, "data", torch.full_like(p, 3)),
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.add_(1),
+        lambda p: p.data.mul_(2),
+        lambda p: p[-1].zero_(),
+        lambda p: setattr(p, "data", torch.full_like(p, 3)),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_changes_are_seen(change, dtype):
     params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((), (0,), (300, 7))]

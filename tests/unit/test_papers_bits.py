@@ -1,4 +1,6 @@
-"""Compressors that give every element the same few bits, against their papers' own statements: signs, powers of two, 16-bit floats."""
+"""Compressors that give every element the same few bits, against their papers' own statements:
+signs, powers of two, 16-bit floats."""
+
 import numpy as np
 import pytest
 from paper_checks import RNG, alone, normal, seeded  # noqa: F401
@@ -7,8 +9,13 @@ import horovod_compress as hc
 
 
 def test_signsgds_majority():
-    """The sign of the sum of signs, ties and zeros give 0; the magnitude is 1, whatever the gradients' is."""
-    votes = np.array(np.meshgrid([-1, 0, 1], [-1, 0, 1], [-1, 0, 1], [-1, 0, 1])).reshape(4, -1).astype(np.float32)
+    """The sign of the sum of signs, ties and zeros give 0; the magnitude is 1, whatever the
+    gradients' is."""
+    votes = (
+        np.array(np.meshgrid([-1, 0, 1], [-1, 0, 1], [-1, 0, 1], [-1, 0, 1]))
+        .reshape(4, -1)
+        .astype(np.float32)
+    )
     for size in (1, 2, 3, 4):
         for magnitude in (1e-40, 1, 1e38):
             rows = votes[:size] * np.float32(magnitude)
@@ -35,7 +42,10 @@ def test_efsignsgd_sends_the_mean_magnitude_with_signs():
         residual = total - expected.astype(np.float32)
     np.testing.assert_allclose(state["residual"], residual, atol=1e-6)
     # A gradient's worth of bits: 1 an element, and a frame.
-    assert hc.simulate("efsignsgd", [[{"t": normal(128, 100)}]]).bytes_sent[0][0] <= 4 + 24 + 8 + 128 * 100 // 8 + 1
+    assert (
+        hc.simulate("efsignsgd", [[{"t": normal(128, 100)}]]).bytes_sent[0][0]
+        <= 4 + 24 + 8 + 128 * 100 // 8 + 1
+    )
 
 
 def test_onebit_sends_the_means_of_the_halves():
@@ -44,7 +54,8 @@ def test_onebit_sends_the_means_of_the_halves():
     expected = np.where(g < 0, g[g < 0].mean(dtype=np.float64), g[g >= 0].mean(dtype=np.float64))
     np.testing.assert_allclose(mean, expected, rtol=1e-6)
     np.testing.assert_allclose(state["residual"], g - expected, atol=1e-6)
-    assert alone("onebit:min_numel=0", np.ones(5, np.float32))[0][0].tolist() == [1] * 5  # one half is empty
+    # One half is empty.
+    assert alone("onebit:min_numel=0", np.ones(5, np.float32))[0][0].tolist() == [1] * 5
 
 
 def test_natural_rounds_to_the_two_powers_of_two_around():
@@ -63,7 +74,9 @@ def test_natural_rounds_to_the_two_powers_of_two_around():
 def test_float16_tells_what_became_infinite():
     with pytest.warns(RuntimeWarning, match="t has elements beyond 65504"):
         run = hc.simulate("fp16", [[{"t": np.float32([1, 1e5])}] * 2] * 3)
-    assert [stats["overflows"] for stats in run.stats] == [3, 3] and run.stats[0]["steps_undone"] == 3
+    assert [stats["overflows"] for stats in run.stats] == [3, 3] and run.stats[0][
+        "steps_undone"
+    ] == 3
     assert np.isinf(run.mean[0]["t"][1])
     quiet = hc.simulate("fp16", [[{"t": np.float32([1, np.inf])}] * 2])  # it was infinite before
     assert quiet.stats[0]["overflows"] == 0 and quiet.stats[0]["steps_undone"] == 1

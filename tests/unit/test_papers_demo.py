@@ -1,4 +1,6 @@
-"""DeMo (Peng, Quesnelle, Kingma, arXiv 2411.19870) against its published code, as a gradient compression: without lr and sign."""
+"""DeMo (Peng, Quesnelle, Kingma, arXiv 2411.19870) against its published code, as a gradient
+compression: without lr and sign."""
+
 import numpy as np
 import pytest
 import torch
@@ -13,10 +15,13 @@ from horovod_compress.lockstep import run_step
 
 
 def dct(x):
-    """Orthonormal DCT-II of the last dimension, by the Fourier transform of the signal and its mirror image."""
+    """Orthonormal DCT-II of the last dimension, by the Fourier transform of the signal and its
+    mirror image."""
     n = x.shape[-1]
     frequency = np.arange(n)
-    waves = np.fft.fft(np.concatenate([x, x[..., ::-1]], axis=-1))[..., :n] * np.exp(-1j * np.pi * frequency / (2 * n))
+    waves = np.fft.fft(np.concatenate([x, x[..., ::-1]], axis=-1))[..., :n] * np.exp(
+        -1j * np.pi * frequency / (2 * n)
+    )
     return waves.real / 2 * np.sqrt(np.where(frequency, 2, 1) / n)
 
 
@@ -30,7 +35,8 @@ def inverse_2d(coefficients):
 
 
 def published(delta, chunk, k):
-    """What is sent of a matrix: the chunk's extents are the largest divisors up to `chunk`; the k largest of each chunk."""
+    """What is sent of a matrix: the chunk's extents are the largest divisors up to `chunk`; the k
+    largest of each chunk."""
     h, w = (max(d for d in range(1, chunk + 1) if n % d == 0) for n in delta.shape)
     chunks = delta.reshape(delta.shape[0] // h, h, delta.shape[1] // w, w).swapaxes(1, 2)
     coefficients = torch.from_numpy(dct_2d(chunks)).reshape(*chunks.shape[:2], h * w)
@@ -51,13 +57,18 @@ def test_demo_follows_the_published_code(shape, options):
         sent = published(delta, demo.chunk, demo.k)
         delta -= sent
         np.testing.assert_allclose(mean, sent, atol=2e-5 * np.abs(gradient).max())
-    np.testing.assert_allclose(state["residual"].reshape(shape), delta, atol=5e-5 * np.abs(gradients[0]).max())
+    np.testing.assert_allclose(
+        state["residual"].reshape(shape), delta, atol=5e-5 * np.abs(gradients[0]).max()
+    )
 
 
 def test_vectors_and_tensors_of_more_dimensions_are_matrices():
     g = normal(64, 3, 7, 7)
     for shape in ((64, 147), (64, 147, 1), (8, 8, 147)):
-        np.testing.assert_array_equal(alone("demo", g)[0][0].reshape(-1), alone("demo:columns=147", g.reshape(shape))[0][0].reshape(-1))
+        np.testing.assert_array_equal(
+            alone("demo", g)[0][0].reshape(-1),
+            alone("demo:columns=147", g.reshape(shape))[0][0].reshape(-1),
+        )
     vector = normal(640)
     parts = [alone("demo:min_numel=0", part)[0][0] for part in vector.reshape(10, 64)]
     np.testing.assert_array_equal(alone("demo:min_numel=0", vector)[0][0], np.concatenate(parts))
@@ -66,9 +77,12 @@ def test_vectors_and_tensors_of_more_dimensions_are_matrices():
 
 
 def test_what_is_smooth_takes_few_coefficients():
-    """A plane wave of a chunk is one coefficient, a mean is another; topk would send every element."""
+    """A plane wave of a chunk is one coefficient, a mean is another; topk would send every
+    element."""
     i, j = np.mgrid[:64, :64]
-    wave = (3 + np.cos(np.pi * (2 * i + 1) * 5 / 128) * np.cos(np.pi * (2 * j + 1) * 2 / 128)).astype(np.float32)
+    wave = (
+        3 + np.cos(np.pi * (2 * i + 1) * 5 / 128) * np.cos(np.pi * (2 * j + 1) * 2 / 128)
+    ).astype(np.float32)
     (sent,), state = alone("demo:k=2", wave)
     np.testing.assert_allclose(sent, wave, atol=1e-5)
     assert np.abs(state["residual"]).max() < 1e-5
@@ -77,7 +91,8 @@ def test_what_is_smooth_takes_few_coefficients():
 @pytest.mark.parametrize("decay", [1, 0.9, 0])
 @pytest.mark.parametrize("values", ["fp32", "2bit"])
 def test_what_is_sent_and_what_waits_are_the_decayed_residual_and_the_gradient(decay, values):
-    """mean of results + mean of residuals = decay · mean of residuals before + mean of gradients, in every step and on every rank."""
+    """mean of results + mean of residuals = decay · mean of residuals before + mean of gradients,
+    in every step and on every rank."""
     shapes = {"w": (24, 30), "conv": (6, 5, 3, 3)}
     exchanges = ranks_of(f"demo:min_numel=0,chunk=8,k=3,decay={decay},values={values}", 3, shapes)
     before = {name: 0 for name in shapes}
@@ -86,25 +101,34 @@ def test_what_is_sent_and_what_waits_are_the_decayed_residual_and_the_gradient(d
         results = run_step(exchanges, ranks)
         assert all(bytes_of(results)[0] == other for other in bytes_of(results))
         for name in shapes:
-            waits = np.mean([ex.arrays()[name]["residual"] for ex in exchanges], axis=0, dtype=np.float64)
+            waits = np.mean(
+                [ex.arrays()[name]["residual"] for ex in exchanges], axis=0, dtype=np.float64
+            )
             gradient = np.mean([named[name] for named in given], axis=0, dtype=np.float64)
-            np.testing.assert_allclose(results[0][name] + waits, decay * before[name] + gradient, atol=2e-5)
+            np.testing.assert_allclose(
+                results[0][name] + waits, decay * before[name] + gradient, atol=2e-5
+            )
             before[name] = waits
 
 
 def test_the_matrix_is_orthonormal_and_its_numbers_are_the_same_everywhere():
-    """No entry, of chunks up to 64, lies so near to the middle of two floats that a cosine off by its last bits would round to the other."""
+    """No entry, of chunks up to 64, lies so near to the middle of two floats that a cosine off by
+    its last bits would round to the other."""
     for n in range(1, 65):
         matrix = _dct(n).reshape(n, n)
         np.testing.assert_allclose(matrix @ matrix.T, np.eye(n), atol=1e-6)
         exact = dct(np.eye(n)).T
         np.testing.assert_allclose(matrix, exact, atol=1e-6)
         i, frequency = np.meshgrid(np.arange(n), np.arange(n))
-        wide = np.sqrt(np.where(frequency, 2, 1) / n) * np.cos(np.pi / 2 * ((2 * i + 1) * frequency % (4 * n)) / n)
+        wide = np.sqrt(np.where(frequency, 2, 1) / n) * np.cos(
+            np.pi / 2 * ((2 * i + 1) * frequency % (4 * n)) / n
+        )
         np.testing.assert_array_equal(matrix == 0, np.abs(wide) < 1e-10)
         wide = wide[np.abs(wide) > 1e-10]
         for nudge in (1 - 2**-50, 1 + 2**-50):
-            np.testing.assert_array_equal((wide * nudge).astype(np.float32), wide.astype(np.float32), err_msg=f"{n}")
+            np.testing.assert_array_equal(
+                (wide * nudge).astype(np.float32), wide.astype(np.float32), err_msg=f"{n}"
+            )
 
 
 def test_bodies_for_other_tensors_are_refused():
@@ -113,7 +137,9 @@ def test_bodies_for_other_tensors_are_refused():
         grid = compressor._transform(32 * 48)
         for wrong in ({"width": 47}, {"width": 0}, {"rows": grid["rows"][:-1]}, {"width": 32 * 48}):
             with pytest.raises(ValueError):
-                module.decode_add_dct(np.zeros(32 * 48, np.float32), payload.body, **{**grid, **wrong}, scale=1.0)
+                module.decode_add_dct(
+                    np.zeros(32 * 48, np.float32), payload.body, **{**grid, **wrong}, scale=1.0
+                )
         out = np.zeros(32 * 48, np.float32)
         with pytest.raises(ValueError, match="shorter|early|entries|gaps"):
             module.decode_add_dct(out, payload.body[:-3], **grid, scale=1.0)

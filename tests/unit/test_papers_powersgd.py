@@ -1,4 +1,5 @@
 """PowerSGD against its paper's own statements."""
+
 import math
 
 import numpy as np
@@ -13,19 +14,25 @@ import horovod_compress as hc
     [((30, 50), 4, 4), ((50, 30), 4, 2), ((40, 40), 1, 1), ((12, 3, 5, 5), 3, 3), ((64, 2), 2, 2)],
 )
 def test_powersgd_is_exact_for_matrices_of_its_rank(shape, rank, true_rank):
-    n, m = min(((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))), key=sum)
+    n, m = min(
+        ((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))), key=sum
+    )
     left = normal(n, true_rank)
-    grads = [(left @ normal(true_rank, m)).reshape(shape) for _ in range(3)]  # on all ranks the same columns
+    # On all ranks the same columns.
+    grads = [(left @ normal(true_rank, m)).reshape(shape) for _ in range(3)]
     run = hc.simulate(f"powersgd:rank={rank},min_rate=0,min_numel=0", [[{"t": g} for g in grads]])
     expected = np.mean(grads, axis=0)
     np.testing.assert_allclose(run.mean[0]["t"], expected, atol=3e-5 * np.abs(expected).max())
 
 
 def test_powersgd_follows_the_paper():
-    """P = orthonormal of mean(MQ); Q = mean(MᵀP); result PQᵀ; e = M − PQᵀ; Q of the last step starts the next."""
+    """P = orthonormal of mean(MQ); Q = mean(MᵀP); result PQᵀ; e = M − PQᵀ; Q of the last step
+    starts the next."""
     shape, rank, ranks = (20, 30), 3, 2
     grads = [[normal(*shape) for _ in range(ranks)] for _ in range(4)]
-    run = hc.simulate(f"powersgd:rank={rank},min_rate=0,min_numel=0", [[{"t": g} for g in step] for step in grads])
+    run = hc.simulate(
+        f"powersgd:rank={rank},min_rate=0,min_numel=0", [[{"t": g} for g in step] for step in grads]
+    )
     compressor = hc.get_compressor(f"powersgd:rank={rank},min_rate=0,min_numel=0")
     q = compressor.init("t", shape).arrays["q"].reshape(rank, 30).T.astype(np.float64)
     errors = np.zeros((ranks, *shape))
@@ -52,13 +59,17 @@ def test_powersgd_starts_when_told_and_leaves_what_it_would_not_shrink():
 
 
 def test_powersgd_finds_new_directions():
-    """Exact for rank ≤ r in every step, also where a gradient has nothing in common with the one before."""
+    """Exact for rank ≤ r in every step, also where a gradient has nothing in common with the one
+    before."""
     first, second = np.zeros((20, 20), np.float32), np.zeros((20, 20), np.float32)
     first[3, 4], second[5, 6] = 1, 2
     run = hc.simulate(
-        "powersgd:rank=2,min_rate=0,min_numel=0", [[{"t": g}] for g in (first, second, 0 * first, 0 * first)]
+        "powersgd:rank=2,min_rate=0,min_numel=0",
+        [[{"t": g}] for g in (first, second, 0 * first, 0 * first)],
     )
-    np.testing.assert_allclose(np.sum([mean["t"] for mean in run.mean], axis=0), first + second, atol=1e-5)
+    np.testing.assert_allclose(
+        np.sum([mean["t"] for mean in run.mean], axis=0), first + second, atol=1e-5
+    )
 
 
 def test_powersgd_recovers_from_huge_gradients():

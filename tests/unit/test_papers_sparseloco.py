@@ -1,4 +1,6 @@
-"""SparseLoCo (Sarfi et al., arXiv 2508.15706), the largest of each chunk in 2 bits, against its published code; and values=sign and power."""
+"""SparseLoCo (Sarfi et al., arXiv 2508.15706), the largest of each chunk in 2 bits, against its
+published code; and values=sign and power."""
+
 import math
 
 import numpy as np
@@ -11,20 +13,29 @@ from horovod_compress.compressors.base import Step
 
 
 def published(error, chunk, k):
-    """What is sent of an error buffer: torch.topk by chunk, then the statistical quantizer with 4 bins over 6 standard deviations."""
-    chosen = [(part.abs().topk(min(k, len(part))).indices + chunk * i) for i, part in enumerate(error.split(chunk))]
+    """What is sent of an error buffer: torch.topk by chunk, then the statistical quantizer with 4
+    bins over 6 standard deviations."""
+    chosen = [
+        (part.abs().topk(min(k, len(part))).indices + chunk * i)
+        for i, part in enumerate(error.split(chunk))
+    ]
     at = torch.cat(chosen)
     shift = error[at].double().mean()
     centered = error[at].double() - shift
     scale = 6 * centered.norm() / math.sqrt(len(at) - 1) / 4
     codes = (centered / scale + 2).round().clamp(0, 3).long()
-    lookup = torch.zeros(4, dtype=torch.float64).scatter_add_(0, codes, centered) / codes.bincount(minlength=4).clamp(min=1)
+    lookup = torch.zeros(4, dtype=torch.float64).scatter_add_(0, codes, centered) / codes.bincount(
+        minlength=4
+    ).clamp(min=1)
     sent = torch.zeros_like(error)
     sent[at] = (lookup[codes] + shift).float()
     return sent
 
 
-@pytest.mark.parametrize("size, chunk, k", [(20_480, 4096, 64), (20_000, 4096, 64), (1000, 4096, 64), (5000, 64, 4), (999, 10, 10)])
+@pytest.mark.parametrize(
+    "size, chunk, k",
+    [(20_480, 4096, 64), (20_000, 4096, 64), (1000, 4096, 64), (5000, 64, 4), (999, 10, 10)],
+)
 def test_chunks_in_two_bits_follow_the_published_code(size, chunk, k):
     gradients = [normal(size) * np.exp(normal(size)) for _ in range(6)]
     means, state = alone(f"topk:min_numel=0,chunk={chunk},k={k},values=2bit", *gradients)
@@ -39,7 +50,8 @@ def test_chunks_in_two_bits_follow_the_published_code(size, chunk, k):
 
 
 def test_two_bits_take_fewer_bytes_than_published():
-    """2 bits and at most 12 for the index, five numbers beside them: here four, and the frame's head."""
+    """2 bits and at most 12 for the index, five numbers beside them: here four, and the frame's
+    head."""
     payload, *_ = payload_of("topk:min_numel=0,chunk=4096,k=64,values=2bit", normal(4096 * 25))
     assert payload.elements == 64 * 25
     assert len(payload.body) < 64 * 25 * (2 + 8) / 8 + 30 < 64 * 25 * (2 + 12) / 8
@@ -56,7 +68,9 @@ def test_signs_carry_the_mean_of_what_is_chosen():
     (sent,), state = alone("topk:min_numel=0,ratio=0.01,values=sign", g)
     chosen = sent != 0
     assert chosen.sum() == 50
-    np.testing.assert_allclose(sent[chosen], np.sign(g[chosen]) * np.abs(g[chosen]).mean(), rtol=1e-6)
+    np.testing.assert_allclose(
+        sent[chosen], np.sign(g[chosen]) * np.abs(g[chosen]).mean(), rtol=1e-6
+    )
     np.testing.assert_array_equal(state["residual"], g - sent)
 
 
@@ -84,14 +98,28 @@ def test_dgc_keeps_the_error_in_v_and_masks_u_only_where_it_has_sent(values):
 
 def test_k_or_ratio_of_a_chunk_or_a_tensor():
     g = normal(1000)
-    for options, entries in {"k=5": 5, "chunk=100,k=5": 50, "chunk=300,ratio=0.01": 4 * 3, "chunk=400,k=500": 1000, "k=2000": 1000}.items():
+    for options, entries in {
+        "k=5": 5,
+        "chunk=100,k=5": 50,
+        "chunk=300,ratio=0.01": 4 * 3,
+        "chunk=400,k=500": 1000,
+        "k=2000": 1000,
+    }.items():
         payload, *_ = payload_of(f"topk:min_numel=0,{options}", g)
         assert payload.elements == entries
     with pytest.raises(ValueError, match="dgc: k is the same in all steps"):
         get_compressor("dgc:chunk=64,k=4,warmup_steps=8")
-    for spec in ("topk:chunk=4096,k=64,values=2bit", "topk:k=128,values=2bit", "topk:ratio=0.001,min_k=128,values=2bit"):
-        assert get_compressor(spec).payload_bits(2 * 4096, Step(0, 0, 2)) == pytest.approx((2 + 6 + 1.44) / 64)
-    assert get_compressor("dgc:chunk=1000,ratio=0.01,warmup_steps=4").density(1) == pytest.approx(0.01**0.4)
+    for spec in (
+        "topk:chunk=4096,k=64,values=2bit",
+        "topk:k=128,values=2bit",
+        "topk:ratio=0.001,min_k=128,values=2bit",
+    ):
+        assert get_compressor(spec).payload_bits(2 * 4096, Step(0, 0, 2)) == pytest.approx(
+            (2 + 6 + 1.44) / 64
+        )
+    assert get_compressor("dgc:chunk=1000,ratio=0.01,warmup_steps=4").density(1) == pytest.approx(
+        0.01**0.4
+    )
 
 
 @pytest.mark.parametrize("id", ["topk", "dgc"])

@@ -1,4 +1,5 @@
 """The traps that other implementations of the papers fell into."""
+
 import numpy as np
 import pytest
 from paper_checks import alone, decoded, normal, payload_of, seeded  # noqa: F401
@@ -10,7 +11,8 @@ from horovod_compress.lockstep import run_step
 
 
 def test_momentum_is_taken_once():
-    """The stream of dgc has all of the momentum, once: three equal gradients give 1, 1.9, 2.71 times them."""
+    """The stream of dgc has all of the momentum, once: three equal gradients give 1, 1.9, 2.71
+    times them."""
     g = normal(40, 40)
     run = hc.simulate("dgc:ratio=1,masking=false,momentum=0.9", [[{"t": g}] * 2] * 3)
     for mean, times in zip(run.mean, (1, 1.9, 2.71)):
@@ -30,7 +32,8 @@ def test_indices_are_not_narrowed_with_the_values(values):
 
 
 def test_each_rank_has_residuals_of_its_own():
-    """A state of rank 0 would lose what the others still hold: state_dict is per rank, and says so."""
+    """A state of rank 0 would lose what the others still hold: state_dict is per rank, and says
+    so."""
     exchanges = ranks_of("topk:ratio=0.01,min_numel=0", 2, {"t": (50, 50)})
     run_step(exchanges, [{"t": normal(2500)}, {"t": normal(2500)}])
     states = [exchange.state_dict() for exchange in exchanges]
@@ -40,9 +43,12 @@ def test_each_rank_has_residuals_of_its_own():
         exchanges[1].load_state_dict(states[0])
 
 
-@pytest.mark.parametrize("spec", ["efsignsgd", "onebit", "signsgd", "strom:tau=0.1", "terngrad", "variance"])
+@pytest.mark.parametrize(
+    "spec", ["efsignsgd", "onebit", "signsgd", "strom:tau=0.1", "terngrad", "variance"]
+)
 def test_zeros_beside_other_elements_stay_zero_on_average(spec):
-    """One bit has no zero: with error feedback what it says instead comes back; the others say 0."""
+    """One bit has no zero: with error feedback what it says instead comes back; the others say
+    0."""
     g = np.zeros(100, np.float32)
     g[:50] = np.where(np.arange(50) % 2, 1, -1)
     means, _ = alone(f"{spec}{',' if ':' in spec else ':'}min_numel=0", *[g] * 60)
@@ -51,13 +57,23 @@ def test_zeros_beside_other_elements_stay_zero_on_average(spec):
 
 
 @pytest.mark.parametrize(
-    "spec", ["topk:ratio=0.1", "dgc:ratio=0.1,momentum=0", "strom:tau=0.9", "variance", "adacomp:bin_length=50"]
+    "spec",
+    [
+        "topk:ratio=0.1",
+        "dgc:ratio=0.1,momentum=0",
+        "strom:tau=0.9",
+        "variance",
+        "adacomp:bin_length=50",
+    ],
 )
 def test_what_is_sent_does_not_depend_on_where_it_lies(spec):
     """Reversed gradients are sent reversed, ties aside: no preference for low indices."""
     g = normal(100, 100)
     spec += ("," if ":" in spec else ":") + "min_numel=0"
-    (forward, again), (backward, its_again) = alone(spec, g, g)[0], alone(spec, g[::-1, ::-1], g[::-1, ::-1])[0]
+    (forward, again), (backward, its_again) = (
+        alone(spec, g, g)[0],
+        alone(spec, g[::-1, ::-1], g[::-1, ::-1])[0],
+    )
     same = (forward != 0) == (backward[::-1, ::-1] != 0)
     assert same.mean() > 0.97 and ((again != 0) == (its_again[::-1, ::-1] != 0)).mean() > 0.97
     where = np.flatnonzero((forward != 0) | (again != 0))
@@ -67,17 +83,21 @@ def test_what_is_sent_does_not_depend_on_where_it_lies(spec):
 def test_the_ratio_counts_everything():
     """Headers, carriers, scales, indices and the tensors that go dense."""
     shapes = {"w": (100, 100), "bias": (100,)}
-    run = hc.simulate("topk:ratio=0.001", [[{n: normal(*s) for n, s in shapes.items()} for _ in range(2)]] * 3)
+    run = hc.simulate(
+        "topk:ratio=0.001", [[{n: normal(*s) for n, s in shapes.items()} for _ in range(2)]] * 3
+    )
     for stats, sent in zip(run.stats, np.sum(run.bytes_sent, axis=0)):
         assert stats["ratio"] == 3 * 4 * 10_100 / sent
     least = (
         4 * 100 + 4 + 24 + 6 + 4 * 8 + 8
-    )  # dense bias, carrier, header, head of the body, values, some bits of indices
+        # Dense bias, carrier, header, head of the body, values, some bits of indices.
+    )
     assert min(map(min, run.bytes_sent)) >= least
 
 
 def test_payloads_are_what_they_decode_to():
-    """What encode takes out of residuals is what every rank decodes, bit for bit: nothing is rounded on the way."""
+    """What encode takes out of residuals is what every rank decodes, bit for bit: nothing is
+    rounded on the way."""
     for spec in (
         "topk:ratio=0.1,values=fp16",
         "topk:ratio=0.1,values=bf16",
@@ -96,4 +116,8 @@ def test_payloads_are_what_they_decode_to():
         compressor.commit(state)
         compressor.apply_pending(state)
         np.testing.assert_array_equal(compressor.residual(state), g - sent)
-        assert payload.elements == 900 if spec.startswith(("ef", "one")) else payload.elements == np.count_nonzero(sent)
+        assert (
+            payload.elements == 900
+            if spec.startswith(("ef", "one"))
+            else payload.elements == np.count_nonzero(sent)
+        )

@@ -1,4 +1,6 @@
-"""States for another number of ranks: for every id of available(), nothing of what ranks have not sent yet is lost."""
+"""States for another number of ranks: for every id of available(), nothing of what ranks have not
+sent yet is lost."""
+
 import copy
 import itertools
 
@@ -25,16 +27,29 @@ def trained(spec, size, steps=5, seed=0):
 def means(exchanges):
     """{(tensor, array): mean over ranks}, float64."""
     arrays = [copy_of(exchange) for exchange in exchanges]
-    return {(n, k): np.mean([each[n][k] for each in arrays], axis=0, dtype=np.float64) for n in arrays[0] for k in arrays[0][n]}
+    return {
+        (n, k): np.mean([each[n][k] for each in arrays], axis=0, dtype=np.float64)
+        for n in arrays[0]
+        for k in arrays[0][n]
+    }
 
 
 def assert_means_are(exchanges, expected):
     for key, mean in means(exchanges).items():
-        np.testing.assert_allclose(mean, expected[key], rtol=1e-6, atol=1e-6 * np.abs(expected[key]).max(initial=0), err_msg=str(key))
+        np.testing.assert_allclose(
+            mean,
+            expected[key],
+            rtol=1e-6,
+            atol=1e-6 * np.abs(expected[key]).max(initial=0),
+            err_msg=str(key),
+        )
 
 
 def portable(exchanges):
-    return on_all_ranks(lambda exchange, transport: checkpoint.portable(exchange.state_dict(), transport, "state"), exchanges)
+    return on_all_ranks(
+        lambda exchange, transport: checkpoint.portable(exchange.state_dict(), transport, "state"),
+        exchanges,
+    )
 
 
 @over(variants)
@@ -77,7 +92,9 @@ def test_a_portable_state_is_the_same_on_all_ranks():
     assert [state["rank"] for state in states] == [None] * 3
     for state in states:
         for (name, key), mean in expected.items():
-            np.testing.assert_array_equal(state["tensors"][name][key], states[0]["tensors"][name][key])
+            np.testing.assert_array_equal(
+                state["tensors"][name][key], states[0]["tensors"][name][key]
+            )
             np.testing.assert_allclose(state["tensors"][name][key], mean, rtol=1e-6, atol=1e-7)
 
 
@@ -86,36 +103,71 @@ def test_loss_scales_are_left_out():
     for exchange, unit in zip(exchanges, (1.0, 1024.0)):
         exchange.rescale(unit)
     grads = steps_of(0, 1, 2, spread=False)[0]
-    run_step(exchanges, [{n: g * np.float32(1024**rank) for n, g in named.items()} for rank, named in enumerate(grads)])
+    run_step(
+        exchanges,
+        [
+            {n: g * np.float32(1024**rank) for n, g in named.items()}
+            for rank, named in enumerate(grads)
+        ],
+    )
     (state, _), states = portable(exchanges), [exchange.state_dict() for exchange in exchanges]
     for name, arrays in state["tensors"].items():
         for key, array in arrays.items():
-            np.testing.assert_allclose(array, np.mean([each["tensors"][name][key] for each in states], axis=0), rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(
+                array,
+                np.mean([each["tensors"][name][key] for each in states], axis=0),
+                rtol=1e-5,
+                atol=1e-7,
+            )
 
 
 def test_a_portable_state_of_different_steps_is_refused():
     exchanges = trained("topk:min_numel=0", 2)
     exchanges[1].load_state_dict({**exchanges[1].state_dict(), "step": 7})
-    with pytest.raises(MismatchError, match="rank 1 differs from rank 0 in step: 7 on rank 1, 5 on rank 0"):
+    with pytest.raises(
+        MismatchError, match="rank 1 differs from rank 0 in step: 7 on rank 1, 5 on rank 0"
+    ):
         portable(exchanges)
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda s: s[:2], r"state of rank 2 is missing: load the list of all 3 ranks' states"),
-    (lambda s: [s[1]], r"state of rank 0, 2 is missing"),
-    (lambda s: [], r"state of rank 0, 1 is missing: load the list of all 2 ranks"),
-    (lambda s: [s[0], s[1], s[1]], r"two of the 3 states are of rank 1"),
-    (lambda s: [s[0], s[1], {**s[2], "step": 4}], r"rank 0 and rank 2 do not belong together: step is 5 in the first and 4 in the second"),
-    (lambda s: [s[0], {**s[1], "id": "dgc"}, s[2]], r"id is topk in the first and dgc in the second"),
-    (lambda s: [s[0], {**s[1], "size": 4}, s[2]], r"size is 3 in the first and 4 in the second"),
-    (lambda s: [s[0], {**s[1], "tensors": {}}, s[2]], r"tensors\.w is there in the first and missing in the second"),
-    (lambda s: [s[0], {**s[1], "rank": None}, s[2]], r"saved with portable=True holds all ranks: load it by itself"),
-    (lambda s: [s[0], s[1], {}], r"not a state_dict"),
-    (lambda s: {**s[0], "rank": "0"}, r"rank is '0' in it and a whole number here"),
-    (lambda s: {**s[0], "rank": None, "seed": 5}, r"seed is 5 in it and 0 here"),
-    (lambda s: {**s[0], "rank": None, "tensors": {}}, r"w is missing in it"),
-    (lambda s: s[0], r"size is 3 in it and 2 here.*list of all ranks' states, or one that was saved with portable=True"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda s: s[:2], r"state of rank 2 is missing: load the list of all 3 ranks' states"),
+        (lambda s: [s[1]], r"state of rank 0, 2 is missing"),
+        (lambda s: [], r"state of rank 0, 1 is missing: load the list of all 2 ranks"),
+        (lambda s: [s[0], s[1], s[1]], r"two of the 3 states are of rank 1"),
+        (
+            lambda s: [s[0], s[1], {**s[2], "step": 4}],
+            r"rank 0 and rank 2 do not belong together: step is 5 in the first and 4 in the second",
+        ),
+        (
+            lambda s: [s[0], {**s[1], "id": "dgc"}, s[2]],
+            r"id is topk in the first and dgc in the second",
+        ),
+        (
+            lambda s: [s[0], {**s[1], "size": 4}, s[2]],
+            r"size is 3 in the first and 4 in the second",
+        ),
+        (
+            lambda s: [s[0], {**s[1], "tensors": {}}, s[2]],
+            r"tensors\.w is there in the first and missing in the second",
+        ),
+        (
+            lambda s: [s[0], {**s[1], "rank": None}, s[2]],
+            r"saved with portable=True holds all ranks: load it by itself",
+        ),
+        (lambda s: [s[0], s[1], {}], r"not a state_dict"),
+        (lambda s: {**s[0], "rank": "0"}, r"rank is '0' in it and a whole number here"),
+        (lambda s: {**s[0], "rank": None, "seed": 5}, r"seed is 5 in it and 0 here"),
+        (lambda s: {**s[0], "rank": None, "tensors": {}}, r"w is missing in it"),
+        (
+            lambda s: s[0],
+            r"size is 3 in it and 2 here.*list of all ranks' states, or one that was saved with "
+            r"portable=True",
+        ),
+    ],
+)
 def test_states_that_are_not_all_ranks_are_refused_and_nothing_changes(change, words):
     states = [exchange.state_dict() for exchange in trained("topk:min_numel=0", 3)]
     exchange = trained("topk:min_numel=0", 2, 2, seed=1)[0]

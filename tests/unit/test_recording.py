@@ -1,4 +1,6 @@
-"""Records say what steps did, to whom they are asked to be told; and a residual that grows without end is warned of, once."""
+"""Records say what steps did, to whom they are asked to be told; and a residual that grows without
+end is warned of, once."""
+
 import contextlib
 import errno
 import json
@@ -33,9 +35,14 @@ def recorded(spec, steps, *options, size=2, grads=None):
 @pytest.mark.parametrize("every, steps", [(1, 5), (3, 10), (4, 9)])
 def test_records_add_up_to_the_totals(every, steps):
     records = []
-    exchange = recorded("dgc:ratio=0.05,min_numel=100,momentum=0.5", steps, records.append, every, True, size=1)[0]
+    exchange = recorded(
+        "dgc:ratio=0.05,min_numel=100,momentum=0.5", steps, records.append, every, True, size=1
+    )[0]
     assert [record["step"] for record in records] == list(range(0, steps, every))
-    stats, by_tensor = exchange.stats(), {tensor.name: tensor.counters for tensor in exchange.tensors}
+    stats, by_tensor = (
+        exchange.stats(),
+        {tensor.name: tensor.counters for tensor in exchange.tensors},
+    )
     behind = (steps - 1) % every
     if not behind:
         for key in COUNTED:
@@ -47,10 +54,15 @@ def test_records_add_up_to_the_totals(every, steps):
     for record in records:
         assert record["ratio"] == pytest.approx(record["dense_bytes"] / record["bytes_sent"])
         expected = gradients(record["step"], 1)[0]
-        assert record["gradient_norm"] == pytest.approx(np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in expected.values())))
+        assert record["gradient_norm"] == pytest.approx(
+            np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in expected.values()))
+        )
         for name, said in record["tensors"].items():
             assert said["gradient_norm"] == pytest.approx(np.linalg.norm(expected[name]), rel=1e-5)
-        assert record["tensors"]["bias"]["residual_norm"] is None and record["tensors"]["w"]["residual_norm"] > 0
+        assert (
+            record["tensors"]["bias"]["residual_norm"] is None
+            and record["tensors"]["w"]["residual_norm"] > 0
+        )
         assert hc.get_compressor(record["spec"]).config == exchange.compressor.config
         assert json.loads(json.dumps(record, allow_nan=False))["format"] == recording.FORMAT
 
@@ -78,7 +90,10 @@ def test_files_are_appended_to_and_ranks_have_their_own(tmp_path):
     recorded("topk:min_numel=0", 4, one, 2)
     recorded("topk:min_numel=0", 4, own, 2)
     assert [(r["rank"], r["step"]) for r in recording.read(one)] == [(0, 0), (0, 2)]
-    assert [(r["rank"], r["step"]) for r in recording.read(tmp_path / "run.1.jsonl")] == [(1, 0), (1, 2)]
+    assert [(r["rank"], r["step"]) for r in recording.read(tmp_path / "run.1.jsonl")] == [
+        (1, 0),
+        (1, 2),
+    ]
     exchange = ranks_of("topk:min_numel=0", 1)[0]  # a restart, from a state
     exchange.load_state_dict({**exchange.state_dict(), "step": 4})
     exchange.observer = Recorder(exchange, str(one), 2)
@@ -170,11 +185,17 @@ def test_a_writer_gets_scalars():
     for key in ("bytes_sent", "ratio", "gradient_norm", "residual_norm"):
         steps, values = zip(*board.scalars[f"compression/{key}"])
         assert steps == (0, 2, 4) and values == pytest.approx([r[key] for r in records])
-    assert board.scalars["compression/tensors/w/residual_norm"][-1] == (4, pytest.approx(records[-1]["tensors"]["w"]["residual_norm"]))
+    assert board.scalars["compression/tensors/w/residual_norm"][-1] == (
+        4,
+        pytest.approx(records[-1]["tensors"]["w"]["residual_norm"]),
+    )
     assert not any("spec" in tag or tag.endswith("/step") for tag in board.scalars)
 
 
-@pytest.mark.parametrize("options, words", [(("f", 0), "every must be"), (("f", 1.5), "every must be"), ((7,), "records go to")])
+@pytest.mark.parametrize(
+    "options, words",
+    [(("f", 0), "every must be"), (("f", 1.5), "every must be"), ((7,), "records go to")],
+)
 def test_what_cannot_record_is_refused(options, words):
     with pytest.raises((ValueError, TypeError), match=words):
         Recorder(ranks_of("topk")[0], *options)
@@ -195,19 +216,32 @@ def warned(spec, steps, every=1, scale=lambda step: 1.0):
     return [str(each.message) for each in found if "growing" in str(each.message)]
 
 
-@pytest.mark.parametrize("spec, steps, every", [
-    ("topk:ratio=0.01,min_numel=0", 2000, 1), ("dgc:ratio=0.01,min_numel=0,momentum=0.9", 2000, 5), ("dgc:ratio=0.004,min_numel=0", 3000, 10),
-    ("adacomp:min_numel=0", 4000, 1), ("randomk:ratio=0.01,min_numel=0", 2000, 3), ("efsignsgd:min_numel=0", 2000, 5),
-    ("strom:tau=2,min_numel=0", 2000, 1), ("powersgd:min_numel=0,rank=1,min_rate=0", 2000, 4), ("variance:min_numel=0", 4000, 2),
-])
+@pytest.mark.parametrize(
+    "spec, steps, every",
+    [
+        ("topk:ratio=0.01,min_numel=0", 2000, 1),
+        ("dgc:ratio=0.01,min_numel=0,momentum=0.9", 2000, 5),
+        ("dgc:ratio=0.004,min_numel=0", 3000, 10),
+        ("adacomp:min_numel=0", 4000, 1),
+        ("randomk:ratio=0.01,min_numel=0", 2000, 3),
+        ("efsignsgd:min_numel=0", 2000, 5),
+        ("strom:tau=2,min_numel=0", 2000, 1),
+        ("powersgd:min_numel=0,rank=1,min_rate=0", 2000, 4),
+        ("variance:min_numel=0", 4000, 2),
+    ],
+)
 def test_residuals_that_come_to_a_plateau_are_not_warned_of(spec, steps, every):
     assert not warned(spec, steps, every)
-    assert not warned(spec, steps, every, lambda step: 1 / (1 + step / 100))  # as gradients become smaller
-    if "strom" not in spec:  # whose tau stays as it is: it sends too little then
+    # As gradients become smaller.
+    assert not warned(spec, steps, every, lambda step: 1 / (1 + step / 100))
+    # Whose tau stays as it is: it sends too little then.
+    if "strom" not in spec:
         assert not warned(spec, steps, every, lambda step: 1 + step / 100)  # or larger
 
 
-@pytest.mark.parametrize("spec, every", [("strom:tau=1000000,min_numel=0", 1), ("strom:tau=0.01,min_numel=0", 4)])
+@pytest.mark.parametrize(
+    "spec, every", [("strom:tau=1000000,min_numel=0", 1), ("strom:tau=0.01,min_numel=0", 4)]
+)
 def test_residuals_that_grow_for_ever_are_warned_of_once(spec, every):
     (message,) = warned(spec, 1500, every)
     assert "strom keeps of gradients goes on growing" in message and "larger ratio" in message
@@ -215,7 +249,14 @@ def test_residuals_that_grow_for_ever_are_warned_of_once(spec, every):
 
 def file_of_records(tmp_path, by_tensor=True):
     path = tmp_path / "run.jsonl"
-    recorded("topk:ratio=0.05,min_numel=100", 11, path, 5, by_tensor, grads=steps_of(0, 11, 2, SHAPES, spread=False))
+    recorded(
+        "topk:ratio=0.05,min_numel=100",
+        11,
+        path,
+        5,
+        by_tensor,
+        grads=steps_of(0, 11, 2, SHAPES, spread=False),
+    )
     return path
 
 
@@ -225,19 +266,31 @@ def test_a_report_lists_tensors_and_draws(tmp_path, capsys, by_tensor):
     cli.main(["report", str(path), "--plot", str(picture)])
     shown = capsys.readouterr().out
     assert "topk, rank 0 of 2, steps 0 to 10, 3 records" in shown and report.WHOLE in shown
-    assert all(any(line.split()[:1] == [name] for line in shown.splitlines()) == by_tensor for name in SHAPES)
+    assert all(
+        any(line.split()[:1] == [name] for line in shown.splitlines()) == by_tensor
+        for name in SHAPES
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
     cli.main(["report", str(path), "--json", "-"])
     lines = json.loads(capsys.readouterr().out)
-    assert [line["name"] for line in lines] == ([*sorted(SHAPES, key="xwbias".index)] if by_tensor else []) + [report.WHOLE]
+    assert [line["name"] for line in lines] == (
+        [*sorted(SHAPES, key="xwbias".index)] if by_tensor else []
+    ) + [report.WHOLE]
     records = recording.read(path)
     assert lines[-1]["bytes_sent"] == pytest.approx(sum(r["bytes_sent"] for r in records) / 11)
-    assert lines[-1]["ratio"] == pytest.approx(sum(r["dense_bytes"] for r in records) / sum(r["bytes_sent"] for r in records))
+    assert lines[-1]["ratio"] == pytest.approx(
+        sum(r["dense_bytes"] for r in records) / sum(r["bytes_sent"] for r in records)
+    )
     if by_tensor:
-        assert sum(line["bytes_sent"] for line in lines[:-1]) == pytest.approx(lines[-1]["bytes_sent"])
+        assert sum(line["bytes_sent"] for line in lines[:-1]) == pytest.approx(
+            lines[-1]["bytes_sent"]
+        )
 
 
-@pytest.mark.parametrize("text, words", [("", "no record yet"), ("hello\n", "line 1: not a record"), (None, "No such file")])
+@pytest.mark.parametrize(
+    "text, words",
+    [("", "no record yet"), ("hello\n", "line 1: not a record"), (None, "No such file")],
+)
 def test_a_file_without_records_is_an_error(tmp_path, capsys, text, words):
     path = tmp_path / "run.jsonl"
     if text is not None:

@@ -1,4 +1,6 @@
-"""The kernel that squares and sums what samples contribute to a product: the native one against NumPy's, on any strides."""
+"""The kernel that squares and sums what samples contribute to a product: the native one against
+NumPy's, on any strides."""
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +10,9 @@ from tiers import examples
 from horovod_compress import kernels
 from horovod_compress.kernels import host, reference
 
-pytestmark = pytest.mark.skipif(kernels.backend != "native", reason="compares native kernels, which were not built")
+pytestmark = pytest.mark.skipif(
+    kernels.backend != "native", reason="compares native kernels, which were not built"
+)
 sizes = st.integers(1, 40)
 
 
@@ -20,7 +24,10 @@ def compare(left, right, with_sums):
     numel = left[0].size // np.prod(right.shape[1:-1], dtype=int) * right.shape[-1]
     results = []
     for module in (host, reference):
-        squares, sums = np.ones(numel, np.float32), np.full(numel, 2, np.float32) if with_sums else None
+        squares, sums = (
+            np.ones(numel, np.float32),
+            np.full(numel, 2, np.float32) if with_sums else None,
+        )
         module.add_sample_squares(left, right, squares, sums)
         results.append((squares, sums))
     for mine, theirs in zip(*results):
@@ -30,7 +37,12 @@ def compare(left, right, with_sums):
 
 @examples(60)
 @given(
-    st.integers(0, 2**32), st.integers(0, 5), sizes, sizes, sizes, st.sampled_from(["plain", "places first", "columns first"]),
+    st.integers(0, 2**32),
+    st.integers(0, 5),
+    sizes,
+    sizes,
+    sizes,
+    st.sampled_from(["plain", "places first", "columns first"]),
     st.booleans(),
 )
 def test_matrices(seed, samples, places, rows, columns, layout, with_sums):
@@ -49,18 +61,32 @@ def test_matrices(seed, samples, places, rows, columns, layout, with_sums):
 
 
 @examples(40)
-@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 20), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 3),
+    st.integers(1, 20),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
 def test_windows_that_overlap(seed, channels, outputs, size, stride, samples):
     rng = np.random.default_rng(seed)
     x = filled(rng, samples, channels, size + 2 * stride, size + stride)
-    windows = np.lib.stride_tricks.sliding_window_view(x, (size, size), (2, 3))[:, :, ::stride, ::stride]
+    windows = np.lib.stride_tricks.sliding_window_view(x, (size, size), (2, 3))[
+        :, :, ::stride, ::stride
+    ]
     windows = np.moveaxis(windows, 1, 3)
     compare(windows, np.moveaxis(filled(rng, samples, outputs, *windows.shape[1:3]), 1, -1), True)
 
 
 def test_shapes_that_do_not_fit_are_refused():
     left, right = np.zeros((2, 3, 4), np.float32), np.zeros((2, 3, 5), np.float32)
-    for its_left, its_right, numel in ((left, right, 19), (left[:1], right, 20), (left[:, :2], right, 20), (left, right[0, 0], 20)):
+    for its_left, its_right, numel in (
+        (left, right, 19),
+        (left[:1], right, 20),
+        (left[:, :2], right, 20),
+        (left, right[0, 0], 20),
+    ):
         with pytest.raises(ValueError):
             host.add_sample_squares(its_left, its_right, np.zeros(numel, np.float32))
     with pytest.raises(TypeError):

@@ -1,4 +1,6 @@
-"""The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: hostile payloads, and their tests again."""
+"""The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: hostile payloads, and
+their tests again."""
+
 import fcntl
 import os
 import pathlib
@@ -22,25 +24,47 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def environment():
-    """What a Python needs to load the sanitized module, which is built where its sources have changed."""
+    """What a Python needs to load the sanitized module, which is built where its sources have
+    changed."""
     folder = ROOT / "build" / "sanitized"
     folder.mkdir(parents=True, exist_ok=True)
     variables = {**os.environ, "HOROVOD_COMPRESS_SANITIZE": "1"}
-    build = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", folder, "--build-temp", folder / "temp"]
+    build = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build_ext",
+        "--build-lib",
+        folder,
+        "--build-temp",
+        folder / "temp",
+    ]
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        stale = [m for m in modules_in(folder) if m.stat().st_mtime < (ROOT / "setup.py").stat().st_mtime]
+        stale = [
+            m for m in modules_in(folder) if m.stat().st_mtime < (ROOT / "setup.py").stat().st_mtime
+        ]
         done = subprocess.run(
-            build + ["--force"] * bool(stale), capture_output=True, text=True, cwd=ROOT, env=variables
+            build + ["--force"] * bool(stale),
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=variables,
         )
     modules = modules_in(folder)
     assert modules and done.returncode == 0, done.stdout + done.stderr
     # libstdc++ too, or the sanitizer does not find the exceptions that it has to follow.
     libraries = [
-        os.path.realpath(subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip())
+        os.path.realpath(
+            subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip()
+        )
         for name in ("libasan.so", "libstdc++.so.6")
     ]
-    variables.update(LD_PRELOAD=" ".join(libraries), ASAN_OPTIONS="detect_leaks=0", NATIVE_UNDER_TEST=str(modules[0]))
+    variables.update(
+        LD_PRELOAD=" ".join(libraries),
+        ASAN_OPTIONS="detect_leaks=0",
+        NATIVE_UNDER_TEST=str(modules[0]),
+    )
     return variables
 
 
@@ -49,17 +73,23 @@ def modules_in(folder):
 
 
 def run(environment, *command):
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[:3000] + done.stderr[-3000:]
     return done.stdout
 
 
 def test_the_sanitizer_sees_what_it_should(environment):
     code = (
-        "import native_under_test; from horovod_compress import kernels; from horovod_compress.kernels.native import _native\n"
+        "import native_under_test; from horovod_compress import kernels; from "
+        "horovod_compress.kernels.native import _native\n"
         "assert kernels.native.checksum is _native.checksum; print(_native.__file__)"
     )
-    beside = {**environment, "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))}
+    beside = {
+        **environment,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
+    }
     assert run(beside, "-c", code).strip() == environment["NATIVE_UNDER_TEST"]
 
 
@@ -72,7 +102,11 @@ def test_hostile_payloads(environment, payloads):
 @pytest.mark.parametrize(
     "tier", [[], pytest.param(["--all"], marks=pytest.mark.release)], ids=["few examples", "all"]
 )
-@pytest.mark.parametrize("tests", ["test_selection*.py", "test_kernels*.py"], ids=["test_selection.py", "test_kernels.py"])
+@pytest.mark.parametrize(
+    "tests",
+    ["test_selection*.py", "test_kernels*.py"],
+    ids=["test_selection.py", "test_kernels.py"],
+)
 def test_kernels(environment, tests, tier):
     # -s, or what a sanitizer says before it ends the process is lost with what pytest has captured.
     run(

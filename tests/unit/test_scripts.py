@@ -1,4 +1,5 @@
 """Scripts that check something do not read as passed where nothing was checked."""
+
 import importlib.util
 import os
 import pathlib
@@ -61,7 +62,9 @@ def test_compilers_that_cannot_be_had_test_nothing(tmp_path):
     for tool in ("bash", "dirname", "realpath", "mkdir", "id"):
         (tmp_path / tool).symlink_to(shutil.which(tool))
     done = subprocess.run(
-        [ROOT / "scripts/test_compilers", "clang-14"], capture_output=True, text=True,
+        [ROOT / "scripts/test_compilers", "clang-14"],
+        capture_output=True,
+        text=True,
         env={"PATH": str(tmp_path), "PYTHON": sys.executable},
     )
     assert done.returncode == 1 and "clang-14: left out" in done.stdout
@@ -73,6 +76,8 @@ def test_a_soak_without_each_fault_is_refused(options):
     pytest.importorskip("horovod.torch")
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks/soak.py", *options.split(), "topk"],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 2 and "there would not be each fault" in done.stderr, done.stderr

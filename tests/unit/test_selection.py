@@ -1,4 +1,5 @@
 """Selection: how many, which ones, and the native kernels against the reference."""
+
 import math
 
 import numpy as np
@@ -39,7 +40,9 @@ DISTRIBUTIONS = {
     "descending": np.arange(D, 0, -1) / D,
     "two values": np.where(RNG.random(D) < 0.3, 1.0, 0.5),
     "blocks": np.repeat(RNG.standard_normal(D // 1000), 1000),
-    "huge at the end": np.concatenate([RNG.standard_normal(D - 900), 1e6 * RNG.standard_normal(900)]),
+    "huge at the end": np.concatenate(
+        [RNG.standard_normal(D - 900), 1e6 * RNG.standard_normal(900)]
+    ),
     "denormal": 1e-41 * RNG.standard_normal(D),
     "12 orders": 10.0 ** RNG.uniform(-6, 6, D),
 }
@@ -73,7 +76,8 @@ def test_of_each_chunk_exactly_the_largest_are_chosen_and_of_equal_ones_the_firs
     v = DISTRIBUTIONS[name].astype(np.float32)[:50_000]
     v[20_000:30_000] = 0
     indices, finite = host.add_to_residual(np.zeros_like(v), None, v, k=k, chunk=min(chunk, v.size))
-    order = np.lexsort((np.arange(v.size), -np.abs(v), np.arange(v.size) // chunk))  # by chunk, magnitude, place
+    # By chunk, magnitude, place.
+    order = np.lexsort((np.arange(v.size), -np.abs(v), np.arange(v.size) // chunk))
     rank = np.empty(v.size, np.int64)
     rank[order] = np.arange(v.size) - np.arange(v.size) // chunk * chunk
     np.testing.assert_array_equal(indices, np.flatnonzero((rank < k) & (v != 0)))
@@ -82,13 +86,29 @@ def test_of_each_chunk_exactly_the_largest_are_chosen_and_of_equal_ones_the_firs
 
 @native_only
 @examples(200)
-@given(seed=st.integers(0, 2**32), size=st.integers(1, 3000), chunk=st.integers(1, 3000), data=st.data())
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.integers(1, 3000),
+    chunk=st.integers(1, 3000),
+    data=st.data(),
+)
 def test_native_choice_in_chunks_equals_the_reference(seed, size, chunk, data):
     rng = np.random.default_rng(seed)
-    v = rng.standard_normal(size) * 10.0 ** rng.uniform(-4, 4, size) if data.draw(st.booleans()) else rng.integers(-3, 4, size)
-    grad, u, v = rng.standard_normal(size).astype(np.float32), np.zeros(size, np.float32), v.astype(np.float32)
+    v = (
+        rng.standard_normal(size) * 10.0 ** rng.uniform(-4, 4, size)
+        if data.draw(st.booleans())
+        else rng.integers(-3, 4, size)
+    )
+    grad, u, v = (
+        rng.standard_normal(size).astype(np.float32),
+        np.zeros(size, np.float32),
+        v.astype(np.float32),
+    )
     options = dict(momentum=0.5, k=data.draw(st.integers(0, min(size, chunk))), chunk=chunk)
-    results = [module.add_to_residual(grad.copy(), u.copy(), v.copy(), **options) for module in (host, reference)]
+    results = [
+        module.add_to_residual(grad.copy(), u.copy(), v.copy(), **options)
+        for module in (host, reference)
+    ]
     assert_same(*results)
 
 
@@ -113,17 +133,26 @@ def test_a_constant_gradient_reaches_every_element():
 @given(data=st.data(), momentum=st.sampled_from(["none", "vanilla", "nesterov"]))
 def test_native_updates_equal_the_reference_bit_for_bit(data, momentum):
     size = data.draw(st.integers(1, 300))
-    floats = hnp.arrays(np.float32, size, elements=st.floats(width=32, allow_nan=True, allow_infinity=True))
-    finite = hnp.arrays(np.float32, size, elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
+    floats = hnp.arrays(
+        np.float32, size, elements=st.floats(width=32, allow_nan=True, allow_infinity=True)
+    )
+    finite = hnp.arrays(
+        np.float32, size, elements=st.floats(width=32, allow_nan=False, allow_infinity=False)
+    )
     grad, u, v = data.draw(floats), data.draw(finite), data.draw(finite)
     if momentum == "none":
         u = None
     k = data.draw(st.integers(0, size))
-    scale, base = data.draw(st.sampled_from([1.0, 0.5, 0.1])), data.draw(st.one_of(st.none(), finite))
+    scale, base = (
+        data.draw(st.sampled_from([1.0, 0.5, 0.1])),
+        data.draw(st.one_of(st.none(), finite)),
+    )
     copies = [(grad.copy(), None if u is None else u.copy(), v.copy()) for _ in range(2)]
     results = []
     for module, arrays in zip((host, reference), copies):
-        options = dict(momentum=0.9, nesterov=momentum == "nesterov", scale=scale, k=k, samples=256, offset=3)
+        options = dict(
+            momentum=0.9, nesterov=momentum == "nesterov", scale=scale, k=k, samples=256, offset=3
+        )
         results.append(module.add_to_residual(*arrays, base=base, **options))
     (left, native_u, native_v), (_, reference_u, reference_v) = copies
     np.testing.assert_array_equal(left, np.zeros(size) if base is None else base)
@@ -134,7 +163,9 @@ def test_native_updates_equal_the_reference_bit_for_bit(data, momentum):
     assert was_finite == expected_finite
     assert np.isfinite(native_v).all()
     # The same magnitudes; among equal ones either may choose.
-    np.testing.assert_array_equal(np.sort(np.abs(native_v[indices])), np.sort(np.abs(native_v[expected])))
+    np.testing.assert_array_equal(
+        np.sort(np.abs(native_v[indices])), np.sort(np.abs(native_v[expected]))
+    )
 
 
 @native_only
@@ -142,7 +173,9 @@ def test_native_updates_equal_the_reference_bit_for_bit(data, momentum):
 @given(data=st.data(), kind=st.sampled_from(VALUES))
 def test_native_take_encode_decode_add_equal_the_reference(data, kind):
     size = data.draw(st.integers(1, 200))
-    finite = hnp.arrays(np.float32, size, elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
+    finite = hnp.arrays(
+        np.float32, size, elements=st.floats(width=32, allow_nan=False, allow_infinity=False)
+    )
     v, u = data.draw(finite), data.draw(finite)
     indices = np.flatnonzero(data.draw(hnp.arrays(bool, size))).astype(np.uint32)
     mine, theirs = (v.copy(), u.copy()), (v.copy(), u.copy())
@@ -171,17 +204,27 @@ def test_native_take_encode_decode_add_equal_the_reference(data, kind):
 
 @native_only
 @examples(200)
-@given(seed=st.integers(0, 2**32), size=st.integers(0, 3000), kind=st.sampled_from(["sign", "power"]), data=st.data())
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.integers(0, 3000),
+    kind=st.sampled_from(["sign", "power"]),
+    data=st.data(),
+)
 def test_native_codes_of_scaled_values_equal_the_reference(seed, size, kind, data):
     rng = np.random.default_rng(seed)
-    indices = np.flatnonzero(rng.random(size) < data.draw(st.sampled_from([0.001, 0.1, 1.0]))).astype(np.uint32)
+    indices = np.flatnonzero(
+        rng.random(size) < data.draw(st.sampled_from([0.001, 0.1, 1.0]))
+    ).astype(np.uint32)
     scale = 0.3 if kind == "sign" else 2.0 ** data.draw(st.integers(-119, 127))
     down = 0 if kind == "sign" else rng.integers(0, 8, len(indices))
     values = (
-        np.float32(scale) * np.float32(0.5) ** np.float32(down) * rng.choice([-1, 1], len(indices)).astype(np.float32)
+        np.float32(scale)
+        * np.float32(0.5) ** np.float32(down)
+        * rng.choice([-1, 1], len(indices)).astype(np.float32)
     )
     body, stated = (
-        module.encode_sparse(indices, values.astype(np.float32), kind=kind, scales=(scale,)).buffer for module in (host, reference)
+        module.encode_sparse(indices, values.astype(np.float32), kind=kind, scales=(scale,)).buffer
+        for module in (host, reference)
     )
     assert len(body) == len(stated)
     for module, its_buffer in ((host, stated), (reference, body), (host, body)):
@@ -201,7 +244,9 @@ def test_native_dense_kernels_equal_the_reference(size, bad):
     assert host.max_abs(x) == reference.max_abs(x)
     assert np.isfinite(host.max_abs(x)) == (bad is None or size == 0)
     if bad is None:
-        assert host.squared_norm(x) == pytest.approx(reference.squared_norm(x), rel=1e-12, abs=1e-12)
+        assert host.squared_norm(x) == pytest.approx(
+            reference.squared_norm(x), rel=1e-12, abs=1e-12
+        )
     for nesterov in (False, True):
         outs, news = (x.copy(), x.copy()), (np.zeros_like(u), np.zeros_like(u))
         finite = [
@@ -213,7 +258,17 @@ def test_native_dense_kernels_equal_the_reference(size, bad):
         np.testing.assert_array_equal(*news)
 
 
-@pytest.mark.parametrize("kind, mask", [("fp32", True), ("fp16", False), ("bf16", True), ("sign", True), ("power", True), ("2bit", False)])
+@pytest.mark.parametrize(
+    "kind, mask",
+    [
+        ("fp32", True),
+        ("fp16", False),
+        ("bf16", True),
+        ("sign", True),
+        ("power", True),
+        ("2bit", False),
+    ],
+)
 @pytest.mark.parametrize("chunk", [0, 70])
 @pytest.mark.parametrize("bad", [None, np.nan])
 def test_encode_topk_is_its_three_parts(kind, mask, chunk, bad):
@@ -225,19 +280,33 @@ def test_encode_topk_is_its_three_parts(kind, mask, chunk, bad):
     indices, finite = host.add_to_residual(*in_parts, **options)
     assert len(indices) == (7 * 50 + 10 if chunk else 50)
     indices = indices if finite else indices[:0]
-    indices, rows, values, scales = host.take_entries(indices, in_parts[2], in_parts[1], kind=kind, mask=mask)
+    indices, rows, values, scales = host.take_entries(
+        indices, in_parts[2], in_parts[1], kind=kind, mask=mask
+    )
     encoded = host.encode_topk(*at_once, kind=kind, mask=mask, **options)
     np.testing.assert_array_equal(at_once, in_parts)
     np.testing.assert_array_equal(encoded.undo[0], indices)
     np.testing.assert_array_equal(encoded.undo[1], rows)
-    np.testing.assert_array_equal(encoded.buffer, host.encode_sparse(indices, values, kind=kind, scales=scales).buffer)
+    np.testing.assert_array_equal(
+        encoded.buffer, host.encode_sparse(indices, values, kind=kind, scales=scales).buffer
+    )
     assert (encoded.elements, encoded.finite) == (len(indices), finite) and finite == (bad is None)
     assert (len(indices) > 0) == finite
 
 
 def test_kernels_refuse_what_they_cannot_work_on():
     v = np.zeros(10, np.float32)
-    good = dict(grad=v.copy(), u=None, v=v, momentum=0.0, nesterov=False, scale=1.0, k=1, samples=16, offset=0)
+    good = dict(
+        grad=v.copy(),
+        u=None,
+        v=v,
+        momentum=0.0,
+        nesterov=False,
+        scale=1.0,
+        k=1,
+        samples=16,
+        offset=0,
+    )
     if kernels.backend == "native":
         for wrong in (
             {"grad": np.zeros(9, np.float32)},
@@ -263,7 +332,9 @@ def test_kernels_refuse_what_they_cannot_work_on():
             host.scatter_add(v, np.array([10], np.uint32), np.ones(1, np.float32), scale=1.0)
         for indices in ([3, 3], [4, 3]):
             with pytest.raises(ValueError, match="ascend"):
-                host.encode_sparse(np.array(indices, np.uint32), np.ones(2, np.float32), kind="fp32")
+                host.encode_sparse(
+                    np.array(indices, np.uint32), np.ones(2, np.float32), kind="fp32"
+                )
         with pytest.raises(ValueError, match="fp32, fp16, bf16, sign, power or 2bit, not fp8"):
             host.encode_sparse(np.array([3], np.uint32), np.ones(1, np.float32), kind="fp8")
         with pytest.raises(ValueError, match="same length"):

@@ -1,4 +1,6 @@
-"""Sums over samples of squared gradients in recurrent, attention and transformer layers: against a loop over samples."""
+"""Sums over samples of squared gradients in recurrent, attention and transformer layers: against a
+loop over samples."""
+
 import copy
 
 import pytest
@@ -15,7 +17,8 @@ T = 6
 
 
 class BatchFirst(nn.Module):
-    """A layer whose inputs and outputs have samples second: for loss_of and loop, which want them first."""
+    """A layer whose inputs and outputs have samples second: for loss_of and loop, which want them
+    first."""
 
     def __init__(self, layer):
         super().__init__()
@@ -48,7 +51,9 @@ class States(nn.Module):
         states = [state.transpose(0, 1).contiguous() for state in states]
         output, last = self.layer(x, tuple(states) if len(states) > 1 else states[0])
         last = last if isinstance(last, tuple) else (last,)
-        return torch.cat([output.flatten(1), *(state.transpose(0, 1).flatten(1) for state in last)], 1)
+        return torch.cat(
+            [output.flatten(1), *(state.transpose(0, 1).flatten(1) for state in last)], 1
+        )
 
 
 class Packed(nn.Module):
@@ -60,7 +65,9 @@ class Packed(nn.Module):
 
     def forward(self, x):
         lengths = x[:, 0, 0].long()
-        output, last = self.layer(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        output, last = self.layer(
+            pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        )
         assert isinstance(output, PackedSequence)
         output = pad_packed_sequence(output, batch_first=True, total_length=T)[0]
         last = last[0] if isinstance(last, tuple) else last
@@ -79,7 +86,12 @@ class Cell(nn.Module):
         return torch.cat(states, 1) if isinstance(states, tuple) else states
 
 
-RECURRENT = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN, "rnn of relu": lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k)}
+RECURRENT = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "rnn": nn.RNN,
+    "rnn of relu": lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k),
+}
 OPTIONS = {
     "one layer": {},
     "layers": dict(num_layers=3),
@@ -87,7 +99,12 @@ OPTIONS = {
     "layers in both directions": dict(num_layers=2, bidirectional=True),
     "without bias": dict(bias=False, num_layers=2),
 }
-CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "rnn": nn.RNNCell, "rnn of relu": lambda *a, **k: nn.RNNCell(*a, nonlinearity="relu", **k)}
+CELLS = {
+    "lstm": nn.LSTMCell,
+    "gru": nn.GRUCell,
+    "rnn": nn.RNNCell,
+    "rnn of relu": lambda *a, **k: nn.RNNCell(*a, nonlinearity="relu", **k),
+}
 
 
 def check(module, *inputs, rtol=1e-4):
@@ -98,7 +115,13 @@ def check(module, *inputs, rtol=1e-4):
     moments = collector(module)
     loss_of(module(*inputs)).backward()
     for (name, param), gradient in zip(module.named_parameters(), own):
-        torch.testing.assert_close(param.grad, gradient, rtol=rtol, atol=rtol * gradient.abs().max().item(), msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(
+            param.grad,
+            gradient,
+            rtol=rtol,
+            atol=rtol * gradient.abs().max().item(),
+            msg=lambda m: f"{name}: {m}",
+        )
     assert_taken(moments, expected, rtol)
 
 
@@ -116,7 +139,9 @@ def test_recurrent_layers(kind, options, batch_first):
     check(First(layer) if batch_first else BatchFirst(layer), torch.randn(B, T, 3))
 
 
-@pytest.mark.parametrize("options", [{}, dict(num_layers=2, bidirectional=True), dict(num_layers=2, bias=False)])
+@pytest.mark.parametrize(
+    "options", [{}, dict(num_layers=2, bidirectional=True), dict(num_layers=2, bias=False)]
+)
 def test_lstm_with_projections(options):
     check(First(nn.LSTM(3, 4, proj_size=2, batch_first=True, **options)), torch.randn(B, T, 3))
 
@@ -133,7 +158,10 @@ def test_first_and_last_states(kind):
 def test_packed_sequences(kind, bidirectional):
     x = torch.randn(B, T, 3)
     x[:, 0, 0] = torch.tensor([2, 6, 1, 4, 4])
-    check(Packed(RECURRENT[kind](3, 4, num_layers=2, bidirectional=bidirectional, batch_first=True)), x)
+    check(
+        Packed(RECURRENT[kind](3, 4, num_layers=2, bidirectional=bidirectional, batch_first=True)),
+        x,
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -150,7 +178,8 @@ def test_sequences_without_a_batch_are_one_sample():
 
 
 def test_dropout_between_layers():
-    module = First(nn.LSTM(3, 4, num_layers=2, dropout=1.0, batch_first=True))  # all of it: the same in every call
+    # All of it: the same in every call.
+    module = First(nn.LSTM(3, 4, num_layers=2, dropout=1.0, batch_first=True))
     check(module, torch.randn(B, T, 3))
     some = First(nn.GRU(3, 64, num_layers=2, dropout=0.5, batch_first=True))
     moments = collector(some)
@@ -201,7 +230,7 @@ def test_autocast():
     assert_taken(moments, expected, rtol=0.1)
 
 
-# -- attention -------------------------------------------------------------------------------------------------------------
+# -- attention
 
 
 class Attention(nn.Module):
@@ -226,7 +255,9 @@ def test_attention(options, inputs, weights):
 
 
 def test_attention_with_keys_and_values_of_other_sizes():
-    check(Attention(kdim=3, vdim=6), torch.randn(B, T, 4), torch.randn(B, 7, 3), torch.randn(B, 7, 6))
+    check(
+        Attention(kdim=3, vdim=6), torch.randn(B, T, 4), torch.randn(B, 7, 3), torch.randn(B, 7, 6)
+    )
 
 
 def test_attention_with_samples_second():
@@ -271,16 +302,24 @@ def transformer(cls, batch_first):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("cls", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Transformer])
+@pytest.mark.parametrize(
+    "cls", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Transformer]
+)
 def test_transformers(cls, batch_first):
     layer = transformer(cls, batch_first)
-    inputs = [torch.randn(B, T, 4), torch.randn(B, T + 1, 4)][: 1 if cls is nn.TransformerEncoderLayer else 2]
+    inputs = [torch.randn(B, T, 4), torch.randn(B, T + 1, 4)][
+        : 1 if cls is nn.TransformerEncoderLayer else 2
+    ]
     check(layer if batch_first else BatchFirst(layer), *inputs, rtol=1e-3)
 
 
 def test_a_stack_with_a_norm_of_its_own():
     layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, dropout=0.0, norm_first=True)
-    check(BatchFirst(nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(4))), torch.randn(B, T, 4), rtol=1e-3)
+    check(
+        BatchFirst(nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(4))),
+        torch.randn(B, T, 4),
+        rtol=1e-3,
+    )
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -288,11 +327,15 @@ def test_a_transformer_without_a_batch_is_one_sample(batch_first):
     module = transformer(nn.Transformer, batch_first)
     moments = collector(module)
     module(torch.randn(T, 4), torch.randn(T + 1, 4)).sin().sum().backward()
-    assert_taken(moments, {name: param.grad**2 for name, param in module.named_parameters()}, rtol=1e-3)
+    assert_taken(
+        moments, {name: param.grad**2 for name, param in module.named_parameters()}, rtol=1e-3
+    )
 
 
 def test_inference_is_torchs_own():
-    model = nn.ModuleList([nn.LSTM(4, 4, batch_first=True), nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)]).eval()
+    model = nn.ModuleList(
+        [nn.LSTM(4, 4, batch_first=True), nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)]
+    ).eval()
     x = torch.randn(B, T, 4)
     with torch.no_grad():
         expected = [model[0](x)[0], model[1](x)]
@@ -302,13 +345,15 @@ def test_inference_is_torchs_own():
     assert moments is not None
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------------
+# -- errors
 
 
 def test_batches_that_are_not_the_samples_are_an_error():
     model = nn.ModuleDict({"lstm": nn.LSTM(3, 4), "out": nn.Linear(4, 2)})
     moments = collector(model)
-    with pytest.raises(ValueError, match=f"is used for {B} samples and out.* for {T}.*first dimension"):
+    with pytest.raises(
+        ValueError, match=f"is used for {B} samples and out.* for {T}.*first dimension"
+    ):
         model["out"](model["lstm"](torch.randn(T, B, 3))[0]).sum().backward()
     assert moments is not None
 

@@ -1,4 +1,6 @@
-"""exchange=split: regions, what owners accept and keep, conservation, rollback on all ranks as one, hostile messages, and bytes."""
+"""exchange=split: regions, what owners accept and keep, conservation, rollback on all ranks as one,
+hostile messages, and bytes."""
+
 import math
 
 import numpy as np
@@ -27,45 +29,70 @@ def jobs(draw):
     """(shapes by name, gradients[step][rank]) of 2 to 9 ranks; now and then some are not finite."""
     named = {name: draw(shapes) for name in draw(st.permutations(["a", "b.weight", "c"]))}
     ranks, rng = draw(st.integers(2, 9)), np.random.default_rng(draw(st.integers(0, 2**32)))
-    steps = [[{n: rng.standard_normal(s).astype(np.float32) for n, s in named.items()} for _ in range(ranks)] for _ in range(draw(st.integers(1, 5)))]
+    steps = [
+        [
+            {n: rng.standard_normal(s).astype(np.float32) for n, s in named.items()}
+            for _ in range(ranks)
+        ]
+        for _ in range(draw(st.integers(1, 5)))
+    ]
     for step in steps[:-1]:
         if draw(st.integers(0, 3)) == 0:
-            draw(st.sampled_from(step))[draw(st.sampled_from(sorted(named)))].flat[0] = draw(st.sampled_from([np.nan, np.inf]))
+            draw(st.sampled_from(step))[draw(st.sampled_from(sorted(named)))].flat[0] = draw(
+                st.sampled_from([np.nan, np.inf])
+            )
     return named, steps
 
 
-# -- regions --------------------------------------------------------------------------------------------------------------------
+# -- regions
 
 
 @examples(100)
-@given(st.lists(st.tuples(st.integers(1, 5000), st.floats(0.001, 1)), min_size=1, max_size=8), st.integers(1, 70), st.floats(1, 9))
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.floats(0.001, 1)), min_size=1, max_size=8),
+    st.integers(1, 70),
+    st.floats(1, 9),
+)
 def test_every_element_has_one_owner_and_regions_have_equally_many_entries(tensors, ranks, accept):
     sizes = tuple((numel, math.ceil(ratio * numel)) for numel, ratio in tensors)
     regions = regions_of(sizes, ranks, accept)
     assert len(regions) == ranks
     for tensor, (numel, _) in enumerate(sizes):
         parts = [part for region in regions for part in region if part.tensor == tensor]
-        assert [part.first for part in parts] == [0, *(part.last for part in parts[:-1])] and parts[-1].last == numel
+        assert [part.first for part in parts] == [0, *(part.last for part in parts[:-1])] and parts[
+            -1
+        ].last == numel
     total = sum(k for _, k in sizes)
     for region in regions:
-        entries = sum(sizes[part.tensor][1] * (part.last - part.first) / sizes[part.tensor][0] for part in region)
+        entries = sum(
+            sizes[part.tensor][1] * (part.last - part.first) / sizes[part.tensor][0]
+            for part in region
+        )
         assert abs(entries - total / ranks) <= 2 + len(region)  # which are whole
 
 
 @examples(100)
-@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 50)), min_size=1, max_size=8), st.integers(2, 70), st.floats(1, 9))
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 50)), min_size=1, max_size=8),
+    st.integers(2, 70),
+    st.floats(1, 9),
+)
 def test_quotas_add_up_to_what_is_to_be_accepted(tensors, ranks, accept):
     sizes = tuple((numel, min(k, numel)) for numel, k in tensors)
     parts = [part for region in regions_of(sizes, ranks, accept) for part in region]
     total = accept * sum(k for _, k in sizes)
     if accept < ranks:
         assert all(part.quota >= 1 for part in parts)
-        assert total - 1 <= sum(part.quota for part in parts) <= total + 1 + sum(part.quota == 1 for part in parts)
+        assert (
+            total - 1
+            <= sum(part.quota for part in parts)
+            <= total + 1 + sum(part.quota == 1 for part in parts)
+        )
     else:
         assert all(part.quota == part.last - part.first for part in parts)
 
 
-# -- results --------------------------------------------------------------------------------------------------------------------
+# -- results
 
 
 @examples(60)
@@ -75,7 +102,11 @@ def test_with_all_accepted_results_are_those_of_the_allgather_bit_for_bit(job, i
     ranks = len(steps[0])
     gathered = hc.simulate(f"{id}:min_numel=0,ratio={ratio}", steps)
     split = hc.simulate(f"{id}:min_numel=0,ratio={ratio},exchange=split,accept={ranks}", steps)
-    alike = [name for name, shape in named.items() if goes_dense(id, ratio, shape, ranks) == goes_dense(id, ratio, shape, 1 + ranks)]
+    alike = [
+        name
+        for name, shape in named.items()
+        if goes_dense(id, ratio, shape, ranks) == goes_dense(id, ratio, shape, 1 + ranks)
+    ]
     for expected, found in zip(gathered.mean, split.mean):
         for name in alike:
             np.testing.assert_array_equal(found[name], expected[name])
@@ -86,20 +117,45 @@ def test_with_all_accepted_results_are_those_of_the_allgather_bit_for_bit(job, i
 
 
 def goes_dense(id, ratio, shape, payloads):
-    """Whether a dense exchange brings a rank fewer bytes than so many payloads of the tensor. Splitting brings one more than gathering does."""
-    return times_dense(hc.get_compressor(f"{id}:ratio={ratio}").payload_bits(math.prod(shape), Step(0, 0, payloads)), payloads) > 1
+    """Whether a dense exchange brings a rank fewer bytes than so many payloads of the tensor.
+    Splitting brings one more than gathering does."""
+    return (
+        times_dense(
+            hc.get_compressor(f"{id}:ratio={ratio}").payload_bits(
+                math.prod(shape), Step(0, 0, payloads)
+            ),
+            payloads,
+        )
+        > 1
+    )
 
 
 @examples(60)
-@given(jobs(), st.sampled_from(["fp32", "fp16", "bf16", "power", "2bit", "sign"]), st.sampled_from(["auto", 1, 1.7]))
+@given(
+    jobs(),
+    st.sampled_from(["fp32", "fp16", "bf16", "power", "2bit", "sign"]),
+    st.sampled_from(["auto", 1, 1.7]),
+)
 def test_nothing_is_lost_and_replicas_agree(job, values, accept):
     named, steps = job
     run = hc.simulate(f"{SPLIT},values={values},accept={accept}", steps)  # which compares replicas
     for name, shape in named.items():
-        given = np.nan_to_num(np.array([[ranks[name] for ranks in step] for step in steps], np.float64), nan=0, posinf=0)
-        sent = sum(len(steps[0]) * mean[name].astype(np.float64) for mean in run.mean if np.isfinite(mean[name]).all() and all_finite(mean))
+        given = np.nan_to_num(
+            np.array([[ranks[name] for ranks in step] for step in steps], np.float64),
+            nan=0,
+            posinf=0,
+        )
+        sent = sum(
+            len(steps[0]) * mean[name].astype(np.float64)
+            for mean in run.mean
+            if np.isfinite(mean[name]).all() and all_finite(mean)
+        )
         kept = sum(state[name]["residual"].astype(np.float64).reshape(shape) for state in run.state)
-        np.testing.assert_allclose(sent + kept, given.sum((0, 1)), atol=1e-6 * np.abs(given).sum() / math.prod(shape) * 9 + 1e-6)
+        np.testing.assert_allclose(
+            sent + kept,
+            given.sum((0, 1)),
+            atol=1e-6 * np.abs(given).sum() / math.prod(shape) * 9 + 1e-6,
+        )
 
 
 def all_finite(mean):
@@ -110,14 +166,21 @@ def all_finite(mean):
 @given(jobs(), st.sampled_from(["fp32", "fp16", "power"]), st.integers(0, 8))
 def test_a_step_that_is_not_finite_is_undone_on_all_ranks_bit_for_bit(job, values, at):
     named, steps = job
-    exchanges = make_ranks(hc.get_compressor(f"{SPLIT},values={values}"), named, Loopback.group(len(steps[0])))
+    exchanges = make_ranks(
+        hc.get_compressor(f"{SPLIT},values={values}"), named, Loopback.group(len(steps[0]))
+    )
     for step in steps:
         run_step(exchanges, flat(step))
-    before = [{n: arrays["residual"].copy() for n, arrays in ex.arrays().items()} for ex in exchanges]
+    before = [
+        {n: arrays["residual"].copy() for n, arrays in ex.arrays().items()} for ex in exchanges
+    ]
     last = flat(steps[-1])
     poisoned = sorted(named)[at % len(named)]
     last[at % len(last)][poisoned][-1] = np.nan
-    expected = [{n: v[n] + np.where(np.isfinite(g[n]), g[n], np.float32(0)) for n in named} for v, g in zip(before, last)]
+    expected = [
+        {n: v[n] + np.where(np.isfinite(g[n]), g[n], np.float32(0)) for n in named}
+        for v, g in zip(before, last)
+    ]
     dense = {tensor.name for tensor in exchanges[0].tensors if tensor.goes_dense(exchanges[0]._now)}
     results = run_step(exchanges, last)
     for ex, residuals, result in zip(exchanges, expected, results):
@@ -133,12 +196,20 @@ def flat(ranks):
 
 
 def test_owners_accept_the_largest_sums_and_keep_the_others():
-    """Three ranks of a tensor of nine elements, an owner for each three: each accepts two, of six entries that came at most."""
+    """Three ranks of a tensor of nine elements, an owner for each three: each accepts two, of six
+    entries that came at most."""
     rows = [[9, 0, 0, 1, 0, 0, 0, 5, 0], [0, -8, 0, 1, 0, 0, 0, 5, 0], [0, 0, 7, 0, 2, 4, 0, 0, 0]]
-    run = hc.simulate("topk:min_numel=0,k=3,exchange=split,accept=2", [[{"w": np.array(row, np.float32)[:, None]} for row in rows]])
-    np.testing.assert_array_equal(3 * run.mean[0]["w"][:, 0], np.array([9, -8, 0, 2, 0, 4, 0, 10, 0], np.float32))
+    run = hc.simulate(
+        "topk:min_numel=0,k=3,exchange=split,accept=2",
+        [[{"w": np.array(row, np.float32)[:, None]} for row in rows]],
+    )
+    np.testing.assert_array_equal(
+        3 * run.mean[0]["w"][:, 0], np.array([9, -8, 0, 2, 0, 4, 0, 10, 0], np.float32)
+    )
     kept = [state["w"]["residual"] for state in run.state]
-    np.testing.assert_array_equal(kept, [[0, 0, 7, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 2, 0, 0, 0, 0], [0] * 9])
+    np.testing.assert_array_equal(
+        kept, [[0, 0, 7, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 2, 0, 0, 0, 0], [0] * 9]
+    )
 
 
 @pytest.mark.parametrize("ranks, accept", [(1, 1), (2, 1), (3, 1.5), (7, 3.5), (8, 4), (64, 4)])
@@ -163,7 +234,7 @@ def test_accept_is_checked(accept):
         hc.get_compressor({"id": "topk", "accept": accept})
 
 
-# -- messages -------------------------------------------------------------------------------------------------------------------
+# -- messages
 
 
 class Damaging(Loopback):
@@ -188,11 +259,21 @@ def flipped(part):
     return part
 
 
-@pytest.mark.parametrize("damage", [flipped, lambda part: part[:-7], lambda part: part[:0], lambda part: np.concatenate([part, part])])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flipped,
+        lambda part: part[:-7],
+        lambda part: part[:0],
+        lambda part: np.concatenate([part, part]),
+    ],
+)
 def test_what_one_owner_refuses_is_undone_on_all_ranks(damage):
     exchanges = ranks_of(SPLIT, 4, W, Damaging)
     rng = np.random.default_rng(0)
-    steps = [[{"w": rng.standard_normal(3000).astype(np.float32)} for _ in exchanges] for _ in range(3)]
+    steps = [
+        [{"w": rng.standard_normal(3000).astype(np.float32)} for _ in exchanges] for _ in range(3)
+    ]
     given = np.sum([named["w"] for step in steps for named in step], axis=0, dtype=np.float64)
     results = [run_step(exchanges, steps[0])[0]["w"].copy()]
     before = [ex.arrays()["w"]["residual"].copy() for ex in exchanges]
@@ -214,33 +295,56 @@ def test_what_one_owner_refuses_is_undone_on_all_ranks(damage):
         np.testing.assert_array_equal(ex.arrays()["w"]["residual"], residual)
     exchanges[2].transport.damage = None
     results.append(run_step(exchanges, steps[2])[0]["w"])
-    np.testing.assert_allclose(4 * sum(results) + sum(ex.arrays()["w"]["residual"] for ex in exchanges), given, atol=1e-4)
+    np.testing.assert_allclose(
+        4 * sum(results) + sum(ex.arrays()["w"]["residual"] for ex in exchanges), given, atol=1e-4
+    )
 
 
 def entries_of(spec, named, rank, size, residuals):
-    """What a rank's tensors ask for in a first step, of gradients {name: flat array}, which are zero afterwards."""
+    """What a rank's tensors ask for in a first step, of gradients {name: flat array}, which are
+    zero afterwards."""
     compressor, step = hc.get_compressor(spec), Step(0, rank, size)
     found = []
     for name, grad in sorted(named.items()):
         state = compressor.init(name, grad.shape)
         payload = compressor.encode(grad, state, step)
-        found.append(SelectAgain(payload, compressor.split(grad.size, step), grad, residuals[name], compressor.number, 0))
+        found.append(
+            SelectAgain(
+                payload,
+                compressor.split(grad.size, step),
+                grad,
+                residuals[name],
+                compressor.number,
+                0,
+            )
+        )
     return found
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("spec", ["topk", "topk:values=fp16", "dgc"])
 def test_bytes_on_64_ranks_with_the_shapes_of_resnet50(spec):
-    """A rank gets (1 + a)·k·b at most, and 5 %, where gathering brings 63·k·b. Owners' sums are made in memory that all ranks share here."""
+    """A rank gets (1 + a)·k·b at most, and 5 %, where gathering brings 63·k·b. Owners' sums are
+    made in memory that all ranks share here."""
     size, rng = 64, np.random.default_rng(0)
-    sizes = {name: math.prod(shape) for name, shape in MODELS["resnet50"]().items() if len(shape) > 1}
+    sizes = {
+        name: math.prod(shape) for name, shape in MODELS["resnet50"]().items() if len(shape) > 1
+    }
     gradient = {name: rng.standard_normal(numel, np.float32) for name, numel in sizes.items()}
-    memory, residuals = ({name: np.zeros(numel, np.float32) for name, numel in sizes.items()} for _ in range(2))
+    memory, residuals = (
+        {name: np.zeros(numel, np.float32) for name, numel in sizes.items()} for _ in range(2)
+    )
     hops, gathered = [], 0
     for rank in range(size):
         for name, grad in memory.items():
             np.copyto(grad, np.roll(gradient[name], 7919 * rank))
-        entries = entries_of(f"{spec}{',' if ':' in spec else ':'}ratio=0.001,exchange=split", memory, rank, size, residuals)
+        entries = entries_of(
+            f"{spec}{',' if ':' in spec else ':'}ratio=0.001,exchange=split",
+            memory,
+            rank,
+            size,
+            residuals,
+        )
         gathered += sum(len(each.payload.buffer) for each in entries)
         hops.append(split_step(entries, rank, size, 0, 1 / size))
     first = [next(hop) for hop in hops]

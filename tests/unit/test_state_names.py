@@ -1,4 +1,5 @@
 """A saved state finds its parameters again where wrappers have come or gone, and no others."""
+
 import pytest
 
 pytest.importorskip("torch")
@@ -53,16 +54,19 @@ def test_a_module_of_the_users_is_no_wrapper(saved, here):
     assert renamed(state_of(saved), here) == state_of(here)
 
 
-@pytest.mark.parametrize("saved, here, others", [
-    (["module.weight", "head.weight"], ["weight", "head.weight"], ()),
-    (["module.weight", "weight"], ["weight", "bias"], ()),
-    (["module.weight"], ["weight", "bias"], ()),
-    # One was trained then, and the other is now.
-    (["module.weight"], ["weight"], ["module.weight"]),
-    (["module.weight"], ["_orig_mod.weight"], ["_orig_mod.module.weight"]),
-    # A parameter of that name is no module.
-    (["scale.module"], ["scale"], ()),
-])
+@pytest.mark.parametrize(
+    "saved, here, others",
+    [
+        (["module.weight", "head.weight"], ["weight", "head.weight"], ()),
+        (["module.weight", "weight"], ["weight", "bias"], ()),
+        (["module.weight"], ["weight", "bias"], ()),
+        # One was trained then, and the other is now.
+        (["module.weight"], ["weight"], ["module.weight"]),
+        (["module.weight"], ["_orig_mod.weight"], ["_orig_mod.module.weight"]),
+        # A parameter of that name is no module.
+        (["scale.module"], ["scale"], ()),
+    ],
+)
 def test_what_is_not_certain_stays(saved, here, others):
     assert renamed(state_of(saved), here, others) == state_of(saved)
 

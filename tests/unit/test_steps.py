@@ -100,7 +100,7 @@ def assert_close(model, reference):
     torch.testing.assert_close(flat(model), flat(reference), rtol=0, atol=1e-6)
 
 
-# -- backward inside optimizer.step(closure) -------------------------------------------------------
+# -- backward inside optimizer.step(closure)
 
 
 def train_by_closures(model, optimizer, passes=1, by_name=False):
@@ -139,7 +139,8 @@ def test_closures_come_and_go():
         wrapped = wrap(model, sgd(model, weight_decay=0.1), made(spec))
         train(model, wrapped)
         train_by_closures(model, wrapped)
-        for loss in losses(model):  # with a closure that only evaluates
+        # With a closure that only evaluates.
+        for loss in losses(model):
             wrapped.zero_grad()
             loss().backward()
             wrapped.step(loss)
@@ -215,7 +216,7 @@ def test_a_step_that_skips_what_did_not_come_is_refused():
         wrapped.step()
 
 
-# -- two steps on one gradient --------------------------------------------------------------------
+# -- two steps on one gradient
 
 
 @pytest.mark.parametrize("options", MOMENTA)
@@ -245,7 +246,7 @@ def test_gradients_that_are_read_or_used_again(options):
     assert_close(*models)
 
 
-# -- layers that are frozen and thawed ------------------------------------------------------------
+# -- layers that are frozen and thawed
 
 
 def freeze_and_thaw(spec, bound=False, uneven=False, **options):
@@ -280,7 +281,8 @@ def test_frozen_layers_train_as_with_plain_horovod(spec, options):
     reference = freeze_and_thaw(None)
     for bound in (True, False):
         for uneven in (True, False):
-            if not (options and not uneven):  # Horovod itself wants a gradient of each in a group.
+            # Horovod itself wants a gradient of each in a group.
+            if not (options and not uneven):
                 assert_close(freeze_and_thaw(spec, bound, uneven and not options), reference)
 
 
@@ -347,7 +349,7 @@ def test_what_horovod_does_not_reduce_keeps_what_sgd_does(options):
     assert "does not reduce the gradients of 2 parameters" in words and "0.weight, 0.bias" in words
 
 
-# -- shared parameters, wrappers, copies -----------------------------------------------------------
+# -- shared parameters, wrappers, copies
 
 
 @pytest.mark.parametrize("spec", [DENSE, "topk:min_numel=0", "none"])

@@ -1,4 +1,6 @@
-"""Changing the compressor while training loses nothing: means of gradients are means of results and of what is owed, whatever comes after what."""
+"""Changing the compressor while training loses nothing: means of gradients are means of results and
+of what is owed, whatever comes after what."""
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,14 +13,31 @@ from horovod_compress.lockstep import make_ranks, run_step
 from horovod_compress.transport.loopback import Loopback
 
 SHAPES = {"matrix": (40, 50), "small": (7,)}
-EXACT = (  # those that drop nothing: what they do not send they keep
-    "none", "topk:ratio=0.02", "dgc:ratio=0.05,momentum=0", "adacomp", "strom:tau=0.5", "powersgd:min_rate=1", "efsignsgd",
-    "onebit", "variance:error_feedback=true", "topk:ratio=0.1,min_numel=0", "adacomp:min_numel=0", "dgc:ratio=0.5,momentum=0,min_numel=0",
+EXACT = (
+    # Those that drop nothing: what they do not send they keep.
+    "none",
+    "topk:ratio=0.02",
+    "dgc:ratio=0.05,momentum=0",
+    "adacomp",
+    "strom:tau=0.5",
+    "powersgd:min_rate=1",
+    "efsignsgd",
+    "onebit",
+    "variance:error_feedback=true",
+    "topk:ratio=0.1,min_numel=0",
+    "adacomp:min_numel=0",
+    "dgc:ratio=0.5,momentum=0,min_numel=0",
 )
 
 
 def gradients(rng, size, shapes=SHAPES):
-    return [{name: rng.standard_normal(int(np.prod(shape)), np.float32) for name, shape in shapes.items()} for _ in range(size)]
+    return [
+        {
+            name: rng.standard_normal(int(np.prod(shape)), np.float32)
+            for name, shape in shapes.items()
+        }
+        for _ in range(size)
+    ]
 
 
 def ranks(spec, size, shapes=SHAPES, **options):
@@ -28,7 +47,11 @@ def ranks(spec, size, shapes=SHAPES, **options):
 def switch(exchanges, spec, gain=1.0, shapes=SHAPES):
     compressor = get_compressor(spec)
     for exchange in exchanges:
-        exchange.switch(compressor, {name: (shape, compressor) for name, shape in shapes.items()}, dict.fromkeys(shapes, gain))
+        exchange.switch(
+            compressor,
+            {name: (shape, compressor) for name, shape in shapes.items()},
+            dict.fromkeys(shapes, gain),
+        )
 
 
 def owed(exchanges, name):
@@ -38,17 +61,33 @@ def owed(exchanges, name):
         exchange.arrays()
         tensor = exchange._tensors[name]
         parts = (tensor.compressor.owed(tensor.state), tensor.state.arrays.get(OWED))
-        total.append(sum((part for part in parts if part is not None), np.zeros(tensor.numel, np.float32)) / tensor.unit)
+        total.append(
+            sum((part for part in parts if part is not None), np.zeros(tensor.numel, np.float32))
+            / tensor.unit
+        )
     return np.mean(total, axis=0, dtype=np.float64)
 
 
 @examples(60)
-@given(st.lists(st.tuples(st.sampled_from(EXACT), st.integers(0, 3), st.sampled_from(("", "nan", "save", "rescale"))), min_size=2, max_size=6),
-       st.integers(1, 3), st.integers(0, 100))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(EXACT),
+            st.integers(0, 3),
+            st.sampled_from(("", "nan", "save", "rescale")),
+        ),
+        min_size=2,
+        max_size=6,
+    ),
+    st.integers(1, 3),
+    st.integers(0, 100),
+)
 def test_nothing_is_lost_over_any_sequence_of_switches(sequence, size, seed):
     rng, unit = np.random.default_rng(seed), 1.0
     exchanges = ranks(sequence[0][0], size, discardable=True)
-    come, brought = ({name: np.zeros(int(np.prod(shape))) for name, shape in SHAPES.items()} for _ in range(2))
+    come, brought = (
+        {name: np.zeros(int(np.prod(shape))) for name, shape in SHAPES.items()} for _ in range(2)
+    )
     for spec, steps, event in sequence:
         switch(exchanges, spec)
         if event == "rescale":
@@ -69,7 +108,13 @@ def test_nothing_is_lost_over_any_sequence_of_switches(sequence, size, seed):
                 continue
             for name in SHAPES:
                 come[name] += np.mean([named[name] for named in grads], axis=0, dtype=np.float64)
-            results = run_step(exchanges, [{name: np.float32(unit) * array for name, array in named.items()} for named in grads])
+            results = run_step(
+                exchanges,
+                [
+                    {name: np.float32(unit) * array for name, array in named.items()}
+                    for named in grads
+                ],
+            )
             for name in SHAPES:
                 brought[name] += results[0][name].astype(np.float64) / unit
     for name in SHAPES:
@@ -80,20 +125,30 @@ def test_nothing_is_lost_over_any_sequence_of_switches(sequence, size, seed):
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("momentum", [0.5, 0.9])
 def test_momentum_is_counted_once(momentum, nesterov):
-    """What a host's momentum would have made of all gradients is what has come, and what is to come, before a switch and after it."""
+    """What a host's momentum would have made of all gradients is what has come, and what is to
+    come, before a switch and after it."""
     shapes, rng = {"matrix": (30, 40), "small": (9,)}, np.random.default_rng(0)
     corrected = f"dgc:ratio=0.05,masking=false,momentum={momentum},nesterov={str(nesterov).lower()}"
     exchanges = ranks(corrected, 2, shapes)
     come = {name: 0.0 for name in shapes}
     brought = {name: 0.0 for name in shapes}
-    whole = 1 / (1 - momentum)  # what a host with momentum makes of a result in the end
-    for spec, gain in ((corrected, 1.0), ("topk:ratio=0.05", whole), ("none", 1.0), (corrected, 1 / whole), ("adacomp", whole)):
+    # What a host with momentum makes of a result in the end.
+    whole = 1 / (1 - momentum)
+    for spec, gain in (
+        (corrected, 1.0),
+        ("topk:ratio=0.05", whole),
+        ("none", 1.0),
+        (corrected, 1 / whole),
+        ("adacomp", whole),
+    ):
         switch(exchanges, spec, gain, shapes)
         its = 1.0 if spec == corrected else whole
         for _ in range(5):
             grads = gradients(rng, 2, shapes)
             for name in shapes:
-                come[name] += np.mean([named[name] for named in grads], axis=0, dtype=np.float64) * whole
+                come[name] += (
+                    np.mean([named[name] for named in grads], axis=0, dtype=np.float64) * whole
+                )
             results = run_step(exchanges, grads)
             for name in shapes:
                 brought[name] += results[0][name].astype(np.float64) * its
@@ -149,7 +204,7 @@ def test_a_discarded_step_owes_again():
 
 def test_a_mistake_changes_nothing():
     rng = np.random.default_rng(4)
-    exchange, = ranks("topk:ratio=0.01", 1)
+    (exchange,) = ranks("topk:ratio=0.01", 1)
     run_step([exchange], gradients(rng, 1))
     before, compressor = exchange.state_dict(), get_compressor("adacomp")
     with pytest.raises(TypeError):
@@ -162,7 +217,7 @@ def test_a_mistake_changes_nothing():
 
 def test_an_owing_state_that_does_not_fit_is_refused():
     rng = np.random.default_rng(5)
-    exchange, = ranks("topk:ratio=0.01", 1)
+    (exchange,) = ranks("topk:ratio=0.01", 1)
     run_step([exchange], gradients(rng, 1))
     switch([exchange], "qsgd")
     state = exchange.state_dict()
@@ -174,16 +229,27 @@ def test_an_owing_state_that_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_tensors_that_become_dense_under_momentum_lose_none_of_it(nesterov):
-    """Of what is owed to a tensor that dgc does not compress momentum makes more, and of the gradient that comes with it, too."""
+    """Of what is owed to a tensor that dgc does not compress momentum makes more, and of the
+    gradient that comes with it, too."""
     rng, momentum, whole = np.random.default_rng(6), 0.9, 10.0
-    compressed = f"dgc:ratio=0.05,masking=false,momentum={momentum},nesterov={str(nesterov).lower()}"
+    compressed = (
+        f"dgc:ratio=0.05,masking=false,momentum={momentum},nesterov={str(nesterov).lower()}"
+    )
     dense, topk, come, brought = f"{compressed},min_numel=100000", "topk:ratio=0.05", 0.0, 0.0
     exchanges = ranks(topk, 2)
-    for spec, gain, its in ((topk, 1.0, whole), (dense, 1 / whole, 1.0), (topk, whole, whole), (compressed, 1 / whole, 1.0), (dense, 1.0, 1.0)):
+    for spec, gain, its in (
+        (topk, 1.0, whole),
+        (dense, 1 / whole, 1.0),
+        (topk, whole, whole),
+        (compressed, 1 / whole, 1.0),
+        (dense, 1.0, 1.0),
+    ):
         switch(exchanges, spec, gain)
         for _ in range(4):
             grads = gradients(rng, 2)
-            come = come + whole * np.mean([named["matrix"] for named in grads], axis=0, dtype=np.float64)
+            come = come + whole * np.mean(
+                [named["matrix"] for named in grads], axis=0, dtype=np.float64
+            )
             brought = brought + its * run_step(exchanges, grads)[0]["matrix"].astype(np.float64)
         error = np.abs(brought + its * owed(exchanges, "matrix") - come).max() / np.abs(come).max()
         assert error < 1e-6, (spec, error)
@@ -212,6 +278,8 @@ def test_what_the_host_reduces_keeps_its_type(spec):
     switch(exchanges, spec)
     grads, sent = gradients(rng, 2), exchanges[0].stats()["bytes_sent"]
     share = 0.1 if "dgc" in spec else 1  # momentum brings the rest later
-    expected = share * owed(exchanges, "matrix") + np.mean([named["matrix"] for named in grads], axis=0)
+    expected = share * owed(exchanges, "matrix") + np.mean(
+        [named["matrix"] for named in grads], axis=0
+    )
     assert np.allclose(run_step(exchanges, grads)[0]["matrix"], expected, atol=1e-2)
     assert exchanges[0].stats()["bytes_sent"] - sent == 2 * 2007

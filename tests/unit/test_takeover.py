@@ -1,4 +1,5 @@
 """What users are told of an SGD's momentum that a compression takes over."""
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -8,14 +9,18 @@ from horovod_compress import get_compressor  # noqa: E402
 from horovod_compress.torch.sgd import SGDTakeover  # noqa: E402
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ([{"momentum": 0.9}], "dgc applies momentum=0.9 in place of SGD"),
-    (
-        [{"momentum": 0.9, "nesterov": True}, {"momentum": 0.5, "weight_decay": 0.1}],
-        "dgc applies momentum=0.5 and weight_decay=0.1; momentum=0.9 (nesterov) in place of SGD",
-    ),
-    ([{}], None),
-])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([{"momentum": 0.9}], "dgc applies momentum=0.9 in place of SGD"),
+        (
+            [{"momentum": 0.9, "nesterov": True}, {"momentum": 0.5, "weight_decay": 0.1}],
+            "dgc applies momentum=0.5 and weight_decay=0.1; momentum=0.9 (nesterov) in place of "
+            "SGD",
+        ),
+        ([{}], None),
+    ],
+)
 def test_what_is_taken_over_is_said(options, said):
     params = [torch.nn.Parameter(torch.zeros(3)) for _ in options]
     optimizer = torch.optim.SGD(

@@ -1,4 +1,5 @@
 """The choice by trial is a pure function of durations: tested with durations that are known."""
+
 import pathlib
 
 import numpy as np
@@ -12,8 +13,13 @@ from horovod_compress.trials import RULE, Trials, decide, spread
 
 
 def run(durations, seed=0, noise=0.0, steps=30, **options):
-    """(the trials, how many steps each candidate took) where steps take these seconds, times a factor of up to 1 + noise."""
-    rng, trials, taken = np.random.default_rng(seed), Trials(list(durations), steps, **options), dict.fromkeys(durations, 0)
+    """(the trials, how many steps each candidate took) where steps take these seconds, times a
+    factor of up to 1 + noise."""
+    rng, trials, taken = (
+        np.random.default_rng(seed),
+        Trials(list(durations), steps, **options),
+        dict.fromkeys(durations, 0),
+    )
     while trials.chosen is None:
         spec = trials.current
         taken[spec] += 1
@@ -85,15 +91,20 @@ def test_noise_decides_nothing():
     assert chosen.count("none") >= 190, chosen
 
 
-@pytest.mark.parametrize("dense, other, chosen", [
-    ([43, 44] * 4, [35, 36] * 4, "topk"),  # far apart, close together
-    ([43, 44] * 4, [42, 42.2] * 4, "none"),  # less than the margin
-    ([43, 44] * 4, [30, 48, 31, 40] * 2, "none"),  # 8 faster, and the quartiles 12 apart
-    ([30, 56] * 4, [30] * 8, "none"),
-    ([43, 44, 43], [35, 36, 35], "none"),  # too few steps
-    ([90, 91], [44, 30, 500], "topk"),  # twice as long throughout, but for an accident
-    ([90, 91, 60], [44, 30, 500], "none"),
-])
+@pytest.mark.parametrize(
+    "dense, other, chosen",
+    [
+        ([43, 44] * 4, [35, 36] * 4, "topk"),  # far apart, close together
+        ([43, 44] * 4, [42, 42.2] * 4, "none"),  # less than the margin
+        # 8 faster, and the quartiles 12 apart.
+        ([43, 44] * 4, [30, 48, 31, 40] * 2, "none"),
+        ([30, 56] * 4, [30] * 8, "none"),
+        ([43, 44, 43], [35, 36, 35], "none"),  # too few steps
+        # Twice as long throughout, but for an accident.
+        ([90, 91], [44, 30, 500], "topk"),
+        ([90, 91, 60], [44, 30, 500], "none"),
+    ],
+)
 def test_a_gain_has_to_exceed_what_steps_spread(dense, other, chosen):
     assert decide({"none": dense, "topk": other}, 0.05) == chosen
 

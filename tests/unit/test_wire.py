@@ -1,4 +1,5 @@
 """The wire format: round trips, size against entropy, stored frames, and hostile payloads."""
+
 import math
 import pathlib
 import struct
@@ -28,14 +29,28 @@ def frame_of(body=b"12345", number=1, digest=5, step=0, finite=True, frame_lengt
 
 
 @examples(200)
-@given(st.lists(st.tuples(st.binary(max_size=100), st.booleans(), st.integers(0, 70)), min_size=1, max_size=5), st.integers(0, 2**34))
+@given(
+    st.lists(
+        st.tuples(st.binary(max_size=100), st.booleans(), st.integers(0, 70)),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 2**34),
+)
 def test_frames_of_several_ranks_come_back(payloads, step):
     """With any padding."""
     frames = [
-        frame_of(body, step=step, finite=finite, frame_length=lambda length, padding=padding: length + padding)
+        frame_of(
+            body,
+            step=step,
+            finite=finite,
+            frame_length=lambda length, padding=padding: length + padding,
+        )
         for body, finite, padding in payloads
     ]
-    assert [len(frame) for frame in frames] == [HEADROOM + len(body) + padding for body, _, padding in payloads]
+    assert [len(frame) for frame in frames] == [
+        HEADROOM + len(body) + padding for body, _, padding in payloads
+    ]
     bodies, finite = wire.unseal(np.concatenate(frames), len(frames), 1, 5, step)
     assert [body.tobytes() for body in bodies] == [body for body, _, _ in payloads]
     assert finite == all(finite for _, finite, _ in payloads)
@@ -51,17 +66,22 @@ def test_steady_lengths_hold_every_frame(needed):
 @examples(100)
 @given(st.integers(1000, 10**6), st.floats(0, 0.5), st.integers(0, 2**32))
 def test_steady_lengths_add_little(length, spread, seed):
-    """Whatever varies how much: in the long run at most an eighth, and what a window sees only when it is over."""
+    """Whatever varies how much: in the long run at most an eighth, and what a window sees only when
+    it is over."""
     rng, frame_length = np.random.default_rng(seed), wire.Steady()
     needed = [int(length * (1 - spread * rng.random())) for _ in range(500)]
     assert sum(map(frame_length, needed)) <= 1.15 * sum(needed)
 
 
-@pytest.mark.parametrize("lengths", [
-    lambda rng: 1445,
-    lambda rng: 1440 + int(rng.integers(6)),
-    lambda rng: 13250 - int(rng.integers(60)) - (2000 if rng.random() < 0.1 else 0),  # a topk whose threshold finds too few now and then
-])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        lambda rng: 1445,
+        lambda rng: 1440 + int(rng.integers(6)),
+        # A topk whose threshold finds too few now and then.
+        lambda rng: 13250 - int(rng.integers(60)) - (2000 if rng.random() < 0.1 else 0),
+    ],
+)
 def test_lengths_that_vary_little_stay_the_same(lengths):
     rng, frame_length = np.random.default_rng(0), wire.Steady()
     totals = [frame_length(lengths(rng)) for _ in range(1000)]
@@ -86,9 +106,9 @@ def values_for(rng, kind, count):
     values = rng.standard_normal(count).astype(np.float32)
     if kind == "power":
         scale = 2.0 ** int(rng.integers(-100, 100))
-        return np.copysign(np.float32(scale) * np.float32(0.5) ** rng.integers(0, 8, count), values).astype(
-            np.float32
-        ), (scale,)
+        return np.copysign(
+            np.float32(scale) * np.float32(0.5) ** rng.integers(0, 8, count), values
+        ).astype(np.float32), (scale,)
     return code_values(values, kind)
 
 
@@ -96,7 +116,9 @@ def values_for(rng, kind, count):
 @given(st.integers(0, 5000), st.sampled_from(KINDS), st.integers(0, 2**32), st.data())
 def test_sparse_bodies_come_back(numel, kind, seed, data):
     rng = np.random.default_rng(seed)
-    indices = np.sort(rng.choice(numel, data.draw(st.integers(0, numel)), replace=False)).astype(np.uint32)
+    indices = np.sort(rng.choice(numel, data.draw(st.integers(0, numel)), replace=False)).astype(
+        np.uint32
+    )
     values, scales = values_for(rng, kind, len(indices))
     body = kernels.host.encode_sparse(indices, values, kind=kind, scales=scales).buffer[HEADROOM:-1]
     its_indices, its_values = kernels.host.decode_sparse(body, numel=numel)
@@ -105,45 +127,67 @@ def test_sparse_bodies_come_back(numel, kind, seed, data):
 
 
 @pytest.mark.parametrize("density", [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1])
-@pytest.mark.parametrize("kind, bits", [("fp32", 32), ("fp16", 16), ("bf16", 16), ("sign", 1), ("power", 4), ("2bit", 2)])
+@pytest.mark.parametrize(
+    "kind, bits", [("fp32", 32), ("fp16", 16), ("bf16", 16), ("sign", 1), ("power", 4), ("2bit", 2)]
+)
 def test_index_coding_is_within_ten_percent_of_entropy(density, kind, bits):
     rng = np.random.default_rng(1)
     d = 2_000_000
     indices = np.flatnonzero(rng.random(d) < density).astype(np.uint32)
     k = len(indices)
     scales = (1.0,) * {"sign": 1, "power": 1, "2bit": 4}.get(kind, 0)
-    buffer = kernels.host.encode_sparse(indices, np.ones(k, np.float32), kind=kind, scales=scales).buffer
+    buffer = kernels.host.encode_sparse(
+        indices, np.ones(k, np.float32), kind=kind, scales=scales
+    ).buffer
     assert 8 * (len(buffer) - HEADROOM - 1) - bits * k <= 1.10 * k * (math.log2(d / k) + 1.44)
 
 
 @pytest.mark.parametrize("k, places", [(8, 4096), (64, 4096), (64, 512), (32, 4096)])
 @pytest.mark.parametrize("where", ["first", "last", "by turns", "even", "random"])
 def test_an_index_in_a_chunk_takes_no_more_bits_than_its_place(k, places, where):
-    """The largest of each chunk, wherever they are: from k = 8 on, never more than log2 of the chunk's length."""
+    """The largest of each chunk, wherever they are: from k = 8 on, never more than log2 of the
+    chunk's length."""
     rng, chunks = np.random.default_rng(0), 50
-    inside = {"first": np.arange(k), "last": np.arange(places - k, places), "even": np.arange(k) * (places // k)}
+    inside = {
+        "first": np.arange(k),
+        "last": np.arange(places - k, places),
+        "even": np.arange(k) * (places // k),
+    }
     chosen = [
-        np.sort(rng.choice(places, k, replace=False)) if where == "random" else inside.get(where, inside["last" if c % 2 else "first"])
+        np.sort(rng.choice(places, k, replace=False))
+        if where == "random"
+        else inside.get(where, inside["last" if c % 2 else "first"])
         for c in range(chunks)
     ]
     indices = np.concatenate([places * c + at for c, at in enumerate(chosen)]).astype(np.uint32)
     scales = (1.0,) * 4
-    body = kernels.host.encode_sparse(indices, np.ones(k * chunks, np.float32), kind="2bit", scales=scales).buffer[HEADROOM:-1]
+    body = kernels.host.encode_sparse(
+        indices, np.ones(k * chunks, np.float32), kind="2bit", scales=scales
+    ).buffer[HEADROOM:-1]
     assert len(body) - 6 - 16 - k * chunks // 4 <= k * chunks * math.log2(places) / 8
 
 
 def test_extreme_indices():
     """The largest tensor that uint32 indices reach, and runs of neighbours."""
     numel = 2**32 - 1
-    for indices in ([0], [numel - 1], [0, numel - 1], list(range(100)), [5, 6, 7, numel - 2, numel - 1]):
+    for indices in (
+        [0],
+        [numel - 1],
+        [0, numel - 1],
+        list(range(100)),
+        [5, 6, 7, numel - 2, numel - 1],
+    ):
         indices = np.array(indices, np.uint32)
-        body = kernels.host.encode_sparse(indices, np.ones(len(indices), np.float32), kind="bf16").buffer[HEADROOM:-1]
+        body = kernels.host.encode_sparse(
+            indices, np.ones(len(indices), np.float32), kind="bf16"
+        ).buffer[HEADROOM:-1]
         assert len(body) < 6 + 2 * len(indices) + 40 + 8 * len(indices)
         np.testing.assert_array_equal(kernels.host.decode_sparse(body, numel=numel)[0], indices)
 
 
 def test_old_frames_stay_readable():
-    """Frames as version 2 wrote them: what they add to a gradient of 12 elements, and that they are framed so now."""
+    """Frames as version 2 wrote them: what they add to a gradient of 12 elements, and that they are
+    framed so now."""
     for spec, (stored, expected) in STORED.items():
         compressor = get_compressor(spec)
         frame = np.frombuffer(bytes.fromhex(stored), np.uint8)
@@ -151,7 +195,9 @@ def test_old_frames_stay_readable():
         out = np.zeros(12, np.float32)
         assert finite and compressor.add(body, out, 1.0)
         np.testing.assert_array_equal(out, np.array(expected, np.float32))
-        np.testing.assert_array_equal(wire.seal(Encoded(new_body(body), 1), compressor.number, 0xDEADBEEF, 3), frame)
+        np.testing.assert_array_equal(
+            wire.seal(Encoded(new_body(body), 1), compressor.number, 0xDEADBEEF, 3), frame
+        )
 
 
 STORED = {
@@ -231,7 +277,11 @@ def test_errors_name_the_rank_and_the_trouble(change, words):
 
 
 def test_frames_of_another_configuration_or_step():
-    for number, digest, step, words in ((2, 5, 0, "another"), (1, 6, 0, "another"), (1, 5, 2, "step 0.*at step 2")):
+    for number, digest, step, words in (
+        (2, 5, 0, "another"),
+        (1, 6, 0, "another"),
+        (1, 5, 2, "step 0.*at step 2"),
+    ):
         with pytest.raises(WireError, match=words):
             wire.unseal(frame_of(), 1, number, digest, step)
 

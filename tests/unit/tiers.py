@@ -1,4 +1,5 @@
 """The number of examples that a property is tried with."""
+
 from hypothesis import settings
 
 

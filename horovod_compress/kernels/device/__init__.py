@@ -1,10 +1,14 @@
-"""The kernels on a device, for `DeviceArray`: Triton programs over torch tensors, for the algorithms that say `on_device`.
+"""The kernels on a device, for `DeviceArray`: Triton programs over torch tensors, for the
+algorithms that say `on_device`.
 
-The functions are those of `kernels.host` by the same names, and their results are the same to the last bit. Most are a `Kernel`, whose launches many
-tensors share. Passes over tensors' elements run on the device, on the stream that is current; what has as many elements as are sent comes to the
-host, where the host's kernels code it. Programs are compiled without fused multiply-add, which rounds once where the others round twice. With
-TRITON_INTERPRET=1 they run in Triton's interpreter, on tensors of the CPU.
+The functions are those of `kernels.host` by the same names, and their results are the same to the
+last bit. Most are a `Kernel`, whose launches many tensors share. Passes over tensors' elements run
+on the device, on the stream that is current; what has as many elements as are sent comes to the
+host, where the host's kernels code it. Programs are compiled without fused multiply-add, which
+rounds once where the others round twice. With TRITON_INTERPRET=1 they run in Triton's interpreter,
+on tensors of the CPU.
 """
+
 from typing import Any, List, Sequence
 
 from ..calls import DeviceCall
@@ -18,9 +22,23 @@ from .shared import make
 from .sparse import decode_add_sparse
 
 __all__ = [
-    "DeviceArray", "add_to_residual", "apply_momentum", "decode_add_bf16", "decode_add_sparse",
-    "decode_float16", "dequantize", "encode_adacomp", "encode_bf16", "encode_scales", "encode_topk",
-    "encode_variance", "max_abs", "quantize", "squared_norm", "take_entries", "together",
+    "DeviceArray",
+    "add_to_residual",
+    "apply_momentum",
+    "decode_add_bf16",
+    "decode_add_sparse",
+    "decode_float16",
+    "dequantize",
+    "encode_adacomp",
+    "encode_bf16",
+    "encode_scales",
+    "encode_topk",
+    "encode_variance",
+    "max_abs",
+    "quantize",
+    "squared_norm",
+    "take_entries",
+    "together",
 ]
 
 

@@ -1,10 +1,12 @@
-"""Variance-based compression and AdaComp on a device, for many tensors at once: each element, or each bin of them, decides by itself whether it is
-sent.
+"""Variance-based compression and AdaComp on a device, for many tensors at once: each element, or
+each bin of them, decides by itself whether it is sent.
 
-One pass advances the states and marks what is sent, a byte an element. `collect_marked` writes the indices of what is marked, in order, once the
-host knows how many those are, and they come to the host with what the states hold there. AdaComp's marks depend on its bins' largest, which a pass
-over whole bins finds before.
+One pass advances the states and marks what is sent, a byte an element. `collect_marked` writes the
+indices of what is marked, in order, once the host knows how many those are, and they come to the
+host with what the states hold there. AdaComp's marks depend on its bins' largest, which a pass over
+whole bins finds before.
 """
+
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
@@ -58,7 +60,8 @@ class _AdaComp(NamedTuple):
 
 
 class _Marks:
-    """What is sent of tensors: a mark for each element, and for each block how many are marked and a largest magnitude.
+    """What is sent of tensors: a mark for each element, and for each block how many are marked and
+    a largest magnitude.
 
     starts: where each tensor's marks are."""
 
@@ -69,31 +72,54 @@ class _Marks:
         self.marks = torch.empty(self.starts[-1], dtype=torch.int8, device=self.device)
         self.counts, self.peaks = self.blocks.new(2)
 
-    def collected(self, counts: Sequence[int], states: Sequence[Sequence[DeviceArray]], wanted: Sequence[bool]) -> List[List[np.ndarray]]:
-        """On the host, for each tensor indices of the marked elements, uint32, ascending, and what its states hold there, in one copy. counts: how
-        many are marked; of a tensor that is not wanted none are collected."""
+    def collected(
+        self, counts: Sequence[int], states: Sequence[Sequence[DeviceArray]], wanted: Sequence[bool]
+    ) -> List[List[np.ndarray]]:
+        """On the host, for each tensor indices of the marked elements, uint32, ascending, and what
+        its states hold there, in one copy. counts: how many are marked; of a tensor that is not
+        wanted none are collected."""
         ends, one = self.counts.cumsum(0), len(states[0])
-        starts, before = starts_of([count * want for count, want in zip(counts, wanted)]), starts_of(counts)
+        starts, before = (
+            starts_of([count * want for count, want in zip(counts, wanted)]),
+            starts_of(counts),
+        )
         rows = torch.empty((1 + one, starts[-1]), dtype=torch.int32, device=self.device)
         table = [
             (size, its[0].tensor, its[-1].tensor, start, first, to - less)
-            for size, its, start, first, to, less, want in zip(self.sizes, states, self.starts, self.blocks.firsts, starts, before, wanted) if want
+            for size, its, start, first, to, less, want in zip(
+                self.sizes, states, self.starts, self.blocks.firsts, starts, before, wanted
+            )
+            if want
         ]
         if table:
             held = rows.view(torch.float32)
             programs.launch(
-                programs.collect_marked, self.device, table, self.marks, self.counts, ends, rows[0], held[1], held[-1],
-                TWO=one == 2, BLOCK=programs.MARK_BLOCK,
+                programs.collect_marked,
+                self.device,
+                table,
+                self.marks,
+                self.counts,
+                ends,
+                rows[0],
+                held[1],
+                held[-1],
+                TWO=one == 2,
+                BLOCK=programs.MARK_BLOCK,
             )
         indices, *numbers = rows.cpu().numpy()
         return [
-            [indices[start:end].view(np.uint32), *(each[start:end].view(np.float32) for each in numbers)] for start, end in zip(starts, starts[1:])
+            [
+                indices[start:end].view(np.uint32),
+                *(each[start:end].view(np.float32) for each in numbers),
+            ]
+            for start, end in zip(starts, starts[1:])
         ]
 
 
 @kernel(_Variance)
 def encode_variance(calls: List[_Variance]) -> List[Encoded]:
-    """As `kernels.reference.encode_variance`; squares may be on the host, and what was sent is coded there. `spare` is not used."""
+    """As `kernels.reference.encode_variance`; squares may be on the host, and what was sent is
+    coded there. `spare` is not used."""
     for call in calls:
         same_length(grad=call.grad, r=call.r, v=call.v, squares=call.squares)
         within_limits(call.grad)
@@ -102,23 +128,52 @@ def encode_variance(calls: List[_Variance]) -> List[Encoded]:
 
 def _variance(calls: List[_Variance]) -> List[Encoded]:
     given, marks = calls[0].squares is not None, _Marks([call.grad.tensor for call in calls])
-    squares = [call.grad.beside(call.squares if given else call.grad) for call in calls]  # which live until the program has run
+    # Which live until the program has run.
+    squares = [call.grad.beside(call.squares if given else call.grad) for call in calls]
     rows = [
-        (size, call.grad.tensor, its.tensor, call.r.tensor, call.v.tensor, start, float(call.alpha), float(call.zeta), float(call.tau))
+        (
+            size,
+            call.grad.tensor,
+            its.tensor,
+            call.r.tensor,
+            call.v.tensor,
+            start,
+            float(call.alpha),
+            float(call.zeta),
+            float(call.tau),
+        )
         for size, call, its, start in zip(marks.sizes, calls, squares, marks.starts)
     ]
     programs.launch(
-        programs.accumulate_variance, marks.device, rows, marks.marks, marks.counts, marks.peaks, GIVEN=given, BLOCK=programs.MARK_BLOCK
+        programs.accumulate_variance,
+        marks.device,
+        rows,
+        marks.marks,
+        marks.counts,
+        marks.peaks,
+        GIVEN=given,
+        BLOCK=programs.MARK_BLOCK,
     )
-    largest, counts = torch.stack([marks.blocks.largest(marks.peaks), marks.blocks.sums(marks.counts)]).tolist()
+    largest, counts = torch.stack(
+        [marks.blocks.largest(marks.peaks), marks.blocks.sums(marks.counts)]
+    ).tolist()
     finite = [peak < programs.INFINITY for peak in largest]
     collected = marks.collected(counts, [(call.r, call.v) for call in calls], finite)
     coded = [_code_variance(call, *its) for call, its in zip(calls, collected)]
-    put([(call.r, call.v) for call in calls], [undo[0] for _, undo, _ in coded], [left for _, _, left in coded])
-    return [encoded._replace(finite=whether, undo=undo) for whether, (encoded, undo, _) in zip(finite, coded)]
+    put(
+        [(call.r, call.v) for call in calls],
+        [undo[0] for _, undo, _ in coded],
+        [left for _, _, left in coded],
+    )
+    return [
+        encoded._replace(finite=whether, undo=undo)
+        for whether, (encoded, undo, _) in zip(finite, coded)
+    ]
 
 
-def _code_variance(call: _Variance, indices: np.ndarray, old_r: np.ndarray, old_v: np.ndarray) -> Tuple[Encoded, tuple, np.ndarray]:
+def _code_variance(
+    call: _Variance, indices: np.ndarray, old_r: np.ndarray, old_v: np.ndarray
+) -> Tuple[Encoded, tuple, np.ndarray]:
     """(the body, (indices, rows of r and v before), rows of r and v after) of what fires."""
     limit = np.float32(call.tau)
     if limit > 0:
@@ -126,8 +181,15 @@ def _code_variance(call: _Variance, indices: np.ndarray, old_r: np.ndarray, old_
         left = np.maximum(old_v - 2 * np.abs(old_r) * limit + limit * limit, 0)
     else:
         error, kind = old_r.copy(), "power"
-        places, _, values, scales = host.take_entries(np.arange(len(error), dtype=np.uint32), error, None, kind=kind, mask=False)
-        indices, old_r, old_v, left = indices[places], old_r[places], old_v[places], np.zeros(len(places), np.float32)
+        places, _, values, scales = host.take_entries(
+            np.arange(len(error), dtype=np.uint32), error, None, kind=kind, mask=False
+        )
+        indices, old_r, old_v, left = (
+            indices[places],
+            old_r[places],
+            old_v[places],
+            np.zeros(len(places), np.float32),
+        )
     new_r = old_r - values if limit > 0 or call.error_feedback else np.zeros_like(old_r)
     encoded = host.encode_sparse(indices, values, kind=kind, scales=scales)
     return encoded, (indices, np.stack([old_r, old_v])), np.stack([new_r, left])
@@ -135,8 +197,9 @@ def _code_variance(call: _Variance, indices: np.ndarray, old_r: np.ndarray, old_
 
 @kernel(_AdaComp)
 def encode_adacomp(calls: List[_AdaComp]) -> List[Encoded]:
-    """As `kernels.reference.encode_adacomp`; `sent` and the body are on the host. The sum of the bins' largest is the same to rounding of float64. A
-    bin is one block's work, so that few bins of millions of elements leave a device idle."""
+    """As `kernels.reference.encode_adacomp`; `sent` and the body are on the host. The sum of the
+    bins' largest is the same to rounding of float64. A bin is one block's work, so that few bins of
+    millions of elements leave a device idle."""
     for call in calls:
         same_length(grad=call.grad, residual=call.residual)
         within_limits(call.grad)
@@ -145,30 +208,78 @@ def encode_adacomp(calls: List[_AdaComp]) -> List[Encoded]:
     return in_groups(calls, lambda call: call.width, _adacomp)
 
 
-def _adacomp(calls: List[_AdaComp]) -> List[Encoded]:
-    device, width = calls[0].grad.tensor.device, calls[0].width
+def _subtract_sent(calls: List[_AdaComp]) -> None:
+    """Takes out of the residuals what the last step has sent."""
+    device = calls[0].grad.tensor.device
     pending = starts_of([len(call.sent) for call in calls])
-    rows: List[programs.Row] = [(len(call.sent), call.residual.tensor, float(call.sent_scale), start) for call, start in zip(calls, pending)]
-    programs.launch(programs.subtract_signs, device, rows, programs.copied([call.sent for call in calls], device))
+    rows: List[programs.Row] = [
+        (len(call.sent), call.residual.tensor, float(call.sent_scale), start)
+        for call, start in zip(calls, pending)
+    ]
+    programs.launch(
+        programs.subtract_signs,
+        device,
+        rows,
+        programs.copied([call.sent for call in calls], device),
+    )
+
+
+def _adacomp(calls: List[_AdaComp]) -> List[Encoded]:
+    _subtract_sent(calls)
+    device, width = calls[0].grad.tensor.device, calls[0].width
     marks, together = _Marks([call.grad.tensor for call in calls]), programs.MARK_BLOCK // width
     bins = [call.bins for call in calls]
     starts, blocks = starts_of(bins), programs.blocks(bins, device, together)
     maxima, peaks = torch.empty(starts[-1], dtype=torch.float32, device=device), blocks.new()
     sums = torch.empty(len(calls), dtype=torch.float64, device=device)
-    rows = [(call.bins, call.grad.tensor, call.residual.tensor, start, call.grad.size, call.length) for call, start in zip(calls, starts)]
-    programs.launch(programs.accumulate_bins, device, rows, maxima, peaks, WIDTH=width, BLOCK=together)
-    programs.launch(programs.add_maxima, device, [(1, start, number) for start, number in zip(starts, bins)], maxima, sums)
+    rows: List[programs.Row] = [
+        (call.bins, call.grad.tensor, call.residual.tensor, start, call.grad.size, call.length)
+        for call, start in zip(calls, starts)
+    ]
+    programs.launch(
+        programs.accumulate_bins, device, rows, maxima, peaks, WIDTH=width, BLOCK=together
+    )
+    programs.launch(
+        programs.add_maxima,
+        device,
+        [(1, start, number) for start, number in zip(starts, bins)],
+        maxima,
+        sums,
+    )
     rows = [
-        (call.grad.size, call.grad.tensor, call.residual.tensor, start, its, call.length, float(call.scale_factor - 1))
+        (
+            call.grad.size,
+            call.grad.tensor,
+            call.residual.tensor,
+            start,
+            its,
+            call.length,
+            float(call.scale_factor - 1),
+        )
         for call, start, its in zip(calls, starts, marks.starts)
     ]
-    programs.launch(programs.mark_bins, device, rows, maxima, marks.marks, marks.counts, BLOCK=programs.MARK_BLOCK)
-    largest, counts, bits = torch.stack([blocks.largest(peaks), marks.blocks.sums(marks.counts), sums.view(torch.int64)]).tolist()
+    programs.launch(
+        programs.mark_bins,
+        device,
+        rows,
+        maxima,
+        marks.marks,
+        marks.counts,
+        BLOCK=programs.MARK_BLOCK,
+    )
+    largest, counts, bits = torch.stack(
+        [blocks.largest(peaks), marks.blocks.sums(marks.counts), sums.view(torch.int64)]
+    ).tolist()
     finite = [peak < programs.TOO_LARGE for peak in largest]
-    scales = [np.float32(total / max(number, 1)) for total, number in zip(np.array(bits).view(np.float64), bins)]
+    scales = [
+        np.float32(total / max(number, 1))
+        for total, number in zip(np.array(bits).view(np.float64), bins)
+    ]
     wanted = [bool(whether and scale) for whether, scale in zip(finite, scales)]
     encoded = []
-    for whether, scale, (indices, held) in zip(finite, scales, marks.collected(counts, [(call.residual,) for call in calls], wanted)):
+    for whether, scale, (indices, held) in zip(
+        finite, scales, marks.collected(counts, [(call.residual,) for call in calls], wanted)
+    ):
         body = host.encode_sparse(indices, np.copysign(scale, held), kind="sign", scales=[scale])
         encoded.append(body._replace(finite=whether, undo=(indices, float(scale))))
     return encoded

@@ -1,4 +1,6 @@
-"""Arrays on a device, which NumPy's functions take as far as steps, states and checkpoints need them."""
+"""Arrays on a device, which NumPy's functions take as far as steps, states and checkpoints need
+them."""
+
 import importlib
 from types import ModuleType
 from typing import Any, Callable, Dict, Iterable, Optional, Tuple, Union
@@ -7,10 +9,18 @@ import numpy as np
 import torch
 
 _TORCH: Dict[Any, Callable[..., torch.Tensor]] = {
-    np.add: torch.add, np.subtract: torch.subtract, np.multiply: torch.multiply, np.divide: torch.divide, np.not_equal: torch.ne,
+    np.add: torch.add,
+    np.subtract: torch.subtract,
+    np.multiply: torch.multiply,
+    np.divide: torch.divide,
+    np.not_equal: torch.ne,
     np.copysign: lambda value, like: torch.copysign(torch.full_like(like, value), like),
 }
-_DTYPES: Dict[torch.dtype, np.dtype] = {torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16), torch.uint16: np.dtype(np.uint16)}
+_DTYPES: Dict[torch.dtype, np.dtype] = {
+    torch.float32: np.dtype(np.float32),
+    torch.float16: np.dtype(np.float16),
+    torch.uint16: np.dtype(np.uint16),
+}
 _TENSORS = {dtype: of for of, dtype in _DTYPES.items()}
 Array = Union[np.ndarray, "DeviceArray"]
 
@@ -22,8 +32,9 @@ def stream_of(device: torch.device) -> Optional[int]:
 
 
 class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """A contiguous torch tensor in one dimension, by NumPy's interface. What is computed of it and of arrays on the host is on the device, unless it
-    goes into an array on the host. np.asarray copies it to the host, and waits for it."""
+    """A contiguous torch tensor in one dimension, by NumPy's interface. What is computed of it and
+    of arrays on the host is on the device, unless it goes into an array on the host. np.asarray
+    copies it to the host, and waits for it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -75,7 +86,11 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
     def beside(self, array: Array) -> "DeviceArray":
         """An array's copy where this one is, or the array itself where it is there already."""
         tensor = self._tensor_of(array)
-        return array if isinstance(array, DeviceArray) and tensor is array.tensor else DeviceArray(tensor)
+        return (
+            array
+            if isinstance(array, DeviceArray) and tensor is array.tensor
+            else DeviceArray(tensor)
+        )
 
     def __getitem__(self, indices: np.ndarray) -> "DeviceArray":
         """A copy of the elements at indices, uint32."""
@@ -83,7 +98,9 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __setitem__(self, at: Any, values: Any) -> None:
         """Writes one element, or those at indices, uint32, that do not repeat."""
-        self.tensor[self._index_of(at) if isinstance(at, np.ndarray) else at] = self._tensor_of(values)
+        self.tensor[self._index_of(at) if isinstance(at, np.ndarray) else at] = self._tensor_of(
+            values
+        )
 
     def _index_of(self, indices: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(indices.astype(np.int64)).to(self.tensor.device)
@@ -93,13 +110,20 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
         array = array.copy() if self.tensor.device.type == "cpu" else array
         return array if dtype is None else array.astype(dtype)
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Tuple[Any, ...] = (None,), **keywords: Any) -> Any:
+    def __array_ufunc__(
+        self, ufunc: Any, method: str, *inputs: Any, out: Tuple[Any, ...] = (None,), **keywords: Any
+    ) -> Any:
         (into,) = out
         if isinstance(into, np.ndarray):
-            return ufunc(*(np.asarray(each) if isinstance(each, DeviceArray) else each for each in inputs), out=into, **keywords)
+            return ufunc(
+                *(np.asarray(each) if isinstance(each, DeviceArray) else each for each in inputs),
+                out=into,
+                **keywords,
+            )
         if ufunc not in _TORCH or method != "__call__" or keywords:
             return NotImplemented
-        # Where something is on the host, torch computes with numbers as they are, and with arrays once they are here.
+        # Where something is on the host, torch computes with numbers as they are, and with arrays
+        # once they are here.
         tensors = [self._tensor_of(each) for each in inputs]
         if into is None:
             return DeviceArray(_TORCH[ufunc](*tensors))
@@ -108,7 +132,9 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
         _TORCH[ufunc](*tensors, out=into.tensor)
         return into
 
-    def __array_function__(self, function: Any, types: Iterable[type], args: Any, keywords: Any) -> Any:
+    def __array_function__(
+        self, function: Any, types: Iterable[type], args: Any, keywords: Any
+    ) -> Any:
         if function is np.copyto and len(args) == 2 and not keywords:
             to, source = args
             if isinstance(to, DeviceArray):
@@ -117,7 +143,11 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
                 np.copyto(to, np.asarray(source))
             return None
         if function is np.empty_like and len(args) == 1 and keywords.keys() <= {"dtype"}:
-            return DeviceArray(torch.empty_like(args[0].tensor, dtype=_TENSORS[np.dtype(keywords.get("dtype", args[0].dtype))]))
+            return DeviceArray(
+                torch.empty_like(
+                    args[0].tensor, dtype=_TENSORS[np.dtype(keywords.get("dtype", args[0].dtype))]
+                )
+            )
         return NotImplemented
 
     def _tensor_of(self, value: Any) -> Any:

@@ -1,4 +1,5 @@
 """Operations on whole tensors: norms, finiteness, momentum after averaging."""
+
 from typing import Any, List, NamedTuple, Sequence
 
 import torch
@@ -27,8 +28,12 @@ class _Momentum(NamedTuple):
 
 @kernel(_Tensor)
 def max_abs(calls: List[_Tensor]) -> List[float]:
-    """max |x|; infinity where anything is infinite or NaN, 0 for no elements. `peaks`, which save the host a pass, are not filled."""
-    return [programs.largest_of(bits) for bits in largest_magnitudes([call.x for call in calls]).tolist()]
+    """max |x|; infinity where anything is infinite or NaN, 0 for no elements. `peaks`, which save
+    the host a pass, are not filled."""
+    return [
+        programs.largest_of(bits)
+        for bits in largest_magnitudes([call.x for call in calls]).tolist()
+    ]
 
 
 def squared_norm(x: DeviceArray) -> float:
@@ -38,8 +43,9 @@ def squared_norm(x: DeviceArray) -> float:
 
 @kernel(_Momentum)
 def apply_momentum(calls: List[_Momentum]) -> List[bool]:
-    """new_u ← m·u + out, then out ← new_u, or out + m·new_u for Nesterov. Where `out` is not finite everywhere, nothing is written. Returns whether
-    out, before and after, and new_u are finite. ValueError where lengths differ."""
+    """new_u ← m·u + out, then out ← new_u, or out + m·new_u for Nesterov. Where `out` is not finite
+    everywhere, nothing is written. Returns whether out, before and after, and new_u are finite.
+    ValueError where lengths differ."""
     for call in calls:
         same_length(out=call.out, u=call.u, new_u=call.new_u)
     return in_groups(calls, lambda call: call.nesterov, _moved)
@@ -49,8 +55,13 @@ def _moved(calls: List[_Momentum]) -> List[bool]:
     tensors = [call.out.tensor for call in calls]
     blocks, device = programs.blocks_of(tensors), tensors[0].device
     peaks, largest = blocks.new(), largest_magnitudes([call.out for call in calls])
-    rows = [(call.out.size, call.out.tensor, call.u.tensor, call.new_u.tensor, float(call.momentum)) for call in calls]
-    programs.launch(programs.average_momentum, device, rows, largest, peaks, NESTEROV=calls[0].nesterov)
+    rows = [
+        (call.out.size, call.out.tensor, call.u.tensor, call.new_u.tensor, float(call.momentum))
+        for call in calls
+    ]
+    programs.launch(
+        programs.average_momentum, device, rows, largest, peaks, NESTEROV=calls[0].nesterov
+    )
     return are_finite(blocks.largest(peaks))
 
 
@@ -59,7 +70,12 @@ def largest_magnitudes(arrays: Sequence[DeviceArray]) -> torch.Tensor:
     tensors = [array.tensor for array in arrays]
     blocks = programs.blocks_of(tensors)
     peaks = blocks.new()
-    programs.launch(programs.find_largest, tensors[0].device, [(tensor.numel(), tensor) for tensor in tensors], peaks)
+    programs.launch(
+        programs.find_largest,
+        tensors[0].device,
+        [(tensor.numel(), tensor) for tensor in tensors],
+        peaks,
+    )
     return blocks.largest(peaks)
 
 

@@ -1,4 +1,6 @@
-"""Integer codes that many ranks can add up in one word: quantized and packed on the device, many tensors at once; the words are on the host."""
+"""Integer codes that many ranks can add up in one word: quantized and packed on the device, many
+tensors at once; the words are on the host."""
+
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
@@ -26,8 +28,13 @@ class _Codes(NamedTuple):
     @property
     def limit(self) -> int:
         """The bits of the largest magnitude before rounding."""
-        limit, (before, each) = _largest_code(self.steps), factors(self.w, np.array(self.steps, np.float32))
-        return _bits(limit if len(self.steps) > 1 else min(limit, np.float32(self.clip) * before * each[0]))
+        limit, (before, each) = (
+            _largest_code(self.steps),
+            factors(self.w, np.array(self.steps, np.float32)),
+        )
+        return _bits(
+            limit if len(self.steps) > 1 else min(limit, np.float32(self.clip) * before * each[0])
+        )
 
 
 class _Sums(NamedTuple):
@@ -63,7 +70,8 @@ _Call = Union[_Codes, _Sums, _Scales]
 
 
 class _Words:
-    """The words of tensors, `spare` bits of each not used: how many fields a word has, their type, how many each tensor has, where those begin."""
+    """The words of tensors, `spare` bits of each not used: how many fields a word has, their type,
+    how many each tensor has, where those begin."""
 
     def __init__(self, calls: Sequence[_Call], width: int, spare: int, rows: int = 1) -> None:
         shapes = [shape_of(call.x.size, width, spare) for call in calls]
@@ -73,17 +81,35 @@ class _Words:
         self.starts = starts_of([rows * count for count in self.counts])
 
     def new(self) -> torch.Tensor:
-        return torch.empty(self.starts[-1], dtype=torch.int64 if self.dtype.itemsize == 8 else torch.int32, device=self.device)
+        return torch.empty(
+            self.starts[-1],
+            dtype=torch.int64 if self.dtype.itemsize == 8 else torch.int32,
+            device=self.device,
+        )
 
-    def launch(self, program: Any, rows: Sequence[Tuple[Any, ...]], *shared: Any, **constants: Any) -> None:
+    def launch(
+        self, program: Any, rows: Sequence[Tuple[Any, ...]], *shared: Any, **constants: Any
+    ) -> None:
         """A program whose table has these words as elements."""
         table = [(count, *row) for count, row in zip(self.counts, rows)]
-        programs.launch(program, self.device, table, *shared, WIDTH=self.width, FIELDS=self.fields, BLOCK=programs.WORD_BLOCK, **constants)
+        programs.launch(
+            program,
+            self.device,
+            table,
+            *shared,
+            WIDTH=self.width,
+            FIELDS=self.fields,
+            BLOCK=programs.WORD_BLOCK,
+            **constants,
+        )
 
     def there(self, words: Sequence[Optional[np.ndarray]]) -> torch.Tensor:
         """Tensors' words, on the device. ValueError for another number of them."""
         found = [np.empty(0, self.dtype) if its is None else its for its in words]
-        if any(len(its) != end - start or its.itemsize != self.dtype.itemsize for its, start, end in zip(found, self.starts, self.starts[1:])):
+        if any(
+            len(its) != end - start or its.itemsize != self.dtype.itemsize
+            for its, start, end in zip(found, self.starts, self.starts[1:])
+        ):
             raise ValueError("words, for as many elements, must have the same length")
         return programs.copied(found, self.device)
 
@@ -91,7 +117,11 @@ class _Words:
         """Tensors' words, on the host, in the spare memory of those that have as much."""
         found = []
         for spare, start, end in zip(spares, self.starts, self.starts[1:]):
-            fits = spare is not None and spare.size == end - start and spare.itemsize == self.dtype.itemsize
+            fits = (
+                spare is not None
+                and spare.size == end - start
+                and spare.itemsize == self.dtype.itemsize
+            )
             found.append(
                 spare
                 if spare is not None and fits
@@ -105,7 +135,8 @@ class _Words:
 
 @kernel(_Codes)
 def quantize(calls: List[_Codes]) -> List[np.ndarray]:
-    """As `kernels.reference.quantize`; levels and words are on the host, these in `spare` where that is given and as long."""
+    """As `kernels.reference.quantize`; levels and words are on the host, these in `spare` where
+    that is given and as long."""
     return in_groups(calls, lambda call: (call.width, call.size, tuple(call.steps)), _quantized)
 
 
@@ -116,24 +147,47 @@ def _quantized(calls: List[_Codes]) -> List[np.ndarray]:
     befores, each = zip(*(factors(call.w, np.array(steps, np.float32)) for call in calls))
     keys = [divmod(call.key, 1 << 32) for call in calls]
     rows = [
-        (call.x.tensor, call.x.size, start, at, i * len(steps), low, high, call.limit, float(before))
-        for i, (call, start, at, (high, low), before) in enumerate(zip(calls, starts, words.starts, keys, befores))
+        (
+            call.x.tensor,
+            call.x.size,
+            start,
+            at,
+            i * len(steps),
+            low,
+            high,
+            call.limit,
+            float(before),
+        )
+        for i, (call, start, at, (high, low), before) in enumerate(
+            zip(calls, starts, words.starts, keys, befores)
+        )
     ]
     words.launch(
-        programs.quantize, rows, found, scales, programs.copied(each, words.device), FRACTION=one_of(steps[0]).bit_length() - 1,
-        WORD=programs.WORDS[words.dtype.itemsize], SCALES=len(steps) > 1,
+        programs.quantize,
+        rows,
+        found,
+        scales,
+        programs.copied(each, words.device),
+        FRACTION=one_of(steps[0]).bit_length() - 1,
+        WORD=programs.WORDS[words.dtype.itemsize],
+        SCALES=len(steps) > 1,
     )
     return words.here(found, [call.spare for call in calls])
 
 
 @kernel(_Sums)
 def dequantize(calls: List[_Sums]) -> List[None]:
-    """As `kernels.reference.dequantize`; words and levels are on the host. ValueError for words of another number of elements."""
+    """As `kernels.reference.dequantize`; words and levels are on the host. ValueError for words of
+    another number of elements."""
     return in_groups(calls, lambda call: (call.width, call.size, tuple(call.steps)), _dequantized)
 
 
 def _dequantized(calls: List[_Sums]) -> List[None]:
-    steps, words, largest = calls[0].steps, _Words(calls, calls[0].width, 0), calls[0].size * int(calls[0].steps[0])
+    steps, words, largest = (
+        calls[0].steps,
+        _Words(calls, calls[0].width, 0),
+        calls[0].size * int(calls[0].steps[0]),
+    )
     sums = words.there([call.words for call in calls])
     scales, starts = _scales_of(calls)
     units = [(call.w / np.array(steps) * call.scale).astype(np.float32) for call in calls]
@@ -143,39 +197,61 @@ def _dequantized(calls: List[_Sums]) -> List[None]:
     ]
     offsets = sum(largest << field * words.width for field in range(words.fields))
     words.launch(
-        programs.dequantize, rows, sums, scales, programs.copied(units, words.device),
-        OFFSETS=_signed(offsets, 8 * words.dtype.itemsize), SCALES=len(steps) > 1,
+        programs.dequantize,
+        rows,
+        sums,
+        scales,
+        programs.copied(units, words.device),
+        OFFSETS=_signed(offsets, 8 * words.dtype.itemsize),
+        SCALES=len(steps) > 1,
     )
     return [None] * len(calls)
 
 
 @kernel(_Scales)
 def encode_scales(calls: List[_Scales]) -> List[np.ndarray]:
-    """As `kernels.reference.encode_scales`; the words are on the host, in `spare` where that is given and as long. `peaks` are not used."""
+    """As `kernels.reference.encode_scales`; the words are on the host, in `spare` where that is
+    given and as long. `peaks` are not used."""
     return in_groups(calls, lambda call: (call.size, tuple(call.steps)), _fits)
 
 
 def _fits(calls: List[_Scales]) -> List[np.ndarray]:
     steps = calls[0].steps
-    words, limit = _Words(calls, calls[0].size.bit_length(), 1, len(steps) - 1), _bits(_largest_code(steps))
+    words, limit = (
+        _Words(calls, calls[0].size.bit_length(), 1, len(steps) - 1),
+        _bits(_largest_code(steps)),
+    )
     found = words.new()
     numbers = [factors(call.w, np.array(steps, np.float32)) for call in calls]
     for scale in range(1, len(steps)):
         rows = [
-            (call.x.tensor, call.x.size, start + (scale - 1) * count, limit, float(before), float(each[scale]))
-            for call, start, count, (before, each) in zip(calls, words.starts, words.counts, numbers)
+            (
+                call.x.tensor,
+                call.x.size,
+                start + (scale - 1) * count,
+                limit,
+                float(before),
+                float(each[scale]),
+            )
+            for call, start, count, (before, each) in zip(
+                calls, words.starts, words.counts, numbers
+            )
         ]
         words.launch(programs.count_fits, rows, found, WORD=programs.WORDS[words.dtype.itemsize])
     return words.here(found, [call.spare for call in calls])
 
 
 def _scales_of(calls: Sequence[Union[_Codes, _Sums]]) -> Tuple[torch.Tensor, Sequence[int]]:
-    """(each element's scale, where those of each tensor begin); with a single scale nothing that is used."""
+    """(each element's scale, where those of each tensor begin); with a single scale nothing that is
+    used."""
     scales, size, device = len(calls[0].steps), calls[0].size, calls[0].x.tensor.device
     if scales == 1:
         return torch.empty(0, dtype=torch.int8, device=device), [0] * len(calls)
     words = _Words(calls, size.bit_length(), 1, scales - 1)
-    sums, starts = words.there([call.levels for call in calls]), starts_of([call.x.size for call in calls])
+    sums, starts = (
+        words.there([call.levels for call in calls]),
+        starts_of([call.x.size for call in calls]),
+    )
     finest = torch.zeros(starts[-1], dtype=torch.int8, device=device)
     for scale in range(1, scales):
         rows = [

@@ -1,14 +1,21 @@
-"""Accumulation with momentum, and the choice of the largest entries: what kernels/native/select.hpp does, on a device, for many tensors at once.
+"""Accumulation with momentum, and the choice of the largest entries: what kernels/native/select.hpp
+does, on a device, for many tensors at once.
 
-1. `sample` shows what v is about to become at the elements that the native kernel samples too, and the floor is of the same rank among them.
-2. `advance` advances u and v, zeroes the gradient, and counts the elements of each block that reach its tensor's floor.
-3. The sums of those counts say where each block's candidates belong, and `collect` writes them there, in the order of their indices.
-4. Of the candidates each tensor's k largest are chosen, of equal ones the first. They come to the host, with what v and u hold there, in one copy,
+1. `sample` shows what v is about to become at the elements that the native kernel samples too, and
+the floor is of the same rank among them.
+2. `advance` advances u and v, zeroes the gradient, and counts the elements of each block that reach
+its tensor's floor.
+3. The sums of those counts say where each block's candidates belong, and `collect` writes them
+there, in the order of their indices.
+4. Of the candidates each tensor's k largest are chosen, of equal ones the first. They come to the
+host, with what v and u hold there, in one copy,
    and nothing waits for the device before.
-5. Where fewer than 0.8·k reach the floor, or more than there is room for, which that copy says too, v is searched as a whole. The native kernel
+5. Where fewer than 0.8·k reach the floor, or more than there is room for, which that copy says too,
+v is searched as a whole. The native kernel
    finds the same: of fewer it takes all from 0 on, and of more the k largest.
 6. The host codes the entries. `put` writes what they leave in v and u.
 """
+
 import math
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -21,13 +28,16 @@ from . import programs
 from .array import DeviceArray
 from .shared import in_groups, kernel, same_length, starts_of, within_limits
 
-_MARGIN = 2  # standard deviations; decides what is sent, as kSampleMargin in native/tuning.hpp does
-_ROOM, _LEAST_ROOM = 4, 4096  # for candidates: times k, and at least
+# Standard deviations; decides what is sent, as kSampleMargin in native/tuning.hpp does.
+_MARGIN = 2
+# For candidates: times k, and at least.
+_ROOM, _LEAST_ROOM = 4, 4096
 _NOTHING = 2**31 - 1  # a floor above every magnitude
 
 
 class _Update(NamedTuple):
-    """The arguments of `encode_topk`, and with defaults for the last two those of `add_to_residual`."""
+    """The arguments of `encode_topk`, and with defaults for the last two those of
+    `add_to_residual`."""
 
     grad: DeviceArray
     u: Optional[DeviceArray]
@@ -55,7 +65,14 @@ class _Update(NamedTuple):
     @property
     def program(self) -> Tuple[int, bool]:
         """The kind of momentum, and whether the gradient counts from a base."""
-        return programs.NONE if self.u is None else programs.NESTEROV if self.nesterov else programs.VANILLA, self.base is not None
+        return (
+            programs.NONE
+            if self.u is None
+            else programs.NESTEROV
+            if self.nesterov
+            else programs.VANILLA,
+            self.base is not None,
+        )
 
     @property
     def sampled(self) -> bool:
@@ -69,13 +86,25 @@ class _Update(NamedTuple):
 
     @property
     def operands(self) -> Tuple[Any, ...]:
-        """Of `advance`. Where there is no momentum, u is v, and not used, and so is the gradient as base where that is zero."""
-        base, u = self.grad if self.base is None else self.base, self.v if self.u is None else self.u
-        return self.grad.tensor, base.tensor, u.tensor, self.v.tensor, float(self.momentum), float(self.scale)
+        """Of `advance`. Where there is no momentum, u is v, and not used, and so is the gradient as
+        base where that is zero."""
+        base, u = (
+            self.grad if self.base is None else self.base,
+            self.v if self.u is None else self.u,
+        )
+        return (
+            self.grad.tensor,
+            base.tensor,
+            u.tensor,
+            self.v.tensor,
+            float(self.momentum),
+            float(self.scale),
+        )
 
 
 class _Entries(NamedTuple):
-    """What was chosen of a tensor, on the host: ascending indices, uint32; rows of what the states hold there; whether every new v was finite."""
+    """What was chosen of a tensor, on the host: ascending indices, uint32; rows of what the states
+    hold there; whether every new v was finite."""
 
     indices: np.ndarray
     rows: np.ndarray
@@ -83,7 +112,8 @@ class _Entries(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """The elements that the native kernel samples: `stretches` of 64, every `stride`-th from number `shift` on; rank: of the floor among them."""
+    """The elements that the native kernel samples: `stretches` of 64, every `stride`-th from number
+    `shift` on; rank: of the floor among them."""
 
     stretches: int
     stride: int
@@ -93,18 +123,26 @@ class _Sample(NamedTuple):
 
 @kernel(_Update)
 def add_to_residual(calls: List[_Update]) -> List[Tuple[np.ndarray, bool]]:
-    """As the native kernel, with its choice; the indices are on the host. ValueError for arrays of different lengths, and for more than 2^31 - 1
-    elements."""
+    """As the native kernel, with its choice; the indices are on the host. ValueError for arrays of
+    different lengths, and for more than 2^31 - 1 elements."""
     return [(entries.indices, entries.finite) for entries in _chosen(calls)]
 
 
 @kernel(_Update)
 def encode_topk(calls: List[_Update]) -> List[Encoded]:
-    """As `kernels.reference.encode_topk`, with the native kernel's choice. The body is made on the host."""
-    chosen = [entries if entries.finite else _Entries(entries.indices[:0], entries.rows[:, :0], False) for entries in _chosen(calls)]
+    """As `kernels.reference.encode_topk`, with the native kernel's choice. The body is made on the
+    host."""
+    chosen = [
+        entries if entries.finite else _Entries(entries.indices[:0], entries.rows[:, :0], False)
+        for entries in _chosen(calls)
+    ]
     return [
-        host.encode_sparse(indices, values, kind=call.kind, scales=scales)._replace(finite=entries.finite, undo=(indices, rows))
-        for call, entries, (indices, rows, values, scales) in zip(calls, chosen, _take(calls, chosen))
+        host.encode_sparse(indices, values, kind=call.kind, scales=scales)._replace(
+            finite=entries.finite, undo=(indices, rows)
+        )
+        for call, entries, (indices, rows, values, scales) in zip(
+            calls, chosen, _take(calls, chosen)
+        )
     ]
 
 
@@ -113,30 +151,47 @@ def take_entries(
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]:
     """As `kernels.reference.take_entries`; indices, rows and values are on the host."""
     call = _Update(v, u, v, kind=kind, mask=mask)
-    (taken,) = _take([call], [_Entries(indices, np.stack([np.asarray(state[indices]) for state in call.states]), True)])
+    (taken,) = _take(
+        [call],
+        [_Entries(indices, np.stack([np.asarray(state[indices]) for state in call.states]), True)],
+    )
     return taken
 
 
-def put(tensors: Sequence[Sequence[DeviceArray]], indices: Sequence[np.ndarray], numbers: Sequence[np.ndarray]) -> None:
-    """Writes float32 numbers into tensors' arrays, as many of each tensor, at indices, uint32, that do not repeat; numbers: a row for each array."""
+def put(
+    tensors: Sequence[Sequence[DeviceArray]],
+    indices: Sequence[np.ndarray],
+    numbers: Sequence[np.ndarray],
+) -> None:
+    """Writes float32 numbers into tensors' arrays, as many of each tensor, at indices, uint32, that
+    do not repeat; numbers: a row for each array."""
+
     def written(which: Sequence[int]) -> List[None]:
         device, arrays = tensors[which[0]][0].tensor.device, len(tensors[which[0]])
         at = programs.copied([indices[i] for i in which], device)
         rows = [programs.copied([numbers[i][row] for i in which], device) for row in range(arrays)]
         starts = starts_of([len(indices[i]) for i in which])
-        table = [(len(indices[i]), tensors[i][0].tensor, tensors[i][-1].tensor, start) for i, start in zip(which, starts)]
+        table = [
+            (len(indices[i]), tensors[i][0].tensor, tensors[i][-1].tensor, start)
+            for i, start in zip(which, starts)
+        ]
         programs.launch(programs.put, device, table, at, rows[0], rows[-1], TWO=arrays == 2)
         return [None] * len(which)
 
     in_groups(range(len(tensors)), lambda i: len(tensors[i]), written)
 
 
-def _take(calls: List[_Update], chosen: List[_Entries]) -> List[Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]]:
-    """The host codes the entries, as if they were the whole tensor; v then keeps the error there, and u becomes 0."""
+def _take(
+    calls: List[_Update], chosen: List[_Entries]
+) -> List[Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]]:
+    """The host codes the entries, as if they were the whole tensor; v then keeps the error there,
+    and u becomes 0."""
     taken, left = [], []
     for call, entries in zip(calls, chosen):
         error = entries.rows[0].copy()
-        places, _, values, scales = host.take_entries(np.arange(len(error), dtype=np.uint32), error, None, kind=call.kind, mask=False)
+        places, _, values, scales = host.take_entries(
+            np.arange(len(error), dtype=np.uint32), error, None, kind=call.kind, mask=False
+        )
         rows = entries.rows[:, places]
         taken.append((entries.indices[places], rows, values, scales))
         left.append(np.zeros_like(rows))
@@ -146,24 +201,45 @@ def _take(calls: List[_Update], chosen: List[_Entries]) -> List[Tuple[np.ndarray
 
 
 def _chosen(calls: List[_Update]) -> List[_Entries]:
-    """Advances, and chooses at most k of each tensor; with `chunk` exactly the k largest of each chunk."""
+    """Advances, and chooses at most k of each tensor; with `chunk` exactly the k largest of each
+    chunk."""
     for call in calls:
         same_length(grad=call.grad, v=call.v, u=call.u, base=call.base)
         within_limits(call.grad)
-    return in_groups(calls, lambda call: (call.program, call.sampled, len(call.states)), _chosen_alike)
+    return in_groups(
+        calls, lambda call: (call.program, call.sampled, len(call.states)), _chosen_alike
+    )
 
 
 def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
     device, (kind, based), sampled = calls[0].v.tensor.device, calls[0].program, calls[0].sampled
-    floors = _sampled_floors(calls) if sampled else torch.full((len(calls),), _NOTHING, dtype=torch.int32, device=device)
+    floors = (
+        _sampled_floors(calls)
+        if sampled
+        else torch.full((len(calls),), _NOTHING, dtype=torch.int32, device=device)
+    )
     blocks = programs.blocks_of([call.v.tensor for call in calls])
     counts, peaks = blocks.new(2)
-    programs.launch(programs.advance, device, [(call.numel, *call.operands) for call in calls], floors, counts, peaks, KIND=kind, BASED=based)
+    programs.launch(
+        programs.advance,
+        device,
+        [(call.numel, *call.operands) for call in calls],
+        floors,
+        counts,
+        peaks,
+        KIND=kind,
+        BASED=based,
+    )
     largest, found = blocks.largest(peaks), blocks.sums(counts)
     if not sampled:
-        return [entries._replace(finite=peak < programs.TOO_LARGE) for entries, peak in zip(_of_all(calls), largest.tolist())]
+        return [
+            entries._replace(finite=peak < programs.TOO_LARGE)
+            for entries, peak in zip(_of_all(calls), largest.tolist())
+        ]
     candidates = _of_candidates(calls, floors, counts)
-    facts, entries = np.split(torch.cat([largest, found, floors, candidates.reshape(-1)]).cpu().numpy(), [3 * len(calls)])
+    facts, entries = np.split(
+        torch.cat([largest, found, floors, candidates.reshape(-1)]).cpu().numpy(), [3 * len(calls)]
+    )
     rows, start, chosen, again = entries.reshape(len(candidates), -1), 0, [], []
     for number, (call, peak, found_here, floor) in enumerate(
         zip(calls, *facts.reshape(3, -1).tolist())
@@ -181,7 +257,8 @@ def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
 
 
 def _sample_of(call: _Update) -> Optional[_Sample]:
-    """As sampled_floor of the native kernel has it; None where the sample would be no smaller than what is looked for."""
+    """As sampled_floor of the native kernel has it; None where the sample would be no smaller than
+    what is looked for."""
     stretches = call.numel // programs.SAMPLED
     wanted = min(stretches, -(-call.samples // programs.SAMPLED))
     expected = call.k * (wanted * programs.SAMPLED) / call.numel
@@ -193,31 +270,43 @@ def _sample_of(call: _Update) -> Optional[_Sample]:
 
 
 def _sampled_floors(calls: List[_Update]) -> torch.Tensor:
-    """Of each tensor a magnitude, as bits, that somewhat more than k will reach, or where that is unknown 1."""
-    device, (kind, based), samples = calls[0].v.tensor.device, calls[0].program, [_sample_of(call) for call in calls]
+    """Of each tensor a magnitude, as bits, that somewhat more than k will reach, or where that is
+    unknown 1."""
+    device, (kind, based), samples = (
+        calls[0].v.tensor.device,
+        calls[0].program,
+        [_sample_of(call) for call in calls],
+    )
     floors = torch.ones(len(calls), dtype=torch.int32, device=device)
     known = [(i, call, sample) for i, (call, sample) in enumerate(zip(calls, samples)) if sample]
     if not known:
         return floors
     *starts, total = starts_of([sample.stretches * programs.SAMPLED for _, _, sample in known])
     rows = [
-        (sample.stretches * programs.SAMPLED, *call.operands, sample.stride, sample.shift, start) for (_, call, sample), start in zip(known, starts)
+        (sample.stretches * programs.SAMPLED, *call.operands, sample.stride, sample.shift, start)
+        for (_, call, sample), start in zip(known, starts)
     ]
     orders = torch.empty(total, dtype=torch.int64, device=device)
     programs.launch(
         programs.sample, device, rows, orders, KIND=kind, BASED=based, BLOCK=programs.MARK_BLOCK
     )
     places = [start + sample.rank for (_, _, sample), start in zip(known, starts)]
-    which, at = programs.copied([np.array([i for i, _, _ in known]), np.array(places)], device).chunk(2)
+    which, at = programs.copied(
+        [np.array([i for i, _, _ in known]), np.array(places)], device
+    ).chunk(2)
     orders = orders.sort().values
-    below, least = (programs.NO_MAGNITUDE - (orders[at - back] & programs.NO_MAGNITUDE) for back in (0, 1))
+    below, least = (
+        programs.NO_MAGNITUDE - (orders[at - back] & programs.NO_MAGNITUDE) for back in (0, 1)
+    )
     floors[which] = torch.where(below > 0, least, 1).int()
     return floors
 
 
-def _of_candidates(calls: List[_Update], floors: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """A row of indices, and rows of what the states hold there, as bits, of what is chosen of all tensors, at most k of each, one tensor's behind the
-    other's; after those anything."""
+def _of_candidates(
+    calls: List[_Update], floors: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """A row of indices, and rows of what the states hold there, as bits, of what is chosen of all
+    tensors, at most k of each, one tensor's behind the other's; after those anything."""
     device, states = counts.device, len(calls[0].states)
     *starts, total = starts_of([call.room for call in calls])
     ends = counts.cumsum(0)
@@ -227,39 +316,71 @@ def _of_candidates(calls: List[_Update], floors: torch.Tensor, counts: torch.Ten
     tensors = tensors.repeat_interleave(rooms, output_size=total)
     orders = tensors << 32 | programs.NO_MAGNITUDE
     rows = torch.empty((1 + states, total), dtype=torch.int32, device=device)
-    table = [(call.numel, call.states[0].tensor, call.states[-1].tensor, start, call.room) for call, start in zip(calls, starts)]
+    table = [
+        (call.numel, call.states[0].tensor, call.states[-1].tensor, start, call.room)
+        for call, start in zip(calls, starts)
+    ]
     held = rows.view(torch.float32)
-    programs.launch(programs.collect, device, table, floors, counts, ends, orders, rows[0], held[1], held[-1], TWO=states == 2)
-    orders, order = orders.sort(stable=True)  # by tensors, which stay where they are
+    programs.launch(
+        programs.collect,
+        device,
+        table,
+        floors,
+        counts,
+        ends,
+        orders,
+        rows[0],
+        held[1],
+        held[-1],
+        TWO=states == 2,
+    )
+    # By tensors, which stay where they are.
+    orders, order = orders.sort(stable=True)
     number = torch.arange(total, dtype=torch.int64, device=device)
-    largest = (number - begins[tensors] < ks[tensors]) & (orders & programs.NO_MAGNITUDE != programs.NO_MAGNITUDE)
+    largest = (number - begins[tensors] < ks[tensors]) & (
+        orders & programs.NO_MAGNITUDE != programs.NO_MAGNITUDE
+    )
     chosen = torch.empty_like(largest)
     chosen[order] = largest
     places = chosen.cumsum(0)
-    places = torch.where(chosen, places - 1, places[-1] + number - places)  # what is not chosen comes behind
+    # What is not chosen comes behind.
+    places = torch.where(chosen, places - 1, places[-1] + number - places)
     in_order = torch.empty_like(rows)
     in_order[:, places] = rows
     return in_order[:, : sum(call.k for call in calls)]
 
 
 def _of_all(calls: List[_Update]) -> List[_Entries]:
-    """Of tensors whose v is as it is to be, exactly the k largest of each chunk, or of the tensor, of equal ones the first, and none of zeros."""
-    return in_groups(calls, lambda call: (call.k, call.chunk or call.numel, len(call.states)), _of_chunks)
+    """Of tensors whose v is as it is to be, exactly the k largest of each chunk, or of the tensor,
+    of equal ones the first, and none of zeros."""
+    return in_groups(
+        calls, lambda call: (call.k, call.chunk or call.numel, len(call.states)), _of_chunks
+    )
 
 
 def _of_chunks(calls: List[_Update]) -> List[_Entries]:
     k, chunk = calls[0].k, calls[0].chunk or calls[0].numel
     states = [[state.tensor for state in its] for its in zip(*(call.states for call in calls))]
     if not k or not chunk:
-        return [_Entries(np.empty(0, np.uint32), np.empty((len(states), 0), np.float32), True)] * len(calls)
+        return [
+            _Entries(np.empty(0, np.uint32), np.empty((len(states), 0), np.float32), True)
+        ] * len(calls)
     starts = starts_of([-(-call.numel // chunk) * chunk for call in calls])
     none = states[0][0].new_zeros(chunk)
-    padded = [torch.cat([part for v in its for part in (v, none[: -v.numel() % chunk])]) for its in states]
-    chosen = _largest(padded[0].view(torch.int32).bitwise_and(0x7FFFFFFF).view(-1, chunk), k).view(-1).nonzero().view(-1)
+    padded = [
+        torch.cat([part for v in its for part in (v, none[: -v.numel() % chunk])]) for its in states
+    ]
+    chosen = (
+        _largest(padded[0].view(torch.int32).bitwise_and(0x7FFFFFFF).view(-1, chunk), k)
+        .view(-1)
+        .nonzero()
+        .view(-1)
+    )
     rows, places = torch.stack([its[chosen] for its in padded]).cpu().numpy(), chosen.cpu().numpy()
     bounds = np.searchsorted(places, starts).tolist()
     return [
-        _Entries((places[low:high] - start).astype(np.uint32), rows[:, low:high], True) for start, low, high in zip(starts, bounds, bounds[1:])
+        _Entries((places[low:high] - start).astype(np.uint32), rows[:, low:high], True)
+        for start, low, high in zip(starts, bounds, bounds[1:])
     ]
 
 

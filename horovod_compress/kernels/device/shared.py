@@ -1,4 +1,6 @@
-"""Kernels that tensors call together: what makes the calls of many tensors, and is called for one alone by the name of the host's kernel."""
+"""Kernels that tensors call together: what makes the calls of many tensors, and is called for one
+alone by the name of the host's kernel."""
+
 import collections
 import itertools
 from typing import Any, Callable, Dict, Generic, Hashable, List, Sequence, Tuple, TypeVar, Union
@@ -13,9 +15,14 @@ Result = TypeVar("Result")
 
 
 class Kernel(Generic[Call, Result]):
-    """A kernel, called with one tensor's arguments. together: makes a list of such calls; what it returns for one may be a ValueError."""
+    """A kernel, called with one tensor's arguments. together: makes a list of such calls; what it
+    returns for one may be a ValueError."""
 
-    def __init__(self, arguments: Callable[..., Call], together: Callable[[List[Call]], Sequence[Union[Result, ValueError]]]) -> None:
+    def __init__(
+        self,
+        arguments: Callable[..., Call],
+        together: Callable[[List[Call]], Sequence[Union[Result, ValueError]]],
+    ) -> None:
         self.arguments, self.together, self.__doc__ = arguments, together, together.__doc__
 
     def __call__(self, *arrays: Any, **options: Any) -> Result:
@@ -25,13 +32,16 @@ class Kernel(Generic[Call, Result]):
         return result
 
 
-def kernel(arguments: Callable[..., Call]) -> Callable[[Callable[[List[Call]], Sequence[Union[Result, ValueError]]]], Kernel[Call, Result]]:
+def kernel(
+    arguments: Callable[..., Call],
+) -> Callable[[Callable[[List[Call]], Sequence[Union[Result, ValueError]]]], Kernel[Call, Result]]:
     """Makes a Kernel of the function of its calls."""
     return lambda together: Kernel(arguments, together)
 
 
 def make(calls: Sequence[DeviceCall], kernels: Dict[str, Any]) -> List[Any]:
-    """Makes calls of these kernels, by name, on the streams that are current; they wait there until their arrays can be used."""
+    """Makes calls of these kernels, by name, on the streams that are current; they wait there until
+    their arrays can be used."""
 
     def made(alike: List[DeviceCall]) -> Sequence[Any]:
         one, device = kernels[alike[0].name], alike[0].where.tensor.device
@@ -44,7 +54,11 @@ def make(calls: Sequence[DeviceCall], kernels: Dict[str, Any]) -> List[Any]:
     return in_groups(calls, lambda call: (call.name, call.where.tensor.device), made)
 
 
-def in_groups(calls: Sequence[Any], key: Callable[[Any], Hashable], together: Callable[[List[Any]], Sequence[Any]]) -> List[Any]:
+def in_groups(
+    calls: Sequence[Any],
+    key: Callable[[Any], Hashable],
+    together: Callable[[List[Any]], Sequence[Any]],
+) -> List[Any]:
     """What `together` returns for calls with the same key, in the order of the calls."""
     groups: Dict[Hashable, List[int]] = collections.defaultdict(list)
     for number, call in enumerate(calls):
@@ -65,7 +79,9 @@ def same_length(**arrays: Any) -> None:
     """ValueError where arrays differ in length; None is no array."""
     sizes = {name: array.size for name, array in arrays.items() if array is not None}
     if len(set(sizes.values())) > 1:
-        raise ValueError(f"{', '.join(sizes)} must have the same length, not {list(sizes.values())}")
+        raise ValueError(
+            f"{', '.join(sizes)} must have the same length, not {list(sizes.values())}"
+        )
 
 
 def within_limits(array: DeviceArray) -> None:

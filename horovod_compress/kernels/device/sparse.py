@@ -1,4 +1,5 @@
 """Sparse payloads: decoded on the host, added on the device."""
+
 from typing import List, NamedTuple, Tuple, Union
 
 import numpy as np
@@ -20,18 +21,26 @@ class _Body(NamedTuple):
 
 @kernel(_Body)
 def decode_add_sparse(calls: List[_Body]) -> List[Union[bool, ValueError]]:
-    """out[indices] += scale·values of a sparse body, in place. ValueError, and nothing changed, for an invalid body. Returns whether the new elements
-    are finite."""
+    """out[indices] += scale·values of a sparse body, in place. ValueError, and nothing changed, for
+    an invalid body. Returns whether the new elements are finite."""
     decoded = [_entries(call) for call in calls]
-    entries = [(np.empty(0, np.uint32), np.empty(0, np.float32)) if isinstance(each, ValueError) else each for each in decoded]
+    entries = [
+        (np.empty(0, np.uint32), np.empty(0, np.float32)) if isinstance(each, ValueError) else each
+        for each in decoded
+    ]
     device, counts = calls[0].out.tensor.device, [len(indices) for indices, _ in entries]
     indices, values = (programs.copied(arrays, device) for arrays in zip(*entries))
     blocks = programs.blocks(counts, device)
     peaks = blocks.new()
-    rows = [(count, call.out.tensor, float(call.scale), start) for count, call, start in zip(counts, calls, starts_of(counts))]
+    rows = [
+        (count, call.out.tensor, float(call.scale), start)
+        for count, call, start in zip(counts, calls, starts_of(counts))
+    ]
     programs.launch(programs.add_entries, device, rows, indices, values, peaks)
     finite = are_finite(blocks.largest(peaks))
-    return [each if isinstance(each, ValueError) else result for each, result in zip(decoded, finite)]
+    return [
+        each if isinstance(each, ValueError) else result for each, result in zip(decoded, finite)
+    ]
 
 
 def _entries(call: _Body) -> Union[Tuple[np.ndarray, np.ndarray], ValueError]:

@@ -1,8 +1,10 @@
-"""The kernels as the papers state them, in NumPy. The native kernels have the same names and meanings, and are tested against these.
+"""The kernels as the papers state them, in NumPy. The native kernels have the same names and
+meanings, and are tested against these.
 
-All arrays are one-dimensional and contiguous. Gradients, residuals and values are float32; indices are uint32. Encoders of a payload's
-body return `Encoded`.
+All arrays are one-dimensional and contiguous. Gradients, residuals and values are float32; indices
+are uint32. Encoders of a payload's body return `Encoded`.
 """
+
 from .adaptive import encode_adacomp, encode_strom, encode_variance
 from .buckets import decode_add_buckets, encode_buckets
 from .checksum import checksum
@@ -17,18 +19,72 @@ from .codes import (
     encode_one_bit,
 )
 from .dct import decode_add_dct, encode_dct
-from .dense import add_up, apply_momentum, flush_denormals, max_abs, max_abs_and_deviation, move, scatter_add, squared_norm
+from .dense import (
+    add_up,
+    apply_momentum,
+    flush_denormals,
+    max_abs,
+    max_abs_and_deviation,
+    move,
+    scatter_add,
+    squared_norm,
+)
 from .lowrank import orthonormalize, product, project, project_back, subtract_product
-from .quantization import decode_signs, dequantize, draw_coordinates, encode_scales, encode_signs, quantize, random_bits
+from .quantization import (
+    decode_signs,
+    dequantize,
+    draw_coordinates,
+    encode_scales,
+    encode_signs,
+    quantize,
+    random_bits,
+)
 from .samples import add_sample_squares
 from .selection import add_to_residual, encode_topk, take_entries
 from .sparse import decode_add_sparse, decode_sparse, encode_sparse
 
 __all__ = [
-    "add_sample_squares", "add_to_residual", "add_up", "apply_momentum", "checksum", "decode_add_bf16", "decode_add_buckets", "decode_add_dct",
-    "decode_add_natural", "decode_add_one_bit", "decode_add_sparse", "decode_float16", "decode_signs", "decode_sparse", "dequantize",
-    "draw_coordinates", "encode_adacomp", "encode_bf16", "encode_buckets", "encode_dct", "encode_float16", "encode_natural", "encode_one_bit",
-    "encode_scales", "encode_signs", "encode_sparse", "encode_strom", "encode_topk", "encode_variance", "flush_denormals", "max_abs",
-    "max_abs_and_deviation", "move", "orthonormalize", "product", "project", "project_back", "quantize", "random_bits", "scatter_add",
-    "squared_norm", "subtract_product", "take_entries",
+    "add_sample_squares",
+    "add_to_residual",
+    "add_up",
+    "apply_momentum",
+    "checksum",
+    "decode_add_bf16",
+    "decode_add_buckets",
+    "decode_add_dct",
+    "decode_add_natural",
+    "decode_add_one_bit",
+    "decode_add_sparse",
+    "decode_float16",
+    "decode_signs",
+    "decode_sparse",
+    "dequantize",
+    "draw_coordinates",
+    "encode_adacomp",
+    "encode_bf16",
+    "encode_buckets",
+    "encode_dct",
+    "encode_float16",
+    "encode_natural",
+    "encode_one_bit",
+    "encode_scales",
+    "encode_signs",
+    "encode_sparse",
+    "encode_strom",
+    "encode_topk",
+    "encode_variance",
+    "flush_denormals",
+    "max_abs",
+    "max_abs_and_deviation",
+    "move",
+    "orthonormalize",
+    "product",
+    "project",
+    "project_back",
+    "quantize",
+    "random_bits",
+    "scatter_add",
+    "squared_norm",
+    "subtract_product",
+    "take_entries",
 ]

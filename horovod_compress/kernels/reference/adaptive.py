@@ -1,8 +1,10 @@
 """Adaptive selections: element by element, or bin by bin, from the values of the residual.
 
-Each adds the gradient to the residual, selects elements, encodes the selection as a sparse body, and subtracts the decoded values from
-the residual; AdaComp subtracts them in the next call. Where the gradient is not finite everywhere nothing is selected.
+Each adds the gradient to the residual, selects elements, encodes the selection as a sparse body,
+and subtracts the decoded values from the residual; AdaComp subtracts them in the next call. Where
+the gradient is not finite everywhere nothing is selected.
 """
+
 from typing import Optional
 
 import numpy as np
@@ -13,32 +15,49 @@ from .sparse import code_values, encode_sparse
 
 
 def encode_strom(grad: np.ndarray, residual: np.ndarray, *, tau: float) -> Encoded:
-    """Threshold quantization (Strom, Interspeech 2015): r ← r + g; where |r| > tau, sign(r)·tau is sent and subtracted from r.
+    """Threshold quantization (Strom, Interspeech 2015): r ← r + g; where |r| > tau, sign(r)·tau is
+    sent and subtracted from r.
 
-    grad is left zero; an element whose new r would be TOO_LARGE or NaN keeps its old one, and then nothing is sent.
+    grad is left zero; an element whose new r would be TOO_LARGE or NaN keeps its old one, and then
+    nothing is sent.
     """
     finite = _accumulate(residual, grad)
-    indices = np.flatnonzero(np.abs(residual) > np.float32(tau)) if finite else np.empty(0, np.int64)
+    indices = (
+        np.flatnonzero(np.abs(residual) > np.float32(tau)) if finite else np.empty(0, np.int64)
+    )
     values = np.copysign(np.float32(tau), residual[indices])
     residual[indices] -= values
-    return encode_sparse(indices.astype(np.uint32), values, kind="sign", scales=(tau,))._replace(finite=finite)
+    return encode_sparse(indices.astype(np.uint32), values, kind="sign", scales=(tau,))._replace(
+        finite=finite
+    )
 
 
 def encode_variance(
-    grad: np.ndarray, squares: Optional[np.ndarray], r: np.ndarray, v: np.ndarray, spare: Optional[np.ndarray] = None, *,
-    alpha: Float, zeta: Float, tau: Float, error_feedback: bool,
+    grad: np.ndarray,
+    squares: Optional[np.ndarray],
+    r: np.ndarray,
+    v: np.ndarray,
+    spare: Optional[np.ndarray] = None,
+    *,
+    alpha: Float,
+    zeta: Float,
+    tau: Float,
+    error_feedback: bool,
 ) -> Encoded:
     """Variance-based compression (Tsuzuku et al., ICLR 2018 workshop).
 
-    r ← r + g, v ← v + squares (squares None: g²). Where r² > alpha·v and |r| > tau the element is sent, elsewhere
-    v ← zeta·v. grad is left zero; an element whose new r would be TOO_LARGE or NaN, or v infinite, keeps its old ones.
+    r ← r + g, v ← v + squares (squares None: g²). Where r² > alpha·v and |r| > tau the element is
+    sent, elsewhere v ← zeta·v. grad is left zero; an element whose new r would be TOO_LARGE or NaN,
+    or v infinite, keeps its old ones.
 
-    tau 0: r is rounded to a power of two, the largest ones down, and sent with a sign and a 3-bit exponent below the
-    largest's. An element that would need more bits keeps r and v. Else v ← 0, and r ← 0, or the rounding error with error_feedback.
-    tau above 0 (Strom hybrid): sign(r)·tau is sent, r ← r − sign(r)·tau, v ← max(v − 2|r|tau + tau², 0).
+    tau 0: r is rounded to a power of two, the largest ones down, and sent with a sign and a 3-bit
+    exponent below the largest's. An element that would need more bits keeps r and v. Else v ← 0,
+    and r ← 0, or the rounding error with error_feedback. tau above 0 (Strom hybrid): sign(r)·tau is
+    sent, r ← r − sign(r)·tau, v ← max(v − 2|r|tau + tau², 0).
 
-    undo: (indices, rows of r and v there before the subtraction). spare: indices of an earlier step. The native function reuses their
-    memory, and that of the rows returned with them, where it is large enough.
+    undo: (indices, rows of r and v there before the subtraction). spare: indices of an earlier
+    step. The native function reuses their memory, and that of the rows returned with them, where it
+    is large enough.
     """
     alpha, zeta, tau = np.float32(alpha), np.float32(zeta), np.float32(tau)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -65,16 +84,29 @@ def encode_variance(
         v[indices] = 0
     r[indices] = r[indices] - values if tau > 0 or error_feedback else 0
     indices = indices.astype(np.uint32)
-    return encode_sparse(indices, values, kind=kind, scales=(scale,))._replace(finite=finite, undo=(indices, before))
+    return encode_sparse(indices, values, kind=kind, scales=(scale,))._replace(
+        finite=finite, undo=(indices, before)
+    )
 
 
-def encode_adacomp(grad: np.ndarray, residual: np.ndarray, sent: np.ndarray, *, sent_scale: float, bin_length: int, scale_factor: float) -> Encoded:
-    """AdaComp (Chen et al., AAAI 2018): G = residual + g, H = residual + scale_factor·g; in each bin of bin_length elements those
-    with |H| ≥ max |G| are sent, as sign(G) times scale, the mean of all bins' maxima.
+def encode_adacomp(
+    grad: np.ndarray,
+    residual: np.ndarray,
+    sent: np.ndarray,
+    *,
+    sent_scale: float,
+    bin_length: int,
+    scale_factor: float,
+) -> Encoded:
+    """AdaComp (Chen et al., AAAI 2018): G = residual + g, H = residual + scale_factor·g; in each
+    bin of bin_length elements those with |H| ≥ max |G| are sent, as sign(G) times scale, the mean
+    of all bins' maxima.
 
-    The selection stays in the residual until the next call, which first subtracts sign(residual)·sent_scale at the ascending indices
-    `sent`. grad is left zero; an element whose new G would be TOO_LARGE or NaN keeps its old residual, and then nothing is sent.
-    An element with G = 0 is not sent. undo: (indices of the selection, scale), which are `sent` and `sent_scale` of the next call.
+    The selection stays in the residual until the next call, which first subtracts
+    sign(residual)·sent_scale at the ascending indices `sent`. grad is left zero; an element whose
+    new G would be TOO_LARGE or NaN keeps its old residual, and then nothing is sent. An element
+    with G = 0 is not sent. undo: (indices of the selection, scale), which are `sent` and
+    `sent_scale` of the next call.
     """
     if len(sent) and sent.max() >= len(residual):
         raise ValueError("index outside the tensor")
@@ -94,12 +126,15 @@ def encode_adacomp(grad: np.ndarray, residual: np.ndarray, sent: np.ndarray, *, 
     selected = (np.abs(h) >= gmax[bins]) & (residual != 0)
     indices: np.ndarray = np.flatnonzero(selected) if finite and scale else np.empty(0, np.int64)
     indices = indices.astype(np.uint32)
-    encoded = encode_sparse(indices, np.copysign(scale, residual[indices]), kind="sign", scales=(scale,))
+    encoded = encode_sparse(
+        indices, np.copysign(scale, residual[indices]), kind="sign", scales=(scale,)
+    )
     return encoded._replace(finite=finite, undo=(indices, float(scale)))
 
 
 def _accumulate(residual: np.ndarray, grad: np.ndarray) -> bool:
-    """residual += grad where that is neither TOO_LARGE nor NaN; grad becomes zero. Returns whether it was finite everywhere."""
+    """residual += grad where that is neither TOO_LARGE nor NaN; grad becomes zero. Returns whether
+    it was finite everywhere."""
     with np.errstate(over="ignore", invalid="ignore"):
         moved = residual + grad
     finite = np.abs(moved) < TOO_LARGE

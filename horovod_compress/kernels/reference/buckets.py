@@ -1,9 +1,13 @@
-"""Levels by bucket, each bucket against its own norm (QSGD, Alistarh et al., NeurIPS 2017, arXiv 1610.02132).
+"""Levels by bucket, each bucket against its own norm (QSGD, Alistarh et al., NeurIPS 2017, arXiv
+1610.02132).
 
-A body has the coding (0 fixed width, 1 Elias) and a float32 norm for each bucket. At fixed width follow, for each bucket, a byte for the
-width that holds the largest level possible for its elements, then all levels in columns. In Elias' code follow a uint32 count and, for each
-level that is not 0, the gamma code of the number of zeros before it plus 1, a sign bit, and the gamma code of the level's magnitude.
+A body has the coding (0 fixed width, 1 Elias) and a float32 norm for each bucket. At fixed width
+follow, for each bucket, a byte for the width that holds the largest level possible for its
+elements, then all levels in columns. In Elias' code follow a uint32 count and, for each level that
+is not 0, the gamma code of the number of zeros before it plus 1, a sign bit, and the gamma code of
+the level's magnitude.
 """
+
 import struct
 from typing import Optional
 
@@ -14,15 +18,27 @@ from .columns import BLOCK, block_bits, columns_of, from_columns, to_columns
 from .quantization import one_of, round_at_random
 
 _FIXED, _ELIAS = 0, 1
-_SAMPLED, _FEW = 16, 64  # every 16th bucket is sampled; all of them where there are fewer than 64
+# Every 16th bucket is sampled; all of them where there are fewer than 64.
+_SAMPLED, _FEW = 16, 64
 _LARGEST = np.finfo(np.float32).max
 
 
-def encode_buckets(grad: np.ndarray, spare: Optional[np.ndarray] = None, *, steps: int, bucket: int, l2: bool, limit: float, key: int) -> Encoded:
-    """Levels sign(x)·(⌊y⌋ + Bernoulli(y − ⌊y⌋)), y = |x|/norm·steps, with the norm of the bucket: max |x|, or ‖x‖₂ with l2.
+def encode_buckets(
+    grad: np.ndarray,
+    spare: Optional[np.ndarray] = None,
+    *,
+    steps: int,
+    bucket: int,
+    l2: bool,
+    limit: float,
+    key: int,
+) -> Encoded:
+    """Levels sign(x)·(⌊y⌋ + Bernoulli(y − ⌊y⌋)), y = |x|/norm·steps, with the norm of the bucket:
+    max |x|, or ‖x‖₂ with l2.
 
-    limit: Elias' code is used where it takes less than this share of the bytes at fixed width. grad is left zero. Nothing is sent of a
-    gradient that is not finite. undo: (memory,), which is `spare` of the native function's next call.
+    limit: Elias' code is used where it takes less than this share of the bytes at fixed width. grad
+    is left zero. Nothing is sent of a gradient that is not finite. undo: (memory,), which is
+    `spare` of the native function's next call.
     """
     n = len(grad)
     bucket = min(bucket, max(n, 1))
@@ -44,9 +60,17 @@ def encode_buckets(grad: np.ndarray, spare: Optional[np.ndarray] = None, *, step
         levels[b * bucket : b * bucket + len(x)] = rounded
     grad.fill(0)
     fixed = np.concatenate([np.empty(0, np.uint32), *packed])
-    sample = [levels[b * bucket : (b + 1) * bucket] for b in range(0, len(norms), 1 if len(norms) < _FEW else _SAMPLED)]
-    elias_bits, counted, whole = sum(len(_elias(part)) for part in sample), sum(map(len, sample)), len(widths) + fixed.nbytes
-    estimate = elias_bits * n / counted if counted and limit < 1 else 0  # native code writes Elias' code only where the estimate is promising
+    sample = [
+        levels[b * bucket : (b + 1) * bucket]
+        for b in range(0, len(norms), 1 if len(norms) < _FEW else _SAMPLED)
+    ]
+    elias_bits, counted, whole = (
+        sum(len(_elias(part)) for part in sample),
+        sum(map(len, sample)),
+        len(widths) + fixed.nbytes,
+    )
+    # Native code writes Elias' code only where the estimate is promising.
+    estimate = elias_bits * n / counted if counted and limit < 1 else 0
     coded = _elias(levels) if limit else ""
     most = min(whole, int(np.float32(limit) * np.float32(whole)))
     if finite and estimate < 8 * most and 4 + (len(coded) + 7) // 8 < most:
@@ -57,9 +81,11 @@ def encode_buckets(grad: np.ndarray, spare: Optional[np.ndarray] = None, *, step
     return Encoded(body, n, finite, (body,))
 
 
-def decode_add_buckets(out: np.ndarray, body: np.ndarray, *, steps: int, bucket: int, scale: float) -> bool:
-    """out += scale · norm/steps · levels, in place; returns whether out is finite. ValueError, and nothing changed,
-    for a body that encode_buckets cannot have made."""
+def decode_add_buckets(
+    out: np.ndarray, body: np.ndarray, *, steps: int, bucket: int, scale: float
+) -> bool:
+    """out += scale · norm/steps · levels, in place; returns whether out is finite. ValueError, and
+    nothing changed, for a body that encode_buckets cannot have made."""
     n = len(out)
     bucket = min(bucket, max(n, 1))
     at = 1 + 4 * -(-n // bucket)
@@ -70,9 +96,15 @@ def decode_add_buckets(out: np.ndarray, body: np.ndarray, *, steps: int, bucket:
         raise ValueError("norm out of range")
     if body[0] > _ELIAS:
         raise ValueError("unknown coding of levels")
-    levels = _read_elias(body[at:], n, steps) if body[0] == _ELIAS else _read_fixed(body[at:], n, bucket, steps)
+    levels = (
+        _read_elias(body[at:], n, steps)
+        if body[0] == _ELIAS
+        else _read_fixed(body[at:], n, bucket, steps)
+    )
     with np.errstate(over="ignore", invalid="ignore"):
-        out += np.repeat(np.float32(scale) / np.float32(steps) * norms, bucket)[:n] * levels.astype(np.float32)
+        out += np.repeat(np.float32(scale) / np.float32(steps) * norms, bucket)[:n] * levels.astype(
+            np.float32
+        )
     return bool(np.isfinite(out).all())
 
 
@@ -95,7 +127,8 @@ def _norm(x: np.ndarray, l2: bool) -> np.float32:
 
 
 def _factor(norm: np.float32, steps: int) -> np.float32:
-    """The factor from numbers up to norm to steps in units of 1/one_of(steps), by which norm itself becomes at most `steps`."""
+    """The factor from numbers up to norm to steps in units of 1/one_of(steps), by which norm itself
+    becomes at most `steps`."""
     most = np.float32(steps) * np.float32(one_of(steps))
     factor = most / norm
     return np.nextafter(factor, np.float32(0)) if norm * factor > most else factor
@@ -111,7 +144,8 @@ def _elias(levels: np.ndarray) -> str:
 
 
 def _gamma(n: int) -> str:
-    """The gamma code of n: a one for each bit after the first, a zero, then those bits from the lowest up."""
+    """The gamma code of n: a one for each bit after the first, a zero, then those bits from the
+    lowest up."""
     rest = n.bit_length() - 1
     return "1" * rest + "0" + "".join(str(n >> j & 1) for j in range(rest))
 

@@ -1,4 +1,6 @@
-"""The checksum of frames: each of the 16 words of a line feeds its own stream, and the streams are mixed in the end."""
+"""The checksum of frames: each of the 16 words of a line feeds its own stream, and the streams are
+mixed in the end."""
+
 import numpy as np
 
 _LANES = 16
@@ -7,8 +9,9 @@ _MASK = 0xFFFFFFFF
 
 
 def checksum(data: np.ndarray) -> int:
-    """32 bits of a uint8 array. Its little-endian words, padded with zeros to whole lines of 16, feed 16 streams,
-    h ← rotate(h + word·B, 13)·A; those and the length are mixed in the end. A changed word always changes its stream."""
+    """32 bits of a uint8 array. Its little-endian words, padded with zeros to whole lines of 16,
+    feed 16 streams, h ← rotate(h + word·B, 13)·A; those and the length are mixed in the end. A
+    changed word always changes its stream."""
     padded = np.zeros((len(data) // (4 * _LANES) + 1) * 4 * _LANES, np.uint8)
     padded[: len(data)] = data
     lanes = np.arange(1, _LANES + 1, dtype=np.uint32) * np.uint32(_THIRD)

@@ -1,8 +1,9 @@
 """Whole tensors in narrower numbers: 16-bit floats, signs, powers of two.
 
-Encoders leave grad zero, so that decoded values can be added there. Native encoders write into `spare`, an earlier step's buffer, where
-it is given.
+Encoders leave grad zero, so that decoded values can be added there. Native encoders write into
+`spare`, an earlier step's buffer, where it is given.
 """
+
 from typing import Optional
 
 import numpy as np
@@ -15,7 +16,8 @@ from .sparse import load, store
 
 
 def encode_float16(x: np.ndarray, half: np.ndarray) -> float:
-    """half = x in float16, as uint16 bits, ties to even; numbers too large become infinite. Returns max |x|, infinity for NaN."""
+    """half = x in float16, as uint16 bits, ties to even; numbers too large become infinite. Returns
+    max |x|, infinity for NaN."""
     with np.errstate(over="ignore"):
         half[...] = x.astype(np.float16).view(np.uint16)
     half[np.isnan(x)] = half[np.isnan(x)] & 0x8000 | 0x7E00
@@ -41,13 +43,20 @@ def decode_add_bf16(out: np.ndarray, body: np.ndarray, *, scale: float) -> bool:
     return _add(out, load(_exactly(body, 2 * len(out)).tobytes(), "bf16"), scale)
 
 
-def encode_one_bit(grad: np.ndarray, residual: np.ndarray, spare: Optional[np.ndarray] = None, *, growth: float, symmetric: bool) -> Encoded:
-    """r ← growth·r + g; one bit an element for its sign, 0 counting as positive, decoded to one of two numbers a tensor; r keeps
-    the error.
+def encode_one_bit(
+    grad: np.ndarray,
+    residual: np.ndarray,
+    spare: Optional[np.ndarray] = None,
+    *,
+    growth: float,
+    symmetric: bool,
+) -> Encoded:
+    """r ← growth·r + g; one bit an element for its sign, 0 counting as positive, decoded to one of
+    two numbers a tensor; r keeps the error.
 
-    symmetric: ±Σ|r|/d (EF-SignSGD, Karimireddy et al., ICML 2019); else the means of the two halves (1-bit SGD, Seide et al.,
-    Interspeech 2014). An element whose new r would be TOO_LARGE or NaN becomes growth·r, or keeps its old r where
-    that would be too large; then nothing is sent.
+    symmetric: ±Σ|r|/d (EF-SignSGD, Karimireddy et al., ICML 2019); else the means of the two halves
+    (1-bit SGD, Seide et al., Interspeech 2014). An element whose new r would be TOO_LARGE or NaN
+    becomes growth·r, or keeps its old r where that would be too large; then nothing is sent.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         grown = np.float32(growth) * residual
@@ -69,7 +78,8 @@ def encode_one_bit(grad: np.ndarray, residual: np.ndarray, spare: Optional[np.nd
 
 
 def decode_add_one_bit(out: np.ndarray, body: np.ndarray, *, scale: float) -> bool:
-    """Decodes a body of encode_one_bit and adds it, times scale, to out. Returns whether out is finite."""
+    """Decodes a body of encode_one_bit and adds it, times scale, to out. Returns whether out is
+    finite."""
     n = len(out)
     body = _exactly(body, 8 + 4 * -(-n // 32))
     plus, minus = np.frombuffer(body[:8].tobytes(), np.float32)
@@ -80,8 +90,9 @@ def decode_add_one_bit(out: np.ndarray, body: np.ndarray, *, scale: float) -> bo
 
 
 def encode_natural(grad: np.ndarray, spare: Optional[np.ndarray] = None, *, key: int) -> Encoded:
-    """Natural compression (Horvath et al., 2019): sign and exponent, rounded to one of the two nearest powers of two so
-    that the mean is exact. 0 and powers of two stay the same; numbers below 2^-126 become that or 0; 2^127 is the largest."""
+    """Natural compression (Horvath et al., 2019): sign and exponent, rounded to one of the two
+    nearest powers of two so that the mean is exact. 0 and powers of two stay the same; numbers
+    below 2^-126 become that or 0; 2^127 is the largest."""
     finite = bool(np.isfinite(grad).all())
     bits = grad.view(np.uint32)
     drawn = block_bits(-(-len(grad) // BLOCK), key).reshape(-1)[: len(grad)] >> 9
@@ -92,7 +103,8 @@ def encode_natural(grad: np.ndarray, spare: Optional[np.ndarray] = None, *, key:
 
 
 def decode_add_natural(out: np.ndarray, body: np.ndarray, *, scale: float) -> bool:
-    """Decodes a body of encode_natural and adds it, times scale, to out. Returns whether out is finite."""
+    """Decodes a body of encode_natural and adds it, times scale, to out. Returns whether out is
+    finite."""
     n = len(out)
     words = np.frombuffer(_exactly(body, 4 * 9 * columns_of(n)).tobytes(), np.uint32)
     codes = from_columns(words, n, 9).astype(np.uint32)

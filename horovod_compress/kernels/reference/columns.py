@@ -1,8 +1,10 @@
 """Codes of any width packed without free bits, for payloads whose words need not add up.
 
-A block of 512 elements is 32 rows of 16 columns; the last block has ⌈count/32⌉ columns. The codes of a column, `width` bits each,
-follow each other in `width` uint32 words. Word k of column c lies at k·columns + c.
+A block of 512 elements is 32 rows of 16 columns; the last block has ⌈count/32⌉ columns. The codes
+of a column, `width` bits each, follow each other in `width` uint32 words. Word k of column c lies
+at k·columns + c.
 """
+
 import numpy as np
 
 from .quantization import next_bits, random_bits
@@ -13,7 +15,9 @@ BLOCK, _ROWS, _DRAWS = 512, 32, 64
 def to_columns(codes: np.ndarray, width: int, offset: int = 0) -> np.ndarray:
     """uint32 words of int64 codes + offset."""
     blocks = (codes[first : first + BLOCK] for first in range(0, len(codes), BLOCK))
-    return np.concatenate([np.empty(0, np.uint32), *(_put(block, width, offset) for block in blocks)])
+    return np.concatenate(
+        [np.empty(0, np.uint32), *(_put(block, width, offset) for block in blocks)]
+    )
 
 
 def from_columns(words: np.ndarray, count: int, width: int, offset: int = 0) -> np.ndarray:
@@ -34,7 +38,12 @@ def columns_of(count: int) -> int:
 def block_bits(count: int, key: int) -> np.ndarray:
     """A row of 512 random bits for each of `count` blocks: elements 64 apart share a draw."""
     drawn = random_bits(key=key, n=count * _DRAWS)
-    return next_bits(drawn, BLOCK // _DRAWS).reshape(BLOCK // _DRAWS, count, _DRAWS).swapaxes(0, 1).reshape(count, BLOCK)
+    return (
+        next_bits(drawn, BLOCK // _DRAWS)
+        .reshape(BLOCK // _DRAWS, count, _DRAWS)
+        .swapaxes(0, 1)
+        .reshape(count, BLOCK)
+    )
 
 
 def _put(codes: np.ndarray, width: int, offset: int) -> np.ndarray:

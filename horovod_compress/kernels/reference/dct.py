@@ -1,9 +1,12 @@
-"""Chunks of a matrix in the discrete cosine transform: the largest coefficients of each, as a sparse body (DeMo, arXiv 2411.19870).
+"""Chunks of a matrix in the discrete cosine transform: the largest coefficients of each, as a
+sparse body (DeMo, arXiv 2411.19870).
 
-A flat tensor is a matrix of some columns, cut into chunks of h by w. Coefficients are numbered chunk by chunk, row by row of chunks, and
-within a chunk row by row. rows and columns are flat orthonormal DCT-II matrices of h·h and w·w, a frequency in each row. Every sum is
-added up in the order of its terms: all kernels give the same bits.
+A flat tensor is a matrix of some columns, cut into chunks of h by w. Coefficients are numbered
+chunk by chunk, row by row of chunks, and within a chunk row by row. rows and columns are flat
+orthonormal DCT-II matrices of h·h and w·w, a frequency in each row. Every sum is added up in the
+order of its terms: all kernels give the same bits.
 """
+
 import math
 
 import numpy as np
@@ -13,17 +16,28 @@ from .dense import TOO_LARGE
 from .selection import largest_of
 from .sparse import code_values, decode_sparse, encode_sparse
 
-_MOST = np.float32(2.0**109)  # of what is left of an element: what was sent must not take it to TOO_LARGE
+# Of what is left of an element: what was sent must not take it to TOO_LARGE.
+_MOST = np.float32(2.0**109)
 
 
 def encode_dct(
-    grad: np.ndarray, residual: np.ndarray, rows: np.ndarray, columns: np.ndarray, *, width: int, k: int, decay: float, scale: float = 1.0,
+    grad: np.ndarray,
+    residual: np.ndarray,
+    rows: np.ndarray,
+    columns: np.ndarray,
+    *,
+    width: int,
+    k: int,
+    decay: float,
+    scale: float = 1.0,
     kind: str,
 ) -> Encoded:
-    """residual ← decay·residual + scale·grad; the k largest coefficients of each chunk, of equal ones the first and none of zeros, are
-    sent as values of `kind`, see code_values; residual ← residual − what they decode to. width: the matrix's columns.
+    """residual ← decay·residual + scale·grad; the k largest coefficients of each chunk, of equal
+    ones the first and none of zeros, are sent as values of `kind`, see code_values; residual ←
+    residual − what they decode to. width: the matrix's columns.
 
-    grad is left zero. An element whose new residual would be TOO_LARGE or NaN keeps its old one, and then nothing is sent.
+    grad is left zero. An element whose new residual would be TOO_LARGE or NaN keeps its old one,
+    and then nothing is sent.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         moved = np.float32(decay) * residual + np.float32(scale) * grad
@@ -32,9 +46,18 @@ def encode_dct(
     grad.fill(0)
     finite = bool(good.all())
     chunks = _chunks(residual, rows, columns, width)
-    coefficients = _product(_product(chunks, _square(columns).T), _square(rows), left=True).reshape(-1)
+    coefficients = _product(_product(chunks, _square(columns).T), _square(rows), left=True).reshape(
+        -1
+    )
     size = max(chunks.shape[2] * chunks.shape[3], 1)
-    chosen = [largest_of(coefficients[first : first + size], k) + first for first in range(0, len(coefficients), size)] if finite else []
+    chosen = (
+        [
+            largest_of(coefficients[first : first + size], k) + first
+            for first in range(0, len(coefficients), size)
+        ]
+        if finite
+        else []
+    )
     indices = np.concatenate([np.empty(0, np.int64), *chosen]).astype(np.uint32)
     values, scales = code_values(coefficients[indices], kind)
     if kind == "power":
@@ -46,9 +69,18 @@ def encode_dct(
     return encode_sparse(indices, values, kind=kind, scales=scales)._replace(finite=finite)
 
 
-def decode_add_dct(out: np.ndarray, body: np.ndarray, rows: np.ndarray, columns: np.ndarray, *, width: int, scale: float) -> bool:
-    """out += scale · what a body of encode_dct decodes to, in chunks that have coefficients. Raises ValueError, and changes nothing, for an
-    invalid body. Returns whether the new elements are finite."""
+def decode_add_dct(
+    out: np.ndarray,
+    body: np.ndarray,
+    rows: np.ndarray,
+    columns: np.ndarray,
+    *,
+    width: int,
+    scale: float,
+) -> bool:
+    """out += scale · what a body of encode_dct decodes to, in chunks that have coefficients. Raises
+    ValueError, and changes nothing, for an invalid body. Returns whether the new elements are
+    finite."""
     chunks = _chunks(out, rows, columns, width)
     indices, values = decode_sparse(body, numel=out.size)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -76,12 +108,20 @@ def _product(chunks: np.ndarray, matrix: np.ndarray, left: bool = False) -> np.n
     """chunk · matrix, or matrix · chunk, of each chunk."""
     total = np.zeros_like(chunks)
     for i in range(len(matrix)):
-        total += matrix[:, i, None] * chunks[..., i, None, :] if left else chunks[..., :, i, None] * matrix[i]
+        total += (
+            matrix[:, i, None] * chunks[..., i, None, :]
+            if left
+            else chunks[..., :, i, None] * matrix[i]
+        )
     return total
 
 
-def _decoded(indices: np.ndarray, values: np.ndarray, shape: tuple, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+def _decoded(
+    indices: np.ndarray, values: np.ndarray, shape: tuple, rows: np.ndarray, columns: np.ndarray
+) -> np.ndarray:
     """The chunks that have these coefficients, and no others."""
     coefficients = np.zeros(math.prod(shape), np.float32)
     coefficients[indices] = values
-    return _product(_product(coefficients.reshape(shape), _square(columns)), _square(rows).T, left=True)
+    return _product(
+        _product(coefficients.reshape(shape), _square(columns)), _square(rows).T, left=True
+    )

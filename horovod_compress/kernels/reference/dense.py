@@ -1,15 +1,18 @@
-"""Operations on whole tensors: norms, finiteness, momentum after averaging, adding entries; and the mode for denormal numbers."""
+"""Operations on whole tensors: norms, finiteness, momentum after averaging, adding entries; and the
+mode for denormal numbers."""
+
 from typing import Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 Float = Union[float, np.floating]
-TOO_LARGE = 2.0**110  # residuals stay below, because otherwise sums of many would stay infinite for ever
+# Residuals stay below, because otherwise sums of many would stay infinite for ever.
+TOO_LARGE = 2.0**110
 
 
 def max_abs(x: np.ndarray, peaks: Optional[np.ndarray] = None) -> float:
-    """max |x| as a float; infinity where anything is infinite or NaN, 0 for no elements. peaks: uint32 for the bits of the largest
-    magnitude of each 64 elements."""
+    """max |x| as a float; infinity where anything is infinite or NaN, 0 for no elements. peaks:
+    uint32 for the bits of the largest magnitude of each 64 elements."""
     if peaks is not None:
         if len(peaks) != -(-len(x) // 64):
             raise ValueError("peaks, one for 64 elements, and x must have the same length")
@@ -20,8 +23,8 @@ def max_abs(x: np.ndarray, peaks: Optional[np.ndarray] = None) -> float:
 
 
 def max_abs_and_deviation(x: np.ndarray) -> Tuple[float, float]:
-    """(max |x|, standard deviation), as floats. Where anything is infinite or NaN the former is infinity, and the latter is
-    meaningless."""
+    """(max |x|, standard deviation), as floats. Where anything is infinite or NaN the former is
+    infinity, and the latter is meaningless."""
     with np.errstate(invalid="ignore"):
         return max_abs(x), float((x.astype(np.float64) - x[0]).std()) if len(x) else 0.0
 
@@ -32,9 +35,11 @@ def squared_norm(x: np.ndarray) -> float:
     return float(np.dot(x, x))
 
 
-def apply_momentum(out: np.ndarray, u: np.ndarray, new_u: np.ndarray, *, momentum: float, nesterov: bool) -> bool:
-    """new_u ← m·u + out, then out ← new_u, or out + m·new_u for Nesterov. Where `out` is not finite everywhere, nothing is
-    written. Returns whether out, before and after, and new_u are finite."""
+def apply_momentum(
+    out: np.ndarray, u: np.ndarray, new_u: np.ndarray, *, momentum: float, nesterov: bool
+) -> bool:
+    """new_u ← m·u + out, then out ← new_u, or out + m·new_u for Nesterov. Where `out` is not finite
+    everywhere, nothing is written. Returns whether out, before and after, and new_u are finite."""
     if not np.isfinite(out).all():
         return False
     m = np.float32(momentum)
@@ -46,7 +51,8 @@ def apply_momentum(out: np.ndarray, u: np.ndarray, new_u: np.ndarray, *, momentu
 
 
 def scatter_add(out: np.ndarray, indices: np.ndarray, values: np.ndarray, *, scale: float) -> bool:
-    """out[indices] += scale·values, in place; indices do not repeat. Returns whether the new elements are finite."""
+    """out[indices] += scale·values, in place; indices do not repeat. Returns whether the new
+    elements are finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         out[indices] += np.float32(scale) * values
     return bool(np.isfinite(out[indices]).all())
@@ -62,7 +68,9 @@ def move(x: np.ndarray, out: np.ndarray, *, scale: float) -> None:
 def add_up(out: np.ndarray, parts: Sequence[np.ndarray]) -> None:
     """out ← parts[0] + parts[1] + …, in this order. There is one part at least."""
     if not parts or any(len(part) != len(out) for part in parts):
-        raise ValueError("out and every part, of which there is one at least, must have the same length")
+        raise ValueError(
+            "out and every part, of which there is one at least, must have the same length"
+        )
     out[...] = parts[0]
     with np.errstate(over="ignore", invalid="ignore"):
         for part in parts[1:]:
@@ -70,8 +78,10 @@ def add_up(out: np.ndarray, parts: Sequence[np.ndarray]) -> None:
 
 
 def flush_denormals(*, mode: int) -> int:
-    """Sets the CPU mode by which this thread treats denormal numbers as 0, and returns the mode before.
+    """Sets the CPU mode by which this thread treats denormal numbers as 0, and returns the mode
+    before.
 
-    Mode 0 keeps denormal numbers, which small float16 numbers become in conversions. NumPy cannot change the mode, so this does nothing.
+    Mode 0 keeps denormal numbers, which small float16 numbers become in conversions. NumPy cannot
+    change the mode, so this does nothing.
     """
     return mode

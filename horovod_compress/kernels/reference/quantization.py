@@ -1,10 +1,12 @@
 """Randomness from counters, and integer codes that many ranks can add up in one word.
 
-Codes of `width` bits lie side by side in words, int32, or int64 where those hold over a tenth more. Elements go to words
-by blocks of 64: the first fields of a block's words come first, then the second …. Fields of signed codes borrow from the
-one above, so the sum of the ranks' words is the word of the sums. A field must hold 2·(ranks · largest code) + 1 values.
-The native functions write into `spare`, an earlier step's words, where it is given.
+Codes of `width` bits lie side by side in words, int32, or int64 where those hold over a tenth more.
+Elements go to words by blocks of 64: the first fields of a block's words come first, then the
+second …. Fields of signed codes borrow from the one above, so the sum of the ranks' words is the
+word of the sums. A field must hold 2·(ranks · largest code) + 1 values. The native functions write
+into `spare`, an earlier step's words, where it is given.
 """
+
 from typing import Optional, Sequence, Tuple, Union
 
 import numpy as np
@@ -23,7 +25,8 @@ def random_bits(*, key: int, n: int) -> np.ndarray:
 
 
 def draw_coordinates(*, key: int, numel: int, first: int, count: int) -> np.ndarray:
-    """Elements first … first+count-1, uint32, of a permutation of 0 … numel-1 that follows from a 64-bit key."""
+    """Elements first … first+count-1, uint32, of a permutation of 0 … numel-1 that follows from a
+    64-bit key."""
     if count > numel or first > numel - count:
         raise ValueError("more coordinates than elements")
     bits = max(numel - 1, 0).bit_length()
@@ -44,14 +47,24 @@ def draw_coordinates(*, key: int, numel: int, first: int, count: int) -> np.ndar
 
 
 def quantize(
-    x: np.ndarray, levels: Optional[np.ndarray], spare: Optional[np.ndarray] = None, *, w: float, clip: float, steps: Steps,
-    width: int, size: int, key: int,
+    x: np.ndarray,
+    levels: Optional[np.ndarray],
+    spare: Optional[np.ndarray] = None,
+    *,
+    w: float,
+    clip: float,
+    steps: Steps,
+    width: int,
+    size: int,
+    key: int,
 ) -> np.ndarray:
-    """Words of the codes sign(x)·(⌊y⌋ + Bernoulli(y − ⌊y⌋)), y = |x|/w·s, at most steps[0] (arXiv 2109.12497).
+    """Words of the codes sign(x)·(⌊y⌋ + Bernoulli(y − ⌊y⌋)), y = |x|/w·s, at most steps[0] (arXiv
+    2109.12497).
 
-    With one scale, s is steps[0], and |x| counts as at most `clip` and w. With more, s is that of the finest scale that fits an element's
-    code on all `size` ranks, and no |x| may be above w. `levels` are the ranks' summed words of `encode_scales`, those of x included.
-    With w = 0 all codes are 0.
+    With one scale, s is steps[0], and |x| counts as at most `clip` and w. With more, s is that of
+    the finest scale that fits an element's code on all `size` ranks, and no |x| may be above w.
+    `levels` are the ranks' summed words of `encode_scales`, those of x included. With w = 0 all
+    codes are 0.
     """
     levels = _finest(levels, len(x), len(steps), size)
     steps = np.asarray(steps, np.float32)
@@ -64,9 +77,18 @@ def quantize(
 
 
 def dequantize(
-    words: np.ndarray, levels: Optional[np.ndarray], out: np.ndarray, *, w: float, steps: Steps, width: int, size: int, scale: float
+    words: np.ndarray,
+    levels: Optional[np.ndarray],
+    out: np.ndarray,
+    *,
+    w: float,
+    steps: Steps,
+    width: int,
+    size: int,
+    scale: float,
 ) -> None:
-    """out = (sum of `size` ranks' codes) · w/s · scale. levels are those that the codes were quantized with."""
+    """out = (sum of `size` ranks' codes) · w/s · scale. levels are those that the codes were
+    quantized with."""
     levels = _finest(levels, len(out), len(steps), size)
     unit = (w / np.asarray(steps, np.float64) * scale).astype(np.float32)
     codes = unpack(words, len(out), width, 0, size * int(steps[0])).astype(np.float32)
@@ -74,17 +96,27 @@ def dequantize(
 
 
 def encode_scales(
-    x: np.ndarray, peaks: np.ndarray, spare: Optional[np.ndarray] = None, *, w: float, steps: Steps, size: int
+    x: np.ndarray,
+    peaks: np.ndarray,
+    spare: Optional[np.ndarray] = None,
+    *,
+    w: float,
+    steps: Steps,
+    size: int,
 ) -> np.ndarray:
-    """Words with a 1 for each scale l ≥ 1 and each element whose code at steps[l] is at most steps[0]. Words of `size` ranks add up.
+    """Words with a 1 for each scale l ≥ 1 and each element whose code at steps[l] is at most
+    steps[0]. Words of `size` ranks add up.
 
-    peaks: for each 64 elements, an upper bound of the magnitudes' bits, so that not all of x must be read.
+    peaks: for each 64 elements, an upper bound of the magnitudes' bits, so that not all of x must
+    be read.
     """
     if len(peaks) != -(-len(x) // 64):
         raise ValueError("peaks, one for 64 elements, and x must have the same length")
     steps = np.asarray(steps, np.float32)
     before, factor = factors(w, steps)
-    fits = [np.abs(x * before * each) <= steps[0] * np.float32(one_of(steps[0])) for each in factor[1:]]
+    fits = [
+        np.abs(x * before * each) <= steps[0] * np.float32(one_of(steps[0])) for each in factor[1:]
+    ]
     words = [pack(each.astype(np.int64), size.bit_length(), 1) for each in fits]
     return np.concatenate(words) if words else pack(np.empty(0, np.int64), size.bit_length(), 1)
 
@@ -117,25 +149,29 @@ def one_of(largest: float) -> int:
 
 
 def round_at_random(y: np.ndarray, bits: np.ndarray, largest: float) -> np.ndarray:
-    """int64 codes ⌊y⌋ + Bernoulli(y − ⌊y⌋), at most `largest` in magnitude. y: float32 in units of 1/one_of(largest), of which
-    fractions are cut off; bits: uint32 random bits."""
+    """int64 codes ⌊y⌋ + Bernoulli(y − ⌊y⌋), at most `largest` in magnitude. y: float32 in units of
+    1/one_of(largest), of which fractions are cut off; bits: uint32 random bits."""
     one = one_of(largest)
     most = np.float32(largest) * np.float32(one)
     fixed = np.clip(y, -most, most).astype(np.int64)
-    return fixed + (bits >> np.uint32(33 - one.bit_length())).astype(np.int64) >> one.bit_length() - 1
+    return (
+        fixed + (bits >> np.uint32(33 - one.bit_length())).astype(np.int64) >> one.bit_length() - 1
+    )
 
 
 def _finest(levels: Optional[np.ndarray], n: int, scales: int, size: int) -> np.ndarray:
     """Each element's scale, from words of `encode_scales`."""
     finest = np.zeros(n, np.intp)
-    for scale, words in enumerate(() if levels is None or scales == 1 else levels.reshape(scales - 1, -1), 1):
+    for scale, words in enumerate(
+        () if levels is None or scales == 1 else levels.reshape(scales - 1, -1), 1
+    ):
         finest[unpack(words, n, size.bit_length(), 1, 0) == size] = scale
     return finest
 
 
 def factors(w: Float, steps: np.ndarray) -> Tuple[np.float32, np.ndarray]:
-    """Two factors from x to steps in units of 1/one_of(steps[0]), in range even where w is denormal or huge. In the first scale w itself
-    becomes at most steps[0]."""
+    """Two factors from x to steps in units of 1/one_of(steps[0]), in range even where w is denormal
+    or huge. In the first scale w itself becomes at most steps[0]."""
     w = np.float32(w)
     if not w > 0:
         return np.float32(1), np.zeros_like(steps)
@@ -148,9 +184,11 @@ def factors(w: Float, steps: np.ndarray) -> Tuple[np.float32, np.ndarray]:
 
 
 def word_dtype(width: int, spare: int = 0) -> np.dtype:
-    """The type of words whose fields have `width` bits: int32, or int64 where that holds over a tenth more fields. `spare` bits at the
-    top of a word stay free."""
-    return np.dtype(np.int64 if 10 * ((64 - spare) // width) > 22 * ((32 - spare) // width) else np.int32)
+    """The type of words whose fields have `width` bits: int32, or int64 where that holds over a
+    tenth more fields. `spare` bits at the top of a word stay free."""
+    return np.dtype(
+        np.int64 if 10 * ((64 - spare) // width) > 22 * ((32 - spare) // width) else np.int32
+    )
 
 
 def shape_of(n: int, width: int, spare: int) -> Tuple[int, int, np.dtype]:
@@ -178,7 +216,8 @@ def _by_element(fielded: np.ndarray, n: int) -> np.ndarray:
 
 
 def next_bits(bits: np.ndarray, count: int) -> np.ndarray:
-    """Rows of random bits for `count` codes that share a draw. Each row is the one before times a constant."""
+    """Rows of random bits for `count` codes that share a draw. Each row is the one before times a
+    constant."""
     powers = [pow(NEXT, i, 2**32) for i in range(count)]
     return bits * np.array(powers, np.uint32)[:, None]
 
@@ -198,7 +237,8 @@ def pack(codes: np.ndarray, width: int, spare: int) -> np.ndarray:
 
 
 def unpack(words: np.ndarray, n: int, width: int, spare: int, offset: int) -> np.ndarray:
-    """The n sums in words, as int64. `offset` is the largest magnitude of a sum, and 0 where sums are not signed."""
+    """The n sums in words, as int64. `offset` is the largest magnitude of a sum, and 0 where sums
+    are not signed."""
     fields, count, dtype = shape_of(n, width, spare)
     if len(words) != count:
         raise ValueError("words, for as many elements, must have the same length")

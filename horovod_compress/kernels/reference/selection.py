@@ -1,4 +1,6 @@
-"""Accumulation with momentum, and the choice of the largest entries: Deep Gradient Compression's pass over memory."""
+"""Accumulation with momentum, and the choice of the largest entries: Deep Gradient Compression's
+pass over memory."""
+
 from typing import Optional, Sequence, Tuple
 
 import numpy as np
@@ -9,23 +11,37 @@ from .sparse import code_values, encode_sparse
 
 
 def add_to_residual(
-    grad: np.ndarray, u: Optional[np.ndarray], v: np.ndarray, *, base: Optional[np.ndarray] = None, momentum: float = 0.0, nesterov: bool = False,
-    scale: float = 1.0, k: int = 0, samples: int = 0, offset: int = 0, chunk: int = 0,
+    grad: np.ndarray,
+    u: Optional[np.ndarray],
+    v: np.ndarray,
+    *,
+    base: Optional[np.ndarray] = None,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    scale: float = 1.0,
+    k: int = 0,
+    samples: int = 0,
+    offset: int = 0,
+    chunk: int = 0,
 ) -> Tuple[np.ndarray, bool]:
-    """Adds a gradient to momentum u and velocity v in place and chooses what to send (DGC, arXiv 1712.01887, section 3).
+    """Adds a gradient to momentum u and velocity v in place and chooses what to send (DGC, arXiv
+    1712.01887, section 3).
 
-    vanilla: u ← m·u + g, v ← v + u; Nesterov: u ← m·(u + g), v ← v + u + g; without momentum (u None): v ← v + g;
-    where g = scale·grad. An element whose new v would be TOO_LARGE or not finite keeps its old v. Where that new v would be finite its u
-    becomes 0, so that the next step is not as large again; else it keeps its old u. grad is left zero, so that the decoded sum can be
-    added there. With `base` the gradient is grad − base, and grad is left as base is: so parameters that an optimizer has moved from there go
-    back, and the sum is added to them.
+    vanilla: u ← m·u + g, v ← v + u; Nesterov: u ← m·(u + g), v ← v + u + g; without momentum (u
+    None): v ← v + g; where g = scale·grad. An element whose new v would be TOO_LARGE or not finite
+    keeps its old v. Where that new v would be finite its u becomes 0, so that the next step is not
+    as large again; else it keeps its old u. grad is left zero, so that the decoded sum can be added
+    there. With `base` the gradient is grad − base, and grad is left as base is: so parameters that
+    an optimizer has moved from there go back, and the sum is added to them.
 
-    Returns (indices, finite): ascending indices of at most k of the largest non-zero |v|, at least 0.8·k where that many
-    are not zero; and whether every new v was finite. The native kernel finds its threshold from about `samples` sampled
-    elements, the sample shifted by `offset`, and trims what passed; the reference sorts, and needs neither.
+    Returns (indices, finite): ascending indices of at most k of the largest non-zero |v|, at least
+    0.8·k where that many are not zero; and whether every new v was finite. The native kernel finds
+    its threshold from about `samples` sampled elements, the sample shifted by `offset`, and trims
+    what passed; the reference sorts, and needs neither.
 
-    With `chunk` above 0 the indices are those of exactly the k largest of each chunk of so many elements, of equal ones the first; of all
-    that are not zero, where those are fewer. Nothing is sampled then.
+    With `chunk` above 0 the indices are those of exactly the k largest of each chunk of so many
+    elements, of equal ones the first; of all that are not zero, where those are fewer. Nothing is
+    sampled then.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         g = np.float32(scale) * (grad if base is None else grad - base)
@@ -43,7 +59,14 @@ def add_to_residual(
     if u is not None:
         u[...] = np.where(finite, new_u, np.where(np.isfinite(new_v), 0, u))
     grad[...] = 0 if base is None else base
-    chunks = [largest_of(v[first : first + (chunk or len(v))], k) + first for first in range(0, len(v), chunk or len(v))] if len(v) else []
+    chunks = (
+        [
+            largest_of(v[first : first + (chunk or len(v))], k) + first
+            for first in range(0, len(v), chunk or len(v))
+        ]
+        if len(v)
+        else []
+    )
     return np.concatenate([np.empty(0, np.int64), *chunks]).astype(np.uint32), bool(finite.all())
 
 
@@ -57,10 +80,12 @@ def largest_of(values: np.ndarray, k: int) -> np.ndarray:
 def take_entries(
     indices: np.ndarray, v: np.ndarray, u: Optional[np.ndarray], *, kind: str, mask: bool
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[Float]]:
-    """Subtracts the selection, as it is sent, from the residual v. Returns (indices, rows, values, scales).
+    """Subtracts the selection, as it is sent, from the residual v. Returns (indices, rows, values,
+    scales).
 
-    values and scales are what `code_values` makes of v there; entries with a value of 0, which kind "power" has no code for, are left out
-    of all that is returned. rows: what v held at indices, and, with `mask` and u given, what u held. v keeps the error; masked u becomes 0.
+    values and scales are what `code_values` makes of v there; entries with a value of 0, which kind
+    "power" has no code for, are left out of all that is returned. rows: what v held at indices,
+    and, with `mask` and u given, what u held. v keeps the error; masked u becomes 0.
     """
     values, scales = code_values(v[indices], kind)
     if kind == "power":
@@ -74,13 +99,40 @@ def take_entries(
 
 
 def encode_topk(
-    grad: np.ndarray, u: Optional[np.ndarray], v: np.ndarray, *, base: Optional[np.ndarray] = None, momentum: float = 0.0, nesterov: bool = False,
-    scale: float = 1.0, k: int, samples: int, offset: int, chunk: int = 0, kind: str, mask: bool = False,
+    grad: np.ndarray,
+    u: Optional[np.ndarray],
+    v: np.ndarray,
+    *,
+    base: Optional[np.ndarray] = None,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    scale: float = 1.0,
+    k: int,
+    samples: int,
+    offset: int,
+    chunk: int = 0,
+    kind: str,
+    mask: bool = False,
 ) -> Encoded:
-    """add_to_residual, take_entries of what it has chosen, and their sparse body; none where the gradient was not finite. `undo` of what is
-    returned: (indices, rows), as take_entries returns them."""
+    """add_to_residual, take_entries of what it has chosen, and their sparse body; none where the
+    gradient was not finite. `undo` of what is returned: (indices, rows), as take_entries returns
+    them."""
     chosen, finite = add_to_residual(
-        grad, u, v, base=base, momentum=momentum, nesterov=nesterov, scale=scale, k=k, samples=samples, offset=offset, chunk=chunk
+        grad,
+        u,
+        v,
+        base=base,
+        momentum=momentum,
+        nesterov=nesterov,
+        scale=scale,
+        k=k,
+        samples=samples,
+        offset=offset,
+        chunk=chunk,
     )
-    indices, rows, values, scales = take_entries(chosen if finite else chosen[:0], v, u, kind=kind, mask=mask)
-    return encode_sparse(indices, values, kind=kind, scales=scales)._replace(finite=finite, undo=(indices, rows))
+    indices, rows, values, scales = take_entries(
+        chosen if finite else chosen[:0], v, u, kind=kind, mask=mask
+    )
+    return encode_sparse(indices, values, kind=kind, scales=scales)._replace(
+        finite=finite, undo=(indices, rows)
+    )

@@ -1,8 +1,10 @@
 """Index and value coding of sparse payloads (docs/wire-format.md).
 
-A body has the number of entries, the kind of values and the Rice parameter r; its scales where the kind has any; the values; the r low bits
-of all gaps between indices; and for each gap as many zeros as its high bits say, then a one. Encoding tries all r for the fewest bits.
+A body has the number of entries, the kind of values and the Rice parameter r; its scales where the
+kind has any; the values; the r low bits of all gaps between indices; and for each gap as many zeros
+as its high bits say, then a one. Encoding tries all r for the fewest bits.
 """
+
 import struct
 from typing import Sequence, Tuple
 
@@ -18,12 +20,14 @@ _SCALES = {"sign": 1, "power": 1, "2bit": 4}
 _MAX_RICE = 31
 
 
-def encode_sparse(indices: np.ndarray, values: np.ndarray, *, kind: str, scales: Sequence[Float] = ()) -> Encoded:
+def encode_sparse(
+    indices: np.ndarray, values: np.ndarray, *, kind: str, scales: Sequence[Float] = ()
+) -> Encoded:
     """A sparse body: ascending uint32 indices and float32 values, which are finite.
 
-    kind: "fp32", "fp16", "bf16" round the values, and have no scales; "sign" keeps their signs, they decode to ±scale; "power" takes
-    values that are exactly ±scale/2^d with d from 0 to 7, scale being a power of two; "2bit" takes values that are exactly one of four
-    scales.
+    kind: "fp32", "fp16", "bf16" round the values, and have no scales; "sign" keeps their signs,
+    they decode to ±scale; "power" takes values that are exactly ±scale/2^d with d from 0 to 7,
+    scale being a power of two; "2bit" takes values that are exactly one of four scales.
     """
     gaps = np.diff(indices.astype(np.int64), prepend=-1) - 1
     costs = [int((gaps >> r).sum()) + len(gaps) * (r + 1) for r in range(_MAX_RICE + 1)]
@@ -33,13 +37,19 @@ def encode_sparse(indices: np.ndarray, values: np.ndarray, *, kind: str, scales:
     head = _HEAD.pack(len(indices), _KINDS.index(kind), r)
     if len(scales) != _SCALES.get(kind, 0):
         raise ValueError(f"values of kind {kind} have {_SCALES.get(kind, 0)} scales")
-    body = new_body(head, np.array(scales, np.float32), store(values, kind, scales), _pack_bits(gaps[:, None] >> np.arange(r) & 1), _pack_bits(high))
+    body = new_body(
+        head,
+        np.array(scales, np.float32),
+        store(values, kind, scales),
+        _pack_bits(gaps[:, None] >> np.arange(r) & 1),
+        _pack_bits(high),
+    )
     return Encoded(body, len(indices))
 
 
 def decode_sparse(body: np.ndarray, *, numel: int) -> Tuple[np.ndarray, np.ndarray]:
-    """The inverse of encode_sparse: (indices, values). Raises ValueError for a body that is not, down to the last bit, entries of a
-    tensor of `numel` elements."""
+    """The inverse of encode_sparse: (indices, values). Raises ValueError for a body that is not,
+    down to the last bit, entries of a tensor of `numel` elements."""
     if len(body) < _HEAD.size:
         raise ValueError("cut off in the head of its entries")
     count, kind, r = _HEAD.unpack_from(body.data)
@@ -76,8 +86,8 @@ def decode_sparse(body: np.ndarray, *, numel: int) -> Tuple[np.ndarray, np.ndarr
 
 
 def decode_add_sparse(out: np.ndarray, body: np.ndarray, *, scale: float) -> bool:
-    """out[indices] += scale·values of a sparse body, in place. Raises ValueError, and changes nothing, for an invalid body. Returns
-    whether the new elements are finite."""
+    """out[indices] += scale·values of a sparse body, in place. Raises ValueError, and changes
+    nothing, for an invalid body. Returns whether the new elements are finite."""
     indices, values = decode_sparse(body, numel=out.size)
     return scatter_add(out, indices, values, scale=scale)
 
@@ -85,10 +95,10 @@ def decode_add_sparse(out: np.ndarray, body: np.ndarray, *, scale: float) -> boo
 def code_values(values: np.ndarray, kind: str) -> Tuple[np.ndarray, Sequence[Float]]:
     """(what float32 values will be decoded to, the kind's scales).
 
-    fp16, bf16: the nearest, ties to even; numbers too large become the largest finite value.
-    sign: ± the mean magnitude.
-    power: the nearest power of two, the largest ones down; 0 where that is below a 128th of the largest's, or a denormal number.
-    2bit: SparseLoCo's (arXiv 2508.15706): four bins of 1.5 standard deviations, the third around the mean, the outer ones open; a value
+    fp16, bf16: the nearest, ties to even; numbers too large become the largest finite value. sign:
+    ± the mean magnitude. power: the nearest power of two, the largest ones down; 0 where that is
+    below a 128th of the largest's, or a denormal number. 2bit: SparseLoCo's (arXiv 2508.15706):
+    four bins of 1.5 standard deviations, the third around the mean, the outer ones open; a value
         becomes the mean of its bin.
     """
     if kind == "fp32":
@@ -106,9 +116,11 @@ def code_values(values: np.ndarray, kind: str) -> Tuple[np.ndarray, Sequence[Flo
 def _powers(values: np.ndarray) -> Tuple[np.ndarray, Sequence[Float]]:
     mantissa, exponent = np.frexp(np.abs(values))  # in [0.5, 1)·2^exponent
     top = exponent.max(initial=-1000, where=mantissa > 0)
-    if top < -125:  # nothing, or denormal numbers only
+    # Nothing, or denormal numbers only.
+    if top < -125:
         return np.zeros_like(values), (0.0,)
-    exponent = np.minimum(exponent + ((mantissa >= 0.75) | (exponent == -126)), top)  # 2^-126 has no power below
+    # 2^-126 has no power below.
+    exponent = np.minimum(exponent + ((mantissa >= 0.75) | (exponent == -126)), top)
     has_code = (mantissa > 0) & (exponent >= -125) & (top - exponent <= 7)
     powers = np.copysign(np.ldexp(np.float32(0.5), exponent), values)
     return np.where(has_code, powers, np.float32(0)), (float(np.ldexp(0.5, top)),)
@@ -119,7 +131,9 @@ def _means_of_bins(values: np.ndarray) -> Tuple[np.ndarray, Sequence[Float]]:
     mean = _sum(wide) / max(len(wide), 1)
     width = 1.5 * np.sqrt(_sum((wide - mean) * (wide - mean)) / max(len(wide) - 1, 1))
     bins = np.clip(np.rint((wide - mean) / width + 2), 0, 3) if width > 0 else np.full(len(wide), 2)
-    means = np.array([_sum(wide[bins == b]) / max(np.count_nonzero(bins == b), 1) for b in range(4)], np.float32)
+    means = np.array(
+        [_sum(wide[bins == b]) / max(np.count_nonzero(bins == b), 1) for b in range(4)], np.float32
+    )
     return means[bins.astype(np.intp)], tuple(means)
 
 
@@ -137,7 +151,9 @@ def store(values: np.ndarray, kind: str, scales: Sequence[Float] = ()) -> np.nda
     if kind == "sign":
         return _pack_bits(np.signbit(values))
     if kind == "power":
-        codes = np.signbit(values) * 8 + (np.frexp(np.float32(scales[0]))[1] - np.frexp(values)[1] & 7)
+        codes = np.signbit(values) * 8 + (
+            np.frexp(np.float32(scales[0]))[1] - np.frexp(values)[1] & 7
+        )
         return _pack_bits(codes[:, None] >> np.arange(4) & 1)
     if kind == "2bit":
         codes = np.argmax(values[:, None] == np.array(scales, np.float32), axis=1)

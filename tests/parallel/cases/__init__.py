@@ -1,8 +1,10 @@
-"""What real ranks are asked to prove. Each case runs on every rank of one job; run_cases.py runs them, test_ranks.py asks.
+"""What real ranks are asked to prove. Each case runs on every rank of one job; run_cases.py runs
+them, test_ranks.py asks.
 
-A case raises on the rank that finds something wrong. `sizes` are the numbers of ranks it is meant for. A file for each topic has cases;
-a job may run any of them, in the order of the files here.
+A case raises on the rank that finds something wrong. `sizes` are the numbers of ranks it is meant
+for. A file for each topic has cases; a job may run any of them, in the order of the files here.
 """
+
 from checks import joined
 
 from . import (
@@ -35,6 +37,27 @@ from .training import start
 __all__ = ["CASES", "start"]
 
 CASES = joined(
-    dense_limit, optimizers, horovod_options, states, errors, samples, split, algorithms, transports, faults, uneven, unbound, switches, automatic,
-    recording, updates, update_faults, outside_step, devices, hosts, steps, defaults, float64,
+    dense_limit,
+    optimizers,
+    horovod_options,
+    states,
+    errors,
+    samples,
+    split,
+    algorithms,
+    transports,
+    faults,
+    uneven,
+    unbound,
+    switches,
+    automatic,
+    recording,
+    updates,
+    update_faults,
+    outside_step,
+    devices,
+    hosts,
+    steps,
+    defaults,
+    float64,
 )

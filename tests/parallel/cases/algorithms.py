@@ -1,4 +1,5 @@
 """Every algorithm gives on real ranks what `simulate` gives, and trains."""
+
 import copy
 import sys
 
@@ -21,48 +22,74 @@ CASES, case = registry()
 @case(2, 3)
 def every_algorithm_gives_what_simulate_gives():
     steps, size = 4, hvd.size()
-    named = [[{f"held.{n}": g.numpy() for n, g in told(rank, step).items()} for rank in range(size)] for step in range(steps)]
+    named = [
+        [{f"held.{n}": g.numpy() for n, g in told(rank, step).items()} for rank in range(size)]
+        for step in range(steps)
+    ]
     for op, groups in ((hvd.Average, None), (hvd.Sum, 2)):
         for id in available():
             expected = simulate(id, named)
             model = Holder()
-            optimizer = torch.optim.Adam(model.parameters())  # takes nothing over: momentum would be DGC's
-            compression = hvdc.Compression.from_spec(id if id != "dgc" else "dgc:momentum=0.9", optimizer, model.named_parameters())
+            # Takes nothing over: momentum would be DGC's.
+            optimizer = torch.optim.Adam(model.parameters())
+            compression = hvdc.Compression.from_spec(
+                id if id != "dgc" else "dgc:momentum=0.9", optimizer, model.named_parameters()
+            )
             wrapped = wrap(model, optimizer, compression, op=op, groups=groups)
             for step in range(steps):
                 model.zero_grad()
                 model(told(hvd.rank(), step)).backward()
                 wrapped.synchronize()
                 for name, param in model.named_parameters():
-                    mean = torch.from_numpy(expected.mean[step][name]) * (1 if op == hvd.Average else size)
+                    mean = torch.from_numpy(expected.mean[step][name]) * (
+                        1 if op == hvd.Average else size
+                    )
                     error = (param.grad - mean).abs().max().item()
                     tolerance = 2e-3 if id == "fp16" else 1e-5
-                    assert error <= tolerance * size * mean.abs().max().item() + 1e-30, f"{id}: {name} differs by {error} in step {step}"
+                    assert error <= tolerance * size * mean.abs().max().item() + 1e-30, (
+                        f"{id}: {name} differs by {error} in step {step}"
+                    )
                 with wrapped.skip_synchronize():
                     wrapped.step()
             stats = compression.stats()
             sent = sum(sent[hvd.rank()] for sent in expected.bytes_sent)
-            assert stats["bytes_sent"] == sent, f"{id}: {stats['bytes_sent']} bytes sent, {sent} in simulate"
+            assert stats["bytes_sent"] == sent, (
+                f"{id}: {stats['bytes_sent']} bytes sent, {sent} in simulate"
+            )
             assert_replicas_identical(model)
 
 
 @case(2, 3)
 def residuals_follow_each_groups_learning_rate():
-    """efsignsgd under a scheduler, with a group of its own rate, through a checkpoint: as `simulate`, which is as published."""
+    """efsignsgd under a scheduler, with a group of its own rate, through a checkpoint: as
+    `simulate`, which is as published."""
     groups, rates = {"matrix": 1.0, "kernel": 0.3}, [0.1, 0.2, 0.2, 0.02, 0.5, 0.05]
 
     def start():
         params = {name: nn.Parameter(torch.zeros(alike.SHAPES[name])) for name in groups}
-        optimizer = torch.optim.SGD([{"params": [params[name]], "lr": times} for name, times in groups.items()])
-        compression = hvdc.Compression.from_spec("efsignsgd:min_numel=0", optimizer, list(params.items()))
-        wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=list(params.items()), compression=compression)
-        return params, compression, wrapped, torch.optim.lr_scheduler.LambdaLR(wrapped, lambda step: rates[min(step, 5)])
+        optimizer = torch.optim.SGD(
+            [{"params": [params[name]], "lr": times} for name, times in groups.items()]
+        )
+        compression = hvdc.Compression.from_spec(
+            "efsignsgd:min_numel=0", optimizer, list(params.items())
+        )
+        wrapped = hvd.DistributedOptimizer(
+            optimizer, named_parameters=list(params.items()), compression=compression
+        )
+        return (
+            params,
+            compression,
+            wrapped,
+            torch.optim.lr_scheduler.LambdaLR(wrapped, lambda step: rates[min(step, 5)]),
+        )
 
     def take(params, wrapped, scheduler, steps):
         for step in steps:
             given = alike.gradients(hvd.rank(), step)
             wrapped.zero_grad()
-            sum((param * torch.from_numpy(given[name])).sum() for name, param in params.items()).backward()
+            sum(
+                (param * torch.from_numpy(given[name])).sum() for name, param in params.items()
+            ).backward()
             wrapped.step()
             scheduler.step()
 
@@ -81,13 +108,21 @@ def residuals_follow_each_groups_learning_rate():
     for name, times in groups.items():
         own = [[{name: named[name]} for named in ranks] for ranks in gradients]
         run = simulate("efsignsgd:min_numel=0", own, lr=[rate * times for rate in rates])
-        expected = -sum(rate * times * mean[name].astype(np.float64) for rate, mean in zip(rates, run.mean))
+        expected = -sum(
+            rate * times * mean[name].astype(np.float64) for rate, mean in zip(rates, run.mean)
+        )
         np.testing.assert_allclose(params[name].detach().numpy(), expected, rtol=1e-4, atol=1e-5)
         plain = simulate("efsignsgd:min_numel=0", own)
-        other = -sum(rate * times * mean[name].astype(np.float64) for rate, mean in zip(rates, plain.mean))
-        assert np.abs(other - expected).max() > 0.01 * np.abs(expected).max(), "the rates would not show"
+        other = -sum(
+            rate * times * mean[name].astype(np.float64) for rate, mean in zip(rates, plain.mean)
+        )
+        assert np.abs(other - expected).max() > 0.01 * np.abs(expected).max(), (
+            "the rates would not show"
+        )
         residual = compression.state_dict()["tensors"][name]["residual"].numpy()
-        np.testing.assert_allclose(residual, run.state[hvd.rank()][name]["residual"], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            residual, run.state[hvd.rank()][name]["residual"], rtol=1e-4, atol=1e-4
+        )
     with raises(ValueError, "follow_lr needs the optimizer"):
         hvdc.Compression.from_spec("efsignsgd:follow_lr=true", None, list(params.items()))
 
@@ -102,19 +137,31 @@ def coordinates_of_the_whole_model():
     for spec in ("globalrandk:k=40", "maxnorm:k=40", "multiscale:k=40,unbiased=true"):
         spec += ",of=model,min_numel=0"
         found, compression = reduced(spec, steps=3)
-        run = simulate(spec, [[named(rank, step) for rank in range(hvd.size())] for step in range(3)])
-        expected = np.array([np.concatenate([mean[name].reshape(-1) for name in named(0, 0)]) for mean in run.mean])
+        run = simulate(
+            spec, [[named(rank, step) for rank in range(hvd.size())] for step in range(3)]
+        )
+        expected = np.array(
+            [np.concatenate([mean[name].reshape(-1) for name in named(0, 0)]) for mean in run.mean]
+        )
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
-        assert compression.stats()["bytes_sent"] == sum(sent[hvd.rank()] for sent in run.bytes_sent), spec
+        assert compression.stats()["bytes_sent"] == sum(
+            sent[hvd.rank()] for sent in run.bytes_sent
+        ), spec
 
 
 @case(2)
 def every_algorithm_trains():
-    """Hooks in any order, accumulation, half precision, a scaler that skips a step: finite, and the same on all ranks."""
+    """Hooks in any order, accumulation, half precision, a scaler that skips a step: finite, and the
+    same on all ranks."""
     for id in available():
         model = model_of()
         model.shared.half()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.001 if id == "signsgd" else 0.01, momentum=0.9, weight_decay=1e-4)
+        optimizer = torch.optim.SGD(
+            model.parameters(),
+            lr=0.001 if id == "signsgd" else 0.01,
+            momentum=0.9,
+            weight_decay=1e-4,
+        )
         compression = hvdc.Compression.from_spec(id, optimizer, model.named_parameters())
         wrapped = wrap(model, optimizer, compression, backward_passes_per_step=2)
         for step, (x, y) in enumerate(batches(12)):
@@ -124,14 +171,18 @@ def every_algorithm_trains():
             (loss * (float("nan") if step == 5 and hvd.rank() == 1 else 1)).backward()
             if step % 2:
                 wrapped.synchronize()
-                finite = all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
+                finite = all(
+                    torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad
+                )
                 assert finite == (step != 5), f"{id}: finite {finite} in step {step}"
                 with wrapped.skip_synchronize():
                     if finite:
                         wrapped.step()
                 model.zero_grad()
         assert_replicas_identical(model)
-        assert compression.stats()["steps_undone"] == 1, f"{id}: {compression.stats()['steps_undone']} steps undone"
+        assert compression.stats()["steps_undone"] == 1, (
+            f"{id}: {compression.stats()['steps_undone']} steps undone"
+        )
 
 
 @case()
@@ -142,14 +193,21 @@ def told_gradients_to_a_file():
         params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in alike.SHAPES.items()}
         optimizer = torch.optim.Adam(params.values())
         compression = hvdc.Compression.from_spec(spec, optimizer, list(params.items()))
-        wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=list(params.items()), compression=compression)
+        wrapped = hvd.DistributedOptimizer(
+            optimizer, named_parameters=list(params.items()), compression=compression
+        )
         results[spec] = []
         for step in range(alike.STEPS):
             wrapped.zero_grad()
             given = alike.gradients(hvd.rank(), step)
-            sum((params[name] * torch.from_numpy(gradient)).sum() for name, gradient in given.items()).backward()
+            sum(
+                (params[name] * torch.from_numpy(gradient)).sum()
+                for name, gradient in given.items()
+            ).backward()
             wrapped.synchronize()
-            results[spec].append({name: param.grad.numpy().copy() for name, param in params.items()})
+            results[spec].append(
+                {name: param.grad.numpy().copy() for name, param in params.items()}
+            )
         sent[spec] = compression.stats()["bytes_sent"]
     alike.write(f"{sys.argv[2]}.{hvd.rank()}.npz", results, sent)
 
@@ -161,11 +219,15 @@ def a_compressor_of_another_package():
     optimizer = torch.optim.Adam(params.values())
     compression = hvdc.Compression.cyclic(optimizer, list(params.items()), every=4)
     assert compression.config["id"] == "cyclic"
-    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=list(params.items()), compression=compression)
+    wrapped = hvd.DistributedOptimizer(
+        optimizer, named_parameters=list(params.items()), compression=compression
+    )
     for step, means in enumerate(alike.cyclic_means(4, hvd.size())):
         wrapped.zero_grad()
         given = alike.gradients(hvd.rank(), step)
-        sum((params[name] * torch.from_numpy(gradient)).sum() for name, gradient in given.items()).backward()
+        sum(
+            (params[name] * torch.from_numpy(gradient)).sum() for name, gradient in given.items()
+        ).backward()
         wrapped.synchronize()
         for name, mean in means.items():
             np.testing.assert_allclose(params[name].grad.numpy(), mean, atol=1e-6)

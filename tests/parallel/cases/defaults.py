@@ -1,4 +1,5 @@
 """torch's default dtype and device, which users change, change nothing."""
+
 import contextlib
 
 import horovod.torch as hvd

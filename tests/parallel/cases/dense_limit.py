@@ -1,4 +1,5 @@
 """The dense limit: where everything is sent, parameters are those of plain Horovod."""
+
 import horovod.torch as hvd
 import torch
 from checks import registry
@@ -6,7 +7,17 @@ from torch import nn
 
 import horovod_compress.torch as hvdc
 
-from .training import DENSE, assert_close, assert_replicas_identical, batches, compressed, model_of, sgd, train, wrap
+from .training import (
+    DENSE,
+    assert_close,
+    assert_replicas_identical,
+    batches,
+    compressed,
+    model_of,
+    sgd,
+    train,
+    wrap,
+)
 
 CASES, case = registry()
 
@@ -18,7 +29,11 @@ def dense_limit():
             for spec in (DENSE, DENSE + ",min_numel=0"):
                 options = {"nesterov": nesterov, "weight_decay": weight_decay}
                 reference, model = model_of(), model_of()
-                train(reference, wrap(reference, sgd(reference, **options), hvd.Compression.none), batches(20))
+                train(
+                    reference,
+                    wrap(reference, sgd(reference, **options), hvd.Compression.none),
+                    batches(20),
+                )
                 compressed(model, sgd(model, **options), steps=20, spec=spec)
                 assert_close(model, reference)
                 assert_replicas_identical(model)
@@ -26,11 +41,14 @@ def dense_limit():
 
 @case(2)
 def dense_limit_through_gathered_payloads():
-    """At 16-bit values a full density still moves less than dense on 2 ranks, so it is gathered. Gradients of few
-    significant bits survive that exactly."""
+    """At 16-bit values a full density still moves less than dense on 2 ranks, so it is gathered.
+    Gradients of few significant bits survive that exactly."""
     reference, model = nn.Linear(40, 40, bias=False), nn.Linear(40, 40, bias=False)
     model.load_state_dict(reference.state_dict())
-    for net, spec in ((reference, None), (model, "dgc:ratio=1,masking=false,momentum=0,values=bf16")):
+    for net, spec in (
+        (reference, None),
+        (model, "dgc:ratio=1,masking=false,momentum=0,values=bf16"),
+    ):
         optimizer = torch.optim.SGD(net.parameters(), lr=2**-6)
         compression = hvdc.Compression.from_spec(spec, optimizer) if spec else hvd.Compression.none
         wrapped = wrap(net, optimizer, compression)
@@ -66,13 +84,19 @@ def dense_limit_with_parameter_groups_and_a_momentum_schedule():
                 {"params": model.norm.parameters(), "momentum": 0},
                 {"params": [*model.shared.parameters(), *model.out.parameters()], "nesterov": True},
             ],
-            lr=0.05, momentum=0.9, weight_decay=0.01,
+            lr=0.05,
+            momentum=0.9,
+            weight_decay=0.01,
         )
 
     models = model_of(), model_of()
     for model, spec in zip(models, (None, DENSE)):
         optimizer = optimizer_of(model)
-        compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters()) if spec else hvd.Compression.none
+        compression = (
+            hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+            if spec
+            else hvd.Compression.none
+        )
         wrapped = wrap(model, optimizer, compression)
         for step, batch in enumerate(batches(20)):
             if step == 10:

@@ -1,4 +1,6 @@
-"""Training on the kernels of a device, which test_devices.py asks for on some ranks or all; see KERNELS_ON_RANK."""
+"""Training on the kernels of a device, which test_devices.py asks for on some ranks or all; see
+KERNELS_ON_RANK."""
+
 import os
 
 import horovod.torch as hvd
@@ -35,7 +37,15 @@ def what_training_makes_is_written():
         train(model, wrap(model, optimizer, compression), batches(8))
         assert_replicas_identical(model)
         arrays = compression._exchange.arrays()["shared.weight"].values()
-        wanted = "device" if os.environ.get("HOROVOD_COMPRESS_KERNELS") == "device" else kernels.backend
-        assert spec.startswith(("max", "multi")) or {kernels.of(array).__name__.rpartition(".")[2] for array in arrays} == {wanted}
-        made[spec] = flat(model), compression.state_dict()["tensors"], compression.state_dict(portable=True)["tensors"]
+        wanted = (
+            "device" if os.environ.get("HOROVOD_COMPRESS_KERNELS") == "device" else kernels.backend
+        )
+        assert spec.startswith(("max", "multi")) or {
+            kernels.of(array).__name__.rpartition(".")[2] for array in arrays
+        } == {wanted}
+        made[spec] = (
+            flat(model),
+            compression.state_dict()["tensors"],
+            compression.state_dict(portable=True)["tensors"],
+        )
     torch.save(made, f"{os.environ['MADE']}.{hvd.rank()}")

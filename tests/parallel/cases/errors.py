@@ -1,4 +1,5 @@
 """Mistakes are errors: on every rank, in words, without a hang."""
+
 import time
 import warnings
 
@@ -10,7 +11,16 @@ from torch import nn
 import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError, binding, kernels
 
-from .training import assert_replicas_identical, batches, compressed, flat, model_of, sgd, train, wrap
+from .training import (
+    assert_replicas_identical,
+    batches,
+    compressed,
+    flat,
+    model_of,
+    sgd,
+    train,
+    wrap,
+)
 
 CASES, case = registry()
 
@@ -46,12 +56,21 @@ def mismatched_ranks_are_named():
 def ranks_on_different_kernels():
     """Asked for by name, with the reference on rank 1."""
     assert kernels.backend == ("reference" if hvd.rank() == 1 else "native")
-    for spec in ("dgc:ratio=0.05,clip_norm=1,min_numel=0", "terngrad:min_numel=0", "efsignsgd:min_numel=0"):
+    for spec in (
+        "dgc:ratio=0.05,clip_norm=1,min_numel=0",
+        "terngrad:min_numel=0",
+        "efsignsgd:min_numel=0",
+    ):
         model = model_of()
         compressed(model, sgd(model), 10, spec)
         assert_replicas_identical(model)
     model = model_of()
-    with raises(MismatchError, "rank 1 differs from rank 0 in kernels", "powersgd", "reference on rank 1, native on rank 0"):
+    with raises(
+        MismatchError,
+        "rank 1 differs from rank 0 in kernels",
+        "powersgd",
+        "reference on rank 1, native on rank 0",
+    ):
         compressed(model, sgd(model), 1, "powersgd")
 
 
@@ -76,7 +95,9 @@ def mistakes_get_clear_errors():
     compression = hvdc.Compression.dgc(optimizer, model.named_parameters())
     model.extra = nn.Linear(10, 10)
     optimizer.add_param_group({"params": model.extra.parameters()})
-    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    wrapped = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression
+    )
     assert wrapped.param_groups[-1]["params"] == list(model.extra.parameters())
     x, y = next(batches(1))
     with raises(ValueError, "add_param_group"):
@@ -117,7 +138,11 @@ def momentum_is_taken_over_and_nothing_is_patched():
 @case(1)
 def one_rank_trains_as_without_compression():
     reference, model = model_of(), model_of()
-    train(reference, wrap(reference, sgd(reference, weight_decay=0.01), hvd.Compression.none), batches(5))
+    train(
+        reference,
+        wrap(reference, sgd(reference, weight_decay=0.01), hvd.Compression.none),
+        batches(5),
+    )
     compression = compressed(model, sgd(model, weight_decay=0.01), 5)
     assert torch.equal(flat(model), flat(reference))
     assert compression.stats()["steps"] == 0
@@ -126,10 +151,15 @@ def one_rank_trains_as_without_compression():
 def assert_join_is_refused(spec, *words):
     model = model_of()
     optimizer = sgd(model)
-    wrapped = wrap(model, optimizer, hvdc.Compression.from_spec(spec, optimizer, model.named_parameters()))
-    train(model, wrapped, batches(20))  # until frames keep their lengths, so that Horovod would answer from its cache
+    wrapped = wrap(
+        model, optimizer, hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+    )
+    # Until frames keep their lengths, so that Horovod would answer from its cache.
+    train(model, wrapped, batches(20))
     if hvd.rank() == 0:
-        with raises(RuntimeError, *words, "1 of 2 ranks have called hvd.join() (rank 1)", "hvdc.uneven"):
+        with raises(
+            RuntimeError, *words, "1 of 2 ranks have called hvd.join() (rank 1)", "hvdc.uneven"
+        ):
             train(model, wrapped, batches(1))
     hvd.join()
 
@@ -156,8 +186,10 @@ def join_is_refused_after_a_step_that_failed():
         with raises(KeyError, "spoilt"):
             train(model, optimizer, batches(1))
         hook.remove()
-        time.sleep(1)  # until what was sent has come back
-        optimizer.load_state_dict(optimizer.state_dict())  # which makes Horovod forget what it has sent
+        # Until what was sent has come back.
+        time.sleep(1)
+        # Which makes Horovod forget what it has sent.
+        optimizer.load_state_dict(optimizer.state_dict())
         with raises(RuntimeError, "1 of 2 ranks have called hvd.join() (rank 1)"):
             train(model, optimizer, batches(1))
     hvd.join()
@@ -165,10 +197,13 @@ def join_is_refused_after_a_step_that_failed():
 
 @case()
 def join_is_refused_with_split():
-    assert_join_is_refused("dgc:exchange=split", "hvd.join() works with Horovod's own reductions only")
+    assert_join_is_refused(
+        "dgc:exchange=split", "hvd.join() works with Horovod's own reductions only"
+    )
 
 
 @case()
 def join_is_refused_with_sums():
-    """The same for payloads that an allreduce adds up: without the ranks that have joined their sums would be too small."""
+    """The same for payloads that an allreduce adds up: without the ranks that have joined their
+    sums would be too small."""
     assert_join_is_refused("maxnorm", "sums of this compression are wrong without them")

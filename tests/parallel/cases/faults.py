@@ -1,4 +1,5 @@
 """Faults while training: the next step works, or an error says what to do, and nothing is lost."""
+
 import contextlib
 import copy
 import dataclasses
@@ -20,10 +21,24 @@ from torch.utils.data import DataLoader, TensorDataset
 import horovod_compress.torch as hvdc
 from horovod_compress.compressors.topk import TopK
 
-from .training import assert_close, assert_replicas_identical, batches, flat, model_of, sgd, train, wrap
+from .training import (
+    assert_close,
+    assert_replicas_identical,
+    batches,
+    flat,
+    model_of,
+    sgd,
+    train,
+    wrap,
+)
 
 CASES, case = registry()
-SPECS = ("topk:ratio=0.1,sample_ratio=1", "dgc:ratio=0.1,sample_ratio=1", "powersgd:rank=2", "adacomp")
+SPECS = (
+    "topk:ratio=0.1,sample_ratio=1",
+    "dgc:ratio=0.1,sample_ratio=1",
+    "powersgd:rank=2",
+    "adacomp",
+)
 LIKE_TOPK = {"sample_ratio": 1.0, "ratio": 0.1}
 
 
@@ -40,11 +55,16 @@ def setup(spec="topk:ratio=0.1,sample_ratio=1", **options):
 
 def state_of(compression):
     tensors = compression.state_dict()["tensors"]
-    return torch.cat([array.flatten() for arrays in tensors.values() for array in arrays.values()] or [torch.zeros(1)])
+    return torch.cat(
+        [array.flatten() for arrays in tensors.values() for array in arrays.values()]
+        or [torch.zeros(1)]
+    )
 
 
 def assert_same(run, other, what):
-    assert torch.equal(flat(run[0]), flat(other[0])), f"{what}: parameters differ by {(flat(run[0]) - flat(other[0])).abs().max()}"
+    assert torch.equal(flat(run[0]), flat(other[0])), (
+        f"{what}: parameters differ by {(flat(run[0]) - flat(other[0])).abs().max()}"
+    )
     assert torch.equal(state_of(run[1]), state_of(other[1])), f"{what}: what is kept differs"
     assert_replicas_identical(run[0])
 
@@ -55,7 +75,8 @@ def loss_of(model, batch):
 
 @contextlib.contextmanager
 def during_backward(model, fault, ranks):
-    """The fault happens on these ranks when the gradient of the shared layer comes, after that of the last one."""
+    """The fault happens on these ranks when the gradient of the shared layer comes, after that of
+    the last one."""
     handle = model.shared.weight.register_hook(lambda _: fault() if hvd.rank() in ranks else None)
     try:
         yield
@@ -73,11 +94,14 @@ def interrupt():
 
 @case(2)
 def exceptions_in_backward_and_after_it_leave_no_trace():
-    """In a hook, on one rank or both, or in the user's loop: synchronize() and zero_grad(), and bit for bit the step has never been."""
+    """In a hook, on one rank or both, or in the user's loop: synchronize() and zero_grad(), and bit
+    for bit the step has never been."""
     for spec in SPECS:
         reference, run = setup(spec, discardable=True), setup(spec, discardable=True)
         model, _, optimizer = run
-        for seed, (fault, ranks) in enumerate(((fail, (0, 1)), (fail, (1,)), (interrupt, (0, 1)), (interrupt, (0,)), (None, ()))):
+        for seed, (fault, ranks) in enumerate(
+            ((fail, (0, 1)), (fail, (1,)), (interrupt, (0, 1)), (interrupt, (0,)), (None, ()))
+        ):
             train(*reference[::2], batches(2, seed))
             train(model, optimizer, batches(2, seed))
             optimizer.zero_grad()
@@ -98,21 +122,29 @@ def exceptions_in_backward_and_after_it_leave_no_trace():
 
 @case(2)
 def gradients_of_a_step_that_failed_are_conserved():
-    """Without discardable, on one rank: the step is taken with what there is. What was sent and what is kept add up to all gradients that came."""
+    """Without discardable, on one rank: the step is taken with what there is. What was sent and
+    what is kept add up to all gradients that came."""
     for spec in ("topk:ratio=0.1", "adacomp", "powersgd:rank=2"):
         model, compression, optimizer = setup(spec)
         before, came = flat(model), {}
         watched = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         total = {name: torch.zeros_like(p) for name, p in watched}
-        hooks = [p.register_hook(lambda g, name=name: came.__setitem__(name, g.clone())) for name, p in watched]
+        hooks = [
+            p.register_hook(lambda g, name=name: came.__setitem__(name, g.clone()))
+            for name, p in watched
+        ]
         for step, batch in enumerate(batches(6)):
             optimizer.zero_grad()
             came.clear()
-            with contextlib.suppress(Fault), during_backward(model, fail, (1,) if step == 3 else ()):
+            with (
+                contextlib.suppress(Fault),
+                during_backward(model, fail, (1,) if step == 3 else ()),
+            ):
                 loss_of(model, batch).backward()
             if step == 3 and hvd.rank() == 1:
                 assert 0 < len(came) < len(watched)
-                came.pop("shared.weight", None)  # recorded before the fault, and never handed over
+                # Recorded before the fault, and never handed over.
+                came.pop("shared.weight", None)
             for name, gradient in came.items():
                 total[name] += gradient
             optimizer.step()
@@ -122,10 +154,19 @@ def gradients_of_a_step_that_failed_are_conserved():
         start = torch.split(before, [p.numel() for p in model.parameters()])
         for (name, p), old in zip(model.named_parameters(), start):
             if p.requires_grad:
-                residual = next((array for key, array in kept[name].items() if key in ("residual", "v", "r")), torch.zeros(p.numel()))
-                owed = hvd.allreduce(total[name].flatten() - residual.flatten(), name=f"owed {name}")
+                residual = next(
+                    (array for key, array in kept[name].items() if key in ("residual", "v", "r")),
+                    torch.zeros(p.numel()),
+                )
+                owed = hvd.allreduce(
+                    total[name].flatten() - residual.flatten(), name=f"owed {name}"
+                )
                 moved = (old - after[name].detach().flatten()) / 0.05
-                assert (moved - owed).abs().max() <= 1e-4 * max(1, owed.abs().max()), (spec, name, (moved - owed).abs().max())
+                assert (moved - owed).abs().max() <= 1e-4 * max(1, owed.abs().max()), (
+                    spec,
+                    name,
+                    (moved - owed).abs().max(),
+                )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -149,7 +190,8 @@ def reload(run, saved):
 
 @case(2)
 def control_c_while_results_come():
-    """The step is given up, and the next one works. With the last saved states it is as if nothing had been."""
+    """The step is given up, and the next one works. With the last saved states it is as if nothing
+    had been."""
     reference = setup()
     train(*reference[::2], batches(6))
     for saved in (True, False):
@@ -159,7 +201,11 @@ def control_c_while_results_come():
         Interrupted.at.add("the next")
         with raises(KeyboardInterrupt):
             train(model, optimizer, batches(1, seed=5))
-        with raises(RuntimeError, "the step was interrupted while the result of", "load the last saved states"):
+        with raises(
+            RuntimeError,
+            "the step was interrupted while the result of",
+            "load the last saved states",
+        ):
             optimizer.step()
         if saved:
             reload(run, states)
@@ -169,7 +215,8 @@ def control_c_while_results_come():
 
 @case(2)
 def a_backward_pass_too_many_gives_the_step_up():
-    """An exception between backward() and step(), and the loop goes on: Horovod refuses, the compression gives the step up, the next one works."""
+    """An exception between backward() and step(), and the loop goes on: Horovod refuses, the
+    compression gives the step up, the next one works."""
     for spec in SPECS:
         reference, run = setup(spec, discardable=True), setup(spec, discardable=True)
         train(*reference[::2], batches(6))
@@ -193,8 +240,11 @@ def a_rank_that_stops_for_a_while():
         reference, run = setup(), setup(f"topk:ratio=0.1,sample_ratio=1,transport={transport}")
         train(*reference[::2], batches(60))
         began = time.monotonic()
-        if hvd.rank() == 0:  # not in a thread: none runs while Horovod waits for a result
-            stops = subprocess.Popen(["sh", "-c", f"sleep 0.02; kill -STOP {pids[1]}; sleep 1; kill -CONT {pids[1]}"])
+        # Not in a thread: none runs while Horovod waits for a result.
+        if hvd.rank() == 0:
+            stops = subprocess.Popen(
+                ["sh", "-c", f"sleep 0.02; kill -STOP {pids[1]}; sleep 1; kill -CONT {pids[1]}"]
+            )
         train(*run[::2], batches(60))
         assert time.monotonic() - began > 0.9, "no rank had to wait"
         assert_same(run, reference, transport)
@@ -214,7 +264,8 @@ def full_disk(limit):
 
 @case(2)
 def a_disk_that_is_full_at_a_checkpoint():
-    """torch's error, on the rank that has it; training goes on, what was saved before is whole, and saving again works."""
+    """torch's error, on the rank that has it; training goes on, what was saved before is whole, and
+    saving again works."""
     reference, run = setup(), setup()
     train(*reference[::2], batches(6))
     model, compression, optimizer = run
@@ -265,7 +316,8 @@ def data_that_forked_processes_load():
 
 @case()
 def ends_after_fewer_steps():
-    """By name: the process of rank 1 ends without an error while the other waits for it, in its sixth step. Horovod 0.28 loses what a rank
-    enqueues in the very moment in which another ends, and that rank would wait forever."""
+    """By name: the process of rank 1 ends without an error while the other waits for it, in its
+    sixth step. Horovod 0.28 loses what a rank enqueues in the very moment in which another ends,
+    and that rank would wait forever."""
     train(*setup()[::2], batches(5 if hvd.rank() == 1 else 1000))
     time.sleep(5)

@@ -1,4 +1,5 @@
 """Gradients and parameters of float64."""
+
 import warnings
 
 import horovod.torch as hvd

@@ -1,4 +1,6 @@
-"""Replicas stay identical, and nothing is scaled wrongly, under every option of hvd.DistributedOptimizer."""
+"""Replicas stay identical, and nothing is scaled wrongly, under every option of
+hvd.DistributedOptimizer."""
+
 import horovod.torch as hvd
 import torch
 from checks import raises, registry
@@ -6,7 +8,18 @@ from torch import nn
 
 import horovod_compress.torch as hvdc
 
-from .training import DENSE, assert_close, assert_replicas_identical, batches, compressed, flat, model_of, sgd, train, wrap
+from .training import (
+    DENSE,
+    assert_close,
+    assert_replicas_identical,
+    batches,
+    compressed,
+    flat,
+    model_of,
+    sgd,
+    train,
+    wrap,
+)
 
 CASES, case = registry()
 
@@ -14,7 +27,9 @@ CASES, case = registry()
 @case(2, 3, 4)
 def replicas_identical_after_100_steps():
     model = model_of()
-    compression = compressed(model, sgd(model, nesterov=True, weight_decay=1e-4), 100, "dgc:ratio=0.001")
+    compression = compressed(
+        model, sgd(model, nesterov=True, weight_decay=1e-4), 100, "dgc:ratio=0.001"
+    )
     assert_replicas_identical(model)
     stats = compression.stats()
     assert stats["steps"] == 100 and stats["elements_sent"] > 0 and stats["residual_norm"] > 0
@@ -35,30 +50,51 @@ def optimizer_options():
             assert_replicas_identical(model)
             if spec in (DENSE, "none"):
                 reference = model_of()
-                train(reference, wrap(reference, sgd(reference, lr=0.01), hvd.Compression.none, **options), batches(10))
+                train(
+                    reference,
+                    wrap(reference, sgd(reference, lr=0.01), hvd.Compression.none, **options),
+                    batches(10),
+                )
                 assert_close(model, reference)
 
 
 @case(2, 4, 8)
 def clip_norm_limits_the_update_as_clip_grad_norm_does():
-    """Where the ranks' gradients are independent and far above the limit, the update has the norm that vanilla clipping gives it."""
+    """Where the ranks' gradients are independent and far above the limit, the update has the norm
+    that vanilla clipping gives it."""
     for options in ({}, {"op": hvd.Sum}, {"gradient_predivide_factor": 4.0}):
-        for spec in (None, "dgc:ratio=1,momentum=0,clip_norm=1,min_numel=0", "dgc:ratio=0.5,momentum=0,clip_norm=1"):
+        for spec in (
+            None,
+            "dgc:ratio=1,momentum=0,clip_norm=1,min_numel=0",
+            "dgc:ratio=0.5,momentum=0,clip_norm=1",
+        ):
             torch.manual_seed(hvd.rank())
             noise = {"matrix": torch.randn(80, 100), "bias": torch.randn(900)}
             norm = torch.cat([tensor.flatten() for tensor in noise.values()]).norm()
-            params = {name: nn.Parameter(torch.zeros_like(tensor)) for name, tensor in noise.items()}
+            params = {
+                name: nn.Parameter(torch.zeros_like(tensor)) for name, tensor in noise.items()
+            }
             optimizer = torch.optim.SGD(params.values(), lr=1.0)
-            compression = hvdc.Compression.from_spec(spec, optimizer, params.items()) if spec else hvd.Compression.none
-            optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=params.items(), compression=compression, **options)
-            sum((10 * hvd.size() / norm * noise[name] * param).sum() for name, param in params.items()).backward()
+            compression = (
+                hvdc.Compression.from_spec(spec, optimizer, params.items())
+                if spec
+                else hvd.Compression.none
+            )
+            optimizer = hvd.DistributedOptimizer(
+                optimizer, named_parameters=params.items(), compression=compression, **options
+            )
+            sum(
+                (10 * hvd.size() / norm * noise[name] * param).sum()
+                for name, param in params.items()
+            ).backward()
             optimizer.synchronize()
             if spec is None:
                 nn.utils.clip_grad_norm_(params.values(), 1.0)
             with optimizer.skip_synchronize():
                 optimizer.step()
             update = torch.cat([param.detach().flatten() for param in params.values()])
-            if spec and "0.5" in spec:  # what was not sent yet is in the residual, and no part of the limit
+            # What was not sent yet is in the residual, and no part of the limit.
+            if spec and "0.5" in spec:
                 assert update.norm() < 1.1, f"{options}, {spec}: {update.norm()}"
             else:
                 assert 0.9 < update.norm() < 1.1, f"{options}, {spec}: {update.norm()}"
@@ -66,7 +102,8 @@ def clip_norm_limits_the_update_as_clip_grad_norm_does():
 
 @case(8)
 def payloads_that_would_move_more_than_dense_ones_go_dense():
-    """9 bits an element from 8 ranks move more than a ring allreduce of 32: the mean is plain Horovod's, and so are the bytes."""
+    """9 bits an element from 8 ranks move more than a ring allreduce of 32: the mean is plain
+    Horovod's, and so are the bytes."""
     reference, model = model_of(), model_of()
     train(reference, wrap(reference, sgd(reference, momentum=0), hvd.Compression.none), batches(5))
     optimizer = sgd(model, momentum=0)
@@ -80,13 +117,20 @@ def payloads_that_would_move_more_than_dense_ones_go_dense():
 
 @case(2)
 def average_sum_and_predivide_scale_gathered_payloads_alike():
-    """The same gathered entries: Sum is twice Average on 2 ranks, a predivide factor changes nothing."""
+    """The same gathered entries: Sum is twice Average on 2 ranks, a predivide factor changes
+    nothing."""
     updates = {}
-    for label, options in (("average", {}), ("predivide", {"gradient_predivide_factor": 4.0}), ("sum", {"op": hvd.Sum})):
+    for label, options in (
+        ("average", {}),
+        ("predivide", {"gradient_predivide_factor": 4.0}),
+        ("sum", {"op": hvd.Sum}),
+    ):
         model = nn.Linear(64, 64, bias=False)
         nn.init.zeros_(model.weight)
         compressed_optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        compression = hvdc.Compression.dgc(compressed_optimizer, model.named_parameters(), ratio=0.05)
+        compression = hvdc.Compression.dgc(
+            compressed_optimizer, model.named_parameters(), ratio=0.05
+        )
         wrapped = wrap(model, compressed_optimizer, compression, **options)
         generator = torch.Generator().manual_seed(hvd.rank())
         (model.weight * torch.randn(64, 64, generator=generator)).sum().backward()
@@ -102,7 +146,11 @@ def backward_passes_per_step():
     models = model_of(), model_of()
     for model, spec in zip(models, (None, DENSE)):
         optimizer = sgd(model, weight_decay=0.01)
-        compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters()) if spec else hvd.Compression.none
+        compression = (
+            hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+            if spec
+            else hvd.Compression.none
+        )
         wrapped = wrap(model, optimizer, compression, backward_passes_per_step=2)
         data = list(batches(11))
         for step in range(0, 11, 2):  # the last step has one pass only
@@ -119,21 +167,34 @@ def process_set():
     pair = hvd.add_process_set([0, 2])
     model, reference = model_of(), model_of()
     optimizer = sgd(model, weight_decay=0.01)
-    compression = hvdc.Compression.from_spec(DENSE, optimizer, model.named_parameters(), process_set=pair)
+    compression = hvdc.Compression.from_spec(
+        DENSE, optimizer, model.named_parameters(), process_set=pair
+    )
     plain = hvd.DistributedOptimizer(
-        sgd(reference, weight_decay=0.01), named_parameters=reference.named_parameters(), process_set=pair
+        sgd(reference, weight_decay=0.01),
+        named_parameters=reference.named_parameters(),
+        process_set=pair,
     )
     wrapped = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=compression, process_set=pair
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=compression,
+        process_set=pair,
     )
     train(reference, plain, batches(10))
     train(model, wrapped, batches(10))
-    assert_close(model, reference)  # on rank 1, which is outside, too: there nothing was taken over
+    # On rank 1, which is outside, too: there nothing was taken over.
+    assert_close(model, reference)
     sparse = model_of()
     optimizer = sgd(sparse)
-    compression = hvdc.Compression.dgc(optimizer, sparse.named_parameters(), process_set=pair, ratio=0.01)
+    compression = hvdc.Compression.dgc(
+        optimizer, sparse.named_parameters(), process_set=pair, ratio=0.01
+    )
     wrapped = hvd.DistributedOptimizer(
-        optimizer, named_parameters=sparse.named_parameters(), compression=compression, process_set=pair
+        optimizer,
+        named_parameters=sparse.named_parameters(),
+        compression=compression,
+        process_set=pair,
     )
     train(sparse, wrapped, batches(10))
     if hvd.rank() != 1:
@@ -162,7 +223,8 @@ def parameters_unused_in_a_step():
         compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
         wrapped = wrap(model, optimizer, compression)
         for step, (x, y) in enumerate(batches(20)):
-            model.train((step + hvd.rank()) % 3 != 0)  # different branches on different ranks
+            # Different branches on different ranks.
+            model.train((step + hvd.rank()) % 3 != 0)
             model.zero_grad(set_to_none=set_to_none)
             nn.functional.cross_entropy(model(x), y).backward()
             wrapped.step()
@@ -184,12 +246,19 @@ def sparse_embeddings_as_dense():
     def words(steps):
         generator = torch.Generator().manual_seed(hvd.rank())
         for _ in range(steps):
-            yield torch.randint(0, 100, (8, 4), generator=generator), torch.randint(0, 10, (8,), generator=generator)
+            yield (
+                torch.randint(0, 100, (8, 4), generator=generator),
+                torch.randint(0, 10, (8,), generator=generator),
+            )
 
     reference, model = model_of(Embeddings), model_of(Embeddings)
     for net, spec in ((reference, None), (model, DENSE)):
         optimizer = sgd(net, momentum=0)
-        compression = hvdc.Compression.from_spec(spec, optimizer, net.named_parameters()) if spec else hvd.Compression.none
+        compression = (
+            hvdc.Compression.from_spec(spec, optimizer, net.named_parameters())
+            if spec
+            else hvd.Compression.none
+        )
         train(net, wrap(net, optimizer, compression, sparse_as_dense=True), words(10))
     assert_close(model, reference)
 
@@ -200,16 +269,21 @@ def sparse_embeddings_as_dense():
     assert_replicas_identical(model)
     assert compression.stats()["steps"] == 10
 
-    model = model_of(Embeddings)  # Horovod's own sparse path: fine without momentum, an error with it
+    # Horovod's own sparse path: fine without momentum, an error with it.
+    model = model_of(Embeddings)
     optimizer = sgd(model, momentum=0)
     compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
-    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    wrapped = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression
+    )
     train(model, wrapped, words(3))
     assert_replicas_identical(model)
     model = model_of(Embeddings)
     optimizer = sgd(model)
     compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
-    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    wrapped = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression
+    )
     with raises(ValueError, "sparse_as_dense=True"):
         train(model, wrapped, words(1))
 
@@ -224,13 +298,21 @@ def other_dtypes_and_memory_formats():
     ):
         for spec in (DENSE, "dgc:ratio=0.02", "dgc:ratio=0.02,clip_norm=1"):
             for groups in (None, 2):
-                model = convert(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(256, 10)))
+                model = convert(
+                    nn.Sequential(
+                        nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(256, 10)
+                    )
+                )
                 optimizer = sgd(model, lr=0.01, weight_decay=0.01)
                 compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
-                for p in model.parameters():  # Horovod 0.28.1 broadcasts neither bfloat16 nor channels_last
+                # Horovod 0.28.1 broadcasts neither bfloat16 nor channels_last.
+                for p in model.parameters():
                     p.data.copy_(hvd.broadcast(p.detach().float().contiguous(), 0))
                 wrapped = hvd.DistributedOptimizer(
-                    optimizer, named_parameters=model.named_parameters(), compression=compression, groups=groups
+                    optimizer,
+                    named_parameters=model.named_parameters(),
+                    compression=compression,
+                    groups=groups,
                 )
                 for x, y in batches(5):
                     wrapped.zero_grad()
@@ -246,7 +328,11 @@ def manual_synchronize_and_clipping():
     models = model_of(), model_of()
     for model, spec in zip(models, (None, "dgc:ratio=1,masking=false,momentum=0")):
         optimizer = sgd(model, weight_decay=0.01)
-        compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters()) if spec else hvd.Compression.none
+        compression = (
+            hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+            if spec
+            else hvd.Compression.none
+        )
         wrapped = wrap(model, optimizer, compression)
         for x, y in batches(10):
             wrapped.zero_grad()
@@ -257,7 +343,8 @@ def manual_synchronize_and_clipping():
                 wrapped.step()
     assert_close(models[1], models[0])
 
-    model = model_of()  # weight decay once a step, whether the user synchronizes or step() does
+    # Weight decay once a step, whether the user synchronizes or step() does.
+    model = model_of()
     reference = model_of()
     for net, manual in ((reference, False), (model, True)):
         optimizer = sgd(net, weight_decay=0.1)

@@ -1,4 +1,5 @@
 """The optimizer's own options, state and checkpoints work as without compression."""
+
 import copy
 
 import horovod.torch as hvd
@@ -9,20 +10,39 @@ from torch import nn
 import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError
 
-from .training import DENSE, assert_close, assert_replicas_identical, batches, compressed, flat, model_of, sgd, train, wrap
+from .training import (
+    DENSE,
+    assert_close,
+    assert_replicas_identical,
+    batches,
+    compressed,
+    flat,
+    model_of,
+    sgd,
+    train,
+    wrap,
+)
 
 CASES, case = registry()
 
 
 def pair(make, compression_options=None, **wrap_options):
-    """(model, wrapped optimizer) without compression and with it, in the dense limit, both wrapped as the README does."""
+    """(model, wrapped optimizer) without compression and with it, in the dense limit, both wrapped
+    as the README does."""
     made = []
     for spec in (None, DENSE):
         model = model_of()
         optimizer = make(model)
-        compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters()) if spec else hvd.Compression.none
+        compression = (
+            hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+            if spec
+            else hvd.Compression.none
+        )
         optimizer = hvd.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters(), compression=compression, **wrap_options
+            optimizer,
+            named_parameters=model.named_parameters(),
+            compression=compression,
+            **wrap_options,
         )
         made.append((model, optimizer, compression))
     return made
@@ -39,7 +59,10 @@ def schedulers_see_and_set_the_groups_as_usual():
             scheduler = scheduler_of(optimizer)
             for batch in batches(20):
                 train(model, optimizer, [batch])
-                assert optimizer.param_groups[0]["momentum"] > 0.5 and optimizer.param_groups[0]["weight_decay"] == 0.01
+                assert (
+                    optimizer.param_groups[0]["momentum"] > 0.5
+                    and optimizer.param_groups[0]["weight_decay"] == 0.01
+                )
                 scheduler.step()
         assert_close(made[1][0], made[0][0])
 
@@ -47,12 +70,18 @@ def schedulers_see_and_set_the_groups_as_usual():
 @case(2)
 def options_turned_off_and_on_while_training():
     made = pair(lambda m: sgd(m, weight_decay=0.1))
-    changes = {3: {"weight_decay": 0}, 6: {"momentum": 0}, 9: {"momentum": 0.5}, 12: {"weight_decay": 0.05}}
+    changes = {
+        3: {"weight_decay": 0},
+        6: {"momentum": 0},
+        9: {"momentum": 0.5},
+        12: {"weight_decay": 0.05},
+    }
     for model, optimizer, _ in made:
         for step, batch in enumerate(batches(15)):
             optimizer.param_groups[0].update(changes.get(step, {}))
             train(model, optimizer, [batch])
-    # SGD keeps its buffer while momentum is 0 and takes it up again; here only the weight decay's part is kept so.
+    # SGD keeps its buffer while momentum is 0 and takes it up again; here only the weight decay's
+    # part is kept so.
     assert_close(made[1][0], made[0][0], 2e-2)
     made = pair(lambda m: sgd(m, weight_decay=0.1))
     changes.pop(6), changes.pop(9)
@@ -65,9 +94,12 @@ def options_turned_off_and_on_while_training():
 
 @case(2)
 def broadcast_optimizer_state_works_as_without_compression():
-    """Rank 0 has loaded a checkpoint of a plain run; the broadcast brings all of it, momentum too, to the others."""
+    """Rank 0 has loaded a checkpoint of a plain run; the broadcast brings all of it, momentum too,
+    to the others."""
     source = model_of()
-    trained = hvd.DistributedOptimizer(sgd(source, weight_decay=0.01), named_parameters=source.named_parameters())
+    trained = hvd.DistributedOptimizer(
+        sgd(source, weight_decay=0.01), named_parameters=source.named_parameters()
+    )
     train(source, trained, batches(5))
     checkpoint = source.state_dict(), trained.state_dict()
     checkpoint[1]["param_groups"][0]["lr"] = 0.02
@@ -76,7 +108,8 @@ def broadcast_optimizer_state_works_as_without_compression():
         if hvd.rank() == 0:
             model.load_state_dict(checkpoint[0])
             optimizer.load_state_dict(copy.deepcopy(checkpoint[1]))
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # steps on rank 1, so parameters come afterwards
+        # Steps on rank 1, so parameters come afterwards.
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         assert optimizer.param_groups[0]["lr"] == 0.02
         train(model, optimizer, batches(10, seed=3))
@@ -90,8 +123,15 @@ def resume_under_a_momentum_schedule_is_bit_for_bit():
         model = model_of()
         optimizer = sgd(model, weight_decay=0.01)
         compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.02)
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
-        return model, optimizer, compression, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression=compression
+        )
+        return (
+            model,
+            optimizer,
+            compression,
+            torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40),
+        )
 
     def go_on(model, optimizer, scheduler, seed):
         for batch in batches(10, seed):
@@ -124,11 +164,17 @@ def a_rank_that_skips_backward_changes_nothing_for_the_others():
 
 @case(2)
 def options_that_differ_are_named_at_the_first_step():
-    for options, words in (({"lr": 0.1}, "lr"), ({"weight_decay": 0.1}, "weight_decay"), ({"maximize": True}, "maximize")):
+    for options, words in (
+        ({"lr": 0.1}, "lr"),
+        ({"weight_decay": 0.1}, "weight_decay"),
+        ({"maximize": True}, "maximize"),
+    ):
         model = model_of()
         optimizer = sgd(model, **(options if hvd.rank() == 1 else {}))
         compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
-        wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+        wrapped = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression=compression
+        )
         with raises(MismatchError, "parameter group 0." + words, "rank 1"):
             train(model, wrapped, batches(1))
 
@@ -136,7 +182,9 @@ def options_that_differ_are_named_at_the_first_step():
 @case(2)
 def an_optimizer_can_be_bound_again():
     reference, model = model_of(), model_of()
-    train(reference, wrap(reference, sgd(reference, nesterov=True), hvd.Compression.none), batches(5))
+    train(
+        reference, wrap(reference, sgd(reference, nesterov=True), hvd.Compression.none), batches(5)
+    )
     optimizer = sgd(model, nesterov=True)
     for spec in ("dgc:ratio=0.5", "dgc:nesterov=true,momentum=0.9", DENSE):
         compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
@@ -190,17 +238,24 @@ def half_precision_results_that_overflow_are_given_back():
     model = nn.Linear(64, 64, bias=False).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
-    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    wrapped = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression
+    )
     used, steps = torch.zeros(64, 64, dtype=torch.float64), 40
     for _ in range(steps):
         wrapped.zero_grad()
         (model.weight * torch.full((64, 64), 30000.0, dtype=torch.float16)).sum().backward()
         wrapped.synchronize()
-        if torch.isfinite(model.weight.grad).all():  # what a GradScaler would let through
+        # What a GradScaler would let through.
+        if torch.isfinite(model.weight.grad).all():
             used += model.weight.grad.double()
-    kept = hvd.allreduce(compression.state_dict()["tensors"]["weight"]["v"].double().view(64, 64), op=hvd.Average)
+    kept = hvd.allreduce(
+        compression.state_dict()["tensors"]["weight"]["v"].double().view(64, 64), op=hvd.Average
+    )
     assert compression.stats()["steps_undone"] > 0
-    torch.testing.assert_close(used + kept, torch.full((64, 64), 30000.0 * steps, dtype=torch.float64), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        used + kept, torch.full((64, 64), 30000.0 * steps, dtype=torch.float64), rtol=1e-3, atol=0
+    )
 
 
 @case(2)
@@ -210,13 +265,23 @@ def gradients_that_are_views_of_one_tensor():
     for spec in (None, DENSE, "topk:ratio=0.05"):
         model = model_of()
         optimizer = sgd(model)
-        wrapped = wrap(model, optimizer, hvdc.Compression.from_spec(spec, optimizer, model.named_parameters()) if spec else hvd.Compression.none)
+        wrapped = wrap(
+            model,
+            optimizer,
+            hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+            if spec
+            else hvd.Compression.none,
+        )
         for x, y in batches(5):
             wrapped.zero_grad()
             every = torch.cat([p.flatten() for p in model.parameters()])
             parts = every.split([p.numel() for p in model.parameters()])
-            named = {name: part.view_as(p) for (name, p), part in zip(model.named_parameters(), parts)}
-            nn.functional.cross_entropy(torch.func.functional_call(model, named, (x,)), y).backward()
+            named = {
+                name: part.view_as(p) for (name, p), part in zip(model.named_parameters(), parts)
+            }
+            nn.functional.cross_entropy(
+                torch.func.functional_call(model, named, (x,)), y
+            ).backward()
             wrapped.step()
         models.append(model)
     assert_close(models[1], models[0])

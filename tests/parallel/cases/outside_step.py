@@ -1,4 +1,5 @@
 """What changes parameters or state of optimizers under hvdc.UpdateOptimizer beside step()."""
+
 import contextlib
 import copy
 import warnings
@@ -160,7 +161,8 @@ def parameters_are_shown_alike_within_rounds_and_under_compression():
         assert_replicas_identical(model)
     assert wrapped.decays() == [0.9] and not hasattr(wrapped, "train")
     if hvd.rank() == 0:
-        wrapped.decays()  # which changes nothing, and waits for nobody
+        # Which changes nothing, and waits for nobody.
+        wrapped.decays()
     train(model, wrapped, batches(1))
     with raises(RuntimeError, "before or after"), wrapped.shared_parameters():
         wrapped.swap()

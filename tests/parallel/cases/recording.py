@@ -1,4 +1,5 @@
 """Records of a training on real ranks."""
+
 import os
 import tempfile
 
@@ -46,14 +47,29 @@ def records_of_a_training_add_up_to_its_totals():
     hvd.barrier()
     records = recording.read(os.path.join(folder, "run.jsonl"))
     assert [(r["step"], r["rank"], r["size"], r["spec"]["ratio"]) for r in records] == [
-        (0, 0, 2, 0.01), (3, 0, 2, 0.01), (6, 0, 2, 0.02), (9, 0, 2, 0.02), (12, 0, 2, 0.01), (15, 0, 2, 0.01), (18, 0, 2, 0.02),
+        (0, 0, 2, 0.01),
+        (3, 0, 2, 0.01),
+        (6, 0, 2, 0.02),
+        (9, 0, 2, 0.02),
+        (12, 0, 2, 0.01),
+        (15, 0, 2, 0.01),
+        (18, 0, 2, 0.02),
     ]
     if hvd.rank() == 0:
         assert sum(r["bytes_sent"] for r in records[:4]) == found[0]["bytes_sent"]
-        assert sum(t["bytes_sent"] for t in records[1]["tensors"].values()) == records[1]["bytes_sent"]
-    assert set(records[0]["tensors"]) == {name for name, p in model.named_parameters() if p.requires_grad}
+        assert (
+            sum(t["bytes_sent"] for t in records[1]["tensors"].values()) == records[1]["bytes_sent"]
+        )
+    assert set(records[0]["tensors"]) == {
+        name for name, p in model.named_parameters() if p.requires_grad
+    }
     for record in records:
-        assert record["gradient_norm"] > 0 and record["residual_norm"] > 0 and record["encode_seconds"] > 0 and record["exchange_seconds"] > 0
+        assert (
+            record["gradient_norm"] > 0
+            and record["residual_norm"] > 0
+            and record["encode_seconds"] > 0
+            and record["exchange_seconds"] > 0
+        )
 
 
 @case(2)
@@ -72,7 +88,11 @@ def records_go_where_they_are_told():
     compression.record(Writer(), every=2)
     train(model, wrapped, batches(5))
     compression.stats()
-    assert [r["rank"] for r in records] == [hvd.rank()] * 3 and [r["step"] for r in records] == [0, 2, 4]
+    assert [r["rank"] for r in records] == [hvd.rank()] * 3 and [r["step"] for r in records] == [
+        0,
+        2,
+        4,
+    ]
     assert scalars["compression/residual_norm"] == scalars["compression/bytes_sent"] == [6, 8]
     with raises(TypeError, "records go to a path"):
         compression.record(5)

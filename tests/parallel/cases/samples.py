@@ -1,4 +1,5 @@
 """What the variance compressor calls a sample."""
+
 import horovod.torch as hvd
 import torch
 from checks import raises, registry
@@ -6,13 +7,23 @@ from torch import nn
 
 import horovod_compress.torch as hvdc
 
-from .training import assert_replicas_identical, batches, compressed, flat, model_of, sgd, train, wrap
+from .training import (
+    assert_replicas_identical,
+    batches,
+    compressed,
+    flat,
+    model_of,
+    sgd,
+    train,
+    wrap,
+)
 
 CASES, case = registry()
 
 
 def sums_of_squares(model, passes, per_sample):
-    """{name: Σ_z g_z²} of some backward passes of `train`, z being their samples or the passes themselves."""
+    """{name: Σ_z g_z²} of some backward passes of `train`, z being their samples or the passes
+    themselves."""
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     sums = {name: torch.zeros(param.shape) for name, param in named.items()}
     for x, y in passes:
@@ -26,7 +37,9 @@ def sums_of_squares(model, passes, per_sample):
 def assert_variances_are(compression, sums):
     for name, arrays in compression.state_dict()["tensors"].items():
         atol = 1e-4 * sums[name].max().item()
-        torch.testing.assert_close(arrays["v"], sums[name].flatten(), rtol=1e-4, atol=atol, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(
+            arrays["v"], sums[name].flatten(), rtol=1e-4, atol=atol, msg=lambda m: f"{name}: {m}"
+        )
 
 
 NEVER_SENT = "variance:alpha=1e30,zeta=1,min_numel=0"  # v keeps the sum of all squares
@@ -38,7 +51,9 @@ def variance_of_samples_and_of_backward_passes():
         model, passes = model_of(), list(batches(3))
         model.norm = nn.GroupNorm(2, 8)
         optimizer = sgd(model)
-        compression = hvdc.Compression.from_spec(f"{NEVER_SENT},moments={moments}", optimizer, model.named_parameters())
+        compression = hvdc.Compression.from_spec(
+            f"{NEVER_SENT},moments={moments}", optimizer, model.named_parameters()
+        )
         wrapped = wrap(model, optimizer, compression, backward_passes_per_step=3)
         expected = sums_of_squares(model, passes, moments == "per_sample")
         for x, y in passes:
@@ -48,7 +63,9 @@ def variance_of_samples_and_of_backward_passes():
 
     model = nn.Sequential(nn.Embedding(16, 8, sparse=True), nn.Flatten(), nn.Linear(32, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compression = hvdc.Compression.from_spec(f"{NEVER_SENT},moments=microbatch", optimizer, model.named_parameters())
+    compression = hvdc.Compression.from_spec(
+        f"{NEVER_SENT},moments=microbatch", optimizer, model.named_parameters()
+    )
     wrapped = wrap(model, optimizer, compression, backward_passes_per_step=2, sparse_as_dense=True)
     passes = [(torch.randint(0, 16, (8, 4)), torch.randint(0, 10, (8,))) for _ in range(2)]
     expected = sums_of_squares(model, passes, per_sample=False)
@@ -63,14 +80,19 @@ def training_with_moments():
     trained = {}
     for moments in ("minibatch", "microbatch", "per_sample"):
         model = trained[moments] = model_of()
-        compression = compressed(model, sgd(model), 10, f"variance:min_numel=0,exclude=norm.*,moments={moments}")
+        compression = compressed(
+            model, sgd(model), 10, f"variance:min_numel=0,exclude=norm.*,moments={moments}"
+        )
         assert_replicas_identical(model)
         assert compression.stats()["elements_sent"] > 0
-    assert torch.equal(flat(trained["minibatch"]), flat(trained["microbatch"]))  # a step is one pass here
+    # A step is one pass here.
+    assert torch.equal(flat(trained["minibatch"]), flat(trained["microbatch"]))
     assert not torch.equal(flat(trained["minibatch"]), flat(trained["per_sample"]))
     model = model_of()
     with raises(ValueError, "norm.weight", "BatchNorm2d", "exclude="):
-        hvdc.Compression.variance(sgd(model), model.named_parameters(), min_numel=0, moments="per_sample")
+        hvdc.Compression.variance(
+            sgd(model), model.named_parameters(), min_numel=0, moments="per_sample"
+        )
 
 
 class Sequences(nn.Module):
@@ -97,7 +119,9 @@ def words(steps):
 def samples_of_sequences():
     model, passes = model_of(Sequences), words(2)
     optimizer = sgd(model)
-    compression = hvdc.Compression.from_spec(f"{NEVER_SENT},moments=per_sample", optimizer, model.named_parameters())
+    compression = hvdc.Compression.from_spec(
+        f"{NEVER_SENT},moments=per_sample", optimizer, model.named_parameters()
+    )
     wrapped = wrap(model, optimizer, compression, backward_passes_per_step=2)
     expected = sums_of_squares(model, passes, per_sample=True)
     for x, y in passes:
@@ -107,10 +131,16 @@ def samples_of_sequences():
 
     model = model_of(Sequences)
     optimizer = sgd(model)
-    compression = hvdc.Compression.from_spec("variance:min_numel=0,moments=per_sample", optimizer, model.named_parameters())
+    compression = hvdc.Compression.from_spec(
+        "variance:min_numel=0,moments=per_sample", optimizer, model.named_parameters()
+    )
     train(model, wrap(model, optimizer, compression), words(20))
     assert_replicas_identical(model)
-    assert 0 < compression.stats()["elements_sent"] < 20 * sum(param.numel() for param in model.parameters())
+    assert (
+        0
+        < compression.stats()["elements_sent"]
+        < 20 * sum(param.numel() for param in model.parameters())
+    )
 
 
 @case(1)

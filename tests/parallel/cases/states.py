@@ -1,4 +1,5 @@
 """A state resumes bit for bit, and gradients that are not finite lose nothing."""
+
 import copy
 import os
 import tempfile
@@ -17,7 +18,13 @@ CASES, case = registry()
 
 @case(2)
 def resume_is_bit_for_bit():
-    for spec in ("dgc:ratio=0.01,values=fp16", "dgc:ratio=0.01,warmup_steps=12", "dgc:ratio=0.01,momentum=0", "dgc:ratio=0.01,exchange=split"):
+    for spec in (
+        "dgc:ratio=0.01,values=fp16",
+        "dgc:ratio=0.01,warmup_steps=12",
+        "dgc:ratio=0.01,momentum=0",
+        "dgc:ratio=0.01,exchange=split",
+    ):
+
         def start(seed):
             model = model_of(seed=seed)
             optimizer = sgd(model, nesterov=True, weight_decay=0.01)
@@ -50,10 +57,15 @@ def resume_is_bit_for_bit():
 
 @case(2)
 def not_finite_gradients_lose_nothing():
-    for spec in ("dgc:ratio=0.01", "dgc:ratio=0.01,momentum=0,values=fp16", "dgc:ratio=1,masking=false",
-                 "dgc:ratio=0.01,momentum=0,exchange=split"):
+    for spec in (
+        "dgc:ratio=0.01",
+        "dgc:ratio=0.01,momentum=0,values=fp16",
+        "dgc:ratio=1,masking=false",
+        "dgc:ratio=0.01,momentum=0,exchange=split",
+    ):
         for poison in (float("nan"), float("inf")):
-            for layer in ("shared", "norm"):  # a compressed tensor, and one that goes dense
+            # A compressed tensor, and one that goes dense.
+            for layer in ("shared", "norm"):
                 model = model_of()
                 optimizer = sgd(model)
                 compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
@@ -68,7 +80,8 @@ def not_finite_gradients_lose_nothing():
                 local = {}
                 watch = [
                     p.register_hook(lambda g, n=n: local.__setitem__(n, g.clone()))
-                    for n, p in model.named_parameters() if p.requires_grad
+                    for n, p in model.named_parameters()
+                    if p.requires_grad
                 ]
                 nn.functional.cross_entropy(model(x), y).backward()
                 wrapped.synchronize()
@@ -81,9 +94,12 @@ def not_finite_gradients_lose_nothing():
                 for name, arrays in after.items():
                     for key, array in arrays.items():
                         assert torch.isfinite(array).all(), (spec, name, key)
-                    if "v" in arrays and "momentum=0" in spec:  # v holds all it had, and the finite part of this gradient
+                    # v holds all it had, and the finite part of this gradient.
+                    if "v" in arrays and "momentum=0" in spec:
                         g = torch.nan_to_num(local[name].flatten(), 0, 0, 0)
-                        torch.testing.assert_close(arrays["v"], before[name]["v"] + g, rtol=1e-5, atol=1e-7)
+                        torch.testing.assert_close(
+                            arrays["v"], before[name]["v"] + g, rtol=1e-5, atol=1e-7
+                        )
                 wrapped.zero_grad()
                 train(model, wrapped, batches(5, seed=2))
                 assert_replicas_identical(model)
@@ -116,7 +132,8 @@ def dynamic_loss_scaling():
 
 @case(2)
 def a_scale_that_doubles_under_autocast_changes_nothing():
-    """Every 20 steps, against one that stays: parameters to 1e-5. In half precision results differ where gradients come below its smallest number."""
+    """Every 20 steps, against one that stays: parameters to 1e-5. In half precision results differ
+    where gradients come below its smallest number."""
     for dtype, spec in (
         (torch.float16, "dgc:ratio=0.01"),
         (torch.float16, "powersgd:rank=2"),
@@ -134,7 +151,9 @@ def trained_under_autocast(spec, dtype, interval):
     model = model_of()
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=interval)
-    compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), grad_scaler=scaler)
+    compression = hvdc.Compression.from_spec(
+        spec, optimizer, model.named_parameters(), grad_scaler=scaler
+    )
     wrapped = wrap(model, optimizer, compression)
     for x, y in batches(60):
         wrapped.zero_grad()
@@ -213,10 +232,15 @@ def states_of_updates_that_are_damaged_are_refused():
 
 @case(3)
 def states_go_on_at_three_ranks_and_back_at_two():
-    """On the ranks 0 and 1, then on all three, then on two again, from the list of all states and from a portable one; in files, as users have."""
+    """On the ranks 0 and 1, then on all three, then on two again, from the list of all states and
+    from a portable one; in files, as users have."""
     pair = hvd.add_process_set([0, 1])
     try:
-        for spec in ("dgc:ratio=0.01,min_numel=100", "powersgd:min_numel=100", "variance:min_numel=100"):
+        for spec in (
+            "dgc:ratio=0.01,min_numel=100",
+            "powersgd:min_numel=100",
+            "variance:min_numel=100",
+        ):
             with tempfile.TemporaryDirectory() as folder:
                 folder = hvd.broadcast_object(folder, name="folder")
                 first = model_and_compression(spec, pair)
@@ -245,15 +269,21 @@ def what_cannot_be_applied_is_not_loaded():
     for given in (compression.state_dict(), [compression.state_dict()], state):
         compression.load_state_dict(given)
     with raises(ValueError, "on one rank Horovod reduces nothing", "--min-np 1"):
-        compression.load_state_dict({**state, "size": 2, "tensors": {"conv.weight": {"v": torch.zeros(72)}}})
+        compression.load_state_dict(
+            {**state, "size": 2, "tensors": {"conv.weight": {"v": torch.zeros(72)}}}
+        )
 
 
 def model_and_compression(spec, process_set):
     model = model_of()
     optimizer = sgd(model)
-    compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), process_set=process_set)
+    compression = hvdc.Compression.from_spec(
+        spec, optimizer, model.named_parameters(), process_set=process_set
+    )
     options = {} if process_set is None else {"process_set": process_set}
-    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression, **options)
+    wrapped = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression, **options
+    )
     return model, wrapped, compression
 
 
@@ -274,18 +304,29 @@ def leave_states(folder, process_set, model, optimizer, compression):
 
 
 def load_states(folder, model, optimizer, compression):
-    """{name: {key: mean over ranks}} of the states in the folder. Loads their list, and then the portable state of a rank, which must be the same."""
+    """{name: {key: mean over ranks}} of the states in the folder. Loads their list, and then the
+    portable state of a rank, which must be the same."""
     files = [os.path.join(folder, f"{rank}.pt") for rank in range(3)]
     states = [torch.load(file, weights_only=True) for file in files if os.path.exists(file)]
     compression.load_state_dict(states)
     means = compression.state_dict()["tensors"]
     for rank in range(len(states)):
-        compression.load_state_dict(torch.load(os.path.join(folder, f"portable.{rank}.pt"), weights_only=True))
+        compression.load_state_dict(
+            torch.load(os.path.join(folder, f"portable.{rank}.pt"), weights_only=True)
+        )
         for name, arrays in compression.state_dict()["tensors"].items():
             for key, array in arrays.items():
-                torch.testing.assert_close(array, means[name][key], rtol=1e-6, atol=1e-6 * means[name][key].abs().max().item())
+                torch.testing.assert_close(
+                    array,
+                    means[name][key],
+                    rtol=1e-6,
+                    atol=1e-6 * means[name][key].abs().max().item(),
+                )
     return {
-        name: {key: torch.stack([state["tensors"][name][key].double() for state in states]).mean(0) for key in arrays}
+        name: {
+            key: torch.stack([state["tensors"][name][key].double() for state in states]).mean(0)
+            for key in arrays
+        }
         for name, arrays in states[0]["tensors"].items()
     }
 
@@ -294,12 +335,18 @@ def assert_owed(compression, owed):
     """What ranks have not sent is kept on average, on every rank here."""
     for name, arrays in compression.state_dict()["tensors"].items():
         for key, array in arrays.items():
-            torch.testing.assert_close(array.double(), owed[name][key], rtol=1e-6, atol=1e-6 * owed[name][key].abs().max().item())
+            torch.testing.assert_close(
+                array.double(),
+                owed[name][key],
+                rtol=1e-6,
+                atol=1e-6 * owed[name][key].abs().max().item(),
+            )
 
 
 @case(1, 2)
 def an_elastic_state_goes_back_to_one_commit_twice():
-    """PyTorch's optimizers go on in the tensors that load_state_dict gives them, so what was committed must be given as a copy."""
+    """PyTorch's optimizers go on in the tensors that load_state_dict gives them, so what was
+    committed must be given as a copy."""
     spec = "topk:ratio=0.1,min_numel=0"
     for on_updates in (False, True):
         model = model_of()

@@ -1,4 +1,6 @@
-"""Another compression from one step to the next: nothing is lost, momentum counts once, and replicas stay identical."""
+"""Another compression from one step to the next: nothing is lost, momentum counts once, and
+replicas stay identical."""
+
 import io
 
 import horovod.torch as hvd
@@ -10,7 +12,16 @@ import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError
 from horovod_compress.compressors.base import OWED
 
-from .training import assert_close, assert_replicas_identical, batches, flat, model_of, sgd, train, wrap
+from .training import (
+    assert_close,
+    assert_replicas_identical,
+    batches,
+    flat,
+    model_of,
+    sgd,
+    train,
+    wrap,
+)
 
 CASES, case = registry()
 
@@ -21,29 +32,54 @@ def owed(compression, names):
     exchange.arrays()
     parts = []
     for tensor in map(exchange._tensors.get, names):
-        found = [part for part in (tensor.compressor.owed(tensor.state), tensor.state.arrays.get(OWED)) if part is not None]
+        found = [
+            part
+            for part in (tensor.compressor.owed(tensor.state), tensor.state.arrays.get(OWED))
+            if part is not None
+        ]
         parts.append(np.sum(found, axis=0) if found else np.zeros(tensor.numel, np.float32))
     return hvd.allreduce(torch.from_numpy(np.concatenate(parts)), name="owed")
 
 
 @case(2, 3)
 def nothing_is_lost_over_switches():
-    """A loss that is linear in the parameters has the gradients that it is told, whatever the parameters are."""
+    """A loss that is linear in the parameters has the gradients that it is told, whatever the
+    parameters are."""
     shapes = {"matrix": (40, 60), "bias": (60,)}
-    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+    model = torch.nn.ParameterDict(
+        {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     compression = hvdc.Compression.topk(optimizer, model.named_parameters(), ratio=0.02)
     wrapped = wrap(model, optimizer, compression)
-    generator, come = torch.Generator().manual_seed(hvd.rank()), torch.zeros(40 * 60 + 60, dtype=torch.float64)
-    specs = ("topk:ratio=0.02", "adacomp", "maxnorm:bits=4", "none", "dgc:ratio=0.05", "powersgd:min_rate=1", "efsignsgd:follow_lr=true", "fp16",
-             "topk:ratio=0.5", "topk:ratio=0.05,exchange=split", "dgc:ratio=0.05,exchange=split", "topk:ratio=0.02")
+    generator, come = (
+        torch.Generator().manual_seed(hvd.rank()),
+        torch.zeros(40 * 60 + 60, dtype=torch.float64),
+    )
+    specs = (
+        "topk:ratio=0.02",
+        "adacomp",
+        "maxnorm:bits=4",
+        "none",
+        "dgc:ratio=0.05",
+        "powersgd:min_rate=1",
+        "efsignsgd:follow_lr=true",
+        "fp16",
+        "topk:ratio=0.5",
+        "topk:ratio=0.05,exchange=split",
+        "dgc:ratio=0.05,exchange=split",
+        "topk:ratio=0.02",
+    )
     for spec in specs:
         compression.switch(spec)
-        for _ in range(3 if spec != "maxnorm:bits=4" else 1):  # which drops what it rounds away, from its second step on
+        # Which drops what it rounds away, from its second step on.
+        for _ in range(3 if spec != "maxnorm:bits=4" else 1):
             told = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
             come += torch.cat([gradient.flatten() for gradient in told.values()]).double()
             if spec == "fp16":
-                come -= torch.cat([(gradient - gradient.half()).flatten() for gradient in told.values()]).double()
+                come -= torch.cat(
+                    [(gradient - gradient.half()).flatten() for gradient in told.values()]
+                ).double()
             wrapped.zero_grad()
             sum((model[name] * gradient).sum() for name, gradient in told.items()).backward()
             wrapped.step()
@@ -57,14 +93,23 @@ def nothing_is_lost_over_switches():
 
 @case(2)
 def momentum_counts_once_over_switches():
-    """In the dense limit a run over several switches is plain Horovod's, with momentum and weight decay. (With Nesterov's momentum the same is to
-    come, but in another order.)"""
+    """In the dense limit a run over several switches is plain Horovod's, with momentum and weight
+    decay. (With Nesterov's momentum the same is to come, but in another order.)"""
     for options in ({"weight_decay": 0.01}, {}):
         reference, model = model_of(), model_of()
         plain = wrap(reference, sgd(reference, **options), hvd.Compression.none)
         compression = hvdc.Compression.from_spec("none")
         wrapped = wrap(model, sgd(model, **options), compression)
-        for seed, spec in enumerate(("dgc:ratio=1,masking=false", "none", "topk:ratio=1", "dgc:ratio=1,masking=false", "topk:ratio=1", "none")):
+        for seed, spec in enumerate(
+            (
+                "dgc:ratio=1,masking=false",
+                "none",
+                "topk:ratio=1",
+                "dgc:ratio=1,masking=false",
+                "topk:ratio=1",
+                "none",
+            )
+        ):
             compression.switch(spec)
             for net, optimizer in ((reference, plain), (model, wrapped)):
                 train(net, optimizer, batches(4, seed))
@@ -78,7 +123,9 @@ def momentum_counts_once_where_results_are_sums():
     plain = wrap(reference, sgd(reference, lr=0.01), hvd.Compression.none, op=hvd.Sum)
     compression = hvdc.Compression.from_spec("dgc:ratio=1,masking=false")
     wrapped = wrap(model, sgd(model, lr=0.01), compression, op=hvd.Sum)
-    for seed, spec in enumerate(("dgc:ratio=1,masking=false", "none", "dgc:ratio=1,masking=false", "topk:ratio=1")):
+    for seed, spec in enumerate(
+        ("dgc:ratio=1,masking=false", "none", "dgc:ratio=1,masking=false", "topk:ratio=1")
+    ):
         if seed:
             compression.switch(spec)
         for net, optimizer in ((reference, plain), (model, wrapped)):
@@ -88,7 +135,8 @@ def momentum_counts_once_where_results_are_sums():
 
 @case(2)
 def momentum_of_sums_after_a_state_was_loaded():
-    """Before the first gradient the optimizer says what Horovod's op is; where it has not been wrapped yet, that is found out, and refused, then."""
+    """Before the first gradient the optimizer says what Horovod's op is; where it has not been
+    wrapped yet, that is found out, and refused, then."""
     reference, saved = model_of(), []
     plain = wrap(reference, sgd(reference, lr=0.01), hvd.Compression.none, op=hvd.Sum)
     model, compression = model_of(), hvdc.Compression.from_spec("dgc:ratio=1,masking=false")
@@ -99,7 +147,10 @@ def momentum_of_sums_after_a_state_was_loaded():
     again, late = model_of(seed=3), model_of(seed=3)
     its, lates = hvdc.Compression.from_spec("dgc:ratio=1,masking=false"), sgd(late, lr=0.01)
     bound = hvdc.Compression.from_spec("dgc:ratio=1,masking=false", lates, late.named_parameters())
-    for net, optimizer, each in ((again, wrap(again, sgd(again, lr=0.01), its, op=hvd.Sum), its), (late, lates, bound)):
+    for net, optimizer, each in (
+        (again, wrap(again, sgd(again, lr=0.01), its, op=hvd.Sum), its),
+        (late, lates, bound),
+    ):
         for part, state in zip((net, optimizer, each), _loaded(saved)):
             part.load_state_dict(state)
         each.switch("topk:ratio=1")
@@ -111,12 +162,14 @@ def momentum_of_sums_after_a_state_was_loaded():
         train(late, wrap(late, lates, bound, op=hvd.Sum), batches(1))
     bound.switch("dgc:ratio=1,masking=false")
     bound.load_state_dict(_loaded(saved)[-1])
-    bound._exchange.check_host(2.0)  # the state is a new one, of which nothing was handed over
+    # The state is a new one, of which nothing was handed over.
+    bound._exchange.check_host(2.0)
 
 
 @case(2)
 def what_the_optimizers_momentum_has_gathered_is_let_go_when_it_has_decayed():
-    """It would become denormal numbers, which are slow, and never 0. Until then the trajectory is plain Horovod's, and afterwards, too."""
+    """It would become denormal numbers, which are slow, and never 0. Until then the trajectory is
+    plain Horovod's, and afterwards, too."""
     reference, model = model_of(), model_of()
     plain = wrap(reference, sgd(reference, momentum=0.5), hvd.Compression.none)
     compression = hvdc.Compression.from_spec("none")
@@ -126,13 +179,16 @@ def what_the_optimizers_momentum_has_gathered_is_let_go_when_it_has_decayed():
         for net, optimizer in ((reference, plain), (model, wrapped)):
             train(net, optimizer, batches(130, seed=len(spec)))
         trained = [param for param in model.parameters() if param.requires_grad]
-        assert all((wrapped.state[param].get("momentum_buffer") is not None) == held for param in trained), spec
+        assert all(
+            (wrapped.state[param].get("momentum_buffer") is not None) == held for param in trained
+        ), spec
     assert_close(model, reference, 1e-4)
 
 
 @case(2)
 def switches_by_step_resume():
     """What is to come at a step comes there, and after a state was loaded."""
+
     def start(seed):
         model = model_of(seed=seed)
         compression = hvdc.Compression.from_spec("topk:ratio=0.1")
@@ -189,7 +245,9 @@ def what_cannot_be_switched_is_refused():
     for at in (-1, 2.5, "3", True):
         with raises(ValueError, "at must be a step, counted from 0"):
             compression.switch("adacomp", at=at)
-    with raises(MismatchError, "rank 1 differs from rank 0 in options", "between the same two steps"):
+    with raises(
+        MismatchError, "rank 1 differs from rank 0 in options", "between the same two steps"
+    ):
         compression.switch("adacomp" if hvd.rank() else "topk:ratio=0.5")
 
 
@@ -210,7 +268,8 @@ def a_switch_that_is_refused_changes_nothing():
             assert compression.config["id"] == "dgc"
         elif spec:
             compression.switch(spec)
-    if hvd.mpi_built() and hvd.mpi_enabled():  # Ranks are compared by what was in force: with what they want they might wait for each other.
+    # Ranks are compared by what was in force: with what they want they might wait for each other.
+    if hvd.mpi_built() and hvd.mpi_enabled():
         with raises(MismatchError, "rank 1 differs from rank 0 in options"):
             compression.switch("topk:ratio=1,transport=mpi" if hvd.rank() else "topk:ratio=0.5")
 
@@ -242,7 +301,8 @@ def a_scale_and_discarded_steps_over_switches():
 
 @case(2)
 def layers_freeze_and_thaw_over_switches():
-    """Horovod reduces what had gradients when its optimizer was made, whatever is frozen later, and nothing else."""
+    """Horovod reduces what had gradients when its optimizer was made, whatever is frozen later, and
+    nothing else."""
     model = model_of()
     compression = hvdc.Compression.topk(ratio=0.1)
     wrapped = wrap(model, sgd(model), compression)
@@ -258,17 +318,26 @@ def layers_freeze_and_thaw_over_switches():
     model.frozen.requires_grad_(False)
     train(model, wrapped, batches(3))
     assert_replicas_identical(model)
-    assert "shared.weight" in compression.stats_by_tensor() and "frozen.weight" not in compression.stats_by_tensor()
+    assert (
+        "shared.weight" in compression.stats_by_tensor()
+        and "frozen.weight" not in compression.stats_by_tensor()
+    )
 
 
 @case(2)
 def the_optimizers_momentum_decides_what_is_owed():
-    """Also where dgc has another, or a scheduler has changed it since the last step: in the end all that has come moves the parameters."""
-    for told, changed in (("dgc:ratio=0.05,masking=false,momentum=0.5,min_numel=0", 0.9), ("dgc:ratio=0.05,masking=false,min_numel=0", 0.5)):
+    """Also where dgc has another, or a scheduler has changed it since the last step: in the end all
+    that has come moves the parameters."""
+    for told, changed in (
+        ("dgc:ratio=0.05,masking=false,momentum=0.5,min_numel=0", 0.9),
+        ("dgc:ratio=0.05,masking=false,min_numel=0", 0.5),
+    ):
         weight = torch.nn.Parameter(torch.zeros(40, 60))
         optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
         compression = hvdc.Compression.from_spec(told)
-        wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=[("weight", weight)], compression=compression)
+        wrapped = hvd.DistributedOptimizer(
+            optimizer, named_parameters=[("weight", weight)], compression=compression
+        )
         gradient = torch.randn(40, 60, generator=torch.Generator().manual_seed(hvd.rank()))
         whole = 2.0 if "momentum=0.5" in told else 10.0
         expected = -whole * hvd.allreduce(gradient, name="come")
@@ -294,16 +363,21 @@ def a_commit_keeps_the_switches_to_come():
     for _ in range(2):
         train(model, wrapped, batches(4))
         assert compression.config["id"] == "adacomp"
-        compression._go_back_to(committed)  # as an elastic state does after a failure
+        # As an elastic state does after a failure.
+        compression._go_back_to(committed)
         assert compression.config["id"] == "topk"
 
 
 @case(2)
 def samples_are_not_told_apart_from_the_middle_of_a_step():
     for moments in ("per_sample", "microbatch"):
-        with raises(ValueError, f"moments={moments} cannot begin at a step's first gradient", "without at"):
+        with raises(
+            ValueError, f"moments={moments} cannot begin at a step's first gradient", "without at"
+        ):
             hvdc.Compression.auto(candidates=["none", f"variance:moments={moments}"])
         model = model_of()
         optimizer = sgd(model)
         with raises(ValueError, f"moments={moments} cannot begin"):
-            hvdc.Compression.topk(optimizer, model.named_parameters()).switch(f"variance:moments={moments}", at=3)
+            hvdc.Compression.topk(optimizer, model.named_parameters()).switch(
+                f"variance:moments={moments}", at=3
+            )

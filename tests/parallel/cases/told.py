@@ -1,4 +1,6 @@
-"""Gradients that are what they are told to be: a model for them, and what an exchange makes of them."""
+"""Gradients that are what they are told to be: a model for them, and what an exchange makes of
+them."""
+
 import horovod.torch as hvd
 import torch
 from torch import nn
@@ -12,7 +14,9 @@ class Holder(nn.Module):
     def __init__(self):
         super().__init__()
         shapes = {"matrix": (40, 50), "kernel": (8, 6, 3, 3), "wide": (3, 900), "bias": (40,)}
-        self.held = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+        self.held = nn.ParameterDict(
+            {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+        )
 
     def forward(self, gradients):
         return sum((self.held[name] * gradient).sum() for name, gradient in gradients.items())
@@ -25,11 +29,14 @@ def told(rank, step):
 
 
 def reduced(spec, steps=4, process_set=hvd.global_process_set):
-    """(the gradients of every step after the exchange, the compression) of a spec; hooks fire in another order on every rank."""
+    """(the gradients of every step after the exchange, the compression) of a spec; hooks fire in
+    another order on every rank."""
     model = Holder()
     optimizer = torch.optim.Adam(model.parameters())
     compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), process_set)
-    wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression, process_set=process_set)
+    wrapped = hvd.DistributedOptimizer(
+        optimizer, model.named_parameters(), compression, process_set=process_set
+    )
     results = []
     for step in range(steps):
         named = list(told(hvd.rank(), step).items())

@@ -1,4 +1,6 @@
-"""A model, data that differs between ranks, and a training loop as users write it: what cases in PyTorch share."""
+"""A model, data that differs between ranks, and a training loop as users write it: what cases in
+PyTorch share."""
+
 import horovod.torch as hvd
 import torch
 from torch import nn
@@ -13,11 +15,13 @@ def start():
     return hvd.rank()
 
 
-DENSE = "dgc:ratio=1,masking=false"  # the dense limit: the same trajectory as plain Horovod
+# The dense limit: the same trajectory as plain Horovod.
+DENSE = "dgc:ratio=1,masking=false"
 
 
 class Net(nn.Module):
-    """Convolution, normalization, a layer used twice, a frozen layer, a linear layer: 17 thousand parameters."""
+    """Convolution, normalization, a layer used twice, a frozen layer, a linear layer: 17 thousand
+    parameters."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +34,9 @@ class Net(nn.Module):
 
     def forward(self, x):
         x = torch.relu(self.norm(self.conv(x))).mean(1).flatten(1)
-        return self.out(torch.relu(self.frozen(torch.relu(self.shared(torch.relu(self.shared(x)))))))
+        return self.out(
+            torch.relu(self.frozen(torch.relu(self.shared(torch.relu(self.shared(x))))))
+        )
 
 
 def model_of(cls=Net, seed=0):
@@ -41,7 +47,10 @@ def model_of(cls=Net, seed=0):
 def batches(steps, seed=0):
     generator = torch.Generator().manual_seed(1000 * seed + hvd.rank())
     for _ in range(steps):
-        yield torch.randn(8, 1, 8, 8, generator=generator), torch.randint(0, 10, (8,), generator=generator)
+        yield (
+            torch.randn(8, 1, 8, 8, generator=generator),
+            torch.randint(0, 10, (8,), generator=generator),
+        )
 
 
 def sgd(model, **options):
@@ -52,7 +61,9 @@ def wrap(model, optimizer, compression, prefix="", **options):
     """prefix: of Horovod's names, where several models' gradients are on the way at once."""
     named = [(prefix + name, param) for name, param in model.named_parameters()]
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression, **options)
+    wrapped = hvd.DistributedOptimizer(
+        optimizer, named_parameters=named, compression=compression, **options
+    )
     hvd.broadcast_optimizer_state(wrapped, root_rank=0)
     return wrapped
 
@@ -64,8 +75,12 @@ def train(model, optimizer, data):
         optimizer.step()
 
 
-def compressed(model, optimizer, steps=10, spec="dgc:ratio=0.01", wrap_options=None, process_set=None):
-    compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), process_set=process_set)
+def compressed(
+    model, optimizer, steps=10, spec="dgc:ratio=0.01", wrap_options=None, process_set=None
+):
+    compression = hvdc.Compression.from_spec(
+        spec, optimizer, model.named_parameters(), process_set=process_set
+    )
     train(model, wrap(model, optimizer, compression, **(wrap_options or {})), batches(steps))
     return compression
 
@@ -76,7 +91,8 @@ def flat(model):
 
 def assert_replicas_identical(model, process_set=None):
     mine = flat(model)
-    # Named: unnamed collectives are numbered, and ranks that are in other process sets have counted further.
+    # Named: unnamed collectives are numbered, and ranks that are in other process sets have counted
+    # further.
     options = {} if process_set is None else {"process_set": process_set}
     all_of_them = hvd.allgather(mine[None], name="replicas", **options)
     assert torch.isfinite(mine).all(), "parameters are not finite"

@@ -1,4 +1,5 @@
 """MPI gives what Horovod's own collectives give; two hosts, and one that goes away."""
+
 import pathlib
 import socket
 import sys
@@ -17,7 +18,17 @@ from horovod_compress.models import MODELS
 from horovod_compress.transport.mpi import MPITransport
 
 from .told import reduced
-from .training import assert_close, assert_replicas_identical, batches, compressed, flat, model_of, sgd, train, wrap
+from .training import (
+    assert_close,
+    assert_replicas_identical,
+    batches,
+    compressed,
+    flat,
+    model_of,
+    sgd,
+    train,
+    wrap,
+)
 
 CASES, case = registry()
 
@@ -27,18 +38,24 @@ def mpi_gives_what_horovod_gives():
     moved = [id for id, about in available().items() if "transport" in about["options"]]
     for id in moved if hvd.size() == 2 else ("dgc", "multiscale", "powersgd"):
         (expected, other), (found, compression) = (
-            reduced({"id": id, "min_numel": 0, "transport": transport}, steps=2) for transport in ("horovod", "mpi")
+            reduced({"id": id, "min_numel": 0, "transport": transport}, steps=2)
+            for transport in ("horovod", "mpi")
         )
         # Floats that are summed in another order differ in the last bits.
         tolerance = 1e-5 if id in ("globalrandk", "powersgd") and hvd.size() > 2 else 0
-        assert (found - expected).abs().max() <= tolerance * expected.abs().max(), f"{id} differs by {(found - expected).abs().max()}"
+        assert (found - expected).abs().max() <= tolerance * expected.abs().max(), (
+            f"{id} differs by {(found - expected).abs().max()}"
+        )
         assert compression.stats()["bytes_sent"] == other.stats()["bytes_sent"], id
-        assert (found == hvd.broadcast(found, 0, name=f"of the first rank {id}")).all(), f"{id}: replicas differ"
+        assert (found == hvd.broadcast(found, 0, name=f"of the first rank {id}")).all(), (
+            f"{id}: replicas differ"
+        )
 
 
 @case(2, 3)
 def an_alltoall_in_a_step():
-    """A compressor that yields one works in both transports, to the byte; over Gloo in Horovod's own."""
+    """A compressor that yields one works in both transports, to the byte; over Gloo in Horovod's
+    own."""
     reference = model_of()
     train(reference, wrap(reference, sgd(reference), hvd.Compression.none), batches(5))
     sent = set()
@@ -55,7 +72,10 @@ def an_alltoall_in_a_step():
 def ranks_that_wait_in_different_orders():
     """For two optimizers, and for a reduction of their user's before or after the step."""
     models = [model_of(seed=seed) for seed in (0, 1)]
-    wrapped = [wrap(model, sgd(model), hvdc.Compression.efsignsgd(min_numel=0), prefix=f"{i}.") for i, model in enumerate(models)]
+    wrapped = [
+        wrap(model, sgd(model), hvdc.Compression.efsignsgd(min_numel=0), prefix=f"{i}.")
+        for i, model in enumerate(models)
+    ]
     for step, (x, y) in enumerate(batches(15)):
         for model in models:
             model.zero_grad()
@@ -78,7 +98,8 @@ def a_rank_that_joins_in_the_middle_of_a_step():
     optimizer = wrap(model, sgd(model), hvdc.Compression.topk(ratio=0.05))
     its = wrap(reference, sgd(reference), hvdc.Compression.topk(ratio=0.05))
     for each, each_optimizer in (model, optimizer), (reference, its):
-        train(each, each_optimizer, batches(20))  # until frames keep their lengths, so that Horovod would answer from its cache
+        # Until frames keep their lengths, so that Horovod would answer from its cache.
+        train(each, each_optimizer, batches(20))
     ((x, y),) = batches(1, seed=1)
     model.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()
@@ -97,7 +118,9 @@ def mpi_in_a_process_set():
     members = hvd.add_process_set([0, 2])
     if members.included():
         for spec in ("dgc:min_numel=0,momentum=0.9", "maxnorm:min_numel=0"):
-            (expected, _), (found, _) = (reduced(f"{spec},transport={t}", process_set=members) for t in ("horovod", "mpi"))
+            (expected, _), (found, _) = (
+                reduced(f"{spec},transport={t}", process_set=members) for t in ("horovod", "mpi")
+            )
             assert (found == expected).all(), spec
     hvd.remove_process_set(members)
 
@@ -108,7 +131,9 @@ def mpi_transport_with_two_compressions_and_a_step_that_is_not_finite():
     optimizers = [sgd(model) for model in models]
     compressions = [
         hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
-        for spec, optimizer, model in zip(("dgc:ratio=0.05,transport=mpi", "maxnorm:transport=mpi"), optimizers, models)
+        for spec, optimizer, model in zip(
+            ("dgc:ratio=0.05,transport=mpi", "maxnorm:transport=mpi"), optimizers, models
+        )
     ]
     wrapped = [wrap(*each) for each in zip(models, optimizers, compressions)]
     for round in range(3):
@@ -118,10 +143,14 @@ def mpi_transport_with_two_compressions_and_a_step_that_is_not_finite():
             before = flat(model)
             x, y = next(batches(1))
             model.zero_grad()
-            (nn.functional.cross_entropy(model(x), y) * (float("nan") if hvd.rank() == 1 else 1)).backward()
+            (
+                nn.functional.cross_entropy(model(x), y) * (float("nan") if hvd.rank() == 1 else 1)
+            ).backward()
             optimizer.synchronize()
             assert any(torch.isnan(p.grad).any() for p in model.parameters() if p.requires_grad)
-            assert compression.stats()["steps_undone"] == round + 1 and (flat(model) == before).all()
+            assert (
+                compression.stats()["steps_undone"] == round + 1 and (flat(model) == before).all()
+            )
 
 
 @case(2)
@@ -130,7 +159,8 @@ def mpi_ranks_that_exchange_different_things_get_an_error():
     started = [transport.allgather(f"a{i}", np.zeros(3, np.uint8)) for i in range(1 + hvd.rank())]
     with raises(MismatchError, "arrays in this step"):
         started[0]()
-    assert transport.allgather("again", np.full(2, hvd.rank(), np.uint8))().tolist() == [0, 0, 1, 1]  # the ranks are in step
+    # The ranks are in step.
+    assert transport.allgather("again", np.full(2, hvd.rank(), np.uint8))().tolist() == [0, 0, 1, 1]
 
 
 @case()
@@ -151,7 +181,9 @@ def on_two_hosts():
         if hvd.mpi_enabled():
             found, _ = reduced(f"{spec},transport=mpi")
             assert (found == expected).all(), spec
-        assert (expected == hvd.broadcast(expected, 0, name=f"of the first rank {spec}")).all(), spec
+        assert (expected == hvd.broadcast(expected, 0, name=f"of the first rank {spec}")).all(), (
+            spec
+        )
 
 
 @case()
@@ -160,7 +192,11 @@ def trains_until_cut_off():
     model = model_of()
     optimizer = sgd(model)
     transport = "mpi" if hvd.mpi_enabled() else "horovod"
-    wrapped = wrap(model, optimizer, hvdc.Compression.dgc(optimizer, model.named_parameters(), transport=transport))
+    wrapped = wrap(
+        model,
+        optimizer,
+        hvdc.Compression.dgc(optimizer, model.named_parameters(), transport=transport),
+    )
     for step in range(10**6):
         train(model, wrapped, batches(1))
         if step == 10:
@@ -184,12 +220,16 @@ def steps_that_are_told(spec):
     model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes.values()])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     compression = hvdc.Compression.from_spec(spec, optimizer, list(zip(shapes, model)))
-    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=list(zip(shapes, model)), compression=compression)
+    wrapped = hvd.DistributedOptimizer(
+        optimizer, named_parameters=list(zip(shapes, model)), compression=compression
+    )
     torch.manual_seed(hvd.rank())
     gradients = [[torch.randn(shape) for shape in shapes.values()] for _ in range(2)]
     for step in range(30):
         wrapped.zero_grad()
-        sum((param * gradient).sum() for param, gradient in zip(model, gradients[step % 2])).backward()
+        sum(
+            (param * gradient).sum() for param, gradient in zip(model, gradients[step % 2])
+        ).backward()
         wrapped.step()
         print(f"step {step} of rank {hvd.rank()}", file=sys.stderr, flush=True)
 

@@ -1,4 +1,6 @@
-"""Compressions that are given to Horovod's optimizer as the only argument, and find out the rest."""
+"""Compressions that are given to Horovod's optimizer as the only argument, and find out the
+rest."""
+
 import copy
 import io
 import os
@@ -13,17 +15,34 @@ from torch import nn
 import horovod_compress.torch as hvdc
 from horovod_compress import available
 
-from .training import DENSE, assert_close, assert_replicas_identical, batches, flat, model_of, sgd, train, wrap
+from .training import (
+    DENSE,
+    assert_close,
+    assert_replicas_identical,
+    batches,
+    flat,
+    model_of,
+    sgd,
+    train,
+    wrap,
+)
 
 CASES, case = registry()
 
 
 def trained(make, spec, bound, model_cls=None, steps=6, optimizer_of=sgd, **options):
-    """(model, compression) after some steps with a compression of either form; options: for hvd.DistributedOptimizer."""
+    """(model, compression) after some steps with a compression of either form; options: for
+    hvd.DistributedOptimizer."""
     model = model_of(model_cls) if model_cls else model_of()
     optimizer = optimizer_of(model)
-    compression = make(spec, optimizer, model) if bound else pickle.loads(pickle.dumps(hvdc.Compression.from_spec(spec)))
-    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression, **options)
+    compression = (
+        make(spec, optimizer, model)
+        if bound
+        else pickle.loads(pickle.dumps(hvdc.Compression.from_spec(spec)))
+    )
+    wrapped = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression, **options
+    )
     hvd.broadcast_optimizer_state(wrapped, root_rank=0)
     train(model, wrapped, batches(steps))
     return model, compression
@@ -35,10 +54,15 @@ def from_spec(spec, optimizer, model, **options):
 
 def assert_as_bound(spec, **options):
     """Both forms train to the same parameters, and keep the same."""
-    (model, bound), (again, unbound) = (trained(from_spec, spec, form, **options) for form in (True, False))
+    (model, bound), (again, unbound) = (
+        trained(from_spec, spec, form, **options) for form in (True, False)
+    )
     assert torch.equal(flat(model), flat(again)), spec
     assert repr(bound.state_dict()) == repr(unbound.state_dict()), spec
-    assert unbound.config == bound.config and unbound.stats()["bytes_sent"] == bound.stats()["bytes_sent"] > 0
+    assert (
+        unbound.config == bound.config
+        and unbound.stats()["bytes_sent"] == bound.stats()["bytes_sent"] > 0
+    )
 
 
 @case(2)
@@ -52,26 +76,43 @@ def an_unbound_compression_finds_the_options_of_optimizers():
     decayed = lambda model: sgd(model, weight_decay=0.01, nesterov=True)  # noqa: E731
     adam = lambda model: torch.optim.AdamW(model.parameters(), 1e-3)  # noqa: E731
     groups = lambda model: torch.optim.SGD(  # noqa: E731
-        [{"params": model.conv.parameters(), "momentum": 0.5}, {"params": [*model.shared.parameters(), *model.out.parameters()]}], 0.05, 0.9
+        [
+            {"params": model.conv.parameters(), "momentum": 0.5},
+            {"params": [*model.shared.parameters(), *model.out.parameters()]},
+        ],
+        0.05,
+        0.9,
     )
     for optimizer_of in (decayed, adam):
         assert_as_bound("dgc:ratio=0.01", optimizer_of=optimizer_of)
     for spec in ("dgc:ratio=0.01,clip_norm=0.1", "efsignsgd"):
         assert_as_bound(spec, optimizer_of=lambda model: sgd(model, momentum=0))
-    for options in ({"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}, {"groups": 2}, {"backward_passes_per_step": 1}):
+    for options in (
+        {"op": hvd.Sum},
+        {"gradient_predivide_factor": 2.0},
+        {"groups": 2},
+        {"backward_passes_per_step": 1},
+    ):
         assert_as_bound("dgc:ratio=0.01,clip_norm=0.1", **options)
 
     models = []
-    for bound in (True, False):  # names are the compression's own where Horovod was given none, as they are on ranks of all kinds
+    # Names are the compression's own where Horovod was given none, as they are on ranks of all
+    # kinds.
+    for bound in (True, False):
         model = model_of()
         model.norm.requires_grad_(False)
         optimizer = groups(model)
-        compression = hvdc.Compression.randomk(optimizer, ratio=0.1) if bound else hvdc.Compression.randomk(ratio=0.1)
+        compression = (
+            hvdc.Compression.randomk(optimizer, ratio=0.1)
+            if bound
+            else hvdc.Compression.randomk(ratio=0.1)
+        )
         train(model, hvd.DistributedOptimizer(optimizer, compression=compression), batches(5))
         models.append(model)
     assert torch.equal(*map(flat, models))
 
-    reference, model = model_of(), model_of()  # momentum and weight decay are counted once
+    # Momentum and weight decay are counted once.
+    reference, model = model_of(), model_of()
     train(reference, wrap(reference, decayed(reference), hvd.Compression.none), batches(10))
     train(model, wrap(model, decayed(model), hvdc.Compression.from_spec(DENSE)), batches(10))
     assert_close(model, reference)
@@ -91,7 +132,9 @@ def an_unbound_compression_on_a_process_set():
     pair = hvd.add_process_set([1, 2])
     model = model_of()
     compression = hvdc.Compression.dgc(ratio=0.01)
-    wrapped = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression, process_set=pair)
+    wrapped = hvd.DistributedOptimizer(
+        sgd(model), model.named_parameters(), compression, process_set=pair
+    )
     train(model, wrapped, batches(5))
     if pair.included():
         assert_replicas_identical(model, pair)
@@ -110,7 +153,8 @@ class Discriminator(nn.Sequential):
     """Images to a score."""
 
     def __init__(self):
-        super().__init__(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))  # other names: Horovod allows each only once at a time
+        # Other names: Horovod allows each only once at a time.
+        super().__init__(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
 
 
 def step(loss, optimizer, reached):
@@ -136,7 +180,11 @@ def adversarial(compressions, steps=8):
     noise = torch.Generator().manual_seed(hvd.rank())
     for x, _ in batches(steps):
         made = generator(torch.randn(8, 16, generator=noise))
-        step(discriminator(made.detach()).mean() - discriminator(x).mean(), optimizers[1], optimizers[1:])
+        step(
+            discriminator(made.detach()).mean() - discriminator(x).mean(),
+            optimizers[1],
+            optimizers[1:],
+        )
         step(-discriminator(made).mean(), optimizers[0], optimizers)
     return nets, optimizers
 
@@ -162,7 +210,11 @@ def a_state_is_loaded_before_the_first_gradient():
     def start(seed):
         model = model_of(seed=seed)
         compression = hvdc.Compression.dgc(ratio=0.01, warmup_steps=12)
-        with raises(RuntimeError, "no optimizer has this compression yet", "hvd.DistributedOptimizer(compression=…)"):
+        with raises(
+            RuntimeError,
+            "no optimizer has this compression yet",
+            "hvd.DistributedOptimizer(compression=…)",
+        ):
             compression.stats()
         return model, compression, wrap(model, sgd(model), compression)
 
@@ -174,7 +226,9 @@ def a_state_is_loaded_before_the_first_gradient():
     train(model, optimizer, batches(5, seed=1))
     again, its_compression, its_optimizer = start(seed=7)
     saved.seek(0)
-    for each, state in zip((again, its_optimizer, its_compression), torch.load(saved, weights_only=True)):
+    for each, state in zip(
+        (again, its_optimizer, its_compression), torch.load(saved, weights_only=True)
+    ):
         each.load_state_dict(state)
     train(again, its_optimizer, batches(5, seed=1))
     assert torch.equal(flat(again), flat(model))
@@ -193,7 +247,11 @@ def moments_of_samples_need_no_optimizer_either():
     x, y = next(batches(1))
     loss = nn.functional.cross_entropy(model(x), y)  # before the optimizer is made
     hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression)
-    with raises(RuntimeError, "moments=per_sample begins with a forward pass", "hvdc.Compression.variance(optimizer, model.named_parameters(), …)"):
+    with raises(
+        RuntimeError,
+        "moments=per_sample begins with a forward pass",
+        "hvdc.Compression.variance(optimizer, model.named_parameters(), …)",
+    ):
         loss.backward()
 
 
@@ -217,9 +275,13 @@ def what_an_unbound_compression_refuses():
     with raises(AttributeError, "no attribute 'stat'"):
         hvdc.Compression.topk().stat()
     compression = hvdc.Compression.topk(ratio=0.1)
-    assert repr(copy.deepcopy(compression)) == repr(compression) and repr(compression).startswith("<TopK(")
+    assert repr(copy.deepcopy(compression)) == repr(compression) and repr(compression).startswith(
+        "<TopK("
+    )
     mine, alone = model_of(), [hvd.add_process_set([rank]) for rank in range(2)]
-    wrapped = hvd.DistributedOptimizer(sgd(mine), mine.named_parameters(), compression, process_set=alone[hvd.rank()])
+    wrapped = hvd.DistributedOptimizer(
+        sgd(mine), mine.named_parameters(), compression, process_set=alone[hvd.rank()]
+    )
     with raises(ValueError, "is for the process set", "leave process_set out"):
         hvdc.UnboundCompression("topk", process_set=alone[1 - hvd.rank()]).bind(wrapped)
     for process_set in alone:
@@ -235,7 +297,10 @@ def what_an_unbound_compression_refuses():
 def an_unbound_compression_on_one_rank():
     model, reference = model_of(), model_of()
     compression = hvdc.Compression.dgc(ratio=0.01)
-    wrapped = [wrap(net, sgd(net), each) for net, each in ((model, compression), (reference, hvd.Compression.none))]
+    wrapped = [
+        wrap(net, sgd(net), each)
+        for net, each in ((model, compression), (reference, hvd.Compression.none))
+    ]
     for net, optimizer in zip((model, reference), wrapped):
         train(net, optimizer, batches(3))
     assert torch.equal(flat(model), flat(reference))

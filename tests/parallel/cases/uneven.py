@@ -1,5 +1,6 @@
-"""Ranks with different numbers of steps. What is expected comes from the same training without `uneven`, where ranks that have no data compute
-gradients of zero themselves."""
+"""Ranks with different numbers of steps. What is expected comes from the same training without
+`uneven`, where ranks that have no data compute gradients of zero themselves."""
+
 import itertools
 
 import horovod.torch as hvd
@@ -13,6 +14,8 @@ from horovod_compress import MismatchError
 from .training import assert_replicas_identical, batches, flat, model_of, sgd, train, wrap
 
 CASES, case = registry()
+
+
 def steps_of(rank, most=9):
     """Rank 0 has the most data; the last one has none."""
     return 0 if rank == hvd.size() - 1 else most - 2 * rank
@@ -46,7 +49,14 @@ def train_with_zeros(model, optimizer, data, most, after=lambda: None):
 
 
 def residuals(compression):
-    return torch.cat([a.flatten() for arrays in compression.state_dict()["tensors"].values() for _, a in sorted(arrays.items())] or [torch.zeros(1)])
+    return torch.cat(
+        [
+            a.flatten()
+            for arrays in compression.state_dict()["tensors"].values()
+            for _, a in sorted(arrays.items())
+        ]
+        or [torch.zeros(1)]
+    )
 
 
 def assert_alike(found, expected, what):
@@ -55,10 +65,18 @@ def assert_alike(found, expected, what):
     mine, theirs = (o.state_dict() for o in (optimizer, its_optimizer))
     assert mine["param_groups"] == theirs["param_groups"], what
     assert mine["state"].keys() == theirs["state"].keys(), what
-    pairs += [(mine["state"][i][key], value) for i, state in theirs["state"].items() for key, value in state.items() if value is not None]
-    for its, expects in pairs:  # On more than two ranks, what Horovod fuses, it adds in another order.
+    pairs += [
+        (mine["state"][i][key], value)
+        for i, state in theirs["state"].items()
+        for key, value in state.items()
+        if value is not None
+    ]
+    # On more than two ranks, what Horovod fuses, it adds in another order.
+    for its, expects in pairs:
         tolerance = 0 if hvd.size() == 2 else 1e-5 * expects.abs().max()
-        assert (its - expects).abs().max() <= tolerance, f"{what}: they differ by {(its - expects).abs().max()}"
+        assert (its - expects).abs().max() <= tolerance, (
+            f"{what}: they differ by {(its - expects).abs().max()}"
+        )
     assert_replicas_identical(model)
 
 
@@ -75,7 +93,11 @@ def assert_answered_with_zeros(spec):
 @case(2, 3)
 def ranks_without_data_answer_with_zeros():
     """With both transports; hvd.join() after it."""
-    for spec in ("dgc:ratio=0.02,clip_norm=0.5", "dgc:ratio=0.02,exchange=split", "maxnorm:min_numel=0"):
+    for spec in (
+        "dgc:ratio=0.02,clip_norm=0.5",
+        "dgc:ratio=0.02,exchange=split",
+        "maxnorm:min_numel=0",
+    ):
         for transport in ("horovod", "mpi") if hvd.mpi_enabled() else ("horovod",):
             assert_answered_with_zeros(f"{spec},transport={transport}")
     hvd.join()
@@ -83,7 +105,15 @@ def ranks_without_data_answer_with_zeros():
 
 @case(2)
 def every_family_of_algorithms_answers_with_zeros():
-    for spec in ("efsignsgd:follow_lr=true", "adacomp", "variance:moments=microbatch", "powersgd:rank=2", "multiscale", "globalrandk", "none"):
+    for spec in (
+        "efsignsgd:follow_lr=true",
+        "adacomp",
+        "variance:moments=microbatch",
+        "powersgd:rank=2",
+        "multiscale",
+        "globalrandk",
+        "none",
+    ):
         assert_answered_with_zeros(spec)
 
 
@@ -108,10 +138,14 @@ def options_of_horovods_optimizer_in_uneven():
 
 @case(2)
 def passes_that_no_step_followed_are_dropped():
-    """With backward_passes_per_step=2, rank 1 has done one pass more than it has taken steps of; rank 0 has data for three steps more."""
+    """With backward_passes_per_step=2, rank 1 has done one pass more than it has taken steps of;
+    rank 0 has data for three steps more."""
     for spec in ("dgc:ratio=0.02", "variance:moments=microbatch"):
         for options in ({}, {"groups": 2}):
-            found, expected = (setup(spec, wrap_options={"backward_passes_per_step": 2, **options}) for _ in range(2))
+            found, expected = (
+                setup(spec, wrap_options={"backward_passes_per_step": 2, **options})
+                for _ in range(2)
+            )
             for index, (model, _, optimizer) in enumerate((found, expected)):
                 passes = list(batches(10 if hvd.rank() == 0 else 5 - index))
                 with hvdc.uneven(optimizer):
@@ -144,13 +178,22 @@ def scheduled(optimizer):
 
 @case(2, 3)
 def a_schedule_that_counts_steps_goes_on_from_the_last_rank():
-    """Residuals follow the learning rate, and the rate that they were meant for is alike on all ranks."""
+    """Residuals follow the learning rate, and the rate that they were meant for is alike on all
+    ranks."""
     for spec, plain in (("efsignsgd", {"momentum": 0}), ("dgc:ratio=0.02", {})):
-        for inner in (False, True):  # a scheduler of the optimizer that was wrapped shares its groups
+        # A scheduler of the optimizer that was wrapped shares its groups.
+        for inner in (False, True):
             found, expected = (setup(spec, lambda model: sgd(model, **plain)) for _ in range(2))
-            schedules = [scheduled(torch.optim.SGD(run[2].param_groups, lr=1) if inner else run[2]) for run in (found, expected)]
-            train_uneven(*found[::2], batches(steps_of(hvd.rank())), schedules[0], after=schedules[0].step)
-            train_with_zeros(*expected[::2], batches(steps_of(hvd.rank())), 9, after=schedules[1].step)
+            schedules = [
+                scheduled(torch.optim.SGD(run[2].param_groups, lr=1) if inner else run[2])
+                for run in (found, expected)
+            ]
+            train_uneven(
+                *found[::2], batches(steps_of(hvd.rank())), schedules[0], after=schedules[0].step
+            )
+            train_with_zeros(
+                *expected[::2], batches(steps_of(hvd.rank())), 9, after=schedules[1].step
+            )
             assert_alike(found, expected, spec)
             for (model, _, optimizer), schedule in zip((found, expected), schedules):
                 schedule.step()
@@ -164,10 +207,17 @@ def a_momentum_that_changes_is_followed():
     """Momentum of tensors that go dense is alike on all ranks."""
     found, expected = setup("dgc:ratio=0.02"), setup("dgc:ratio=0.02")
     for (model, _, optimizer), run in zip((found, expected), (train_uneven, train_with_zeros)):
+
         def change(optimizer=optimizer):
             optimizer.param_groups[0]["momentum"] *= 0.9
 
-        run(model, optimizer, batches(steps_of(hvd.rank())), *([9] if run is train_with_zeros else []), after=change)
+        run(
+            model,
+            optimizer,
+            batches(steps_of(hvd.rank())),
+            *([9] if run is train_with_zeros else []),
+            after=change,
+        )
         train(model, optimizer, batches(2, seed=1))
     assert_alike(found, expected, "momentum")
 
@@ -183,7 +233,8 @@ def scaled_step(model, optimizer, scaler, gradient_of, poison):
 
 @case(2)
 def loss_scales_and_skipped_steps_are_followed():
-    """The scale grows every second step; in two steps after rank 1 has left, rank 0's gradients overflow."""
+    """The scale grows every second step; in two steps after rank 1 has left, rank 0's gradients
+    overflow."""
     for spec in ("dgc:ratio=0.02", "powersgd:rank=2", "efsignsgd:follow_lr=true"):
         runs = []
         for answered in (True, False):
@@ -194,13 +245,25 @@ def loss_scales_and_skipped_steps_are_followed():
             if answered:
                 with hvdc.uneven(optimizer):
                     for step, (x, y) in enumerate(data):
-                        scaled_step(model, optimizer, scaler, lambda: nn.functional.cross_entropy(model(x), y), step in (7, 10))
+                        scaled_step(
+                            model,
+                            optimizer,
+                            scaler,
+                            lambda: nn.functional.cross_entropy(model(x), y),
+                            step in (7, 10),
+                        )
             else:
                 for step in range(12):
                     x, y = data[min(step, len(data) - 1)]
                     of_data = lambda: nn.functional.cross_entropy(model(x), y)  # noqa: E731
                     of_zeros = lambda: sum(0 * p.sum() for p in model.parameters())  # noqa: E731
-                    scaled_step(model, optimizer, scaler, of_data if step < len(data) else of_zeros, hvd.rank() == 0 and step in (7, 10))
+                    scaled_step(
+                        model,
+                        optimizer,
+                        scaler,
+                        of_data if step < len(data) else of_zeros,
+                        hvd.rank() == 0 and step in (7, 10),
+                    )
             runs.append((run, scaler.state_dict()))
         assert runs[0][1] == runs[1][1], (spec, runs[0][1], runs[1][1])
         assert_alike(runs[0][0], runs[1][0], spec)
@@ -242,7 +305,9 @@ def two_optimizers_that_step_in_turn():
                     train(*(first if step % 3 == 0 else second)[::2], [batch])
         else:
             for step in range(9):
-                train_with_zeros(*(first if step % 3 == 0 else second)[::2], data[step : step + 1], 1)
+                train_with_zeros(
+                    *(first if step % 3 == 0 else second)[::2], data[step : step + 1], 1
+                )
         runs.append(run)
     for found, expected in zip(*runs):
         assert_alike(found, expected, "two optimizers")
@@ -254,7 +319,11 @@ def two_optimizers_of_one_backward_pass():
     data = list(batches(9 if hvd.rank() == 0 else 3))
     for order in (0, 1), (1, 0):
         found, expected = (
-            [setup(spec, wrap_options={"prefix": spec}) for spec in ("dgc:ratio=0.02", "efsignsgd:follow_lr=true")] for _ in range(2)
+            [
+                setup(spec, wrap_options={"prefix": spec})
+                for spec in ("dgc:ratio=0.02", "efsignsgd:follow_lr=true")
+            ]
+            for _ in range(2)
         )
         with hvdc.uneven(*(optimizer for _, _, optimizer in found)):
             for x, y in data:
@@ -305,7 +374,10 @@ def sparse_gradients_in_uneven():
 @case(3)
 def a_process_set_in_uneven():
     members = hvd.add_process_set([0, 2])
-    found, expected = (setup("dgc:ratio=0.02", wrap_options={"process_set": members}, process_set=members) for _ in range(2))
+    found, expected = (
+        setup("dgc:ratio=0.02", wrap_options={"process_set": members}, process_set=members)
+        for _ in range(2)
+    )
     train_uneven(*found[::2], batches(5 if hvd.rank() == 2 else 2), found[0])
     if members.included():
         train_with_zeros(*expected[::2], batches(5 if hvd.rank() == 2 else 2), 5)
@@ -319,7 +391,9 @@ def mistakes_with_uneven_are_named():
     model, compression, optimizer = setup("topk")
     for wrong, words in (
         ([optimizer, compression], "takes no compressions"),
-        ([sgd(model)], "needs the optimizer that hvd.DistributedOptimizer"), ([optimizer, 3], "not an object of <class 'int'>"), ([], "needs"),
+        ([sgd(model)], "needs the optimizer that hvd.DistributedOptimizer"),
+        ([optimizer, 3], "not an object of <class 'int'>"),
+        ([], "needs"),
     ):
         with raises(TypeError, words), hvdc.uneven(*wrong):
             pass
@@ -327,7 +401,10 @@ def mistakes_with_uneven_are_named():
         pass
     with raises(RuntimeError, "save a portable state after the block"), hvdc.uneven(optimizer):
         compression.state_dict(portable=True)
-    with raises(MismatchError, "objects given to uneven()", "rank 1"), hvdc.uneven(optimizer, *([model] if hvd.rank() else [])):
+    with (
+        raises(MismatchError, "objects given to uneven()", "rank 1"),
+        hvdc.uneven(optimizer, *([model] if hvd.rank() else [])),
+    ):
         pass
 
 
@@ -353,7 +430,10 @@ def an_exception_on_one_rank_passes_and_the_other_is_told():
             train(model, optimizer, batches(1))
             raise KeyError("spoilt")
     else:
-        with raises(RuntimeError, "1 of 2 ranks have called hvd.join() (rank 1)", "uneven"), hvdc.uneven(optimizer):
+        with (
+            raises(RuntimeError, "1 of 2 ranks have called hvd.join() (rank 1)", "uneven"),
+            hvdc.uneven(optimizer),
+        ):
             train(model, optimizer, batches(3))
     hvd.join()
 

@@ -1,4 +1,6 @@
-"""What goes wrong around hvdc.UpdateOptimizer: steps that fail, ranks that differ, states at the wrong time."""
+"""What goes wrong around hvdc.UpdateOptimizer: steps that fail, ranks that differ, states at the
+wrong time."""
+
 import copy
 import warnings
 
@@ -18,15 +20,24 @@ CASES, case = registry()
 
 @case(2)
 def optimizers_of_parts_of_a_model():
-    """Each is given all names, one parameter has two, and one of the optimizers has loaded a state by itself."""
+    """Each is given all names, one parameter has two, and one of the optimizers has loaded a state
+    by itself."""
     for every in (1, 2):
         parts, whole = model_of(), model_of()
         names = [*parts.named_parameters(), ("again", parts.out.weight)]
         inner = torch.optim.AdamW(parts.out.parameters(), lr=1.0)
-        optimizers = [hvdc.UpdateOptimizer(each, names, "none", every) for each in (inner, torch.optim.AdamW(parts.shared.parameters(), lr=0.01))]
+        optimizers = [
+            hvdc.UpdateOptimizer(each, names, "none", every)
+            for each in (inner, torch.optim.AdamW(parts.shared.parameters(), lr=0.01))
+        ]
         inner.load_state_dict(torch.optim.AdamW(parts.out.parameters()).state_dict())
         optimizers[0].param_groups[0]["lr"] = 0.01
-        together = of_updates(whole, torch.optim.AdamW([*whole.out.parameters(), *whole.shared.parameters()], lr=0.01), "none", every=every)
+        together = of_updates(
+            whole,
+            torch.optim.AdamW([*whole.out.parameters(), *whole.shared.parameters()], lr=0.01),
+            "none",
+            every=every,
+        )
         for x, y in batches(4):
             for model, its in ((parts, optimizers), (whole, [together])):
                 model.zero_grad()
@@ -42,7 +53,9 @@ def optimizers_of_parts_of_a_model():
 def states_and_steps_within_shared_parameters():
     def start():
         model = model_of()
-        return model, of_updates(model, torch.optim.AdamW(model.parameters(), lr=0.01), every=4, outer=hvdc.Nesterov())
+        return model, of_updates(
+            model, torch.optim.AdamW(model.parameters(), lr=0.01), every=4, outer=hvdc.Nesterov()
+        )
 
     model, optimizer = start()
     train(model, optimizer, batches(6))
@@ -51,7 +64,11 @@ def states_and_steps_within_shared_parameters():
         with optimizer.shared_parameters():
             assert torch.equal(flat(model), shared)
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(portable=True)))
-        for refused in (optimizer.step, optimizer.take_part, lambda: optimizer.load_state_dict(saved[1])):
+        for refused in (
+            optimizer.step,
+            optimizer.take_part,
+            lambda: optimizer.load_state_dict(saved[1]),
+        ):
             with raises(RuntimeError, "optimizer.shared_parameters()"):
                 refused()
     assert not torch.equal(flat(model), shared) and optimizer.local_steps == 2
@@ -117,7 +134,9 @@ def a_step_that_fails_leaves_what_ranks_share():
 @case(2)
 def moments_that_are_not_finite_or_not_there():
     model = model_of().to(torch.bfloat16)  # which Horovod does not broadcast
-    optimizer = hvdc.UpdateOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model.named_parameters(), every=2)
+    optimizer = hvdc.UpdateOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.01), model.named_parameters(), every=2
+    )
     data = [(x.bfloat16(), y) for x, y in batches(4)]
     if hvd.rank() == 0:
         train(model, optimizer, data[:2])
@@ -128,14 +147,20 @@ def moments_that_are_not_finite_or_not_there():
     train(model, optimizer, data)
     optimizer.average_state()
     moment = optimizer.state[model.out.weight]["exp_avg"].float()
-    assert moment.any() and torch.equal(moment, hvd.allreduce(moment, name="moment in half precision"))
+    assert moment.any() and torch.equal(
+        moment, hvd.allreduce(moment, name="moment in half precision")
+    )
     before = flat(model)
     if hvd.rank() == 1:
         optimizer.state[model.out.weight]["exp_avg"][0, 0] = float("nan")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(model, optimizer, data)
-    told = [each for each in caught if "rank 1's optimizer holds numbers that are not finite" in str(each.message)]
+    told = [
+        each
+        for each in caught
+        if "rank 1's optimizer holds numbers that are not finite" in str(each.message)
+    ]
     assert len(told) == (hvd.rank() == 1) and torch.equal(flat(model), before)
 
 

@@ -1,4 +1,6 @@
-"""What real ranks are asked to prove of the TensorFlow adapter; test_tensorflow.py asks. See cases/__init__.py."""
+"""What real ranks are asked to prove of the TensorFlow adapter; test_tensorflow.py asks. See
+cases/__init__.py."""
+
 from checks import joined
 
 from . import (
@@ -20,6 +22,16 @@ from .training import start
 __all__ = ["CASES", "start"]
 
 CASES = joined(
-    agreement, applied, fits, functions, hosts, numbers, unbound, switches, automatic, updates,
-    recording, mistakes,
+    agreement,
+    applied,
+    fits,
+    functions,
+    hosts,
+    numbers,
+    unbound,
+    switches,
+    automatic,
+    updates,
+    recording,
+    mistakes,
 )

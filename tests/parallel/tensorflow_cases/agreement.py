@@ -1,4 +1,5 @@
 """The adapter gives what PyTorch's and `simulate` give."""
+
 import sys
 
 import alike
@@ -20,14 +21,17 @@ CASES, case = registry()
 
 @case(2, 3)
 def an_alltoall_in_a_step():
-    """A compressor that yields one gives the mean, in a function that is traced once and in eager code."""
+    """A compressor that yields one gives the mean, in a function that is traced once and in eager
+    code."""
     for in_graph in (True, False):
         step = exchanged(hvdc.Compression.from_spec(Owners(min_numel=0)), in_graph=in_graph)
         for number in range(3):
             found = step(told(number))
             given = [alike.gradients(rank, number) for rank in range(hvd.size())]
             for name, mean in found.items():
-                np.testing.assert_allclose(mean, sum(named[name] for named in given) / hvd.size(), rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(
+                    mean, sum(named[name] for named in given) / hvd.size(), rtol=1e-5, atol=1e-6
+                )
 
 
 @case()
@@ -37,7 +41,9 @@ def told_gradients_to_a_file():
     for spec in alike.SPECS:
         compression = hvdc.Compression.from_spec(spec)
         step = exchanged(compression)
-        results[spec] = [{n: g.numpy() for n, g in step(told(i)).items()} for i in range(alike.STEPS)]
+        results[spec] = [
+            {n: g.numpy() for n, g in step(told(i)).items()} for i in range(alike.STEPS)
+        ]
         sent[spec] = compression.stats()["bytes_sent"]
     alike.write(f"{sys.argv[2]}.{hvd.rank()}.npz", results, sent)
 
@@ -55,15 +61,23 @@ def a_compressor_of_another_package():
 
 
 def simulated(spec, steps=alike.STEPS):
-    return simulate(spec, [[alike.gradients(rank, step) for rank in range(hvd.size())] for step in range(steps)])
+    return simulate(
+        spec, [[alike.gradients(rank, step) for rank in range(hvd.size())] for step in range(steps)]
+    )
 
 
 @case(2, 3)
 def a_tape_gives_what_simulate_gives():
-    """In graphs and eagerly, averages and sums, in groups and not, with predivision; clipped by the norm of all gradients."""
+    """In graphs and eagerly, averages and sums, in groups and not, with predivision; clipped by the
+    norm of all gradients."""
     for spec, in_graph, options in (
-        ("topk", False, {}), ("multiscale", False, {}), ("adacomp", True, {"op": hvdt.Sum}), ("maxnorm", True, {"op": hvdt.Sum, "groups": 1}),
-        ("powersgd", True, {"groups": 2}), ("topk", True, {"gradient_predivide_factor": 4.0}), ("dgc:momentum=0.9,clip_norm=20", True, {}),
+        ("topk", False, {}),
+        ("multiscale", False, {}),
+        ("adacomp", True, {"op": hvdt.Sum}),
+        ("maxnorm", True, {"op": hvdt.Sum, "groups": 1}),
+        ("powersgd", True, {"groups": 2}),
+        ("topk", True, {"gradient_predivide_factor": 4.0}),
+        ("dgc:momentum=0.9,clip_norm=20", True, {}),
     ):
         expected = simulated(spec)
         step = exchanged(hvdc.Compression.from_spec(spec), in_graph=in_graph, tape_options=options)
@@ -71,19 +85,27 @@ def a_tape_gives_what_simulate_gives():
             for name, gradient in step(told(i)).items():
                 wanted = mean[name] * (hvd.size() if options.get("op") == hvdt.Sum else 1)
                 error = np.abs(gradient.numpy() - wanted).max()
-                assert error <= 1e-5 * np.abs(wanted).max(), f"{spec} {options}: {name} differs by {error} in step {i}"
+                assert error <= 1e-5 * np.abs(wanted).max(), (
+                    f"{spec} {options}: {name} differs by {error} in step {i}"
+                )
 
 
 @case(2, 4, 8)
 def clip_norm_limits_the_update():
-    """Independent gradients far above the limit give a result of norm clip_norm, whatever Horovod does with the sum."""
-    noise = {name: np.random.default_rng(hvd.rank()).standard_normal(shape, np.float32) for name, shape in alike.SHAPES.items()}
+    """Independent gradients far above the limit give a result of norm clip_norm, whatever Horovod
+    does with the sum."""
+    noise = {
+        name: np.random.default_rng(hvd.rank()).standard_normal(shape, np.float32)
+        for name, shape in alike.SHAPES.items()
+    }
     norm = np.sqrt(sum(np.square(array).sum() for array in noise.values()))
     for options in ({}, {"op": hvdt.Sum}, {"gradient_predivide_factor": 4.0}):
         for in_graph in (True, False) if hvd.size() == 2 else (True,):
             compression = hvdc.Compression.dgc(ratio=1, momentum=0, clip_norm=1)
             step = exchanged(compression, in_graph=in_graph, tape_options=options)
-            result = step({name: tf.constant(10 * hvd.size() / norm * array) for name, array in noise.items()})
+            result = step(
+                {name: tf.constant(10 * hvd.size() / norm * array) for name, array in noise.items()}
+            )
             found = np.sqrt(sum(np.square(array.numpy()).sum() for array in result.values()))
             assert 0.9 < found < 1.1, f"{options}, in_graph={in_graph}: {found}"
 
@@ -96,7 +118,10 @@ def payloads_that_would_move_more_than_dense_ones_go_dense():
     for i in range(3):
         result = step(told(i))
         for name in alike.SHAPES:
-            mean = sum(alike.gradients(rank, i)[name].astype(np.float64) for rank in range(hvd.size())) / hvd.size()
+            mean = (
+                sum(alike.gradients(rank, i)[name].astype(np.float64) for rank in range(hvd.size()))
+                / hvd.size()
+            )
             np.testing.assert_allclose(result[name].numpy(), mean, atol=1e-6)
     stats = compression.stats()
     assert stats["bytes_sent"] == stats["dense_bytes"], stats
@@ -104,16 +129,28 @@ def payloads_that_would_move_more_than_dense_ones_go_dense():
 
 @case(2)
 def residuals_follow_the_learning_rate():
-    """efsignsgd with a schedule and with a rate that is set, of both kinds of optimizers and with a tape: as `simulate`, which is as
-    published."""
+    """efsignsgd with a schedule and with a rate that is set, of both kinds of optimizers and with a
+    tape: as `simulate`, which is as published."""
     names, rates = ("matrix", "kernel"), [0.1, 0.2, 0.02, 0.5, 0.05]
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0, 1, 2, 3], rates)
-    gradients = [[{n: alike.gradients(rank, step)[n] for n in names} for rank in range(2)] for step in range(5)]
+    gradients = [
+        [{n: alike.gradients(rank, step)[n] for n in names} for rank in range(2)]
+        for step in range(5)
+    ]
     means = [simulate("efsignsgd:min_numel=0", gradients, **lr).mean for lr in ({"lr": rates}, {})]
     expected, plain = (
-        {n: -sum(rate * mean[n].astype(np.float64) for rate, mean in zip(rates, its)) for n in names} for its in means
+        {
+            n: -sum(rate * mean[n].astype(np.float64) for rate, mean in zip(rates, its))
+            for n in names
+        }
+        for its in means
     )
-    for kind, scheduled, taped in (("new", True, False), ("legacy", True, True), ("new", False, True), ("legacy", False, False)):
+    for kind, scheduled, taped in (
+        ("new", True, False),
+        ("legacy", True, True),
+        ("new", False, True),
+        ("legacy", False, False),
+    ):
         variables = {name: tf.Variable(tf.zeros(alike.SHAPES[name]), name=name) for name in names}
         bound = SGD[kind](schedule if scheduled else rates[0])
         compression = hvdc.Compression.from_spec("efsignsgd:min_numel=0", bound)
@@ -127,7 +164,9 @@ def residuals_follow_the_learning_rate():
                 loss = tf.add_n([tf.reduce_sum(variables[n] * given[n]) for n in names])
             if taped:
                 tape = hvdt.DistributedGradientTape(tape, compression=compression)
-                optimizer.apply_gradients(zip(tape.gradient(loss, list(variables.values())), variables.values()))
+                optimizer.apply_gradients(
+                    zip(tape.gradient(loss, list(variables.values())), variables.values())
+                )
             else:
                 optimizer.minimize(loss, list(variables.values()), tape=tape)
 
@@ -136,7 +175,10 @@ def residuals_follow_the_learning_rate():
                 optimizer.learning_rate = rate
             step(told(i, names))
         for name, variable in variables.items():
-            what = f"{kind} {'schedule' if scheduled else 'rate'} {'tape' if taped else 'optimizer'} {name}"
+            what = (
+                f"{kind} {'schedule' if scheduled else 'rate'} {'tape' if taped else 'optimizer'} "
+                f"{name}"
+            )
             error = np.abs(variable.numpy() - expected[name]).max()
             assert error <= 1e-4 * np.abs(expected[name]).max(), f"{what}: off by {error}"
             assert np.abs(plain[name] - expected[name]).max() > 0.01 * np.abs(expected[name]).max()

@@ -1,4 +1,5 @@
 """What optimizers apply, next to what compressions have seen."""
+
 import os
 import tempfile
 import warnings
@@ -77,7 +78,8 @@ def gradients_that_need_no_compression_are_applied():
 
         zeros, number = tf.zeros(3), iter(range(9))
         for gradient_of in (
-            lambda _: zeros, tf.zeros_like,
+            lambda _: zeros,
+            tf.zeros_like,
             lambda _: hvdt.allreduce(tf.ones(3), name=f"mean{next(number)}"),
         ):
             tf.function(apply)(gradient_of)

@@ -1,4 +1,5 @@
 """Training with Keras, as with plain Horovod and under its options."""
+
 import os
 import tempfile
 
@@ -13,7 +14,19 @@ from tensorflow import keras
 import horovod_compress.tensorflow as hvdc
 from horovod_compress import simulate
 
-from .training import LOSS, SGD, assert_close, assert_replicas_identical, data, exchanged, fit, flat, model_of, told, trained
+from .training import (
+    LOSS,
+    SGD,
+    assert_close,
+    assert_replicas_identical,
+    data,
+    exchanged,
+    fit,
+    flat,
+    model_of,
+    told,
+    trained,
+)
 
 CASES, case = registry()
 
@@ -22,7 +35,8 @@ TRAINED = ("dgc:ratio=0.02", "adacomp", "variance", "maxnorm", "multiscale", "po
 
 @case(2)
 def fit_learns_and_resumes_bit_for_bit():
-    """Three epochs as with plain Horovod; the state that a callback saved after two, restored, gives the third once more."""
+    """Three epochs as with plain Horovod; the state that a callback saved after two, restored,
+    gives the third once more."""
     plain = fit(model_of(), hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), 40, epochs=3)
     for spec in TRAINED:
         with tempfile.TemporaryDirectory() as folder:
@@ -33,10 +47,16 @@ def fit_learns_and_resumes_bit_for_bit():
             optimizer = hvd.DistributedOptimizer(adam, compression=compression)
             saved = []
             keep = keras.callbacks.LambdaCallback(
-                on_epoch_end=lambda epoch, logs: saved.append([model.get_weights(), [v.numpy() for v in optimizer.variables()]])
+                on_epoch_end=lambda epoch, logs: saved.append(
+                    [model.get_weights(), [v.numpy() for v in optimizer.variables()]]
+                )
             )
-            losses = fit(model, optimizer, 40, [hvdc.StateCheckpoint(compression, path), keep], epochs=3)
-            assert losses[2] < losses[0] - 0.5 * (plain[0] - plain[2]), f"{spec}: {losses}, plain {plain}"
+            losses = fit(
+                model, optimizer, 40, [hvdc.StateCheckpoint(compression, path), keep], epochs=3
+            )
+            assert losses[2] < losses[0] - 0.5 * (plain[0] - plain[2]), (
+                f"{spec}: {losses}, plain {plain}"
+            )
             assert_replicas_identical(model)
             ratio = compression.stats()["ratio"]
             assert ratio > 1.2, f"{spec}: {ratio}"
@@ -49,18 +69,24 @@ def fit_learns_and_resumes_bit_for_bit():
             optimizer.build(again.trainable_variables)
             for variable, value in zip(optimizer.variables(), saved[1][1]):
                 variable.assign(value)
-            restore = hvdc.StateCheckpoint(compression, os.path.join(folder, "other"), restore=path.format(epoch=2))
+            restore = hvdc.StateCheckpoint(
+                compression, os.path.join(folder, "other"), restore=path.format(epoch=2)
+            )
             fit(again, optimizer, 40, [restore], epochs=1)
             assert (flat(again) == flat(model)).all(), spec
 
 
 @case(2)
 def dense_limit():
-    """With every element sent, parameters are those of plain Horovod: momentum is taken over, and applied once."""
+    """With every element sent, parameters are those of plain Horovod: momentum is taken over, and
+    applied once."""
     # Every pair of two of the options once. The legacy optimizer has no weight decay.
     for kind, nesterov, decay, small in (
-        ("new", False, 0.01, "1024"), ("new", True, None, "1024"), ("new", True, 0.01, "0"),
-        ("legacy", False, None, "0"), ("legacy", True, None, "1024"),
+        ("new", False, 0.01, "1024"),
+        ("new", True, None, "1024"),
+        ("new", True, 0.01, "0"),
+        ("legacy", False, None, "0"),
+        ("legacy", True, None, "1024"),
     ):
         sgd = {"momentum": 0.9, "nesterov": nesterov, **({"weight_decay": decay} if decay else {})}
         model, _ = trained(f"dgc:ratio=1,masking=false,min_numel={small}", kind, sgd=sgd)
@@ -76,20 +102,30 @@ def options_of_horovods_optimizer():
     ):
         for kind in SGD:
             sgd = {"momentum": 0.9}
-            assert_close(trained("dgc:ratio=1,masking=false", kind, sgd=sgd, wrap=wrap)[0], trained(None, kind, sgd=sgd, wrap=wrap)[0])
+            assert_close(
+                trained("dgc:ratio=1,masking=false", kind, sgd=sgd, wrap=wrap)[0],
+                trained(None, kind, sgd=sgd, wrap=wrap)[0],
+            )
     variables = model_of().trainable_variables
     wrap = {"groups": [variables[2:5], variables[:1]]}
     model, optimizer = model_of(), SGD["new"](0.05)
     variables = model.trainable_variables
     compression = hvdc.Compression.topk(optimizer)
-    fit(model, hvd.DistributedOptimizer(optimizer, compression=compression, groups=[variables[2:5], variables[:1]]), 5)
+    fit(
+        model,
+        hvd.DistributedOptimizer(
+            optimizer, compression=compression, groups=[variables[2:5], variables[:1]]
+        ),
+        5,
+    )
     assert_replicas_identical(model)
     assert compression.stats()["steps"] == 5
 
 
 @case(2)
 def sparse_gradients():
-    """As dense ones they are compressed; as IndexedSlices they keep Horovod's way, and SGD its momentum for them."""
+    """As dense ones they are compressed; as IndexedSlices they keep Horovod's way, and SGD its
+    momentum for them."""
 
     def run(spec, sparse_as_dense):
         keras.backend.clear_session()
@@ -97,8 +133,12 @@ def sparse_gradients():
         words = [keras.layers.Embedding(60, 20, input_length=4), keras.layers.Flatten()]
         model = keras.Sequential([*words, keras.layers.Dense(30), keras.layers.Dense(5)])
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
-        compression = hvdt.Compression.none if spec is None else hvdc.Compression.from_spec(spec, optimizer)
-        wrapped = hvd.DistributedOptimizer(optimizer, compression=compression, sparse_as_dense=sparse_as_dense)
+        compression = (
+            hvdt.Compression.none if spec is None else hvdc.Compression.from_spec(spec, optimizer)
+        )
+        wrapped = hvd.DistributedOptimizer(
+            optimizer, compression=compression, sparse_as_dense=sparse_as_dense
+        )
         x = np.random.default_rng(hvd.rank()).integers(0, 60, (120, 4))
         model.compile(wrapped, LOSS)
         model.fit(x, x.sum(1) % 5, batch_size=12, shuffle=False, verbose=0)
@@ -115,14 +155,20 @@ def sparse_gradients():
 def process_set():
     members = hvd.add_process_set([0, 2])
     names = ("matrix", "bias")
-    expected = simulate("maxnorm", [[{n: alike.gradients(r, i)[n] for n in names} for r in (0, 2)] for i in range(3)]).mean
+    expected = simulate(
+        "maxnorm",
+        [[{n: alike.gradients(r, i)[n] for n in names} for r in (0, 2)] for i in range(3)],
+    ).mean
     compression = hvdc.Compression.maxnorm()  # finds the set
     step = exchanged(compression, names, tape_options={"process_set": members})
     for i in range(3):
         for name, gradient in step(told(i, names)).items():
-            wanted = expected[i][name] if members.included() else alike.gradients(hvd.rank(), i)[name]
+            wanted = (
+                expected[i][name] if members.included() else alike.gradients(hvd.rank(), i)[name]
+            )
             assert np.allclose(gradient.numpy(), wanted, atol=1e-6), (i, name)
-    with tempfile.TemporaryDirectory() as folder:  # each rank has a file of its own, whatever its number in the set is
+    # Each rank has a file of its own, whatever its number in the set is.
+    with tempfile.TemporaryDirectory() as folder:
         hvdc.StateCheckpoint(compression, os.path.join(folder, "state")).on_epoch_end(0)
         assert os.listdir(folder) == [f"state.rank{hvd.rank()}.npz"]
     hvd.remove_process_set(members)
@@ -130,7 +176,8 @@ def process_set():
 
 @case(3)
 def a_portable_state_goes_from_two_ranks_to_three():
-    """What two ranks had not sent is on average what three have not sent; and back, from the list of all states."""
+    """What two ranks had not sent is on average what three have not sent; and back, from the list
+    of all states."""
     pair, names = hvd.add_process_set([0, 1]), ("matrix", "bias")
     spec = "topk:ratio=0.1,min_numel=100"
     with tempfile.TemporaryDirectory() as folder:
@@ -142,20 +189,36 @@ def a_portable_state_goes_from_two_ranks_to_three():
         hvdc.StateCheckpoint(two, path, portable=True).on_epoch_end(0)
         hvdt.allgather_object(0)
         assert os.listdir(os.path.dirname(path)) == ["state.npz"]
-        owed = np.mean([state["tensors"]["matrix"]["residual"] for state in hvdt.allgather_object(two.state_dict())[:2]], axis=0)
+        owed = np.mean(
+            [
+                state["tensors"]["matrix"]["residual"]
+                for state in hvdt.allgather_object(two.state_dict())[:2]
+            ],
+            axis=0,
+        )
         three = hvdc.Compression.from_spec(spec)
         hvdc.StateCheckpoint(three, path, restore=path, portable=True).on_train_begin()
-        np.testing.assert_allclose(three.state_dict()["tensors"]["matrix"]["residual"], owed, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(
+            three.state_dict()["tensors"]["matrix"]["residual"], owed, rtol=1e-6, atol=1e-6
+        )
         step = exchanged(three, names)
         total = owed
         for i in range(3, 6):
-            total = total + np.mean([alike.gradients(rank, i)["matrix"].ravel() for rank in range(3)], axis=0)
+            total = total + np.mean(
+                [alike.gradients(rank, i)["matrix"].ravel() for rank in range(3)], axis=0
+            )
             total = total - step(told(i, names))["matrix"].numpy().ravel()
         states = hvdt.allgather_object(three.state_dict())
-        np.testing.assert_allclose(np.mean([state["tensors"]["matrix"]["residual"] for state in states], axis=0), total, atol=1e-5)
+        np.testing.assert_allclose(
+            np.mean([state["tensors"]["matrix"]["residual"] for state in states], axis=0),
+            total,
+            atol=1e-5,
+        )
         if pair.included():
             two.load_state_dict(states)
-            np.testing.assert_allclose(two.state_dict()["tensors"]["matrix"]["residual"], total, atol=1e-5)
+            np.testing.assert_allclose(
+                two.state_dict()["tensors"]["matrix"]["residual"], total, atol=1e-5
+            )
         hvdt.allgather_object(0)
     hvd.remove_process_set(pair)
 
@@ -167,7 +230,10 @@ def one_rank_trains_as_without_compression():
     assert (flat(model) == flat(trained(None, sgd=sgd)[0])).all()
     assert compression.stats()["steps"] == 0 and compression.state_dict()["tensors"] == {}
     unbound, compression = model_of(), hvdc.Compression.dgc()
-    fit(unbound, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, **sgd), compression=compression))
+    fit(
+        unbound,
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, **sgd), compression=compression),
+    )
     assert (flat(unbound) == flat(model)).all()
     assert compression.stats()["steps"] == 0 and compression.state_dict()["tensors"] == {}
 
@@ -178,24 +244,39 @@ def squares_of_backward_passes():
         model, optimizer = model_of(), SGD[kind](0.0)
         for layer in model.layers:
             if isinstance(layer, keras.layers.BatchNormalization):
-                layer.trainable = False  # would make a pass depend on those before it
-        compression = hvdc.Compression.variance(optimizer, moments="microbatch", alpha=1e30, min_numel=0)
+                # Would make a pass depend on those before it.
+                layer.trainable = False
+        compression = hvdc.Compression.variance(
+            optimizer, moments="microbatch", alpha=1e30, min_numel=0
+        )
         x, y = data(24)
         squares = {}
         for half in (slice(0, 12), slice(12, 24)):
             with tf.GradientTape() as tape:
                 loss = LOSS(y[half], model(x[half], training=True))
-            for variable, gradient in zip(model.trainable_variables, tape.gradient(loss, model.trainable_variables)):
+            for variable, gradient in zip(
+                model.trainable_variables, tape.gradient(loss, model.trainable_variables)
+            ):
                 name = variable.name.split(":")[0]
                 squares[name] = squares.get(name, 0) + np.square(gradient.numpy()).ravel()
-        for step in range(2):  # what one step has collected is gone in the next
-            model.compile(hvd.DistributedOptimizer(optimizer, compression=compression, backward_passes_per_step=2), LOSS)
+        # What one step has collected is gone in the next.
+        for step in range(2):
+            model.compile(
+                hvd.DistributedOptimizer(
+                    optimizer, compression=compression, backward_passes_per_step=2
+                ),
+                LOSS,
+            )
             model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
             state = compression.state_dict()["tensors"]
             assert set(state) == set(squares) and len(state) == 8
             for name, expected in squares.items():
                 both = expected * (0.999 if step == 0 else 0.999 * 1.999)  # zeta = 0.999
-                assert np.abs(state[name]["v"] - both).max() <= 1e-3 * both.max(), (kind, name, step)
+                assert np.abs(state[name]["v"] - both).max() <= 1e-3 * both.max(), (
+                    kind,
+                    name,
+                    step,
+                )
 
 
 @case(2)
@@ -204,9 +285,12 @@ def keras_saves_the_optimizer_as_ever():
     sgd = keras.optimizers.SGD(0.05, momentum=0.9)
     hvdc.Compression.dgc(sgd)
     assert sgd.get_config()["momentum"] == 0.9
-    assert keras.optimizers.serialize(sgd) == keras.optimizers.serialize(keras.optimizers.SGD(0.05, momentum=0.9))
+    assert keras.optimizers.serialize(sgd) == keras.optimizers.serialize(
+        keras.optimizers.SGD(0.05, momentum=0.9)
+    )
     sgd = keras.optimizers.SGD(0.05, momentum=0.9)
-    for _ in range(2):  # bound again: the second compression is the one in force
+    # Bound again: the second compression is the one in force.
+    for _ in range(2):
         compression = hvdc.Compression.dgc(sgd, ratio=1, masking=False)
     model = model_of()
     fit(model, hvd.DistributedOptimizer(sgd, compression=compression))

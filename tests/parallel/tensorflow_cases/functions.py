@@ -1,4 +1,5 @@
 """Graphs and their traces, models, threads and memory."""
+
 import os
 import resource
 import sys
@@ -16,7 +17,18 @@ import horovod_compress.tensorflow as hvdc
 from horovod_compress import simulate
 from horovod_compress.models import MODELS
 
-from .training import LOSS, SGD, assert_close, assert_replicas_identical, data, fit, flat, model_of, told, trained
+from .training import (
+    LOSS,
+    SGD,
+    assert_close,
+    assert_replicas_identical,
+    data,
+    fit,
+    flat,
+    model_of,
+    told,
+    trained,
+)
 
 CASES, case = registry()
 
@@ -36,11 +48,14 @@ def traces_share_a_state_and_models_do_not():
             with tf.GradientTape() as tape:
                 loss = LOSS(y, model(x, training=True))
             tape = hvdt.DistributedGradientTape(tape, compression=compression)
-            optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+            optimizer.apply_gradients(
+                zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            )
 
         steps.append(step)
     x, y = data(12)
-    for sizes in ((12, 12), (7, 5), (12, 7)):  # on one rank a function may be traced more often than on the other
+    # On one rank a function may be traced more often than on the other.
+    for sizes in ((12, 12), (7, 5), (12, 7)):
         n = sizes[hvd.rank()]
         for step in steps:
             step(x[:n], y[:n])
@@ -64,12 +79,20 @@ def a_state_is_restored_as_variables_become_known():
             compression.load_state_dict(state)
             assert compression.state_dict()["step"] == {"matrix": 2, "wide": 1}
         if not restored:
-            variables = [tf.Variable(tf.zeros(alike.SHAPES[name]), name=name) for name in ("matrix", "wide")]
+            variables = [
+                tf.Variable(tf.zeros(alike.SHAPES[name]), name=name) for name in ("matrix", "wide")
+            ]
 
         def step(i, names):
             given = told(i, names)
             with tf.GradientTape() as tape:
-                loss = tf.add_n([tf.reduce_sum(v * given[v.name[:-2]]) for v in variables if v.name[:-2] in names])
+                loss = tf.add_n(
+                    [
+                        tf.reduce_sum(v * given[v.name[:-2]])
+                        for v in variables
+                        if v.name[:-2] in names
+                    ]
+                )
             tape = hvdt.DistributedGradientTape(tape, compression=compression)
             return tape.gradient(loss, [v for v in variables if v.name[:-2] in names])
 
@@ -77,28 +100,37 @@ def a_state_is_restored_as_variables_become_known():
             step(0, ("matrix",))
             step(1, ("matrix", "wide"))
             state = compression.state_dict()
-        results.append([g.numpy() for names in (("matrix",), ("matrix", "wide")) for g in step(2, names)])
+        results.append(
+            [g.numpy() for names in (("matrix",), ("matrix", "wide")) for g in step(2, names)]
+        )
     for mine, its in zip(*results):
         assert np.array_equal(mine, its)
 
 
 @case(2)
 def several_steps_in_a_call_and_gradients_that_are_constant():
-    """A gradient that does not depend on anything is computed once, by TensorFlow; what is exchanged of it is not."""
+    """A gradient that does not depend on anything is computed once, by TensorFlow; what is
+    exchanged of it is not."""
     expected = simulate("topk:ratio=0.01", [[{"w": np.ones((40, 50), np.float32)}] * 2] * 6).mean
-    variable, compression = tf.Variable(tf.zeros((40, 50)), name="w"), hvdc.Compression.topk(ratio=0.01)
+    variable, compression = (
+        tf.Variable(tf.zeros((40, 50)), name="w"),
+        hvdc.Compression.topk(ratio=0.01),
+    )
 
     @tf.function
     def steps(n):
         for _ in tf.range(n):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(variable)
-            (gradient,) = hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])
+            (gradient,) = hvdt.DistributedGradientTape(tape, compression=compression).gradient(
+                loss, [variable]
+            )
             variable.assign_sub(gradient)
 
     steps(2)
     steps(4)
-    twins = [tf.Variable(tf.zeros((40, 50)), name=f"w{i}") for i in range(2)]  # their gradients are one tensor
+    # Their gradients are one tensor.
+    twins = [tf.Variable(tf.zeros((40, 50)), name=f"w{i}") for i in range(2)]
     both = hvdc.Compression.topk(ratio=0.01)
 
     @tf.function
@@ -108,14 +140,18 @@ def several_steps_in_a_call_and_gradients_that_are_constant():
         return hvdt.DistributedGradientTape(tape, compression=both).gradient(loss, twins)
 
     gradients = [[np.ones((40, 50), np.float32)] * 2] * 3
-    wanted = simulate("topk:ratio=0.01", [[{"w0": g, "w1": g} for g in ranks] for ranks in gradients]).mean
+    wanted = simulate(
+        "topk:ratio=0.01", [[{"w0": g, "w1": g} for g in ranks] for ranks in gradients]
+    ).mean
     for mean in wanted:
         for name, gradient in zip(("w0", "w1"), step()):
             assert np.array_equal(gradient.numpy(), mean[name])
     assert np.allclose(variable.numpy(), -sum(step["w"] for step in expected), atol=1e-6)
     assert compression.stats()["steps"] == 6
     model, optimizer = model_of(), SGD["new"](0.05, momentum=0.9)
-    wrapped = hvd.DistributedOptimizer(optimizer, compression=hvdc.Compression.dgc(optimizer, ratio=1, masking=False))
+    wrapped = hvd.DistributedOptimizer(
+        optimizer, compression=hvdc.Compression.dgc(optimizer, ratio=1, masking=False)
+    )
     model.compile(wrapped, LOSS, steps_per_execution=5)
     x, y = data(240)
     model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
@@ -200,7 +236,9 @@ def eager_gradients_stay_what_they_were():
     for _ in range(2):
         with tf.GradientTape() as tape:
             loss = times(variable)
-        (gradient,) = hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])
+        (gradient,) = hvdt.DistributedGradientTape(tape, compression=compression).gradient(
+            loss, [variable]
+        )
         assert (given.numpy() == kept).all()
     assert np.count_nonzero(gradient.numpy()) <= 2 * 20 * hvd.size()
 
@@ -208,7 +246,10 @@ def eager_gradients_stay_what_they_were():
 @case(2)
 def one_thread_is_enough():
     """In a job with one thread between operations: nothing waits for a collective on it."""
-    assert tf.config.threading.get_inter_op_parallelism_threads() in (0, 1) and os.environ["TF_NUM_INTEROP_THREADS"] == "1"
+    assert (
+        tf.config.threading.get_inter_op_parallelism_threads() in (0, 1)
+        and os.environ["TF_NUM_INTEROP_THREADS"] == "1"
+    )
     for spec in ("dgc:momentum=0.9,ratio=0.01", "multiscale", "powersgd"):
         model, compression = trained(spec, steps=10)
         assert compression.stats()["steps"] == 10
@@ -217,7 +258,8 @@ def one_thread_is_enough():
 
 @case(2)
 def a_large_gradient_is_not_copied():
-    """Memory of a step at its largest, with a gradient of 400 MB in a graph: the residual comes on top, and no copy."""
+    """Memory of a step at its largest, with a gradient of 400 MB in a graph: the residual comes on
+    top, and no copy."""
     shape, megabyte = (10_000, 10_000), 2**20
     variable = tf.Variable(tf.zeros(shape))
 
@@ -230,7 +272,11 @@ def a_large_gradient_is_not_copied():
 
             with tf.GradientTape() as tape:
                 loss = apply(variable)
-            tape = tape if compression is None else hvdt.DistributedGradientTape(tape, compression=compression)
+            tape = (
+                tape
+                if compression is None
+                else hvdt.DistributedGradientTape(tape, compression=compression)
+            )
             (gradient,) = tape.gradient(loss, [variable])
             return gradient[0, 0]
 
@@ -240,7 +286,9 @@ def a_large_gradient_is_not_copied():
 
     alone = peak(None)
     more = peak(hvdc.Compression.topk(ratio=1e-4)) - alone
-    assert more < 1.4 * 4 * shape[0] * shape[1], f"{more / megabyte:.0f} MB on top of {alone / megabyte:.0f}"
+    assert more < 1.4 * 4 * shape[0] * shape[1], (
+        f"{more / megabyte:.0f} MB on top of {alone / megabyte:.0f}"
+    )
 
 
 @case(2)
@@ -260,18 +308,24 @@ def other_variables_of_the_same_shapes_are_noticed():
         step(blocks[1])
     sgd = SGD["new"](0.05, momentum=0.9)
     compression = hvdc.Compression.dgc(sgd)
-    models = [model_of(), model_of()]  # were the first one gone, TensorFlow might trace again
+    # Were the first one gone, TensorFlow might trace again.
+    models = [model_of(), model_of()]
     fit(models[0], hvd.DistributedOptimizer(sgd, compression=compression), 3)
     with raises(tf.errors.OpError, "make one for each model"):
         fit(models[1], hvd.DistributedOptimizer(sgd, compression=compression), 3)
     with raises(ValueError, "momentum of another optimizer"):
         compression = hvdc.Compression.dgc(SGD["new"](0.05, momentum=0.9))
-        fit(model_of(), hvd.DistributedOptimizer(SGD["new"](0.05, momentum=0.9), compression=compression), 3)
+        fit(
+            model_of(),
+            hvd.DistributedOptimizer(SGD["new"](0.05, momentum=0.9), compression=compression),
+            3,
+        )
 
 
 @case(2)
 def an_optimizer_may_write_before_gradients_come():
-    """A weight decay of Keras changes variables while their gradients are still exchanged: no reason to refuse the step."""
+    """A weight decay of Keras changes variables while their gradients are still exchanged: no
+    reason to refuse the step."""
     model, adam = model_of(), keras.optimizers.AdamW(0.01, weight_decay=0.1)
     compression = hvdc.Compression.topk(ratio=0.05)
     x, y = data(12)
@@ -281,7 +335,9 @@ def an_optimizer_may_write_before_gradients_come():
         with tf.GradientTape() as tape:
             loss = LOSS(y, model(x))
         tape = hvdt.DistributedGradientTape(tape, compression=compression)
-        adam.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        adam.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        )
 
     for _ in range(100):
         step()
@@ -291,18 +347,24 @@ def an_optimizer_may_write_before_gradients_come():
 @case(2)
 def threads_train_models_of_their_own():
     # Bound here, because threads may trace in another order on another rank.
-    compressions = [make(keras.optimizers.SGD()) for make in (hvdc.Compression.maxnorm, hvdc.Compression.topk)]
+    compressions = [
+        make(keras.optimizers.SGD()) for make in (hvdc.Compression.maxnorm, hvdc.Compression.topk)
+    ]
     errors = []
 
     def work(which):
-        variables = [tf.Variable(tf.ones((100, 20 + j)), name=f"model{which}_{j}") for j in range(4)]
+        variables = [
+            tf.Variable(tf.ones((100, 20 + j)), name=f"model{which}_{j}") for j in range(4)
+        ]
 
         @tf.function
         def step():
             with tf.GradientTape() as tape:
                 loss = tf.add_n([tf.reduce_sum(v * v) for v in variables])
             with tf.name_scope(f"model{which}"):
-                grads = hvdt.DistributedGradientTape(tape, compression=compressions[which]).gradient(loss, variables)
+                grads = hvdt.DistributedGradientTape(
+                    tape, compression=compressions[which]
+                ).gradient(loss, variables)
             for variable, grad in zip(variables, grads):
                 variable.assign_sub(0.001 * grad)
 
@@ -325,15 +387,25 @@ def threads_train_models_of_their_own():
 def gathers_with_steps_that_are_told():
     """Steps with ResNet-50's gradients, after each of which a rank says so on stderr."""
     shapes = MODELS["resnet50"]()
-    variables = [tf.Variable(tf.zeros(shape), name=name.replace(".", "_")) for name, shape in shapes.items()]
+    variables = [
+        tf.Variable(tf.zeros(shape), name=name.replace(".", "_")) for name, shape in shapes.items()
+    ]
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
     compression = hvdc.Compression.dgc(optimizer, ratio=0.001)
-    given = [[tf.random.stateless_normal(shape, (hvd.rank(), which)) for shape in shapes.values()] for which in range(2)]
+    given = [
+        [tf.random.stateless_normal(shape, (hvd.rank(), which)) for shape in shapes.values()]
+        for which in range(2)
+    ]
 
     @tf.function
     def step(gradients):
         with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.reduce_sum(variable * gradient) for variable, gradient in zip(variables, gradients)])
+            loss = tf.add_n(
+                [
+                    tf.reduce_sum(variable * gradient)
+                    for variable, gradient in zip(variables, gradients)
+                ]
+            )
         tape = hvdt.DistributedGradientTape(tape, compression=compression)
         optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
 

@@ -1,4 +1,6 @@
-"""hosts=true in graphs on real ranks: what the same ranks give in one process, and a user's training."""
+"""hosts=true in graphs on real ranks: what the same ranks give in one process, and a user's
+training."""
+
 import alike
 import horovod.tensorflow.keras as hvd
 import numpy as np
@@ -15,9 +17,19 @@ CASES, case = registry()
 
 @case(2, 3, 4)
 def hosts_give_what_they_give_in_one_process():
-    """In graphs and eagerly. A small tensor, and one with fewer rows than a host has ranks, stay on one level."""
-    steps = [[alike.gradients(rank, step) for rank in range(hvd.size())] for step in range(alike.STEPS)]
-    for spec in ("topk:ratio=0.05", "dgc:ratio=0.05,momentum=0.9", "adacomp", "variance", "efsignsgd", "natural"):
+    """In graphs and eagerly. A small tensor, and one with fewer rows than a host has ranks, stay on
+    one level."""
+    steps = [
+        [alike.gradients(rank, step) for rank in range(hvd.size())] for step in range(alike.STEPS)
+    ]
+    for spec in (
+        "topk:ratio=0.05",
+        "dgc:ratio=0.05,momentum=0.9",
+        "adacomp",
+        "variance",
+        "efsignsgd",
+        "natural",
+    ):
         spec = f"{spec}{',' if ':' in spec else ':'}min_numel=100,hosts=true"
         expected = simulate(spec, steps, local_size=hvd.local_size())
         for in_graph in (True, False):
@@ -25,7 +37,13 @@ def hosts_give_what_they_give_in_one_process():
             step = exchanged(compression, in_graph=in_graph)
             for i in range(alike.STEPS):
                 for name, gradient in step(told(i)).items():
-                    np.testing.assert_allclose(gradient.numpy(), expected.mean[i][name], rtol=1e-5, atol=1e-5, err_msg=f"{spec} {i} {name}")
+                    np.testing.assert_allclose(
+                        gradient.numpy(),
+                        expected.mean[i][name],
+                        rtol=1e-5,
+                        atol=1e-5,
+                        err_msg=f"{spec} {i} {name}",
+                    )
 
 
 @case(2, 3, 4)

@@ -1,4 +1,5 @@
 """Mistakes are errors: on every rank, in words, without a hang."""
+
 import os
 import tempfile
 
@@ -26,17 +27,27 @@ class OwnSGD(keras.optimizers.SGD):
 def mistakes_get_clear_errors():
     sgd = keras.optimizers.SGD(0.1, momentum=0.9)
     for words, make in {
-        "moments=per_sample needs PyTorch": lambda: hvdc.Compression.variance(sgd, moments="per_sample"),
-        "moments=microbatch needs the optimizer": lambda: hvdc.Compression.variance(moments="microbatch"),
+        "moments=per_sample needs PyTorch": lambda: hvdc.Compression.variance(
+            sgd, moments="per_sample"
+        ),
+        "moments=microbatch needs the optimizer": lambda: hvdc.Compression.variance(
+            moments="microbatch"
+        ),
         "say transport=horovod": lambda: hvdc.Compression.topk(transport="mpi"),
         "no option 'ration'": lambda: hvdc.Compression.dgc(sgd, ration=1),
         "unknown compressor 'gdc'": lambda: hvdc.Compression.from_spec("gdc", sgd),
-        "bind the inner optimizer": lambda: hvdc.Compression.dgc(keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1))),
-        "to the optimizer itself": lambda: hvdc.Compression.dgc(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))),
+        "bind the inner optimizer": lambda: hvdc.Compression.dgc(
+            keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        ),
+        "to the optimizer itself": lambda: hvdc.Compression.dgc(
+            hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        ),
         "update_step is not SGD's own": lambda: hvdc.Compression.dgc(OwnSGD(0.1, momentum=0.9)),
         "nothing else, not 'loss'": lambda: hvdc.StateCheckpoint(None, "state-{epoch}-{loss:.3f}"),
         "bound to a Keras optimizer": lambda: hvdc.Compression.dgc(model_of().trainable_variables),
-        "not registered": lambda: hvdc.Compression.topk(process_set=hvd.ProcessSet([0])).handshake(),
+        "not registered": lambda: hvdc.Compression.topk(
+            process_set=hvd.ProcessSet([0])
+        ).handshake(),
     }.items():
         with raises(ValueError, words):
             make()
@@ -56,12 +67,20 @@ def mistakes_get_clear_errors():
         def step():
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(unknown * unknown)
-            return hvdt.DistributedGradientTape(tape, compression=hvdc.Compression.topk()).gradient(loss, [unknown])
+            return hvdt.DistributedGradientTape(tape, compression=hvdc.Compression.topk()).gradient(
+                loss, [unknown]
+            )
 
         step()
     with raises(ValueError, "jit_compile=False"):
         model = model_of()
-        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=hvdc.Compression.topk()), LOSS, jit_compile=True)
+        model.compile(
+            hvd.DistributedOptimizer(
+                keras.optimizers.SGD(0.1), compression=hvdc.Compression.topk()
+            ),
+            LOSS,
+            jit_compile=True,
+        )
         model.fit(*data(12), verbose=0)
     with raises(ValueError, "has seen no backward pass of"):
         adam = keras.optimizers.Adam()
@@ -73,13 +92,18 @@ def mistakes_get_clear_errors():
     step(told(0))
     state = compression.state_dict()
     for broken, words in (
-        ({**state, "rank": 1 - hvd.rank()}, "rank"), ({**state, "id": "dgc"}, "id"), ({"a": 1}, "not a state_dict"),
-        ({**state, "step": 3}, "steps by tensor"), ({**state, "step": {**state["step"], "bias": -1}}, "step.bias"),
+        ({**state, "rank": 1 - hvd.rank()}, "rank"),
+        ({**state, "id": "dgc"}, "id"),
+        ({"a": 1}, "not a state_dict"),
+        ({**state, "step": 3}, "steps by tensor"),
+        ({**state, "step": {**state["step"], "bias": -1}}, "step.bias"),
     ):
         with raises(ValueError, words):
             compression.load_state_dict(broken)
     other = hvdc.Compression.topk(ratio=0.01)
-    other.load_state_dict({**state, "tensors": {"other": {}}, "step": {"other": 3}, "shapes": {"other": [3]}})
+    other.load_state_dict(
+        {**state, "tensors": {"other": {}}, "step": {"other": 3}, "shapes": {"other": [3]}}
+    )
     step = exchanged(other)
     for _ in range(2):
         with raises(ValueError, "it has nothing for matrix, kernel, wide, bias"):
@@ -120,7 +144,8 @@ def mismatched_ranks_are_named():
     variable = tf.Variable(tf.zeros((40, 50 + hvd.rank())), name="w")
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(variable)
-    with raises(Exception, "MismatchError", "variables.w"):  # of a type that TensorFlow chooses, while it traces
+    # Of a type that TensorFlow chooses, while it traces.
+    with raises(Exception, "MismatchError", "variables.w"):
         hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])
 
 
@@ -128,10 +153,15 @@ def mismatched_ranks_are_named():
 def join_is_refused():
     """In a job of its own, because the ranks do not leave it together."""
     step = exchanged(hvdc.Compression.topk(ratio=0.01))
-    for number in range(20):  # until frames keep their lengths, so that Horovod would answer from its cache
+    # Until frames keep their lengths, so that Horovod would answer from its cache.
+    for number in range(20):
         step(told(number))
     if hvd.rank() == 0:
-        with raises(tf.errors.OpError, "1 of 2 ranks have called hvd.join()", "Horovod's own reductions only"):
+        with raises(
+            tf.errors.OpError,
+            "1 of 2 ranks have called hvd.join()",
+            "Horovod's own reductions only",
+        ):
             step(told(20))
     hvdt.join()
 
@@ -139,10 +169,17 @@ def join_is_refused():
 @case()
 def a_state_loaded_on_one_rank_only():
     """In a job of its own, because the ranks are not in step afterwards."""
-    for spec, words in (("topk:ratio=0.01", "was a state loaded on some ranks only?"), ("globalrandk", "others are not")):
+    for spec, words in (
+        ("topk:ratio=0.01", "was a state loaded on some ranks only?"),
+        ("globalrandk", "others are not"),
+    ):
         compression = hvdc.Compression.from_spec(spec)
         step = exchanged(compression, ("matrix",))
-        state = compression.state_dict() if step(told(0, ("matrix",))) is None else compression.state_dict()
+        state = (
+            compression.state_dict()
+            if step(told(0, ("matrix",))) is None
+            else compression.state_dict()
+        )
         step(told(1, ("matrix",)))
         if hvd.rank() == 0:
             compression.load_state_dict(state)

@@ -1,4 +1,5 @@
 """Numbers that are not finite, and narrow and wide types."""
+
 import warnings
 
 import alike
@@ -31,14 +32,23 @@ def not_finite_gradients_lose_nothing():
             if hvd.rank() == 1:
                 gradients[poisoned] *= np.inf
             results = step(gradients)
-            assert not np.isfinite(results[poisoned].numpy()).all(), "this rank does not see the other's poison"
-            after = compression.state_dict()["tensors"]  # the optimizer would have skipped the step
+            assert not np.isfinite(results[poisoned].numpy()).all(), (
+                "this rank does not see the other's poison"
+            )
+            # The optimizer would have skipped the step.
+            after = compression.state_dict()["tensors"]
             for name, arrays in after.items():
                 residual = arrays.get("residual")
                 if residual is not None:
-                    finite = 0 if name == poisoned and hvd.rank() == 1 else alike.gradients(hvd.rank(), 2)[name].ravel()
+                    finite = (
+                        0
+                        if name == poisoned and hvd.rank() == 1
+                        else alike.gradients(hvd.rank(), 2)[name].ravel()
+                    )
                     if spec != "powersgd" or name != poisoned:
-                        assert np.allclose(residual, before[name]["residual"] + finite, atol=1e-4), (spec, name)
+                        assert np.allclose(
+                            residual, before[name]["residual"] + finite, atol=1e-4
+                        ), (spec, name)
             step(told(3))
             assert compression.stats()["steps_undone"] == 1
 
@@ -52,7 +62,8 @@ def mixed_precision_skips_steps_and_goes_on():
             sgd = SGD[kind](0.02, momentum=0.9)
             compression = hvdc.Compression.dgc(sgd, ratio=0.02)
             wrapped = hvd.DistributedOptimizer(sgd, compression=compression)
-            scaled = keras.mixed_precision.LossScaleOptimizer(wrapped, initial_scale=2.0**24)  # overflows at first
+            # Overflows at first.
+            scaled = keras.mixed_precision.LossScaleOptimizer(wrapped, initial_scale=2.0**24)
             losses = fit(model, scaled, 40, epochs=3)
             stats = compression.stats()
             assert 0 < stats["steps_undone"] < 20 and stats["steps"] == 120, stats
@@ -64,7 +75,8 @@ def mixed_precision_skips_steps_and_goes_on():
 
 @case(2)
 def a_change_of_loss_scale_changes_nothing():
-    """Powers of two: bit for bit what training without a LossScaleOptimizer gives, state included."""
+    """Powers of two: bit for bit what training without a LossScaleOptimizer gives, state
+    included."""
     for kind, spec in (("new", "dgc:ratio=0.02,clip_norm=0.5"), ("legacy", "variance:tau=0.001")):
         trained = []
         for scaled in (False, True):
@@ -72,10 +84,17 @@ def a_change_of_loss_scale_changes_nothing():
             compression = hvdc.Compression.from_spec(spec, sgd)
             optimizer = hvd.DistributedOptimizer(sgd, compression=compression)
             if scaled:
-                optimizer = keras.mixed_precision.LossScaleOptimizer(optimizer, initial_scale=2.0**4, dynamic_growth_steps=3)
+                optimizer = keras.mixed_precision.LossScaleOptimizer(
+                    optimizer, initial_scale=2.0**4, dynamic_growth_steps=3
+                )
             fit(model, optimizer, 10)
             state = compression.state_dict()["tensors"]
-            trained.append(([variable.numpy() for variable in model.trainable_variables], [a for each in state.values() for a in each.values()]))
+            trained.append(
+                (
+                    [variable.numpy() for variable in model.trainable_variables],
+                    [a for each in state.values() for a in each.values()],
+                )
+            )
         assert float(optimizer.loss_scale) == 2.0**7
         for expected, found in zip(*trained):
             assert len(expected) == len(found)
@@ -86,22 +105,30 @@ def a_change_of_loss_scale_changes_nothing():
 @case(2)
 def a_tape_follows_the_loss_scale_that_it_is_given():
     variable = tf.Variable(tf.zeros((40, 50)))
-    scaler = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0, dynamic_growth_steps=1)
+    scaler = keras.mixed_precision.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1), initial_scale=2.0, dynamic_growth_steps=1
+    )
     compression = hvdc.Compression.topk(ratio=0.01, grad_scaler=scaler)
 
     @tf.function
     def step(gradient):
         with tf.GradientTape() as tape:
             loss = scaler.get_scaled_loss(tf.reduce_sum(variable * gradient))
-        scaled = hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])
+        scaled = hvdt.DistributedGradientTape(tape, compression=compression).gradient(
+            loss, [variable]
+        )
         gradients = scaler.get_unscaled_gradients(scaled)
         scaler.apply_gradients(zip(gradients, [variable]))
         return gradients[0]
 
-    gradients = [[{"Variable": alike.gradients(rank, i)["matrix"]} for rank in range(2)] for i in range(6)]
+    gradients = [
+        [{"Variable": alike.gradients(rank, i)["matrix"]} for rank in range(2)] for i in range(6)
+    ]
     expected = simulate("topk:ratio=0.01", gradients)
     for i in range(6):
-        assert np.array_equal(step(gradients[i][hvd.rank()]["Variable"]).numpy(), expected.mean[i]["Variable"]), i
+        assert np.array_equal(
+            step(gradients[i][hvd.rank()]["Variable"]).numpy(), expected.mean[i]["Variable"]
+        ), i
     assert float(scaler.loss_scale) == 2.0**7
     (state,) = compression.state_dict()["tensors"].values()
     assert np.array_equal(state["residual"], expected.state[hvd.rank()]["Variable"]["residual"])
@@ -109,6 +136,7 @@ def a_tape_follows_the_loss_scale_that_it_is_given():
         GraphExchange(get_compressor("topk"), 0, 2, "label").begin(1, 0, 2, 2.0**61)
     with raises(TypeError, "grad_scaler must be"):
         hvdc.Compression.topk(grad_scaler=4.0)
+
 
 @case(2)
 def damaged_states_are_refused():
@@ -136,10 +164,14 @@ def variables_of_other_types():
             def step(gradient):
                 with tf.GradientTape() as tape:
                     loss = tf.reduce_sum(variable * gradient)
-                return hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])[0]
+                return hvdt.DistributedGradientTape(tape, compression=compression).gradient(
+                    loss, [variable]
+                )[0]
 
             narrow = [tf.cast(alike.gradients(rank, 0)["matrix"], dtype) for rank in range(2)]
-            expected = simulate(spec, [[{"matrix": tf.cast(g, tf.float32).numpy()} for g in narrow]]).mean[0]["matrix"]
+            expected = simulate(
+                spec, [[{"matrix": tf.cast(g, tf.float32).numpy()} for g in narrow]]
+            ).mean[0]["matrix"]
             result = step(narrow[hvd.rank()])
             assert result.dtype == dtype
             assert np.array_equal(result.numpy(), tf.cast(expected, dtype).numpy()), (dtype, spec)
@@ -147,7 +179,8 @@ def variables_of_other_types():
     variable = tf.Variable(tf.zeros((40, 50), tf.float16), name="matrix")
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(variable * tf.constant(40000, tf.float16))
-    tape = hvdt.DistributedGradientTape(tape, compression=compression, op=hvdt.Sum)  # 80000 is infinite in float16
+    # 80000 is infinite in float16.
+    tape = hvdt.DistributedGradientTape(tape, compression=compression, op=hvdt.Sum)
     assert np.isinf(tape.gradient(loss, [variable])[0].numpy()).all()
     assert compression.stats()["steps_undone"] == 1
     assert np.allclose(compression.state_dict()["tensors"]["matrix"]["residual"], 40000)

@@ -1,4 +1,6 @@
-"""A model, data that differs between ranks, and training as users write it: what cases in TensorFlow share."""
+"""A model, data that differs between ranks, and training as users write it: what cases in
+TensorFlow share."""
+
 import sys
 
 import alike
@@ -23,7 +25,8 @@ def start():
 
 
 def model_of(seed=0):
-    """A convolution, normalization, a layer that is used twice, and dense layers, 9 thousand parameters; the same names each time."""
+    """A convolution, normalization, a layer that is used twice, and dense layers, 9 thousand
+    parameters; the same names each time."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
     x = inputs = keras.Input((8, 8, 1))
@@ -63,15 +66,24 @@ def fit(model, optimizer, steps=20, callbacks=(), seed=0, **options):
     x, y = data(12 * steps, seed)
     model.compile(optimizer, LOSS)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks]
-    return model.fit(x, y, batch_size=12, shuffle=False, verbose=0, callbacks=callbacks, **options).history["loss"]
+    return model.fit(
+        x, y, batch_size=12, shuffle=False, verbose=0, callbacks=callbacks, **options
+    ).history["loss"]
 
 
 def trained(spec, kind="new", steps=20, seed=0, sgd=None, wrap=None, **options):
     """(model, compression) after so many steps; spec None: plain Horovod."""
     model = model_of(seed)
     optimizer = SGD[kind](0.05, **(sgd or {}))
-    compression = hvdt.Compression.none if spec is None else hvdc.Compression.from_spec(spec, optimizer)
-    fit(model, hvd.DistributedOptimizer(optimizer, compression=compression, **(wrap or {})), steps, **options)
+    compression = (
+        hvdt.Compression.none if spec is None else hvdc.Compression.from_spec(spec, optimizer)
+    )
+    fit(
+        model,
+        hvd.DistributedOptimizer(optimizer, compression=compression, **(wrap or {})),
+        steps,
+        **options,
+    )
     return model, compression
 
 

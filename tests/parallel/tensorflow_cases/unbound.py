@@ -1,4 +1,6 @@
-"""Compressions that are given no optimizer: they train as bound ones do, and find out by themselves what those are given."""
+"""Compressions that are given no optimizer: they train as bound ones do, and find out by themselves
+what those are given."""
+
 import copy
 import logging
 import os
@@ -57,14 +59,21 @@ def taped(compression, optimizer, steps=3, in_graph=True):
 
 @case(2)
 def tapes_train_as_with_bound_compressions():
-    """Bit for bit: every algorithm, and where the optimizer matters both kinds, traced and eager."""
+    """Bit for bit: every algorithm, and where the optimizer matters both kinds, traced and
+    eager."""
     cases = [(id, keras.optimizers.SGD, {}, True) for id in ids() if id != "dgc"]
-    cases += [("dgc:min_numel=0", SGD["new"], MOMENTUM, False), ("dgc:min_numel=0", SGD["legacy"], MOMENTUM, True)]
+    cases += [
+        ("dgc:min_numel=0", SGD["new"], MOMENTUM, False),
+        ("dgc:min_numel=0", SGD["legacy"], MOMENTUM, True),
+    ]
     cases += [("dgc", keras.optimizers.Adam, {}, True)]
     for spec, make, options, in_graph in cases:
         optimizer, compression = make(0.1, **options), pickled(spec)
         bound = hvdc.Compression.from_spec(spec, optimizer)
-        wanted, found = taped(bound, optimizer, in_graph=in_graph), taped(compression, make(0.1, **options), in_graph=in_graph)
+        wanted, found = (
+            taped(bound, optimizer, in_graph=in_graph),
+            taped(compression, make(0.1, **options), in_graph=in_graph),
+        )
         np.testing.assert_array_equal(found, wanted, spec)
         assert compression.config == bound.config, (compression.config, bound.config)
         assert compression.stats()["bytes_sent"] == bound.stats()["bytes_sent"] > 0
@@ -76,19 +85,29 @@ def scaled_by_one(optimizer):
 
 @case(2)
 def fit_trains_as_with_bound_compressions():
-    """Bit for bit: the momentum of Horovod's own optimizer is taken over, and counted once; so is that of a model's, beside a tape. A callback of
-    Horovod's changes a legacy optimizer's for the first batch."""
+    """Bit for bit: the momentum of Horovod's own optimizer is taken over, and counted once; so is
+    that of a model's, beside a tape. A callback of Horovod's changes a legacy optimizer's for the
+    first batch."""
 
     def callbacks(kind):
-        return [hvd.callbacks.LearningRateWarmupCallback(0.05, warmup_epochs=2)] if kind == "legacy" else []
+        return (
+            [hvd.callbacks.LearningRateWarmupCallback(0.05, warmup_epochs=2)]
+            if kind == "legacy"
+            else []
+        )
 
     for kind in SGD:
-        wanted = flat(trained("dgc:min_numel=0", kind, 5, sgd=MOMENTUM, callbacks=callbacks(kind))[0])
+        wanted = flat(
+            trained("dgc:min_numel=0", kind, 5, sgd=MOMENTUM, callbacks=callbacks(kind))[0]
+        )
         model, compression = model_of(), pickled("dgc:min_numel=0")
         optimizer = hvd.DistributedOptimizer(SGD[kind](0.05, **MOMENTUM), compression=compression)
         fit(model, optimizer, 5, callbacks(kind))
         np.testing.assert_array_equal(flat(model), wanted)
-        for momentum in (hvdc.compression_of(optimizer).config["momentum"], optimizer.get_config()["momentum"]):
+        for momentum in (
+            hvdc.compression_of(optimizer).config["momentum"],
+            optimizer.get_config()["momentum"],
+        ):
             assert abs(momentum - 0.9) < 1e-6
         compression, sgd = pickled("dgc:min_numel=0"), SGD[kind](0.05, **MOMENTUM)
         model = Own(horovods_tape(compression))
@@ -98,7 +117,9 @@ def fit_trains_as_with_bound_compressions():
     wrap = {"backward_passes_per_step": 2, "op": hvdt.Sum}
     wanted = flat(trained("efsignsgd", steps=6, wrap=wrap)[0])
     model, compression = model_of(), pickled("efsignsgd")
-    optimizer = scaled_by_one(hvd.DistributedOptimizer(SGD["new"](0.05), compression=compression, **wrap))
+    optimizer = scaled_by_one(
+        hvd.DistributedOptimizer(SGD["new"](0.05), compression=compression, **wrap)
+    )
     fit(model, optimizer, 6)
     np.testing.assert_array_equal(flat(model), wanted)
     assert hvdc.compression_of(optimizer).config["follow_lr"]
@@ -110,8 +131,18 @@ def two_optimizers_with_one_compression():
     keras.utils.set_random_seed(0)
     compression, sides = hvdc.Compression.dgc(ratio=0.05, min_numel=0), []
     for momentum in (0.5, 0.9):
-        model = keras.Sequential([keras.layers.Dense(5, input_shape=(64,), name=f"side{momentum}"), keras.layers.Dense(5)])
-        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=momentum), compression=compression), LOSS)
+        model = keras.Sequential(
+            [
+                keras.layers.Dense(5, input_shape=(64,), name=f"side{momentum}"),
+                keras.layers.Dense(5),
+            ]
+        )
+        model.compile(
+            hvd.DistributedOptimizer(
+                keras.optimizers.SGD(0.05, momentum=momentum), compression=compression
+            ),
+            LOSS,
+        )
         sides.append(model)
     x, y = data(12)
     for _ in range(3):
@@ -120,13 +151,20 @@ def two_optimizers_with_one_compression():
     for model, momentum in zip(sides, (0.5, 0.9)):
         its = hvdc.compression_of(model.optimizer)
         assert its.config["momentum"] == momentum and its.stats()["steps"] == 3
-        assert set(its.stats_by_tensor()) == {variable.name.split(":")[0] for variable in model.trainable_variables}
+        assert set(its.stats_by_tensor()) == {
+            variable.name.split(":")[0] for variable in model.trainable_variables
+        }
         assert_replicas_identical(model)
     optimizers = [keras.optimizers.SGD(0.05, momentum=momentum) for momentum in (0.5, 0.9)]
     for optimizer in optimizers:
         taped(compression, optimizer)
-    assert [compression.bind(optimizer).config["momentum"] for optimizer in optimizers] == [0.5, 0.9]
-    with raises(RuntimeError, "several optimizers have this compression", "hvdc.compression_of(optimizer)"):
+    assert [compression.bind(optimizer).config["momentum"] for optimizer in optimizers] == [
+        0.5,
+        0.9,
+    ]
+    with raises(
+        RuntimeError, "several optimizers have this compression", "hvdc.compression_of(optimizer)"
+    ):
         compression.stats()
     assert hvdc.compression_of(keras.optimizers.SGD()) is None
 
@@ -144,18 +182,28 @@ def made_inside_a_traced_function():
         made.append((first, second))
         with tf.GradientTape(persistent=True) as tape:
             losses = [tf.reduce_sum(variable * gradient) for variable in variables]
-        gradients = hvdt.DistributedGradientTape(tape, compression=first).gradient(losses[0], variables[:1])
+        gradients = hvdt.DistributedGradientTape(tape, compression=first).gradient(
+            losses[0], variables[:1]
+        )
         if more:
-            gradients += hvdt.DistributedGradientTape(tape, compression=second).gradient(losses[1:], variables[1:])
+            gradients += hvdt.DistributedGradientTape(tape, compression=second).gradient(
+                losses[1:], variables[1:]
+            )
         optimizer.apply_gradients(zip(gradients, variables))
 
     for i in range(4):
         step(told(i)["matrix"], i % 2 == 1)
     assert len(made) >= 2 and len(set(made)) == 1
     ((compression, other),) = set(made)
-    assert set(compression.state_dict()["step"].values()) == {4} and set(other.state_dict()["step"].values()) == {2}
-    assert compression.config["momentum"] == other.config["momentum"] == 0.9 and compression.stats()["residual_norm"] > 0
-    assert not any(momentum.numpy().any() for momentum in optimizer.momentums)  # It leaves that to both.
+    assert set(compression.state_dict()["step"].values()) == {4} and set(
+        other.state_dict()["step"].values()
+    ) == {2}
+    assert (
+        compression.config["momentum"] == other.config["momentum"] == 0.9
+        and compression.stats()["residual_norm"] > 0
+    )
+    # It leaves that to both.
+    assert not any(momentum.numpy().any() for momentum in optimizer.momentums)
 
 
 @case(2)
@@ -165,13 +213,27 @@ def states_are_loaded_before_the_first_gradient():
     with tempfile.TemporaryDirectory() as folder:
         path, saved = os.path.join(folder, "state"), []
         model, compression = model_of(), pickled("dgc:ratio=0.02")
-        keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: saved.append(model.get_weights()))
+        keep = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: saved.append(model.get_weights())
+        )
         optimizer = hvd.DistributedOptimizer(SGD["new"](0.05, **sgd), compression=compression)
-        fit(model, optimizer, 6, [hvdc.StateCheckpoint(compression, path + "{epoch}"), keep], epochs=2)
+        fit(
+            model,
+            optimizer,
+            6,
+            [hvdc.StateCheckpoint(compression, path + "{epoch}"), keep],
+            epochs=2,
+        )
         again, compression = model_of(seed=5), pickled("dgc:ratio=0.02")
         again.set_weights(saved[0])
         optimizer = hvd.DistributedOptimizer(SGD["new"](0.05, **sgd), compression=compression)
-        fit(again, optimizer, 6, [hvdc.StateCheckpoint(compression, path, restore=f"{path}1")], epochs=1)
+        fit(
+            again,
+            optimizer,
+            6,
+            [hvdc.StateCheckpoint(compression, path, restore=f"{path}1")],
+            epochs=1,
+        )
         np.testing.assert_array_equal(flat(again), flat(model))
     compression = pickled("dgc")
     taped(compression, SGD["new"](0.1, **sgd))
@@ -180,12 +242,16 @@ def states_are_loaded_before_the_first_gradient():
         with raises(TypeError, "cannot be copied or pickled: save its state_dict()"):
             copied(compression)
     if hvd.rank() == 0:
-        assert hvdc.Compression.topk().stats()["steps"] == 0  # A question on one rank only does not bring names out of step.
+        # A question on one rank only does not bring names out of step.
+        assert hvdc.Compression.topk().stats()["steps"] == 0
     compression = pickled("dgc")
     compression.load_state_dict(state)
     assert set(compression.state_dict()["step"].values()) == {3}
     taped(compression, SGD["new"](0.1, **sgd))
-    assert set(compression.state_dict()["step"].values()) == {6} and compression.config["momentum"] == 0.9
+    assert (
+        set(compression.state_dict()["step"].values()) == {6}
+        and compression.config["momentum"] == 0.9
+    )
 
 
 @case(2)
@@ -211,14 +277,22 @@ def what_an_unbound_compression_cannot_find_is_named():
     def gradient(compression):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(variable * variable)
-        return hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])
+        return hvdt.DistributedGradientTape(tape, compression=compression).gradient(
+            loss, [variable]
+        )
 
     def with_two(compression, namespace):
         first, second = namespace.SGD(0.1), namespace.Adam(0.1)
         gradient(compression)
         return first, second
 
-    with raises(ValueError, "dgc needs the optimizer", "or say momentum=", "has none in reach", "hvdc.Compression.dgc(optimizer)"):
+    with raises(
+        ValueError,
+        "dgc needs the optimizer",
+        "or say momentum=",
+        "has none in reach",
+        "hvdc.Compression.dgc(optimizer)",
+    ):
         gradient(hvdc.Compression.dgc())
     found = "has several in reach, SGD 'SGD', Adam 'Adam'"
     for namespace in (keras.optimizers, keras.optimizers.legacy):

@@ -1,4 +1,6 @@
-"""hvdc.UpdateOptimizer: what ranks' Keras optimizers would add to the variables is compressed and exchanged, in place of gradients."""
+"""hvdc.UpdateOptimizer: what ranks' Keras optimizers would add to the variables is compressed and
+exchanged, in place of gradients."""
+
 import functools
 import os
 import tempfile
@@ -14,7 +16,17 @@ from tensorflow import keras
 import horovod_compress.tensorflow as hvdc
 from horovod_compress import MismatchError
 
-from .training import LOSS, SGD, assert_close, assert_replicas_identical, data, flat, model_of, told, trained
+from .training import (
+    LOSS,
+    SGD,
+    assert_close,
+    assert_replicas_identical,
+    data,
+    flat,
+    model_of,
+    told,
+    trained,
+)
 
 CASES, case = registry()
 NAMES = ("matrix", "bias")
@@ -23,7 +35,9 @@ NAMES = ("matrix", "bias")
 def fitted(model, optimizer, steps, callbacks=(), **options):
     """Losses, without Horovod's callback that gives all ranks what rank 0's optimizer keeps."""
     model.compile(optimizer, LOSS)
-    return model.fit(*data(12 * steps), 12, shuffle=False, verbose=0, callbacks=[*callbacks], **options).history["loss"]
+    return model.fit(
+        *data(12 * steps), 12, shuffle=False, verbose=0, callbacks=[*callbacks], **options
+    ).history["loss"]
 
 
 def zeros():
@@ -58,7 +72,12 @@ def not_sent(compression):
     """The mean over ranks of what exchanges are still to bring."""
     exchange = compression._exchange
     exchange.arrays()
-    kept = {tensor.name: np.zeros(tensor.numel, np.float32) if tensor.residual is None else tensor.residual for tensor in exchange.tensors}
+    kept = {
+        tensor.name: np.zeros(tensor.numel, np.float32)
+        if tensor.residual is None
+        else tensor.residual
+        for tensor in exchange.tensors
+    }
     return mean_of(np.concatenate([kept[name] for name in NAMES]), "not sent")
 
 
@@ -74,26 +93,49 @@ def dense_updates_train_as_plain_horovod_does():
             assert_replicas_identical(model)
     different = model_of(hvd.rank())
     fitted(different, hvdc.UpdateOptimizer(keras.optimizers.Adam()), 1)
-    assert_replicas_identical(different)  # because all have begun as rank 0 did
+    # Because all have begun as rank 0 did.
+    assert_replicas_identical(different)
 
 
 def adams_updates(gradients, lr, betas=(0.9, 0.999), eps=1e-7, ranks=1):
-    """Adam's updates for a series of gradients, in NumPy, with the epsilon where Keras has it (Kingma and Ba 2015, before Section 2.1). ranks:
-    those of hvdc.AdamW, with as many."""
+    """Adam's updates for a series of gradients, in NumPy, with the epsilon where Keras has it
+    (Kingma and Ba 2015, before Section 2.1). ranks: those of hvdc.AdamW, with as many."""
     for t, (m, w) in enumerate(alike.adams_moments(gradients, betas, ranks), 1):
         yield -lr * np.sqrt(1 - betas[1] ** t) / (1 - betas[0] ** t) * m / (np.sqrt(w) + eps)
 
 
 @case(2, 3)
 def rounds_are_those_of_local_adam():
-    """Dense ones of one step, and of four with an outer optimizer (DiLoCo, arXiv 2311.08105, Algorithm 1), in graphs and eagerly, stated in NumPy."""
-    series = [[{n: alike.gradients(rank, step)[n].astype(np.float64) for n in NAMES} for step in range(13)] for rank in range(hvd.size())]
-    adam, whole = functools.partial(keras.optimizers.Adam, 0.01), functools.partial(hvdc.AdamW, 0.01, weight_decay=0.0)
+    """Dense ones of one step, and of four with an outer optimizer (DiLoCo, arXiv 2311.08105,
+    Algorithm 1), in graphs and eagerly, stated in NumPy."""
+    series = [
+        [
+            {n: alike.gradients(rank, step)[n].astype(np.float64) for n in NAMES}
+            for step in range(13)
+        ]
+        for rank in range(hvd.size())
+    ]
+    adam, whole = (
+        functools.partial(keras.optimizers.Adam, 0.01),
+        functools.partial(hvdc.AdamW, 0.01, weight_decay=0.0),
+    )
     diloco = hvdc.Nesterov(0.7, 0.9)
-    rounds = ((1, None, True, adam), (1, None, False, whole), (1, None, True, whole), (4, diloco, True, adam), (4, None, False, adam))
+    rounds = (
+        (1, None, True, adam),
+        (1, None, False, whole),
+        (1, None, True, whole),
+        (4, diloco, True, adam),
+        (4, None, False, adam),
+    )
     for every, outer, in_graph, make in rounds:
         ranks = hvd.size() if make is whole else 1
-        updates = {n: [np.cumsum(list(adams_updates([g[n] for g in of_rank], 0.01, ranks=ranks)), 0) for of_rank in series] for n in NAMES}
+        updates = {
+            n: [
+                np.cumsum(list(adams_updates([g[n] for g in of_rank], 0.01, ranks=ranks)), 0)
+                for of_rank in series
+            ]
+            for n in NAMES
+        }
         variables = zeros()
         optimizer = hvdc.UpdateOptimizer(make(), "none", every=every, outer=outer)
         step = stepping(optimizer, variables, in_graph)
@@ -104,31 +146,51 @@ def rounds_are_those_of_local_adam():
             if (i + 1) % every:
                 continue
             for name in NAMES:
-                mean = np.mean([its[i] - (its[i - every] if i >= every else 0) for its in updates[name]], axis=0)
+                mean = np.mean(
+                    [its[i] - (its[i - every] if i >= every else 0) for its in updates[name]],
+                    axis=0,
+                )
                 momentum[name] = 0.9 * momentum[name] + mean
-                expected[name] = expected[name] + (mean if outer is None else 0.7 * (mean + 0.9 * momentum[name]))
-                assert np.abs(variables[name].numpy() - expected[name]).max() < 2e-5 * np.abs(expected[name]).max(), (every, i, name)
+                expected[name] = expected[name] + (
+                    mean if outer is None else 0.7 * (mean + 0.9 * momentum[name])
+                )
+                assert (
+                    np.abs(variables[name].numpy() - expected[name]).max()
+                    < 2e-5 * np.abs(expected[name]).max()
+                ), (every, i, name)
             assert_alike(variables)
 
 
 @case(2)
 def adam_of_one_rank_is_keras():
-    """With embeddings, whose gradients are of single rows, and made anew from its configuration. Where nothing is known of the signal yet, because
-    the first gradient comes late, steps are as Keras's own with any number of ranks."""
+    """With embeddings, whose gradients are of single rows, and made anew from its configuration.
+    Where nothing is known of the signal yet, because the first gradient comes late, steps are as
+    Keras's own with any number of ranks."""
     ends = []
     for optimizer in (keras.optimizers.AdamW(0.01), hvdc.AdamW(0.01, ranks=64)):
         early, late = tf.Variable([1.0, 1.0]), tf.Variable([1.0, 1.0])
         optimizer.build([early, late])
         for i in range(30):
-            optimizer.apply_gradients([(tf.ones(2), early)] + ([(tf.ones(2), late)] if i == 29 else []))
+            optimizer.apply_gradients(
+                [(tf.ones(2), early)] + ([(tf.ones(2), late)] if i == 29 else [])
+            )
         ends.append(late.numpy())
     np.testing.assert_allclose(ends[1], ends[0], rtol=1e-6)
-    options = {"learning_rate": 0.01, "beta_1": 0.8, "beta_2": 0.95, "weight_decay": 0.02, "clipnorm": 1.0}
+    options = {
+        "learning_rate": 0.01,
+        "beta_1": 0.8,
+        "beta_2": 0.95,
+        "weight_decay": 0.02,
+        "clipnorm": 1.0,
+    }
     ours = keras.optimizers.deserialize(keras.optimizers.serialize(hvdc.AdamW(ranks=1, **options)))
     assert isinstance(ours, hvdc.AdamW) and ours.ranks == 1
     trained = []
     for optimizer in (keras.optimizers.AdamW(**options), ours):
-        table, matrix = tf.Variable(tf.reshape(tf.range(30.0), (10, 3)) / 30), tf.Variable(tf.ones((3, 2)))
+        table, matrix = (
+            tf.Variable(tf.reshape(tf.range(30.0), (10, 3)) / 30),
+            tf.Variable(tf.ones((3, 2))),
+        )
         for i in range(6):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(tf.square(tf.gather(table, [i, 3, 3]) @ matrix - 1.0))
@@ -136,7 +198,13 @@ def adam_of_one_rank_is_keras():
         trained.append(np.concatenate([table.numpy().ravel(), matrix.numpy().ravel()]))
     np.testing.assert_allclose(trained[1], trained[0], rtol=1e-5)
     model = model_of(hvd.rank())
-    losses = fitted(model, hvdc.UpdateOptimizer(hvdc.AdamW(0.01), "adacomp:min_numel=0", every=2), 12, [hvdc.ShareUpdates()], epochs=4)
+    losses = fitted(
+        model,
+        hvdc.UpdateOptimizer(hvdc.AdamW(0.01), "adacomp:min_numel=0", every=2),
+        12,
+        [hvdc.ShareUpdates()],
+        epochs=4,
+    )
     assert losses[-1] < losses[0]
     assert_replicas_identical(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -146,7 +214,8 @@ def adam_of_one_rank_is_keras():
             assert type(keras.models.load_model(path).optimizer) is hvdc.AdamW, end
     with raises(ValueError, "with this process set say ranks=1"):
         hvdc.UpdateOptimizer(hvdc.AdamW(0.01), process_set=hvd.ProcessSet([0]))
-    with raises(Exception, "Horovod has averaged these"):  # of a type that TensorFlow chooses, while it traces
+    # Of a type that TensorFlow chooses, while it traces.
+    with raises(Exception, "Horovod has averaged these"):
         fitted(model_of(), hvd.DistributedOptimizer(hvdc.AdamW(0.01)), 1)
     with raises(ValueError, "has no amsgrad"):
         hvdc.AdamW(amsgrad=True)
@@ -156,9 +225,15 @@ def adam_of_one_rank_is_keras():
 
 @case(2, 3)
 def no_update_is_lost():
-    """What has moved the variables, and what is not sent yet, is all that ranks' optimizers have asked for: over changes of the learning rate, an
-    exchange without steps, a save and a load, and another compression."""
-    for spec in ("topk:ratio=0.02,min_numel=0", "adacomp:min_numel=0", "dgc:ratio=0.02,min_numel=0", "efsignsgd:min_numel=0"):
+    """What has moved the variables, and what is not sent yet, is all that ranks' optimizers have
+    asked for: over changes of the learning rate, an exchange without steps, a save and a load, and
+    another compression."""
+    for spec in (
+        "topk:ratio=0.02,min_numel=0",
+        "adacomp:min_numel=0",
+        "dgc:ratio=0.02,min_numel=0",
+        "efsignsgd:min_numel=0",
+    ):
         for every in (1, 3):
             variables, local = zeros(), zeros()
 
@@ -170,7 +245,8 @@ def no_update_is_lost():
             own = stepping(alone, local)
             for i in range(12):
                 if i == 6:
-                    optimizer.take_part()  # on all ranks: nothing but what waits
+                    # On all ranks: nothing but what waits.
+                    optimizer.take_part()
                     state = optimizer.compression.state_dict()
                     optimizer, step = start()
                     optimizer.compression.load_state_dict(state)
@@ -181,17 +257,29 @@ def no_update_is_lost():
                 for each in (step, own):
                     each(told(i, NAMES))
             mine, asked = assert_alike(variables), mean_of(values(local), "asked")
-            worst = np.abs(mine + not_sent(optimizer.compression) - asked).max() / np.abs(asked).max()
+            worst = (
+                np.abs(mine + not_sent(optimizer.compression) - asked).max() / np.abs(asked).max()
+            )
             assert worst < 1e-5, (spec, every, worst)
             stats = optimizer.compression.stats()
-            assert stats["steps"] == 6 // every and 0 < stats["bytes_sent"] < stats["dense_bytes"] / 3, (spec, stats)
+            assert (
+                stats["steps"] == 6 // every and 0 < stats["bytes_sent"] < stats["dense_bytes"] / 3
+            ), (spec, stats)
 
 
 @case(2, 3)
 def moments_are_averaged():
-    """Of optimizers old and new, and within rounds; the shared variables and ranks' own numbers of steps stay."""
-    for make, every, kinds in ((keras.optimizers.Adam, 1, 2), (hvdc.AdamW, 3, 3), (keras.optimizers.legacy.Adam, 1, 2)):
-        optimizer, variables = hvdc.UpdateOptimizer(make(0.01), "topk:ratio=0.1,min_numel=0", every=every), zeros()
+    """Of optimizers old and new, and within rounds; the shared variables and ranks' own numbers of
+    steps stay."""
+    for make, every, kinds in (
+        (keras.optimizers.Adam, 1, 2),
+        (hvdc.AdamW, 3, 3),
+        (keras.optimizers.legacy.Adam, 1, 2),
+    ):
+        optimizer, variables = (
+            hvdc.UpdateOptimizer(make(0.01), "topk:ratio=0.1,min_numel=0", every=every),
+            zeros(),
+        )
         step = stepping(optimizer, variables)
         for index in range(4):
             step(told(index))
@@ -200,7 +288,9 @@ def moments_are_averaged():
         moved = 0
         for i, (was, kept) in enumerate(zip(before, optimizer.variables())):
             if was.shape and "shared" not in kept.name:
-                np.testing.assert_allclose(kept.numpy(), mean_of(was, f"moments.{i}"), rtol=1e-6, atol=1e-12)
+                np.testing.assert_allclose(
+                    kept.numpy(), mean_of(was, f"moments.{i}"), rtol=1e-6, atol=1e-12
+                )
                 moved += not np.array_equal(kept.numpy(), was)
             else:
                 np.testing.assert_array_equal(kept.numpy(), was)
@@ -217,7 +307,9 @@ def moments_are_averaged():
 def an_update_that_is_not_finite_moves_nothing():
     for every, outer in ((1, None), (2, hvdc.Nesterov())):
         variables = zeros()
-        optimizer = hvdc.UpdateOptimizer(keras.optimizers.SGD(1.0), "topk:ratio=0.05,min_numel=0", every=every, outer=outer)
+        optimizer = hvdc.UpdateOptimizer(
+            keras.optimizers.SGD(1.0), "topk:ratio=0.05,min_numel=0", every=every, outer=outer
+        )
         step, asked = stepping(optimizer, variables), 0.0
         for i in range(8):
             before, gradients = values(variables), told(i, NAMES)
@@ -238,7 +330,17 @@ def an_update_that_is_not_finite_moves_nothing():
 @case(2, 3)
 def every_algorithm_keeps_replicas_alike_on_updates():
     for spec in alike.SPECS:
-        if any(word in spec for word in ("moments", "clip_norm", "follow_lr", "momentum", "exchange=split", "transport")):
+        if any(
+            word in spec
+            for word in (
+                "moments",
+                "clip_norm",
+                "follow_lr",
+                "momentum",
+                "exchange=split",
+                "transport",
+            )
+        ):
             continue
         variables = zeros()
         step = stepping(hvdc.UpdateOptimizer(keras.optimizers.Adam(0.01), spec), variables)
@@ -249,15 +351,23 @@ def every_algorithm_keeps_replicas_alike_on_updates():
 
 @case(2)
 def rounds_go_on_after_a_checkpoint():
-    """Keras keeps what ranks share and the outer momentum, StateCheckpoint what was not sent: the third epoch comes out as without a break, and at
-    the end of each epoch all ranks have the same variables."""
+    """Keras keeps what ranks share and the outer momentum, StateCheckpoint what was not sent: the
+    third epoch comes out as without a break, and at the end of each epoch all ranks have the same
+    variables."""
 
     def start(callbacks, epochs, path, restore=None, before=lambda optimizer, model: None):
-        optimizer = hvdc.UpdateOptimizer(keras.optimizers.SGD(0.05, momentum=0.5), "topk:ratio=0.05,min_numel=0", every=3, outer=hvdc.Nesterov())
+        optimizer = hvdc.UpdateOptimizer(
+            keras.optimizers.SGD(0.05, momentum=0.5),
+            "topk:ratio=0.05,min_numel=0",
+            every=3,
+            outer=hvdc.Nesterov(),
+        )
         model = model_of()
         before(optimizer, model)
         state = hvdc.StateCheckpoint(optimizer.compression, path, restore=restore)
-        losses = fitted(model, optimizer, 10, [hvdc.ShareUpdates(), state, *callbacks], epochs=epochs)
+        losses = fitted(
+            model, optimizer, 10, [hvdc.ShareUpdates(), state, *callbacks], epochs=epochs
+        )
         assert_replicas_identical(model)
         return model, optimizer, losses
 
@@ -268,11 +378,14 @@ def rounds_go_on_after_a_checkpoint():
             def on_epoch_end(self, epoch, logs=None):
                 assert_replicas_identical(self.model)
                 alike_at.append(epoch)
-                saved.append([self.model.get_weights(), [v.numpy() for v in self.model.optimizer.variables]])
+                saved.append(
+                    [self.model.get_weights(), [v.numpy() for v in self.model.optimizer.variables]]
+                )
 
         model, optimizer, losses = start([Keep()], 3, path)
         assert alike_at == [0, 1, 2] and losses[2] < losses[0]
-        assert optimizer.compression.stats()["steps"] == 3 * 4  # of ten steps three exchanges, and one at the end of the epoch
+        # Of ten steps three exchanges, and one at the end of the epoch.
+        assert optimizer.compression.stats()["steps"] == 3 * 4
 
         def restore(optimizer, model):
             model.set_weights(saved[1][0])
@@ -311,7 +424,8 @@ def a_state_that_rank_0_alone_has_loaded():
             step(told(i, NAMES))
         assert optimizer.local_steps == 0
         assert_alike(variables)
-        for i in range(3):  # which would differ with the outer momentum
+        # Which would differ with the outer momentum.
+        for i in range(3):
             step(told(i, NAMES))
         assert_alike(variables)
 
@@ -366,7 +480,8 @@ def an_optimizer_that_swaps_variables_shows_their_mean():
                 expected[name] = expected[name] - 0.1 * mean
                 average[name] = 0.5 * (average[name] + expected[name])
         if hvd.rank() == 0:
-            assert optimizer.rate() > 0.09  # which changes nothing, and waits for nobody
+            # Which changes nothing, and waits for nobody.
+            assert optimizer.rate() > 0.09
         for shown in (average, expected):
             optimizer.swap(list(variables.values()))
             assert_alike(variables)
@@ -376,7 +491,8 @@ def an_optimizer_that_swaps_variables_shows_their_mean():
 
 @case(2)
 def a_model_in_half_precision_with_a_layer_that_has_no_gradients():
-    """Its loss scale is inside; rounds of two steps; and all variables, those without gradients too, are alike on all ranks."""
+    """Its loss scale is inside; rounds of two steps; and all variables, those without gradients
+    too, are alike on all ranks."""
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
         model = model_of(hvd.rank())
@@ -395,16 +511,26 @@ def a_model_in_half_precision_with_a_layer_that_has_no_gradients():
 
 @case(2)
 def a_loss_scale_that_finds_infinities_on_one_rank():
-    """That rank takes part with nothing, and the other's step counts. Around an UpdateOptimizer a scaler would have ranks wait: an error."""
+    """That rank takes part with nothing, and the other's step counts. Around an UpdateOptimizer a
+    scaler would have ranks wait: an error."""
     variables = zeros()
-    inner = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(1.0), dynamic=True, initial_scale=4.0, dynamic_growth_steps=100)
+    inner = keras.mixed_precision.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0), dynamic=True, initial_scale=4.0, dynamic_growth_steps=100
+    )
     optimizer = hvdc.UpdateOptimizer(inner, "none")
 
     @tf.function
     def step(gradients):
         with tf.GradientTape() as tape:
-            loss = optimizer.get_scaled_loss(tf.add_n([tf.reduce_sum(variables[name] * gradients[name]) for name in NAMES]))
-        pairs = zip(optimizer.get_unscaled_gradients(tape.gradient(loss, [variables[name] for name in NAMES])), variables.values())
+            loss = optimizer.get_scaled_loss(
+                tf.add_n([tf.reduce_sum(variables[name] * gradients[name]) for name in NAMES])
+            )
+        pairs = zip(
+            optimizer.get_unscaled_gradients(
+                tape.gradient(loss, [variables[name] for name in NAMES])
+            ),
+            variables.values(),
+        )
         optimizer.apply_gradients(pairs)
 
     expected = 0.0
@@ -414,10 +540,14 @@ def a_loss_scale_that_finds_infinities_on_one_rank():
             gradients["bias"] = gradients["bias"] * np.inf
         step(gradients)
         for rank in [0] if i == 1 else [0, 1]:
-            expected -= np.concatenate([alike.gradients(rank, i)[name].ravel() for name in NAMES]) / 2
+            expected -= (
+                np.concatenate([alike.gradients(rank, i)[name].ravel() for name in NAMES]) / 2
+            )
     assert np.abs(assert_alike(variables) - expected).max() < 1e-5
     assert hvdt.allgather_object(float(optimizer.loss_scale)) == [4.0, 2.0]
-    outside = keras.mixed_precision.LossScaleOptimizer(hvdc.UpdateOptimizer(keras.optimizers.SGD(1.0), "none"))
+    outside = keras.mixed_precision.LossScaleOptimizer(
+        hvdc.UpdateOptimizer(keras.optimizers.SGD(1.0), "none")
+    )
     with raises(ValueError, "UpdateOptimizer(keras.mixed_precision.LossScaleOptimizer"):
         stepping(outside, zeros())(told(0, NAMES))
 
@@ -425,11 +555,22 @@ def a_loss_scale_that_finds_infinities_on_one_rank():
 @case(3)
 def updates_within_a_process_set():
     pair = hvd.add_process_set([1, 2])
-    variables = {name: tf.Variable(tf.fill(alike.SHAPES[name], float(hvd.rank())), name=name) for name in NAMES}
-    step = stepping(hvdc.UpdateOptimizer(keras.optimizers.SGD(1.0), "none", process_set=pair), variables)
+    variables = {
+        name: tf.Variable(tf.fill(alike.SHAPES[name], float(hvd.rank())), name=name)
+        for name in NAMES
+    }
+    step = stepping(
+        hvdc.UpdateOptimizer(keras.optimizers.SGD(1.0), "none", process_set=pair), variables
+    )
     step(told(0, NAMES))
     ranks, first = ([1, 2], 1) if hvd.rank() else ([0], 0)
-    expected = first - np.mean([np.concatenate([alike.gradients(rank, 0)[name].ravel() for name in NAMES]) for rank in ranks], axis=0)
+    expected = first - np.mean(
+        [
+            np.concatenate([alike.gradients(rank, 0)[name].ravel() for name in NAMES])
+            for rank in ranks
+        ],
+        axis=0,
+    )
     assert np.abs(values(variables) - expected).max() < 1e-5
     hvd.remove_process_set(pair)
 
@@ -438,8 +579,11 @@ def updates_within_a_process_set():
 def what_an_update_optimizer_refuses():
     sgd = keras.optimizers.SGD
     for spec, words in (
-        ("dgc:momentum=0.5", "momentum is inside its updates"), ("topk:clip_norm=1", "clip_norm"), ("variance:moments=microbatch", "minibatch only"),
-        ("topk:exchange=split", "exchange=split needs PyTorch"), ("nonsense", "nonsense"),
+        ("dgc:momentum=0.5", "momentum is inside its updates"),
+        ("topk:clip_norm=1", "clip_norm"),
+        ("variance:moments=microbatch", "minibatch only"),
+        ("topk:exchange=split", "exchange=split needs PyTorch"),
+        ("nonsense", "nonsense"),
     ):
         with raises(ValueError, words):
             hvdc.UpdateOptimizer(sgd(0.1), spec)
@@ -462,4 +606,6 @@ def what_an_update_optimizer_refuses():
     with raises(RuntimeError, "after the first step"):
         hvdc.UpdateOptimizer(sgd(0.1)).take_part()
     with raises(MismatchError, "differs from rank 0 in every"):
-        stepping(hvdc.UpdateOptimizer(sgd(0.1), every=2 + hvd.rank()), zeros(), in_graph=False)(told(0, NAMES))
+        stepping(hvdc.UpdateOptimizer(sgd(0.1), every=2 + hvd.rank()), zeros(), in_graph=False)(
+            told(0, NAMES)
+        )
