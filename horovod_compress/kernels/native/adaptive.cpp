@@ -36,14 +36,17 @@ HC_INLINE std::uint64_t bits_of_bytes(const std::uint8_t* bytes) {
 #ifdef __SSE2__
     std::uint64_t bits = 0;
     for (int i = 0; i < 4; ++i)
-        bits |= static_cast<std::uint64_t>(_mm_movemask_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + 16 * i)))) << 16 * i;
+        bits |= static_cast<std::uint64_t>(_mm_movemask_epi8(
+                    _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + 16 * i))))
+                << 16 * i;
     return bits;
 #else
     std::uint64_t bits = 0;
     for (int i = 0; i < 8; ++i) {
         std::uint64_t eight;
         std::memcpy(&eight, bytes + 8 * i, 8);
-        bits |= ((eight & 0x0101010101010101u) * 0x0102040810204080u >> 56) << 8 * i;  // the product moves each byte's bit to the top
+        // The product moves each byte's bit to the top.
+        bits |= ((eight & 0x0101010101010101u) * 0x0102040810204080u >> 56) << 8 * i;
     }
     return bits;
 #endif
@@ -78,7 +81,9 @@ struct Fired {
         count = 0;
     }
     // A body of signs needs the signs of r only.
-    Bytes signs(float scale) const { return sparse::body_of(indices.data(), r.data(), count, Values::sign, &scale); }
+    Bytes signs(float scale) const {
+        return sparse::body_of(indices.data(), r.data(), count, Values::sign, &scale);
+    }
 };
 thread_local Fired fired;
 thread_local std::vector<float> scratch;
@@ -143,11 +148,13 @@ py::object encode_strom(Floats& grad, Floats& residual, float tau) {
     return encoded(f.signs(tau), f.count, finite);
 }
 
-template <bool kGiven>  // the squares; else they are the gradient's own
-HC_INLINE bool encode_variance_pass(float* g, const float* squares, float* r, float* v, std::size_t n, float alpha, float zeta, float tau,
-                                    Fired& out) {
+// The squares; else they are the gradient's own.
+template <bool kGiven>
+HC_INLINE bool encode_variance_pass(float* g, const float* squares, float* r, float* v,
+                                    std::size_t n, float alpha, float zeta, float tau, Fired& out) {
     bool finite = true;
-    std::uint32_t largest = 0;  // that was taken so far, where powers are sent: what has none beside it has none in the end
+    // That was taken so far, where powers are sent: what has none beside it has none in the end.
+    std::uint32_t largest = 0;
     collect(
         n, out,
         [&](std::size_t begin, std::size_t count, std::uint8_t* hits) HC_HOT {
@@ -160,7 +167,8 @@ HC_INLINE bool encode_variance_pass(float* g, const float* squares, float* r, fl
             HC_APART
             for (std::size_t i = 0; i < count; ++i) {
                 const float old_r = to_r[i], old_v = to_v[i];
-                float new_r = old_r + added[i], new_v = old_v + (kGiven ? given[i] : added[i] * added[i]);
+                float new_r = old_r + added[i],
+                      new_v = old_v + (kGiven ? given[i] : added[i] * added[i]);
                 const std::uint32_t a = magnitude(new_r), b = magnitude(new_v);
                 peak_r = peak_r > a ? peak_r : a;
                 peak_v = peak_v > b ? peak_v : b;
@@ -194,7 +202,8 @@ struct Parts {
     void sort(const float* values, std::size_t count) {
         if (places.size() < count + 1) places.resize(2 * count + 1);
         std::uint32_t *first = places.data(), *last = first + count;
-        for (std::size_t i = 0; i < count; ++i) {  // without a branch, which nobody could predict
+        // Without a branch, which nobody could predict.
+        for (std::size_t i = 0; i < count; ++i) {
             const bool none = values[i] == 0;
             *first = *last = static_cast<std::uint32_t>(i);
             first += !none;
@@ -206,8 +215,8 @@ struct Parts {
 thread_local Parts parts;
 
 // Copies what has a value, and its value to the first ones; puts back the others. What rounding took from r stays there, or is forgotten.
-void keep_values(const Fired& f, const Parts& split, float* values, float* r, float* v, bool error_feedback, std::uint32_t* indices, float* r_before,
-                 float* v_before) {
+void keep_values(const Fired& f, const Parts& split, float* values, float* r, float* v,
+                 bool error_feedback, std::uint32_t* indices, float* r_before, float* v_before) {
     const std::uint32_t* places = split.places.data();
     for (std::size_t i = 0; i < split.kept; ++i) {
         const std::uint32_t place = places[i];
@@ -231,8 +240,9 @@ void keep_values(const Fired& f, const Parts& split, float* values, float* r, fl
     }
 }
 
-py::object encode_variance(Floats& grad, std::optional<Floats> squares, Floats& r, Floats& v, std::optional<Indices> spare, float alpha, float zeta,
-                           float tau, bool error_feedback) {
+py::object encode_variance(Floats& grad, std::optional<Floats> squares, Floats& r, Floats& v,
+                           std::optional<Indices> spare, float alpha, float zeta, float tau,
+                           bool error_feedback) {
     const std::size_t n = length(grad, "grad");
     same_length(n, length(r, "r"), "grad and r");
     same_length(n, length(v, "v"), "grad and v");
@@ -244,8 +254,10 @@ py::object encode_variance(Floats& grad, std::optional<Floats> squares, Floats& 
     bool finite;
     {
         py::gil_scoped_release release;
-        finite = squares ? dispatch<encode_variance_pass<true>>(pg, squares->data(), pr, pv, n, alpha, zeta, tau, f)
-                         : dispatch<encode_variance_pass<false>>(pg, nullptr, pr, pv, n, alpha, zeta, tau, f);
+        finite = squares ? dispatch<encode_variance_pass<true>>(pg, squares->data(), pr, pv, n,
+                                                                alpha, zeta, tau, f)
+                         : dispatch<encode_variance_pass<false>>(pg, nullptr, pr, pv, n, alpha,
+                                                                 zeta, tau, f);
         if (!finite) f.undo(pr, pv);
         if (scratch.size() < f.count) scratch.resize(f.indices.size());
         float* values = scratch.data();
@@ -257,7 +269,8 @@ py::object encode_variance(Floats& grad, std::optional<Floats> squares, Floats& 
     // What an earlier step has let go of, where that is enough: pages that are new in each step cost more than writing them.
     const auto entries = static_cast<py::ssize_t>(count);
     const py::object base = spare && spare->base() ? spare->base() : py::none();
-    const bool fits = py::isinstance<Indices>(base) && py::array(base).size() >= 3 * entries && py::array(base).writeable();
+    const bool fits = py::isinstance<Indices>(base) && py::array(base).size() >= 3 * entries &&
+                      py::array(base).writeable();
     Indices memory = fits ? Indices(base) : Indices(3 * (entries + entries / 4));
     std::uint32_t* at = memory.mutable_data();
     float* r_before = reinterpret_cast<float*>(at + count);
@@ -265,9 +278,11 @@ py::object encode_variance(Floats& grad, std::optional<Floats> squares, Floats& 
     const Floats before({py::ssize_t{2}, entries}, r_before, memory);
     {
         py::gil_scoped_release release;
-        keep_values(f, parts, scratch.data(), pr, pv, rounds && error_feedback, at, r_before, r_before + count);
+        keep_values(f, parts, scratch.data(), pr, pv, rounds && error_feedback, at, r_before,
+                    r_before + count);
     }
-    Bytes body = sparse::body_of(at, scratch.data(), count, rounds ? Values::power : Values::sign, &scale);
+    Bytes body =
+        sparse::body_of(at, scratch.data(), count, rounds ? Values::power : Values::sign, &scale);
     return encoded(body, count, finite, py::make_tuple(indices, before));
 }
 
@@ -285,19 +300,22 @@ HC_INLINE void peaks_of_bin(const float* x, std::size_t n, WordLanes& peaks) {
         peaks = peaks > b ? peaks : b;
     };
     for (std::size_t i = 0; i + kLanes < n; i += kLanes) look_at(i);
-    look_at(n - kLanes);  // what is looked at twice does no harm
+    // What is looked at twice does no harm.
+    look_at(n - kLanes);
 }
 
 // The largest magnitude of each of `bins` bins, kLanes of them at a time: one by one, folding the lanes would take longer than all the rest.
 HC_INLINE void peaks_of_bins(const float* x, std::size_t bins, std::size_t length, float* peaks) {
     if (length < kLanes) {
-        for (std::size_t bin = 0; bin < bins; ++bin) peaks[bin] = float_of(peak_of(x + bin * length, length));
+        for (std::size_t bin = 0; bin < bins; ++bin)
+            peaks[bin] = float_of(peak_of(x + bin * length, length));
         return;
     }
     for (std::size_t first = 0; first < bins; first += kLanes) {
         const std::size_t some = std::min(kLanes, bins - first);
         WordLanes rows[kLanes] = {};
-        for (std::size_t bin = 0; bin < some; ++bin) peaks_of_bin(x + (first + bin) * length, length, rows[bin]);
+        for (std::size_t bin = 0; bin < some; ++bin)
+            peaks_of_bin(x + (first + bin) * length, length, rows[bin]);
         fold_rows(rows);
         std::memcpy(peaks + first, rows, 4 * some);
     }
@@ -316,13 +334,14 @@ struct Pending {
     std::size_t count;
     float scale;
     HC_INLINE void subtract_below(std::size_t end, float* residual) {
-        for (; count && *indices < end; ++indices, --count) residual[*indices] -= std::copysign(scale, residual[*indices]);
+        for (; count && *indices < end; ++indices, --count)
+            residual[*indices] -= std::copysign(scale, residual[*indices]);
     }
 };
 
 // By blocks of whole bins, so that all but the maxima goes by whole lines, whatever the bins' length is.
-HC_INLINE Bins encode_adacomp_pass(float* g, float* residual, std::size_t n, Pending pending, std::size_t bin_length, float more, Block& scratch,
-                                   Fired& out) {
+HC_INLINE Bins encode_adacomp_pass(float* g, float* residual, std::size_t n, Pending pending,
+                                   std::size_t bin_length, float more, Block& scratch, Fired& out) {
     std::size_t bins = std::max<std::size_t>(kBinBlock / bin_length, 1);
     if (bins > kLanes) bins -= bins % kLanes;
     const std::size_t block = bins * bin_length;
@@ -358,14 +377,16 @@ HC_INLINE Bins encode_adacomp_pass(float* g, float* residual, std::size_t n, Pen
             const float floor = peaks[bin] > 0 ? peaks[bin] : INFINITY;
             sum += peaks[bin];
             const std::size_t end = std::min(count, i + bin_length);
-            for (std::size_t at = i; at < end; at += kLanes)  // the last line runs into the next bin, which comes next
+            // The last line runs into the next bin, which comes next.
+            for (std::size_t at = i; at < end; at += kLanes)
                 for (std::size_t j = 0; j < kLanes; ++j) floors[at + j] = floor;
             i = end;
         }
         HC_APART
         for (std::size_t i = 0; i < count; ++i) {
             const float kept = total[i];
-            const bool sent = (std::fabs(kept + more * newest[i]) >= floors[i]) & (kept != 0);  // H = G + (factor − 1)·g
+            // H = G + (factor − 1)·g.
+            const bool sent = (std::fabs(kept + more * newest[i]) >= floors[i]) & (kept != 0);
             hits[i] = sent ? 255 : 0;
             newest[i] = 0;
         }
@@ -373,12 +394,14 @@ HC_INLINE Bins encode_adacomp_pass(float* g, float* residual, std::size_t n, Pen
         out.reserve(count);
         const std::size_t before = out.count;
         out.push(hits, count, begin);
-        for (std::size_t entry = before; entry < out.count; ++entry) out.r[entry] = residual[out.indices[entry]];
+        for (std::size_t entry = before; entry < out.count; ++entry)
+            out.r[entry] = residual[out.indices[entry]];
     }
     return {worst < kTooLarge, sum};
 }
 
-py::object encode_adacomp(Floats& grad, Floats& residual, const Indices& sent, float sent_scale, std::size_t bin_length, float scale_factor) {
+py::object encode_adacomp(Floats& grad, Floats& residual, const Indices& sent, float sent_scale,
+                          std::size_t bin_length, float scale_factor) {
     const std::size_t n = length(grad, "grad"), count = length(sent, "sent");
     same_length(n, length(residual, "residual"), "grad and residual");
     inside(sent.data(), count, n);
@@ -391,8 +414,11 @@ py::object encode_adacomp(Floats& grad, Floats& residual, const Indices& sent, f
     float scale;
     {
         py::gil_scoped_release release;
-        bins = dispatch<encode_adacomp_pass>(g, r, n, pending, bin_length, scale_factor - 1, block_of_bins, f);
-        scale = n ? static_cast<float>(bins.sum / static_cast<double>((n + bin_length - 1) / bin_length)) : 0;
+        bins = dispatch<encode_adacomp_pass>(g, r, n, pending, bin_length, scale_factor - 1,
+                                             block_of_bins, f);
+        scale = n ? static_cast<float>(bins.sum /
+                                       static_cast<double>((n + bin_length - 1) / bin_length))
+                  : 0;
         if (!bins.finite || scale == 0) f.count = 0;
     }
     const Indices indices(static_cast<py::ssize_t>(f.count), f.indices.data());
@@ -402,11 +428,15 @@ py::object encode_adacomp(Floats& grad, Floats& residual, const Indices& sent, f
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("encode_strom", &encode_strom, arg("grad").noconvert(), arg("residual").noconvert(), py::kw_only(), arg("tau"));
-    m.def("encode_variance", &encode_variance, arg("grad").noconvert(), arg("squares").noconvert().none(true), arg("r").noconvert(),
-          arg("v").noconvert(), arg("spare") = py::none(), py::kw_only(), arg("alpha"), arg("zeta"), arg("tau"), arg("error_feedback"));
-    m.def("encode_adacomp", &encode_adacomp, arg("grad").noconvert(), arg("residual").noconvert(), arg("sent").noconvert(), py::kw_only(),
-          arg("sent_scale"), arg("bin_length"), arg("scale_factor"));
+    m.def("encode_strom", &encode_strom, arg("grad").noconvert(), arg("residual").noconvert(),
+          py::kw_only(), arg("tau"));
+    m.def("encode_variance", &encode_variance, arg("grad").noconvert(),
+          arg("squares").noconvert().none(true), arg("r").noconvert(), arg("v").noconvert(),
+          arg("spare") = py::none(), py::kw_only(), arg("alpha"), arg("zeta"), arg("tau"),
+          arg("error_feedback"));
+    m.def("encode_adacomp", &encode_adacomp, arg("grad").noconvert(), arg("residual").noconvert(),
+          arg("sent").noconvert(), py::kw_only(), arg("sent_scale"), arg("bin_length"),
+          arg("scale_factor"));
 }
 
 }  // namespace hc::adaptive

@@ -40,7 +40,8 @@ inline void inside(const std::uint32_t* indices, std::size_t n, std::size_t nume
 }
 
 // to[at[i]] += scale · value[i]; returns whether what stands there now is finite.
-inline bool add_entries(float* to, const std::uint32_t* at, const float* value, std::size_t n, float scale) {
+inline bool add_entries(float* to, const std::uint32_t* at, const float* value, std::size_t n,
+                        float scale) {
     constexpr std::size_t ahead = tuning::kScatterAhead;
     std::uint32_t peak = 0;
     for (std::size_t i = 0; i < n; ++i) {
@@ -80,10 +81,16 @@ inline Bytes body_in(const std::optional<Bytes>& spare, std::size_t size) {
 
 // The named tuple that encoders return, kernels.encoded.Encoded; made as a plain tuple is, because its constructor is a Python function.
 inline PyObject* encoded_class = nullptr;
-inline py::object encoded(const Bytes& buffer, std::size_t elements, bool finite, const py::tuple& undo = py::tuple()) {
-    if (!encoded_class) encoded_class = py::object(py::module_::import("horovod_compress.kernels.encoded").attr("Encoded")).release().ptr();
+inline py::object encoded(const Bytes& buffer, std::size_t elements, bool finite,
+                          const py::tuple& undo = py::tuple()) {
+    if (!encoded_class)
+        encoded_class =
+            py::object(py::module_::import("horovod_compress.kernels.encoded").attr("Encoded"))
+                .release()
+                .ptr();
     const py::tuple fields = py::make_tuple(py::make_tuple(buffer, elements, finite, undo));
-    PyObject* tuple = PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(encoded_class), fields.ptr(), nullptr);
+    PyObject* tuple =
+        PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(encoded_class), fields.ptr(), nullptr);
     if (!tuple) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(tuple);
 }
@@ -97,7 +104,8 @@ struct Entries {
 };
 Entries entries_of(const std::uint8_t* body, std::size_t size, std::uint64_t numel);
 // The buffer of a sparse body: indices ascend.
-Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, const float* scales);
+Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, Values kind,
+              const float* scales);
 }  // namespace sparse
 
 }  // namespace hc

@@ -21,7 +21,8 @@ using tuning::kPlacesAtOnce;
 HC_INLINE int put_places(std::uint64_t word, std::uint32_t first, std::uint32_t* out) {
     const int count = __builtin_popcountll(word);
     for (int i = 0; i < count; i += kPlacesAtOnce)
-        for (int j = 0; j < kPlacesAtOnce; ++j, word &= word - 1) out[i + j] = first + __builtin_ctzll(word | 1ull << 63);
+        for (int j = 0; j < kPlacesAtOnce; ++j, word &= word - 1)
+            out[i + j] = first + __builtin_ctzll(word | 1ull << 63);
     return count;
 }
 
@@ -85,13 +86,15 @@ class UnaryWriter {
 
 // The places of the ones in the bits from `in` to `end`, fewer than 2^32: exactly `count`, the last one in the last byte. There is room for
 // kPlacesAtOnce more places.
-HC_INLINE void read_places(const std::uint8_t* in, const std::uint8_t* end, std::size_t count, std::uint32_t* places) {
+HC_INLINE void read_places(const std::uint8_t* in, const std::uint8_t* end, std::size_t count,
+                           std::uint32_t* places) {
     const auto size = static_cast<std::size_t>(end - in);
     std::size_t found = 0;
     for (std::size_t at = 0; at < size; at += 8) {
         std::uint64_t word = 0;
         std::memcpy(&word, in + at, size - at < 8 ? size - at : 8);
-        if (static_cast<std::size_t>(__builtin_popcountll(word)) > count - found) throw std::invalid_argument("longer than its entries");
+        if (static_cast<std::size_t>(__builtin_popcountll(word)) > count - found)
+            throw std::invalid_argument("longer than its entries");
         found += put_places(word, static_cast<std::uint32_t>(8 * at), places + found);
     }
     if (found < count) throw std::invalid_argument("bits end too early");
@@ -100,7 +103,8 @@ HC_INLINE void read_places(const std::uint8_t* in, const std::uint8_t* end, std:
 
 class BitReader {
   public:
-    BitReader(const std::uint8_t* in, const std::uint8_t* end) : in_(in), size_(static_cast<std::uint64_t>(end - in)) {}
+    BitReader(const std::uint8_t* in, const std::uint8_t* end)
+        : in_(in), size_(static_cast<std::uint64_t>(end - in)) {}
 
     // Reads ones up to a zero, and that: how many they are, at most `limit`.
     std::uint64_t ones(std::uint64_t limit) {
@@ -123,17 +127,20 @@ class BitReader {
     // What put_run wrote: ones << bits | value.
     std::uint64_t run(int bits, std::uint64_t limit) {
         const std::uint64_t word = peek();
-        const int ones_here = ~word == 0 ? 64 : __builtin_ctzll(~word), length = ones_here + 1 + bits;
+        const int ones_here = ~word == 0 ? 64 : __builtin_ctzll(~word),
+                  length = ones_here + 1 + bits;
         if (length <= kWhole) {
             skip(length);
-            return static_cast<std::uint64_t>(ones_here) << bits | (word >> ones_here >> 1 & ((1ull << bits) - 1));
+            return static_cast<std::uint64_t>(ones_here) << bits |
+                   (word >> ones_here >> 1 & ((1ull << bits) - 1));
         }
         const std::uint64_t count = ones(limit);
         return count << bits | take(bits);
     }
     // Nothing may be left but the zeros that fill the last byte.
     void finish() const {
-        if (8 * size_ - at_ >= 8 || peek() != 0) throw std::invalid_argument("longer than its entries");
+        if (8 * size_ - at_ >= 8 || peek() != 0)
+            throw std::invalid_argument("longer than its entries");
     }
 
     // The bits from place `at` on, 57 at least, zeros behind the last.
@@ -153,7 +160,8 @@ class BitReader {
     }
 
   private:
-    static constexpr int kWhole = 57;  // bits that are there wherever in a byte they begin
+    // Bits that are there wherever in a byte they begin.
+    static constexpr int kWhole = 57;
     const std::uint8_t* in_;
     std::uint64_t size_, at_ = 0;  // in bytes, in bits
 };

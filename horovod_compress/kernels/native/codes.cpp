@@ -20,7 +20,8 @@ namespace {
 using tuning::kFloatSum;
 
 // float32 to float16, ties to even, without a branch: numbers below the normal ones are rounded by an addition.
-HC_INLINE std::uint32_t encode_float16_pass(const float* __restrict x, std::uint16_t* __restrict out, std::size_t n) {
+HC_INLINE std::uint32_t encode_float16_pass(const float* __restrict x,
+                                            std::uint16_t* __restrict out, std::size_t n) {
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
         prefetch_ahead(x + first, count);
@@ -30,10 +31,13 @@ HC_INLINE std::uint32_t encode_float16_pass(const float* __restrict x, std::uint
             peak = peak > a ? peak : a;
             float magnitude;
             std::memcpy(&magnitude, &a, 4);
-            const std::uint32_t small = bits_of(magnitude + 0.5f) - 0x3f000000u;  // 0.5 has steps of 2^-24 above it
+            // 0.5 has steps of 2^-24 above it.
+            const std::uint32_t small = bits_of(magnitude + 0.5f) - 0x3f000000u;
             const std::uint32_t normal = (a - 0x38000000u + 0xfffu + (a >> 13 & 1u)) >> 13;
             const std::uint32_t finite = a < 0x38800000u ? small : normal;
-            const std::uint32_t half = a > kInfinity ? 0x7e00u : finite < 0x7c00u ? finite : 0x7c00u;
+            const std::uint32_t half = a > kInfinity      ? 0x7e00u
+                                       : finite < 0x7c00u ? finite
+                                                          : 0x7c00u;
             out[i] = static_cast<std::uint16_t>(half | (b >> 16 & 0x8000u));
         }
     });
@@ -73,7 +77,8 @@ float decode_float16(const Array<std::uint16_t>& half, Floats& out) {
     return float_of(std::min(dispatch<decode_float16_pass>(from, to, n), kInfinity));
 }
 
-HC_INLINE std::uint32_t encode_bf16_pass(float* __restrict g, std::uint8_t* __restrict out, std::size_t n) {
+HC_INLINE std::uint32_t encode_bf16_pass(float* __restrict g, std::uint8_t* __restrict out,
+                                         std::size_t n) {
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
         prefetch_ahead(g + first, count);
@@ -83,14 +88,16 @@ HC_INLINE std::uint32_t encode_bf16_pass(float* __restrict g, std::uint8_t* __re
             const std::uint32_t b = bits_of(g[i]), a = b & 0x7fffffffu;
             peak = peak > a ? peak : a;
             const std::uint32_t rounded = (a + 0x7fffu + (a >> 16 & 1u)) >> 16;
-            const auto half = static_cast<std::uint16_t>((rounded < 0x7f7fu ? rounded : 0x7f7fu) | (b >> 16 & 0x8000u));
+            const auto half = static_cast<std::uint16_t>((rounded < 0x7f7fu ? rounded : 0x7f7fu) |
+                                                         (b >> 16 & 0x8000u));
             std::memcpy(out + 2 * i, &half, 2);
             g[i] = 0;
         }
     });
     return peak;
 }
-HC_INLINE std::uint32_t decode_add_bf16_pass(const std::uint8_t* __restrict in, float* __restrict out, std::size_t n, float scale) {
+HC_INLINE std::uint32_t decode_add_bf16_pass(const std::uint8_t* __restrict in,
+                                             float* __restrict out, std::size_t n, float scale) {
     std::uint32_t peak = 0;
     by_stretches(n, [&](std::size_t first, std::size_t count) HC_HOT {
         prefetch_ahead(out + first, count);
@@ -123,7 +130,8 @@ py::object encode_bf16(Floats& grad, std::optional<Bytes> spare) {
 }
 // The body's bytes, which must be `size`.
 const std::uint8_t* exactly(const Bytes& body, std::size_t size) {
-    if (length(body, "body") != size) throw std::invalid_argument("not of the length that a tensor of this size has");
+    if (length(body, "body") != size)
+        throw std::invalid_argument("not of the length that a tensor of this size has");
     return body.data();
 }
 bool decode_add_bf16(Floats& out, const Bytes& body, float scale) {
@@ -140,20 +148,24 @@ struct Halves {
     std::uint64_t count[2];
     bool finite;
 };
-HC_INLINE Halves add_to_halves(float* __restrict g, float* __restrict r, std::size_t n, float growth) {
+HC_INLINE Halves add_to_halves(float* __restrict g, float* __restrict r, std::size_t n,
+                               float growth) {
     constexpr std::size_t lanes = 16;
     std::uint32_t worst = 0;
     Halves total{};
     for (std::size_t begin = 0; begin < n; begin += kFloatSum) {
         const std::size_t end = std::min(n, begin + kFloatSum);
-        float negative[lanes] = {}, positive[lanes] = {};  // short sums in float32, the long one in float64
+        // Short sums in float32, the long one in float64.
+        float negative[lanes] = {}, positive[lanes] = {};
         std::uint32_t negatives[lanes] = {}, peaks[lanes] = {};
         const auto line = [&](std::size_t i, std::size_t count) HC_HOT {
             for (std::size_t j = 0; j < count; ++j) {
                 const float grown = growth * r[i + j], moved = grown + g[i + j];
                 const std::uint32_t b = magnitude(moved);
                 peaks[j] = peaks[j] > b ? peaks[j] : b;
-                const float kept = b < kTooLarge ? moved : magnitude(grown) < kTooLarge ? grown : r[i + j];
+                const float kept = b < kTooLarge                  ? moved
+                                   : magnitude(grown) < kTooLarge ? grown
+                                                                  : r[i + j];
                 r[i + j] = kept;
                 g[i + j] = 0;
                 negatives[j] += kept < 0;
@@ -179,7 +191,8 @@ HC_INLINE Halves add_to_halves(float* __restrict g, float* __restrict r, std::si
     total.finite = worst < kTooLarge && std::isfinite(total.sum[0] + total.sum[1]);
     return total;
 }
-HC_INLINE void encode_one_bit_pass(float* __restrict r, std::uint8_t* bits, const Layout& layout, float plus, float minus) {
+HC_INLINE void encode_one_bit_pass(float* __restrict r, std::uint8_t* bits, const Layout& layout,
+                                   float plus, float minus) {
     pack<std::int32_t>(bits, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
         prefetch_ahead(r + first, count);
         HC_APART
@@ -190,21 +203,24 @@ HC_INLINE void encode_one_bit_pass(float* __restrict r, std::uint8_t* bits, cons
         }
     });
 }
-HC_INLINE std::uint32_t decode_add_one_bit_pass(const std::uint8_t* bits, float* __restrict out, const Layout& layout, float plus, float minus) {
+HC_INLINE std::uint32_t decode_add_one_bit_pass(const std::uint8_t* bits, float* __restrict out,
+                                                const Layout& layout, float plus, float minus) {
     std::uint32_t peak = 0;
-    unpack<std::int32_t>(bits, layout, 0, [&](std::size_t first, std::size_t count, auto sign) HC_HOT {
-        prefetch_ahead(out + first, count);
-        HC_APART
-        for (std::size_t j = 0; j < count; ++j) {
-            out[first + j] += sign(j) ? minus : plus;
-            const std::uint32_t a = magnitude(out[first + j]);
-            peak = peak > a ? peak : a;
-        }
-    });
+    unpack<std::int32_t>(bits, layout, 0,
+                         [&](std::size_t first, std::size_t count, auto sign) HC_HOT {
+                             prefetch_ahead(out + first, count);
+                             HC_APART
+                             for (std::size_t j = 0; j < count; ++j) {
+                                 out[first + j] += sign(j) ? minus : plus;
+                                 const std::uint32_t a = magnitude(out[first + j]);
+                                 peak = peak > a ? peak : a;
+                             }
+                         });
     return peak;
 }
 
-py::object encode_one_bit(Floats& grad, Floats& residual, std::optional<Bytes> spare, float growth, bool symmetric) {
+py::object encode_one_bit(Floats& grad, Floats& residual, std::optional<Bytes> spare, float growth,
+                          bool symmetric) {
     const std::size_t n = length(grad, "grad");
     same_length(n, length(residual, "residual"), "grad and residual");
     float *g = grad.mutable_data(), *r = residual.mutable_data();
@@ -219,7 +235,10 @@ py::object encode_one_bit(Floats& grad, Floats& residual, std::optional<Bytes> s
         if (halves.finite && n) {
             const double both = (halves.sum[0] + halves.sum[1]) / static_cast<double>(n);
             for (int i = 0; i < 2; ++i) {
-                const double mean = symmetric ? both : halves.count[i] ? halves.sum[i] / static_cast<double>(halves.count[i]) : 0;
+                const double mean = symmetric ? both
+                                    : halves.count[i]
+                                        ? halves.sum[i] / static_cast<double>(halves.count[i])
+                                        : 0;
                 units[i] = static_cast<float>(i ? -mean : mean);
             }
         }
@@ -234,15 +253,18 @@ bool decode_add_one_bit(Floats& out, const Bytes& body, float scale) {
     const std::uint8_t* in = exactly(body, 8 + 4 * layout.words);
     float units[2];
     std::memcpy(units, in, sizeof units);
-    if (!(magnitude(units[0]) < kInfinity && magnitude(units[1]) < kInfinity)) throw std::invalid_argument("scale not finite");
+    if (!(magnitude(units[0]) < kInfinity && magnitude(units[1]) < kInfinity))
+        throw std::invalid_argument("scale not finite");
     float* to = out.mutable_data();
     py::gil_scoped_release release;
-    return dispatch<decode_add_one_bit_pass>(in + sizeof units, to, layout, scale * units[0], scale * units[1]) < kInfinity;
+    return dispatch<decode_add_one_bit_pass>(in + sizeof units, to, layout, scale * units[0],
+                                             scale * units[1]) < kInfinity;
 }
 
 // Sign and exponent, rounded up with the probability that the mantissa says: an addition and a shift.
 constexpr int kPowerBits = 9;
-HC_INLINE std::uint32_t encode_natural_pass(float* __restrict g, std::uint8_t* __restrict out, std::size_t n, Key key) {
+HC_INLINE std::uint32_t encode_natural_pass(float* __restrict g, std::uint8_t* __restrict out,
+                                            std::size_t n, Key key) {
     std::uint32_t peak = 0;
     each_block(n, [&](std::size_t first, std::size_t count) HC_HOT {
         float* x = g + first;
@@ -260,7 +282,8 @@ HC_INLINE std::uint32_t encode_natural_pass(float* __restrict g, std::uint8_t* _
     });
     return peak;
 }
-HC_INLINE std::uint32_t decode_add_natural_pass(const std::uint8_t* in, float* __restrict out, std::size_t n, float scale) {
+HC_INLINE std::uint32_t decode_add_natural_pass(const std::uint8_t* in, float* __restrict out,
+                                                std::size_t n, float scale) {
     std::uint32_t peak = 0;
     each_block(n, [&](std::size_t first, std::size_t count) HC_HOT {
         float* to = out + first;
@@ -302,12 +325,16 @@ void bind(py::module_& m) {
     m.def("encode_float16", &encode_float16, arg("x").noconvert(), arg("half").noconvert());
     m.def("decode_float16", &decode_float16, arg("half").noconvert(), arg("out").noconvert());
     m.def("encode_bf16", &encode_bf16, arg("grad").noconvert(), arg("spare") = py::none());
-    m.def("decode_add_bf16", &decode_add_bf16, arg("out").noconvert(), arg("body").noconvert(), py::kw_only(), arg("scale"));
-    m.def("encode_one_bit", &encode_one_bit, arg("grad").noconvert(), arg("residual").noconvert(), arg("spare") = py::none(), py::kw_only(),
-          arg("growth"), arg("symmetric"));
-    m.def("decode_add_one_bit", &decode_add_one_bit, arg("out").noconvert(), arg("body").noconvert(), py::kw_only(), arg("scale"));
-    m.def("encode_natural", &encode_natural, arg("grad").noconvert(), arg("spare") = py::none(), py::kw_only(), arg("key"));
-    m.def("decode_add_natural", &decode_add_natural, arg("out").noconvert(), arg("body").noconvert(), py::kw_only(), arg("scale"));
+    m.def("decode_add_bf16", &decode_add_bf16, arg("out").noconvert(), arg("body").noconvert(),
+          py::kw_only(), arg("scale"));
+    m.def("encode_one_bit", &encode_one_bit, arg("grad").noconvert(), arg("residual").noconvert(),
+          arg("spare") = py::none(), py::kw_only(), arg("growth"), arg("symmetric"));
+    m.def("decode_add_one_bit", &decode_add_one_bit, arg("out").noconvert(),
+          arg("body").noconvert(), py::kw_only(), arg("scale"));
+    m.def("encode_natural", &encode_natural, arg("grad").noconvert(), arg("spare") = py::none(),
+          py::kw_only(), arg("key"));
+    m.def("decode_add_natural", &decode_add_natural, arg("out").noconvert(),
+          arg("body").noconvert(), py::kw_only(), arg("scale"));
 }
 
 }  // namespace hc::codes

@@ -16,7 +16,8 @@ namespace hc {
 
 // The shape of a block, part of the wire format.
 constexpr std::size_t kRows = 32, kColumns = kLanes, kBlock = kRows * kColumns;
-constexpr std::size_t kDraws = 64;  // of a block: elements that far apart share one
+// Of a block: elements that far apart share one.
+constexpr std::size_t kDraws = 64;
 
 inline std::size_t columns_of(std::size_t count) { return (count + kRows - 1) / kRows; }
 inline std::size_t blocks_of(std::size_t count) { return (count + kBlock - 1) / kBlock; }
@@ -35,7 +36,8 @@ template <class Code>
 HC_INLINE void each_drawn(std::size_t count, std::size_t block, Key key, Code code) {
     const std::size_t draws = std::min(kDraws, count);
     std::uint32_t bits[kDraws];
-    for (std::size_t j = 0; j < draws; ++j) bits[j] = random_bits(static_cast<std::uint32_t>(block * kDraws + j), key);
+    for (std::size_t j = 0; j < draws; ++j)
+        bits[j] = random_bits(static_cast<std::uint32_t>(block * kDraws + j), key);
     std::size_t first = 0;
     for (; first + kDraws <= count; first += kDraws) {
         HC_APART
@@ -47,8 +49,10 @@ HC_INLINE void each_drawn(std::size_t count, std::size_t block, Key key, Code co
     for (std::size_t j = 0; first + j < count; ++j) code(first + j, bits[j]);
 }
 
-template <class Word, class Width>  // of one column, or of as many as there are lanes
-HC_INLINE void put_some(const std::uint32_t* from, std::uint8_t* out, std::size_t columns, Width width, std::uint32_t offset) {
+// Of one column, or of as many as there are lanes.
+template <class Word, class Width>
+HC_INLINE void put_some(const std::uint32_t* from, std::uint8_t* out, std::size_t columns,
+                        Width width, std::uint32_t offset) {
     Word word{}, code;
     int filled = 0;
     HC_UNROLL
@@ -65,7 +69,8 @@ HC_INLINE void put_some(const std::uint32_t* from, std::uint8_t* out, std::size_
     }
 }
 template <class Word, class Width>
-HC_INLINE void take_some(const std::uint8_t* in, std::uint32_t* to, std::size_t columns, Width width, std::uint32_t offset) {
+HC_INLINE void take_some(const std::uint8_t* in, std::uint32_t* to, std::size_t columns,
+                         Width width, std::uint32_t offset) {
     const std::uint32_t mask = (1u << width) - 1;
     Word word, code;
     std::memcpy(&word, in, sizeof word);
@@ -99,24 +104,30 @@ HC_INLINE void of_width(int width, Work work) {
 }
 
 // A block's codes + offset into its words, and back; both have room for whole columns.
-HC_INLINE void put_block(const std::uint32_t* codes, std::uint8_t* out, std::size_t columns, int width, std::uint32_t offset) {
+HC_INLINE void put_block(const std::uint32_t* codes, std::uint8_t* out, std::size_t columns,
+                         int width, std::uint32_t offset) {
     if (width == 0) return;
     if (columns < kColumns) {
-        for (std::size_t c = 0; c < columns; ++c) put_some<std::uint32_t>(codes + c, out + 4 * c, columns, width, offset);
+        for (std::size_t c = 0; c < columns; ++c)
+            put_some<std::uint32_t>(codes + c, out + 4 * c, columns, width, offset);
         return;
     }
-    of_width(width, [=](auto known) HC_HOT { put_some<WordLanes>(codes, out, kColumns, known, offset); });
+    of_width(width,
+             [=](auto known) HC_HOT { put_some<WordLanes>(codes, out, kColumns, known, offset); });
 }
-HC_INLINE void take_block(const std::uint8_t* in, std::uint32_t* codes, std::size_t columns, int width, std::uint32_t offset) {
+HC_INLINE void take_block(const std::uint8_t* in, std::uint32_t* codes, std::size_t columns,
+                          int width, std::uint32_t offset) {
     if (width == 0) {
         std::memset(codes, 0, 4 * kRows * columns);
         return;
     }
     if (columns < kColumns) {
-        for (std::size_t c = 0; c < columns; ++c) take_some<std::uint32_t>(in + 4 * c, codes + c, columns, width, offset);
+        for (std::size_t c = 0; c < columns; ++c)
+            take_some<std::uint32_t>(in + 4 * c, codes + c, columns, width, offset);
         return;
     }
-    of_width(width, [=](auto known) HC_HOT { take_some<WordLanes>(in, codes, kColumns, known, offset); });
+    of_width(width,
+             [=](auto known) HC_HOT { take_some<WordLanes>(in, codes, kColumns, known, offset); });
 }
 
 }  // namespace hc

@@ -33,9 +33,12 @@
 #endif
 #if defined(__GNUC__)
 #define HC_INLINE inline __attribute__((always_inline))
-#define HC_HOT __attribute__((always_inline))  // behind a lambda's parameters: outside a variant it would be compiled for any CPU
+#define HC_HOT      \
+    __attribute__(( \
+        always_inline))  // behind a lambda's parameters: outside a variant it would be compiled for any CPU
 #define HC_PREFETCH(address) __builtin_prefetch(address)
-#define HC_FETCH(address) __builtin_prefetch(address, 0, 2)  // to the second-level cache: more of these can be under way
+#define HC_FETCH(address) \
+    __builtin_prefetch(address, 0, 2)  // to the second-level cache: more of these can be under way
 #define HC_UNROLL _Pragma("GCC unroll 32")
 #else
 #define HC_HOT
@@ -55,8 +58,10 @@
 
 namespace hc {
 
-constexpr std::uint32_t kInfinity = 0x7f800000;  // bits of +inf: anything from here on is not finite
-constexpr std::uint32_t kTooLarge = 0x76800000;  // bits of 2^110: no residual goes there, or the sum of many would be infinite for ever
+// Bits of +inf: anything from here on is not finite.
+constexpr std::uint32_t kInfinity = 0x7f800000;
+// Bits of 2^110: no residual goes there, or the sum of many would be infinite for ever.
+constexpr std::uint32_t kTooLarge = 0x76800000;
 
 // The instructions that a kernel is compiled for: on x86-64 also AVX2 and AVX-512. Other CPUs, and sanitizer builds, have the baseline only.
 enum class Instructions { baseline, avx2, avx512 };
@@ -66,9 +71,12 @@ enum class Instructions { baseline, avx2, avx512 };
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(HC_PORTABLE)
 inline Instructions best_instructions() {
     __builtin_cpu_init();
-    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2"))) return Instructions::baseline;
-    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+          __builtin_cpu_supports("bmi2")))
+        return Instructions::baseline;
+    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
     return wide ? Instructions::avx512 : Instructions::avx2;
 }
 inline Instructions instructions = best_instructions();
@@ -78,8 +86,12 @@ struct Variants;
 template <class Result, class... Arguments, Result (*kernel)(Arguments...)>
 struct Variants<kernel> {
     static Result baseline(Arguments... arguments) { return kernel(arguments...); }
-    __attribute__((target("avx2,bmi,bmi2"))) static Result avx2(Arguments... arguments) { return kernel(arguments...); }
-    __attribute__((target("avx2,bmi,bmi2,avx512f,avx512bw,avx512cd,avx512dq,avx512vl"))) static Result avx512(Arguments... arguments) {
+    __attribute__((target("avx2,bmi,bmi2"))) static Result avx2(Arguments... arguments) {
+        return kernel(arguments...);
+    }
+    __attribute__((
+        target("avx2,bmi,bmi2,avx512f,avx512bw,avx512cd,avx512dq,avx512vl"))) static Result
+    avx512(Arguments... arguments) {
         return kernel(arguments...);
     }
     static Result best(Arguments... arguments) {
@@ -179,7 +191,9 @@ HC_INLINE int exponent_of(std::uint32_t bits) {
     const int exponent = static_cast<int>(bits >> 23) - 127;
     return exponent < -120 ? -120 : exponent > 120 ? 120 : exponent;
 }
-HC_INLINE float power_of_two(int exponent) { return float_of(static_cast<std::uint32_t>(exponent + 127) << 23); }
+HC_INLINE float power_of_two(int exponent) {
+    return float_of(static_cast<std::uint32_t>(exponent + 127) << 23);
+}
 
 // 16 numbers that are worked on together: compilers split them up for narrower CPUs. A loop over as many separate sums would be left
 // as it is by some.
@@ -196,7 +210,8 @@ HC_INLINE std::uint32_t largest_of(const WordLanes& lanes) {
     Quarter quarters[2];
     std::memcpy(quarters, halves, sizeof quarters);
     const Quarter four = quarters[0] > quarters[1] ? quarters[0] : quarters[1];
-    const std::uint32_t one = four[0] > four[2] ? four[0] : four[2], other = four[1] > four[3] ? four[1] : four[3];
+    const std::uint32_t one = four[0] > four[2] ? four[0] : four[2],
+                        other = four[1] > four[3] ? four[1] : four[3];
     return one > other ? one : other;
 }
 // Leaves in rows[0] the largest of each of kLanes rows: half as many rows of twice as many halves, until there is one.
@@ -230,8 +245,10 @@ HC_INLINE double total(const Lanes& lanes) {
     using Wide = double __attribute__((vector_size(4 * kLanes)));
     Half halves[2];
     std::memcpy(halves, &lanes, sizeof halves);
-    const Wide sums = __builtin_convertvector(halves[0], Wide) + __builtin_convertvector(halves[1], Wide);
-    return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
+    const Wide sums =
+        __builtin_convertvector(halves[0], Wide) + __builtin_convertvector(halves[1], Wide);
+    return ((sums[0] + sums[4]) + (sums[1] + sums[5])) +
+           ((sums[2] + sums[6]) + (sums[3] + sums[7]));
 }
 
 // Of n elements Σ y and Σ y², y = x·down, and the largest magnitude of x. Several sums at once, because an addition waits for the one before.
@@ -264,7 +281,8 @@ HC_INLINE Sums scaled_sums(const float* x, std::size_t n, float down) {
     }
     std::uint32_t peak = rest;
     for (const WordLanes& each : peaks) peak = peak > largest_of(each) ? peak : largest_of(each);
-    return {total((sums[0] + sums[1]) + (sums[2] + sums[3])), total((squares[0] + squares[1]) + (squares[2] + squares[3])), peak};
+    return {total((sums[0] + sums[1]) + (sums[2] + sums[3])),
+            total((squares[0] + squares[1]) + (squares[2] + squares[3])), peak};
 }
 
 }  // namespace hc

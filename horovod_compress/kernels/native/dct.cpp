@@ -17,7 +17,8 @@ namespace {
 
 using tuning::kHeight;
 
-constexpr std::uint32_t kMost = 0x76000000;  // bits of 2^109, of what is left of an element: what was sent must not take it to kTooLarge
+// Bits of 2^109, of what is left of an element: what was sent must not take it to kTooLarge.
+constexpr std::uint32_t kMost = 0x76000000;
 
 std::size_t side(const Floats& matrix, const char* what) {
     const std::size_t size = length(matrix, what);
@@ -31,23 +32,27 @@ std::size_t padded(std::size_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
 // A tensor as a matrix of whole chunks.
 struct Grid {
-    std::size_t n, width, h, w;  // elements; columns of the matrix; rows and columns of a chunk
+    // Elements; columns of the matrix; rows and columns of a chunk.
+    std::size_t n, width, h, w;
 
     Grid(std::size_t numel, std::size_t columns, const Floats& of_rows, const Floats& of_columns)
         : n(numel), width(columns), h(side(of_rows, "rows")), w(side(of_columns, "columns")) {
-        if (width == 0 || width % w || n % width || n / width % h) throw std::invalid_argument("the tensor must be a matrix of whole chunks");
+        if (width == 0 || width % w || n % width || n / width % h)
+            throw std::invalid_argument("the tensor must be a matrix of whole chunks");
         if (n > 0xffffffffu) throw std::invalid_argument("a tensor has at most 2^32 - 1 elements");
     }
     std::size_t size() const { return h * w; }
     std::size_t chunks() const { return n / size(); }
     // Where a chunk's first element is.
-    std::size_t first(std::size_t chunk) const { return chunk / (width / w) * h * width + chunk % (width / w) * w; }
+    std::size_t first(std::size_t chunk) const {
+        return chunk / (width / w) * h * width + chunk % (width / w) * w;
+    }
 };
 
 // Memory of one thread, reused between calls. Rows of matrices on the right of a product, and of products, are padded to whole vectors.
 struct Scratch {
     std::vector<float> columns, transposed_columns;  // w × padded w
-    std::vector<float> left, half, whole, dense;     // h × h; h × padded w, twice; h × w
+    std::vector<float> left, half, whole, dense;  // h × h; h × padded w, twice; h × w
     std::vector<std::uint32_t> indices;
     std::vector<float> values, coded;
     std::vector<selection::Candidate> candidates;
@@ -60,36 +65,44 @@ struct Scratch {
         left.resize(grid.h * grid.h);
         dense.resize(grid.size());
         for (std::size_t i = 0; i < w; ++i)
-            for (std::size_t j = 0; j < w; ++j) columns[i * stride + j] = transposed_columns[j * stride + i] = d[i * w + j];
+            for (std::size_t j = 0; j < w; ++j)
+                columns[i * stride + j] = transposed_columns[j * stride + i] = d[i * w + j];
     }
 };
 thread_local Scratch scratch;
 
 // `count` rows of left · right, 16 columns at a time: left has `inner` columns, right as many rows of `stride` floats.
 template <std::size_t count>
-HC_INLINE void multiply_rows(const float* left, std::size_t left_stride, std::size_t inner, const float* right, std::size_t stride, float* out) {
+HC_INLINE void multiply_rows(const float* left, std::size_t left_stride, std::size_t inner,
+                             const float* right, std::size_t stride, float* out) {
     for (std::size_t column = 0; column < stride; column += kLanes) {
         Lanes sums[count] = {}, line;
         for (std::size_t i = 0; i < inner; ++i) {
             std::memcpy(&line, right + i * stride + column, sizeof line);
-            for (std::size_t row = 0; row < count; ++row) sums[row] += left[row * left_stride + i] * line;
+            for (std::size_t row = 0; row < count; ++row)
+                sums[row] += left[row * left_stride + i] * line;
         }
-        for (std::size_t row = 0; row < count; ++row) std::memcpy(out + row * stride + column, &sums[row], sizeof sums[row]);
+        for (std::size_t row = 0; row < count; ++row)
+            std::memcpy(out + row * stride + column, &sums[row], sizeof sums[row]);
     }
 }
-HC_INLINE void multiply(const float* left, std::size_t left_stride, std::size_t rows, std::size_t inner, const float* right, std::size_t stride,
-                        float* out) {
+HC_INLINE void multiply(const float* left, std::size_t left_stride, std::size_t rows,
+                        std::size_t inner, const float* right, std::size_t stride, float* out) {
     std::size_t row = 0;
     for (; row + kHeight <= rows; row += kHeight)
-        multiply_rows<kHeight>(left + row * left_stride, left_stride, inner, right, stride, out + row * stride);
-    for (; row < rows; ++row) multiply_rows<1>(left + row * left_stride, left_stride, inner, right, stride, out + row * stride);
+        multiply_rows<kHeight>(left + row * left_stride, left_stride, inner, right, stride,
+                               out + row * stride);
+    for (; row < rows; ++row)
+        multiply_rows<1>(left + row * left_stride, left_stride, inner, right, stride,
+                         out + row * stride);
 }
 
 // Leaves in s.whole what `count` coefficients of a chunk decode to. Indices ascend, and count from `first` on.
-HC_INLINE void inverse(const Grid& grid, const float* rows, const std::uint32_t* indices, const float* values, std::size_t count, std::size_t first,
-                       Scratch& s) {
+HC_INLINE void inverse(const Grid& grid, const float* rows, const std::uint32_t* indices,
+                       const float* values, std::size_t count, std::size_t first, Scratch& s) {
     const std::size_t h = grid.h, w = grid.w, stride = padded(w);
-    std::size_t used = 0, last = h;  // rows of coefficients that are not empty, and which was the last
+    // Rows of coefficients that are not empty, and which was the last.
+    std::size_t used = 0, last = h;
     for (std::size_t i = 0; i < count; ++i) {
         const std::size_t place = indices[i] - first, row = place / w;
         float* half = s.half.data() + used * stride;
@@ -109,20 +122,24 @@ HC_INLINE void inverse(const Grid& grid, const float* rows, const std::uint32_t*
 
 // use(to, decoded, count) for every row of every chunk that has coefficients.
 template <class Use>
-HC_INLINE void each_decoded_row(const Grid& grid, const float* rows, const std::uint32_t* indices, const float* values, std::size_t count, float* to,
-                                Scratch& s, Use use) {
+HC_INLINE void each_decoded_row(const Grid& grid, const float* rows, const std::uint32_t* indices,
+                                const float* values, std::size_t count, float* to, Scratch& s,
+                                Use use) {
     for (std::size_t begin = 0; begin < count;) {
         const std::size_t chunk = indices[begin] / grid.size(), first = chunk * grid.size();
         std::size_t end = begin + 1;
         while (end < count && indices[end] - first < grid.size()) ++end;
         inverse(grid, rows, indices + begin, values + begin, end - begin, first, s);
-        for (std::size_t row = 0; row < grid.h; ++row) use(to + grid.first(chunk) + row * grid.width, s.whole.data() + row * padded(grid.w), grid.w);
+        for (std::size_t row = 0; row < grid.h; ++row)
+            use(to + grid.first(chunk) + row * grid.width, s.whole.data() + row * padded(grid.w),
+                grid.w);
         begin = end;
     }
 }
 
 // The residual advances, and coefficients are chosen into s.indices and s.values. Returns whether all of it was finite.
-HC_INLINE bool choose(const Grid& grid, const float* rows, float* g, float* r, float decay, float scale, std::size_t k, Scratch& s) {
+HC_INLINE bool choose(const Grid& grid, const float* rows, float* g, float* r, float decay,
+                      float scale, std::size_t k, Scratch& s) {
     const std::size_t h = grid.h, w = grid.w, stride = padded(w), wanted = std::min(k, grid.size());
     selection::TopK top(s.candidates, s.magnitudes);
     std::uint32_t worst = 0, floor = 1;
@@ -143,10 +160,12 @@ HC_INLINE bool choose(const Grid& grid, const float* rows, float* g, float* r, f
         }
         multiply(r + first, grid.width, h, w, s.transposed_columns.data(), stride, s.half.data());
         multiply(rows, h, h, h, s.half.data(), stride, s.whole.data());
-        for (std::size_t row = 0; row < h; ++row) std::copy_n(s.whole.data() + row * stride, w, s.dense.data() + row * w);
+        for (std::size_t row = 0; row < h; ++row)
+            std::copy_n(s.whole.data() + row * stride, w, s.dense.data() + row * w);
         const float* coefficients = s.dense.data();
-        floor = selection::largest_of_chunk(coefficients, grid.size(), wanted, floor, top,
-                                            [=](std::size_t i, std::size_t count) { return peak_of(coefficients + i, count); });
+        floor = selection::largest_of_chunk(
+            coefficients, grid.size(), wanted, floor, top,
+            [=](std::size_t i, std::size_t count) { return peak_of(coefficients + i, count); });
         for (std::size_t i = 0; i < top.count(); ++i) {
             s.indices.push_back(static_cast<std::uint32_t>(chunk * grid.size()) + top[i].index);
             s.values.push_back(coefficients[top[i].index]);
@@ -170,22 +189,25 @@ HC_INLINE std::size_t code(Values kind, float* scales, Scratch& s) {
     return sent;
 }
 
-HC_INLINE std::size_t encode_pass(const Grid& grid, const float* rows, float* g, float* r, float decay, float scale, std::size_t k, Values kind,
+HC_INLINE std::size_t encode_pass(const Grid& grid, const float* rows, float* g, float* r,
+                                  float decay, float scale, std::size_t k, Values kind,
                                   float* scales, bool* finite, Scratch& s) {
     *finite = choose(grid, rows, g, r, decay, scale, k, s);
     if (!*finite) s.indices.clear(), s.values.clear();
     const std::size_t sent = code(kind, scales, s);
-    each_decoded_row(grid, rows, s.indices.data(), s.coded.data(), sent, r, s, [](float* kept, const float* decoded, std::size_t count) HC_HOT {
-        for (std::size_t j = 0; j < count; ++j) {
-            const float left = kept[j] - decoded[j];
-            const std::uint32_t b = bits_of(left), a = b & 0x7fffffffu;
-            kept[j] = float_of((b & 0x80000000u) | (a < kMost ? a : kMost));
-        }
-    });
+    each_decoded_row(grid, rows, s.indices.data(), s.coded.data(), sent, r, s,
+                     [](float* kept, const float* decoded, std::size_t count) HC_HOT {
+                         for (std::size_t j = 0; j < count; ++j) {
+                             const float left = kept[j] - decoded[j];
+                             const std::uint32_t b = bits_of(left), a = b & 0x7fffffffu;
+                             kept[j] = float_of((b & 0x80000000u) | (a < kMost ? a : kMost));
+                         }
+                     });
     return sent;
 }
 
-HC_INLINE bool decode_add_pass(const Grid& grid, const float* rows, sparse::Entries entries, float* out, float scale, Scratch& s) {
+HC_INLINE bool decode_add_pass(const Grid& grid, const float* rows, sparse::Entries entries,
+                               float* out, float scale, Scratch& s) {
     std::uint32_t peak = 0;
     each_decoded_row(grid, rows, entries.indices, entries.values, entries.count, out, s,
                      [&](float* to, const float* decoded, std::size_t count) HC_HOT {
@@ -197,8 +219,9 @@ HC_INLINE bool decode_add_pass(const Grid& grid, const float* rows, sparse::Entr
     return peak < kInfinity;
 }
 
-py::object encode_dct(Floats& grad, Floats& residual, const Floats& rows, const Floats& columns, std::size_t width, std::size_t k, float decay,
-                      float scale, const std::string& kind) {
+py::object encode_dct(Floats& grad, Floats& residual, const Floats& rows, const Floats& columns,
+                      std::size_t width, std::size_t k, float decay, float scale,
+                      const std::string& kind) {
     const Grid grid(length(grad, "grad"), width, rows, columns);
     same_length(grid.n, length(residual, "residual"), "grad and residual");
     const Values values = values_of(kind);
@@ -210,12 +233,15 @@ py::object encode_dct(Floats& grad, Floats& residual, const Floats& rows, const 
     {
         py::gil_scoped_release release;
         s.prepare(grid, of_columns);
-        sent = dispatch<encode_pass>(grid, of_rows, g, r, decay, scale, k, values, scales, &finite, s);
+        sent =
+            dispatch<encode_pass>(grid, of_rows, g, r, decay, scale, k, values, scales, &finite, s);
     }
-    return encoded(sparse::body_of(s.indices.data(), s.coded.data(), sent, values, scales), sent, finite);
+    return encoded(sparse::body_of(s.indices.data(), s.coded.data(), sent, values, scales), sent,
+                   finite);
 }
 
-bool decode_add_dct(Floats& out, const Bytes& body, const Floats& rows, const Floats& columns, std::size_t width, float scale) {
+bool decode_add_dct(Floats& out, const Bytes& body, const Floats& rows, const Floats& columns,
+                    std::size_t width, float scale) {
     const Grid grid(length(out, "out"), width, rows, columns);
     const std::size_t size = length(body, "body");
     const std::uint8_t* bytes = body.data();
@@ -231,10 +257,12 @@ bool decode_add_dct(Floats& out, const Bytes& body, const Floats& rows, const Fl
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("encode_dct", &encode_dct, arg("grad").noconvert(), arg("residual").noconvert(), arg("rows").noconvert(), arg("columns").noconvert(),
-          py::kw_only(), arg("width"), arg("k"), arg("decay"), arg("scale") = 1.0f, arg("kind"));
-    m.def("decode_add_dct", &decode_add_dct, arg("out").noconvert(), arg("body").noconvert(), arg("rows").noconvert(), arg("columns").noconvert(),
-          py::kw_only(), arg("width"), arg("scale"));
+    m.def("encode_dct", &encode_dct, arg("grad").noconvert(), arg("residual").noconvert(),
+          arg("rows").noconvert(), arg("columns").noconvert(), py::kw_only(), arg("width"),
+          arg("k"), arg("decay"), arg("scale") = 1.0f, arg("kind"));
+    m.def("decode_add_dct", &decode_add_dct, arg("out").noconvert(), arg("body").noconvert(),
+          arg("rows").noconvert(), arg("columns").noconvert(), py::kw_only(), arg("width"),
+          arg("scale"));
 }
 
 }  // namespace hc::dct

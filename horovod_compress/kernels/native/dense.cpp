@@ -48,14 +48,17 @@ HC_INLINE std::uint32_t max_abs_pass(const float* x, std::size_t n, std::uint32_
 
 float max_abs(const Floats& x, std::optional<Indices> peaks) {
     const std::size_t n = length(x, "x");
-    if (peaks) same_length((n + kStretch - 1) / kStretch, length(*peaks, "peaks"), "peaks, one for 64 elements, and x");
+    if (peaks)
+        same_length((n + kStretch - 1) / kStretch, length(*peaks, "peaks"),
+                    "peaks, one for 64 elements, and x");
     const float* p = x.data();
     std::uint32_t* parts = peaks ? peaks->mutable_data() : nullptr;
     py::gil_scoped_release release;
     return float_of(std::min(dispatch<max_abs_pass>(p, n, parts), kInfinity));
 }
 
-HC_INLINE void apply_momentum_pass(float* __restrict out, const float* __restrict u, float* __restrict new_u, std::size_t n, float m, bool nesterov) {
+HC_INLINE void apply_momentum_pass(float* __restrict out, const float* __restrict u,
+                                   float* __restrict new_u, std::size_t n, float m, bool nesterov) {
     for (std::size_t i = 0; i < n; ++i) {
         const float g = out[i], moved = m * u[i] + g;
         new_u[i] = moved;
@@ -73,7 +76,8 @@ bool apply_momentum(Floats& out, const Floats& u, Floats& new_u, float momentum,
     py::gil_scoped_release release;
     if (dispatch<max_abs_pass>(to, n, nullptr) >= kInfinity) return false;
     dispatch<apply_momentum_pass>(to, from, moved, n, momentum, nesterov);
-    return dispatch<max_abs_pass>(moved, n, nullptr) < kInfinity && dispatch<max_abs_pass>(to, n, nullptr) < kInfinity;
+    return dispatch<max_abs_pass>(moved, n, nullptr) < kInfinity &&
+           dispatch<max_abs_pass>(to, n, nullptr) < kInfinity;
 }
 
 // The largest magnitude and the standard deviation, exactly 0 where all elements are equal. A block's sums are scaled, so that squares
@@ -92,7 +96,8 @@ HC_INLINE PeakAndDeviation max_abs_and_deviation_pass(const float* x, std::size_
         Sums sums = scaled_sums(x + begin, count, power_of_two(-exponent));
         all.peak = std::max(all.peak, sums.peak);
         if (sums.peak == 0 || sums.peak >= kInfinity) continue;
-        if (const int here = exponent_of(sums.peak); std::abs(here - exponent) > tuning::kFarOrders) {
+        if (const int here = exponent_of(sums.peak);
+            std::abs(here - exponent) > tuning::kFarOrders) {
             exponent = here;
             sums = scaled_sums(x + begin, count, power_of_two(-exponent));
         }
@@ -120,7 +125,8 @@ HC_INLINE double squared_norm_pass(const float* x, std::size_t n) {
     double lanes[kLanes] = {};
     std::size_t i = 0;
     for (; i + kLanes <= n; i += kLanes)
-        for (std::size_t j = 0; j < kLanes; ++j) lanes[j] += static_cast<double>(x[i + j]) * x[i + j];
+        for (std::size_t j = 0; j < kLanes; ++j)
+            lanes[j] += static_cast<double>(x[i + j]) * x[i + j];
     for (; i < n; ++i) lanes[0] += static_cast<double>(x[i]) * x[i];
     double sum = 0;
     for (double lane : lanes) sum += lane;
@@ -164,7 +170,8 @@ void move(Floats& x, Floats& out, float scale) {
     dispatch<move_pass>(from, to, n, scale);
 }
 
-HC_INLINE void add_up_pass(float* __restrict out, const float* const* parts, std::size_t count, std::size_t n) {
+HC_INLINE void add_up_pass(float* __restrict out, const float* const* parts, std::size_t count,
+                           std::size_t n) {
     for (std::size_t i = 0; i < n; i += kStretch) {
         float sums[kStretch];
         const std::size_t here = std::min(kStretch, n - i);
@@ -219,12 +226,13 @@ void bind(py::module_& m) {
     m.def("max_abs", &max_abs, arg("x").noconvert(), arg("peaks").noconvert() = py::none());
     m.def("max_abs_and_deviation", &max_abs_and_deviation, arg("x").noconvert());
     m.def("squared_norm", &squared_norm, arg("x").noconvert());
-    m.def("apply_momentum", &apply_momentum, arg("out").noconvert(), arg("u").noconvert(), arg("new_u").noconvert(), py::kw_only(), arg("momentum"),
-          arg("nesterov"));
+    m.def("apply_momentum", &apply_momentum, arg("out").noconvert(), arg("u").noconvert(),
+          arg("new_u").noconvert(), py::kw_only(), arg("momentum"), arg("nesterov"));
     m.def("move", &move, arg("x").noconvert(), arg("out").noconvert(), py::kw_only(), arg("scale"));
     m.def("add_up", &add_up, arg("out").noconvert(), arg("parts").noconvert());
     m.def("flush_denormals", &flush_denormals, py::kw_only(), arg("mode"));
-    m.def("scatter_add", &scatter_add, arg("out").noconvert(), arg("indices").noconvert(), arg("values").noconvert(), py::kw_only(), arg("scale"));
+    m.def("scatter_add", &scatter_add, arg("out").noconvert(), arg("indices").noconvert(),
+          arg("values").noconvert(), py::kw_only(), arg("scale"));
 }
 
 }  // namespace hc::dense

@@ -27,7 +27,8 @@ struct Code {
 // The gamma code of n ≥ 1: as many ones as n has bits after the first, a zero, those bits.
 HC_INLINE Code gamma_of(std::uint64_t n) {
     const int more = log2_of(n);
-    return {((1ull << more) - 1) | (n ^ 1ull << more) << (more + 1), 2 * static_cast<std::uint64_t>(more) + 1};
+    return {((1ull << more) - 1) | (n ^ 1ull << more) << (more + 1),
+            2 * static_cast<std::uint64_t>(more) + 1};
 }
 // Sign and magnitude of a level that is not 0.
 HC_INLINE Code signed_gamma_of(std::int32_t level) {
@@ -39,18 +40,23 @@ HC_INLINE Code signed_gamma_of(std::int32_t level) {
 // is looked up by the number of zeros, those before the group included.
 class Groups {
   public:
-    static constexpr int kGroup = tuning::kEliasGroup, kSmall = tuning::kEliasSmall, kNear = tuning::kEliasNear;
+    static constexpr int kGroup = tuning::kEliasGroup, kSmall = tuning::kEliasSmall,
+                         kNear = tuning::kEliasNear;
     static constexpr int kLarge = kSmall + 1, kNoLevel = kNear + kGroup, kNotCoded = 255;
     struct Group {
         std::uint32_t code;
-        std::uint8_t bits, lead, tail;  // zeros before its first level that is not 0, or kNoLevel, or kNotCoded; and after its last
-        bool empty;                     // all are 0
+        // Zeros before its first level that is not 0, or kNoLevel, or kNotCoded; and after its
+        // last.
+        std::uint8_t bits, lead, tail;
+        bool empty;  // all are 0
     };
-    Group groups[1 << 3 * kGroup];  // by levels in two's complement of 3 bits, kLarge for one that is larger
-    Code gaps[kNoLevel + kNear];    // by zeros; nothing from kNoLevel on
+    // By levels in two's complement of 3 bits, kLarge for one that is larger.
+    Group groups[1 << 3 * kGroup];
+    Code gaps[kNoLevel + kNear];  // by zeros; nothing from kNoLevel on
 
     Groups() {
-        for (int zeros = 0; zeros < kNoLevel; ++zeros) gaps[zeros] = gamma_of(static_cast<std::uint64_t>(zeros + 1));
+        for (int zeros = 0; zeros < kNoLevel; ++zeros)
+            gaps[zeros] = gamma_of(static_cast<std::uint64_t>(zeros + 1));
         for (int index = 0; index < 1 << 3 * kGroup; ++index) {
             Code code;
             int lead = kNoLevel, zeros = 0;
@@ -64,8 +70,10 @@ class Groups {
                 code.append(signed_gamma_of(level));
                 zeros = -1;
             }
-            groups[index] = {static_cast<std::uint32_t>(code.code), static_cast<std::uint8_t>(code.bits),
-                             static_cast<std::uint8_t>(large ? kNotCoded : lead), static_cast<std::uint8_t>(zeros), lead == kNoLevel};
+            groups[index] = {static_cast<std::uint32_t>(code.code),
+                             static_cast<std::uint8_t>(code.bits),
+                             static_cast<std::uint8_t>(large ? kNotCoded : lead),
+                             static_cast<std::uint8_t>(zeros), lead == kNoLevel};
         }
     }
 };
@@ -74,10 +82,12 @@ inline const Groups kGroups;
 // What codes of at most 56 bits are appended to: a stream, or only a count of bits.
 class BitStream {
   public:
-    static constexpr std::size_t kSlack = 64;  // bytes behind `end` that may be written to: what comes with one group of levels
+    // Bytes behind `end` that may be written to: what comes with one group of levels.
+    static constexpr std::size_t kSlack = 64;
 
     BitStream(std::uint8_t* out, const std::uint8_t* end) : begin_(out), out_(out), end_(end) {}
-    HC_INLINE void append(const Code& code) {  // whole bytes leave, fewer than 8 bits stay
+    // Whole bytes leave, fewer than 8 bits stay.
+    HC_INLINE void append(const Code& code) {
         word_ |= code.code << filled_;
         std::memcpy(out_, &word_, 8);
         filled_ += code.bits;
@@ -113,7 +123,8 @@ class EliasCoder {
 
     // Appends levels, until `out` is full; behind them in memory, zeros fill up the last group.
     HC_INLINE void put(const std::int32_t* levels, std::size_t count) {
-        each_block(count, [&](std::size_t first, std::size_t some) HC_HOT { put_some(levels + first, some); });
+        each_block(count, [&](std::size_t first, std::size_t some)
+                              HC_HOT { put_some(levels + first, some); });
     }
 
   private:
@@ -124,17 +135,20 @@ class EliasCoder {
         std::uint32_t found = 0, indices[kBlock / group];
         for (std::size_t j = 0; j < groups * group; ++j) {
             const std::int32_t level = levels[j];
-            fields[j] = static_cast<std::uint8_t>(std::abs(level) > Groups::kSmall ? Groups::kLarge : level & 7);
+            fields[j] = static_cast<std::uint8_t>(std::abs(level) > Groups::kSmall ? Groups::kLarge
+                                                                                   : level & 7);
             found += level != 0;
         }
-        for (std::size_t i = 0; i < groups; ++i) {  // three bits of each of four bytes, side by side
+        // Three bits of each of four bytes, side by side.
+        for (std::size_t i = 0; i < groups; ++i) {
             std::uint32_t word;
             std::memcpy(&word, fields + group * i, 4);
             word = (word | word >> 5) & 0x003f003f;
             indices[i] = (word | word >> 10) & 0xfff;
         }
         entries += found;
-        EliasCoder local = *this;  // which, unlike this one, nobody else can see: it stays in registers
+        // Which, unlike this one, nobody else can see: it stays in registers.
+        EliasCoder local = *this;
         for (std::size_t i = 0; i < groups && !local.out.full(); ++i) {
             const Groups::Group& codes = kGroups.groups[indices[i]];
             if (codes.lead == Groups::kNotCoded || local.zeros_ >= Groups::kNear) {
@@ -155,7 +169,8 @@ class EliasCoder {
             return;
         }
         const Code gap = gamma_of(zeros_ + 1);
-        const std::uint64_t half = gap.bits / 2;  // the whole may be more than fits at once
+        // The whole may be more than fits at once.
+        const std::uint64_t half = gap.bits / 2;
         out.append({gap.code & ((1ull << half) - 1), half});
         out.append({gap.code >> half, gap.bits - half});
         out.append(signed_gamma_of(level));
@@ -171,7 +186,8 @@ struct Entry {
     bool minus;
     std::uint32_t bits;
 };
-constexpr std::uint32_t kShort = 56;  // bits: of an entry that has more, only that is known
+// Bits: of an entry that has more, only that is known.
+constexpr std::uint32_t kShort = 56;
 
 HC_INLINE Entry entry_in(std::uint64_t word) {
     const int wide = __builtin_ctzll(~word | 1ull << 63);
@@ -179,8 +195,8 @@ HC_INLINE Entry entry_in(std::uint64_t word) {
     const int high = __builtin_ctzll(~(rest >> 1) | 1ull << 62);
     const std::uint32_t bits = 2 * static_cast<std::uint32_t>(wide + high) + 3;
     if (bits > kShort) return {0, 0, false, bits};
-    return {1ull << wide | (word >> (wide + 1) & ((1ull << wide) - 1)), 1ull << high | (rest >> (high + 2) & ((1ull << high) - 1)), (rest & 1) != 0,
-            bits};
+    return {1ull << wide | (word >> (wide + 1) & ((1ull << wide) - 1)),
+            1ull << high | (rest >> (high + 2) & ((1ull << high) - 1)), (rest & 1) != 0, bits};
 }
 inline Entry take_entry(BitReader& reader) {
     Entry entry = entry_in(reader.peek());
@@ -201,12 +217,15 @@ inline Entry take_entry(BitReader& reader) {
 // The whole entries in any kLook bits, as far as their levels are among kSpan from the first that is not 0.
 class Runs {
   public:
-    static constexpr int kLook = tuning::kEliasLook, kSpan = tuning::kEliasSpan, kMost = kLook / 3;  // an entry has 3 bits at least
+    // An entry has 3 bits at least.
+    static constexpr int kLook = tuning::kEliasLook, kSpan = tuning::kEliasSpan, kMost = kLook / 3;
     static constexpr int kReach = (1 << kLook / 2) + kSpan;  // levels that it may go past
     struct Size {
-        std::uint32_t word;  // the largest level highest, so that words compare as those do
+        // The largest level highest, so that words compare as those do.
+        std::uint32_t word;
         Size() = default;
-        Size(std::uint32_t bits, std::uint32_t entries, std::uint32_t levels, std::uint32_t lead, std::uint32_t largest)
+        Size(std::uint32_t bits, std::uint32_t entries, std::uint32_t levels, std::uint32_t lead,
+             std::uint32_t largest)
             : word(bits | entries << 6 | levels << 8 | lead << 16 | largest << 24) {}
         HC_INLINE int bits() const { return static_cast<int>(word & 63); }
         HC_INLINE std::size_t entries() const { return word >> 6 & 3; }
@@ -222,13 +241,15 @@ class Runs {
             std::uint32_t bits = 0, entries = 0, count = 0, lead = 0, largest = 0;
             for (;; ++entries) {
                 const Entry entry = entry_in(look >> bits);
-                const auto gap = static_cast<std::uint32_t>(entry.gap), level = static_cast<std::uint32_t>(entry.level);
+                const auto gap = static_cast<std::uint32_t>(entry.gap),
+                           level = static_cast<std::uint32_t>(entry.level);
                 if (bits + entry.bits > kLook || (entries > 0 && count + gap > lead + kSpan)) break;
                 if (entries == 0) lead = gap - 1;
                 bits += entry.bits;
                 count += gap;
                 largest = std::max(largest, level);
-                levels[look][count - 1 - lead] = static_cast<std::int8_t>(entry.minus ? -level : level);
+                levels[look][count - 1 - lead] =
+                    static_cast<std::int8_t>(entry.minus ? -level : level);
             }
             sizes[look] = Size(bits, entries, count, lead, largest);
         }
@@ -239,7 +260,8 @@ inline const Runs kRuns;
 using Level = std::int16_t;
 
 // Reads n levels from a stream of `entries`. Behind them there is room for kReach more.
-HC_INLINE void read_elias(const std::uint8_t* in, const std::uint8_t* end, std::uint32_t entries, std::size_t n, int steps, Level* levels) {
+HC_INLINE void read_elias(const std::uint8_t* in, const std::uint8_t* end, std::uint32_t entries,
+                          std::size_t n, int steps, Level* levels) {
     using Narrow = std::int8_t __attribute__((vector_size(Runs::kSpan)));
     using Wide = Level __attribute__((vector_size(sizeof(Level) * Runs::kSpan)));
     constexpr std::size_t looks = 57 / Runs::kLook;  // in the bits that are there at once
@@ -271,9 +293,11 @@ HC_INLINE void read_elias(const std::uint8_t* in, const std::uint8_t* end, std::
         if (left == 0) break;
         const Entry entry = take_entry(reader);
         if (entry.gap > n - next) throw std::invalid_argument("index outside the tensor");
-        if (entry.level > static_cast<std::uint64_t>(steps)) throw std::invalid_argument("level out of range");
+        if (entry.level > static_cast<std::uint64_t>(steps))
+            throw std::invalid_argument("level out of range");
         next += entry.gap;
-        levels[next - 1] = static_cast<Level>(entry.minus ? -static_cast<int>(entry.level) : static_cast<int>(entry.level));
+        levels[next - 1] = static_cast<Level>(entry.minus ? -static_cast<int>(entry.level)
+                                                          : static_cast<int>(entry.level));
         --left;
     }
     reader.finish();

@@ -16,7 +16,8 @@
 
 namespace hc {
 
-constexpr std::size_t kWordBlock = 64;  // words of a block, part of the wire format: a few vectors, and memory is read as one stream
+// Words of a block, part of the wire format: a few vectors, and memory is read as one stream.
+constexpr std::size_t kWordBlock = 64;
 
 // Elements go to words by blocks: of the elements for a block of words, the first of each word come first, then the second …, so
 // whole vectors of elements go into whole vectors of words. Words have 32 bits, and 64 where those
@@ -26,7 +27,8 @@ struct Layout {
     int width, fields;
     bool wide;
     Layout(std::size_t count, int field_width, int spare) : n(count), width(field_width) {
-        if (width < 1 || width > 64 - spare) throw std::invalid_argument("a field has 1 to 64 bits");
+        if (width < 1 || width > 64 - spare)
+            throw std::invalid_argument("a field has 1 to 64 bits");
         const int in_32 = (32 - spare) / width, in_64 = (64 - spare) / width;
         wide = 10 * in_64 > 22 * in_32;
         fields = wide ? in_64 : in_32;
@@ -40,7 +42,8 @@ struct Layout {
         std::size_t word = 0;
         for (; (word + kWordBlock) * fields <= n; word += kWordBlock) {
             begin(word, kWordBlock);
-            for (int field = 0; field < fields; ++field) work(field, word, word * fields + field * kWordBlock, kWordBlock);
+            for (int field = 0; field < fields; ++field)
+                work(field, word, word * fields + field * kWordBlock, kWordBlock);
             done(word, kWordBlock);
         }
         const std::size_t many = words - word;
@@ -63,9 +66,12 @@ HC_INLINE void pack(std::uint8_t* words, const Layout& layout, Encode encode) {
         },
         [&](int field, std::size_t, std::size_t first, std::size_t count) HC_HOT {
             const int shift = field * layout.width;
-            encode(first, count, [&](std::size_t j, std::int32_t code) HC_HOT { sums[j] += static_cast<Unsigned>(code) << shift; });
+            encode(first, count, [&](std::size_t j, std::int32_t code) HC_HOT {
+                sums[j] += static_cast<Unsigned>(code) << shift;
+            });
         },
-        [&](std::size_t word, std::size_t many) HC_HOT { std::memcpy(words + word * sizeof(Word), sums, many * sizeof(Word)); });
+        [&](std::size_t word, std::size_t many)
+            HC_HOT { std::memcpy(words + word * sizeof(Word), sums, many * sizeof(Word)); });
 }
 
 // Words of codes that are rounded at random: `encode(first, count, each)` calls each(code) once, which takes code(j, bits) for element
@@ -93,29 +99,35 @@ HC_INLINE void pack_random(std::uint8_t* words, const Layout& layout, Key key, E
                 }
             });
         },
-        [&](std::size_t word, std::size_t many) HC_HOT { std::memcpy(words + word * sizeof(Word), sums, many * sizeof(Word)); });
+        [&](std::size_t word, std::size_t many)
+            HC_HOT { std::memcpy(words + word * sizeof(Word), sums, many * sizeof(Word)); });
 }
 
 // Hands out the sums of all elements: `decode(first, count, sum)` gets that of element first + j from sum(j). offset: the largest
 // magnitude that a sum can have, 0 for sums that are not signed.
 template <class Word, class Decode>
-HC_INLINE void unpack(const std::uint8_t* words, const Layout& layout, std::uint64_t offset, Decode decode) {
+HC_INLINE void unpack(const std::uint8_t* words, const Layout& layout, std::uint64_t offset,
+                      Decode decode) {
     using Unsigned = std::make_unsigned_t<Word>;
     Unsigned offsets = 0;
-    for (int field = 0; field < layout.fields; ++field) offsets += static_cast<Unsigned>(offset) << (field * layout.width);
-    const Unsigned mask = static_cast<Unsigned>(~0ull >> (64 - layout.width)), less = static_cast<Unsigned>(offset);
+    for (int field = 0; field < layout.fields; ++field)
+        offsets += static_cast<Unsigned>(offset) << (field * layout.width);
+    const Unsigned mask = static_cast<Unsigned>(~0ull >> (64 - layout.width)),
+                   less = static_cast<Unsigned>(offset);
     const int width = layout.width;
-    layout.blocks([=](std::size_t word, std::size_t many) HC_HOT { prefetch_ahead(words + word * sizeof(Word), many * sizeof(Word)); },
-                  [&](int field, std::size_t word, std::size_t first, std::size_t count) HC_HOT {
-                      const int shift = field * width;
-                      const std::uint8_t* from = words + word * sizeof(Word);
-                      decode(first, count, [=](std::size_t j) HC_HOT {
-                          Unsigned sums;
-                          std::memcpy(&sums, from + j * sizeof sums, sizeof sums);
-                          return static_cast<std::int32_t>(((sums + offsets) >> shift & mask) - less);
-                      });
-                  },
-                  [](std::size_t, std::size_t) HC_HOT {});
+    layout.blocks(
+        [=](std::size_t word, std::size_t many)
+            HC_HOT { prefetch_ahead(words + word * sizeof(Word), many * sizeof(Word)); },
+        [&](int field, std::size_t word, std::size_t first, std::size_t count) HC_HOT {
+            const int shift = field * width;
+            const std::uint8_t* from = words + word * sizeof(Word);
+            decode(first, count, [=](std::size_t j) HC_HOT {
+                Unsigned sums;
+                std::memcpy(&sums, from + j * sizeof sums, sizeof sums);
+                return static_cast<std::int32_t>(((sums + offsets) >> shift & mask) - less);
+            });
+        },
+        [](std::size_t, std::size_t) HC_HOT {});
 }
 
 // Words of counts up to `full`, for each of several scales but the first: how many ranks say that an element fits it.
@@ -130,17 +142,20 @@ struct Counts {
 // order.
 class Chosen {
   public:
-    Chosen(const Counts& counts, const float* numbers) : counts_(counts), numbers_(numbers), many_(many_from(0)) {}
+    Chosen(const Counts& counts, const float* numbers)
+        : counts_(counts), numbers_(numbers), many_(many_from(0)) {}
 
     // Of the next `count` elements, at most kWordBlock: calls use(number), in which number(j) is that of element j.
     template <class Use>
     HC_INLINE void next(std::size_t count, Use use) {
-        if (counts_.scales == 2 && !counts_.layout.wide && count == kWordBlock && count == many_ && at_ == 0) {
+        if (counts_.scales == 2 && !counts_.layout.wide && count == kWordBlock && count == many_ &&
+            at_ == 0) {
             // The usual case, for which they are looked up where they are used.
             const std::uint8_t* from = words<std::uint32_t>(1);
             if (field_ == 0) prefetch_ahead(from, count * sizeof(std::uint32_t));
             const int shift = field_ * counts_.layout.width;
-            const auto mask = mask_of<std::uint32_t>() << shift, full = static_cast<std::uint32_t>(counts_.full) << shift;
+            const auto mask = mask_of<std::uint32_t>() << shift,
+                       full = static_cast<std::uint32_t>(counts_.full) << shift;
             const float fitting = numbers_[1], otherwise = numbers_[0];
             skip(count);
             return use([=](std::size_t j) HC_HOT {
@@ -200,7 +215,8 @@ class Chosen {
 
     const Counts counts_;
     const float* const numbers_;
-    std::size_t word_ = 0, many_, at_ = 0;  // of the block that the next element is in: its first word, how many words, how many are done
+    // Of the block that the next element is in: its first word, how many words, how many are done.
+    std::size_t word_ = 0, many_, at_ = 0;
     int field_ = 0;
 };
 

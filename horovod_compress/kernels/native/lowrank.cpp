@@ -18,7 +18,8 @@ using tuning::kHeight;
 using tuning::kRowsAhead;
 using tuning::kVectors;
 
-constexpr float kMost = 0x1p109f;  // of what is left of an element: rounding alone must not take it to kTooLarge
+// Of what is left of an element: rounding alone must not take it to kTooLarge.
+constexpr float kMost = 0x1p109f;
 
 HC_INLINE void load(Lanes& lanes, const float* x) { std::memcpy(&lanes, x, sizeof lanes); }
 
@@ -62,7 +63,8 @@ HC_INLINE void add_rows(const float* x, const float* p, std::size_t n, float* q,
     }
     for (; j < m; ++j)
         for (std::size_t k = 0; k < vectors; ++k)
-            for (std::size_t row = 0; row < rows; ++row) q[k * m + j] += x[row * m + j] * p[k * n + row];
+            for (std::size_t row = 0; row < rows; ++row)
+                q[k * m + j] += x[row * m + j] * p[k * n + row];
 }
 
 // work(first row, how many, first vector, how many) as constants, in parts of at most kHeight and kVectors.
@@ -70,13 +72,15 @@ template <std::size_t rows, class Work>
 HC_INLINE void by_vectors(std::size_t row, std::size_t rank, Work work) {
     std::size_t k = 0;
     const std::integral_constant<std::size_t, rows> height;
-    for (; k + kVectors <= rank; k += kVectors) work(row, height, k, std::integral_constant<std::size_t, kVectors>{});
+    for (; k + kVectors <= rank; k += kVectors)
+        work(row, height, k, std::integral_constant<std::size_t, kVectors>{});
     for (; k < rank; ++k) work(row, height, k, std::integral_constant<std::size_t, 1>{});
 }
 
 // finish(i, product, count) for some rows of P·Qᵀ, of which q's lines serve all: elements i … i + count − 1, `count` as a constant where it is kLanes.
 template <std::size_t rows, class Finish>
-HC_INLINE void multiply_rows(const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank, Finish finish) {
+HC_INLINE void multiply_rows(const float* p, const float* q, std::size_t n, std::size_t m,
+                             std::size_t rank, Finish finish) {
     const auto some = [&](std::size_t j, auto count) HC_HOT {
         Lanes sums[rows] = {};
         for (std::size_t k = 0; k < rank; ++k) {
@@ -103,8 +107,9 @@ HC_INLINE void leave(Lanes& x, const Lanes& product) {
 }
 
 // pending: the Q of a product that x still holds, whose P is in p; or null.
-HC_INLINE bool project_pass(const float* __restrict g, float* __restrict x, const float* q, float* p, const float* pending, std::size_t n,
-                            std::size_t m, std::size_t rank) {
+HC_INLINE bool project_pass(const float* __restrict g, float* __restrict x, const float* q,
+                            float* p, const float* pending, std::size_t n, std::size_t m,
+                            std::size_t rank) {
     WordLanes peaks{};
     const auto advance = [&](std::size_t i, const Lanes& product, auto count) HC_HOT {
         Lanes kept{}, added{};
@@ -127,20 +132,24 @@ HC_INLINE bool project_pass(const float* __restrict g, float* __restrict x, cons
             advance(row * m + i, product, count);
         };
         multiply_rows<rows.value>(p + row, pending, n, m, pending ? rank : 0, fetch_and_advance);
-        by_vectors<rows.value>(row, rank, [&](std::size_t, auto, std::size_t k, auto vectors) HC_HOT {
-            dots<rows.value, vectors.value>(x + row * m, q + k * m, m, p + k * n + row, n);
-        });
+        by_vectors<rows.value>(
+            row, rank, [&](std::size_t, auto, std::size_t k, auto vectors) HC_HOT {
+                dots<rows.value, vectors.value>(x + row * m, q + k * m, m, p + k * n + row, n);
+            });
     };
     std::size_t row = 0;
-    for (; row + kHeight <= n; row += kHeight) part(row, std::integral_constant<std::size_t, kHeight>{});
+    for (; row + kHeight <= n; row += kHeight)
+        part(row, std::integral_constant<std::size_t, kHeight>{});
     for (; row < n; ++row) part(row, std::integral_constant<std::size_t, 1>{});
     return largest_of(peaks) < kTooLarge;
 }
 
-HC_INLINE void project_back_pass(const float* x, const float* p, float* q, std::size_t n, std::size_t m, std::size_t rank) {
+HC_INLINE void project_back_pass(const float* x, const float* p, float* q, std::size_t n,
+                                 std::size_t m, std::size_t rank) {
     std::memset(q, 0, 4 * rank * m);
-    const auto work = [&](std::size_t row, auto rows, std::size_t k, auto vectors)
-                          HC_HOT { add_rows<rows.value, vectors.value>(x + row * m, p + k * n + row, n, q + k * m, m); };
+    const auto work = [&](std::size_t row, auto rows, std::size_t k, auto vectors) HC_HOT {
+        add_rows<rows.value, vectors.value>(x + row * m, p + k * n + row, n, q + k * m, m);
+    };
     std::size_t row = 0;
     for (; row + kAddedRows <= n; row += kAddedRows) by_vectors<kAddedRows>(row, rank, work);
     for (; row < n; ++row) by_vectors<1>(row, rank, work);
@@ -148,16 +157,20 @@ HC_INLINE void project_back_pass(const float* x, const float* p, float* q, std::
 
 // finish for all elements of P·Qᵀ.
 template <class Finish>
-HC_INLINE void multiply(const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank, Finish finish) {
+HC_INLINE void multiply(const float* p, const float* q, std::size_t n, std::size_t m,
+                        std::size_t rank, Finish finish) {
     const auto part = [&](std::size_t row, auto rows) HC_HOT {
         multiply_rows<rows.value>(p + row, q, n, m, rank,
-                                  [&](std::size_t i, const Lanes& product, auto count) HC_HOT { finish(row * m + i, product, count); });
+                                  [&](std::size_t i, const Lanes& product, auto count)
+                                      HC_HOT { finish(row * m + i, product, count); });
     };
     std::size_t row = 0;
-    for (; row + kHeight <= n; row += kHeight) part(row, std::integral_constant<std::size_t, kHeight>{});
+    for (; row + kHeight <= n; row += kHeight)
+        part(row, std::integral_constant<std::size_t, kHeight>{});
     for (; row < n; ++row) part(row, std::integral_constant<std::size_t, 1>{});
 }
-HC_INLINE void subtract_product_pass(float* x, const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank) {
+HC_INLINE void subtract_product_pass(float* x, const float* p, const float* q, std::size_t n,
+                                     std::size_t m, std::size_t rank) {
     multiply(p, q, n, m, rank, [=](std::size_t i, const Lanes& product, auto count) HC_HOT {
         Lanes kept{};
         std::memcpy(&kept, x + i, 4 * count);
@@ -165,7 +178,8 @@ HC_INLINE void subtract_product_pass(float* x, const float* p, const float* q, s
         std::memcpy(x + i, &kept, 4 * count);
     });
 }
-HC_INLINE void product_pass(float* out, const float* p, const float* q, std::size_t n, std::size_t m, std::size_t rank, float scale) {
+HC_INLINE void product_pass(float* out, const float* p, const float* q, std::size_t n,
+                            std::size_t m, std::size_t rank, float scale) {
     const std::size_t ahead = std::max(kHeight * m, kRowsAhead);
     multiply(p, q, n, m, rank, [=](std::size_t i, const Lanes& product, auto count) HC_HOT {
         HC_FETCH(out + i + ahead);
@@ -185,21 +199,24 @@ HC_INLINE double dot(const double* x, const double* y, std::size_t n) {
     for (double lane : sums) sum += lane;
     return sum;
 }
-HC_INLINE void add_multiple(double* __restrict x, const double* __restrict y, std::size_t n, double factor) {
+HC_INLINE void add_multiple(double* __restrict x, const double* __restrict y, std::size_t n,
+                            double factor) {
     for (std::size_t i = 0; i < n; ++i) x[i] += factor * y[i];
 }
 
 struct Dimensions {
     std::size_t n, m;
     Dimensions(std::size_t numel, std::size_t of_p, std::size_t of_q, std::size_t rank) {
-        if (rank == 0 || of_p % rank || of_q % rank) throw std::invalid_argument("p and q hold `rank` vectors each");
+        if (rank == 0 || of_p % rank || of_q % rank)
+            throw std::invalid_argument("p and q hold `rank` vectors each");
         n = of_p / rank;
         m = of_q / rank;
         same_length(numel, n * m, "the matrix and its p and q");
     }
 };
 
-bool project(const Floats& grad, Floats& residual, const Floats& q, Floats& p, const std::optional<Floats>& pending, std::size_t rank) {
+bool project(const Floats& grad, Floats& residual, const Floats& q, Floats& p,
+             const std::optional<Floats>& pending, std::size_t rank) {
     const Dimensions is(length(residual, "residual"), length(p, "p"), length(q, "q"), rank);
     same_length(length(grad, "grad"), length(residual, "residual"), "grad and residual");
     if (pending) same_length(length(*pending, "pending"), length(q, "q"), "pending and q");
@@ -243,24 +260,31 @@ void orthonormalize(Floats& p, std::size_t rank) {
     for (std::size_t k = 0; k < rank; ++k) {
         double* vector = all.data() + k * n;
         const double before = std::sqrt(dispatch<dot>(vector, vector, n));
-        for (int twice = 0; twice < 2; ++twice)  // once is not orthogonal enough where vectors are nearly parallel
+        // Once is not orthogonal enough where vectors are nearly parallel.
+        for (int twice = 0; twice < 2; ++twice)
             for (std::size_t other = 0; other < k; ++other) {
                 const double* earlier = all.data() + other * n;
                 dispatch<add_multiple>(vector, earlier, n, -dispatch<dot>(vector, earlier, n));
             }
-        const double left = std::sqrt(dispatch<dot>(vector, vector, n)), factor = left > 1e-6 * before ? 1 / left : 0;
-        for (std::size_t i = 0; i < n; ++i) vectors[k * n + i] = static_cast<float>(vector[i] *= factor);
+        const double left = std::sqrt(dispatch<dot>(vector, vector, n)),
+                     factor = left > 1e-6 * before ? 1 / left : 0;
+        for (std::size_t i = 0; i < n; ++i)
+            vectors[k * n + i] = static_cast<float>(vector[i] *= factor);
     }
 }
 
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("project", &project, arg("grad").noconvert(), arg("residual").noconvert(), arg("q").noconvert(), arg("p").noconvert(),
-          arg("pending").noconvert().none(true), py::kw_only(), arg("rank"));
-    m.def("project_back", &project_back, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), py::kw_only(), arg("rank"));
-    m.def("subtract_product", &subtract_product, arg("residual").noconvert(), arg("p").noconvert(), arg("q").noconvert(), py::kw_only(), arg("rank"));
-    m.def("product", &product, arg("p").noconvert(), arg("q").noconvert(), arg("out").noconvert(), py::kw_only(), arg("rank"), arg("scale"));
+    m.def("project", &project, arg("grad").noconvert(), arg("residual").noconvert(),
+          arg("q").noconvert(), arg("p").noconvert(), arg("pending").noconvert().none(true),
+          py::kw_only(), arg("rank"));
+    m.def("project_back", &project_back, arg("residual").noconvert(), arg("p").noconvert(),
+          arg("q").noconvert(), py::kw_only(), arg("rank"));
+    m.def("subtract_product", &subtract_product, arg("residual").noconvert(), arg("p").noconvert(),
+          arg("q").noconvert(), py::kw_only(), arg("rank"));
+    m.def("product", &product, arg("p").noconvert(), arg("q").noconvert(), arg("out").noconvert(),
+          py::kw_only(), arg("rank"), arg("scale"));
     m.def("orthonormalize", &orthonormalize, arg("p").noconvert(), py::kw_only(), arg("rank"));
 }
 

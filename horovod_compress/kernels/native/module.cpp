@@ -19,12 +19,15 @@ namespace {
 const std::vector<std::string> kNames = {"baseline", "avx2", "avx512"};
 
 // Those that this CPU has, the best last.
-std::vector<std::string> available_instructions() { return {kNames.begin(), kNames.begin() + static_cast<int>(best_instructions()) + 1}; }
+std::vector<std::string> available_instructions() {
+    return {kNames.begin(), kNames.begin() + static_cast<int>(best_instructions()) + 1};
+}
 
 void use_instructions(const std::string& name) {
     const auto names = available_instructions();
     const auto found = std::find(names.begin(), names.end(), name);
-    if (found == names.end()) throw std::invalid_argument("no kernels for the instructions '" + name + "' here");
+    if (found == names.end())
+        throw std::invalid_argument("no kernels for the instructions '" + name + "' here");
     instructions = static_cast<Instructions>(found - names.begin());
 }
 
@@ -34,7 +37,8 @@ void use_instructions(const std::string& name) {
 PYBIND11_MODULE(_native, m) {
     m.doc() = "Native kernels: the functions of horovod_compress.kernels.reference on raw memory.";
     m.def("available_instructions", &hc::available_instructions);
-    m.def("use_instructions", &hc::use_instructions, arg("name"), "For tests: all give the same results, the last of them fastest.");
+    m.def("use_instructions", &hc::use_instructions, arg("name"),
+          "For tests: all give the same results, the last of them fastest.");
     hc::adaptive::bind(m);
     hc::buckets::bind(m);
     hc::checksum::bind(m);

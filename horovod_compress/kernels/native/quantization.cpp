@@ -59,28 +59,37 @@ class Permutation {
     std::array<std::uint32_t, kRounds> times_, plus_;
 };
 
-Indices draw_coordinates(std::uint64_t key, std::uint64_t numel, std::uint64_t first, std::uint64_t count) {
+Indices draw_coordinates(std::uint64_t key, std::uint64_t numel, std::uint64_t first,
+                         std::uint64_t count) {
     if (numel > 0xffffffffu) throw std::invalid_argument("a tensor has at most 2^32 - 1 elements");
-    if (count > numel || first > numel - count) throw std::invalid_argument("more coordinates than elements");
+    if (count > numel || first > numel - count)
+        throw std::invalid_argument("more coordinates than elements");
     Indices indices(static_cast<py::ssize_t>(count));
     std::uint32_t* out = indices.mutable_data();
     py::gil_scoped_release release;
     const Permutation permutation(numel, key);
-    for (std::uint64_t i = 0; i < count; ++i) out[i] = permutation(static_cast<std::uint32_t>(first + i));
+    for (std::uint64_t i = 0; i < count; ++i)
+        out[i] = permutation(static_cast<std::uint32_t>(first + i));
     return indices;
 }
 
 // An array of words as Python sees it, int32 or int64 by the layout, in an earlier step's memory where that is given and fits; and a way
 // to work on it as such.
-py::array new_words(const Layout& layout, const std::optional<py::array>& spare, std::size_t count) {
-    if (spare && spare->size() == static_cast<py::ssize_t>(count) && spare->itemsize() == (layout.wide ? 8 : 4)) return *spare;
-    return layout.wide ? py::array(aligned<std::int64_t>(count)) : py::array(aligned<std::int32_t>(count));
+py::array new_words(const Layout& layout, const std::optional<py::array>& spare,
+                    std::size_t count) {
+    if (spare && spare->size() == static_cast<py::ssize_t>(count) &&
+        spare->itemsize() == (layout.wide ? 8 : 4))
+        return *spare;
+    return layout.wide ? py::array(aligned<std::int64_t>(count))
+                       : py::array(aligned<std::int32_t>(count));
 }
 template <class Work>
 void on_words(py::array& words, const Layout& layout, std::size_t count, Work work) {
     same_length(count, length(words, "words"), "words, for as many elements,");
-    if (!(words.flags() & py::array::c_style) || words.itemsize() != (layout.wide ? 8 : 4) || words.dtype().kind() != 'i')
-        throw std::invalid_argument("words must be contiguous and of the width that holds most fields");
+    if (!(words.flags() & py::array::c_style) || words.itemsize() != (layout.wide ? 8 : 4) ||
+        words.dtype().kind() != 'i')
+        throw std::invalid_argument(
+            "words must be contiguous and of the width that holds most fields");
     auto* data = static_cast<std::uint8_t*>(words.mutable_data());
     py::gil_scoped_release release;
     if (layout.wide) work(data, std::int64_t{});
@@ -96,7 +105,8 @@ struct Scales {
     Rounding rounding;
     float before;
     float factor[kMaxScales] = {};
-    Scales(float w, const std::vector<float>& steps) : count(static_cast<int>(steps.size())), rounding(steps.empty() ? 1 : steps[0]) {
+    Scales(float w, const std::vector<float>& steps)
+        : count(static_cast<int>(steps.size())), rounding(steps.empty() ? 1 : steps[0]) {
         if (count < 1 || count > kMaxScales) throw std::invalid_argument("1 to 8 scales");
         const int exponent = w > 0 ? std::clamp(std::ilogb(w), -120, 120) : 0;
         before = std::ldexp(1.0f, -exponent);
@@ -104,7 +114,9 @@ struct Scales {
         factor[0] = rounding.factor_for(w * before);
         for (int l = 1; l < count; ++l) factor[l] = steps[l] / (w * before) * rounding.one;
     }
-    HC_INLINE float in_steps(float x, float scale_factor) const { return x * before * scale_factor; }
+    HC_INLINE float in_steps(float x, float scale_factor) const {
+        return x * before * scale_factor;
+    }
     // With one scale, a larger magnitude counts as this one.
     void clip_at(float largest) {
         if (!(largest >= 0)) throw std::invalid_argument("clip must be at least 0");
@@ -114,30 +126,39 @@ struct Scales {
     std::uint32_t largest_fit(int scale) const {
         std::uint32_t fits = 0;
         for (std::uint32_t more = 1u << 30; more; more >>= 1)
-            if (fits + more < kInfinity && in_steps(float_of(fits + more), factor[scale]) <= rounding.most) fits += more;
+            if (fits + more < kInfinity &&
+                in_steps(float_of(fits + more), factor[scale]) <= rounding.most)
+                fits += more;
         return fits;
     }
 };
 
 template <class Word>
-HC_INLINE void quantize_one(const float* __restrict x, std::uint8_t* words, const Layout& layout, const Scales& scales, Key key) {
+HC_INLINE void quantize_one(const float* __restrict x, std::uint8_t* words, const Layout& layout,
+                            const Scales& scales, Key key) {
     const Scales s = scales;
-    pack_random<Word>(words, layout, key, [=](std::size_t first, std::size_t count, auto each) HC_HOT {
-        prefetch_ahead(x + first, count);
-        each([=](std::size_t j, std::uint32_t bits) HC_HOT { return s.rounding(s.in_steps(x[first + j], s.factor[0]), bits); });
-    });
+    pack_random<Word>(
+        words, layout, key, [=](std::size_t first, std::size_t count, auto each) HC_HOT {
+            prefetch_ahead(x + first, count);
+            each([=](std::size_t j, std::uint32_t bits)
+                     HC_HOT { return s.rounding(s.in_steps(x[first + j], s.factor[0]), bits); });
+        });
 }
 template <class Word>
-HC_INLINE void quantize_several(const float* __restrict x, std::uint8_t* words, const Layout& layout, const Scales& scales, Key key,
+HC_INLINE void quantize_several(const float* __restrict x, std::uint8_t* words,
+                                const Layout& layout, const Scales& scales, Key key,
                                 const Counts& counts) {
     const Scales s = scales;
     Chosen chosen(counts, scales.factor);
-    pack_random<Word>(words, layout, key, [&](std::size_t first, std::size_t count, auto each) HC_HOT {
-        prefetch_ahead(x + first, count);
-        chosen.next(count, [&](auto factor) HC_HOT {
-            each([=](std::size_t j, std::uint32_t bits) HC_HOT { return s.rounding.within(s.in_steps(x[first + j], factor(j)), bits); });
+    pack_random<Word>(
+        words, layout, key, [&](std::size_t first, std::size_t count, auto each) HC_HOT {
+            prefetch_ahead(x + first, count);
+            chosen.next(count, [&](auto factor) HC_HOT {
+                each([=](std::size_t j, std::uint32_t bits) HC_HOT {
+                    return s.rounding.within(s.in_steps(x[first + j], factor(j)), bits);
+                });
+            });
         });
-    });
 }
 
 // Fields for counts of up to `size`. They are not signed: the sign bit stays free.
@@ -146,18 +167,22 @@ Layout of_counts(std::size_t n, std::uint64_t size) {
     return {n, 64 - __builtin_clzll(size), 1};
 }
 // What `encode_scales` has made and the ranks have summed up, where there are several scales.
-std::optional<Counts> counts_of(std::optional<py::array>& words, std::size_t n, std::size_t scales, std::uint64_t size) {
+std::optional<Counts> counts_of(std::optional<py::array>& words, std::size_t n, std::size_t scales,
+                                std::uint64_t size) {
     const Layout layout = of_counts(n, size);
-    if (words.has_value() != (scales > 1)) throw std::invalid_argument("levels are of 2 scales and more");
+    if (words.has_value() != (scales > 1))
+        throw std::invalid_argument("levels are of 2 scales and more");
     std::optional<Counts> counts;
     if (words)
-        on_words(*words, layout, (scales - 1) * layout.words,
-                 [&](auto* data, auto) { counts = Counts{data, layout, size, static_cast<int>(scales)}; });
+        on_words(*words, layout, (scales - 1) * layout.words, [&](auto* data, auto) {
+            counts = Counts{data, layout, size, static_cast<int>(scales)};
+        });
     return counts;
 }
 
-py::array quantize(const Floats& x, std::optional<py::array> levels, std::optional<py::array> spare, float w, float clip,
-                   const std::vector<float>& steps, int width, std::uint64_t size, std::uint64_t key) {
+py::array quantize(const Floats& x, std::optional<py::array> levels, std::optional<py::array> spare,
+                   float w, float clip, const std::vector<float>& steps, int width,
+                   std::uint64_t size, std::uint64_t key) {
     const std::size_t n = length(x, "x");
     const Layout layout(n, width, 0);
     Scales scales(w, steps);
@@ -166,48 +191,56 @@ py::array quantize(const Floats& x, std::optional<py::array> levels, std::option
     const float* from = x.data();
     py::array words = new_words(layout, spare, layout.words);
     on_words(words, layout, layout.words, [&](auto* out, auto word) {
-        if (counts) dispatch<quantize_several<decltype(word)>>(from, out, layout, scales, Key(key), *counts);
+        if (counts)
+            dispatch<quantize_several<decltype(word)>>(from, out, layout, scales, Key(key),
+                                                       *counts);
         else dispatch<quantize_one<decltype(word)>>(from, out, layout, scales, Key(key));
     });
     return words;
 }
 
 template <class Word>
-HC_INLINE void dequantize_one(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t offset, float unit) {
+HC_INLINE void dequantize_one(const std::uint8_t* words, float* to, const Layout& layout,
+                              std::uint64_t offset, float unit) {
     Output out(to, layout.n);
     unpack<Word>(words, layout, offset, [&](std::size_t, std::size_t count, auto sum) HC_HOT {
         out.append(count, [=](std::size_t j) HC_HOT { return static_cast<float>(sum(j)) * unit; });
     });
 }
 template <class Word>
-HC_INLINE void dequantize_several(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t offset, const Counts& counts,
-                                  const float* units) {
+HC_INLINE void dequantize_several(const std::uint8_t* words, float* to, const Layout& layout,
+                                  std::uint64_t offset, const Counts& counts, const float* units) {
     Output out(to, layout.n);
     Chosen chosen(counts, units);
     unpack<Word>(words, layout, offset, [&](std::size_t, std::size_t count, auto sum) HC_HOT {
-        chosen.next(count, [&](auto unit) HC_HOT { out.append(count, [=](std::size_t j) HC_HOT { return static_cast<float>(sum(j)) * unit(j); }); });
+        chosen.next(count, [&](auto unit) HC_HOT {
+            out.append(count,
+                       [=](std::size_t j) HC_HOT { return static_cast<float>(sum(j)) * unit(j); });
+        });
     });
 }
 
-void dequantize(py::array& words, std::optional<py::array> levels, Floats& out, double w, const std::vector<float>& steps, int width,
-                std::uint64_t size, double scale) {
+void dequantize(py::array& words, std::optional<py::array> levels, Floats& out, double w,
+                const std::vector<float>& steps, int width, std::uint64_t size, double scale) {
     const std::size_t n = length(out, "out");
     const Layout layout(n, width, 0);
     if (steps.empty() || steps.size() > kMaxScales) throw std::invalid_argument("1 to 8 scales");
     const std::optional<Counts> counts = counts_of(levels, n, steps.size(), size);
     float units[kMaxScales];
-    for (std::size_t l = 0; l < steps.size(); ++l) units[l] = static_cast<float>(w / steps[l] * scale);
+    for (std::size_t l = 0; l < steps.size(); ++l)
+        units[l] = static_cast<float>(w / steps[l] * scale);
     const std::uint64_t offset = size * static_cast<std::uint64_t>(steps[0]);
     float* to = out.mutable_data();
     on_words(words, layout, layout.words, [&](auto* from, auto word) {
-        if (counts) dispatch<dequantize_several<decltype(word)>>(from, to, layout, offset, *counts, units);
+        if (counts)
+            dispatch<dequantize_several<decltype(word)>>(from, to, layout, offset, *counts, units);
         else dispatch<dequantize_one<decltype(word)>>(from, to, layout, offset, units[0]);
     });
 }
 
 template <class Word>
-HC_INLINE void encode_scales_pass(const float* x, const std::uint32_t* peaks, std::uint8_t* words, const Layout& layout, const Scales& scales,
-                                  int scale) {
+HC_INLINE void encode_scales_pass(const float* x, const std::uint32_t* peaks, std::uint8_t* words,
+                                  const Layout& layout, const Scales& scales, int scale) {
     const std::uint32_t largest = scales.largest_fit(scale);
     const std::size_t peaks_in_all = (layout.n + kStretch - 1) / kStretch;
     pack<Word>(words, layout, [=](std::size_t first, std::size_t count, auto put) HC_HOT {
@@ -223,11 +256,12 @@ HC_INLINE void encode_scales_pass(const float* x, const std::uint32_t* peaks, st
     });
 }
 
-py::array encode_scales(const Floats& x, const Indices& peaks, std::optional<py::array> spare, float w, const std::vector<float>& steps,
-                        std::uint64_t size) {
+py::array encode_scales(const Floats& x, const Indices& peaks, std::optional<py::array> spare,
+                        float w, const std::vector<float>& steps, std::uint64_t size) {
     const Scales scales(w, steps);
     const std::size_t n = length(x, "x");
-    same_length((n + kStretch - 1) / kStretch, length(peaks, "peaks"), "peaks, one for 64 elements, and x");
+    same_length((n + kStretch - 1) / kStretch, length(peaks, "peaks"),
+                "peaks, one for 64 elements, and x");
     const Layout layout = of_counts(n, size);
     const std::size_t count = (steps.size() - 1) * layout.words;
     const float* from = x.data();
@@ -249,7 +283,8 @@ HC_INLINE void encode_signs_pass(const float* x, std::uint8_t* words, const Layo
     });
 }
 template <class Word>
-HC_INLINE void decode_signs_pass(const std::uint8_t* words, float* to, const Layout& layout, std::uint64_t size, float unit) {
+HC_INLINE void decode_signs_pass(const std::uint8_t* words, float* to, const Layout& layout,
+                                 std::uint64_t size, float unit) {
     Output out(to, layout.n);
     unpack<Word>(words, layout, size, [&](std::size_t, std::size_t count, auto sum) HC_HOT {
         out.append(count, [=](std::size_t j) HC_HOT {
@@ -262,7 +297,8 @@ HC_INLINE void decode_signs_pass(const std::uint8_t* words, float* to, const Lay
 py::array encode_signs(const Floats& x, std::optional<py::array> spare, int width) {
     const Layout layout(length(x, "x"), width, 0);
     const float* from = x.data();
-    py::array words = new_words(layout, spare, layout.words + 1);  // and a word for what the compressor has to say
+    // And a word for what the compressor has to say.
+    py::array words = new_words(layout, spare, layout.words + 1);
     on_words(words, layout, layout.words + 1, [&](auto* out, auto word) {
         dispatch<encode_signs_pass<decltype(word)>>(from, out, layout);
         std::memset(out + layout.words * sizeof word, 0, sizeof word);
@@ -273,23 +309,29 @@ py::array encode_signs(const Floats& x, std::optional<py::array> spare, int widt
 void decode_signs(py::array& words, Floats& out, int width, std::uint64_t size, float unit) {
     const Layout layout(length(out, "out"), width, 0);
     float* to = out.mutable_data();
-    on_words(words, layout, layout.words + 1,
-             [&](auto* from, auto word) { dispatch<decode_signs_pass<decltype(word)>>(from, to, layout, size, unit); });
+    on_words(words, layout, layout.words + 1, [&](auto* from, auto word) {
+        dispatch<decode_signs_pass<decltype(word)>>(from, to, layout, size, unit);
+    });
 }
 
 }  // namespace
 
 void bind(py::module_& m) {
     m.def("random_bits", &random, py::kw_only(), arg("key"), arg("n"));
-    m.def("draw_coordinates", &draw_coordinates, py::kw_only(), arg("key"), arg("numel"), arg("first"), arg("count"));
-    m.def("quantize", &quantize, arg("x").noconvert(), arg("levels").noconvert().none(true), arg("spare") = py::none(), py::kw_only(), arg("w"),
-          arg("clip"), arg("steps"), arg("width"), arg("size"), arg("key"));
-    m.def("dequantize", &dequantize, arg("words").noconvert(), arg("levels").noconvert().none(true), arg("out").noconvert(), py::kw_only(), arg("w"),
-          arg("steps"), arg("width"), arg("size"), arg("scale"));
-    m.def("encode_scales", &encode_scales, arg("x").noconvert(), arg("peaks").noconvert(), arg("spare") = py::none(), py::kw_only(), arg("w"),
-          arg("steps"), arg("size"));
-    m.def("encode_signs", &encode_signs, arg("x").noconvert(), arg("spare") = py::none(), py::kw_only(), arg("width"));
-    m.def("decode_signs", &decode_signs, arg("words").noconvert(), arg("out").noconvert(), py::kw_only(), arg("width"), arg("size"), arg("unit"));
+    m.def("draw_coordinates", &draw_coordinates, py::kw_only(), arg("key"), arg("numel"),
+          arg("first"), arg("count"));
+    m.def("quantize", &quantize, arg("x").noconvert(), arg("levels").noconvert().none(true),
+          arg("spare") = py::none(), py::kw_only(), arg("w"), arg("clip"), arg("steps"),
+          arg("width"), arg("size"), arg("key"));
+    m.def("dequantize", &dequantize, arg("words").noconvert(), arg("levels").noconvert().none(true),
+          arg("out").noconvert(), py::kw_only(), arg("w"), arg("steps"), arg("width"), arg("size"),
+          arg("scale"));
+    m.def("encode_scales", &encode_scales, arg("x").noconvert(), arg("peaks").noconvert(),
+          arg("spare") = py::none(), py::kw_only(), arg("w"), arg("steps"), arg("size"));
+    m.def("encode_signs", &encode_signs, arg("x").noconvert(), arg("spare") = py::none(),
+          py::kw_only(), arg("width"));
+    m.def("decode_signs", &decode_signs, arg("words").noconvert(), arg("out").noconvert(),
+          py::kw_only(), arg("width"), arg("size"), arg("unit"));
 }
 
 }  // namespace hc::quantization

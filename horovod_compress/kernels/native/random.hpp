@@ -14,13 +14,15 @@ namespace hc {
 
 struct Key {
     std::uint32_t low, high;
-    explicit Key(std::uint64_t key) : low(static_cast<std::uint32_t>(key)), high(static_cast<std::uint32_t>(key >> 32)) {}
+    explicit Key(std::uint64_t key)
+        : low(static_cast<std::uint32_t>(key)), high(static_cast<std::uint32_t>(key >> 32)) {}
 };
 
 // 32 random bits of place i: two multiplications and the key at two places, so that streams of different keys have nothing in
 // common and any place can be computed alone.
 HC_INLINE std::uint32_t random_bits(std::uint32_t i, Key key) {
-    std::uint32_t x = i * 0x9e3779b9u + key.low;  // a compiler makes the product a running sum
+    // A compiler makes the product a running sum.
+    std::uint32_t x = i * 0x9e3779b9u + key.low;
     x ^= x >> 16;
     x *= 0x85ebca6bu;
     x ^= (x >> 13) ^ key.high;
@@ -36,9 +38,11 @@ constexpr std::uint32_t kNext = 0xfaf2bb1du;
 struct Rounding {
     int fraction;  // bits
     float one, most;
-    std::uint32_t limit;  // most's bits, or those of what is clipped at
+    // most's bits, or those of what is clipped at.
+    std::uint32_t limit;
     explicit Rounding(float largest) {
-        if (!(largest >= 1 && largest < 536870912.0f)) throw std::invalid_argument("1 to 2^29 steps");
+        if (!(largest >= 1 && largest < 536870912.0f))
+            throw std::invalid_argument("1 to 2^29 steps");
         fraction = 29 - std::ilogb(largest);
         one = std::ldexp(1.0f, fraction);
         most = largest * one;
@@ -50,10 +54,14 @@ struct Rounding {
         return w * factor > most ? float_of(bits_of(factor) - 1) : factor;
     }
     // The largest code that a y can become.
-    std::int32_t largest_of(float y) const { return (static_cast<std::int32_t>(y) + (1 << fraction) - 1) >> fraction; }
+    std::int32_t largest_of(float y) const {
+        return (static_cast<std::int32_t>(y) + (1 << fraction) - 1) >> fraction;
+    }
     // y is in units of 1/one, at most `most` in magnitude.
     HC_INLINE std::int32_t within(float y, std::uint32_t bits) const {
-        return (static_cast<std::int32_t>(y) + static_cast<std::int32_t>(bits >> (32 - fraction))) >> fraction;
+        return (static_cast<std::int32_t>(y) +
+                static_cast<std::int32_t>(bits >> (32 - fraction))) >>
+               fraction;
     }
     // The same of any y. Its limits are compared as integers, which takes compilers half as many instructions.
     HC_INLINE std::int32_t operator()(float y, std::uint32_t bits) const {

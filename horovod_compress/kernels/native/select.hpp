@@ -31,7 +31,9 @@ constexpr std::size_t kBlock = tuning::kChunksOfBlock * kChunk;
 
 enum class Momentum { none, vanilla, nesterov };
 
-struct Update {  // the operands of one tensor's update; u is null where there is no momentum, base where the gradient is g itself and not g - base
+// The operands of one tensor's update; u is null where there is no momentum, base where the
+// gradient is g itself and not g - base.
+struct Update {
     float* g;
     const float* base;
     float* u;
@@ -63,7 +65,8 @@ struct Candidate {
 // it rises each time the buffer fills. A magnitude equal to the k-th, arriving after k are there, is not taken.
 class TopK {
   public:
-    TopK(std::vector<Candidate>& buffer, std::vector<std::uint32_t>& scratch) : buffer_(buffer), scratch_(scratch) {}
+    TopK(std::vector<Candidate>& buffer, std::vector<std::uint32_t>& scratch)
+        : buffer_(buffer), scratch_(scratch) {}
 
     // `stream` values will come, at most `batch` of them in one search.
     void start(std::size_t k, std::uint32_t floor, std::size_t stream, std::size_t batch) {
@@ -79,13 +82,15 @@ class TopK {
 
     // Searches the chunks of one block of `n` values, the first of which has index `first` in its tensor; `hits` are the
     // chunks' offsets. Nothing here branches on data: a mispredicted branch costs more than a line's search.
-    HC_INLINE void search(const float* values, std::size_t n, const std::uint32_t* hits, std::size_t count, std::size_t first) {
+    HC_INLINE void search(const float* values, std::size_t n, const std::uint32_t* hits,
+                          std::size_t count, std::size_t first) {
         std::uint32_t lines[kBlock / kLine];
         std::size_t found = 0;
         const std::uint32_t floor = floor_;
         for (std::size_t h = 0; h < count; ++h) {
             if (hits[h] + kChunk > n) {  // the ragged end of a tensor
-                for (std::size_t at = hits[h]; at < n; at += kLine) lines[found++] = static_cast<std::uint32_t>(at);
+                for (std::size_t at = hits[h]; at < n; at += kLine)
+                    lines[found++] = static_cast<std::uint32_t>(at);
                 continue;
             }
             for (std::size_t at = hits[h]; at < hits[h] + kChunk; at += kLine) {
@@ -110,7 +115,8 @@ class TopK {
         if (count_ <= k_) return;
         scratch_.resize(count_);
         for (std::size_t i = 0; i < count_; ++i) scratch_[i] = buffer_[i].bits;
-        std::nth_element(scratch_.begin(), scratch_.begin() + (k_ - 1), scratch_.end(), std::greater<std::uint32_t>());
+        std::nth_element(scratch_.begin(), scratch_.begin() + (k_ - 1), scratch_.end(),
+                         std::greater<std::uint32_t>());
         const std::uint32_t kth = scratch_[k_ - 1];
         std::size_t ties = k_;
         for (std::size_t i = 0; i < k_; ++i) ties -= scratch_[i] > kth;
@@ -126,7 +132,8 @@ class TopK {
     }
 
   private:
-    static constexpr std::uint32_t kNothing = 0x80000000;  // a floor above every magnitude, those of infinities and NaN too
+    // A floor above every magnitude, those of infinities and NaN too.
+    static constexpr std::uint32_t kNothing = 0x80000000;
 
     std::vector<Candidate>& buffer_;
     std::vector<std::uint32_t>& scratch_;
@@ -157,7 +164,8 @@ HC_INLINE std::uint32_t advance_elements(const Update& t, std::size_t begin, std
 }
 template <Momentum M>
 HC_INLINE std::uint32_t advance_chunk(const Update& t, std::size_t begin, std::size_t count) {
-    return t.base ? advance_elements<M, true>(t, begin, count) : advance_elements<M, false>(t, begin, count);
+    return t.base ? advance_elements<M, true>(t, begin, count)
+                  : advance_elements<M, false>(t, begin, count);
 }
 
 // Goes through n values in blocks: `peak(begin, count)` makes and returns the largest magnitude of a chunk, then the chunks
@@ -184,17 +192,23 @@ HC_INLINE void pass(const float* values, std::size_t n, TopK& top, Peak peak) {
 // The floor to start with: from a sample, of what v is about to become, of whole chunks evenly spaced from `offset` on. The
 // rank in the sample is the wanted one plus two standard deviations, so too few candidates are rare.
 template <Momentum M>
-HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std::size_t offset, TopK& top) {
-    const std::size_t chunks = n / kChunk, wanted = std::min(chunks, (samples + kChunk - 1) / kChunk);
+HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_t k,
+                                      std::size_t samples, std::size_t offset, TopK& top) {
+    const std::size_t chunks = n / kChunk,
+                      wanted = std::min(chunks, (samples + kChunk - 1) / kChunk);
     if (wanted == 0) return 1;
-    const double expected = static_cast<double>(k) * static_cast<double>(wanted * kChunk) / static_cast<double>(n);
-    const std::size_t rank = static_cast<std::size_t>(expected + tuning::kSampleMargin * std::sqrt(expected) + 2);
+    const double expected =
+        static_cast<double>(k) * static_cast<double>(wanted * kChunk) / static_cast<double>(n);
+    const std::size_t rank =
+        static_cast<std::size_t>(expected + tuning::kSampleMargin * std::sqrt(expected) + 2);
     if (rank >= wanted * kChunk) return 1;
     const std::size_t stride = chunks / wanted, shift = offset % stride;
     top.start(rank, 1, wanted * kChunk, kChunk);
     for (std::size_t s = 0; s < wanted; ++s) {
-        const std::size_t begin = (s * stride + shift) * kChunk, next = std::min(begin + stride * kChunk, n - kChunk);
-        for (std::size_t line = next; line < next + kChunk; line += kLine) {  // scattered reads: fetch early what comes next
+        const std::size_t begin = (s * stride + shift) * kChunk,
+                          next = std::min(begin + stride * kChunk, n - kChunk);
+        // Scattered reads: fetch early what comes next.
+        for (std::size_t line = next; line < next + kChunk; line += kLine) {
             HC_PREFETCH(t.g + line);
             if (t.base) HC_PREFETCH(t.base + line);
             HC_PREFETCH(t.v + line);
@@ -218,7 +232,8 @@ HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_
 // The whole of it: floor, pass, and where the sample misled so far that fewer than 0.8·k passed, a second look at v.
 // Returns whether every new v was finite.
 template <Momentum M>
-HC_INLINE bool add_to_residual_pass(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std::size_t offset, TopK& top) {
+HC_INLINE bool add_to_residual_pass(const Update& t, std::size_t n, std::size_t k,
+                                    std::size_t samples, std::size_t offset, TopK& top) {
     const std::uint32_t floor = k == 0 ? 1 : sampled_floor<M>(t, n, k, samples, offset, top);
     std::uint32_t worst = 0;
     top.start(k, floor, n, kBlock);
@@ -229,7 +244,8 @@ HC_INLINE bool add_to_residual_pass(const Update& t, std::size_t n, std::size_t 
     });
     if (top.count() * 5 < 4 * k && floor > 1) {
         top.start(k, 1, n, kBlock);
-        pass(t.v, n, top, [&](std::size_t i, std::size_t count) { return peak_of(t.v + i, count); });
+        pass(t.v, n, top,
+             [&](std::size_t i, std::size_t count) { return peak_of(t.v + i, count); });
     }
     top.trim();
     return worst < kTooLarge;
@@ -237,13 +253,15 @@ HC_INLINE bool add_to_residual_pass(const Update& t, std::size_t n, std::size_t 
 
 // Leaves in `top` the largest of a chunk, after `peak` was called for all of it, as by pass. Returns the floor for the chunk after it.
 template <class Peak>
-HC_INLINE std::uint32_t largest_of_chunk(const float* values, std::size_t count, std::size_t wanted, std::uint32_t floor, TopK& top, Peak peak) {
+HC_INLINE std::uint32_t largest_of_chunk(const float* values, std::size_t count, std::size_t wanted,
+                                         std::uint32_t floor, TopK& top, Peak peak) {
     top.start(wanted, floor, count, kBlock);
     pass(values, count, top, peak);
     while (top.count() < wanted && floor > 1) {
         floor = floor > tuning::kFloorDrop ? floor - tuning::kFloorDrop : 1;
         top.start(wanted, floor, count, kBlock);
-        pass(values, count, top, [&](std::size_t i, std::size_t some) { return peak_of(values + i, some); });
+        pass(values, count, top,
+             [&](std::size_t i, std::size_t some) { return peak_of(values + i, some); });
     }
     top.trim();
     if (top.count() == 0) return floor;
@@ -254,17 +272,20 @@ HC_INLINE std::uint32_t largest_of_chunk(const float* values, std::size_t count,
 
 // The k largest of each chunk of `length` elements, into `chosen`, ascending. Returns whether every new v was finite.
 template <Momentum M>
-HC_INLINE bool add_by_chunks_pass(const Update& t, std::size_t n, std::size_t k, std::size_t length, TopK& top, std::vector<std::uint32_t>& chosen) {
+HC_INLINE bool add_by_chunks_pass(const Update& t, std::size_t n, std::size_t k, std::size_t length,
+                                  TopK& top, std::vector<std::uint32_t>& chosen) {
     std::uint32_t worst = 0, floor = 1;
     chosen.clear();
     for (std::size_t begin = 0; begin < n; begin += length) {
         const std::size_t count = std::min(length, n - begin), wanted = std::min(k, count);
-        floor = largest_of_chunk(t.v + begin, count, wanted, floor, top, [&](std::size_t i, std::size_t some) {
-            const std::uint32_t peak = advance_chunk<M>(t, begin + i, some);
-            worst = worst > peak ? worst : peak;
-            return peak;
-        });
-        for (std::size_t i = 0; i < top.count(); ++i) chosen.push_back(static_cast<std::uint32_t>(begin) + top[i].index);
+        floor = largest_of_chunk(
+            t.v + begin, count, wanted, floor, top, [&](std::size_t i, std::size_t some) {
+                const std::uint32_t peak = advance_chunk<M>(t, begin + i, some);
+                worst = worst > peak ? worst : peak;
+                return peak;
+            });
+        for (std::size_t i = 0; i < top.count(); ++i)
+            chosen.push_back(static_cast<std::uint32_t>(begin) + top[i].index);
     }
     return worst < kTooLarge;
 }

@@ -19,20 +19,29 @@ struct Scratch {
 thread_local Scratch scratch;
 
 template <Momentum M>
-bool add(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std::size_t offset, std::size_t chunk, TopK& top) {
+bool add(const Update& t, std::size_t n, std::size_t k, std::size_t samples, std::size_t offset,
+         std::size_t chunk, TopK& top) {
     if (chunk) return dispatch<add_by_chunks_pass<M>>(t, n, k, chunk, top, scratch.chosen);
     return dispatch<add_to_residual_pass<M>>(t, n, k, samples, offset, top);
 }
 
-py::tuple add_to_residual(Floats& grad, std::optional<Floats> u, Floats& v, const std::optional<Floats>& base, float momentum, bool nesterov,
-                          float scale, std::size_t k, std::size_t samples, std::size_t offset, std::size_t chunk) {
+py::tuple add_to_residual(Floats& grad, std::optional<Floats> u, Floats& v,
+                          const std::optional<Floats>& base, float momentum, bool nesterov,
+                          float scale, std::size_t k, std::size_t samples, std::size_t offset,
+                          std::size_t chunk) {
     const std::size_t n = length(grad, "grad");
     same_length(n, length(v, "v"), "grad and v");
     if (u) same_length(n, length(*u, "u"), "grad and u");
     if (base) same_length(n, length(*base, "base"), "grad and base");
     if (n > 0xffffffffu) throw std::invalid_argument("a tensor has at most 2^32 - 1 elements");
-    if (k > n || (chunk && k > chunk)) throw std::invalid_argument("k is larger than the tensor, or than a chunk of it");
-    const Update t{grad.mutable_data(), base ? base->data() : nullptr, u ? u->mutable_data() : nullptr, v.mutable_data(), momentum, scale};
+    if (k > n || (chunk && k > chunk))
+        throw std::invalid_argument("k is larger than the tensor, or than a chunk of it");
+    const Update t{grad.mutable_data(),
+                   base ? base->data() : nullptr,
+                   u ? u->mutable_data() : nullptr,
+                   v.mutable_data(),
+                   momentum,
+                   scale};
     bool finite = true;
     TopK top(scratch.candidates, scratch.magnitudes);
     {
@@ -59,7 +68,8 @@ struct Taken {
 
 // Reads v at the indices into scratch.before, and what is sent of it into scratch.values, in kinds that have scales: those follow from all
 // values. Returns how many entries are sent.
-std::size_t code_entries(const std::uint32_t* at, std::size_t n, const float* v, Values kind, float* scales) {
+std::size_t code_entries(const std::uint32_t* at, std::size_t n, const float* v, Values kind,
+                         float* scales) {
     scratch.values.resize(n);
     if (scales_of(kind) == 0) return n;
     scratch.before.resize(n);
@@ -69,10 +79,13 @@ std::size_t code_entries(const std::uint32_t* at, std::size_t n, const float* v,
         before[i] = v[at[i]];
     }
     dispatch<code_values>(before, n, kind, values, scales);
-    return kind == Values::power ? n - static_cast<std::size_t>(std::count(values, values + n, 0.0f)) : n;
+    return kind == Values::power
+               ? n - static_cast<std::size_t>(std::count(values, values + n, 0.0f))
+               : n;
 }
 
-Taken take_entries(const Indices& indices, Floats& v, std::optional<Floats> u, Values kind, bool mask) {
+Taken take_entries(const Indices& indices, Floats& v, std::optional<Floats> u, Values kind,
+                   bool mask) {
     const std::size_t n = length(indices, "indices"), numel = length(v, "v");
     if (u) same_length(numel, length(*u, "u"), "u and v");
     const std::uint32_t* at = indices.data();
@@ -112,34 +125,46 @@ Taken take_entries(const Indices& indices, Floats& v, std::optional<Floats> u, V
     return taken;
 }
 
-py::object encode_topk(Floats& grad, std::optional<Floats> u, Floats& v, const std::optional<Floats>& base, float momentum, bool nesterov,
-                       float scale, std::size_t k, std::size_t samples, std::size_t offset, std::size_t chunk, const std::string& kind, bool mask) {
+py::object encode_topk(Floats& grad, std::optional<Floats> u, Floats& v,
+                       const std::optional<Floats>& base, float momentum, bool nesterov,
+                       float scale, std::size_t k, std::size_t samples, std::size_t offset,
+                       std::size_t chunk, const std::string& kind, bool mask) {
     const Values values = values_of(kind);
-    const py::tuple added = add_to_residual(grad, u, v, base, momentum, nesterov, scale, k, samples, offset, chunk);
+    const py::tuple added =
+        add_to_residual(grad, u, v, base, momentum, nesterov, scale, k, samples, offset, chunk);
     const bool finite = added[1].cast<bool>();
-    const Taken taken = take_entries(finite ? added[0].cast<Indices>() : Indices(0), v, u, values, mask);
-    const Bytes body = sparse::body_of(taken.indices.data(), scratch.values.data(), taken.count(), values, taken.scales);
+    const Taken taken =
+        take_entries(finite ? added[0].cast<Indices>() : Indices(0), v, u, values, mask);
+    const Bytes body = sparse::body_of(taken.indices.data(), scratch.values.data(), taken.count(),
+                                       values, taken.scales);
     return encoded(body, taken.count(), finite, py::make_tuple(taken.indices, taken.rows));
 }
 
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("add_to_residual", &add_to_residual, arg("grad").noconvert(), arg("u").noconvert().none(true), arg("v").noconvert(), py::kw_only(),
-          arg("base").noconvert() = py::none(), arg("momentum") = 0.0f, arg("nesterov") = false, arg("scale") = 1.0f, arg("k") = 0,
-          arg("samples") = 0, arg("offset") = 0, arg("chunk") = 0);
+    m.def("add_to_residual", &add_to_residual, arg("grad").noconvert(),
+          arg("u").noconvert().none(true), arg("v").noconvert(), py::kw_only(),
+          arg("base").noconvert() = py::none(), arg("momentum") = 0.0f, arg("nesterov") = false,
+          arg("scale") = 1.0f, arg("k") = 0, arg("samples") = 0, arg("offset") = 0,
+          arg("chunk") = 0);
     m.def(
         "take_entries",
-        [](const Indices& indices, Floats& v, std::optional<Floats> u, const std::string& kind, bool mask) {
+        [](const Indices& indices, Floats& v, std::optional<Floats> u, const std::string& kind,
+           bool mask) {
             const Values values = values_of(kind);
             const Taken taken = take_entries(indices, v, u, values, mask);
             const Floats sent(static_cast<py::ssize_t>(taken.count()), scratch.values.data());
-            return py::make_tuple(taken.indices, taken.rows, sent, std::vector<float>(taken.scales, taken.scales + scales_of(values)));
+            return py::make_tuple(
+                taken.indices, taken.rows, sent,
+                std::vector<float>(taken.scales, taken.scales + scales_of(values)));
         },
-        arg("indices").noconvert(), arg("v").noconvert(), arg("u").noconvert().none(true), py::kw_only(), arg("kind"), arg("mask"));
-    m.def("encode_topk", &encode_topk, arg("grad").noconvert(), arg("u").noconvert().none(true), arg("v").noconvert(), py::kw_only(),
-          arg("base").noconvert() = py::none(), arg("momentum") = 0.0f, arg("nesterov") = false, arg("scale") = 1.0f, arg("k"), arg("samples"),
-          arg("offset"), arg("chunk") = 0, arg("kind"), arg("mask") = false);
+        arg("indices").noconvert(), arg("v").noconvert(), arg("u").noconvert().none(true),
+        py::kw_only(), arg("kind"), arg("mask"));
+    m.def("encode_topk", &encode_topk, arg("grad").noconvert(), arg("u").noconvert().none(true),
+          arg("v").noconvert(), py::kw_only(), arg("base").noconvert() = py::none(),
+          arg("momentum") = 0.0f, arg("nesterov") = false, arg("scale") = 1.0f, arg("k"),
+          arg("samples"), arg("offset"), arg("chunk") = 0, arg("kind"), arg("mask") = false);
 }
 
 }  // namespace hc::selection

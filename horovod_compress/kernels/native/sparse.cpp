@@ -18,7 +18,8 @@ std::uint64_t low_size(std::uint64_t n, int r) { return (n * r + 7) / 8; }
 
 HC_INLINE std::uint64_t high_bits(const std::uint32_t* indices, std::size_t n, int r) {
     if (n == 0) return 0;
-    std::uint32_t zeros = indices[0] >> r;  // all of them are at most as many as the tensor has elements
+    // All of them are at most as many as the tensor has elements.
+    std::uint32_t zeros = indices[0] >> r;
     for (std::size_t i = 1; i < n; ++i) zeros += (indices[i] - indices[i - 1] - 1) >> r;
     return n + std::uint64_t{zeros};
 }
@@ -28,7 +29,9 @@ int best_rice(const std::uint32_t* indices, std::size_t n) {
     if (n == 0) return 0;
     const double mean = (static_cast<double>(indices[n - 1]) + 1) / static_cast<double>(n);
     int r = mean > 1 ? std::max(std::ilogb(mean * 0.6931), 0) : 0;
-    const auto bits = [=](int parameter) { return n * parameter + dispatch<high_bits>(indices, n, parameter); };
+    const auto bits = [=](int parameter) {
+        return n * parameter + dispatch<high_bits>(indices, n, parameter);
+    };
     std::uint64_t best = bits(r), other;
     for (; r < kMaxRice && (other = bits(r + 1)) < best; ++r) best = other;
     for (; r > 0 && (other = bits(r - 1)) <= best; --r) best = other;
@@ -39,7 +42,8 @@ constexpr std::size_t kSparseHead = 6;  // count, kind, Rice parameter
 
 // The d of a value that is exactly ±scale/2^d.
 HC_INLINE std::uint32_t power_code(float value, float scale) {
-    return (bits_of(value) >> 28 & 8u) | (((magnitude(scale) >> 23) - (magnitude(value) >> 23)) & 7u);
+    return (bits_of(value) >> 28 & 8u) |
+           (((magnitude(scale) >> 23) - (magnitude(value) >> 23)) & 7u);
 }
 HC_INLINE float power_value(std::uint32_t code, float scale) {
     return scale * float_of((code & 8u) << 28 | (127 - (code & 7u)) << 23);  // ±2^-d
@@ -50,7 +54,8 @@ HC_INLINE std::uint32_t two_bits_code(float value, const float* scales) {
     return value == scales[0] ? 0 : value == scales[1] ? 1 : value == scales[2] ? 2 : 3;
 }
 
-HC_INLINE void put_values(const float* __restrict values, std::size_t n, Values kind, const float* scales, std::uint8_t* __restrict out) {
+HC_INLINE void put_values(const float* __restrict values, std::size_t n, Values kind,
+                          const float* scales, std::uint8_t* __restrict out) {
     if (kind == Values::fp32) {
         if (n) std::memcpy(out, values, 4 * n);
     } else if (kind == Values::sign) {
@@ -64,29 +69,34 @@ HC_INLINE void put_values(const float* __restrict values, std::size_t n, Values 
         if (i < n) pack(i, n - i);
     } else if (kind == Values::power) {
         for (std::size_t i = 0; i < n / 2; ++i)
-            out[i] = static_cast<std::uint8_t>(power_code(values[2 * i], scales[0]) | power_code(values[2 * i + 1], scales[0]) << 4);
+            out[i] = static_cast<std::uint8_t>(power_code(values[2 * i], scales[0]) |
+                                               power_code(values[2 * i + 1], scales[0]) << 4);
         if (n % 2) out[n / 2] = static_cast<std::uint8_t>(power_code(values[n - 1], scales[0]));
     } else if (kind == Values::two_bits) {
         for (std::size_t i = 0; i < n; i += 4) {
             std::uint32_t byte = 0;
-            for (std::size_t j = 0; j < std::min<std::size_t>(4, n - i); ++j) byte |= two_bits_code(values[i + j], scales) << 2 * j;
+            for (std::size_t j = 0; j < std::min<std::size_t>(4, n - i); ++j)
+                byte |= two_bits_code(values[i + j], scales) << 2 * j;
             out[i / 4] = static_cast<std::uint8_t>(byte);
         }
     } else {
         for (std::size_t i = 0; i < n; ++i) {
-            const std::uint16_t h = kind == Values::fp16 ? to_half(values[i]) : to_bfloat(values[i]);
+            const std::uint16_t h =
+                kind == Values::fp16 ? to_half(values[i]) : to_bfloat(values[i]);
             std::memcpy(out + 2 * i, &h, 2);
         }
     }
 }
-HC_INLINE void read_values(const std::uint8_t* __restrict in, std::size_t n, Values kind, const float* scales, float* __restrict values) {
+HC_INLINE void read_values(const std::uint8_t* __restrict in, std::size_t n, Values kind,
+                           const float* scales, float* __restrict values) {
     if (kind == Values::fp32) {
         if (n) std::memcpy(values, in, 4 * n);
     } else if (kind == Values::sign) {
         const std::uint32_t plus = bits_of(scales[0]);
         for (std::size_t i = 0; i < n; i += 8) {
             std::uint32_t eight[8];
-            for (std::uint32_t j = 0; j < 8; ++j) eight[j] = plus ^ (std::uint32_t{in[i / 8]} >> j & 1) << 31;
+            for (std::uint32_t j = 0; j < 8; ++j)
+                eight[j] = plus ^ (std::uint32_t{in[i / 8]} >> j & 1) << 31;
             std::memcpy(values + i, eight, 4 * std::min<std::size_t>(8, n - i));
         }
     } else if (kind == Values::power) {
@@ -120,12 +130,15 @@ HC_INLINE void put_gaps(const std::uint32_t* indices, std::size_t n, int r, std:
     high.finish();
 }
 // Room for kPlacesAtOnce more indices.
-HC_INLINE void read_gaps(const std::uint8_t* in, const std::uint8_t* end, std::size_t n, int r, std::uint64_t numel, std::uint32_t* indices) {
+HC_INLINE void read_gaps(const std::uint8_t* in, const std::uint8_t* end, std::size_t n, int r,
+                         std::uint64_t numel, std::uint32_t* indices) {
     const std::uint64_t low = low_size(n, r), size = static_cast<std::uint64_t>(end - in);
     if (size < low) throw std::invalid_argument("shorter than its gaps");
-    if (8 * (size - low) > n + ((numel - n) >> r) + 7) throw std::invalid_argument("index outside the tensor");
+    if (8 * (size - low) > n + ((numel - n) >> r) + 7)
+        throw std::invalid_argument("index outside the tensor");
     read_places(in + low, end, n, indices);
-    if (r == 0) {  // then the places of the ones are the indices
+    // Then the places of the ones are the indices.
+    if (r == 0) {
         if (n && indices[n - 1] >= numel) throw std::invalid_argument("index outside the tensor");
         return;
     }
@@ -138,7 +151,8 @@ HC_INLINE void read_gaps(const std::uint8_t* in, const std::uint8_t* end, std::s
         last = indices[i] + 1;
         indices[i] = static_cast<std::uint32_t>(next++);
     }
-    if (at < 8 * low && in[low - 1] >> (at & 7)) throw std::invalid_argument("longer than its entries");
+    if (at < 8 * low && in[low - 1] >> (at & 7))
+        throw std::invalid_argument("longer than its entries");
     if (next > numel) throw std::invalid_argument("index outside the tensor");  // they ascend
 }
 
@@ -147,7 +161,8 @@ struct Sparse {
     std::vector<std::uint32_t> indices;
     std::vector<float> values;
 
-    void reserve(std::size_t n) {  // they only grow: what they grow by is filled with zeros
+    // They only grow: what they grow by is filled with zeros.
+    void reserve(std::size_t n) {
         count = n;
         if (values.size() >= n) return;
         indices.resize(n + kPlacesAtOnce);
@@ -168,26 +183,30 @@ void read_sparse(const std::uint8_t* body, std::size_t size, std::uint64_t numel
     const auto kind = static_cast<Values>(body[4]);
     const std::uint8_t *in = body + kSparseHead, *end = body + size;
     const std::size_t scale_bytes = 4 * scales_of(kind);
-    if (static_cast<std::uint64_t>(size - kSparseHead) < scale_bytes + values_size(n, kind)) throw std::invalid_argument("shorter than its values");
+    if (static_cast<std::uint64_t>(size - kSparseHead) < scale_bytes + values_size(n, kind))
+        throw std::invalid_argument("shorter than its values");
     float scales[kMostScales] = {};
     std::memcpy(scales, in, scale_bytes);
     if (peak_of(scales, kMostScales) >= kInfinity) throw std::invalid_argument("scale not finite");
     in += scale_bytes;
     const std::uint64_t bits = bits_of_value(kind) * std::uint64_t{n};
     if (bits % 8 && in[bits / 8] >> bits % 8) throw std::invalid_argument("longer than its values");
-    to.reserve(n);  // only now: n entries are really there
+    // Only now: n entries are really there.
+    to.reserve(n);
     dispatch<read_values>(in, n, kind, scales, to.values.data());
     dispatch<read_gaps>(in + values_size(n, kind), end, n, r, numel, to.indices.data());
 }
 
-py::object encode_sparse(const Indices& indices, const Floats& values, const std::string& kind, const std::vector<float>& scales) {
+py::object encode_sparse(const Indices& indices, const Floats& values, const std::string& kind,
+                         const std::vector<float>& scales) {
     const std::size_t n = length(indices, "indices");
     same_length(n, length(values, "values"), "indices and values");
     const std::uint32_t* at = indices.data();
     for (std::size_t i = 1; i < n; ++i)
         if (at[i] <= at[i - 1]) throw std::invalid_argument("indices must ascend");
     if (scales.size() != scales_of(values_of(kind)))
-        throw std::invalid_argument("values of kind " + kind + " have " + std::to_string(scales_of(values_of(kind))) + " scales");
+        throw std::invalid_argument("values of kind " + kind + " have " +
+                                    std::to_string(scales_of(values_of(kind))) + " scales");
     return encoded(body_of(at, values.data(), n, values_of(kind), scales.data()), n, true);
 }
 
@@ -213,10 +232,12 @@ Entries entries_of(const std::uint8_t* body, std::size_t size, std::uint64_t num
     return {decoded.indices.data(), decoded.values.data(), decoded.count};
 }
 
-Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, Values kind, const float* scales) {
+Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, Values kind,
+              const float* scales) {
     const int r = best_rice(indices, n);
     const std::size_t head = kSparseHead + 4 * scales_of(kind), value_bytes = values_size(n, kind);
-    Bytes buffer = new_body(head + value_bytes + low_size(n, r) + (dispatch<high_bits>(indices, n, r) + 7) / 8);
+    Bytes buffer = new_body(head + value_bytes + low_size(n, r) +
+                            (dispatch<high_bits>(indices, n, r) + 7) / 8);
     std::uint8_t* out = buffer.mutable_data() + kHeadroom;
     const auto count = static_cast<std::uint32_t>(n);
     std::memcpy(out, &count, 4);
@@ -229,10 +250,11 @@ Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, 
 }
 
 void bind(py::module_& m) {
-    m.def("encode_sparse", &encode_sparse, arg("indices").noconvert(), arg("values").noconvert(), py::kw_only(), arg("kind"),
-          arg("scales") = std::vector<float>());
+    m.def("encode_sparse", &encode_sparse, arg("indices").noconvert(), arg("values").noconvert(),
+          py::kw_only(), arg("kind"), arg("scales") = std::vector<float>());
     m.def("decode_sparse", &decode_sparse, arg("body").noconvert(), py::kw_only(), arg("numel"));
-    m.def("decode_add_sparse", &decode_add_sparse, arg("out").noconvert(), arg("body").noconvert(), py::kw_only(), arg("scale"));
+    m.def("decode_add_sparse", &decode_add_sparse, arg("out").noconvert(), arg("body").noconvert(),
+          py::kw_only(), arg("scale"));
 }
 
 }  // namespace hc::sparse
