@@ -1,9 +1,10 @@
 """Builds the native kernels; everything else about the package is in pyproject.toml.
 
 environment:
-  HOROVOD_COMPRESS_KERNELS=reference   builds none: the NumPy reference serves, about ten times
-  slower HOROVOD_COMPRESS_SANITIZE=1          builds them with AddressSanitizer and
-  UndefinedBehaviorSanitizer, for the tests
+  HOROVOD_COMPRESS_KERNELS=reference   builds none: the NumPy reference serves, which
+                                       is about ten times slower
+  HOROVOD_COMPRESS_SANITIZE=1          builds them with AddressSanitizer and
+                                       UndefinedBehaviorSanitizer, for the tests
 """
 
 import glob

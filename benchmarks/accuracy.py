@@ -1,8 +1,8 @@
 """Test accuracy and bytes of compressions on Fashion-MNIST: the demo's network, the same seeds and
 epochs for all.
 
-    horovodrun -np 2 .venv/bin/python benchmarks/accuracy.py [--seeds SEED ...] [--epochs N]
-    [OPTIMIZER@RATE/SPEC ...]
+    horovodrun -np 2 .venv/bin/python benchmarks/accuracy.py
+        [--seeds SEED ...] [--epochs N] [OPTIMIZER@RATE/SPEC ...]
 
 Prints a line for each run and at the end a table in Markdown: the mean over seeds, the difference
 from `none` under the same optimizer and rate, and ratios on the wire of all tensors, of the

@@ -2,9 +2,9 @@
 """Where training ends with a compression, on several tasks, with any number of ranks in one
 process.
 
-    .venv/bin/python benchmarks/convergence.py TASK [RUN ...] [--ranks 4] [--seeds 0 1 2] [--out
-    FILE] [--plot FILE] .venv/bin/horovodrun -np 4 .venv/bin/python benchmarks/convergence.py TASK
-    [RUN ...] --real
+    .venv/bin/python benchmarks/convergence.py TASK [RUN ...]
+        [--ranks 4] [--seeds 0 1 2] [--out FILE] [--plot FILE]
+    .venv/bin/horovodrun -np 4 .venv/bin/python benchmarks/convergence.py TASK [RUN ...] --real
 
 A RUN is a spec, such as dgc:ratio=0.001; sgd/SPEC or adam/SPEC names another optimizer than the
 task's, adam:lr=0.004/SPEC its learning rate, too, and corrected/updates/SPEC is hvdc.AdamW, with

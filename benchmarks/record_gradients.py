@@ -1,8 +1,8 @@
 """Records gradients of a network that trains: each rank's own, before they are averaged, of
 consecutive steps.
 
-    horovodrun -np 2 .venv/bin/python benchmarks/record_gradients.py recorded [--steps N] [--after
-    N]
+    horovodrun -np 2 .venv/bin/python benchmarks/record_gradients.py recorded
+        [--steps N] [--after N]
 
 Trains the demo's network on real images with plain Horovod and writes recorded.RANK.npz, entries
 step/name: for `hvdcompress bench --gradients` and for step_time.py, which tiles them to other

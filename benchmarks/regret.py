@@ -2,8 +2,8 @@
 """What `hvdc.Compression.auto()` costs beside the best of its candidates, at the gradient shapes of
 known networks, on two hosts.
 
-    .venv/bin/python benchmarks/regret.py [CANDIDATE ...] [--models resnet50 ...] [--rates 100mbit
-    1gbit 10gbit none] [--rounds 30] [--alike SPEC]
+    .venv/bin/python benchmarks/regret.py [CANDIDATE ...] [--models resnet50 ...]
+        [--rates 100mbit 1gbit 10gbit none] [--rounds 30] [--alike SPEC]
 
 Needs root (see two_hosts.py). In each cell, a model on a link, one job of 2 ranks trains with
 auto() until it has chosen. Then blocks of three steps take turns, round after round, in an order

@@ -2,8 +2,8 @@
 """Gradients of an embedding, sparse or dense, on two hosts joined by links of several speeds: what
 a step takes and sends.
 
-    .venv/bin/python benchmarks/sparse.py [--rates 100mbit 1gbit none] [--rows 10000 100000 1000000]
-    [--width 256] [--tokens 2048]
+    .venv/bin/python benchmarks/sparse.py [--rates 100mbit 1gbit none]
+        [--rows 10000 100000 1000000] [--width 256] [--tokens 2048]
 
 Needs root (see two_hosts.py). One job of 2 ranks for each link, number of rows and way: `sparse`,
 nn.Embedding(sparse=True) with Horovod's own allgather of rows; `densified`, the same with

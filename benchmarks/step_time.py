@@ -2,9 +2,8 @@
 """Step time of backward and optimizer at the gradient shapes of known networks, on two hosts joined
 by links of several speeds.
 
-    .venv/bin/python benchmarks/step_time.py [SPEC ...] [--model resnet50] [--rates 100mbit 1gbit
-    10gbit none] [--delay 10] [--backward 200]
-        [--ranks 2 ...]
+    .venv/bin/python benchmarks/step_time.py [SPEC ...] [--model resnet50]
+        [--rates 100mbit 1gbit 10gbit none] [--delay 10] [--backward 200] [--ranks 2 ...]
 
 Needs root (see two_hosts.py). For every rate and number of ranks, each in a job of its own:
 `floor`, a step without any exchange; `none` and `fp16`, Horovod's own; and the specs, of which

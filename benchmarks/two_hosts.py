@@ -2,8 +2,9 @@
 """Two hosts, a and b, on one machine: network namespaces joined by a link of a chosen speed and
 delay. Needs root and iproute2.
 
-    benchmarks/two_hosts.py --rate 1gbit -- horovodrun -np 2 -H a:1,b:1 --network-interfaces eth0
-    python train.py benchmarks/two_hosts.py -- mpirun -np 4 -H a:2,b:2 python train.py
+    benchmarks/two_hosts.py --rate 1gbit --
+        horovodrun -np 2 -H a:1,b:1 --network-interfaces eth0 python train.py
+    benchmarks/two_hosts.py -- mpirun -np 4 -H a:2,b:2 python train.py
 
 The command runs on host a, where a and b are names, `ssh` starts commands on both, and Open MPI is
 told to use the link. Ranks of one host find each other through shared memory, those of different

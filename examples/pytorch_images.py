@@ -1,7 +1,7 @@
 """Trains a small convolutional network on several ranks, with any compression:
 
-    horovodrun -np 2 python examples/pytorch_images.py --compression
-    dgc:ratio=0.001,warmup_steps=300
+    horovodrun -np 2 python examples/pytorch_images.py
+        --compression dgc:ratio=0.001,warmup_steps=300
 
 Compressions: none and fp16 are Horovod's own; everything else is a spec of horovod_compress.
 Several are trained one after the other, from the same seed. The clock stands still while accuracy

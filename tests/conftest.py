@@ -106,18 +106,17 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A file with jobs of real ranks is run by one of pytest-xdist's processes, because several
-    tests ask for the same job; so is the one that builds and tests the kernels with sanitizers. Its
-    own marker for groups does not work with pytest 9.2."""
+    """All jobs of real ranks are run by one of pytest-xdist's processes: two at once, on as many
+    cores as one job has ranks, wait for each other, and several tests ask for the same job. So is
+    the file that builds the kernels with sanitizers. pytest-xdist's own marker for groups does not
+    work with pytest 9.2."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            file = nodeid.split("::")[0]
-            return (
-                file
-                if file.startswith("tests/parallel/") or file == "tests/unit/test_sanitizers.py"
-                else nodeid
-            )
+            for together in ("tests/parallel/", "tests/unit/test_sanitizers.py"):
+                if nodeid.startswith(together):
+                    return together
+            return nodeid
 
     return Scheduling(config, log)

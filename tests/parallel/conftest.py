@@ -1,7 +1,13 @@
-"""Jobs of ranks that several tests ask for: one job runs all cases of a test that were chosen."""
+"""Jobs of ranks that several tests ask for, and two hosts that one machine plays."""
+
+import contextlib
+import importlib.util
+import pathlib
 
 import pytest
 from jobs import launch
+
+TWO_HOSTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "two_hosts.py"
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +46,24 @@ def job(request, _outcomes, tmp_path_factory):
         return _outcomes[key]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def two_hosts():
+    """two_hosts(rate, delay): two hosts for as long as the context is open, where a machine can
+    play them."""
+    spec = importlib.util.spec_from_file_location("two_hosts", TWO_HOSTS)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+
+    @contextlib.contextmanager
+    def joined(rate="none", delay=0.0):
+        with contextlib.ExitStack() as stack:
+            try:
+                hosts = stack.enter_context(program.TwoHosts(rate, delay))
+            except RuntimeError as error:
+                pytest.skip(str(error))
+            yield hosts
+
+    joined.addresses = program.HOSTS
+    return joined

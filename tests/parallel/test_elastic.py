@@ -13,8 +13,6 @@ import elastic_switch_job as switches
 import torch
 from elastic_job import KILLED_AT, RANKS, SPECS, STEPS, UNBOUND, loss_of, model_of, optimizer_of
 from elastic_jobs import ON_ONE_MACHINE, bound, histories, history, names_of, replay, run, switch
-from test_two_hosts import two_hosts_or_skip
-from two_hosts import HOSTS
 
 from horovod_compress.compressors import get_compressor
 from horovod_compress.lockstep import run_step
@@ -39,15 +37,16 @@ def one_thread():
         pytest.param("on two hosts", marks=pytest.mark.release),
     ],
 )
-def job(request, tmp_path_factory):
+def job(request, tmp_path_factory, two_hosts):
     """The folder of a job that has ended. On two hosts the one whose rank has died comes back under
     its address, which is a new host to Horovod."""
     folder = tmp_path_factory.mktemp("elastic")
     if request.param == "on one machine":
         run(folder, "elastic_job.py")
     else:
-        with two_hosts_or_skip("1gbit") as hosts:
-            run(folder, "elastic_job.py", names=("a", "b", HOSTS["b"]), hosts=hosts)
+        with two_hosts("1gbit") as hosts:
+            names = ("a", "b", two_hosts.addresses["b"])
+            run(folder, "elastic_job.py", names=names, hosts=hosts)
     return folder
 
 

@@ -1,6 +1,5 @@
 """Real ranks on two hosts that this machine plays, under every launcher."""
 
-import contextlib
 import time
 
 import pytest
@@ -9,7 +8,6 @@ pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorc
 
 from jobs import LIMIT, Job, launch
 from test_ranks import needs_mpi
-from two_hosts import TwoHosts
 
 ON_TWO_HOSTS = {
     "horovodrun-gloo": "horovodrun --gloo -np {size} -H a:{half},b:{half} --network-interfaces "
@@ -23,22 +21,6 @@ def by_tier(launcher, *more, runs_with):
     """The parameters of a job on two hosts; runs_with: the marker of its tier."""
     needed = [] if launcher == "horovodrun-gloo" else [needs_mpi]
     return pytest.param(launcher, *more, marks=[*needed, getattr(pytest.mark, runs_with)])
-
-
-@contextlib.contextmanager
-def two_hosts_or_skip(rate="none", delay=0.0):
-    with contextlib.ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(TwoHosts(rate, delay))
-        except RuntimeError as error:
-            pytest.skip(str(error))
-        yield hosts
-
-
-@pytest.fixture(scope="session")
-def two_hosts():
-    with two_hosts_or_skip("1gbit") as hosts:
-        yield hosts
 
 
 @pytest.mark.parametrize(
@@ -63,16 +45,17 @@ def test_on_two_hosts(tmp_path, two_hosts, launcher, size):
         "on_two_hosts",
         *(["hosts_give_what_they_give_in_one_process"] if size == 4 else []),
     ]
-    job = launch(tmp_path, ON_TWO_HOSTS[launcher], size, cases, hosts=two_hosts)
+    with two_hosts("1gbit") as hosts:
+        job = launch(tmp_path, ON_TWO_HOSTS[launcher], size, cases, hosts=hosts)
     for case in cases:
         job.assert_passed(case)
 
 
 @pytest.mark.release
-def test_far_apart(tmp_path):
+def test_far_apart(tmp_path, two_hosts):
     """An answer takes two delays, and training goes over it."""
     cases = ["replicas_identical_after_100_steps", "an_answer_takes_20_ms"]
-    with two_hosts_or_skip("100mbit", delay=0.01) as hosts:
+    with two_hosts("100mbit", delay=0.01) as hosts:
         job = launch(tmp_path, ON_TWO_HOSTS["horovodrun-gloo"], 2, cases, hosts=hosts)
     for case in cases:
         job.assert_passed(case)
@@ -86,7 +69,7 @@ def test_far_apart(tmp_path):
         by_tier("horovodrun-mpi", runs_with="release"),
     ],
 )
-def test_a_host_that_is_cut_off_ends_the_job(tmp_path, launcher):
+def test_a_host_that_is_cut_off_ends_the_job(tmp_path, two_hosts, launcher):
     """Under Gloo with Horovod's own error on the other, within Horovod's own timeout; under MPI it
     is mpirun that notices."""
     options = {
@@ -94,7 +77,7 @@ def test_a_host_that_is_cut_off_ends_the_job(tmp_path, launcher):
         "environment": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"},
     }
     with (
-        two_hosts_or_skip() as hosts,
+        two_hosts() as hosts,
         Job(tmp_path, ON_TWO_HOSTS[launcher], 2, hosts=hosts, **options) as job,
     ):
         until = time.monotonic() + LIMIT
