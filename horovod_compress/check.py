@@ -15,7 +15,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from . import __version__, available, kernels, prediction, simulate
+from . import __version__, available, kernels, loads, prediction, simulate
 from . import torch as hvdc
 from .cost import COLLECTIVES, Load, Network
 
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 
 def run(
-    compressors: Dict[str, Any], model: prediction.Model, backward: float, say: Say
+    compressors: Dict[str, Any], model: loads.Model, backward: float, say: Say
 ) -> Dict[str, Any]:
     """Checks all that there is, on every rank; the first one says what it finds while it goes on.
     compressors: {spec: compressor}, with which steps of the model are predicted; backward: seconds
@@ -152,16 +152,16 @@ def _measure_network() -> Network:
     return dataclasses.replace(network, seconds_per_byte=rates)
 
 
-def _measure_loads(compressors: Dict[str, Any], model: prediction.Model) -> Dict[str, Load]:
+def _measure_loads(compressors: Dict[str, Any], model: loads.Model) -> Dict[str, Load]:
     """What each of {spec: compressor} brings into a step, encoded and decoded on all ranks at once,
     as in training; the slowest rank's."""
-    gradients, loads = model.gradients(), {}
+    gradients, found = model.gradients(), {}
     local_size = hvd.local_size() if hvd.mpi_ops.is_homogeneous() else 1
     for spec, compressor in compressors.items():
-        load = prediction.measured(compressor, model, gradients, hvd.size(), local_size=local_size)
+        (load,) = loads.measured(compressor, model, gradients, [hvd.size()], local_size=local_size)
         encode, decode = _slowest([load.encode, load.decode], "check.work")
-        loads[spec] = dataclasses.replace(load, encode=encode, decode=decode)
-    return loads
+        found[spec] = dataclasses.replace(load, encode=encode, decode=decode)
+    return found
 
 
 def _gathered(value: Any) -> List[Any]:

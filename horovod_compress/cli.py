@@ -3,7 +3,6 @@ checks a cluster."""
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -12,12 +11,23 @@ import math
 import pathlib
 import re
 import sys
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, NoReturn, Optional, Sequence, Tuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Dict,
+    Iterable,
+    List,
+    NoReturn,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import numpy as np
 
-from . import available, bench, get_compressor, kernels, prediction, recording, report, scaling
-from .cost import MOST_RANKS, Network
+from . import available, bench, get_compressor, kernels, loads, prediction, recording, report
+from .cost import MOST_RANKS, Load, Network
 from .models import MODELS
 
 if TYPE_CHECKING:
@@ -51,35 +61,27 @@ it checks this machine. The network that it has measured serves `hvdcompress pla
 network.json`.
 """
 
-# Ranks whose payloads are decoded at most.
-_PLANNED = 10_000
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
-_STEP_COLUMNS = {
+_PLAN_COLUMNS = {
     # {title: function that formats a prediction}.
+    "ranks": lambda found: str(found["ranks"]),
     "spec": lambda found: found["spec"],
     "MB\nsent": lambda found: f"{found['bytes_sent'] / 1e6:.2f}",
     "MB\nreceived": lambda found: f"{found['bytes_received'] / 1e6:.2f}",
+    "MB on\nlink": lambda found: f"{found['link_bytes'] / 1e6:.2f}",
     "work\nms": lambda found: f"{1e3 * found['work_seconds']:.1f}",
     "step\nms": lambda found: f"{1e3 * found['step_seconds']:.1f}",
     "of none": lambda found: f"{found['of_none']:.3f}",
 }
 
-_STEP_NOTES = (
-    "MB: what a rank hands to collectives in a step, and what comes back, as stats() counts; work: "
-    "encode and decode on this processor",
-    "step: backward, and what the exchange adds to it, computed, after a warm-up; of none: of the "
-    "same step without compression",
-    "bytes are those of random gradients, on which adacomp, variance and strom send more than in "
-    "training",
-)
-
-_SCALE_NOTES = (
-    "computed, after a warm-up, with one rank a link: work and bytes measured here, messages of a "
-    "collective one after the other, with gloo in rings",
-    "MB: of an allreduce of S on N ranks 2·(N − 1)/N·S, by rings, and of an allgather (N − 1)·S; "
-    "`bytes_received` of --json counts an allreduce's S once, as stats() does",
-    "a tensor goes dense where payloads of so many ranks would be more MB than that",
+_PLAN_NOTES = (
+    "sent, received: bytes that a rank hands to collectives in a step and gets back, as stats() "
+    "counts them; on link: bytes that cross its link each way",
+    "work: encode and decode, measured on this processor; step: backward and exchange, computed, "
+    "after a warm-up; of none: over the step without compression",
+    "Tensors go dense where the payloads of all ranks would be more bytes.",
+    "The gradients are random. adacomp, variance and strom send less of real ones.",
 )
 
 _COLUMNS = {
@@ -192,7 +194,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--markdown", action="store_true", help="print the table as Markdown")
     measure.set_defaults(run=_bench, parser=measure)
     _add_plan(commands)
-    _add_scale(commands)
     _add_check(commands)
     _add_report(commands)
     return parser
@@ -210,49 +211,52 @@ def _add_report(commands: Any) -> None:
 
 
 def _add_plan(commands: Any) -> None:
-    help = "predicts what a step takes with compressions on a network"
+    help = "predicts the time and bytes of a step on a network"
     plan = commands.add_parser(
         "plan",
         help=help,
-        description=f"hvdcompress plan {help}: offline, from bytes and work that it measures here.",
+        description="Predicts the time and bytes of a training step with several compressions, for "
+        "one or more numbers of ranks. Needs no other ranks: it measures each compression on this "
+        "processor and computes the exchange.",
     )
-    _add_prediction(plan)
-    ranks = (
-        "how many ranks train (default: two hosts' ranks, or as many as the network was measured "
-        "with)"
+    plan.add_argument(
+        "--ranks",
+        nargs="+",
+        type=_ranks_or_spec,
+        default=[],
+        metavar="N",
+        help="numbers of ranks (default: ranks of two hosts, or those of --network)",
     )
-    plan.add_argument("--ranks", type=functools.partial(_whole, least=2), help=ranks)
-    _add_network(plan)
+    _add_plan_options(plan)
     plan.set_defaults(run=_plan, parser=plan)
-
-
-def _add_scale(commands: Any) -> None:
-    help = (
-        "predicts what a step takes with compressions as ranks grow in number, and from how many "
-        "on dense is as fast"
-    )
+    # Without help, a command is not listed.
     scale = commands.add_parser(
-        "scale",
-        help=help,
-        description=f"hvdcompress scale {help}: offline, from bytes and work that it measures "
-        f"here.",
+        "scale", description="Deprecated: hvdcompress plan --ranks 2 4 8 … does the same."
     )
-    add = scale.add_argument
-    _add_prediction(scale)
-    add(
+    scale.add_argument(
         "--ranks",
         type=functools.partial(_whole, least=2),
         default=10_000,
+        metavar="N",
         help="the largest number of ranks (default: 10000)",
     )
-    _add_network(scale)
-    collectives = (
-        "whose collectives Horovod takes: gloo's go from rank to rank in rings, mpi's along trees "
-        "where they are small (default: gloo)"
-    )
-    add("--library", choices=("gloo", "mpi"), default="gloo", help=collectives)
-    add("--plot", metavar="FILE.png", type=_picture, help="draw seconds and bytes over ranks")
+    _add_plan_options(scale)
     scale.set_defaults(run=_scale, parser=scale)
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    _add_prediction(parser)
+    _add_network(parser)
+    parser.add_argument(
+        "--library",
+        choices=("gloo", "mpi"),
+        default="gloo",
+        help="Horovod's library: gloo sends small messages along a ring, mpi along a tree "
+        "(default: gloo)",
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE.png", type=_picture, help="plot time and bytes over ranks"
+    )
 
 
 def _add_check(commands: Any) -> None:
@@ -359,6 +363,11 @@ def _whole(text: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}")
     return int(text)
+
+
+def _ranks_or_spec(text: str) -> Union[int, str]:
+    """A number of ranks; or a SPEC, because those may follow the numbers."""
+    return text if text[:1].isalpha() else _whole(text, least=2)
 
 
 def _output(text: str) -> str:
@@ -510,150 +519,137 @@ def _link(options: argparse.Namespace) -> Tuple[float, float]:
 
 
 def _plan(options: argparse.Namespace) -> None:
+    # Specs may follow the numbers.
+    options.specs += [spec for spec in options.ranks if isinstance(spec, str)]
     compressors, found = _compressors_and_network(options)
-    ranks = options.ranks or (found.ranks if found else 2 * options.local_size)
-    _check_hosts(options, ranks)
-    if ranks > _PLANNED:
-        options.parser.error(
-            f"{ranks} ranks are too many to decode the payloads of: plan --ranks takes up to "
-            f"{_PLANNED}, and `hvdcompress scale` more"
-        )
-    model = _model(options)
-    with _progress() as progress:
-        task = progress.add_task(
-            "preparing gradients", total=len(compressors) * (bench.WARMUP + prediction.STEPS)
-        )
-        gradients, loads = model.gradients(), {}
-        for spec, compressor in compressors.items():
-            progress.update(task, description=spec)
-            advance = functools.partial(progress.advance, task)
-            loads[spec] = prediction.measured(
-                compressor, model, gradients, ranks, advance, options.local_size
+    counts = sorted({count for count in options.ranks if isinstance(count, int)})
+    counts = counts or [found.ranks if found else 2 * options.local_size]
+    if counts[-1] > MOST_RANKS:
+        options.parser.error(f"--ranks: must be at most {MOST_RANKS}")
+    for ranks in counts:
+        if ranks % options.local_size:
+            options.parser.error(
+                f"--local-size: {ranks} ranks are not hosts of {options.local_size}"
             )
-    rate, latency = _link(options)
-    network = (
-        dataclasses.replace(found, ranks=ranks).faster
-        if found
-        else lambda factor: Network.of_link(ranks, factor * rate, latency)
-    )
-    run = prediction.predict(model, loads, network, 1e-3 * options.backward)
+    model, rate, latency = _model(options), *_link(options)
+    measured = _measure_loads(options, compressors, model, counts)
+
+    def network(ranks: int, factor: float) -> Network:
+        links = found.faster(factor) if found else Network.of_link(factor * rate, latency)
+        return links.among(ranks, rings=options.library == "gloo")
+
+    runs = [
+        prediction.predict(
+            model,
+            {spec: its[i] for spec, its in measured.items()},
+            functools.partial(network, ranks),
+            1e-3 * options.backward,
+        )
+        for i, ranks in enumerate(counts)
+    ]
+    several = prediction.by_ranks(runs)
+    written = several if len(runs) > 1 else runs[0]
+    written["library"] = options.library
     if not found:
-        run["link_bits_per_second"] = rate
-    if not _write_json(run, options.json):
-        _show_prediction(run)
+        written["link_bits_per_second"] = rate
+    if options.plot:
+        prediction.plot(several, options.plot)
+    if not _write_json(written, options.json):
+        _show_predictions(runs, None if found else rate)
+
+
+def _measure_loads(
+    options: argparse.Namespace,
+    compressors: Dict[str, Any],
+    model: loads.Model,
+    counts: Sequence[int],
+) -> Dict[str, List[Load]]:
+    """{spec: its load for each number of ranks}, measured behind a progress bar."""
+    with _progress() as progress:
+        # The most that one spec may take. Most take less.
+        each = max(2, len(counts)) * (bench.WARMUP + loads.STEPS)
+        task = progress.add_task("preparing gradients", total=len(compressors) * each)
+        gradients, measured = model.gradients(), {}
+        for done, (spec, compressor) in enumerate(compressors.items()):
+            progress.update(task, description=spec, completed=done * each)
+            advance = functools.partial(progress.advance, task)
+            measured[spec] = loads.measured(
+                compressor, model, gradients, counts, advance, options.local_size
+            )
+    return measured
 
 
 def _scale(options: argparse.Namespace) -> None:
-    compressors, found = _compressors_and_network(options)
-    _check_hosts(options, options.ranks)
-    if options.ranks > MOST_RANKS:
-        options.parser.error(f"--ranks: must be at most {MOST_RANKS}")
-    model, counts = _model(options), scaling.counts_up_to(options.ranks, options.local_size)
-    with _progress() as progress:
-        # As many as it may take; of sums mostly fewer.
-        each = len(counts) * (bench.WARMUP + prediction.STEPS)
-        task = progress.add_task("preparing gradients", total=len(compressors) * each)
-        gradients, loads = model.gradients(), {}
-        for done, (spec, compressor) in enumerate(compressors.items()):
-            progress.update(task, description=spec, completed=done * each)
-            loads[spec] = scaling.loads_by_ranks(
-                compressor,
-                model,
-                gradients,
-                counts,
-                functools.partial(progress.advance, task),
-                options.local_size,
-            )
-    rate, latency = _link(options)
-    network = functools.partial(
-        (found or Network.of_link(2, rate, latency)).among, rings=options.library == "gloo"
+    """The earlier name of plan with several numbers of ranks."""
+    hosts = options.ranks // options.local_size
+    powers = [2**power for power in range(1, (hosts - 1).bit_length())]
+    options.ranks = [*(options.local_size * power for power in powers), options.ranks]
+    _plan(options)
+    counts = " ".join(map(str, options.ranks))
+    print(
+        "hvdcompress scale is deprecated and will be removed: use hvdcompress plan, with the same "
+        f"options and --ranks {counts}",
+        file=sys.stderr,
     )
-    run = scaling.predict(model, loads, counts, network, 1e-3 * options.backward)
-    run.update(
-        {"library": options.library}
-        if found
-        else {"library": options.library, "link_bits_per_second": rate}
-    )
-    if options.plot:
-        scaling.plot(run, options.plot)
-    if not _write_json(run, options.json):
-        _show_scale(run)
 
 
-def _check_hosts(options: argparse.Namespace, ranks: int) -> None:
-    if ranks % options.local_size:
-        options.parser.error(f"--local-size: {ranks} ranks are not hosts of {options.local_size}")
-
-
-def _show_scale(run: Dict[str, Any]) -> None:
-    by_spec, counts = run["by_spec"], run["ranks"]
-    rate = run.get("link_bits_per_second")
-    on = f"links of {_shown_rate(rate)}" if rate else "links as they were measured"
-    lines: List[Any] = [
-        f"{run['model']} of {_digits(run['parameters'] / 1e6)} million parameters; {on}; "
-        f"{run['library']}"
-    ]
-    tables = (
-        ("milliseconds of a step", "step_seconds", 1e3),
-        ("MB that cross a rank's link in a step, each way", "link_bytes", 1e-6),
-    )
-    for title, key, factor in tables:
-        rows = [
-            [str(ranks), *(_digits(factor * its[key][i]) for its in by_spec.values())]
-            for i, ranks in enumerate(counts)
-        ]
-        lines += [title, _table(["ranks", *by_spec], rows, right=["ranks", *by_spec])]
-    for spec, its in by_spec.items():
-        first = its["dense_from"]
-        if spec not in prediction.BASELINES:
-            lines.append(
-                f"{spec}: none is as fast from {first} ranks on"
-                if first
-                else f"{spec}: faster than none with up to {counts[-1]} ranks"
-            )
-    _console().print(*lines, *_SCALE_NOTES, sep="\n")
-
-
-def _model(options: argparse.Namespace) -> prediction.Model:
+def _model(options: argparse.Namespace) -> loads.Model:
     return (
-        prediction.Model.of_size(options.million)
+        loads.Model.of_size(options.million)
         if options.million
-        else prediction.Model.known(options.model)
+        else loads.Model.known(options.model)
     )
 
 
-def _show_prediction(run: Dict[str, Any]) -> None:
-    rows = [[shown(found) for shown in _STEP_COLUMNS.values()] for found in run["predictions"]]
-    rate, backward = run.get("link_bits_per_second"), 1e3 * run["backward_seconds"]
-    on = f"links of {_shown_rate(rate)}" if rate else "the network as it was measured"
-    title = (
-        f"{run['model']} of {_digits(run['parameters'] / 1e6)} million parameters; {run['ranks']} "
-        f"ranks, {on}; "
+def _show_predictions(runs: Sequence[Dict[str, Any]], rate: Optional[float]) -> None:
+    """Prints one table for all numbers of ranks, and what follows from it.
+
+    Args:
+        runs: what `prediction.predict` returns, by ascending number of ranks.
+        rate: of links, bits a second; None where the network was measured.
+    """
+    first, backward = runs[0], 1e3 * runs[0]["backward_seconds"]
+    title = "; ".join(
+        [
+            f"{first['model']} of {_digits(first['parameters'] / 1e6)} million parameters",
+            f"links of {_shown_rate(rate)}" if rate else "the network as it was measured",
+            f"backward {_digits(backward)} ms" if backward else "no backward to hide behind",
+        ]
     )
-    title += (
-        f"backward {_digits(backward)} ms" if backward else "behind a backward that hides nothing"
-    )
-    first, best, factor = run["predictions"][0]["spec"], run["best"], run["break_even"]
-    said = f"{best} waits least" if best == first else "no compression pays here"
+    rows: List[List[str]] = []
+    for run in runs:
+        # An empty line between numbers of ranks.
+        rows += [[""] * len(_PLAN_COLUMNS)] if rows else []
+        rows += [
+            [shown({"ranks": run["ranks"], **found}) for shown in _PLAN_COLUMNS.values()]
+            for found in run["predictions"]
+        ]
+    table = _table(_PLAN_COLUMNS, rows, right=[title for title in _PLAN_COLUMNS if title != "spec"])
+    said = _what_pays(first, rate) if len(runs) == 1 else _from_where_dense_pays(runs)
+    _console().print(title, table, *_PLAN_NOTES, "", *said, sep="\n")
+
+
+def _what_pays(run: Dict[str, Any], rate: Optional[float]) -> List[str]:
+    best, factor = run["best"], run["break_even"]
+    pays = best == run["predictions"][0]["spec"]
+    said = f"{best} waits least" if pays else "no compression pays here"
     if factor:
         from_rate = _shown_rate(rate * factor) if rate else f"{_digits(factor)} times this rate"
         said += f"; none is as fast as {best} from {from_rate} on"
     else:
         said += f"; none is {'always' if factor == 0 else 'never'} as fast as {best}"
-    accuracy = (
-        [f"what {best} costs in accuracy is another matter: docs/algorithms.md"]
-        if best == first
-        else []
-    )
-    _console().print(
-        title,
-        _table(_STEP_COLUMNS, rows, right=list(_STEP_COLUMNS)[1:]),
-        *_STEP_NOTES,
-        "",
-        said,
-        *accuracy,
-        sep="\n",
-    )
+    return [said, *[f"Accuracy is another matter: see {best} in docs/algorithms.md"] * pays]
+
+
+def _from_where_dense_pays(runs: Sequence[Dict[str, Any]]) -> List[str]:
+    by_spec, last = prediction.by_ranks(runs)["by_spec"], runs[-1]["ranks"]
+    return [
+        f"{spec}: none is as fast from {its['dense_from']} ranks on"
+        if its["dense_from"]
+        else f"{spec}: faster than none with up to {last} ranks"
+        for spec, its in by_spec.items()
+        if spec not in prediction.BASELINES
+    ]
 
 
 def _shown_rate(rate: float) -> str:
@@ -672,7 +668,7 @@ def _check(options: argparse.Namespace) -> None:
     console = _console(stderr=options.json == "-")
     found = check.run(compressors, _model(options), 1e-3 * options.backward, console.print)
     if check.is_first() and not _write_json(found, options.json) and "predictions" in found:
-        _show_prediction(found)
+        _show_predictions([found], None)
     if check.is_first():
         # One rank has no predictions: there is no network.
         well = "all is well" if "predictions" in found else "all is well, as far as one rank shows"

@@ -94,13 +94,16 @@ class Network:
     seconds_per_byte: Dict[str, float]
 
     @classmethod
-    def of_link(cls, ranks: int, rate: float, latency: float) -> "Network":
-        """One that was not measured. rate: of each rank's link in each direction, bits a second;
-        latency: seconds of a message between two hosts."""
-        collective = _CYCLE + 2 * math.ceil(math.log2(ranks)) * latency
+    def of_link(cls, rate: float, latency: float) -> "Network":
+        """One of two ranks that was not measured.
+
+        Args:
+            rate: of each rank's link in each direction, bits a second.
+            latency: seconds of a message between two hosts.
+        """
         return cls(
-            ranks,
-            collective,
+            2,
+            _CYCLE + 2 * latency,
             _OPERATION,
             {kind: 8 / (_GOODPUT * rate) + more for kind, more in _PROCESSOR.items()},
         )
@@ -149,9 +152,15 @@ class Network:
         }[verb]
 
     def among(self, ranks: int, rings: bool) -> "Network":
-        """The same links with another number of ranks. rings: whether a collective takes as many
-        messages, one after the other, as there are other ranks, as Gloo's do; else as many as a
-        tree is high."""
+        """The same links with another number of ranks.
+
+        Args:
+            ranks: how many.
+            rings: a collective takes as many messages, one after the other, as there are other
+                ranks, like Gloo's; otherwise as many as a tree is high, like MPI's.
+        """
+        if ranks == self.ranks:
+            return self
 
         def messages(ranks: int) -> int:
             return ranks - 1 if rings else math.ceil(math.log2(ranks))

@@ -1,17 +1,12 @@
-"""What a step would take with each of several compressions: their bytes and work are measured on
-this processor, the rest is computed by `cost`."""
+"""What a step takes with each of several compressions, by `cost`'s arithmetic on their measured
+loads."""
 
 import dataclasses
-import math
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
-from . import bench
 from .compressors import get_compressor
-from .compressors.base import Step
-from .compressors.dense import dense_compressor
 from .cost import Load, Network, added_seconds, break_even
-from .lockstep import Named
-from .models import MODELS, Shapes
+from .loads import Model
 
 BASELINES = ("none", "fp16")
 # Whose bytes random gradients tell.
@@ -22,38 +17,6 @@ DEFAULT = (
     "maxnorm:bits=4",
     "powersgd:rank=4",
 )
-STEPS = 5  # measured ones
-GATHERED = "allgather uint8"
-# Of a model of which only the size is known: how many are measured, and elements of each.
-_TENSORS, _LARGEST = 16, 2**20
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A model of which a step is predicted. parameters: how many it has; shapes: of gradients that
-    are measured, in the order of layers; factor: how many times their elements the model has."""
-
-    name: str
-    parameters: int
-    shapes: Shapes
-    factor: float = 1.0
-
-    @classmethod
-    def known(cls, name: str) -> "Model":
-        """One of `models.MODELS`."""
-        shapes = MODELS[name]()
-        return cls(name, sum(map(math.prod, shapes.values())), shapes)
-
-    @classmethod
-    def of_size(cls, millions: float) -> "Model":
-        """One of which only the number of parameters is known."""
-        parameters = max(1, round(1e6 * millions))
-        rows = min(max(1, round(parameters / _TENSORS / 1024)), _LARGEST // 1024)
-        shapes: Shapes = {f"t{i}": (rows, 1024) for i in range(_TENSORS)}
-        return cls("a model", parameters, shapes, parameters / (1024 * rows * _TENSORS))
-
-    def gradients(self) -> List[Named]:
-        return bench.random_gradients(self.shapes, seed=0)
 
 
 def compressors_of(specs: Sequence[str]) -> Dict[str, Any]:
@@ -65,95 +28,25 @@ def compressors_of(specs: Sequence[str]) -> Dict[str, Any]:
     }
 
 
-def on_hosts(compressor: Any, local_size: int) -> bool:
-    """Whether ranks of a host add up their gradients, where a host has so many."""
-    return local_size > 1 and getattr(compressor, "hosts", False)
-
-
-def measured(
-    compressor: Any,
-    model: Model,
-    gradients: Sequence[Named],
-    ranks: int,
-    progress: Callable[[], Any] = lambda: None,
-    local_size: int = 1,
-) -> Load:
-    """What a compression brings into a step of the model on `ranks` ranks, of which a host has
-    `local_size`. gradients: the model's, as `Model.gradients` makes them. ValueError where ranks
-    are not hosts of that size."""
-    split = compressor.split(1, Step(0, 0, ranks))
-    if split is not None:
-        return splitting(
-            measured(
-                dataclasses.replace(compressor, exchange="gather"),
-                model,
-                gradients,
-                ranks,
-                progress,
-            ),
-            split.accept,
-            ranks,
-        )
-    found = bench.measure(compressor, gradients, ranks, STEPS, progress, local_size)
-    rounds = len(compressor.collectives(ranks)) - 1 + on_hosts(compressor, local_size)
-    # Of small tensors, which hide nothing.
-    dense_rounds = (
-        len(dense_compressor(getattr(compressor, "dense", "fp32"), 0).collectives(ranks)) - 1
-    )
-    hides = (
-        not rounds
-        and compressor.clip_norm is None
-        and getattr(compressor, "transport", "horovod") == "horovod"
-    )
-    sizes = [math.prod(shape) for shape in model.shapes.values()]
-    # With which Horovod looks at nothing.
-    plain = compressor.id == "none"
-    encode, decode = (0.0, 0.0) if plain else (found["encode_seconds"], found["decode_seconds"])
-    gathers = found["operations"].get(GATHERED, 0)
-    operations = sum(found["operations"].values())
-    return Load(
-        found["exchanged"],
-        operations,
-        rounds + dense_rounds,
-        hides,
-        sizes[0] / sum(sizes),
-        encode,
-        decode,
-        gathers,
-    ).times(model.factor)
-
-
-def splitting(gathering: Load, accept: float, ranks: int) -> Load:
-    """What entries bring into a step that are split among owners, if an owner's sums take as long
-    as decoding as many entries: those that all ranks send it, as many as one rank sends all, and
-    those that all owners accept, `accept` times as many. gathering: what they bring where all ranks
-    get them."""
-    payload = gathering.exchanged[GATHERED]
-    exchanged = {
-        **gathering.exchanged,
-        "alltoall uint8": payload,
-        GATHERED: accept / ranks * payload,
-    }
-    return dataclasses.replace(
-        gathering,
-        exchanged=exchanged,
-        operations=gathering.operations - gathering.gathers + 2,
-        rounds=gathering.rounds + 1,
-        hides=False,
-        decode=gathering.decode * (1 + accept) / ranks,
-        gathers=1,
-    )
-
-
 def predict(
     model: Model, loads: Dict[str, Load], network: Callable[[float], Network], backward: float
 ) -> Dict[str, Any]:
-    """What a step takes with each of {spec: Load}, "none" among them. network(factor): the network
-    with a rate `factor` times as high; backward: seconds of a backward pass. Returns a JSON-able
-    dict: model, parameters, ranks, backward_seconds, network; predictions, the shortest step first,
-    dicts of spec, bytes_sent and bytes_received of a rank, work_seconds to encode and decode,
-    step_seconds, of_none; best, the first of those that compress; break_even, the factor from which
-    on none is as fast as that, as of `cost.break_even`."""
+    """Predicts a step with each compression on one network.
+
+    Args:
+        model: whose step it is.
+        loads: by spec, "none" among them.
+        network: network(factor) has links that are `factor` times as fast.
+        backward: seconds of a backward pass.
+
+    Returns:
+        A JSON-able dict: "model", "parameters", "ranks", "backward_seconds", "network";
+        "predictions", the shortest step first, dicts of "spec", "bytes_sent" and "bytes_received"
+        of a rank, as `stats` counts them, "link_bytes", which cross a rank's link each way,
+        "work_seconds" to encode and decode, "step_seconds", and "of_none", the same over that of
+        none; "best", the first spec that compresses; "break_even", the factor from which on none is
+        as fast as that, as `cost.break_even` defines it.
+    """
     here = network(1.0)
     seconds = {spec: backward + added_seconds(load, here, backward) for spec, load in loads.items()}
     predictions: List[Dict[str, Any]] = [
@@ -161,6 +54,7 @@ def predict(
             "spec": spec,
             "bytes_sent": loads[spec].sent,
             "bytes_received": loads[spec].received(here.ranks),
+            "link_bytes": loads[spec].crossing(here),
             "work_seconds": loads[spec].encode + loads[spec].decode,
             "step_seconds": seconds[spec],
             "of_none": seconds[spec] / seconds["none"],
@@ -178,3 +72,69 @@ def predict(
         "best": best,
         "break_even": break_even(loads[best], loads["none"], network, backward),
     }
+
+
+def by_ranks(runs: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
+    """Joins predictions of the same model and specs for several numbers of ranks.
+
+    Args:
+        runs: what `predict` returns, by ascending number of ranks.
+
+    Returns:
+        A JSON-able dict: "model", "parameters", "backward_seconds"; "ranks", the numbers; and
+        "by_spec", {spec: dict of lists}, with one entry for each number: "step_seconds",
+        "bytes_sent", "bytes_received", "link_bytes", "work_seconds", "of_none"; and "dense_from",
+        the number from which on none is as fast, None where it is not with the last.
+    """
+    counts = [run["ranks"] for run in runs]
+    by_spec: Dict[str, Dict[str, Any]] = {}
+    for run in runs:
+        for found in run["predictions"]:
+            its = by_spec.setdefault(found["spec"], {})
+            for key in found.keys() - {"spec"}:
+                its.setdefault(key, []).append(found[key])
+    for its in by_spec.values():
+        its["dense_from"] = _dense_from(
+            its["step_seconds"], by_spec["none"]["step_seconds"], counts
+        )
+    return {
+        **{key: runs[0][key] for key in ("model", "parameters", "backward_seconds")},
+        "ranks": counts,
+        "by_spec": by_spec,
+    }
+
+
+def _dense_from(
+    seconds: Sequence[float], dense: Sequence[float], counts: Sequence[int]
+) -> Optional[int]:
+    slower = [step >= without for step, without in zip(seconds, dense)]
+    first = len(slower) - next((i for i, it in enumerate(reversed(slower)) if not it), len(slower))
+    return counts[first] if first < len(counts) else None
+
+
+def plot(found: Dict[str, Any], path: str) -> None:
+    """Draws a step's seconds and a rank's bytes over the number of ranks."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    shown = {
+        "step_seconds": "seconds of a step",
+        "link_bytes": "bytes that cross a rank's link in a step, each way",
+    }
+    for axes, (key, label) in zip(figure.subplots(1, 2), shown.items()):
+        for spec, its in found["by_spec"].items():
+            axes.plot(
+                found["ranks"],
+                its[key],
+                marker=".",
+                label=spec,
+                linestyle="--" if spec in ("none", "fp16") else "-",
+            )
+        axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel=label)
+        axes.grid(alpha=0.3, which="both")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize="small")
+    figure.suptitle(
+        f"{found['model']}, {found['parameters'] / 1e6:.4g} million parameters", x=0.01, ha="left"
+    )
+    figure.savefig(path, dpi=130)

@@ -3,6 +3,7 @@ hand."""
 
 import dataclasses
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -30,7 +31,12 @@ more = st.floats(1, 100)
 EXACT = 1 + 1e-9  # sums are rounded
 
 NETWORK = Network(4, 1e-3, 1e-4, dict.fromkeys(COLLECTIVES, 1e-8))
+PAIR = Network(2, 1.2e-3, 1e-4, dict.fromkeys(COLLECTIVES, 1e-8))
 GATHERED = Load({"allgather uint8": 1e6, "allreduce float32": 4.0}, 2, 0, True, 0.25, 0.01, 0.02)
+
+
+def link(ranks, rate, latency):
+    return Network.of_link(rate, latency).among(ranks, rings=True)
 
 
 def test_by_hand():
@@ -62,7 +68,7 @@ def test_what_horovod_cannot_fuse_takes_more_messages():
 def test_a_step_takes_its_work_at_least_and_its_exchange_at_most(
     load, ranks, rate, latency, backward
 ):
-    network = Network.of_link(ranks, rate, latency)
+    network = link(ranks, rate, latency)
     added = added_seconds(load, network, backward)
     assert load.encode + load.decode <= added * EXACT <= added_seconds(load, network) * EXACT**2
 
@@ -70,25 +76,15 @@ def test_a_step_takes_its_work_at_least_and_its_exchange_at_most(
 @examples(100)
 @given(loads, ranks, rates, latencies, seconds, more)
 def test_more_of_anything_takes_no_less(load, ranks, rate, latency, backward, factor):
-    here = Network.of_link(ranks, rate, latency)
+    here = link(ranks, rate, latency)
     before = added_seconds(load, here, backward)
     larger = dataclasses.replace(
         load, exchanged={kind: factor * nbytes for kind, nbytes in load.exchanged.items()}
     )
     assert before <= added_seconds(larger, here, backward) * EXACT
-    assert (
-        before
-        <= added_seconds(load, Network.of_link(int(ranks * factor), rate, latency), backward)
-        * EXACT
-    )
-    assert (
-        before
-        <= added_seconds(load, Network.of_link(ranks, rate / factor, latency), backward) * EXACT
-    )
-    assert (
-        before
-        <= added_seconds(load, Network.of_link(ranks, rate, latency * factor), backward) * EXACT
-    )
+    assert before <= added_seconds(load, link(int(ranks * factor), rate, latency), backward) * EXACT
+    assert before <= added_seconds(load, link(ranks, rate / factor, latency), backward) * EXACT
+    assert before <= added_seconds(load, link(ranks, rate, latency * factor), backward) * EXACT
     assert (
         before
         <= added_seconds(
@@ -100,10 +96,25 @@ def test_more_of_anything_takes_no_less(load, ranks, rate, latency, backward, fa
 
 
 @examples(100)
+@given(st.integers(2, 10_000), st.integers(2, 10_000), st.booleans())
+def test_more_ranks_take_more_messages(first, second, rings):
+    few, many = sorted((first, second))
+    here, there = (PAIR.among(ranks, rings) for ranks in (few, many))
+    assert here.latency <= there.latency and there.ranks == many
+    waits = [network.latency - 1e-3 for network in (here, there)]
+    if rings:
+        assert waits == pytest.approx([0.2e-3 * (few - 1), 0.2e-3 * (many - 1)])
+    else:
+        assert waits == pytest.approx(
+            [0.2e-3 * math.ceil(math.log2(ranks)) for ranks in (few, many)]
+        )
+
+
+@examples(100)
 @given(loads, loads, ranks, rates)
 def test_the_break_even_is_where_both_take_as_long(load, dense, ranks, rate):
     def network(factor):
-        return Network.of_link(ranks, rate * factor, 1e-4)
+        return link(ranks, rate * factor, 1e-4)
 
     def ahead(factor):
         """By how many seconds the compressed step is shorter."""
