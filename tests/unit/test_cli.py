@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import horovod_compress as hc
-from horovod_compress import bench, models
-from horovod_compress.cli import main
+from horovod_compress.tools import bench, models
+from horovod_compress.tools.cli import main
+from horovod_compress.tools.gradients import load_gradients, random_gradients
 
 
 def run(capsys, *arguments):
@@ -135,7 +136,7 @@ def test_the_bytes_are_those_of_simulate(capsys, gradients, tmp_path):
     spec = "dgc:ratio=0.01,clip_norm=1"
     run(capsys, "bench", spec, "--gradients", gradients, "--ranks", 3, "--steps", 1, "--json", out)
     (result,) = json.loads(out.read_text())["results"]
-    steps = bench.load_gradients(gradients)
+    steps = load_gradients(gradients)
     simulated = hc.simulate(spec, [[steps[step % 3]] * 3 for step in range(bench.WARMUP + 1)])
     assert result["bytes_per_step"] == simulated.bytes_sent[-1][0]
     assert result["ratio"] == pytest.approx(4 * 1640 / simulated.bytes_sent[-1][0])
@@ -165,7 +166,7 @@ def test_bench_on_a_model_with_markdown_and_plot(capsys, tmp_path):
 
 def test_random_gradients_follow_from_the_seed():
     shapes = {"w": (300, 40), "b": (300,)}
-    first, again, other = (bench.random_gradients(shapes, seed) for seed in (0, 0, 1))
+    first, again, other = (random_gradients(shapes, seed) for seed in (0, 0, 1))
     assert all(np.array_equal(a[n], b[n]) for a, b in zip(first, again) for n in shapes)
     assert not np.array_equal(first[0]["w"], other[0]["w"]) and not np.array_equal(
         first[0]["w"], first[1]["w"]
@@ -175,7 +176,7 @@ def test_random_gradients_follow_from_the_seed():
 
 
 def test_gradients_are_read_by_step(gradients, tmp_path):
-    steps = bench.load_gradients(gradients)
+    steps = load_gradients(gradients)
     with np.load(gradients) as file:
         for step, number in zip(steps, (1, 2, 10)):
             assert list(step) == ["b", "w"] and step["w"].dtype == np.float32
@@ -184,7 +185,7 @@ def test_gradients_are_read_by_step(gradients, tmp_path):
         tmp_path / "one.npz",
         **{"dense/kernel:0": np.ones((2, 3), np.float16).T, "scale": np.float64(2)},
     )
-    (step,) = bench.load_gradients(tmp_path / "one.npz")
+    (step,) = load_gradients(tmp_path / "one.npz")
     assert {name: array.shape for name, array in step.items()} == {
         "dense/kernel:0": (3, 2),
         "scale": (),

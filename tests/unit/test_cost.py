@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from horovod_compress.cost import COLLECTIVES, FUSION, Load, Network, added_seconds, break_even
+from horovod_compress.tools.cost import (
+    COLLECTIVES,
+    FUSION,
+    Load,
+    Network,
+    added_seconds,
+    break_even,
+)
 
 seconds = st.floats(0, 10)
 sizes = st.floats(0, 1e10)

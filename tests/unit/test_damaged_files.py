@@ -7,8 +7,8 @@ import pytest
 from test_cli import refusal, run
 
 from horovod_compress import recording
-from horovod_compress.cli import main
-from horovod_compress.cost import COLLECTIVES
+from horovod_compress.tools.cli import main
+from horovod_compress.tools.cost import COLLECTIVES
 
 NETWORK = {
     "ranks": 2,

@@ -7,9 +7,9 @@ import tracemalloc
 import pytest
 
 import horovod_compress as hc
-from horovod_compress import bench, loads, prediction
-from horovod_compress.cost import COLLECTIVES, Network
 from horovod_compress.hosts import Host
+from horovod_compress.tools import bench, loads, prediction
+from horovod_compress.tools.cost import COLLECTIVES, Network
 
 SMALL = loads.Model(
     "small",

@@ -9,10 +9,10 @@ import sys
 import pytest
 from test_cli import refusal, run
 
-import horovod_compress
-from horovod_compress import loads, prediction
-from horovod_compress.cli import main
-from horovod_compress.cost import COLLECTIVES, Load, Network
+from horovod_compress import tools
+from horovod_compress.tools import loads, prediction
+from horovod_compress.tools.cli import main
+from horovod_compress.tools.cost import COLLECTIVES, Load, Network
 
 SMALL = loads.Model("small", 40, {"w": (5, 8)})
 NETWORK = Network(2, 1.2e-3, 1e-4, dict.fromkeys(COLLECTIVES, 1e-8))
@@ -233,7 +233,7 @@ def test_only_check_needs_a_framework(tmp_path):
         import sys
         import numpy as np
         sys.modules.update(dict.fromkeys(["torch", "tensorflow", "horovod"]))
-        from horovod_compress.cli import main
+        from horovod_compress.tools.cli import main
         np.savez("gradients.npz", w=np.ones((3, 4)))
         main(["plan", "none", "--million", "0.01"])
         main(["bench", "none", "--steps", "1", "--gradients", "gradients.npz"])
@@ -245,7 +245,7 @@ def test_only_check_needs_a_framework(tmp_path):
 
 def test_check_without_horovod_says_what_it_needs(monkeypatch):
     monkeypatch.setitem(sys.modules, "horovod", None)
-    monkeypatch.delitem(sys.modules, "horovod_compress.check", raising=False)
-    monkeypatch.delattr(horovod_compress, "check", raising=False)
+    monkeypatch.delitem(sys.modules, "horovod_compress.tools.cluster", raising=False)
+    monkeypatch.delattr(tools, "cluster", raising=False)
     with pytest.raises(SystemExit, match="^hvdcompress check needs Horovod with PyTorch: "):
         main(["check"])

@@ -5,15 +5,15 @@ import dataclasses
 import math
 from typing import Any, Callable, List, Sequence
 
+from ..compressors.base import Step
+from ..compressors.dense import dense_compressor
+from ..hosts import Host, sharded
+from ..lockstep import Named
+from ..plan import compressor_for
+from ..step import times_dense
 from . import bench
-from .compressors.base import Step
-from .compressors.dense import dense_compressor
 from .cost import Load
-from .hosts import Host, sharded
-from .lockstep import Named
 from .models import MODELS, Shapes
-from .plan import compressor_for
-from .step import times_dense
 
 # Measured steps.
 STEPS = 5

@@ -4,9 +4,10 @@ loads."""
 import dataclasses
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
-from .compressors import get_compressor
+from ..compressors import get_compressor
 from .cost import Load, Network, added_seconds, break_even
 from .loads import Model
+from .printing import save_figure
 
 BASELINES = ("none", "fp16")
 # Whose bytes random gradients tell.
@@ -131,10 +132,7 @@ def plot(found: Dict[str, Any], path: str) -> None:
                 linestyle="--" if spec in ("none", "fp16") else "-",
             )
         axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel=label)
-        axes.grid(alpha=0.3, which="both")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize="small")
     figure.suptitle(
         f"{found['model']}, {found['parameters'] / 1e6:.4g} million parameters", x=0.01, ha="left"
     )
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)

@@ -15,8 +15,9 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from . import __version__, available, kernels, loads, prediction, simulate
-from . import torch as hvdc
+from .. import __version__, available, kernels, simulate
+from .. import torch as hvdc
+from . import loads, prediction
 from .cost import COLLECTIVES, Load, Network
 
 _STEPS = 2

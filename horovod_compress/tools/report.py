@@ -1,6 +1,11 @@
-"""What a file of records shows: totals by tensor, and a plot over steps."""
+"""hvdcompress report: totals of a file of records by tensor, and a plot over steps."""
 
+import argparse
 from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from .. import recording
+from . import arguments
+from .printing import console, digits, printable, save_figure, table, write_json
 
 Record = Dict[str, Any]
 WHOLE = "all tensors"
@@ -14,19 +19,52 @@ _SUMMED = (
 )
 _LISTED = 12  # tensors in a plot
 
+_COLUMNS = {
+    # {title: function that formats a line of a report}.
+    "tensor": lambda line: line["name"],
+    "sent by": lambda line: line["compressor"] or "",
+    "elements": lambda line: "" if line["numel"] is None else f"{line['numel']}",
+    "kB/step": lambda line: digits(line["bytes_sent"] / 1e3),
+    "ratio": lambda line: digits(line["ratio"]),
+    "gradient\nnorm": lambda line: digits(line["gradient_norm"]),
+    "residual\nnorm": lambda line: digits(line["residual_norm"]),
+    "encode\nms": lambda line: f"{1e3 * line['encode_seconds']:.2f}",
+    "wait\nms": lambda line: f"{1e3 * line['exchange_seconds']:.2f}",
+    "decode\nms": lambda line: f"{1e3 * line['decode_seconds']:.2f}",
+}
 
-def printable(text: str) -> str:
-    """A text in one line, for terminals: what is no printable character is spelled as Python does.
 
-    Args:
-        text: of anyone's, as a tensor's name from a file.
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="show a file that compression.record() has written",
+        description="Shows a file that compression.record() has written: a table by tensor.",
+    )
+    parser.add_argument("file", metavar="FILE", help="a file of JSON lines")
+    arguments.add_plot(parser, "plot bytes, norms and times over steps")
+    arguments.add_json(parser)
+    parser.set_defaults(run=_run, parser=parser)
 
-    Returns:
-        The text, with `\\x1b` for an escape character, and so on.
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+def _run(options: argparse.Namespace) -> None:
+    try:
+        records = recording.read(options.file)
+    except (OSError, ValueError) as error:
+        options.parser.error(str(error))
+    if not records:
+        options.parser.error(f"{options.file}: no record yet")
+    lines = by_tensor(records)
+    if not write_json(lines, options.json):
+        first, last = records[0], records[-1]
+        said = (
+            f"{options.file}: {last['spec']['id']}, rank {last['rank']} of {last['size']}, steps "
+            f"{first['step']} to {last['step']}, "
+        )
+        rows = [[shown(line) for shown in _COLUMNS.values()] for line in lines]
+        said = printable(f"{said}{len(records)} records")
+        console().print(said, table(_COLUMNS, rows, right=list(_COLUMNS)[2:]), sep="\n")
+    if options.plot:
+        plot(records, options.plot)
 
 
 def by_tensor(records: Sequence[Record]) -> List[Record]:
@@ -98,8 +136,4 @@ def plot(records: Sequence[Record], path: str) -> None:
     panels[3].set(title="kB a step by tensor", visible=bool(tensors))
     for axes in panels[:3]:
         axes.set(xlabel="step")
-        axes.legend(frameon=False)
-    for axes in panels:
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
