@@ -16,7 +16,7 @@ LAYERS = [
     ["handshake", "wire"],
     ["split"],
     ["compressors"],
-    ["plan", "step", "transport", "hosts"],
+    ["averaging", "plan", "step", "transport", "hosts"],
     ["checkpoint", "driver"],
     ["exchange", "recording"],
     ["lockstep"],
