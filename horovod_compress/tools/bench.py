@@ -53,19 +53,16 @@ _COLUMNS = {
 }
 
 _NOTES = (
-    "ratio: float32 bytes of all gradients / all bytes that a rank sends, frames and carriers "
-    "included",
-    "encode: from the first gradient to the last framed payload; decode: checks, decodes and adds "
-    "the payloads of all ranks, of every tensor "
-    "(where payloads are summed on the way: decodes their sum), and ends the step; both are "
-    "medians, and there is no network: a copy takes "
-    "its part and is not counted",
-    "GB/s: of gradient, through encode and decode",
-    "× streaming: encode and the decode of one payload, over the time to read and write the "
-    "gradient, the algorithm's state and the payload once",
-    "error: ‖mean over ranks − gradient‖ / ‖gradient‖ of the first step, when no residual and no "
-    "momentum adds to the gradient yet; *: what is "
-    "missing stays in a residual and is sent later",
+    "ratio: float32 bytes of all gradients / bytes that a rank sends, frames and carriers included",
+    "encode: from the first gradient to the last framed payload, median",
+    "decode: checks and adds the payloads of all ranks, or decodes their sum, and ends the step, "
+    "median",
+    "There is no network. The copies in its place are not counted.",
+    "GB/s: gradient bytes / (encode + decode)",
+    "× streaming: encode and the decode of one payload / the time to read and write the gradient, "
+    "the state and the payload once",
+    "error: ‖mean over ranks − gradient‖ / ‖gradient‖ in the first step; *: the rest stays in a "
+    "residual and is sent later",
 )
 
 

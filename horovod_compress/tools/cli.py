@@ -32,7 +32,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="hvdcompress", description="Gradient compression for unmodified Horovod.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)
     return parser

@@ -22,10 +22,10 @@ _COLUMNS = {
 }
 
 _NOTES = (
-    "sent, received: bytes that a rank hands to collectives in a step and gets back, as stats() "
-    "counts them; on link: bytes that cross its link each way",
-    "work: encode and decode, measured on this processor; step: backward and exchange, computed, "
-    "after a warm-up; of none: over the step without compression",
+    "MB sent, received: bytes handed to collectives in a step and got back, as stats() counts them",
+    "MB on link: bytes that cross a rank's link, each way",
+    "work: encode and decode, measured on this processor",
+    "step: backward and exchange, computed, after a warm-up; of none: over the step with none",
     "Tensors go dense where the payloads of all ranks would be more bytes.",
     "The gradients are random. adacomp, variance and strom send less of real ones.",
 )
@@ -47,24 +47,6 @@ def add(commands: Any) -> None:
         metavar="N",
         help="numbers of ranks (default: the ranks of two hosts, or those of --network)",
     )
-    _add_options(parser)
-    parser.set_defaults(run=_plan, parser=parser)
-    # A command without help is not listed.
-    scale = commands.add_parser(
-        "scale", description="Deprecated: hvdcompress plan --ranks 2 4 8 … does the same."
-    )
-    scale.add_argument(
-        "--ranks",
-        type=arguments.whole(2),
-        default=10_000,
-        metavar="N",
-        help="the largest number of ranks (default: 10000)",
-    )
-    _add_options(scale)
-    scale.set_defaults(run=_scale, parser=scale)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
     add_prediction(parser)
     network = parser.add_mutually_exclusive_group()
     network.add_argument(
@@ -88,7 +70,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--library",
         choices=("gloo", "mpi"),
         default="gloo",
-        help="Horovod's library; a message passes all ranks in gloo, a tree of ranks in mpi "
+        help="Horovod's library. Its small messages pass a ring of ranks (gloo) or a tree (mpi) "
         "(default: gloo)",
     )
     parser.add_argument(
@@ -99,6 +81,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="ranks of a host, for hosts=true (default: 1)",
     )
     arguments.add_plot(parser, "plot time and bytes over the number of ranks")
+    parser.set_defaults(run=_run, parser=parser)
+    # A deprecated name, which is not listed.
+    commands.choices["scale"] = parser
 
 
 def add_prediction(parser: argparse.ArgumentParser) -> None:
@@ -140,11 +125,29 @@ def _ranks_or_spec(text: str) -> Union[int, str]:
     return text if text[:1].isalpha() else arguments.whole(2)(text)
 
 
-def _plan(options: argparse.Namespace) -> None:
-    refuse = options.parser.error
+def _run(options: argparse.Namespace) -> None:
     # Specs may follow the numbers.
     options.specs += [spec for spec in options.ranks if isinstance(spec, str)]
     counts = sorted({count for count in options.ranks if isinstance(count, int)})
+    if options.command == "plan":
+        return _plan(options, counts)
+    counts = _up_to(counts[-1] if counts else 10_000, options.local_size)
+    _plan(options, counts)
+    print(
+        "hvdcompress scale is deprecated and will be removed: use hvdcompress plan, with the same "
+        f"options and --ranks {' '.join(map(str, counts))}",
+        file=sys.stderr,
+    )
+
+
+def _up_to(largest: int, local_size: int) -> List[int]:
+    """The ranks of 2, 4, 8, … hosts, and the largest number."""
+    powers = range(1, (largest // local_size - 1).bit_length())
+    return [*(local_size * 2**power for power in powers), largest]
+
+
+def _plan(options: argparse.Namespace, counts: List[int]) -> None:
+    refuse = options.parser.error
     if options.network and options.latency is not None:
         refuse("--latency: not allowed with argument --network, which was measured")
     try:
@@ -202,20 +205,6 @@ def _measure_loads(
                 compressor, model, gradients, counts, advance, options.local_size
             )
     return measured
-
-
-def _scale(options: argparse.Namespace) -> None:
-    """The earlier name of plan with several numbers of ranks."""
-    hosts = options.ranks // options.local_size
-    powers = [2**power for power in range(1, (hosts - 1).bit_length())]
-    options.ranks = [*(options.local_size * power for power in powers), options.ranks]
-    _plan(options)
-    counts = " ".join(map(str, options.ranks))
-    print(
-        "hvdcompress scale is deprecated and will be removed: use hvdcompress plan, with the same "
-        f"options and --ranks {counts}",
-        file=sys.stderr,
-    )
 
 
 def show_predictions(runs: Sequence[Dict[str, Any]], rate: Optional[float]) -> None:

@@ -46,6 +46,7 @@ NO_JSON = [
     b"null\n",
     b"[]\n",
     b'"text"\n',
+    b'{"good": true}\n',
     b"5\n",
     b"\x1b[2J\n",
 ]
@@ -123,21 +124,25 @@ def test_records_that_cannot_be(capsys, tmp_path, record):
 
 
 @pytest.mark.parametrize(
-    "network",
+    "wrong, network",
     [
-        *(bad for key in NETWORK for bad in without(NETWORK, key)),
-        *without(NETWORK, "seconds_per_byte", "allgather uint8"),
-        {**NETWORK, "ranks": 10**9},
-        {**NETWORK, "ranks": 1},
-        {**NETWORK, "latency": -1.0},
+        *((key, bad) for key in NETWORK for bad in without(NETWORK, key)),
+        *(
+            ("seconds_per_byte", bad)
+            for bad in without(NETWORK, "seconds_per_byte", "allgather uint8")
+        ),
+        ("ranks", {**NETWORK, "ranks": 10**9}),
+        ("ranks", {**NETWORK, "ranks": 1}),
+        ("ranks", {**NETWORK, "ranks": 2.5}),
+        ("latency", {**NETWORK, "latency": -1.0}),
     ],
 )
-def test_networks_that_cannot_be(capsys, tmp_path, network):
+def test_networks_that_cannot_be(capsys, tmp_path, wrong, network):
     path = tmp_path / "network.json"
     path.write_text(json.dumps({"network": network}))
     said = refusal(capsys, "plan", "--network", str(path), "--million", "1")
     assert_one_line(said, "plan")
-    assert "missing or not valid" in said
+    assert f"{path}: network: {wrong} is missing or not valid" in said
 
 
 @pytest.mark.parametrize("path", ["/dev/full", "."])

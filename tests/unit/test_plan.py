@@ -39,7 +39,7 @@ def rows_of(text):
     """The table's lines, as words, without those between numbers of ranks."""
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if "───" in line) + 1
-    end = next(i for i, line in enumerate(lines) if line.startswith("sent, received"))
+    end = next(i for i, line in enumerate(lines) if line.startswith("MB sent"))
     return [line.split() for line in lines[start:end] if line.strip()]
 
 
