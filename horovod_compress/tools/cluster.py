@@ -1,5 +1,5 @@
-"""Whether a cluster is installed alike, whether every algorithm works on its network, and what that
-takes: what all ranks of a job find together."""
+"""The checks that all ranks of a job make together: their installations, every algorithm, and the
+network's figures."""
 
 import dataclasses
 import functools
@@ -31,20 +31,29 @@ _FUSED = 16  # tensors in each
 # Of the step that tells what each costs.
 _OPERATIONS = 100
 
-Say = Callable[[str], None]
+Say = Callable[[str], Any]
 
 
 def run(
     compressors: Dict[str, Any], model: loads.Model, backward: float, say: Say
 ) -> Dict[str, Any]:
-    """Checks all that there is, on every rank; the first one says what it finds while it goes on.
-    compressors: {spec: compressor}, with which steps of the model are predicted; backward: seconds
-    of its backward pass. Returns a JSON-able dict, alike on all ranks: good, installed, algorithms;
-    and with several ranks what `prediction.predict` returns."""
+    """Checks a cluster. All ranks call it.
+
+    Args:
+        compressors: by spec. Steps of the model are predicted with each.
+        model: the model of the prediction.
+        backward: seconds of its backward pass.
+        say: prints a line, on the first rank.
+
+    Returns:
+        A JSON-able dict, the same on all ranks: "good", "installed", "algorithms"; and with several
+        ranks what `prediction.predict` returns.
+    """
     hvd.init()
     torch.set_num_threads(1)
     if not is_first():
-        say = _quiet
+        # The others say nothing.
+        say = str
     installed = _compare_installations(say)
     algorithms = _try_algorithms(say)
     found = {
@@ -72,10 +81,6 @@ def run(
 
 def is_first() -> bool:
     return hvd.rank() == 0
-
-
-def _quiet(text: str) -> None:
-    """What ranks but the first say."""
 
 
 def _compare_installations(say: Say) -> Dict[str, Any]:
