@@ -233,38 +233,38 @@ def measure(
     progress: Callable[[], Any] = lambda: None,
     local_size: int = 1,
 ) -> Dict[str, Any]:
-    """Measures a compression on each of `ranks` ranks. Steps cycle through gradients[step] = {name:
-    array}. local_size: how many ranks a host has, for `hosts=true`, where parts but this rank's
-    stay zero, so that the error says nothing. Returns a dict: collective; ratio and bytes_per_step
-    of the measured steps; exchanged, those bytes by collective, as {"allreduce float32": …}, and
-    operations, how many of these a step starts; medians encode_seconds, decode_seconds (of all
-    ranks' payloads) and streaming_seconds (to read and write gradient, state and one payload once);
-    gradient_bytes_per_second; times_streaming, of an encode and the decode of one payload; error;
-    residual, whether there is one. ValueError for what cannot be measured on one rank."""
-    _refuse_split(compressor, ranks)
+    """Measures a compression on one of several ranks, which all send the same.
+
+    Args:
+        compressor: what is measured.
+        gradients: by name, of one or more steps, which take turns.
+        ranks: number of ranks.
+        steps: measured steps, after `WARMUP` others.
+        progress: called after each step.
+        local_size: ranks of a host, for `hosts=true`. Other ranks' parts then stay zero, and the
+            error says nothing.
+
+    Returns:
+        A dict: "collective"; "ratio" and "bytes_per_step"; "exchanged", these bytes by collective,
+        as {"allreduce float32": …}, and "operations", how many of each a step starts; medians
+        "encode_seconds", "decode_seconds" (of all ranks' payloads) and "streaming_seconds" (to read
+        and write gradient, state and one payload once); "gradient_bytes_per_second";
+        "times_streaming", of an encode and the decode of one payload; "error"; "residual", whether
+        there is one.
+
+    Raises:
+        ValueError: the compression cannot be measured on one rank.
+    """
+    if compressor.split(1, Step(0, 0, ranks)) is not None:
+        raise ValueError(
+            f"{compressor.id}: exchange=split is work of all ranks, and this measures one: measure "
+            "exchange=gather, compare both with `hvdcompress plan`, or both on real ranks with "
+            "benchmarks/step_time.py"
+        )
     echo = Echo(ranks)
     tensors = {name: (array.shape, compressor) for name, array in gradients[0].items()}
     exchange = Exchange(compressor, echo, tensors, host=Host.alone(ranks, local_size))
-    grads = {n: zeros(a.size) for n, a in gradients[0].items()}
-    seconds = []
-    for step in range(WARMUP + steps):
-        given = gradients[step % len(gradients)]
-        if step == WARMUP - 1:
-            earlier = exchange.stats()
-        if step == WARMUP:
-            before = exchange.stats()
-            state = [array for arrays in exchange.arrays().values() for array in arrays.values()]
-            payload = zeros(int(before["bytes_sent"] - earlier["bytes_sent"]) // 4)
-            streams = [*grads.values(), *state, payload]
-            echo.sent.clear()
-            echo.operations.clear()
-        encode, decode = _time_step(exchange, echo, grads, given)
-        # No residual and no momentum yet, so the result can be compared with the gradient.
-        if step == 0:
-            error = _relative_error(grads, given)
-        if step >= WARMUP:
-            seconds.append((encode, decode, _time_streaming(streams)))
-        progress()
+    before, seconds, error = _take_steps(exchange, echo, gradients, steps, progress)
     after = exchange.stats()
     encode, decode, streaming = map(statistics.median, zip(*seconds))
     decoded_payloads = ranks if compressor.collective == "allgather" else 1
@@ -285,13 +285,36 @@ def measure(
     }
 
 
-def _refuse_split(compressor: Compressor, ranks: int) -> None:
-    if compressor.split(1, Step(0, 0, ranks)) is not None:
-        raise ValueError(
-            f"{compressor.id}: exchange=split is work of all ranks, and this measures one: measure "
-            f"exchange=gather, compare both with `hvdcompress "
-            "plan`, or both on real ranks with benchmarks/step_time.py"
-        )
+def _take_steps(
+    exchange: Exchange,
+    echo: Echo,
+    gradients: Sequence[Named],
+    steps: int,
+    progress: Callable[[], Any],
+) -> Tuple[Dict[str, Any], List[Tuple[float, float, float]], float]:
+    """Takes steps, with a warm-up. Returns the statistics before the measured ones; the seconds to
+    encode, decode and stream in each; and the error of the first step."""
+    grads = {n: zeros(a.size) for n, a in gradients[0].items()}
+    seconds = []
+    for step in range(WARMUP + steps):
+        given = gradients[step % len(gradients)]
+        if step == WARMUP - 1:
+            earlier = exchange.stats()
+        if step == WARMUP:
+            before = exchange.stats()
+            state = [array for arrays in exchange.arrays().values() for array in arrays.values()]
+            payload = zeros(int(before["bytes_sent"] - earlier["bytes_sent"]) // 4)
+            streams = [*grads.values(), *state, payload]
+            echo.sent.clear()
+            echo.operations.clear()
+        encode, decode = _time_step(exchange, echo, grads, given)
+        # No residual and no momentum yet, so the result can be compared with the gradient.
+        if step == 0:
+            error = _relative_error(grads, given)
+        if step >= WARMUP:
+            seconds.append((encode, decode, _time_streaming(streams)))
+        progress()
+    return before, seconds, error
 
 
 def _time_step(exchange: Exchange, echo: Echo, grads: Named, given: Named) -> Tuple[float, float]:

@@ -8,8 +8,6 @@ from typing import NoReturn, Optional, Sequence
 from . import bench, check, info, plan, report
 from .printing import printable
 
-COMMANDS = info, bench, plan, check, report
-
 
 class _Parser(argparse.ArgumentParser):
     """Its errors are one line, whatever files and arguments hold."""
@@ -33,6 +31,6 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="hvdcompress", description="Gradient compression for unmodified Horovod.")
     commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
-    for command in COMMANDS:
+    for command in (info, bench, plan, check, report):
         command.add(commands)
     return parser

@@ -14,8 +14,16 @@ _PREPARED = 1e9
 
 
 def random_gradients(shapes: Dict[str, Tuple[int, ...]], seed: int) -> List[Named]:
-    """Gradients {name: array} of a few steps: normal numbers, whose scale is log-normal by row and
-    the same in all steps."""
+    """Normal gradients of two to four steps. Their scale is log-normal by row and the same in all
+    steps.
+
+    Args:
+        shapes: by name.
+        seed: of the random numbers.
+
+    Returns:
+        float32 arrays by name, for each step.
+    """
     rng = np.random.default_rng(seed)
     scales = {n: 1e-3 * rng.lognormal(size=s[:1] + (1,) * (len(s) - 1)) for n, s in shapes.items()}
     count = int(_PREPARED / (4 * sum(map(math.prod, shapes.values()))))
@@ -30,9 +38,18 @@ def random_gradients(shapes: Dict[str, Tuple[int, ...]], seed: int) -> List[Name
 
 
 def load_gradients(path: str) -> List[Named]:
-    """Gradients {name: array} of the steps in an .npz file: one entry for each tensor, or with
-    several steps, entries `step/name`. Raises ValueError, naming the entry, for arrays that cannot
-    be gradients."""
+    """Reads gradients from a file.
+
+    Args:
+        path: an .npz file with an entry for each tensor; entries of several steps are named
+            `step/name`.
+
+    Returns:
+        float32 arrays by name, for each step.
+
+    Raises:
+        ValueError: an array cannot be a gradient. The message names the entry.
+    """
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is not there, or not an .npz file")
     steps: Dict[int, Named] = {}

@@ -82,7 +82,8 @@ def measured(
     """
     splits = [compressor.split(1, Step(0, 0, ranks)) for ranks in counts]
     alone = compressor if splits[0] is None else dataclasses.replace(compressor, exchange="gather")
-    size = local_size if _on_hosts(alone, local_size) else 1
+    # Ranks of a host that add up their gradients before they compress them.
+    size = local_size if getattr(alone, "hosts", False) else 1
 
     def measure(ranks: int) -> Load:
         return _measured(alone, model, gradients, ranks, progress, size)
@@ -104,11 +105,6 @@ def measured(
     return loads
 
 
-def _on_hosts(compressor: Any, local_size: int) -> bool:
-    """Whether the ranks of a host add up their gradients before they compress them."""
-    return local_size > 1 and getattr(compressor, "hosts", False)
-
-
 def _measured(
     compressor: Any,
     model: Model,
@@ -119,7 +115,7 @@ def _measured(
 ) -> Load:
     """The load with this number of ranks, all of whose payloads are decoded."""
     found = bench.measure(compressor, gradients, ranks, STEPS, progress, local_size)
-    rounds = len(compressor.collectives(ranks)) - 1 + _on_hosts(compressor, local_size)
+    rounds = len(compressor.collectives(ranks)) - 1 + (local_size > 1)
     # Of small tensors, which hide nothing.
     dense_rounds = (
         len(dense_compressor(getattr(compressor, "dense", "fp32"), 0).collectives(ranks)) - 1

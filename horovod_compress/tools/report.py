@@ -68,11 +68,18 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def by_tensor(records: Sequence[Record]) -> List[Record]:
-    """For each tensor, those that send most first, and at last for all of them: "name", "numel" and
-    "compressor" (None for all), what a step takes on average ("bytes_sent", "dense_bytes",
-    "elements_sent", "encode_seconds", "exchange_seconds", "decode_seconds"), "ratio", and the last
-    norms, "gradient_norm" and "residual_norm". Without records by tensor there is the last line
-    alone."""
+    """Averages records by tensor.
+
+    Args:
+        records: as `recording.read` returns them.
+
+    Returns:
+        A dict for each tensor, those that send most first, and then one for all tensors, with
+        None as "numel" and "compressor". It has "name", "numel", "compressor"; averages of a step,
+        "bytes_sent", "dense_bytes", "elements_sent", "encode_seconds", "exchange_seconds",
+        "decode_seconds"; "ratio"; and the last "gradient_norm" and "residual_norm". If records are
+        not by tensor, there is only the one for all.
+    """
     names = dict.fromkeys(name for record in records for name in record.get("tensors", {}))
     found = [
         (name, [(r["tensors"][name], r["steps"]) for r in records if name in r.get("tensors", {})])
@@ -103,37 +110,31 @@ def _last(said: Sequence[Tuple[Record, int]], key: str) -> Optional[float]:
 
 
 def plot(records: Sequence[Record], path: str) -> None:
-    """Draws bytes, norms and seconds over steps, and bytes by tensor where that is known, into a
-    picture."""
+    """Plots bytes, norms and seconds over steps, and bytes by tensor if records have them."""
     from matplotlib.figure import Figure
 
     tensors = by_tensor(records)[:-1][:_LISTED]
     figure = Figure(figsize=(11, 8), layout="constrained")
     panels = figure.subplots(2, 2).flat
     steps = [record["step"] for record in records]
-    for axes, keys, unit, title in (
-        (panels[0], ("bytes_sent", "dense_bytes"), 1e3, "kB a step"),
-        (panels[2], ("encode_seconds", "exchange_seconds", "decode_seconds"), 1e-3, "ms a step"),
+    for axes, keys, unit, title, scale in (
+        (panels[0], ("bytes_sent", "dense_bytes"), 1e3, "kB a step", "log"),
+        (panels[1], ("gradient_norm", "residual_norm"), None, "norms", "log"),
+        (
+            panels[2],
+            ("encode_seconds", "exchange_seconds", "decode_seconds"),
+            1e-3,
+            "ms a step",
+            "linear",
+        ),
     ):
         for key in keys:
-            axes.plot(
-                steps,
-                [record[key] / max(record["steps"], 1) / unit for record in records],
-                label=key.replace("_", " "),
-            )
-        axes.set(title=title)
-    panels[0].set_yscale("log")
-    for key in ("gradient_norm", "residual_norm"):
-        panels[1].plot(
-            steps,
-            [float("nan") if record[key] is None else record[key] for record in records],
-            label=key.replace("_", " "),
-        )
-    panels[1].set(title="norms", yscale="log")
+            # Norms are those of the last step; the rest is of all steps since the record before.
+            values = [r[key] / max(r["steps"], 1) / unit if unit else r[key] for r in records]
+            axes.plot(steps, values, label=key.replace("_", " "))
+        axes.set(title=title, xlabel="step", yscale=scale)
     # A dollar sign begins a formula.
     names = [printable(line["name"]).replace("$", r"\$") for line in reversed(tensors)]
     panels[3].barh(names, [line["bytes_sent"] / 1e3 for line in reversed(tensors)])
     panels[3].set(title="kB a step by tensor", visible=bool(tensors))
-    for axes in panels[:3]:
-        axes.set(xlabel="step")
     save_figure(figure, path)
