@@ -24,8 +24,8 @@ import time
 import numpy as np
 from step_time import backward_of
 
-from horovod_compress.bench import random_gradients
-from horovod_compress.models import MODELS
+from horovod_compress.tools.gradients import random_gradients
+from horovod_compress.tools.models import MODELS
 
 DEFAULT = ["dgc:ratio=0.001,momentum=0.9", "maxnorm"]
 FRAMEWORKS = ("torch", "tensorflow")

@@ -30,9 +30,9 @@ from typing import Callable, NamedTuple, Optional
 import torch
 
 from horovod_compress import get_compressor, kernels
-from horovod_compress.bench import Echo
 from horovod_compress.lockstep import make_ranks
-from horovod_compress.models import MODELS
+from horovod_compress.tools.bench import Echo
+from horovod_compress.tools.models import MODELS
 
 DEFAULT = [
     "dgc:ratio=0.001",

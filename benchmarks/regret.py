@@ -116,7 +116,7 @@ def worker(options):
     import torch
 
     import horovod_compress.torch as hvdc
-    from horovod_compress.bench import random_gradients
+    from horovod_compress.tools.gradients import random_gradients
 
     hvd.init()
     torch.set_num_threads(1)

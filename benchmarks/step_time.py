@@ -23,7 +23,7 @@ import time
 import numpy as np
 from two_hosts import LAUNCHERS, TwoHosts, link_rate
 
-from horovod_compress.models import MODELS
+from horovod_compress.tools.models import MODELS
 
 DEFAULT = ["dgc:ratio=0.001"]
 OWN = ("floor", "none", "fp16")
@@ -64,7 +64,7 @@ def worker(options):
     import horovod.torch as hvd
     import torch
 
-    from horovod_compress.bench import load_gradients, random_gradients
+    from horovod_compress.tools.gradients import load_gradients, random_gradients
 
     hvd.init()
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """python -m horovod_compress: the command line tool, hvdcompress."""
 
-from .cli import main
+from .tools.cli import main
 
 if __name__ == "__main__":
     main()

@@ -12,35 +12,23 @@ from typing import (
     Mapping,
     NamedTuple,
     Optional,
-    Protocol,
     Sequence,
     Tuple,
 )
 
 import numpy as np
 
+from .averaging import Arrays, Reducing, mean_of, means_over_ranks, own_part, whole
 from .compressors.base import OWED, Shard, zeros
-from .handshake import Gathering, Words, agree, first_difference, gather, shown
+from .handshake import Words, agree, first_difference, gather, shown
 from .kernels.reference.dense import TOO_LARGE
 from .step import Tensor
 
-Arrays = Dict[str, Dict[str, np.ndarray]]  # by tensor and array name
 Difference = Optional[Tuple[str, Any, Any]]
 _FORMAT = 1
 # As many of the ranks whose states are missing are named.
 _NAMED = 8
 _HEADER = ("format", "id", "rank", "size", "seed", "step")
-
-
-class Reducing(Gathering, Protocol):
-    """What means over ranks need of a transport."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    def allreduce(self, name: str, array: np.ndarray) -> Callable[[], np.ndarray]:
-        """As in `Transport`, of float64 in any shape."""
 
 
 class Saved(NamedTuple):
@@ -88,7 +76,7 @@ def portable(state: Dict[str, Any], transport: Reducing, label: str) -> Dict[str
     ranks of every array, which leaves those that are alike on all ranks as they are. All ranks call
     it. MismatchError where they are not at the same step."""
     said = {key: value for key, value in state.items() if key not in ("rank", "tensors", "shards")}
-    arrays = _whole(state["tensors"], state["shards"])
+    arrays = whole(state["tensors"], state["shards"])
     agree(
         transport,
         f"{label}.portable",
@@ -99,7 +87,7 @@ def portable(state: Dict[str, Any], transport: Reducing, label: str) -> Dict[str
         **state,
         "rank": None,
         "shards": {},
-        "tensors": _means_over_ranks(arrays, transport, label),
+        "tensors": means_over_ranks(arrays, transport, label),
     }
 
 
@@ -126,7 +114,7 @@ def synced(
             name: {key: np.empty(shape, dtype) for key, (dtype, shape) in named.items()}
             for name, named in kinds.items()
         }
-    means = _means_over_ranks(tensors, transport, label, own, sum(counting))
+    means = means_over_ranks(tensors, transport, label, own, sum(counting))
     return {**state, **said[0], "tensors": tensors if own and not even else means}
 
 
@@ -196,7 +184,11 @@ def restore(tensors: Iterable[Tensor], arrays: Arrays) -> None:
     tensors = list(tensors)
     arrays = {
         **arrays,
-        **{t.name: _own_part(t, arrays[t.name]) for t in tensors if t.shard and t.name in arrays},
+        **{
+            t.name: own_part(t.shard, arrays[t.name])
+            for t in tensors
+            if t.shard and t.name in arrays
+        },
     }
     expected = _layout(
         {
@@ -287,50 +279,10 @@ def _joined(states: Sequence[Any], identity: Dict[str, Any]) -> Saved:
         and by_rank[identity["rank"]].header["shards"] == identity["shards"]
     ):
         return by_rank[identity["rank"]]
-    means = _mean_of(
-        [_whole(by_rank[rank].arrays, by_rank[rank].header["shards"]) for rank in range(size)]
+    means = mean_of(
+        [whole(by_rank[rank].arrays, by_rank[rank].header["shards"]) for rank in range(size)]
     )
     return Saved({**by_rank[0].header, "rank": None, "shards": {}}, means)
-
-
-def _mean_of(ranks: Sequence[Arrays]) -> Arrays:
-    """Summed with more digits than the arrays have: the mean of what is alike on all ranks is the
-    same, to the last bit."""
-    return {
-        name: {
-            key: np.mean([arrays[name][key] for arrays in ranks], axis=0, dtype=np.float64).astype(
-                array.dtype
-            )
-            for key, array in named.items()
-        }
-        for name, named in ranks[0].items()
-    }
-
-
-def _means_over_ranks(
-    arrays: Arrays,
-    transport: Reducing,
-    label: str,
-    counts: bool = True,
-    ranks: Optional[int] = None,
-) -> Arrays:
-    """The same as `_mean_of`, of the arrays of those ranks that count, of which there are `ranks`,
-    default all. All ranks call it."""
-
-    def mean(name: str, array: np.ndarray) -> np.ndarray:
-        summed = transport.allreduce(
-            name, array.astype(np.float64) if counts else np.zeros(array.shape)
-        )()
-        return (summed / (ranks or transport.size)).astype(array.dtype)
-
-    # One after the other: in an order that is the same on all ranks, also where they have come to
-    # know tensors in another.
-    return {
-        name: {
-            key: mean(f"{label}.{name}.{key}", array) for key, array in sorted(arrays[name].items())
-        }
-        for name in sorted(arrays)
-    }
 
 
 def _said_by_all(state: Saved) -> Dict[str, Any]:
@@ -338,37 +290,6 @@ def _said_by_all(state: Saved) -> Dict[str, Any]:
     del said["rank"]
     said["shards"] = {name: list(shard[2:]) for name, shard in shards.items()}
     return {**said, "tensors": _layout(state.arrays, shards)}
-
-
-def _whole(arrays: Arrays, shards: Dict[str, Sequence[int]]) -> Arrays:
-    """A rank's arrays, each as long as its tensor: where the rank keeps a part, zero elsewhere. The
-    mean over ranks is then what results are still owed, as it is of other arrays."""
-    return {
-        name: _filled_up(named, Shard(*shards[name])) if name in shards else named
-        for name, named in arrays.items()
-    }
-
-
-def _filled_up(arrays: Dict[str, np.ndarray], shard: Shard) -> Dict[str, np.ndarray]:
-    return {
-        key: shard.whole(array) if array.shape == (shard.last - shard.first,) else array
-        for key, array in arrays.items()
-    }
-
-
-def _own_part(tensor: Tensor, arrays: Dict[str, np.ndarray]) -> Dict[str, np.ndarray]:
-    """Of means over ranks that are as long as the tensor, what a rank has that keeps a part for all
-    ranks of its host."""
-    shard = tensor.shard
-    sharded = {
-        key
-        for key, array in arrays.items()
-        if shard and key != OWED and array.shape == (shard.numel,)
-    }
-    return {
-        key: shard.ranks * array[shard.first : shard.last] if shard and key in sharded else array
-        for key, array in arrays.items()
-    }
 
 
 def _unit(tensor: Tensor, key: str) -> np.float32:

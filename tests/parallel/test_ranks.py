@@ -190,7 +190,7 @@ def test_check_sees_what_differs(launcher):
         import os, sys
         import horovod_compress
         horovod_compress.__version__ += f".dev{{os.environ['{rank}']}}"
-        from horovod_compress.cli import main
+        from horovod_compress.tools.cli import main
         main(["check", "--million", "1"])
     """
     command = [*LAUNCHERS[launcher].format(size=2).split(), sys.executable, "-c", code]

@@ -3,13 +3,21 @@ hand."""
 
 import dataclasses
 import json
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from horovod_compress.cost import COLLECTIVES, FUSION, Load, Network, added_seconds, break_even
+from horovod_compress.tools.cost import (
+    COLLECTIVES,
+    FUSION,
+    Load,
+    Network,
+    added_seconds,
+    break_even,
+)
 
 seconds = st.floats(0, 10)
 sizes = st.floats(0, 1e10)
@@ -30,7 +38,12 @@ more = st.floats(1, 100)
 EXACT = 1 + 1e-9  # sums are rounded
 
 NETWORK = Network(4, 1e-3, 1e-4, dict.fromkeys(COLLECTIVES, 1e-8))
+PAIR = Network(2, 1.2e-3, 1e-4, dict.fromkeys(COLLECTIVES, 1e-8))
 GATHERED = Load({"allgather uint8": 1e6, "allreduce float32": 4.0}, 2, 0, True, 0.25, 0.01, 0.02)
+
+
+def link(ranks, rate, latency):
+    return Network.of_link(rate, latency).among(ranks, rings=True)
 
 
 def test_by_hand():
@@ -62,7 +75,7 @@ def test_what_horovod_cannot_fuse_takes_more_messages():
 def test_a_step_takes_its_work_at_least_and_its_exchange_at_most(
     load, ranks, rate, latency, backward
 ):
-    network = Network.of_link(ranks, rate, latency)
+    network = link(ranks, rate, latency)
     added = added_seconds(load, network, backward)
     assert load.encode + load.decode <= added * EXACT <= added_seconds(load, network) * EXACT**2
 
@@ -70,25 +83,15 @@ def test_a_step_takes_its_work_at_least_and_its_exchange_at_most(
 @examples(100)
 @given(loads, ranks, rates, latencies, seconds, more)
 def test_more_of_anything_takes_no_less(load, ranks, rate, latency, backward, factor):
-    here = Network.of_link(ranks, rate, latency)
+    here = link(ranks, rate, latency)
     before = added_seconds(load, here, backward)
     larger = dataclasses.replace(
         load, exchanged={kind: factor * nbytes for kind, nbytes in load.exchanged.items()}
     )
     assert before <= added_seconds(larger, here, backward) * EXACT
-    assert (
-        before
-        <= added_seconds(load, Network.of_link(int(ranks * factor), rate, latency), backward)
-        * EXACT
-    )
-    assert (
-        before
-        <= added_seconds(load, Network.of_link(ranks, rate / factor, latency), backward) * EXACT
-    )
-    assert (
-        before
-        <= added_seconds(load, Network.of_link(ranks, rate, latency * factor), backward) * EXACT
-    )
+    assert before <= added_seconds(load, link(int(ranks * factor), rate, latency), backward) * EXACT
+    assert before <= added_seconds(load, link(ranks, rate / factor, latency), backward) * EXACT
+    assert before <= added_seconds(load, link(ranks, rate, latency * factor), backward) * EXACT
     assert (
         before
         <= added_seconds(
@@ -100,10 +103,25 @@ def test_more_of_anything_takes_no_less(load, ranks, rate, latency, backward, fa
 
 
 @examples(100)
+@given(st.integers(2, 10_000), st.integers(2, 10_000), st.booleans())
+def test_more_ranks_take_more_messages(first, second, rings):
+    few, many = sorted((first, second))
+    here, there = (PAIR.among(ranks, rings) for ranks in (few, many))
+    assert here.latency <= there.latency and there.ranks == many
+    waits = [network.latency - 1e-3 for network in (here, there)]
+    if rings:
+        assert waits == pytest.approx([0.2e-3 * (few - 1), 0.2e-3 * (many - 1)])
+    else:
+        assert waits == pytest.approx(
+            [0.2e-3 * math.ceil(math.log2(ranks)) for ranks in (few, many)]
+        )
+
+
+@examples(100)
 @given(loads, loads, ranks, rates)
 def test_the_break_even_is_where_both_take_as_long(load, dense, ranks, rate):
     def network(factor):
-        return Network.of_link(ranks, rate * factor, 1e-4)
+        return link(ranks, rate * factor, 1e-4)
 
     def ahead(factor):
         """By how many seconds the compressed step is shorter."""
@@ -122,32 +140,3 @@ def test_a_network_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "network.json"
     path.write_text(json.dumps({"network": dataclasses.asdict(NETWORK), "good": True}))
     assert Network.read(str(path)) == NETWORK
-
-
-@pytest.mark.parametrize(
-    "text, says",
-    [
-        (None, "cannot be read as JSON"),
-        ("network", "cannot be read as JSON"),
-        ("[]", "has no network"),
-        ('{"good": true}', "has no network"),
-        ({"ranks": 1}, "network: ranks is missing or not valid"),
-        ({"ranks": 2.5}, "network: ranks is"),
-        ({"latency": -1}, "network: latency is"),
-        ({"operation": None}, "network: operation is"),
-        ({"latency": float("nan")}, "network: latency is"),
-        ({"seconds_per_byte": {}}, "network: seconds_per_byte is"),
-        ({"seconds_per_byte": dict.fromkeys(COLLECTIVES, "fast")}, "network: seconds_per_byte is"),
-    ],
-)
-def test_files_that_are_no_network(tmp_path, text, says):
-    path = tmp_path / "network.json"
-    if text is not None:
-        path.write_text(
-            text
-            if isinstance(text, str)
-            else json.dumps({"network": {**dataclasses.asdict(NETWORK), **text}})
-        )
-    with pytest.raises(ValueError, match=says) as error:
-        Network.read(str(path))
-    assert str(path) in str(error.value)

@@ -11,10 +11,10 @@ from ranks import ranks_of
 from tiers import examples
 
 import horovod_compress as hc
-from horovod_compress import bench
 from horovod_compress.lockstep import run_step
-from horovod_compress.models import MODELS
 from horovod_compress.plan import compressor_for
+from horovod_compress.tools import bench
+from horovod_compress.tools.models import MODELS
 
 # -- powersgd: the matrix that a tensor is taken for
 

@@ -9,173 +9,173 @@ import sys
 import pytest
 from test_cli import refusal, run
 
-from horovod_compress import bench, prediction
-from horovod_compress.cost import COLLECTIVES, Load, Network
+from horovod_compress import tools
+from horovod_compress.tools import loads, prediction
+from horovod_compress.tools.cli import main
+from horovod_compress.tools.cost import COLLECTIVES, Load, Network
 
-SMALL = prediction.Model("small", 4 * 1024**2, {f"t{i}": (1024, 1024) for i in range(4)})
+SMALL = loads.Model("small", 40, {"w": (5, 8)})
+NETWORK = Network(2, 1.2e-3, 1e-4, dict.fromkeys(COLLECTIVES, 1e-8))
+# Tensors that a model of a million parameters is measured with, for each of the model's.
+TENSORS = 16 * 1e6 / (16 * 61 * 1024)
+
+
+def as_json(capsys, *arguments):
+    return json.loads(run(capsys, *arguments, "--million", 1, "--json", "-"))
 
 
 def by_spec(found):
     return {one["spec"]: one for one in found["predictions"]}
 
 
-def measured(specs, ranks):
-    gradients = SMALL.gradients()
-    return {
-        spec: prediction.measured(compressor, SMALL, gradients, ranks)
-        for spec, compressor in prediction.compressors_of(specs).items()
-    }
+@pytest.fixture
+def network(tmp_path):
+    path = tmp_path / "network.json"
+    path.write_text(json.dumps({"network": dataclasses.asdict(NETWORK)}))
+    return path
+
+
+def rows_of(text):
+    """The table's lines, as words, without those between numbers of ranks."""
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if "───" in line) + 1
+    end = next(i for i, line in enumerate(lines) if line.startswith("MB sent"))
+    return [line.split() for line in lines[start:end] if line.strip()]
+
+
+def row(ranks, spec, found):
+    return [
+        str(ranks),
+        spec,
+        *(f"{found[key] / 1e6:.2f}" for key in ("bytes_sent", "bytes_received", "link_bytes")),
+        *(f"{1e3 * found[key]:.1f}" for key in ("work_seconds", "step_seconds")),
+        f"{found['of_none']:.3f}",
+    ]
 
 
 def test_the_table_has_what_the_json_has(capsys, tmp_path):
     out = tmp_path / "plan.json"
-    text = run(
-        capsys,
-        "plan",
-        "topk:ratio=0.01",
-        "maxnorm",
-        "--million",
-        2,
-        "--ranks",
-        4,
-        "--link",
-        "100mbit",
-        "--json",
-        out,
-    )
+    options = "topk:ratio=0.01", "maxnorm", "--million", 2, "--link", "100mbit", "--json", out
+    text = run(capsys, "plan", "--ranks", 4, *options)
     assert text.startswith(
-        "a model of 2 million parameters; 4 ranks, links of 100 Mbit/s; behind a backward that "
-        "hides nothing\n"
+        "a model of 2 million parameters; links of 100 Mbit/s; no backward to hide behind\n"
     )
     found = json.loads(out.read_text())
     assert (found["parameters"], found["ranks"], found["link_bits_per_second"]) == (2000000, 4, 1e8)
-    assert [one["spec"] for one in found["predictions"]] == sorted(
-        by_spec(found), key=lambda spec: by_spec(found)[spec]["step_seconds"]
-    )
-    lines = text.splitlines()
-    start = next(i for i, line in enumerate(lines) if "───" in line) + 1
-    for line, one in zip(lines[start:], found["predictions"]):
-        shown = [
-            one["spec"],
-            *(f"{one[key] / 1e6:.2f}" for key in ("bytes_sent", "bytes_received")),
-        ]
-        assert line.split() == [
-            *shown,
-            *(f"{1e3 * one[key]:.1f}" for key in ("work_seconds", "step_seconds")),
-            f"{one['of_none']:.3f}",
-        ]
+    steps = [one["step_seconds"] for one in found["predictions"]]
+    assert steps == sorted(steps)
+    assert rows_of(text) == [row(4, one["spec"], one) for one in found["predictions"]]
     assert f"{found['best']} waits least" in text or "no compression pays here" in text
     assert by_spec(found).keys() == {"none", "fp16", "topk:ratio=0.01", "maxnorm"}
-    assert (
-        by_spec(found)["none"]["bytes_sent"] == pytest.approx(8e6)
-        and by_spec(found)["none"]["work_seconds"] == 0
+    none = by_spec(found)["none"]
+    assert none["bytes_sent"] == pytest.approx(8e6) and none["work_seconds"] == 0
+    assert none["link_bytes"] == pytest.approx(1.5 * 8e6)
+
+
+def test_several_numbers_of_ranks_have_one_table_and_a_plot(capsys, tmp_path):
+    out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    options = "--million", 1, "--json", out, "--plot", picture
+    text = run(capsys, "plan", *options, "--ranks", 100, 2, 2, "topk:ratio=0.01")
+    found = json.loads(out.read_text())
+    assert found["ranks"] == [2, 100] and found["library"] == "gloo"
+    assert found["by_spec"].keys() == {"none", "fp16", "topk:ratio=0.01"}
+    expected = [
+        row(ranks, spec, {key: its[i] for key, its in of_spec.items() if key != "dense_from"})
+        for i, ranks in enumerate(found["ranks"])
+        for spec, of_spec in found["by_spec"].items()
+    ]
+    assert sorted(rows_of(text)) == sorted(expected)
+    dense_from = found["by_spec"]["topk:ratio=0.01"]["dense_from"]
+    said = (
+        f"none is as fast from {dense_from} ranks on"
+        if dense_from
+        else "faster than none with up to 100 ranks"
     )
+    assert f"topk:ratio=0.01: {said}" in text
+    assert picture.stat().st_size > 10_000
 
 
-def test_bytes_are_those_that_bench_measures():
-    loads = measured(["topk:ratio=0.01", "powersgd", "signsgd", "multiscale"], 3)
-    for spec, compressor in prediction.compressors_of(list(loads)).items():
+def test_scale_is_plan_with_powers_of_two_of_hosts(capsys, network):
+    options = "none", "--network", network, "--million", 1, "--json", "-"
+    for local_size, ranks in ((1, [2, 4, 5]), (8, [16, 24])):
+        hosts = "--local-size", local_size
+        main(list(map(str, ("scale", *options, *hosts, "--ranks", ranks[-1]))))
+        out, err = capsys.readouterr()
+        numbers = " ".join(map(str, ranks))
         assert (
-            loads[spec].sent
-            == bench.measure(compressor, SMALL.gradients(), 3, prediction.STEPS)["bytes_per_step"]
+            "deprecated" in err
+            and f"hvdcompress plan, with the same options and --ranks {numbers}" in err
         )
-    assert {spec: load.rounds for spec, load in loads.items()} == {
-        "none": 0,
-        "fp16": 0,
-        "topk:ratio=0.01": 0,
-        "powersgd": 1,
-        "signsgd": 0,
-        "multiscale": 2,
-    }
-    assert loads["topk:ratio=0.01"].last == 0.25
-
-
-def test_a_step_is_one_after_the_warmup():
-    loads = measured(
-        ["dgc:ratio=0.01", "dgc:ratio=0.01,warmup_steps=1000", "dgc:schedule=0/0.5+2000/0.01"], 2
-    )
-    assert len({load.sent for spec, load in loads.items() if spec.startswith("dgc")}) == 1
-
-
-def test_splitting_brings_a_rank_less_where_there_are_many():
-    for ranks, accept in ((8, 4), (64, 4), (64, 1)):
-        loads = measured(
-            ["topk:ratio=0.01", f"topk:ratio=0.01,exchange=split,accept={accept}"], ranks
-        )
-        gathering, splitting = (load for spec, load in loads.items() if spec.startswith("topk"))
-        payload = gathering.exchanged["allgather uint8"]
-        assert splitting.received(ranks) - 16 == pytest.approx(
-            payload * (1 + accept * (ranks - 1) / ranks)
-        )
-        assert gathering.received(ranks) - 16 == pytest.approx(payload * (ranks - 1))
-        assert splitting.rounds == 1 and not splitting.hides and splitting.operations == 6
-
-
-@pytest.mark.parametrize(
-    "spec, hides",
-    [
-        ("none", True),
-        ("dgc", True),
-        ("dgc:clip_norm=1", False),
-        ("dgc:transport=mpi", False),
-        ("maxnorm", False),
-    ],
-)
-def test_what_hides_behind_backward(spec, hides):
-    load = measured([spec], 2)[spec]
-    assert load.hides == hides
-
-
-def test_a_model_of_a_size_is_scaled_from_a_piece():
-    large, small = prediction.Model.of_size(1000), prediction.Model.of_size(0.5)
-    (compressor,) = {
-        spec: one for spec, one in prediction.compressors_of([]).items() if spec == "none"
-    }.values()
-    for model, millions in (large, 1000), (small, 0.5):
-        load = prediction.measured(compressor, model, model.gradients(), 2)
-        assert load.sent == pytest.approx(4e6 * millions)
-    assert sum(array.size for array in large.gradients()[0].values()) == 2**24
+        scaled = json.loads(out)
+        planned = json.loads(run(capsys, "plan", *options, *hosts, "--ranks", *ranks))
+        # Its work is measured anew.
+        del scaled["by_spec"]["fp16"], planned["by_spec"]["fp16"]
+        assert scaled == planned and scaled["ranks"] == ranks
 
 
 def test_what_waits_least_depends_on_the_link():
-    loads = {
-        "none": Load({"allreduce float32": 1e8}, 1, 0, True, 0, 0, 0),
-        "light": Load({"allgather uint8": 1e5}, 1, 0, True, 0, 0.15, 0.01),
-    }
+    light = Load({"allgather uint8": 1e5}, 1, 0, True, 0, 0.15, 0.01)
+    both = {"none": Load({"allreduce float32": 1e8}, 1, 0, True, 0, 0, 0), "light": light}
 
     def network(factor):
-        return Network.of_link(2, 1e9 * factor, 1e-4)
+        return Network.of_link(1e9 * factor, 1e-4)
 
-    found = prediction.predict(SMALL, loads, network, 0.0)
+    found = prediction.predict(SMALL, both, network, 0.0)
     assert found["best"] == "light" == found["predictions"][0]["spec"] and found["break_even"] > 1
-    faster = prediction.predict(
-        SMALL, loads, lambda factor: network(1.01 * factor * found["break_even"]), 0.0
-    )
-    assert (
-        faster["best"] == "light"
-        and faster["predictions"][0]["spec"] == "none"
-        and faster["break_even"] < 1
-    )
+    beyond = 1.01 * found["break_even"]
+    faster = prediction.predict(SMALL, both, lambda factor: network(beyond * factor), 0.0)
+    assert faster["best"] == "light" and faster["predictions"][0]["spec"] == "none"
+    assert faster["break_even"] < 1
 
 
-def test_a_measured_network_serves_instead_of_a_link(capsys, tmp_path):
-    network = Network(3, 1e-3, 1e-5, dict.fromkeys(COLLECTIVES, 1e-8))
-    path = tmp_path / "network.json"
-    path.write_text(json.dumps({"network": dataclasses.asdict(network)}))
-    options = "plan", "none", "--million", 1, "--network", path
-    found = json.loads(run(capsys, *options, "--json", "-"))
-    assert found["ranks"] == 3 and found["network"] == dataclasses.asdict(network)
-    assert by_spec(found)["none"]["step_seconds"] == pytest.approx(
-        1e-3 + 16 * 1e-5 * 1e6 / (16 * 61 * 1024) + 4e6 * 4 / 3 * 1e-8
-    )
-    more = json.loads(run(capsys, *options, "--ranks", 8, "--json", "-"))
-    assert more["ranks"] == more["network"]["ranks"] == 8
-    assert "the network as it was measured" in run(capsys, *options)
+def test_dense_is_as_fast_from_where_it_stays_so():
+    counts = [2, 4, 8, 9]
+    seconds = {
+        "none": [2, 2, 2, 2],
+        "ahead": [1, 1, 1, 1],
+        "crosses": [3, 1, 2, 3],
+        "behind": [2, 2, 2, 2],
+    }
+
+    def run_of(i):
+        of_one = {spec: Load({}, 0, 0, False, 0, each[i], 0) for spec, each in seconds.items()}
+        return prediction.predict(SMALL, of_one, NETWORK.among(counts[i], True).faster, 0.0)
+
+    found = prediction.by_ranks([run_of(i) for i in range(4)])
+    assert found["ranks"] == counts
+    assert {spec: its["dense_from"] for spec, its in found["by_spec"].items()} == {
+        "none": 2,
+        "ahead": None,
+        "crosses": 8,
+        "behind": 2,
+    }
+    assert found["by_spec"]["crosses"]["step_seconds"] == seconds["crosses"]
+
+
+def test_a_measured_network_serves_instead_of_a_link(capsys, network):
+    found = as_json(capsys, "plan", "none", "--network", network)
+    assert found["ranks"] == 2 and found["network"] == dataclasses.asdict(NETWORK)
+    assert "link_bits_per_second" not in found
+    for library, messages in (("gloo", [1, 3, 4]), ("mpi", [1, 2, 3])):
+        options = "--network", network, "--library", library
+        found = as_json(capsys, "plan", "none", *options, "--ranks", 2, 4, 5)
+        expected = [
+            1e-3 + 2e-4 * count + 1e-4 * TENSORS + 4e6 * 2 * (n - 1) / n * 1e-8
+            for count, n in zip(messages, [2, 4, 5])
+        ]
+        assert found["by_spec"]["none"]["step_seconds"] == pytest.approx(expected)
+    text = run(capsys, "plan", "none", "--network", network, "--million", 1)
+    assert "the network as it was measured" in text
+
+
+def test_two_hosts_are_planned_by_default(capsys):
+    planned = as_json(capsys, "plan", "topk:hosts=true", "topk", "--local-size", 8)
+    received = {spec: one["bytes_received"] for spec, one in by_spec(planned).items()}
+    assert planned["ranks"] == 16 and received["topk:hosts=true"] < received["topk"] / 4
 
 
 def test_exchanges_hide_behind_a_backward(capsys):
-    options = "plan", "none", "--million", 1, "--json", "-"
-    alone, hidden = (json.loads(run(capsys, *options, "--backward", ms)) for ms in (0, 500))
+    alone, hidden = (as_json(capsys, "plan", "none", "--backward", ms) for ms in (0, 500))
     added = [
         by_spec(found)["none"]["step_seconds"] - found["backward_seconds"]
         for found in (alone, hidden)
@@ -206,6 +206,12 @@ def test_exchanges_hide_behind_a_backward(capsys):
         (["plan", "--latency=-1"], "--latency: must be a number of at least 0, not '-1'"),
         (["plan", "--backward", "nan"], "--backward: must be a number of at least 0, not 'nan'"),
         (["plan", "--ranks", "1"], "--ranks: must be a whole number, at least 2"),
+        (["plan", "--ranks", "4", "2.5"], "--ranks: must be a whole number, at least 2"),
+        (["plan", "--ranks", "2", "nope"], "unknown compressor 'nope'; there are: none, "),
+        (["plan", "--library", "nccl"], "--library: invalid choice: 'nccl'"),
+        (["plan", "--ranks", "8", "9", "--local-size", "2"], "9 ranks are not hosts of 2"),
+        (["scale", "--ranks", "9", "--local-size", "2"], "9 ranks are not hosts of 2"),
+        (["scale", "--ranks", "1"], "--ranks: must be a whole number, at least 2"),
         (["plan", "--network", "/nowhere.json"], "/nowhere.json cannot be read as JSON"),
         (
             ["plan", "--network", "x", "--link", "1gbit"],
@@ -222,24 +228,24 @@ def test_what_cannot_be_done_is_said_at_once(capsys, arguments, says):
     assert says in refusal(capsys, *arguments)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["plan", "none", "--million", "1"], ["bench", "none", "--steps", "1"], ["info"]]
-)
-def test_only_check_needs_a_framework(arguments):
-    code = f"""if 1:
+def test_only_check_needs_a_framework(tmp_path):
+    code = """if 1:
         import sys
+        import numpy as np
         sys.modules.update(dict.fromkeys(["torch", "tensorflow", "horovod"]))
-        from horovod_compress.cli import main
-        main({arguments})
+        from horovod_compress.tools.cli import main
+        np.savez("gradients.npz", w=np.ones((3, 4)))
+        main(["plan", "none", "--million", "0.01"])
+        main(["bench", "none", "--steps", "1", "--gradients", "gradients.npz"])
+        main(["info"])
     """
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    options = {"check": True, "stdout": subprocess.DEVNULL, "cwd": tmp_path}
+    subprocess.run([sys.executable, "-c", code], **options)
 
 
-def test_check_without_horovod_says_what_it_needs():
-    code = (
-        "import sys; sys.modules['horovod'] = None; from horovod_compress.cli import main; "
-        "main(['check'])"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.returncode == 1 and not ended.stdout
-    assert ended.stderr.startswith("hvdcompress check needs Horovod with PyTorch: ")
+def test_check_without_horovod_says_what_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    monkeypatch.delitem(sys.modules, "horovod_compress.tools.cluster", raising=False)
+    monkeypatch.delattr(tools, "cluster", raising=False)
+    with pytest.raises(SystemExit, match="^hvdcompress check needs Horovod with PyTorch: "):
+        main(["check"])

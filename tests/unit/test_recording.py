@@ -13,9 +13,10 @@ from battery_facts import copies, steps_of
 from ranks import SHAPES, gradients, ranks_of
 
 import horovod_compress as hc
-from horovod_compress import cli, recording, report
+from horovod_compress import recording
 from horovod_compress.lockstep import run_step
 from horovod_compress.recording import Recorder
+from horovod_compress.tools import cli, report
 
 COUNTED = ("steps", "steps_undone", "bytes_sent", "bytes_received", "dense_bytes", "elements_sent")
 

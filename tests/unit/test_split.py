@@ -13,10 +13,10 @@ from tiers import examples
 import horovod_compress as hc
 from horovod_compress.compressors.base import Step
 from horovod_compress.lockstep import make_ranks, run_step
-from horovod_compress.models import MODELS
 from horovod_compress.requests import SelectAgain
 from horovod_compress.split import regions_of, split_step
 from horovod_compress.step import times_dense
+from horovod_compress.tools.models import MODELS
 from horovod_compress.transport.loopback import Loopback
 from horovod_compress.wire import WireError
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError, available
-from horovod_compress.models import MODELS
+from horovod_compress.tools.models import MODELS
 from horovod_compress.transport.mpi import MPITransport
 
 from .told import reduced

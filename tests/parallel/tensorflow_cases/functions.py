@@ -15,7 +15,7 @@ from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
 from horovod_compress import simulate
-from horovod_compress.models import MODELS
+from horovod_compress.tools.models import MODELS
 
 from .training import (
     LOSS,

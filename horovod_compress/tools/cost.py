@@ -1,5 +1,5 @@
-"""What the exchange of a step takes: arithmetic on what was measured elsewhere, of a compression
-and of a network."""
+"""The time of a step's exchange: arithmetic on the load of a compression and the figures of a
+network, both measured elsewhere."""
 
 import dataclasses
 import json
@@ -37,13 +37,17 @@ _LONGEST = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What a compression brings into a step, on each rank.
+    """A compression's load in a step, on each rank.
 
-    exchanged: bytes that a rank hands in, by collective; operations: how many collectives that are,
-    before Horovod fuses them; rounds: how often ranks agree on something before payloads; hides:
-    whether payloads travel while backward goes on; last: share of the bytes that the last gradient
-    of a backward brings; encode, decode: seconds; gathers: how many of the collectives are
-    allgathers.
+    Attributes:
+        exchanged: bytes that a rank hands in, by collective.
+        operations: number of collectives, before Horovod fuses them.
+        rounds: how often ranks agree on something before they send payloads.
+        hides: whether payloads travel while backward goes on.
+        last: share of the bytes that belong to the last gradient of a backward.
+        encode: seconds.
+        decode: seconds.
+        gathers: number of collectives that are allgathers.
     """
 
     exchanged: Dict[str, float]
@@ -84,9 +88,14 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What collectives take. ranks: how many take part; latency: seconds of a collective, however
-    small; operation: seconds more for each tensor that is fused into one; seconds_per_byte: of a
-    byte that crosses a rank's link in one direction, by collective."""
+    """The time that collectives take.
+
+    Attributes:
+        ranks: how many take part.
+        latency: seconds of a collective of any size.
+        operation: seconds for each tensor that is fused into one.
+        seconds_per_byte: by collective, of a byte that crosses a rank's link in one direction.
+    """
 
     ranks: int
     latency: float
@@ -94,21 +103,27 @@ class Network:
     seconds_per_byte: Dict[str, float]
 
     @classmethod
-    def of_link(cls, ranks: int, rate: float, latency: float) -> "Network":
-        """One that was not measured. rate: of each rank's link in each direction, bits a second;
-        latency: seconds of a message between two hosts."""
-        collective = _CYCLE + 2 * math.ceil(math.log2(ranks)) * latency
+    def of_link(cls, rate: float, latency: float) -> "Network":
+        """One of two ranks that was not measured.
+
+        Args:
+            rate: of each rank's link in each direction, bits a second.
+            latency: seconds of a message between two hosts.
+        """
         return cls(
-            ranks,
-            collective,
+            2,
+            _CYCLE + 2 * latency,
             _OPERATION,
             {kind: 8 / (_GOODPUT * rate) + more for kind, more in _PROCESSOR.items()},
         )
 
     @classmethod
     def read(cls, path: str) -> "Network":
-        """From what `hvdcompress check --json` has written. Raises ValueError, which says what is
-        wrong, for any other file."""
+        """A network that `hvdcompress check --json` has measured.
+
+        Raises:
+            ValueError: the file is no such file. The message says what is wrong.
+        """
         try:
             found = json.loads(pathlib.Path(path).read_text())
         except (OSError, ValueError, RecursionError) as error:
@@ -119,24 +134,22 @@ class Network:
                 f"{path} has no network: write it with `hvdcompress check --json {path}` on two or "
                 f"more ranks"
             )
-        rates: Any = found.get("seconds_per_byte")
-        wrong = next(
-            (key for key in ("latency", "operation") if not _is_duration(found.get(key))), None
-        )
-        if type(found.get("ranks")) is not int or not 2 <= found["ranks"] <= MOST_RANKS:
-            wrong = "ranks"
-        elif (
-            not isinstance(rates, dict)
-            or set(rates) != set(COLLECTIVES)
-            or not all(map(_is_duration, rates.values()))
-        ):
-            wrong = "seconds_per_byte"
+        ranks, rates = found.get("ranks"), found.get("seconds_per_byte")
+        right = {
+            "ranks": type(ranks) is int and 2 <= ranks <= MOST_RANKS,
+            "latency": _is_duration(found.get("latency")),
+            "operation": _is_duration(found.get("operation")),
+            "seconds_per_byte": isinstance(rates, dict)
+            and set(rates) == set(COLLECTIVES)
+            and all(map(_is_duration, rates.values())),
+        }
+        wrong = next((key for key, good in right.items() if not good), None)
         if wrong:
             raise ValueError(
                 f"{path}: network: {wrong} is missing or not valid: write the file anew with "
                 f"`hvdcompress check --json {path}`"
             )
-        return cls(found["ranks"], found["latency"], found["operation"], rates)
+        return cls(**{key: found[key] for key in right})
 
     def crossing(self, kind: str) -> float:
         """Bytes that cross a rank's link, in each direction, for each that it hands in: by
@@ -149,9 +162,15 @@ class Network:
         }[verb]
 
     def among(self, ranks: int, rings: bool) -> "Network":
-        """The same links with another number of ranks. rings: whether a collective takes as many
-        messages, one after the other, as there are other ranks, as Gloo's do; else as many as a
-        tree is high."""
+        """The same links with another number of ranks.
+
+        Args:
+            ranks: how many.
+            rings: a collective takes as many messages, one after the other, as there are other
+                ranks, like Gloo's; otherwise as many as a tree is high, like MPI's.
+        """
+        if ranks == self.ranks:
+            return self
 
         def messages(ranks: int) -> int:
             return ranks - 1 if rings else math.ceil(math.log2(ranks))
@@ -174,9 +193,15 @@ def _is_duration(value: Any) -> bool:
 
 
 def added_seconds(load: Load, network: Network, backward: float = 0.0) -> float:
-    """Seconds by which the exchange makes a step longer. backward: seconds of the backward pass,
-    behind which payloads hide that need not wait for it. Encoding takes turns with backward on one
-    thread and never hides; what the last gradient brings cannot hide either.
+    """Seconds by which the exchange makes a step longer.
+
+    Encoding takes turns with backward on one thread and never hides. The bytes of the last gradient
+    cannot hide either.
+
+    Args:
+        load: of the compression.
+        network: what its collectives take.
+        backward: seconds of the backward pass. Payloads that need not wait for it hide behind it.
     """
     transfer = sum(
         nbytes * network.crossing(kind) * network.seconds_per_byte[kind]
@@ -191,9 +216,18 @@ def added_seconds(load: Load, network: Network, backward: float = 0.0) -> float:
 def break_even(
     load: Load, dense: Load, network: Callable[[float], Network], backward: float = 0.0
 ) -> Optional[float]:
-    """The factor by which a network's rate may grow until `dense` adds no more than `load`:
-    network(factor) is that network. Below 1 where it adds no more as it is; None where it always
-    adds more, 0 where it never does."""
+    """The factor by which a network's rate may grow until the dense exchange adds no more.
+
+    Args:
+        load: of a compression.
+        dense: the load without compression.
+        network: network(factor) has links that are `factor` times as fast.
+        backward: seconds of the backward pass.
+
+    Returns:
+        The factor. It is below 1 if the dense exchange adds no more as it is, None if it always
+        adds more, 0 if it never does.
+    """
 
     def pays(factor: float) -> bool:
         return added_seconds(load, network(factor), backward) < added_seconds(

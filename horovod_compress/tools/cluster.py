@@ -1,5 +1,5 @@
-"""Whether a cluster is installed alike, whether every algorithm works on its network, and what that
-takes: what all ranks of a job find together."""
+"""The checks that all ranks of a job make together: their installations, every algorithm, and the
+network's figures."""
 
 import dataclasses
 import functools
@@ -15,8 +15,9 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from . import __version__, available, kernels, prediction, simulate
-from . import torch as hvdc
+from .. import __version__, available, kernels, simulate
+from .. import torch as hvdc
+from . import loads, prediction
 from .cost import COLLECTIVES, Load, Network
 
 _STEPS = 2
@@ -30,20 +31,29 @@ _FUSED = 16  # tensors in each
 # Of the step that tells what each costs.
 _OPERATIONS = 100
 
-Say = Callable[[str], None]
+Say = Callable[[str], Any]
 
 
 def run(
-    compressors: Dict[str, Any], model: prediction.Model, backward: float, say: Say
+    compressors: Dict[str, Any], model: loads.Model, backward: float, say: Say
 ) -> Dict[str, Any]:
-    """Checks all that there is, on every rank; the first one says what it finds while it goes on.
-    compressors: {spec: compressor}, with which steps of the model are predicted; backward: seconds
-    of its backward pass. Returns a JSON-able dict, alike on all ranks: good, installed, algorithms;
-    and with several ranks what `prediction.predict` returns."""
+    """Checks a cluster. All ranks call it.
+
+    Args:
+        compressors: by spec. Steps of the model are predicted with each.
+        model: the model of the prediction.
+        backward: seconds of its backward pass.
+        say: prints a line, on the first rank.
+
+    Returns:
+        A JSON-able dict, the same on all ranks: "good", "installed", "algorithms"; and with several
+        ranks what `prediction.predict` returns.
+    """
     hvd.init()
     torch.set_num_threads(1)
     if not is_first():
-        say = _quiet
+        # The others say nothing.
+        say = str
     installed = _compare_installations(say)
     algorithms = _try_algorithms(say)
     found = {
@@ -71,10 +81,6 @@ def run(
 
 def is_first() -> bool:
     return hvd.rank() == 0
-
-
-def _quiet(text: str) -> None:
-    """What ranks but the first say."""
 
 
 def _compare_installations(say: Say) -> Dict[str, Any]:
@@ -152,16 +158,16 @@ def _measure_network() -> Network:
     return dataclasses.replace(network, seconds_per_byte=rates)
 
 
-def _measure_loads(compressors: Dict[str, Any], model: prediction.Model) -> Dict[str, Load]:
+def _measure_loads(compressors: Dict[str, Any], model: loads.Model) -> Dict[str, Load]:
     """What each of {spec: compressor} brings into a step, encoded and decoded on all ranks at once,
     as in training; the slowest rank's."""
-    gradients, loads = model.gradients(), {}
+    gradients, found = model.gradients(), {}
     local_size = hvd.local_size() if hvd.mpi_ops.is_homogeneous() else 1
     for spec, compressor in compressors.items():
-        load = prediction.measured(compressor, model, gradients, hvd.size(), local_size=local_size)
+        (load,) = loads.measured(compressor, model, gradients, [hvd.size()], local_size=local_size)
         encode, decode = _slowest([load.encode, load.decode], "check.work")
-        loads[spec] = dataclasses.replace(load, encode=encode, decode=decode)
-    return loads
+        found[spec] = dataclasses.replace(load, encode=encode, decode=decode)
+    return found
 
 
 def _gathered(value: Any) -> List[Any]:

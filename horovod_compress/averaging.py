@@ -1,0 +1,94 @@
+"""The arrays of all ranks as one: means over ranks, and parts of a host as whole tensors."""
+
+from typing import Callable, Dict, Optional, Protocol, Sequence
+
+import numpy as np
+
+from .compressors.base import OWED, Shard
+from .handshake import Gathering
+
+# By tensor and array name.
+Arrays = Dict[str, Dict[str, np.ndarray]]
+
+
+class Reducing(Gathering, Protocol):
+    """What means over ranks need of a transport."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    def allreduce(self, name: str, array: np.ndarray) -> Callable[[], np.ndarray]:
+        """As in `Transport`, of float64 in any shape."""
+
+
+def mean_of(ranks: Sequence[Arrays]) -> Arrays:
+    """The mean over ranks. Sums are in float64, so that the mean of equal arrays is equal to the
+    last bit."""
+    return {
+        name: {
+            key: np.mean([arrays[name][key] for arrays in ranks], axis=0, dtype=np.float64).astype(
+                array.dtype
+            )
+            for key, array in named.items()
+        }
+        for name, named in ranks[0].items()
+    }
+
+
+def means_over_ranks(
+    arrays: Arrays,
+    transport: Reducing,
+    label: str,
+    counts: bool = True,
+    ranks: Optional[int] = None,
+) -> Arrays:
+    """The same as `mean_of`, with a collective. All ranks call it.
+
+    Args:
+        arrays: this rank's, with the same names and shapes on all ranks.
+        transport: adds up float64.
+        label: of this exchange.
+        counts: whether this rank's arrays are part of the mean.
+        ranks: how many ranks count; None: all.
+    """
+
+    def mean(name: str, array: np.ndarray) -> np.ndarray:
+        summed = transport.allreduce(
+            name, array.astype(np.float64) if counts else np.zeros(array.shape)
+        )()
+        return (summed / (ranks or transport.size)).astype(array.dtype)
+
+    # In the same order on all ranks, whatever the order in which they came to know tensors.
+    return {
+        name: {
+            key: mean(f"{label}.{name}.{key}", array) for key, array in sorted(arrays[name].items())
+        }
+        for name in sorted(arrays)
+    }
+
+
+def whole(arrays: Arrays, shards: Dict[str, Sequence[int]]) -> Arrays:
+    """A rank's arrays, each as long as its tensor. They are zero outside the rank's part: the mean
+    over ranks is then what results are still owed, as it is of other arrays."""
+    return {
+        name: _filled_up(named, Shard(*shards[name])) if name in shards else named
+        for name, named in arrays.items()
+    }
+
+
+def _filled_up(arrays: Dict[str, np.ndarray], shard: Shard) -> Dict[str, np.ndarray]:
+    return {
+        key: shard.whole(array) if array.shape == (shard.last - shard.first,) else array
+        for key, array in arrays.items()
+    }
+
+
+def own_part(shard: Shard, arrays: Dict[str, np.ndarray]) -> Dict[str, np.ndarray]:
+    """A rank's part of a tensor's means over ranks. It keeps the part for all ranks of its host."""
+    return {
+        key: shard.ranks * array[shard.first : shard.last]
+        if key != OWED and array.shape == (shard.numel,)
+        else array
+        for key, array in arrays.items()
+    }

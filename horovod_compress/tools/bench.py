@@ -1,0 +1,356 @@
+"""hvdcompress bench: measures compressions on one rank. Steps through the exchange alternate with
+reading and writing the same memory."""
+
+import argparse
+import functools
+import math
+import statistics
+import time
+from typing import Any, Callable, Counter, Dict, List, Sequence, Tuple
+
+import numpy as np
+
+from .. import available, get_compressor, kernels
+from ..compressors.base import Compressor, Step, zeros
+from ..exchange import Exchange
+from ..hosts import Host
+from ..lockstep import Named
+from ..transport.base import Transport
+from . import arguments
+from .gradients import load_gradients, random_gradients
+from .models import MODELS
+from .printing import console, digits, progress_bar, save_figure, table, write_json
+
+# Steps that touch new memory, not measured.
+WARMUP = 3
+
+_EPILOG = """\
+Save your own gradients with NumPy, one entry a tensor. Entries of several steps are named
+step/name, in any order:
+
+  entries = {
+      f"{step}/{name}": array for step, named in enumerate(steps) for name, array in named.items()
+  }
+  numpy.savez("gradients.npz", **entries)
+
+A single step's gradients are used in every step. Random gradients are normal, with a log-normal
+scale by row; a few sets take turns.
+
+To measure on one core: taskset -c 0 hvdcompress bench
+"""
+
+_COLUMNS = {
+    # {title: function that formats a result}.
+    "spec": lambda result: result["spec"],
+    "collective": lambda result: result["collective"],
+    "ratio": lambda result: digits(result["ratio"]),
+    "kB/step": lambda result: digits(result["bytes_per_step"] / 1e3),
+    "encode\nms": lambda result: f"{1e3 * result['encode_seconds']:.2f}",
+    "decode\nms": lambda result: f"{1e3 * result['decode_seconds']:.2f}",
+    "GB/s": lambda result: digits(result["gradient_bytes_per_second"] / 1e9),
+    "×\nstreaming": lambda result: digits(result["times_streaming"]),
+    "error": lambda result: f"{result['error']:.3f}" + ("*" if result["residual"] else ""),
+}
+
+_NOTES = (
+    "ratio: float32 bytes of all gradients / bytes that a rank sends, frames and carriers included",
+    "encode: from the first gradient to the last framed payload, median",
+    "decode: checks and adds the payloads of all ranks, or decodes their sum, and ends the step, "
+    "median",
+    "There is no network. The copies in its place are not counted.",
+    "GB/s: gradient bytes / (encode + decode)",
+    "× streaming: encode and the decode of one payload / the time to read and write the gradient, "
+    "the state and the payload once",
+    "error: ‖mean over ranks − gradient‖ / ‖gradient‖ in the first step; *: the rest stays in a "
+    "residual and is sent later",
+)
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure compressions on one rank",
+        description="Measures bytes, time and error of compressions on one rank, without a "
+        "network.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "specs",
+        nargs="*",
+        metavar="SPEC",
+        help="such as dgc:ratio=0.01 (default: all compressions, with their defaults)",
+    )
+    arguments.add_model(parser)
+    parser.add_argument(
+        "--gradients", metavar="FILE.npz", help="your own gradients, in place of a model's"
+    )
+    for name, default, least, help in (
+        ("--ranks", 2, 1, "number of payloads to decode"),
+        ("--steps", 10, 1, f"measured steps, after a warm-up of {WARMUP}"),
+        ("--seed", 0, 0, "seed of the random gradients"),
+    ):
+        parser.add_argument(
+            name,
+            type=arguments.whole(least),
+            default=default,
+            metavar="N",
+            help=f"{help} (default: {default})",
+        )
+    arguments.add_plot(parser, "plot the ratio over the time")
+    arguments.add_json(parser)
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(options: argparse.Namespace) -> None:
+    name, gradients = options.model, []
+    try:
+        compressors = {spec: get_compressor(spec) for spec in options.specs or available()}
+        if options.gradients:
+            name, gradients = options.gradients, load_gradients(options.gradients)
+        # So that errors show before the long run.
+        for compressor in compressors.values():
+            measure(compressor, [{"w": np.eye(40, dtype=np.float32)}], options.ranks, 1)
+    except ValueError as error:
+        options.parser.error(str(error))
+    results = []
+    with progress_bar() as progress:
+        steps = len(compressors) * (WARMUP + options.steps)
+        task = progress.add_task("preparing gradients", total=steps)
+        gradients = gradients or random_gradients(MODELS[name](), options.seed)
+        for spec, compressor in compressors.items():
+            progress.update(task, description=spec)
+            advance = functools.partial(progress.advance, task)
+            measured = measure(compressor, gradients, options.ranks, options.steps, advance)
+            results.append({"spec": spec, **measured})
+    run = {
+        "gradients": name,
+        "tensors": len(gradients[0]),
+        "floats": sum(array.size for array in gradients[0].values()),
+        "ranks": options.ranks,
+        "steps": options.steps,
+        "kernels": kernels.backend,
+        "results": results,
+    }
+    if options.plot:
+        _plot(run, options.plot)
+    if not write_json(run, options.json):
+        _report(run, options.markdown)
+
+
+def _title(run: Dict[str, Any]) -> str:
+    return (
+        f"{run['gradients']}: {run['tensors']} tensors, {digits(run['floats'] / 1e6)} M floats; "
+        f"{run['ranks']} ranks, {run['steps']} steps, {run['kernels']} kernels"
+    )
+
+
+def _report(run: Dict[str, Any], markdown: bool) -> None:
+    rows = [[shown(result) for shown in _COLUMNS.values()] for result in run["results"]]
+    if markdown:
+        titles = [title.replace("\n", " ") for title in _COLUMNS]
+        rows = [titles, ["---", "---", *["---:"] * (len(titles) - 2)], *rows]
+        lines = [
+            _title(run),
+            "",
+            *(f"| {' | '.join(row)} |" for row in rows),
+            "",
+            *(f"- {note}" for note in _NOTES),
+        ]
+        print(*lines, sep="\n")
+    else:
+        console().print(
+            _title(run), table(_COLUMNS, rows, right=list(_COLUMNS)[2:]), *_NOTES, sep="\n"
+        )
+
+
+def _plot(run: Dict[str, Any], path: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
+    for collective in sorted({result["collective"] for result in run["results"]}):
+        points = [result for result in run["results"] if result["collective"] == collective]
+        work = [1e3 * (point["encode_seconds"] + point["decode_seconds"]) for point in points]
+        axes.scatter(work, [point["ratio"] for point in points], label=collective)
+        for x, point in zip(work, points):
+            axes.annotate(
+                point["spec"],
+                (x, point["ratio"]),
+                xytext=(5, 4),
+                textcoords="offset points",
+                fontsize=8,
+            )
+    axes.set(xscale="log", yscale="log", xlabel="encode + decode, ms", ylabel="ratio on the wire")
+    axes.set_title(_title(run), loc="left", fontsize=10)
+    axes.margins(x=0.2, y=0.1)  # room for the labels
+    save_figure(figure, path)
+
+
+class Echo(Transport):
+    """`size` ranks that all send the same as this one. seconds is the time spent on copies, which
+    is no part of a compression; sent counts bytes by collective, as "allreduce float32";
+    operations, how many were started."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size, self.seconds = size, 0.0
+        self.sent: Counter[str] = Counter()
+        self.operations: Counter[str] = Counter()
+
+    def count(self, verb: str, array: np.ndarray) -> None:
+        self.sent[f"{verb} {array.dtype}"] += array.nbytes
+        self.operations[f"{verb} {array.dtype}"] += 1
+
+    def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
+        self.count("allgather", payload)
+        return lambda: self._timed(np.tile, payload, self.size)
+
+    def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
+        self.count("allreduce", array)
+        return lambda: self._timed(np.multiply, array, self.size if op == "sum" else 1, out=array)
+
+    def alltoall(
+        self, name: str, payload: np.ndarray, splits: Sequence[int]
+    ) -> Callable[[], List[np.ndarray]]:
+        self.count("alltoall", payload)
+        return lambda: self._timed(lambda: [payload[: splits[0]].copy() for _ in range(self.size)])
+
+    def _timed(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        started = time.perf_counter()
+        result = function(*arguments, **options)
+        self.seconds += time.perf_counter() - started
+        return result
+
+
+def measure(
+    compressor: Compressor,
+    gradients: Sequence[Named],
+    ranks: int,
+    steps: int,
+    progress: Callable[[], Any] = lambda: None,
+    local_size: int = 1,
+) -> Dict[str, Any]:
+    """Measures a compression on one of several ranks, which all send the same.
+
+    Args:
+        compressor: what is measured.
+        gradients: by name, of one or more steps, which take turns.
+        ranks: number of ranks.
+        steps: measured steps, after `WARMUP` others.
+        progress: called after each step.
+        local_size: ranks of a host, for `hosts=true`. Other ranks' parts then stay zero, and the
+            error says nothing.
+
+    Returns:
+        A dict: "collective"; "ratio" and "bytes_per_step"; "exchanged", these bytes by collective,
+        as {"allreduce float32": …}, and "operations", how many of each a step starts; medians
+        "encode_seconds", "decode_seconds" (of all ranks' payloads) and "streaming_seconds" (to read
+        and write gradient, state and one payload once); "gradient_bytes_per_second";
+        "times_streaming", of an encode and the decode of one payload; "error"; "residual", whether
+        there is one.
+
+    Raises:
+        ValueError: the compression cannot be measured on one rank.
+    """
+    if compressor.split(1, Step(0, 0, ranks)) is not None:
+        raise ValueError(
+            f"{compressor.id}: exchange=split is work of all ranks, and this measures one: measure "
+            "exchange=gather, compare both with `hvdcompress plan`, or both on real ranks with "
+            "benchmarks/step_time.py"
+        )
+    echo = Echo(ranks)
+    tensors = {name: (array.shape, compressor) for name, array in gradients[0].items()}
+    exchange = Exchange(compressor, echo, tensors, host=Host.alone(ranks, local_size))
+    before, seconds, error = _take_steps(exchange, echo, gradients, steps, progress)
+    after = exchange.stats()
+    encode, decode, streaming = map(statistics.median, zip(*seconds))
+    decoded_payloads = ranks if compressor.collective == "allgather" else 1
+    sent, dense = (after[key] - before[key] for key in ("bytes_sent", "dense_bytes"))
+    return {
+        "collective": compressor.collective,
+        "ratio": dense / sent,
+        "bytes_per_step": sent / steps,
+        "exchanged": {kind: nbytes / steps for kind, nbytes in echo.sent.items()},
+        "operations": {kind: count / steps for kind, count in echo.operations.items()},
+        "encode_seconds": encode,
+        "decode_seconds": decode,
+        "streaming_seconds": streaming,
+        "gradient_bytes_per_second": dense / steps / (encode + decode),
+        "times_streaming": (encode + decode / decoded_payloads) / streaming,
+        "error": error,
+        "residual": after["residual_norm"] > 0,
+    }
+
+
+def _take_steps(
+    exchange: Exchange,
+    echo: Echo,
+    gradients: Sequence[Named],
+    steps: int,
+    progress: Callable[[], Any],
+) -> Tuple[Dict[str, Any], List[Tuple[float, float, float]], float]:
+    """Takes steps, with a warm-up. Returns the statistics before the measured ones; the seconds to
+    encode, decode and stream in each; and the error of the first step."""
+    grads = {n: zeros(a.size) for n, a in gradients[0].items()}
+    seconds = []
+    for step in range(WARMUP + steps):
+        given = gradients[step % len(gradients)]
+        if step == WARMUP - 1:
+            earlier = exchange.stats()
+        if step == WARMUP:
+            before = exchange.stats()
+            state = [array for arrays in exchange.arrays().values() for array in arrays.values()]
+            payload = zeros(int(before["bytes_sent"] - earlier["bytes_sent"]) // 4)
+            streams = [*grads.values(), *state, payload]
+            echo.sent.clear()
+            echo.operations.clear()
+        encode, decode = _time_step(exchange, echo, grads, given)
+        # No residual and no momentum yet, so the result can be compared with the gradient.
+        if step == 0:
+            error = _relative_error(grads, given)
+        if step >= WARMUP:
+            seconds.append((encode, decode, _time_streaming(streams)))
+        progress()
+    return before, seconds, error
+
+
+def _time_step(exchange: Exchange, echo: Echo, grads: Named, given: Named) -> Tuple[float, float]:
+    """Runs one step on copies of the given gradients, made in the memory of `grads`. Returns the
+    seconds of encoding and of decoding."""
+    carriers, encode, echoed = {}, 0.0, echo.seconds
+    for name, grad in grads.items():
+        # Just written, as backward hands it over.
+        np.copyto(grad, given[name].reshape(-1))
+        started = time.perf_counter()
+        carriers[name] = exchange.submit(name, grad)
+        encode += time.perf_counter() - started
+        echo.count("allreduce", carriers[name])  # by the host
+    started = time.perf_counter()
+    exchange.flush()
+    between, encoded = echo.seconds, time.perf_counter()
+    encode += encoded - started - (between - echoed)
+    for name, carrier in carriers.items():
+        exchange.finish(name, carrier)
+    exchange.end_step()
+    decoded = time.perf_counter()
+    return encode, decoded - encoded - (echo.seconds - between)
+
+
+def _time_streaming(streams: Sequence[np.ndarray]) -> float:
+    """Reads and writes arrays once, which changes nothing in them. Returns the seconds."""
+    started = time.perf_counter()
+    for stream in streams:
+        np.add(stream, stream.dtype.type(-0.0), out=stream)
+    return time.perf_counter() - started
+
+
+def _relative_error(results: Named, given: Named) -> float:
+    """‖result − gradient‖ / ‖gradient‖; the results are not needed afterwards."""
+    whole = sum(kernels.of(array).squared_norm(array.reshape(-1)) for array in given.values())
+    for name, result in results.items():
+        result -= given[name].reshape(-1)
+    missing = sum(kernels.of(result).squared_norm(result) for result in results.values())
+    return math.sqrt(missing / whole) if whole else 0.0

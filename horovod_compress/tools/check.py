@@ -1,0 +1,53 @@
+"""hvdcompress check: checks a cluster and predicts a step on its network."""
+
+import argparse
+import sys
+from typing import Any
+
+from . import plan, prediction
+from .printing import console, write_json
+
+_EPILOG = """\
+horovodrun -np 4 -H host1:2,host2:2 hvdcompress check --model resnet50 --json network.json
+mpirun -np 4 -H host1:2,host2:2 hvdcompress check --million 25.6
+
+It compares the installations of all ranks. It runs every algorithm on every transport and compares
+the results with a simulation. It measures the collectives and predicts a step with each SPEC. The
+exit status is 1 if ranks differ or an algorithm fails. Without a launcher it checks this machine.
+`hvdcompress plan --network network.json` predicts more on the measured network.
+"""
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="check a cluster: run it on all ranks",
+        description="Checks a cluster, and predicts which compression pays there. Run it on all "
+        "ranks.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.add_prediction(parser)
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(options: argparse.Namespace) -> None:
+    try:
+        compressors = prediction.compressors_of(options.specs)
+    except ValueError as error:
+        options.parser.error(str(error))
+    try:
+        from . import cluster
+    except ImportError as error:
+        sys.exit(f"hvdcompress check needs Horovod with PyTorch: {error}")
+    terminal = console(stderr=options.json == "-")
+    found = cluster.run(
+        compressors, plan.model_of(options), 1e-3 * options.backward, terminal.print
+    )
+    if cluster.is_first() and not write_json(found, options.json) and "predictions" in found:
+        plan.show_predictions([found], None)
+    if cluster.is_first():
+        # One rank has no predictions: there is no network.
+        well = "all is well" if "predictions" in found else "all is well, as far as one rank shows"
+        terminal.print(f"\n{well}" if found["good"] else "\nsomething is wrong: see above")
+    sys.exit(not found["good"])

@@ -1,0 +1,36 @@
+"""hvdcompress, the command line tool: one module a command."""
+
+import argparse
+import importlib.util
+import sys
+from typing import NoReturn, Optional, Sequence
+
+from . import bench, check, info, plan, report
+from .printing import printable
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its errors are one line, whatever files and arguments hold."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
+def main(argv: Optional[Sequence[str]] = None) -> None:
+    options = _parser().parse_args(argv)
+    for module in ["rich"] + ["matplotlib"] * bool(getattr(options, "plot", None)):
+        if importlib.util.find_spec(module) is None:
+            sys.exit(f"hvdcompress needs {module}: pip install 'horovod-compress[cli]'")
+    try:
+        options.run(options)
+    # A file that cannot be written, or a disk that is full.
+    except OSError as error:
+        sys.exit(printable(f"hvdcompress: {error}"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="hvdcompress", description="Gradient compression for unmodified Horovod.")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
+    for command in (info, bench, plan, check, report):
+        command.add(commands)
+    return parser

@@ -1,0 +1,216 @@
+"""What a compression brings into a step: bytes and work, measured on this processor with few ranks
+and extrapolated to many."""
+
+import dataclasses
+import math
+from typing import Any, Callable, List, Sequence
+
+from ..compressors.base import Step
+from ..compressors.dense import dense_compressor
+from ..hosts import Host, sharded
+from ..lockstep import Named
+from ..plan import compressor_for
+from ..step import times_dense
+from . import bench
+from .cost import Load
+from .models import MODELS, Shapes
+
+# Measured steps.
+STEPS = 5
+GATHERED = "allgather uint8"
+# Hosts whose payloads are decoded. Their difference is what those of further hosts take.
+_FEW, _MANY = 2, 8
+# Of a model of which only the size is known: measured tensors, and elements of each.
+_TENSORS, _LARGEST = 16, 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model of which a step is predicted. parameters: how many it has; shapes: of gradients that
+    are measured, in the order of layers; factor: how many times their elements the model has."""
+
+    name: str
+    parameters: int
+    shapes: Shapes
+    factor: float = 1.0
+
+    @classmethod
+    def known(cls, name: str) -> "Model":
+        """One of `models.MODELS`."""
+        shapes = MODELS[name]()
+        return cls(name, sum(map(math.prod, shapes.values())), shapes)
+
+    @classmethod
+    def of_size(cls, millions: float) -> "Model":
+        """One of which only the number of parameters is known."""
+        parameters = max(1, round(1e6 * millions))
+        rows = min(max(1, round(parameters / _TENSORS / 1024)), _LARGEST // 1024)
+        shapes: Shapes = {f"t{i}": (rows, 1024) for i in range(_TENSORS)}
+        return cls("a model", parameters, shapes, parameters / (1024 * rows * _TENSORS))
+
+    def gradients(self) -> List[Named]:
+        return bench.random_gradients(self.shapes, seed=0)
+
+
+def measured(
+    compressor: Any,
+    model: Model,
+    gradients: Sequence[Named],
+    counts: Sequence[int],
+    progress: Callable[[], Any] = lambda: None,
+    local_size: int = 1,
+) -> List[Load]:
+    """A compression's load in a step of the model, for each number of ranks.
+
+    Sums are measured with as many ranks as are asked for. Gathered payloads have the same length on
+    any number of ranks; the time to decode one more is measured. A tensor whose payloads would be
+    more bytes than a dense exchange goes dense.
+
+    Args:
+        compressor: as it is after its warm-up.
+        model: whose step it is.
+        gradients: of some steps, by name, as `Model.gradients` makes them.
+        counts: numbers of ranks, in ascending order.
+        progress: called after each measured step.
+        local_size: ranks of a host.
+
+    Returns:
+        One load for each of the counts.
+
+    Raises:
+        ValueError: ranks do not make up hosts of that size.
+    """
+    splits = [compressor.split(1, Step(0, 0, ranks)) for ranks in counts]
+    alone = compressor if splits[0] is None else dataclasses.replace(compressor, exchange="gather")
+    # Ranks of a host that add up their gradients before they compress them.
+    size = local_size if getattr(alone, "hosts", False) else 1
+
+    def measure(ranks: int) -> Load:
+        return _measured(alone, model, gradients, ranks, progress, size)
+
+    if alone.collective != "allgather":
+        return _of_sums(measure, counts)
+    if len(counts) == 1 and splits[0] is None and counts[0] <= size * _MANY:
+        return [measure(counts[0])]
+    few, many = (measure(size * hosts) for hosts in (_FEW, _MANY))
+    each = max(many.decode - few.decode, 0.0) / (size * (_MANY - _FEW))
+    loads = []
+    for ranks, split in zip(counts, splits):
+        load = dataclasses.replace(few, decode=few.decode + each * (ranks - size * _FEW))
+        loads.append(
+            _where_dense_brings_less(alone, model, load, ranks, size)
+            if split is None
+            else _splitting(load, split.accept, ranks)
+        )
+    return loads
+
+
+def _measured(
+    compressor: Any,
+    model: Model,
+    gradients: Sequence[Named],
+    ranks: int,
+    progress: Callable[[], Any],
+    local_size: int,
+) -> Load:
+    """The load with this number of ranks, all of whose payloads are decoded."""
+    found = bench.measure(compressor, gradients, ranks, STEPS, progress, local_size)
+    rounds = len(compressor.collectives(ranks)) - 1 + (local_size > 1)
+    # Of small tensors, which hide nothing.
+    dense_rounds = (
+        len(dense_compressor(getattr(compressor, "dense", "fp32"), 0).collectives(ranks)) - 1
+    )
+    hides = (
+        not rounds
+        and compressor.clip_norm is None
+        and getattr(compressor, "transport", "horovod") == "horovod"
+    )
+    sizes = [math.prod(shape) for shape in model.shapes.values()]
+    # With which Horovod looks at nothing.
+    plain = compressor.id == "none"
+    encode, decode = (0.0, 0.0) if plain else (found["encode_seconds"], found["decode_seconds"])
+    gathers = found["operations"].get(GATHERED, 0)
+    operations = sum(found["operations"].values())
+    return Load(
+        found["exchanged"],
+        operations,
+        rounds + dense_rounds,
+        hides,
+        sizes[0] / sum(sizes),
+        encode,
+        decode,
+        gathers,
+    ).times(model.factor)
+
+
+def _splitting(gathering: Load, accept: float, ranks: int) -> Load:
+    """The load with `exchange=split`, from that with `exchange=gather`. An owner decodes as many
+    entries as one rank sends; every rank decodes `accept` times that."""
+    payload = gathering.exchanged[GATHERED]
+    exchanged = {
+        **gathering.exchanged,
+        "alltoall uint8": payload,
+        GATHERED: accept / ranks * payload,
+    }
+    return dataclasses.replace(
+        gathering,
+        exchanged=exchanged,
+        operations=gathering.operations - gathering.gathers + 2,
+        rounds=gathering.rounds + 1,
+        hides=False,
+        decode=gathering.decode * (1 + accept) / ranks,
+        gathers=1,
+    )
+
+
+def _of_sums(measure: Callable[[int], Load], counts: Sequence[int]) -> List[Load]:
+    """The loads of summed payloads with each of the counts, which ascend. More ranks need fields
+    as wide or wider, so where two send the same bytes all between them do, at the same work."""
+    loads = {index: measure(counts[index]) for index in sorted({0, len(counts) - 1})}
+
+    def fill(first: int, last: int) -> None:
+        middle = (first + last) // 2
+        if loads[first].exchanged == loads[last].exchanged:
+            loads.update(dict.fromkeys(range(first + 1, last), loads[first]))
+        elif middle > first:
+            loads[middle] = measure(counts[middle])
+            fill(first, middle)
+            fill(middle, last)
+
+    fill(0, len(counts) - 1)
+    return [loads[index] for index in range(len(counts))]
+
+
+def _where_dense_brings_less(
+    compressor: Any, model: Model, load: Load, ranks: int, local_size: int
+) -> Load:
+    """The load where tensors go dense whose payloads from so many ranks would be more."""
+    host = Host.alone(ranks, local_size)
+    tensors = [
+        (math.prod(shape), sharded(compressor_for(compressor, name, shape), host, shape))
+        for name, shape in model.shapes.items()
+    ]
+    gathered = [(numel, chosen) for numel, chosen in tensors if chosen.collective == "allgather"]
+    elements = model.factor * sum(numel for numel, _ in gathered)
+    measured_bits = 8 * load.exchanged.get(GATHERED, 0.0) / max(elements, 1)
+    known = [(numel, chosen.payload_bits(numel, Step(0, 0, ranks))) for numel, chosen in gathered]
+    sizes = [(numel, measured_bits if bits is None else bits) for numel, bits in known]
+    dense = [(numel, bits) for numel, bits in sizes if times_dense(bits, ranks) > 1]
+    if not dense:
+        return load
+    share = 1 - sum(numel * bits for numel, bits in dense) / sum(
+        numel * bits for numel, bits in sizes
+    )
+    exchanged = {**load.exchanged, GATHERED: share * load.exchanged[GATHERED]}
+    summed = "allreduce float32"
+    exchanged[summed] = exchanged.get(summed, 0.0) + 4 * model.factor * sum(
+        numel for numel, _ in dense
+    )
+    fewer = load.gathers * len(dense) / len(gathered)
+    return dataclasses.replace(
+        load,
+        exchanged=exchanged,
+        operations=load.operations - fewer,
+        decode=share * load.decode,
+        gathers=load.gathers - fewer,
+    )

@@ -1,0 +1,262 @@
+"""hvdcompress plan: predicts a step's time and bytes on a network, for several numbers of ranks."""
+
+import argparse
+import functools
+import sys
+from typing import Any, Dict, List, Optional, Sequence, Union
+
+from . import arguments, bench, loads, prediction
+from .cost import MOST_RANKS, Load, Network
+from .printing import console, digits, progress_bar, table, write_json
+
+_COLUMNS = {
+    # {title: function that formats a prediction}.
+    "ranks": lambda found: str(found["ranks"]),
+    "spec": lambda found: found["spec"],
+    "MB\nsent": lambda found: f"{found['bytes_sent'] / 1e6:.2f}",
+    "MB\nreceived": lambda found: f"{found['bytes_received'] / 1e6:.2f}",
+    "MB on\nlink": lambda found: f"{found['link_bytes'] / 1e6:.2f}",
+    "work\nms": lambda found: f"{1e3 * found['work_seconds']:.1f}",
+    "step\nms": lambda found: f"{1e3 * found['step_seconds']:.1f}",
+    "of none": lambda found: f"{found['of_none']:.3f}",
+}
+
+_NOTES = (
+    "MB sent, received: bytes handed to collectives in a step and got back, as stats() counts them",
+    "MB on link: bytes that cross a rank's link, each way",
+    "work: encode and decode, measured on this processor",
+    "step: backward and exchange, computed, after a warm-up; of none: over the step with none",
+    "Tensors go dense where the payloads of all ranks would be more bytes.",
+    "The gradients are random. adacomp, variance and strom send less of real ones.",
+)
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="predict a step's time and bytes on a network",
+        description="Predicts the time and the bytes of a training step with several compressions, "
+        "for one or more numbers of ranks. It measures each compression on this processor and "
+        "computes the exchange. It needs no other ranks and no network.",
+    )
+    parser.add_argument(
+        "--ranks",
+        nargs="+",
+        type=_ranks_or_spec,
+        default=[],
+        metavar="N",
+        help="numbers of ranks (default: the ranks of two hosts, or those of --network)",
+    )
+    add_prediction(parser)
+    network = parser.add_mutually_exclusive_group()
+    network.add_argument(
+        "--link",
+        type=arguments.rate,
+        metavar="RATE",
+        help="bits a second of each rank's link, such as 100mbit (default: 1gbit)",
+    )
+    network.add_argument(
+        "--network",
+        metavar="FILE",
+        help="a network measured by `hvdcompress check --json FILE`",
+    )
+    parser.add_argument(
+        "--latency",
+        type=arguments.number,
+        metavar="MS",
+        help="milliseconds of a message between two hosts (default: 0.1)",
+    )
+    parser.add_argument(
+        "--library",
+        choices=("gloo", "mpi"),
+        default="gloo",
+        help="Horovod's library. Its small messages pass a ring of ranks (gloo) or a tree (mpi) "
+        "(default: gloo)",
+    )
+    parser.add_argument(
+        "--local-size",
+        type=arguments.whole(1),
+        default=1,
+        metavar="L",
+        help="ranks of a host, for hosts=true (default: 1)",
+    )
+    arguments.add_plot(parser, "plot time and bytes over the number of ranks")
+    parser.set_defaults(run=_run, parser=parser)
+    # A deprecated name, which is not listed.
+    commands.choices["scale"] = parser
+
+
+def add_prediction(parser: argparse.ArgumentParser) -> None:
+    """Adds what every prediction needs: specs, a model, a backward pass."""
+    parser.add_argument(
+        "specs",
+        nargs="*",
+        metavar="SPEC",
+        help="compressions to compare with none and fp16 "
+        f"(default: {' '.join(prediction.DEFAULT)})",
+    )
+    model = parser.add_mutually_exclusive_group()
+    arguments.add_model(model)
+    model.add_argument(
+        "--million",
+        type=arguments.positive,
+        metavar="M",
+        help="a model of M million parameters",
+    )
+    parser.add_argument(
+        "--backward",
+        type=arguments.number,
+        default=0.0,
+        metavar="MS",
+        help="milliseconds of a backward pass; the exchange overlaps with it (default: 0)",
+    )
+    arguments.add_json(parser)
+
+
+def model_of(options: argparse.Namespace) -> loads.Model:
+    """The model that --million or --model names."""
+    if options.million:
+        return loads.Model.of_size(options.million)
+    return loads.Model.known(options.model)
+
+
+def _ranks_or_spec(text: str) -> Union[int, str]:
+    """A number of ranks; or a SPEC, because those may follow the numbers."""
+    return text if text[:1].isalpha() else arguments.whole(2)(text)
+
+
+def _run(options: argparse.Namespace) -> None:
+    # Specs may follow the numbers.
+    options.specs += [spec for spec in options.ranks if isinstance(spec, str)]
+    counts = sorted({count for count in options.ranks if isinstance(count, int)})
+    if options.command == "plan":
+        return _plan(options, counts)
+    counts = _up_to(counts[-1] if counts else 10_000, options.local_size)
+    _plan(options, counts)
+    print(
+        "hvdcompress scale is deprecated and will be removed: use hvdcompress plan, with the same "
+        f"options and --ranks {' '.join(map(str, counts))}",
+        file=sys.stderr,
+    )
+
+
+def _up_to(largest: int, local_size: int) -> List[int]:
+    """The ranks of 2, 4, 8, … hosts, and the largest number."""
+    powers = range(1, (largest // local_size - 1).bit_length())
+    return [*(local_size * 2**power for power in powers), largest]
+
+
+def _plan(options: argparse.Namespace, counts: List[int]) -> None:
+    refuse = options.parser.error
+    if options.network and options.latency is not None:
+        refuse("--latency: not allowed with argument --network, which was measured")
+    try:
+        compressors = prediction.compressors_of(options.specs)
+        found = Network.read(options.network) if options.network else None
+    except ValueError as error:
+        refuse(str(error))
+    counts = counts or [found.ranks if found else 2 * options.local_size]
+    if counts[-1] > MOST_RANKS:
+        refuse(f"--ranks: must be at most {MOST_RANKS}")
+    for ranks in counts:
+        if ranks % options.local_size:
+            refuse(f"--local-size: {ranks} ranks are not hosts of {options.local_size}")
+    model, rate = model_of(options), options.link or 1e9
+    latency = 1e-3 * (0.1 if options.latency is None else options.latency)
+    measured = _measure_loads(options, compressors, model, counts)
+
+    def network(ranks: int, factor: float) -> Network:
+        links = found.faster(factor) if found else Network.of_link(factor * rate, latency)
+        return links.among(ranks, rings=options.library == "gloo")
+
+    runs = [
+        prediction.predict(
+            model,
+            {spec: its[i] for spec, its in measured.items()},
+            functools.partial(network, ranks),
+            1e-3 * options.backward,
+        )
+        for i, ranks in enumerate(counts)
+    ]
+    several = prediction.by_ranks(runs)
+    if options.plot:
+        prediction.plot(several, options.plot)
+    known = {"library": options.library, **({} if found else {"link_bits_per_second": rate})}
+    if not write_json({**(several if len(runs) > 1 else runs[0]), **known}, options.json):
+        show_predictions(runs, None if found else rate)
+
+
+def _measure_loads(
+    options: argparse.Namespace,
+    compressors: Dict[str, Any],
+    model: loads.Model,
+    counts: Sequence[int],
+) -> Dict[str, List[Load]]:
+    """{spec: its load for each number of ranks}, measured behind a progress bar."""
+    with progress_bar() as progress:
+        # The most that one spec may take. Most take less.
+        each = max(2, len(counts)) * (bench.WARMUP + loads.STEPS)
+        task = progress.add_task("preparing gradients", total=len(compressors) * each)
+        gradients, measured = model.gradients(), {}
+        for done, (spec, compressor) in enumerate(compressors.items()):
+            progress.update(task, description=spec, completed=done * each)
+            advance = functools.partial(progress.advance, task)
+            measured[spec] = loads.measured(
+                compressor, model, gradients, counts, advance, options.local_size
+            )
+    return measured
+
+
+def show_predictions(runs: Sequence[Dict[str, Any]], rate: Optional[float]) -> None:
+    """Prints one table for all numbers of ranks, and what follows from it.
+
+    Args:
+        runs: what `prediction.predict` returns, by ascending number of ranks.
+        rate: of links, bits a second; None where the network was measured.
+    """
+    first, backward = runs[0], 1e3 * runs[0]["backward_seconds"]
+    title = "; ".join(
+        [
+            f"{first['model']} of {digits(first['parameters'] / 1e6)} million parameters",
+            f"links of {_shown_rate(rate)}" if rate else "the network as it was measured",
+            f"backward {digits(backward)} ms" if backward else "no backward to hide behind",
+        ]
+    )
+    rows: List[List[str]] = []
+    for run in runs:
+        # An empty line between numbers of ranks.
+        rows += [[""] * len(_COLUMNS)] if rows else []
+        rows += [
+            [shown({"ranks": run["ranks"], **found}) for shown in _COLUMNS.values()]
+            for found in run["predictions"]
+        ]
+    rendered = table(_COLUMNS, rows, right=[title for title in _COLUMNS if title != "spec"])
+    said = _what_pays(first, rate) if len(runs) == 1 else _from_where_dense_pays(runs)
+    console().print(title, rendered, *_NOTES, "", *said, sep="\n")
+
+
+def _what_pays(run: Dict[str, Any], rate: Optional[float]) -> List[str]:
+    best, factor = run["best"], run["break_even"]
+    pays = best == run["predictions"][0]["spec"]
+    said = f"{best} waits least" if pays else "no compression pays here"
+    if factor:
+        from_rate = _shown_rate(rate * factor) if rate else f"{digits(factor)} times this rate"
+        said += f"; none is as fast as {best} from {from_rate} on"
+    else:
+        said += f"; none is {'always' if factor == 0 else 'never'} as fast as {best}"
+    return [said, *[f"Accuracy is another matter: see {best} in docs/algorithms.md"] * pays]
+
+
+def _from_where_dense_pays(runs: Sequence[Dict[str, Any]]) -> List[str]:
+    by_spec, last = prediction.by_ranks(runs)["by_spec"], runs[-1]["ranks"]
+    return [
+        f"{spec}: none is as fast from {its['dense_from']} ranks on"
+        if its["dense_from"]
+        else f"{spec}: faster than none with up to {last} ranks"
+        for spec, its in by_spec.items()
+        if spec not in prediction.BASELINES
+    ]
+
+
+def _shown_rate(rate: float) -> str:
+    return f"{digits(rate / 1e9)} Gbit/s" if rate >= 1e9 else f"{digits(rate / 1e6)} Mbit/s"

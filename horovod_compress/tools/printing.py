@@ -1,0 +1,89 @@
+"""What commands print and write: text, tables, JSON, a progress bar."""
+
+import json
+import pathlib
+import sys
+from typing import Any, Iterable, Optional, Sequence
+
+
+def printable(text: str) -> str:
+    """A text in one line, for terminals: what is no printable character is spelled as Python does.
+
+    Args:
+        text: of anyone's, as a tensor's name from a file.
+
+    Returns:
+        The text, with `\\x1b` for an escape character, and so on.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def console(stderr: bool = False) -> Any:
+    """Rich's console, which prints text as it is."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 140
+    return Console(markup=False, highlight=False, stderr=stderr, width=width)
+
+
+def table(titles: Iterable[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> Any:
+    """A table of text; columns named in `right` are aligned right."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for title in titles:
+        made.add_column(title, justify="right" if title in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*map(printable, row))
+    return made
+
+
+def progress_bar() -> Any:
+    """Rich's, on standard error, and only on a terminal."""
+    from rich import progress
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+        console=console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+
+
+def digits(number: Optional[float]) -> str:
+    """A number with three digits, or more before the point; - for None."""
+    if number is None:
+        return "-"
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def write_json(found: Any, path: Optional[str]) -> bool:
+    """Writes the results, where --json asks for it.
+
+    Args:
+        found: the results.
+        path: a file; - for standard output; None for nowhere.
+
+    Returns:
+        Whether standard output has the JSON, and must get nothing else.
+    """
+    if path:
+        text = json.dumps(found, indent=2) + "\n"
+        sys.stdout.write(text) if path == "-" else pathlib.Path(path).write_text(text)
+    return path == "-"
+
+
+def save_figure(figure: Any, path: str) -> None:
+    """Draws grids and legends, as in all figures, and writes the picture."""
+    for axes in figure.axes:
+        axes.grid(alpha=0.3, which="both")
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize="small")
+    figure.savefig(path, dpi=130)
