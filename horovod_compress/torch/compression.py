@@ -1,6 +1,7 @@
 """Horovod's Compressor interface, `compress` and `decompress`, over the exchange."""
 
 import functools
+import itertools
 import logging
 import weakref
 from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple, Union
@@ -29,6 +30,7 @@ from ..transport.horovod import HorovodTransport, sleep_until_over
 from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
 from . import horovod_internals
+from .lifecycle import CLOSURE, SYNCHRONIZE_FIRST, Event, Lifecycle, State
 from .moments import Moments, moments_of
 from .parameters import NamedParameters, Slot, Streams, flat, loses_numbers, named
 from .sgd import SGDTakeover, is_plain_sgd
@@ -36,17 +38,6 @@ from .state_names import renamed
 
 _log = logging.getLogger("horovod_compress")
 
-_SYNCHRONIZE_FIRST = (
-    "call optimizer.synchronize() before anything that reads or changes gradients (a GradScaler's "
-    "unscale_() and step(), clipping), and step "
-    "inside `with optimizer.skip_synchronize():`"
-)
-_CLOSURE = (
-    "gradients came inside optimizer.step(closure), and {what}: end the closure with "
-    "optimizer.synchronize(), and step inside `with optimizer.skip_synchronize():`; or give the "
-    "optimizer to hvdc.UpdateOptimizer in place of hvd.DistributedOptimizer, which takes closures "
-    "as they are"
-)
 _SHARED = (
     "another compression has this parameter: two of Horovod's optimizers reduce {name} in one "
     "backward pass, and each would compress what the other has left of its gradient. Give all "
@@ -58,10 +49,6 @@ _UNREDUCED = (
     "({names}), because they were frozen, or not there, when hvd.DistributedOptimizer was made: "
     "ranks' copies of them part, unless you average them yourself. Make a new "
     "hvd.DistributedOptimizer for them"
-)
-_GIVEN_UP = (
-    "Where other ranks may have used it, load the last saved states of model, optimizer and "
-    "compression on all ranks, else go on"
 )
 
 
@@ -133,13 +120,9 @@ class BoundCompression(Binding):
         self._use(self._choose(spec))
         self._grad_scaler = grad_scaler
         self._discardable = bool(discardable or grad_scaler is not None)
-        # Of the last step: "unused" until an optimizer's step begins, then "in use" until it ends.
-        self._results: Optional[str] = None
+        self._step = Lifecycle()
         # All ranks' optimizers, since these ranks are together.
         self._options_agreed = False
-        self._unreduced_was_said = False
-        # Whether a step's closure is under way, and Horovod had brought results before it.
-        self._results_before_closure = False
         # Others, of optimizers that have some of the same parameters.
         self._sharing: "weakref.WeakSet[BoundCompression]" = weakref.WeakSet()
         # Whether an elastic state has this compression.
@@ -152,11 +135,10 @@ class BoundCompression(Binding):
         # own.
         self._results_after: Dict[int, int] = {}
         self._streams = Streams()
-        # Why the results of the step that is under way cannot be used.
-        self._spoilt: Optional[str] = None
         # Inside `uneven`: tells ranks that train no more that a step begins.
         self._announce: Optional[Callable[[], None]] = None
-        self._blocks = 0  # of `uneven` so far
+        # Numbers of the blocks of `uneven`.
+        self._blocks = itertools.count(1)
         if self._active:
             _not_used_yet.add(self)
 
@@ -233,7 +215,7 @@ class BoundCompression(Binding):
             self._begin_step()
         slot = self._find(tensor)
         if self._sharing and self._is_under_way_elsewhere(slot):
-            self._spoil(slot, tensor, _SHARED.format(name=slot.name))
+            self._fail(slot, tensor, _SHARED.format(name=slot.name))
             # The other's memory stays as it is.
             tensor = tensor.clone()
         exchange = self._exchange
@@ -270,7 +252,7 @@ class BoundCompression(Binding):
                     f"sparse gradient cannot have: "
                     "give hvd.DistributedOptimizer(sparse_as_dense=True), or bind with momentum=0"
                 )
-            if self._announce is not None:
+            if self._in_uneven:
                 raise ValueError(
                     "ranks without data cannot answer sparse gradients: give "
                     "hvd.DistributedOptimizer(sparse_as_dense=True)"
@@ -283,11 +265,10 @@ class BoundCompression(Binding):
             self._look_for_changes()
         # An exception came after Horovod had handed this result over.
         if tensor is None:
-            self._spoil(
-                slot, grad, f"the step was interrupted while the result of {slot.name} came"
-            )
+            self._fail(slot, grad, f"the step was interrupted while the result of {slot.name} came")
             self._exchange.give_up(slot.name)
-            return self._unspoilt(grad)
+            self._end_where_last()
+            return grad
         self._exchange.finish(
             slot.name,
             carrier
@@ -301,20 +282,20 @@ class BoundCompression(Binding):
             grad.copy_(memory)
             if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
                 self._exchange.reject()
-        self._results, self._takeover.due = "unused", True
         if id(slot.param) in self._results_after:
             sleep_until_over(self._results_after[id(slot.param)])
-        return grad if self._spoilt is None else self._unspoilt(grad)
+        self._end_where_last()
+        return grad
 
     def _look_for_changes(self) -> None:
-        """Spoils the step where the user has changed a gradient of it. When its first result comes,
+        """Fails the step where the user has changed a gradient of it. When its first result comes,
         because then Horovod begins to write results, and gradients may be views of one tensor,
         which share their version."""
         for slot, grad, version in self._submitted:
             if slot.param.grad is None or slot.param.grad._version != version:
                 why = f"the gradient of {slot.name} was changed while it was exchanged"
                 hint = "(Or another of Horovod's optimizers has this parameter: give it to one)"
-                self._spoil(slot, grad, f"{why}: {_SYNCHRONIZE_FIRST} {hint}")
+                self._fail(slot, grad, f"{why}: {SYNCHRONIZE_FIRST} {hint}")
         self._submitted.clear()
 
     def _find(self, tensor: torch.Tensor) -> Slot:
@@ -392,9 +373,7 @@ class BoundCompression(Binding):
         assert optimizer is not None
         if not self._options_agreed:
             self._agree_on_options(optimizer, scale)
-        if self._results == "unused":
-            self._forget_or_warn()
-        self._results = None
+        self._leave_unused()
         self._submitted.clear()
         self._switch_where_due()
         if scale is not None:
@@ -406,9 +385,9 @@ class BoundCompression(Binding):
                 for group in optimizer.param_groups
                 for param in group["params"]
             }
-        self._takeover.due = False
         for name, options in self._takeover.changes(optimizer).items():
             self._exchange.replace(name, **options)
+        self._step.take(Event.BEGIN)
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
         """Begins to serve Horovod's optimizer, which was given this compression, where that has not
@@ -508,10 +487,8 @@ class BoundCompression(Binding):
         """Before a step of Horovod's optimizer, and again before that of the optimizer which it
         extends. Returns other (args, kwargs) for it where it is given a closure: the gradients that
         it uses are there after that."""
-        if not self._results and horovod_internals.in_grad_scaler():
-            raise RuntimeError(
-                f"GradScaler.step() came before optimizer.synchronize(): {_SYNCHRONIZE_FIRST}"
-            )
+        event = Event.SCALED_STEP if horovod_internals.in_grad_scaler() else Event.STEP
+        self._step.expect(event)
         under_way = self._exchange_is_made and self._exchange.under_way
         first = horovod_internals.first_result(optimizer) if under_way else None
         if first is not None:
@@ -522,96 +499,96 @@ class BoundCompression(Binding):
             return horovod_internals.with_closure(args, kwargs, closure)
         skips = not horovod_internals.synchronizes(optimizer)
         if skips and horovod_internals.has_unreduced_gradients(optimizer):
-            self._give_up(optimizer, f"a step came before its results: {_SYNCHRONIZE_FIRST}")
-        self._use_results(optimizer)
+            self._give_up(optimizer, f"a step came before its results: {SYNCHRONIZE_FIRST}")
+        self._use_results(optimizer, event)
         return None
 
     def _in_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
         """A step's closure, and then what comes before a step without one. RuntimeError where its
         gradients are not reduced."""
-        self._results_before_closure = self._results == "unused"
-        try:
+        with self._step.closure():
             loss = closure()
-        finally:
-            self._results_before_closure = False
         if horovod_internals.has_unreduced_gradients(optimizer):
             why = "the step uses them before Horovod has reduced them"
-            self._give_up(optimizer, _CLOSURE.format(what=why))
-        self._use_results(optimizer)
+            self._give_up(optimizer, CLOSURE.format(what=why))
+        self._use_results(optimizer, Event.STEP)
         return loss
 
     def _give_up(self, optimizer: Any, why: str) -> NoReturn:
         """Brings what is under way to its end, for other ranks wait, and raises RuntimeError."""
-        self._spoilt = why
+        self._leave_unused()
+        self._step.fail(why)
         optimizer.synchronize()
-        raise RuntimeError(why)
+        # Only sparse gradients were under way, which Horovod reduces by itself.
+        raise self._step.failure()
 
-    def _use_results(self, optimizer: torch.optim.Optimizer) -> None:
+    def _use_results(self, optimizer: torch.optim.Optimizer, event: Event) -> None:
         """Prepares the results that are there, if any, for the optimizer to use."""
-        if self._results == "unused":
-            self._results = "in use"
-            keeps = self._grad_scaler is None and self._exchange.keeps_state
-            if keeps and horovod_internals.in_grad_scaler():
-                warn_once(
-                    "a GradScaler scales these gradients: give the compression grad_scaler=…, or "
-                    "what it keeps does not follow the scale"
-                )
-            if not self._unreduced_was_said:
-                self._warn_of_unreduced(optimizer)
+        if not self._step.take(event):
+            return
+        keeps = self._grad_scaler is None and self._exchange.keeps_state
+        if keeps and event is Event.SCALED_STEP:
+            warn_once(
+                "a GradScaler scales these gradients: give the compression grad_scaler=…, or "
+                "what it keeps does not follow the scale"
+            )
+        self._warn_of_unreduced(optimizer)
         self._takeover.before_step(optimizer)
 
     def _warn_of_unreduced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Says once that the optimizer changes parameters which Horovod does not reduce."""
+        """Says that the optimizer changes parameters which Horovod does not reduce."""
         reduced = horovod_internals.reduced_by(optimizer) or ()
         params = (param for group in optimizer.param_groups for param in group["params"])
         found = [param for param in params if param.grad is not None and param not in reduced]
         if found:
-            self._unreduced_was_said = True
             known = {id(slot.param): slot.name for slot in self._slots}
             names = [known.get(id(p), f"one of shape {tuple(p.shape)}") for p in found[:3]]
             names += ["…"] * (len(found) > 3)
             warn_once(_UNREDUCED.format(number=len(found), names=", ".join(names)))
 
     def _after_step(self) -> None:
-        self._results = None
+        self._step.take(Event.STEP_ENDED)
         self._takeover.restore()
 
-    def _forget_or_warn(self) -> None:
-        """Forgets a step whose results no optimizer.step() has used, or warns that its effects
-        stay."""
-        if self._exchange.succeeded and self._discardable:
-            self._exchange.discard()
-        elif self._exchange.succeeded and self._exchange.keeps_state:
-            if self._results_before_closure:
-                why = "Horovod had exchanged others at the step's beginning, which nothing uses"
-                raise RuntimeError(_CLOSURE.format(what=why))
+    def _leave_unused(self) -> None:
+        """Rolls back a step whose results no optimizer.step() has used, or commits it and warns
+        that its effects stay."""
+        if not self._step.is_unused:
+            return
+        keeps = self._exchange.succeeded and self._exchange.keeps_state
+        if keeps and not self._discardable:
+            self._step.take(Event.COMMIT)
             warn_once(
                 "the gradients of a step were exchanged, and no optimizer.step() has used them; "
                 "what was not sent of them is kept, and "
                 "comes in later steps. To forget such steps, make the compression with "
                 "discardable=True"
             )
+        else:
+            if self._exchange.succeeded and self._discardable:
+                self._exchange.discard()
+            self._step.take(Event.ROLLBACK)
 
-    def _spoil(self, slot: Slot, grad: torch.Tensor, why: str) -> None:
-        """Notes that a result cannot be used, and so the step cannot: it is brought to its end,
-        because the other ranks wait, and given up."""
-        self._spoilt = self._spoilt or why
+    def _fail(self, slot: Slot, grad: torch.Tensor, why: str) -> None:
+        """Notes that a result cannot be used, and so the step cannot."""
+        self._step.fail(why)
         slot.param.grad = grad  # Horovod puts results there.
 
-    def _unspoilt(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient, for Horovod to go on with the other results of a step that is given up;
-        RuntimeError where that was the last."""
+    def _end_where_last(self) -> None:
+        """After a result. RuntimeError where that was the last one of a step that has failed."""
         if self._exchange.under_way:
-            return grad
-        why, self._spoilt, self._results, self._takeover.due = self._spoilt, None, None, False
+            return
+        if self._step.state is not State.FAILED:
+            self._step.take(Event.ARRIVE)
+            return
         self._exchange.reject()
         if self._optimizer is not None:
             horovod_internals.forget_step(self._optimizer)
-        raise RuntimeError(f"{why}. The step was given up. {_GIVEN_UP}")
+        raise self._step.failure()
 
     def _is_forgotten(self) -> bool:
         """Whether the last step is forgotten on all ranks, now or when the next one begins."""
-        return self._discardable and (self._results == "unused" or not self._exchange.succeeded)
+        return self._discardable and (self._step.is_unused or not self._exchange.succeeded)
 
     def _drop_moments(self) -> None:
         """Forgets the squares of backward passes that no step followed."""
@@ -635,7 +612,7 @@ class BoundCompression(Binding):
         what each has not sent yet, which any number of ranks can go on from. One file is enough.
         MismatchError where ranks are not at the same step.
         """
-        if portable and self._announce is not None:
+        if portable and self._in_uneven:
             raise RuntimeError(
                 "inside `with uneven(…):` ranks are at different steps: save a portable state "
                 "after the block"
@@ -654,7 +631,7 @@ class BoundCompression(Binding):
         Needs discardable=True, or a grad_scaler; a step that optimizer.step() has not used when the
         next one begins is forgotten without this call."""
         super().discard()
-        self._results = None
+        self._step.take(Event.ROLLBACK)
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         """Continues from what `state_dict` has returned, of the same model: bit for bit from this
@@ -675,7 +652,7 @@ class BoundCompression(Binding):
             if self._active:
                 raise
             raise ValueError(f"{error}. And {REFUSED_ALONE}") from None
-        self._results = self._spoilt = None
+        self._step.take(Event.ROLLBACK)
 
     def switch(self, spec: Any, at: Optional[int] = None) -> None:
         """Goes on with another compression, "topk:ratio=0.01" or {"id": "topk", "ratio": 0.01},
@@ -694,7 +671,7 @@ class BoundCompression(Binding):
             refuse_begun_within_step(config)
             self._switches = sorted([*self._switches, (at, config)], key=lambda switch: switch[0])
             return
-        if self._announce is not None:
+        if self._in_uneven:
             raise RuntimeError(
                 "inside `with uneven(…):` ranks are at different steps: switch before the block, "
                 "or say at=STEP before it"
@@ -705,8 +682,7 @@ class BoundCompression(Binding):
         """`switch` at once; compare: whether all ranks do it, here, and say so to each other, or
         else at the next gradient. In an elastic job whose ranks are not together yet, rank 0's
         compression becomes everyone's in any case."""
-        if self._results == "unused":
-            self._forget_or_warn()
+        self._leave_unused()
         self._look_for_optimizer()
         exchange = self._exchange
         exchange.end_step()
@@ -738,13 +714,30 @@ class BoundCompression(Binding):
         )
         exchange.transport = chosen.transport
         self._use(chosen)
-        self._results, self._agreed = None, compared
+        self._agreed = compared
 
     def _switch_where_due(self) -> None:
         if self._switches:
             self._exchange.end_step()
         while self._switches and self._switches[0][0] <= self._exchange.steps_taken():
             self._switch(self._switches.pop(0)[1])
+
+    # -- for ranks with different numbers of steps: see `uneven.py`
+
+    @property
+    def _in_uneven(self) -> bool:
+        return self._announce is not None
+
+    def _enter_uneven(self, announce: Callable[[], None]) -> None:
+        """From now on announces each step to ranks that train no more."""
+        self._announce = announce
+
+    def _leave_uneven(self) -> None:
+        self._announce = None
+
+    def _commit(self) -> None:
+        """Counts the last step as used, although no optimizer.step() follows."""
+        self._step.take(Event.COMMIT)
 
     # -- for elastic jobs: see `elastic.py`
 
@@ -765,8 +758,7 @@ class BoundCompression(Binding):
             self._switch(state["spec"], compare=False)
         self._switches = list(state["switches"])
         self._exchange.go_back_to(state)
-        self._results = self._spoilt = None
-        self._takeover.due = False
+        self._step.take(Event.ROLLBACK)
         self._takeover.restore()
 
     def _sync(self) -> None:

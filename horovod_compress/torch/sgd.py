@@ -53,8 +53,6 @@ class SGDTakeover:
     def __init__(
         self, optimizer: Optional[torch.optim.Optimizer], compressor: Any, names: Dict[int, str]
     ) -> None:
-        # A step's gradients have come through the compression, and no step has used them yet.
-        self.due = False
         # Name → the compressor with its group's momentum.
         self.variants: Dict[str, Any] = {}
         # id(parameter) → name, of those that Horovod reduces.
@@ -148,12 +146,9 @@ class SGDTakeover:
         return changed
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Prepares gradients and groups for the step of SGD that comes now. Horovod's optimizer
-        calls this twice: before it waits for the exchange, and again as the SGD that it extends. A
-        step with nothing exchanged is left alone: hvd.broadcast_optimizer_state makes one."""
-        if not self.due:
-            return
-        self.due = False
+        """Prepares gradients and groups for the step of SGD that comes now, whose gradients have
+        come through the compression. A step with nothing exchanged is left alone:
+        hvd.broadcast_optimizer_state makes one."""
         self._until_look = (self._until_look or LOOK) - 1
         for group in list(optimizer.param_groups):
             with_gradient = [p for p in group["params"] if p.grad is not None]

@@ -55,7 +55,7 @@ def uneven(*trained: Any) -> Iterator[None]:
         yield
     finally:
         for member in members:
-            member.compression._announce = None
+            member.compression._leave_uneven()
     _answer_until_all_are_done(members)
     _continue_alike(members, trained)
 
@@ -75,8 +75,7 @@ class _Member:
     def enter(self, trained: Sequence[Any]) -> None:
         compression = self.compression
         compression.handshake()
-        compression._blocks += 1
-        self.name = f"{compression._label}:uneven.{compression._blocks}"
+        self.name = f"{compression._label}:uneven.{next(compression._blocks)}"
         agree(
             compression._transport,
             self.name,
@@ -84,7 +83,7 @@ class _Member:
             "entered `with uneven(…):`",
             "Give uneven() the same on all ranks",
         )
-        compression._announce = lambda: self.announce(True)
+        compression._enter_uneven(lambda: self.announce(True))
 
     def announce(self, training: bool) -> None:
         """Tells the others whether this rank takes the step that comes. The answer is for ranks
@@ -108,7 +107,7 @@ class _Member:
         compression = self.compression
         if compression._exchange.under_way:
             self.optimizer.synchronize()
-            compression._results = None
+            compression._commit()
         compression._drop_moments()
         self.announce(False)
 
@@ -125,7 +124,7 @@ class _Member:
         self.answered = True
         self._follow(scale, options)
         horovod_internals.reduce_zeros(self.optimizer)
-        self.compression._results, self.compression._takeover.due = None, False
+        self.compression._commit()
         self.announce(False)
         return True
 
@@ -171,7 +170,7 @@ def _refuse(members: List[_Member], trained: Sequence[Any]) -> None:
                 f"uneven() takes what has state_dict and load_state_dict: optimizers, models, "
                 f"schedulers; not an object of {type(each)}"
             )
-    if any(member.compression._announce is not None for member in members):
+    if any(member.compression._in_uneven for member in members):
         raise RuntimeError("this optimizer is inside `with uneven(…):` already")
     if len({member.compression._process_set.process_set_id for member in members}) > 1:
         raise TypeError("uneven() takes optimizers of one process set: make a block for each")
