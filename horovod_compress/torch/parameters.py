@@ -3,7 +3,7 @@
 import collections
 import collections.abc
 import inspect
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Collection, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -59,6 +59,57 @@ class Slot:
             else "there are no kernels for this on a device"
         )
         warn_once(f"gradients on {device} are compressed on the host, through pinned memory: {why}")
+
+
+class Slots(List[Slot]):
+    """The parameters of an optimizer, in which gradients are looked up."""
+
+    def __init__(self, pairs: NamedParameters) -> None:
+        super().__init__(Slot(name, param) for name, param in pairs)
+        self._last = self[-1]
+
+    def find(self, tensor: torch.Tensor, submitted: Collection[str]) -> Slot:
+        """The slot of a gradient. submitted: names of those that came before in this step.
+        ValueError where it is none of these parameters'."""
+        # Gradients come in nearly the same order every step.
+        slot = self._last.following
+        if slot.param.grad is not tensor:
+            slot = next(
+                (slot for slot in self if slot.param.grad is tensor), None
+            ) or self._find_densified(tensor, submitted)
+            self._last.following = slot
+        self._last = slot
+        return slot
+
+    def _find_densified(self, tensor: torch.Tensor, submitted: Collection[str]) -> Slot:
+        """sparse_as_dense hands over a dense copy: the parameter is known by shape, and by value
+        where shapes agree."""
+        if any(slot.param is tensor for slot in self):
+            raise ValueError(
+                "op=Adasum is not supported: it reduces parameters, not gradients; use hvd.Average "
+                "or hvd.Sum"
+            )
+        alike = [
+            slot for slot in self if is_sparse(slot.param.grad) and slot.param.shape == tensor.shape
+        ]
+        # Each comes once a step, so the first one that is left is right among equal gradients.
+        if len(alike) > 1:
+            alike = [slot for slot in alike if slot.name not in submitted]
+        if len(alike) > 1:
+            alike = [
+                slot
+                for slot in alike
+                if (g := slot.param.grad) is not None
+                and torch.allclose(g.to_dense(), tensor, 0, 0, equal_nan=True)
+            ]
+        if not alike:
+            raise ValueError(
+                f"a gradient of shape {tuple(tensor.shape)} belongs to none of the parameters that "
+                f"this compression was bound "
+                "to: bind it to the optimizer's parameters as they are now, after all "
+                "add_param_group()"
+            )
+        return alike[0]
 
 
 class Streams:
@@ -166,3 +217,7 @@ def _listed(named_parameters: Any) -> List[Tuple[str, torch.Tensor]]:
             "named_parameters must be (name, parameter) pairs, as model.named_parameters() gives"
         )
     return named
+
+
+def is_sparse(grad: Optional[torch.Tensor]) -> bool:
+    return grad is not None and grad.is_sparse
