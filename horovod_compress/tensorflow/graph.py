@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from .. import kernels
-from ..binding import Binding, is_elastic, warn_once
+from ..binding import Binding, warn_once
 from ..handshake import REDUCES_ONLY, agree, error_of_joined
 from ..requests import Collective
 from .applied import Unapplied, may_see_gradients
@@ -56,11 +56,6 @@ class GraphCompression(Binding):
 
     def __init__(self, process_set: Any) -> None:
         super().__init__(hvd, process_set, hint="variables need not be named in TensorFlow, and ")
-        self._elastic = is_elastic()
-        self._synced = not self._elastic
-        self._active = bool(self._process_set.included()) and (
-            self._process_set.size() > 1 or self._elastic
-        )
         self._transport = Eager(self._process_set)
         # What Horovod makes of a 1 on each rank, once that is known.
         self._factor: Callable[[], Optional[float]] = lambda: None

@@ -20,9 +20,6 @@ from ..exchange import Exchange
 from ..handshake import agree, gather
 from ..hosts import Host
 from ..transport.base import Transport
-from ..transport.horovod import HorovodTransport
-from ..transport.loopback import Loopback
-from ..transport.mpi import MPITransport
 from . import horovod_internals, ownership
 from .lifecycle import Event
 from .moments import Moments, moments_of
@@ -85,8 +82,6 @@ class BoundCompression(StepCompression):
         _check_types(optimizer, grad_scaler)
         self._slots = Slots(named(optimizer, named_parameters))
         self._bound_optimizer = optimizer
-        self._transport: Transport
-        self._transports: Dict[bool, Transport] = {}  # by whether MPI moves payloads
         # What users were told last of an SGD's takeover.
         self._announced: Optional[str] = None
         # To come: the step from which on, and a spec.
@@ -132,30 +127,13 @@ class BoundCompression(StepCompression):
         )
 
     def _use(self, chosen: _Chosen) -> None:
-        (
-            self._requested,
-            self._compressor,
-            self._tensors,
-            self._takeover,
-            self._moments,
-            self._transport,
-            self._host,
-        ) = chosen
+        self._chosen = chosen
+        self._compressor, self._tensors = chosen.compressor, chosen.tensors
+        self._takeover, self._moments = chosen.takeover, chosen.moments
+        self._transport, self._host = chosen.transport, chosen.host
         if self._takeover.announcement not in (None, self._announced) and hvd.rank() == 0:
             self._announced = self._takeover.announcement
             _log.warning("%s", self._announced)
-
-    def _transport_of(self, compressor: Any) -> Transport:
-        if not self._active:
-            return Loopback.group(1)[0]
-        over_mpi = getattr(compressor, "transport", None) == "mpi"
-        if over_mpi not in self._transports:
-            self._transports[over_mpi] = (
-                MPITransport(hvd, self._process_set)
-                if over_mpi
-                else HorovodTransport(self._process_set)
-            )
-        return self._transports[over_mpi]
 
     # Made when it is first needed, because it allocates the state.
     @functools.cached_property
@@ -221,6 +199,10 @@ class BoundCompression(StepCompression):
         self._use(chosen)
         self._agreed = False
 
+    @property
+    def _requested(self) -> Compressor:
+        return self._chosen.requested
+
     def _description(self) -> Dict[str, Any]:
         return {**super()._description(), **_described(self._tensors)}
 
@@ -242,14 +224,7 @@ class BoundCompression(StepCompression):
                 "inside `with uneven(…):` ranks are at different steps: save a portable state "
                 "after the block"
             )
-        state = self._exchange.state_dict()
-        if portable:
-            state = checkpoint.portable(state, self._transport, self._label)
-        state["tensors"] = {
-            n: {k: torch.from_numpy(a) for k, a in arrays.items()}
-            for n, arrays in state["tensors"].items()
-        }
-        return state
+        return self._state(portable)
 
     def discard(self) -> None:
         """Forgets the last step, as if its gradients had never been; to be called on all ranks.
@@ -304,9 +279,8 @@ class BoundCompression(StepCompression):
         self._switch(config)
 
     def _switch(self, spec: Any, compare: bool = True) -> None:
-        """`switch` at once; compare: whether all ranks do it, here, and say so to each other, or
-        else at the next gradient. In an elastic job whose ranks are not together yet, rank 0's
-        compression becomes everyone's in any case."""
+        # In an elastic job whose ranks are not together yet, rank 0's becomes everyone's in any
+        # case.
         self._leave_unused()
         self._look_for_optimizer()
         exchange = self._exchange
@@ -351,23 +325,15 @@ class BoundCompression(StepCompression):
 
     # -- for elastic jobs: see `elastic.py`
 
-    def _resize(self) -> None:
-        self._ranks = self._rank_and_size()
-        super()._resize()
+    def _settings(self) -> Dict[str, Any]:
+        return {**super()._settings(), "switches": list(self._switches)}
 
-    def _kept(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
-        return {
-            **super()._kept(into),
-            "spec": self._requested.config,
-            "switches": list(self._switches),
-        }
+    def _adopt(self, settings: Dict[str, Any]) -> None:
+        super()._adopt(settings)
+        self._switches = list(settings["switches"])
 
     def _go_back_to(self, state: Dict[str, Any]) -> None:
-        if state["spec"] != self._requested.config:
-            self._exchange.abandon()
-            self._switch(state["spec"], compare=False)
-        self._switches = list(state["switches"])
-        self._exchange.go_back_to(state)
+        super()._go_back_to(state)
         self._step.take(Event.ROLLBACK)
         self._takeover.restore()
 
@@ -378,13 +344,6 @@ class BoundCompression(StepCompression):
             self._grad_scaler.load_state_dict(
                 gather(self._transport, "hvdc.elastic.scaler", self._grad_scaler.state_dict())[0]
             )
-        spec, self._switches = gather(
-            self._transport, "hvdc.elastic.spec", [self._requested.config, self._switches]
-        )[0]
-        # What was gathered has lists for tuples.
-        if get_compressor(spec) != self._requested:
-            self._exchange.abandon()
-            self._switch(spec, compare=False)
         super()._sync()
 
 

@@ -11,28 +11,25 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from ..binding import Binding, is_elastic, warn_once
-from ..exchange import Exchange
+from ..binding import warn_once
 from ..handshake import agree
 from ..transport.horovod import sleep_until_over
 from . import horovod_internals, ownership
+from .binding import TorchBinding
 from .lifecycle import CLOSURE, SYNCHRONIZE_FIRST, Event, Lifecycle, State
 from .moments import Moments
 from .parameters import Slot, Slots, Streams, flat, is_sparse, loses_numbers
 from .sgd import SGDTakeover
 
 
-class StepCompression(Binding):
+class StepCompression(TorchBinding):
     """The steps of a compression, from the first gradient that Horovod brings to the optimizer's
     use of the results. How tensors are compressed is decided in `compression`."""
 
     def __init__(self, process_set: Any, grad_scaler: Any, discardable: bool) -> None:
-        super().__init__(hvd, process_set)
-        self._number()
-        # Horovod reduces on one rank too then.
-        self._elastic = is_elastic()
+        super().__init__(process_set)
+        # Horovod's optimizer also reduces in a process set of one rank.
         self._active = bool(self._process_set.included()) and (hvd.size() > 1 or self._elastic)
-        self._ranks = self._rank_and_size()
         # Horovod's, once it is known.
         self._optimizer: Optional[torch.optim.Optimizer] = None
         self._grad_scaler = grad_scaler
@@ -40,8 +37,6 @@ class StepCompression(Binding):
         self._step = Lifecycle()
         # All ranks' optimizers, since these ranks are together.
         self._options_agreed = False
-        # Whether an elastic state has this compression.
-        self._synced = not self._elastic
         # id(parameter) → learning rate of this step, where residuals follow it.
         self._rates: Dict[int, float] = {}
         # With the version of its gradient, until the first result of the step comes.
@@ -57,7 +52,6 @@ class StepCompression(Binding):
         # Numbers of the blocks of `uneven`.
         self._blocks = itertools.count(1)
 
-    _exchange: Exchange
     _slots: Slots
     _takeover: SGDTakeover
     _moments: Optional[Moments]
