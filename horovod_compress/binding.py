@@ -182,12 +182,12 @@ class Binding(ABC):
         """From the next step on, compresses as a spec says. compare: whether all ranks do it, here,
         and say so to each other. Where they are not together yet they go on from rank 0's."""
 
-    def _kept(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+    def _entry(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
         """What this rank keeps; into: as for `Driver.state_dict`."""
         return {**self._exchange.state_dict(into=into), **self._settings()}
 
     def _go_back_to(self, state: Dict[str, Any]) -> None:
-        """Continues from what `_kept` returned, as if nothing had been since."""
+        """Continues from what `_entry` returned, as if nothing had been since."""
         self._adopt(state)
         self._exchange.go_back_to(state)
 
@@ -206,13 +206,13 @@ class Binding(ABC):
         self._exchange.abandon()
         self._resize()
         self.handshake()
-        self._go_back_to(checkpoint.synced(self._kept(), self._transport, self._label))
+        self._go_back_to(checkpoint.synced(self._entry(), self._transport, self._label))
 
     def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]:
         """All ranks, of which some are about to leave, go on with the mean of what they keep.
         saved: what this rank kept before; returns the mean of that."""
         self._exchange.abandon()
-        self._go_back_to(checkpoint.synced(self._kept(), self._transport, self._label, even=True))
+        self._go_back_to(checkpoint.synced(self._entry(), self._transport, self._label, even=True))
         return checkpoint.synced(saved, self._transport, self._label, even=True)
 
     def _refuse_unsynced(self, state: str) -> None:

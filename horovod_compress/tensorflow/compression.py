@@ -364,7 +364,7 @@ class BoundCompression(GraphCompression):
                 ) = saved
         return {**state, "lives_on": self._lives_on}
 
-    def _kept(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+    def _entry(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
         return {**self._state(into), **self._settings()}
 
     def _settings(self) -> Dict[str, Any]:

@@ -59,7 +59,7 @@ class SGDTakeover:
         self._names = names
         self._optimizer, self._compressor = optimizer, compressor
         # What gives groups back what the step under way has suspended; the last comes first.
-        self._undo: List[Callable[[], Any]] = []
+        self._restoring: List[Callable[[], Any]] = []
         # Of buffers of parameters without weight decay that were found to hold something:
         # id(parameter) → their largest element, then.
         self._largest: Dict[int, float] = {}
@@ -161,16 +161,16 @@ class SGDTakeover:
                 # Horovod does not reduce the others: SGD does all of these, in their own group.
                 others = [p for p in with_gradient if not self.covers(p)]
                 optimizer.param_groups.append({**group, "params": others})
-                self._undo.append(optimizer.param_groups.pop)
+                self._restoring.append(optimizer.param_groups.pop)
                 suspended["params"] = params
             before = {key: group[key] for key in suspended}
-            self._undo.append(functools.partial(group.update, before))
+            self._restoring.append(functools.partial(group.update, before))
             group.update(suspended)
 
     def restore(self) -> None:
         """Gives the groups back what a step has suspended."""
-        while self._undo:
-            self._undo.pop()()
+        while self._restoring:
+            self._restoring.pop()()
 
     @torch.no_grad()
     def _add_decay(

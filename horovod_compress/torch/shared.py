@@ -43,7 +43,7 @@ class SharedParameter(Slot):
             compression._tell_of_float32(self.name)
         return self.name, flat, None
 
-    def give_up(self) -> None:
+    def rollback(self) -> None:
         self.param.copy_(self.shared)
 
     def apply(self, outer: Optional[Nesterov]) -> None:

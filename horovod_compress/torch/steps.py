@@ -243,7 +243,7 @@ class StepCompression(TorchBinding):
             return horovod_internals.with_closure(args, kwargs, closure)
         skips = not horovod_internals.synchronizes(optimizer)
         if skips and horovod_internals.has_unreduced_gradients(optimizer):
-            self._give_up(optimizer, f"a step came before its results: {SYNCHRONIZE_FIRST}")
+            self._refuse_step(optimizer, f"a step came before its results: {SYNCHRONIZE_FIRST}")
         self._use_results(optimizer, event)
         return None
 
@@ -254,11 +254,11 @@ class StepCompression(TorchBinding):
             loss = closure()
         if horovod_internals.has_unreduced_gradients(optimizer):
             why = "the step uses them before Horovod has reduced them"
-            self._give_up(optimizer, CLOSURE.format(what=why))
+            self._refuse_step(optimizer, CLOSURE.format(what=why))
         self._use_results(optimizer, Event.STEP)
         return loss
 
-    def _give_up(self, optimizer: Any, why: str) -> NoReturn:
+    def _refuse_step(self, optimizer: Any, why: str) -> NoReturn:
         """Brings what is under way to its end, for other ranks wait, and raises RuntimeError."""
         self._leave_unused()
         self._step.fail(why)
@@ -316,7 +316,7 @@ class StepCompression(TorchBinding):
             return
         self._exchange.reject()
         if self._optimizer is not None:
-            horovod_internals.forget_step(self._optimizer)
+            horovod_internals.rollback_step(self._optimizer)
         raise self._step.failure()
 
     # -- for ranks with different numbers of steps: see `uneven.py`
@@ -336,8 +336,8 @@ class StepCompression(TorchBinding):
         """Counts the last step as used, although no optimizer.step() follows."""
         self._step.take(Event.COMMIT)
 
-    def _is_forgotten(self) -> bool:
-        """Whether the last step is forgotten on all ranks, now or when the next one begins."""
+    def _is_rolled_back(self) -> bool:
+        """Whether the last step is rolled back on all ranks, now or when the next one begins."""
         return self._discardable and (self._step.is_unused or not self._exchange.succeeded)
 
     def _drop_moments(self) -> None:

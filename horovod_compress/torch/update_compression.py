@@ -140,20 +140,20 @@ class UpdateCompression(TorchBinding):
         self._mean(f"{self._label}.{method}", {name: tensors[name] for name in which})
 
     def _mean(self, names: str, tensors: Dict[str, torch.Tensor]) -> None:
-        hosts = {
+        copies = {
             name: tensor.to("cpu", torch.promote_types(tensor.dtype, torch.float32)).contiguous()
             for name, tensor in tensors.items()
         }
         handles = [
             hvd.allreduce_async_(
-                host, name=f"{names}.{name}", op=hvd.Average, process_set=self._process_set
+                copy, name=f"{names}.{name}", op=hvd.Average, process_set=self._process_set
             )
-            for name, host in hosts.items()
+            for name, copy in copies.items()
         ]
-        for handle, (name, host) in zip(handles, hosts.items()):
+        for handle, (name, copy) in zip(handles, copies.items()):
             synchronize(handle)
-            if host is not tensors[name]:
-                tensors[name].copy_(host)
+            if copy is not tensors[name]:
+                tensors[name].copy_(copy)
 
     def switch(self, spec: Any) -> None:
         """From the next exchange on, on all ranks, updates are compressed as this spec says; what
@@ -185,8 +185,8 @@ class UpdateCompression(TorchBinding):
         or from a portable one."""
         self._exchange.load_state_dict(state)
 
-    def abandon(self) -> None:
-        """Gives an exchange up that was interrupted."""
+    def rollback(self) -> None:
+        """Rolls back an exchange that was interrupted."""
         self._exchange.abandon()
 
     def steps_of_all(self) -> List[int]:
@@ -202,11 +202,11 @@ class UpdateCompression(TorchBinding):
         yet."""
         return gather(self._transport, "hvdc.elastic.number", number)
 
-    def _kept(
+    def _entry(
         self, into: Optional[Dict[str, Any]] = None, owed: Optional[Dict[str, np.ndarray]] = None
     ) -> Dict[str, Any]:
         """owed: by name, what is to be sent beside what this keeps already."""
-        kept = super()._kept(into)
+        kept = super()._entry(into)
         for name, values in (owed or {}).items():
             arrays = kept["tensors"][name]
             arrays[OWED] = arrays.get(OWED, 0) + values

@@ -144,11 +144,11 @@ class KeepsUpdates(torch.optim.Optimizer):
 
     # -- for elastic jobs: see `elastic.py`
 
-    def _kept(self, into: Optional[Dict[str, Any]] = None, begun: bool = False) -> Dict[str, Any]:
+    def _entry(self, into: Optional[Dict[str, Any]] = None, begun: bool = False) -> Dict[str, Any]:
         """A round that has begun, on this rank or on another, is kept as one that has not: with
         what local steps have added among what the next exchange is to send."""
         return {
-            "compression": self.compression._kept(
+            "compression": self.compression._entry(
                 into["compression"] if into else None,
                 self._added() if begun or self.local_steps else {},
             ),
@@ -183,13 +183,13 @@ class KeepsUpdates(torch.optim.Optimizer):
             each.shared.copy_(state["shared"][each.name])
             if each.momentum is not None:
                 each.momentum.copy_(state["momentum"][each.name])
-        self._give_up_round()
+        self._rollback_round()
         self._shared_is_kept = True
 
-    def _give_up_round(self) -> None:
+    def _rollback_round(self) -> None:
         self.local_steps = 0
         for each in self._parameters:
-            each.give_up()
+            each.rollback()
 
     @torch.no_grad()
     def _sync(self) -> None:
@@ -197,7 +197,7 @@ class KeepsUpdates(torch.optim.Optimizer):
         state, and those that have just begun take rank 0's."""
         # What the elastic state itself does with the model brings a rank's own parameters.
         if self.local_steps or self._shared_is_kept:
-            self._give_up_round()
+            self._rollback_round()
         steps = self.compression.of_all(self.compression._exchange.steps_taken())
         self.compression._sync()
         if len(set(steps)) > 1:
@@ -218,5 +218,5 @@ class KeepsUpdates(torch.optim.Optimizer):
     def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]:
         """As of compressions. A round that has begun ends here."""
         if any(self.compression.of_all(self.local_steps)):
-            self._go_back_to(self._kept(begun=True))
+            self._go_back_to(self._entry(begun=True))
         return {**saved, "compression": self.compression._even_out(saved["compression"])}

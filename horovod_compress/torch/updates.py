@@ -148,7 +148,7 @@ class UpdateOptimizer(KeepsUpdates):
             # Else the next step would take what this one has left for what all ranks share.
             if not self.local_steps:
                 for parameter in self._parameters:
-                    parameter.give_up()
+                    parameter.rollback()
             raise
         self.local_steps += 1
         if self.local_steps >= self._every:
@@ -256,9 +256,9 @@ class UpdateOptimizer(KeepsUpdates):
         finally:
             self.local_steps = 0
             for parameter in self._parameters:
-                parameter.apply(self._outer) if finite else parameter.give_up()
+                parameter.apply(self._outer) if finite else parameter.rollback()
             if not finite:
-                self.compression.abandon()
+                self.compression.rollback()
         if not finite:
             self._warn_of_moments()
 
