@@ -179,8 +179,17 @@ class Binding(ABC):
 
     @abstractmethod
     def _switch(self, spec: Any, compare: bool = True) -> None:
-        """From the next step on, compresses as a spec says. compare: whether all ranks do it, here,
-        and say so to each other. Where they are not together yet they go on from rank 0's."""
+        """Compresses as a spec says from the next step on.
+
+        Args:
+            spec: as for `get_compressor`.
+            compare: whether all ranks do it, here, and say so to each other. Where they are not
+                together yet they go on from rank 0's.
+
+        Raises:
+            ValueError: for what cannot be served; nothing is changed then.
+            MismatchError: where ranks differ.
+        """
 
     def _entry(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
         """What this rank keeps; into: as for `Driver.state_dict`."""

@@ -53,7 +53,7 @@ class Event(enum.Enum):
     STEP_ENDED = "step ended"
     # What was sent counts, though no optimizer has used it.
     COMMIT = "commit"
-    # The step counts as if it had never been.
+    # Nobody can use its results: it has failed, was discarded, or another state was loaded.
     ROLLBACK = "rollback"
     FAIL = "fail"
 
@@ -137,25 +137,43 @@ class Lifecycle:
         return self.state in (State.UNUSED, State.BEFORE_CLOSURE)
 
     def take(self, event: Event) -> bool:
-        """Goes on to the next state. Returns whether that is another one. RuntimeError, and nothing
-        changed, where the event cannot come now."""
+        """Goes on to the next state.
+
+        Returns:
+            Whether that is another one.
+
+        Raises:
+            RuntimeError: as of `expect`; nothing is changed then.
+        """
         self.expect(event)
         before, self.state = self.state, TRANSITIONS[self.state][event]
         return self.state is not before
 
     def expect(self, event: Event) -> None:
-        """RuntimeError where the event cannot come now."""
+        """Looks whether an event may come now.
+
+        Raises:
+            RuntimeError: where it may not, with what the user has to do.
+        """
         if event not in TRANSITIONS[self.state]:
             unexpected = f"{event.value!r} cannot come where a step is {self.state.value!r}"
             raise RuntimeError(REFUSALS.get((self.state, event), unexpected))
 
     def fail(self, why: str) -> None:
-        """The results of this step cannot be used, for the first of the reasons that are given."""
+        """Marks the step as one whose results cannot be used.
+
+        Args:
+            why: the reason, for the error at the step's end. The first one counts.
+        """
         if self.take(Event.FAIL):
             self._why = why
 
     def failure(self) -> RuntimeError:
-        """The error of a step that has failed, which is rolled back now."""
+        """Rolls back a step that has failed.
+
+        Returns:
+            The error to raise.
+        """
         self.take(Event.ROLLBACK)
         return RuntimeError(_ROLLED_BACK.format(why=self._why))
 

@@ -29,13 +29,13 @@ _not_used_yet: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def expect(compression: Any) -> None:
-    """An optimizer of Horovod's is to be given this compression."""
+    """Notes that an optimizer of Horovod's is to be given this compression."""
     _not_used_yet.add(compression)
 
 
 def note_serving(compression: Any) -> None:
-    """An optimizer of Horovod's has this compression. Finds the others whose optimizers reduce some
-    of the same parameters."""
+    """Notes that an optimizer of Horovod's has this compression, and finds the others whose
+    optimizers reduce some of the same parameters."""
     _not_used_yet.discard(compression)
     mine = horovod_internals.reduced_by(compression._optimizer) or set()
     for other in list(_serving):
@@ -46,8 +46,15 @@ def note_serving(compression: Any) -> None:
 
 
 def why_shared(compression: Any, slot: Slot) -> Optional[str]:
-    """Why this gradient cannot be used: another compression encodes it in place now. None where
-    that is not so."""
+    """Looks whether another compression has a gradient, which it encodes in place.
+
+    Args:
+        compression: the one that the gradient has come to.
+        slot: of its parameter.
+
+    Returns:
+        Why the gradient cannot be used, or None where it can.
+    """
     for other in compression._sharing:
         under_way = other._exchange.open_tensors() if other._exchange_is_made else ()
         if any(each.param is slot.param and each.name in under_way for each in other._slots):
@@ -56,7 +63,12 @@ def why_shared(compression: Any, slot: Slot) -> Optional[str]:
 
 
 def warn_of_unreduced(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None:
-    """Says that the optimizer changes parameters which Horovod does not reduce."""
+    """Warns where an optimizer changes parameters that Horovod does not reduce.
+
+    Args:
+        optimizer: Horovod's.
+        slots: the parameters that have a name.
+    """
     reduced = horovod_internals.reduced_by(optimizer) or ()
     params = (param for group in optimizer.param_groups for param in group["params"])
     found = [param for param in params if param.grad is not None and param not in reduced]

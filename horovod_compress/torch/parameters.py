@@ -69,8 +69,18 @@ class Slots(List[Slot]):
         self._last = self[-1]
 
     def find(self, tensor: torch.Tensor, submitted: Collection[str]) -> Slot:
-        """The slot of a gradient. submitted: names of those that came before in this step.
-        ValueError where it is none of these parameters'."""
+        """Looks a gradient up.
+
+        Args:
+            tensor: the gradient itself, or its dense copy where `sparse_as_dense` makes one.
+            submitted: names of the parameters whose gradients came before in this step.
+
+        Returns:
+            The slot of its parameter.
+
+        Raises:
+            ValueError: where it is of none of these.
+        """
         # Gradients come in nearly the same order every step.
         slot = self._last.following
         if slot.param.grad is not tensor:

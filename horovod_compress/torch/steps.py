@@ -62,7 +62,11 @@ class StepCompression(TorchBinding):
 
     @abstractmethod
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begins to serve Horovod's optimizer."""
+        """Begins to serve an optimizer of Horovod's.
+
+        Args:
+            optimizer: one that was given this compression.
+        """
 
     @abstractmethod
     def _switch_where_due(self) -> None:
@@ -284,8 +288,8 @@ class StepCompression(TorchBinding):
         self._takeover.restore()
 
     def _leave_unused(self) -> None:
-        """Rolls back a step whose results no optimizer.step() has used, or commits it and warns
-        that its effects stay."""
+        """Discards a step whose results no optimizer.step() has used, or commits it and warns that
+        its effects stay."""
         if not self._step.is_unused:
             return
         keeps = self._exchange.succeeded and self._exchange.keeps_state
@@ -336,8 +340,8 @@ class StepCompression(TorchBinding):
         """Counts the last step as used, although no optimizer.step() follows."""
         self._step.take(Event.COMMIT)
 
-    def _is_rolled_back(self) -> bool:
-        """Whether the last step is rolled back on all ranks, now or when the next one begins."""
+    def _is_discarded(self) -> bool:
+        """Whether the last step is discarded on all ranks, now or when the next one begins."""
         return self._discardable and (self._step.is_unused or not self._exchange.succeeded)
 
     def _drop_moments(self) -> None:

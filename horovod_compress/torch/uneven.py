@@ -62,7 +62,7 @@ def uneven(*trained: Any) -> Iterator[None]:
 
 class _Member:
     """One optimizer of a block on this rank. What ranks tell each other before each of its steps is
-    the maximum over them of: whether one takes the step; whether the last step was rolled back; the
+    the maximum over them of: whether one takes the step; whether the last step was discarded; the
     loss scale; and the options of the parameter groups. Ranks that train have these alike."""
 
     def __init__(self, optimizer: Any, compression: BoundCompression) -> None:
@@ -91,12 +91,12 @@ class _Member:
         if self._handle is not None:
             synchronize(self._handle)
         compression, scaler = self.compression, self.compression._grad_scaler
-        rolled_back = not self.answered and compression._is_rolled_back()
+        discarded = not self.answered and compression._is_discarded()
         known = [
             1.0 if scaler is None else scaler.get_scale(),
             *(float(group[key]) for group, key in self._options()),
         ]
-        said = [training, rolled_back, *(known if training else [_UNKNOWN] * len(known))]
+        said = [training, discarded, *(known if training else [_UNKNOWN] * len(known))]
         message = torch.tensor(said, dtype=torch.float64, device="cpu")
         self._handle = hvd.allreduce_async_(
             message, name=self.name, op=hvd.Max, process_set=compression._process_set
@@ -115,9 +115,9 @@ class _Member:
         """Takes part in a step of the others where one comes. Returns whether more may come."""
         if not hvd.poll(self._handle):
             return True
-        training, rolled_back, scale, *options = hvd.synchronize(self._handle).tolist()
+        training, discarded, scale, *options = hvd.synchronize(self._handle).tolist()
         self._handle = None
-        if rolled_back:
+        if discarded:
             self.compression.discard()
         if not training:
             return False
