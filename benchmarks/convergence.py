@@ -149,7 +149,6 @@ class Simulated:
             param.grad.copy_(torch.from_numpy(results[name]).view_as(param))
         if self.clips:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.takeover.due = True
         self.takeover.before_step(self.optimizers[0])
         self.optimizers[0].step()
         self.takeover.restore()

@@ -69,19 +69,24 @@ class Binding(ABC):
         # Which names of collectives begin with.
         self._label = f"hvdc.{self._process_set.process_set_id}"
         self._agreed = False
+        # Whether ranks may come and go.
+        self._elastic = is_elastic()
+        # Whether an elastic state has this compression, where ranks may come and go.
+        self._synced = not self._elastic
+        # Horovod reduces, and compresses, only where there is more than one rank, or may be.
+        self._active = bool(self._process_set.included()) and (
+            self._process_set.size() > 1 or self._elastic
+        )
+        # Since the last `_resize`.
+        self._ranks = self._rank_and_size()
         self._hvd = hvd
         self._host: Optional[Host] = None
         self._has_told_of_float32 = False
 
     _compressor: Compressor
-    # Horovod reduces, and compresses, only where there is more than one rank.
-    _active: bool
     # The one that `handshake` and portable states use.
     _transport: Reducing
     _exchange: Driver  # what drives the steps
-    _elastic: bool  # whether ranks may come and go
-    # Whether an elastic state has this compression, where ranks may come and go.
-    _synced: bool
 
     def __reduce__(self) -> Tuple[Any, ...]:
         raise TypeError(NO_COPIES)
@@ -156,34 +161,67 @@ class Binding(ABC):
 
     # -- for elastic jobs: see `elastic.py`
 
-    def _kept(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
-        """What this rank keeps; into: as for `Driver.state_dict`."""
-        return self._exchange.state_dict(into=into)
+    @property
+    def _requested(self) -> Compressor:
+        """As the spec says, before anything is taken over from an optimizer."""
+        return self._compressor
+
+    def _settings(self) -> Dict[str, Any]:
+        """What is alike on all ranks, and may have changed since the start: JSON-able."""
+        return {"spec": self._requested.config}
+
+    def _adopt(self, settings: Dict[str, Any]) -> None:
+        """Goes on with `_settings` of another rank, or of before."""
+        compressor = get_compressor(settings["spec"])
+        if compressor != self._requested:
+            self._exchange.abandon()
+            self._switch(compressor, compare=False)
 
     @abstractmethod
+    def _switch(self, spec: Any, compare: bool = True) -> None:
+        """Compresses as a spec says from the next step on.
+
+        Args:
+            spec: as for `get_compressor`.
+            compare: whether all ranks do it, here, and say so to each other. Where they are not
+                together yet they go on from rank 0's.
+
+        Raises:
+            ValueError: for what cannot be served; nothing is changed then.
+            MismatchError: where ranks differ.
+        """
+
+    def _entry(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+        """What this rank keeps; into: as for `Driver.state_dict`."""
+        return {**self._exchange.state_dict(into=into), **self._settings()}
+
     def _go_back_to(self, state: Dict[str, Any]) -> None:
-        """Continues from what `_kept` returned, as if nothing had been since."""
+        """Continues from what `_entry` returned, as if nothing had been since."""
+        self._adopt(state)
+        self._exchange.go_back_to(state)
 
     def _resize(self) -> None:
         """From the next step on, ranks are those that are there now."""
-        self._exchange.resize(*self._rank_and_size(), self._label)
+        self._ranks = self._rank_and_size()
+        self._exchange.resize(*self._ranks, self._label)
 
     def _sync(self) -> None:
         """All ranks, those that stay and those that have just begun, go on from rank 0's step.
         Names of collectives are rank 0's from now on, for what a process has made before does not
         matter."""
+        self._adopt(gather(self._transport, "hvdc.elastic.spec", self._settings())[0])
         self._label = gather(self._transport, "hvdc.elastic", self._label)[0]
         self._synced, self._agreed = True, False
         self._exchange.abandon()
         self._resize()
         self.handshake()
-        self._go_back_to(checkpoint.synced(self._kept(), self._transport, self._label))
+        self._go_back_to(checkpoint.synced(self._entry(), self._transport, self._label))
 
     def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]:
         """All ranks, of which some are about to leave, go on with the mean of what they keep.
         saved: what this rank kept before; returns the mean of that."""
         self._exchange.abandon()
-        self._go_back_to(checkpoint.synced(self._kept(), self._transport, self._label, even=True))
+        self._go_back_to(checkpoint.synced(self._entry(), self._transport, self._label, even=True))
         return checkpoint.synced(saved, self._transport, self._label, even=True)
 
     def _refuse_unsynced(self, state: str) -> None:

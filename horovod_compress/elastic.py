@@ -16,7 +16,7 @@ class Keeping(Protocol):
     """What keeps something that an elastic state is to have: a compression, see `Binding`, or an
     optimizer that has one."""
 
-    def _kept(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]: ...
+    def _entry(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]: ...
 
     def _go_back_to(self, state: Dict[str, Any]) -> None: ...
 
@@ -25,7 +25,7 @@ class Keeping(Protocol):
     def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]: ...
 
 
-class Kept:
+class Entry:
     """Such an object in an elastic state, and what it kept at the last commit."""
 
     def __init__(self, value: Keeping) -> None:
@@ -35,7 +35,7 @@ class Kept:
 
     def save(self) -> None:
         """Copies the state, into the memory of the last copy."""
-        self._saved = self.value._kept(self._saved)
+        self._saved = self.value._entry(self._saved)
 
     def restore(self) -> None:
         """Goes back to the last copy. What is under way is given up, and not waited for."""
@@ -54,7 +54,7 @@ class Kept:
 
 
 def evening_out(
-    func: Callable[..., Any], kept_of: Callable[[Any], Iterable[Kept]]
+    func: Callable[..., Any], entries_of: Callable[[Any], Iterable[Entry]]
 ) -> Callable[..., Any]:
     """func(state, …), after which, where hosts come or go in good order, all ranks have the mean of
     what they keep."""
@@ -65,8 +65,8 @@ def evening_out(
             return func(state, *args, **keywords)
         except HostsUpdatedInterrupt:
             # Raised at the same call on all ranks, which are all still here.
-            for kept in kept_of(state):
-                kept.even_out()
+            for entry in entries_of(state):
+                entry.even_out()
             raise
 
     return evened

@@ -24,7 +24,7 @@ from .. import checkpoint
 from ..binding import REFUSED_ALONE, description_of, momentum_of, requested_compressor
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
-from ..handshake import agree, gather
+from ..handshake import agree
 from ..hosts import Host
 from .applied import refuse_unreduced
 from .checks import check_elastic, check_scaler, checked_moments
@@ -260,8 +260,6 @@ class BoundCompression(GraphCompression):
         self._switch(get_compressor(spec))
 
     def _switch(self, spec: Any, compare: bool = True) -> None:
-        """compare: whether all ranks do it, here, and say so to each other. Where they are not
-        together yet they go on from rank 0's."""
         exchange = self._exchange
         exchange.end_step()
         chosen = self._choose(spec, self._served or self._optimizer)
@@ -355,7 +353,7 @@ class BoundCompression(GraphCompression):
     # -- for elastic jobs: see `elastic.py`
 
     def _state(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
-        state = super()._kept(into)
+        state = self._exchange.state_dict(into=into)
         for name, saved in copy.deepcopy(self._saved or {}).items():
             if saved is not None:
                 (
@@ -366,31 +364,24 @@ class BoundCompression(GraphCompression):
                 ) = saved
         return {**state, "lives_on": self._lives_on}
 
-    def _kept(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
-        return {**self._state(into), "spec": self._requested.config}
+    def _entry(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+        return {**self._state(into), **self._settings()}
 
-    def _sync(self) -> None:
-        config, lives_on = gather(
-            self._transport, "hvdc.elastic.spec", [self._requested.config, self._lives_on]
-        )[0]
+    def _settings(self) -> Dict[str, Any]:
+        return {**super()._settings(), "lives_on": self._lives_on}
+
+    def _adopt(self, settings: Dict[str, Any]) -> None:
         with self._tracing_again():
-            self._switch_to(config, lives_on)
-        super()._sync()
-
-    def _switch_to(self, config: Dict[str, Any], lives_on: bool) -> None:
-        if get_compressor(config) != self._requested:
-            self._exchange.abandon()
-            self._switch(config, compare=False)
-        self._lives_on = lives_on
+            super()._adopt(settings)
+            self._lives_on = settings["lives_on"]
 
     @property
     def _requested(self) -> Compressor:
-        """As the spec says."""
         return self._chosen.requested if self._chosen else self._compressor
 
     def _go_back_to(self, state: Dict[str, Any]) -> None:
         with self._tracing_again():
-            self._switch_to(state["spec"], state["lives_on"])
+            self._adopt(state)
             untraced = self._untraced()
             self._saved = {**untraced, **self._exchange.go_back_to(state)} or None
         # in the order in which rank 0 came to know them, which numbers its operations.

@@ -19,7 +19,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
-from ..elastic import Kept, evening_out
+from ..elastic import Entry, evening_out
 from .compression import BoundCompression
 from .optimizer import build, unwrapped
 from .unbound import UnboundCompression
@@ -27,7 +27,7 @@ from .unbound import UnboundCompression
 
 class _Keeping:
     """What the states here add to Horovod's: keywords that are compressions are not broadcast from
-    rank 0, but kept as `Kept` says."""
+    rank 0, but kept as `Entry` says."""
 
     def _take(
         self, keywords: Dict[str, Any], bind: Callable[[UnboundCompression], BoundCompression]
@@ -43,24 +43,24 @@ class _Keeping:
             name: bound(value) for name, value in keywords.items() if isinstance(value, given)
         }
         vars(self).update(compressions)
-        self._kept: List[Kept] = [Kept(compression) for compression in compressions.values()]
+        self._entries: List[Entry] = [Entry(compression) for compression in compressions.values()]
         return {name: value for name, value in keywords.items() if name not in compressions}
 
     def save(self) -> None:
         super().save()  # type: ignore[misc]
-        for kept in self._kept:
-            kept.save()
+        for entry in self._entries:
+            entry.save()
 
     def restore(self) -> None:
-        for kept in self._kept:
-            kept.restore()
+        for entry in self._entries:
+            entry.restore()
         super().restore()  # type: ignore[misc]
 
     def sync(self) -> None:
         super().sync()  # type: ignore[misc]
-        for kept in self._kept:
-            kept.sync()
-            kept.save()
+        for entry in self._entries:
+            entry.sync()
+            entry.save()
 
 
 class TensorFlowKerasState(_Keeping, hvd.elastic.TensorFlowKerasState):
@@ -106,8 +106,8 @@ class TensorFlowState(_Keeping, hvd.elastic.TensorFlowState):
         super().sync()
 
 
-def _kept_of(state: _Keeping) -> List[Kept]:
-    return state._kept
+def _entries_of(state: _Keeping) -> List[Entry]:
+    return state._entries
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,7 +115,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     come or go in good order, no rank that leaves takes anything with it. (With hvd.elastic.run
     itself what it has not sent yet is lost, and an error of an operation that is not Horovod's ends
     training as if it were over.)"""
-    evened = evening_out(func, _kept_of)
+    evened = evening_out(func, _entries_of)
 
     @functools.wraps(func)
     def failing(*args: Any, **keywords: Any) -> Any:

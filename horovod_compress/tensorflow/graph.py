@@ -2,24 +2,17 @@
 over the exchange."""
 
 import functools
-import itertools
 import weakref
-from abc import abstractmethod
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Type
+from typing import Any, Callable, Iterable, List, Optional, Set, Tuple, Type
 
 import horovod.tensorflow as hvd
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from .. import kernels
-from ..binding import Binding, is_elastic, warn_once
-from ..handshake import REDUCES_ONLY, agree, error_of_joined
+from ..handshake import agree
 from ..requests import Collective
 from .applied import Unapplied, may_see_gradients
 from .checks import ONE_PASS, check_elastic_scale
-from .eager import Eager
-from .exchange import GraphExchange, Message, Saved
 from .horovod_internals import (
     call_before,
     functions_under_trace,
@@ -33,47 +26,30 @@ from .operations import (
     Variable,
     dtypes_of,
     first_values,
-    identified,
     python_operation,
     read_and_clear,
-    split_message,
     squared_norm_of,
     with_denormals,
 )
 from .optimizer import learning_rate_of
+from .running import RunningCompression
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 _SUM = Collective("allreduce", "int64", "sum")
-_ELASTIC_STATE = "hvdc.elastic.TensorFlowKerasState(model, compression=compression)"
-# Numbers as large as this become infinite in float16.
-_INFINITE_HALF = 65520
 
 
-class GraphCompression(Binding):
-    """The steps of a compression, in functions that TensorFlow traces: what becomes known of
-    variables then, the operations that functions get, and what these do while the graph runs. Which
-    compressor serves which optimizer is decided in `compression`."""
+class GraphCompression(RunningCompression):
+    """The operations that functions get which TensorFlow traces. Which compressor serves which
+    optimizer is decided in `compression`."""
 
     def __init__(self, process_set: Any) -> None:
-        super().__init__(hvd, process_set, hint="variables need not be named in TensorFlow, and ")
-        self._elastic = is_elastic()
-        self._synced = not self._elastic
-        self._active = bool(self._process_set.included()) and (
-            self._process_set.size() > 1 or self._elastic
-        )
-        self._transport = Eager(self._process_set)
+        super().__init__(process_set)
         # What Horovod makes of a 1 on each rank, once that is known.
         self._factor: Callable[[], Optional[float]] = lambda: None
-        # Horovod's optimizer, where gradients come from that.
-        self._served: Any = None
-        self._variables: Dict[Any, Variable] = {}  # by key, see `identified`
-        self._numbers: Dict[str, int] = {}  # of variables, by name
         # Of the function that is being traced.
         self._call = Call([], None, [], [], [])
         # Functions with operations of this compression.
         self._traced: "weakref.WeakSet[Any]" = weakref.WeakSet()
-        # Which of the states of `_states` their traces are for.
-        self._traces = 0
         # Each call writes it when it begins, and reads it for each variable that it has finished.
         # So TensorFlow runs calls one after the other, where a function has several or calls
         # functions that have, and variables of one call together.
@@ -83,11 +59,7 @@ class GraphCompression(Binding):
         self._applied: Set[Any] = set()
         # References to variables whose gradients tapes leave as they are.
         self._local: Set[Any] = set()
-        # Where a state was loaded: of variables that are not known yet. None: the exchange has it
-        # already.
-        self._saved: Optional[Dict[str, Optional[Saved]]] = None
 
-    _exchange: GraphExchange
     # The bound one; where a tape brings gradients, the one that applies them.
     _optimizer: Any
     # The class of optimizers that can leave momentum to this compression.
@@ -95,16 +67,6 @@ class GraphCompression(Binding):
     # The class of optimizers that tell this compression what they apply.
     _applying_class: Optional[Type]
     _grad_scaler: Any
-    # Whether backward passes are observed.
-    _microbatches: bool
-
-    # Whether `_submit` has to get all gradients, also those to which nothing is done.
-    _sees_gradients = False
-
-    @property
-    @abstractmethod
-    def _takes_over(self) -> bool:
-        """Whether the optimizer's momentum is taken over."""
 
     # -- Horovod's interface, while it traces a function
 
@@ -295,106 +257,6 @@ class GraphCompression(Binding):
         )
         return number
 
-    def _register(self, pairs: List[Tuple[Any, Any]]) -> List[Variable]:
-        """The Variable of each (gradient, source). New ones become known on all ranks at once."""
-        self._refuse_unsynced(_ELASTIC_STATE)
-        self.handshake()
-        keys, new = [], {}
-        names = {variable.name for variable in self._variables.values()}
-        for i, (grad, source) in enumerate(pairs):
-            key, name, shape = identified(i, grad, source)
-            keys.append(key)
-            if key not in self._variables and key not in new:
-                if not grad.dtype.is_floating:
-                    raise TypeError(
-                        f"{name}: gradients of {grad.dtype.name} cannot be compressed; real "
-                        f"floating point is needed"
-                    )
-                name = next(
-                    n
-                    for n in itertools.chain([name], (f"{name}_{k}" for k in itertools.count(1)))
-                    if n not in names
-                )
-                names.add(name)
-                new[key] = name, shape, grad.dtype == tf.float64
-            elif key in self._variables and self._variables[key].shape != shape:
-                had = self._variables[key].shape
-                raise ValueError(
-                    f"{name} has the shape {shape} and had {had} before: residuals are kept for "
-                    f"variables, or tensors of one shape"
-                )
-        if new:
-            self._make_known(new)
-        return [self._variables[key] for key in keys]
-
-    def _make_known(self, new: Dict[Any, Tuple[str, Tuple[int, ...], bool]]) -> None:
-        """Adds variables, {key: (name, shape, whether it is of float64)}, with the state that was
-        loaded for them."""
-        shapes = {name: list(shape) for name, shape, _ in new.values()}
-        # Which this rank has from others, that know these variables already.
-        if not (self._elastic and self._saved):
-            agree(self._transport, f"{self._label}.{len(self._variables)}", {"variables": shapes})
-        missing = [name for name in shapes if self._saved is not None and name not in self._saved]
-        if missing:
-            raise ValueError(
-                f"the state that was loaded does not fit: it has nothing for {', '.join(missing)}. "
-                f"Was it this model? Keras numbers layers "
-                "without a name throughout a process: name them, or call "
-                "tf.keras.backend.clear_session() first"
-            )
-        for key, (name, shape, is_float64) in new.items():
-            self._exchange.add(
-                name, shape, self._compressor, self._saved[name] if self._saved else None
-            )
-            number = self._numbers.setdefault(name, len(self._numbers))
-            self._variables[key] = self._described(Variable(name, number, shape, is_float64))
-        self._meet()
-        if self._saved is not None:
-            self._saved = {name: saved for name, saved in self._saved.items() if name not in shapes}
-            if self._elastic:
-                # What becomes known from now on does so on all ranks.
-                self._saved = self._saved or None
-
-    def _described(self, variable: Variable) -> Variable:
-        """The variable, which says what traces have to know of its compressor."""
-        compressor = self._exchange.compressor_of(variable.name)
-        collectives = compressor.collectives(self._process_set.size())
-        variable.carried, variable.moved = (
-            (collectives[0].dtype, ())
-            if collectives[0].verb == "host"
-            else ("float32", collectives)
-        )
-        if variable.is_float64 and self._exchange.carries_float64(variable.name):
-            variable.carried = "float64"
-        clips = self._compressor.clip_norm is not None
-        dense = not variable.moved and variable.carried != "float16" and not clips
-        variable.direct = (
-            dense and not self._exchange.owes(variable.name) and not self._sees_gradients
-        )
-        if not (self._microbatches and hasattr(compressor, "moments")):
-            variable.squares, variable.observed = None, False
-        elif variable.squares is None:
-            variable.squares = lasting_variable(variable.shape, tf.float32)
-        return variable
-
-    def _observe(self, grads_and_vars: Iterable[Tuple[Any, Any]]) -> List[Tuple[Any, Any]]:
-        """Adds the squares of one backward pass."""
-        grads_and_vars = list(grads_and_vars)
-        if not self._microbatches:
-            return grads_and_vars
-        # Sparse gradients count where they become dense afterwards; the squares of the others are
-        # not used.
-        pairs = [
-            (tf.convert_to_tensor(grad), source)
-            for grad, source in grads_and_vars
-            if grad is not None
-        ]
-        for (grad, _), variable in zip(pairs, self._register(pairs)):
-            if variable.squares is not None:
-                variable.squares.assign_add(tf.square(tf.cast(grad, tf.float32)))
-                variable.observed = True
-        return grads_and_vars
-
     def _move(self, collective: Collective, message: List[Any], name: str) -> List[Any]:
         """Adds the operation that moves a message; returns what it brings, in as many tensors."""
         # Named as Horovod names its own: hvd.elastic.run knows by that whose errors mean that a
@@ -468,137 +330,3 @@ class GraphCompression(Binding):
             result.set_shape(variable.shape)
             grads_and_vars[i] = result, grads_and_vars[i][1]
         return grads_and_vars
-
-    # -- the same, while the graph runs
-
-    def _begin(
-        self,
-        tensors: int,
-        known: Any,
-        unapplied: Unapplied,
-        traces: int,
-        scale: np.ndarray,
-        values: Any = None,
-    ) -> Tuple[np.int64, np.ndarray]:
-        if traces != self._traces:
-            raise ValueError(
-                "a function was traced before compression.switch(), and holds on to that trace: "
-                "make the function anew, by tf.function(step), or "
-                "with Keras model.make_train_function(force=True)"
-            )
-        if known is not None and not np.array_equal(
-            first_values(known).numpy(), values, equal_nan=True
-        ):
-            raise ValueError(
-                f"gradients of other variables come to this compression than {known.name} and "
-                f"those that it was traced with: make one for "
-                "each model, and in eager code for each set of variables that is trained by itself"
-            )
-        unapplied.check()
-        # It has a momentum where one was taken over.
-        compressor: Any = self._compressor
-        if (
-            self._takes_over
-            and self._served is not None
-            and abs(float(self._served.momentum) - compressor.momentum) > 1e-6
-        ):
-            warn_once(
-                f"SGD's momentum was changed to {float(self._served.momentum):g}: {compressor.id} "
-                f"goes on with "
-                f"{compressor.momentum:g}, which it took over. (Horovod's momentum_correction is "
-                f"not needed: the learning rate is no part "
-                "of this momentum)"
-            )
-        number = self._exchange.begin(
-            tensors, self._process_set.rank(), self._process_set.size(), float(scale)
-        )
-        return np.int64(number), np.full((tensors, 1), -1, np.int32)
-
-    def _check_count(self, number: np.int64, ranks: np.ndarray) -> np.int64:
-        size = self._process_set.size()
-        gone = size - int(ranks[0])
-        if gone:
-            raise error_of_joined(gone, size, [], REDUCES_ONLY)
-        return number
-
-    def _submit(
-        self, variable: Variable, call: int, grad: np.ndarray, *options: np.ndarray
-    ) -> List[np.ndarray]:
-        given = iter(options)
-        squared_norm = float(next(given)) if self._compressor.clip_norm is not None else None
-        lr = float(next(given)) if self._compressor.follow_lr else None
-        squares = next(given).reshape(-1) if variable.squares is not None else None
-        grad = self._of_type(variable, grad)
-        carrier, message, number = self._exchange.submit(
-            variable.name, grad, call, squares, squared_norm, lr
-        )
-        numbers = (
-            [np.empty(0, np.int64) if number is None else number]
-            if variable.name == self._exchange.sends_number
-            else []
-        )
-        return [carrier, *(message or self._nothing(variable.moved[:1])), *numbers]
-
-    def _advance(self, variable: Variable, call: int, *brought: np.ndarray, stage: int) -> Message:
-        arrived, numbers = split_message(brought, variable.moved[stage - 1])
-        return self._exchange.advance(variable.name, call, arrived, numbers) or self._nothing(
-            variable.moved[stage : stage + 1]
-        )
-
-    def _step_alone(self, variables: List[Variable], *arrays: np.ndarray) -> List[np.ndarray]:
-        grads, given = arrays[: len(variables)], iter(arrays[len(variables) :])
-        lr = float(next(given)) if self._compressor.follow_lr else None
-        squared_norm = (
-            float(squared_norm_of(lambda: 1.0, *grads))
-            if self._compressor.clip_norm is not None
-            else None
-        )
-        call = self._exchange.begin(
-            len(variables), self._process_set.rank(), self._process_set.size()
-        )
-        results = []
-        for variable, grad in zip(variables, grads):
-            squares = next(given).reshape(-1) if variable.squares is not None else None
-            flat = np.array(grad, np.float64 if variable.is_float64 else np.float32).reshape(-1)
-            flat = self._of_type(variable, flat)
-            result = self._exchange.step_alone(variable.name, flat, call, squares, squared_norm, lr)
-            results.append(
-                self._checked(variable, result, grad.dtype == np.float16).astype(
-                    grad.dtype, copy=False
-                )
-            )
-        return results
-
-    def _of_type(self, variable: Variable, grad: np.ndarray) -> np.ndarray:
-        """The gradient in the type in which the exchange takes it."""
-        if grad.dtype == variable.result:
-            return grad
-        with np.errstate(over="ignore", under="ignore"):
-            narrow = grad.astype(variable.result)
-        lost = (narrow == 0) & (grad != 0) | np.isinf(narrow) & np.isfinite(grad)
-        if lost.any():
-            self._tell_of_float32(variable.name)
-        return narrow
-
-    def _nothing(self, collectives: Sequence[Collective]) -> Message:
-        """The message of these collectives, at most one, where a step has none for them."""
-        splits = np.zeros(self._process_set.size(), np.int32)
-        return [
-            splits if dtype == "int32" and c.verb == "alltoall" else np.empty(0, dtype)
-            for c in collectives
-            for dtype in dtypes_of([c])
-        ]
-
-    def _finish(
-        self, variable: Variable, call: int, reduced: np.ndarray, *brought: np.ndarray, half: bool
-    ) -> List[np.ndarray]:
-        if variable.direct:  # Horovod has reduced it already.
-            self._exchange.submit(variable.name, reduced.reshape(-1), call)
-        arrived, numbers = split_message(brought, variable.moved[-1]) if brought else (None, None)
-        result = self._exchange.finish(variable.name, call, reduced.reshape(-1), arrived, numbers)
-        return [self._checked(variable, result, half)]
-
-    def _checked(self, variable: Variable, result: np.ndarray, half: bool) -> np.ndarray:
-        if half and not kernels.of(result).max_abs(result) < _INFINITE_HALF:
-            self._exchange.reject(variable.name)
-        return result.reshape(variable.shape)

@@ -23,7 +23,7 @@ from horovod.torch.elastic.state import (
     get_handler_registry,
 )
 
-from ..elastic import Kept, evening_out
+from ..elastic import Entry, evening_out
 from . import horovod_internals
 from .compression import BoundCompression
 from .horovod_internals import GradScaler
@@ -31,7 +31,7 @@ from .unbound import UnboundCompression, compression_of
 from .updates import UpdateOptimizer
 
 
-class CompressionHandler(Kept, StateHandler):
+class CompressionHandler(Entry, StateHandler):
     """What hvd.elastic.TorchState(compression=…) does with a compression, in place of broadcasting
     rank 0's."""
 
@@ -44,7 +44,7 @@ class CompressionHandler(Kept, StateHandler):
         super().set_value(_bound(value))
 
 
-class UpdateHandler(Kept, StateHandler):
+class UpdateHandler(Entry, StateHandler):
     """What hvd.elastic.TorchState(optimizer=…) does with an UpdateOptimizer, whose optimizer's
     state is each rank's own."""
 
@@ -102,9 +102,9 @@ class ScalerHandler(StateHandler):
         self.save()
 
 
-def _kept_of(state: TorchState) -> Iterator[Kept]:
+def _entries_of(state: TorchState) -> Iterator[Entry]:
     return (
-        handler for handler in horovod_internals.handlers_of(state) if isinstance(handler, Kept)
+        handler for handler in horovod_internals.handlers_of(state) if isinstance(handler, Entry)
     )
 
 
@@ -112,7 +112,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """hvd.elastic.run, for a function whose first argument is a TorchState that has compressions:
     where hosts come or go in good order, no rank that leaves takes anything with it. (With
     hvd.elastic.run itself what it has not sent yet is lost.)"""
-    return hvd.elastic.run(evening_out(func, _kept_of))
+    return hvd.elastic.run(evening_out(func, _entries_of))
 
 
 get_handler_registry()[:0] = [

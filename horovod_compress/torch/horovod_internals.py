@@ -204,7 +204,7 @@ def results_after(optimizer: Any) -> Dict[int, int]:
     }
 
 
-def forget_step(optimizer: Any) -> None:
+def rollback_step(optimizer: Any) -> None:
     """Makes Horovod's optimizer ready for the next backward pass, after a step whose collectives
     have all ended."""
     optimizer._handles.clear()

@@ -3,7 +3,7 @@
 import collections
 import collections.abc
 import inspect
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Collection, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from .. import kernels
 from ..binding import warn_once
 
-_HOST = torch.device("cpu")
+_CPU = torch.device("cpu")
 # As model.named_parameters() gives.
 NamedParameters = Iterable[Tuple[str, torch.Tensor]]
 
@@ -29,8 +29,8 @@ class Slot:
         self, grad: torch.Tensor, on_device: bool = False, carries_float64: bool = False
     ) -> Tuple[torch.Tensor, Any]:
         """(tensor, flat array) of contiguous float32: the gradient's own memory where possible. On
-        the host, or with `on_device` where the gradient is, if that is a device that kernels serve.
-        With `carries_float64` those of float64 stay that, on the host."""
+        the CPU, or with `on_device` where the gradient is, if that is a device that kernels serve.
+        With `carries_float64` those of float64 stay that, on the CPU."""
         dtype = torch.float64 if carries_float64 and grad.dtype == torch.float64 else torch.float32
         on_device = on_device and dtype == torch.float32
         own = flat_memory(grad, on_device, dtype)
@@ -42,7 +42,7 @@ class Slot:
                 f"is needed"
             )
         served = on_device and kernels.serves(grad.device.type)
-        place = grad.device if served else _HOST
+        place = grad.device if served else _CPU
         if self._staging is None or self._staging.device != place or self._staging.dtype != dtype:
             if grad.device != place:
                 self._warn_of_copies(grad.device.type, on_device)
@@ -58,7 +58,68 @@ class Slot:
             if on_device
             else "there are no kernels for this on a device"
         )
-        warn_once(f"gradients on {device} are compressed on the host, through pinned memory: {why}")
+        warn_once(f"gradients on {device} are compressed on the CPU, through pinned memory: {why}")
+
+
+class Slots(List[Slot]):
+    """The parameters of an optimizer, in which gradients are looked up."""
+
+    def __init__(self, pairs: NamedParameters) -> None:
+        super().__init__(Slot(name, param) for name, param in pairs)
+        self._last = self[-1]
+
+    def find(self, tensor: torch.Tensor, submitted: Collection[str]) -> Slot:
+        """Looks a gradient up.
+
+        Args:
+            tensor: the gradient itself, or its dense copy where `sparse_as_dense` makes one.
+            submitted: names of the parameters whose gradients came before in this step.
+
+        Returns:
+            The slot of its parameter.
+
+        Raises:
+            ValueError: where it is of none of these.
+        """
+        # Gradients come in nearly the same order every step.
+        slot = self._last.following
+        if slot.param.grad is not tensor:
+            slot = next(
+                (slot for slot in self if slot.param.grad is tensor), None
+            ) or self._find_densified(tensor, submitted)
+            self._last.following = slot
+        self._last = slot
+        return slot
+
+    def _find_densified(self, tensor: torch.Tensor, submitted: Collection[str]) -> Slot:
+        """sparse_as_dense hands over a dense copy: the parameter is known by shape, and by value
+        where shapes agree."""
+        if any(slot.param is tensor for slot in self):
+            raise ValueError(
+                "op=Adasum is not supported: it reduces parameters, not gradients; use hvd.Average "
+                "or hvd.Sum"
+            )
+        alike = [
+            slot for slot in self if is_sparse(slot.param.grad) and slot.param.shape == tensor.shape
+        ]
+        # Each comes once a step, so the first one that is left is right among equal gradients.
+        if len(alike) > 1:
+            alike = [slot for slot in alike if slot.name not in submitted]
+        if len(alike) > 1:
+            alike = [
+                slot
+                for slot in alike
+                if (g := slot.param.grad) is not None
+                and torch.allclose(g.to_dense(), tensor, 0, 0, equal_nan=True)
+            ]
+        if not alike:
+            raise ValueError(
+                f"a gradient of shape {tuple(tensor.shape)} belongs to none of the parameters that "
+                f"this compression was bound "
+                "to: bind it to the optimizer's parameters as they are now, after all "
+                "add_param_group()"
+            )
+        return alike[0]
 
 
 class Streams:
@@ -75,14 +136,14 @@ class Streams:
             self._encoded[stream] = stream.record_event()
 
     def join(self) -> None:
-        """Has the current stream wait; the host does not."""
+        """Has the current stream wait; the CPU does not."""
         for stream, event in self._encoded.items():
             torch.cuda.current_stream(stream.device).wait_event(event)
         self._encoded.clear()
 
 
 def flat(tensor: torch.Tensor, on_device: bool) -> Any:
-    """The flat array that the exchange knows a contiguous tensor by: on the host a NumPy array,
+    """The flat array that the exchange knows a contiguous tensor by: on the CPU a NumPy array,
     else a DeviceArray."""
     if not on_device:
         return tensor.cpu().numpy().reshape(-1)
@@ -103,10 +164,10 @@ def loses_numbers(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
 def flat_memory(
     tensor: torch.Tensor, on_device: bool = False, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """The flat array that is a tensor's own memory: on the host, or with `on_device` on a device
+    """The flat array that is a tensor's own memory: on the CPU, or with `on_device` on a device
     that kernels serve. None where it is not contiguous, or of another type, or is elsewhere."""
     served = on_device and kernels.serves(tensor.device.type)
-    fits = tensor.dtype == dtype and tensor.is_contiguous() and (served or tensor.device == _HOST)
+    fits = tensor.dtype == dtype and tensor.is_contiguous() and (served or tensor.device == _CPU)
     return flat(tensor, served) if fits else None
 
 
@@ -166,3 +227,7 @@ def _listed(named_parameters: Any) -> List[Tuple[str, torch.Tensor]]:
             "named_parameters must be (name, parameter) pairs, as model.named_parameters() gives"
         )
     return named
+
+
+def is_sparse(grad: Optional[torch.Tensor]) -> bool:
+    return grad is not None and grad.is_sparse

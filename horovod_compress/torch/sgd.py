@@ -53,15 +53,13 @@ class SGDTakeover:
     def __init__(
         self, optimizer: Optional[torch.optim.Optimizer], compressor: Any, names: Dict[int, str]
     ) -> None:
-        # A step's gradients have come through the compression, and no step has used them yet.
-        self.due = False
         # Name → the compressor with its group's momentum.
         self.variants: Dict[str, Any] = {}
         # id(parameter) → name, of those that Horovod reduces.
         self._names = names
         self._optimizer, self._compressor = optimizer, compressor
         # What gives groups back what the step under way has suspended; the last comes first.
-        self._undo: List[Callable[[], Any]] = []
+        self._restoring: List[Callable[[], Any]] = []
         # Of buffers of parameters without weight decay that were found to hold something:
         # id(parameter) → their largest element, then.
         self._largest: Dict[int, float] = {}
@@ -148,12 +146,9 @@ class SGDTakeover:
         return changed
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Prepares gradients and groups for the step of SGD that comes now. Horovod's optimizer
-        calls this twice: before it waits for the exchange, and again as the SGD that it extends. A
-        step with nothing exchanged is left alone: hvd.broadcast_optimizer_state makes one."""
-        if not self.due:
-            return
-        self.due = False
+        """Prepares gradients and groups for the step of SGD that comes now, whose gradients have
+        come through the compression. A step with nothing exchanged is left alone:
+        hvd.broadcast_optimizer_state makes one."""
         self._until_look = (self._until_look or LOOK) - 1
         for group in list(optimizer.param_groups):
             with_gradient = [p for p in group["params"] if p.grad is not None]
@@ -166,16 +161,16 @@ class SGDTakeover:
                 # Horovod does not reduce the others: SGD does all of these, in their own group.
                 others = [p for p in with_gradient if not self.covers(p)]
                 optimizer.param_groups.append({**group, "params": others})
-                self._undo.append(optimizer.param_groups.pop)
+                self._restoring.append(optimizer.param_groups.pop)
                 suspended["params"] = params
             before = {key: group[key] for key in suspended}
-            self._undo.append(functools.partial(group.update, before))
+            self._restoring.append(functools.partial(group.update, before))
             group.update(suspended)
 
     def restore(self) -> None:
         """Gives the groups back what a step has suspended."""
-        while self._undo:
-            self._undo.pop()()
+        while self._restoring:
+            self._restoring.pop()()
 
     @torch.no_grad()
     def _add_decay(

@@ -55,14 +55,14 @@ def uneven(*trained: Any) -> Iterator[None]:
         yield
     finally:
         for member in members:
-            member.compression._announce = None
+            member.compression._leave_uneven()
     _answer_until_all_are_done(members)
     _continue_alike(members, trained)
 
 
 class _Member:
     """One optimizer of a block on this rank. What ranks tell each other before each of its steps is
-    the maximum over them of: whether one takes the step; whether the last step was forgotten; the
+    the maximum over them of: whether one takes the step; whether the last step was discarded; the
     loss scale; and the options of the parameter groups. Ranks that train have these alike."""
 
     def __init__(self, optimizer: Any, compression: BoundCompression) -> None:
@@ -75,8 +75,7 @@ class _Member:
     def enter(self, trained: Sequence[Any]) -> None:
         compression = self.compression
         compression.handshake()
-        compression._blocks += 1
-        self.name = f"{compression._label}:uneven.{compression._blocks}"
+        self.name = f"{compression._label}:uneven.{next(compression._blocks)}"
         agree(
             compression._transport,
             self.name,
@@ -84,7 +83,7 @@ class _Member:
             "entered `with uneven(…):`",
             "Give uneven() the same on all ranks",
         )
-        compression._announce = lambda: self.announce(True)
+        compression._enter_uneven(lambda: self.announce(True))
 
     def announce(self, training: bool) -> None:
         """Tells the others whether this rank takes the step that comes. The answer is for ranks
@@ -92,12 +91,12 @@ class _Member:
         if self._handle is not None:
             synchronize(self._handle)
         compression, scaler = self.compression, self.compression._grad_scaler
-        forgotten = not self.answered and compression._is_forgotten()
+        discarded = not self.answered and compression._is_discarded()
         known = [
             1.0 if scaler is None else scaler.get_scale(),
             *(float(group[key]) for group, key in self._options()),
         ]
-        said = [training, forgotten, *(known if training else [_UNKNOWN] * len(known))]
+        said = [training, discarded, *(known if training else [_UNKNOWN] * len(known))]
         message = torch.tensor(said, dtype=torch.float64, device="cpu")
         self._handle = hvd.allreduce_async_(
             message, name=self.name, op=hvd.Max, process_set=compression._process_set
@@ -108,7 +107,7 @@ class _Member:
         compression = self.compression
         if compression._exchange.under_way:
             self.optimizer.synchronize()
-            compression._results = None
+            compression._commit()
         compression._drop_moments()
         self.announce(False)
 
@@ -116,16 +115,16 @@ class _Member:
         """Takes part in a step of the others where one comes. Returns whether more may come."""
         if not hvd.poll(self._handle):
             return True
-        training, forgotten, scale, *options = hvd.synchronize(self._handle).tolist()
+        training, discarded, scale, *options = hvd.synchronize(self._handle).tolist()
         self._handle = None
-        if forgotten:
+        if discarded:
             self.compression.discard()
         if not training:
             return False
         self.answered = True
         self._follow(scale, options)
         horovod_internals.reduce_zeros(self.optimizer)
-        self.compression._results, self.compression._takeover.due = None, False
+        self.compression._commit()
         self.announce(False)
         return True
 
@@ -171,7 +170,7 @@ def _refuse(members: List[_Member], trained: Sequence[Any]) -> None:
                 f"uneven() takes what has state_dict and load_state_dict: optimizers, models, "
                 f"schedulers; not an object of {type(each)}"
             )
-    if any(member.compression._announce is not None for member in members):
+    if any(member.compression._in_uneven for member in members):
         raise RuntimeError("this optimizer is inside `with uneven(…):` already")
     if len({member.compression._process_set.process_set_id for member in members}) > 1:
         raise TypeError("uneven() takes optimizers of one process set: make a block for each")

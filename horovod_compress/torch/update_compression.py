@@ -7,27 +7,20 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from .. import checkpoint
-from ..binding import Binding, is_elastic
-from ..compressors import get_compressor
 from ..compressors.base import OWED, Compressor
 from ..exchange import Exchange
 from ..handshake import agree, gather
-from ..transport.base import Transport
-from ..transport.horovod import HorovodTransport, synchronize
-from ..transport.loopback import Loopback
-from ..transport.mpi import MPITransport
+from ..transport.horovod import synchronize
 from ..updates import compressor_for_updates, differing
+from .binding import TorchBinding
 
 
-class UpdateCompression(Binding):
+class UpdateCompression(TorchBinding):
     """The exchange of an UpdateOptimizer: its compression's config, stats(), stats_by_tensor() and
     record().
 
     shapes: of the parameters, by name. options: what else must be alike on all ranks, JSON-able.
     """
-
-    _exchange: Exchange
 
     def __init__(
         self,
@@ -36,16 +29,10 @@ class UpdateCompression(Binding):
         options: Dict[str, Any],
         process_set: Any,
     ) -> None:
-        super().__init__(hvd, process_set)
-        self._number()
-        self._elastic, self._shapes, self._options = is_elastic(), shapes, options
-        self._synced = not self._elastic
-        self._active = bool(self._process_set.included()) and (
-            self._process_set.size() > 1 or self._elastic
-        )
-        self._ranks = self._rank_and_size()
+        super().__init__(process_set)
+        self._shapes, self._options = shapes, options
         self._compressor = compressor_for_updates(spec, hvd.rank())
-        self._transport: Transport = self._transport_of(self._compressor)
+        self._transport = self._transport_of(self._compressor)
         self._host = self._host_for(self._compressor)
         tensors = self._tensors(self._compressor)
         self._exchange = Exchange(
@@ -66,16 +53,6 @@ class UpdateCompression(Binding):
 
     def _tensors(self, compressor: Compressor) -> Dict[str, Tuple[Tuple[int, ...], Compressor]]:
         return {name: (shape, compressor) for name, shape in self._shapes.items()}
-
-    def _transport_of(self, compressor: Any) -> Transport:
-        if not self._active:
-            return Loopback.group(1)[0]
-        over_mpi = getattr(compressor, "transport", "horovod") == "mpi"
-        return (
-            MPITransport(hvd, self._process_set)
-            if over_mpi
-            else HorovodTransport(self._process_set)
-        )
 
     def begin(self, parameters: Dict[str, int], local_steps: int) -> None:
         """Compares what must be alike on all ranks before the first step. parameters: a checksum of
@@ -163,27 +140,27 @@ class UpdateCompression(Binding):
         self._mean(f"{self._label}.{method}", {name: tensors[name] for name in which})
 
     def _mean(self, names: str, tensors: Dict[str, torch.Tensor]) -> None:
-        hosts = {
+        copies = {
             name: tensor.to("cpu", torch.promote_types(tensor.dtype, torch.float32)).contiguous()
             for name, tensor in tensors.items()
         }
         handles = [
             hvd.allreduce_async_(
-                host, name=f"{names}.{name}", op=hvd.Average, process_set=self._process_set
+                copy, name=f"{names}.{name}", op=hvd.Average, process_set=self._process_set
             )
-            for name, host in hosts.items()
+            for name, copy in copies.items()
         ]
-        for handle, (name, host) in zip(handles, hosts.items()):
+        for handle, (name, copy) in zip(handles, copies.items()):
             synchronize(handle)
-            if host is not tensors[name]:
-                tensors[name].copy_(host)
+            if copy is not tensors[name]:
+                tensors[name].copy_(copy)
 
     def switch(self, spec: Any) -> None:
         """From the next exchange on, on all ranks, updates are compressed as this spec says; what
         was not sent yet stays, or goes with the next."""
         self._switch(compressor_for_updates(spec, hvd.rank()), compare=self._active)
 
-    def _switch(self, compressor: Compressor, compare: bool) -> None:
+    def _switch(self, compressor: Compressor, compare: bool = True) -> None:
         self._exchange.end_step()
         host = self._host_for(compressor)
         if compare:
@@ -201,22 +178,15 @@ class UpdateCompression(Binding):
 
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
         """What is not sent yet, as tensors and plain values."""
-        state = self._exchange.state_dict()
-        if portable and self._active:
-            state = checkpoint.portable(state, self._transport, self._label)
-        state["tensors"] = {
-            n: {k: torch.from_numpy(a) for k, a in arrays.items()}
-            for n, arrays in state["tensors"].items()
-        }
-        return state
+        return self._state(portable and self._active)
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         """Continues from what state_dict has returned on this rank, or from a list of all ranks',
         or from a portable one."""
         self._exchange.load_state_dict(state)
 
-    def abandon(self) -> None:
-        """Gives an exchange up that was interrupted."""
+    def rollback(self) -> None:
+        """Rolls back an exchange that was interrupted."""
         self._exchange.abandon()
 
     def steps_of_all(self) -> List[int]:
@@ -232,30 +202,12 @@ class UpdateCompression(Binding):
         yet."""
         return gather(self._transport, "hvdc.elastic.number", number)
 
-    def _resize(self) -> None:
-        self._ranks = self._rank_and_size()
-        super()._resize()
-
-    def _kept(
+    def _entry(
         self, into: Optional[Dict[str, Any]] = None, owed: Optional[Dict[str, np.ndarray]] = None
     ) -> Dict[str, Any]:
         """owed: by name, what is to be sent beside what this keeps already."""
-        kept = {**super()._kept(into), "spec": self.config}
+        kept = super()._entry(into)
         for name, values in (owed or {}).items():
             arrays = kept["tensors"][name]
             arrays[OWED] = arrays.get(OWED, 0) + values
         return kept
-
-    def _go_back_to(self, state: Dict[str, Any]) -> None:
-        self._switch_back(state["spec"])
-        self._exchange.go_back_to(state)
-
-    def _sync(self) -> None:
-        self._switch_back(gather(self._transport, "hvdc.elastic.spec", self.config)[0])
-        super()._sync()
-
-    def _switch_back(self, spec: Any) -> None:
-        # What was gathered has lists for tuples.
-        if get_compressor(spec) != self._compressor:
-            self._exchange.abandon()
-            self._switch(get_compressor(spec), compare=False)

@@ -2,29 +2,21 @@
 gradients."""
 
 import contextlib
-import copy
-import zlib
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, Optional
 
-import horovod.torch as hvd
-import numpy as np
 import torch
 
-from .. import checkpoint
 from ..binding import warn_once
 from ..handshake import MismatchError
 from ..updates import Nesterov, check_ranks_of_set, check_rounds
 from .adam import AdamW
 from .horovod_internals import let_broadcast_begin, own_class
 from .outside_step import Probe, watch
-from .parameters import NamedParameters, Slot, flat_memory, loses_numbers, named
-from .state_names import rekeyed, renaming
+from .parameters import NamedParameters
+from .shared import SharedParameter, checksum, trained
 from .update_compression import UpdateCompression
+from .update_state import KeepsUpdates
 
-_NOT_NEEDED = (
-    "an UpdateOptimizer's state is each rank's own, and hvd.broadcast_optimizer_state gives all "
-    "ranks that of one: delete the line hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
-)
 _ONE_STATE = (
     "rank 0 has loaded a state of its UpdateOptimizer, and other ranks have not: all go on from "
     "rank 0's, its optimizer's state too, without what the others had not sent. Load on every rank "
@@ -33,81 +25,7 @@ _ONE_STATE = (
 )
 
 
-class _Parameter(Slot):
-    """A parameter with the value that all ranks share, and where an outer optimizer has one, its
-    momentum."""
-
-    def __init__(self, name: str, param: torch.Tensor, outer: Optional[Nesterov]) -> None:
-        super().__init__(name, param)
-        self.shared = torch.empty_like(param, requires_grad=False)
-        dtype = torch.promote_types(param.dtype, torch.float32)
-        self.momentum = torch.zeros_like(param, dtype=dtype, requires_grad=False) if outer else None
-        # The update, until the exchange is over.
-        self.loaded = self.shared
-        # Whether the exchange itself subtracts and adds the shared value.
-        self._in_place = False
-
-    def begin(self) -> None:
-        self.shared.copy_(self.param)
-
-    def update(self, compression: UpdateCompression) -> Tuple[str, Any, Any]:
-        """What local steps have added, as `UpdateCompression.exchange` takes it: in the parameter's
-        own memory where possible."""
-        exchange = compression._exchange
-        on_device = exchange.on_device(self.name)
-        own, base = (flat_memory(tensor, on_device) for tensor in (self.param.data, self.shared))
-        self._in_place = self.momentum is None and own is not None and base is not None
-        if self._in_place:
-            return self.name, own, base
-        self.param.sub_(self.shared)
-        carries_float64 = exchange.carries_float64(self.name)
-        self.loaded, flat = self.load(self.param.data, on_device, carries_float64)
-        if not compression._has_told_of_float32 and loses_numbers(self.param.data, self.loaded):
-            compression._tell_of_float32(self.name)
-        return self.name, flat, None
-
-    def give_up(self) -> None:
-        self.param.copy_(self.shared)
-
-    def apply(self, outer: Optional[Nesterov]) -> None:
-        """Adds the mean of all ranks' updates, which `update` has become, to the shared value."""
-        if self._in_place:
-            return
-        if outer is not None and self.momentum is not None:
-            self.momentum = (
-                self.momentum.to(self.loaded.device).mul_(outer.momentum).add_(self.loaded)
-            )
-            self.loaded.add_(self.momentum, alpha=outer.momentum).mul_(outer.lr)
-        if self.loaded.data_ptr() == self.param.data_ptr():
-            self.param.add_(self.shared)
-        else:
-            # In the wider of both types, and rounded once.
-            self.param.copy_(self.shared).add_(self.loaded.to(self.param.device))
-
-
-class _Beginning(torch.optim.Optimizer):
-    """What an UpdateOptimizer is to hvd.broadcast_optimizer_state on ranks whose optimizer has no
-    state yet: they take this step, in which no other rank takes part."""
-
-    _optimizer: torch.optim.Optimizer
-    _parameters: List[_Parameter]
-    _inside: bool
-
-    @torch.no_grad()
-    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
-        """Makes the optimizer's state, and leaves parameters as they are."""
-        before = [each.param.clone() for each in self._parameters]
-        self._inside = True
-        try:
-            self._optimizer.step()
-        finally:
-            self._inside = False
-            for each, values in zip(self._parameters, before):
-                each.param.copy_(values)
-        warn_once(_NOT_NEEDED)
-
-
-class UpdateOptimizer(_Beginning):
+class UpdateOptimizer(KeepsUpdates):
     """Makes an optimizer a compressed one.
 
     Each rank takes its own step with its own gradients. What the step adds to the parameters is
@@ -171,7 +89,7 @@ class UpdateOptimizer(_Beginning):
         check_rounds(every, outer)
         for group in optimizer.param_groups if isinstance(optimizer, AdamW) else ():
             check_ranks_of_set(group["ranks"], process_set)
-        names = _trained(optimizer, named_parameters)
+        names = trained(optimizer, named_parameters)
         options = {"every": every, "outer": repr(outer)}
         self.compression = UpdateCompression(
             compression,
@@ -180,15 +98,11 @@ class UpdateOptimizer(_Beginning):
             process_set,
         )
         self._optimizer, self._every, self._outer = optimizer, every, outer
-        self._parameters = [_Parameter(name, param, outer) for name, param in names.items()]
+        self._parameters = [SharedParameter(name, param, outer) for name, param in names.items()]
         self._known = {id(param) for param in names.values()}
-        self.local_steps = 0  # since the last exchange
-        # Whether this is within `shared_parameters`.
+        self.local_steps = 0
         self._shows_shared = False
-        # Whether, in an elastic job, parameters are to be the shared values which that went back
-        # to.
         self._shared_is_kept = False
-        # Whether the optimizer itself is at work.
         self._inside = False
         self._methods = watch(optimizer, self._outside_step)
         let_broadcast_begin(self)
@@ -234,7 +148,7 @@ class UpdateOptimizer(_Beginning):
             # Else the next step would take what this one has left for what all ranks share.
             if not self.local_steps:
                 for parameter in self._parameters:
-                    parameter.give_up()
+                    parameter.rollback()
             raise
         self.local_steps += 1
         if self.local_steps >= self._every:
@@ -270,7 +184,7 @@ class UpdateOptimizer(_Beginning):
             parameter.begin()
         self._shared_is_kept = False
         if not self.compression._agreed:
-            sums = {each.name: _checksum(each.shared) for each in self._parameters}
+            sums = {each.name: checksum(each.shared) for each in self._parameters}
             self.compression.begin(sums, self.local_steps)
             self._go_on_from_rank_0()
 
@@ -327,7 +241,7 @@ class UpdateOptimizer(_Beginning):
             self._inside = False
         if Probe(params).differs(before):
             values = {each.name: each.param.detach() for each in self._parameters}
-            sums = [_checksum(each) for each in values.values()]
+            sums = [checksum(each) for each in values.values()]
             self.compression.make_alike(method, sums, values)
 
     def _exchange(self) -> None:
@@ -342,9 +256,9 @@ class UpdateOptimizer(_Beginning):
         finally:
             self.local_steps = 0
             for parameter in self._parameters:
-                parameter.apply(self._outer) if finite else parameter.give_up()
+                parameter.apply(self._outer) if finite else parameter.rollback()
             if not finite:
-                self.compression.abandon()
+                self.compression.rollback()
         if not finite:
             self._warn_of_moments()
 
@@ -398,175 +312,6 @@ class UpdateOptimizer(_Beginning):
         training may begin with "none"."""
         self.compression.switch(spec)
 
-    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
-        """The optimizer's state_dict and, under "updates", what is not sent yet, the outer
-        momentum, and between exchanges the shared parameters: one file a rank. Within
-        `shared_parameters` it forgets the local steps since the last exchange, as the model does.
-        portable: all ranks call this after an exchange; "updates" is then the same for all, and
-        serves any number of ranks."""
-        local_steps = 0 if self._shows_shared else self.local_steps
-        if portable and local_steps:
-            raise RuntimeError(
-                f"{local_steps} of {self._every} local steps are taken: ask for a portable state "
-                f"after an exchange"
-            )
-        kept: Dict[str, Any] = {
-            "compression": self.compression.state_dict(portable),
-            "local_steps": local_steps,
-        }
-        kept["shared"] = (
-            {each.name: each.shared.clone() for each in self._parameters} if local_steps else {}
-        )
-        kept["momentum"] = {
-            each.name: each.momentum.clone()
-            for each in self._parameters
-            if each.momentum is not None
-        }
-        return {**self._optimizer.state_dict(), "updates": kept}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Continues from what state_dict has returned, or from the optimizer's own. ValueError,
-        with nothing changed, for what does not fit."""
-        if self._shows_shared:
-            raise RuntimeError(
-                "load states before or after `with optimizer.shared_parameters():`, not within it"
-            )
-        kept: Any = state_dict.get("updates")
-        if kept is not None:
-            try:
-                kept = self._renamed(kept)
-                self._check(kept)
-            except (LookupError, TypeError, AttributeError) as error:
-                raise ValueError(f"not a state_dict of an UpdateOptimizer: {error!r}") from None
-            self._check_groups(state_dict["param_groups"])
-            self.compression.load_state_dict(kept["compression"])
-        self._optimizer.load_state_dict(
-            {key: value for key, value in state_dict.items() if key != "updates"}
-        )
-        self.local_steps = kept["local_steps"] if kept is not None else 0
-        for each in self._parameters if kept is not None else ():
-            if self.local_steps:
-                each.shared.copy_(kept["shared"][each.name])
-            if each.momentum is not None:
-                each.momentum.copy_(kept["momentum"][each.name])
-
-    # -- for elastic jobs: see `elastic.py`
-
-    def _kept(self, into: Optional[Dict[str, Any]] = None, begun: bool = False) -> Dict[str, Any]:
-        """A round that has begun, on this rank or on another, is kept as one that has not: with
-        what local steps have added among what the next exchange is to send."""
-        return {
-            "compression": self.compression._kept(
-                into["compression"] if into else None,
-                self._added() if begun or self.local_steps else {},
-            ),
-            "optimizer": copy.deepcopy(self._optimizer.state_dict()),
-            "shared": {
-                each.name: (each.shared if self.local_steps else each.param).detach().clone()
-                for each in self._parameters
-            },
-            "momentum": {
-                each.name: each.momentum.clone()
-                for each in self._parameters
-                if each.momentum is not None
-            },
-        }
-
-    def _added(self) -> Dict[str, np.ndarray]:
-        if not self.local_steps:
-            return {
-                each.name: np.zeros(each.param.numel(), np.float32) for each in self._parameters
-            }
-        return {
-            each.name: each.load(each.param.detach() - each.shared)[1].copy()
-            for each in self._parameters
-        }
-
-    @torch.no_grad()
-    def _go_back_to(self, state: Dict[str, Any]) -> None:
-        self.compression._go_back_to(state["compression"])
-        # Which would go on in the tensors that it is given.
-        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        for each in self._parameters:
-            each.shared.copy_(state["shared"][each.name])
-            if each.momentum is not None:
-                each.momentum.copy_(state["momentum"][each.name])
-        self._give_up_round()
-        self._shared_is_kept = True
-
-    def _give_up_round(self) -> None:
-        self.local_steps = 0
-        for each in self._parameters:
-            each.give_up()
-
-    @torch.no_grad()
-    def _sync(self) -> None:
-        """All ranks go on from what rank 0 shares. Ranks that stay keep their optimizer's own
-        state, and those that have just begun take rank 0's."""
-        # What the elastic state itself does with the model brings a rank's own parameters.
-        if self.local_steps or self._shared_is_kept:
-            self._give_up_round()
-        steps = self.compression.of_all(self.compression._exchange.steps_taken())
-        self.compression._sync()
-        if len(set(steps)) > 1:
-            state = hvd.broadcast_object(
-                self._optimizer.state_dict(), root_rank=0, name="hvdc.elastic.optimizer"
-            )
-            if steps[hvd.rank()] != steps[0]:
-                self._optimizer.load_state_dict(state)
-        shared = [(each.name, each.param) for each in self._parameters]
-        momenta = [
-            (f"{each.name}.momentum", each.momentum)
-            for each in self._parameters
-            if each.momentum is not None
-        ]
-        hvd.broadcast_parameters([*shared, *momenta], root_rank=0)
-
-    @torch.no_grad()
-    def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]:
-        """As of compressions. A round that has begun ends here."""
-        if any(self.compression.of_all(self.local_steps)):
-            self._go_back_to(self._kept(begun=True))
-        return {**saved, "compression": self.compression._even_out(saved["compression"])}
-
-    def _renamed(self, kept: Dict[str, Any]) -> Dict[str, Any]:
-        """What a state has under "updates", by the names that parameters have here."""
-        found = renaming(kept["compression"], [each.name for each in self._parameters])
-        return rekeyed({**kept, "compression": rekeyed(kept["compression"], found)}, found)
-
-    def _check(self, kept: Dict[str, Any]) -> None:
-        checkpoint.refuse(checkpoint.wrong_count("local_steps", kept["local_steps"]))
-        wanted: List[Tuple[str, bool]] = [
-            ("shared", bool(kept["local_steps"])),
-            ("momentum", self._outer is not None),
-        ]
-        for part, needed in wanted:
-            found = {name: tuple(tensor.shape) for name, tensor in kept[part].items()}
-            if found != (
-                {each.name: tuple(each.param.shape) for each in self._parameters} if needed else {}
-            ):
-                raise ValueError(
-                    f"this state does not fit: its {part} values are {found or 'none'}. Has it "
-                    f"other options, or another model?"
-                )
-            for name, tensor in kept[part].items():
-                if not torch.isfinite(tensor).all():
-                    raise ValueError(
-                        f"this state does not fit: the {part} values of {name} are not finite, and "
-                        "no step would be again: load an older one"
-                    )
-
-    def _check_groups(self, groups: List[Dict[str, Any]]) -> None:
-        found, expected = (
-            [len(group["params"]) for group in each] for each in (groups, self.param_groups)
-        )
-        if found != expected:
-            raise ValueError(
-                f"this state does not fit: its parameter groups have {found} parameters, those of "
-                f"the optimizer {expected}"
-            )
-
 
 def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
     """ValueError for an optimizer that takes parameters to be where its last step has left them."""
@@ -579,31 +324,3 @@ def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
             "the two do not belong together, and it diverges: give UpdateOptimizer an optimizer "
             "that does not look back at its own steps, such as SGD or AdamW"
         )
-
-
-def _trained(
-    optimizer: torch.optim.Optimizer, named_parameters: Optional[NamedParameters]
-) -> Dict[str, torch.Tensor]:
-    """{name: parameter} of those that this optimizer steps. One that has two names counts once."""
-    own = {
-        id(param)
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.requires_grad
-    }
-    trained = {
-        id(param): (name, param)
-        for name, param in named(optimizer, named_parameters)
-        if id(param) in own
-    }
-    for name, param in trained.values():
-        if not param.is_floating_point():
-            raise ValueError(
-                f"{name}: a parameter of {param.dtype} cannot be compressed; real floating point "
-                f"is needed"
-            )
-    return dict(trained.values())
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -359,7 +359,7 @@ def a_commit_keeps_the_switches_to_come():
     wrapped = wrap(model, optimizer, compression)
     compression.switch("adacomp", at=4)
     train(model, wrapped, batches(2))
-    committed = compression._kept()
+    committed = compression._entry()
     for _ in range(2):
         train(model, wrapped, batches(4))
         assert compression.config["id"] == "adacomp"

@@ -1,0 +1,136 @@
+"""What becomes known of variables when their gradients are traced, on all ranks at once."""
+
+import itertools
+from typing import Any, Dict, Iterable, List, Optional, Tuple
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from ..binding import Binding
+from ..handshake import agree
+from .eager import Eager
+from .exchange import GraphExchange, Saved
+from .horovod_internals import lasting_variable
+from .operations import Variable, identified
+
+_ELASTIC_STATE = "hvdc.elastic.TensorFlowKerasState(model, compression=compression)"
+
+
+class VariableCompression(Binding):
+    """The variables of a compression."""
+
+    def __init__(self, process_set: Any) -> None:
+        super().__init__(hvd, process_set, hint="variables need not be named in TensorFlow, and ")
+        self._transport = Eager(self._process_set)
+        self._variables: Dict[Any, Variable] = {}  # by key, see `identified`
+        self._numbers: Dict[str, int] = {}  # of variables, by name
+        # Where a state was loaded: of variables that are not known yet. None: the exchange has it
+        # already.
+        self._saved: Optional[Dict[str, Optional[Saved]]] = None
+
+    _exchange: GraphExchange
+    # Whether backward passes are observed.
+    _microbatches: bool
+
+    # Whether `_submit` has to get all gradients, also those to which nothing is done.
+    _sees_gradients = False
+
+    def _register(self, pairs: List[Tuple[Any, Any]]) -> List[Variable]:
+        """The Variable of each (gradient, source). New ones become known on all ranks at once."""
+        self._refuse_unsynced(_ELASTIC_STATE)
+        self.handshake()
+        keys, new = [], {}
+        names = {variable.name for variable in self._variables.values()}
+        for i, (grad, source) in enumerate(pairs):
+            key, name, shape = identified(i, grad, source)
+            keys.append(key)
+            if key not in self._variables and key not in new:
+                if not grad.dtype.is_floating:
+                    raise TypeError(
+                        f"{name}: gradients of {grad.dtype.name} cannot be compressed; real "
+                        f"floating point is needed"
+                    )
+                name = next(
+                    n
+                    for n in itertools.chain([name], (f"{name}_{k}" for k in itertools.count(1)))
+                    if n not in names
+                )
+                names.add(name)
+                new[key] = name, shape, grad.dtype == tf.float64
+            elif key in self._variables and self._variables[key].shape != shape:
+                had = self._variables[key].shape
+                raise ValueError(
+                    f"{name} has the shape {shape} and had {had} before: residuals are kept for "
+                    f"variables, or tensors of one shape"
+                )
+        if new:
+            self._make_known(new)
+        return [self._variables[key] for key in keys]
+
+    def _make_known(self, new: Dict[Any, Tuple[str, Tuple[int, ...], bool]]) -> None:
+        """Adds variables, {key: (name, shape, whether it is of float64)}, with the state that was
+        loaded for them."""
+        shapes = {name: list(shape) for name, shape, _ in new.values()}
+        # Which this rank has from others, that know these variables already.
+        if not (self._elastic and self._saved):
+            agree(self._transport, f"{self._label}.{len(self._variables)}", {"variables": shapes})
+        missing = [name for name in shapes if self._saved is not None and name not in self._saved]
+        if missing:
+            raise ValueError(
+                f"the state that was loaded does not fit: it has nothing for {', '.join(missing)}. "
+                f"Was it this model? Keras numbers layers "
+                "without a name throughout a process: name them, or call "
+                "tf.keras.backend.clear_session() first"
+            )
+        for key, (name, shape, is_float64) in new.items():
+            self._exchange.add(
+                name, shape, self._compressor, self._saved[name] if self._saved else None
+            )
+            number = self._numbers.setdefault(name, len(self._numbers))
+            self._variables[key] = self._described(Variable(name, number, shape, is_float64))
+        self._meet()
+        if self._saved is not None:
+            self._saved = {name: saved for name, saved in self._saved.items() if name not in shapes}
+            if self._elastic:
+                # What becomes known from now on does so on all ranks.
+                self._saved = self._saved or None
+
+    def _described(self, variable: Variable) -> Variable:
+        """The variable, which says what traces have to know of its compressor."""
+        compressor = self._exchange.compressor_of(variable.name)
+        collectives = compressor.collectives(self._process_set.size())
+        variable.carried, variable.moved = (
+            (collectives[0].dtype, ())
+            if collectives[0].verb == "host"
+            else ("float32", collectives)
+        )
+        if variable.is_float64 and self._exchange.carries_float64(variable.name):
+            variable.carried = "float64"
+        clips = self._compressor.clip_norm is not None
+        dense = not variable.moved and variable.carried != "float16" and not clips
+        variable.direct = (
+            dense and not self._exchange.owes(variable.name) and not self._sees_gradients
+        )
+        if not (self._microbatches and hasattr(compressor, "moments")):
+            variable.squares, variable.observed = None, False
+        elif variable.squares is None:
+            variable.squares = lasting_variable(variable.shape, tf.float32)
+        return variable
+
+    def _observe(self, grads_and_vars: Iterable[Tuple[Any, Any]]) -> List[Tuple[Any, Any]]:
+        """Adds the squares of one backward pass."""
+        grads_and_vars = list(grads_and_vars)
+        if not self._microbatches:
+            return grads_and_vars
+        # Sparse gradients count where they become dense afterwards; the squares of the others are
+        # not used.
+        pairs = [
+            (tf.convert_to_tensor(grad), source)
+            for grad, source in grads_and_vars
+            if grad is not None
+        ]
+        for (grad, _), variable in zip(pairs, self._register(pairs)):
+            if variable.squares is not None:
+                variable.squares.assign_add(tf.square(tf.cast(grad, tf.float32)))
+                variable.observed = True
+        return grads_and_vars

@@ -1,0 +1,90 @@
+"""The parameters of an UpdateOptimizer, with the values that all ranks share."""
+
+import zlib
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+
+from ..updates import Nesterov
+from .parameters import NamedParameters, Slot, flat_memory, loses_numbers, named
+from .update_compression import UpdateCompression
+
+
+class SharedParameter(Slot):
+    """A parameter with the value that all ranks share, and where an outer optimizer has one, its
+    momentum."""
+
+    def __init__(self, name: str, param: torch.Tensor, outer: Optional[Nesterov]) -> None:
+        super().__init__(name, param)
+        self.shared = torch.empty_like(param, requires_grad=False)
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        self.momentum = torch.zeros_like(param, dtype=dtype, requires_grad=False) if outer else None
+        # The update, until the exchange is over.
+        self.loaded = self.shared
+        # Whether the exchange itself subtracts and adds the shared value.
+        self._in_place = False
+
+    def begin(self) -> None:
+        self.shared.copy_(self.param)
+
+    def update(self, compression: UpdateCompression) -> Tuple[str, Any, Any]:
+        """What local steps have added, as `UpdateCompression.exchange` takes it: in the parameter's
+        own memory where possible."""
+        exchange = compression._exchange
+        on_device = exchange.on_device(self.name)
+        own, base = (flat_memory(tensor, on_device) for tensor in (self.param.data, self.shared))
+        self._in_place = self.momentum is None and own is not None and base is not None
+        if self._in_place:
+            return self.name, own, base
+        self.param.sub_(self.shared)
+        carries_float64 = exchange.carries_float64(self.name)
+        self.loaded, flat = self.load(self.param.data, on_device, carries_float64)
+        if not compression._has_told_of_float32 and loses_numbers(self.param.data, self.loaded):
+            compression._tell_of_float32(self.name)
+        return self.name, flat, None
+
+    def rollback(self) -> None:
+        self.param.copy_(self.shared)
+
+    def apply(self, outer: Optional[Nesterov]) -> None:
+        """Adds the mean of all ranks' updates, which `update` has become, to the shared value."""
+        if self._in_place:
+            return
+        if outer is not None and self.momentum is not None:
+            self.momentum = (
+                self.momentum.to(self.loaded.device).mul_(outer.momentum).add_(self.loaded)
+            )
+            self.loaded.add_(self.momentum, alpha=outer.momentum).mul_(outer.lr)
+        if self.loaded.data_ptr() == self.param.data_ptr():
+            self.param.add_(self.shared)
+        else:
+            # In the wider of both types, and rounded once.
+            self.param.copy_(self.shared).add_(self.loaded.to(self.param.device))
+
+
+def trained(
+    optimizer: torch.optim.Optimizer, named_parameters: Optional[NamedParameters]
+) -> Dict[str, torch.Tensor]:
+    """{name: parameter} of those that this optimizer steps. One that has two names counts once."""
+    own = {
+        id(param)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad
+    }
+    trained = {
+        id(param): (name, param)
+        for name, param in named(optimizer, named_parameters)
+        if id(param) in own
+    }
+    for name, param in trained.values():
+        if not param.is_floating_point():
+            raise ValueError(
+                f"{name}: a parameter of {param.dtype} cannot be compressed; real floating point "
+                f"is needed"
+            )
+    return dict(trained.values())
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,222 @@
+"""What an UpdateOptimizer keeps: saved, loaded, broadcast, and in elastic jobs."""
+
+import copy
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from .. import checkpoint
+from ..binding import warn_once
+from ..updates import Nesterov
+from .shared import SharedParameter
+from .state_names import rekeyed, renaming
+from .update_compression import UpdateCompression
+
+_NOT_NEEDED = (
+    "an UpdateOptimizer's state is each rank's own, and hvd.broadcast_optimizer_state gives all "
+    "ranks that of one: delete the line hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
+)
+
+
+class KeepsUpdates(torch.optim.Optimizer):
+    """What an UpdateOptimizer keeps, beside its steps."""
+
+    compression: UpdateCompression
+    # Since the last exchange.
+    local_steps: int
+    _optimizer: torch.optim.Optimizer
+    _parameters: List[SharedParameter]
+    _every: int
+    _outer: Optional[Nesterov]
+    # Whether the optimizer itself is at work.
+    _inside: bool
+    # Whether this is within `shared_parameters`.
+    _shows_shared: bool
+    # Whether, in an elastic job, parameters are to be the shared values which that went back to.
+    _shared_is_kept: bool
+
+    @torch.no_grad()
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
+        """Makes the optimizer's state, and leaves parameters as they are: what
+        hvd.broadcast_optimizer_state calls on ranks whose optimizer has no state yet, and in which
+        no other rank takes part."""
+        before = [each.param.clone() for each in self._parameters]
+        self._inside = True
+        try:
+            self._optimizer.step()
+        finally:
+            self._inside = False
+            for each, values in zip(self._parameters, before):
+                each.param.copy_(values)
+        warn_once(_NOT_NEEDED)
+
+    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
+        """The optimizer's state_dict and, under "updates", what is not sent yet, the outer
+        momentum, and between exchanges the shared parameters: one file a rank. Within
+        `shared_parameters` it forgets the local steps since the last exchange, as the model does.
+        portable: all ranks call this after an exchange; "updates" is then the same for all, and
+        serves any number of ranks."""
+        local_steps = 0 if self._shows_shared else self.local_steps
+        if portable and local_steps:
+            raise RuntimeError(
+                f"{local_steps} of {self._every} local steps are taken: ask for a portable state "
+                f"after an exchange"
+            )
+        kept: Dict[str, Any] = {
+            "compression": self.compression.state_dict(portable),
+            "local_steps": local_steps,
+        }
+        kept["shared"] = (
+            {each.name: each.shared.clone() for each in self._parameters} if local_steps else {}
+        )
+        kept["momentum"] = {
+            each.name: each.momentum.clone()
+            for each in self._parameters
+            if each.momentum is not None
+        }
+        return {**self._optimizer.state_dict(), "updates": kept}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        """Continues from what state_dict has returned, or from the optimizer's own. ValueError,
+        with nothing changed, for what does not fit."""
+        if self._shows_shared:
+            raise RuntimeError(
+                "load states before or after `with optimizer.shared_parameters():`, not within it"
+            )
+        kept: Any = state_dict.get("updates")
+        if kept is not None:
+            try:
+                kept = self._renamed(kept)
+                self._check(kept)
+            except (LookupError, TypeError, AttributeError) as error:
+                raise ValueError(f"not a state_dict of an UpdateOptimizer: {error!r}") from None
+            self._check_groups(state_dict["param_groups"])
+            self.compression.load_state_dict(kept["compression"])
+        self._optimizer.load_state_dict(
+            {key: value for key, value in state_dict.items() if key != "updates"}
+        )
+        self.local_steps = kept["local_steps"] if kept is not None else 0
+        for each in self._parameters if kept is not None else ():
+            if self.local_steps:
+                each.shared.copy_(kept["shared"][each.name])
+            if each.momentum is not None:
+                each.momentum.copy_(kept["momentum"][each.name])
+
+    def _renamed(self, kept: Dict[str, Any]) -> Dict[str, Any]:
+        """What a state has under "updates", by the names that parameters have here."""
+        found = renaming(kept["compression"], [each.name for each in self._parameters])
+        return rekeyed({**kept, "compression": rekeyed(kept["compression"], found)}, found)
+
+    def _check(self, kept: Dict[str, Any]) -> None:
+        checkpoint.refuse(checkpoint.wrong_count("local_steps", kept["local_steps"]))
+        wanted: List[Tuple[str, bool]] = [
+            ("shared", bool(kept["local_steps"])),
+            ("momentum", self._outer is not None),
+        ]
+        for part, needed in wanted:
+            found = {name: tuple(tensor.shape) for name, tensor in kept[part].items()}
+            if found != (
+                {each.name: tuple(each.param.shape) for each in self._parameters} if needed else {}
+            ):
+                raise ValueError(
+                    f"this state does not fit: its {part} values are {found or 'none'}. Has it "
+                    f"other options, or another model?"
+                )
+            for name, tensor in kept[part].items():
+                if not torch.isfinite(tensor).all():
+                    raise ValueError(
+                        f"this state does not fit: the {part} values of {name} are not finite, and "
+                        "no step would be again: load an older one"
+                    )
+
+    def _check_groups(self, groups: List[Dict[str, Any]]) -> None:
+        found, expected = (
+            [len(group["params"]) for group in each] for each in (groups, self.param_groups)
+        )
+        if found != expected:
+            raise ValueError(
+                f"this state does not fit: its parameter groups have {found} parameters, those of "
+                f"the optimizer {expected}"
+            )
+
+    # -- for elastic jobs: see `elastic.py`
+
+    def _entry(self, into: Optional[Dict[str, Any]] = None, begun: bool = False) -> Dict[str, Any]:
+        """A round that has begun, on this rank or on another, is kept as one that has not: with
+        what local steps have added among what the next exchange is to send."""
+        return {
+            "compression": self.compression._entry(
+                into["compression"] if into else None,
+                self._added() if begun or self.local_steps else {},
+            ),
+            "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+            "shared": {
+                each.name: (each.shared if self.local_steps else each.param).detach().clone()
+                for each in self._parameters
+            },
+            "momentum": {
+                each.name: each.momentum.clone()
+                for each in self._parameters
+                if each.momentum is not None
+            },
+        }
+
+    def _added(self) -> Dict[str, np.ndarray]:
+        if not self.local_steps:
+            return {
+                each.name: np.zeros(each.param.numel(), np.float32) for each in self._parameters
+            }
+        return {
+            each.name: each.load(each.param.detach() - each.shared)[1].copy()
+            for each in self._parameters
+        }
+
+    @torch.no_grad()
+    def _go_back_to(self, state: Dict[str, Any]) -> None:
+        self.compression._go_back_to(state["compression"])
+        # Which would go on in the tensors that it is given.
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        for each in self._parameters:
+            each.shared.copy_(state["shared"][each.name])
+            if each.momentum is not None:
+                each.momentum.copy_(state["momentum"][each.name])
+        self._rollback_round()
+        self._shared_is_kept = True
+
+    def _rollback_round(self) -> None:
+        self.local_steps = 0
+        for each in self._parameters:
+            each.rollback()
+
+    @torch.no_grad()
+    def _sync(self) -> None:
+        """All ranks go on from what rank 0 shares. Ranks that stay keep their optimizer's own
+        state, and those that have just begun take rank 0's."""
+        # What the elastic state itself does with the model brings a rank's own parameters.
+        if self.local_steps or self._shared_is_kept:
+            self._rollback_round()
+        steps = self.compression.of_all(self.compression._exchange.steps_taken())
+        self.compression._sync()
+        if len(set(steps)) > 1:
+            state = hvd.broadcast_object(
+                self._optimizer.state_dict(), root_rank=0, name="hvdc.elastic.optimizer"
+            )
+            if steps[hvd.rank()] != steps[0]:
+                self._optimizer.load_state_dict(state)
+        shared = [(each.name, each.param) for each in self._parameters]
+        momenta = [
+            (f"{each.name}.momentum", each.momentum)
+            for each in self._parameters
+            if each.momentum is not None
+        ]
+        hvd.broadcast_parameters([*shared, *momenta], root_rank=0)
+
+    @torch.no_grad()
+    def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]:
+        """As of compressions. A round that has begun ends here."""
+        if any(self.compression.of_all(self.local_steps)):
+            self._go_back_to(self._entry(begun=True))
+        return {**saved, "compression": self.compression._even_out(saved["compression"])}
