@@ -315,16 +315,6 @@ def warn_once(message: str, stacklevel: int = 2) -> None:
         warnings.warn(f"horovod_compress: {message}", RuntimeWarning, stacklevel=stacklevel + 1)
 
 
-def check_version(horovod: str) -> None:
-    """Warns of versions of Horovod other than the one whose internals the adapters were written
-    for."""
-    if not horovod.startswith("0.28."):
-        warn_once(
-            f"tested with Horovod 0.28, and this is {horovod}: if gradients are refused, install "
-            f"horovod==0.28.1"
-        )
-
-
 def callers(frame: Optional[FrameType] = None) -> Iterator[FrameType]:
     """The frames of the functions that have led here, or to this frame, the nearest first."""
     frame = frame or sys._getframe(1)

@@ -6,15 +6,19 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 import horovod
 import horovod.torch as hvd
 import torch
-from horovod.torch.elastic.state import StateHandler, TorchState
 
-from ..binding import callers, check_version
+from ..binding import callers
+from ..versions import check_version
 from .search import objects_of
+
+check_version("horovod", horovod.__version__)
+check_version("torch", torch.__version__)
+
+# What another version may not have comes after the warning.
+from horovod.torch.elastic.state import StateHandler, TorchState  # noqa: E402
 
 # Before PyTorch 2.3 only the second.
 GradScaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)
-
-check_version(horovod.__version__)
 
 
 def optimizer_of(compression: Any) -> Any:
