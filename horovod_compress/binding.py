@@ -224,6 +224,11 @@ class Binding(ABC):
         Needs discardable=True."""
         self._exchange.discard()
 
+class NotBoundError(RuntimeError, AttributeError):
+    """An unbound compression is asked for something that a single bound one has. hasattr() takes it
+    for False."""
+
+
 
 class Unbound(ABC):
     """A compression for an optimizer that is not known yet: it is bound to Horovod's when the first
@@ -250,7 +255,7 @@ class Unbound(ABC):
 
     @abstractmethod
     def the_only(self) -> Binding:
-        """The compression that this one has become. RuntimeError where there is none, or there are
+        """The compression that this one has become. NotBoundError where there is none, or there are
         several."""
 
     def __reduce__(self) -> Tuple[Any, ...]:
@@ -269,9 +274,19 @@ class Unbound(ABC):
         return f"<{self._compressor!r}, bound to an optimizer of Horovod's when it is used>"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(self._bound_class, name):
+        known = None if name.startswith("_") else getattr(self._bound_class, name, None)
+        if known is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.the_only(), name)
+        if not callable(known):
+            return getattr(self.the_only(), name)
+
+        # A method can be asked for before there is an optimizer, as hasattr() does, and needs one
+        # only when it is called.
+        @functools.wraps(known)
+        def method(*arguments: Any, **named: Any) -> Any:
+            return getattr(self.the_only(), name)(*arguments, **named)
+
+        return method
 
 
 def is_elastic() -> bool:

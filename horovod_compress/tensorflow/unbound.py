@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Hashable, List, Optional, Tuple, Type
 
 import tensorflow as tf
 
-from ..binding import Unbound, callers, is_elastic
+from ..binding import NotBoundError, Unbound, callers, is_elastic
 from .applied import refuse_unreduced
 from .checks import check_scaler, checked_moments
 from .compression import BoundCompression
@@ -162,7 +162,7 @@ class UnboundCompression(Unbound):
 
     def the_only(self) -> BoundCompression:
         if len(self._bound) > 1:
-            raise RuntimeError(
+            raise NotBoundError(
                 "several optimizers have this compression, and each its own of it: ask "
                 "hvdc.compression_of(optimizer), or, where tapes bring the "
                 "gradients, compression.bind(optimizer)"

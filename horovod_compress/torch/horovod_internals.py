@@ -9,7 +9,7 @@ import torch
 
 from ..binding import callers
 from ..versions import check_version
-from .search import objects_of
+from .search import instances_of, subclasses_of
 
 check_version("horovod", horovod.__version__)
 check_version("torch", torch.__version__)
@@ -50,21 +50,26 @@ def with_closure(args: tuple, kwargs: Dict[str, Any], closure: Callable[[], Any]
 
 
 def holders_of(compression: Any) -> List[torch.optim.Optimizer]:
-    """The optimizers of Horovod's that have this compression. `objects_of` says what it takes."""
+    """The optimizers of Horovod's that have this compression."""
     return [each for each in _all_of_horovods() if compression_of(each) is compression]
 
 
 def _all_of_horovods() -> List[Any]:
     """Horovod's optimizers; of several objects that have the same attributes, one."""
-    found = [each for each in objects_of(torch.optim.Optimizer) if is_horovods(each)]
-    return list({id(reduced_by(each)): each for each in found}.values())
+    # Horovod makes a class for each.
+    classes = filter(_is_made_by_horovod, subclasses_of(torch.optim.Optimizer))
+    return list({id(reduced_by(each)): each for each in instances_of(classes)}.values())
 
 
 def is_horovods(optimizer: Any) -> bool:
     """Whether this is what hvd.DistributedOptimizer has made: an object of a class with Horovod's
     methods, and not of one derived from that, as Lightning derives them for wrappers that have the
     same attributes."""
-    return "_allreduce_grad_async" in vars(type(optimizer))
+    return _is_made_by_horovod(type(optimizer))
+
+
+def _is_made_by_horovod(cls: type) -> bool:
+    return "_allreduce_grad_async" in vars(cls)
 
 
 def itself(optimizer: Any) -> Any:

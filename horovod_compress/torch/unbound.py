@@ -7,7 +7,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..binding import Unbound
+from ..binding import NotBoundError, Unbound
 from . import horovod_internals
 from .compression import BoundCompression
 
@@ -84,13 +84,13 @@ class UnboundCompression(Unbound):
     def the_only(self) -> BoundCompression:
         unserved = [] if len(self._bound) == 1 else horovod_internals.holders_of(self)
         if len(self._bound) + len(unserved) > 1:
-            raise RuntimeError(
+            raise NotBoundError(
                 "several optimizers have this compression, and each its own of it: ask "
                 "hvdc.compression_of(optimizer)"
             )
         bound = self.bind(unserved[0]) if unserved else self._last
         if bound is None:
-            raise RuntimeError(
+            raise NotBoundError(
                 "no optimizer has this compression yet: give it to "
                 "hvd.DistributedOptimizer(compression=…) first"
             )

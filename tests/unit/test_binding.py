@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from horovod_compress.binding import Algorithms
+from horovod_compress.binding import Algorithms, Binding, NotBoundError, Unbound
 
 
 class Compression(metaclass=Algorithms):
@@ -67,3 +67,25 @@ def test_an_uncalled_factory_given_to_horovod_says_so():
     for given in (Compression, Compression.dgc):
         with pytest.raises(TypeError, match="call it"):
             given.compress(None)
+
+
+class Waiting(Unbound):
+    """For an optimizer that is looked for, and is not there."""
+
+    _bound_class = Binding
+    _bound = ()
+    searches = 0
+
+    def the_only(self):
+        self.searches += 1
+        raise NotBoundError("no optimizer has this compression yet")
+
+
+def test_what_a_bound_compression_has_can_be_asked_for_before():
+    waiting = Waiting("topk")
+    assert hasattr(waiting, "stats") and not hasattr(waiting, "stat")
+    assert waiting.searches == 0
+    for ask in (waiting.stats, lambda: waiting.config):
+        with pytest.raises(RuntimeError, match="no optimizer has this compression yet"):
+            ask()
+    assert not hasattr(waiting, "config") and waiting.searches == 3

@@ -19,7 +19,7 @@ from torch import nn  # noqa: E402
 
 import horovod_compress.torch as hvdc  # noqa: E402
 from horovod_compress import available, binding  # noqa: E402
-from horovod_compress.torch.search import objects_of  # noqa: E402
+from horovod_compress.torch.search import instances_of, objects_of, subclasses_of  # noqa: E402
 
 DENSE = "dgc:ratio=1,masking=false,min_numel=0"
 MOMENTA = ({}, {"weight_decay": 0.1}, {"nesterov": True, "weight_decay": 0.1}, {"momentum": 0})
@@ -446,6 +446,21 @@ def test_objects_that_the_collector_was_told_to_leave(hidden_from_the_collector)
     again = [o for o in objects_of(torch.optim.SGD) if o.defaults["lr"] == 0.125]
     assert len(found) == 2 and set(map(id, again)) == {*map(id, found), id(later)}
     assert any(module is model for module in objects_of(nn.Module))
+
+
+def test_objects_of_few_classes(hidden_from_the_collector):
+    class Derived(torch.optim.SGD):
+        pass
+
+    class Further(Derived):
+        pass
+
+    assert {Derived, Further, torch.optim.Adam} <= set(subclasses_of(torch.optim.Optimizer))
+    params = list(model_of().parameters())
+    first, other = Derived(params, 0.1), Further(params, 0.1)
+    assert instances_of([]) == [] and instances_of([Further]) == [other]
+    gc.freeze()
+    assert instances_of([Derived]) == [first]
 
 
 def test_questions_after_gc_freeze(hidden_from_the_collector):
