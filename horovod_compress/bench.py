@@ -173,7 +173,8 @@ def measure(
     after = exchange.stats()
     encode, decode, streaming = map(statistics.median, zip(*seconds))
     decoded_payloads = ranks if compressor.collective == "allgather" else 1
-    sent, dense = (after[key] - before[key] for key in ("bytes_sent", "dense_bytes"))
+    sent = after["bytes_sent"] - before["bytes_sent"]
+    dense = after["dense_bytes"] - before["dense_bytes"]
     return {
         "collective": compressor.collective,
         "ratio": dense / sent,

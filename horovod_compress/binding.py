@@ -20,6 +20,7 @@ from .compressors.base import Compressor
 from .compressors.selective import decide_follow_lr
 from .driver import Driver
 from .handshake import agree, gather
+from .records import Stats, TensorStats
 from .hosts import Host
 from .recording import Destination, Recorder
 from .version import __version__
@@ -200,12 +201,12 @@ class Binding(ABC):
         """The id and all options, as a JSON-able spec."""
         return self._compressor.config
 
-    def stats(self) -> Dict[str, float]:
+    def stats(self) -> Stats:
         """Totals of this rank since the start: see `Driver.stats`. All 0 where Horovod reduces
         nothing, on one rank."""
         return self._exchange.stats()
 
-    def stats_by_tensor(self) -> Dict[str, Dict[str, int]]:
+    def stats_by_tensor(self) -> Dict[str, TensorStats]:
         """Bytes and elements by tensor: see `Driver.stats_by_tensor`."""
         return self._exchange.stats_by_tensor()
 

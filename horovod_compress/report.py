@@ -1,8 +1,8 @@
 """What a file of records shows: totals by tensor, and a plot over steps."""
 
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
-Record = Dict[str, Any]
+Record = Mapping[str, Any]
 WHOLE = "all tensors"
 _SUMMED = (
     "bytes_sent",

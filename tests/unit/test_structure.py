@@ -10,7 +10,7 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "horovod_compress"
 LINES = 60
 # Each may import those before it.
 LAYERS = [
-    ["version", "trials", "versions"],
+    ["version", "trials", "records", "versions"],
     ["kernels"],
     ["requests"],
     ["handshake", "wire"],
