@@ -98,8 +98,10 @@ class GraphCompression(Binding):
     # Whether backward passes are observed.
     _microbatches: bool
 
-    # Whether `_submit` has to get all gradients, also those to which nothing is done.
-    _sees_gradients = False
+    @property
+    def _sees_gradients(self) -> bool:
+        """Whether `_submit` has to get all gradients, also those to which nothing is done."""
+        return False
 
     @property
     @abstractmethod
