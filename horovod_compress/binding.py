@@ -1,28 +1,26 @@
-"""What the adapters of both frameworks share: a method for each algorithm, and the base class of
-bound compressions."""
+"""What the adapters of both frameworks share: the base classes of bound and unbound
+compressions."""
 
 import collections
-import dataclasses
 import functools
-import inspect
 import itertools
 import os
 import sys
 import warnings
 from abc import ABC, abstractmethod
 from types import FrameType
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Tuple, Type
+from typing import Any, Dict, Iterator, Mapping, Optional, Set, Tuple, Type
 
 from . import checkpoint, kernels, wire
 from .checkpoint import Reducing
-from .compressors import find, get_compressor, ids, package_of
+from .compressors import get_compressor, package_of
 from .compressors.base import Compressor
 from .compressors.selective import decide_follow_lr
 from .driver import Driver
 from .handshake import agree, gather
-from .records import Stats, TensorStats
 from .hosts import Host
 from .recording import Destination, Recorder
+from .records import Stats, TensorStats
 from .version import __version__
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it
@@ -225,10 +223,10 @@ class Binding(ABC):
         Needs discardable=True."""
         self._exchange.discard()
 
+
 class NotBoundError(RuntimeError, AttributeError):
     """An unbound compression is asked for something that a single bound one has. hasattr() takes it
     for False."""
-
 
 
 class Unbound(ABC):
@@ -337,86 +335,6 @@ def callers(frame: Optional[FrameType] = None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-class Algorithms(type):
-    """The metaclass of a framework's `Compression`: gives it one method for each algorithm, those
-    of other packages included.
-
-    `Compression.dgc(optimizer, ratio=0.01)` is `Compression.from_spec({"id": "dgc", "ratio": 0.01},
-    optimizer)`.
-    """
-
-    # Of the class: makes the compression of a spec.
-    from_spec: Any
-    # Of the class: what to write instead of the class alone.
-    _example: str
-
-    def __init__(cls, name: str, bases: Tuple[type, ...], members: Dict[str, Any]) -> None:
-        super().__init__(name, bases, members)
-        for maker in {"from_spec", "auto"} & members.keys():
-            getattr(cls, maker).compress = cls.compress
-
-    def compress(cls, tensor: Any) -> None:
-        """Horovod gets here where it was given the class, or one of its methods, instead of what
-        those return."""
-        raise TypeError(f"this is no compression yet: call it, as in compression={cls._example}")
-
-    def __getattr__(cls, id: str) -> Callable[..., Any]:
-        try:
-            if id.startswith("_"):
-                raise ValueError(f"type object {cls.__name__!r} has no attribute {id!r}")
-            return _factory(cls, find(id))
-        except (ValueError, ImportError) as error:
-            raise AttributeError(str(error)) from error
-
-    def __dir__(cls) -> List[str]:
-        return sorted({*super().__dir__(), *ids()})
-
-
-@functools.lru_cache(maxsize=None)
-def _factory(compression: Any, algorithm: Type[Compressor]) -> Callable[..., Any]:
-    """The function that makes a compression of an algorithm. Its signature lists the options, for
-    editors to show."""
-    arguments = dict(inspect.signature(compression.from_spec).parameters)
-    del arguments["spec"]
-
-    def make(*args: Any, **keywords: Any) -> Any:
-        options = {
-            name: keywords.pop(name)
-            for name in list(keywords)
-            if name not in arguments and name != "id"
-        }
-        return compression.from_spec({"id": algorithm.id, **options}, *args, **keywords)
-
-    fields = dataclasses.fields(algorithm)
-    options = [
-        inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type
-        )
-        for f in fields
-    ]
-    vars(make).update(
-        compress=compression.compress,
-        __signature__=inspect.Signature([*arguments.values(), *options]),
-    )
-    make.__module__, make.__name__, make.__qualname__ = (
-        compression.__module__,
-        str(algorithm.id),
-        f"{compression.__qualname__}.{algorithm.id}",
-    )
-    listed = [f"    {f.name}: {f.metadata['doc']}; {f.metadata['kind']}" for f in fields]
-    make.__doc__ = "\n".join(
-        [
-            inspect.cleandoc(algorithm.__doc__ or ""),
-            "",
-            "Options:",
-            *listed,
-            "",
-            "Other arguments: see BoundCompression.",
-        ]
-    )
-    return make
 
 
 def description_of(compressor: Compressor) -> Dict[str, Any]:

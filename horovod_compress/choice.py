@@ -12,6 +12,7 @@ import numpy as np
 from .binding import Unbound, is_elastic
 from .compressors import get_compressor
 from .compressors.base import Compressor
+from .deprecated import by_name
 from .handshake import gather
 from .records import Candidate, Plan
 from .simulate import simulate
@@ -95,10 +96,9 @@ class Controller:
             candidates.setdefault(spec, {}).update(
                 {"seconds": its.median if its.seconds else None, "steps": len(its.seconds)}
             )
-        return {"spec": self.chosen, "ranks": ranks, "candidates": candidates}
         ranks = self._compression._rank_and_size()[1]
+        return {"spec": self.chosen, "ranks": ranks, "candidates": candidates}
 
-    def step_ended(self, seconds: float, counts: bool = True) -> None:
     def follow(self, spec: Optional[str] = None) -> None:
         """Goes on with a candidate; default: the one with which the next step is to be taken."""
         spec = self.current if spec is None else spec
@@ -106,6 +106,7 @@ class Controller:
             self._compression._go_on_with(spec)
             self.in_force = spec
 
+    def step_ended(self, seconds: float, counts: bool = True) -> None:
         """Takes in how long the last step took. counts: whether that is the time of a step, on this
         rank; what does not count is not tried."""
         if self.gradients is not None:
@@ -119,11 +120,11 @@ class Controller:
         else:
             self._watch(seconds)
 
-    def resume(self, spec: str, chosen: bool) -> None:
     def _gathered(self, value: Any) -> List[Any]:
         """What all ranks say, in rank order, of a JSON-able value each."""
         return gather(self._compression._transport, f"{self._compression._label}.auto", value)
 
+    def resume(self, spec: str, chosen: bool) -> None:
         """Takes over a choice that was made elsewhere, and is in force. Where none was, trials go
         on as they are."""
         self.in_force = spec
@@ -131,7 +132,6 @@ class Controller:
             self.gradients = None
             self._try([spec])
 
-    def _leave_out(self, gradients: Dict[str, np.ndarray]) -> None:
     def state(self) -> Dict[str, Any]:
         """What a saved state has of the choice: `resume` takes it as arguments."""
         return {"auto": {"spec": self.in_force, "chosen": self.chosen is not None}}
@@ -151,6 +151,7 @@ class Controller:
         if auto:
             self.resume(**auto)
 
+    def _leave_out(self, gradients: Dict[str, np.ndarray]) -> None:
         """Leaves out candidates that hold back too much of these gradients."""
         held = [held_back(spec, gradients) for spec in self._candidates]
         means = np.mean(self._gathered(held), axis=0)
@@ -254,7 +255,7 @@ class Automatic(Unbound):
     error: candidates are left out that hold back a larger part of the first gradient's squared
         norm, ‖g − C(g)‖²/‖g‖²; 1 leaves out none.
     probe_steps: at most so many steps are tried. margin: a share of the dense one's median step.
-    grad_scaler, discardable: as for BoundCompression.
+    grad_scaler, discardable: as for BoundCompression. process_set: as for UnboundCompression.
 
     Each step that is tried is a step of training, and what a candidate has held back goes on with
     the next: nothing is lost. How long a step takes is seen from one to the next, so all that
@@ -263,16 +264,21 @@ class Automatic(Unbound):
     and in elastic jobs.
     """
 
+    @by_name
     def __init__(
         self,
+        *,
         error: float = 1.0,
         candidates: Optional[Sequence[str]] = None,
         probe_steps: int = 30,
         margin: float = 0.05,
         grad_scaler: Any = None,
         discardable: bool = False,
+        process_set: Any = None,
     ) -> None:
-        super().__init__("none", grad_scaler=grad_scaler, discardable=discardable)
+        super().__init__(
+            "none", process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
+        )
         if not isinstance(error, (int, float)) or not 0 < error <= 1:
             found = (
                 repr(error)
@@ -313,8 +319,7 @@ class Automatic(Unbound):
         """ValueError for a candidate that cannot begin between two steps."""
 
     def _made_again(self) -> Tuple[Any, ...]:
-        kept = {key: self._options[key] for key in ("grad_scaler", "discardable")}
-        return functools.partial(type(self), **self._auto, **kept), ()
+        return functools.partial(type(self), **self._auto, **self._options), ()
 
     def __repr__(self) -> str:
         return "<a compression that is chosen when training begins>"

@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, Hashable, List, Optional, Tuple, Type
 import tensorflow as tf
 
 from ..binding import NotBoundError, Unbound, callers, is_elastic
+from ..deprecated import by_name
 from .applied import refuse_unreduced
 from .checks import check_scaler, checked_moments
 from .compression import BoundCompression
@@ -48,8 +49,14 @@ class UnboundCompression(Unbound):
     # Whether it tries several, which depend on the optimizer.
     _tries = False
 
+    @by_name
     def __init__(
-        self, spec: Any, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False
+        self,
+        spec: Any,
+        *,
+        process_set: Any = None,
+        grad_scaler: Any = None,
+        discardable: bool = False,
     ) -> None:
         super().__init__(
             spec, process_set=process_set, grad_scaler=grad_scaler, discardable=discardable

@@ -10,6 +10,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..binding import is_elastic, warn_once
+from ..deprecated import by_name
 from ..handshake import agree
 from ..updates import (
     Nesterov,
@@ -25,9 +26,11 @@ from .horovod_internals import is_horovods, is_optimizer, reducing, scaler_aroun
 from .optimizer import become, build, unwrapped
 
 
+@by_name
 def UpdateOptimizer(
     optimizer: Any,
     compression: Any = "topk:ratio=0.01",
+    *,
     every: int = 1,
     outer: Optional[Nesterov] = None,
     process_set: Any = None,

@@ -17,9 +17,10 @@ class AdamW(torch.optim.Optimizer):
     """AdamW whose steps are as large on a rank's part of each batch as on the whole of it, for
     `UpdateOptimizer`.
 
-        optimizer = hvdc.AdamW(model.parameters(), lr=1e-3) optimizer =
-        hvdc.UpdateOptimizer(optimizer, model.named_parameters(),
-        "adacomp:bin_length=100,dense=fp16", every=4)
+        optimizer = hvdc.AdamW(model.parameters(), lr=1e-3)
+        optimizer = hvdc.UpdateOptimizer(
+            optimizer, compression="adacomp:bin_length=100,dense=fp16", every=4
+        )
 
     Adam divides by the root of the mean squared gradient. That of a rank's part of the batch has N
     times the whole batch's noise, N being the number of ranks, so where noise is more than signal a

@@ -95,9 +95,10 @@ class AutoCompression(Automatic, UnboundCompression):
     def _check(compressor: Compressor) -> None:
         refuse_begun_within_step(compressor.config)
 
-    def _made_for(
-        self, optimizer: torch.optim.Optimizer, named_parameters: Any, options: Dict[str, Any]
+    def made_for(
+        self, optimizer: Optional[torch.optim.Optimizer], named_parameters: Any, process_set: Any
     ) -> BoundCompression:
+        options = {**self._options, "process_set": process_set}
         return ChosenCompression(
             self._auto, optimizer, named_parameters=named_parameters, **options
         )

@@ -1,9 +1,11 @@
 """Elastic jobs, in which ranks come and go: nothing that ranks have not sent yet is lost. See
 `horovod_compress.elastic`.
 
-    compression = hvdc.Compression.dgc(optimizer, model.named_parameters()) state =
-    hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression, epoch=0)  # An
-    UpdateOptimizer needs no compression=.
+    compression = hvdc.Compression.dgc(ratio=0.01)
+    # An UpdateOptimizer needs no compression=.
+    state = hvd.elastic.TorchState(
+        model=model, optimizer=optimizer, compression=compression, epoch=0
+    )
 
     @hvdc.elastic.run
     def train(state): ...

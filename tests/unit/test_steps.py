@@ -475,6 +475,25 @@ def test_questions_after_gc_freeze(hidden_from_the_collector):
     assert_close(*models)
 
 
+def test_auto_has_the_arguments_of_any_compression(monkeypatch):
+    monkeypatch.delenv("HOROVOD_ELASTIC")
+    model = model_of()
+    optimizer, named, everyone = sgd(model), model.named_parameters(), hvd.global_process_set
+    bound = hvdc.Compression.from_spec(
+        "auto", optimizer, named_parameters=named, process_set=everyone, discardable=True
+    )
+    assert isinstance(bound, hvdc.BoundCompression) and bound._discardable
+    assert list(bound.plan["candidates"])[2].startswith("dgc") and bound.plan["spec"] is None
+    wrapped = wrap(model, optimizer, bound)
+    assert hvdc.compression_of(wrapped) is bound
+    for make in (
+        hvdc.Compression.from_spec,
+        lambda *_, **options: hvdc.Compression.auto(**options),
+    ):
+        with pytest.raises(ValueError, match="is for the process set"):
+            make("auto", process_set="another").bind(wrapped)
+
+
 def test_a_compression_cannot_be_copied():
     model, other = model_of(), model_of()
     optimizer = sgd(model)

@@ -10,7 +10,7 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "horovod_compress"
 LINES = 60
 # Each may import those before it.
 LAYERS = [
-    ["version", "trials", "records", "versions"],
+    ["version", "trials", "deprecated", "records", "versions"],
     ["kernels"],
     ["requests"],
     ["handshake", "wire"],
@@ -24,7 +24,7 @@ LAYERS = [
     ["prediction"],
     ["scaling"],
     ["binding"],
-    ["elastic", "updates", "choice"],
+    ["elastic", "updates", "choice", "factories"],
     ["torch", "tensorflow"],
     ["check"],
     ["cli"],

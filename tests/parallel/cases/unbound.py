@@ -250,7 +250,7 @@ def moments_of_samples_need_no_optimizer_either():
     with raises(
         RuntimeError,
         "moments=per_sample begins with a forward pass",
-        "hvdc.Compression.variance(optimizer, model.named_parameters(), …)",
+        "hvdc.Compression.variance(optimizer, named_parameters=model.named_parameters(), …)",
     ):
         loss.backward()
 
