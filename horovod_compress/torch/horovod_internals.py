@@ -9,7 +9,7 @@ import torch
 
 from ..binding import callers
 from ..versions import check_version
-from .search import instances_of, subclasses_of
+from .search import objects_of, subclasses_of
 
 check_version("horovod", horovod.__version__)
 check_version("torch", torch.__version__)
@@ -56,9 +56,14 @@ def holders_of(compression: Any) -> List[torch.optim.Optimizer]:
 
 def _all_of_horovods() -> List[Any]:
     """Horovod's optimizers; of several objects that have the same attributes, one."""
-    # Horovod makes a class for each.
-    classes = filter(_is_made_by_horovod, subclasses_of(torch.optim.Optimizer))
-    return list({id(reduced_by(each)): each for each in instances_of(classes)}.values())
+    # Horovod makes a class for each, from one of its own that extends torch's.
+    classes = [
+        cls
+        for cls in subclasses_of(torch.optim.Optimizer)
+        if _is_made_by_horovod(cls) and torch.optim.Optimizer not in cls.__bases__
+    ]
+    found = filter(is_horovods, objects_of(*classes))
+    return list({id(reduced_by(each)): each for each in found}.values())
 
 
 def is_horovods(optimizer: Any) -> bool:
