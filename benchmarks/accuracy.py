@@ -62,7 +62,9 @@ def run(choice, seed, data, epochs):
     model = network(images.shape[-1])
     (kind, rate), spec = parts(choice)
     optimizer = OPTIMIZERS[kind](model.parameters(), float(rate))
-    compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+    compression = hvdc.Compression.from_spec(
+        spec, optimizer, named_parameters=model.named_parameters()
+    )
     passes = PASSES if compression.config.get("moments") == "microbatch" else 1
     optimizer = hvd.DistributedOptimizer(
         optimizer,

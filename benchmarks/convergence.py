@@ -209,7 +209,11 @@ class Real:
         self.clip = task.clip_by(run.optimizer, hvd.size())
         if run.every:
             self.optimizer = hvdc.UpdateOptimizer(
-                optimizer, model.named_parameters(), run.spec, run.every, run.outer
+                optimizer,
+                named_parameters=model.named_parameters(),
+                compression=run.spec,
+                every=run.every,
+                outer=run.outer,
             )
             self.compression, self.passes, self.clips = (
                 self.optimizer.compression,
@@ -217,7 +221,9 @@ class Real:
                 math.isfinite(task.clip),
             )
             return
-        self.compression = hvdc.Compression.from_spec(run.spec, optimizer, model.named_parameters())
+        self.compression = hvdc.Compression.from_spec(
+            run.spec, optimizer, named_parameters=model.named_parameters()
+        )
         self.passes = PASSES if self.compression.config.get("moments") == "microbatch" else 1
         self.clips = self.compression.config.get("clip_norm") is None and math.isfinite(task.clip)
         self.optimizer = hvd.DistributedOptimizer(

@@ -65,7 +65,11 @@ def in_torch(shapes, gradients, spec):
 
     alone, params = parameters(), parameters()
     named, optimizer = list(zip(shapes, params)), torch.optim.SGD(params, lr=1e-6)
-    ours = None if spec == "none" else hvdc.Compression.from_spec(spec, optimizer, named)
+    ours = (
+        None
+        if spec == "none"
+        else hvdc.Compression.from_spec(spec, optimizer, named_parameters=named)
+    )
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=named, compression=ours or hvd.Compression.none
     )

@@ -119,7 +119,9 @@ def train(spec, images, first, end, epochs, file, losses):
     (pictures, labels), (test_pictures, test_labels) = data["train"], data["test"]
     model = network(pictures.shape[-1])
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, weight_decay=1e-4)
-    compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+    compression = hvdc.Compression.from_spec(
+        spec, optimizer, named_parameters=model.named_parameters()
+    )
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=compression
     )

@@ -61,7 +61,7 @@ class Soak:
             [p.zero_() for p in self.params]
         optimizer = torch.optim.SGD(self.params, lr=1.0)
         self.compression = hvdc.Compression.from_spec(
-            spec, optimizer, self.model.named_parameters(), discardable=True
+            spec, optimizer, named_parameters=self.model.named_parameters(), discardable=True
         )
         self.optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=self.model.named_parameters(), compression=self.compression

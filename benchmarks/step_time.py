@@ -119,10 +119,12 @@ def measure(hvd, torch, spec, shapes, gradients, most, backward):
     )
     ours = spec not in OWN
     if spec.startswith("updates/"):
-        optimizer = hvdc.UpdateOptimizer(optimizer, named, spec[len("updates/") :])
+        optimizer = hvdc.UpdateOptimizer(
+            optimizer, named_parameters=named, compression=spec[len("updates/") :]
+        )
         compression = optimizer.compression
     elif ours:
-        compression = hvdc.Compression.from_spec(spec, optimizer, named)
+        compression = hvdc.Compression.from_spec(spec, optimizer, named_parameters=named)
     if compression and not isinstance(optimizer, hvdc.UpdateOptimizer):
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=named, compression=compression

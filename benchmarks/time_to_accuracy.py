@@ -56,7 +56,9 @@ def train(hvd, torch, spec, data, seed, target):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
     compression = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(spec)
     if compression is None:
-        compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+        compression = hvdc.Compression.from_spec(
+            spec, optimizer, named_parameters=model.named_parameters()
+        )
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=compression
     )

@@ -1,27 +1,26 @@
-"""What the adapters of both frameworks share: a method for each algorithm, and the base class of
-bound compressions."""
+"""What the adapters of both frameworks share: the base classes of bound and unbound
+compressions."""
 
 import collections
-import dataclasses
 import functools
-import inspect
 import itertools
 import os
 import sys
 import warnings
 from abc import ABC, abstractmethod
 from types import FrameType
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Tuple, Type
+from typing import Any, Dict, Iterator, Mapping, Optional, Set, Tuple, Type
 
 from . import checkpoint, kernels, wire
 from .checkpoint import Reducing
-from .compressors import find, get_compressor, ids, package_of
+from .compressors import get_compressor, package_of
 from .compressors.base import Compressor
 from .compressors.selective import decide_follow_lr
 from .driver import Driver
 from .handshake import agree, gather
 from .hosts import Host
 from .recording import Destination, Recorder
+from .records import Stats, TensorStats
 from .version import __version__
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it
@@ -238,12 +237,12 @@ class Binding(ABC):
         """The id and all options, as a JSON-able spec."""
         return self._compressor.config
 
-    def stats(self) -> Dict[str, float]:
+    def stats(self) -> Stats:
         """Totals of this rank since the start: see `Driver.stats`. All 0 where Horovod reduces
         nothing, on one rank."""
         return self._exchange.stats()
 
-    def stats_by_tensor(self) -> Dict[str, Dict[str, int]]:
+    def stats_by_tensor(self) -> Dict[str, TensorStats]:
         """Bytes and elements by tensor: see `Driver.stats_by_tensor`."""
         return self._exchange.stats_by_tensor()
 
@@ -261,6 +260,11 @@ class Binding(ABC):
         """Forgets the last step, as if its gradients had never been; to be called on all ranks.
         Needs discardable=True."""
         self._exchange.discard()
+
+
+class NotBoundError(RuntimeError, AttributeError):
+    """An unbound compression is asked for something that a single bound one has. hasattr() takes it
+    for False."""
 
 
 class Unbound(ABC):
@@ -288,7 +292,7 @@ class Unbound(ABC):
 
     @abstractmethod
     def the_only(self) -> Binding:
-        """The compression that this one has become. RuntimeError where there is none, or there are
+        """The compression that this one has become. NotBoundError where there is none, or there are
         several."""
 
     def __reduce__(self) -> Tuple[Any, ...]:
@@ -307,9 +311,19 @@ class Unbound(ABC):
         return f"<{self._compressor!r}, bound to an optimizer of Horovod's when it is used>"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(self._bound_class, name):
+        known = None if name.startswith("_") else getattr(self._bound_class, name, None)
+        if known is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.the_only(), name)
+        if not callable(known):
+            return getattr(self.the_only(), name)
+
+        # A method can be asked for before there is an optimizer, as hasattr() does, and needs one
+        # only when it is called.
+        @functools.wraps(known)
+        def method(*arguments: Any, **named: Any) -> Any:
+            return getattr(self.the_only(), name)(*arguments, **named)
+
+        return method
 
 
 def is_elastic() -> bool:
@@ -353,102 +367,12 @@ def warn_once(message: str, stacklevel: int = 2) -> None:
         warnings.warn(f"horovod_compress: {message}", RuntimeWarning, stacklevel=stacklevel + 1)
 
 
-def check_version(horovod: str) -> None:
-    """Warns of versions of Horovod other than the one whose internals the adapters were written
-    for."""
-    if not horovod.startswith("0.28."):
-        warn_once(
-            f"tested with Horovod 0.28, and this is {horovod}: if gradients are refused, install "
-            f"horovod==0.28.1"
-        )
-
-
 def callers(frame: Optional[FrameType] = None) -> Iterator[FrameType]:
     """The frames of the functions that have led here, or to this frame, the nearest first."""
     frame = frame or sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-class Algorithms(type):
-    """The metaclass of a framework's `Compression`: gives it one method for each algorithm, those
-    of other packages included.
-
-    `Compression.dgc(optimizer, ratio=0.01)` is `Compression.from_spec({"id": "dgc", "ratio": 0.01},
-    optimizer)`.
-    """
-
-    # Of the class: makes the compression of a spec.
-    from_spec: Any
-    # Of the class: what to write instead of the class alone.
-    _example: str
-
-    def __init__(cls, name: str, bases: Tuple[type, ...], members: Dict[str, Any]) -> None:
-        super().__init__(name, bases, members)
-        for maker in {"from_spec", "auto"} & members.keys():
-            getattr(cls, maker).compress = cls.compress
-
-    def compress(cls, tensor: Any) -> None:
-        """Horovod gets here where it was given the class, or one of its methods, instead of what
-        those return."""
-        raise TypeError(f"this is no compression yet: call it, as in compression={cls._example}")
-
-    def __getattr__(cls, id: str) -> Callable[..., Any]:
-        try:
-            if id.startswith("_"):
-                raise ValueError(f"type object {cls.__name__!r} has no attribute {id!r}")
-            return _factory(cls, find(id))
-        except (ValueError, ImportError) as error:
-            raise AttributeError(str(error)) from error
-
-    def __dir__(cls) -> List[str]:
-        return sorted({*super().__dir__(), *ids()})
-
-
-@functools.lru_cache(maxsize=None)
-def _factory(compression: Any, algorithm: Type[Compressor]) -> Callable[..., Any]:
-    """The function that makes a compression of an algorithm. Its signature lists the options, for
-    editors to show."""
-    arguments = dict(inspect.signature(compression.from_spec).parameters)
-    del arguments["spec"]
-
-    def make(*args: Any, **keywords: Any) -> Any:
-        options = {
-            name: keywords.pop(name)
-            for name in list(keywords)
-            if name not in arguments and name != "id"
-        }
-        return compression.from_spec({"id": algorithm.id, **options}, *args, **keywords)
-
-    fields = dataclasses.fields(algorithm)
-    options = [
-        inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type
-        )
-        for f in fields
-    ]
-    vars(make).update(
-        compress=compression.compress,
-        __signature__=inspect.Signature([*arguments.values(), *options]),
-    )
-    make.__module__, make.__name__, make.__qualname__ = (
-        compression.__module__,
-        str(algorithm.id),
-        f"{compression.__qualname__}.{algorithm.id}",
-    )
-    listed = [f"    {f.name}: {f.metadata['doc']}; {f.metadata['kind']}" for f in fields]
-    make.__doc__ = "\n".join(
-        [
-            inspect.cleandoc(algorithm.__doc__ or ""),
-            "",
-            "Options:",
-            *listed,
-            "",
-            "Other arguments: see BoundCompression.",
-        ]
-    )
-    return make
 
 
 def description_of(compressor: Compressor) -> Dict[str, Any]:

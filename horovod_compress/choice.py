@@ -1,17 +1,20 @@
 """The choice of a compression on the job itself: training begins with steps of each candidate, and
 goes on with the fastest."""
 
+import contextlib
 import functools
 import logging
 import statistics
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Optional, Protocol, Sequence, Tuple
 
 import numpy as np
 
-from .binding import Binding, Unbound, is_elastic
+from .binding import Unbound, is_elastic
 from .compressors import get_compressor
 from .compressors.base import Compressor
+from .deprecated import by_name
 from .handshake import gather
+from .records import Candidate, Plan
 from .simulate import simulate
 from .trials import RULE, Trials, spread
 
@@ -30,40 +33,46 @@ def default_candidates(sparse: Optional[str]) -> List[str]:
     return ["none", "fp16", *(f"{sparse}:ratio=0.01{limit}" for limit in limits)]
 
 
-class Choice:
-    """Says with which candidate the next step is to be taken, as `Trials` does, for ranks that
-    agree on how long steps take. Before that it may leave candidates out by their errors;
-    afterwards it watches whether steps become slow.
+class Switched(Protocol):
+    """A bound compression, as its controller needs it."""
 
-    auto: the arguments of `Automatic`, with candidates; together: brings what all ranks say, in
-    rank order, of a JSON-able value each; is_first:
-        whether this rank tells the user.
+    _transport: Any
+    _label: str
+
+    def _rank_and_size(self) -> Tuple[int, int]: ...
+
+    def _go_on_with(self, spec: str) -> None:
+        """Switches to another candidate, from the next step on."""
+
+
+class Controller:
+    """Switches a compression from candidate to candidate, as `Trials` says for ranks that agree on
+    how long steps take, and goes on with the one that is chosen. Before the trial it may leave
+    candidates out by their errors; afterwards it watches whether steps become slow.
+
+    Args:
+        compression: the one that is switched.
+        auto: the arguments of `Automatic`, with candidates.
+        in_force: the candidate with which steps are taken until the first switch.
     """
 
-    def __init__(
-        self, auto: Dict[str, Any], together: Callable[[Any], List[Any]], is_first: bool
-    ) -> None:
-        self._auto, self._candidates, self._together, self._is_first = (
-            auto,
-            list(auto["candidates"]),
-            together,
-            is_first,
-        )
+    def __init__(self, compression: Switched, auto: Dict[str, Any], in_force: str) -> None:
+        self._compression, self._candidates = compression, list(auto["candidates"])
+        # The arguments, which all ranks must have alike.
+        self.arguments = auto
+        # The candidate with which steps are taken.
+        self.in_force = in_force
+        self._is_first = compression._rank_and_size()[0] == 0
         self._errors: Dict[str, float] = {}
-        # Those of the first step, by name, which the caller puts here, until errors are known; None
-        # where these do not matter.
+        # Those of the first step, by name, which the compression puts here, until errors are known;
+        # None where these do not matter.
         self.gradients: Optional[Dict[str, np.ndarray]] = {} if auto["error"] < 1 else None
         self._try(self._candidates)
 
     def _try(self, candidates: Sequence[str]) -> None:
-        self._trials = Trials(candidates, self._auto["probe_steps"], self._auto["margin"])
+        self._trials = Trials(candidates, self.arguments["probe_steps"], self.arguments["margin"])
         # Seconds of steps since the choice.
         self._seen: List[float] = []
-
-    @property
-    def arguments(self) -> Dict[str, Any]:
-        """Those that all ranks must have alike."""
-        return self._auto
 
     @property
     def current(self) -> str:
@@ -75,16 +84,27 @@ class Choice:
         """The candidate that was chosen, once there is one."""
         return self._trials.chosen
 
-    def plan(self, ranks: int) -> Dict[str, Any]:
-        """As of `Chosen.plan`."""
-        candidates: Dict[str, Dict[str, Any]] = {
+    def plan(self) -> Plan:
+        """What was found: spec (None until there is a choice), ranks, and candidates {spec:
+        {"seconds": median of a step, "steps": so many counted}}; with an error below 1 also "error"
+        of each. JSON-able; `Compression.from_spec(plan["spec"])` takes the same choice
+        elsewhere."""
+        candidates: Dict[str, Candidate] = {
             spec: {"error": error} for spec, error in self._errors.items()
         }
         for spec, its in self._trials.tried.items():
             candidates.setdefault(spec, {}).update(
-                seconds=its.median if its.seconds else None, steps=len(its.seconds)
+                {"seconds": its.median if its.seconds else None, "steps": len(its.seconds)}
             )
+        ranks = self._compression._rank_and_size()[1]
         return {"spec": self.chosen, "ranks": ranks, "candidates": candidates}
+
+    def follow(self, spec: Optional[str] = None) -> None:
+        """Goes on with a candidate; default: the one with which the next step is to be taken."""
+        spec = self.current if spec is None else spec
+        if spec != self.in_force:
+            self._compression._go_on_with(spec)
+            self.in_force = spec
 
     def step_ended(self, seconds: float, counts: bool = True) -> None:
         """Takes in how long the last step took. counts: whether that is the time of a step, on this
@@ -92,7 +112,7 @@ class Choice:
         if self.gradients is not None:
             self._leave_out(self.gradients)
         elif self.chosen is None:
-            said = self._together([seconds, counts])
+            said = self._gathered([seconds, counts])
             if all(each_counts for _, each_counts in said):
                 self._trials.add(max(each for each, _ in said))
             if self.chosen and self._is_first:
@@ -100,16 +120,41 @@ class Choice:
         else:
             self._watch(seconds)
 
+    def _gathered(self, value: Any) -> List[Any]:
+        """What all ranks say, in rank order, of a JSON-able value each."""
+        return gather(self._compression._transport, f"{self._compression._label}.auto", value)
+
     def resume(self, spec: str, chosen: bool) -> None:
-        """Takes over a choice that was made elsewhere. Where none was, trials go on as they are."""
+        """Takes over a choice that was made elsewhere, and is in force. Where none was, trials go
+        on as they are."""
+        self.in_force = spec
         if chosen:
             self.gradients = None
             self._try([spec])
 
+    def state(self) -> Dict[str, Any]:
+        """What a saved state has of the choice: `resume` takes it as arguments."""
+        return {"auto": {"spec": self.in_force, "chosen": self.chosen is not None}}
+
+    @contextlib.contextmanager
+    def resuming(self, state: Any) -> Iterator[None]:
+        """Takes over the choice that was made when a state was saved, which the body loads. Where
+        it does not fit, all stays as it was."""
+        auto, before = auto_of(state), self.in_force
+        if auto:
+            self.follow(auto["spec"])
+        try:
+            yield
+        except ValueError:
+            self.follow(before)
+            raise
+        if auto:
+            self.resume(**auto)
+
     def _leave_out(self, gradients: Dict[str, np.ndarray]) -> None:
         """Leaves out candidates that hold back too much of these gradients."""
         held = [held_back(spec, gradients) for spec in self._candidates]
-        means = np.mean(self._together(held), axis=0)
+        means = np.mean(self._gathered(held), axis=0)
         if not np.isfinite(means).all():
             # A gradient was not finite: the next step's are looked at.
             self.gradients = {}
@@ -121,7 +166,7 @@ class Choice:
                 *(
                     spec
                     for spec in self._candidates[1:]
-                    if self._errors[spec] <= self._auto["error"]
+                    if self._errors[spec] <= self.arguments["error"]
                 ),
             ]
         )
@@ -132,7 +177,7 @@ class Choice:
         if len(self._seen) < _WATCHED:
             return
         found, expected = (
-            max(self._together(statistics.median(self._seen))),
+            max(self._gathered(statistics.median(self._seen))),
             self._trials.tried[self.current].median,
         )
         self._seen.clear()
@@ -177,81 +222,22 @@ def auto_of(state: Any) -> Optional[Dict[str, Any]]:
     return first.get("auto") if isinstance(first, dict) else None
 
 
-class Chosen(Binding):
-    """What bound compressions of both frameworks share that are switched from candidate to
-    candidate, until one is chosen."""
-
-    _choice: Choice
-    # The candidate with which steps are taken.
-    _in_force: str
-
-    @staticmethod
-    def refuse_elastic() -> None:
-        """ValueError in an elastic job."""
-        if is_elastic():
-            raise ValueError(
-                "in an elastic job ranks that join would not know what was chosen: let auto() "
-                "choose in a job of constant size, and use plan['spec']"
-            )
-
-    @property
-    def plan(self) -> Dict[str, Any]:
-        """What was found: spec (None until there is a choice), ranks, and candidates {spec:
-        {"seconds": median of a step, "steps": so many counted}}; with an error below 1 also "error"
-        of each. JSON-able; `Compression.from_spec(plan["spec"])` takes the same choice
-        elsewhere."""
-        return self._choice.plan(self._rank_and_size()[1])
-
-    def _new_choice(self, auto: Dict[str, Any], candidates: Sequence[str]) -> Choice:
-        return Choice(
-            {**auto, "candidates": candidates}, self._together, self._rank_and_size()[0] == 0
+def refuse_elastic() -> None:
+    """ValueError in an elastic job."""
+    if is_elastic():
+        raise ValueError(
+            "in an elastic job ranks that join would not know what was chosen: let auto() "
+            "choose in a job of constant size, and use plan['spec']"
         )
 
-    def _together(self, value: Any) -> List[Any]:
-        return gather(self._transport, f"{self._label}.auto", value)
 
-    def _follow(self, spec: str) -> None:
-        """Goes on with a candidate."""
-        if spec != self._in_force:
-            # Of BoundCompression.
-            self._switch(get_compressor(spec).config)  # type: ignore[attr-defined]
-            self._in_force = spec
-
-    def _description(self) -> Dict[str, Any]:
-        return {**super()._description(), "auto": self._choice.arguments}
-
-    def switch(self, spec: Any, *arguments: Any, **options: Any) -> None:
-        """As of BoundCompression; that is the choice then, and nothing is tried any more."""
-        if not isinstance(spec, str) or arguments or options:
-            raise ValueError(
-                "auto() keeps specs as text, and changes them itself: say "
-                "switch('topk:ratio=0.01'), without at"
-            )
-        super().switch(spec)  # type: ignore[misc]
-        self._in_force = spec
-        self._choice.resume(spec, True)
-
-    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
-        """As of BoundCompression; the choice comes with it."""
-        state: Dict[str, Any] = super().state_dict(portable)  # type: ignore[misc]
-        return {
-            **state,
-            "auto": {"spec": self._in_force, "chosen": self._choice.chosen is not None},
-        }
-
-    def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
-        """As of BoundCompression. The choice that was made when the state was saved is taken
-        over."""
-        auto, before = auto_of(state), self._in_force
-        if auto:
-            self._follow(auto["spec"])
-        try:
-            super().load_state_dict(state)  # type: ignore[misc]
-        except ValueError:
-            self._follow(before)
-            raise
-        if auto:
-            self._choice.resume(**auto)
+def check_switch(spec: Any, arguments: Sequence[Any], options: Dict[str, Any]) -> None:
+    """ValueError for a switch of the user's that a controller could not go on from."""
+    if not isinstance(spec, str) or arguments or options:
+        raise ValueError(
+            "auto() keeps specs as text, and changes them itself: say "
+            "switch('topk:ratio=0.01'), without at"
+        )
 
 
 class Automatic(Unbound):
@@ -269,7 +255,7 @@ class Automatic(Unbound):
     error: candidates are left out that hold back a larger part of the first gradient's squared
         norm, ‖g − C(g)‖²/‖g‖²; 1 leaves out none.
     probe_steps: at most so many steps are tried. margin: a share of the dense one's median step.
-    grad_scaler, discardable: as for BoundCompression.
+    grad_scaler, discardable: as for BoundCompression. process_set: as for UnboundCompression.
 
     Each step that is tried is a step of training, and what a candidate has held back goes on with
     the next: nothing is lost. How long a step takes is seen from one to the next, so all that
@@ -278,16 +264,21 @@ class Automatic(Unbound):
     and in elastic jobs.
     """
 
+    @by_name
     def __init__(
         self,
+        *,
         error: float = 1.0,
         candidates: Optional[Sequence[str]] = None,
         probe_steps: int = 30,
         margin: float = 0.05,
         grad_scaler: Any = None,
         discardable: bool = False,
+        process_set: Any = None,
     ) -> None:
-        super().__init__("none", grad_scaler=grad_scaler, discardable=discardable)
+        super().__init__(
+            "none", process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
+        )
         if not isinstance(error, (int, float)) or not 0 < error <= 1:
             found = (
                 repr(error)
@@ -328,8 +319,7 @@ class Automatic(Unbound):
         """ValueError for a candidate that cannot begin between two steps."""
 
     def _made_again(self) -> Tuple[Any, ...]:
-        kept = {key: self._options[key] for key in ("grad_scaler", "discardable")}
-        return functools.partial(type(self), **self._auto, **kept), ()
+        return functools.partial(type(self), **self._auto, **self._options), ()
 
     def __repr__(self) -> str:
         return "<a compression that is chosen when training begins>"

@@ -7,7 +7,7 @@ import logging
 import math
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, Collection, Dict, List, Optional, Protocol, Tuple
+from typing import Any, Collection, Dict, List, Optional, Protocol, Tuple, cast
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from . import checkpoint, kernels
 from .compressors.base import Compressor, Model, Step
 from .hosts import Host, sharded
 from .plan import compressor_for
+from .records import Stats, TensorStats
 from .requests import DECLARABLE, FLOAT32, TensorStep
 from .step import SENT, SPENT, Tensor, tensor_step
 from .wire import FrameLength
@@ -386,7 +387,7 @@ class Driver(ABC):
         self.abandon()
         return self._continue_from(checkpoint.read(state))
 
-    def stats(self) -> Dict[str, float]:
+    def stats(self) -> Stats:
         """Totals of this rank since the start, by name:
 
         steps; steps_undone: not finite, or abandoned; bytes_sent, bytes_received: by this rank
@@ -410,7 +411,7 @@ class Driver(ABC):
         )
         counters["residual_norm"] = squares**0.5
         counters["overflows"] = sum(tensor.state.overflows for tensor in self._tensors.values())
-        return counters
+        return cast(Stats, counters)
 
     def totals(self) -> Dict[str, float]:
         """What `stats` counts of steps, bytes, elements and seconds; nothing is computed for it."""
@@ -422,10 +423,10 @@ class Driver(ABC):
             counters[key] = sum(tensor.counters[key] for tensor in self._tensors.values())
         return counters
 
-    def stats_by_tensor(self) -> Dict[str, Dict[str, int]]:
+    def stats_by_tensor(self) -> Dict[str, TensorStats]:
         """{name: {"bytes_sent", "dense_bytes", "elements_sent"}} of each tensor: totals since the
         start, as in `stats`."""
         return {
-            name: {key: tensor.counters[key] for key in SENT}
+            name: cast(TensorStats, {key: tensor.counters[key] for key in SENT})
             for name, tensor in self._tensors.items()
         }

@@ -7,15 +7,16 @@ import math
 import os
 import time
 import warnings
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Union, cast
 
 from . import kernels
 from .compressors.base import Compressor
 from .driver import Driver
+from .records import Record, TensorRecord
 from .step import SENT, SPENT, Tensor
 
 FORMAT = "horovod_compress.record/1"
-Destination = Union[str, "os.PathLike[str]", Callable[[Dict[str, Any]], Any], Any]
+Destination = Union[str, "os.PathLike[str]", Callable[[Record], Any], Any]
 # After which what is kept has come to its plateau; a turnover is as many steps as it takes to send
 # all elements once.
 _STEPS, _TURNOVERS = 1000, 10
@@ -82,7 +83,7 @@ class Recorder:
         totals = self._totals()
         if totals["steps"] == self._before["steps"]:  # it was recorded
             return
-        record = {
+        record: Any = {
             "format": FORMAT,
             "step": step,
             "time": time.time(),
@@ -113,18 +114,19 @@ class Recorder:
         by_tensor = {tensor.name: dict(tensor.counters) for tensor in self._driver.tensors}
         return {**self._driver.totals(), "seconds": time.perf_counter(), "tensors": by_tensor}
 
-    def _of_tensor(self, tensor: Tensor) -> Dict[str, Any]:
+    def _of_tensor(self, tensor: Tensor) -> TensorRecord:
         before = self._before["tensors"].get(tensor.name, {})
         delta = {key: count - before.get(key, 0) for key, count in tensor.counters.items()}
-        return {
+        record = {
             "numel": tensor.numel,
             "compressor": tensor.compressor.id or type(tensor.compressor).__name__,
             **delta,
             "ratio": _ratio(delta),
             **_norms([tensor]),
         }
+        return cast(TensorRecord, record)
 
-    def _write(self, record: Dict[str, Any]) -> None:
+    def _write(self, record: Record) -> None:
         if isinstance(self._to, (str, os.PathLike)):
             path = os.fspath(self._to)
             if record["rank"] == 0 or "{rank}" in path:
@@ -188,7 +190,7 @@ class Growth:
         # Only one of so many records is compared, so that these are not too many.
         self._stride, self._until_next = 1, 0
 
-    def watch(self, record: Dict[str, Any], driver: Driver) -> None:
+    def watch(self, record: Record, driver: Driver) -> None:
         """Takes a record of this driver into account."""
         kept = [
             tensor
@@ -291,7 +293,7 @@ _COUNTED = ("steps", "steps_undone", "seconds", *SENT, *SPENT)
 _NORMS = ("gradient_norm", "residual_norm")
 
 
-def read(path: Union[str, "os.PathLike[str]"]) -> List[Dict[str, Any]]:
+def read(path: Union[str, "os.PathLike[str]"]) -> List[Record]:
     """The records in a file.
 
     Args:

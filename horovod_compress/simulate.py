@@ -8,10 +8,11 @@ import numpy as np
 from .compressors import Spec, get_compressor
 from .compressors.selective import decide_follow_lr
 from .lockstep import Named, make_ranks, run_step
+from .records import Stats
 from .transport.loopback import Loopback
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Run:
     """The results of `simulate`. mean[step][name] is every rank's result with op=Average, float32
     in the gradient's shape. bytes_sent[step][rank] counts the bytes that the rank hands to
@@ -19,9 +20,12 @@ class Run:
     last step. stats[rank] are the counters of `Exchange.stats`."""
 
     mean: List[Named]
-    bytes_sent: List[List[float]]
+    bytes_sent: List[List[int]]
     state: List[Dict[str, Named]]
-    stats: List[Dict[str, float]]
+    stats: List[Stats]
+
+    def __repr__(self) -> str:
+        return f"<{len(self.mean)} steps of {len(self.stats)} ranks>"
 
 
 def simulate(

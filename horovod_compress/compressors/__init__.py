@@ -16,7 +16,7 @@ from .options import Kind
 
 ENTRY_POINTS = "horovod_compress.compressors"
 Spec = Union[str, Dict[str, Any], Compressor]
-_RESERVED_IDS = ("compress", "from_spec")
+_RESERVED_IDS = ("auto", "compress", "from_spec")
 _RESERVED_OPTIONS = (
     "id",
     "spec",

@@ -23,13 +23,20 @@ def option(kind: Kind, default: Any, doc: str) -> Any:
 
 
 class _Described:
-    """A kind whose values `said` describes; None is one too where it is optional."""
+    """A kind whose values `said` describes, and `type_said` for type checkers; None is one too
+    where it is optional."""
 
     said: str
+    type_said: str
     optional = False
 
     def __str__(self) -> str:
         return self.said + (", or none" if self.optional else "")
+
+    @property
+    def hint(self) -> str:
+        """The type of the values that `check` accepts, as Python writes it."""
+        return f"Optional[{self.type_said}]" if self.optional else self.type_said
 
 
 class _Range(_Described):
@@ -59,6 +66,7 @@ class Number(_Range):
     """A float within [low, high], or (low, high] where low is open; None too where optional."""
 
     type, like = float, numbers.Real
+    type_said = "float"
 
     def __init__(
         self, low: float, high: float = math.inf, low_open: bool = False, optional: bool = False
@@ -73,6 +81,7 @@ class Count(_Range):
     """A whole number from `low` to `high`; None too where optional."""
 
     type, like = int, numbers.Integral
+    type_said = "int"
 
     def __init__(self, low: int = 0, high: float = math.inf, optional: bool = False) -> None:
         self.low, self.high, self.optional = low, high, optional
@@ -94,6 +103,8 @@ class ZeroOrCount(Count):
 class Ascending(_Described):
     """Two to eight whole numbers, each larger than the one before, joined by '+' in a spec."""
 
+    type_said = "Sequence[int]"
+
     def __init__(self, low: int, high: int) -> None:
         self.each = Count(low, high)
         self.said = f"2 to 8 ascending whole numbers from {low} to {high}, joined by '+'"
@@ -111,8 +122,9 @@ class Ascending(_Described):
 class Auto(_Described):
     """Another kind's value, or the word auto."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: _Range) -> None:
         self.kind, self.said = kind, f"{kind}, or auto"
+        self.type_said = f'Union[{kind.hint}, Literal["auto"]]'
 
     def parse(self, text: str) -> Any:
         return text if text == "auto" else self.kind.parse(text)
@@ -125,6 +137,7 @@ class Flag(_Described):
     """true or false; None too where optional."""
 
     said = "true or false"
+    type_said = "bool"
 
     def __init__(self, optional: bool = False) -> None:
         self.optional = optional
@@ -146,6 +159,7 @@ class Choice(_Described):
 
     def __init__(self, *words: str) -> None:
         self.words, self.said = words, "one of " + ", ".join(words)
+        self.type_said = f"Literal[{', '.join(map(repr, words))}]".replace("'", '"')
 
     def parse(self, text: str) -> str:
         return text
@@ -160,6 +174,7 @@ class Patterns(_Described):
     """Names or shell-style patterns of names, joined by '+' in a spec."""
 
     said = "patterns of tensor names, joined by '+'"
+    type_said = "Union[str, Sequence[str]]"
 
     def parse(self, text: str) -> Tuple[str, ...]:
         return tuple(part for part in text.split("+") if part)
@@ -176,6 +191,7 @@ class Schedule(_Described):
     0/0.25+500/0.001."""
 
     said = "pairs step/ratio from step 0 on, joined by '+': 0/0.25+500/0.001"
+    type_said = "Sequence[Tuple[int, float]]"
 
     def parse(self, text: str) -> Tuple[Tuple[int, float], ...]:
         return tuple(

@@ -8,9 +8,17 @@ import numpy as np
 import tensorflow as tf
 
 from ..binding import DECAYED, LOOK, warn_once
-from ..choice import Automatic, Chosen, auto_of, default_candidates
+from ..choice import (
+    Automatic,
+    Controller,
+    auto_of,
+    check_switch,
+    default_candidates,
+    refuse_elastic,
+)
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
+from ..records import Plan
 from .checks import checked_moments
 from .compression import BoundCompression
 from .operations import Variable
@@ -29,9 +37,8 @@ def _sparse_for(optimizer: Any) -> Optional[str]:
     return "dgc" if can_take_over(optimizer) else "topk"
 
 
-class ChosenCompression(Chosen, BoundCompression):
-    """What AutoCompression becomes: a compression that is switched from candidate to candidate,
-    until one is chosen.
+class ChosenCompression(BoundCompression):
+    """What AutoCompression becomes: a compression with a controller, which it tells of steps.
 
     The function that the user or Keras calls, around the operations of the compression, says when a
     call of it begins. Times of calls in which a function is traced do not count.
@@ -44,9 +51,12 @@ class ChosenCompression(Chosen, BoundCompression):
         grad_scaler: Any = None,
         discardable: bool = False,
     ) -> None:
-        self.refuse_elastic()
-        super().__init__("none", None, process_set, grad_scaler, discardable)
-        self._auto, self._in_force = auto, "none"
+        refuse_elastic()
+        super().__init__(
+            "none", process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
+        )
+        self._auto = auto
+        self._controller: Optional[Controller] = None  # since `bind`
         # Of a state that was loaded before the optimizer is known.
         self._resumed: Optional[Dict[str, Any]] = None
         # Of the call that began last: when, after how many steps, whether it traced.
@@ -61,46 +71,55 @@ class ChosenCompression(Chosen, BoundCompression):
         candidates = list(self._auto["candidates"] or default_candidates(_sparse_for(optimizer)))
         for spec in candidates:
             self._choose(get_compressor(spec), optimizer)
-        self._choice = self._new_choice(self._auto, candidates)
-        self._in_force = self._choice.current
+        auto = {**self._auto, "candidates": candidates}
+        controller = Controller(self, auto, candidates[-1])
         if self._resumed:
-            self._choice.resume(**self._resumed)
-            self._in_force = self._resumed["spec"]
-        self._compressor = get_compressor(self._in_force)
+            controller.resume(**self._resumed)
+        self._compressor = get_compressor(controller.in_force)
         super().bind(optimizer)
+        self._controller = controller
+
+    def _go_on_with(self, spec: str) -> None:
+        self._settling = _SETTLING
+        self._switch(get_compressor(spec).config)
 
     def _description(self) -> Dict[str, Any]:
-        return super()._description() if self._chosen else BoundCompression._description(self)
+        its = {"auto": self._controller.arguments} if self._controller else {}
+        return {**super()._description(), **its}
 
     def switch(self, spec: Any, *arguments: Any, **options: Any) -> None:
-        if self._chosen:
-            return super().switch(spec, *arguments, **options)
-        BoundCompression.switch(self, spec)  # which says what is missing
+        """As of BoundCompression; that is the choice then, and nothing is tried any more."""
+        if self._controller:
+            check_switch(spec, arguments, options)
+        # Which says what is missing before `bind`.
+        super().switch(spec)
+        if self._controller:
+            self._controller.resume(spec, True)
 
     @property
-    def plan(self) -> Dict[str, Any]:
-        return (
-            super().plan
-            if self._chosen
-            else {"spec": None, "ranks": self._rank_and_size()[1], "candidates": {}}
-        )
+    def plan(self) -> Plan:
+        """As of `Controller.plan`."""
+        if self._controller:
+            return self._controller.plan()
+        return {"spec": None, "ranks": self._rank_and_size()[1], "candidates": {}}
 
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
-        return (
-            super().state_dict(portable)
-            if self._chosen
-            else BoundCompression.state_dict(self, portable)
-        )
+        """As of BoundCompression; the choice comes with it."""
+        its = self._controller.state() if self._controller else {}
+        return {**super().state_dict(portable), **its}
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
-        if self._chosen:
-            super().load_state_dict(state)
+        """As of BoundCompression. The choice that was made when the state was saved is taken
+        over."""
+        if self._controller:
+            with self._controller.resuming(state):
+                super().load_state_dict(state)
         else:
             auto, before = auto_of(state), self._compressor
             if auto:
                 self._compressor = self._exchange.compressor = get_compressor(auto["spec"])
             try:
-                BoundCompression.load_state_dict(self, state)
+                super().load_state_dict(state)
             except ValueError:
                 self._compressor = self._exchange.compressor = before
                 raise
@@ -109,8 +128,8 @@ class ChosenCompression(Chosen, BoundCompression):
         self._taken, self._tracing = self._steps_taken(), True
 
     @property
-    def _sees_gradients(self) -> bool:  # type: ignore[override]
-        return self._chosen is not None and self._choice.gradients is not None
+    def _sees_gradients(self) -> bool:
+        return self._controller is not None and self._controller.gradients is not None
 
     def _note_traces(self) -> None:
         super()._note_traces()
@@ -119,8 +138,9 @@ class ChosenCompression(Chosen, BoundCompression):
     def _submit(
         self, variable: Variable, call: int, grad: np.ndarray, *options: np.ndarray
     ) -> List[np.ndarray]:
-        if self._choice.gradients is not None:
-            self._choice.gradients[variable.name] = grad.reshape(variable.shape).copy()
+        gradients = None if self._controller is None else self._controller.gradients
+        if gradients is not None:
+            gradients[variable.name] = grad.reshape(variable.shape).copy()
         return super()._submit(variable, call, grad, *options)
 
     def _before_call(self) -> None:
@@ -137,10 +157,14 @@ class ChosenCompression(Chosen, BoundCompression):
                 f"auto() has chosen nothing: {_NEVER} calls in a row were traced, whose times say "
                 f"nothing. Give them inputs of one shape"
             )
-        self._choice.step_ended(
-            (now - self._began) / (taken - self._taken), counts=not self._tracing
-        )
-        self._follow(self._choice.current)
+        controller = self._controller
+        assert controller is not None
+        controller.step_ended((now - self._began) / (taken - self._taken), counts=not self._tracing)
+        if self._settling and controller.current == controller.in_force:
+            self._settling -= 1
+            with self._tracing_again():
+                pass
+        controller.follow()
         if self._lives_on and self._takes_over:
             self._let_momentum_go()
         self._began, self._taken, self._tracing = time.perf_counter(), taken, False
@@ -158,15 +182,6 @@ class ChosenCompression(Chosen, BoundCompression):
             if now <= DECAYED * self._largest:
                 with self._tracing_again():
                     self._lives_on = False
-
-    def _follow(self, spec: str) -> None:
-        if spec != self._in_force:
-            self._settling = _SETTLING
-        elif self._settling:
-            self._settling -= 1
-            with self._tracing_again():
-                pass
-        super()._follow(spec)
 
 
 class AutoCompression(Automatic, UnboundCompression):

@@ -24,6 +24,7 @@ from .. import checkpoint
 from ..binding import REFUSED_ALONE, description_of, momentum_of, requested_compressor
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
+from ..deprecated import by_name
 from ..handshake import agree
 from ..hosts import Host
 from .applied import refuse_unreduced
@@ -79,10 +80,12 @@ class BoundCompression(GraphCompression):
     or `handshake()`, raises MismatchError, on all ranks, where ranks were started differently.
     """
 
+    @by_name
     def __init__(
         self,
         spec: Any,
         optimizer: Any = None,
+        *,
         process_set: Any = None,
         grad_scaler: Any = None,
         discardable: bool = False,

@@ -21,13 +21,20 @@ from typing import (
 import horovod
 import horovod.tensorflow as hvd
 import tensorflow as tf
-from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
-from tensorflow.python.framework.func_graph import FuncGraph
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from ..binding import callers, check_version
+from ..binding import callers
+from ..versions import check_version
 
-check_version(horovod.__version__)
+check_version("horovod", horovod.__version__)
+check_version("tensorflow", tf.__version__)
+
+# What another version may not have comes after the warning.
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import (  # noqa: E402
+    Function,
+)
+from tensorflow.python.framework.func_graph import FuncGraph  # noqa: E402
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # noqa: E402
+
 _FACTORS = ("process_set", "op", "prescale_factor", "postscale_factor")
 
 

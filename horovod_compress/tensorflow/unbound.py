@@ -8,7 +8,8 @@ from typing import Any, Callable, Dict, Hashable, List, Optional, Tuple, Type
 
 import tensorflow as tf
 
-from ..binding import Unbound, callers, is_elastic
+from ..binding import NotBoundError, Unbound, callers, is_elastic
+from ..deprecated import by_name
 from .applied import refuse_unreduced
 from .checks import check_scaler, checked_moments
 from .compression import BoundCompression
@@ -48,8 +49,14 @@ class UnboundCompression(Unbound):
     # Whether it tries several, which depend on the optimizer.
     _tries = False
 
+    @by_name
     def __init__(
-        self, spec: Any, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False
+        self,
+        spec: Any,
+        *,
+        process_set: Any = None,
+        grad_scaler: Any = None,
+        discardable: bool = False,
     ) -> None:
         super().__init__(
             spec, process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
@@ -162,7 +169,7 @@ class UnboundCompression(Unbound):
 
     def the_only(self) -> BoundCompression:
         if len(self._bound) > 1:
-            raise RuntimeError(
+            raise NotBoundError(
                 "several optimizers have this compression, and each its own of it: ask "
                 "hvdc.compression_of(optimizer), or, where tapes bring the "
                 "gradients, compression.bind(optimizer)"

@@ -7,6 +7,7 @@ from typing import Any, Callable, Optional
 import tensorflow as tf
 
 from ..binding import is_elastic
+from ..deprecated import by_name
 from ..updates import (
     Nesterov,
     check_ranks_of_set,
@@ -19,9 +20,11 @@ from .optimizer import become, build, unwrapped
 from .rounds import Rounds
 
 
+@by_name
 def UpdateOptimizer(
     optimizer: Any,
     compression: Any = "topk:ratio=0.01",
+    *,
     every: int = 1,
     outer: Optional[Nesterov] = None,
     process_set: Any = None,

@@ -32,8 +32,10 @@ class VariableCompression(Binding):
     # Whether backward passes are observed.
     _microbatches: bool
 
-    # Whether `_submit` has to get all gradients, also those to which nothing is done.
-    _sees_gradients = False
+    @property
+    def _sees_gradients(self) -> bool:
+        """Whether `_submit` has to get all gradients, also those to which nothing is done."""
+        return False
 
     def _register(self, pairs: List[Tuple[Any, Any]]) -> List[Variable]:
         """The Variable of each (gradient, source). New ones become known on all ranks at once."""

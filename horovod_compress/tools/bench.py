@@ -15,6 +15,7 @@ from ..compressors.base import Compressor, Step, zeros
 from ..exchange import Exchange
 from ..hosts import Host
 from ..lockstep import Named
+from ..records import Stats
 from ..transport.base import Transport
 from . import arguments
 from .gradients import load_gradients, random_gradients
@@ -268,7 +269,8 @@ def measure(
     after = exchange.stats()
     encode, decode, streaming = map(statistics.median, zip(*seconds))
     decoded_payloads = ranks if compressor.collective == "allgather" else 1
-    sent, dense = (after[key] - before[key] for key in ("bytes_sent", "dense_bytes"))
+    sent = after["bytes_sent"] - before["bytes_sent"]
+    dense = after["dense_bytes"] - before["dense_bytes"]
     return {
         "collective": compressor.collective,
         "ratio": dense / sent,
@@ -291,7 +293,7 @@ def _take_steps(
     gradients: Sequence[Named],
     steps: int,
     progress: Callable[[], Any],
-) -> Tuple[Dict[str, Any], List[Tuple[float, float, float]], float]:
+) -> Tuple[Stats, List[Tuple[float, float, float]], float]:
     """Takes steps, with a warm-up. Returns the statistics before the measured ones; the seconds to
     encode, decode and stream in each; and the error of the first step."""
     grads = {n: zeros(a.size) for n, a in gradients[0].items()}

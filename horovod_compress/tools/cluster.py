@@ -196,7 +196,7 @@ def _error_of(id: str, transport: str) -> Optional[str]:
             "id": id,
             **{key: value for key, value in asked.items() if key in available()[id]["options"]},
         }
-        compression = hvdc.Compression.from_spec(spec, optimizer, params.items())
+        compression = hvdc.Compression.from_spec(spec, optimizer, named_parameters=params.items())
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=params.items(), compression=compression
         )

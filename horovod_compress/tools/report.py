@@ -1,13 +1,13 @@
 """hvdcompress report: totals of a file of records by tensor, and a plot over steps."""
 
 import argparse
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from .. import recording
 from . import arguments
 from .printing import console, digits, printable, save_figure, table, write_json
 
-Record = Dict[str, Any]
+Record = Mapping[str, Any]
 WHOLE = "all tensors"
 _SUMMED = (
     "bytes_sent",

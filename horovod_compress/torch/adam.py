@@ -19,7 +19,7 @@ class AdamW(torch.optim.Optimizer):
 
         optimizer = hvdc.AdamW(model.parameters(), lr=1e-3)
         spec = "adacomp:bin_length=100,dense=fp16"
-        optimizer = hvdc.UpdateOptimizer(optimizer, model.named_parameters(), spec, every=4)
+        optimizer = hvdc.UpdateOptimizer(optimizer, compression=spec, every=4)
 
     Adam divides by the root of the mean squared gradient. That of a rank's part of the batch has N
     times the whole batch's noise, N being the number of ranks, so where noise is more than signal a

@@ -16,6 +16,7 @@ from ..binding import (
 )
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
+from ..deprecated import by_name
 from ..exchange import Exchange
 from ..handshake import agree, gather
 from ..hosts import Host
@@ -69,10 +70,12 @@ class BoundCompression(StepCompression):
     ranks were started differently.
     """
 
+    @by_name
     def __init__(
         self,
         spec: Any,
         optimizer: Optional[torch.optim.Optimizer],
+        *,
         named_parameters: Optional[NamedParameters] = None,
         process_set: Any = None,
         grad_scaler: Any = None,

@@ -1,7 +1,7 @@
 """Elastic jobs, in which ranks come and go: nothing that ranks have not sent yet is lost. See
 `horovod_compress.elastic`.
 
-    compression = hvdc.Compression.dgc(optimizer, model.named_parameters())
+    compression = hvdc.Compression.dgc(ratio=0.01)
     # An UpdateOptimizer needs no compression=.
     state = hvd.elastic.TorchState(
         model=model, optimizer=optimizer, compression=compression, epoch=0

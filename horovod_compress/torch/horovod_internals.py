@@ -6,15 +6,19 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 import horovod
 import horovod.torch as hvd
 import torch
-from horovod.torch.elastic.state import StateHandler, TorchState
 
-from ..binding import callers, check_version
-from .search import objects_of
+from ..binding import callers
+from ..versions import check_version
+from .search import objects_of, subclasses_of
+
+check_version("horovod", horovod.__version__)
+check_version("torch", torch.__version__)
+
+# What another version may not have comes after the warning.
+from horovod.torch.elastic.state import StateHandler, TorchState  # noqa: E402
 
 # Before PyTorch 2.3 only the second.
 GradScaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)
-
-check_version(horovod.__version__)
 
 
 def optimizer_of(compression: Any) -> Any:
@@ -46,13 +50,19 @@ def with_closure(args: tuple, kwargs: Dict[str, Any], closure: Callable[[], Any]
 
 
 def holders_of(compression: Any) -> List[torch.optim.Optimizer]:
-    """The optimizers of Horovod's that have this compression. `objects_of` says what it takes."""
+    """The optimizers of Horovod's that have this compression."""
     return [each for each in _all_of_horovods() if compression_of(each) is compression]
 
 
 def _all_of_horovods() -> List[Any]:
     """Horovod's optimizers; of several objects that have the same attributes, one."""
-    found = [each for each in objects_of(torch.optim.Optimizer) if is_horovods(each)]
+    # Horovod makes a class for each, from one of its own that extends torch's.
+    classes = [
+        cls
+        for cls in subclasses_of(torch.optim.Optimizer)
+        if _is_made_by_horovod(cls) and torch.optim.Optimizer not in cls.__bases__
+    ]
+    found = filter(is_horovods, objects_of(*classes))
     return list({id(reduced_by(each)): each for each in found}.values())
 
 
@@ -60,7 +70,11 @@ def is_horovods(optimizer: Any) -> bool:
     """Whether this is what hvd.DistributedOptimizer has made: an object of a class with Horovod's
     methods, and not of one derived from that, as Lightning derives them for wrappers that have the
     same attributes."""
-    return "_allreduce_grad_async" in vars(type(optimizer))
+    return _is_made_by_horovod(type(optimizer))
+
+
+def _is_made_by_horovod(cls: type) -> bool:
+    return "_allreduce_grad_async" in vars(cls)
 
 
 def itself(optimizer: Any) -> Any:

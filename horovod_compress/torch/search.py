@@ -7,12 +7,22 @@ from typing import Any, Iterator, List, Set, Type
 from ..binding import callers
 
 
-def objects_of(kind: Type[Any]) -> List[Any]:
-    """All objects of a class, or of one that is derived from it. It takes 0.1 s or so, and after
-    gc.freeze(), which hides objects from the collector, some times as long."""
+def objects_of(*kinds: Type[Any]) -> List[Any]:
+    """All objects of some classes, or of those that are derived from them. It takes 0.1 s or so,
+    and after gc.freeze(), which hides objects from the collector, some times as long; nothing where
+    there are no classes."""
+    if not kinds:
+        return []
     objects = _reachable() if gc.get_freeze_count() else gc.get_objects()
     # isinstance() would ask objects for their class, which some make up.
-    return [each for each in objects if issubclass(type(each), kind)]
+    return [each for each in objects if issubclass(type(each), kinds)]
+
+
+def subclasses_of(cls: Type[Any]) -> Iterator[Type[Any]]:
+    """All classes that are derived from a class."""
+    for each in cls.__subclasses__():
+        yield each
+        yield from subclasses_of(each)
 
 
 def _reachable() -> Iterator[Any]:

@@ -7,7 +7,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..binding import Unbound
+from ..binding import NotBoundError, Unbound
+from ..deprecated import by_name
 from . import horovod_internals
 from .compression import BoundCompression
 
@@ -23,8 +24,14 @@ class UnboundCompression(Unbound):
 
     _bound_class: Type[BoundCompression] = BoundCompression
 
+    @by_name
     def __init__(
-        self, spec: Any, process_set: Any = None, grad_scaler: Any = None, discardable: bool = False
+        self,
+        spec: Any,
+        *,
+        process_set: Any = None,
+        grad_scaler: Any = None,
+        discardable: bool = False,
     ) -> None:
         super().__init__(
             spec, process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
@@ -49,7 +56,8 @@ class UnboundCompression(Unbound):
                 f"moments={self._moments} begins with a forward pass of the model, and none came "
                 f"after hvd.DistributedOptimizer was made: give the "
                 f"compression optimizer and parameters, as in "
-                f"hvdc.Compression.{self._compressor.id}(optimizer, model.named_parameters(), …)"
+                f"hvdc.Compression.{self._compressor.id}"
+                f"(optimizer, named_parameters=model.named_parameters(), …)"
             )
         return self.bind(optimizer).compress(tensor)
 
@@ -67,30 +75,32 @@ class UnboundCompression(Unbound):
                 f"this compression is for the process set {wanted}, hvd.DistributedOptimizer has "
                 f"{process_set}: leave process_set out"
             )
-        bound = self._made_for(
-            optimizer, named_parameters, {**self._options, "process_set": process_set}
-        )
+        bound = self.made_for(optimizer, named_parameters, process_set)
         horovod_internals.serve(optimizer, bound)
         bound.serve(optimizer)
         self._bound.add(bound)
         self._last = bound
         return bound
 
-    def _made_for(
-        self, optimizer: torch.optim.Optimizer, named_parameters: Any, options: Dict[str, Any]
+    def made_for(
+        self, optimizer: Optional[torch.optim.Optimizer], named_parameters: Any, process_set: Any
     ) -> BoundCompression:
-        return BoundCompression(self._compressor, optimizer, named_parameters, **options)
+        """A bound compression with the options of this one."""
+        options = {**self._options, "process_set": process_set}
+        return BoundCompression(
+            self._compressor, optimizer, named_parameters=named_parameters, **options
+        )
 
     def the_only(self) -> BoundCompression:
         unserved = [] if len(self._bound) == 1 else horovod_internals.holders_of(self)
         if len(self._bound) + len(unserved) > 1:
-            raise RuntimeError(
+            raise NotBoundError(
                 "several optimizers have this compression, and each its own of it: ask "
                 "hvdc.compression_of(optimizer)"
             )
         bound = self.bind(unserved[0]) if unserved else self._last
         if bound is None:
-            raise RuntimeError(
+            raise NotBoundError(
                 "no optimizer has this compression yet: give it to "
                 "hvd.DistributedOptimizer(compression=…) first"
             )

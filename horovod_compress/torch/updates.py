@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, Iterator, Optional
 import torch
 
 from ..binding import warn_once
+from ..deprecated import by_name
 from ..handshake import MismatchError
 from ..updates import Nesterov, check_ranks_of_set, check_rounds
 from .adam import AdamW
@@ -34,7 +35,9 @@ class UpdateOptimizer(KeepsUpdates):
     taken over from it.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        optimizer = hvdc.UpdateOptimizer(optimizer, model.named_parameters(), "topk:ratio=0.01")
+        optimizer = hvdc.UpdateOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression="topk:ratio=0.01"
+        )
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     It takes the place of hvd.DistributedOptimizer: Horovod reduces no gradients. Parameters are
@@ -65,9 +68,11 @@ class UpdateOptimizer(KeepsUpdates):
     # A GradScaler then calls step() on every rank, whatever it has found, and says so.
     _step_supports_amp_scaling = True
 
+    @by_name
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        *,
         named_parameters: Optional[NamedParameters] = None,
         compression: Any = "topk:ratio=0.01",
         every: int = 1,

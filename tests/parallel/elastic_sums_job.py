@@ -43,7 +43,9 @@ def main(folder):
     for i, spec in enumerate(SPECS):
         model = model_of()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+        compression = hvdc.Compression.from_spec(
+            spec, optimizer, named_parameters=model.named_parameters()
+        )
         named = [(f"{i}.{name}", param) for name, param in model.named_parameters()]
         wrapped = hvd.DistributedOptimizer(
             optimizer, named_parameters=named, compression=compression

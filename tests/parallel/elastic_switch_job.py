@@ -34,7 +34,7 @@ def main(folder):
     for when in WHEN:
         model = model_of(when)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        compression = hvdc.Compression.none(optimizer, model.named_parameters())
+        compression = hvdc.Compression.none(optimizer, named_parameters=model.named_parameters())
         # Ranks that join do so while the others wait in sync().
         compression.switch(FIRST)
         named = [(f"{when}.{name}", param) for name, param in model.named_parameters()]

@@ -37,7 +37,11 @@ def main(folder):
         model = model_of(spec)
         outer = hvdc.Nesterov(*OUTER) if every > 1 else None
         optimizer = hvdc.UpdateOptimizer(
-            optimizer_of(model), model.named_parameters(), spec, every, outer
+            optimizer_of(model),
+            named_parameters=model.named_parameters(),
+            compression=spec,
+            every=every,
+            outer=outer,
         )
         parts.update({f"model_{i}": model, f"optimizer_{i}": optimizer})
     state = hvd.elastic.TorchState(**parts, step=0)

@@ -60,7 +60,9 @@ def a_compiled_step_keeps_momentum_and_weight_decay():
     )
     optimizer = sgd(model, weight_decay=0.01)
     wrapped = wrap(
-        model, optimizer, hvdc.Compression.from_spec(DENSE, optimizer, model.named_parameters())
+        model,
+        optimizer,
+        hvdc.Compression.from_spec(DENSE, optimizer, named_parameters=model.named_parameters()),
     )
     wrapped.step = torch.compile(wrapped.step, backend="eager")  # what matters is what is traced
     train(model, wrapped, batches(10))
@@ -93,12 +95,13 @@ def momentum_of_an_sgd_with_a_step_of_its_own_stays_with_it():
     models = model_of(), model_of()
     with raises(ValueError, "Decoupled has a step() of its own", "momentum=0"):
         hvdc.Compression.dgc(
-            Decoupled(models[1].parameters(), lr=0.05, momentum=0.9), models[1].named_parameters()
+            Decoupled(models[1].parameters(), lr=0.05, momentum=0.9),
+            named_parameters=models[1].named_parameters(),
         )
     for model, spec in zip(models, (None, "dgc:ratio=1,momentum=0")):
         optimizer = Decoupled(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
         compression = (
-            hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+            hvdc.Compression.from_spec(spec, optimizer, named_parameters=model.named_parameters())
             if spec
             else hvd.Compression.none
         )
@@ -110,7 +113,9 @@ def momentum_of_an_sgd_with_a_step_of_its_own_stays_with_it():
     train(
         model,
         wrap(
-            model, optimizer, hvdc.Compression.from_spec(DENSE, optimizer, model.named_parameters())
+            model,
+            optimizer,
+            hvdc.Compression.from_spec(DENSE, optimizer, named_parameters=model.named_parameters()),
         ),
         batches(10),
     )
@@ -126,7 +131,9 @@ def two_optimizers_in_two_threads():
         for model in models:
             optimizer = sgd(model, weight_decay=0.01)
             compression = (
-                hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+                hvdc.Compression.from_spec(
+                    spec, optimizer, named_parameters=model.named_parameters()
+                )
                 if spec
                 else hvd.Compression.none
             )
@@ -162,7 +169,9 @@ def ones(
     model = nn.Linear(64, 64, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), **options)
+    compression = hvdc.Compression.from_spec(
+        spec, optimizer, named_parameters=model.named_parameters(), **options
+    )
     return model.weight, compression, wrapped_of(model, optimizer, compression)
 
 
@@ -219,7 +228,7 @@ def a_change_of_scale_changes_nothing():
                 hvdc.Compression.from_spec,
                 spec,
                 optimizer,
-                model.named_parameters(),
+                named_parameters=model.named_parameters(),
                 grad_scaler=scaler,
             )
             compression = make()
@@ -287,7 +296,7 @@ def discarded_gradients_do_not_come_back():
             model = model_of()
             optimizer = sgd(model, weight_decay=0.01)
             compression = hvdc.Compression.from_spec(
-                spec, optimizer, model.named_parameters(), discardable=True
+                spec, optimizer, named_parameters=model.named_parameters(), discardable=True
             )
             wrapped = wrap(model, optimizer, compression)
             for step, (x, y) in enumerate(batches(6)):
@@ -353,14 +362,18 @@ def mistakes_in_elastic_jobs_are_named_and_other_ranks_are_noticed():
         with raises(
             ValueError, "in an elastic job Horovod forgets process sets", "leave process_set out"
         ):
-            hvdc.Compression.dgc(optimizer, model.named_parameters(), process_set=mine)
+            hvdc.Compression.dgc(
+                optimizer, named_parameters=model.named_parameters(), process_set=mine
+            )
         weight, _, optimizer_without_state = ones("topk")
         with raises(RuntimeError, "hvd.elastic.TorchState(", "compression=compression"):
             weight.sum().backward()
             optimizer_without_state.step()
     finally:
         del os.environ["HOROVOD_ELASTIC"]
-    compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), process_set=mine)
+    compression = hvdc.Compression.dgc(
+        optimizer, named_parameters=model.named_parameters(), process_set=mine
+    )
     wrapped = hvd.DistributedOptimizer(
         optimizer, model.named_parameters(), compression, process_set=mine
     )
@@ -396,7 +409,7 @@ def one_generator_for_both_calls():
     reference, model = model_of(), model_of()
     train(reference, wrap(reference, sgd(reference), hvd.Compression.none), batches(3))
     optimizer, named = sgd(model), model.named_parameters()
-    compression = hvdc.Compression.from_spec(DENSE, optimizer, named)
+    compression = hvdc.Compression.from_spec(DENSE, optimizer, named_parameters=named)
     train(
         model,
         hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression),
@@ -404,7 +417,7 @@ def one_generator_for_both_calls():
     )
     assert_close(model, reference)
     with raises(ValueError, "used up", "model.named_parameters()"):
-        hvdc.Compression.dgc(sgd(model), named)
+        hvdc.Compression.dgc(sgd(model), named_parameters=named)
 
 
 @case(2)
@@ -439,7 +452,11 @@ def a_rank_that_does_not_come_is_waited_for_with_a_warning():
 def a_rank_that_waits_leaves_the_processor():
     """Horovod's own wait is a loop that takes as much of a core as it gets."""
     parameter = nn.Parameter(torch.zeros(1000))
-    updates = hvdc.UpdateOptimizer(torch.optim.SGD([parameter], lr=0.1), [("w", parameter)], "topk")
+    updates = hvdc.UpdateOptimizer(
+        torch.optim.SGD([parameter], lr=0.1),
+        named_parameters=[("w", parameter)],
+        compression="topk",
+    )
     for weight, optimizer in (ones("topk")[::2], (parameter, updates)):
         for late in (False, True):
             optimizer.zero_grad()
@@ -504,7 +521,9 @@ def a_scalers_step_that_comes_too_early_is_refused_before_it_waits():
     optimizer = wrap(
         model,
         optimizer,
-        hvdc.Compression.topk(optimizer, model.named_parameters(), grad_scaler=scaler),
+        hvdc.Compression.topk(
+            optimizer, named_parameters=model.named_parameters(), grad_scaler=scaler
+        ),
     )
     for early in (False, True):
         optimizer.zero_grad()
@@ -524,7 +543,7 @@ def a_scalers_step_that_comes_too_early_is_refused_before_it_waits():
 def options_that_were_not_broadcast_say_so():
     model = model_of()
     optimizer = sgd(model, lr=0.1 if hvd.rank() == 0 else 0.2)
-    compression = hvdc.Compression.dgc(optimizer, model.named_parameters())
+    compression = hvdc.Compression.dgc(optimizer, named_parameters=model.named_parameters())
     wrapped = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=compression
     )
@@ -540,7 +559,7 @@ def options_that_were_not_broadcast_say_so():
 def a_compression_that_is_not_used_is_told_at_the_first_step():
     model = model_of()
     optimizer = sgd(model)
-    compression = hvdc.Compression.topk(optimizer, model.named_parameters())
+    compression = hvdc.Compression.topk(optimizer, named_parameters=model.named_parameters())
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     with all_warnings() as caught:
         train(model, wrapped, batches(1))
@@ -551,7 +570,11 @@ def a_compression_that_is_not_used_is_told_at_the_first_step():
         optimizer = sgd(used)
         train(
             used,
-            wrap(used, optimizer, hvdc.Compression.topk(optimizer, used.named_parameters())),
+            wrap(
+                used,
+                optimizer,
+                hvdc.Compression.topk(optimizer, named_parameters=used.named_parameters()),
+            ),
             batches(2),
         )
     assert not warned_of(caught, "is not used")
@@ -565,7 +588,7 @@ def samples_of_a_compiled_model():
     model.norm = nn.GroupNorm(2, 8)
     optimizer = sgd(model)
     compression = hvdc.Compression.from_spec(
-        f"{NEVER_SENT},moments=per_sample", optimizer, model.named_parameters()
+        f"{NEVER_SENT},moments=per_sample", optimizer, named_parameters=model.named_parameters()
     )
     wrapped = wrap(model, optimizer, compression)
     with raises(Exception, "torch.compiler.disable"):

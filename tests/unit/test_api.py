@@ -1,15 +1,18 @@
 """Names, specs, simulate, and what importing costs."""
 
+import dataclasses
 import inspect
 import json
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
 
 import horovod_compress as hc
+from horovod_compress import compressors
 
 
 def python(code, **variables):
@@ -195,6 +198,21 @@ def test_simulate_refuses_ragged_input():
     ):
         with pytest.raises(ValueError, match=words):
             hc.simulate("dgc", grads)
+
+
+def test_no_array_is_printed():
+    run = hc.simulate("topk", [[{"w": np.zeros((40, 40))}] * 2] * 3)
+    assert repr(run) == "<3 steps of 2 ranks>"
+
+
+@pytest.mark.parametrize("id", ["auto", "compress", "from_spec", "mro"])
+def test_an_algorithm_of_another_package_hides_nothing(id, monkeypatch):
+    """`Compression` has these names already."""
+    cls = dataclasses.dataclass(frozen=True, repr=False)(type("Other", (hc.TopK,), {"id": id}))
+    point = types.SimpleNamespace(value="other:Other", load=lambda: cls)
+    monkeypatch.setattr(compressors, "_installed", lambda: {id: [point]})
+    with pytest.raises(ImportError, match=r"is installed as other:Other, which is no id that wor"):
+        compressors.find.__wrapped__(id)
 
 
 def test_public_functions_are_documented():

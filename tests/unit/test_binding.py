@@ -3,17 +3,21 @@ on as a spec."""
 
 import inspect
 import pickle
+import warnings
 
 import pytest
 
-from horovod_compress.binding import Algorithms
+from horovod_compress.binding import Binding, NotBoundError, Unbound
+from horovod_compress.deprecated import by_name
+from horovod_compress.factories import Algorithms
 
 
 class Compression(metaclass=Algorithms):
     """As a framework's: records what it is asked for."""
 
     @staticmethod
-    def from_spec(spec, optimizer=None, process_set=None):
+    @by_name
+    def from_spec(spec, optimizer=None, *, process_set=None, discardable=False):
         return spec, optimizer, process_set
 
     @staticmethod
@@ -28,6 +32,23 @@ def test_options_become_a_spec_and_arguments_stay_arguments():
         "all",
     )
     assert Compression.none() == ({"id": "none"}, None, None)
+
+
+def test_only_spec_and_optimizer_go_by_position():
+    """Others did once, and still do, with a warning that names the user's line."""
+    with pytest.warns(DeprecationWarning, match="give process_set by name: process_set=…") as seen:
+        assert Compression.dgc("sgd", "all", ratio=0.01) == Compression.dgc(
+            "sgd", process_set="all", ratio=0.01
+        )
+        assert Compression.from_spec("dgc", "sgd", "all") == ("dgc", "sgd", "all")
+    assert [warning.filename for warning in seen] == [__file__] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for arguments in (("sgd", "all", True, "more"), ()):
+            with pytest.raises(TypeError):
+                Compression.dgc(*arguments, unknown_set="all", id="dgc")
+        with pytest.raises(TypeError, match="process_set|positional"):
+            Compression.dgc("sgd", "all", process_set="all")
 
 
 def test_an_editor_sees_arguments_and_options():
@@ -67,3 +88,25 @@ def test_an_uncalled_factory_given_to_horovod_says_so():
     for given in (Compression, Compression.dgc):
         with pytest.raises(TypeError, match="call it"):
             given.compress(None)
+
+
+class Waiting(Unbound):
+    """For an optimizer that is looked for, and is not there."""
+
+    _bound_class = Binding
+    _bound = ()
+    searches = 0
+
+    def the_only(self):
+        self.searches += 1
+        raise NotBoundError("no optimizer has this compression yet")
+
+
+def test_what_a_bound_compression_has_can_be_asked_for_before():
+    waiting = Waiting("topk")
+    assert hasattr(waiting, "stats") and not hasattr(waiting, "stat")
+    assert waiting.searches == 0
+    for ask in (waiting.stats, lambda: waiting.config):
+        with pytest.raises(RuntimeError, match="no optimizer has this compression yet"):
+            ask()
+    assert not hasattr(waiting, "config") and waiting.searches == 3

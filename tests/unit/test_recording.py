@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import resource
+import typing
 import warnings
 
 import numpy as np
@@ -16,6 +17,7 @@ import horovod_compress as hc
 from horovod_compress import recording
 from horovod_compress.lockstep import run_step
 from horovod_compress.recording import Recorder
+from horovod_compress.records import Record, Stats, TensorRecord, TensorStats
 from horovod_compress.tools import cli, report
 
 COUNTED = ("steps", "steps_undone", "bytes_sent", "bytes_received", "dense_bytes", "elements_sent")
@@ -66,6 +68,19 @@ def test_records_add_up_to_the_totals(every, steps):
         )
         assert hc.get_compressor(record["spec"]).config == exchange.compressor.config
         assert json.loads(json.dumps(record, allow_nan=False))["format"] == recording.FORMAT
+
+
+def test_stats_and_records_have_the_keys_of_their_types():
+    records = []
+    (exchange,) = recorded("dgc:ratio=0.05,min_numel=100", 1, records.append, 1, True, size=1)
+    (record,), by_tensor = records, exchange.stats_by_tensor()
+    for found, kind in (
+        (exchange.stats(), Stats),
+        (by_tensor["w"], TensorStats),
+        (record, Record),
+        (record["tensors"]["w"], TensorRecord),
+    ):
+        assert found.keys() == typing.get_type_hints(kind).keys()
 
 
 def test_norms_are_without_loss_scale_and_unknown_where_not_finite():

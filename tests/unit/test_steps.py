@@ -19,7 +19,8 @@ from torch import nn  # noqa: E402
 
 import horovod_compress.torch as hvdc  # noqa: E402
 from horovod_compress import available, binding  # noqa: E402
-from horovod_compress.torch.search import objects_of  # noqa: E402
+from horovod_compress.torch import horovod_internals  # noqa: E402
+from horovod_compress.torch.search import objects_of, subclasses_of  # noqa: E402
 
 DENSE = "dgc:ratio=1,masking=false,min_numel=0"
 MOMENTA = ({}, {"weight_decay": 0.1}, {"nesterov": True, "weight_decay": 0.1}, {"momentum": 0})
@@ -55,7 +56,9 @@ def made(spec, bound_to=None, **options):
     if bound_to is None:
         return hvdc.Compression.from_spec(spec, **options)
     optimizer, model = bound_to
-    return hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), **options)
+    return hvdc.Compression.from_spec(
+        spec, optimizer, named_parameters=model.named_parameters(), **options
+    )
 
 
 def wrap(model, optimizer, compression, **options):
@@ -359,7 +362,11 @@ def test_another_compression_has_this_parameter(spec, bound):
     for i, head in enumerate(heads):
         named = [(f"{i}.{name}", p) for name, p in nn.Sequential(encoder, head).named_parameters()]
         optimizer = torch.optim.SGD([p for _, p in named], 0.1)
-        compression = hvdc.Compression.from_spec(spec, optimizer, named) if bound else made(spec)
+        compression = (
+            hvdc.Compression.from_spec(spec, optimizer, named_parameters=named)
+            if bound
+            else made(spec)
+        )
         optimizers.append(
             hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
         )
@@ -448,6 +455,20 @@ def test_objects_that_the_collector_was_told_to_leave(hidden_from_the_collector)
     assert any(module is model for module in objects_of(nn.Module))
 
 
+def test_nothing_is_searched_where_horovod_has_made_no_optimizer(monkeypatch):
+    class Derived(torch.optim.SGD):
+        pass
+
+    class Further(Derived):
+        pass
+
+    assert {Derived, Further, torch.optim.Adam} <= set(subclasses_of(torch.optim.Optimizer))
+    monkeypatch.setattr(gc, "get_objects", None)
+    monkeypatch.setattr(horovod_internals, "subclasses_of", lambda _: [Derived, Further])
+    with pytest.raises(RuntimeError, match="no optimizer has this compression yet"):
+        made("topk").stats()
+
+
 def test_questions_after_gc_freeze(hidden_from_the_collector):
     models = [model_of(), model_of()]
     for model, spec in zip(models, (None, "variance:moments=per_sample,min_numel=0")):
@@ -458,6 +479,25 @@ def test_questions_after_gc_freeze(hidden_from_the_collector):
             assert compression.stats()["steps"] == 0
         train(model, wrapped)
     assert_close(*models)
+
+
+def test_auto_has_the_arguments_of_any_compression(monkeypatch):
+    monkeypatch.delenv("HOROVOD_ELASTIC")
+    model = model_of()
+    optimizer, named, everyone = sgd(model), model.named_parameters(), hvd.global_process_set
+    bound = hvdc.Compression.from_spec(
+        "auto", optimizer, named_parameters=named, process_set=everyone, discardable=True
+    )
+    assert isinstance(bound, hvdc.BoundCompression) and bound._discardable
+    assert list(bound.plan["candidates"])[2].startswith("dgc") and bound.plan["spec"] is None
+    wrapped = wrap(model, optimizer, bound)
+    assert hvdc.compression_of(wrapped) is bound
+    for make in (
+        hvdc.Compression.from_spec,
+        lambda *_, **options: hvdc.Compression.auto(**options),
+    ):
+        with pytest.raises(ValueError, match="is for the process set"):
+            make("auto", process_set="another").bind(wrapped)
 
 
 def test_a_compression_cannot_be_copied():
@@ -481,7 +521,9 @@ def test_a_state_with_other_prefixes_fits_layers_that_were_thawed_before_wrappin
         model = model_of()
         base, named = sgd(model), [(prefix + n, p) for n, p in model.named_parameters()]
         model[0].requires_grad_(not frozen)
-        compression = hvdc.Compression.from_spec("topk:ratio=0.1,min_numel=0", base, named)
+        compression = hvdc.Compression.from_spec(
+            "topk:ratio=0.1,min_numel=0", base, named_parameters=named
+        )
         model[0].requires_grad_(True)
         wrapped = hvd.DistributedOptimizer(base, named_parameters=named, compression=compression)
         if state is not None:

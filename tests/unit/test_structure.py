@@ -10,7 +10,7 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "horovod_compress"
 LINES = 60
 # Each may import those before it.
 LAYERS = [
-    ["version", "trials"],
+    ["version", "trials", "deprecated", "records", "versions"],
     ["kernels"],
     ["requests"],
     ["handshake", "wire"],
@@ -21,7 +21,7 @@ LAYERS = [
     ["exchange", "recording"],
     ["lockstep"],
     ["simulate", "binding"],
-    ["elastic", "updates", "choice"],
+    ["elastic", "updates", "choice", "factories"],
     ["torch", "tensorflow"],
     ["tools"],
 ]

@@ -1,6 +1,7 @@
 """The choice by trial is a pure function of durations: tested with durations that are known."""
 
 import pathlib
+import types
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from horovod_compress import choice
+from horovod_compress.transport.loopback import Loopback
 from horovod_compress.trials import RULE, Trials, decide, spread
 
 
@@ -115,14 +117,44 @@ def test_the_fastest_of_those_that_are_surely_faster():
     assert spread([3.0]) == 0 and spread([1, 2, 3, 4]) == 2.5
 
 
+def controller_of(switched, **auto):
+    """A controller of a compression that notes what it is switched to."""
+    auto = {"candidates": ["none", "fp16"], "error": 1, "probe_steps": 30, "margin": 0.05, **auto}
+    compression = types.SimpleNamespace(
+        _transport=Loopback.group(1)[0],
+        _label="test",
+        _rank_and_size=lambda: (0, 1),
+        _go_on_with=switched.append,
+    )
+    return choice.Controller(compression, auto, auto["candidates"][-1])
+
+
+def test_a_controller_switches_its_compression_and_keeps_the_choice():
+    switched = []
+    its = controller_of(switched)
+    while its.chosen is None:
+        its.step_ended({"none": 0.05, "fp16": 0.04}[its.in_force])
+        its.follow()
+    assert switched[0] == "none" and its.in_force == its.chosen == "fp16"
+    assert its.plan()["spec"] == "fp16" and its.plan()["candidates"]["none"]["steps"] >= 8
+    again = controller_of(switched)
+    with pytest.raises(ValueError, match="no state"), again.resuming({"auto": {"spec": "none"}}):
+        raise ValueError("no state")
+    assert switched[-2:] == ["none", "fp16"] and again.chosen is None
+    with again.resuming({"auto": {"spec": "none", "chosen": True}}):
+        pass
+    assert again.state() == {"auto": {"spec": "none", "chosen": True}}
+    assert again.current == again.in_force == switched[-1] == "none"
+
+
 def test_the_rule_is_told():
     summaries, original = [], choice._log.warning
-    auto = {"candidates": ["none", "fp16"], "error": 1, "probe_steps": 30, "margin": 0.05}
-    its = choice.Choice(auto, lambda value: [value], True)
+    its = controller_of([])
     choice._log.warning = lambda message, *values: summaries.append(message % values)
     try:
         while its.chosen is None:
-            its.step_ended({"none": 0.04, "fp16": 0.05}[its.current])
+            its.step_ended({"none": 0.04, "fp16": 0.05}[its.in_force])
+            its.follow()
     finally:
         choice._log.warning = original
     (told,) = summaries

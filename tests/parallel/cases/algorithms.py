@@ -33,7 +33,9 @@ def every_algorithm_gives_what_simulate_gives():
             # Takes nothing over: momentum would be DGC's.
             optimizer = torch.optim.Adam(model.parameters())
             compression = hvdc.Compression.from_spec(
-                id if id != "dgc" else "dgc:momentum=0.9", optimizer, model.named_parameters()
+                id if id != "dgc" else "dgc:momentum=0.9",
+                optimizer,
+                named_parameters=model.named_parameters(),
             )
             wrapped = wrap(model, optimizer, compression, op=op, groups=groups)
             for step in range(steps):
@@ -71,7 +73,7 @@ def residuals_follow_each_groups_learning_rate():
             [{"params": [params[name]], "lr": times} for name, times in groups.items()]
         )
         compression = hvdc.Compression.from_spec(
-            "efsignsgd:min_numel=0", optimizer, list(params.items())
+            "efsignsgd:min_numel=0", optimizer, named_parameters=list(params.items())
         )
         wrapped = hvd.DistributedOptimizer(
             optimizer, named_parameters=list(params.items()), compression=compression
@@ -124,7 +126,9 @@ def residuals_follow_each_groups_learning_rate():
             residual, run.state[hvd.rank()][name]["residual"], rtol=1e-4, atol=1e-4
         )
     with raises(ValueError, "follow_lr needs the optimizer"):
-        hvdc.Compression.from_spec("efsignsgd:follow_lr=true", None, list(params.items()))
+        hvdc.Compression.from_spec(
+            "efsignsgd:follow_lr=true", None, named_parameters=list(params.items())
+        )
 
 
 @case(2, 3)
@@ -162,7 +166,9 @@ def every_algorithm_trains():
             momentum=0.9,
             weight_decay=1e-4,
         )
-        compression = hvdc.Compression.from_spec(id, optimizer, model.named_parameters())
+        compression = hvdc.Compression.from_spec(
+            id, optimizer, named_parameters=model.named_parameters()
+        )
         wrapped = wrap(model, optimizer, compression, backward_passes_per_step=2)
         for step, (x, y) in enumerate(batches(12)):
             x = torch.relu(model.norm(model.conv(x))).mean(1).flatten(1)
@@ -192,7 +198,9 @@ def told_gradients_to_a_file():
     for spec in alike.SPECS:
         params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in alike.SHAPES.items()}
         optimizer = torch.optim.Adam(params.values())
-        compression = hvdc.Compression.from_spec(spec, optimizer, list(params.items()))
+        compression = hvdc.Compression.from_spec(
+            spec, optimizer, named_parameters=list(params.items())
+        )
         wrapped = hvd.DistributedOptimizer(
             optimizer, named_parameters=list(params.items()), compression=compression
         )

@@ -55,7 +55,9 @@ def torchs_defaults_change_no_gradients():
             model.norm = nn.GroupNorm(2, 8)
             optimizer, data = sgd(model, momentum=0), list(batches(4))
             with defaults(dtype, device):
-                compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+                compression = hvdc.Compression.from_spec(
+                    spec, optimizer, named_parameters=model.named_parameters()
+                )
                 wrapped = wrap(model, optimizer, compression)
                 train(model, wrapped, data[:2])
                 with hvdc.uneven(wrapped):
@@ -78,8 +80,8 @@ def torchs_defaults_change_no_updates():
             optimizer = hvdc.AdamW(model.parameters())
             optimizer = hvdc.UpdateOptimizer(
                 optimizer,
-                model.named_parameters(),
-                "topk:ratio=0.1",
+                named_parameters=model.named_parameters(),
+                compression="topk:ratio=0.1",
                 every=2,
                 outer=hvdc.Nesterov(),
             )

@@ -93,7 +93,7 @@ def dense_limit_with_parameter_groups_and_a_momentum_schedule():
     for model, spec in zip(models, (None, DENSE)):
         optimizer = optimizer_of(model)
         compression = (
-            hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+            hvdc.Compression.from_spec(spec, optimizer, named_parameters=model.named_parameters())
             if spec
             else hvd.Compression.none
         )

@@ -33,7 +33,9 @@ def what_training_makes_is_written():
     for spec in SPECS:
         model = model_of()
         optimizer = sgd(model, nesterov=spec == SPECS[0], weight_decay=0.01)
-        compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+        compression = hvdc.Compression.from_spec(
+            spec, optimizer, named_parameters=model.named_parameters()
+        )
         train(model, wrap(model, optimizer, compression), batches(8))
         assert_replicas_identical(model)
         arrays = compression._exchange.arrays()["shared.weight"].values()

@@ -41,11 +41,15 @@ def mismatched_ranks_are_named():
     if hvd.rank() == last:
         model.out = nn.Linear(64, 11)
     with raises(MismatchError, "tensors.out.weight.shape", f"rank {last}", "[11, 64]"):
-        hvdc.Compression.from_spec(ours, sgd(model), model.named_parameters()).handshake()
+        hvdc.Compression.from_spec(
+            ours, sgd(model), named_parameters=model.named_parameters()
+        ).handshake()
     model, installed = model_of(), binding.__version__
     binding.__version__ = "0.0.9" if hvd.rank() == last else installed
     with raises(MismatchError, "version of horovod-compress", "0.0.9", installed):
-        hvdc.Compression.from_spec(ours, sgd(model), model.named_parameters()).handshake()
+        hvdc.Compression.from_spec(
+            ours, sgd(model), named_parameters=model.named_parameters()
+        ).handshake()
     binding.__version__ = installed
     model = model_of()
     with raises(MismatchError, "momentum", f"rank {last}"):
@@ -78,21 +82,23 @@ def ranks_on_different_kernels():
 def mistakes_get_clear_errors():
     model = model_of()
     with raises(ValueError, "dampening"):
-        hvdc.Compression.dgc(sgd(model, dampening=0.1), model.named_parameters())
+        hvdc.Compression.dgc(sgd(model, dampening=0.1), named_parameters=model.named_parameters())
     with raises(ValueError, "does not name"):
-        hvdc.Compression.dgc(sgd(model), model.conv.named_parameters())
+        hvdc.Compression.dgc(sgd(model), named_parameters=model.conv.named_parameters())
     with raises(ValueError, "unique", "x"):
-        hvdc.Compression.dgc(sgd(model), [("x", p) for p in model.parameters()])
+        hvdc.Compression.dgc(sgd(model), named_parameters=[("x", p) for p in model.parameters()])
     with raises(ValueError, "pairs"):
-        hvdc.Compression.dgc(sgd(model), model.parameters())
+        hvdc.Compression.dgc(sgd(model), named_parameters=model.parameters())
     with raises(ValueError, "no option 'ration'", "ratio"):
-        hvdc.Compression.dgc(sgd(model), model.named_parameters(), ration=1)
+        hvdc.Compression.dgc(sgd(model), named_parameters=model.named_parameters(), ration=1)
     with raises(ValueError, "say momentum="):
-        hvdc.Compression.dgc(None, model.named_parameters())
+        hvdc.Compression.dgc(None, named_parameters=model.named_parameters())
     with raises(ValueError, "not registered"):
-        hvdc.Compression.dgc(sgd(model), model.named_parameters(), process_set=hvd.ProcessSet([0]))
+        hvdc.Compression.dgc(
+            sgd(model), named_parameters=model.named_parameters(), process_set=hvd.ProcessSet([0])
+        )
     optimizer = sgd(model)
-    compression = hvdc.Compression.dgc(optimizer, model.named_parameters())
+    compression = hvdc.Compression.dgc(optimizer, named_parameters=model.named_parameters())
     model.extra = nn.Linear(10, 10)
     optimizer.add_param_group({"params": model.extra.parameters()})
     wrapped = hvd.DistributedOptimizer(
@@ -109,7 +115,7 @@ def mistakes_get_clear_errors():
 def adasum_is_refused():
     model = model_of()
     optimizer = sgd(model)
-    compression = hvdc.Compression.dgc(optimizer, model.named_parameters())
+    compression = hvdc.Compression.dgc(optimizer, named_parameters=model.named_parameters())
     wrapped = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=compression, op=hvd.Adasum
     )
@@ -127,11 +133,14 @@ def momentum_is_taken_over_and_nothing_is_patched():
         made = sgd(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            hvdc.Compression.from_spec(spec, made, model.named_parameters())
+            hvdc.Compression.from_spec(spec, made, named_parameters=model.named_parameters())
         assert made.param_groups[0]["momentum"] == 0.9, spec
     model = model_of()
     adam = torch.optim.Adam(model.parameters())
-    assert hvdc.Compression.dgc(adam, model.named_parameters()).config["momentum"] == 0
+    assert (
+        hvdc.Compression.dgc(adam, named_parameters=model.named_parameters()).config["momentum"]
+        == 0
+    )
     assert {name: value for name, value in vars(theirs).items() if callable(value)} == before
 
 
@@ -152,7 +161,9 @@ def assert_join_is_refused(spec, *words):
     model = model_of()
     optimizer = sgd(model)
     wrapped = wrap(
-        model, optimizer, hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+        model,
+        optimizer,
+        hvdc.Compression.from_spec(spec, optimizer, named_parameters=model.named_parameters()),
     )
     # Until frames keep their lengths, so that Horovod would answer from its cache.
     train(model, wrapped, batches(20))

@@ -49,7 +49,9 @@ class Fault(Exception):
 def setup(spec="topk:ratio=0.1,sample_ratio=1", **options):
     model = model_of()
     optimizer = sgd(model, momentum=0)
-    compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), **options)
+    compression = hvdc.Compression.from_spec(
+        spec, optimizer, named_parameters=model.named_parameters(), **options
+    )
     return model, compression, wrap(model, optimizer, compression)
 
 

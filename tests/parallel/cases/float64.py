@@ -56,7 +56,7 @@ def none_carries_float64_as_it_is():
     for wrapping in ({}, {"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}):
         model, records = model_of(), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        compression = hvdc.Compression.none(optimizer, model.named_parameters())
+        compression = hvdc.Compression.none(optimizer, named_parameters=model.named_parameters())
         compression.record(records.append, every=1)
         wrapped = hvd.DistributedOptimizer(
             optimizer, model.named_parameters(), compression, **wrapping
@@ -70,8 +70,8 @@ def none_carries_float64_as_it_is():
         model = model_of()
         optimizer = hvdc.UpdateOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.5),
-            model.named_parameters(),
-            "none",
+            named_parameters=model.named_parameters(),
+            compression="none",
             outer=outer,
         )
         assert not stepped(model, optimizer)
@@ -86,21 +86,27 @@ def numbers_that_float32_has_not_are_warned_of_once():
     for spec in warned:
         model = model_of()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+        compression = hvdc.Compression.from_spec(
+            spec, optimizer, named_parameters=model.named_parameters()
+        )
         said = stepped(
             model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression)
         )
         assert len(said) == 1 and "or use none" in said[0], (spec, said)
     model = model_of()
     optimizer = hvdc.UpdateOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1e-60), model.named_parameters(), "topk:min_numel=0"
+        torch.optim.SGD(model.parameters(), lr=1e-60),
+        named_parameters=model.named_parameters(),
+        compression="topk:min_numel=0",
     )
     assert len(stepped(model, optimizer)) == 1
     model = nn.ParameterDict(
         {"held": nn.Parameter(torch.full((64, 64), 1 + 1e-12, dtype=torch.float64))}
     )
     optimizer = hvdc.UpdateOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), "topk:min_numel=0"
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        named_parameters=model.named_parameters(),
+        compression="topk:min_numel=0",
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -76,7 +76,7 @@ def clip_norm_limits_the_update_as_clip_grad_norm_does():
             }
             optimizer = torch.optim.SGD(params.values(), lr=1.0)
             compression = (
-                hvdc.Compression.from_spec(spec, optimizer, params.items())
+                hvdc.Compression.from_spec(spec, optimizer, named_parameters=params.items())
                 if spec
                 else hvd.Compression.none
             )
@@ -107,7 +107,7 @@ def payloads_that_would_move_more_than_dense_ones_go_dense():
     reference, model = model_of(), model_of()
     train(reference, wrap(reference, sgd(reference, momentum=0), hvd.Compression.none), batches(5))
     optimizer = sgd(model, momentum=0)
-    compression = hvdc.Compression.natural(optimizer, model.named_parameters())
+    compression = hvdc.Compression.natural(optimizer, named_parameters=model.named_parameters())
     train(model, wrap(model, optimizer, compression), batches(5))
     assert_close(model, reference)
     assert_replicas_identical(model)
@@ -129,7 +129,7 @@ def average_sum_and_predivide_scale_gathered_payloads_alike():
         nn.init.zeros_(model.weight)
         compressed_optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         compression = hvdc.Compression.dgc(
-            compressed_optimizer, model.named_parameters(), ratio=0.05
+            compressed_optimizer, named_parameters=model.named_parameters(), ratio=0.05
         )
         wrapped = wrap(model, compressed_optimizer, compression, **options)
         generator = torch.Generator().manual_seed(hvd.rank())
@@ -147,7 +147,7 @@ def backward_passes_per_step():
     for model, spec in zip(models, (None, DENSE)):
         optimizer = sgd(model, weight_decay=0.01)
         compression = (
-            hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+            hvdc.Compression.from_spec(spec, optimizer, named_parameters=model.named_parameters())
             if spec
             else hvd.Compression.none
         )
@@ -168,7 +168,7 @@ def process_set():
     model, reference = model_of(), model_of()
     optimizer = sgd(model, weight_decay=0.01)
     compression = hvdc.Compression.from_spec(
-        DENSE, optimizer, model.named_parameters(), process_set=pair
+        DENSE, optimizer, named_parameters=model.named_parameters(), process_set=pair
     )
     plain = hvd.DistributedOptimizer(
         sgd(reference, weight_decay=0.01),
@@ -188,7 +188,7 @@ def process_set():
     sparse = model_of()
     optimizer = sgd(sparse)
     compression = hvdc.Compression.dgc(
-        optimizer, sparse.named_parameters(), process_set=pair, ratio=0.01
+        optimizer, named_parameters=sparse.named_parameters(), process_set=pair, ratio=0.01
     )
     wrapped = hvd.DistributedOptimizer(
         optimizer,
@@ -220,7 +220,9 @@ def parameters_unused_in_a_step():
     for set_to_none in (True, False):
         model = model_of(Branches)
         optimizer = sgd(model)
-        compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
+        compression = hvdc.Compression.dgc(
+            optimizer, named_parameters=model.named_parameters(), ratio=0.01
+        )
         wrapped = wrap(model, optimizer, compression)
         for step, (x, y) in enumerate(batches(20)):
             # Different branches on different ranks.
@@ -255,7 +257,7 @@ def sparse_embeddings_as_dense():
     for net, spec in ((reference, None), (model, DENSE)):
         optimizer = sgd(net, momentum=0)
         compression = (
-            hvdc.Compression.from_spec(spec, optimizer, net.named_parameters())
+            hvdc.Compression.from_spec(spec, optimizer, named_parameters=net.named_parameters())
             if spec
             else hvd.Compression.none
         )
@@ -264,7 +266,9 @@ def sparse_embeddings_as_dense():
 
     model = model_of(Embeddings)
     optimizer = sgd(model)
-    compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
+    compression = hvdc.Compression.dgc(
+        optimizer, named_parameters=model.named_parameters(), ratio=0.01
+    )
     train(model, wrap(model, optimizer, compression, sparse_as_dense=True), words(10))
     assert_replicas_identical(model)
     assert compression.stats()["steps"] == 10
@@ -272,7 +276,9 @@ def sparse_embeddings_as_dense():
     # Horovod's own sparse path: fine without momentum, an error with it.
     model = model_of(Embeddings)
     optimizer = sgd(model, momentum=0)
-    compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
+    compression = hvdc.Compression.dgc(
+        optimizer, named_parameters=model.named_parameters(), ratio=0.01
+    )
     wrapped = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=compression
     )
@@ -280,7 +286,9 @@ def sparse_embeddings_as_dense():
     assert_replicas_identical(model)
     model = model_of(Embeddings)
     optimizer = sgd(model)
-    compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
+    compression = hvdc.Compression.dgc(
+        optimizer, named_parameters=model.named_parameters(), ratio=0.01
+    )
     wrapped = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=compression
     )
@@ -304,7 +312,9 @@ def other_dtypes_and_memory_formats():
                     )
                 )
                 optimizer = sgd(model, lr=0.01, weight_decay=0.01)
-                compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+                compression = hvdc.Compression.from_spec(
+                    spec, optimizer, named_parameters=model.named_parameters()
+                )
                 # Horovod 0.28.1 broadcasts neither bfloat16 nor channels_last.
                 for p in model.parameters():
                     p.data.copy_(hvd.broadcast(p.detach().float().contiguous(), 0))
@@ -329,7 +339,7 @@ def manual_synchronize_and_clipping():
     for model, spec in zip(models, (None, "dgc:ratio=1,masking=false,momentum=0")):
         optimizer = sgd(model, weight_decay=0.01)
         compression = (
-            hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+            hvdc.Compression.from_spec(spec, optimizer, named_parameters=model.named_parameters())
             if spec
             else hvd.Compression.none
         )
@@ -348,7 +358,9 @@ def manual_synchronize_and_clipping():
     reference = model_of()
     for net, manual in ((reference, False), (model, True)):
         optimizer = sgd(net, weight_decay=0.1)
-        compression = hvdc.Compression.dgc(optimizer, net.named_parameters(), ratio=0.01)
+        compression = hvdc.Compression.dgc(
+            optimizer, named_parameters=net.named_parameters(), ratio=0.01
+        )
         wrapped = wrap(net, optimizer, compression)
         for x, y in batches(10):
             wrapped.zero_grad()

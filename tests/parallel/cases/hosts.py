@@ -74,7 +74,7 @@ def hosts_train_with_identical_replicas():
         model = model_of()
         optimizer = sgd(model, weight_decay=1e-3)
         compression = hvdc.Compression.from_spec(
-            f"{spec},hosts=true", optimizer, model.named_parameters()
+            f"{spec},hosts=true", optimizer, named_parameters=model.named_parameters()
         )
         train(model, wrap(model, optimizer, compression, **wrapping), batches(10))
         assert_replicas_identical(model)
@@ -98,7 +98,7 @@ def states_of_hosts_resume_and_switch():
     model = model_of()
     optimizer = sgd(model, momentum=0)
     compression = hvdc.Compression.from_spec(
-        f"{spec},hosts=true", optimizer, model.named_parameters()
+        f"{spec},hosts=true", optimizer, named_parameters=model.named_parameters()
     )
     wrapped = wrap(model, optimizer, compression)
     train(model, wrapped, batches(5))
@@ -108,7 +108,7 @@ def states_of_hosts_resume_and_switch():
         owed(compression),
     )
     again = hvdc.Compression.from_spec(
-        f"{spec},hosts=true", sgd(model, momentum=0), model.named_parameters()
+        f"{spec},hosts=true", sgd(model, momentum=0), named_parameters=model.named_parameters()
     )
     again.load_state_dict(own)
     assert all(
@@ -116,7 +116,9 @@ def states_of_hosts_resume_and_switch():
         for n, named in own["tensors"].items()
         for k, a in named.items()
     )
-    one_level = hvdc.Compression.from_spec(spec, sgd(model, momentum=0), model.named_parameters())
+    one_level = hvdc.Compression.from_spec(
+        spec, sgd(model, momentum=0), named_parameters=model.named_parameters()
+    )
     with raises(ValueError, "shards"):
         one_level.load_state_dict(own)
     for other in (again, one_level):

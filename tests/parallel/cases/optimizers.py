@@ -34,7 +34,7 @@ def pair(make, compression_options=None, **wrap_options):
         model = model_of()
         optimizer = make(model)
         compression = (
-            hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+            hvdc.Compression.from_spec(spec, optimizer, named_parameters=model.named_parameters())
             if spec
             else hvd.Compression.none
         )
@@ -122,7 +122,9 @@ def resume_under_a_momentum_schedule_is_bit_for_bit():
     def start():
         model = model_of()
         optimizer = sgd(model, weight_decay=0.01)
-        compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.02)
+        compression = hvdc.Compression.dgc(
+            optimizer, named_parameters=model.named_parameters(), ratio=0.02
+        )
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), compression=compression
         )
@@ -171,7 +173,9 @@ def options_that_differ_are_named_at_the_first_step():
     ):
         model = model_of()
         optimizer = sgd(model, **(options if hvd.rank() == 1 else {}))
-        compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
+        compression = hvdc.Compression.dgc(
+            optimizer, named_parameters=model.named_parameters(), ratio=0.01
+        )
         wrapped = hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), compression=compression
         )
@@ -187,7 +191,9 @@ def an_optimizer_can_be_bound_again():
     )
     optimizer = sgd(model, nesterov=True)
     for spec in ("dgc:ratio=0.5", "dgc:nesterov=true,momentum=0.9", DENSE):
-        compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+        compression = hvdc.Compression.from_spec(
+            spec, optimizer, named_parameters=model.named_parameters()
+        )
     train(model, wrap(model, optimizer, compression), batches(5))
     assert_close(model, reference)
     model = model_of()
@@ -209,7 +215,9 @@ def equal_and_not_finite_sparse_gradients():
     for factor in (1.0, float("nan")):
         model = model_of(Twins)
         optimizer = sgd(model)
-        compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
+        compression = hvdc.Compression.dgc(
+            optimizer, named_parameters=model.named_parameters(), ratio=0.01
+        )
         wrapped = wrap(model, optimizer, compression, sparse_as_dense=True)
         for _ in range(3):
             wrapped.zero_grad()
@@ -226,7 +234,9 @@ def compressions_of_members_only():
     members = hvd.add_process_set([0, 1])
     if members.included():
         model = model_of()
-        hvdc.Compression.dgc(sgd(model), model.named_parameters(), process_set=members)
+        hvdc.Compression.dgc(
+            sgd(model), named_parameters=model.named_parameters(), process_set=members
+        )
     model = model_of()
     compressed(model, sgd(model), 3)
     assert_replicas_identical(model)
@@ -237,7 +247,9 @@ def compressions_of_members_only():
 def half_precision_results_that_overflow_are_given_back():
     model = nn.Linear(64, 64, bias=False).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
+    compression = hvdc.Compression.dgc(
+        optimizer, named_parameters=model.named_parameters(), ratio=0.01
+    )
     wrapped = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=compression
     )
@@ -268,7 +280,7 @@ def gradients_that_are_views_of_one_tensor():
         wrapped = wrap(
             model,
             optimizer,
-            hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+            hvdc.Compression.from_spec(spec, optimizer, named_parameters=model.named_parameters())
             if spec
             else hvd.Compression.none,
         )

@@ -172,7 +172,9 @@ def resumed(saved, load, every=1, outer=None):
     """A model and its optimizer as a script of Horovod's resumes them."""
     model = model_of(seed=hvd.rank())
     adamw = torch.optim.AdamW(model.parameters(), 0.01)
-    optimizer = hvdc.UpdateOptimizer(adamw, model.named_parameters(), every=every, outer=outer)
+    optimizer = hvdc.UpdateOptimizer(
+        adamw, named_parameters=model.named_parameters(), every=every, outer=outer
+    )
     if load:
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(copy.deepcopy(saved[1]))  # whose tensors it goes on in

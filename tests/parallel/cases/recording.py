@@ -28,7 +28,9 @@ def records_of_a_training_add_up_to_its_totals():
         for _ in range(2):
             model = model_of()
             optimizer = sgd(model)
-            compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
+            compression = hvdc.Compression.dgc(
+                optimizer, named_parameters=model.named_parameters(), ratio=0.01
+            )
             if recorded:
                 compression.record(os.path.join(folder, "run.jsonl"), every=3, by_tensor=True)
             wrapped = wrap(model, optimizer, compression)
@@ -76,7 +78,9 @@ def records_of_a_training_add_up_to_its_totals():
 def records_go_where_they_are_told():
     model = model_of()
     optimizer, records, scalars = sgd(model), [], {}
-    compression = hvdc.Compression.topk(optimizer, model.named_parameters(), ratio=0.01)
+    compression = hvdc.Compression.topk(
+        optimizer, named_parameters=model.named_parameters(), ratio=0.01
+    )
     wrapped = wrap(model, optimizer, compression)
     compression.record(records.append, every=2)
     train(model, wrapped, batches(5))

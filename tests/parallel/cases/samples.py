@@ -52,7 +52,7 @@ def variance_of_samples_and_of_backward_passes():
         model.norm = nn.GroupNorm(2, 8)
         optimizer = sgd(model)
         compression = hvdc.Compression.from_spec(
-            f"{NEVER_SENT},moments={moments}", optimizer, model.named_parameters()
+            f"{NEVER_SENT},moments={moments}", optimizer, named_parameters=model.named_parameters()
         )
         wrapped = wrap(model, optimizer, compression, backward_passes_per_step=3)
         expected = sums_of_squares(model, passes, moments == "per_sample")
@@ -64,7 +64,7 @@ def variance_of_samples_and_of_backward_passes():
     model = nn.Sequential(nn.Embedding(16, 8, sparse=True), nn.Flatten(), nn.Linear(32, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compression = hvdc.Compression.from_spec(
-        f"{NEVER_SENT},moments=microbatch", optimizer, model.named_parameters()
+        f"{NEVER_SENT},moments=microbatch", optimizer, named_parameters=model.named_parameters()
     )
     wrapped = wrap(model, optimizer, compression, backward_passes_per_step=2, sparse_as_dense=True)
     passes = [(torch.randint(0, 16, (8, 4)), torch.randint(0, 10, (8,))) for _ in range(2)]
@@ -91,7 +91,7 @@ def training_with_moments():
     model = model_of()
     with raises(ValueError, "norm.weight", "BatchNorm2d", "exclude="):
         hvdc.Compression.variance(
-            sgd(model), model.named_parameters(), min_numel=0, moments="per_sample"
+            sgd(model), named_parameters=model.named_parameters(), min_numel=0, moments="per_sample"
         )
 
 
@@ -120,7 +120,7 @@ def samples_of_sequences():
     model, passes = model_of(Sequences), words(2)
     optimizer = sgd(model)
     compression = hvdc.Compression.from_spec(
-        f"{NEVER_SENT},moments=per_sample", optimizer, model.named_parameters()
+        f"{NEVER_SENT},moments=per_sample", optimizer, named_parameters=model.named_parameters()
     )
     wrapped = wrap(model, optimizer, compression, backward_passes_per_step=2)
     expected = sums_of_squares(model, passes, per_sample=True)
@@ -132,7 +132,9 @@ def samples_of_sequences():
     model = model_of(Sequences)
     optimizer = sgd(model)
     compression = hvdc.Compression.from_spec(
-        "variance:min_numel=0,moments=per_sample", optimizer, model.named_parameters()
+        "variance:min_numel=0,moments=per_sample",
+        optimizer,
+        named_parameters=model.named_parameters(),
     )
     train(model, wrap(model, optimizer, compression), words(20))
     assert_replicas_identical(model)

@@ -90,7 +90,9 @@ def split_trains_with_identical_replicas():
             model = model_of()
             optimizer = sgd(model, weight_decay=1e-3)
             compression = hvdc.Compression.from_spec(
-                f"dgc:ratio=0.01{options},exchange={exchange}", optimizer, model.named_parameters()
+                f"dgc:ratio=0.01{options},exchange={exchange}",
+                optimizer,
+                named_parameters=model.named_parameters(),
             )
             train(model, wrap(model, optimizer, compression, **wrapping), batches(10))
             assert_replicas_identical(model)

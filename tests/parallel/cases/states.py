@@ -28,7 +28,9 @@ def resume_is_bit_for_bit():
         def start(seed):
             model = model_of(seed=seed)
             optimizer = sgd(model, nesterov=True, weight_decay=0.01)
-            compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+            compression = hvdc.Compression.from_spec(
+                spec, optimizer, named_parameters=model.named_parameters()
+            )
             return model, compression, wrap(model, optimizer, compression)
 
         model, compression, optimizer = start(seed=0)
@@ -68,7 +70,9 @@ def not_finite_gradients_lose_nothing():
             for layer in ("shared", "norm"):
                 model = model_of()
                 optimizer = sgd(model)
-                compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+                compression = hvdc.Compression.from_spec(
+                    spec, optimizer, named_parameters=model.named_parameters()
+                )
                 wrapped = wrap(model, optimizer, compression)
                 train(model, wrapped, batches(3))
                 x, y = next(batches(1))
@@ -111,7 +115,9 @@ def dynamic_loss_scaling():
     """A GradScaler that overflows on one rank skips the step on both, and training goes on."""
     model = model_of()
     optimizer = sgd(model, momentum=0)
-    compression = hvdc.Compression.dgc(optimizer, model.named_parameters(), ratio=0.01)
+    compression = hvdc.Compression.dgc(
+        optimizer, named_parameters=model.named_parameters(), ratio=0.01
+    )
     wrapped = wrap(model, optimizer, compression)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for step, (x, y) in enumerate(batches(8)):
@@ -152,7 +158,7 @@ def trained_under_autocast(spec, dtype, interval):
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=interval)
     compression = hvdc.Compression.from_spec(
-        spec, optimizer, model.named_parameters(), grad_scaler=scaler
+        spec, optimizer, named_parameters=model.named_parameters(), grad_scaler=scaler
     )
     wrapped = wrap(model, optimizer, compression)
     for x, y in batches(60):
@@ -174,9 +180,13 @@ def under_names(prefix, model, on_updates):
     parameters = [(prefix + name, p) for name, p in model.named_parameters()]
     if on_updates:
         outer = hvdc.Nesterov()
-        return 2 * (hvdc.UpdateOptimizer(sgd(model), parameters, "topk:min_numel=0", outer=outer),)
+        return 2 * (
+            hvdc.UpdateOptimizer(
+                sgd(model), named_parameters=parameters, compression="topk:min_numel=0", outer=outer
+            ),
+        )
     base = sgd(model)
-    compression = hvdc.Compression.dgc(base, parameters, ratio=0.05, min_numel=100)
+    compression = hvdc.Compression.dgc(base, named_parameters=parameters, ratio=0.05, min_numel=100)
     return hvd.DistributedOptimizer(base, parameters, compression=compression), compression
 
 
@@ -212,7 +222,9 @@ def states_find_their_parameters_where_wrappers_come_and_go():
 def states_of_updates_that_are_damaged_are_refused():
     model = model_of()
     outer = hvdc.Nesterov()
-    optimizer = hvdc.UpdateOptimizer(sgd(model), model.named_parameters(), outer=outer, every=2)
+    optimizer = hvdc.UpdateOptimizer(
+        sgd(model), named_parameters=model.named_parameters(), outer=outer, every=2
+    )
     train(model, optimizer, batches(3))
     state = optimizer.state_dict()
     for part in ("momentum", "shared"):
@@ -278,7 +290,7 @@ def model_and_compression(spec, process_set):
     model = model_of()
     optimizer = sgd(model)
     compression = hvdc.Compression.from_spec(
-        spec, optimizer, model.named_parameters(), process_set=process_set
+        spec, optimizer, named_parameters=model.named_parameters(), process_set=process_set
     )
     options = {} if process_set is None else {"process_set": process_set}
     wrapped = hvd.DistributedOptimizer(
@@ -352,9 +364,16 @@ def an_elastic_state_goes_back_to_one_commit_twice():
         model = model_of()
         adam = torch.optim.Adam(model.parameters(), lr=0.1)
         if on_updates:
-            optimizer, parts = hvdc.UpdateOptimizer(adam, model.named_parameters(), spec), {}
+            optimizer, parts = (
+                hvdc.UpdateOptimizer(
+                    adam, named_parameters=model.named_parameters(), compression=spec
+                ),
+                {},
+            )
         else:
-            compression = hvdc.Compression.from_spec(spec, adam, model.named_parameters())
+            compression = hvdc.Compression.from_spec(
+                spec, adam, named_parameters=model.named_parameters()
+            )
             optimizer, parts = wrap(model, adam, compression), {"compression": compression}
         train(model, optimizer, batches(2))
         state = hvd.elastic.TorchState(model=model, optimizer=optimizer, **parts)

@@ -50,7 +50,9 @@ def nothing_is_lost_over_switches():
         {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    compression = hvdc.Compression.topk(optimizer, model.named_parameters(), ratio=0.02)
+    compression = hvdc.Compression.topk(
+        optimizer, named_parameters=model.named_parameters(), ratio=0.02
+    )
     wrapped = wrap(model, optimizer, compression)
     generator, come = (
         torch.Generator().manual_seed(hvd.rank()),
@@ -146,7 +148,9 @@ def momentum_of_sums_after_a_state_was_loaded():
     saved = [model.state_dict(), wrapped.state_dict(), compression.state_dict()]
     again, late = model_of(seed=3), model_of(seed=3)
     its, lates = hvdc.Compression.from_spec("dgc:ratio=1,masking=false"), sgd(late, lr=0.01)
-    bound = hvdc.Compression.from_spec("dgc:ratio=1,masking=false", lates, late.named_parameters())
+    bound = hvdc.Compression.from_spec(
+        "dgc:ratio=1,masking=false", lates, named_parameters=late.named_parameters()
+    )
     for net, optimizer, each in (
         (again, wrap(again, sgd(again, lr=0.01), its, op=hvd.Sum), its),
         (late, lates, bound),
@@ -229,7 +233,7 @@ def _loaded(objects):
 def what_cannot_be_switched_is_refused():
     model = model_of()
     optimizer = sgd(model)
-    compression = hvdc.Compression.topk(optimizer, model.named_parameters())
+    compression = hvdc.Compression.topk(optimizer, named_parameters=model.named_parameters())
     wrapped = wrap(model, optimizer, compression)
     train(model, wrapped, batches(2))
     with raises(ValueError, "unknown compressor 'gdc'"):
@@ -355,7 +359,7 @@ def the_optimizers_momentum_decides_what_is_owed():
 def a_commit_keeps_the_switches_to_come():
     model = model_of()
     optimizer = sgd(model)
-    compression = hvdc.Compression.topk(optimizer, model.named_parameters())
+    compression = hvdc.Compression.topk(optimizer, named_parameters=model.named_parameters())
     wrapped = wrap(model, optimizer, compression)
     compression.switch("adacomp", at=4)
     train(model, wrapped, batches(2))
@@ -378,6 +382,6 @@ def samples_are_not_told_apart_from_the_middle_of_a_step():
         model = model_of()
         optimizer = sgd(model)
         with raises(ValueError, f"moments={moments} cannot begin"):
-            hvdc.Compression.topk(optimizer, model.named_parameters()).switch(
+            hvdc.Compression.topk(optimizer, named_parameters=model.named_parameters()).switch(
                 f"variance:moments={moments}", at=3
             )

@@ -33,7 +33,9 @@ def reduced(spec, steps=4, process_set=hvd.global_process_set):
     another order on every rank."""
     model = Holder()
     optimizer = torch.optim.Adam(model.parameters())
-    compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), process_set)
+    compression = hvdc.Compression.from_spec(
+        spec, optimizer, named_parameters=model.named_parameters(), process_set=process_set
+    )
     wrapped = hvd.DistributedOptimizer(
         optimizer, model.named_parameters(), compression, process_set=process_set
     )

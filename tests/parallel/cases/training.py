@@ -79,7 +79,7 @@ def compressed(
     model, optimizer, steps=10, spec="dgc:ratio=0.01", wrap_options=None, process_set=None
 ):
     compression = hvdc.Compression.from_spec(
-        spec, optimizer, model.named_parameters(), process_set=process_set
+        spec, optimizer, named_parameters=model.named_parameters(), process_set=process_set
     )
     train(model, wrap(model, optimizer, compression, **(wrap_options or {})), batches(steps))
     return compression

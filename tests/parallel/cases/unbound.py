@@ -49,7 +49,9 @@ def trained(make, spec, bound, model_cls=None, steps=6, optimizer_of=sgd, **opti
 
 
 def from_spec(spec, optimizer, model, **options):
-    return hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), **options)
+    return hvdc.Compression.from_spec(
+        spec, optimizer, named_parameters=model.named_parameters(), **options
+    )
 
 
 def assert_as_bound(spec, **options):
@@ -250,7 +252,7 @@ def moments_of_samples_need_no_optimizer_either():
     with raises(
         RuntimeError,
         "moments=per_sample begins with a forward pass",
-        "hvdc.Compression.variance(optimizer, model.named_parameters(), …)",
+        "hvdc.Compression.variance(optimizer, named_parameters=model.named_parameters(), …)",
     ):
         loss.backward()
 

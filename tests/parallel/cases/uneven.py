@@ -24,7 +24,9 @@ def steps_of(rank, most=9):
 def setup(spec, optimizer_of=sgd, wrap_options=None, **options):
     model = model_of()
     optimizer = optimizer_of(model)
-    compression = hvdc.Compression.from_spec(spec, optimizer, model.named_parameters(), **options)
+    compression = hvdc.Compression.from_spec(
+        spec, optimizer, named_parameters=model.named_parameters(), **options
+    )
     return model, compression, wrap(model, optimizer, compression, **(wrap_options or {}))
 
 
@@ -354,7 +356,9 @@ def sparse_gradients_in_uneven():
     for answered in (True, False):
         model = model_of(Words)
         optimizer = plain(model)
-        compression = hvdc.Compression.topk(optimizer, model.named_parameters(), ratio=0.1)
+        compression = hvdc.Compression.topk(
+            optimizer, named_parameters=model.named_parameters(), ratio=0.1
+        )
         run = model, compression, wrap(model, optimizer, compression, sparse_as_dense=True)
         if answered:
             train_uneven(*run[::2], batches(5 if hvd.rank() == 0 else 2))
@@ -366,7 +370,11 @@ def sparse_gradients_in_uneven():
     assert_replicas_identical(runs[0][0])
     model = model_of(Words)
     optimizer = plain(model)
-    wrapped = wrap(model, optimizer, hvdc.Compression.topk(optimizer, model.named_parameters()))
+    wrapped = wrap(
+        model,
+        optimizer,
+        hvdc.Compression.topk(optimizer, named_parameters=model.named_parameters()),
+    )
     with raises(ValueError, "sparse_as_dense=True"):
         train_uneven(model, wrapped, batches(1))
 

@@ -27,7 +27,7 @@ def optimizers_of_parts_of_a_model():
         names = [*parts.named_parameters(), ("again", parts.out.weight)]
         inner = torch.optim.AdamW(parts.out.parameters(), lr=1.0)
         optimizers = [
-            hvdc.UpdateOptimizer(each, names, "none", every)
+            hvdc.UpdateOptimizer(each, named_parameters=names, compression="none", every=every)
             for each in (inner, torch.optim.AdamW(parts.shared.parameters(), lr=0.01))
         ]
         inner.load_state_dict(torch.optim.AdamW(parts.out.parameters()).state_dict())
@@ -135,7 +135,9 @@ def a_step_that_fails_leaves_what_ranks_share():
 def moments_that_are_not_finite_or_not_there():
     model = model_of().to(torch.bfloat16)  # which Horovod does not broadcast
     optimizer = hvdc.UpdateOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=0.01), model.named_parameters(), every=2
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        named_parameters=model.named_parameters(),
+        every=2,
     )
     data = [(x.bfloat16(), y) for x, y in batches(4)]
     if hvd.rank() == 0:

@@ -25,7 +25,9 @@ SHAPES = {"bias": (60,), "matrix": (40, 60)}  # in the order of a ParameterDict
 
 def of_updates(model, optimizer, compression="topk:ratio=0.05,min_numel=0", **options):
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    return hvdc.UpdateOptimizer(optimizer, model.named_parameters(), compression, **options)
+    return hvdc.UpdateOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression, **options
+    )
 
 
 def weights():
@@ -412,7 +414,9 @@ def half_precision_and_other_layouts_of_updates():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     # Horovod does not broadcast bfloat16.
     optimizer = hvdc.UpdateOptimizer(
-        optimizer, model.named_parameters(), hvdc.Compression.topk(ratio=0.1)
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=hvdc.Compression.topk(ratio=0.1),
     )
     before = flat(model)
     train(model, optimizer, ((x.bfloat16(), y) for x, y in batches(4)))
@@ -453,7 +457,9 @@ def what_an_update_optimizer_refuses():
     torch.manual_seed(hvd.rank())
     differing = nn.Linear(3, 3)
     with raises(MismatchError, "call hvd.broadcast_parameters"):
-        step_in = hvdc.UpdateOptimizer(sgd(differing), differing.named_parameters())
+        step_in = hvdc.UpdateOptimizer(
+            sgd(differing), named_parameters=differing.named_parameters()
+        )
         differing(torch.ones(1, 3)).sum().backward()
         step_in.step()
     late = of_updates(model, sgd(model))
@@ -466,4 +472,4 @@ def what_an_update_optimizer_refuses():
         pass
     turning = nn.ParameterDict({"phase": nn.Parameter(torch.ones(3, dtype=torch.complex64))})
     with raises(ValueError, "phase", "real floating point"):
-        hvdc.UpdateOptimizer(sgd(turning), turning.named_parameters())
+        hvdc.UpdateOptimizer(sgd(turning), named_parameters=turning.named_parameters())

@@ -1,0 +1,86 @@
+"""`Compression` of PyTorch. Editors and type checkers read `factories.pyi` in place of this
+file."""
+
+from typing import Any, Optional, Sequence, Union
+
+import torch
+
+from ..compressors import Spec
+from ..deprecated import by_name
+from ..factories import Algorithms
+from .auto import AutoCompression
+from .compression import BoundCompression
+from .parameters import NamedParameters
+from .unbound import UnboundCompression
+
+
+class Compression(metaclass=Algorithms):
+    """Makes compressions: one method an algorithm, and `from_spec`."""
+
+    _example = "hvdc.Compression.dgc()"
+
+    @staticmethod
+    @by_name
+    def from_spec(
+        spec: Spec,
+        optimizer: Optional[torch.optim.Optimizer] = None,
+        *,
+        named_parameters: Optional[NamedParameters] = None,
+        process_set: Any = None,
+        grad_scaler: Any = None,
+        discardable: bool = False,
+    ) -> Union[BoundCompression, UnboundCompression]:
+        """The compression of a spec: "dgc:ratio=0.001", {"id": "dgc", "ratio": 0.001} or "auto".
+
+        It is bound here where the optimizer or parameters are given, else when it is used.
+
+        Args:
+            spec: as for `horovod_compress.get_compressor`, or "auto".
+            optimizer: the torch optimizer that hvd.DistributedOptimizer will wrap.
+            named_parameters: (name, parameter) pairs, as model.named_parameters().
+            process_set: the one that hvd.DistributedOptimizer gets; default: all ranks.
+            grad_scaler: the torch.amp.GradScaler that scales the loss.
+            discardable: a step that is not used, or not finite, leaves no trace.
+
+        Returns:
+            A `BoundCompression`, or an `UnboundCompression` without optimizer and parameters.
+
+        Raises:
+            ValueError: for bad options and parameters.
+        """
+        options: Any = {
+            "process_set": process_set,
+            "grad_scaler": grad_scaler,
+            "discardable": discardable,
+        }
+        is_bound = optimizer is not None or named_parameters is not None
+        if spec == "auto":
+            auto = AutoCompression(**options)
+            return auto.made_for(optimizer, named_parameters, process_set) if is_bound else auto
+        if is_bound:
+            return BoundCompression(spec, optimizer, named_parameters=named_parameters, **options)
+        return UnboundCompression(spec, **options)
+
+    @staticmethod
+    @by_name
+    def auto(
+        *,
+        error: float = 1.0,
+        candidates: Optional[Sequence[str]] = None,
+        probe_steps: int = 30,
+        margin: float = 0.05,
+        grad_scaler: Any = None,
+        discardable: bool = False,
+        process_set: Any = None,
+    ) -> AutoCompression:
+        """The fastest of several on this job, where that is beyond its noise, else the dense one.
+        See `AutoCompression`."""
+        return AutoCompression(
+            error=error,
+            candidates=candidates,
+            probe_steps=probe_steps,
+            margin=margin,
+            grad_scaler=grad_scaler,
+            discardable=discardable,
+            process_set=process_set,
+        )
