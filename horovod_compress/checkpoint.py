@@ -57,8 +57,8 @@ def saved(
     step: Any,
     into: Optional[Dict[str, Any]] = None,
 ) -> Dict[str, Any]:
-    """A state_dict: what `identity` says of algorithm and rank, and copies of the tensors' arrays,
-    without their loss scale. into: one of the same tensors that is not needed any more, whose
+    """A state_dict: what `identity` says of algorithm and rank, and copies of the tensors' arrays.
+    into: one of the same tensors that is not needed any more, whose
     arrays' memory is used again."""
     tensors = list(tensors)
 
@@ -70,7 +70,7 @@ def saved(
             if key in tensor.state.arrays and a.shape == tensor.state.arrays[key].shape
         }
         return {
-            key: np.divide(np.asarray(array), _unit(tensor, key), out=again.get(key))
+            key: np.positive(np.asarray(array), out=again.get(key))
             for key, array in tensor.state.arrays.items()
         }
 
@@ -191,8 +191,8 @@ def refuse_not_finite(arrays: Arrays, of: str = "") -> None:
 
 
 def restore(tensors: Iterable[Tensor], arrays: Arrays) -> None:
-    """Copies a state's arrays into the tensors', under the loss scale that these have. ValueError,
-    and nothing changed, where they do not fit."""
+    """Copies a state's arrays into the tensors'. ValueError, and nothing changed, where they do not
+    fit."""
     tensors = list(tensors)
     arrays = {
         **arrays,
@@ -213,7 +213,7 @@ def restore(tensors: Iterable[Tensor], arrays: Arrays) -> None:
         if tensor.name in owing:
             tensor.state.arrays[OWED] = zeros(tensor.numel)
         for key, array in tensor.state.arrays.items():
-            np.multiply(arrays[tensor.name][key], _unit(tensor, key), out=array)
+            np.copyto(array, arrays[tensor.name][key])
 
 
 def steps_of(state: Any) -> int:
@@ -369,11 +369,6 @@ def _own_part(tensor: Tensor, arrays: Dict[str, np.ndarray]) -> Dict[str, np.nda
         key: shard.ranks * array[shard.first : shard.last] if shard and key in sharded else array
         for key, array in arrays.items()
     }
-
-
-def _unit(tensor: Tensor, key: str) -> np.float32:
-    """What a 1 in this array stands as, under the loss scale."""
-    return np.float32(tensor.unit ** tensor.kept(key).degree)
 
 
 def _wrong_dense_until(until: Any) -> Difference:

@@ -185,6 +185,8 @@ class HostSharded(Compressor):
     rows as a host has ranks.
     """
 
+    takes_scale = True
+
     inner: Compressor
     host: Host
     shape: Tuple[int, ...]

@@ -10,7 +10,7 @@ back. Drivers only pump it: `exchange.Exchange` (eager), the TensorFlow adapter'
 import dataclasses
 import math
 from types import GeneratorType
-from typing import Any, Callable, Dict, Generator, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Generator, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -52,9 +52,8 @@ class Tensor:
     that a step exchanges; checked: whether the first step has kept to that, and to the rest of the
     contract; carrier: a single 1, for the host; dense_until: the step from which on payloads of
     measured size are gathered again; bits: what an element of the open step's payload takes, where
-    that is known beforehand; before_step: where steps can be discarded, the state's arrays before
-    the last one; unit: the loss scale of what the state holds; gradient_squares: of the last
-    gradient whose squared norm was asked for; frame_length: what frames are padded to.
+    that is known beforehand; frame_length: what frames
+    are padded to.
     """
 
     name: str
@@ -69,9 +68,6 @@ class Tensor:
     )
     dense_until: int = 0
     bits: Optional[float] = None
-    before_step: Dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    unit: float = 1.0
-    gradient_squares: Optional[float] = None
     frame_length: wire.FrameLength = wire.exact
     counters: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(SENT + SPENT, 0))
 
@@ -106,29 +102,6 @@ class Tensor:
         for key, array in arrays.items():
             arrays[key] = beside(array, grad)
 
-    def keep(self) -> None:
-        """Copies the state before a step."""
-        self.compressor.apply_pending(self.state)
-        arrays = self.state.arrays
-        for key, array in arrays.items():
-            np.copyto(self.before_step.setdefault(key, np.empty_like(array)), array)
-        self.before_step = {key: self.before_step[key] for key in arrays}
-
-    def put_back(self) -> None:
-        """Makes the state what `keep` copied, if anything."""
-        self.compressor.apply_pending(self.state)
-        for key, array in self.before_step.items():
-            np.copyto(self.state.arrays.setdefault(key, np.empty_like(array)), array)
-
-    def rescale(self, unit: float) -> None:
-        """Between steps: the gradients to come are times `unit`, and so will be what is kept of
-        earlier ones."""
-        self.compressor.apply_pending(self.state)
-        factor, self.unit = unit / self.unit, unit
-        for arrays in (self.state.arrays, self.before_step):
-            for key, array in arrays.items():
-                array *= np.float32(factor ** self.kept(key).degree)
-
     def kept(self, key: str) -> Kept:
         """What an array of the state is."""
         return LOCAL if key == OWED else self.compressor.kept[key]
@@ -137,7 +110,7 @@ class Tensor:
         """Goes on from what this tensor kept under another compressor, which is up to date. gain:
         what the host makes of a result now, over what it made of one then; factor: what it makes of
         a 1 on each rank. Returns whether that has mattered."""
-        self.unit, self.counters, state = earlier.unit, earlier.counters, self.state
+        self.counters, state = earlier.counters, self.state
         state.overflows, arrays = earlier.state.overflows, dict(earlier.state.arrays)
         left = arrays.pop(OWED, None)
         shapes = [
@@ -186,6 +159,34 @@ class Tensor:
             self.dense_until = step.index + 1 + math.ceil(_TRIES * times)
 
 
+Begin = Callable[[Tensor, np.ndarray, Step], TensorStep]
+
+
+class Extension:
+    """A feature beside the algorithm: watches the steps of a driver's tensors, or changes them.
+
+    A driver holds one for each feature, by the feature's name. Later ones are around earlier ones.
+    The methods change nothing unless a subclass overrides them.
+    """
+
+    def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
+        """Begins a tensor's step.
+
+        Args:
+            begin: makes the generator of the step that this one is around.
+            tensor: whose step it is.
+            grad: its flat gradient of this rank, which may be changed in place.
+            step: what is known of the step.
+
+        Returns:
+            The step's generator. One of its own must not hold on to arrays while it is suspended.
+        """
+        return begin(tensor, grad, step)
+
+    def step_ended(self) -> None:
+        """Called after a step of all tensors, where the driver knows of its end."""
+
+
 def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = False) -> TensorStep:
     """The step of one tensor: yields requests, is sent their results, and decodes the result into
     `grad`, flat float32, or where the gradient itself was the payload into what the host brought
@@ -205,7 +206,7 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
         if step.clip_norm is not None:
             one = tensor.one()
             squared_norm, handed_over = yield StepNorm(grad, one)
-            step = dataclasses.replace(step, scale=_clipping(step, squared_norm))
+            step = dataclasses.replace(step, scale=step.scale * _clipping(step, squared_norm))
             carrier = one if handed_over else None
         encoded = _encode(tensor, grad, step, dense)
         if carrier is None:
@@ -237,8 +238,6 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
         compressor.end_step(state, succeeded)
         if succeeded:
             state.arrays.pop(OWED, None)
-        else:
-            tensor.put_back()
 
 
 def _subtract_base(
@@ -388,7 +387,9 @@ def _decode(
 ) -> Generator[DeviceCall, Any, Outcome]:
     """The result, from what the host made of the carrier, and what became of the payload where that
     is not the carrier itself. base: what is to be added to it."""
-    compressor, scale = tensor.compressor, 1.0 if arrived is None else float(reduced[0]) / step.size
+    compressor, scale = tensor.compressor, step.gain
+    if arrived is not None:
+        scale *= float(reduced[0]) / step.size
     if isinstance(arrived, Selected):
         finite = _add_selected(tensor, arrived, grad, step, scale)
     elif isinstance(payload, Encoded):
@@ -451,10 +452,10 @@ def _add_selected(
 
 
 def _clipping(step: Step, squared_norm: float) -> float:
-    """What this rank's gradient is multiplied by, for independent gradients of N ranks to give a
-    result of at most clip_norm: the result is 1/N of the sum over ranks, whose norm is √N times one
-    rank's."""
-    norm, limit = squared_norm**0.5, step.clip_norm * step.size**0.5 * step.unit
+    """What this rank's gradient is multiplied by beside its scale, for independent gradients of N
+    ranks to give a result of at most clip_norm: the result is 1/N of the sum over ranks, whose norm
+    is √N times one rank's."""
+    norm, limit = squared_norm**0.5 * step.scale, step.clip_norm * step.size**0.5
     return limit / norm if limit < norm < float("inf") else 1.0
 
 

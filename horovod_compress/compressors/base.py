@@ -37,10 +37,11 @@ class Step:
     """What an algorithm may know of the step it works in.
 
     index is the number of the step, from 0. rank and size are this rank and the number of ranks.
-    scale is the factor by which local clipping multiplies this rank's gradient. squares are sums
+    scale is the factor by which this rank's gradient is to be multiplied, by local clipping for
+    one; gain is that of the result, where it is not 1. squares are sums
     over samples of squared gradients, one for each element, where the framework's adapter collected
     them. lr is the learning rate that the optimizer will apply to this tensor's result, None where
-    it is unknown. unit is the loss scale: a gradient of 1 arrives as this. clip_norm is the limit
+    it is unknown. clip_norm is the limit
     of the step's norm, where the step is clipped. base, as long as the gradient, is where that
     counts from: gradient − base is compressed, and the result is added to base. Only compressors
     that take one see it.
@@ -52,7 +53,7 @@ class Step:
     scale: float = 1.0
     squares: Optional[np.ndarray] = None
     lr: Optional[float] = None
-    unit: float = 1.0
+    gain: float = 1.0
     clip_norm: Optional[float] = None
     base: Optional[np.ndarray] = None
 
@@ -89,11 +90,9 @@ class Model:
 
 class Kept(NamedTuple):
     """What an array of the state is. role is "local" for what this rank has not sent yet, or
-    "shared" for what is the same on all ranks. degree is the power of the gradients' size with
-    which the array grows."""
+    "shared" for what is the same on all ranks."""
 
     role: str
-    degree: int = 1
 
 
 LOCAL, SHARED = Kept("local"), Kept("shared")
@@ -185,6 +184,8 @@ class Compressor(ABC):
     # Whether `encode` subtracts `Step.base` itself, and leaves the gradient as that is where it
     # would leave it zero.
     takes_base = False
+    # Whether `encode` multiplies by `Step.scale` itself, as it must where clip_norm is set.
+    takes_scale = False
     # Whether replicas agree only where all ranks have native kernels, or all the reference.
     same_kernels = False
     # Where set, the part of the tensor that this rank's state is of.
@@ -322,7 +323,7 @@ class Compressor(ABC):
             if reduced is not out:
                 np.copyto(out, reduced)
             largest = kernels.deferred(out).max_abs(out)
-        return kernels.after(largest, functools.partial(_scale, out, scale))
+        return kernels.after(largest, functools.partial(multiply, out, scale))
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> Decoded:
         """Decodes the body of one rank's Encoded payload and adds it, times scale, to `out`, which
@@ -386,8 +387,9 @@ class Compressor(ABC):
         next `encode`."""
 
 
-def _scale(out: np.ndarray, scale: float, largest: float) -> bool:
+def multiply(out: np.ndarray, scale: float, largest: float) -> bool:
     """Multiplies by `scale` what has this largest magnitude. Returns whether that is finite."""
     if scale != 1:
-        out *= np.float32(scale)
+        with np.errstate(over="ignore"):
+            out *= np.float32(scale)
     return largest * abs(scale) <= LARGEST

@@ -26,6 +26,7 @@ from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..handshake import agree, gather
 from ..hosts import Host
+from ..snapshot import Snapshots
 from .applied import refuse_unreduced
 from .checks import check_elastic, check_scaler, checked_moments
 from .exchange import GraphExchange, Saved
@@ -114,9 +115,10 @@ class BoundCompression(GraphCompression):
             self._compressor,
             *self._rank_and_size(),
             self._label,
-            discardable or grad_scaler is not None,
             dense_alone=self._elastic,
         )
+        if discardable or grad_scaler is not None:
+            self._exchange.extensions["discard"] = Snapshots()
         if optimizer is not None:
             self.bind(optimizer)
 

@@ -24,6 +24,8 @@ from ..compressors.base import Compressor
 from ..exchange import Exchange
 from ..handshake import agree, gather
 from ..hosts import Host
+from ..loss_scale import to_true_units
+from ..snapshot import Snapshots, discard
 from ..transport.base import Transport
 from ..transport.horovod import HorovodTransport, sleep_until_over
 from ..transport.loopback import Loopback
@@ -364,15 +366,17 @@ class BoundCompression(Binding):
     # Made when it is first needed, because it allocates the state.
     def _exchange(self) -> Exchange:
         self._look_for_optimizer()
-        return Exchange(
+        exchange = Exchange(
             self._compressor,
             self._transport,
             self._tensors,
             self._label,
-            self._discardable,
             self._elastic,
             self._host,
         )
+        if self._discardable:
+            exchange.extensions["discard"] = Snapshots()
+        return exchange
 
     def _begin_step(self) -> None:
         rank, size = self._process_set.rank(), self._process_set.size()
@@ -398,7 +402,7 @@ class BoundCompression(Binding):
         self._submitted.clear()
         self._switch_where_due()
         if scale is not None:
-            self._exchange.rescale(scale)
+            self._exchange.expect(scale=to_true_units(scale))
         self._meet()
         if self._compressor.follow_lr:
             self._rates = {
@@ -580,7 +584,7 @@ class BoundCompression(Binding):
         """Forgets a step whose results no optimizer.step() has used, or warns that its effects
         stay."""
         if self._exchange.succeeded and self._discardable:
-            self._exchange.discard()
+            discard(self._exchange)
         elif self._exchange.succeeded and self._exchange.keeps_state:
             if self._results_before_closure:
                 why = "Horovod had exchanged others at the step's beginning, which nothing uses"

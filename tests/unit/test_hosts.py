@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import on_all_ranks, shapes
+from ranks import discardable, on_all_ranks, shapes
 from tiers import examples
 
 import horovod_compress as hc
@@ -133,8 +133,8 @@ def test_a_step_that_is_not_finite_is_undone_on_all_ranks_alike(job, spec, at):
     """Bit for bit, where it is forgotten."""
     local_size, named, steps = job
     ranks, compressor = len(steps[0]), hc.get_compressor(f"{spec},min_numel=0,hosts=true")
-    exchanges = make_ranks(
-        compressor, named, Loopback.group(ranks), discardable=True, local_size=local_size
+    exchanges = discardable(
+        make_ranks(compressor, named, Loopback.group(ranks), local_size=local_size)
     )
     for step in steps:
         run_step(exchanges, flat(step))
