@@ -14,12 +14,13 @@ from typing import (
     Optional,
     Protocol,
     Sequence,
+    Set,
     Tuple,
 )
 
 import numpy as np
 
-from .compressors.base import OWED, Shard, zeros
+from .compressors.base import Shard, zeros
 from .handshake import Gathering, Words, agree, first_difference, gather, shown
 from .kernels.reference.dense import TOO_LARGE
 from .step import Tensor
@@ -29,6 +30,8 @@ Difference = Optional[Tuple[str, Any, Any]]
 _FORMAT = 1
 # As many of the ranks whose states are missing are named.
 _NAMED = 8
+# Names of arrays that a state may hold beside its algorithm's, each as long as the tensor.
+BESIDE: Set[str] = set()
 _HEADER = ("format", "id", "rank", "size", "seed", "step")
 
 
@@ -200,20 +203,19 @@ def restore(tensors: Iterable[Tensor], arrays: Arrays) -> None:
     }
     expected = _layout(
         {
-            t.name: {key: array for key, array in t.state.arrays.items() if key != OWED}
+            t.name: {key: array for key, array in t.state.arrays.items() if key not in BESIDE}
             for t in tensors
         }
     )
-    owing = {t.name: t.numel for t in tensors if OWED in arrays.get(t.name, ())}
-    for name, numel in owing.items():
-        expected[name][OWED] = f"float32 of {(numel,)}"
+    for t in tensors:
+        found = BESIDE & arrays.get(t.name, {}).keys()
+        expected[t.name].update(dict.fromkeys(found, f"float32 of {(t.numel,)}"))
     refuse(first_difference(expected, _layout(arrays)))
     for tensor in tensors:
-        tensor.state.arrays.pop(OWED, None)
-        if tensor.name in owing:
-            tensor.state.arrays[OWED] = zeros(tensor.numel)
-        for key, array in tensor.state.arrays.items():
-            np.copyto(array, arrays[tensor.name][key])
+        for key in BESIDE:
+            tensor.state.arrays.pop(key, None)
+        for key, array in arrays[tensor.name].items():
+            np.copyto(tensor.state.arrays.setdefault(key, zeros(array.size)), array)
 
 
 def steps_of(state: Any) -> int:
@@ -363,7 +365,7 @@ def _own_part(tensor: Tensor, arrays: Dict[str, np.ndarray]) -> Dict[str, np.nda
     sharded = {
         key
         for key, array in arrays.items()
-        if shard and key != OWED and array.shape == (shard.numel,)
+        if shard and key not in BESIDE and array.shape == (shard.numel,)
     }
     return {
         key: shard.ranks * array[shard.first : shard.last] if shard and key in sharded else array

@@ -14,6 +14,7 @@ import numpy as np
 
 from . import checkpoint, kernels
 from .compressors.base import Compressor, Model, Step
+from .handover import Handover
 from .hosts import Host, sharded
 from .loss_scale import LossScale
 from .plan import compressor_for
@@ -58,9 +59,8 @@ class Driver(ABC):
         self._now = Step(0, rank, size, clip_norm=compressor.clip_norm)
         self._steps_ended = self._steps_undone = 0
         self._dense_was_logged = False
-        # Whether that was taken for granted of the host, when momentum of results was handed over.
-        self._averages = False
-        self.extensions: Dict[str, Extension] = {"loss scale": LossScale()}
+        self.handover = Handover()
+        self.extensions: Dict[str, Extension] = {"loss scale": LossScale(), "switch": self.handover}
         # The one that a tensor came to last.
         self._latest = Transaction()
 
@@ -229,7 +229,7 @@ class Driver(ABC):
             and step.size == 1
             and tensor.compressor.residual(tensor.state) is not None
         )
-        dense = not alone and self._goes_dense(tensor, step)
+        dense = not alone and not step.dense and self._goes_dense(tensor, step)
         if dense and not self._dense_was_logged:
             self._dense_was_logged = True
             if step.rank == 0:
@@ -242,7 +242,9 @@ class Driver(ABC):
                     tensor.name,
                     step.size,
                 )
-        return tensor_step(tensor, grad, step, dense or alone)
+        if dense or alone:
+            step = dataclasses.replace(step, dense=True)
+        return tensor_step(tensor, grad, step)
 
     def _goes_dense(self, tensor: Tensor, step: Step) -> bool:
         return tensor.goes_dense(step)
@@ -271,8 +273,8 @@ class Driver(ABC):
         compressor being `compressor` or a variant. What was kept goes on: in the state, or where
         that has no place for it, densely in the next step that succeeds. gains: by name, what the
         host will make of a result over what it made of one, where that is not 1; factor: what it
-        makes of a 1 on each rank, None where that is not known yet, and `check_host` will be told.
-        A tensor that comes new has kept nothing; what one kept that is left out is gone.
+        makes of a 1 on each rank, None where that is not known yet, and `Handover.check_host` will
+        be told. A tensor that comes new has kept nothing; what one kept that is left out is gone.
         ValueError, and nothing changed, where compressors do not suit. The last step can no longer
         be discarded."""
         self.arrays()
@@ -285,26 +287,11 @@ class Driver(ABC):
             self.compressor, self._tensors, self._model = before
             raise
         for name, tensor in self._tensors.items():
-            if name not in before[1]:
-                continue
-            brought_results = tensor.take_over(
-                before[1][name], gains.get(name, 1.0), 1.0 if factor is None else factor
-            )
-            self._averages |= brought_results and factor is None
+            if name in before[1]:
+                gain = gains.get(name, 1.0)
+                self.handover.hand_over(before[1][name], tensor, gain, factor)
         self.expect(clip_norm=compressor.clip_norm)
         self._latest, self._dense_was_logged = Transaction(), False
-
-    def check_host(self, factor: float) -> None:
-        """Before the first gradient, when it is known what the host makes of a 1 on each rank.
-        RuntimeError where a switch has taken it for 1."""
-        if self._averages and abs(factor - 1) > 1e-6:  # which predivision may round
-            raise RuntimeError(
-                f"a loaded state was switched to {self.compressor.id} before the first gradient, "
-                f"when it was not known that Horovod's optimizer does "
-                "not average: what small tensors' momentum is still to bring would come times the "
-                "number of ranks. Load the states again, and call "
-                "switch() after the first step, or say op=hvd.Average"
-            )
 
     @property
     def keeps_state(self) -> bool:
@@ -339,7 +326,7 @@ class Driver(ABC):
         """Continues from what `checkpoint.checked` finds for this rank in a state_dict, or in a
         list of all ranks'. ValueError, and nothing changed, where that does not fit."""
         saved = checkpoint.checked(state, self._identity(), self._wrong_steps)
-        self._averages = False
+        self.handover.takes_average = False
         return self._continue_from(saved)
 
     def go_back_to(self, state: Dict[str, Any]) -> Any:

@@ -36,21 +36,20 @@ class LossScale(Extension):
         if step.scale == 1:
             return begin(tensor, grad, step)
         loss_scale = 1 / step.scale
-        roles = {tensor.kept(key).role for key in tensor.state.arrays}
-        if "local" in roles:
+        if tensor.keeps_gradients:
             step = dataclasses.replace(step, gain=loss_scale)
             if tensor.compressor.takes_scale:
                 return begin(tensor, grad, step)
             grad *= np.float32(step.scale)
-            squares = step.squares
-            if squares is not None:
-                squares *= np.float32(step.scale**2)
+            if step.squares is not None:
+                np.multiply(step.squares, np.float32(step.scale**2), out=step.squares)
             return begin(tensor, grad, dataclasses.replace(step, scale=1.0))
-        gain = step.scale if roles else 1.0
+        of_results = bool(tensor.compressor.kept.keys() & tensor.state.arrays.keys())
+        gain = step.scale if of_results else 1.0
         limit = step.clip_norm and step.clip_norm * loss_scale
         step = dataclasses.replace(step, scale=1.0, gain=gain, clip_norm=limit)
         inner = begin(tensor, grad, step)
-        return _scaled_results(inner, loss_scale) if roles else inner
+        return _scaled_results(inner, loss_scale) if of_results else inner
 
 
 def _scaled_results(step: TensorStep, loss_scale: float) -> TensorStep:

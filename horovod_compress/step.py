@@ -15,7 +15,7 @@ from typing import Any, Callable, Generator, Optional, Sequence, Tuple, Union
 import numpy as np
 
 from . import wire
-from .compressors.base import LOCAL, OWED, Compressor, Encoding, Kept, Shard, State, Step
+from .compressors.base import Compressor, Shard, State, Step
 from .handshake import MismatchError, error_of_joined
 from .kernels import DeviceCall, Encoded, answered, at_once, beside
 from .requests import (
@@ -75,8 +75,7 @@ class Tensor:
     def residual(self) -> Optional[np.ndarray]:
         """What was not sent yet, up to date only after `apply_pending`; None where nothing is
         kept."""
-        kept = self.compressor.residual(self.state)
-        return self.state.arrays.get(OWED) if kept is None else kept
+        return self.compressor.residual(self.state)
 
     @property
     def shard(self) -> Optional[Shard]:
@@ -102,37 +101,11 @@ class Tensor:
         for key, array in arrays.items():
             arrays[key] = beside(array, grad)
 
-    def kept(self, key: str) -> Kept:
-        """What an array of the state is."""
-        return LOCAL if key == OWED else self.compressor.kept[key]
-
-    def take_over(self, earlier: "Tensor", gain: float, factor: float) -> bool:
-        """Goes on from what this tensor kept under another compressor, which is up to date. gain:
-        what the host makes of a result now, over what it made of one then; factor: what it makes of
-        a 1 on each rank. Returns whether that has mattered."""
-        self.counters, state = earlier.counters, self.state
-        state.overflows, arrays = earlier.state.overflows, dict(earlier.state.arrays)
-        left = arrays.pop(OWED, None)
-        shapes = [
-            {key: array.shape for key, array in each.items()} for each in (arrays, state.arrays)
-        ]
-        alike = (type(earlier.compressor), earlier.compressor.id) == (
-            type(self.compressor),
-            self.compressor.id,
-        )
-        if alike and shapes[0] == shapes[1] and gain == 1:
-            state.arrays.update(arrays if left is None else {**arrays, OWED: left})
-            return False
-        owed = earlier.compressor.owed(earlier.state)
-        owes_results = owed is not None and earlier.compressor.owes_results and bool(owed.any())
-        if owed is not None and owes_results and factor != 1:
-            owed = owed / np.float32(factor)  # All ranks will bring it.
-        found = [each for each in (owed, left) if each is not None]
-        if found:
-            owed = np.float32(1 / gain) * np.sum(found, axis=0)
-            if not self.compressor.take_over(owed, state):
-                state.arrays[OWED] = owed
-        return owes_results
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the algorithm's state holds something of this rank's gradients."""
+        kept = self.compressor.kept
+        return any(key in kept and kept[key].role == "local" for key in self.state.arrays)
 
     def goes_dense(self, step: Step) -> bool:
         """Whether gathering this step's payloads would bring a rank more than a ring allreduce of
@@ -187,18 +160,18 @@ class Extension:
         """Called after a step of all tensors, where the driver knows of its end."""
 
 
-def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = False) -> TensorStep:
+def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
     """The step of one tensor: yields requests, is sent their results, and decodes the result into
     `grad`, flat float32, or where the gradient itself was the payload into what the host brought
     back; `Outcome` says where.
 
-    dense: all that waits is sent, as `encode_dense` makes it. Closed before its Outcome is
+    Closed before its Outcome is
     answered, or where it raises, the step is rolled back. WireError for payloads that are not what
     this rank expects.
     """
     compressor, state = tensor.compressor, tensor.state
     tensor.counters["dense_bytes"] += grad.nbytes
-    step, base = _subtract_base(tensor, grad, step, dense)
+    step, base = _subtract_base(tensor, grad, step)
     succeeded = False
     try:
         # What the host reduces: it has to have that before ranks agree on anything.
@@ -208,7 +181,8 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
             squared_norm, handed_over = yield StepNorm(grad, one)
             step = dataclasses.replace(step, scale=step.scale * _clipping(step, squared_norm))
             carrier = one if handed_over else None
-        encoded = _encode(tensor, grad, step, dense)
+        encode = compressor.encode_dense if step.dense else compressor.encode
+        encoded = encode(grad, state, step)
         if carrier is None:
             carrier = encoded if isinstance(encoded, HostReduce) else tensor.one()
             yield carrier
@@ -236,12 +210,10 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
         succeeded = True
     finally:
         compressor.end_step(state, succeeded)
-        if succeeded:
-            state.arrays.pop(OWED, None)
 
 
 def _subtract_base(
-    tensor: Tensor, grad: np.ndarray, step: Step, dense: bool
+    tensor: Tensor, grad: np.ndarray, step: Step
 ) -> Tuple[Step, Optional[np.ndarray]]:
     """Where the compressor does not do so, subtracts from the gradient what it counts from. Returns
     the step, without a base then, and what is to be added to the result."""
@@ -249,31 +221,10 @@ def _subtract_base(
     compressor = tensor.compressor
     # An owner's sums are made where the base would be left.
     within = compressor.takes_base and compressor.split(tensor.numel, step) is None
-    if base is None or within and not dense and OWED not in tensor.state.arrays:
+    if base is None or within and not step.dense:
         return step, None
     grad -= base
     return dataclasses.replace(step, base=None), base
-
-
-def _encode(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool) -> Encoding:
-    """What the compressor makes of a gradient. With it goes what another compressor owed,
-    densely."""
-    compressor, state = tensor.compressor, tensor.state
-    owed = state.arrays.get(OWED)
-    # A part's compressor sees to it: what this rank owes is of all parts.
-    if owed is None or compressor.shard is not None:
-        return (compressor.encode_dense if dense else compressor.encode)(grad, state, step)
-    grad *= np.float32(step.scale)
-    step = dataclasses.replace(step, scale=1.0)
-    # A graph has an operation for the type that `encode` makes, which may be float16.
-    if tensor.declared[0].verb == "host":
-        grad += compressor.as_gradient(owed)
-        return compressor.encode(grad, state, step)
-    payload = compressor.encode_dense(grad, state, step)
-    # It is the payload by now. In a residual, where it would stay after a failed step, it never
-    # was.
-    grad += compressor.as_gradient(owed)
-    return payload
 
 
 def conclude(step: TensorStep, succeeded: bool) -> None:

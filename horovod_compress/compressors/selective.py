@@ -100,10 +100,6 @@ class ErrorFeedback(GatheringCompressor):
         last, state.arrays["lr"][0] = float(state.arrays["lr"][0]), step.lr
         return min(last / step.lr, _MOST_GROWTH)
 
-    def take_over(self, owed: np.ndarray, state: State) -> bool:
-        # Else it would have to say for which γ it is meant.
-        return not self.follow_lr and super().take_over(owed, state)
-
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
         encoded = self.pack(grad, state.arrays["residual"], state, step)
         state.undo.append(Undo("residual", None, encoded.body))

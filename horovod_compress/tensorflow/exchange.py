@@ -9,8 +9,9 @@ from typing import Any, Collection, Dict, Optional, Sequence, Tuple
 import numpy as np
 
 from .. import checkpoint
-from ..compressors.base import OWED, Compressor, Step
+from ..compressors.base import Compressor, Step
 from ..driver import Driver, Transaction
+from ..handover import OWED
 from ..handshake import first_difference
 from ..loss_scale import to_true_units
 from ..requests import Allreduce, Alltoall, Final, StepNorm, TensorStep

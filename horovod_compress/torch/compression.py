@@ -425,7 +425,7 @@ class BoundCompression(Binding):
             if {slot.name for slot in self._reduced()} != self._tensors.keys():
                 self._follow_horovods_choice()
             if self._exchange_is_made:
-                self._exchange.check_host(horovod_internals.factor_of(optimizer))
+                self._exchange.handover.check_host(horovod_internals.factor_of(optimizer))
         except BaseException:
             self._optimizer = None
             raise

@@ -10,8 +10,9 @@ import torch
 from .. import checkpoint
 from ..binding import Binding, is_elastic
 from ..compressors import get_compressor
-from ..compressors.base import OWED, Compressor
+from ..compressors.base import Compressor
 from ..exchange import Exchange
+from ..handover import OWED
 from ..handshake import agree, gather
 from ..transport.base import Transport
 from ..transport.horovod import HorovodTransport, synchronize

@@ -14,7 +14,7 @@ from ranks import discardable, on_all_ranks, shapes
 from tiers import examples
 
 import horovod_compress as hc
-from horovod_compress import checkpoint
+from horovod_compress import checkpoint, handover
 from horovod_compress.hosts import Host
 from horovod_compress.lockstep import make_ranks, run_step
 from horovod_compress.transport.loopback import Loopback
@@ -71,7 +71,7 @@ def owed(exchanges, name):
     for exchange in exchanges:
         exchange.arrays()
     return sum(
-        tensor.compressor.owed(tensor.state).astype(np.float64)
+        handover.owed(tensor.compressor, tensor.state).astype(np.float64)
         for ex in exchanges
         for tensor in ex.tensors
         if tensor.name == name

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from ranks import discardable, rescale
 from tiers import examples
 
-from horovod_compress import checkpoint, get_compressor
-from horovod_compress.compressors.base import OWED
+from horovod_compress import checkpoint, get_compressor, handover
+from horovod_compress.handover import OWED
 from horovod_compress.lockstep import make_ranks, run_step
 from horovod_compress.snapshot import discard
 from horovod_compress.transport.loopback import Loopback
@@ -62,7 +62,7 @@ def owed(exchanges, name):
     for exchange in exchanges:
         exchange.arrays()
         tensor = exchange._tensors[name]
-        parts = (tensor.compressor.owed(tensor.state), tensor.state.arrays.get(OWED))
+        parts = (handover.owed(tensor.compressor, tensor.state), tensor.state.arrays.get(OWED))
         total.append(
             sum((part for part in parts if part is not None), np.zeros(tensor.numel, np.float32))
         )
