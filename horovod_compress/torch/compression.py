@@ -25,7 +25,7 @@ from ..exchange import Exchange
 from ..handshake import agree, gather
 from ..hosts import Host
 from ..loss_scale import to_true_units
-from ..snapshot import Snapshots, discard
+from ..snapshot import Snapshots
 from ..transport.base import Transport
 from ..transport.horovod import HorovodTransport, sleep_until_over
 from ..transport.loopback import Loopback
@@ -584,7 +584,7 @@ class BoundCompression(Binding):
         """Forgets a step whose results no optimizer.step() has used, or warns that its effects
         stay."""
         if self._exchange.succeeded and self._discardable:
-            discard(self._exchange)
+            super().discard()
         elif self._exchange.succeeded and self._exchange.keeps_state:
             if self._results_before_closure:
                 why = "Horovod had exchanged others at the step's beginning, which nothing uses"

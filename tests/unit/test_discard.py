@@ -7,7 +7,7 @@ from ranks import assert_same, copy_of, discardable, gradients, ranks_of, rescal
 
 from horovod_compress import available, get_compressor
 from horovod_compress.exchange import Exchange
-from horovod_compress.lockstep import run_step, start_step
+from horovod_compress.lockstep import finish_step, run_step, start_step
 from horovod_compress.snapshot import discard
 from horovod_compress.transport.loopback import Loopback
 
@@ -91,6 +91,24 @@ def test_state_follows_the_loss_scale(spec):
         rescale([ex], 8.0)
         ex.load_state_dict(other.state_dict())
         assert_same(ex.state_dict()["tensors"], other.state_dict()["tensors"])
+
+
+def test_sums_of_samples_squares_follow_the_loss_scale():
+    states = []
+    for scale in (1.0, 2.0**16):
+        exchanges = ranks_of("variance:moments=microbatch,tau=0.5,min_numel=0")
+        rescale(exchanges, scale)
+        for step in range(3):
+            grads = [
+                {name: g * np.float32(scale) for name, g in named.items()}
+                for named in gradients(step)
+            ]
+            squares = [{name: np.square(g) for name, g in named.items()} for named in grads]
+            finish_step(exchanges, start_step(exchanges, grads, squares=squares), grads)
+        states.append([copy_of(exchange) for exchange in exchanges])
+    for plain, scaled in zip(*states):
+        assert np.any(plain["w"]["v"])
+        assert_same(scaled, plain)
 
 
 def test_clipping_is_of_true_gradients():
