@@ -1,10 +1,10 @@
 """The arrays of all ranks as one: means over ranks, and parts of a host as whole tensors."""
 
-from typing import Callable, Dict, Optional, Protocol, Sequence
+from typing import Callable, Collection, Dict, Optional, Protocol, Sequence
 
 import numpy as np
 
-from .compressors.base import OWED, Shard
+from .compressors.base import Shard
 from .handshake import Gathering
 
 # By tensor and array name.
@@ -84,11 +84,14 @@ def _filled_up(arrays: Dict[str, np.ndarray], shard: Shard) -> Dict[str, np.ndar
     }
 
 
-def own_part(shard: Shard, arrays: Dict[str, np.ndarray]) -> Dict[str, np.ndarray]:
-    """A rank's part of a tensor's means over ranks. It keeps the part for all ranks of its host."""
+def own_part(
+    shard: Shard, arrays: Dict[str, np.ndarray], whole: Collection[str]
+) -> Dict[str, np.ndarray]:
+    """A rank's part of a tensor's means over ranks. It keeps the part for all ranks of its host,
+    but the arrays named in `whole` as they are."""
     return {
         key: shard.ranks * array[shard.first : shard.last]
-        if key != OWED and array.shape == (shard.numel,)
+        if key not in whole and array.shape == (shard.numel,)
         else array
         for key, array in arrays.items()
     }

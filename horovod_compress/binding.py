@@ -21,6 +21,7 @@ from .handshake import agree, gather
 from .hosts import Host
 from .recording import Destination, Recorder
 from .records import Stats, TensorStats
+from .snapshot import discard
 from .version import __version__
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it
@@ -253,13 +254,14 @@ class Binding(ABC):
         given the same, or in loops of one's own by the recorder's `step_ended()` after each
         step."""
         self._exchange.end_step()
-        recorder = self._exchange.observer = Recorder(self._exchange, to, every, by_tensor)
+        recorder = Recorder(self._exchange, to, every, by_tensor)
+        self._exchange.extensions["recording"] = recorder
         return recorder
 
     def discard(self) -> None:
         """Forgets the last step, as if its gradients had never been; to be called on all ranks.
         Needs discardable=True."""
-        self._exchange.discard()
+        discard(self._exchange)
 
 
 class NotBoundError(RuntimeError, AttributeError):

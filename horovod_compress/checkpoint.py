@@ -13,13 +13,14 @@ from typing import (
     NamedTuple,
     Optional,
     Sequence,
+    Set,
     Tuple,
 )
 
 import numpy as np
 
 from .averaging import Arrays, Reducing, mean_of, means_over_ranks, own_part, whole
-from .compressors.base import OWED, Shard, zeros
+from .compressors.base import Shard, zeros
 from .handshake import Words, agree, first_difference, gather, shown
 from .kernels.reference.dense import TOO_LARGE
 from .step import Tensor
@@ -28,6 +29,8 @@ Difference = Optional[Tuple[str, Any, Any]]
 _FORMAT = 1
 # As many of the ranks whose states are missing are named.
 _NAMED = 8
+# Names of arrays that a state may hold beside its algorithm's, each as long as the tensor.
+BESIDE: Set[str] = set()
 _HEADER = ("format", "id", "rank", "size", "seed", "step")
 
 
@@ -45,8 +48,8 @@ def saved(
     step: Any,
     into: Optional[Dict[str, Any]] = None,
 ) -> Dict[str, Any]:
-    """A state_dict: what `identity` says of algorithm and rank, and copies of the tensors' arrays,
-    without their loss scale. into: one of the same tensors that is not needed any more, whose
+    """A state_dict: what `identity` says of algorithm and rank, and copies of the tensors' arrays.
+    into: one of the same tensors that is not needed any more, whose
     arrays' memory is used again."""
     tensors = list(tensors)
 
@@ -58,7 +61,7 @@ def saved(
             if key in tensor.state.arrays and a.shape == tensor.state.arrays[key].shape
         }
         return {
-            key: np.divide(np.asarray(array), _unit(tensor, key), out=again.get(key))
+            key: np.positive(np.asarray(array), out=again.get(key))
             for key, array in tensor.state.arrays.items()
         }
 
@@ -179,33 +182,32 @@ def refuse_not_finite(arrays: Arrays, of: str = "") -> None:
 
 
 def restore(tensors: Iterable[Tensor], arrays: Arrays) -> None:
-    """Copies a state's arrays into the tensors', under the loss scale that these have. ValueError,
-    and nothing changed, where they do not fit."""
+    """Copies a state's arrays into the tensors'. ValueError, and nothing changed, where they do not
+    fit."""
     tensors = list(tensors)
     arrays = {
         **arrays,
         **{
-            t.name: own_part(t.shard, arrays[t.name])
+            t.name: own_part(t.shard, arrays[t.name], BESIDE)
             for t in tensors
             if t.shard and t.name in arrays
         },
     }
     expected = _layout(
         {
-            t.name: {key: array for key, array in t.state.arrays.items() if key != OWED}
+            t.name: {key: array for key, array in t.state.arrays.items() if key not in BESIDE}
             for t in tensors
         }
     )
-    owing = {t.name: t.numel for t in tensors if OWED in arrays.get(t.name, ())}
-    for name, numel in owing.items():
-        expected[name][OWED] = f"float32 of {(numel,)}"
+    for t in tensors:
+        found = BESIDE & arrays.get(t.name, {}).keys()
+        expected[t.name].update(dict.fromkeys(found, f"float32 of {(t.numel,)}"))
     refuse(first_difference(expected, _layout(arrays)))
     for tensor in tensors:
-        tensor.state.arrays.pop(OWED, None)
-        if tensor.name in owing:
-            tensor.state.arrays[OWED] = zeros(tensor.numel)
-        for key, array in tensor.state.arrays.items():
-            np.multiply(arrays[tensor.name][key], _unit(tensor, key), out=array)
+        for key in BESIDE:
+            tensor.state.arrays.pop(key, None)
+        for key, array in arrays[tensor.name].items():
+            np.copyto(tensor.state.arrays.setdefault(key, zeros(array.size)), array)
 
 
 def steps_of(state: Any) -> int:
@@ -290,11 +292,6 @@ def _said_by_all(state: Saved) -> Dict[str, Any]:
     del said["rank"]
     said["shards"] = {name: list(shard[2:]) for name, shard in shards.items()}
     return {**said, "tensors": _layout(state.arrays, shards)}
-
-
-def _unit(tensor: Tensor, key: str) -> np.float32:
-    """What a 1 in this array stands as, under the loss scale."""
-    return np.float32(tensor.unit ** tensor.kept(key).degree)
 
 
 def _wrong_dense_until(until: Any) -> Difference:

@@ -2,22 +2,25 @@
 counted. How a step's requests are answered is each driver's own."""
 
 import dataclasses
+import functools
 import json
 import logging
 import math
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, Collection, Dict, List, Optional, Protocol, Tuple, cast
+from typing import Any, Collection, Dict, List, Optional, Tuple, cast
 
 import numpy as np
 
 from . import checkpoint, kernels
 from .compressors.base import Compressor, Model, Step
+from .handover import Handover
 from .hosts import Host, sharded
+from .loss_scale import LossScale
 from .plan import compressor_for
 from .records import Stats, TensorStats
 from .requests import DECLARABLE, FLOAT32, TensorStep
-from .step import SENT, SPENT, Tensor, tensor_step
+from .step import SENT, SPENT, Begin, Extension, Tensor, tensor_step
 from .wire import FrameLength
 
 _log = logging.getLogger("horovod_compress")
@@ -26,48 +29,18 @@ _log = logging.getLogger("horovod_compress")
 @dataclasses.dataclass
 class Transaction:
     """The tensors of one step of the optimizer, whose results are used together, or not at all.
-    number: the step's, alike on all ranks; unit: the loss scale of its gradients; ended: whether it
-    was committed or rolled back."""
+    number: the step's, alike on all ranks; ended: whether it was committed or rolled back."""
 
     number: int = 0
-    unit: float = 1.0
     finite: bool = True
     ended: bool = False
     tensors: List[Tensor] = dataclasses.field(default_factory=list)
 
 
-def check_unit(unit: float) -> None:
-    """RuntimeError for a loss scale with which what is kept of gradients may leave float32's
-    range."""
-    if not 2.0**-60 <= unit <= 2.0**60:
-        raise RuntimeError(
-            f"the loss scale has come to {unit}: were gradients not finite in every step?"
-        )
-
-
-def _squared_norm(gradient: Any) -> float:
-    # Kernels know no float64.
-    if gradient.dtype == np.float64:
-        return float(np.dot(gradient, gradient))
-    return kernels.of(gradient).squared_norm(gradient)
-
-
-class Observer(Protocol):
-    """What is told of steps."""
-
-    def wants(self, step: int) -> bool:
-        """Whether it will ask for the norms of the gradients in this step."""
-
-    def step_ended(self) -> None:
-        """The last step has ended, and nothing is under way."""
-
-
 class Driver(ABC):
-    """One rank's side of a compression. compressor: the configuration in force; discardable: each
-    step begins with a copy of the state, and one that is not finite, or discarded, leaves no trace
-    in it; else such a step's gradients stay in residuals; dense_alone: where there is one rank
-    only, nothing is held back, because nothing travels; host: the ranks of this one's host, for
-    `hosts=true`."""
+    """One rank's side of a compression. compressor: the configuration in force; dense_alone: where
+    there is one rank only, nothing is held back, because nothing travels; host: the ranks of this
+    one's host, for `hosts=true`. `extensions` are by name, the innermost first."""
 
     def __init__(
         self,
@@ -75,13 +48,11 @@ class Driver(ABC):
         rank: int,
         size: int,
         label: str,
-        discardable: bool,
         dense_alone: bool = False,
         host: Optional[Host] = None,
     ) -> None:
         self.compressor = compressor
         self._label = label
-        self._discardable = discardable
         self._dense_alone = dense_alone
         self.host = host
         self._tensors: Dict[str, Tensor] = {}
@@ -89,9 +60,8 @@ class Driver(ABC):
         self._now = Step(0, rank, size, clip_norm=compressor.clip_norm)
         self._steps_ended = self._steps_undone = 0
         self._dense_was_logged = False
-        # Whether that was taken for granted of the host, when momentum of results was handed over.
-        self._averages = False
-        self.observer: Optional[Observer] = None
+        self.handover = Handover()
+        self.extensions: Dict[str, Extension] = {"loss scale": LossScale(), "switch": self.handover}
         # The one that a tensor came to last.
         self._latest = Transaction()
 
@@ -179,21 +149,20 @@ class Driver(ABC):
         """Whether the last step, which is not under way, brought a result that counts."""
         return self._latest.finite
 
-    def discard(self) -> None:
-        """Forgets the last step, on all ranks alike: its result is not used. RuntimeError where
-        steps are not discardable, and in the middle of one."""
-        if not self._discardable:
-            raise RuntimeError(
-                "only a compression that was made with discardable=True can forget a step"
-            )
+    def reject_last(self) -> List[Tensor]:
+        """Has the last step count as one that failed. RuntimeError in the middle of one.
+
+        Returns:
+            Its tensors, where it was committed already.
+        """
         self._refuse_in_step()
         latest = self._latest
         committed, latest.finite = latest.ended and latest.finite, False
         self.end_step()
-        if committed and latest.tensors:
-            self._steps_undone += 1
-            for tensor in latest.tensors:
-                tensor.put_back()
+        if not committed:
+            return []
+        self._steps_undone += bool(latest.tensors)
+        return latest.tensors
 
     def _count_step(self, transaction: Transaction) -> None:
         transaction.ended = True
@@ -250,17 +219,18 @@ class Driver(ABC):
     def _begin(self, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         """The generator of a tensor's step."""
         tensor.follow(grad)
-        if self._discardable:
-            tensor.keep()
-        if self.observer is not None and self.observer.wants(step.index):
-            gradient = grad if step.base is None else grad - step.base
-            tensor.gradient_squares = _squared_norm(gradient) / tensor.unit**2
+        begin: Begin = self._plain_step
+        for extension in self.extensions.values():
+            begin = functools.partial(extension.around, begin)
+        return begin(tensor, grad, step)
+
+    def _plain_step(self, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         alone = (
             self._dense_alone
             and step.size == 1
             and tensor.compressor.residual(tensor.state) is not None
         )
-        dense = not alone and self._goes_dense(tensor, step)
+        dense = not alone and not step.dense and self._goes_dense(tensor, step)
         if dense and not self._dense_was_logged:
             self._dense_was_logged = True
             if step.rank == 0:
@@ -273,28 +243,23 @@ class Driver(ABC):
                     tensor.name,
                     step.size,
                 )
-        return tensor_step(tensor, grad, step, dense or alone)
+        if dense or alone:
+            step = dataclasses.replace(step, dense=True)
+        return tensor_step(tensor, grad, step)
 
     def _goes_dense(self, tensor: Tensor, step: Step) -> bool:
         return tensor.goes_dense(step)
 
-    def rescale(self, unit: float) -> None:
-        """From the next step on, gradients come times `unit`, a loss scale; brings what is kept of
-        earlier ones to it. RuntimeError as of `check_unit`."""
-        check_unit(unit)
-        if unit == self._now.unit:
-            return
-        self.end_step()
-        for tensor in self._tensors.values():
-            tensor.rescale(unit)
-        self._now = dataclasses.replace(self._now, unit=unit)
+    def expect(self, **known: Any) -> None:
+        """Says what is known of the coming steps: fields of `Step` by name."""
+        self._now = dataclasses.replace(self._now, **known)
 
     def resize(self, rank: int, size: int, label: str) -> None:
         """From the next step on, this is rank `rank` of `size`, and names of collectives begin with
         `label`. What is kept stays."""
         self.end_step()
         self._label = label
-        self._now = dataclasses.replace(self._now, rank=rank, size=size)
+        self.expect(rank=rank, size=size)
         for tensor in self._tensors.values():
             tensor.declared, tensor.checked = tensor.compressor.collectives(size), False
 
@@ -309,8 +274,8 @@ class Driver(ABC):
         compressor being `compressor` or a variant. What was kept goes on: in the state, or where
         that has no place for it, densely in the next step that succeeds. gains: by name, what the
         host will make of a result over what it made of one, where that is not 1; factor: what it
-        makes of a 1 on each rank, None where that is not known yet, and `check_host` will be told.
-        A tensor that comes new has kept nothing; what one kept that is left out is gone.
+        makes of a 1 on each rank, None where that is not known yet, and `Handover.check_host` will
+        be told. A tensor that comes new has kept nothing; what one kept that is left out is gone.
         ValueError, and nothing changed, where compressors do not suit. The last step can no longer
         be discarded."""
         self.arrays()
@@ -323,27 +288,11 @@ class Driver(ABC):
             self.compressor, self._tensors, self._model = before
             raise
         for name, tensor in self._tensors.items():
-            if name not in before[1]:
-                tensor.unit = self._now.unit
-                continue
-            brought_results = tensor.take_over(
-                before[1][name], gains.get(name, 1.0), 1.0 if factor is None else factor
-            )
-            self._averages |= brought_results and factor is None
-        self._now = dataclasses.replace(self._now, clip_norm=compressor.clip_norm)
+            if name in before[1]:
+                gain = gains.get(name, 1.0)
+                self.handover.hand_over(before[1][name], tensor, gain, factor)
+        self.expect(clip_norm=compressor.clip_norm)
         self._latest, self._dense_was_logged = Transaction(), False
-
-    def check_host(self, factor: float) -> None:
-        """Before the first gradient, when it is known what the host makes of a 1 on each rank.
-        RuntimeError where a switch has taken it for 1."""
-        if self._averages and abs(factor - 1) > 1e-6:  # which predivision may round
-            raise RuntimeError(
-                f"a loaded state was switched to {self.compressor.id} before the first gradient, "
-                f"when it was not known that Horovod's optimizer does "
-                "not average: what small tensors' momentum is still to bring would come times the "
-                "number of ranks. Load the states again, and call "
-                "switch() after the first step, or say op=hvd.Average"
-            )
 
     @property
     def keeps_state(self) -> bool:
@@ -369,7 +318,7 @@ class Driver(ABC):
         }
 
     def state_dict(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
-        """This rank's state as plain values and copied arrays, without the loss scale. into: a
+        """This rank's state as plain values and copied arrays. into: a
         state_dict of the same driver that is not needed any more; its memory is used again."""
         self.arrays()
         return checkpoint.saved(self._identity(), self._tensors.values(), self.steps_taken(), into)
@@ -378,7 +327,7 @@ class Driver(ABC):
         """Continues from what `checkpoint.checked` finds for this rank in a state_dict, or in a
         list of all ranks'. ValueError, and nothing changed, where that does not fit."""
         saved = checkpoint.checked(state, self._identity(), self._wrong_steps)
-        self._averages = False
+        self.handover.takes_average = False
         return self._continue_from(saved)
 
     def go_back_to(self, state: Dict[str, Any]) -> Any:
@@ -399,10 +348,10 @@ class Driver(ABC):
         """
         if not self.under_way:
             self.arrays()
-        residuals = [(tensor.residual, tensor.unit) for tensor in self._tensors.values()]
+        residuals = [tensor.residual for tensor in self._tensors.values()]
         squares = sum(
-            kernels.of(residual).squared_norm(residual) / unit**2
-            for residual, unit in residuals
+            kernels.of(residual).squared_norm(residual)
+            for residual in residuals
             if residual is not None
         )
         counters = self.totals()

@@ -106,7 +106,7 @@ class Exchange(Driver):
     compressor: the configuration that is in force; tensors: {name: (shape, compressor)}, the
     compressor being this one or a variant (other momentum for another parameter group). Every
     tensor of a step is submitted before the first is finished; a step ends when all that was
-    submitted is finished. label: what its collectives' names begin with; discardable, dense_alone,
+    submitted is finished. label: what its collectives' names begin with; dense_alone,
     host: as in Driver.
     """
 
@@ -116,13 +116,10 @@ class Exchange(Driver):
         transport: Transport,
         tensors: Dict[str, Tuple[tuple, Compressor]],
         label: str = "hvdc",
-        discardable: bool = False,
         dense_alone: bool = False,
         host: Optional[Host] = None,
     ) -> None:
-        super().__init__(
-            compressor, transport.rank, transport.size, label, discardable, dense_alone, host
-        )
+        super().__init__(compressor, transport.rank, transport.size, label, dense_alone, host)
         self.transport = transport
         for name, (shape, variant) in tensors.items():
             self._add(name, shape, variant)
@@ -411,13 +408,11 @@ class Exchange(Driver):
         self._decoding.clear()
         self._to_call = 0
         self._begin_at(self._now.index + 1)
-        if self.observer is not None:
-            self.observer.step_ended()
+        for extension in self.extensions.values():
+            extension.step_ended()
 
     def _begin_at(self, index: int) -> None:
-        self._now = dataclasses.replace(
-            self._now, index=index, rank=self.transport.rank, size=self.transport.size
-        )
+        self.expect(index=index, rank=self.transport.rank, size=self.transport.size)
         self._transaction, self._numbers = Transaction(index), None
 
     def reject(self) -> None:

@@ -18,13 +18,14 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from . import kernels
-from .compressors.base import OWED, Compressor, Decoded, Shard, State, Step, zeros
+from .compressors.base import Compressor, Decoded, Shard, State, Step, zeros
+from .handover import OWED, late
 from .handshake import Gathering, gather
 from .requests import Allreduce, Collective, HostReduce
 
 _TOGETHER = Collective("allreduce", "float32", "max")
 # What drivers read of a compressor's class.
-_AS_INSIDE = ("id", "number", "kept", "clip_norm")
+_AS_INSIDE = ("id", "number", "kept", "clip_norm", "follow_lr", "m", "nesterov")
 _ALIGNED = 16  # float32 of a cache line
 _FOLDER = "/dev/shm"
 # Characters.
@@ -185,6 +186,8 @@ class HostSharded(Compressor):
     rows as a host has ranks.
     """
 
+    takes_scale = True
+
     inner: Compressor
     host: Host
     shape: Tuple[int, ...]
@@ -248,7 +251,7 @@ class HostSharded(Compressor):
         kernels.of(grad).move(grad, slots[self.host.local], scale=step.scale)
         owed = state.arrays.get(OWED)
         if owed is not None:
-            slots[self.host.local] += self.inner.as_gradient(owed)
+            slots[self.host.local] += late(self.inner, owed)
         # Answered when all ranks have sent it. Nobody writes here again before all have decoded
         # what this rank makes of it.
         yield Allreduce(np.zeros(1, np.float32), "max")
@@ -281,17 +284,6 @@ class HostSharded(Compressor):
 
     def residual(self, state: State) -> Optional[np.ndarray]:
         return self.inner.residual(state)
-
-    def owed(self, state: State) -> Optional[np.ndarray]:
-        owed = self.inner.owed(state)
-        return None if owed is None else self._shard.whole(owed)
-
-    def take_over(self, owed: np.ndarray, state: State) -> bool:
-        # It is this rank's, and of all parts.
-        return False
-
-    def as_gradient(self, owed: np.ndarray) -> np.ndarray:
-        return self.inner.as_gradient(owed)
 
     def end_step(self, state: State, succeeded: bool) -> None:
         self.inner.end_step(state, succeeded)

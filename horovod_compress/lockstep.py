@@ -18,7 +18,6 @@ def make_ranks(
     compressor: Compressor,
     shapes: Dict[str, tuple],
     transports: Sequence[Transport],
-    discardable: bool = False,
     local_size: int = 1,
 ) -> List[Exchange]:
     """The exchanges of connected ranks whose tensors have these names and shapes. local_size: how
@@ -26,7 +25,7 @@ def make_ranks(
     hosts = Host.group(len(transports), local_size)
     tensors = {name: (shape, compressor) for name, shape in shapes.items()}
     return [
-        Exchange(compressor, transport, tensors, discardable=discardable, host=host)
+        Exchange(compressor, transport, tensors, host=host)
         for transport, host in zip(transports, hosts)
     ]
 

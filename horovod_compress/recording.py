@@ -7,13 +7,28 @@ import math
 import os
 import time
 import warnings
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Union, cast
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    Dict,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Union,
+    cast,
+)
+
+import numpy as np
 
 from . import kernels
-from .compressors.base import Compressor
+from .compressors.base import Compressor, Step
 from .driver import Driver
 from .records import Record, TensorRecord
-from .step import SENT, SPENT, Tensor
+from .requests import TensorStep
+from .step import SENT, SPENT, Begin, Extension, Tensor
 
 FORMAT = "horovod_compress.record/1"
 Destination = Union[str, "os.PathLike[str]", Callable[[Record], Any], Any]
@@ -26,7 +41,7 @@ _MOST = 256  # records that are compared
 _MOST_NUMBER = 10**100
 
 
-class Recorder:
+class Recorder(Extension):
     """Writes what recorded steps did.
 
     to: a path, to which a line of JSON is appended for each record; with {rank} in it every rank
@@ -64,12 +79,20 @@ class Recorder:
             )
         self._driver, self._to, self._every, self._by_tensor = driver, to, every, by_tensor
         self._before = self._totals()
+        # Of the recorded step's gradients, by tensor.
+        self._squares: Dict[str, float] = {}
         self._growth = Growth()
         self._warned = False
 
     def wants(self, step: int) -> bool:
         """Whether the step of this number is recorded."""
         return step % self._every == 0
+
+    def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
+        if self.wants(step.index):
+            gradient = grad if step.base is None else grad - step.base
+            self._squares[tensor.name] = _squared_norm(gradient) * step.scale**2
+        return begin(tensor, grad, step)
 
     def step_ended(self) -> None:
         """Records the last step, where it is one to be recorded. Nothing may be under way."""
@@ -98,11 +121,10 @@ class Recorder:
             }
         )
         record["ratio"] = _ratio(record)
-        record.update(_norms(driver.tensors))
+        record.update(self._norms(driver.tensors))
         if self._by_tensor:
             record["tensors"] = {t.name: self._of_tensor(t) for t in driver.tensors}
-        for tensor in driver.tensors:
-            tensor.gradient_squares = None
+        self._squares.clear()
         try:
             self._write(record)
             self._before = totals
@@ -122,9 +144,19 @@ class Recorder:
             "compressor": tensor.compressor.id or type(tensor.compressor).__name__,
             **delta,
             "ratio": _ratio(delta),
-            **_norms([tensor]),
+            **self._norms([tensor]),
         }
         return cast(TensorRecord, record)
+
+    def _norms(self, tensors: Collection[Tensor]) -> Dict[str, Optional[float]]:
+        """Norms over tensors, without loss scale; None where they are unknown, or not finite."""
+        gradients = [self._squares[t.name] for t in tensors if t.name in self._squares]
+        residuals = [
+            _squared_norm(residual)
+            for residual in (tensor.residual for tensor in tensors)
+            if residual is not None
+        ]
+        return {"gradient_norm": _root(gradients), "residual_norm": _root(residuals)}
 
     def _write(self, record: Record) -> None:
         if isinstance(self._to, (str, os.PathLike)):
@@ -251,18 +283,11 @@ class Growth:
         return True
 
 
-def _norms(tensors: Any) -> Dict[str, Optional[float]]:
-    """Norms over tensors, without loss scale; None where they are unknown, or not finite."""
-    gradients = [
-        tensor.gradient_squares for tensor in tensors if tensor.gradient_squares is not None
-    ]
-    residuals = [
-        kernels.of(r).squared_norm(r) / tensor.unit**2
-        for tensor in tensors
-        for r in (tensor.residual,)
-        if r is not None
-    ]
-    return {"gradient_norm": _root(gradients), "residual_norm": _root(residuals)}
+def _squared_norm(array: np.ndarray) -> float:
+    # Kernels know no float64.
+    if array.dtype == np.float64:
+        return float(np.dot(array, array))
+    return kernels.of(array).squared_norm(array)
 
 
 def _root(squares: List[float]) -> Optional[float]:

@@ -10,12 +10,12 @@ back. Drivers only pump it: `exchange.Exchange` (eager), the TensorFlow adapter'
 import dataclasses
 import math
 from types import GeneratorType
-from typing import Any, Callable, Dict, Generator, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Generator, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from . import wire
-from .compressors.base import LOCAL, OWED, Compressor, Encoding, Kept, Shard, State, Step
+from .compressors.base import Compressor, Shard, State, Step
 from .handshake import MismatchError, error_of_joined
 from .kernels import DeviceCall, Encoded, answered, at_once, beside
 from .requests import (
@@ -52,9 +52,8 @@ class Tensor:
     that a step exchanges; checked: whether the first step has kept to that, and to the rest of the
     contract; carrier: a single 1, for the host; dense_until: the step from which on payloads of
     measured size are gathered again; bits: what an element of the open step's payload takes, where
-    that is known beforehand; before_step: where steps can be discarded, the state's arrays before
-    the last one; unit: the loss scale of what the state holds; gradient_squares: of the last
-    gradient whose squared norm was asked for; frame_length: what frames are padded to.
+    that is known beforehand; frame_length: what frames
+    are padded to.
     """
 
     name: str
@@ -69,9 +68,6 @@ class Tensor:
     )
     dense_until: int = 0
     bits: Optional[float] = None
-    before_step: Dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    unit: float = 1.0
-    gradient_squares: Optional[float] = None
     frame_length: wire.FrameLength = wire.exact
     counters: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(SENT + SPENT, 0))
 
@@ -79,8 +75,7 @@ class Tensor:
     def residual(self) -> Optional[np.ndarray]:
         """What was not sent yet, up to date only after `apply_pending`; None where nothing is
         kept."""
-        kept = self.compressor.residual(self.state)
-        return self.state.arrays.get(OWED) if kept is None else kept
+        return self.compressor.residual(self.state)
 
     @property
     def shard(self) -> Optional[Shard]:
@@ -106,60 +101,11 @@ class Tensor:
         for key, array in arrays.items():
             arrays[key] = beside(array, grad)
 
-    def keep(self) -> None:
-        """Copies the state before a step."""
-        self.compressor.apply_pending(self.state)
-        arrays = self.state.arrays
-        for key, array in arrays.items():
-            np.copyto(self.before_step.setdefault(key, np.empty_like(array)), array)
-        self.before_step = {key: self.before_step[key] for key in arrays}
-
-    def put_back(self) -> None:
-        """Makes the state what `keep` copied, if anything."""
-        self.compressor.apply_pending(self.state)
-        for key, array in self.before_step.items():
-            np.copyto(self.state.arrays.setdefault(key, np.empty_like(array)), array)
-
-    def rescale(self, unit: float) -> None:
-        """Between steps: the gradients to come are times `unit`, and so will be what is kept of
-        earlier ones."""
-        self.compressor.apply_pending(self.state)
-        factor, self.unit = unit / self.unit, unit
-        for arrays in (self.state.arrays, self.before_step):
-            for key, array in arrays.items():
-                array *= np.float32(factor ** self.kept(key).degree)
-
-    def kept(self, key: str) -> Kept:
-        """What an array of the state is."""
-        return LOCAL if key == OWED else self.compressor.kept[key]
-
-    def take_over(self, earlier: "Tensor", gain: float, factor: float) -> bool:
-        """Goes on from what this tensor kept under another compressor, which is up to date. gain:
-        what the host makes of a result now, over what it made of one then; factor: what it makes of
-        a 1 on each rank. Returns whether that has mattered."""
-        self.unit, self.counters, state = earlier.unit, earlier.counters, self.state
-        state.overflows, arrays = earlier.state.overflows, dict(earlier.state.arrays)
-        left = arrays.pop(OWED, None)
-        shapes = [
-            {key: array.shape for key, array in each.items()} for each in (arrays, state.arrays)
-        ]
-        alike = (type(earlier.compressor), earlier.compressor.id) == (
-            type(self.compressor),
-            self.compressor.id,
-        )
-        if alike and shapes[0] == shapes[1] and gain == 1:
-            state.arrays.update(arrays if left is None else {**arrays, OWED: left})
-            return False
-        owed = earlier.compressor.owed(earlier.state)
-        owes_results = owed is not None and earlier.compressor.owes_results and bool(owed.any())
-        if owed is not None and owes_results and factor != 1:
-            owed = owed / np.float32(factor)  # All ranks will bring it.
-        found = [each for each in (owed, left) if each is not None]
-        if found:
-            owed = np.float32(1 / gain) * np.sum(found, axis=0)
-            if not self.compressor.take_over(owed, state):
-                state.arrays[OWED] = owed
-        return owes_results
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the algorithm's state holds something of this rank's gradients."""
+        kept = self.compressor.kept
+        return any(key in kept and kept[key].role == "local" for key in self.state.arrays)
 
     def goes_dense(self, step: Step) -> bool:
         """Whether gathering this step's payloads would bring a rank more than a ring allreduce of
@@ -186,18 +132,46 @@ class Tensor:
             self.dense_until = step.index + 1 + math.ceil(_TRIES * times)
 
 
-def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = False) -> TensorStep:
+Begin = Callable[[Tensor, np.ndarray, Step], TensorStep]
+
+
+class Extension:
+    """A feature beside the algorithm: watches the steps of a driver's tensors, or changes them.
+
+    A driver holds one for each feature, by the feature's name. Later ones are around earlier ones.
+    The methods change nothing unless a subclass overrides them.
+    """
+
+    def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
+        """Begins a tensor's step.
+
+        Args:
+            begin: makes the generator of the step that this one is around.
+            tensor: whose step it is.
+            grad: its flat gradient of this rank, which may be changed in place.
+            step: what is known of the step.
+
+        Returns:
+            The step's generator. One of its own must not hold on to arrays while it is suspended.
+        """
+        return begin(tensor, grad, step)
+
+    def step_ended(self) -> None:
+        """Called after a step of all tensors, where the driver knows of its end."""
+
+
+def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
     """The step of one tensor: yields requests, is sent their results, and decodes the result into
     `grad`, flat float32, or where the gradient itself was the payload into what the host brought
     back; `Outcome` says where.
 
-    dense: all that waits is sent, as `encode_dense` makes it. Closed before its Outcome is
+    Closed before its Outcome is
     answered, or where it raises, the step is rolled back. WireError for payloads that are not what
     this rank expects.
     """
     compressor, state = tensor.compressor, tensor.state
     tensor.counters["dense_bytes"] += grad.nbytes
-    step, base = _subtract_base(tensor, grad, step, dense)
+    step, base = _subtract_base(tensor, grad, step)
     succeeded = False
     try:
         # What the host reduces: it has to have that before ranks agree on anything.
@@ -205,9 +179,10 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
         if step.clip_norm is not None:
             one = tensor.one()
             squared_norm, handed_over = yield StepNorm(grad, one)
-            step = dataclasses.replace(step, scale=_clipping(step, squared_norm))
+            step = dataclasses.replace(step, scale=step.scale * _clipping(step, squared_norm))
             carrier = one if handed_over else None
-        encoded = _encode(tensor, grad, step, dense)
+        encode = compressor.encode_dense if step.dense else compressor.encode
+        encoded = encode(grad, state, step)
         if carrier is None:
             carrier = encoded if isinstance(encoded, HostReduce) else tensor.one()
             yield carrier
@@ -235,14 +210,10 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool = Fals
         succeeded = True
     finally:
         compressor.end_step(state, succeeded)
-        if succeeded:
-            state.arrays.pop(OWED, None)
-        else:
-            tensor.put_back()
 
 
 def _subtract_base(
-    tensor: Tensor, grad: np.ndarray, step: Step, dense: bool
+    tensor: Tensor, grad: np.ndarray, step: Step
 ) -> Tuple[Step, Optional[np.ndarray]]:
     """Where the compressor does not do so, subtracts from the gradient what it counts from. Returns
     the step, without a base then, and what is to be added to the result."""
@@ -250,31 +221,10 @@ def _subtract_base(
     compressor = tensor.compressor
     # An owner's sums are made where the base would be left.
     within = compressor.takes_base and compressor.split(tensor.numel, step) is None
-    if base is None or within and not dense and OWED not in tensor.state.arrays:
+    if base is None or within and not step.dense:
         return step, None
     grad -= base
     return dataclasses.replace(step, base=None), base
-
-
-def _encode(tensor: Tensor, grad: np.ndarray, step: Step, dense: bool) -> Encoding:
-    """What the compressor makes of a gradient. With it goes what another compressor owed,
-    densely."""
-    compressor, state = tensor.compressor, tensor.state
-    owed = state.arrays.get(OWED)
-    # A part's compressor sees to it: what this rank owes is of all parts.
-    if owed is None or compressor.shard is not None:
-        return (compressor.encode_dense if dense else compressor.encode)(grad, state, step)
-    grad *= np.float32(step.scale)
-    step = dataclasses.replace(step, scale=1.0)
-    # A graph has an operation for the type that `encode` makes, which may be float16.
-    if tensor.declared[0].verb == "host":
-        grad += compressor.as_gradient(owed)
-        return compressor.encode(grad, state, step)
-    payload = compressor.encode_dense(grad, state, step)
-    # It is the payload by now. In a residual, where it would stay after a failed step, it never
-    # was.
-    grad += compressor.as_gradient(owed)
-    return payload
 
 
 def conclude(step: TensorStep, succeeded: bool) -> None:
@@ -388,7 +338,9 @@ def _decode(
 ) -> Generator[DeviceCall, Any, Outcome]:
     """The result, from what the host made of the carrier, and what became of the payload where that
     is not the carrier itself. base: what is to be added to it."""
-    compressor, scale = tensor.compressor, 1.0 if arrived is None else float(reduced[0]) / step.size
+    compressor, scale = tensor.compressor, step.gain
+    if arrived is not None:
+        scale *= float(reduced[0]) / step.size
     if isinstance(arrived, Selected):
         finite = _add_selected(tensor, arrived, grad, step, scale)
     elif isinstance(payload, Encoded):
@@ -451,10 +403,10 @@ def _add_selected(
 
 
 def _clipping(step: Step, squared_norm: float) -> float:
-    """What this rank's gradient is multiplied by, for independent gradients of N ranks to give a
-    result of at most clip_norm: the result is 1/N of the sum over ranks, whose norm is √N times one
-    rank's."""
-    norm, limit = squared_norm**0.5, step.clip_norm * step.size**0.5 * step.unit
+    """What this rank's gradient is multiplied by beside its scale, for independent gradients of N
+    ranks to give a result of at most clip_norm: the result is 1/N of the sum over ranks, whose norm
+    is √N times one rank's."""
+    norm, limit = squared_norm**0.5 * step.scale, step.clip_norm * step.size**0.5
     return limit / norm if limit < norm < float("inf") else 1.0
 
 

@@ -37,13 +37,14 @@ class Step:
     """What an algorithm may know of the step it works in.
 
     index is the number of the step, from 0. rank and size are this rank and the number of ranks.
-    scale is the factor by which local clipping multiplies this rank's gradient. squares are sums
-    over samples of squared gradients, one for each element, where the framework's adapter collected
-    them. lr is the learning rate that the optimizer will apply to this tensor's result, None where
-    it is unknown. unit is the loss scale: a gradient of 1 arrives as this. clip_norm is the limit
-    of the step's norm, where the step is clipped. base, as long as the gradient, is where that
-    counts from: gradient − base is compressed, and the result is added to base. Only compressors
-    that take one see it.
+    scale is the factor by which this rank's gradient is to be multiplied, by local clipping for
+    one; gain is that of the result, where it is not 1. dense says whether all that waits is sent,
+    by `encode_dense`. squares are sums over samples of squared gradients, one for each element,
+    where the framework's adapter collected them. lr is the learning rate that the optimizer will
+    apply to this tensor's result, None where it is unknown. clip_norm is the limit of the step's
+    norm, where the step is clipped. base, as long as the gradient, is where that counts from:
+    gradient − base is compressed, and the result is added to base. Only compressors that take one
+    see it.
     """
 
     index: int
@@ -52,7 +53,8 @@ class Step:
     scale: float = 1.0
     squares: Optional[np.ndarray] = None
     lr: Optional[float] = None
-    unit: float = 1.0
+    gain: float = 1.0
+    dense: bool = False
     clip_norm: Optional[float] = None
     base: Optional[np.ndarray] = None
 
@@ -89,17 +91,12 @@ class Model:
 
 class Kept(NamedTuple):
     """What an array of the state is. role is "local" for what this rank has not sent yet, or
-    "shared" for what is the same on all ranks. degree is the power of the gradients' size with
-    which the array grows."""
+    "shared" for what is the same on all ranks."""
 
     role: str
-    degree: int = 1
 
 
 LOCAL, SHARED = Kept("local"), Kept("shared")
-# An array of any tensor's state, from a change of compressors to the next step that succeeds, which
-# sends it densely; LOCAL.
-OWED = "owed"
 
 
 class Shard(NamedTuple):
@@ -185,6 +182,8 @@ class Compressor(ABC):
     # Whether `encode` subtracts `Step.base` itself, and leaves the gradient as that is where it
     # would leave it zero.
     takes_base = False
+    # Whether `encode` multiplies by `Step.scale` itself, as it must where clip_norm is set.
+    takes_scale = False
     # Whether replicas agree only where all ranks have native kernels, or all the reference.
     same_kernels = False
     # Where set, the part of the tensor that this rank's state is of.
@@ -195,8 +194,10 @@ class Compressor(ABC):
     kept: ClassVar[Dict[str, Kept]] = {}
     accumulator: ClassVar[str] = "residual"  # which of them is the residual
     state_type: ClassVar[Type[State]] = State
-    # Whether `owed` is of results, alike on all ranks, and not of this rank's gradients.
-    owes_results: ClassVar[bool] = False
+    # The momentum that the algorithm itself gives gradients, in an array "u", and whether that is
+    # Nesterov's.
+    m = 0.0
+    nesterov = False  # type: Optional[bool]
     # Whether the residual is rescaled where the learning rate changes; None: where that is known.
     follow_lr = False  # type: Optional[bool]
 
@@ -322,7 +323,7 @@ class Compressor(ABC):
             if reduced is not out:
                 np.copyto(out, reduced)
             largest = kernels.deferred(out).max_abs(out)
-        return kernels.after(largest, functools.partial(_scale, out, scale))
+        return kernels.after(largest, functools.partial(multiply, out, scale))
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> Decoded:
         """Decodes the body of one rank's Encoded payload and adds it, times scale, to `out`, which
@@ -339,24 +340,6 @@ class Compressor(ABC):
         """The residual, up to date only after `apply_pending`; None where the algorithm keeps
         none."""
         return state.arrays.get(self.accumulator)
-
-    def owed(self, state: State) -> Optional[np.ndarray]:
-        """What results are still to bring of earlier gradients, up to date only after
-        `apply_pending`; None where that is nothing."""
-        return self.residual(state)
-
-    def take_over(self, owed: np.ndarray, state: State) -> bool:
-        """Has the results to come bring this, too, which another compressor owed. Returns whether
-        there is a place for it in the state, alike on all ranks."""
-        residual = self.residual(state)
-        if residual is None:
-            return False
-        residual += owed
-        return True
-
-    def as_gradient(self, owed: np.ndarray) -> np.ndarray:
-        """What a gradient that comes now must be for results to bring this in the end."""
-        return owed
 
     def end_step(self, state: State, succeeded: bool) -> None:
         """Ends the open step: by `commit` or `rollback`, or after a dense step that succeeded by
@@ -386,8 +369,9 @@ class Compressor(ABC):
         next `encode`."""
 
 
-def _scale(out: np.ndarray, scale: float, largest: float) -> bool:
+def multiply(out: np.ndarray, scale: float, largest: float) -> bool:
     """Multiplies by `scale` what has this largest magnitude. Returns whether that is finite."""
     if scale != 1:
-        out *= np.float32(scale)
+        with np.errstate(over="ignore"):
+            out *= np.float32(scale)
     return largest * abs(scale) <= LARGEST

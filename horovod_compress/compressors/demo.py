@@ -32,6 +32,7 @@ class DeMo(SelectiveCompressor):
 
     id = "demo"
     number = 19
+    takes_scale = True
     kept = {"residual": LOCAL}
     paper = "Peng, Quesnelle, Kingma, DeMo: Decoupled Momentum Optimization, arXiv 2411.19870"
 

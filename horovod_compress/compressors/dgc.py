@@ -113,38 +113,11 @@ class DGC(TopK):
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
         return self.select(grad, state, step, self.m, bool(self.nesterov), self.masking)
 
-    def owed(self, state: State) -> np.ndarray:
-        u, v = state.arrays.get("u"), state.arrays["v"]
-        return v if u is None else v + np.float32(_to_come(self.m)) * u
-
-    def take_over(self, owed: np.ndarray, state: State) -> bool:
-        u, v = state.arrays.get("u"), state.arrays["v"]
-        if u is None or self.m == 1:
-            v += owed
-            return True
-        late = self.as_gradient(owed)
-        u += np.float32(self.m if self.nesterov else 1) * late
-        v += np.float32(1 + self.m if self.nesterov else 1) * late
-        return True
-
-    def as_gradient(self, owed: np.ndarray) -> np.ndarray:
-        return _late(owed, self.m)
-
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         u, v = state.arrays.get("u"), state.arrays["v"]
         return kernels.of(grad).add_to_residual(
             grad, u, v, momentum=self.m, nesterov=bool(self.nesterov), scale=step.scale
         )[1]
-
-
-def _to_come(m: float) -> float:
-    """What later steps bring of a u of 1 where no gradients follow: m + m² + …"""
-    return 0.0 if m == 1 else m / (1 - m)
-
-
-def _late(owed: np.ndarray, m: float) -> np.ndarray:
-    """The gradient of which momentum makes what is owed: g + m·g + m²·g + …"""
-    return owed if m == 1 else np.float32(1 - m) * owed
 
 
 @dataclasses.dataclass
@@ -162,13 +135,16 @@ class DenseMomentum(NoCompression):
 
     id, number = None, -1  # not for users: DGC's own
     on_device = True
-    owes_results = True
     kept = {"u": SHARED}
 
     momentum: float = option(Number(0, 1), 0.9, "of the mean gradient")
     nesterov: bool = option(Flag(), False, "Nesterov's momentum")
     values: str = option(Choice("fp32", "fp16", "int8"), "fp32", "how they travel")
     seed: int = option(Count(), 0, "of what is drawn at random")
+
+    @property
+    def m(self) -> float:
+        return self.momentum
 
     @functools.cached_property
     def dense(self) -> Compressor:
@@ -183,18 +159,6 @@ class DenseMomentum(NoCompression):
 
     def init(self, name: str, shape: Tuple[int, ...]) -> DenseMomentumState:
         return DenseMomentumState(name, {"u": zeros(math.prod(shape))} if self.momentum else {})
-
-    def owed(self, state: State) -> Optional[np.ndarray]:
-        u = state.arrays.get("u")
-        # u: SGD's buffer.
-        return (
-            None
-            if u is None
-            else np.float32(_to_come(self.momentum) * (self.momentum if self.nesterov else 1)) * u
-        )
-
-    def as_gradient(self, owed: np.ndarray) -> np.ndarray:
-        return _late(owed, self.momentum)
 
     def encode_dense(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
         return HostReduce(grad)  # Not all is sent: u remains.

@@ -22,6 +22,7 @@ class SharedCoordinates(SelectiveCompressor):
     to be whole. The next sweep has another permutation. The coordinates are those of one tensor, or
     those of all tensors together; then a small tensor may have none in some steps."""
 
+    takes_scale = True
     kept = {"residual": LOCAL}
 
     ratio: Optional[float] = option(

@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import kernels
 from ..requests import Allreduce, Collective, HostReduce
-from .base import LOCAL, Encoding, Kept, State, Step, zeros
+from .base import LOCAL, SHARED, Encoding, State, Step, zeros
 from .options import Count, Number, option
 from .selective import SelectiveCompressor
 
@@ -47,7 +47,7 @@ class PowerSGD(SelectiveCompressor):
         "Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS "
         "2019, arXiv 1905.13727"
     )
-    kept = {"residual": LOCAL, "q": Kept("shared", 0)}  # q: a direction
+    kept = {"residual": LOCAL, "q": SHARED}  # q: a direction
 
     rank: int = option(Count(1), 4, "columns of P and Q; exact for matrices of at most this rank")
     start_step: int = option(Count(), 0, "steps before this one go dense")

@@ -25,6 +25,7 @@ class RandomK(GatheringCompressor):
 
     id = "randomk"
     number = 7
+    takes_scale = True
     kept = {"residual": LOCAL}
     paper = "Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, arXiv 1809.07599"
 

@@ -10,7 +10,7 @@ from typing import Any, Optional, Tuple
 import numpy as np
 
 from ..kernels import Encoded
-from .base import LOCAL, Compressor, Kept, State, Step, Undo, zeros
+from .base import LOCAL, SHARED, Compressor, State, Step, Undo, zeros
 from .options import Choice, Count, Flag, Patterns, option
 
 # A learning rate below counts as 0.
@@ -82,7 +82,7 @@ class ErrorFeedback(GatheringCompressor):
     counts with the γ of the step that sends it. With `follow_lr` it stands for the deferred update
     γ·residual, and is rescaled when γ changes so that this update stays the same."""
 
-    kept = {"residual": LOCAL, "lr": Kept("shared", 0)}
+    kept = {"residual": LOCAL, "lr": SHARED}
 
     def init(self, name: str, shape: Tuple[int, ...]) -> State:
         arrays = {"residual": zeros(math.prod(shape))}
@@ -99,10 +99,6 @@ class ErrorFeedback(GatheringCompressor):
             return 1.0
         last, state.arrays["lr"][0] = float(state.arrays["lr"][0]), step.lr
         return min(last / step.lr, _MOST_GROWTH)
-
-    def take_over(self, owed: np.ndarray, state: State) -> bool:
-        # Else it would have to say for which γ it is meant.
-        return not self.follow_lr and super().take_over(owed, state)
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
         encoded = self.pack(grad, state.arrays["residual"], state, step)

@@ -31,4 +31,4 @@ class Strom(ErrorFeedback):
     def pack(
         self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step
     ) -> kernels.Encoded:
-        return kernels.of(grad).encode_strom(grad, residual, tau=self.tau * step.unit)
+        return kernels.of(grad).encode_strom(grad, residual, tau=self.tau)

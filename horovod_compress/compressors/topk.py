@@ -87,6 +87,8 @@ class TopK(GatheringCompressor):
         "at most half the ranks",
     )
 
+    takes_scale = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hosts and self.exchange == "split":

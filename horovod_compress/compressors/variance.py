@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from .. import kernels
-from .base import LARGEST, LOCAL, Encoding, Kept, State, Step, Undo
+from .base import LARGEST, LOCAL, Encoding, State, Step, Undo
 from .options import Choice, Flag, Number, option
 from .selective import GatheringCompressor
 
@@ -36,7 +36,7 @@ class Variance(GatheringCompressor):
         "Tsuzuku, Imachi, Akiba, Variance-based Gradient Compression, ICLR 2018 workshop, arXiv "
         "1802.06058"
     )
-    kept = {"r": LOCAL, "v": Kept("local", 2)}
+    kept = {"r": LOCAL, "v": LOCAL}
     accumulator = "r"
 
     alpha: float = option(Number(0, low_open=True), 1.5, "how unambiguous: 1 to 2 in the paper")
@@ -68,7 +68,7 @@ class Variance(GatheringCompressor):
             state.indices,
             alpha=self.alpha,
             zeta=self.zeta,
-            tau=self.tau * step.unit,
+            tau=self.tau,
             error_feedback=self.error_feedback,
         )
         return kernels.after(encoded, functools.partial(self._selected, state))

@@ -27,6 +27,7 @@ from ..compressors.base import Compressor
 from ..deprecated import by_name
 from ..handshake import agree
 from ..hosts import Host
+from ..snapshot import Snapshots
 from .applied import refuse_unreduced
 from .checks import check_elastic, check_scaler, checked_moments
 from .exchange import GraphExchange, Saved
@@ -117,9 +118,10 @@ class BoundCompression(GraphCompression):
             self._compressor,
             *self._rank_and_size(),
             self._label,
-            discardable or grad_scaler is not None,
             dense_alone=self._elastic,
         )
+        if discardable or grad_scaler is not None:
+            self._exchange.extensions["discard"] = Snapshots()
         if optimizer is not None:
             self.bind(optimizer)
 

@@ -9,9 +9,11 @@ from typing import Any, Collection, Dict, Optional, Sequence, Tuple
 import numpy as np
 
 from .. import checkpoint
-from ..compressors.base import OWED, Compressor, Step
-from ..driver import Driver, Transaction, check_unit
+from ..compressors.base import Compressor, Step
+from ..driver import Driver, Transaction
+from ..handover import OWED
 from ..handshake import first_difference
+from ..loss_scale import to_true_units
 from ..requests import Allreduce, Alltoall, Final, StepNorm, TensorStep
 from ..step import Tensor, check_step_numbers, conclude, step_numbers
 from ..wire import FrameLength, Steady
@@ -61,15 +63,14 @@ class GraphExchange(Driver):
         rank: int,
         size: int,
         label: str,
-        discardable: bool = False,
         dense_alone: bool = False,
     ) -> None:
-        super().__init__(compressor, rank, size, label, discardable, dense_alone)
+        super().__init__(compressor, rank, size, label, dense_alone)
         # For what tensors share; each tensor's own is in one thread at a time.
         self._lock = threading.Lock()
         self._calls = itertools.count()
-        # Call → (its transaction, how many tensors are to come).
-        self._begun: Dict[int, Tuple[Transaction, int]] = {}
+        # Call → (its transaction, how many tensors are to come, their gradients' scale).
+        self._begun: Dict[int, Tuple[Transaction, int, float]] = {}
         self._pending: Dict[str, _Pending] = {}
         self._indices: Dict[str, int] = {}  # steps each tensor has taken
         self._shapes: Dict[str, tuple] = {}
@@ -132,17 +133,17 @@ class GraphExchange(Driver):
         """Those of all tensors that are known, by name."""
         return dict(self._shapes)
 
-    def begin(self, tensors: int, rank: int, size: int, unit: float = 1.0) -> int:
-        """Begins a step of so many tensors, whose gradients are times `unit`, on this rank of so
-        many; returns the number of the call. RuntimeError as of `check_unit`."""
-        check_unit(unit)
+    def begin(self, tensors: int, rank: int, size: int, loss_scale: float = 1.0) -> int:
+        """Begins a step of so many tensors, whose gradients are times `loss_scale`, on this rank
+        of so many; returns the number of the call. RuntimeError as of `to_true_units`."""
+        scale = to_true_units(loss_scale)
         with self._lock:
             if (rank, size) != (self._now.rank, self._now.size):
-                self._now = dataclasses.replace(self._now, rank=rank, size=size)
+                self.expect(rank=rank, size=size)
             call = next(self._calls)
             # Some never bring all: what nobody uses is not computed.
             self._begun.pop(call - _KEPT, None)
-            self._begun[call] = Transaction(unit=unit), tensors
+            self._begun[call] = Transaction(), tensors, scale
             return call
 
     def submit(
@@ -163,18 +164,16 @@ class GraphExchange(Driver):
         """
         self._end(name)
         with self._lock:
-            transaction, missing = self._begun.pop(call)
+            transaction, missing, scale = self._begun.pop(call)
             if missing > 1:
-                self._begun[call] = transaction, missing - 1
+                self._begun[call] = transaction, missing - 1, scale
             self._latest = transaction
         tensor, started = self._known(name, grad), time.perf_counter()
-        if tensor.unit != transaction.unit:
-            tensor.rescale(transaction.unit)
         index = self._indices[name]
         generator = self._begin(
             tensor,
             grad,
-            dataclasses.replace(self._now, index=index, squares=squares, lr=lr, unit=tensor.unit),
+            dataclasses.replace(self._now, index=index, squares=squares, lr=lr, scale=scale),
         )
         self._indices[name] += 1
         transaction.tensors.append(tensor)

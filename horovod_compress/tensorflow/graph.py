@@ -142,7 +142,7 @@ class GraphCompression(RunningCompression):
         compresses with this one."""
         grads, sources, factor, _, optimizer = reduction_of(tensor)
         self._factor = factor
-        self._exchange.check_host(factor())
+        self._exchange.handover.check_host(factor())
         self._check_serves(optimizer)
         self._served = optimizer
         self._local |= local_sources()

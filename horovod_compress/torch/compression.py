@@ -20,6 +20,7 @@ from ..deprecated import by_name
 from ..exchange import Exchange
 from ..handshake import agree, gather
 from ..hosts import Host
+from ..snapshot import Snapshots
 from ..transport.base import Transport
 from . import horovod_internals, ownership
 from .lifecycle import Event
@@ -142,15 +143,17 @@ class BoundCompression(StepCompression):
     @functools.cached_property
     def _exchange(self) -> Exchange:
         self._look_for_optimizer()
-        return Exchange(
+        exchange = Exchange(
             self._compressor,
             self._transport,
             self._tensors,
             self._label,
-            self._discardable,
             self._elastic,
             self._host,
         )
+        if self._discardable:
+            exchange.extensions["discard"] = Snapshots()
+        return exchange
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
         """Begins to serve Horovod's optimizer, which was given this compression, where that has not
@@ -163,7 +166,7 @@ class BoundCompression(StepCompression):
             if {slot.name for slot in self._reduced()} != self._tensors.keys():
                 self._follow_horovods_choice()
             if self._exchange_is_made:
-                self._exchange.check_host(horovod_internals.factor_of(optimizer))
+                self._exchange.handover.check_host(horovod_internals.factor_of(optimizer))
         except BaseException:
             self._optimizer = None
             raise

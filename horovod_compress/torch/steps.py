@@ -13,6 +13,8 @@ import torch
 
 from ..binding import warn_once
 from ..handshake import agree
+from ..loss_scale import to_true_units
+from ..snapshot import discard
 from ..transport.horovod import sleep_until_over
 from . import horovod_internals, ownership
 from .binding import TorchBinding
@@ -191,7 +193,7 @@ class StepCompression(TorchBinding):
         self._submitted.clear()
         self._switch_where_due()
         if scale is not None:
-            self._exchange.rescale(scale)
+            self._exchange.expect(scale=to_true_units(scale))
         self._meet()
         if self._compressor.follow_lr:
             self._rates = {
@@ -303,7 +305,7 @@ class StepCompression(TorchBinding):
             )
         else:
             if self._exchange.succeeded and self._discardable:
-                self._exchange.discard()
+                discard(self._exchange)
             self._step.take(Event.ROLLBACK)
 
     def _fail(self, slot: Slot, grad: torch.Tensor, why: str) -> None:

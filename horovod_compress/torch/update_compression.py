@@ -7,8 +7,9 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from ..compressors.base import OWED, Compressor
+from ..compressors.base import Compressor
 from ..exchange import Exchange
+from ..handover import OWED
 from ..handshake import agree, gather
 from ..transport.horovod import synchronize
 from ..updates import compressor_for_updates, differing

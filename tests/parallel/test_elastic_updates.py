@@ -13,7 +13,7 @@ from elastic_job import STEPS, loss_of, model_of
 from elastic_jobs import history, replay, run
 
 from horovod_compress.compressors import get_compressor
-from horovod_compress.compressors.base import OWED
+from horovod_compress.handover import OWED
 from horovod_compress.lockstep import run_step
 
 pytestmark = pytest.mark.extended

@@ -9,9 +9,24 @@ from hypothesis import strategies as st
 
 from horovod_compress.compressors import get_compressor
 from horovod_compress.lockstep import make_ranks
+from horovod_compress.loss_scale import to_true_units
+from horovod_compress.snapshot import Snapshots
 from horovod_compress.transport.loopback import Loopback
 
 SHAPES = {"w": (30, 40), "x": (40, 40), "bias": (40,)}
+
+
+def rescale(exchanges, loss_scale):
+    """From the next step on, gradients come times a loss scale."""
+    for exchange in exchanges:
+        exchange.expect(scale=to_true_units(loss_scale))
+
+
+def discardable(exchanges):
+    """The same exchanges, whose steps can be discarded."""
+    for exchange in exchanges:
+        exchange.extensions["discard"] = Snapshots()
+    return exchanges
 
 
 def ranks_of(spec, size=2, shapes=SHAPES, transport=Loopback):

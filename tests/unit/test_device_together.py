@@ -24,6 +24,7 @@ from horovod_compress.wire import WireError
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from ranks import discardable  # noqa: E402
 from test_device import MOMENTA, encode_topk  # noqa: E402
 
 from horovod_compress.kernels.device import DeviceArray, programs  # noqa: E402
@@ -293,7 +294,7 @@ def test_a_step_that_is_given_up_leaves_nothing_behind(spec):
     """Whether its calls were made or not, on one rank."""
     grads = gradients(5, 3)
     (expected,) = make_ranks(get_compressor(spec), shapes(5), Loopback.group(1))
-    (found,) = make_ranks(get_compressor(spec), shapes(5), Loopback.group(1), discardable=True)
+    (found,) = discardable(make_ranks(get_compressor(spec), shapes(5), Loopback.group(1)))
     for number, (ranks, _) in enumerate(grads):
         for exchange in (expected, found):
             run(

@@ -3,11 +3,12 @@ algorithm."""
 
 import numpy as np
 import pytest
-from ranks import SHAPES, assert_same, copy_of, gradients, ranks_of
+from ranks import assert_same, copy_of, discardable, gradients, ranks_of, rescale
 
 from horovod_compress import available, get_compressor
 from horovod_compress.exchange import Exchange
-from horovod_compress.lockstep import run_step, start_step
+from horovod_compress.lockstep import finish_step, run_step, start_step
+from horovod_compress.snapshot import discard
 from horovod_compress.transport.loopback import Loopback
 
 SPECS = [
@@ -24,21 +25,12 @@ KEEPS_STATE = [
 ]
 
 
-def discardable(spec, size=2):
-    compressor = get_compressor(spec)
-    tensors = {name: (shape, compressor) for name, shape in SHAPES.items()}
-    return [
-        Exchange(compressor, transport, tensors, discardable=True)
-        for transport in Loopback.group(size)
-    ]
-
-
 @pytest.mark.parametrize(
     "how", ["discarded", "discarded after the next step was asked for", "not finite", "abandoned"]
 )
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_forgotten_step_leaves_no_trace(spec, how):
-    exchanges = discardable(spec)
+    exchanges = discardable(ranks_of(spec))
     for step in range(3):
         run_step(exchanges, gradients(step))
     before = [copy_of(ex) for ex in exchanges]
@@ -48,14 +40,14 @@ def test_a_forgotten_step_leaves_no_trace(spec, how):
     if how == "abandoned":
         start_step(exchanges, grads)
         run_step(exchanges, gradients(8))
-        [ex.discard() for ex in exchanges]
+        [discard(ex) for ex in exchanges]
     else:
         run_step(exchanges, grads)
     if "asked" in how:
         [ex.end_step() for ex in exchanges]
     if how.startswith("discarded"):
-        [ex.discard() for ex in exchanges]
-        [ex.discard() for ex in exchanges]  # once is enough
+        [discard(ex) for ex in exchanges]
+        [discard(ex) for ex in exchanges]  # once is enough
     for ex, state in zip(exchanges, before):
         assert_same(copy_of(ex), state)
         assert ex.stats()["steps_undone"] == (2 if how == "abandoned" else 1)
@@ -64,13 +56,13 @@ def test_a_forgotten_step_leaves_no_trace(spec, how):
 
 
 def test_a_state_that_was_loaded_is_not_discarded():
-    exchanges = discardable("topk")
+    exchanges = discardable(ranks_of("topk"))
     run_step(exchanges, gradients(0))
     saved = [ex.state_dict() for ex in exchanges]
     run_step(exchanges, gradients(1))
     for ex, state in zip(exchanges, saved):
         ex.load_state_dict(state)
-        ex.discard()
+        discard(ex)
         assert_same(copy_of(ex), state["tensors"])
     undone = [ex.stats()["steps_undone"] for ex in exchanges]
     run_step(exchanges, gradients(2))  # the next step counts
@@ -83,7 +75,7 @@ def test_state_follows_the_loss_scale(spec):
     for step, scale in enumerate((2.0**16, 2.0**16, 2.0**15, 2.0**3, 2.0**24)):
         results = []
         for exchanges, factor in ((plain, 1.0), (scaled, scale)):
-            [ex.rescale(factor) for ex in exchanges]
+            rescale(exchanges, factor)
             grads = gradients(step)
             for g in (g for named in grads for g in named.values()):
                 g *= np.float32(factor)
@@ -96,9 +88,27 @@ def test_state_follows_the_loss_scale(spec):
         plain[0].stats()["residual_norm"], rel=1e-6
     )
     for ex, other in zip(ranks_of(spec), scaled):
-        ex.rescale(8.0)
+        rescale([ex], 8.0)
         ex.load_state_dict(other.state_dict())
         assert_same(ex.state_dict()["tensors"], other.state_dict()["tensors"])
+
+
+def test_sums_of_samples_squares_follow_the_loss_scale():
+    states = []
+    for scale in (1.0, 2.0**16):
+        exchanges = ranks_of("variance:moments=microbatch,tau=0.5,min_numel=0")
+        rescale(exchanges, scale)
+        for step in range(3):
+            grads = [
+                {name: g * np.float32(scale) for name, g in named.items()}
+                for named in gradients(step)
+            ]
+            squares = [{name: np.square(g) for name, g in named.items()} for named in grads]
+            finish_step(exchanges, start_step(exchanges, grads, squares=squares), grads)
+        states.append([copy_of(exchange) for exchange in exchanges])
+    for plain, scaled in zip(*states):
+        assert np.any(plain["w"]["v"])
+        assert_same(scaled, plain)
 
 
 def test_clipping_is_of_true_gradients():
@@ -108,7 +118,7 @@ def test_clipping_is_of_true_gradients():
         for named in grads:
             for g in named.values():
                 g *= np.float32(scale)
-        [ex.rescale(scale) for ex in exchanges]
+        rescale(exchanges, scale)
         run_step(exchanges, grads)
         norm = sum(np.square(g / scale).sum() for g in grads[0].values()) ** 0.5
         assert 0 < norm <= 0.001 * 1.0001
@@ -116,12 +126,12 @@ def test_clipping_is_of_true_gradients():
 
 def test_forgetting_must_be_asked_for():
     with pytest.raises(RuntimeError, match="discardable=True"):
-        ranks_of("topk")[0].discard()
+        discard(ranks_of("topk")[0])
 
 
 def one_rank():
     compressor = get_compressor("topk:ratio=0.25,min_numel=0")
-    return Exchange(compressor, Loopback.group(1)[0], {"w": ((4,), compressor)}, discardable=True)
+    return discardable([Exchange(compressor, Loopback.group(1)[0], {"w": ((4,), compressor)})])[0]
 
 
 def test_discarding_in_the_middle_of_a_step_changes_nothing():
@@ -131,7 +141,7 @@ def test_discarding_in_the_middle_of_a_step_changes_nothing():
         carrier = ex.submit("w", grad)
         if ex is exchange:
             with pytest.raises(RuntimeError, match="under way"):
-                ex.discard()
+                discard(ex)
         ex.finish("w", carrier)
         assert ex.succeeded
     assert_same(exchange.arrays(), twin.arrays())
@@ -142,6 +152,26 @@ def test_a_change_of_scale_before_a_step_is_discarded():
     for grad in ([1, 2, 3, 10], [0, 0, 0, 1]):
         exchange.finish("w", exchange.submit("w", np.array(grad, np.float32)))
         exchange.end_step()
-    exchange.rescale(1024.0)
-    exchange.discard()
+    rescale([exchange], 1024.0)
+    discard(exchange)
     np.testing.assert_array_equal(exchange.state_dict()["tensors"]["w"]["residual"], [1, 2, 3, 0])
+
+
+def test_half_precision_travels_scaled():
+    """Gradients that float16 has no digits for arrive, where a loss scale lifts them."""
+    (exchange,) = ranks_of("dgc:momentum=0.5,min_numel=100000,dense=fp16", 1)
+    rescale([exchange], 2.0**24)
+    grads = [{"w": np.full(1200, 1e-9 * 2**24, np.float32)}]
+    found = run_step([exchange], grads)[0]["w"] / np.float32(2**24)
+    np.testing.assert_allclose(found, 1e-9, rtol=1e-3)
+    np.testing.assert_allclose(exchange.arrays()["w"]["u"], 1e-9, rtol=1e-3)
+
+
+def test_a_result_that_leaves_float32_by_its_loss_scale_is_not_finite():
+    (exchange,) = ranks_of("dgc:momentum=0.9,min_numel=100000", 1)
+    rescale([exchange], 2.0**24)
+    found = []
+    for _ in range(2):
+        run_step([exchange], [{"w": np.full(1200, 2e38, np.float32)}])
+        found.append(exchange.succeeded)
+    assert found == [True, False]

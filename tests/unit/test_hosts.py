@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import on_all_ranks, shapes
+from ranks import discardable, on_all_ranks, shapes
 from tiers import examples
 
 import horovod_compress as hc
-from horovod_compress import checkpoint
+from horovod_compress import checkpoint, handover
 from horovod_compress.hosts import Host
 from horovod_compress.lockstep import make_ranks, run_step
 from horovod_compress.transport.loopback import Loopback
@@ -71,7 +71,7 @@ def owed(exchanges, name):
     for exchange in exchanges:
         exchange.arrays()
     return sum(
-        tensor.compressor.owed(tensor.state).astype(np.float64)
+        handover.owed(tensor.compressor, tensor.state).astype(np.float64)
         for ex in exchanges
         for tensor in ex.tensors
         if tensor.name == name
@@ -133,8 +133,8 @@ def test_a_step_that_is_not_finite_is_undone_on_all_ranks_alike(job, spec, at):
     """Bit for bit, where it is forgotten."""
     local_size, named, steps = job
     ranks, compressor = len(steps[0]), hc.get_compressor(f"{spec},min_numel=0,hosts=true")
-    exchanges = make_ranks(
-        compressor, named, Loopback.group(ranks), discardable=True, local_size=local_size
+    exchanges = discardable(
+        make_ranks(compressor, named, Loopback.group(ranks), local_size=local_size)
     )
     for step in steps:
         run_step(exchanges, flat(step))

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from battery_facts import SHAPES, copies, over, quiet, spec_of, steps_of, variants
-from ranks import assert_same, copy_of, on_all_ranks, ranks_of
+from ranks import assert_same, copy_of, on_all_ranks, ranks_of, rescale
 
 from horovod_compress import checkpoint
 from horovod_compress.handshake import MismatchError
@@ -101,7 +101,7 @@ def test_a_portable_state_is_the_same_on_all_ranks():
 def test_loss_scales_are_left_out():
     exchanges = ranks_of("variance:min_numel=0", 2, SHAPES)
     for exchange, unit in zip(exchanges, (1.0, 1024.0)):
-        exchange.rescale(unit)
+        rescale([exchange], unit)
     grads = steps_of(0, 1, 2, spread=False)[0]
     run_step(
         exchanges,

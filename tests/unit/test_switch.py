@@ -5,11 +5,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import discardable, rescale
 from tiers import examples
 
-from horovod_compress import checkpoint, get_compressor
-from horovod_compress.compressors.base import OWED
+from horovod_compress import checkpoint, get_compressor, handover
+from horovod_compress.handover import OWED
 from horovod_compress.lockstep import make_ranks, run_step
+from horovod_compress.snapshot import discard
 from horovod_compress.transport.loopback import Loopback
 
 SHAPES = {"matrix": (40, 50), "small": (7,)}
@@ -60,10 +62,9 @@ def owed(exchanges, name):
     for exchange in exchanges:
         exchange.arrays()
         tensor = exchange._tensors[name]
-        parts = (tensor.compressor.owed(tensor.state), tensor.state.arrays.get(OWED))
+        parts = (handover.owed(tensor.compressor, tensor.state), tensor.state.arrays.get(OWED))
         total.append(
             sum((part for part in parts if part is not None), np.zeros(tensor.numel, np.float32))
-            / tensor.unit
         )
     return np.mean(total, axis=0, dtype=np.float64)
 
@@ -84,7 +85,7 @@ def owed(exchanges, name):
 )
 def test_nothing_is_lost_over_any_sequence_of_switches(sequence, size, seed):
     rng, unit = np.random.default_rng(seed), 1.0
-    exchanges = ranks(sequence[0][0], size, discardable=True)
+    exchanges = discardable(ranks(sequence[0][0], size))
     come, brought = (
         {name: np.zeros(int(np.prod(shape))) for name, shape in SHAPES.items()} for _ in range(2)
     )
@@ -92,14 +93,13 @@ def test_nothing_is_lost_over_any_sequence_of_switches(sequence, size, seed):
         switch(exchanges, spec)
         if event == "rescale":
             unit = 1024.0 / unit
-            for exchange in exchanges:
-                exchange.rescale(unit)
+            rescale(exchanges, unit)
         if event == "save":
             states = [exchange.state_dict() for exchange in exchanges]
-            exchanges = ranks(spec, size, discardable=True)
+            exchanges = discardable(ranks(spec, size))
             for exchange, state in zip(exchanges, states):
                 exchange.load_state_dict(state)
-                exchange.rescale(unit)
+            rescale(exchanges, unit)
         for step in range(steps):
             grads = gradients(rng, size)
             if event == "nan" and step == 0:
@@ -193,12 +193,12 @@ def test_what_has_no_place_is_sent_densely_once():
 
 def test_a_discarded_step_owes_again():
     rng = np.random.default_rng(3)
-    exchanges = ranks("topk:ratio=0.01", 1, discardable=True)
+    exchanges = discardable(ranks("topk:ratio=0.01", 1))
     run_step(exchanges, gradients(rng, 1))
     switch(exchanges, "qsgd")
     owing = owed(exchanges, "matrix")
     run_step(exchanges, gradients(rng, 1))
-    exchanges[0].discard()
+    discard(exchanges[0])
     assert np.array_equal(owed(exchanges, "matrix"), owing) and np.any(owing)
 
 

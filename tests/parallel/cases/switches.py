@@ -9,8 +9,8 @@ import torch
 from checks import raises, registry
 
 import horovod_compress.torch as hvdc
-from horovod_compress import MismatchError
-from horovod_compress.compressors.base import OWED
+from horovod_compress import MismatchError, handover
+from horovod_compress.handover import OWED
 
 from .training import (
     assert_close,
@@ -34,7 +34,10 @@ def owed(compression, names):
     for tensor in map(exchange._tensors.get, names):
         found = [
             part
-            for part in (tensor.compressor.owed(tensor.state), tensor.state.arrays.get(OWED))
+            for part in (
+                handover.owed(tensor.compressor, tensor.state),
+                tensor.state.arrays.get(OWED),
+            )
             if part is not None
         ]
         parts.append(np.sum(found, axis=0) if found else np.zeros(tensor.numel, np.float32))
@@ -167,7 +170,7 @@ def momentum_of_sums_after_a_state_was_loaded():
     bound.switch("dgc:ratio=1,masking=false")
     bound.load_state_dict(_loaded(saved)[-1])
     # The state is a new one, of which nothing was handed over.
-    bound._exchange.check_host(2.0)
+    bound._exchange.handover.check_host(2.0)
 
 
 @case(2)

@@ -13,8 +13,8 @@ from checks import raises, registry
 from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
-from horovod_compress import MismatchError
-from horovod_compress.compressors.base import OWED
+from horovod_compress import MismatchError, handover
+from horovod_compress.handover import OWED
 
 from .training import (
     SGD,
@@ -49,7 +49,7 @@ def owed(compression, name):
     tensor = exchange._tensors[name]
     found = [
         part
-        for part in (tensor.compressor.owed(tensor.state), tensor.state.arrays.get(OWED))
+        for part in (handover.owed(tensor.compressor, tensor.state), tensor.state.arrays.get(OWED))
         if part is not None
     ]
     mine = np.sum(found, axis=0) if found else np.zeros(tensor.numel, np.float32)

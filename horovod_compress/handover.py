@@ -1,0 +1,148 @@
+"""From one compressor of a tensor to another: what results are still to bring is not lost.
+
+The debt of a state is what its later results would bring of earlier gradients. The same algorithm
+goes on with its arrays. Another one gets the debt into its residual, or where it has none the debt
+stays beside its state, as an array of its own, until a step that succeeds has brought it densely.
+"""
+
+import dataclasses
+from typing import Any, Dict, Optional
+
+import numpy as np
+
+from . import checkpoint
+from .compressors.base import Compressor, State, Step
+from .kernels import beside
+from .requests import Allreduce, HostReduce, TensorStep
+from .step import Begin, Extension, Tensor
+
+# The array of a debt, as long as the tensor and this rank's own.
+OWED = "owed"
+checkpoint.BESIDE.add(OWED)
+
+
+def owed(compressor: Compressor, state: State) -> Optional[np.ndarray]:
+    """The debt of an algorithm's own arrays, up to date only after `apply_pending`; None where
+    there is none."""
+    debt, u = compressor.residual(state), state.arrays.get("u")
+    # What later steps bring of a u of 1 where no gradients follow: m + m² + …
+    m = compressor.m
+    to_come = 0.0 if m == 1 else m / (1 - m)
+    if u is not None and m:
+        # Without a residual, u is of results, as SGD's buffer is.
+        of_buffer = m if debt is None and compressor.nesterov else 1
+        later = np.float32(to_come * of_buffer) * u
+        debt = later if debt is None else debt + later
+    shard = compressor.shard
+    return debt if debt is None or shard is None else shard.whole(debt)
+
+
+def late(compressor: Compressor, debt: np.ndarray) -> np.ndarray:
+    """The gradient of which the algorithm's momentum makes a debt: g + m·g + m²·g + …"""
+    m = compressor.m
+    return debt if m in (0, 1) else np.float32(1 - m) * debt
+
+
+def _accepts(compressor: Compressor, state: State, debt: np.ndarray) -> bool:
+    """Adds a debt to a state that has a place for it; returns whether it has, alike on all
+    ranks."""
+    residual, u, m = compressor.residual(state), state.arrays.get("u"), compressor.m
+    # A residual that follows the learning rate would have to say for which one the debt is meant.
+    # The debt is this rank's of the whole tensor, where a shard is of one part for several ranks.
+    if residual is None or compressor.follow_lr or compressor.shard is not None:
+        return False
+    if u is None or m == 1:
+        residual += debt
+        return True
+    gradient = late(compressor, debt)
+    u += np.float32(m if compressor.nesterov else 1) * gradient
+    residual += np.float32(1 + m if compressor.nesterov else 1) * gradient
+    return True
+
+
+class Handover(Extension):
+    """Hands debts over, and brings those that have no other place."""
+
+    def __init__(self) -> None:
+        # Whether it was taken for granted that the host averages.
+        self.takes_average = False
+
+    def hand_over(
+        self, earlier: Tensor, tensor: Tensor, gain: float, factor: Optional[float]
+    ) -> None:
+        """Has a tensor go on from what it kept under another compressor.
+
+        Args:
+            earlier: the tensor as it was, with arrays that are up to date.
+            tensor: the same tensor under its new compressor.
+            gain: new over old factor that the host applies to a result.
+            factor: what the host makes of a 1 on each rank; None: not known yet, taken for 1.
+        """
+        tensor.counters, state, old = earlier.counters, tensor.state, earlier.compressor
+        state.overflows, arrays = earlier.state.overflows, dict(earlier.state.arrays)
+        left = arrays.pop(OWED, None)
+        if gain == 1 and _kind(old, arrays) == _kind(tensor.compressor, state.arrays):
+            state.arrays.update(arrays if left is None else {**arrays, OWED: left})
+            return
+        debt = owed(old, earlier.state)
+        # Of results, and so alike on all ranks, which will all bring it.
+        if debt is not None and old.residual(earlier.state) is None and debt.any():
+            debt = debt / np.float32(factor or 1)
+            self.takes_average |= factor is None
+        found = [each for each in (debt, left) if each is not None]
+        if found:
+            debt = np.float32(1 / gain) * np.sum(found, axis=0)
+            if not _accepts(tensor.compressor, state, debt):
+                state.arrays[OWED] = debt
+
+    def check_host(self, factor: float) -> None:
+        """Raises RuntimeError where `hand_over` has taken the host's factor for another one."""
+        if self.takes_average and abs(factor - 1) > 1e-6:  # which predivision may round
+            raise RuntimeError(
+                "a loaded state was switched to another algorithm before the first gradient, when "
+                "it was not known that Horovod's optimizer does not average: what small tensors' "
+                "momentum is still to bring would come times the number of ranks. Load the states "
+                "again, and call switch() after the first step, or say op=hvd.Average"
+            )
+
+    def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
+        debt = tensor.state.arrays.get(OWED)
+        if debt is None:
+            return begin(tensor, grad, step)
+        # A shard's compressor adds it to what the ranks of a machine share.
+        if tensor.shard is not None:
+            return _paying(tensor, begin(tensor, grad, step), None)
+        debt = late(tensor.compressor, debt)
+        if not tensor.keeps_gradients:
+            # Its payload travels as the gradient comes.
+            debt = np.float32(1 / step.scale) * debt
+        # A graph has an operation for the type that `encode` makes, which may be float16.
+        dense = tensor.declared[0].verb != "host"
+        return _paying(tensor, begin(tensor, grad, dataclasses.replace(step, dense=dense)), debt)
+
+
+def _paying(tensor: Tensor, step: TensorStep, debt: Optional[np.ndarray]) -> TensorStep:
+    """A tensor's dense step, with a debt added to its payload, that the tensor no longer has where
+    the step succeeds. In a residual, where it would stay after a failed step, it never is."""
+    answer = None
+    try:
+        while True:
+            request = [step.send(answer)]
+            # The first is a carrier, unless it is the payload itself.
+            payload: Any = getattr(request[0], "request", request[0])
+            moves = isinstance(payload, (HostReduce, Allreduce)) and payload is not tensor.carrier
+            if moves and debt is not None:
+                payload.array += beside(debt, payload.array)
+            del payload
+            # Nothing of it stays here while the step waits.
+            answer = yield request.pop()
+    except StopIteration:
+        tensor.state.arrays.pop(OWED, None)
+    finally:
+        step.close()
+
+
+def _kind(compressor: Compressor, arrays: Dict[str, np.ndarray]) -> Any:
+    """Where this is alike, arrays mean the same."""
+    shapes = {key: array.shape for key, array in arrays.items()}
+    return type(compressor), compressor.id, shapes

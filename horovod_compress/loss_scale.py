@@ -1,0 +1,72 @@
+"""Loss scales end here: algorithms and their state see gradients in true units.
+
+Drivers give each step the factor that brings its gradients to true units, as `Step.scale`. What is
+kept of gradients needs them in those; payloads that leave nothing behind travel as they come, and
+so do those whose state is of results, because half precision has more digits for them.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from . import kernels
+from .compressors.base import Step, multiply
+from .requests import Outcome, TensorStep
+from .step import Begin, Extension, Tensor
+
+
+def to_true_units(loss_scale: float) -> float:
+    """The `Step.scale` of gradients that come times a loss scale.
+
+    Raises:
+        RuntimeError: float32 may have no room for such gradients.
+    """
+    if not 2.0**-60 <= loss_scale <= 2.0**60:
+        raise RuntimeError(
+            f"the loss scale has come to {loss_scale}: were gradients not finite in every step?"
+        )
+    return 1 / loss_scale
+
+
+class LossScale(Extension):
+    """Takes the loss scale off gradients, and puts it on results."""
+
+    def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
+        if step.scale == 1:
+            return begin(tensor, grad, step)
+        loss_scale = 1 / step.scale
+        if tensor.keeps_gradients:
+            step = dataclasses.replace(step, gain=loss_scale)
+            if tensor.compressor.takes_scale:
+                return begin(tensor, grad, step)
+            grad *= np.float32(step.scale)
+            if step.squares is not None:
+                np.multiply(step.squares, np.float32(step.scale**2), out=step.squares)
+            return begin(tensor, grad, dataclasses.replace(step, scale=1.0))
+        of_results = bool(tensor.compressor.kept.keys() & tensor.state.arrays.keys())
+        gain = step.scale if of_results else 1.0
+        limit = step.clip_norm and step.clip_norm * loss_scale
+        step = dataclasses.replace(step, scale=1.0, gain=gain, clip_norm=limit)
+        inner = begin(tensor, grad, step)
+        return _scaled_results(inner, loss_scale) if of_results else inner
+
+
+def _scaled_results(step: TensorStep, loss_scale: float) -> TensorStep:
+    """A tensor's step, with its result times the loss scale."""
+    answer = None
+    try:
+        while True:
+            request = [step.send(answer)]
+            if isinstance(request[0], Outcome):
+                outcome = request[0]
+                largest = kernels.deferred(outcome.result).max_abs(outcome.result)
+                scaled = functools.partial(multiply, outcome.result, loss_scale)
+                outcome.finite &= yield from kernels.answered(kernels.after(largest, scaled))
+                del outcome, largest, scaled
+            # Nothing of it stays here while the step waits.
+            answer = yield request.pop()
+    except StopIteration:
+        return
+    finally:
+        step.close()

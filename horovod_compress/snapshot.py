@@ -1,0 +1,65 @@
+"""Steps that can be discarded: each begins with a copy of the state, and goes back to it."""
+
+from typing import Dict
+
+import numpy as np
+
+from .compressors.base import Step
+from .driver import Driver
+from .requests import TensorStep
+from .step import Begin, Extension, Tensor
+
+
+class Snapshots(Extension):
+    """Copies each tensor's state before its step. A step that fails leaves no trace in the state
+    then; without a copy its gradients stay in residuals."""
+
+    def __init__(self) -> None:
+        # By tensor and array, of the last step. The memory is used again.
+        self._before: Dict[str, Dict[str, np.ndarray]] = {}
+
+    def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
+        self._take(tensor)
+        return self._restoring(tensor, begin(tensor, grad, step))
+
+    def _restoring(self, tensor: Tensor, step: TensorStep) -> TensorStep:
+        succeeded = False
+        try:
+            yield from step
+            succeeded = True
+        finally:
+            if not succeeded:
+                self.restore(tensor)
+
+    def _take(self, tensor: Tensor) -> None:
+        tensor.compressor.apply_pending(tensor.state)
+        earlier, taken = self._before.get(tensor.name, {}), {}
+        for key, array in tensor.state.arrays.items():
+            memory = earlier.get(key)
+            if memory is None or memory.shape != array.shape:
+                memory = np.empty_like(array)
+            np.copyto(memory, array)
+            taken[key] = memory
+        self._before[tensor.name] = taken
+
+    def restore(self, tensor: Tensor) -> None:
+        """Makes a tensor's state what it was before its last step."""
+        tensor.compressor.apply_pending(tensor.state)
+        arrays = tensor.state.arrays
+        for key, array in self._before[tensor.name].items():
+            np.copyto(arrays.setdefault(key, np.empty_like(array)), array)
+
+
+def discard(driver: Driver) -> None:
+    """Forgets a driver's last step, on all ranks alike: its result is not used.
+
+    Raises:
+        RuntimeError: steps are not discardable, or one is under way.
+    """
+    snapshots = driver.extensions.get("discard")
+    if not isinstance(snapshots, Snapshots):
+        raise RuntimeError(
+            "only a compression that was made with discardable=True can forget a step"
+        )
+    for tensor in driver.reject_last():
+        snapshots.restore(tensor)
