@@ -92,23 +92,21 @@ def __getattr__(name: str) -> Callable[..., Generator[DeviceCall, Any, Any]]:
     """The kernel of that name for steps, which call it by `yield from`."""
     if not hasattr(host, name):
         raise AttributeError(f"there is no kernel {name}")
-    call = globals()[name] = functools.partial(_call, name)
-    return call
+
+    def call(*arrays: Any, **options: Any) -> Generator[DeviceCall, Any, Any]:
+        for array in arrays:
+            if not isinstance(array, _NOT_ON_DEVICE):
+                answer = yield DeviceCall(array, name, arrays, options, array.stream())
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
+        return getattr(host, name)(*arrays, **options)
+
+    return globals().setdefault(name, call)
 
 
 # Either says nothing of a device.
 _NOT_ON_DEVICE = np.ndarray, type(None)
-
-
-def _call(name: str, *arrays: Any, **options: Any) -> Generator[DeviceCall, Any, Any]:
-    """Returns the result of a kernel, where arrays are on a device after a DeviceCall."""
-    for array in arrays:
-        if not isinstance(array, _NOT_ON_DEVICE):
-            answer = yield DeviceCall(array, name, arrays, options, array.stream())
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-    return getattr(host, name)(*arrays, **options)
 
 
 def together(calls: Sequence[DeviceCall]) -> List[Any]:

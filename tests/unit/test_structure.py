@@ -17,7 +17,7 @@ LAYERS = [
     ["split"],
     ["compressors"],
     ["plan", "step", "transport", "hosts"],
-    ["checkpoint", "driver"],
+    ["checkpoint", "driver", "stages"],
     ["exchange", "recording"],
     ["lockstep"],
     ["simulate", "bench", "models", "cost", "report"],
