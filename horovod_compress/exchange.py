@@ -10,21 +10,7 @@ predivision are.
 import dataclasses
 import functools
 import time
-from typing import (
-    Any,
-    Callable,
-    Collection,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    NoReturn,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-    Union,
-)
+from typing import Any, Callable, Collection, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
 import numpy as np
 
@@ -42,9 +28,9 @@ from .requests import (
     HostReduce,
     SelectAgain,
     StepNorm,
-    TensorStep,
 )
 from .split import split_step
+from .stages import Pending, Stage, Stages
 from .step import Tensor, check_step_numbers, conclude, step_numbers
 from .transport.base import Transport
 from .wire import FrameLength
@@ -54,21 +40,7 @@ from .wire import FrameLength
 _TOGETHER = 1 << 24
 
 
-@dataclasses.dataclass
-class _Pending:
-    """A tensor's step that is under way."""
-
-    tensor: Tensor
-    grad: np.ndarray
-    step: TensorStep
-    # An array, from the first request on.
-    carrier: Any = None
-    request: Any = None  # the Request that it waits for
-    # A function that waits for the collective of that request, where one was started.
-    wait: Any = None
-
-
-def _first_of(pendings: Iterable[_Pending]) -> List[_Pending]:
+def _first_of(pendings: Iterable[Pending]) -> List[Pending]:
     """As many as have calls worth making together, so that more take no more memory."""
     chosen, numel = [], 0
     for pending in pendings:
@@ -77,26 +49,6 @@ def _first_of(pendings: Iterable[_Pending]) -> List[_Pending]:
         if numel >= _TOGETHER:
             break
     return chosen
-
-
-def _answer_calls(
-    pendings: Sequence[_Pending],
-    answered: Callable[[_Pending, Any], Any],
-    counter: str = "encode_seconds",
-) -> None:
-    """Makes the kernels' calls of steps, and gives each its answer, also where another one fails:
-    it has to know what was taken out of its state."""
-    started = time.perf_counter()
-    answers = kernels.together([pending.request for pending in pendings])
-    pendings[0].tensor.counters[counter] += time.perf_counter() - started
-    failure = None
-    for pending, answer in zip(pendings, answers):
-        try:
-            answered(pending, answer)
-        except BaseException as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
 
 
 class Exchange(Driver):
@@ -127,20 +79,8 @@ class Exchange(Driver):
         self._split_lengths = transport.frame_length(), transport.frame_length()
         self._transaction = Transaction(0)
         self._collectives = transport  # of the transaction
-        self._steps: Dict[str, TensorStep] = {}  # of the transaction
-        # Of those, submitted and not finished.
-        self._open: Dict[str, _Pending] = {}
-        # Of those, with exchanges to come before they have a payload.
-        self._in_rounds: List[_Pending] = []
-        # Of those, with entries that are exchanged when all are there.
-        self._to_split: Dict[str, _Pending] = {}
-        # Of those, with a kernel's call that waits for other tensors', before the last exchange.
-        self._calling: List[_Pending] = []
-        self._to_call = 0  # elements of those
-        # Of those submitted, whose results the host has not brought.
-        self._awaited: Set[str] = set()
-        # Of those submitted, with a kernel's call after it.
-        self._decoding: Dict[str, _Pending] = {}
+        self._stages = Stages()  # of the transaction
+        self._to_call = 0  # elements of those at Stage.CALL
         # With sums: waits for the ranks' numbers of this step; False once they were compared.
         self._numbers: Any = None
 
@@ -160,9 +100,9 @@ class Exchange(Driver):
         memory belongs to the exchange until `finish`. A tensor that is submitted again although its
         step was never finished abandons that step: what it took out of residuals goes back.
         """
-        if self._steps and (not self._open or name in self._steps):
+        if self._stages.all and (not self._stages.open or name in self._stages.all):
             self._end()
-        if not self._steps:
+        if not self._stages.all:
             self._collectives = self.transport.in_step(f"{self._label}:ranks")
         plain = squares is None and lr is None and base is None
         step = (
@@ -171,14 +111,13 @@ class Exchange(Driver):
             else dataclasses.replace(self._now, squares=squares, lr=lr, base=base)
         )
         tensor, transaction = self._known(name, grad), self._transaction
-        pending = self._open[name] = _Pending(tensor, grad, self._begin(tensor, grad, step))
-        self._steps[name] = pending.step
-        self._awaited.add(name)
+        pending = Pending(tensor, self._begin(tensor, grad, step), grad)
+        self._stages.add(pending)
         self._latest = transaction
         transaction.tensors.append(tensor)
         self._advance(pending, None)
         if self._to_call >= _TOGETHER:
-            self._call()
+            self._call(Stage.CALL, self._advance)
         return pending.carrier
 
     def is_payload(self, name: str, carrier: np.ndarray) -> bool:
@@ -196,28 +135,28 @@ class Exchange(Driver):
     def rounds(self, factor: float = 1.0) -> Iterator[None]:
         """`flush` by rounds, for a driver of several ranks: yields when it has started something,
         before it waits for it."""
-        self._call()
-        norms = [pending for pending in self._in_rounds if isinstance(pending.request, StepNorm)]
-        if norms:
-            self._in_rounds.clear()
-            squared_norm = factor**2 * sum(
-                kernels.of(pending.grad).squared_norm(pending.grad) for pending in norms
-            )
-            for pending in norms:
-                self._advance(pending, (squared_norm, True))
-            self._call()
-        while self._in_rounds:
-            waiting, self._in_rounds = self._in_rounds, []
-            self._start_maxima([pending for pending in waiting if pending.wait is None])
+        self._call(Stage.CALL, self._advance)
+        norms = self._stages.waiting(Stage.NORM)
+        squared_norm = factor**2 * sum(
+            kernels.of(pending.grad).squared_norm(pending.grad) for pending in norms
+        )
+        self._stages.take(norms)
+        for pending in norms:
+            self._advance(pending, (squared_norm, True))
+        self._call(Stage.CALL, self._advance)
+        while self._stages.at[Stage.ROUND]:
+            waiting = self._stages.waiting(Stage.ROUND)
+            self._start_maxima([each for each in waiting if each.wait is None])
             yield
             started = time.perf_counter()
-            self._compare_step_numbers()
+            self._stages.take(waiting)
+            self._compare_numbers()
             answers = [pending.wait() for pending in waiting]
             waiting[0].tensor.counters["exchange_seconds"] += time.perf_counter() - started
             for pending, answer in zip(waiting, answers):
                 self._advance(pending, answer)
-            self._call()
-        if self._to_split:
+            self._call(Stage.CALL, self._advance)
+        if self._stages.at[Stage.SPLIT]:
             yield from self._split(factor)
 
     def finish(self, name: str, reduced: np.ndarray) -> None:
@@ -225,116 +164,140 @@ class Exchange(Driver):
         on a device, once the last tensor of the step is finished, or by `settle`. reduced: the
         carrier as the host brought it back. A result that is not finite on some rank is not finite
         on all of them."""
-        self._awaited.discard(name)
-        pending = self._open.get(name) or self._refuse_given_up(name)
-        if self._in_rounds or self._calling or name in self._to_split:
+        pending = self._stages.open.get(name)
+        if pending is not None and (self._stages.before_last or pending.stage is Stage.SPLIT):
             self.flush(1.0 if self.is_payload(name, pending.carrier) else float(reduced[0]))
+        if pending is None or pending.stage is not Stage.LAST:
+            raise RuntimeError(f"{name}: its step has failed before: submit it again")
         arrived = None
         if pending.wait is not None:
             started = time.perf_counter()
-            self._compare_step_numbers()
+            self._compare_numbers()
             arrived = pending.wait()
             pending.tensor.counters["exchange_seconds"] += time.perf_counter() - started
         elif reduced.dtype == FLOAT32 and reduced is not pending.grad:
             np.copyto(pending.grad, reduced)
             reduced = pending.grad
+        self._stages.move(pending, Stage.AT_WORK)
         self._decode(pending, (reduced, arrived))
-        self._settle_the_last()
+        if self._stages.brought:
+            self.settle()
 
     def settle(self) -> None:
         """Has the results of all tensors that were finished in their gradients' memory."""
         try:
-            while self._decoding:
-                _answer_calls(_first_of(self._decoding.values()), self._decode, "decode_seconds")
+            self._call(Stage.DECODE, self._decode)
         except BaseException:
             # Calls that are made a second time would add a second time.
             self.reject()
             raise
 
-    def _settle_the_last(self) -> None:
-        if not self._awaited:
-            self.settle()
-
-    def _decode(self, pending: _Pending, answer: Any) -> None:
-        """Sends a step what came of its last exchange, or of a kernel's call. Its result is there
-        then, or it has a kernel's call to make."""
-        counters, started, name = pending.tensor.counters, time.perf_counter(), pending.tensor.name
-        self._decoding.pop(name, None)
-        try:
-            outcome = pending.step.send(answer)
-        except StopIteration:
-            self._refuse_given_up(name)
+    def _decode(self, pending: Pending, answer: Any) -> None:
+        """Sends a step, which is at work, what came of its last exchange, or of a kernel's call.
+        Its result is there then, or it has a kernel's call to make."""
+        started = time.perf_counter()
+        outcome = pending.step.send(answer)
         if isinstance(outcome, DeviceCall):
             pending.request = outcome
-            self._decoding[name] = pending
+            self._stages.move(pending, Stage.DECODE)
         else:
             if outcome.result is not pending.grad:
                 np.copyto(pending.grad, outcome.result)
             if not outcome.finite:
                 self._transaction.finite = False
-            del self._open[name]
-        counters["decode_seconds"] += time.perf_counter() - started
+            self._stages.let_go(pending)
+        pending.tensor.counters["decode_seconds"] += time.perf_counter() - started
 
-    @staticmethod
-    def _refuse_given_up(name: str) -> NoReturn:
-        raise RuntimeError(f"{name}: its step has failed before: submit it again")
-
-    def _advance(self, pending: _Pending, answer: Any) -> None:
-        """Sends a step what it waits for, and starts what it asks for next."""
-        started = time.perf_counter()
-        send = pending.step.send
+    def _advance(self, pending: Pending, answer: Any) -> None:
+        """Sends a step, which is at work, what it has waited for, and starts what it asks for
+        next."""
+        started, send, name = time.perf_counter(), pending.step.send, pending.tensor.name
         request = send(answer)
         if isinstance(request, HostReduce):
             pending.carrier = request.array
             request = send(None)
-        pending.request, pending.wait = request, None
+        pending.request, pending.wait, stage = request, None, Stage.ROUND
         if isinstance(request, DeviceCall):
-            self._calling.append(pending)
+            stage = Stage.CALL
             self._to_call += pending.grad.size
-            pending.wait = functools.partial(self._refuse_given_up, pending.tensor.name)
-        elif isinstance(request, Final):
-            if isinstance(request.request, SelectAgain):
-                self._to_split[pending.tensor.name] = pending
-                self._collectives.expect_gather()
-                pending.wait = functools.partial(self._refuse_given_up, pending.tensor.name)
-            elif request.request is not None:
-                pending.wait = self._start_own(pending, request.request, "")
+        elif isinstance(request, StepNorm):
+            stage = Stage.NORM
+            pending.carrier = request.carrier.array
+        elif not isinstance(request, Final):
+            if request.op != "max":
+                pending.wait = self._start(f".{name}.round", request, pending.tensor)
+        elif isinstance(request.request, SelectAgain):
+            stage = Stage.SPLIT
+            self._collectives.expect_gather()
         else:
-            self._in_rounds.append(pending)
-            if isinstance(request, StepNorm):
-                pending.carrier = request.carrier.array
-            elif getattr(request, "op", "") != "max":
-                pending.wait = self._start_own(pending, request, ".round")
+            stage = Stage.LAST
+            if request.request is not None:
+                pending.wait = self._start(f".{name}", request.request, pending.tensor)
+        self._stages.move(pending, stage)
         pending.tensor.counters["encode_seconds"] += time.perf_counter() - started
 
-    def _call(self) -> None:
-        """Makes the kernels' calls that tensors wait for, before their last exchange, together."""
-        while self._calling:
-            calling = _first_of(self._calling)
-            del self._calling[: len(calling)]
-            self._to_call -= sum(pending.grad.size for pending in calling)
-            _answer_calls(calling, self._advance)
-
-    def _start_own(
-        self, pending: _Pending, request: Union[Allreduce, Allgather, Alltoall], suffix: str
-    ) -> Callable[[], Any]:
-        if isinstance(request, Allreduce):
-            self._start_step_numbers(pending)
-        return self._start(f"{self._label}.{pending.tensor.name}{suffix}", request)
+    def _call(self, stage: Stage, answered: Callable[[Pending, Any], Any]) -> None:
+        """Makes the calls of all tensors at a stage, as many together as are worth it. Each gets
+        its answer, also where another one fails: it has to know what was taken out of its state."""
+        counter = "decode_seconds" if stage is Stage.DECODE else "encode_seconds"
+        while self._stages.at[stage]:
+            calling = _first_of(self._stages.waiting(stage))
+            self._stages.take(calling)
+            started, failure = time.perf_counter(), None
+            answers = kernels.together([pending.request for pending in calling])
+            calling[0].tensor.counters[counter] += time.perf_counter() - started
+            for pending, answer in zip(calling, answers):
+                try:
+                    answered(pending, answer)
+                except BaseException as error:
+                    failure = failure or error
+            if failure is not None:
+                raise failure
+        self._to_call = 0
 
     def _start(
-        self, name: str, request: Union[Allreduce, Allgather, Alltoall]
+        self, suffix: str, request: Union[Allreduce, Allgather, Alltoall], tensor: Tensor
     ) -> Callable[[], Any]:
+        """Starts an exchange whose name ends with the suffix. tensor: with which the step's numbers
+        are counted."""
+        name = self._label + suffix
         if isinstance(request, Allgather):
             return self._collectives.allgather(name, request.array)
         if isinstance(request, Alltoall):
             return self._collectives.alltoall(name, request.array, request.splits)
+        if self._numbers is None:
+            numbers = Allreduce(step_numbers(self._transaction.number))
+            tensor.count(numbers)
+            self._numbers = self._collectives.allreduce(f"{self._label}:step", numbers.array)
         return self._collectives.allreduce(name, request.array, request.op)
+
+    def _start_maxima(self, maxima: List[Pending]) -> None:
+        """Starts all tensors' maxima of a round as one message, of which each waits for its
+        part."""
+        if not maxima:
+            return
+        # An order that is one on all ranks.
+        maxima.sort(key=lambda pending: pending.tensor.name)
+        together = Allreduce(np.concatenate([each.request.array for each in maxima]), "max")
+        wait = functools.lru_cache(maxsize=None)(self._start(":agree", together, maxima[0].tensor))
+        end = 0
+        for pending in maxima:
+            start, end = end, end + pending.request.array.size
+            pending.wait = lambda start=start, end=end: wait()[start:end]
+
+    def _compare_numbers(self) -> None:
+        """MismatchError where ranks are at different steps. Due before a sum is used."""
+        if self._numbers:
+            wait, self._numbers = self._numbers, False
+            check_step_numbers(
+                wait(), self._transaction.number, self.transport.size, self.transport.joined
+            )
 
     def _split(self, factor: float) -> Iterator[None]:
         """Exchanges the entries of all tensors that wait for that. Yields as `rounds` does."""
-        waiting = [self._to_split[name] for name in sorted(self._to_split)]
-        self._to_split.clear()
+        waiting = self._stages.waiting(Stage.SPLIT)
+        waiting.sort(key=lambda pending: pending.tensor.name)
+        self._stages.take(waiting)
         counters, size = waiting[0].tensor.counters, self.transport.size
         requests = [pending.request.request for pending in waiting]
         hops = split_step(
@@ -345,7 +308,7 @@ class Exchange(Driver):
             while True:
                 started = time.perf_counter()
                 request = hops.send(answer)
-                wait = self._start(f"{self._label}:split.{request.verb}", request)
+                wait = self._start(f":split.{request.verb}", request, waiting[0].tensor)
                 counters["encode_seconds"] += time.perf_counter() - started
                 yield
                 started = time.perf_counter()
@@ -354,66 +317,27 @@ class Exchange(Driver):
         except StopIteration as stop:
             for pending, selected in zip(waiting, stop.value):
                 pending.wait = lambda selected=selected: selected
-
-    def _start_maxima(self, maxima: List[_Pending]) -> None:
-        """Starts all tensors' maxima of a round, as one message, of which each waits for its
-        part."""
-        if not maxima:
-            return
-        self._start_step_numbers(maxima[0])
-        # An order that is one on all ranks.
-        maxima.sort(key=lambda pending: pending.tensor.name)
-        together = np.concatenate([pending.request.array for pending in maxima])
-        wait = functools.lru_cache(maxsize=None)(
-            self._collectives.allreduce(f"{self._label}:agree", together, "max")
-        )
-        end = 0
-        for pending in maxima:
-            start, end = end, end + pending.request.array.size
-            pending.wait = lambda start=start, end=end: wait()[start:end]
-
-    def _start_step_numbers(self, pending: _Pending) -> None:
-        if self._numbers is None:
-            numbers = Allreduce(step_numbers(self._transaction.number))
-            pending.tensor.count(numbers)
-            self._numbers = self._collectives.allreduce(f"{self._label}:step", numbers.array)
-
-    def _compare_step_numbers(self) -> None:
-        if self._numbers:
-            wait, self._numbers = self._numbers, False
-            check_step_numbers(
-                wait(), self._transaction.number, self.transport.size, self.transport.joined
-            )
+                self._stages.move(pending, Stage.LAST)
 
     def _end(self) -> None:
         """Ends the step: commits it where all that was submitted is finished, and finite, else
         rolls it back."""
         transaction = self._transaction
-        transaction.finite = transaction.finite and not self._open
+        transaction.finite = transaction.finite and not self._stages.open
         # Their gradients are to be in the residuals, as those of other steps are that were not
         # finished.
-        while self._calling:
-            calling = _first_of(self._calling)
-            del self._calling[: len(calling)]
-            _answer_calls(calling, lambda pending, answer: pending.step.send(answer))
-        for step in self._steps.values():
-            conclude(step, transaction.finite)
+        self._call(Stage.CALL, lambda pending, answer: pending.step.send(answer))
+        for pending in self._stages.all.values():
+            conclude(pending.step, transaction.finite)
         self._collectives.end_step()
         self._count_step(transaction)
-        self._steps.clear()
-        self._open.clear()
-        self._in_rounds.clear()
-        self._awaited.clear()
-        self._to_split.clear()
-        self._decoding.clear()
-        self._to_call = 0
         self._begin_at(self._now.index + 1)
         for extension in self.extensions.values():
             extension.step_ended()
 
     def _begin_at(self, index: int) -> None:
         self.expect(index=index, rank=self.transport.rank, size=self.transport.size)
-        self._transaction, self._numbers = Transaction(index), None
+        self._transaction, self._stages, self._numbers = Transaction(index), Stages(), None
 
     def reject(self) -> None:
         """The host could not use a result of this step, on all ranks alike: the step will be rolled
@@ -422,21 +346,23 @@ class Exchange(Driver):
 
     def give_up(self, name: str) -> None:
         """In place of a `finish` that was interrupted: the step will be rolled back."""
-        self._awaited.discard(name)
-        for those in (self._open, self._decoding):
-            those.pop(name, None)
+        pending = self._stages.open.pop(name, None)
+        # What other ranks wait for is still sent.
+        if pending is not None and pending.stage in (Stage.DECODE, Stage.AT_WORK):
+            self._stages.let_go(pending)
         self.reject()
-        self._settle_the_last()
+        if self._stages.brought:
+            self.settle()
 
     def _frame_length(self) -> FrameLength:
         return self.transport.frame_length()
 
     def open_tensors(self) -> Collection[str]:
-        return self._open
+        return self._stages.open
 
     def end_step(self) -> None:
         self._refuse_in_step()
-        if self._steps:
+        if self._stages.all:
             self._end()
 
     def replace(self, name: str, **options: Any) -> None:
@@ -452,7 +378,7 @@ class Exchange(Driver):
         return checkpoint.wrong_count("step", steps)
 
     def abandon(self) -> None:
-        if self._open:
+        if self._stages.open:
             self._end()
 
     def _continue_from(self, saved: checkpoint.Saved) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from . import kernels
-from .compressors.base import Compressor, Decoded, Shard, State, Step, zeros
+from .compressors.base import Compressor, Decoded, Shard, State, Step, result_of, zeros
 from .handover import OWED, late
 from .handshake import Gathering, gather
 from .requests import Allreduce, Collective, HostReduce
@@ -232,8 +232,8 @@ class HostSharded(Compressor):
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Generator[Any, Any, Any]:
         part = yield from self._summed(grad, state, step)
-        encoding = self.inner.encode(part, state, dataclasses.replace(step, scale=1.0))
-        return (yield from encoding) if isinstance(encoding, Generator) else encoding
+        step = dataclasses.replace(step, scale=1.0)
+        return (yield from result_of(self.inner.encode(part, state, step)))
 
     def encode_dense(
         self, grad: np.ndarray, state: State, step: Step

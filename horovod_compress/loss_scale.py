@@ -6,7 +6,6 @@ so do those whose state is of results, because half precision has more digits fo
 """
 
 import dataclasses
-import functools
 
 import numpy as np
 
@@ -60,10 +59,9 @@ def _scaled_results(step: TensorStep, loss_scale: float) -> TensorStep:
             request = [step.send(answer)]
             if isinstance(request[0], Outcome):
                 outcome = request[0]
-                largest = kernels.deferred(outcome.result).max_abs(outcome.result)
-                scaled = functools.partial(multiply, outcome.result, loss_scale)
-                outcome.finite &= yield from kernels.answered(kernels.after(largest, scaled))
-                del outcome, largest, scaled
+                largest = yield from kernels.max_abs(outcome.result)
+                outcome.finite &= multiply(outcome.result, loss_scale, largest)
+                del outcome
             # Nothing of it stays here while the step waits.
             answer = yield request.pop()
     except StopIteration:

@@ -9,15 +9,14 @@ back. Drivers only pump it: `exchange.Exchange` (eager), the TensorFlow adapter'
 
 import dataclasses
 import math
-from types import GeneratorType
 from typing import Any, Callable, Generator, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from . import wire
-from .compressors.base import Compressor, Shard, State, Step
+from .compressors.base import Asking, Compressor, Shard, State, Step, result_of
 from .handshake import MismatchError, error_of_joined
-from .kernels import DeviceCall, Encoded, answered, at_once, beside
+from .kernels import DeviceCall, Encoded, beside
 from .requests import (
     FLOAT32,
     Allgather,
@@ -182,16 +181,10 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
             step = dataclasses.replace(step, scale=step.scale * _clipping(step, squared_norm))
             carrier = one if handed_over else None
         encode = compressor.encode_dense if step.dense else compressor.encode
-        encoded = encode(grad, state, step)
-        if carrier is None:
-            carrier = encoded if isinstance(encoded, HostReduce) else tensor.one()
-            yield carrier
-        tensor.count(carrier)
-        payload = (
-            encoded
-            if isinstance(encoded, _PAYLOADS)
-            else (yield from _rounds(tensor, encoded, step.size))
+        carrier, payload = yield from _rounds(
+            tensor, result_of(encode(grad, state, step)), carrier, step.size
         )
+        tensor.count(carrier)
         final = (
             _NOTHING_MORE
             if payload is carrier
@@ -205,7 +198,7 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         reduced, arrived = yield final
         outcome = [(yield from _decode(tensor, payload, grad, step, reduced, arrived, base))]
         # The answer comes with the next step: until then these would stay in memory.
-        del grad, base, step, encoded, payload, carrier, final, reduced, arrived
+        del grad, base, step, payload, carrier, final, reduced, arrived
         yield outcome.pop()
         succeeded = True
     finally:
@@ -237,48 +230,57 @@ def conclude(step: TensorStep, succeeded: bool) -> None:
 
 
 def _rounds(
-    tensor: Tensor, encoding: Any, size: int
-) -> Generator[Union[Exchanged, DeviceCall], Any, Payload]:
-    """What a compressor asks for before it has its payload, counted; returns the payload. TypeError
-    for what is neither."""
-    encoding, answer = (yield from answered(encoding)), None
-    while isinstance(encoding, GeneratorType):
+    tensor: Tensor, encoding: Asking[Payload], carrier: Optional[HostReduce], size: int
+) -> Generator[Union[Exchanged, DeviceCall], Any, Tuple[HostReduce, Payload]]:
+    """Yields what a compressor asks for before it has its payload, counted, and before that the
+    carrier, where the host has none yet; returns both. TypeError for what is no payload."""
+    answer = None
+    while True:
         try:
             request = encoding.send(answer)
         except StopIteration as stop:
-            encoding = yield from answered(stop.value)
+            payload = stop.value
             break
-        if isinstance(request, DeviceCall):
-            answer = yield from answered(request)
-            continue
-        if not isinstance(request, (Allreduce, Allgather, Alltoall)):
-            raise TypeError(
-                f"{tensor.compressor.id}: encode yields Allreduce, Allgather or Alltoall, not an "
-                f"object of {type(request)}"
-            )
-        if not tensor.checked and request.collective not in tensor.declared:
-            raise ValueError(
-                f"{tensor.compressor.id}: encode yields {request.collective}, and `collectives` "
-                f"declares {tensor.declared}"
-            )
-        if isinstance(request, Alltoall) and (
-            len(request.splits) != size
-            or min(request.splits) < 0
-            or sum(request.splits) != request.array.size
-        ):
-            raise ValueError(
-                f"{tensor.compressor.id}: an alltoall of {request.array.size} bytes on {size} "
-                f"ranks needs {size} splits that add up to those, "
-                f"not {list(request.splits)}"
-            )
-        tensor.count(request)
+        if not isinstance(request, DeviceCall):
+            _check_request(tensor, request, size)
+            tensor.count(request)
+        if carrier is None:
+            carrier = tensor.one()
+            yield carrier
         answer = yield request
-    if not isinstance(encoding, _PAYLOADS):
+    if not isinstance(payload, _PAYLOADS):
         raise TypeError(
             f"{tensor.compressor.id}: encode returns Encoded, Allreduce or HostReduce, not an "
-            f"object of {type(encoding)}"
+            f"object of {type(payload)}"
         )
-    return encoding
+    if carrier is None:
+        carrier = payload if isinstance(payload, HostReduce) else tensor.one()
+        yield carrier
+    return carrier, payload
+
+
+def _check_request(tensor: Tensor, request: Any, size: int) -> None:
+    """TypeError or ValueError for a request that a compressor may not make before its payload."""
+    if not isinstance(request, (Allreduce, Allgather, Alltoall)):
+        raise TypeError(
+            f"{tensor.compressor.id}: encode yields Allreduce, Allgather or Alltoall, not an "
+            f"object of {type(request)}"
+        )
+    if not tensor.checked and request.collective not in tensor.declared:
+        raise ValueError(
+            f"{tensor.compressor.id}: encode yields {request.collective}, and `collectives` "
+            f"declares {tensor.declared}"
+        )
+    if isinstance(request, Alltoall) and (
+        len(request.splits) != size
+        or min(request.splits) < 0
+        or sum(request.splits) != request.array.size
+    ):
+        raise ValueError(
+            f"{tensor.compressor.id}: an alltoall of {request.array.size} bytes on {size} "
+            f"ranks needs {size} splits that add up to those, "
+            f"not {list(request.splits)}"
+        )
 
 
 def _check(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step) -> None:
@@ -335,22 +337,22 @@ def _decode(
     reduced: np.ndarray,
     arrived: Any,
     base: Optional[np.ndarray],
-) -> Generator[DeviceCall, Any, Outcome]:
+) -> Asking[Outcome]:
     """The result, from what the host made of the carrier, and what became of the payload where that
     is not the carrier itself. base: what is to be added to it."""
     compressor, scale = tensor.compressor, step.gain
     if arrived is not None:
         scale *= float(reduced[0]) / step.size
     if isinstance(arrived, Selected):
-        finite = _add_selected(tensor, arrived, grad, step, scale)
+        finite = yield from _add_selected(tensor, arrived, grad, step, scale)
     elif isinstance(payload, Encoded):
         finite = yield from _add_payloads(tensor, arrived, grad, step, scale)
     elif isinstance(payload, Allreduce):
-        finite = yield from answered(compressor.decode(arrived, grad, tensor.state, step, scale))
+        finite = yield from result_of(compressor.decode(arrived, grad, tensor.state, step, scale))
     else:
         summed = reduced if arrived is None else beside(arrived, grad)
         grad = summed if summed.dtype == FLOAT32 else grad
-        finite = yield from answered(compressor.decode_dense(summed, grad, tensor.state, scale))
+        finite = yield from result_of(compressor.decode_dense(summed, grad, tensor.state, scale))
     if base is not None:
         grad += base
     return Outcome(grad, finite)
@@ -358,7 +360,7 @@ def _decode(
 
 def _add_payloads(
     tensor: Tensor, arrived: np.ndarray, grad: np.ndarray, step: Step, scale: float
-) -> Generator[DeviceCall, Any, bool]:
+) -> Asking[bool]:
     """Decodes the gathered payloads of all ranks into the gradient's memory, in rank order on every
     rank."""
     compressor = tensor.compressor
@@ -370,8 +372,8 @@ def _add_payloads(
         grad.fill(np.nan)
     for rank, body in enumerate(bodies if finite else ()):
         try:
-            added = compressor.add(body, compressor.part(grad, rank), scale)
-            finite &= (yield from answered(added)) if isinstance(added, DeviceCall) else added
+            part = compressor.part(grad, rank)
+            finite &= yield from result_of(compressor.add(body, part, scale))
         except ValueError as error:
             raise wire.WireError(f"payload of rank {rank}: {error}") from None
     return finite
@@ -379,7 +381,7 @@ def _add_payloads(
 
 def _add_selected(
     tensor: Tensor, selected: Selected, grad: np.ndarray, step: Step, scale: float
-) -> bool:
+) -> Asking[bool]:
     """Decodes the sums that owners have accepted into the gradient's memory. What this rank has not
     accepted waits for `commit`."""
     tensor.counters["bytes_sent"] += selected.sent
@@ -393,7 +395,7 @@ def _add_selected(
     finite, factor = True, scale / selected.scale
     for first, last, body in selected.bodies:
         try:
-            finite &= at_once(tensor.compressor.add(body, grad[first:last], factor))
+            finite &= yield from result_of(tensor.compressor.add(body, grad[first:last], factor))
         except ValueError as error:
             raise wire.WireError(
                 f"sums of {tensor.name} from element {first} on: {error}"

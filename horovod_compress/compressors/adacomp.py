@@ -1,13 +1,12 @@
 """AdaComp (Chen, Choi, Brand, Agrawal, Zhang, Gopalakrishnan, AAAI 2018, arXiv 1712.02679)."""
 
 import dataclasses
-import functools
 from typing import Tuple, Union
 
 import numpy as np
 
 from .. import kernels
-from .base import LOCAL, Encoding, State, Step
+from .base import LOCAL, Asking, State, Step
 from .options import Auto, Count, Number, option
 from .selective import GatheringCompressor
 
@@ -55,9 +54,9 @@ class AdaComp(GatheringCompressor):
         length = _CONVOLUTION if _is_convolution(shape) else _FULLY_CONNECTED
         return dataclasses.replace(self, bin_length=length) if self.bin_length == "auto" else self
 
-    def encode(self, grad: np.ndarray, state: AdaCompState, step: Step) -> Encoding:
+    def encode(self, grad: np.ndarray, state: AdaCompState, step: Step) -> Asking[kernels.Encoded]:
         indices, scale = state.pending
-        encoded = kernels.deferred(grad).encode_adacomp(
+        encoded = yield from kernels.encode_adacomp(
             grad,
             state.arrays["residual"],
             indices,
@@ -65,12 +64,8 @@ class AdaComp(GatheringCompressor):
             bin_length=self.bin_length,
             scale_factor=self.scale_factor,
         )
-        # The kernel has subtracted it, or will: it has not refused.
-        state.pending = _NOTHING
-        return kernels.after(encoded, functools.partial(self._selected, state))
-
-    def _selected(self, state: AdaCompState, encoded: kernels.Encoded) -> kernels.Encoded:
-        state.sent = encoded.undo
+        # The kernel has subtracted it.
+        state.pending, state.sent = _NOTHING, encoded.undo
         return encoded
 
     def commit(self, state: AdaCompState) -> None:

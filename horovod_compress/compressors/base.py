@@ -2,12 +2,24 @@
 nothing of frameworks or networks."""
 
 import dataclasses
-import functools
 import math
 import threading
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Dict, Generator, List, NamedTuple, Optional, Tuple, Type, Union
+from types import GeneratorType
+from typing import (
+    Any,
+    ClassVar,
+    Dict,
+    Generator,
+    List,
+    NamedTuple,
+    Optional,
+    Tuple,
+    Type,
+    TypeVar,
+    Union,
+)
 
 import numpy as np
 
@@ -17,10 +29,17 @@ from ..requests import FLOAT32, Collective, Exchanged, HostReduce, Payload, Spli
 GATHER = Collective("allgather", "uint8")
 HOST = Collective("host", "float32")
 LARGEST = float(np.finfo(np.float32).max)
-Encoding = Union[
-    Payload, kernels.DeviceCall, Generator[Union[Exchanged, kernels.DeviceCall], Any, Payload]
-]
-Decoded = Union[bool, kernels.DeviceCall]
+Result = TypeVar("Result")
+# A method that asks first: for a collective, or by `yield from kernels.…` for a kernel.
+Asking = Generator[Union[Exchanged, kernels.DeviceCall], Any, Result]
+Encoding = Union[Payload, Asking[Payload]]
+Decoded = Union[bool, Asking[bool]]
+
+
+def result_of(returned: Any) -> Asking[Any]:
+    """The result of a compressor's method, which returns it plainly or is a generator: the one
+    place that knows both."""
+    return (yield from returned) if isinstance(returned, GeneratorType) else returned
 
 
 def zeros(numel: int) -> np.ndarray:
@@ -248,10 +267,11 @@ class Compressor(ABC):
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
         """This rank's payload: HostReduce or Allreduce, of `horovod_compress.requests`, or Encoded.
         grad is flat float32, and this method may change it; where it returns Encoded it leaves grad
-        zero, because payloads are added there. It is a generator where ranks must agree first: it
-        yields an Allreduce, Allgather or Alltoall, and is sent the result. All tensors of a step go
-        through these rounds together. Of a gradient on a device a DeviceCall may bring what is
-        returned, if that is no HostReduce, and a generator may yield one."""
+        zero, because payloads are added there. It is a generator where it asks for something first.
+        Where ranks must agree it yields an Allreduce, Allgather or Alltoall, and is sent the
+        result; all tensors of a step go through these rounds together. By
+        `yield from kernels.NAME(…)` it calls a kernel, together with other tensors where gradients
+        are on a device. A HostReduce after a request is summed as an Allreduce is."""
 
     def with_options(self, **options: Any) -> "Compressor":
         """This compressor with other values of these options."""
@@ -306,30 +326,30 @@ class Compressor(ABC):
         self, summed: np.ndarray, out: np.ndarray, state: State, step: Step, scale: float
     ) -> Decoded:
         """Decodes the sum of the ranks' Allreduce payloads, times scale, into `out`, the gradient's
-        memory. Returns whether that is finite, or for `out` on a device a DeviceCall that brings
-        it; so do `decode_dense` and `add`."""
+        memory. Returns whether that is finite; it may call kernels as `encode` does, and so may
+        `decode_dense` and `add`."""
         raise NotImplementedError(
             f"{self.id} returns Allreduce payloads, so it needs a method decode"
         )
 
     def decode_dense(
         self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float
-    ) -> Decoded:
+    ) -> Asking[bool]:
         """Writes the reduced HostReduce payloads, times scale, into `out`, which may be the same
         array. Returns whether that is finite."""
         if reduced.dtype != FLOAT32:
-            largest = kernels.deferred(reduced).decode_float16(reduced.view(np.uint16), out)
+            largest = yield from kernels.decode_float16(reduced.view(np.uint16), out)
         else:
             if reduced is not out:
                 np.copyto(out, reduced)
-            largest = kernels.deferred(out).max_abs(out)
-        return kernels.after(largest, functools.partial(multiply, out, scale))
+            largest = yield from kernels.max_abs(out)
+        return multiply(out, scale, largest)
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> Decoded:
         """Decodes the body of one rank's Encoded payload and adds it, times scale, to `out`, which
         is zero before the first rank's. Returns whether the sum is finite. Raises ValueError for a
         body that `encode` cannot have made. Bodies are sparse unless a subclass says otherwise."""
-        return kernels.deferred(out).decode_add_sparse(out, body, scale=scale)
+        return kernels.decode_add_sparse(out, body, scale=scale)
 
     def part(self, out: np.ndarray, rank: int) -> np.ndarray:
         """The part of the gradient's memory that the payload of a rank is of: all of it, unless

@@ -1,12 +1,11 @@
 """bfloat16: float32's range with 8 bits of precision."""
 
 import dataclasses
-import functools
 
 import numpy as np
 
 from .. import kernels
-from .base import Compressor, Decoded, Encoding, State, Step
+from .base import Asking, Compressor, Decoded, State, Step
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -27,15 +26,10 @@ class BFloat16(Compressor):
     def payload_bits(self, numel: int, step: Step) -> float:
         return 16
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
-        return kernels.after(
-            kernels.deferred(grad).encode_bf16(grad, state.buffer),
-            functools.partial(self._encoded, state),
-        )
-
-    def _encoded(self, state: State, encoded: kernels.Encoded) -> kernels.Encoded:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[kernels.Encoded]:
+        encoded = yield from kernels.encode_bf16(grad, state.buffer)
         state.buffer = encoded.buffer
         return encoded
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> Decoded:
-        return kernels.deferred(out).decode_add_bf16(out, body, scale=scale)
+        return kernels.decode_add_bf16(out, body, scale=scale)

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import kernels
 from ..requests import Collective, HostReduce
-from .base import LOCAL, SHARED, Compressor, Decoded, Encoding, State, Step, zeros
+from .base import LOCAL, SHARED, Asking, Compressor, Encoding, State, Step, result_of, zeros
 from .dense import dense_compressor
 from .none import NoCompression
 from .options import Choice, Count, Flag, Number, Schedule, ZeroOrCount, option
@@ -110,7 +110,7 @@ class DGC(TopK):
         names = ("u", "v") if self.m else ("v",)
         return State(name, {array: zeros(math.prod(shape)) for array in names})
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[kernels.Encoded]:
         return self.select(grad, state, step, self.m, bool(self.nesterov), self.masking)
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
@@ -170,24 +170,20 @@ class DenseMomentum(NoCompression):
         state: DenseMomentumState,
         step: Step,
         scale: float,
-    ) -> Decoded:
-        return kernels.after(
-            self.dense.decode(summed, out, state, step, scale),
-            functools.partial(self._move, out, state),
-        )
+    ) -> Asking[bool]:
+        finite = yield from result_of(self.dense.decode(summed, out, state, step, scale))
+        return (yield from self._move(out, state, finite))
 
     def decode_dense(
         self, reduced: np.ndarray, out: np.ndarray, state: DenseMomentumState, scale: float
-    ) -> Decoded:
-        if scale == 1 and reduced is out and "u" in state.arrays:
-            # Momentum looks itself whether that is finite.
-            return self._move(out, state, True)
-        return kernels.after(
-            self.dense.decode_dense(reduced, out, state, scale),
-            functools.partial(self._move, out, state),
-        )
+    ) -> Asking[bool]:
+        # Momentum looks itself whether what needs nothing else is finite.
+        finite = scale == 1 and reduced is out and "u" in state.arrays
+        if not finite:
+            finite = yield from result_of(self.dense.decode_dense(reduced, out, state, scale))
+        return (yield from self._move(out, state, finite))
 
-    def _move(self, out: np.ndarray, state: DenseMomentumState, finite: bool) -> Decoded:
+    def _move(self, out: np.ndarray, state: DenseMomentumState, finite: bool) -> Asking[bool]:
         """Gives the mean gradient momentum, where it is finite."""
         u = state.arrays.get("u")
         if u is None or not finite:
@@ -195,17 +191,11 @@ class DenseMomentum(NoCompression):
         spare = state.spare = (
             np.empty_like(u) if state.spare is None else kernels.beside(state.spare, u)
         )
-
-        def moved(finite: bool) -> bool:
-            state.sent = spare if finite else None
-            return finite
-
-        return kernels.after(
-            kernels.deferred(out).apply_momentum(
-                out, u, spare, momentum=self.momentum, nesterov=self.nesterov
-            ),
-            moved,
+        finite = yield from kernels.apply_momentum(
+            out, u, spare, momentum=self.momentum, nesterov=self.nesterov
         )
+        state.sent = spare if finite else None
+        return finite
 
     def commit(self, state: DenseMomentumState) -> None:
         if state.sent is not None:

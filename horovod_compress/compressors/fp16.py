@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import kernels
 from ..requests import FLOAT32, Collective, HostReduce
-from .base import Decoded, State, Step
+from .base import Asking, State, Step
 from .none import NoCompression
 
 _LARGEST = 65504
@@ -50,16 +50,10 @@ class Float16(NoCompression):
 
     def decode_dense(
         self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float
-    ) -> Decoded:
-        if isinstance(out, np.ndarray) or reduced.dtype == FLOAT32:
-            return super().decode_dense(reduced, out, state, scale)
-        decode = super().decode_dense
-
-        def counted(largest: float) -> Decoded:
-            self._count_overflow(state, largest)
-            return decode(reduced, out, state, scale)
-
-        return kernels.after(kernels.deferred(out).max_abs(out), counted)
+    ) -> Asking[bool]:
+        if not isinstance(out, np.ndarray) and reduced.dtype != FLOAT32:
+            self._count_overflow(state, (yield from kernels.max_abs(out)))
+        return (yield from super().decode_dense(reduced, out, state, scale))
 
     @staticmethod
     def _count_overflow(state: State, largest: float) -> None:

@@ -9,6 +9,7 @@ from typing import List, Optional, Union
 import numpy as np
 
 from .. import kernels
+from .base import Asking
 from .options import Choice, Count, option
 from .quantizer import SharedScaleQuantizer
 
@@ -42,9 +43,9 @@ class MaxNorm(SharedScaleQuantizer):
 
     def norm_of(
         self, values: np.ndarray, peaks: Optional[np.ndarray]
-    ) -> Union[float, kernels.DeviceCall]:
+    ) -> Union[float, Asking[float]]:
         if self.norm == "max":
-            return kernels.deferred(values).max_abs(values, peaks)
+            return kernels.max_abs(values, peaks)
         if peaks is not None:
             kernels.of(values).max_abs(values, peaks)  # fills peaks
         squares = kernels.of(values).squared_norm(values)

@@ -7,8 +7,8 @@ from typing import Optional, Tuple
 import numpy as np
 
 from .. import kernels
-from ..requests import Allreduce, Collective, HostReduce
-from .base import LOCAL, SHARED, Encoding, State, Step, zeros
+from ..requests import Allreduce, Collective
+from .base import LOCAL, SHARED, Asking, State, Step, result_of, zeros
 from .options import Count, Number, option
 from .selective import SelectiveCompressor
 
@@ -76,9 +76,9 @@ class PowerSGD(SelectiveCompressor):
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (Collective("allreduce", "float32", "sum"),) * 2
 
-    def encode(self, grad: np.ndarray, state: PowerSGDState, step: Step) -> Encoding:
+    def encode(self, grad: np.ndarray, state: PowerSGDState, step: Step) -> Asking[Allreduce]:
         if step.index < self.start_step:
-            return HostReduce(grad)
+            return Allreduce(grad)
         k = kernels.of(grad)
         rank, p, q = state.rank, state.p, state.q
         residual, last = state.arrays["residual"], state.arrays["q"].reshape(rank, -1)
@@ -104,7 +104,9 @@ class PowerSGD(SelectiveCompressor):
 
     def decode(
         self, summed: np.ndarray, out: np.ndarray, state: PowerSGDState, step: Step, scale: float
-    ) -> bool:
+    ) -> Asking[bool]:
+        if step.index < self.start_step:
+            return (yield from result_of(self.decode_dense(summed, out, state, scale)))
         k = kernels.of(out)
         rank, size, p, q = state.rank, step.size, state.p, state.q
         np.divide(summed, np.float32(size), out=q)

@@ -3,14 +3,13 @@
 import dataclasses
 import math
 from abc import abstractmethod
-from typing import Any, Generator, List, Optional, Sequence, Tuple, Union
+from typing import List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from .. import kernels
-from ..kernels import answered
-from ..requests import Allreduce, Collective, Exchanged, Payload
-from .base import LARGEST, Decoded, State, Step
+from ..requests import Allreduce, Collective
+from .base import LARGEST, Asking, State, Step, result_of
 from .globalrandk import SharedCoordinates
 
 
@@ -28,8 +27,8 @@ class _Drawn:
     levels: Optional[np.ndarray] = None
     finite: bool = True
 
-    def dequantize(self, words: np.ndarray, out: np.ndarray, scale: float) -> Any:
-        return kernels.deferred(out).dequantize(
+    def dequantize(self, words: np.ndarray, out: np.ndarray, scale: float) -> Asking[None]:
+        return kernels.dequantize(
             words,
             self.levels,
             out,
@@ -79,21 +78,19 @@ class SharedScaleQuantizer(SharedCoordinates):
     @abstractmethod
     def norm_of(
         self, values: np.ndarray, peaks: Optional[np.ndarray]
-    ) -> Union[float, kernels.DeviceCall]:
+    ) -> Union[float, Asking[float]]:
         """This rank's norm; infinity where values are not finite. The shared scale is the largest
         norm of all ranks. With one scale, magnitudes are clipped at this norm. peaks is filled as
         by the kernel `max_abs`, and None with one scale."""
 
-    def encode(
-        self, grad: np.ndarray, state: QuantizerState, step: Step
-    ) -> Generator[Union[Exchanged, kernels.DeviceCall], Any, Payload]:
+    def encode(self, grad: np.ndarray, state: QuantizerState, step: Step) -> Asking[Allreduce]:
         indices, values, finite = self.draw(grad, state, step)
         steps, size = self.steps, step.size
         stretches = -(-values.size // 64)
         if len(steps) > 1 and (state.peaks is None or state.peaks.size != stretches):
             state.peaks = np.empty(stretches, np.uint32)
         peaks = state.peaks
-        norm = (yield from answered(self.norm_of(values, peaks))) if finite else math.inf
+        norm = (yield from result_of(self.norm_of(values, peaks))) if finite else math.inf
         w = float((yield Allreduce(np.array([norm], np.float32), "max"))[0])
         state.drawn = drawn = _Drawn(indices, w, size, steps, _width(steps, size))
         # On some rank: no rank's gradient is used.
@@ -103,50 +100,41 @@ class SharedScaleQuantizer(SharedCoordinates):
             if peaks is not None:
                 peaks.fill(0)
         if len(steps) > 1:
-            state.scales = yield from answered(
-                kernels.deferred(values).encode_scales(
-                    values, peaks, state.scales, w=drawn.w, steps=steps, size=size
-                )
+            state.scales = yield from kernels.encode_scales(
+                values, peaks, state.scales, w=drawn.w, steps=steps, size=size
             )
             drawn.levels = yield Allreduce(state.scales)
         key = self.key("rounding", state.name, step.index, step.rank)
-        words = state.buffer = yield from answered(
-            kernels.deferred(values).quantize(
-                values,
-                drawn.levels,
-                state.buffer,
-                w=drawn.w,
-                clip=min(norm, drawn.w),
-                steps=steps,
-                width=drawn.width,
-                size=size,
-                key=key,
-            )
+        words = state.buffer = yield from kernels.quantize(
+            values,
+            drawn.levels,
+            state.buffer,
+            w=drawn.w,
+            clip=min(norm, drawn.w),
+            steps=steps,
+            width=drawn.width,
+            size=size,
+            key=key,
         )
         if state.undo:
-            yield from answered(drawn.dequantize(words, values, 1.0))
+            yield from drawn.dequantize(words, values, 1.0)
             self.keep_error(state, values)
         return Allreduce(words)
 
     def decode(
         self, summed: np.ndarray, out: np.ndarray, state: QuantizerState, step: Step, scale: float
-    ) -> Decoded:
+    ) -> Asking[bool]:
         drawn = state.drawn
         if not drawn.finite or not math.isfinite(scale):
             out.fill(np.nan)
             return False
         values = out if drawn.indices is None else np.empty(drawn.indices.size, np.float32)
-
-        def decoded(_: None) -> Decoded:
-            if drawn.indices is not None:
-                out[drawn.indices] = values
-            if drawn.w * abs(scale) * drawn.size < LARGEST:
-                return True
-            return kernels.after(
-                kernels.deferred(out).max_abs(out), lambda largest: largest < np.inf
-            )
-
-        return kernels.after(drawn.dequantize(summed, values, scale), decoded)
+        yield from drawn.dequantize(summed, values, scale)
+        if drawn.indices is not None:
+            out[drawn.indices] = values
+        if drawn.w * abs(scale) * drawn.size < LARGEST:
+            return True
+        return (yield from kernels.max_abs(out)) < np.inf
 
 
 def _width(steps: Sequence[float], size: int) -> int:

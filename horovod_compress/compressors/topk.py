@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import kernels
 from ..requests import Collective, Split
-from .base import GATHER, LOCAL, Encoding, State, Step, Undo
+from .base import GATHER, LOCAL, Asking, State, Step, Undo
 from .options import Auto, Choice, Count, Number, option
 from .selective import GatheringCompressor
 
@@ -126,7 +126,7 @@ class TopK(GatheringCompressor):
         accept = max(min(4.0, step.size / 2), 1.0) if self.accept == "auto" else float(self.accept)
         return Split(k * -(-numel // chunk) if chunk else 0, min(accept, step.size), self.values)
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[kernels.Encoded]:
         return self.select(grad, state, step)
 
     def select(
@@ -137,12 +137,12 @@ class TopK(GatheringCompressor):
         momentum: float = 0.0,
         nesterov: bool = False,
         masking: bool = False,
-    ) -> Encoding:
+    ) -> Asking[kernels.Encoded]:
         """Adds the gradient to momentum u, where there is one, and to the residual, and moves the
         selection into a payload."""
         v = state.arrays[self.accumulator]
         chunk, k = self.entries(v.size, step.index)
-        encoded = kernels.deferred(grad).encode_topk(
+        encoded = yield from kernels.encode_topk(
             grad,
             state.arrays.get("u"),
             v,
@@ -157,9 +157,6 @@ class TopK(GatheringCompressor):
             offset=self.key(state.name, step.index) & 0xFFFFFFFF,
             chunk=chunk if self.chunk else 0,
         )
-        return kernels.after(encoded, functools.partial(self._selected, state))
-
-    def _selected(self, state: State, encoded: kernels.Encoded) -> kernels.Encoded:
         indices, rows = encoded.undo
         state.undo = [Undo(self.accumulator, indices, rows[0], True)]
         if len(rows) > 1:

@@ -2,12 +2,11 @@
 1802.06058)."""
 
 import dataclasses
-import functools
 
 import numpy as np
 
 from .. import kernels
-from .base import LARGEST, LOCAL, Encoding, State, Step, Undo
+from .base import LARGEST, LOCAL, Asking, State, Step, Undo
 from .options import Choice, Flag, Number, option
 from .selective import GatheringCompressor
 
@@ -59,8 +58,8 @@ class Variance(GatheringCompressor):
                 "out hosts, or moments"
             )
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
-        encoded = kernels.deferred(grad).encode_variance(
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[kernels.Encoded]:
+        encoded = yield from kernels.encode_variance(
             grad,
             step.squares,
             state.arrays["r"],
@@ -71,9 +70,6 @@ class Variance(GatheringCompressor):
             tau=self.tau,
             error_feedback=self.error_feedback,
         )
-        return kernels.after(encoded, functools.partial(self._selected, state))
-
-    def _selected(self, state: State, encoded: kernels.Encoded) -> kernels.Encoded:
         state.indices, (r_before, v_before) = encoded.undo
         state.undo = [
             Undo("r", state.indices, r_before, replace=True),

@@ -8,6 +8,10 @@ error where it was selected, and otherwise a warning. For a DeviceArray, a torch
 is `device`. HOROVOD_COMPRESS_KERNELS=device is for tests: gradients on the CPU go through those
 kernels too, in Triton's interpreter.
 
+`kernels.NAME(…)` calls the kernel of that name for an algorithm, as
+`encoded = yield from kernels.encode_topk(grad, …)`: on the host at once, on a device together with
+other tensors' calls.
+
 `encode_X` makes a payload's body, or the words of a sum. `decode_X` is the inverse. `decode_add_X`
 decodes a body and adds the result. Arrays are positional arguments; numbers and flags are keywords.
 """
@@ -16,13 +20,13 @@ import functools
 import importlib.util
 import os
 import warnings
-from types import ModuleType
-from typing import Any, List, Sequence
+from types import GeneratorType, ModuleType
+from typing import Any, Callable, Generator, List, Sequence
 
 import numpy as np
 
 from . import reference
-from .calls import Deferred, DeviceCall, after, answered
+from .calls import DeviceCall
 from .encoded import HEADROOM, Encoded, new_body
 from .reference.quantization import word_dtype
 
@@ -30,12 +34,9 @@ __all__ = [
     "HEADROOM",
     "DeviceCall",
     "Encoded",
-    "after",
-    "answered",
     "at_once",
     "backend",
     "beside",
-    "deferred",
     "host",
     "new_body",
     "of",
@@ -87,10 +88,25 @@ def of(array: Any) -> ModuleType:
     return kernels
 
 
-def deferred(array: Any) -> Any:
-    """The kernels that work on this array, as `of` has them. For one on a device they return a
-    DeviceCall each, which brings the result."""
-    return host if isinstance(array, np.ndarray) else Deferred(array)
+def __getattr__(name: str) -> Callable[..., Generator[DeviceCall, Any, Any]]:
+    """The kernel of that name for steps, which call it by `yield from`."""
+    if not hasattr(host, name):
+        raise AttributeError(f"there is no kernel {name}")
+
+    def call(*arrays: Any, **options: Any) -> Generator[DeviceCall, Any, Any]:
+        for array in arrays:
+            if not isinstance(array, _NOT_ON_DEVICE):
+                answer = yield DeviceCall(array, name, arrays, options, array.stream())
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
+        return getattr(host, name)(*arrays, **options)
+
+    return globals().setdefault(name, call)
+
+
+# Either says nothing of a device.
+_NOT_ON_DEVICE = np.ndarray, type(None)
 
 
 def together(calls: Sequence[DeviceCall]) -> List[Any]:
@@ -99,12 +115,17 @@ def together(calls: Sequence[DeviceCall]) -> List[Any]:
     return of(calls[0].where).together(calls) if calls else []
 
 
-def at_once(result: Any) -> Any:
-    """The result of a call, or one that is there already."""
-    while isinstance(result, DeviceCall):
-        (answer,) = together([result])
-        result = result.result_of(answer)
-    return result
+def at_once(returned: Any) -> Any:
+    """The result of a method that returns it plainly, or of a generator that yields DeviceCalls
+    only."""
+    if not isinstance(returned, GeneratorType):
+        return returned
+    answer = None
+    try:
+        while True:
+            (answer,) = together([returned.send(answer)])
+    except StopIteration as stop:
+        return stop.value
 
 
 @functools.lru_cache(maxsize=None)

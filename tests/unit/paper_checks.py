@@ -6,6 +6,7 @@ import pytest
 
 import horovod_compress as hc
 from horovod_compress.compressors.base import Step
+from horovod_compress.kernels import at_once
 from horovod_compress.plan import compressor_for
 
 RNG = np.random.default_rng()
@@ -31,13 +32,12 @@ def payload_of(spec, gradient, state=None, step=0, size=1, squares=None):
     """(payload, compressor, state) of one tensor's encoding."""
     compressor = compressor_for(hc.get_compressor(spec), "t", gradient.shape)
     state = state or compressor.init("t", gradient.shape)
-    payload = compressor.encode(
-        gradient.reshape(-1).copy(), state, Step(step, 0, size, squares=squares)
-    )
+    step = Step(step, 0, size, squares=squares)
+    payload = at_once(compressor.encode(gradient.reshape(-1).copy(), state, step))
     return payload, compressor, state
 
 
 def decoded(compressor, body, numel):
     out = np.zeros(numel, np.float32)
-    compressor.add(body, out, 1.0)
+    at_once(compressor.add(body, out, 1.0))
     return out

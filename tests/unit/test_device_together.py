@@ -15,8 +15,8 @@ from kernel_arguments import Arguments
 from tiers import examples
 
 from horovod_compress import exchange as exchange_module
-from horovod_compress import get_compressor
-from horovod_compress.kernels import DeviceCall, at_once, deferred, host, together
+from horovod_compress import get_compressor, kernels
+from horovod_compress.kernels import DeviceCall, host, together
 from horovod_compress.lockstep import make_ranks, mean_of
 from horovod_compress.transport.loopback import Loopback
 from horovod_compress.wire import WireError
@@ -160,9 +160,9 @@ def test_a_launch_waits_for_the_streams_of_its_arrays_cuda():
         with torch.cuda.stream(first):
             torch.cuda._sleep(100_000_000)
             array.fill(number)
-            call = deferred(array).max_abs(array)
+            call = next(kernels.max_abs(array))
         with torch.cuda.stream(second):
-            assert at_once(call) == number
+            assert together([call]) == [number]
 
 
 class Launches(torch.overrides.TorchFunctionMode):
@@ -257,7 +257,7 @@ def test_calls_made_together_are_those_made_alone(data):
             }
             calls.append(DeviceCall(options[arrays[-1]], name, (), options))
     with np.errstate(all="ignore"):
-        assert_same(together(made), [at_once(call) for call in alone])
+        assert_same(together(made), [result for call in alone for result in together([call])])
     assert_same([call.options for call in made], [call.options for call in alone])
 
 
@@ -265,14 +265,14 @@ def test_one_bad_body_spoils_no_other():
     good, bad = on_device(np.zeros(100, np.float32)), on_device(np.zeros(100, np.float32))
     body = host.encode_sparse(np.uint32([3, 50]), np.float32([1, 2]), kind="fp32").body
     calls = [
-        deferred(out).decode_add_sparse(out, its, scale=1.0)
+        next(kernels.decode_add_sparse(out, its, scale=1.0))
         for out, its in ((bad, body[:-1]), (good, body))
     ]
     refused, finite = together(calls)
     assert isinstance(refused, ValueError) and finite is True
     assert np.asarray(good)[[3, 50]].tolist() == [1, 2] and not bad.any()
     with pytest.raises(ValueError):
-        at_once(calls[0])
+        kernels.at_once(kernels.decode_add_sparse(bad, body[:-1], scale=1.0))
 
 
 @pytest.mark.parametrize("spec", ["dgc:ratio=0.05", "adacomp", "maxnorm"])
@@ -397,7 +397,7 @@ def test_a_body_of_odd_length_is_refused_alone():
     body = host.encode_bf16(np.ones(10, np.float32)).body
     refused, finite = together(
         [
-            deferred(out).decode_add_bf16(out, its, scale=1.0)
+            next(kernels.decode_add_bf16(out, its, scale=1.0))
             for out, its in ((bad, body[:-1]), (good, body))
         ]
     )

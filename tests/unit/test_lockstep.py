@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 import horovod_compress as hc
+from horovod_compress import kernels
 from horovod_compress.compressors.base import Compressor
+from horovod_compress.compressors.none import NoCompression
 from horovod_compress.kernels import Encoded, new_body
 from horovod_compress.lockstep import make_ranks
-from horovod_compress.requests import Allgather, Allreduce, Alltoall, Collective
+from horovod_compress.requests import Allgather, Allreduce, Alltoall, Collective, HostReduce
 from horovod_compress.transport.loopback import Loopback
 
 
@@ -61,6 +63,27 @@ def test_every_collective_may_come_before_the_payload():
         run.bytes_sent
         == [[carriers + numbers + 2 * (rank + 1 + 6 + 4 + 60) for rank in range(3)]] * 2
     )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Doubled(NoCompression):
+    """none's payload times 2, after a kernel was called."""
+
+    id = "doubled"
+
+    def encode(self, grad, state, step):
+        assert (yield from kernels.max_abs(grad)) == np.abs(grad).max()
+        grad *= 2
+        return HostReduce(grad)
+
+
+def test_a_payload_may_be_returned_plainly_or_after_calls_of_kernels():
+    grads = [[{"a": np.float32([1, -2, 3])}, {"a": np.float32([3, 2, -1])}]]
+    plain, called = hc.simulate("none", grads), hc.simulate(Doubled(), grads)
+    np.testing.assert_array_equal(called.mean[0]["a"], 2 * plain.mean[0]["a"])
+    assert called.bytes_sent == plain.bytes_sent
+    with pytest.raises(AttributeError, match="there is no kernel max_ab"):
+        kernels.max_ab([])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

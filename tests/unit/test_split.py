@@ -12,6 +12,7 @@ from tiers import examples
 
 import horovod_compress as hc
 from horovod_compress.compressors.base import Step
+from horovod_compress.kernels import at_once
 from horovod_compress.lockstep import make_ranks, run_step
 from horovod_compress.requests import SelectAgain
 from horovod_compress.split import regions_of, split_step
@@ -307,7 +308,7 @@ def entries_of(spec, named, rank, size, residuals):
     found = []
     for name, grad in sorted(named.items()):
         state = compressor.init(name, grad.shape)
-        payload = compressor.encode(grad, state, step)
+        payload = at_once(compressor.encode(grad, state, step))
         found.append(
             SelectAgain(
                 payload,

@@ -17,7 +17,7 @@ LAYERS = [
     ["split"],
     ["compressors"],
     ["averaging", "plan", "step", "transport"],
-    ["checkpoint", "loss_scale"],
+    ["checkpoint", "loss_scale", "stages"],
     ["handover"],
     ["hosts"],
     ["driver"],

@@ -1,0 +1,94 @@
+"""Where the tensors of a step are: what each waits for."""
+
+import dataclasses
+import enum
+from typing import Any, Dict, Iterable, List
+
+from .requests import TensorStep
+from .step import Tensor
+
+
+class Stage(enum.IntEnum):
+    """A tensor's place in its step: what it waits for."""
+
+    # A kernel's call before the last exchange, made together with other tensors'.
+    CALL = 0
+    # The norm of the whole step.
+    NORM = 1
+    # An exchange that is not the last.
+    ROUND = 2
+    # The exchange of all tensors' entries.
+    SPLIT = 3
+    # The last exchange, and the host.
+    LAST = 4
+    # A kernel's call after that.
+    DECODE = 5
+    # Nothing: it is at work, or has failed at that.
+    AT_WORK = 6
+    # The end of the step.
+    DONE = 7
+
+
+@dataclasses.dataclass
+class Pending:
+    """A tensor's step that is under way."""
+
+    tensor: Tensor
+    step: TensorStep
+    # Until it is done.
+    grad: Any
+    stage: Stage = Stage.AT_WORK
+    # An array, from the first request on.
+    carrier: Any = None
+    request: Any = None  # the Request that it waits for
+    # A function that waits for the collective of that request, where one was started.
+    wait: Any = None
+
+
+class Stages:
+    """The tensors of one step on one rank.
+
+    all: those submitted, by name; open: those of them that are neither finished nor given up; at:
+    how many are at each stage.
+    """
+
+    def __init__(self) -> None:
+        self.all: Dict[str, Pending] = {}
+        self.open: Dict[str, Pending] = {}
+        self.at = [0] * len(Stage)
+
+    def add(self, pending: Pending) -> None:
+        self.all[pending.tensor.name] = self.open[pending.tensor.name] = pending
+        self.at[pending.stage] += 1
+
+    def move(self, pending: Pending, stage: Stage) -> None:
+        self.at[pending.stage] -= 1
+        self.at[stage] += 1
+        pending.stage = stage
+
+    def waiting(self, stage: Stage) -> List[Pending]:
+        """Those at a stage, in the order in which they were submitted."""
+        return [pending for pending in self.all.values() if pending.stage is stage]
+
+    def take(self, pendings: Iterable[Pending]) -> None:
+        """Puts tensors to work."""
+        for pending in pendings:
+            self.move(pending, Stage.AT_WORK)
+
+    @property
+    def before_last(self) -> bool:
+        """Whether some tensor has something to come before its last exchange, which all tensors
+        wait for together."""
+        return any(self.at[: Stage.SPLIT])
+
+    @property
+    def brought(self) -> bool:
+        """Whether the host has brought all results that come."""
+        return len(self.open) <= self.at[Stage.DECODE] + self.at[Stage.AT_WORK]
+
+    def let_go(self, pending: Pending) -> None:
+        """Nothing more comes of a tensor until the step ends. Until then its arrays would stay in
+        memory."""
+        self.open.pop(pending.tensor.name, None)
+        self.move(pending, Stage.DONE)
+        pending.grad = pending.carrier = pending.request = pending.wait = None
