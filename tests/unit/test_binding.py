@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 
-from horovod_compress.binding import Algorithms
+from horovod_compress import get_compressor
+from horovod_compress.binding import Algorithms, momentum_of
 
 
 class Compression(metaclass=Algorithms):
@@ -67,3 +68,19 @@ def test_an_uncalled_factory_given_to_horovod_says_so():
     for given in (Compression, Compression.dgc):
         with pytest.raises(TypeError, match="call it"):
             given.compress(None)
+
+
+@pytest.mark.parametrize(
+    "spec, expected",
+    [
+        ("dgc", (0.9, True)),
+        ("dgc:momentum=0.5", (0.5, True)),
+        ("dgc:nesterov=false", (0.9, False)),
+        ("dgc:momentum=0", (0.0, False)),
+    ],
+)
+def test_what_options_say_counts_more_than_the_optimizer(spec, expected):
+    assert momentum_of(get_compressor(spec), {"momentum": 0.9, "nesterov": True}) == expected
+    assert momentum_of(
+        get_compressor("dgc:nesterov=true"), {"momentum": 0.5, "nesterov": False}
+    ) == (0.5, True)
