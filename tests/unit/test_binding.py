@@ -7,7 +7,8 @@ import warnings
 
 import pytest
 
-from horovod_compress.binding import Binding, NotBoundError, Unbound
+from horovod_compress import get_compressor
+from horovod_compress.binding import Binding, NotBoundError, Unbound, momentum_of
 from horovod_compress.deprecated import by_name
 from horovod_compress.factories import Algorithms
 
@@ -110,3 +111,19 @@ def test_what_a_bound_compression_has_can_be_asked_for_before():
         with pytest.raises(RuntimeError, match="no optimizer has this compression yet"):
             ask()
     assert not hasattr(waiting, "config") and waiting.searches == 3
+
+
+@pytest.mark.parametrize(
+    "spec, expected",
+    [
+        ("dgc", (0.9, True)),
+        ("dgc:momentum=0.5", (0.5, True)),
+        ("dgc:nesterov=false", (0.9, False)),
+        ("dgc:momentum=0", (0.0, False)),
+    ],
+)
+def test_what_options_say_counts_more_than_the_optimizer(spec, expected):
+    assert momentum_of(get_compressor(spec), {"momentum": 0.9, "nesterov": True}) == expected
+    assert momentum_of(
+        get_compressor("dgc:nesterov=true"), {"momentum": 0.5, "nesterov": False}
+    ) == (0.5, True)

@@ -53,12 +53,14 @@ def test_dgcs_get_its_momentum(nesterov):
         np.testing.assert_allclose(named["bias"], mean + 0.9 * u if nesterov else u, atol=1e-5)
 
 
-def test_a_step_that_is_not_finite_leaves_the_momentum():
+@pytest.mark.parametrize("name, element", [("bias", 7), ("matrix", (7, 7))])
+def test_a_step_that_is_not_finite_leaves_the_momentum(name, element):
+    """Whichever tensor is not finite."""
     spec, grads = "dgc:ratio=0.1,momentum=0.9,dense=int8", gradients(2)
     kept = hc.simulate(spec, grads[:4]).state
-    grads[4][1]["bias"][7] = np.nan
+    grads[4][1][name][element] = np.nan
     run = hc.simulate(spec, grads[:5])
-    assert np.isnan(run.mean[4]["bias"]).all()
+    assert np.isnan(run.mean[4][name]).all()
     for rank in range(2):
         np.testing.assert_array_equal(run.state[rank]["bias"]["u"], kept[rank]["bias"]["u"])
 

@@ -61,6 +61,18 @@ def test_no_step_moves_more_than_a_dense_one(id, size):
         assert not too_much, moved
 
 
+@pytest.mark.parametrize(
+    "spec", ["bf16", "natural", "efsignsgd", "onebit", "randomk:ratio=0.1", "topk:ratio=0.1"]
+)
+def test_bits_that_are_known_beforehand_are_those_of_payloads(spec):
+    """They decide who goes dense. topk's are an estimate."""
+    compressor, step = hc.get_compressor(spec), Step(0, 0, 2)
+    ((named,),) = noise(1, 1)
+    payload = compressor.encode(named["w"].ravel(), compressor.init("w", (64, 64)), step)
+    bits = 8 * len(payload.body) / ELEMENTS
+    assert compressor.payload_bits(ELEMENTS, step) == pytest.approx(bits, rel=0.1)
+
+
 @pytest.mark.parametrize("id", ["natural", "qsgd", "randomk:ratio=0.1", "bf16"])
 def test_what_gathered_several_times_too_much_is_exact_now(id):
     """At 64 ranks these received 3 to 9 times what a ring allreduce moves."""

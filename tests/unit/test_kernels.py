@@ -84,6 +84,17 @@ def test_no_coefficient_is_sent_where_none_is_wanted():
         assert (encoded.elements, encoded.finite) == (0, True)
 
 
+def test_what_is_left_of_large_coefficients_stays_far_below_the_limit():
+    """So that rounding alone never takes a residual to the limit, 2^110."""
+    for k in host, reference:
+        residual = np.float32([1.9 * 2.0**109, -1.8 * 2.0**109, 1, 0])
+        same = np.eye(2, dtype=np.float32).ravel()
+        encoded = k.encode_dct(
+            np.zeros(4, np.float32), residual, same, same, width=2, k=1, decay=1.0, kind="fp32"
+        )
+        assert encoded.finite and residual.tolist() == [0, -(2.0**109), 1, 0]
+
+
 @pytest.mark.parametrize("share", [0.5, 0.03, 0.99])
 def test_elements_that_share_a_draw_round_independently(share):
     """Of a word's ten codes, and of eight elements of a block of natural's, any two are

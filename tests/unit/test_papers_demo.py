@@ -9,6 +9,7 @@ from paper_checks import alone, normal, payload_of, seeded  # noqa: F401
 from ranks import ranks_of
 
 from horovod_compress import get_compressor, kernels
+from horovod_compress.compressors.base import Step
 from horovod_compress.compressors.demo import _dct
 from horovod_compress.kernels import reference
 from horovod_compress.lockstep import run_step
@@ -144,3 +145,11 @@ def test_bodies_for_other_tensors_are_refused():
         with pytest.raises(ValueError, match="shorter|early|entries|gaps"):
             module.decode_add_dct(out, payload.body[:-3], **grid, scale=1.0)
         assert not out.any()
+
+
+def test_a_dense_step_decays_what_was_kept_too():
+    _, demo, state = payload_of("demo:min_numel=0,decay=0.5", normal(64, 64))
+    demo.end_step(state, True)
+    kept, g = state.arrays["residual"].copy(), normal(64 * 64)
+    payload = demo.encode_dense(g.copy(), state, Step(1, 0, 2))
+    np.testing.assert_array_equal(payload.array, np.float32(0.5) * kept + g)

@@ -13,6 +13,14 @@ from horovod_compress import kernels
 # -- single-scale and multi-scale quantizers (arXiv 2109.12497)
 
 
+@pytest.mark.parametrize("norm", ["max", "l2"])
+def test_whatever_the_norm_is_scales_are_chosen_by_the_largest(norm):
+    values = np.concatenate([np.full(64, 3.0), np.full(36, -5.0)]).astype(np.float32)
+    peaks = np.zeros(2, np.uint32)
+    hc.get_compressor(f"multiscale:norm={norm}").norm_of(values, peaks)
+    assert peaks.view(np.float32).tolist() == [3, 5]
+
+
 @pytest.mark.parametrize("size", [2, 3, 8, 64, 1000])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
 def test_sums_of_codes_are_exact_for_any_number_of_ranks(size, bits):

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from paper_checks import RNG, alone, decoded, normal, payload_of, seeded  # noqa: F401
 
+from horovod_compress.compressors.base import Step
+
 
 def first_step_sent(alpha, zeta, steps=12):
     """The step, from 1, at which a constant gradient is first sent."""
@@ -129,3 +131,12 @@ def test_strom_sends_the_threshold_and_keeps_the_rest():
         means[1], np.where(np.abs(g) > 1, np.copysign(0.5, g), 0)
     )  # tau a step, not all at once
     np.testing.assert_allclose(sum(means) + state["residual"], g, atol=1e-6)
+
+
+def test_after_a_dense_step_both_sums_begin_anew():
+    """All that r had was sent, so nothing is left for v to be the variance of."""
+    _, variance, state = payload_of("variance:min_numel=0", normal(100))
+    variance.end_step(state, True)
+    variance.encode_dense(normal(100), state, Step(1, 0, 2))
+    variance.end_step(state, True)
+    assert not state.arrays["r"].any() and not state.arrays["v"].any()

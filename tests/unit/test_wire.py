@@ -341,6 +341,22 @@ def test_levels_of_fixed_width_are_at_most_the_steps(module, steps, at):
 
 
 @BOTH
+@pytest.mark.parametrize("steps", [1, 2, 100])
+def test_levels_in_eliass_code_are_at_most_the_steps(module, steps):
+    """Where one is not, nothing is added."""
+    grad, out = np.zeros(1000, np.float32), np.zeros(1000, np.float32)
+    grad[[3, 500]] = 1, -1
+    options = {"bucket": 1000, "l2": False, "limit": 1.0, "key": 1}
+    body = module.encode_buckets(grad, steps=steps + 1, **options).body
+    assert body[0] == 1, "not in Elias' code"
+    with pytest.raises(ValueError, match="level out of range"):
+        module.decode_add_buckets(out, body, steps=steps, bucket=1000, scale=1.0)
+    assert not out.any()
+    assert module.decode_add_buckets(out, body, steps=steps + 1, bucket=1000, scale=1.0)
+    assert out[[3, 500]].tolist() == [1, -1]
+
+
+@BOTH
 @pytest.mark.parametrize("kind, scales", [("sign", 1), ("power", 1), ("2bit", 4)])
 def test_bits_behind_the_last_value_are_zero(module, kind, scales):
     indices, values = np.array([3, 8, 9], np.uint32), np.ones(3, np.float32)

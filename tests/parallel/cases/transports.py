@@ -159,6 +159,9 @@ def mpi_ranks_that_exchange_different_things_get_an_error():
     started = [transport.allgather(f"a{i}", np.zeros(3, np.uint8)) for i in range(1 + hvd.rank())]
     with raises(MismatchError, "arrays in this step"):
         started[0]()
+    # As many, and others.
+    with raises(MismatchError, "arrays in this step"):
+        transport.allreduce("b", np.ones(2 + hvd.rank(), np.float32))()
     # The ranks are in step.
     assert transport.allgather("again", np.full(2, hvd.rank(), np.uint8))().tolist() == [0, 0, 1, 1]
 
