@@ -32,16 +32,16 @@ from horovod_compress.kernels.device import DeviceArray, programs  # noqa: E402
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = [
     "dgc:ratio=0.05",
-    "dgc:ratio=0.05,momentum=0",
-    "dgc:ratio=0.05,masking=false,clip_norm=1",
-    "topk:ratio=0.05,values=2bit",
+    pytest.param("dgc:ratio=0.05,momentum=0", marks=pytest.mark.extended),
+    pytest.param("dgc:ratio=0.05,masking=false,clip_norm=1", marks=pytest.mark.extended),
+    pytest.param("topk:ratio=0.05,values=2bit", marks=pytest.mark.extended),
     "topk:k=3,chunk=64",
     "adacomp",
     "variance",
-    "variance:tau=0.1",
-    "maxnorm",
+    pytest.param("variance:tau=0.1", marks=pytest.mark.extended),
+    pytest.param("maxnorm", marks=pytest.mark.extended),
     "maxnorm:k=50",
-    "multiscale",
+    pytest.param("multiscale", marks=pytest.mark.extended),
     "bf16",
     "fp16",
     "none",
@@ -275,7 +275,14 @@ def test_one_bad_body_spoils_no_other():
         kernels.at_once(kernels.decode_add_sparse(bad, body[:-1], scale=1.0))
 
 
-@pytest.mark.parametrize("spec", ["dgc:ratio=0.05", "adacomp", "maxnorm"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "maxnorm",
+        pytest.param("dgc:ratio=0.05", marks=pytest.mark.extended),
+        pytest.param("adacomp", marks=pytest.mark.extended),
+    ],
+)
 def test_launches_come_early_where_much_waits(spec, monkeypatch):
     """Long before the last gradient comes, payloads travel; and results are the same."""
     grads = gradients(7)
