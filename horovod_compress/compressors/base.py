@@ -44,6 +44,7 @@ def result_of(returned: Any) -> Asking[Any]:
 
 def _plain(result: Any) -> Asking[Any]:
     return result
+    # Never reached: it makes this a generator.
     yield
 
 
