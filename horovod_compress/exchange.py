@@ -30,7 +30,7 @@ from .requests import (
     StepNorm,
 )
 from .split import split_step
-from .stages import Pending, Stage, Stages
+from .stages import AT_WORK, CALL, DECODE, LAST, NORM, ROUND, SPLIT, Pending, Stage, Stages
 from .step import Tensor, check_step_numbers, conclude, step_numbers
 from .transport.base import Transport
 from .wire import FrameLength
@@ -80,7 +80,7 @@ class Exchange(Driver):
         self._transaction = Transaction(0)
         self._collectives = transport  # of the transaction
         self._stages = Stages()  # of the transaction
-        self._to_call = 0  # elements of those at Stage.CALL
+        self._to_call = 0  # elements of those at CALL
         # With sums: waits for the ranks' numbers of this step; False once they were compared.
         self._numbers: Any = None
 
@@ -117,7 +117,7 @@ class Exchange(Driver):
         transaction.tensors.append(tensor)
         self._advance(pending, None)
         if self._to_call >= _TOGETHER:
-            self._call(Stage.CALL, self._advance)
+            self._call(CALL, self._advance)
         return pending.carrier
 
     def is_payload(self, name: str, carrier: np.ndarray) -> bool:
@@ -135,17 +135,17 @@ class Exchange(Driver):
     def rounds(self, factor: float = 1.0) -> Iterator[None]:
         """`flush` by rounds, for a driver of several ranks: yields when it has started something,
         before it waits for it."""
-        self._call(Stage.CALL, self._advance)
-        norms = self._stages.waiting(Stage.NORM)
+        self._call(CALL, self._advance)
+        norms = self._stages.waiting(NORM)
         squared_norm = factor**2 * sum(
             kernels.of(pending.grad).squared_norm(pending.grad) for pending in norms
         )
         self._stages.take(norms)
         for pending in norms:
             self._advance(pending, (squared_norm, True))
-        self._call(Stage.CALL, self._advance)
-        while self._stages.at[Stage.ROUND]:
-            waiting = self._stages.waiting(Stage.ROUND)
+        self._call(CALL, self._advance)
+        while self._stages.at[ROUND]:
+            waiting = self._stages.waiting(ROUND)
             self._start_maxima([each for each in waiting if each.wait is None])
             yield
             started = time.perf_counter()
@@ -155,8 +155,8 @@ class Exchange(Driver):
             waiting[0].tensor.counters["exchange_seconds"] += time.perf_counter() - started
             for pending, answer in zip(waiting, answers):
                 self._advance(pending, answer)
-            self._call(Stage.CALL, self._advance)
-        if self._stages.at[Stage.SPLIT]:
+            self._call(CALL, self._advance)
+        if self._stages.at[SPLIT]:
             yield from self._split(factor)
 
     def finish(self, name: str, reduced: np.ndarray) -> None:
@@ -165,9 +165,9 @@ class Exchange(Driver):
         carrier as the host brought it back. A result that is not finite on some rank is not finite
         on all of them."""
         pending = self._stages.open.get(name)
-        if pending is not None and (self._stages.before_last or pending.stage is Stage.SPLIT):
+        if pending is not None and (self._stages.before_last or pending.stage is SPLIT):
             self.flush(1.0 if self.is_payload(name, pending.carrier) else float(reduced[0]))
-        if pending is None or pending.stage is not Stage.LAST:
+        if pending is None or pending.stage is not LAST:
             raise RuntimeError(f"{name}: its step has failed before: submit it again")
         arrived = None
         if pending.wait is not None:
@@ -178,7 +178,7 @@ class Exchange(Driver):
         elif reduced.dtype == FLOAT32 and reduced is not pending.grad:
             np.copyto(pending.grad, reduced)
             reduced = pending.grad
-        self._stages.move(pending, Stage.AT_WORK)
+        self._stages.move(pending, AT_WORK)
         self._decode(pending, (reduced, arrived))
         if self._stages.brought:
             self.settle()
@@ -186,7 +186,7 @@ class Exchange(Driver):
     def settle(self) -> None:
         """Has the results of all tensors that were finished in their gradients' memory."""
         try:
-            self._call(Stage.DECODE, self._decode)
+            self._call(DECODE, self._decode)
         except BaseException:
             # Calls that are made a second time would add a second time.
             self.reject()
@@ -199,7 +199,7 @@ class Exchange(Driver):
         outcome = pending.step.send(answer)
         if isinstance(outcome, DeviceCall):
             pending.request = outcome
-            self._stages.move(pending, Stage.DECODE)
+            self._stages.move(pending, DECODE)
         else:
             if outcome.result is not pending.grad:
                 np.copyto(pending.grad, outcome.result)
@@ -216,21 +216,21 @@ class Exchange(Driver):
         if isinstance(request, HostReduce):
             pending.carrier = request.array
             request = send(None)
-        pending.request, pending.wait, stage = request, None, Stage.ROUND
+        pending.request, pending.wait, stage = request, None, ROUND
         if isinstance(request, DeviceCall):
-            stage = Stage.CALL
+            stage = CALL
             self._to_call += pending.grad.size
         elif isinstance(request, StepNorm):
-            stage = Stage.NORM
+            stage = NORM
             pending.carrier = request.carrier.array
         elif not isinstance(request, Final):
             if request.op != "max":
                 pending.wait = self._start(f".{name}.round", request, pending.tensor)
         elif isinstance(request.request, SelectAgain):
-            stage = Stage.SPLIT
+            stage = SPLIT
             self._collectives.expect_gather()
         else:
-            stage = Stage.LAST
+            stage = LAST
             if request.request is not None:
                 pending.wait = self._start(f".{name}", request.request, pending.tensor)
         self._stages.move(pending, stage)
@@ -239,7 +239,7 @@ class Exchange(Driver):
     def _call(self, stage: Stage, answered: Callable[[Pending, Any], Any]) -> None:
         """Makes the calls of all tensors at a stage, as many together as are worth it. Each gets
         its answer, also where another one fails: it has to know what was taken out of its state."""
-        counter = "decode_seconds" if stage is Stage.DECODE else "encode_seconds"
+        counter = "decode_seconds" if stage is DECODE else "encode_seconds"
         while self._stages.at[stage]:
             calling = _first_of(self._stages.waiting(stage))
             self._stages.take(calling)
@@ -295,7 +295,7 @@ class Exchange(Driver):
 
     def _split(self, factor: float) -> Iterator[None]:
         """Exchanges the entries of all tensors that wait for that. Yields as `rounds` does."""
-        waiting = self._stages.waiting(Stage.SPLIT)
+        waiting = self._stages.waiting(SPLIT)
         waiting.sort(key=lambda pending: pending.tensor.name)
         self._stages.take(waiting)
         counters, size = waiting[0].tensor.counters, self.transport.size
@@ -317,7 +317,7 @@ class Exchange(Driver):
         except StopIteration as stop:
             for pending, selected in zip(waiting, stop.value):
                 pending.wait = lambda selected=selected: selected
-                self._stages.move(pending, Stage.LAST)
+                self._stages.move(pending, LAST)
 
     def _end(self) -> None:
         """Ends the step: commits it where all that was submitted is finished, and finite, else
@@ -326,7 +326,7 @@ class Exchange(Driver):
         transaction.finite = transaction.finite and not self._stages.open
         # Their gradients are to be in the residuals, as those of other steps are that were not
         # finished.
-        self._call(Stage.CALL, lambda pending, answer: pending.step.send(answer))
+        self._call(CALL, lambda pending, answer: pending.step.send(answer))
         for pending in self._stages.all.values():
             conclude(pending.step, transaction.finite)
         self._collectives.end_step()
@@ -348,7 +348,7 @@ class Exchange(Driver):
         """In place of a `finish` that was interrupted: the step will be rolled back."""
         pending = self._stages.open.pop(name, None)
         # What other ranks wait for is still sent.
-        if pending is not None and pending.stage in (Stage.DECODE, Stage.AT_WORK):
+        if pending is not None and pending.stage in (DECODE, AT_WORK):
             self._stages.let_go(pending)
         self.reject()
         if self._stages.brought:

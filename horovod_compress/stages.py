@@ -29,6 +29,10 @@ class Stage(enum.IntEnum):
     DONE = 7
 
 
+# Members of an enum are slow to look up in Python 3.11.
+CALL, NORM, ROUND, SPLIT, LAST, DECODE, AT_WORK, DONE = Stage
+
+
 @dataclasses.dataclass
 class Pending:
     """A tensor's step that is under way."""
@@ -37,7 +41,7 @@ class Pending:
     step: TensorStep
     # Until it is done.
     grad: Any
-    stage: Stage = Stage.AT_WORK
+    stage: Stage = AT_WORK
     # An array, from the first request on.
     carrier: Any = None
     request: Any = None  # the Request that it waits for
@@ -73,22 +77,22 @@ class Stages:
     def take(self, pendings: Iterable[Pending]) -> None:
         """Puts tensors to work."""
         for pending in pendings:
-            self.move(pending, Stage.AT_WORK)
+            self.move(pending, AT_WORK)
 
     @property
     def before_last(self) -> bool:
         """Whether some tensor has something to come before its last exchange, which all tensors
         wait for together."""
-        return any(self.at[: Stage.SPLIT])
+        return any(self.at[:SPLIT])
 
     @property
     def brought(self) -> bool:
         """Whether the host has brought all results that come."""
-        return len(self.open) <= self.at[Stage.DECODE] + self.at[Stage.AT_WORK]
+        return len(self.open) <= self.at[DECODE] + self.at[AT_WORK]
 
     def let_go(self, pending: Pending) -> None:
         """Nothing more comes of a tensor until the step ends. Until then its arrays would stay in
         memory."""
         self.open.pop(pending.tensor.name, None)
-        self.move(pending, Stage.DONE)
+        self.move(pending, DONE)
         pending.grad = pending.carrier = pending.request = pending.wait = None

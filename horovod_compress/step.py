@@ -210,11 +210,12 @@ def _subtract_base(
 ) -> Tuple[Step, Optional[np.ndarray]]:
     """Where the compressor does not do so, subtracts from the gradient what it counts from. Returns
     the step, without a base then, and what is to be added to the result."""
-    base = step.base
-    compressor = tensor.compressor
+    compressor, base = tensor.compressor, step.base
+    if base is None:
+        return step, None
     # An owner's sums are made where the base would be left.
     within = compressor.takes_base and compressor.split(tensor.numel, step) is None
-    if base is None or within and not step.dense:
+    if within and not step.dense:
         return step, None
     grad -= base
     return dataclasses.replace(step, base=None), base

@@ -37,9 +37,15 @@ Decoded = Union[bool, Asking[bool]]
 
 
 def result_of(returned: Any) -> Asking[Any]:
-    """The result of a compressor's method, which returns it plainly or is a generator: the one
-    place that knows both."""
-    return (yield from returned) if isinstance(returned, GeneratorType) else returned
+    """A generator of the result of a compressor's method, which returns it plainly or is one
+    itself: the one place that knows both."""
+    return returned if isinstance(returned, GeneratorType) else _plain(returned)
+
+
+def _plain(result: Any) -> Asking[Any]:
+    return result
+    # Never reached: it makes this a generator.
+    yield
 
 
 def zeros(numel: int) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import kernels
 from ..requests import FLOAT32, Collective, HostReduce
-from .base import Asking, State, Step
+from .base import Asking, State, Step, result_of
 from .none import NoCompression
 
 _LARGEST = 65504
@@ -53,7 +53,7 @@ class Float16(NoCompression):
     ) -> Asking[bool]:
         if not isinstance(out, np.ndarray) and reduced.dtype != FLOAT32:
             self._count_overflow(state, (yield from kernels.max_abs(out)))
-        return (yield from super().decode_dense(reduced, out, state, scale))
+        return (yield from result_of(super().decode_dense(reduced, out, state, scale)))
 
     @staticmethod
     def _count_overflow(state: State, largest: float) -> None:

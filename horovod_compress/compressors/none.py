@@ -7,7 +7,7 @@ from typing import ClassVar, Optional, Tuple
 import numpy as np
 
 from ..requests import Collective, HostReduce
-from .base import HOST, Asking, Compressor, State, Step
+from .base import HOST, Compressor, Decoded, State, Step
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -30,9 +30,9 @@ class NoCompression(Compressor):
 
     def decode_dense(
         self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float
-    ) -> Asking[bool]:
+    ) -> Decoded:
         if reduced.dtype != np.float64:
-            return (yield from super().decode_dense(reduced, out, state, scale))
+            return super().decode_dense(reduced, out, state, scale)
         if reduced is not out:
             np.copyto(out, reduced)
         if scale != 1:
