@@ -204,10 +204,13 @@ def restore(tensors: Iterable[Tensor], arrays: Arrays) -> None:
         expected[t.name].update(dict.fromkeys(found, f"float32 of {(t.numel,)}"))
     refuse(first_difference(expected, _layout(arrays)))
     for tensor in tensors:
+        own = tensor.state.arrays
         for key in BESIDE:
-            tensor.state.arrays.pop(key, None)
+            own.pop(key, None)
         for key, array in arrays[tensor.name].items():
-            np.copyto(tensor.state.arrays.setdefault(key, zeros(array.size)), array)
+            if key not in own:
+                own[key] = zeros(array.size)
+            np.copyto(own[key], array)
 
 
 def steps_of(state: Any) -> int:
