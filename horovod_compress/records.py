@@ -11,28 +11,29 @@ class TensorStats(TypedDict):
     elements_sent: int
 
 
-class Stats(TensorStats):
-    """A rank's totals since the start: see `Driver.stats`."""
+class Counted(TensorStats):
+    """What is counted of each step."""
 
-    steps: int
-    steps_undone: int
     bytes_received: int
     encode_seconds: float
     exchange_seconds: float
     decode_seconds: float
+
+
+class Stats(Counted):
+    """A rank's totals since the start: see `Driver.stats`."""
+
+    steps: int
+    steps_undone: int
     ratio: float
     residual_norm: float
     overflows: int
 
 
-class Counts(TensorStats):
+class Counts(Counted):
     """What a record has of all tensors, and of each: counts since the record before, and norms,
     None where they are unknown or not finite."""
 
-    bytes_received: int
-    encode_seconds: float
-    exchange_seconds: float
-    decode_seconds: float
     ratio: Optional[float]
     gradient_norm: Optional[float]
     residual_norm: Optional[float]
