@@ -45,6 +45,11 @@ PROMISES = (
     "mistakes_get_clear_errors",
     "momentum_is_taken_over_and_nothing_is_patched",
     "every_algorithm_trains",
+    # A second or less each.
+    "mpi_ranks_that_exchange_different_things_get_an_error",
+    "half_precision_results_that_overflow_are_given_back",
+    "several_local_steps_and_an_outer_optimizer",
+    "an_elastic_state_goes_back_to_one_commit_twice",
 )
 
 

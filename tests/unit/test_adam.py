@@ -50,6 +50,22 @@ def test_one_rank_has_torchs_adamw(betas, decay, lr, seed):
     torch.testing.assert_close(ours, torchs, rtol=1e-9, atol=1e-12)
 
 
+def test_it_follows_its_formula():
+    """The class's, once more in NumPy."""
+    lr, beta1, beta2, eps, decay, ranks = 0.1, 0.9, 0.99, 1e-3, 0.1, 4
+    param, p, m = weights(), weights().detach().numpy().copy(), 0.0
+    gradients = gradients_of(9, (3, 4), signal=0.5)
+    steps_with(hvdc.AdamW([param], lr, (beta1, beta2), eps, decay, ranks), param, gradients)
+    v = q = None
+    for t, g in enumerate(gradients.numpy(), 1):
+        v = beta2 * (0 if v is None else v) + (1 - beta2) * g * g
+        q = v if q is None else beta2 * q + (1 - beta2) * g * m / (1 - beta1 ** (t - 1))
+        m = beta1 * m + (1 - beta1) * g
+        square = (v / ranks + (1 - 1 / ranks) * np.maximum(q, 0)) / (1 - beta2**t)
+        p = p - lr * decay * p - lr * m / (1 - beta1**t) / (np.sqrt(square) + eps)
+    np.testing.assert_allclose(param.detach().numpy(), p, rtol=1e-9)
+
+
 @pytest.mark.parametrize("ranks", [2, 8, 32])
 @pytest.mark.parametrize("signal", [0.0, 0.1, 3.0])
 def test_a_part_of_the_batch_has_the_second_moment_of_the_whole(ranks, signal):

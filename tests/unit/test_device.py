@@ -234,6 +234,24 @@ def test_codes_are_the_same(where, data, scales, size):
     )
 
 
+@native_only
+@on_device
+@pytest.mark.parametrize("clip", [0.0, 0.5, 2.0])
+def test_magnitudes_are_clipped_alike(where, clip):
+    x = np.linspace(-1.5, 1.5, 200, dtype=np.float32)
+    shared = dict(levels=None, w=1.0, steps=[15.0], width=5, size=1, key=1)
+    compare("quantize", where, ["x"], x=x, clip=clip, **shared)
+
+
+@on_device
+def test_what_has_no_power_of_two_stays_alike(where):
+    v, at = np.float32([1, 1e-6, 0.7, 1e-5, 0.3]), np.arange(5, dtype=np.uint32)
+    taken, *_ = compare(
+        "take_entries", where, ["v", "u"], indices=at, v=v, u=v, kind="power", mask=True
+    )
+    assert taken.tolist() == [0, 2, 4]
+
+
 @on_device
 @examples(60)
 @given(data=st.data())

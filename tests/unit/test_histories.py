@@ -169,3 +169,26 @@ def test_simulated_ranks_alone_compress(size):
     """`simulate` on one rank shows what an algorithm does."""
     run = hc.simulate("topk:ratio=0.1,min_numel=0", [[{"w": np.ones((30, 40), np.float32)}] * size])
     assert np.count_nonzero(run.mean[0]["w"]) <= 120 * size
+
+
+def test_the_last_copy_is_evened_out_too():
+    """A rank that goes back after others have left goes back to the mean."""
+    elastic = pytest.importorskip("horovod_compress.elastic", reason="needs Horovod")
+
+    class Keeping:
+        def __init__(self):
+            self.now = {"owed": 1.0}
+
+        def _kept(self, into=None):
+            return dict(self.now)
+
+        def _go_back_to(self, state):
+            self.now = dict(state)
+
+        def _even_out(self, saved):
+            return {"owed": saved["owed"] / 2}
+
+    kept = elastic.Kept(Keeping())
+    kept.even_out()
+    kept.restore()
+    assert kept.value.now == {"owed": 0.5}

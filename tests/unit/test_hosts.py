@@ -168,6 +168,14 @@ def test_hosts_of_one_rank_change_nothing(id):
     assert expected.bytes_sent == found.bytes_sent
 
 
+def test_each_rank_clips_its_own_gradient():
+    rng = np.random.default_rng(0)
+    steps = [[{"w": rng.standard_normal((30, 40)).astype(np.float32)} for _ in range(4)]]
+    spec = "dgc:ratio=1,momentum=0,clip_norm=0.01,min_numel=0,hosts="
+    alone, hosts = (hc.simulate(spec + each, steps, local_size=2) for each in ("false", "true"))
+    np.testing.assert_allclose(hosts.mean[0]["w"], alone.mean[0]["w"], rtol=1e-5, atol=1e-9)
+
+
 # Which draw nothing.
 @pytest.mark.parametrize("id", ["adacomp", "variance", "efsignsgd", "strom", "onebit"])
 def test_hosts_are_what_so_many_ranks_with_their_sums_are(id):

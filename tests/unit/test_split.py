@@ -229,6 +229,19 @@ def test_a_sum_too_large_for_a_residual_is_accepted_beyond_the_quota():
     assert not any(ex.arrays()["w"]["residual"].any() for ex in exchanges)
 
 
+def test_so_is_one_too_large_beside_what_the_residual_holds():
+    exchanges = ranks_of("topk:min_numel=0,k=1,exchange=split,accept=1", 4, {"w": (64, 1)})
+    kept = exchanges[3].arrays()["w"]["residual"]  # of the one that owns all
+    kept[0] = 2.0**109
+    grads = [{"w": np.zeros(64, np.float32)} for _ in exchanges]
+    for named, (place, size) in zip(grads, [(0, 1), (0, 1), (1, 3), (40, 3.5)]):
+        named["w"][place] = size * 2.0**108
+    run_step(exchanges, grads)
+    assert grads[0]["w"][[0, 1, 40]].tolist() == [2.0**107, 0, 3.5 * 2.0**106]
+    exchanges[3].end_step()
+    assert kept[[0, 1, 40]].tolist() == [2.0**109, 3 * 2.0**108, 0]
+
+
 @pytest.mark.parametrize("accept", [0, 0.9, -1, float("inf"), "many"])
 def test_accept_is_checked(accept):
     with pytest.raises(ValueError, match="accept must be a number at least 1, or auto"):

@@ -63,6 +63,14 @@ def test_what_is_far_slower_takes_two_steps():
     assert taken["none"] == 4
 
 
+def test_a_first_step_may_take_twice_as_long():
+    """It makes buffers and moves state."""
+    trials = Trials(["none", "dgc"])
+    for seconds in (1.0, 1.0, 1.0, 3.0, 2.1):
+        trials.add(seconds)
+    assert trials.current == "none" and not trials.tried["none"].hopeless
+
+
 def test_close_candidates_have_several_turns():
     _, taken = run({"none": 1.3, "fp16": 1.0, "dgc": 1.02})
     assert taken["fp16"] == taken["none"] == 12 and taken["dgc"] == 3

@@ -278,12 +278,13 @@ def test_errors_name_the_rank_and_the_trouble(change, words):
 
 def test_frames_of_another_configuration_or_step():
     for number, digest, step, words in (
-        (2, 5, 0, "another"),
-        (1, 6, 0, "another"),
-        (1, 5, 2, "step 0.*at step 2"),
+        (2, 5, 1, "another"),
+        (1, 6, 1, "another"),
+        (1, 5, 2, "step 1.*at step 2"),
+        (1, 5, 0, "step 1.*at step 0"),
     ):
         with pytest.raises(WireError, match=words):
-            wire.unseal(frame_of(), 1, number, digest, step)
+            wire.unseal(frame_of(step=1), 1, number, digest, step)
 
 
 def test_every_changed_bit_is_noticed():

@@ -17,7 +17,7 @@ CASES, case = registry()
 
 
 def steps_of(rank, most=9):
-    """Rank 0 has the most data; the last one has none."""
+    """The first rank has the most data; the last one has none."""
     return 0 if rank == hvd.size() - 1 else most - 2 * rank
 
 
@@ -82,10 +82,12 @@ def assert_alike(found, expected, what):
     assert_replicas_identical(model)
 
 
-def assert_answered_with_zeros(spec):
+def assert_answered_with_zeros(spec, backwards=False):
+    """backwards: the last rank has the most data, and the first none."""
     found, expected = setup(spec), setup(spec)
-    train_uneven(*found[::2], batches(steps_of(hvd.rank())), found[0])
-    train_with_zeros(*expected[::2], batches(steps_of(hvd.rank())), 9)
+    steps = steps_of(hvd.size() - 1 - hvd.rank() if backwards else hvd.rank())
+    train_uneven(*found[::2], batches(steps), found[0])
+    train_with_zeros(*expected[::2], batches(steps), 9)
     assert_alike(found, expected, spec)
     for model, _, optimizer in (found, expected):
         train(model, optimizer, batches(2, seed=1))
@@ -102,6 +104,7 @@ def ranks_without_data_answer_with_zeros():
     ):
         for transport in ("horovod", "mpi") if hvd.mpi_enabled() else ("horovod",):
             assert_answered_with_zeros(f"{spec},transport={transport}")
+    assert_answered_with_zeros("dgc:ratio=0.02", backwards=True)
     hvd.join()
 
 
