@@ -255,7 +255,7 @@ class Binding(ABC):
         step."""
         self._exchange.end_step()
         recorder = Recorder(self._exchange, to, every, by_tensor)
-        self._exchange.extensions["recording"] = recorder
+        self._exchange.extend("recording", recorder)
         return recorder
 
     def discard(self) -> None:

@@ -61,7 +61,11 @@ class Driver(ABC):
         self._steps_ended = self._steps_undone = 0
         self._dense_was_logged = False
         self.handover = Handover()
-        self.extensions: Dict[str, Extension] = {"loss scale": LossScale(), "switch": self.handover}
+        self.extensions: Dict[str, Extension] = {}
+        # The extensions' steps, one around the other.
+        self._extended: Begin = self._plain_step
+        self.extend("loss scale", LossScale())
+        self.extend("switch", self.handover)
         # The one that a tensor came to last.
         self._latest = Transaction()
 
@@ -219,10 +223,7 @@ class Driver(ABC):
     def _begin(self, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         """The generator of a tensor's step."""
         tensor.follow(grad)
-        begin: Begin = self._plain_step
-        for extension in self.extensions.values():
-            begin = functools.partial(extension.around, begin)
-        return begin(tensor, grad, step)
+        return self._extended(tensor, grad, step)
 
     def _plain_step(self, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         alone = (
@@ -249,6 +250,13 @@ class Driver(ABC):
 
     def _goes_dense(self, tensor: Tensor, step: Step) -> bool:
         return tensor.goes_dense(step)
+
+    def extend(self, name: str, extension: Extension) -> None:
+        """Adds a feature around those that are there, or replaces the one of that name."""
+        self.extensions[name] = extension
+        self._extended = self._plain_step
+        for each in self.extensions.values():
+            self._extended = functools.partial(each.around, self._extended)
 
     def expect(self, **known: Any) -> None:
         """Says what is known of the coming steps: fields of `Step` by name."""

@@ -83,7 +83,8 @@ class Stages:
     def before_last(self) -> bool:
         """Whether some tensor has something to come before its last exchange, which all tensors
         wait for together."""
-        return any(self.at[:SPLIT])
+        at = self.at
+        return bool(at[CALL] or at[NORM] or at[ROUND])
 
     @property
     def brought(self) -> bool:

@@ -121,7 +121,7 @@ class BoundCompression(GraphCompression):
             dense_alone=self._elastic,
         )
         if discardable or grad_scaler is not None:
-            self._exchange.extensions["discard"] = Snapshots()
+            self._exchange.extend("discard", Snapshots())
         if optimizer is not None:
             self.bind(optimizer)
 

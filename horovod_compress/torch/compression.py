@@ -152,7 +152,7 @@ class BoundCompression(StepCompression):
             self._host,
         )
         if self._discardable:
-            exchange.extensions["discard"] = Snapshots()
+            exchange.extend("discard", Snapshots())
         return exchange
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:

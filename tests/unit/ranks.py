@@ -25,7 +25,7 @@ def rescale(exchanges, loss_scale):
 def discardable(exchanges):
     """The same exchanges, whose steps can be discarded."""
     for exchange in exchanges:
-        exchange.extensions["discard"] = Snapshots()
+        exchange.extend("discard", Snapshots())
     return exchanges
 
 

@@ -26,7 +26,7 @@ def test_what_is_not_compressed_may_be_float64(spec, name):
     exchanges = ranks_of(spec, 2, shapes)
     assert all(exchange.carries_float64(name) for exchange in exchanges)
     records = []
-    exchanges[0].extensions["recording"] = recording.Recorder(exchanges[0], records.append, 1)
+    exchanges[0].extend("recording", recording.Recorder(exchanges[0], records.append, 1))
     for named in run_step(exchanges, [{name: numbers * (1 + 2 * rank)} for rank in range(2)]):
         np.testing.assert_array_equal(named[name], 2 * numbers)
     for poison in (np.nan, np.inf, -np.inf):

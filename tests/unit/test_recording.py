@@ -27,7 +27,7 @@ def recorded(spec, steps, *options, size=2, grads=None):
     """The exchanges after so many steps, each of which has its own recorder."""
     exchanges = ranks_of(spec, size)
     for exchange in exchanges:
-        exchange.extensions["recording"] = Recorder(exchange, *options)
+        exchange.extend("recording", Recorder(exchange, *options))
     for step in range(steps):
         run_step(exchanges, gradients(step, size) if grads is None else copies(grads[step]))
     for exchange in exchanges:
@@ -86,7 +86,7 @@ def test_stats_and_records_have_the_keys_of_their_types():
 def test_norms_are_without_loss_scale_and_unknown_where_not_finite():
     records = []
     exchange = ranks_of("topk:ratio=0.05,min_numel=0", 1)[0]
-    exchange.extensions["recording"] = Recorder(exchange, records.append, 1)
+    exchange.extend("recording", Recorder(exchange, records.append, 1))
     rescale([exchange], 1024.0)
     for step in range(3):
         grads = [{name: g * np.float32(1024) for name, g in gradients(step, 1)[0].items()}]
@@ -112,7 +112,7 @@ def test_files_are_appended_to_and_ranks_have_their_own(tmp_path):
     ]
     exchange = ranks_of("topk:min_numel=0", 1)[0]  # a restart, from a state
     exchange.load_state_dict({**exchange.state_dict(), "step": 4})
-    exchange.extensions["recording"] = Recorder(exchange, str(one), 2)
+    exchange.extend("recording", Recorder(exchange, str(one), 2))
     for step in range(3):
         run_step([exchange], gradients(step, 1))
     exchange.end_step()
@@ -140,7 +140,7 @@ def full_disk_at(size):
 def test_a_disk_that_is_full_for_a_while_loses_no_counts(tmp_path):
     path = tmp_path / "run.jsonl"
     exchange = ranks_of("topk:min_numel=0", 1)[0]
-    exchange.extensions["recording"] = Recorder(exchange, path, 1)
+    exchange.extend("recording", Recorder(exchange, path, 1))
 
     def steps(first, last):
         for step in range(first, last):
@@ -220,7 +220,7 @@ def test_what_cannot_record_is_refused(options, words):
 def warned(spec, steps, every=1, scale=lambda step: 1.0):
     """Warnings of so many steps of random gradients on one rank, times scale(step)."""
     exchange = ranks_of(spec, 1, {"w": (20, 40)})[0]
-    exchange.extensions["recording"] = Recorder(exchange, lambda record: None, every)
+    exchange.extend("recording", Recorder(exchange, lambda record: None, every))
     rng = np.random.default_rng(0)
     steady = rng.standard_normal(800)
     with warnings.catch_warnings(record=True) as found:
