@@ -84,6 +84,14 @@ def test_no_coefficient_is_sent_where_none_is_wanted():
         assert (encoded.elements, encoded.finite) == (0, True)
 
 
+def test_nothing_finite_becomes_infinite_in_bfloat16():
+    largest = np.finfo(np.float32).max
+    for k in host, reference:
+        out = np.zeros(2, np.float32)
+        body = k.encode_bf16(np.float32([largest, -largest])).body
+        assert k.decode_add_bf16(out, body, scale=1.0) and out[0] == -out[1] > 3.3e38
+
+
 def test_what_is_left_of_large_coefficients_stays_far_below_the_limit():
     """So that rounding alone never takes a residual to the limit, 2^110."""
     for k in host, reference:
