@@ -179,7 +179,7 @@ def test_the_last_copy_is_evened_out_too():
         def __init__(self):
             self.now = {"owed": 1.0}
 
-        def _kept(self, into=None):
+        def _entry(self, into=None):
             return dict(self.now)
 
         def _go_back_to(self, state):
@@ -188,7 +188,7 @@ def test_the_last_copy_is_evened_out_too():
         def _even_out(self, saved):
             return {"owed": saved["owed"] / 2}
 
-    kept = elastic.Kept(Keeping())
-    kept.even_out()
-    kept.restore()
-    assert kept.value.now == {"owed": 0.5}
+    entry = elastic.Entry(Keeping())
+    entry.even_out()
+    entry.restore()
+    assert entry.value.now == {"owed": 0.5}
