@@ -13,7 +13,7 @@ stubs = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(stubs)
 
 # A line that has to be refused says so: mypy complains of one that is not.
-USER = """
+USER = """# mypy: warn-unused-ignores
 from typing import Any
 import torch
 import horovod_compress.tensorflow as hvdct
@@ -44,6 +44,6 @@ def test_stubs_are_current(path):
 def test_mypy_accepts_options_and_refuses_what_is_none(tmp_path):
     pytest.importorskip("mypy")
     (tmp_path / "user.py").write_text(USER)
-    command = [sys.executable, "-m", "mypy", "--warn-unused-ignores", tmp_path / "user.py"]
+    command = [sys.executable, "-m", "mypy", tmp_path / "user.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
