@@ -6,14 +6,11 @@ what is marked `release`.
 
 import contextlib
 import os
-import pathlib
 import subprocess
 import sys
 
 import hypothesis
 import pytest
-
-PARALLEL = pathlib.Path(__file__).parent / "parallel"
 
 
 def gpu_is_there():
@@ -96,27 +93,36 @@ def _runs(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out other tiers. Jobs of real ranks come last, when the other tests leave them the
-    cores: ranks on busy cores wait for each other much longer."""
+    """Leaves out other tiers, and has the groups of `_group` one after the other."""
     left_out = [item for item in items if not _runs(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-    items[:] = sorted(filter(_runs, items), key=lambda item: PARALLEL in item.path.parents)
+    items[:] = sorted(filter(_runs, items), key=lambda item: _group(item.nodeid))
+
+
+# Files whose jobs of ranks compute all the time.
+BUSY = ("devices", "ranks", "tensorflow", "users")
+
+
+def _group(nodeid):
+    """Jobs of ranks that mostly wait come first, beside tests in one process. Those that compute
+    come last: on busy cores ranks wait for each other much longer."""
+    if not nodeid.startswith("tests/parallel/"):
+        return 1
+    return 2 if nodeid.split("::")[0].endswith(tuple(f"/test_{file}.py" for file in BUSY)) else 0
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """All jobs of real ranks are run by one of pytest-xdist's processes: two at once, on as many
-    cores as one job has ranks, wait for each other, and several tests ask for the same job. So is
-    the file that builds the kernels with sanitizers. pytest-xdist's own marker for groups does not
-    work with pytest 9.2."""
+    """Each group of jobs of ranks is run by one of pytest-xdist's processes, because two jobs at
+    once wait for each other, and several tests ask for the same job. So is the file that builds the
+    kernels with sanitizers. pytest-xdist's own marker for groups does not work with pytest 9.2."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            for together in ("tests/parallel/", "tests/unit/test_sanitizers.py"):
-                if nodeid.startswith(together):
-                    return together
-            return nodeid
+            if nodeid.startswith("tests/unit/test_sanitizers.py"):
+                return "sanitizers"
+            return nodeid if _group(nodeid) == 1 else f"jobs {_group(nodeid)}"
 
     return Scheduling(config, log)
