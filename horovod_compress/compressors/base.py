@@ -209,6 +209,8 @@ class Compressor(ABC):
     takes_base = False
     # Whether `encode` multiplies by `Step.scale` itself, as it must where clip_norm is set.
     takes_scale = False
+    # Whether results have the same size whatever that of gradients is, as signs have.
+    ignores_size: ClassVar[bool] = False
     # Whether replicas agree only where all ranks have native kernels, or all the reference.
     same_kernels = False
     # Where set, the part of the tensor that this rank's state is of.
