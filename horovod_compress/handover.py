@@ -39,7 +39,8 @@ def owed(compressor: Compressor, state: State) -> Optional[np.ndarray]:
 
 def late(compressor: Compressor, debt: np.ndarray) -> np.ndarray:
     """The gradient of which the algorithm's momentum makes a debt: g + m·g + m²·g + …"""
-    m = compressor.m
+    # An algorithm of another package may have an option m that is no momentum.
+    m = compressor.m if "u" in compressor.kept else 0
     return debt if m in (0, 1) else np.float32(1 - m) * debt
 
 

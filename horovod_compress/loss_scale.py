@@ -44,7 +44,9 @@ class LossScale(Extension):
                 np.multiply(step.squares, np.float32(step.scale**2), out=step.squares)
             return begin(tensor, grad, dataclasses.replace(step, scale=1.0))
         of_results = bool(tensor.compressor.kept.keys() & tensor.state.arrays.keys())
-        gain = step.scale if of_results else 1.0
+        gain = loss_scale if tensor.compressor.ignores_size else 1.0
+        if of_results:
+            gain = step.scale
         limit = step.clip_norm and step.clip_norm * loss_scale
         step = dataclasses.replace(step, scale=1.0, gain=gain, clip_norm=limit)
         inner = begin(tensor, grad, step)

@@ -25,6 +25,7 @@ import numpy as np
 
 from .. import kernels
 from ..requests import FLOAT32, Collective, Exchanged, HostReduce, Payload, Split
+from .plainly import plain_where_it_can
 
 GATHER = Collective("allgather", "uint8")
 HOST = Collective("host", "float32")
@@ -34,6 +35,8 @@ Result = TypeVar("Result")
 Asking = Generator[Union[Exchanged, kernels.DeviceCall], Any, Result]
 Encoding = Union[Payload, Asking[Payload]]
 Decoded = Union[bool, Asking[bool]]
+# The methods that may be generators.
+_MAY_ASK = {"encode", "decode", "decode_dense", "add"}
 
 
 def result_of(returned: Any) -> Asking[Any]:
@@ -209,6 +212,8 @@ class Compressor(ABC):
     takes_base = False
     # Whether `encode` multiplies by `Step.scale` itself, as it must where clip_norm is set.
     takes_scale = False
+    # Whether results have the same size whatever that of gradients is, as signs have.
+    ignores_size: ClassVar[bool] = False
     # Whether replicas agree only where all ranks have native kernels, or all the reference.
     same_kernels = False
     # Where set, the part of the tensor that this rank's state is of.
@@ -228,9 +233,17 @@ class Compressor(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        gone = sorted(vars(cls).keys() & {"as_gradient", "owed", "owes_results", "take_over"})
+        if gone:
+            raise TypeError(
+                f"{cls.__name__} has {', '.join(gone)}, which nothing calls any more: a switch "
+                f"hands on what `residual` returns, and an array u with the momentum `m`"
+            )
         id = vars(cls).get("id")
         if id and "number" not in vars(cls):
             cls.number = 128 + zlib.crc32(id.encode()) % 128
+        for name in _MAY_ASK & vars(cls).keys():
+            setattr(cls, name, plain_where_it_can(vars(cls)[name]))
         cls.on_device = vars(cls).get("on_device", False)
         cls.carries_float64 = vars(cls).get("carries_float64", False)
 
@@ -338,6 +351,7 @@ class Compressor(ABC):
             f"{self.id} returns Allreduce payloads, so it needs a method decode"
         )
 
+    @plain_where_it_can
     def decode_dense(
         self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float
     ) -> Asking[bool]:
@@ -351,6 +365,7 @@ class Compressor(ABC):
             largest = yield from kernels.max_abs(out)
         return multiply(out, scale, largest)
 
+    @plain_where_it_can
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> Decoded:
         """Decodes the body of one rank's Encoded payload and adds it, times scale, to `out`, which
         is zero before the first rank's. Returns whether the sum is finite. Raises ValueError for a

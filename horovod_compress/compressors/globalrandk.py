@@ -70,6 +70,8 @@ class SharedCoordinates(SelectiveCompressor):
         """(indices, values, finite) of this step, moved out of the gradient or the residual. Where
         indices is None, values are the gradient itself."""
         if not self.sparse:
+            if step.scale != 1:
+                grad *= np.float32(step.scale)
             return None, grad, True
         model = state.model if self.of == "model" else None
         numel = grad.size if model is None else model.numel
@@ -86,7 +88,7 @@ class SharedCoordinates(SelectiveCompressor):
         if residual is None:
             finite = kernels.of(grad).max_abs(grad) < np.inf
             values = grad[indices]
-            values *= np.float32(numel / max(count, 1))
+            values *= np.float32(step.scale * numel / max(count, 1))
             grad.fill(0)
         else:
             finite = self.accumulate(grad, state, step)

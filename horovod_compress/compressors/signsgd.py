@@ -22,6 +22,7 @@ class SignSGD(SelectiveCompressor):
 
     id = "signsgd"
     number = 12
+    ignores_size = True
     paper = (
         "Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018, "
         "arXiv 1802.04434"

@@ -124,6 +124,24 @@ def test_clipping_is_of_true_gradients():
         assert 0 < norm <= 0.001 * 1.0001
 
 
+@pytest.mark.parametrize("small", ["fp16", "int8"])
+def test_clipping_is_alike_however_small_tensors_travel(small):
+    """Of gradients of one size, whose codes are exact."""
+    found = []
+    for dense in ("fp32", small):
+        exchanges = ranks_of(f"dgc:momentum=0,clip_norm=0.5,min_numel=100000,dense={dense}")
+        grads = [{"w": np.full(1200, 2, np.float32)} for _ in exchanges]
+        found.append(run_step(exchanges, grads)[0]["w"])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-3)
+
+
+def test_signs_get_the_loss_scale():
+    exchanges = ranks_of("signsgd:min_numel=0")
+    rescale(exchanges, 1024.0)
+    results = run_step(exchanges, [{"w": np.full(1200, -3, np.float32)} for _ in exchanges])
+    np.testing.assert_array_equal(results[0]["w"], -1024)
+
+
 def test_forgetting_must_be_asked_for():
     with pytest.raises(RuntimeError, match="discardable=True"):
         discard(ranks_of("topk")[0])

@@ -1,0 +1,79 @@
+"""Algorithms of other packages, as they were written before methods became generators."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from ranks import gradients, ranks_of
+
+from horovod_compress.compressors.base import Compressor
+from horovod_compress.compressors.fp16 import Float16
+from horovod_compress.compressors.maxnorm import MaxNorm
+from horovod_compress.compressors.none import NoCompression
+from horovod_compress.compressors.options import Count, option
+from horovod_compress.compressors.topk import TopK
+from horovod_compress.lockstep import make_ranks, run_step
+from horovod_compress.transport.loopback import Loopback
+
+SHAPES = {"w": (30, 40)}
+
+
+def last_result(compressor):
+    exchanges = make_ranks(compressor, SHAPES, Loopback.group(2))
+    for seed in range(2):
+        results = run_step(exchanges, gradients(seed, shapes=SHAPES))
+    return results[0]["w"]
+
+
+def looking_at_results(base):
+    """A subclass that looks at what each method returns, or calls it for its effect alone."""
+
+    def encode(self, grad, state, step):
+        payload = base.encode(self, grad, state, step)
+        assert getattr(payload, "finite", True)
+        return payload
+
+    def add(self, body, out, scale):
+        base.add(self, body, out, scale)
+        return bool(np.isfinite(out).all())
+
+    def decode(self, summed, out, state, step, scale):
+        return base.decode(self, summed, out, state, step, scale) and True
+
+    def decode_dense(self, reduced, out, state, scale):
+        return bool(base.decode_dense(self, reduced, out, state, scale) and np.isfinite(out).all())
+
+    methods = {each.__name__: each for each in (encode, add, decode, decode_dense)}
+    return dataclasses.dataclass(frozen=True, repr=False)(
+        type("Looking", (base,), {"__module__": __name__, **methods})
+    )
+
+
+@pytest.mark.parametrize(
+    "plain", [TopK(ratio=0.1, min_numel=0), Float16(), MaxNorm(min_numel=0), NoCompression()]
+)
+def test_what_super_returns_is_there_on_the_host(plain):
+    looking = looking_at_results(type(plain))(**dataclasses.asdict(plain))
+    np.testing.assert_array_equal(last_result(looking), last_result(plain))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class OfM(NoCompression):
+    """Has an option m that is no momentum."""
+
+    m: int = option(Count(), 4, "anything")
+
+
+def test_an_option_m_is_no_momentum_where_nothing_has_one():
+    exchanges, grads = ranks_of("topk:ratio=0.1,min_numel=0", shapes=SHAPES), gradients(0)
+    expected = sum(named["w"].astype(np.float64) for named in grads) / 2
+    sent = run_step(exchanges, [{"w": named["w"]} for named in grads])[0]["w"].copy()
+    for exchange in exchanges:
+        exchange.switch(OfM(), {"w": (SHAPES["w"], OfM())}, {})
+    sent += run_step(exchanges, [{"w": np.zeros(1200, np.float32)} for _ in grads])[0]["w"]
+    np.testing.assert_allclose(sent, expected, atol=1e-6)
+
+
+def test_what_nothing_calls_any_more_is_refused():
+    with pytest.raises(TypeError, match="has owed, take_over, which nothing calls"):
+        type("Owing", (Compressor,), {"owed": None, "take_over": None})
