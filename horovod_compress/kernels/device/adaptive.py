@@ -14,8 +14,9 @@ import torch
 
 from .. import host
 from ..encoded import Encoded
-from . import programs
+from . import launches
 from .array import DeviceArray
+from .programs import adaptive as programs
 from .selection import put
 from .shared import in_groups, kernel, same_length, starts_of, within_limits
 
@@ -56,7 +57,7 @@ class _AdaComp(NamedTuple):
     @property
     def width(self) -> int:
         """Elements of a bin that a block has at a time."""
-        return 1 << min(self.length - 1, programs.MARK_BLOCK - 1).bit_length()
+        return 1 << min(self.length - 1, launches.MARK_BLOCK - 1).bit_length()
 
 
 class _Marks:
@@ -67,7 +68,7 @@ class _Marks:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.sizes, self.device = [tensor.numel() for tensor in tensors], tensors[0].device
-        self.blocks = programs.blocks_of(tensors, programs.MARK_BLOCK)
+        self.blocks = launches.blocks_of(tensors, launches.MARK_BLOCK)
         self.starts = starts_of(self.sizes)
         self.marks = torch.empty(self.starts[-1], dtype=torch.int8, device=self.device)
         self.counts, self.peaks = self.blocks.new(2)
@@ -93,7 +94,7 @@ class _Marks:
         ]
         if table:
             held = rows.view(torch.float32)
-            programs.launch(
+            launches.launch(
                 programs.collect_marked,
                 self.device,
                 table,
@@ -104,7 +105,7 @@ class _Marks:
                 held[1],
                 held[-1],
                 TWO=one == 2,
-                BLOCK=programs.MARK_BLOCK,
+                BLOCK=launches.MARK_BLOCK,
             )
         indices, *numbers = rows.cpu().numpy()
         return [
@@ -144,7 +145,7 @@ def _variance(calls: List[_Variance]) -> List[Encoded]:
         )
         for size, call, its, start in zip(marks.sizes, calls, squares, marks.starts)
     ]
-    programs.launch(
+    launches.launch(
         programs.accumulate_variance,
         marks.device,
         rows,
@@ -152,12 +153,12 @@ def _variance(calls: List[_Variance]) -> List[Encoded]:
         marks.counts,
         marks.peaks,
         GIVEN=given,
-        BLOCK=programs.MARK_BLOCK,
+        BLOCK=launches.MARK_BLOCK,
     )
     largest, counts = torch.stack(
         [marks.blocks.largest(marks.peaks), marks.blocks.sums(marks.counts)]
     ).tolist()
-    finite = [peak < programs.INFINITY for peak in largest]
+    finite = [peak < launches.INFINITY for peak in largest]
     collected = marks.collected(counts, [(call.r, call.v) for call in calls], finite)
     coded = [_code_variance(call, *its) for call, its in zip(calls, collected)]
     put(
@@ -212,34 +213,34 @@ def _subtract_sent(calls: List[_AdaComp]) -> None:
     """Takes out of the residuals what the last step has sent."""
     device = calls[0].grad.tensor.device
     pending = starts_of([len(call.sent) for call in calls])
-    rows: List[programs.Row] = [
+    rows: List[launches.Row] = [
         (len(call.sent), call.residual.tensor, float(call.sent_scale), start)
         for call, start in zip(calls, pending)
     ]
-    programs.launch(
+    launches.launch(
         programs.subtract_signs,
         device,
         rows,
-        programs.copied([call.sent for call in calls], device),
+        launches.copied([call.sent for call in calls], device),
     )
 
 
 def _adacomp(calls: List[_AdaComp]) -> List[Encoded]:
     _subtract_sent(calls)
     device, width = calls[0].grad.tensor.device, calls[0].width
-    marks, together = _Marks([call.grad.tensor for call in calls]), programs.MARK_BLOCK // width
+    marks, together = _Marks([call.grad.tensor for call in calls]), launches.MARK_BLOCK // width
     bins = [call.bins for call in calls]
-    starts, blocks = starts_of(bins), programs.blocks(bins, device, together)
+    starts, blocks = starts_of(bins), launches.blocks(bins, device, together)
     maxima, peaks = torch.empty(starts[-1], dtype=torch.float32, device=device), blocks.new()
     sums = torch.empty(len(calls), dtype=torch.float64, device=device)
-    rows: List[programs.Row] = [
+    rows: List[launches.Row] = [
         (call.bins, call.grad.tensor, call.residual.tensor, start, call.grad.size, call.length)
         for call, start in zip(calls, starts)
     ]
-    programs.launch(
+    launches.launch(
         programs.accumulate_bins, device, rows, maxima, peaks, WIDTH=width, BLOCK=together
     )
-    programs.launch(
+    launches.launch(
         programs.add_maxima,
         device,
         [(1, start, number) for start, number in zip(starts, bins)],
@@ -258,19 +259,19 @@ def _adacomp(calls: List[_AdaComp]) -> List[Encoded]:
         )
         for call, start, its in zip(calls, starts, marks.starts)
     ]
-    programs.launch(
+    launches.launch(
         programs.mark_bins,
         device,
         rows,
         maxima,
         marks.marks,
         marks.counts,
-        BLOCK=programs.MARK_BLOCK,
+        BLOCK=launches.MARK_BLOCK,
     )
     largest, counts, bits = torch.stack(
         [blocks.largest(peaks), marks.blocks.sums(marks.counts), sums.view(torch.int64)]
     ).tolist()
-    finite = [peak < programs.TOO_LARGE for peak in largest]
+    finite = [peak < launches.TOO_LARGE for peak in largest]
     scales = [
         np.float32(total / max(number, 1))
         for total, number in zip(np.array(bits).view(np.float64), bins)

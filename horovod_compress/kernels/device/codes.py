@@ -6,9 +6,10 @@ import numpy as np
 import torch
 
 from ..encoded import HEADROOM, Encoded
-from . import programs
+from . import launches
 from .array import DeviceArray
 from .dense import are_finite
+from .programs import codes as programs
 from .shared import kernel, same_length, starts_of
 
 
@@ -41,11 +42,11 @@ def decode_float16(calls: List[_FromHalf]) -> List[float]:
     for call in calls:
         same_length(**call._asdict())
     halves = [call.half.tensor.view(torch.int16) for call in calls]
-    blocks = programs.blocks_of(halves)
+    blocks = launches.blocks_of(halves)
     peaks = blocks.new()
     rows = [(half.numel(), half, call.out.tensor) for half, call in zip(halves, calls)]
-    programs.launch(programs.from_float16, halves[0].device, rows, peaks)
-    return [programs.largest_of(bits) for bits in blocks.largest(peaks).tolist()]
+    launches.launch(programs.from_float16, halves[0].device, rows, peaks)
+    return [launches.largest_of(bits) for bits in blocks.largest(peaks).tolist()]
 
 
 @kernel(_Gradient)
@@ -54,13 +55,13 @@ def encode_bf16(calls: List[_Gradient]) -> List[Encoded]:
     given."""
     tensors = [call.grad.tensor for call in calls]
     blocks, starts, device = (
-        programs.blocks_of(tensors),
+        launches.blocks_of(tensors),
         starts_of([tensor.numel() for tensor in tensors]),
         tensors[0].device,
     )
     codes, peaks = torch.empty(starts[-1], dtype=torch.int16, device=device), blocks.new()
     rows = [(tensor.numel(), tensor, start) for tensor, start in zip(tensors, starts)]
-    programs.launch(programs.to_bfloat16, device, rows, codes, peaks)
+    launches.launch(programs.to_bfloat16, device, rows, codes, peaks)
     encoded = []
     for call, finite, start, end in zip(
         calls, are_finite(blocks.largest(peaks)), starts, starts[1:]
@@ -71,7 +72,7 @@ def encode_bf16(calls: List[_Gradient]) -> List[Encoded]:
             else call.spare
         )
         encoded.append(Encoded(buffer, end - start, finite))
-    programs.brought(
+    launches.brought(
         [codes[start:end].view(torch.uint8) for start, end in zip(starts, starts[1:])],
         [each.body for each in encoded],
     )
@@ -85,10 +86,10 @@ def decode_add_bf16(calls: List[_Body]) -> List[Union[bool, ValueError]]:
     device, starts, blocks = (
         calls[0].out.tensor.device,
         starts_of(sizes),
-        programs.blocks(sizes, calls[0].out.tensor.device),
+        launches.blocks(sizes, calls[0].out.tensor.device),
     )
     codes, peaks = (
-        programs.copied(
+        launches.copied(
             [np.frombuffer(call.body[: 2 * size], np.int16) for call, size in zip(calls, sizes)],
             device,
         ),
@@ -98,7 +99,7 @@ def decode_add_bf16(calls: List[_Body]) -> List[Union[bool, ValueError]]:
         (size, call.out.tensor, float(call.scale), start)
         for size, call, start in zip(sizes, calls, starts)
     ]
-    programs.launch(programs.add_bfloat16, device, rows, codes, peaks)
+    launches.launch(programs.add_bfloat16, device, rows, codes, peaks)
     return [
         finite
         if size == call.out.size

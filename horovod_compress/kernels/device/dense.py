@@ -4,8 +4,9 @@ from typing import Any, List, NamedTuple, Sequence
 
 import torch
 
-from . import programs
+from . import launches
 from .array import DeviceArray
+from .programs import dense as programs
 from .shared import in_groups, kernel, same_length
 
 
@@ -31,7 +32,7 @@ def max_abs(calls: List[_Tensor]) -> List[float]:
     """max |x|; infinity where anything is infinite or NaN, 0 for no elements. `peaks`, which save
     the host a pass, are not filled."""
     return [
-        programs.largest_of(bits)
+        launches.largest_of(bits)
         for bits in largest_magnitudes([call.x for call in calls]).tolist()
     ]
 
@@ -53,13 +54,13 @@ def apply_momentum(calls: List[_Momentum]) -> List[bool]:
 
 def _moved(calls: List[_Momentum]) -> List[bool]:
     tensors = [call.out.tensor for call in calls]
-    blocks, device = programs.blocks_of(tensors), tensors[0].device
+    blocks, device = launches.blocks_of(tensors), tensors[0].device
     peaks, largest = blocks.new(), largest_magnitudes([call.out for call in calls])
     rows = [
         (call.out.size, call.out.tensor, call.u.tensor, call.new_u.tensor, float(call.momentum))
         for call in calls
     ]
-    programs.launch(
+    launches.launch(
         programs.average_momentum, device, rows, largest, peaks, NESTEROV=calls[0].nesterov
     )
     return are_finite(blocks.largest(peaks))
@@ -68,9 +69,9 @@ def _moved(calls: List[_Momentum]) -> List[bool]:
 def largest_magnitudes(arrays: Sequence[DeviceArray]) -> torch.Tensor:
     """Of each array the largest magnitude, as bits, on the device."""
     tensors = [array.tensor for array in arrays]
-    blocks = programs.blocks_of(tensors)
+    blocks = launches.blocks_of(tensors)
     peaks = blocks.new()
-    programs.launch(
+    launches.launch(
         programs.find_largest,
         tensors[0].device,
         [(tensor.numel(), tensor) for tensor in tensors],
@@ -81,4 +82,4 @@ def largest_magnitudes(arrays: Sequence[DeviceArray]) -> torch.Tensor:
 
 def are_finite(largest: torch.Tensor) -> List[bool]:
     """Whether largest magnitudes, as bits, are of finite numbers; waits for the device."""
-    return [bits < programs.INFINITY for bits in largest.tolist()]
+    return [bits < launches.INFINITY for bits in largest.tolist()]

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from ..reference.quantization import factors, one_of, shape_of
-from . import programs
+from . import launches
 from .array import DeviceArray
+from .programs import quantization as programs
 from .shared import in_groups, kernel, starts_of
 
 
@@ -92,14 +93,14 @@ class _Words:
     ) -> None:
         """A program whose table has these words as elements."""
         table = [(count, *row) for count, row in zip(self.counts, rows)]
-        programs.launch(
+        launches.launch(
             program,
             self.device,
             table,
             *shared,
             WIDTH=self.width,
             FIELDS=self.fields,
-            BLOCK=programs.WORD_BLOCK,
+            BLOCK=launches.WORD_BLOCK,
             **constants,
         )
 
@@ -111,7 +112,7 @@ class _Words:
             for its, start, end in zip(found, self.starts, self.starts[1:])
         ):
             raise ValueError("words, for as many elements, must have the same length")
-        return programs.copied(found, self.device)
+        return launches.copied(found, self.device)
 
     def here(self, words: torch.Tensor, spares: Sequence[Optional[np.ndarray]]) -> List[np.ndarray]:
         """Tensors' words, on the host, in the spare memory of those that have as much."""
@@ -125,9 +126,9 @@ class _Words:
             found.append(
                 spare
                 if spare is not None and fits
-                else programs.pinned(end - start, words.dtype, self.device)
+                else launches.pinned(end - start, words.dtype, self.device)
             )
-        programs.brought(
+        launches.brought(
             [words[start:end] for start, end in zip(self.starts, self.starts[1:])], found
         )
         return found
@@ -167,7 +168,7 @@ def _quantized(calls: List[_Codes]) -> List[np.ndarray]:
         rows,
         found,
         scales,
-        programs.copied(each, words.device),
+        launches.copied(each, words.device),
         FRACTION=one_of(steps[0]).bit_length() - 1,
         WORD=programs.WORDS[words.dtype.itemsize],
         SCALES=len(steps) > 1,
@@ -201,7 +202,7 @@ def _dequantized(calls: List[_Sums]) -> List[None]:
         rows,
         sums,
         scales,
-        programs.copied(units, words.device),
+        launches.copied(units, words.device),
         OFFSETS=_signed(offsets, 8 * words.dtype.itemsize),
         SCALES=len(steps) > 1,
     )

@@ -5,9 +5,10 @@ from typing import List, NamedTuple, Tuple, Union
 import numpy as np
 
 from .. import host
-from . import programs
+from . import launches
 from .array import DeviceArray
 from .dense import are_finite
+from .programs import sparse as programs
 from .shared import kernel, starts_of
 
 
@@ -29,14 +30,14 @@ def decode_add_sparse(calls: List[_Body]) -> List[Union[bool, ValueError]]:
         for each in decoded
     ]
     device, counts = calls[0].out.tensor.device, [len(indices) for indices, _ in entries]
-    indices, values = (programs.copied(arrays, device) for arrays in zip(*entries))
-    blocks = programs.blocks(counts, device)
+    indices, values = (launches.copied(arrays, device) for arrays in zip(*entries))
+    blocks = launches.blocks(counts, device)
     peaks = blocks.new()
     rows = [
         (count, call.out.tensor, float(call.scale), start)
         for count, call, start in zip(counts, calls, starts_of(counts))
     ]
-    programs.launch(programs.add_entries, device, rows, indices, values, peaks)
+    launches.launch(programs.add_entries, device, rows, indices, values, peaks)
     finite = are_finite(blocks.largest(peaks))
     return [
         each if isinstance(each, ValueError) else result for each, result in zip(decoded, finite)
