@@ -39,12 +39,13 @@ def kernel(
     return lambda together: Kernel(arguments, together)
 
 
-def make(calls: Sequence[DeviceCall], kernels: Dict[str, Any]) -> List[Any]:
-    """Makes calls of these kernels, by name, on the streams that are current; they wait there until
-    their arrays can be used."""
+def together(calls: Sequence[DeviceCall]) -> List[Any]:
+    """Makes calls on the streams that are current; they wait there until their arrays can be used.
+    What is returned for a call may be an exception."""
 
     def made(alike: List[DeviceCall]) -> Sequence[Any]:
-        one, device = kernels[alike[0].name], alike[0].where.tensor.device
+        where = alike[0].where
+        one, device = getattr(where.kernels, alike[0].name), where.tensor.device
         for stream in {call.stream for call in alike} - {None, stream_of(device)}:
             torch.cuda.current_stream(device).wait_stream(torch.cuda.ExternalStream(stream, device))
         if isinstance(one, Kernel):
