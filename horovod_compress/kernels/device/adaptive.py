@@ -7,7 +7,7 @@ host with what the states hold there. AdaComp's marks depend on its bins' larges
 whole bins finds before.
 """
 
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -18,46 +18,7 @@ from . import launches
 from .array import DeviceArray
 from .programs import adaptive as programs
 from .selection import put
-from .shared import in_groups, kernel, same_length, starts_of, within_limits
-
-
-class _Variance(NamedTuple):
-    """The arguments of `encode_variance`."""
-
-    grad: DeviceArray
-    squares: Any
-    r: DeviceArray
-    v: DeviceArray
-    spare: Optional[np.ndarray] = None
-    alpha: float = 1.0
-    zeta: float = 1.0
-    tau: float = 0.0
-    error_feedback: bool = False
-
-
-class _AdaComp(NamedTuple):
-    """The arguments of `encode_adacomp`."""
-
-    grad: DeviceArray
-    residual: DeviceArray
-    sent: np.ndarray
-    sent_scale: float
-    bin_length: int
-    scale_factor: float
-
-    @property
-    def length(self) -> int:
-        """Of a bin."""
-        return min(self.bin_length, max(self.grad.size, 1))
-
-    @property
-    def bins(self) -> int:
-        return -(-self.grad.size // self.length)
-
-    @property
-    def width(self) -> int:
-        """Elements of a bin that a block has at a time."""
-        return 1 << min(self.length - 1, launches.MARK_BLOCK - 1).bit_length()
+from .shared import Kernel, in_groups, same_length, starts_of, within_limits
 
 
 class _Marks:
@@ -117,8 +78,8 @@ class _Marks:
         ]
 
 
-@kernel(_Variance)
-def encode_variance(calls: List[_Variance]) -> List[Encoded]:
+@Kernel
+def encode_variance(calls: List[Any]) -> List[Encoded]:
     """As `kernels.reference.encode_variance`; squares may be on the host, and what was sent is
     coded there. `spare` is not used."""
     for call in calls:
@@ -127,7 +88,7 @@ def encode_variance(calls: List[_Variance]) -> List[Encoded]:
     return in_groups(calls, lambda call: call.squares is not None, _variance)
 
 
-def _variance(calls: List[_Variance]) -> List[Encoded]:
+def _variance(calls: List[Any]) -> List[Encoded]:
     given, marks = calls[0].squares is not None, _Marks([call.grad.tensor for call in calls])
     # Which live until the program has run.
     squares = [call.grad.beside(call.squares if given else call.grad) for call in calls]
@@ -173,7 +134,7 @@ def _variance(calls: List[_Variance]) -> List[Encoded]:
 
 
 def _code_variance(
-    call: _Variance, indices: np.ndarray, old_r: np.ndarray, old_v: np.ndarray
+    call: Any, indices: np.ndarray, old_r: np.ndarray, old_v: np.ndarray
 ) -> Tuple[Encoded, tuple, np.ndarray]:
     """(the body, (indices, rows of r and v before), rows of r and v after) of what fires."""
     limit = np.float32(call.tau)
@@ -196,8 +157,8 @@ def _code_variance(
     return encoded, (indices, np.stack([old_r, old_v])), np.stack([new_r, left])
 
 
-@kernel(_AdaComp)
-def encode_adacomp(calls: List[_AdaComp]) -> List[Encoded]:
+@Kernel
+def encode_adacomp(calls: List[Any]) -> List[Encoded]:
     """As `kernels.reference.encode_adacomp`; `sent` and the body are on the host. The sum of the
     bins' largest is the same to rounding of float64. A bin is one block's work, so that few bins of
     millions of elements leave a device idle."""
@@ -206,10 +167,20 @@ def encode_adacomp(calls: List[_AdaComp]) -> List[Encoded]:
         within_limits(call.grad)
         if len(call.sent) and call.sent.max() >= call.residual.size:
             raise ValueError("index outside the tensor")
-    return in_groups(calls, lambda call: call.width, _adacomp)
+    return in_groups(calls, _width, _adacomp)
 
 
-def _subtract_sent(calls: List[_AdaComp]) -> None:
+def _length(call: Any) -> int:
+    """Elements of a bin."""
+    return min(call.bin_length, max(call.grad.size, 1))
+
+
+def _width(call: Any) -> int:
+    """Elements of a bin that a block has at a time."""
+    return 1 << min(_length(call) - 1, launches.MARK_BLOCK - 1).bit_length()
+
+
+def _subtract_sent(calls: List[Any]) -> None:
     """Takes out of the residuals what the last step has sent."""
     device = calls[0].grad.tensor.device
     pending = starts_of([len(call.sent) for call in calls])
@@ -225,17 +196,18 @@ def _subtract_sent(calls: List[_AdaComp]) -> None:
     )
 
 
-def _adacomp(calls: List[_AdaComp]) -> List[Encoded]:
+def _adacomp(calls: List[Any]) -> List[Encoded]:
     _subtract_sent(calls)
-    device, width = calls[0].grad.tensor.device, calls[0].width
+    device, width = calls[0].grad.tensor.device, _width(calls[0])
     marks, together = _Marks([call.grad.tensor for call in calls]), launches.MARK_BLOCK // width
-    bins = [call.bins for call in calls]
+    lengths = [_length(call) for call in calls]
+    bins = [-(-call.grad.size // length) for call, length in zip(calls, lengths)]
     starts, blocks = starts_of(bins), launches.blocks(bins, device, together)
     maxima, peaks = torch.empty(starts[-1], dtype=torch.float32, device=device), blocks.new()
     sums = torch.empty(len(calls), dtype=torch.float64, device=device)
     rows: List[launches.Row] = [
-        (call.bins, call.grad.tensor, call.residual.tensor, start, call.grad.size, call.length)
-        for call, start in zip(calls, starts)
+        (number, call.grad.tensor, call.residual.tensor, start, call.grad.size, length)
+        for call, start, number, length in zip(calls, starts, bins, lengths)
     ]
     launches.launch(
         programs.accumulate_bins, device, rows, maxima, peaks, WIDTH=width, BLOCK=together
@@ -254,10 +226,10 @@ def _adacomp(calls: List[_AdaComp]) -> List[Encoded]:
             call.residual.tensor,
             start,
             its,
-            call.length,
+            length,
             float(call.scale_factor - 1),
         )
-        for call, start, its in zip(calls, starts, marks.starts)
+        for call, start, its, length in zip(calls, starts, marks.starts, lengths)
     ]
     launches.launch(
         programs.mark_bins,

@@ -1,42 +1,19 @@
 """Whole tensors in narrower numbers: 16-bit floats."""
 
-from typing import List, NamedTuple, Optional, Union
+from typing import Any, List, Union
 
 import numpy as np
 import torch
 
 from ..encoded import HEADROOM, Encoded
 from . import launches
-from .array import DeviceArray
 from .dense import are_finite
 from .programs import codes as programs
-from .shared import kernel, same_length, starts_of
+from .shared import Kernel, same_length, starts_of
 
 
-class _FromHalf(NamedTuple):
-    """The arguments of `decode_float16`."""
-
-    half: DeviceArray
-    out: DeviceArray
-
-
-class _Gradient(NamedTuple):
-    """The arguments of `encode_bf16`."""
-
-    grad: DeviceArray
-    spare: Optional[np.ndarray] = None
-
-
-class _Body(NamedTuple):
-    """The arguments of `decode_add_bf16`."""
-
-    out: DeviceArray
-    body: np.ndarray
-    scale: float
-
-
-@kernel(_FromHalf)
-def decode_float16(calls: List[_FromHalf]) -> List[float]:
+@Kernel
+def decode_float16(calls: List[Any]) -> List[float]:
     """As `kernels.reference.decode_float16`; half is float16 or its bits. ValueError where lengths
     differ."""
     for call in calls:
@@ -49,8 +26,8 @@ def decode_float16(calls: List[_FromHalf]) -> List[float]:
     return [launches.largest_of(bits) for bits in blocks.largest(peaks).tolist()]
 
 
-@kernel(_Gradient)
-def encode_bf16(calls: List[_Gradient]) -> List[Encoded]:
+@Kernel
+def encode_bf16(calls: List[Any]) -> List[Encoded]:
     """As `kernels.reference.encode_bf16`. The body comes to the host, into `spare` where that is
     given."""
     tensors = [call.grad.tensor for call in calls]
@@ -79,8 +56,8 @@ def encode_bf16(calls: List[_Gradient]) -> List[Encoded]:
     return encoded
 
 
-@kernel(_Body)
-def decode_add_bf16(calls: List[_Body]) -> List[Union[bool, ValueError]]:
+@Kernel
+def decode_add_bf16(calls: List[Any]) -> List[Union[bool, ValueError]]:
     """As `kernels.reference.decode_add_bf16`. ValueError for a body of another length."""
     sizes = [call.out.size if len(call.body) == 2 * call.out.size else 0 for call in calls]
     device, starts, blocks = (

@@ -1,34 +1,17 @@
 """Operations on whole tensors: norms, finiteness, momentum after averaging."""
 
-from typing import Any, List, NamedTuple, Sequence
+from typing import Any, List, Sequence
 
 import torch
 
 from . import launches
 from .array import DeviceArray
 from .programs import dense as programs
-from .shared import in_groups, kernel, same_length
+from .shared import Kernel, in_groups, same_length
 
 
-class _Tensor(NamedTuple):
-    """The arguments of `max_abs`."""
-
-    x: DeviceArray
-    peaks: Any = None
-
-
-class _Momentum(NamedTuple):
-    """The arguments of `apply_momentum`."""
-
-    out: DeviceArray
-    u: DeviceArray
-    new_u: DeviceArray
-    momentum: float
-    nesterov: bool
-
-
-@kernel(_Tensor)
-def max_abs(calls: List[_Tensor]) -> List[float]:
+@Kernel
+def max_abs(calls: List[Any]) -> List[float]:
     """max |x|; infinity where anything is infinite or NaN, 0 for no elements. `peaks`, which save
     the host a pass, are not filled."""
     return [
@@ -42,8 +25,8 @@ def squared_norm(x: DeviceArray) -> float:
     return float(torch.linalg.vector_norm(x.tensor, dtype=torch.float64)) ** 2
 
 
-@kernel(_Momentum)
-def apply_momentum(calls: List[_Momentum]) -> List[bool]:
+@Kernel
+def apply_momentum(calls: List[Any]) -> List[bool]:
     """new_u ← m·u + out, then out ← new_u, or out + m·new_u for Nesterov. Where `out` is not finite
     everywhere, nothing is written. Returns whether out, before and after, and new_u are finite.
     ValueError where lengths differ."""
@@ -52,7 +35,7 @@ def apply_momentum(calls: List[_Momentum]) -> List[bool]:
     return in_groups(calls, lambda call: call.nesterov, _moved)
 
 
-def _moved(calls: List[_Momentum]) -> List[bool]:
+def _moved(calls: List[Any]) -> List[bool]:
     tensors = [call.out.tensor for call in calls]
     blocks, device = launches.blocks_of(tensors), tensors[0].device
     peaks, largest = blocks.new(), largest_magnitudes([call.out for call in calls])

@@ -16,6 +16,7 @@ v is searched as a whole. The native kernel
 6. The host codes the entries. `put` writes what they leave in v and u.
 """
 
+import functools
 import math
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -27,7 +28,7 @@ from ..encoded import Encoded
 from . import launches
 from .array import DeviceArray
 from .programs import selection as programs
-from .shared import in_groups, kernel, same_length, starts_of, within_limits
+from .shared import Kernel, in_groups, same_length, starts_of, within_limits
 
 # Standard deviations; decides what is sent, as kSampleMargin in native/tuning.hpp does.
 _MARGIN = 2
@@ -122,14 +123,14 @@ class _Sample(NamedTuple):
     rank: int
 
 
-@kernel(_Update)
+@functools.partial(Kernel, arguments=_Update)
 def add_to_residual(calls: List[_Update]) -> List[Tuple[np.ndarray, bool]]:
     """As the native kernel, with its choice; the indices are on the host. ValueError for arrays of
     different lengths, and for more than 2^31 - 1 elements."""
     return [(entries.indices, entries.finite) for entries in _chosen(calls)]
 
 
-@kernel(_Update)
+@functools.partial(Kernel, arguments=_Update)
 def encode_topk(calls: List[_Update]) -> List[Encoded]:
     """As `kernels.reference.encode_topk`, with the native kernel's choice. The body is made on the
     host."""

@@ -1,27 +1,18 @@
 """Sparse payloads: decoded on the host, added on the device."""
 
-from typing import List, NamedTuple, Tuple, Union
+from typing import Any, List, Tuple, Union
 
 import numpy as np
 
 from .. import host
 from . import launches
-from .array import DeviceArray
 from .dense import are_finite
 from .programs import sparse as programs
-from .shared import kernel, starts_of
+from .shared import Kernel, starts_of
 
 
-class _Body(NamedTuple):
-    """The arguments of `decode_add_sparse`."""
-
-    out: DeviceArray
-    body: np.ndarray
-    scale: float
-
-
-@kernel(_Body)
-def decode_add_sparse(calls: List[_Body]) -> List[Union[bool, ValueError]]:
+@Kernel
+def decode_add_sparse(calls: List[Any]) -> List[Union[bool, ValueError]]:
     """out[indices] += scale·values of a sparse body, in place. ValueError, and nothing changed, for
     an invalid body. Returns whether the new elements are finite."""
     decoded = [_entries(call) for call in calls]
@@ -44,7 +35,7 @@ def decode_add_sparse(calls: List[_Body]) -> List[Union[bool, ValueError]]:
     ]
 
 
-def _entries(call: _Body) -> Union[Tuple[np.ndarray, np.ndarray], ValueError]:
+def _entries(call: Any) -> Union[Tuple[np.ndarray, np.ndarray], ValueError]:
     try:
         return host.decode_sparse(call.body, numel=call.out.size)
     except ValueError as error:
