@@ -377,6 +377,13 @@ def callers(frame: Optional[FrameType] = None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def owners(*methods: str) -> Iterator[Any]:
+    """The objects whose methods have led here, the nearest first; methods: only of these names."""
+    for frame in callers():
+        if not methods or frame.f_code.co_name in methods:
+            yield frame.f_locals.get("self")
+
+
 def description_of(compressor: Compressor) -> Dict[str, Any]:
     """The part of a configuration that does not depend on the framework: nested JSON-able values,
     the same on all ranks."""

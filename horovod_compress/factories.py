@@ -25,8 +25,6 @@ class Algorithms(type):
 
     # Of the class: makes the compression of a spec.
     from_spec: Any
-    # Of the class: what to write instead of the class alone.
-    _example: str
 
     def __init__(cls, name: str, bases: Tuple[type, ...], members: Dict[str, Any]) -> None:
         super().__init__(name, bases, members)
@@ -36,7 +34,9 @@ class Algorithms(type):
     def compress(cls, tensor: Any) -> None:
         """Horovod gets here where it was given the class, or one of its methods, instead of what
         those return."""
-        raise TypeError(f"this is no compression yet: call it, as in compression={cls._example}")
+        raise TypeError(
+            "this is no compression yet: call it, as in compression=hvdc.Compression.dgc()"
+        )
 
     def __getattr__(cls, id: str) -> Callable[..., Any]:
         try:

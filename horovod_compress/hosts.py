@@ -195,7 +195,8 @@ class HostSharded(Compressor):
     def __post_init__(self) -> None:
         for name in _AS_INSIDE:
             object.__setattr__(self, name, getattr(self.inner, name))
-        object.__setattr__(self, "shard", self._shard)
+        own = self.elements(self.host.local)
+        object.__setattr__(self, "shard", Shard(*own, self._numel, self.host.size))
 
     def __repr__(self) -> str:
         return f"{self.inner!r} on hosts of {self.host.size}"
@@ -216,10 +217,6 @@ class HostSharded(Compressor):
         first, last = self.rows(local)
         row = self._numel // self.shape[0]
         return first * row, last * row
-
-    @property
-    def _shard(self) -> Shard:
-        return Shard(*self.elements(self.host.local), self._numel, self.host.size)
 
     @property
     def _numel(self) -> int:

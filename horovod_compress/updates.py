@@ -3,15 +3,17 @@ how often, and what is done with the mean."""
 
 import dataclasses
 import inspect
+import itertools
 import logging
 import numbers
-from typing import Any, Collection, Iterable, List, Optional, Set
+from abc import abstractmethod
+from typing import Any, Collection, Dict, Iterable, List, Optional, Set
 
-from .binding import Unbound
+from .binding import Binding, Unbound
 from .compressors import get_compressor
 from .compressors.base import Compressor
 from .compressors.selective import decide_follow_lr
-from .handshake import Gathering, gather, warning_when_stalled
+from .handshake import agree, gather, warning_when_stalled
 
 _log = logging.getLogger("horovod_compress")
 _NO_MEANING = {
@@ -116,14 +118,47 @@ def methods_of(cls: type, of_all: Iterable[str], framework: Collection[str]) -> 
     }
 
 
-def differing(transport: Gathering, label: str, method: str, sums: List[int]) -> List[int]:
-    """The numbers of the tensors that differ between ranks. Warns of ranks that do not come.
+class Averaging(Binding):
+    """A binding whose ranks average tensors of their own."""
 
-    label: the compression's, for the collective's name; method: what all ranks have called; sums:
-    a checksum of each tensor of this rank.
-    """
-    name = f"{label}.{method}"
-    missing = f"not all {transport.size} ranks have called {method}() of their optimizer yet"
-    with warning_when_stalled(f"{missing} (collective {name})"):
-        found = gather(transport, name, sums)
-    return [i for i, its in enumerate(zip(*found)) if len(set(its)) > 1]
+    def average(self, tensors: Dict[str, Any]) -> None:
+        """Makes the tensors that an optimizer keeps their mean over ranks.
+
+        Args:
+            tensors: by name, alike on all ranks; tensors or variables of the framework.
+
+        Raises:
+            MismatchError: ranks have not the same ones.
+        """
+        if not self._active:
+            return
+        agree(
+            self._transport,
+            f"{self._label}.state",
+            {name: list(tensor.shape) for name, tensor in tensors.items()},
+            "called average_state()",
+            "Where a rank has taken no step yet, or had no gradient of some of these, call "
+            "average_state() later",
+        )
+        self._average(f"{self._label}.state", tensors)
+
+    def make_alike(self, method: str, sums: List[int], tensors: Dict[str, Any]) -> None:
+        """Makes tensors their mean over ranks where they differ. Warns of ranks that do not come.
+
+        Args:
+            method: what all ranks have called.
+            sums: a checksum of each tensor of this rank.
+            tensors: by name, alike on all ranks.
+        """
+        if not self._active:
+            return
+        name = f"{self._label}.{method}"
+        missing = f"not all {self._transport.size} ranks have called {method}() of their optimizer"
+        with warning_when_stalled(f"{missing} yet (collective {name})"):
+            found = gather(self._transport, name, sums)
+        differ = (len(set(its)) > 1 for its in zip(*found))
+        self._average(name, dict(itertools.compress(tensors.items(), differ)))
+
+    @abstractmethod
+    def _average(self, names: str, tensors: Dict[str, Any]) -> None:
+        """Makes tensors their mean over ranks. names: what names of collectives begin with."""

@@ -14,7 +14,6 @@ from typing import (
     Optional,
     Sequence,
     Tuple,
-    Type,
     Union,
 )
 
@@ -102,18 +101,15 @@ class BoundCompression(GraphCompression):
             check(optimizer)
         check_scaler(grad_scaler)
         self._grad_scaler = grad_scaler
-        self._optimizer: Any = None
-        self._momentum_class: Optional[Type] = None
         # Whether momentum that an SGD has gathered by itself still moves variables where it is
         # taken over.
         self._lives_on = False
-        self._applying_class: Optional[Type] = None
         self._compressor = get_compressor(spec)
         self._chosen: Optional[_Chosen] = None  # since `bind`
         # What traces hold of the compressor → `_traces`.
         self._states: Dict[Hashable, int] = {}
-        # Whether backward passes can be seen, and whether they are.
-        self._watches = self._microbatches = False
+        # Whether backward passes can be seen.
+        self._watches = False
         self._exchange: GraphExchange = GraphExchange(
             self._compressor,
             *self._rank_and_size(),

@@ -14,8 +14,6 @@ from .unbound import UnboundCompression, one_in_all_traces
 class Compression(metaclass=Algorithms):
     """Makes compressions: one method an algorithm, and `from_spec`."""
 
-    _example = "hvdc.Compression.dgc()"
-
     @staticmethod
     @by_name
     def from_spec(

@@ -59,14 +59,13 @@ class GraphCompression(RunningCompression):
         self._applied: Set[Any] = set()
         # References to variables whose gradients tapes leave as they are.
         self._local: Set[Any] = set()
-
-    # The bound one; where a tape brings gradients, the one that applies them.
-    _optimizer: Any
-    # The class of optimizers that can leave momentum to this compression.
-    _momentum_class: Optional[Type]
-    # The class of optimizers that tell this compression what they apply.
-    _applying_class: Optional[Type]
-    _grad_scaler: Any
+        # The bound one; where a tape brings gradients, the one that applies them.
+        self._optimizer: Any = None
+        # The class of optimizers that can leave momentum to this compression.
+        self._momentum_class: Optional[Type] = None
+        # The class of optimizers that tell this compression what they apply.
+        self._applying_class: Optional[Type] = None
+        self._grad_scaler: Any = None
 
     # -- Horovod's interface, while it traces a function
 

@@ -22,7 +22,7 @@ import horovod
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..binding import callers
+from ..binding import callers, owners
 from ..versions import check_version
 
 check_version("horovod", horovod.__version__)
@@ -52,19 +52,11 @@ def loss_scaler() -> Any:
     """The LossScaleOptimizer that scales the gradients which are being reduced: where it wraps
     Horovod's optimizer it is among the callers; else None. What it is given to apply it has
     unscaled already."""
-    computing = (
-        frame.f_locals.get("self")
-        for frame in callers()
-        if frame.f_code.co_name in ("compute_gradients", "_compute_gradients")
-    )
-    return next(
-        (
-            owner
-            for owner in computing
-            if isinstance(owner, tf.keras.mixed_precision.LossScaleOptimizer)
-        ),
-        None,
-    )
+    return next(filter(_is_scaler, owners("compute_gradients", "_compute_gradients")), None)
+
+
+def _is_scaler(owner: Any) -> bool:
+    return isinstance(owner, tf.keras.mixed_precision.LossScaleOptimizer)
 
 
 def _factor(known: Dict[str, Any]) -> float:
@@ -146,16 +138,7 @@ def reducing(
 def scaler_around(optimizer: Any) -> Any:
     """The LossScaleOptimizer that wraps this optimizer and is applying gradients; None where none
     is."""
-    owners = (frame.f_locals.get("self") for frame in callers())
-    return next(
-        (
-            owner
-            for owner in owners
-            if isinstance(owner, tf.keras.mixed_precision.LossScaleOptimizer)
-            and owner is not optimizer
-        ),
-        None,
-    )
+    return next((each for each in filter(_is_scaler, owners()) if each is not optimizer), None)
 
 
 def saved_by_keras() -> bool:
@@ -166,8 +149,7 @@ def saved_by_keras() -> bool:
 
 def optimizer_under_construction() -> Any:
     """The optimizer that is being made; None where none is."""
-    makers = (frame for frame in callers() if frame.f_code.co_name == "__init__")
-    return next(filter(is_optimizer, (frame.f_locals.get("self") for frame in makers)), None)
+    return next(filter(is_optimizer, owners("__init__")), None)
 
 
 def has_reduced(optimizer: Any) -> bool:
@@ -177,15 +159,14 @@ def has_reduced(optimizer: Any) -> bool:
 
 def kept_local(optimizer: Any) -> Set[Hashable]:
     """References to the variables whose gradients Horovod's optimizer leaves as they are."""
-    owners = (optimizer, getattr(optimizer, "_agg_helper", None))
-    return set().union(*(getattr(owner, "_local_vars", ()) for owner in owners))
+    keepers = (optimizer, getattr(optimizer, "_agg_helper", None))
+    return set().union(*(getattr(keeper, "_local_vars", ()) for keeper in keepers))
 
 
 def local_sources() -> Set[Hashable]:
     """References to the variables whose gradients the tape of Horovod's that is at work, if one
     is, leaves as they are."""
-    owners = (frame.f_locals.get("self") for frame in callers())
-    tapes = [owner for owner in owners if isinstance(owner, tf.GradientTape)]
+    tapes = [owner for owner in owners() if isinstance(owner, tf.GradientTape)]
     return set().union(*(getattr(tape, "_local_sources", None) or () for tape in tapes))
 
 
@@ -247,8 +228,7 @@ def trace_under_way() -> Tuple[Any, Any]:
 
 def functions_under_trace() -> List[Any]:
     """Each tf.function whose trace has led here, the innermost first."""
-    owners = (frame.f_locals.get("self") for frame in callers())
-    return [owner for owner in owners if isinstance(owner, Function)]
+    return [owner for owner in owners() if isinstance(owner, Function)]
 
 
 def use_traces(function: Any, owner: Hashable, before: int, now: int) -> None:

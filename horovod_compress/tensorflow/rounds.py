@@ -2,7 +2,7 @@
 
 import contextlib
 import zlib
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -125,7 +125,7 @@ class Rounds:
             self._inside = False
         after = [_checksum(variable) for variable in variables]
         if after != before:
-            self.compression.make_alike(method, after, variables)
+            self.compression.make_alike(method, after, _numbered(variables))
 
     def _begin_alike(self, grads_and_vars: List[Tuple[Any, Any]]) -> List[Any]:
         """Gives all ranks rank 0's values of variables that have not been here before, and of what
@@ -187,7 +187,9 @@ class Rounds:
         alike = {variable.ref() for variable in (*self._shared.values(), *self._momenta.values())}
         kept = unwrapped(self._optimizer).variables()
         self.compression.average(
-            [v for v in kept if v.dtype.is_floating and v.shape.rank and v.ref() not in alike]
+            _numbered(
+                v for v in kept if v.dtype.is_floating and v.shape.rank and v.ref() not in alike
+            )
         )
 
     def _exchange(self, variables: List[Any], shared: List[Any]) -> None:
@@ -222,6 +224,11 @@ def _warn() -> None:
         "Where it goes on so, the moments of some rank's "
         "optimizer are not finite: load what was last saved on all ranks"
     )
+
+
+def _numbered(variables: Iterable[Any]) -> Dict[str, Any]:
+    """Variables by what all ranks can call them, as names need not be alike."""
+    return {str(number): variable for number, variable in enumerate(variables)}
 
 
 def _checksum(variable: Any) -> int:

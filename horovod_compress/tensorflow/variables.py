@@ -27,10 +27,10 @@ class VariableCompression(Binding):
         # Where a state was loaded: of variables that are not known yet. None: the exchange has it
         # already.
         self._saved: Optional[Dict[str, Optional[Saved]]] = None
+        # Whether backward passes are observed.
+        self._microbatches = False
 
     _exchange: GraphExchange
-    # Whether backward passes are observed.
-    _microbatches: bool
 
     @property
     def _sees_gradients(self) -> bool:

@@ -17,8 +17,6 @@ from .unbound import UnboundCompression
 class Compression(metaclass=Algorithms):
     """Makes compressions: one method an algorithm, and `from_spec`."""
 
-    _example = "hvdc.Compression.dgc()"
-
     @staticmethod
     @by_name
     def from_spec(

@@ -7,7 +7,7 @@ import horovod
 import horovod.torch as hvd
 import torch
 
-from ..binding import callers
+from ..binding import owners
 from ..versions import check_version
 from .search import objects_of, subclasses_of
 
@@ -25,7 +25,7 @@ def optimizer_of(compression: Any) -> Any:
     """The optimizer of Horovod's that hands its gradients to this compression. It is made after the
     compression and never introduces itself; but it is the method's owner that calls `compress`.
     RuntimeError where none is."""
-    for owner in (frame.f_locals.get("self") for frame in callers()):
+    for owner in owners():
         if is_horovods(owner) and compression_of(owner) is compression:
             return owner
     raise RuntimeError(
@@ -230,5 +230,5 @@ def rollback_step(optimizer: Any) -> None:
 
 def in_grad_scaler() -> bool:
     """Whether an enabled GradScaler is taking the step that has come to this point."""
-    owners = (frame.f_locals.get("self") for frame in callers() if frame.f_code.co_name == "step")
-    return next((owner.is_enabled() for owner in owners if isinstance(owner, GradScaler)), False)
+    scalers = (owner for owner in owners("step") if isinstance(owner, GradScaler))
+    return next((scaler.is_enabled() for scaler in scalers), False)

@@ -12,11 +12,11 @@ from ..exchange import Exchange
 from ..handover import OWED
 from ..handshake import agree, gather
 from ..transport.horovod import synchronize
-from ..updates import compressor_for_updates, differing
+from ..updates import Averaging, compressor_for_updates
 from .binding import TorchBinding
 
 
-class UpdateCompression(TorchBinding):
+class UpdateCompression(Averaging, TorchBinding):
     """The exchange of an UpdateOptimizer: its compression's config, stats(), stats_by_tensor() and
     record().
 
@@ -112,35 +112,7 @@ class UpdateCompression(TorchBinding):
         exchange.end_step()
         return exchange.succeeded
 
-    def average(self, tensors: Dict[str, torch.Tensor]) -> None:
-        """Makes tensors their mean over ranks, which all have the same ones. MismatchError where
-        they have not."""
-        if not self._active:
-            return
-        names = f"{self._label}.state"
-        advice = (
-            "Where a rank has taken no step yet, or had no gradient of a parameter, call "
-            "average_state() later"
-        )
-        agree(
-            self._transport,
-            names,
-            {name: list(tensor.shape) for name, tensor in tensors.items()},
-            "called average_state()",
-            advice,
-        )
-        self._mean(names, tensors)
-
-    def make_alike(self, method: str, sums: List[int], tensors: Dict[str, torch.Tensor]) -> None:
-        """Makes tensors their mean over ranks where they differ. method: what all ranks have
-        called. sums: a checksum of each tensor."""
-        if not self._active:
-            return
-        names = list(tensors)
-        which = [names[i] for i in differing(self._transport, self._label, method, sums)]
-        self._mean(f"{self._label}.{method}", {name: tensors[name] for name in which})
-
-    def _mean(self, names: str, tensors: Dict[str, torch.Tensor]) -> None:
+    def _average(self, names: str, tensors: Dict[str, torch.Tensor]) -> None:
         copies = {
             name: tensor.to("cpu", torch.promote_types(tensor.dtype, torch.float32)).contiguous()
             for name, tensor in tensors.items()

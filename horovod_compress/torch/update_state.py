@@ -23,19 +23,26 @@ _NOT_NEEDED = (
 class KeepsUpdates(torch.optim.Optimizer):
     """What an UpdateOptimizer keeps, beside its steps."""
 
-    compression: UpdateCompression
-    # Since the last exchange.
-    local_steps: int
-    _optimizer: torch.optim.Optimizer
-    _parameters: List[SharedParameter]
-    _every: int
-    _outer: Optional[Nesterov]
-    # Whether the optimizer itself is at work.
-    _inside: bool
-    # Whether this is within `shared_parameters`.
-    _shows_shared: bool
-    # Whether, in an elastic job, parameters are to be the shared values which that went back to.
-    _shared_is_kept: bool
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        compression: UpdateCompression,
+        parameters: List[SharedParameter],
+        every: int,
+        outer: Optional[Nesterov],
+    ) -> None:
+        # torch's own would make parameter groups.
+        self._optimizer, self.compression, self._parameters = optimizer, compression, parameters
+        self._every, self._outer = every, outer
+        # Since the last exchange.
+        self.local_steps = 0
+        # Whether the optimizer itself is at work.
+        self._inside = False
+        # Whether this is within `shared_parameters`.
+        self._shows_shared = False
+        # Whether, in an elastic job, parameters are to be the shared values which that went back
+        # to.
+        self._shared_is_kept = False
 
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]

@@ -96,19 +96,15 @@ class UpdateOptimizer(KeepsUpdates):
             check_ranks_of_set(group["ranks"], process_set)
         names = trained(optimizer, named_parameters)
         options = {"every": every, "outer": repr(outer)}
-        self.compression = UpdateCompression(
+        exchange = UpdateCompression(
             compression,
             {name: tuple(param.shape) for name, param in names.items()},
             options,
             process_set,
         )
-        self._optimizer, self._every, self._outer = optimizer, every, outer
-        self._parameters = [SharedParameter(name, param, outer) for name, param in names.items()]
+        parameters = [SharedParameter(name, param, outer) for name, param in names.items()]
+        super().__init__(optimizer, exchange, parameters, every, outer)
         self._known = {id(param) for param in names.values()}
-        self.local_steps = 0
-        self._shows_shared = False
-        self._shared_is_kept = False
-        self._inside = False
         self._methods = watch(optimizer, self._outside_step)
         let_broadcast_begin(self)
         # In place of torch's __init__, which would make parameter groups of its own: hooks, and

@@ -8,15 +8,13 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import numpy as np
 
-from ..handshake import MismatchError
+from ..handshake import STALLED, MismatchError
 from .base import ProcessSetRanks, Transport
 
 _Key = Tuple[str, str]  # operation, name
 # Bytes from which an array is reduced in place; smaller ones are joined.
 _ALONE = 2**20
 _MOST = 2**31 - 1  # bytes of one MPI operation
-# Seconds, as Horovod's own stall check.
-_STALLED = 60.0
 
 
 class MPITransport(ProcessSetRanks, Transport):
@@ -148,10 +146,10 @@ class MPITransport(ProcessSetRanks, Transport):
             waited = time.monotonic() - since
             if waited > 1e-3:
                 time.sleep(2e-5)
-            if waited > _STALLED and not warned:
+            if waited > STALLED and not warned:
                 warned = True
                 warnings.warn(
-                    f"horovod_compress: rank {self.rank} has waited for {_STALLED:.0f} s for the "
+                    f"horovod_compress: rank {self.rank} has waited for {STALLED:.0f} s for the "
                     f"others to come to {started[0][0][1]} and "
                     "what goes with it. With transport=mpi all ranks must take the same number of "
                     "steps: hvd.join() is not supported",

@@ -14,7 +14,15 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from horovod_compress.kernels.device import programs
+from horovod_compress.kernels.device import launches
+from horovod_compress.kernels.device.programs import (
+    adaptive,
+    codes,
+    dense,
+    quantization,
+    selection,
+    sparse,
+)
 
 TYPES = {
     # Of the arrays that all tensors share; those of float32 are not named.
@@ -26,13 +34,13 @@ TYPES = {
 }
 KINDS = [
     {"KIND": kind, "BASED": based}
-    for kind in (programs.NONE, programs.VANILLA, programs.NESTEROV)
+    for kind in (selection.NONE, selection.VANILLA, selection.NESTEROV)
     for based in (False, True)
 ]
 ONE_OR_TWO = [{"TWO": False}, {"TWO": True}]
 VARIANTS = {
     # Of constants, where a program has more of them than COLUMNS and BLOCK.
-    "sample": [{**kind, "BLOCK": programs.MARK_BLOCK} for kind in KINDS],
+    "sample": [{**kind, "BLOCK": launches.MARK_BLOCK} for kind in KINDS],
     "advance": KINDS,
     "collect": ONE_OR_TWO,
     "put": ONE_OR_TWO,
@@ -96,25 +104,36 @@ def ptxas(ptx, capability):
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
+def programs():
+    """{name: program} of all files, without the functions that programs are made of."""
+    return {
+        name: each
+        for module in (adaptive, codes, dense, quantization, selection, sparse)
+        for name, each in vars(module).items()
+        if isinstance(each, triton.runtime.JITFunction)
+        and each.fn.__module__ == module.__name__
+        and not name.startswith("_")
+    }
+
+
 def main(capability):
     found = {}
-    for name, program in vars(programs).items():
-        if isinstance(program, triton.runtime.JITFunction) and not name.startswith("_"):
-            for constants in VARIANTS.get(name, [{}]):
-                block = (
-                    programs.WORD_BLOCK
-                    if "FIELDS" in constants
-                    else programs.MARK_BLOCK
-                    if "marks" in program.arg_names
-                    else programs.BLOCK
-                )
-                kernel = compiled(program, {"COLUMNS": 9, "BLOCK": block, **constants}, capability)
-                ptx = kernel.asm["ptx"]
-                found[" ".join([name, *map(str, constants.values())])] = (
-                    ptx,
-                    ptxas(ptx, capability),
-                    kernel.metadata.shared,
-                )
+    for name, program in programs().items():
+        for constants in VARIANTS.get(name, [{}]):
+            block = (
+                launches.WORD_BLOCK
+                if "FIELDS" in constants
+                else launches.MARK_BLOCK
+                if "marks" in program.arg_names
+                else launches.BLOCK
+            )
+            kernel = compiled(program, {"COLUMNS": 9, "BLOCK": block, **constants}, capability)
+            ptx = kernel.asm["ptx"]
+            found[" ".join([name, *map(str, constants.values())])] = (
+                ptx,
+                ptxas(ptx, capability),
+                kernel.metadata.shared,
+            )
     print(json.dumps(found))
 
 

@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 from ranks import discardable  # noqa: E402
 from test_device import MOMENTA, encode_topk  # noqa: E402
 
-from horovod_compress.kernels.device import DeviceArray, programs  # noqa: E402
+from horovod_compress.kernels.device import DeviceArray, launches  # noqa: E402
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = [
@@ -170,14 +170,14 @@ class Launches(torch.overrides.TorchFunctionMode):
 
     def __init__(self, monkeypatch):
         super().__init__()
-        self.found, launch = collections.Counter(), programs.launch
+        self.found, launch = collections.Counter(), launches.launch
 
         def counted(program, *arguments, **options):
             self.found["programs"] += 1
             with torch._C.DisableTorchFunction():
                 launch(program, *arguments, **options)
 
-        monkeypatch.setattr(programs, "launch", counted)
+        monkeypatch.setattr(launches, "launch", counted)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         # Which only look; states are where gradients are from the second step on.

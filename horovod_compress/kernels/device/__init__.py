@@ -9,16 +9,13 @@ rounds once where the others round twice. With TRITON_INTERPRET=1 they run in Tr
 on tensors of the CPU.
 """
 
-from typing import Any, List, Sequence
-
-from ..calls import DeviceCall
 from .adaptive import encode_adacomp, encode_variance
 from .array import DeviceArray
 from .codes import decode_add_bf16, decode_float16, encode_bf16
 from .dense import apply_momentum, max_abs, squared_norm
 from .quantization import dequantize, encode_scales, quantize
 from .selection import add_to_residual, encode_topk, take_entries
-from .shared import make
+from .shared import together
 from .sparse import decode_add_sparse
 
 __all__ = [
@@ -40,8 +37,3 @@ __all__ = [
     "take_entries",
     "together",
 ]
-
-
-def together(calls: Sequence[DeviceCall]) -> List[Any]:
-    """Makes calls of these kernels. What is returned for a call may be an exception."""
-    return make(calls, globals())

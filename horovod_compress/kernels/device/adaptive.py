@@ -7,56 +7,18 @@ host with what the states hold there. AdaComp's marks depend on its bins' larges
 whole bins finds before.
 """
 
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, Sequence, Tuple
 
 import numpy as np
 import torch
 
 from .. import host
 from ..encoded import Encoded
-from . import programs
+from . import launches
 from .array import DeviceArray
+from .programs import adaptive as programs
 from .selection import put
-from .shared import in_groups, kernel, same_length, starts_of, within_limits
-
-
-class _Variance(NamedTuple):
-    """The arguments of `encode_variance`."""
-
-    grad: DeviceArray
-    squares: Any
-    r: DeviceArray
-    v: DeviceArray
-    spare: Optional[np.ndarray] = None
-    alpha: float = 1.0
-    zeta: float = 1.0
-    tau: float = 0.0
-    error_feedback: bool = False
-
-
-class _AdaComp(NamedTuple):
-    """The arguments of `encode_adacomp`."""
-
-    grad: DeviceArray
-    residual: DeviceArray
-    sent: np.ndarray
-    sent_scale: float
-    bin_length: int
-    scale_factor: float
-
-    @property
-    def length(self) -> int:
-        """Of a bin."""
-        return min(self.bin_length, max(self.grad.size, 1))
-
-    @property
-    def bins(self) -> int:
-        return -(-self.grad.size // self.length)
-
-    @property
-    def width(self) -> int:
-        """Elements of a bin that a block has at a time."""
-        return 1 << min(self.length - 1, programs.MARK_BLOCK - 1).bit_length()
+from .shared import Kernel, in_groups, same_length, starts_of, within_limits
 
 
 class _Marks:
@@ -67,7 +29,7 @@ class _Marks:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.sizes, self.device = [tensor.numel() for tensor in tensors], tensors[0].device
-        self.blocks = programs.blocks_of(tensors, programs.MARK_BLOCK)
+        self.blocks = launches.blocks_of(tensors, launches.MARK_BLOCK)
         self.starts = starts_of(self.sizes)
         self.marks = torch.empty(self.starts[-1], dtype=torch.int8, device=self.device)
         self.counts, self.peaks = self.blocks.new(2)
@@ -93,7 +55,7 @@ class _Marks:
         ]
         if table:
             held = rows.view(torch.float32)
-            programs.launch(
+            launches.launch(
                 programs.collect_marked,
                 self.device,
                 table,
@@ -104,7 +66,7 @@ class _Marks:
                 held[1],
                 held[-1],
                 TWO=one == 2,
-                BLOCK=programs.MARK_BLOCK,
+                BLOCK=launches.MARK_BLOCK,
             )
         indices, *numbers = rows.cpu().numpy()
         return [
@@ -116,8 +78,8 @@ class _Marks:
         ]
 
 
-@kernel(_Variance)
-def encode_variance(calls: List[_Variance]) -> List[Encoded]:
+@Kernel
+def encode_variance(calls: List[Any]) -> List[Encoded]:
     """As `kernels.reference.encode_variance`; squares may be on the host, and what was sent is
     coded there. `spare` is not used."""
     for call in calls:
@@ -126,7 +88,7 @@ def encode_variance(calls: List[_Variance]) -> List[Encoded]:
     return in_groups(calls, lambda call: call.squares is not None, _variance)
 
 
-def _variance(calls: List[_Variance]) -> List[Encoded]:
+def _variance(calls: List[Any]) -> List[Encoded]:
     given, marks = calls[0].squares is not None, _Marks([call.grad.tensor for call in calls])
     # Which live until the program has run.
     squares = [call.grad.beside(call.squares if given else call.grad) for call in calls]
@@ -144,7 +106,7 @@ def _variance(calls: List[_Variance]) -> List[Encoded]:
         )
         for size, call, its, start in zip(marks.sizes, calls, squares, marks.starts)
     ]
-    programs.launch(
+    launches.launch(
         programs.accumulate_variance,
         marks.device,
         rows,
@@ -152,12 +114,12 @@ def _variance(calls: List[_Variance]) -> List[Encoded]:
         marks.counts,
         marks.peaks,
         GIVEN=given,
-        BLOCK=programs.MARK_BLOCK,
+        BLOCK=launches.MARK_BLOCK,
     )
     largest, counts = torch.stack(
         [marks.blocks.largest(marks.peaks), marks.blocks.sums(marks.counts)]
     ).tolist()
-    finite = [peak < programs.INFINITY for peak in largest]
+    finite = [peak < launches.INFINITY for peak in largest]
     collected = marks.collected(counts, [(call.r, call.v) for call in calls], finite)
     coded = [_code_variance(call, *its) for call, its in zip(calls, collected)]
     put(
@@ -172,7 +134,7 @@ def _variance(calls: List[_Variance]) -> List[Encoded]:
 
 
 def _code_variance(
-    call: _Variance, indices: np.ndarray, old_r: np.ndarray, old_v: np.ndarray
+    call: Any, indices: np.ndarray, old_r: np.ndarray, old_v: np.ndarray
 ) -> Tuple[Encoded, tuple, np.ndarray]:
     """(the body, (indices, rows of r and v before), rows of r and v after) of what fires."""
     limit = np.float32(call.tau)
@@ -195,8 +157,8 @@ def _code_variance(
     return encoded, (indices, np.stack([old_r, old_v])), np.stack([new_r, left])
 
 
-@kernel(_AdaComp)
-def encode_adacomp(calls: List[_AdaComp]) -> List[Encoded]:
+@Kernel
+def encode_adacomp(calls: List[Any]) -> List[Encoded]:
     """As `kernels.reference.encode_adacomp`; `sent` and the body are on the host. The sum of the
     bins' largest is the same to rounding of float64. A bin is one block's work, so that few bins of
     millions of elements leave a device idle."""
@@ -205,41 +167,52 @@ def encode_adacomp(calls: List[_AdaComp]) -> List[Encoded]:
         within_limits(call.grad)
         if len(call.sent) and call.sent.max() >= call.residual.size:
             raise ValueError("index outside the tensor")
-    return in_groups(calls, lambda call: call.width, _adacomp)
+    return in_groups(calls, _width, _adacomp)
 
 
-def _subtract_sent(calls: List[_AdaComp]) -> None:
+def _length(call: Any) -> int:
+    """Elements of a bin."""
+    return min(call.bin_length, max(call.grad.size, 1))
+
+
+def _width(call: Any) -> int:
+    """Elements of a bin that a block has at a time."""
+    return 1 << min(_length(call) - 1, launches.MARK_BLOCK - 1).bit_length()
+
+
+def _subtract_sent(calls: List[Any]) -> None:
     """Takes out of the residuals what the last step has sent."""
     device = calls[0].grad.tensor.device
     pending = starts_of([len(call.sent) for call in calls])
-    rows: List[programs.Row] = [
+    rows: List[launches.Row] = [
         (len(call.sent), call.residual.tensor, float(call.sent_scale), start)
         for call, start in zip(calls, pending)
     ]
-    programs.launch(
+    launches.launch(
         programs.subtract_signs,
         device,
         rows,
-        programs.copied([call.sent for call in calls], device),
+        launches.copied([call.sent for call in calls], device),
     )
 
 
-def _adacomp(calls: List[_AdaComp]) -> List[Encoded]:
+def _adacomp(calls: List[Any]) -> List[Encoded]:
     _subtract_sent(calls)
-    device, width = calls[0].grad.tensor.device, calls[0].width
-    marks, together = _Marks([call.grad.tensor for call in calls]), programs.MARK_BLOCK // width
-    bins = [call.bins for call in calls]
-    starts, blocks = starts_of(bins), programs.blocks(bins, device, together)
+    device, width = calls[0].grad.tensor.device, _width(calls[0])
+    marks, together = _Marks([call.grad.tensor for call in calls]), launches.MARK_BLOCK // width
+    lengths = [_length(call) for call in calls]
+    bins = [-(-call.grad.size // length) for call, length in zip(calls, lengths)]
+    starts, blocks = starts_of(bins), launches.blocks(bins, device, together)
     maxima, peaks = torch.empty(starts[-1], dtype=torch.float32, device=device), blocks.new()
     sums = torch.empty(len(calls), dtype=torch.float64, device=device)
-    rows: List[programs.Row] = [
-        (call.bins, call.grad.tensor, call.residual.tensor, start, call.grad.size, call.length)
-        for call, start in zip(calls, starts)
+    rows: List[launches.Row] = [
+        (number, call.grad.tensor, call.residual.tensor, start, call.grad.size, length)
+        for call, start, number, length in zip(calls, starts, bins, lengths)
     ]
-    programs.launch(
+    launches.launch(
         programs.accumulate_bins, device, rows, maxima, peaks, WIDTH=width, BLOCK=together
     )
-    programs.launch(
+    launches.launch(
         programs.add_maxima,
         device,
         [(1, start, number) for start, number in zip(starts, bins)],
@@ -253,24 +226,24 @@ def _adacomp(calls: List[_AdaComp]) -> List[Encoded]:
             call.residual.tensor,
             start,
             its,
-            call.length,
+            length,
             float(call.scale_factor - 1),
         )
-        for call, start, its in zip(calls, starts, marks.starts)
+        for call, start, its, length in zip(calls, starts, marks.starts, lengths)
     ]
-    programs.launch(
+    launches.launch(
         programs.mark_bins,
         device,
         rows,
         maxima,
         marks.marks,
         marks.counts,
-        BLOCK=programs.MARK_BLOCK,
+        BLOCK=launches.MARK_BLOCK,
     )
     largest, counts, bits = torch.stack(
         [blocks.largest(peaks), marks.blocks.sums(marks.counts), sums.view(torch.int64)]
     ).tolist()
-    finite = [peak < programs.TOO_LARGE for peak in largest]
+    finite = [peak < launches.TOO_LARGE for peak in largest]
     scales = [
         np.float32(total / max(number, 1))
         for total, number in zip(np.array(bits).view(np.float64), bins)

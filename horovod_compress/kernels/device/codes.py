@@ -1,66 +1,44 @@
 """Whole tensors in narrower numbers: 16-bit floats."""
 
-from typing import List, NamedTuple, Optional, Union
+from typing import Any, List, Union
 
 import numpy as np
 import torch
 
 from ..encoded import HEADROOM, Encoded
-from . import programs
-from .array import DeviceArray
+from . import launches
 from .dense import are_finite
-from .shared import kernel, same_length, starts_of
+from .programs import codes as programs
+from .shared import Kernel, same_length, starts_of
 
 
-class _FromHalf(NamedTuple):
-    """The arguments of `decode_float16`."""
-
-    half: DeviceArray
-    out: DeviceArray
-
-
-class _Gradient(NamedTuple):
-    """The arguments of `encode_bf16`."""
-
-    grad: DeviceArray
-    spare: Optional[np.ndarray] = None
-
-
-class _Body(NamedTuple):
-    """The arguments of `decode_add_bf16`."""
-
-    out: DeviceArray
-    body: np.ndarray
-    scale: float
-
-
-@kernel(_FromHalf)
-def decode_float16(calls: List[_FromHalf]) -> List[float]:
+@Kernel
+def decode_float16(calls: List[Any]) -> List[float]:
     """As `kernels.reference.decode_float16`; half is float16 or its bits. ValueError where lengths
     differ."""
     for call in calls:
         same_length(**call._asdict())
     halves = [call.half.tensor.view(torch.int16) for call in calls]
-    blocks = programs.blocks_of(halves)
+    blocks = launches.blocks_of(halves)
     peaks = blocks.new()
     rows = [(half.numel(), half, call.out.tensor) for half, call in zip(halves, calls)]
-    programs.launch(programs.from_float16, halves[0].device, rows, peaks)
-    return [programs.largest_of(bits) for bits in blocks.largest(peaks).tolist()]
+    launches.launch(programs.from_float16, halves[0].device, rows, peaks)
+    return [launches.largest_of(bits) for bits in blocks.largest(peaks).tolist()]
 
 
-@kernel(_Gradient)
-def encode_bf16(calls: List[_Gradient]) -> List[Encoded]:
+@Kernel
+def encode_bf16(calls: List[Any]) -> List[Encoded]:
     """As `kernels.reference.encode_bf16`. The body comes to the host, into `spare` where that is
     given."""
     tensors = [call.grad.tensor for call in calls]
     blocks, starts, device = (
-        programs.blocks_of(tensors),
+        launches.blocks_of(tensors),
         starts_of([tensor.numel() for tensor in tensors]),
         tensors[0].device,
     )
     codes, peaks = torch.empty(starts[-1], dtype=torch.int16, device=device), blocks.new()
     rows = [(tensor.numel(), tensor, start) for tensor, start in zip(tensors, starts)]
-    programs.launch(programs.to_bfloat16, device, rows, codes, peaks)
+    launches.launch(programs.to_bfloat16, device, rows, codes, peaks)
     encoded = []
     for call, finite, start, end in zip(
         calls, are_finite(blocks.largest(peaks)), starts, starts[1:]
@@ -71,24 +49,24 @@ def encode_bf16(calls: List[_Gradient]) -> List[Encoded]:
             else call.spare
         )
         encoded.append(Encoded(buffer, end - start, finite))
-    programs.brought(
+    launches.brought(
         [codes[start:end].view(torch.uint8) for start, end in zip(starts, starts[1:])],
         [each.body for each in encoded],
     )
     return encoded
 
 
-@kernel(_Body)
-def decode_add_bf16(calls: List[_Body]) -> List[Union[bool, ValueError]]:
+@Kernel
+def decode_add_bf16(calls: List[Any]) -> List[Union[bool, ValueError]]:
     """As `kernels.reference.decode_add_bf16`. ValueError for a body of another length."""
     sizes = [call.out.size if len(call.body) == 2 * call.out.size else 0 for call in calls]
     device, starts, blocks = (
         calls[0].out.tensor.device,
         starts_of(sizes),
-        programs.blocks(sizes, calls[0].out.tensor.device),
+        launches.blocks(sizes, calls[0].out.tensor.device),
     )
     codes, peaks = (
-        programs.copied(
+        launches.copied(
             [np.frombuffer(call.body[: 2 * size], np.int16) for call, size in zip(calls, sizes)],
             device,
         ),
@@ -98,7 +76,7 @@ def decode_add_bf16(calls: List[_Body]) -> List[Union[bool, ValueError]]:
         (size, call.out.tensor, float(call.scale), start)
         for size, call, start in zip(sizes, calls, starts)
     ]
-    programs.launch(programs.add_bfloat16, device, rows, codes, peaks)
+    launches.launch(programs.add_bfloat16, device, rows, codes, peaks)
     return [
         finite
         if size == call.out.size

@@ -1,37 +1,21 @@
 """Operations on whole tensors: norms, finiteness, momentum after averaging."""
 
-from typing import Any, List, NamedTuple, Sequence
+from typing import Any, List, Sequence
 
 import torch
 
-from . import programs
+from . import launches
 from .array import DeviceArray
-from .shared import in_groups, kernel, same_length
+from .programs import dense as programs
+from .shared import Kernel, in_groups, same_length
 
 
-class _Tensor(NamedTuple):
-    """The arguments of `max_abs`."""
-
-    x: DeviceArray
-    peaks: Any = None
-
-
-class _Momentum(NamedTuple):
-    """The arguments of `apply_momentum`."""
-
-    out: DeviceArray
-    u: DeviceArray
-    new_u: DeviceArray
-    momentum: float
-    nesterov: bool
-
-
-@kernel(_Tensor)
-def max_abs(calls: List[_Tensor]) -> List[float]:
+@Kernel
+def max_abs(calls: List[Any]) -> List[float]:
     """max |x|; infinity where anything is infinite or NaN, 0 for no elements. `peaks`, which save
     the host a pass, are not filled."""
     return [
-        programs.largest_of(bits)
+        launches.largest_of(bits)
         for bits in largest_magnitudes([call.x for call in calls]).tolist()
     ]
 
@@ -41,8 +25,8 @@ def squared_norm(x: DeviceArray) -> float:
     return float(torch.linalg.vector_norm(x.tensor, dtype=torch.float64)) ** 2
 
 
-@kernel(_Momentum)
-def apply_momentum(calls: List[_Momentum]) -> List[bool]:
+@Kernel
+def apply_momentum(calls: List[Any]) -> List[bool]:
     """new_u ← m·u + out, then out ← new_u, or out + m·new_u for Nesterov. Where `out` is not finite
     everywhere, nothing is written. Returns whether out, before and after, and new_u are finite.
     ValueError where lengths differ."""
@@ -51,15 +35,15 @@ def apply_momentum(calls: List[_Momentum]) -> List[bool]:
     return in_groups(calls, lambda call: call.nesterov, _moved)
 
 
-def _moved(calls: List[_Momentum]) -> List[bool]:
+def _moved(calls: List[Any]) -> List[bool]:
     tensors = [call.out.tensor for call in calls]
-    blocks, device = programs.blocks_of(tensors), tensors[0].device
+    blocks, device = launches.blocks_of(tensors), tensors[0].device
     peaks, largest = blocks.new(), largest_magnitudes([call.out for call in calls])
     rows = [
         (call.out.size, call.out.tensor, call.u.tensor, call.new_u.tensor, float(call.momentum))
         for call in calls
     ]
-    programs.launch(
+    launches.launch(
         programs.average_momentum, device, rows, largest, peaks, NESTEROV=calls[0].nesterov
     )
     return are_finite(blocks.largest(peaks))
@@ -68,9 +52,9 @@ def _moved(calls: List[_Momentum]) -> List[bool]:
 def largest_magnitudes(arrays: Sequence[DeviceArray]) -> torch.Tensor:
     """Of each array the largest magnitude, as bits, on the device."""
     tensors = [array.tensor for array in arrays]
-    blocks = programs.blocks_of(tensors)
+    blocks = launches.blocks_of(tensors)
     peaks = blocks.new()
-    programs.launch(
+    launches.launch(
         programs.find_largest,
         tensors[0].device,
         [(tensor.numel(), tensor) for tensor in tensors],
@@ -81,4 +65,4 @@ def largest_magnitudes(arrays: Sequence[DeviceArray]) -> torch.Tensor:
 
 def are_finite(largest: torch.Tensor) -> List[bool]:
     """Whether largest magnitudes, as bits, are of finite numbers; waits for the device."""
-    return [bits < programs.INFINITY for bits in largest.tolist()]
+    return [bits < launches.INFINITY for bits in largest.tolist()]

@@ -1,82 +1,28 @@
 """Integer codes that many ranks can add up in one word: quantized and packed on the device, many
 tensors at once; the words are on the host."""
 
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 
 from ..reference.quantization import factors, one_of, shape_of
-from . import programs
+from . import launches
 from .array import DeviceArray
-from .shared import in_groups, kernel, starts_of
-
-
-class _Codes(NamedTuple):
-    """The arguments of `quantize`."""
-
-    x: DeviceArray
-    levels: Optional[np.ndarray]
-    spare: Optional[np.ndarray] = None
-    w: float = 0.0
-    clip: float = 0.0
-    steps: Sequence[float] = ()
-    width: int = 0
-    size: int = 1
-    key: int = 0
-
-    @property
-    def limit(self) -> int:
-        """The bits of the largest magnitude before rounding."""
-        limit, (before, each) = (
-            _largest_code(self.steps),
-            factors(self.w, np.array(self.steps, np.float32)),
-        )
-        return _bits(
-            limit if len(self.steps) > 1 else min(limit, np.float32(self.clip) * before * each[0])
-        )
-
-
-class _Sums(NamedTuple):
-    """The arguments of `dequantize`."""
-
-    words: np.ndarray
-    levels: Optional[np.ndarray]
-    out: DeviceArray
-    w: float
-    steps: Sequence[float]
-    width: int
-    size: int
-    scale: float
-
-    @property
-    def x(self) -> DeviceArray:
-        """The tensor, as `quantize` calls it."""
-        return self.out
-
-
-class _Scales(NamedTuple):
-    """The arguments of `encode_scales`."""
-
-    x: DeviceArray
-    peaks: Any
-    spare: Optional[np.ndarray] = None
-    w: float = 0.0
-    steps: Sequence[float] = ()
-    size: int = 1
-
-
-_Call = Union[_Codes, _Sums, _Scales]
+from .programs import quantization as programs
+from .shared import Kernel, in_groups, starts_of
 
 
 class _Words:
     """The words of tensors, `spare` bits of each not used: how many fields a word has, their type,
     how many each tensor has, where those begin."""
 
-    def __init__(self, calls: Sequence[_Call], width: int, spare: int, rows: int = 1) -> None:
-        shapes = [shape_of(call.x.size, width, spare) for call in calls]
+    def __init__(
+        self, arrays: Sequence[DeviceArray], width: int, spare: int, rows: int = 1
+    ) -> None:
+        shapes = [shape_of(array.size, width, spare) for array in arrays]
         self.fields, _, self.dtype = shapes[0]
-        self.device, self.width = calls[0].x.tensor.device, width
+        self.device, self.width = arrays[0].tensor.device, width
         self.counts = [count for _, count, _ in shapes]
         self.starts = starts_of([rows * count for count in self.counts])
 
@@ -92,14 +38,14 @@ class _Words:
     ) -> None:
         """A program whose table has these words as elements."""
         table = [(count, *row) for count, row in zip(self.counts, rows)]
-        programs.launch(
+        launches.launch(
             program,
             self.device,
             table,
             *shared,
             WIDTH=self.width,
             FIELDS=self.fields,
-            BLOCK=programs.WORD_BLOCK,
+            BLOCK=launches.WORD_BLOCK,
             **constants,
         )
 
@@ -111,7 +57,7 @@ class _Words:
             for its, start, end in zip(found, self.starts, self.starts[1:])
         ):
             raise ValueError("words, for as many elements, must have the same length")
-        return programs.copied(found, self.device)
+        return launches.copied(found, self.device)
 
     def here(self, words: torch.Tensor, spares: Sequence[Optional[np.ndarray]]) -> List[np.ndarray]:
         """Tensors' words, on the host, in the spare memory of those that have as much."""
@@ -125,24 +71,25 @@ class _Words:
             found.append(
                 spare
                 if spare is not None and fits
-                else programs.pinned(end - start, words.dtype, self.device)
+                else launches.pinned(end - start, words.dtype, self.device)
             )
-        programs.brought(
+        launches.brought(
             [words[start:end] for start, end in zip(self.starts, self.starts[1:])], found
         )
         return found
 
 
-@kernel(_Codes)
-def quantize(calls: List[_Codes]) -> List[np.ndarray]:
+@Kernel
+def quantize(calls: List[Any]) -> List[np.ndarray]:
     """As `kernels.reference.quantize`; levels and words are on the host, these in `spare` where
     that is given and as long."""
     return in_groups(calls, lambda call: (call.width, call.size, tuple(call.steps)), _quantized)
 
 
-def _quantized(calls: List[_Codes]) -> List[np.ndarray]:
-    steps, words = calls[0].steps, _Words(calls, calls[0].width, 0)
-    scales, starts = _scales_of(calls)
+def _quantized(calls: List[Any]) -> List[np.ndarray]:
+    steps, arrays = calls[0].steps, [call.x for call in calls]
+    words = _Words(arrays, calls[0].width, 0)
+    scales, starts = _scales_of(calls, arrays)
     found = words.new()
     befores, each = zip(*(factors(call.w, np.array(steps, np.float32)) for call in calls))
     keys = [divmod(call.key, 1 << 32) for call in calls]
@@ -155,7 +102,7 @@ def _quantized(calls: List[_Codes]) -> List[np.ndarray]:
             i * len(steps),
             low,
             high,
-            call.limit,
+            _limit(call),
             float(before),
         )
         for i, (call, start, at, (high, low), before) in enumerate(
@@ -167,7 +114,7 @@ def _quantized(calls: List[_Codes]) -> List[np.ndarray]:
         rows,
         found,
         scales,
-        programs.copied(each, words.device),
+        launches.copied(each, words.device),
         FRACTION=one_of(steps[0]).bit_length() - 1,
         WORD=programs.WORDS[words.dtype.itemsize],
         SCALES=len(steps) > 1,
@@ -175,25 +122,22 @@ def _quantized(calls: List[_Codes]) -> List[np.ndarray]:
     return words.here(found, [call.spare for call in calls])
 
 
-@kernel(_Sums)
-def dequantize(calls: List[_Sums]) -> List[None]:
+@Kernel
+def dequantize(calls: List[Any]) -> List[None]:
     """As `kernels.reference.dequantize`; words and levels are on the host. ValueError for words of
     another number of elements."""
     return in_groups(calls, lambda call: (call.width, call.size, tuple(call.steps)), _dequantized)
 
 
-def _dequantized(calls: List[_Sums]) -> List[None]:
-    steps, words, largest = (
-        calls[0].steps,
-        _Words(calls, calls[0].width, 0),
-        calls[0].size * int(calls[0].steps[0]),
-    )
+def _dequantized(calls: List[Any]) -> List[None]:
+    steps, arrays = calls[0].steps, [call.out for call in calls]
+    words, largest = _Words(arrays, calls[0].width, 0), calls[0].size * int(steps[0])
     sums = words.there([call.words for call in calls])
-    scales, starts = _scales_of(calls)
+    scales, starts = _scales_of(calls, arrays)
     units = [(call.w / np.array(steps) * call.scale).astype(np.float32) for call in calls]
     rows = [
-        (call.x.tensor, call.x.size, start, at, i * len(steps), largest)
-        for i, (call, start, at) in enumerate(zip(calls, starts, words.starts))
+        (array.tensor, array.size, start, at, i * len(steps), largest)
+        for i, (array, start, at) in enumerate(zip(arrays, starts, words.starts))
     ]
     offsets = sum(largest << field * words.width for field in range(words.fields))
     words.launch(
@@ -201,24 +145,24 @@ def _dequantized(calls: List[_Sums]) -> List[None]:
         rows,
         sums,
         scales,
-        programs.copied(units, words.device),
+        launches.copied(units, words.device),
         OFFSETS=_signed(offsets, 8 * words.dtype.itemsize),
         SCALES=len(steps) > 1,
     )
     return [None] * len(calls)
 
 
-@kernel(_Scales)
-def encode_scales(calls: List[_Scales]) -> List[np.ndarray]:
+@Kernel
+def encode_scales(calls: List[Any]) -> List[np.ndarray]:
     """As `kernels.reference.encode_scales`; the words are on the host, in `spare` where that is
     given and as long. `peaks` are not used."""
     return in_groups(calls, lambda call: (call.size, tuple(call.steps)), _fits)
 
 
-def _fits(calls: List[_Scales]) -> List[np.ndarray]:
+def _fits(calls: List[Any]) -> List[np.ndarray]:
     steps = calls[0].steps
     words, limit = (
-        _Words(calls, calls[0].size.bit_length(), 1, len(steps) - 1),
+        _Words([call.x for call in calls], calls[0].size.bit_length(), 1, len(steps) - 1),
         _bits(_largest_code(steps)),
     )
     found = words.new()
@@ -241,25 +185,36 @@ def _fits(calls: List[_Scales]) -> List[np.ndarray]:
     return words.here(found, [call.spare for call in calls])
 
 
-def _scales_of(calls: Sequence[Union[_Codes, _Sums]]) -> Tuple[torch.Tensor, Sequence[int]]:
+def _scales_of(
+    calls: Sequence[Any], arrays: Sequence[DeviceArray]
+) -> Tuple[torch.Tensor, Sequence[int]]:
     """(each element's scale, where those of each tensor begin); with a single scale nothing that is
     used."""
-    scales, size, device = len(calls[0].steps), calls[0].size, calls[0].x.tensor.device
+    scales, size, device = len(calls[0].steps), calls[0].size, arrays[0].tensor.device
     if scales == 1:
         return torch.empty(0, dtype=torch.int8, device=device), [0] * len(calls)
-    words = _Words(calls, size.bit_length(), 1, scales - 1)
+    words = _Words(arrays, size.bit_length(), 1, scales - 1)
     sums, starts = (
         words.there([call.levels for call in calls]),
-        starts_of([call.x.size for call in calls]),
+        starts_of([array.size for array in arrays]),
     )
     finest = torch.zeros(starts[-1], dtype=torch.int8, device=device)
     for scale in range(1, scales):
         rows = [
-            (call.x.size, at + (scale - 1) * count, start, scale, size)
-            for call, at, count, start in zip(calls, words.starts, words.counts, starts)
+            (array.size, at + (scale - 1) * count, start, scale, size)
+            for array, at, count, start in zip(arrays, words.starts, words.counts, starts)
         ]
         words.launch(programs.find_scales, rows, sums, finest)
     return finest, starts
+
+
+def _limit(call: Any) -> int:
+    """The bits of the largest magnitude before rounding."""
+    limit = _largest_code(call.steps)
+    if len(call.steps) == 1:
+        before, each = factors(call.w, np.array(call.steps, np.float32))
+        limit = min(limit, np.float32(call.clip) * before * each[0])
+    return _bits(limit)
 
 
 def _largest_code(steps: Sequence[float]) -> np.float32:

@@ -16,6 +16,7 @@ v is searched as a whole. The native kernel
 6. The host codes the entries. `put` writes what they leave in v and u.
 """
 
+import functools
 import math
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -24,9 +25,10 @@ import torch
 
 from .. import host
 from ..encoded import Encoded
-from . import programs
+from . import launches
 from .array import DeviceArray
-from .shared import in_groups, kernel, same_length, starts_of, within_limits
+from .programs import selection as programs
+from .shared import Kernel, in_groups, same_length, starts_of, within_limits
 
 # Standard deviations; decides what is sent, as kSampleMargin in native/tuning.hpp does.
 _MARGIN = 2
@@ -121,14 +123,14 @@ class _Sample(NamedTuple):
     rank: int
 
 
-@kernel(_Update)
+@functools.partial(Kernel, arguments=_Update)
 def add_to_residual(calls: List[_Update]) -> List[Tuple[np.ndarray, bool]]:
     """As the native kernel, with its choice; the indices are on the host. ValueError for arrays of
     different lengths, and for more than 2^31 - 1 elements."""
     return [(entries.indices, entries.finite) for entries in _chosen(calls)]
 
 
-@kernel(_Update)
+@functools.partial(Kernel, arguments=_Update)
 def encode_topk(calls: List[_Update]) -> List[Encoded]:
     """As `kernels.reference.encode_topk`, with the native kernel's choice. The body is made on the
     host."""
@@ -168,14 +170,14 @@ def put(
 
     def written(which: Sequence[int]) -> List[None]:
         device, arrays = tensors[which[0]][0].tensor.device, len(tensors[which[0]])
-        at = programs.copied([indices[i] for i in which], device)
-        rows = [programs.copied([numbers[i][row] for i in which], device) for row in range(arrays)]
+        at = launches.copied([indices[i] for i in which], device)
+        rows = [launches.copied([numbers[i][row] for i in which], device) for row in range(arrays)]
         starts = starts_of([len(indices[i]) for i in which])
         table = [
             (len(indices[i]), tensors[i][0].tensor, tensors[i][-1].tensor, start)
             for i, start in zip(which, starts)
         ]
-        programs.launch(programs.put, device, table, at, rows[0], rows[-1], TWO=arrays == 2)
+        launches.launch(programs.put, device, table, at, rows[0], rows[-1], TWO=arrays == 2)
         return [None] * len(which)
 
     in_groups(range(len(tensors)), lambda i: len(tensors[i]), written)
@@ -218,9 +220,9 @@ def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
         if sampled
         else torch.full((len(calls),), _NOTHING, dtype=torch.int32, device=device)
     )
-    blocks = programs.blocks_of([call.v.tensor for call in calls])
+    blocks = launches.blocks_of([call.v.tensor for call in calls])
     counts, peaks = blocks.new(2)
-    programs.launch(
+    launches.launch(
         programs.advance,
         device,
         [(call.numel, *call.operands) for call in calls],
@@ -233,7 +235,7 @@ def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
     largest, found = blocks.largest(peaks), blocks.sums(counts)
     if not sampled:
         return [
-            entries._replace(finite=peak < programs.TOO_LARGE)
+            entries._replace(finite=peak < launches.TOO_LARGE)
             for entries, peak in zip(_of_all(calls), largest.tolist())
         ]
     candidates = _of_candidates(calls, floors, counts)
@@ -246,7 +248,7 @@ def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
     ):
         end = start + min(call.k, found_here, call.room)
         its = rows[:, start:end]
-        finite = peak < programs.TOO_LARGE
+        finite = peak < launches.TOO_LARGE
         chosen.append(_Entries(its[0].view(np.uint32), its[1:].view(np.float32), finite))
         if found_here > call.room or 5 * found_here < 4 * call.k and floor != 1:
             again.append(number)
@@ -287,11 +289,11 @@ def _sampled_floors(calls: List[_Update]) -> torch.Tensor:
         for (_, call, sample), start in zip(known, starts)
     ]
     orders = torch.empty(total, dtype=torch.int64, device=device)
-    programs.launch(
-        programs.sample, device, rows, orders, KIND=kind, BASED=based, BLOCK=programs.MARK_BLOCK
+    launches.launch(
+        programs.sample, device, rows, orders, KIND=kind, BASED=based, BLOCK=launches.MARK_BLOCK
     )
     places = [start + sample.rank for (_, _, sample), start in zip(known, starts)]
-    which, at = programs.copied(
+    which, at = launches.copied(
         [np.array([i for i, _, _ in known]), np.array(places)], device
     ).chunk(2)
     orders = orders.sort().values
@@ -311,7 +313,7 @@ def _of_candidates(
     *starts, total = starts_of([call.room for call in calls])
     ends = counts.cumsum(0)
     columns = zip(*((start, call.room, call.k) for start, call in zip(starts, calls)))
-    begins, rooms, ks = programs.copied([np.array(column) for column in columns], device).chunk(3)
+    begins, rooms, ks = launches.copied([np.array(column) for column in columns], device).chunk(3)
     tensors = torch.arange(len(calls), dtype=torch.int64, device=device)
     tensors = tensors.repeat_interleave(rooms, output_size=total)
     orders = tensors << 32 | programs.NO_MAGNITUDE
@@ -321,7 +323,7 @@ def _of_candidates(
         for call, start in zip(calls, starts)
     ]
     held = rows.view(torch.float32)
-    programs.launch(
+    launches.launch(
         programs.collect,
         device,
         table,

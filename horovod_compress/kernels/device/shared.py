@@ -2,28 +2,37 @@
 alone by the name of the host's kernel."""
 
 import collections
+import inspect
 import itertools
-from typing import Any, Callable, Dict, Generic, Hashable, List, Sequence, Tuple, TypeVar, Union
+from typing import Any, Callable, Dict, Generic, Hashable, List, Optional, Sequence, TypeVar, Union
 
 import torch
 
+from .. import reference
 from ..calls import DeviceCall
 from .array import DeviceArray, stream_of
 
-Call = TypeVar("Call", bound=Tuple[Any, ...])
 Result = TypeVar("Result")
 
 
-class Kernel(Generic[Call, Result]):
-    """A kernel, called with one tensor's arguments. together: makes a list of such calls; what it
-    returns for one may be a ValueError."""
+class Kernel(Generic[Result]):
+    """A kernel, called with one tensor's arguments: a decorator of the function that makes the
+    calls of many tensors.
+
+    Args:
+        together: makes a list of calls, whose attributes are their arguments; what it returns for
+            one may be a ValueError. It has the name of one of the reference's kernels.
+        arguments: makes a call of its arguments; default: a named tuple of those of the reference's
+            kernel.
+    """
 
     def __init__(
         self,
-        arguments: Callable[..., Call],
-        together: Callable[[List[Call]], Sequence[Union[Result, ValueError]]],
+        together: Callable[[List[Any]], Sequence[Union[Result, ValueError]]],
+        arguments: Optional[Callable[..., Any]] = None,
     ) -> None:
-        self.arguments, self.together, self.__doc__ = arguments, together, together.__doc__
+        self.together, self.__doc__ = together, together.__doc__
+        self.arguments = arguments or arguments_of(together.__name__)
 
     def __call__(self, *arrays: Any, **options: Any) -> Result:
         (result,) = self.together([self.arguments(*arrays, **options)])
@@ -32,19 +41,22 @@ class Kernel(Generic[Call, Result]):
         return result
 
 
-def kernel(
-    arguments: Callable[..., Call],
-) -> Callable[[Callable[[List[Call]], Sequence[Union[Result, ValueError]]]], Kernel[Call, Result]]:
-    """Makes a Kernel of the function of its calls."""
-    return lambda together: Kernel(arguments, together)
+def arguments_of(name: str) -> Callable[..., Any]:
+    """A class of named tuples of the arguments of the reference's kernel of that name."""
+    parameters = list(inspect.signature(getattr(reference, name)).parameters.values())
+    optional = itertools.dropwhile(lambda each: each.default is each.empty, parameters)
+    # Behind the first that may be left out a named tuple has defaults for all.
+    defaults = [None if each.default is each.empty else each.default for each in optional]
+    return collections.namedtuple(name, [each.name for each in parameters], defaults=defaults)
 
 
-def make(calls: Sequence[DeviceCall], kernels: Dict[str, Any]) -> List[Any]:
-    """Makes calls of these kernels, by name, on the streams that are current; they wait there until
-    their arrays can be used."""
+def together(calls: Sequence[DeviceCall]) -> List[Any]:
+    """Makes calls on the streams that are current; they wait there until their arrays can be used.
+    What is returned for a call may be an exception."""
 
     def made(alike: List[DeviceCall]) -> Sequence[Any]:
-        one, device = kernels[alike[0].name], alike[0].where.tensor.device
+        where = alike[0].where
+        one, device = getattr(where.kernels, alike[0].name), where.tensor.device
         for stream in {call.stream for call in alike} - {None, stream_of(device)}:
             torch.cuda.current_stream(device).wait_stream(torch.cuda.ExternalStream(stream, device))
         if isinstance(one, Kernel):

@@ -1,26 +1,18 @@
 """Sparse payloads: decoded on the host, added on the device."""
 
-from typing import List, NamedTuple, Tuple, Union
+from typing import Any, List, Tuple, Union
 
 import numpy as np
 
 from .. import host
-from . import programs
-from .array import DeviceArray
+from . import launches
 from .dense import are_finite
-from .shared import kernel, starts_of
+from .programs import sparse as programs
+from .shared import Kernel, starts_of
 
 
-class _Body(NamedTuple):
-    """The arguments of `decode_add_sparse`."""
-
-    out: DeviceArray
-    body: np.ndarray
-    scale: float
-
-
-@kernel(_Body)
-def decode_add_sparse(calls: List[_Body]) -> List[Union[bool, ValueError]]:
+@Kernel
+def decode_add_sparse(calls: List[Any]) -> List[Union[bool, ValueError]]:
     """out[indices] += scale·values of a sparse body, in place. ValueError, and nothing changed, for
     an invalid body. Returns whether the new elements are finite."""
     decoded = [_entries(call) for call in calls]
@@ -29,21 +21,21 @@ def decode_add_sparse(calls: List[_Body]) -> List[Union[bool, ValueError]]:
         for each in decoded
     ]
     device, counts = calls[0].out.tensor.device, [len(indices) for indices, _ in entries]
-    indices, values = (programs.copied(arrays, device) for arrays in zip(*entries))
-    blocks = programs.blocks(counts, device)
+    indices, values = (launches.copied(arrays, device) for arrays in zip(*entries))
+    blocks = launches.blocks(counts, device)
     peaks = blocks.new()
     rows = [
         (count, call.out.tensor, float(call.scale), start)
         for count, call, start in zip(counts, calls, starts_of(counts))
     ]
-    programs.launch(programs.add_entries, device, rows, indices, values, peaks)
+    launches.launch(programs.add_entries, device, rows, indices, values, peaks)
     finite = are_finite(blocks.largest(peaks))
     return [
         each if isinstance(each, ValueError) else result for each, result in zip(decoded, finite)
     ]
 
 
-def _entries(call: _Body) -> Union[Tuple[np.ndarray, np.ndarray], ValueError]:
+def _entries(call: Any) -> Union[Tuple[np.ndarray, np.ndarray], ValueError]:
     try:
         return host.decode_sparse(call.body, numel=call.out.size)
     except ValueError as error:

@@ -1,0 +1,141 @@
+"""How a pass over many tensors is launched on a device, and how their numbers come and go.
+
+A launch is for all tensors of a table. In a row are a tensor's number of elements, its first block,
+and the program's arguments for it, which the program's docstring lists. What blocks find lies in
+one array for all tensors.
+"""
+
+import contextlib
+import functools
+from typing import Any, NamedTuple, Sequence, Tuple
+
+import numpy as np
+import torch
+import triton
+
+from .array import stream_of
+
+INTERPRETED = triton.knobs.runtime.interpret
+# Elements of a block. Eight for each of 128 threads, so that many loads are under way; the
+# interpreter takes a NumPy call for each block and line.
+BLOCK = 1 << 16 if INTERPRETED else 1024
+# Words of a block, each of which is several elements: more take more registers.
+WORD_BLOCK = BLOCK // 4
+# Elements of a block where what is sent is marked or sampled, for the same reason.
+MARK_BLOCK = BLOCK // 2
+# Bits of 2^110, as in the native kernels.
+TOO_LARGE = 0x76800000
+INFINITY = 0x7F800000
+Row = Tuple[Any, ...]
+
+
+class Blocks(NamedTuple):
+    """How the blocks of a launch are dealt to its tensors. owners: of each block its tensor's
+    number, int64 on the device; firsts: of each tensor its first block."""
+
+    owners: torch.Tensor
+    firsts: Sequence[int]
+
+    def new(self, rows: int = 1) -> Any:
+        """Memory for a number of each block, int32; a tensor for each row."""
+        memory = self.owners.new_empty((rows, len(self.owners)), dtype=torch.int32)
+        return memory[0] if rows == 1 else memory
+
+    def largest(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Of each tensor, the largest of its blocks' numbers, 0 at least."""
+        return numbers.new_zeros(len(self.firsts)).scatter_reduce_(0, self.owners, numbers, "amax")
+
+    def sums(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Of each tensor, the sum of its blocks' numbers."""
+        return numbers.new_zeros(len(self.firsts)).scatter_add_(0, self.owners, numbers)
+
+
+def copied(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
+    """A copy on the device of arrays of one type, one behind the other, on the stream that is
+    current; the host does not wait for it, because it is made from pinned memory."""
+    dtype = arrays[0].dtype
+    pinned = device.type == "cuda"
+    numel = sum(map(len, arrays))
+    staged = torch.empty(numel, dtype=_TORCH_TYPES[dtype], device="cpu", pin_memory=pinned)
+    np.concatenate(arrays, out=staged.numpy().view(dtype))
+    return staged.to(device, non_blocking=True)
+
+
+def brought(tensors: Sequence[torch.Tensor], arrays: Sequence[np.ndarray]) -> None:
+    """Copies tensors on a device into as many arrays on the host, of the same types and lengths,
+    and waits once for all. Copies into pinned memory are under way together."""
+    for tensor, array in zip(tensors, arrays):
+        torch.from_numpy(array).copy_(tensor, non_blocking=True)
+    if tensors and tensors[0].is_cuda:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+
+
+def pinned(size: int, dtype: torch.dtype, device: torch.device) -> np.ndarray:
+    """Memory on the host for so many elements, which a GPU writes without help."""
+    return torch.empty(size, dtype=dtype, device="cpu", pin_memory=device.type == "cuda").numpy()
+
+
+_TORCH_TYPES = {  # which has no unsigned ones
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.int16): torch.int16,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.uint32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.uint64): torch.int64,
+}
+
+
+@functools.lru_cache(maxsize=256)
+def _blocks(sizes: Tuple[int, ...], length: int, device: torch.device, stream: Any) -> Blocks:
+    """As `blocks`. stream: the number of the current one, on which alone they can be used: on
+    another one the copy may not have arrived."""
+    counts = [-(-size // length) for size in sizes]
+    return Blocks(
+        copied([np.repeat(np.arange(len(sizes)), counts)], device),
+        (np.cumsum(counts) - counts).tolist(),
+    )
+
+
+def blocks(sizes: Sequence[int], device: torch.device, length: int = BLOCK) -> Blocks:
+    """The blocks, of `length` elements, of tensors with so many elements."""
+    return _blocks(tuple(sizes), length, device, stream_of(device))
+
+
+def blocks_of(tensors: Sequence[torch.Tensor], length: int = BLOCK) -> Blocks:
+    """The blocks of `length` elements of these tensors."""
+    return blocks([tensor.numel() for tensor in tensors], tensors[0].device, length)
+
+
+def launch(
+    program: Any,
+    device: torch.device,
+    rows: Sequence[Row],
+    *shared: Any,
+    BLOCK: int = BLOCK,
+    **constants: Any,
+) -> None:
+    """Starts a program for several tensors, on the current stream. rows: of each tensor the number
+    of its elements, or words, and the program's arguments for it, tensors, integers or floats;
+    shared: the arguments for all of them."""
+    sizes, *columns = zip(*rows)
+    owners, firsts = _blocks(sizes, BLOCK, device, stream_of(device))
+    if len(owners):
+        table = np.array([sizes, firsts, *map(_numbers, columns)], np.int64).T
+        constants.update(COLUMNS=table.shape[1], BLOCK=BLOCK, enable_fp_fusion=False)
+        # Triton launches on the device that is current.
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            program[(len(owners),)](
+                copied([table.reshape(-1)], device), owners, *shared, **constants
+            )
+
+
+def _numbers(column: Row) -> Any:
+    """A column of a table: addresses, integers, or the bits of floats."""
+    if isinstance(column[0], torch.Tensor):
+        return [tensor.data_ptr() for tensor in column]
+    return np.array(column, np.float32).view(np.int32) if isinstance(column[0], float) else column
+
+
+def largest_of(bits: int) -> float:
+    """A magnitude, infinity for NaN."""
+    return float(np.int32(min(bits, INFINITY)).view(np.float32))

@@ -1,0 +1,39 @@
+"""What programs of all kernels are made of."""
+
+import triton
+import triton.language as tl
+
+from .. import launches
+
+TOO_LARGE, INFINITY = tl.constexpr(launches.TOO_LARGE), tl.constexpr(launches.INFINITY)
+
+
+@triton.jit
+def block_of(table, owners, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """(the number of this block's tensor, where its arguments are, this block's first element,
+    those counted from it, which of them there are)."""
+    owner = tl.load(owners + tl.program_id(0))
+    row = table + owner * COLUMNS
+    start = (tl.program_id(0) - tl.load(row + 1)) * BLOCK
+    i = tl.arange(0, BLOCK)
+    return owner, row + 2, start, i, i < tl.minimum(tl.load(row) - start, BLOCK).to(tl.int32)
+
+
+@triton.jit
+def pointer(arguments, column: tl.constexpr, TYPE: tl.constexpr):
+    return tl.load(arguments + column).to(tl.pointer_type(TYPE), bitcast=True)
+
+
+@triton.jit
+def floats(arguments, column: tl.constexpr):
+    return pointer(arguments, column, tl.float32)
+
+
+@triton.jit
+def float_at(arguments, column: tl.constexpr):
+    return tl.load(arguments + column).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitude_of(x):
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
