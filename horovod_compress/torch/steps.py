@@ -108,6 +108,8 @@ class StepCompression(TorchBinding):
         self._submitted.append((slot, tensor, grad._version))
         return sent, (slot, tensor, memory, sent, carrier)
 
+    # A compiled step is left here, and entered again behind it.
+    @torch.compiler.disable
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Called by Horovod with what it reduced: returns the gradient, in its own memory, holding
         the result."""

@@ -61,6 +61,8 @@ class UnboundCompression(Unbound):
             )
         return self.bind(optimizer).compress(tensor)
 
+    # A compiled step is left here, and entered again behind it.
+    @torch.compiler.disable
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Called by Horovod with sparse gradients, which it reduces by itself, of an optimizer that
         has no others."""
