@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import math
+import weakref
 import zlib
 from abc import ABC, abstractmethod
 from typing import Any, Collection, Dict, List, Optional, Tuple, cast
@@ -62,8 +63,10 @@ class Driver(ABC):
         self._dense_was_logged = False
         self.handover = Handover()
         self.extensions: Dict[str, Extension] = {}
+        # Does not keep the driver, and the state with it, from being freed at once.
+        self._plain: Begin = functools.partial(type(self)._plain_step, weakref.proxy(self))
         # The extensions' steps, one around the other.
-        self._extended: Begin = self._plain_step
+        self._extended: Begin = self._plain
         self.extend("loss scale", LossScale())
         self.extend("switch", self.handover)
         # The one that a tensor came to last.
@@ -254,7 +257,7 @@ class Driver(ABC):
     def extend(self, name: str, extension: Extension) -> None:
         """Adds a feature around those that are there, or replaces the one of that name."""
         self.extensions[name] = extension
-        self._extended = self._plain_step
+        self._extended = self._plain
         for each in self.extensions.values():
             self._extended = functools.partial(each.around, self._extended)
 

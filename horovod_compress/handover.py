@@ -135,7 +135,8 @@ def _paying(tensor: Tensor, step: TensorStep, debt: Optional[np.ndarray]) -> Ten
             if moves and debt is not None:
                 payload.array += beside(debt, payload.array)
             del payload
-            # Nothing of it stays here while the step waits.
+            # Nothing of it, or of what came before, stays here while the step waits.
+            answer = None
             answer = yield request.pop()
     except StopIteration:
         tensor.state.arrays.pop(OWED, None)

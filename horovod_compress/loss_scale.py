@@ -64,7 +64,8 @@ def _scaled_results(step: TensorStep, loss_scale: float) -> TensorStep:
                 largest = yield from kernels.max_abs(outcome.result)
                 outcome.finite &= multiply(outcome.result, loss_scale, largest)
                 del outcome
-            # Nothing of it stays here while the step waits.
+            # Nothing of it, or of what came before, stays here while the step waits.
+            answer = None
             answer = yield request.pop()
     except StopIteration:
         return

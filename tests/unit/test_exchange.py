@@ -1,13 +1,15 @@
 """The exchange: transactions, not-finite gradients, abandoned steps, state, statistics, and ranks
 in threads."""
 
+import gc
 import math
 import threading
 import tracemalloc
+import weakref
 
 import numpy as np
 import pytest
-from ranks import SHAPES, assert_same, copy_of, gradients, ranks_of
+from ranks import SHAPES, assert_same, copy_of, discardable, gradients, ranks_of, rescale
 
 import horovod_compress as hc
 from horovod_compress import driver, kernels, recording
@@ -459,3 +461,23 @@ def test_a_step_yields_what_its_compressor_declares(id, size, monkeypatch):
         assert [carriers[0].collective] == list(declared) and not moved
     else:
         assert [request.collective for request in moved[::size]] == list(declared)
+
+
+@pytest.mark.parametrize("spec", ["none", "topk:ratio=0.1", "dgc:momentum=0.9,min_numel=100000"])
+def test_nothing_is_held_between_steps_that_is_not_state(spec):
+    """Neither gradients, under a loss scale, nor an exchange that nobody uses."""
+    exchanges = discardable(ranks_of(spec))
+    rescale(exchanges, 1024.0)
+    grads = gradients(0)
+    run_step(exchanges, grads)
+    left = [weakref.ref(g) for named in grads for g in named.values()]
+    del grads
+    assert not any(each() is not None for each in left)
+    left = [weakref.ref(exchange) for exchange in exchanges]
+    collects = gc.isenabled()
+    gc.disable()
+    del exchanges
+    still = [each() for each in left]
+    if collects:
+        gc.enable()
+    assert still == [None, None]
