@@ -9,12 +9,13 @@ back. Drivers only pump it: `exchange.Exchange` (eager), the TensorFlow adapter'
 
 import dataclasses
 import math
+from types import GeneratorType
 from typing import Any, Callable, Generator, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from . import wire
-from .compressors.base import Asking, Compressor, Shard, State, Step, result_of
+from .compressors.base import Asking, Compressor, Shard, State, Step
 from .handshake import MismatchError, error_of_joined
 from .kernels import DeviceCall, Encoded, beside
 from .requests import (
@@ -181,10 +182,16 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
             step = dataclasses.replace(step, scale=step.scale * _clipping(step, squared_norm))
             carrier = one if handed_over else None
         encode = compressor.encode_dense if step.dense else compressor.encode
-        carrier, payload = yield from _rounds(
-            tensor, result_of(encode(grad, state, step)), carrier, step.size
-        )
+        encoded = encode(grad, state, step)
+        if carrier is None:
+            carrier = encoded if isinstance(encoded, HostReduce) else tensor.one()
+            yield carrier
         tensor.count(carrier)
+        payload = (
+            encoded
+            if isinstance(encoded, _PAYLOADS)
+            else (yield from _rounds(tensor, encoded, step.size))
+        )
         final = (
             _NOTHING_MORE
             if payload is carrier
@@ -198,7 +205,7 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         reduced, arrived = yield final
         outcome = [(yield from _decode(tensor, payload, grad, step, reduced, arrived, base))]
         # The answer comes with the next step: until then these would stay in memory.
-        del grad, base, step, payload, carrier, final, reduced, arrived
+        del grad, base, step, encoded, payload, carrier, final, reduced, arrived
         yield outcome.pop()
         succeeded = True
     finally:
@@ -231,33 +238,27 @@ def conclude(step: TensorStep, succeeded: bool) -> None:
 
 
 def _rounds(
-    tensor: Tensor, encoding: Asking[Payload], carrier: Optional[HostReduce], size: int
-) -> Generator[Union[Exchanged, DeviceCall], Any, Tuple[HostReduce, Payload]]:
-    """Yields what a compressor asks for before it has its payload, counted, and before that the
-    carrier, where the host has none yet; returns both. TypeError for what is no payload."""
+    tensor: Tensor, encoding: Any, size: int
+) -> Generator[Union[Exchanged, DeviceCall], Any, Payload]:
+    """Yields what a compressor asks for before it has its payload, counted; returns the payload.
+    TypeError for what is neither."""
     answer = None
-    while True:
+    while isinstance(encoding, GeneratorType):
         try:
             request = encoding.send(answer)
         except StopIteration as stop:
-            payload = stop.value
+            encoding = stop.value
             break
         if not isinstance(request, DeviceCall):
             _check_request(tensor, request, size)
             tensor.count(request)
-        if carrier is None:
-            carrier = tensor.one()
-            yield carrier
         answer = yield request
-    if not isinstance(payload, _PAYLOADS):
+    if not isinstance(encoding, _PAYLOADS):
         raise TypeError(
             f"{tensor.compressor.id}: encode returns Encoded, Allreduce or HostReduce, not an "
-            f"object of {type(payload)}"
+            f"object of {type(encoding)}"
         )
-    if carrier is None:
-        carrier = payload if isinstance(payload, HostReduce) else tensor.one()
-        yield carrier
-    return carrier, payload
+    return encoding
 
 
 def _check_request(tensor: Tensor, request: Any, size: int) -> None:
@@ -342,6 +343,7 @@ def _decode(
     """The result, from what the host made of the carrier, and what became of the payload where that
     is not the carrier itself. base: what is to be added to it."""
     compressor, scale = tensor.compressor, step.gain
+    finite: Any
     if arrived is not None:
         scale *= float(reduced[0]) / step.size
     if isinstance(arrived, Selected):
@@ -349,11 +351,14 @@ def _decode(
     elif isinstance(payload, Encoded):
         finite = yield from _add_payloads(tensor, arrived, grad, step, scale)
     elif isinstance(payload, Allreduce):
-        finite = yield from result_of(compressor.decode(arrived, grad, tensor.state, step, scale))
+        finite = compressor.decode(arrived, grad, tensor.state, step, scale)
     else:
         summed = reduced if arrived is None else beside(arrived, grad)
         grad = summed if summed.dtype == FLOAT32 else grad
-        finite = yield from result_of(compressor.decode_dense(summed, grad, tensor.state, scale))
+        finite = compressor.decode_dense(summed, grad, tensor.state, scale)
+    # On a device it asks for kernels' calls.
+    if isinstance(finite, GeneratorType):
+        finite = yield from finite
     if base is not None:
         grad += base
     return Outcome(grad, finite)
@@ -374,7 +379,8 @@ def _add_payloads(
     for rank, body in enumerate(bodies if finite else ()):
         try:
             part = compressor.part(grad, rank)
-            finite &= yield from result_of(compressor.add(body, part, scale))
+            added: Any = compressor.add(body, part, scale)
+            finite &= (yield from added) if isinstance(added, GeneratorType) else added
         except ValueError as error:
             raise wire.WireError(f"payload of rank {rank}: {error}") from None
     return finite
@@ -396,7 +402,8 @@ def _add_selected(
     finite, factor = True, scale / selected.scale
     for first, last, body in selected.bodies:
         try:
-            finite &= yield from result_of(tensor.compressor.add(body, grad[first:last], factor))
+            added: Any = tensor.compressor.add(body, grad[first:last], factor)
+            finite &= (yield from added) if isinstance(added, GeneratorType) else added
         except ValueError as error:
             raise wire.WireError(
                 f"sums of {tensor.name} from element {first} on: {error}"
