@@ -165,9 +165,8 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
     `grad`, flat float32, or where the gradient itself was the payload into what the host brought
     back; `Outcome` says where.
 
-    Closed before its Outcome is
-    answered, or where it raises, the step is rolled back. WireError for payloads that are not what
-    this rank expects.
+    Closed before its Outcome is answered, or where it raises, the step is rolled back. WireError
+    for payloads that are not what this rank expects.
     """
     compressor, state = tensor.compressor, tensor.state
     tensor.counters["dense_bytes"] += grad.nbytes

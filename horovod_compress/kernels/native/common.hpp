@@ -33,12 +33,11 @@
 #endif
 #if defined(__GNUC__)
 #define HC_INLINE inline __attribute__((always_inline))
-#define HC_HOT      \
-    __attribute__(( \
-        always_inline))  // behind a lambda's parameters: outside a variant it would be compiled for any CPU
+// Behind a lambda's parameters: outside a variant it would be compiled for any CPU.
+#define HC_HOT __attribute__((always_inline))
 #define HC_PREFETCH(address) __builtin_prefetch(address)
-#define HC_FETCH(address) \
-    __builtin_prefetch(address, 0, 2)  // to the second-level cache: more of these can be under way
+// To the second-level cache: more of these can be under way.
+#define HC_FETCH(address) __builtin_prefetch(address, 0, 2)
 #define HC_UNROLL _Pragma("GCC unroll 32")
 #else
 #define HC_HOT
