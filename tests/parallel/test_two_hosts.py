@@ -70,8 +70,8 @@ def test_far_apart(tmp_path, two_hosts):
     ],
 )
 def test_a_host_that_is_cut_off_ends_the_job(tmp_path, two_hosts, launcher):
-    """Under Gloo with Horovod's own error on the other, within Horovod's own timeout; under MPI it
-    is mpirun that notices."""
+    """Under Gloo with Horovod's own error, within Horovod's own timeout, on the rank whose timeout
+    comes first: horovodrun then ends the other. Under MPI it is mpirun that notices."""
     options = {
         "names": ["trains_until_cut_off"],
         "environment": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"},
@@ -89,6 +89,7 @@ def test_a_host_that_is_cut_off_ends_the_job(tmp_path, two_hosts, launcher):
     outcome.assert_ended()
     assert outcome.status, outcome.printed
     if launcher == "horovodrun-gloo":
-        assert "HorovodInternalError" in outcome.ranks[0]["trains_until_cut_off"]["error"]
+        errors = [rank["trains_until_cut_off"].get("error") for rank in outcome.ranks]
+        assert any("HorovodInternalError" in (error or "") for error in errors), outcome.printed
     else:
         assert "lost communication" in outcome.printed
