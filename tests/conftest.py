@@ -100,6 +100,8 @@ def pytest_collection_modifyitems(config, items):
     items[:] = sorted(filter(_runs, items), key=lambda item: _group(item.nodeid))
 
 
+# Files whose tests share a fixture that trains or compiles.
+SHARE_A_FIXTURE = ("tests/unit/test_convergence.py", "tests/unit/test_sanitizers.py")
 # Files whose jobs of ranks compute all the time.
 BUSY = ("devices", "ranks", "tensorflow", "users")
 
@@ -115,14 +117,15 @@ def _group(nodeid):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Each group of jobs of ranks is run by one of pytest-xdist's processes, because two jobs at
-    once wait for each other, and several tests ask for the same job. So is the file that builds the
-    kernels with sanitizers. pytest-xdist's own marker for groups does not work with pytest 9.2."""
+    once wait for each other, and several tests ask for the same job. So is a file whose tests share
+    what takes long to make. pytest-xdist's own marker for groups does not work with pytest 9.2."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            if nodeid.startswith("tests/unit/test_sanitizers.py"):
-                return "sanitizers"
+            file = nodeid.split("::")[0]
+            if file in SHARE_A_FIXTURE:
+                return file
             return nodeid if _group(nodeid) == 1 else f"jobs {_group(nodeid)}"
 
     return Scheduling(config, log)

@@ -195,7 +195,7 @@ def test_bfloat16_is_the_same(where, data):
 
 @native_only
 @on_device
-@examples(100)
+@examples(50)
 @given(data=st.data(), scales=st.integers(1, 3), size=st.sampled_from([1, 2, 3, 1000]))
 def test_codes_are_the_same(where, data, scales, size):
     a = Arguments(data)

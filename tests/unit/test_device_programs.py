@@ -19,8 +19,10 @@ REGISTERS = 64
 SHARED = 8192
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    "capability",
+    [pytest.param(80, marks=pytest.mark.release), pytest.param(90, marks=pytest.mark.extended)],
+)
 def test_programs_compile_and_round_as_processors_do(capability, tmp_path):
     """A fused multiply-add would round once where the host's kernels round twice, and `ftz` would
     make denormal numbers 0."""

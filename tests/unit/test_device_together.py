@@ -125,7 +125,7 @@ def assert_same(mine, its):
 @kernel_arguments.native_only
 @pytest.mark.parametrize("spec", SPECS)
 def test_steps_of_many_tensors_are_those_on_the_host(spec):
-    grads = gradients(7)
+    grads = gradients(5)
     # Of one tensor on one rank: the step counts for nobody.
     grads[1][0]["t2"][0] = np.inf
     assert_same(steps_of(spec, grads, on_device), steps_of(spec, grads, np.copy))
@@ -204,10 +204,10 @@ class Launches(torch.overrides.TorchFunctionMode):
     ],
 )
 def test_launches_do_not_grow_with_the_tensors(spec, copies, monkeypatch):
-    """Five tensors are launched for as 25 are. copies: to the host, of each tensor's words or
+    """Five tensors are launched for as ten are. copies: to the host, of each tensor's words or
     codes; and views of tensors."""
     found = []
-    for tensors in (5, 25):
+    for tensors in (5, 10):
         exchanges = make_ranks(get_compressor(spec), shapes(tensors), Loopback.group(2))
         for ranks in gradients(tensors, 2):
             flat = [
@@ -219,7 +219,7 @@ def test_launches_do_not_grow_with_the_tensors(spec, copies, monkeypatch):
         found.append(launches.found)
     few, many = found
     assert many["programs"] == few["programs"] > 0 and many["operations"] == few["operations"]
-    assert many["copies"] - few["copies"] <= copies * len(exchanges) * (25 - 5)
+    assert many["copies"] - few["copies"] <= copies * len(exchanges) * (10 - 5)
 
 
 def arguments_of(name, data):
@@ -235,7 +235,7 @@ def arguments_of(name, data):
     return getattr(kernel_arguments, name)(a), arrays.get(name, ["out"])
 
 
-@examples(60)
+@examples(30)
 @given(data=st.data())
 def test_calls_made_together_are_those_made_alone(data):
     """Of different kernels, with different options, in any order."""
@@ -275,14 +275,7 @@ def test_one_bad_body_spoils_no_other():
         kernels.at_once(kernels.decode_add_sparse(bad, body[:-1], scale=1.0))
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "maxnorm",
-        pytest.param("dgc:ratio=0.05", marks=pytest.mark.extended),
-        pytest.param("adacomp", marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.parametrize("spec", ["maxnorm", pytest.param("adacomp", marks=pytest.mark.extended)])
 def test_launches_come_early_where_much_waits(spec, monkeypatch):
     """Long before the last gradient comes, payloads travel; and results are the same."""
     grads = gradients(7)

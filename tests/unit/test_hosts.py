@@ -254,8 +254,14 @@ def test_portable_states_keep_what_is_owed_on_any_hosts(id):
         trained(6, 2)[1].load_state_dict(states[1])
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("spec", ["topk:ratio=0.001", "dgc:ratio=0.001", "adacomp:seed=0"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param("topk:ratio=0.001", marks=pytest.mark.release),
+        pytest.param("dgc:ratio=0.001", marks=pytest.mark.release),
+        pytest.param("adacomp:seed=0", marks=pytest.mark.extended),
+    ],
+)
 def test_a_rank_of_eight_hosts_of_eight_receives_a_seventh_at_most(spec):
     """Real payloads of 64 ranks, of layers of ResNet-50's shapes, one after the other to take less
     memory."""

@@ -335,8 +335,14 @@ def entries_of(spec, named, rank, size, residuals):
     return found
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("spec", ["topk", "topk:values=fp16", "dgc"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param("topk", marks=pytest.mark.release),
+        pytest.param("topk:values=fp16", marks=pytest.mark.release),
+        pytest.param("dgc", marks=pytest.mark.extended),
+    ],
+)
 def test_bytes_on_64_ranks_with_the_shapes_of_resnet50(spec):
     """A rank gets (1 + a)·k·b at most, and 5 %, where gathering brings 63·k·b. Owners' sums are
     made in memory that all ranks share here."""

@@ -379,7 +379,7 @@ def with_byte(frame, at, value, checksum=False):
     return frame
 
 
-@pytest.mark.parametrize("payloads", [11_000, pytest.param(100_000, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("payloads", [11_000, pytest.param(100_000, marks=pytest.mark.release)])
 def test_hostile_payloads(payloads):
     command = [sys.executable, HERE / "fuzz_wire.py", str(payloads)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

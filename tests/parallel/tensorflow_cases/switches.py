@@ -137,21 +137,12 @@ def functions_are_traced_again_where_their_operations_change():
 def momentum_counts_once_over_switches_in_fit():
     """In the dense limit a run over several switches is plain Horovod's, and what SGD's own
     momentum has gathered lives on. One is bound by hand."""
-    specs = dict(
-        enumerate(
-            (
-                "none",
-                "dgc:ratio=1,masking=false",
-                "none",
-                "topk:ratio=1",
-                "dgc:ratio=1,masking=false",
-                "topk:ratio=1",
-                "none",
-            )
-        )
-    )
-    for kind in SGD:
-        reference = model_of()
+    dgc, topk = "dgc:ratio=1,masking=false", "topk:ratio=1"
+    for kind, specs in (
+        ("new", ("none", dgc, "none", topk, dgc, topk, "none")),
+        ("legacy", ("none", dgc, topk)),
+    ):
+        reference, specs = model_of(), dict(enumerate(specs))
         fit(
             reference, hvd.DistributedOptimizer(SGD[kind](0.02, momentum=0.9)), 4, epochs=len(specs)
         )

@@ -24,12 +24,24 @@ def start():
     return hvd.rank()
 
 
-def model_of(seed=0):
-    """A convolution, normalization, a layer that is used twice, and dense layers, 9 thousand
-    parameters; the same names each time."""
+def _inputs(seed):
+    """Of a model that has the same names and values whenever it is made."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
-    x = inputs = keras.Input((8, 8, 1))
+    return keras.Input((8, 8, 1))
+
+
+def model_of(seed=0):
+    """Two dense layers, 2 thousand parameters. Few variables: TensorFlow traces each of them."""
+    inputs = _inputs(seed)
+    x = keras.layers.Dense(24, activation="relu")(keras.layers.Flatten()(inputs))
+    return keras.Model(inputs, keras.layers.Dense(5)(x))
+
+
+def deep_model_of(seed=0):
+    """A convolution, normalization, a layer that is used twice, and dense layers, 9 thousand
+    parameters in ten variables."""
+    x = inputs = _inputs(seed)
     x = keras.layers.Conv2D(8, 3, activation="relu")(x)
     x = keras.layers.BatchNormalization()(x)
     x = keras.layers.Flatten()(x)
@@ -63,6 +75,12 @@ def assert_close(model, reference, tolerance=1e-6):
 
 
 def fit(model, optimizer, steps=20, callbacks=(), seed=0, **options):
+    """Trains, and returns the losses of epochs.
+
+    The optimizer's variables are made first: where a first step makes them, Keras traces it twice.
+    """
+    make = getattr(optimizer, "build", None) or optimizer._create_all_weights
+    make(model.trainable_variables)
     x, y = data(12 * steps, seed)
     model.compile(optimizer, LOSS)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks]
@@ -71,9 +89,9 @@ def fit(model, optimizer, steps=20, callbacks=(), seed=0, **options):
     ).history["loss"]
 
 
-def trained(spec, kind="new", steps=20, seed=0, sgd=None, wrap=None, **options):
+def trained(spec, kind="new", steps=20, seed=0, sgd=None, wrap=None, make=model_of, **options):
     """(model, compression) after so many steps; spec None: plain Horovod."""
-    model = model_of(seed)
+    model = make(seed)
     optimizer = SGD[kind](0.05, **(sgd or {}))
     compression = (
         hvdt.Compression.none if spec is None else hvdc.Compression.from_spec(spec, optimizer)
