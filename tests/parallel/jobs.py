@@ -218,6 +218,31 @@ class Outcome:
         return f"has been in {case} for {self._now - its['began']:.0f} s"
 
 
+def on_sizes(cases, promises, again, largest=8):
+    """pytest's parameters of cases: a number of ranks and a case each, with its tier.
+
+    Args:
+        cases: {case: the numbers of ranks that it is for}.
+        promises: those that everybody runs, on two ranks.
+        again: {ranks: cases that show more there than on fewer}. Others run on more than two, or
+            on more than they need, for a release only.
+        largest: on more ranks nothing runs but for a release.
+    """
+
+    def tier(size, case):
+        if size == 2 and case in promises:
+            return ()
+        shows_more = size <= max(2, min(cases[case])) or case in again.get(size, ())
+        return pytest.mark.extended if shows_more and size <= largest else pytest.mark.release
+
+    return [
+        pytest.param(size, case, marks=tier(size, case))
+        for size in sorted({size for sizes in cases.values() for size in sizes})
+        for case, sizes in cases.items()
+        if size in sizes
+    ]
+
+
 def launch(folder, launcher, size, names, **options):
     with Job(folder, launcher, size, names, **options) as job:
         return job.outcome()

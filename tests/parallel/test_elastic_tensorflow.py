@@ -26,7 +26,12 @@ from horovod_compress.lockstep import run_step
 pytestmark = pytest.mark.extended
 
 
-@pytest.fixture(scope="module", params=SPECS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, marks=[pytest.mark.release] if kind == "fit" else []) for kind in SPECS
+    ],
+)
 def job(request, tmp_path_factory):
     """(what trains, the folder of a job that has ended)"""
     folder = tmp_path_factory.mktemp(request.param)

@@ -12,7 +12,7 @@ pytest.importorskip("horovod.tensorflow", reason="needs Horovod with TensorFlow"
 
 import alike
 import horovod.tensorflow as hvd
-from jobs import ENVIRONMENT, LAUNCHERS, LIMIT, launch
+from jobs import ENVIRONMENT, LAUNCHERS, LIMIT, launch, on_sizes
 from tensorflow_cases import CASES
 
 from horovod_compress import kernels
@@ -36,26 +36,14 @@ PROMISES = (
 )
 
 
-# What two ranks cannot show: three are a power of two no more, and two hosts have not as many each.
-ON_THREE = ("a_tape_gives_what_simulate_gives", "hosts_give_what_they_give_in_one_process")
-
-
-def by_tier(size, case):
-    """The parameters of a case on `size` ranks, and its tier: with --all a case runs once, unless
-    three ranks show more."""
-    again = 2 in CASES[case][0] and size > 2 and not (size == 3 and case in ON_THREE)
-    tier = pytest.mark.release if again or size > 3 else pytest.mark.extended
-    return pytest.param(size, case, marks=() if size == 2 and case in PROMISES else tier)
-
-
 @pytest.mark.parametrize(
     "size, case",
-    [
-        by_tier(size, case)
-        for size in (1, 2, 3, 4, 8)
-        for case, (sizes, _) in CASES.items()
-        if size in sizes and case not in ALONE
-    ],
+    on_sizes(
+        {case: sizes for case, (sizes, _) in CASES.items() if case not in ALONE},
+        PROMISES,
+        again={3: ("a_tape_gives_what_simulate_gives", "hosts_give_what_they_give_in_one_process")},
+        largest=4,
+    ),
 )
 def test_cases(job, size, case):
     job(LAUNCHER, size, cases="tensorflow_cases").assert_passed(case)
