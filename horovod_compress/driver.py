@@ -16,13 +16,14 @@ import numpy as np
 from . import checkpoint, kernels
 from .compressors.base import Compressor, Model, Step
 from .handover import Handover
-from .hosts import Host, sharded
 from .loss_scale import LossScale
+from .machine import Machine
 from .plan import compressor_for
 from .records import Stats, TensorStats
 from .requests import DECLARABLE, FLOAT32, TensorStep
 from .step import SENT, SPENT, Begin, Extension, Tensor, tensor_step
 from .wire import FrameLength
+from .wrappers import wrapped
 
 _log = logging.getLogger("horovod_compress")
 
@@ -41,7 +42,7 @@ class Transaction:
 class Driver(ABC):
     """One rank's side of a compression. compressor: the configuration in force; dense_alone: where
     there is one rank only, nothing is held back, because nothing travels; host: the ranks of this
-    one's host, for `hosts=true`. `extensions` are by name, the innermost first."""
+    one's machine, where features need them. `extensions` are by name, the innermost first."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class Driver(ABC):
         size: int,
         label: str,
         dense_alone: bool = False,
-        host: Optional[Host] = None,
+        host: Optional[Machine] = None,
     ) -> None:
         self.compressor = compressor
         self._label = label
@@ -127,17 +128,9 @@ class Driver(ABC):
 
     def on_device(self, name: str) -> bool:
         """Whether a tensor's steps can be where its gradient is, if that is a device; else they are
-        on the host, as an owner's sums are."""
+        on the host."""
         tensor = self._tensors.get(name)
-        split = tensor is not None and any(
-            collective.verb == "alltoall" for collective in tensor.declared
-        )
-        return (
-            tensor is not None
-            and tensor.compressor.on_device
-            and not split
-            and tensor.numel < 2**31
-        )
+        return tensor is not None and tensor.compressor.on_device and tensor.numel < 2**31
 
     def carries_float64(self, name: str) -> bool:
         """Whether gradients of float64 of this tensor may come as such, because they are not
@@ -178,7 +171,7 @@ class Driver(ABC):
 
     def _add(self, name: str, shape: tuple, variant: Compressor) -> Tensor:
         """Makes a tensor known."""
-        chosen = sharded(compressor_for(variant, name, shape), self.host, shape)
+        chosen = wrapped(compressor_for(variant, name, shape), shape, self.host)
         digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
         state, declared = chosen.init(name, shape), chosen.collectives(self._now.size)
         undeclared = [
@@ -319,13 +312,12 @@ class Driver(ABC):
 
     def _identity(self) -> Dict[str, Any]:
         """What a state must have in common with what it is loaded into."""
-        shards = {tensor.name: list(tensor.shard) for tensor in self.tensors if tensor.shard}
         return {
             "id": self.compressor.id,
             "rank": self._now.rank,
             "size": self._now.size,
             "seed": self.compressor.seed,
-            "shards": shards,
+            **checkpoint.parts.of_tensors(self.tensors),
         }
 
     def state_dict(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:

@@ -15,7 +15,8 @@ from typing import Any, Callable, Generator, Optional, Sequence, Tuple, Union
 import numpy as np
 
 from . import wire
-from .compressors.base import Asking, Compressor, Shard, State, Step
+from .compressors.base import Asking, Compressor, State, Step
+from .compressors.wrapper import Wrapper
 from .handshake import MismatchError, error_of_joined
 from .kernels import DeviceCall, Encoded, beside
 from .requests import (
@@ -27,19 +28,18 @@ from .requests import (
     Exchanged,
     Final,
     HostReduce,
+    Joint,
     Outcome,
     Payload,
-    SelectAgain,
     StepNorm,
     TensorStep,
 )
-from .split import Selected
 
 SENT = ("bytes_sent", "dense_bytes", "elements_sent")
 # What tensors share is one of theirs.
 SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")
 _NOTHING_MORE = Final(None)
-_PAYLOADS = (HostReduce, Allreduce, Encoded)
+_PAYLOADS = (HostReduce, Allreduce, Encoded, Joint)
 # Of measured payloads that were too large: what trying again costs is at most one part in so many.
 _TRIES = 16
 
@@ -77,11 +77,6 @@ class Tensor:
         kept."""
         return self.compressor.residual(self.state)
 
-    @property
-    def shard(self) -> Optional[Shard]:
-        """The part of the tensor that the state is of, where that is not all."""
-        return self.compressor.shard
-
     def one(self) -> HostReduce:
         """The carrier of a payload that travels beside it: what the host makes of a 1 is the factor
         for the sum of the payloads."""
@@ -112,22 +107,12 @@ class Tensor:
         the tensor does: by what the compressor knows beforehand, or by what its last gathered
         payloads were. Alike on all ranks."""
         bits = self.bits = self.compressor.payload_bits(self.numel, step)
-        return (
-            step.index < self.dense_until
-            if bits is None
-            else times_dense(bits, self.payloads(step)) > 1
-        )
-
-    def payloads(self, step: Step) -> float:
-        """How many ranks' payloads of a step come to this rank, so to speak; its own part of them
-        included."""
-        split = self.compressor.split(self.numel, step)
-        return step.size if split is None else 1 + split.accept
+        return step.index < self.dense_until if bits is None else times_dense(bits, step.size) > 1
 
     def measured(self, bits: float, step: Step) -> None:
         """Decides from the size of a step's payloads, in bits an element and alike on all ranks,
         whether the next ones go dense."""
-        times = times_dense(bits, self.payloads(step))
+        times = times_dense(bits, step.size)
         if self.bits is None and times > 1:
             self.dense_until = step.index + 1 + math.ceil(_TRIES * times)
 
@@ -199,7 +184,7 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         if not tensor.checked:
             _check(tensor, payload, grad, step)
         tensor.counters["elements_sent"] += (
-            payload.elements if isinstance(payload, Encoded) else tensor.numel
+            payload.elements if isinstance(payload, (Encoded, Joint)) else tensor.numel
         )
         reduced, arrived = yield final
         outcome = [(yield from _decode(tensor, payload, grad, step, reduced, arrived, base))]
@@ -208,7 +193,17 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         yield outcome.pop()
         succeeded = True
     finally:
-        compressor.end_step(state, succeeded)
+        end_step(compressor, state, succeeded)
+
+
+def end_step(compressor: Compressor, state: State, succeeded: bool) -> None:
+    """Ends the open step: by `commit` or `rollback`, or after a dense step that succeeded by
+    `forget_sent`."""
+    if not state.all_sent:
+        (compressor.commit if succeeded else compressor.rollback)(state)
+    elif succeeded:
+        compressor.forget_sent(state)
+    state.undo, state.sent, state.all_sent = [], None, False
 
 
 def _subtract_base(
@@ -219,9 +214,7 @@ def _subtract_base(
     compressor, base = tensor.compressor, step.base
     if base is None:
         return step, None
-    # An owner's sums are made where the base would be left.
-    within = compressor.takes_base and compressor.split(tensor.numel, step) is None
-    if within and not step.dense:
+    if compressor.takes_base and not step.dense:
         return step, None
     grad -= base
     return dataclasses.replace(step, base=None), base
@@ -289,7 +282,7 @@ def _check(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step) -> No
     what all ranks can add to."""
     tensor.checked = True
     found = Collective("allgather", "uint8") if isinstance(payload, Encoded) else payload.collective
-    if found != tensor.declared[-1] and not isinstance(payload, HostReduce):
+    if found != tensor.declared[-1] and not isinstance(payload, (HostReduce, Joint)):
         raise ValueError(
             f"{tensor.compressor.id}: encode returns {found}, and `collectives` declares "
             f"{tensor.declared}"
@@ -307,15 +300,13 @@ def _check(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step) -> No
 
 def _last_request(
     tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step
-) -> Union[Allreduce, Allgather, SelectAgain]:
+) -> Union[Allreduce, Allgather, Joint]:
     """What moves a payload that is not the carrier, counted where its bytes are known."""
     request: Union[Allreduce, Allgather]
+    if isinstance(payload, Joint):
+        payload.digest = tensor.digest
+        return payload
     if isinstance(payload, Encoded):
-        compressor = tensor.compressor
-        split, residual = compressor.split(tensor.numel, step), compressor.residual(tensor.state)
-        if split is not None:
-            assert residual is not None  # which keeps what is not accepted
-            return SelectAgain(payload, split, grad, residual, compressor.number, tensor.digest)
         request = Allgather(
             wire.seal(
                 payload, tensor.compressor.number, tensor.digest, step.index, tensor.frame_length
@@ -345,11 +336,9 @@ def _decode(
     finite: Any
     if arrived is not None:
         scale *= float(reduced[0]) / step.size
-    if isinstance(arrived, Selected):
-        finite = yield from _add_selected(tensor, arrived, grad, step, scale)
-    elif isinstance(payload, Encoded):
+    if isinstance(payload, Encoded):
         finite = yield from _add_payloads(tensor, arrived, grad, step, scale)
-    elif isinstance(payload, Allreduce):
+    elif isinstance(payload, (Allreduce, Joint)):
         finite = compressor.decode(arrived, grad, tensor.state, step, scale)
     else:
         summed = reduced if arrived is None else beside(arrived, grad)
@@ -377,37 +366,11 @@ def _add_payloads(
         grad.fill(np.nan)
     for rank, body in enumerate(bodies if finite else ()):
         try:
-            part = compressor.part(grad, rank)
+            part = compressor.part(grad, rank) if isinstance(compressor, Wrapper) else grad
             added: Any = compressor.add(body, part, scale)
             finite &= (yield from added) if isinstance(added, GeneratorType) else added
         except ValueError as error:
             raise wire.WireError(f"payload of rank {rank}: {error}") from None
-    return finite
-
-
-def _add_selected(
-    tensor: Tensor, selected: Selected, grad: np.ndarray, step: Step, scale: float
-) -> Asking[bool]:
-    """Decodes the sums that owners have accepted into the gradient's memory. What this rank has not
-    accepted waits for `commit`."""
-    tensor.counters["bytes_sent"] += selected.sent
-    tensor.counters["bytes_received"] += selected.received
-    if selected.bodies is None:
-        grad.fill(np.nan)
-        return False
-    if grad.size:
-        bits = 8 * sum(len(body) for _, _, body in selected.bodies) / grad.size
-        tensor.measured(bits / (tensor.payloads(step) - 1), step)
-    finite, factor = True, scale / selected.scale
-    for first, last, body in selected.bodies:
-        try:
-            added: Any = tensor.compressor.add(body, grad[first:last], factor)
-            finite &= (yield from added) if isinstance(added, GeneratorType) else added
-        except ValueError as error:
-            raise wire.WireError(
-                f"sums of {tensor.name} from element {first} on: {error}"
-            ) from None
-    tensor.state.sent = selected.left
     return finite
 
 

@@ -24,7 +24,7 @@ from typing import (
 import numpy as np
 
 from .. import kernels
-from ..requests import FLOAT32, Collective, Exchanged, HostReduce, Payload, Split
+from ..requests import FLOAT32, Collective, Exchanged, HostReduce, Payload
 from .plainly import plain_where_it_can
 
 GATHER = Collective("allgather", "uint8")
@@ -127,22 +127,6 @@ class Kept(NamedTuple):
 LOCAL, SHARED = Kept("local"), Kept("shared")
 
 
-class Shard(NamedTuple):
-    """The part of a tensor that one of `ranks` ranks keeps: its first element, the one after its
-    last, and the tensor's number of elements."""
-
-    first: int
-    last: int
-    numel: int
-    ranks: int
-
-    def whole(self, part: np.ndarray) -> np.ndarray:
-        """A flat tensor with this part, and zero elsewhere."""
-        array = zeros(self.numel)
-        array[self.first : self.last] = part
-        return array
-
-
 class Undo(NamedTuple):
     """How a rollback restores an array of the state: it adds `values` to the elements `indices`, or
     with `replace` writes them there. Where indices is None, values is the body of a payload, which
@@ -216,8 +200,6 @@ class Compressor(ABC):
     ignores_size: ClassVar[bool] = False
     # Whether replicas agree only where all ranks have native kernels, or all the reference.
     same_kernels = False
-    # Where set, the part of the tensor that this rank's state is of.
-    shard = None  # type: Optional[Shard]
     # Where set, all random draws follow from it.
     seed = None  # type: Optional[int]
     # What the arrays of the state are, by name.
@@ -296,11 +278,6 @@ class Compressor(ABC):
         """This compressor with other values of these options."""
         return dataclasses.replace(self, **options)
 
-    def for_part(self, ranks: int) -> "Compressor":
-        """This compressor for one of so many parts of a tensor, which together send what it sends
-        of the whole."""
-        return self
-
     def after_warmup(self) -> "Compressor":
         """This compressor as it is in the last stage of a schedule, in all steps."""
         return self
@@ -308,11 +285,6 @@ class Compressor(ABC):
     def payload_bits(self, numel: int, step: Step) -> Optional[float]:
         """Bits of this step's Encoded payload for each element of the tensor; None where they
         depend on the gradients. The exchange compares them with those of a dense exchange."""
-        return None
-
-    def split(self, numel: int, step: Step) -> Optional[Split]:
-        """How this step's entries of a tensor are split among ranks and selected again; None: every
-        rank gets every payload."""
         return None
 
     def encode_dense(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
@@ -374,24 +346,10 @@ class Compressor(ABC):
             return kernels.host.decode_add_sparse(out, body, scale=scale)
         return kernels.decode_add_sparse(out, body, scale=scale)
 
-    def part(self, out: np.ndarray, rank: int) -> np.ndarray:
-        """The part of the gradient's memory that the payload of a rank is of: all of it, unless
-        ranks hold parts of tensors."""
-        return out
-
     def residual(self, state: State) -> Optional[np.ndarray]:
         """The residual, up to date only after `apply_pending`; None where the algorithm keeps
         none."""
         return state.arrays.get(self.accumulator)
-
-    def end_step(self, state: State, succeeded: bool) -> None:
-        """Ends the open step: by `commit` or `rollback`, or after a dense step that succeeded by
-        `forget_sent`."""
-        if not state.all_sent:
-            (self.commit if succeeded else self.rollback)(state)
-        elif succeeded:
-            self.forget_sent(state)
-        state.undo, state.sent, state.all_sent = [], None, False
 
     def commit(self, state: State) -> None:
         """Keeps the changes of a step that succeeded."""

@@ -9,8 +9,7 @@ from typing import Optional, Tuple, Union
 import numpy as np
 
 from .. import kernels
-from ..requests import Collective, Split
-from .base import GATHER, LOCAL, Asking, State, Step, Undo
+from .base import LOCAL, Asking, State, Step, Undo
 from .options import Auto, Choice, Count, Number, option
 from .selective import GatheringCompressor
 
@@ -94,16 +93,6 @@ class TopK(GatheringCompressor):
         if self.hosts and self.exchange == "split":
             raise ValueError(f"{self.id}: give hosts=true or exchange=split, not both")
 
-    def collectives(self, size: int) -> Tuple[Collective, ...]:
-        return (GATHER,) if self.exchange == "gather" else (Collective("alltoall", "uint8"), GATHER)
-
-    def for_part(self, ranks: int) -> "TopK":
-        if self.chunk:
-            return self
-        return dataclasses.replace(
-            self, min_k=-(-self.min_k // ranks), k=self.k and -(-self.k // ranks)
-        )
-
     def density(self, step: int) -> float:
         """The share of elements sent at this step."""
         return self.ratio
@@ -118,13 +107,6 @@ class TopK(GatheringCompressor):
         chunk = min(self.chunk or numel, numel)
         least = 1 if self.chunk else max(1, min(self.min_k, numel // _MIN_SHARE))
         return chunk, min(self.k or max(least, math.ceil(self.density(step) * chunk - 1e-6)), chunk)
-
-    def split(self, numel: int, step: Step) -> Optional[Split]:
-        if self.exchange == "gather":
-            return None
-        chunk, k = self.entries(numel, step.index)
-        accept = max(min(4.0, step.size / 2), 1.0) if self.accept == "auto" else float(self.accept)
-        return Split(k * -(-numel // chunk) if chunk else 0, min(accept, step.size), self.values)
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[kernels.Encoded]:
         return self.select(grad, state, step)
@@ -162,9 +144,3 @@ class TopK(GatheringCompressor):
         if len(rows) > 1:
             state.undo.append(Undo("u", indices, rows[1], True))
         return encoded
-
-    def commit(self, state: State) -> None:
-        if state.sent:
-            # What this rank as an owner has not accepted, of all ranks' entries.
-            indices, values = state.sent
-            state.arrays[self.accumulator][indices] += values

@@ -25,7 +25,7 @@ from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..deprecated import by_name
 from ..handshake import agree
-from ..hosts import Host
+from ..machine import Machine
 from ..snapshot import Snapshots
 from .applied import refuse_unreduced
 from .checks import check_elastic, check_scaler, checked_moments
@@ -53,7 +53,7 @@ class _Chosen(NamedTuple):
     requested: Compressor
     compressor: Compressor
     takes_over: bool = False
-    host: Optional[Host] = None
+    host: Optional[Machine] = None
 
 
 class BoundCompression(GraphCompression):

@@ -7,10 +7,11 @@ from typing import Any, Callable, List, Sequence
 
 from ..compressors.base import Step
 from ..compressors.dense import dense_compressor
-from ..hosts import Host, sharded
 from ..lockstep import Named
+from ..machine import Machine
 from ..plan import compressor_for
 from ..step import times_dense
+from ..wrappers import wrapped
 from . import bench
 from .cost import Load
 from .models import MODELS, Shapes
@@ -80,8 +81,8 @@ def measured(
     Raises:
         ValueError: ranks do not make up hosts of that size.
     """
-    splits = [compressor.split(1, Step(0, 0, ranks)) for ranks in counts]
-    alone = compressor if splits[0] is None else dataclasses.replace(compressor, exchange="gather")
+    splits = getattr(compressor, "exchange", "gather") == "split"
+    alone = dataclasses.replace(compressor, exchange="gather") if splits else compressor
     # Ranks of a host that add up their gradients before they compress them.
     size = local_size if getattr(alone, "hosts", False) else 1
 
@@ -90,17 +91,17 @@ def measured(
 
     if alone.collective != "allgather":
         return _of_sums(measure, counts)
-    if len(counts) == 1 and splits[0] is None and counts[0] <= size * _MANY:
+    if len(counts) == 1 and not splits and counts[0] <= size * _MANY:
         return [measure(counts[0])]
     few, many = (measure(size * hosts) for hosts in (_FEW, _MANY))
     each = max(many.decode - few.decode, 0.0) / (size * (_MANY - _FEW))
     loads = []
-    for ranks, split in zip(counts, splits):
+    for ranks in counts:
         load = dataclasses.replace(few, decode=few.decode + each * (ranks - size * _FEW))
         loads.append(
-            _where_dense_brings_less(alone, model, load, ranks, size)
-            if split is None
-            else _splitting(load, split.accept, ranks)
+            _splitting(load, compressor, ranks)
+            if splits
+            else _where_dense_brings_less(alone, model, load, ranks, size)
         )
     return loads
 
@@ -143,10 +144,12 @@ def _measured(
     ).times(model.factor)
 
 
-def _splitting(gathering: Load, accept: float, ranks: int) -> Load:
+def _splitting(gathering: Load, compressor: Any, ranks: int) -> Load:
     """The load with `exchange=split`, from that with `exchange=gather`. An owner decodes as many
     entries as one rank sends; every rank decodes `accept` times that."""
-    payload = gathering.exchanged[GATHERED]
+    from ..split import accepted
+
+    accept, payload = accepted(compressor, ranks), gathering.exchanged[GATHERED]
     exchanged = {
         **gathering.exchanged,
         "alltoall uint8": payload,
@@ -185,9 +188,9 @@ def _where_dense_brings_less(
     compressor: Any, model: Model, load: Load, ranks: int, local_size: int
 ) -> Load:
     """The load where tensors go dense whose payloads from so many ranks would be more."""
-    host = Host.alone(ranks, local_size)
+    machine = Machine.alone(ranks, local_size)
     tensors = [
-        (math.prod(shape), sharded(compressor_for(compressor, name, shape), host, shape))
+        (math.prod(shape), wrapped(compressor_for(compressor, name, shape), shape, machine))
         for name, shape in model.shapes.items()
     ]
     gathered = [(numel, chosen) for numel, chosen in tensors if chosen.collective == "allgather"]

@@ -19,7 +19,7 @@ from ..compressors.base import Compressor
 from ..deprecated import by_name
 from ..exchange import Exchange
 from ..handshake import agree, gather
-from ..hosts import Host
+from ..machine import Machine
 from ..snapshot import Snapshots
 from ..transport.base import Transport
 from . import horovod_internals, ownership
@@ -44,7 +44,7 @@ class _Chosen(NamedTuple):
     takeover: SGDTakeover
     moments: Optional[Moments]
     transport: Transport
-    host: Optional[Host]
+    host: Optional[Machine]
 
 
 class BoundCompression(StepCompression):

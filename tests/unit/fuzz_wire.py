@@ -17,8 +17,8 @@ from horovod_compress import kernels, wire
 from horovod_compress.compressors.base import Step
 from horovod_compress.kernels import HEADROOM, Encoded, reference
 from horovod_compress.plan import compressor_for
-from horovod_compress.requests import SelectAgain
-from horovod_compress.split import split_step
+from horovod_compress.requests import JointStep
+from horovod_compress.split import SelectAgain, split_of
 
 DIGEST, STEP = 0x12345678, 7
 VARIANTS = [
@@ -129,7 +129,7 @@ def entries_of(spec, sizes, rank, rng):
         entries.append(
             SelectAgain(
                 payload,
-                compressor.split(numel, step),
+                split_of(compressor, numel, step),
                 grad,
                 np.zeros(numel, np.float32),
                 compressor.number,
@@ -144,7 +144,7 @@ def outcome(entries, arrived, sums):
     that it refuses those."""
     for entry in entries:
         entry.grad.fill(0)
-    hop = split_step(entries, 0, RANKS, STEP, 1 / RANKS)
+    hop = SelectAgain.exchange(entries, JointStep(0, RANKS, STEP, 1 / RANKS))
     next(hop)
     own = hop.send(arrived).array
     try:
@@ -152,7 +152,7 @@ def outcome(entries, arrived, sums):
     except wire.WireError:
         return None
     except StopIteration as stop:
-        parts = [part for selected in stop.value if selected.bodies for part in selected.bodies]
+        parts = [part for arrived in stop.value for part in arrived.result.bodies or ()]
         return own.tobytes(), [added(TOPK, body, last - first) for first, last, body in parts]
 
 
@@ -168,7 +168,7 @@ def fuzz_split(count):
                 for rank in range(RANKS)
             ]
             hops = [
-                split_step(entries, rank, RANKS, STEP, 1 / RANKS)
+                SelectAgain.exchange(entries, JointStep(rank, RANKS, STEP, 1 / RANKS))
                 for rank, entries in enumerate(ranks)
             ]
             sent = [
