@@ -324,7 +324,7 @@ def requested_compressor(spec: Any, optimizer: Any, plain_sgd: bool) -> Any:
     """The compressor of a spec, with `follow_lr` decided. ValueError where it needs the optimizer,
     and that is None."""
     compressor: Any = decide_follow_lr(get_compressor(spec), optimizer is not None, plain_sgd)
-    if compressor.corrects_momentum and optimizer is None and compressor.momentum is None:
+    if compressor.traits.corrects_momentum and optimizer is None and compressor.momentum is None:
         raise ValueError(
             f"{compressor.id} needs the optimizer, to take over its momentum; or say momentum=…"
         )
@@ -382,7 +382,7 @@ def description_of(compressor: Compressor) -> Dict[str, Any]:
         **({f"package of {compressor.id}": package} if package else {}),
         **(
             {f"kernels, on which {compressor.id}'s last bits depend": kernels.backend}
-            if compressor.same_kernels
+            if compressor.traits.same_kernels
             else {}
         ),
     }

@@ -14,7 +14,8 @@ from typing import Any, Collection, Dict, List, Optional, Tuple, cast
 import numpy as np
 
 from . import checkpoint, kernels
-from .compressors.base import Compressor, Model, Step
+from .compressors.base import Compressor, Step
+from .compressors.model import Model
 from .handover import Handover
 from .loss_scale import LossScale
 from .machine import Machine
@@ -59,7 +60,7 @@ class Driver(ABC):
         self.host = host
         self._tensors: Dict[str, Tensor] = {}
         self._model = Model()
-        self._now = Step(0, rank, size, clip_norm=compressor.clip_norm)
+        self._now = Step(0, rank, size, clip_norm=compressor.policy.clip_norm)
         self._steps_ended = self._steps_undone = 0
         self._dense_was_logged = False
         self.handover = Handover()
@@ -130,14 +131,14 @@ class Driver(ABC):
         """Whether a tensor's steps can be where its gradient is, if that is a device; else they are
         on the host."""
         tensor = self._tensors.get(name)
-        return tensor is not None and tensor.compressor.on_device and tensor.numel < 2**31
+        return tensor is not None and tensor.compressor.traits.on_device and tensor.numel < 2**31
 
     def carries_float64(self, name: str) -> bool:
         """Whether gradients of float64 of this tensor may come as such, because they are not
         compressed; else they have to be float32."""
         tensor = self._tensors.get(name)
         clips = self._now.clip_norm is not None
-        return tensor is not None and tensor.compressor.carries_float64 and not clips
+        return tensor is not None and tensor.compressor.traits.carries_float64 and not clips
 
     @property
     def under_way(self) -> bool:
@@ -295,7 +296,7 @@ class Driver(ABC):
             if name in before[1]:
                 gain = gains.get(name, 1.0)
                 self.handover.hand_over(before[1][name], tensor, gain, factor)
-        self.expect(clip_norm=compressor.clip_norm)
+        self.expect(clip_norm=compressor.policy.clip_norm)
         self._latest, self._dense_was_logged = Transaction(), False
 
     @property
@@ -316,7 +317,7 @@ class Driver(ABC):
             "id": self.compressor.id,
             "rank": self._now.rank,
             "size": self._now.size,
-            "seed": self.compressor.seed,
+            "seed": self.compressor.policy.seed,
             **checkpoint.parts.of_tensors(self.tensors),
         }
 

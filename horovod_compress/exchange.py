@@ -16,6 +16,7 @@ import numpy as np
 
 from . import checkpoint, kernels
 from .compressors.base import Compressor
+from .compressors.wrapper import with_options
 from .driver import Driver, Transaction
 from .kernels import DeviceCall
 from .machine import Machine
@@ -371,7 +372,7 @@ class Exchange(Driver):
         """Changes options of one tensor's compressor between steps (a momentum that a scheduler has
         changed)."""
         tensor = self._tensors[name]
-        tensor.compressor = tensor.compressor.with_options(**options)
+        tensor.compressor = with_options(tensor.compressor, **options)
 
     def steps_taken(self) -> int:
         return self._now.index

@@ -27,11 +27,11 @@ def owed(compressor: Compressor, state: State) -> Optional[np.ndarray]:
     there is none."""
     debt, u = compressor.residual(state), state.arrays.get("u")
     # What later steps bring of a u of 1 where no gradients follow: m + m² + …
-    m = compressor.m
+    m, nesterov = compressor.policy.m, compressor.policy.nesterov
     to_come = 0.0 if m == 1 else m / (1 - m)
     if u is not None and m:
         # Without a residual, u is of results, as SGD's buffer is.
-        of_buffer = m if debt is None and compressor.nesterov else 1
+        of_buffer = m if debt is None and nesterov else 1
         later = np.float32(to_come * of_buffer) * u
         debt = later if debt is None else debt + later
     if isinstance(compressor, Wrapper) and debt is not None:
@@ -42,23 +42,23 @@ def owed(compressor: Compressor, state: State) -> Optional[np.ndarray]:
 def late(compressor: Compressor, debt: np.ndarray) -> np.ndarray:
     """The gradient of which the algorithm's momentum makes a debt: g + m·g + m²·g + …"""
     # An algorithm of another package may have an option m that is no momentum.
-    m = compressor.m if "u" in compressor.kept else 0
+    m = compressor.policy.m if "u" in compressor.kept else 0
     return debt if m in (0, 1) else np.float32(1 - m) * debt
 
 
 def _accepts(compressor: Compressor, state: State, debt: np.ndarray) -> bool:
     """Adds a debt to a state that has a place for it; returns whether it has, alike on all
     ranks."""
-    residual, u, m = compressor.residual(state), state.arrays.get("u"), compressor.m
+    residual, u, policy = compressor.residual(state), state.arrays.get("u"), compressor.policy
     # A residual that follows the learning rate would have to say for which one the debt is meant.
-    if residual is None or compressor.follow_lr or _pays(compressor):
+    if residual is None or policy.follow_lr or _pays(compressor):
         return False
-    if u is None or m == 1:
+    if u is None or policy.m == 1:
         residual += debt
         return True
     gradient = late(compressor, debt)
-    u += np.float32(m if compressor.nesterov else 1) * gradient
-    residual += np.float32(1 + m if compressor.nesterov else 1) * gradient
+    u += np.float32(policy.m if policy.nesterov else 1) * gradient
+    residual += np.float32(1 + policy.m if policy.nesterov else 1) * gradient
     return True
 
 

@@ -147,10 +147,6 @@ def _mapped(handle: int, numel: int) -> np.ndarray:
     return np.frombuffer(mmap.mmap(handle, 4 * numel), np.float32)
 
 
-def _wanted(compressor: Any) -> bool:
-    return bool(getattr(compressor, "hosts", False))
-
-
 def _for_part(compressor: Compressor, ranks: int) -> Compressor:
     """The compressor for one of so many parts of a tensor, which together send what it sends of the
     whole: numbers of entries are a part's, but for those of chunks."""
@@ -168,7 +164,6 @@ class HostSharded(Wrapper):
     rows as a machine has ranks.
     """
 
-    takes_scale = True
     pays_debts = True
 
     machine: Machine
@@ -180,7 +175,7 @@ class HostSharded(Wrapper):
     ) -> Compressor:
         """As of `Wrapper`. A tensor with fewer rows than a machine has ranks stays whole, and so
         does one that has no rows, or nothing in them."""
-        if machine is None or machine.size == 1 or not _wanted(compressor):
+        if machine is None or machine.size == 1 or not compressor.policy.hosts:
             return compressor
         if not shape or shape[0] < machine.size or not math.prod(shape):
             return compressor
@@ -190,7 +185,7 @@ class HostSharded(Wrapper):
     def needs_machine(
         cls, compressor: Compressor, hvd: Any, process_set: Any, elastic: bool, tell: Any
     ) -> bool:
-        if not _wanted(compressor):
+        if not compressor.policy.hosts:
             return False
         if process_set.process_set_id != 0:
             raise ValueError(
@@ -207,6 +202,10 @@ class HostSharded(Wrapper):
                 "many on each"
             )
         return even
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        vars(self)["traits"] = self.traits._replace(takes_scale=True)
 
     def __repr__(self) -> str:
         return f"{self.inner!r} on hosts of {self.machine.size}"

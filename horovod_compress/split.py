@@ -153,13 +153,11 @@ class Splitting(Wrapper):
     """Top-k, or one of its kin, whose entries are split and selected again. An owner's sums are
     made on the CPU, in the gradient's memory, where a base would be left."""
 
-    takes_scale = True
-
     @classmethod
     def around(
         cls, compressor: Compressor, shape: Tuple[int, ...], machine: Optional[Machine]
     ) -> Compressor:
-        splits = getattr(compressor, "exchange", "gather") == "split"
+        splits = compressor.policy.exchange == "split"
         return cls(compressor) if splits else compressor
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
@@ -174,7 +172,9 @@ class Splitting(Wrapper):
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[SelectAgain]:
         inner, residual = self.inner, self.residual(state)
         encoded = yield from result_of(inner.encode(grad, state, step))
-        return SelectAgain(encoded, split_of(inner, grad.size, step), grad, residual, inner.number)
+        return SelectAgain(
+            encoded, split_of(inner, grad.size, step), grad, residual, inner.traits.number
+        )
 
     def decode(
         self, summed: Selected, out: np.ndarray, state: State, step: Step, scale: float

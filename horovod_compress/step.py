@@ -214,7 +214,7 @@ def _subtract_base(
     compressor, base = tensor.compressor, step.base
     if base is None:
         return step, None
-    if compressor.takes_base and not step.dense:
+    if compressor.traits.takes_base and not step.dense:
         return step, None
     grad -= base
     return dataclasses.replace(step, base=None), base
@@ -309,7 +309,11 @@ def _last_request(
     if isinstance(payload, Encoded):
         request = Allgather(
             wire.seal(
-                payload, tensor.compressor.number, tensor.digest, step.index, tensor.frame_length
+                payload,
+                tensor.compressor.traits.number,
+                tensor.digest,
+                step.index,
+                tensor.frame_length,
             )
         )
     else:
@@ -359,7 +363,9 @@ def _add_payloads(
     rank."""
     compressor = tensor.compressor
     tensor.counters["bytes_received"] += len(arrived)
-    bodies, finite = wire.unseal(arrived, step.size, compressor.number, tensor.digest, step.index)
+    bodies, finite = wire.unseal(
+        arrived, step.size, compressor.traits.number, tensor.digest, step.index
+    )
     if bodies and grad.size:
         tensor.measured(8 * sum(map(len, bodies)) / len(bodies) / grad.size, step)
     if not finite:

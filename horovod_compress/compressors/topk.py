@@ -9,7 +9,7 @@ from typing import Optional, Tuple, Union
 import numpy as np
 
 from .. import kernels
-from .base import LOCAL, Asking, State, Step, Undo
+from .base import LOCAL, Asking, State, Step, Traits, Undo
 from .options import Auto, Choice, Count, Number, option
 from .selective import GatheringCompressor
 
@@ -36,14 +36,17 @@ class TopK(GatheringCompressor):
     """
 
     id = "topk"
-    number = 6
-    on_device = True
-    takes_base = True
-    kept = {"residual": LOCAL}
-    paper = (
-        "Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, arXiv "
-        "1704.05021"
+    traits = Traits(
+        number=6,
+        paper=(
+            "Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, "
+            "arXiv 1704.05021"
+        ),
+        on_device=True,
+        takes_base=True,
+        takes_scale=True,
     )
+    kept = {"residual": LOCAL}
 
     ratio: float = option(
         Number(0, 1, low_open=True), 0.001, "share of a tensor's elements sent in a step"
@@ -86,8 +89,6 @@ class TopK(GatheringCompressor):
         "at most half the ranks",
     )
 
-    takes_scale = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hosts and self.exchange == "split":
@@ -122,7 +123,7 @@ class TopK(GatheringCompressor):
     ) -> Asking[kernels.Encoded]:
         """Adds the gradient to momentum u, where there is one, and to the residual, and moves the
         selection into a payload."""
-        v = state.arrays[self.accumulator]
+        v = state.arrays[self.traits.accumulator]
         chunk, k = self.entries(v.size, step.index)
         encoded = yield from kernels.encode_topk(
             grad,
@@ -140,7 +141,7 @@ class TopK(GatheringCompressor):
             chunk=chunk if self.chunk else 0,
         )
         indices, rows = encoded.undo
-        state.undo = [Undo(self.accumulator, indices, rows[0], True)]
+        state.undo = [Undo(self.traits.accumulator, indices, rows[0], True)]
         if len(rows) > 1:
             state.undo.append(Undo("u", indices, rows[1], True))
         return encoded

@@ -9,9 +9,6 @@ import numpy as np
 from ..machine import Machine
 from .base import Compressor
 
-# What others read of a compressor, beside its methods.
-_AS_INSIDE = ("id", "number", "kept", "accumulator", "clip_norm", "follow_lr", "m", "nesterov")
-
 
 def _inside(name: str) -> Any:
     """A method that is the inner compressor's."""
@@ -68,14 +65,13 @@ class Wrapper(Compressor):
         return False
 
     def __post_init__(self) -> None:
-        for name in _AS_INSIDE:
-            object.__setattr__(self, name, getattr(self.inner, name))
+        # What is done around it is on the CPU, where a base would be left.
+        traits = self.inner.traits._replace(on_device=False, takes_base=False)
+        known = {"id": self.inner.id, "kept": self.inner.kept, "policy": self.inner.policy}
+        vars(self).update(known, traits=traits)
 
     def __repr__(self) -> str:
         return repr(self.inner)
-
-    def with_options(self, **options: Any) -> "Wrapper":
-        return dataclasses.replace(self, inner=self.inner.with_options(**options))
 
     collectives = _inside("collectives")
     payload_bits = _inside("payload_bits")
@@ -98,6 +94,13 @@ class Wrapper(Compressor):
     def whole(self, debt: np.ndarray) -> np.ndarray:
         """An array as long as the tensor, from one as long as the residual."""
         return debt
+
+
+def with_options(compressor: Compressor, **options: Any) -> Compressor:
+    """A compressor with other values of these options, in what stands around it."""
+    if isinstance(compressor, Wrapper):
+        options = {"inner": with_options(compressor.inner, **options)}
+    return dataclasses.replace(compressor, **options)
 
 
 def unwrapped(compressor: Compressor) -> Compressor:

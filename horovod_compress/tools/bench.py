@@ -11,6 +11,7 @@ from typing import Any, Callable, Counter, Dict, List, Sequence, Tuple
 import numpy as np
 
 from .. import available, get_compressor, kernels
+from ..compressors import collective_of
 from ..compressors.base import Compressor, zeros
 from ..exchange import Exchange
 from ..lockstep import Named
@@ -256,7 +257,7 @@ def measure(
     Raises:
         ValueError: the compression cannot be measured on one rank.
     """
-    if getattr(compressor, "exchange", "gather") != "gather":
+    if compressor.policy.exchange != "gather":
         raise ValueError(
             f"{compressor.id}: exchange=split is work of all ranks, and this measures one: measure "
             "exchange=gather, compare both with `hvdcompress plan`, or both on real ranks with "
@@ -268,11 +269,11 @@ def measure(
     before, seconds, error = _take_steps(exchange, echo, gradients, steps, progress)
     after = exchange.stats()
     encode, decode, streaming = map(statistics.median, zip(*seconds))
-    decoded_payloads = ranks if compressor.collective == "allgather" else 1
+    decoded_payloads = ranks if collective_of(compressor) == "allgather" else 1
     sent = after["bytes_sent"] - before["bytes_sent"]
     dense = after["dense_bytes"] - before["dense_bytes"]
     return {
-        "collective": compressor.collective,
+        "collective": collective_of(compressor),
         "ratio": dense / sent,
         "bytes_per_step": sent / steps,
         "exchanged": {kind: nbytes / steps for kind, nbytes in echo.sent.items()},

@@ -5,6 +5,7 @@ import dataclasses
 import math
 from typing import Any, Callable, List, Sequence
 
+from ..compressors import collective_of
 from ..compressors.base import Step
 from ..compressors.dense import dense_compressor
 from ..lockstep import Named
@@ -81,15 +82,15 @@ def measured(
     Raises:
         ValueError: ranks do not make up hosts of that size.
     """
-    splits = getattr(compressor, "exchange", "gather") == "split"
+    splits = compressor.policy.exchange == "split"
     alone = dataclasses.replace(compressor, exchange="gather") if splits else compressor
     # Ranks of a host that add up their gradients before they compress them.
-    size = local_size if getattr(alone, "hosts", False) else 1
+    size = local_size if alone.policy.hosts else 1
 
     def measure(ranks: int) -> Load:
         return _measured(alone, model, gradients, ranks, progress, size)
 
-    if alone.collective != "allgather":
+    if collective_of(alone) != "allgather":
         return _of_sums(measure, counts)
     if len(counts) == 1 and not splits and counts[0] <= size * _MANY:
         return [measure(counts[0])]
@@ -118,13 +119,11 @@ def _measured(
     found = bench.measure(compressor, gradients, ranks, STEPS, progress, local_size)
     rounds = len(compressor.collectives(ranks)) - 1 + (local_size > 1)
     # Of small tensors, which hide nothing.
-    dense_rounds = (
-        len(dense_compressor(getattr(compressor, "dense", "fp32"), 0).collectives(ranks)) - 1
-    )
+    dense_rounds = len(dense_compressor(compressor.policy.dense, 0).collectives(ranks)) - 1
     hides = (
         not rounds
-        and compressor.clip_norm is None
-        and getattr(compressor, "transport", "horovod") == "horovod"
+        and compressor.policy.clip_norm is None
+        and compressor.policy.transport == "horovod"
     )
     sizes = [math.prod(shape) for shape in model.shapes.values()]
     # With which Horovod looks at nothing.
@@ -193,7 +192,9 @@ def _where_dense_brings_less(
         (math.prod(shape), wrapped(compressor_for(compressor, name, shape), shape, machine))
         for name, shape in model.shapes.items()
     ]
-    gathered = [(numel, chosen) for numel, chosen in tensors if chosen.collective == "allgather"]
+    gathered = [
+        (numel, chosen) for numel, chosen in tensors if collective_of(chosen) == "allgather"
+    ]
     elements = model.factor * sum(numel for numel, _ in gathered)
     measured_bits = 8 * load.exchanged.get(GATHERED, 0.0) / max(elements, 1)
     known = [(numel, chosen.payload_bits(numel, Step(0, 0, ranks))) for numel, chosen in gathered]

@@ -113,7 +113,11 @@ class BoundCompression(StepCompression):
         names = {id(slot.param): slot.name for slot in reduced}
         takeover = SGDTakeover(optimizer if self._active else None, compressor, names)
         variants = takeover.variants
-        if compressor.corrects_momentum and optimizer is not None and compressor.momentum is None:
+        if (
+            compressor.traits.corrects_momentum
+            and optimizer is not None
+            and compressor.momentum is None
+        ):
             # Other momentum stays with the optimizer.
             compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))
         moments = moments_of(compressor, {slot.name: slot.param for slot in reduced})

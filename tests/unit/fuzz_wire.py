@@ -46,7 +46,7 @@ def frames_of(compressor, numel, rng):
         grad = (rng.standard_normal(numel) * (rng.random(numel) < 0.3)).astype(np.float32)
         payload = kernels.at_once(compressor.encode(grad, state, Step(STEP, rank=0, size=2)))
         if isinstance(payload, Encoded):  # not a step that goes dense
-            yield bytes(wire.seal(payload, compressor.number, DIGEST, STEP))
+            yield bytes(wire.seal(payload, compressor.traits.number, DIGEST, STEP))
 
 
 def mutate(rng, frame, other):
@@ -132,7 +132,7 @@ def entries_of(spec, sizes, rank, rng):
                 split_of(compressor, numel, step),
                 grad,
                 np.zeros(numel, np.float32),
-                compressor.number,
+                compressor.traits.number,
                 DIGEST,
             )
         )
@@ -208,7 +208,7 @@ def main(count):
         frame = mutate(rng, frames[i % 4], others[i % 4])
         data = np.frombuffer(frame, np.uint8)
         try:
-            (body,), _ = wire.unseal(data, 1, compressor.number, DIGEST, STEP)
+            (body,), _ = wire.unseal(data, 1, compressor.traits.number, DIGEST, STEP)
         except wire.WireError:
             continue
         forged += 1

@@ -328,7 +328,7 @@ def entries_of(spec, named, rank, size, residuals):
                 split_of(compressor, grad.size, step),
                 grad,
                 residuals[name],
-                compressor.number,
+                compressor.traits.number,
                 0,
             )
         )
