@@ -18,6 +18,7 @@ from . import checkpoint, kernels
 from .compressors.base import Compressor
 from .compressors.wrapper import with_options
 from .driver import Driver, Transaction
+from .handshake import check_step_numbers, step_numbers
 from .kernels import DeviceCall
 from .machine import Machine
 from .requests import (
@@ -28,11 +29,10 @@ from .requests import (
     Final,
     HostReduce,
     Joint,
-    JointStep,
     StepNorm,
 )
 from .stages import AT_WORK, CALL, DECODE, JOINT, LAST, NORM, ROUND, Pending, Stage, Stages
-from .step import Tensor, check_step_numbers, conclude, step_numbers
+from .step import Tensor, conclude
 from .transport.base import Transport
 from .wire import FrameLength
 
@@ -298,12 +298,10 @@ class Exchange(Driver):
         waiting = self._stages.waiting(JOINT)
         waiting.sort(key=lambda pending: pending.tensor.name)
         self._stages.take(waiting)
-        counters, now = waiting[0].tensor.counters, self._now
+        counters = waiting[0].tensor.counters
         joints = [pending.request.request for pending in waiting]
-        scale = factor / now.size
-        exchanging = joints[0].exchange(
-            joints, JointStep(now.rank, now.size, now.index, scale, self._joint_lengths)
-        )
+        step = dataclasses.replace(self._now, gain=factor / self._now.size)
+        exchanging = joints[0].exchange(joints, step, self._joint_lengths)
         answer: Any = None
         try:
             while True:

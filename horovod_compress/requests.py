@@ -6,7 +6,6 @@ graph is built before the first step.
 """
 
 import dataclasses
-from abc import ABC, abstractmethod
 from typing import (
     Any,
     Callable,
@@ -102,35 +101,34 @@ class Alltoall(Exchanged):
     verb = "alltoall"
 
 
-class Joint(ABC):
+Lengths = Tuple[Callable[[int], int], Callable[[int], int]]
+
+
+class Joint:
     """A payload that travels together with those of a step's other tensors: the exchange of its
     class is of all of them at once. Decoded by `Compressor.decode`; a graph has no operation for
     it.
 
-    collective: the last one of that exchange; label: part of its collectives' names; digest: the
-    tensor's, which `tensor_step` sets.
+    collective: the last one of that exchange; label: part of its collectives' names; elements: how
+    many this rank sends; digest: the tensor's, which `tensor_step` sets.
     """
 
     collective: ClassVar[Collective]
     label: ClassVar[str]
     digest: int = 0
-
-    @property
-    @abstractmethod
-    def elements(self) -> int:
-        """How many this rank sends."""
+    elements: int
 
     @classmethod
-    @abstractmethod
     def exchange(
-        cls, joints: Sequence[Any], step: "JointStep"
+        cls, joints: Sequence[Any], step: Any, lengths: Lengths
     ) -> Generator["Exchanged", Any, List["Arrived"]]:
         """The exchange of one step, on one rank.
 
         Args:
             joints: those of all tensors that have one, in the order of their names, alike on all
                 ranks.
-            step: what is known of the step.
+            step: the `Step`; its gain is the factor that results will get, as far as that is known.
+            lengths: what the memory of the first two messages is padded to, of all steps.
 
         Yields:
             Collectives, which are started and answered one after the other.
@@ -138,18 +136,7 @@ class Joint(ABC):
         Returns:
             What arrives for each of the tensors, in their order.
         """
-
-
-class JointStep(NamedTuple):
-    """What an exchange of all tensors knows of its step. scale: the factor that its results will
-    get, as far as that is known; lengths: what the memory of its first two messages is padded to,
-    of all steps."""
-
-    rank: int
-    size: int
-    number: int = 0
-    scale: float = 1.0
-    lengths: Tuple[Callable[[int], int], Callable[[int], int]] = (int, int)
+        raise NotImplementedError
 
 
 class Arrived(NamedTuple):

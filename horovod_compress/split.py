@@ -14,18 +14,7 @@ import itertools
 import math
 import struct
 import zlib
-from typing import (
-    Any,
-    Dict,
-    Generator,
-    Iterator,
-    List,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -35,7 +24,7 @@ from .compressors.wrapper import Wrapper
 from .kernels import Encoded, new_body
 from .kernels.reference.dense import TOO_LARGE
 from .machine import Machine
-from .requests import Allgather, Alltoall, Arrived, Collective, Joint, JointStep
+from .requests import Allgather, Alltoall, Arrived, Collective, Joint, Lengths
 
 _LENGTH = struct.Struct("<I")
 # In place of a length: the rest is what an owner says of the entries that it was sent.
@@ -95,14 +84,16 @@ class SelectAgain(Joint):
     collective = GATHER
     label = "split"
 
-    @property
-    def elements(self) -> int:
-        return self.payload.elements
+    def __post_init__(self) -> None:
+        self.elements = self.payload.elements
 
     @classmethod
     def exchange(
-        cls, joints: Sequence["SelectAgain"], step: JointStep
-    ) -> Generator[Union[Alltoall, Allgather], Any, List[Arrived]]:
+        cls,
+        joints: Sequence["SelectAgain"],
+        step: Step,
+        lengths: Lengths = (wire.exact, wire.exact),
+    ) -> Asking[List[Arrived]]:
         """As of `Joint`. Sums are made in rank order in the memory of the owner's gradients, which
         is zero before; it is so again of a tensor that is finite. WireError, on all ranks, where an
         owner refuses what it was sent."""
@@ -112,14 +103,14 @@ class SelectAgain(Joint):
             joints[0].split.accept,
         )
         rank, own = step.rank, regions[step.rank]
-        messages = _Messages(joints, regions, step)
+        messages = _Messages(joints, regions, step.index, lengths[1])
         frames = [
             messages.seal(bodies, owner, to=owner)
             for owner, bodies in enumerate(_bodies_by_owner(joints, regions))
         ]
         total = sum(map(len, frames))
         # Goes to nobody: Horovod's cache knows an alltoall by the length of its memory.
-        spare = np.zeros(step.lengths[0](total) - total, np.uint8)
+        spare = np.zeros(lengths[0](total) - total, np.uint8)
         arrived = yield Alltoall(np.concatenate([*frames, spare]), [len(frame) for frame in frames])
         left = [_NONE_LEFT] * len(joints)
         try:
@@ -127,7 +118,7 @@ class SelectAgain(Joint):
             accepted = []
             for i, part in enumerate(own):
                 body, left[part.tensor] = _accept(
-                    joints[part.tensor], part, [bodies[i] for bodies in entries], step.scale
+                    joints[part.tensor], part, [bodies[i] for bodies in entries], step.gain
                 )
                 accepted.append(body)
             frame = messages.seal(accepted, rank)
@@ -143,7 +134,7 @@ class SelectAgain(Joint):
             else:
                 bodies[part.tensor] = None
         return [
-            Arrived(Selected(its, kept, step.scale), sent, received)
+            Arrived(Selected(its, kept, step.gain), sent, received)
             for its, kept, sent, received in zip(bodies, left, messages.sent, messages.received)
         ]
 
@@ -243,9 +234,16 @@ class _Messages:
     """The frames of both hops in one step, and their bytes by tensor; those of headers and padding,
     which are no tensor's own, count with the first."""
 
-    def __init__(self, tensors: Sequence[SelectAgain], regions: Regions, step: JointStep) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[SelectAgain],
+        regions: Regions,
+        step: int,
+        sums_length: wire.FrameLength,
+    ) -> None:
         self.sent, self.received = [0] * len(tensors), [0] * len(tensors)
-        self._regions, self._step, self._number = regions, step, tensors[0].number
+        self._regions, self._number = regions, tensors[0].number
+        self._step, self._sums_length = step, sums_length
         self._layout = zlib.crc32(
             repr([len(regions), [(tensor.digest, tensor.split) for tensor in tensors]]).encode()
         )
@@ -266,10 +264,10 @@ class _Messages:
         """In place of the frame of accepted sums."""
         return self._framed([_LENGTH.pack(_REFUSED), why.encode()], -1)
 
-    def _framed(self, pieces: Sequence[Union[bytes, np.ndarray]], to: int) -> np.ndarray:
-        length = self._step.lengths[1] if to < 0 else wire.exact
+    def _framed(self, pieces: Sequence[Any], to: int) -> np.ndarray:
+        length = self._sums_length if to < 0 else wire.exact
         return wire.seal(
-            Encoded(new_body(*pieces), 0), self._number, self._digest(to), self._step.number, length
+            Encoded(new_body(*pieces), 0), self._number, self._digest(to), self._step, length
         )
 
     def unseal(
@@ -280,9 +278,7 @@ class _Messages:
         an owner refuses."""
         joined = np.concatenate(arrived)
         self.received[0] += len(joined) - own
-        frames, _ = wire.unseal(
-            joined, len(regions), self._number, self._digest(to), self._step.number
-        )
+        frames, _ = wire.unseal(joined, len(regions), self._number, self._digest(to), self._step)
         bodies = []
         for sender, (frame, parts) in enumerate(zip(frames, regions)):
             try:

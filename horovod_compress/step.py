@@ -10,14 +10,13 @@ back. Drivers only pump it: `exchange.Exchange` (eager), the TensorFlow adapter'
 import dataclasses
 import math
 from types import GeneratorType
-from typing import Any, Callable, Generator, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Generator, Optional, Tuple, Union
 
 import numpy as np
 
 from . import wire
 from .compressors.base import Asking, Compressor, State, Step
 from .compressors.wrapper import Wrapper
-from .handshake import MismatchError, error_of_joined
 from .kernels import DeviceCall, Encoded, beside
 from .requests import (
     FLOAT32,
@@ -393,28 +392,3 @@ def times_dense(bits: float, payloads: float) -> float:
     it gets from an exchange of payloads of `bits` an element: N payloads where they are gathered,
     (N−1)·bits; where they are split, (N−1)/N·payloads·bits."""
     return payloads * bits / 64
-
-
-def step_numbers(index: int) -> np.ndarray:
-    """int64 whose sum over ranks says whether all ranks are at one step: once a step with sums,
-    which do not carry their step's number as frames do, drivers exchange these before they use a
-    sum."""
-    return np.array([1, index, index * index], np.int64)
-
-
-def check_step_numbers(
-    summed: np.ndarray, index: int, size: int, joined: Callable[[], Sequence[int]] = list
-) -> None:
-    """MismatchError where ranks are at different steps, RuntimeError where some are gone; joined:
-    finds out which have called hvd.join()."""
-    ranks, total, squares = summed.tolist()
-    if ranks != size:
-        raise error_of_joined(
-            size - ranks, size, joined(), "sums of this compression are wrong without them"
-        )
-    # Equal numbers, and only those, have no variance.
-    if ranks * squares != total * total:
-        raise MismatchError(
-            f"this rank is at step {index}, others are not: was a state loaded, or did training "
-            f"begin, on some ranks only?"
-        )

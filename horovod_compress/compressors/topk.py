@@ -11,6 +11,7 @@ import numpy as np
 from .. import kernels
 from .base import LOCAL, Asking, State, Step, Traits, Undo
 from .options import Auto, Choice, Count, Number, option
+from .plainly import plain_where_it_can
 from .selective import GatheringCompressor
 
 VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "power": 4, "2bit": 2, "sign": 1}
@@ -112,6 +113,7 @@ class TopK(GatheringCompressor):
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[kernels.Encoded]:
         return self.select(grad, state, step)
 
+    @plain_where_it_can
     def select(
         self,
         grad: np.ndarray,

@@ -13,10 +13,10 @@ from ..compressors.base import Compressor, Step
 from ..compressors.wrapper import Wrapper
 from ..driver import Driver, Transaction
 from ..handover import OWED
-from ..handshake import first_difference
+from ..handshake import check_step_numbers, first_difference, step_numbers
 from ..loss_scale import to_true_units
 from ..requests import Allreduce, Alltoall, Final, StepNorm, TensorStep
-from ..step import Tensor, check_step_numbers, conclude, step_numbers
+from ..step import Tensor, conclude
 from ..wire import FrameLength, Steady
 
 _KEPT = 100  # calls of functions

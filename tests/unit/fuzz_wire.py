@@ -17,7 +17,6 @@ from horovod_compress import kernels, wire
 from horovod_compress.compressors.base import Step
 from horovod_compress.kernels import HEADROOM, Encoded, reference
 from horovod_compress.plan import compressor_for
-from horovod_compress.requests import JointStep
 from horovod_compress.split import SelectAgain, split_of
 
 DIGEST, STEP = 0x12345678, 7
@@ -144,7 +143,7 @@ def outcome(entries, arrived, sums):
     that it refuses those."""
     for entry in entries:
         entry.grad.fill(0)
-    hop = SelectAgain.exchange(entries, JointStep(0, RANKS, STEP, 1 / RANKS))
+    hop = SelectAgain.exchange(entries, Step(STEP, 0, RANKS, gain=1 / RANKS))
     next(hop)
     own = hop.send(arrived).array
     try:
@@ -168,7 +167,7 @@ def fuzz_split(count):
                 for rank in range(RANKS)
             ]
             hops = [
-                SelectAgain.exchange(entries, JointStep(rank, RANKS, STEP, 1 / RANKS))
+                SelectAgain.exchange(entries, Step(STEP, rank, RANKS, gain=1 / RANKS))
                 for rank, entries in enumerate(ranks)
             ]
             sent = [

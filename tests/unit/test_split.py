@@ -14,7 +14,6 @@ import horovod_compress as hc
 from horovod_compress.compressors.base import Step
 from horovod_compress.kernels import at_once
 from horovod_compress.lockstep import make_ranks, run_step
-from horovod_compress.requests import JointStep
 from horovod_compress.split import SelectAgain, regions_of, split_of
 from horovod_compress.step import times_dense
 from horovod_compress.tools.models import MODELS
@@ -360,7 +359,7 @@ def test_bytes_on_64_ranks_with_the_shapes_of_resnet50(spec):
             residuals,
         )
         gathered += sum(len(each.payload.buffer) for each in entries)
-        hops.append(SelectAgain.exchange(entries, JointStep(rank, size, scale=1 / size)))
+        hops.append(SelectAgain.exchange(entries, Step(0, rank, size, gain=1 / size)))
     first = [next(hop) for hop in hops]
     parts = [np.split(request.array, np.cumsum(request.splits)[:-1]) for request in first]
     second = [hop.send([sent[rank] for sent in parts]).array for rank, hop in enumerate(hops)]
