@@ -369,9 +369,10 @@ def _add_payloads(
         tensor.measured(8 * sum(map(len, bodies)) / len(bodies) / grad.size, step)
     if not finite:
         grad.fill(np.nan)
+    part_of = compressor.part if isinstance(compressor, Wrapper) else None
     for rank, body in enumerate(bodies if finite else ()):
         try:
-            part = compressor.part(grad, rank) if isinstance(compressor, Wrapper) else grad
+            part = grad if part_of is None else part_of(grad, rank)
             added: Any = compressor.add(body, part, scale)
             finite &= (yield from added) if isinstance(added, GeneratorType) else added
         except ValueError as error:
