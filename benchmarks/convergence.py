@@ -89,14 +89,14 @@ class Simulated:
         )
         variant = next(
             iter(self.takeover.variants.values()),
-            compressor.bound(0.0, False) if compressor.corrects_momentum else compressor,
+            compressor.bound(0.0, False) if compressor.traits.corrects_momentum else compressor,
         )
         self.compressor = variant
         shapes = {name: tuple(param.shape) for name, param in self.named.items()}
         self.exchanges = make_ranks(variant, shapes, Loopback.group(ranks), local_size=local_size)
         self.moments = moments_of(variant, self.named)
         self.passes = PASSES if getattr(variant, "moments", "") == "microbatch" else 1
-        self.clips = variant.clip_norm is None and math.isfinite(task.clip)
+        self.clips = variant.policy.clip_norm is None and math.isfinite(task.clip)
         self.clip = task.clip_by(run.optimizer, ranks)
         self.shared = self._parameters() if run.every else {}
         self.own = [self.shared] * ranks  # parameters, between exchanges
@@ -133,7 +133,7 @@ class Simulated:
                 self._exchange_updates()
             self._show(self.shared)
             return
-        lr = self.optimizers[0].param_groups[0]["lr"] if self.compressor.follow_lr else None
+        lr = self.optimizers[0].param_groups[0]["lr"] if self.compressor.policy.follow_lr else None
         results = finish_step(
             self.exchanges, start_step(self.exchanges, arrays, lr, squares), arrays
         )[0]

@@ -184,7 +184,7 @@ class Soak:
         tensors, worst, accumulator = (
             self.compression.state_dict()["tensors"],
             0.0,
-            get_compressor(self.spec).accumulator,
+            get_compressor(self.spec).traits.accumulator,
         )
         for (name, p), total in zip(self.model.named_parameters(), self.state.total):
             kept = tensors[name].get(accumulator, torch.zeros(p.numel()))

@@ -1,10 +1,9 @@
-"""The arrays of all ranks as one: means over ranks, and parts of a host as whole tensors."""
+"""The arrays of all ranks as one: means over ranks."""
 
-from typing import Callable, Collection, Dict, Optional, Protocol, Sequence
+from typing import Callable, Dict, Optional, Protocol, Sequence
 
 import numpy as np
 
-from .compressors.base import Shard
 from .handshake import Gathering
 
 # By tensor and array name.
@@ -65,33 +64,4 @@ def means_over_ranks(
             key: mean(f"{label}.{name}.{key}", array) for key, array in sorted(arrays[name].items())
         }
         for name in sorted(arrays)
-    }
-
-
-def whole(arrays: Arrays, shards: Dict[str, Sequence[int]]) -> Arrays:
-    """A rank's arrays, each as long as its tensor. They are zero outside the rank's part: the mean
-    over ranks is then what results are still owed, as it is of other arrays."""
-    return {
-        name: _filled_up(named, Shard(*shards[name])) if name in shards else named
-        for name, named in arrays.items()
-    }
-
-
-def _filled_up(arrays: Dict[str, np.ndarray], shard: Shard) -> Dict[str, np.ndarray]:
-    return {
-        key: shard.whole(array) if array.shape == (shard.last - shard.first,) else array
-        for key, array in arrays.items()
-    }
-
-
-def own_part(
-    shard: Shard, arrays: Dict[str, np.ndarray], whole: Collection[str]
-) -> Dict[str, np.ndarray]:
-    """A rank's part of a tensor's means over ranks. It keeps the part for all ranks of its host,
-    but the arrays named in `whole` as they are."""
-    return {
-        key: shard.ranks * array[shard.first : shard.last]
-        if key not in whole and array.shape == (shard.numel,)
-        else array
-        for key, array in arrays.items()
     }

@@ -18,11 +18,12 @@ from .compressors.base import Compressor
 from .compressors.selective import decide_follow_lr
 from .driver import Driver
 from .handshake import agree, gather
-from .hosts import Host
+from .machine import Machine
 from .recording import Destination, Recorder
 from .records import Stats, TensorStats
 from .snapshot import discard
 from .version import __version__
+from .wrappers import machine_for
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it
 # in the same order. Sets are identified by their ranks here, because Horovod reuses the id of a
@@ -80,7 +81,7 @@ class Binding(ABC):
         # Since the last `_resize`.
         self._ranks = self._rank_and_size()
         self._hvd = hvd
-        self._host: Optional[Host] = None
+        self._host: Optional[Machine] = None
         self._has_told_of_float32 = False
 
     _compressor: Compressor
@@ -116,33 +117,19 @@ class Binding(ABC):
         counts as the only one."""
         return (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
 
-    def _host_for(self, compressor: Compressor) -> Optional[Host]:
-        """The ranks of this rank's host, where a compressor has use for them. ValueError where it
-        cannot have those."""
-        if not getattr(compressor, "hosts", False) or not self._active:
+    def _host_for(self, compressor: Compressor) -> Optional[Machine]:
+        """The ranks of this rank's machine, where features around a compressor have use for them.
+        ValueError where those cannot have them."""
+        if not self._active:
             return None
-        if self._process_set.process_set_id != 0:
-            raise ValueError(
-                "hosts=true needs all ranks of a host: leave process_set out, or hosts"
-            )
-        if is_elastic():
-            raise ValueError(
-                "hosts=true is not for elastic jobs, where a host's ranks may change: leave it out"
-            )
-        if not self._hvd.mpi_ops.is_homogeneous():
-            if self._hvd.rank() == 0:
-                warn_once(
-                    "hosts=true has no effect, because hosts have different numbers of ranks: "
-                    "start as many on each"
-                )
-            return None
-        return self._host or Host(self._hvd.local_rank(), self._hvd.local_size())
+        machine = machine_for(compressor, self._hvd, self._process_set, is_elastic(), warn_once)
+        return machine and (self._host or machine)
 
     def _meet(self) -> None:
-        """Has the ranks of a host share memory for the tensors that need it. All ranks call it,
-        before a step."""
-        if self._host is not None and self._host.waits:
-            self._host.meet(self._transport, self._label, self._hvd.cross_rank())
+        """Does what features have to arrange for tensors that have come. All ranks call it, before
+        a step."""
+        if self._host is not None and self._host.due:
+            self._host.arrange(self._transport, self._label, self._hvd.cross_rank())
 
     def _description(self) -> Dict[str, Any]:
         """The configuration, which must be the same on all ranks: nested JSON-able values."""
@@ -337,7 +324,7 @@ def requested_compressor(spec: Any, optimizer: Any, plain_sgd: bool) -> Any:
     """The compressor of a spec, with `follow_lr` decided. ValueError where it needs the optimizer,
     and that is None."""
     compressor: Any = decide_follow_lr(get_compressor(spec), optimizer is not None, plain_sgd)
-    if compressor.corrects_momentum and optimizer is None and compressor.momentum is None:
+    if compressor.traits.corrects_momentum and optimizer is None and compressor.momentum is None:
         raise ValueError(
             f"{compressor.id} needs the optimizer, to take over its momentum; or say momentum=…"
         )
@@ -395,7 +382,7 @@ def description_of(compressor: Compressor) -> Dict[str, Any]:
         **({f"package of {compressor.id}": package} if package else {}),
         **(
             {f"kernels, on which {compressor.id}'s last bits depend": kernels.backend}
-            if compressor.same_kernels
+            if compressor.traits.same_kernels
             else {}
         ),
     }

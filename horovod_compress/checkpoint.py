@@ -1,7 +1,6 @@
 """A compression's state in and out: plain values and arrays, of one rank or, portable, the mean of
 all ranks."""
 
-import collections
 import itertools
 import numbers
 from typing import (
@@ -19,8 +18,8 @@ from typing import (
 
 import numpy as np
 
-from .averaging import Arrays, Reducing, mean_of, means_over_ranks, own_part, whole
-from .compressors.base import Shard, zeros
+from .averaging import Arrays, Reducing, mean_of, means_over_ranks
+from .compressors.base import zeros
 from .handshake import Words, agree, first_difference, gather, shown
 from .kernels.reference.dense import TOO_LARGE
 from .step import Tensor
@@ -32,6 +31,46 @@ _NAMED = 8
 # Names of arrays that a state may hold beside its algorithm's, each as long as the tensor.
 BESIDE: Set[str] = set()
 _HEADER = ("format", "id", "rank", "size", "seed", "step")
+
+
+class Parts:
+    """The border to a feature with which ranks keep parts of tensors: what states say of those.
+    This one is for whole tensors alone."""
+
+    # What a state's header says of whole tensors.
+    of_none: Dict[str, Any] = {}
+
+    def of_tensors(self, tensors: Iterable[Tensor]) -> Dict[str, Any]:
+        """What a state's header says of these."""
+        return self.of_none
+
+    def wrong(self, header: Mapping[str, Any]) -> Difference:
+        """The difference to what a header may say, if there is one."""
+        return None
+
+    def refuse_missing(self, headers: Sequence[Mapping[str, Any]]) -> None:
+        """Raises ValueError where all ranks' parts do not make tensors up."""
+
+    def alike(self, header: Mapping[str, Any]) -> Dict[str, Any]:
+        """What all ranks say alike, of what a header says."""
+        return {}
+
+    def shape(self, header: Mapping[str, Any], name: str, array: np.ndarray) -> Tuple[int, ...]:
+        """That of a tensor's array, were it of the whole tensor."""
+        return array.shape
+
+    def whole(self, arrays: Arrays, header: Mapping[str, Any]) -> Arrays:
+        """A rank's arrays, as long as its tensors. They are zero outside of its parts: means over
+        ranks are then what results are still to bring."""
+        return arrays
+
+    def own(self, tensor: Tensor, arrays: Dict[str, np.ndarray]) -> Dict[str, np.ndarray]:
+        """A rank's part of means over ranks of a tensor's whole arrays."""
+        return arrays
+
+
+# A feature replaces it.
+parts = Parts()
 
 
 class Saved(NamedTuple):
@@ -78,8 +117,10 @@ def portable(state: Dict[str, Any], transport: Reducing, label: str) -> Dict[str
     """The state_dict of which this rank's is `state`, for any number of ranks: the mean over all
     ranks of every array, which leaves those that are alike on all ranks as they are. All ranks call
     it. MismatchError where they are not at the same step."""
-    said = {key: value for key, value in state.items() if key not in ("rank", "tensors", "shards")}
-    arrays = whole(state["tensors"], state["shards"])
+    said = {
+        key: value for key, value in state.items() if key not in ("rank", "tensors", *parts.of_none)
+    }
+    arrays = parts.whole(state["tensors"], state)
     agree(
         transport,
         f"{label}.portable",
@@ -88,8 +129,8 @@ def portable(state: Dict[str, Any], transport: Reducing, label: str) -> Dict[str
     )
     return {
         **state,
+        **parts.of_none,
         "rank": None,
-        "shards": {},
         "tensors": means_over_ranks(arrays, transport, label),
     }
 
@@ -126,7 +167,8 @@ def read(state: Any) -> Saved:
     try:
         header = {key: state[key] for key in _HEADER}
         # The first files have none.
-        header.update((key, state.get(key, {})) for key in ("dense_until", "shapes", "shards"))
+        later = ("dense_until", "shapes", *parts.of_none)
+        header.update((key, state.get(key, {})) for key in later)
         arrays = {
             name: {key: np.asarray(a) for key, a in named.items()}
             for name, named in state["tensors"].items()
@@ -137,7 +179,7 @@ def read(state: Any) -> Saved:
     refuse(wrong_count("size", size) or (None if rank is None else wrong_count("rank", rank)))
     if rank is not None and rank >= size:
         refuse(("rank", Words(f"below its size of {size}"), rank))
-    refuse(_wrong_shards(header["shards"], size) or _wrong_shapes(header["shapes"]))
+    refuse(parts.wrong(header) or _wrong_shapes(header["shapes"]))
     return Saved(header, arrays)
 
 
@@ -148,7 +190,7 @@ def checked(state: Any, identity: Dict[str, Any], wrong_step: Callable[[Any], Di
     found = _joined(state, identity) if isinstance(state, (list, tuple)) else read(state)
     expected = {"format": _FORMAT, **identity}
     if found.header["rank"] is None:
-        expected.update(rank=None, size=found.header["size"], shards={})
+        expected.update(rank=None, size=found.header["size"], **parts.of_none)
     difference = first_difference(expected, {key: found.header[key] for key in expected})
     refuse(
         difference
@@ -185,14 +227,8 @@ def restore(tensors: Iterable[Tensor], arrays: Arrays) -> None:
     """Copies a state's arrays into the tensors'. ValueError, and nothing changed, where they do not
     fit."""
     tensors = list(tensors)
-    arrays = {
-        **arrays,
-        **{
-            t.name: own_part(t.shard, arrays[t.name], BESIDE)
-            for t in tensors
-            if t.shard and t.name in arrays
-        },
-    }
+    its = {t.name: parts.own(t, arrays[t.name]) for t in tensors if t.name in arrays}
+    arrays = {**arrays, **its}
     expected = _layout(
         {
             t.name: {key: array for key, array in t.state.arrays.items() if key not in BESIDE}
@@ -276,25 +312,19 @@ def _joined(states: Sequence[Any], identity: Dict[str, Any]) -> Saved:
             f"the state of rank {', '.join(missing)}{more} is missing: load the list of all "
             f"{size} ranks' states"
         )
-    of_ranks = [by_rank[rank].header["shards"] for rank in range(size)]
-    for name in of_ranks[0]:
-        _refuse_parts_missing(name, [Shard(*shards[name]) for shards in of_ranks])
-    if (
-        size == identity["size"]
-        and by_rank[identity["rank"]].header["shards"] == identity["shards"]
-    ):
-        return by_rank[identity["rank"]]
-    means = mean_of(
-        [whole(by_rank[rank].arrays, by_rank[rank].header["shards"]) for rank in range(size)]
-    )
-    return Saved({**by_rank[0].header, "rank": None, "shards": {}}, means)
+    all_ranks = [by_rank[rank] for rank in range(size)]
+    parts.refuse_missing([each.header for each in all_ranks])
+    if size == identity["size"]:
+        own = by_rank[identity["rank"]]
+        if all(own.header[key] == identity[key] for key in parts.of_none):
+            return own
+    means = mean_of([parts.whole(each.arrays, each.header) for each in all_ranks])
+    return Saved({**by_rank[0].header, **parts.of_none, "rank": None}, means)
 
 
 def _said_by_all(state: Saved) -> Dict[str, Any]:
-    said, shards = dict(state.header), state.header["shards"]
-    del said["rank"]
-    said["shards"] = {name: list(shard[2:]) for name, shard in shards.items()}
-    return {**said, "tensors": _layout(state.arrays, shards)}
+    said = {key: value for key, value in state.header.items() if key != "rank"}
+    return {**said, **parts.alike(state.header), "tensors": _layout(state.arrays, state.header)}
 
 
 def _wrong_dense_until(until: Any) -> Difference:
@@ -302,18 +332,6 @@ def _wrong_dense_until(until: Any) -> Difference:
         wrong_count(name, step) for name, step in until.items()
     )
     return None if good else ("dense_until", "steps by tensor", until)
-
-
-def _wrong_shards(shards: Any, size: int) -> Difference:
-    parts = shards.items() if isinstance(shards, dict) else [("", shards)]
-    for name, part in parts:
-        good = isinstance(part, (list, tuple)) and len(part) == len(Shard._fields)
-        good = good and not any(wrong_count(name, number) for number in part)
-        if not good or not part[0] <= part[1] <= part[2] or not 1 <= part[3] <= size:
-            where = f"shards.{name}" if name else "shards"
-            right = Words(f"first, last, numel and ranks of a part, at most {size} ranks,")
-            return where, right, part
-    return None
 
 
 def _wrong_shapes(shapes: Any) -> Difference:
@@ -324,30 +342,12 @@ def _wrong_shapes(shapes: Any) -> Difference:
     return None if good else ("shapes", Words("lengths by tensor"), shapes)
 
 
-def _refuse_parts_missing(name: str, parts: Sequence[Shard]) -> None:
-    """Raises ValueError where all ranks' parts of a tensor, which say its length and their number
-    alike, do not make it up on every host."""
-    found = collections.Counter((part.first, part.last) for part in parts)
-    numel, ranks = parts[0].numel, parts[0].ranks
-    starts = [*(first for first, _ in sorted(found)), numel]
-    ends = [0, *(last for _, last in sorted(found))]
-    if starts != ends or len(found) != ranks or set(found.values()) != {len(parts) / ranks}:
-        (where,), (said,) = shown(f"shards.{name}"), shown(sorted(found))
-        raise ValueError(
-            f"the states of all ranks do not belong together: {where} is {said}, which are not "
-            f"{ranks} parts of {numel} elements on each host. Load the states that one job has "
-            "saved"
-        )
-
-
-def _layout(arrays: Arrays, shards: Mapping[str, Sequence[int]] = {}) -> Dict[str, Dict[str, str]]:
-    """What arrays are; shards: of which parts they are, to say what the whole ones would be."""
-
-    def shape(name: str, array: np.ndarray) -> Tuple[int, ...]:
-        shard = Shard(*shards.get(name, (0, -1, 0, 1)))
-        return (shard.numel,) if array.shape == (shard.last - shard.first,) else array.shape
-
+def _layout(arrays: Arrays, header: Mapping[str, Any] = {}) -> Dict[str, Dict[str, str]]:
+    """What arrays are; header: of the state that has them, to say what whole ones would be."""
     return {
-        name: {key: f"{array.dtype} of {shape(name, array)}" for key, array in named.items()}
+        name: {
+            key: f"{array.dtype} of {parts.shape(header, name, array)}"
+            for key, array in named.items()
+        }
         for name, named in arrays.items()
     }

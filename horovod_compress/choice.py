@@ -204,7 +204,7 @@ class Controller:
 def held_back(spec: str, gradients: Dict[str, np.ndarray]) -> float:
     """‖g − C(g)‖²/‖g‖² over all these gradients, of one rank alone, in a first step."""
     compressor: Any = get_compressor(spec)
-    if compressor.corrects_momentum:
+    if compressor.traits.corrects_momentum:
         compressor = compressor.bound(0.0, False)
     sent = simulate(compressor, [[gradients]]).mean[0]
     norms = [

@@ -14,15 +14,17 @@ from typing import Any, Collection, Dict, List, Optional, Tuple, cast
 import numpy as np
 
 from . import checkpoint, kernels
-from .compressors.base import Compressor, Model, Step
+from .compressors.base import Compressor, Step
+from .compressors.model import Model
 from .handover import Handover
-from .hosts import Host, sharded
 from .loss_scale import LossScale
+from .machine import Machine
 from .plan import compressor_for
 from .records import Stats, TensorStats
 from .requests import DECLARABLE, FLOAT32, TensorStep
 from .step import SENT, SPENT, Begin, Extension, Tensor, tensor_step
 from .wire import FrameLength
+from .wrappers import wrapped
 
 _log = logging.getLogger("horovod_compress")
 
@@ -41,7 +43,7 @@ class Transaction:
 class Driver(ABC):
     """One rank's side of a compression. compressor: the configuration in force; dense_alone: where
     there is one rank only, nothing is held back, because nothing travels; host: the ranks of this
-    one's host, for `hosts=true`. `extensions` are by name, the innermost first."""
+    one's machine, where features need them. `extensions` are by name, the innermost first."""
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class Driver(ABC):
         size: int,
         label: str,
         dense_alone: bool = False,
-        host: Optional[Host] = None,
+        host: Optional[Machine] = None,
     ) -> None:
         self.compressor = compressor
         self._label = label
@@ -58,7 +60,7 @@ class Driver(ABC):
         self.host = host
         self._tensors: Dict[str, Tensor] = {}
         self._model = Model()
-        self._now = Step(0, rank, size, clip_norm=compressor.clip_norm)
+        self._now = Step(0, rank, size, clip_norm=compressor.policy.clip_norm)
         self._steps_ended = self._steps_undone = 0
         self._dense_was_logged = False
         self.handover = Handover()
@@ -127,24 +129,16 @@ class Driver(ABC):
 
     def on_device(self, name: str) -> bool:
         """Whether a tensor's steps can be where its gradient is, if that is a device; else they are
-        on the host, as an owner's sums are."""
+        on the host."""
         tensor = self._tensors.get(name)
-        split = tensor is not None and any(
-            collective.verb == "alltoall" for collective in tensor.declared
-        )
-        return (
-            tensor is not None
-            and tensor.compressor.on_device
-            and not split
-            and tensor.numel < 2**31
-        )
+        return tensor is not None and tensor.compressor.traits.on_device and tensor.numel < 2**31
 
     def carries_float64(self, name: str) -> bool:
         """Whether gradients of float64 of this tensor may come as such, because they are not
         compressed; else they have to be float32."""
         tensor = self._tensors.get(name)
         clips = self._now.clip_norm is not None
-        return tensor is not None and tensor.compressor.carries_float64 and not clips
+        return tensor is not None and tensor.compressor.traits.carries_float64 and not clips
 
     @property
     def under_way(self) -> bool:
@@ -178,7 +172,7 @@ class Driver(ABC):
 
     def _add(self, name: str, shape: tuple, variant: Compressor) -> Tensor:
         """Makes a tensor known."""
-        chosen = sharded(compressor_for(variant, name, shape), self.host, shape)
+        chosen = wrapped(compressor_for(variant, name, shape), shape, self.host)
         digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
         state, declared = chosen.init(name, shape), chosen.collectives(self._now.size)
         undeclared = [
@@ -302,7 +296,7 @@ class Driver(ABC):
             if name in before[1]:
                 gain = gains.get(name, 1.0)
                 self.handover.hand_over(before[1][name], tensor, gain, factor)
-        self.expect(clip_norm=compressor.clip_norm)
+        self.expect(clip_norm=compressor.policy.clip_norm)
         self._latest, self._dense_was_logged = Transaction(), False
 
     @property
@@ -319,13 +313,12 @@ class Driver(ABC):
 
     def _identity(self) -> Dict[str, Any]:
         """What a state must have in common with what it is loaded into."""
-        shards = {tensor.name: list(tensor.shard) for tensor in self.tensors if tensor.shard}
         return {
             "id": self.compressor.id,
             "rank": self._now.rank,
             "size": self._now.size,
-            "seed": self.compressor.seed,
-            "shards": shards,
+            "seed": self.compressor.policy.seed,
+            **checkpoint.parts.of_tensors(self.tensors),
         }
 
     def state_dict(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:

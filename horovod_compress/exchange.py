@@ -16,9 +16,11 @@ import numpy as np
 
 from . import checkpoint, kernels
 from .compressors.base import Compressor
+from .compressors.wrapper import with_options
 from .driver import Driver, Transaction
-from .hosts import Host
+from .handshake import check_step_numbers, step_numbers
 from .kernels import DeviceCall
+from .machine import Machine
 from .requests import (
     FLOAT32,
     Allgather,
@@ -26,12 +28,11 @@ from .requests import (
     Alltoall,
     Final,
     HostReduce,
-    SelectAgain,
+    Joint,
     StepNorm,
 )
-from .split import split_step
-from .stages import AT_WORK, CALL, DECODE, LAST, NORM, ROUND, SPLIT, Pending, Stage, Stages
-from .step import Tensor, check_step_numbers, conclude, step_numbers
+from .stages import AT_WORK, CALL, DECODE, JOINT, LAST, NORM, ROUND, Pending, Stage, Stages
+from .step import Tensor, conclude
 from .transport.base import Transport
 from .wire import FrameLength
 
@@ -69,14 +70,13 @@ class Exchange(Driver):
         tensors: Dict[str, Tuple[tuple, Compressor]],
         label: str = "hvdc",
         dense_alone: bool = False,
-        host: Optional[Host] = None,
+        host: Optional[Machine] = None,
     ) -> None:
         super().__init__(compressor, transport.rank, transport.size, label, dense_alone, host)
         self.transport = transport
         for name, (shape, variant) in tensors.items():
             self._add(name, shape, variant)
-        # Of both hops of what is split.
-        self._split_lengths = transport.frame_length(), transport.frame_length()
+        self._joint_lengths = transport.frame_length(), transport.frame_length()
         self._transaction = Transaction(0)
         self._collectives = transport  # of the transaction
         self._stages = Stages()  # of the transaction
@@ -156,8 +156,8 @@ class Exchange(Driver):
             for pending, answer in zip(waiting, answers):
                 self._advance(pending, answer)
             self._call(CALL, self._advance)
-        if self._stages.at[SPLIT]:
-            yield from self._split(factor)
+        if self._stages.at[JOINT]:
+            yield from self._exchange_jointly(factor)
 
     def finish(self, name: str, reduced: np.ndarray) -> None:
         """Leaves the step's result in the memory of the gradient that was submitted; where that is
@@ -165,7 +165,7 @@ class Exchange(Driver):
         carrier as the host brought it back. A result that is not finite on some rank is not finite
         on all of them."""
         pending = self._stages.open.get(name)
-        if pending is not None and (self._stages.before_last or pending.stage is SPLIT):
+        if pending is not None and (self._stages.before_last or pending.stage is JOINT):
             self.flush(1.0 if self.is_payload(name, pending.carrier) else float(reduced[0]))
         if pending is None or pending.stage is not LAST:
             raise RuntimeError(f"{name}: its step has failed before: submit it again")
@@ -226,8 +226,8 @@ class Exchange(Driver):
         elif not isinstance(request, Final):
             if request.op != "max":
                 pending.wait = self._start(f".{name}.round", request, pending.tensor)
-        elif isinstance(request.request, SelectAgain):
-            stage = SPLIT
+        elif isinstance(request.request, Joint):
+            stage = JOINT
             self._collectives.expect_gather()
         else:
             stage = LAST
@@ -293,30 +293,31 @@ class Exchange(Driver):
                 wait(), self._transaction.number, self.transport.size, self.transport.joined
             )
 
-    def _split(self, factor: float) -> Iterator[None]:
-        """Exchanges the entries of all tensors that wait for that. Yields as `rounds` does."""
-        waiting = self._stages.waiting(SPLIT)
+    def _exchange_jointly(self, factor: float) -> Iterator[None]:
+        """Makes the exchange of all tensors that wait for that. Yields as `rounds` does."""
+        waiting = self._stages.waiting(JOINT)
         waiting.sort(key=lambda pending: pending.tensor.name)
         self._stages.take(waiting)
-        counters, size = waiting[0].tensor.counters, self.transport.size
-        requests = [pending.request.request for pending in waiting]
-        hops = split_step(
-            requests, self.transport.rank, size, self._now.index, factor / size, self._split_lengths
-        )
+        counters = waiting[0].tensor.counters
+        joints = [pending.request.request for pending in waiting]
+        step = dataclasses.replace(self._now, gain=factor / self._now.size)
+        exchanging = joints[0].exchange(joints, step, self._joint_lengths)
         answer: Any = None
         try:
             while True:
                 started = time.perf_counter()
-                request = hops.send(answer)
-                wait = self._start(f":split.{request.verb}", request, waiting[0].tensor)
+                request = exchanging.send(answer)
+                wait = self._start(f":{joints[0].label}.{request.verb}", request, waiting[0].tensor)
                 counters["encode_seconds"] += time.perf_counter() - started
                 yield
                 started = time.perf_counter()
                 answer = wait()
                 counters["exchange_seconds"] += time.perf_counter() - started
         except StopIteration as stop:
-            for pending, selected in zip(waiting, stop.value):
-                pending.wait = lambda selected=selected: selected
+            for pending, arrived in zip(waiting, stop.value):
+                pending.tensor.counters["bytes_sent"] += arrived.sent
+                pending.tensor.counters["bytes_received"] += arrived.received
+                pending.wait = lambda result=arrived.result: result
                 self._stages.move(pending, LAST)
 
     def _end(self) -> None:
@@ -369,7 +370,7 @@ class Exchange(Driver):
         """Changes options of one tensor's compressor between steps (a momentum that a scheduler has
         changed)."""
         tensor = self._tensors[name]
-        tensor.compressor = tensor.compressor.with_options(**options)
+        tensor.compressor = with_options(tensor.compressor, **options)
 
     def steps_taken(self) -> int:
         return self._now.index

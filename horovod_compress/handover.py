@@ -12,6 +12,7 @@ import numpy as np
 
 from . import checkpoint
 from .compressors.base import Compressor, State, Step
+from .compressors.wrapper import Wrapper, unwrapped
 from .kernels import beside
 from .requests import Allreduce, HostReduce, TensorStep
 from .step import Begin, Extension, Tensor
@@ -26,38 +27,38 @@ def owed(compressor: Compressor, state: State) -> Optional[np.ndarray]:
     there is none."""
     debt, u = compressor.residual(state), state.arrays.get("u")
     # What later steps bring of a u of 1 where no gradients follow: m + m² + …
-    m = compressor.m
+    m, nesterov = compressor.policy.m, compressor.policy.nesterov
     to_come = 0.0 if m == 1 else m / (1 - m)
     if u is not None and m:
         # Without a residual, u is of results, as SGD's buffer is.
-        of_buffer = m if debt is None and compressor.nesterov else 1
+        of_buffer = m if debt is None and nesterov else 1
         later = np.float32(to_come * of_buffer) * u
         debt = later if debt is None else debt + later
-    shard = compressor.shard
-    return debt if debt is None or shard is None else shard.whole(debt)
+    if isinstance(compressor, Wrapper) and debt is not None:
+        return compressor.whole(debt)
+    return debt
 
 
 def late(compressor: Compressor, debt: np.ndarray) -> np.ndarray:
     """The gradient of which the algorithm's momentum makes a debt: g + m·g + m²·g + …"""
     # An algorithm of another package may have an option m that is no momentum.
-    m = compressor.m if "u" in compressor.kept else 0
+    m = compressor.policy.m if "u" in compressor.kept else 0
     return debt if m in (0, 1) else np.float32(1 - m) * debt
 
 
 def _accepts(compressor: Compressor, state: State, debt: np.ndarray) -> bool:
     """Adds a debt to a state that has a place for it; returns whether it has, alike on all
     ranks."""
-    residual, u, m = compressor.residual(state), state.arrays.get("u"), compressor.m
+    residual, u, policy = compressor.residual(state), state.arrays.get("u"), compressor.policy
     # A residual that follows the learning rate would have to say for which one the debt is meant.
-    # The debt is this rank's of the whole tensor, where a shard is of one part for several ranks.
-    if residual is None or compressor.follow_lr or compressor.shard is not None:
+    if residual is None or policy.follow_lr or _pays(compressor):
         return False
-    if u is None or m == 1:
+    if u is None or policy.m == 1:
         residual += debt
         return True
     gradient = late(compressor, debt)
-    u += np.float32(m if compressor.nesterov else 1) * gradient
-    residual += np.float32(1 + m if compressor.nesterov else 1) * gradient
+    u += np.float32(policy.m if policy.nesterov else 1) * gradient
+    residual += np.float32(1 + policy.m if policy.nesterov else 1) * gradient
     return True
 
 
@@ -110,8 +111,7 @@ class Handover(Extension):
         debt = tensor.state.arrays.get(OWED)
         if debt is None:
             return begin(tensor, grad, step)
-        # A shard's compressor adds it to what the ranks of a machine share.
-        if tensor.shard is not None:
+        if _pays(tensor.compressor):
             return _paying(tensor, begin(tensor, grad, step), None)
         debt = late(tensor.compressor, debt)
         if not tensor.keeps_gradients:
@@ -120,6 +120,10 @@ class Handover(Extension):
         # A graph has an operation for the type that `encode` makes, which may be float16.
         dense = tensor.declared[0].verb != "host"
         return _paying(tensor, begin(tensor, grad, dataclasses.replace(step, dense=dense)), debt)
+
+
+def _pays(compressor: Compressor) -> bool:
+    return isinstance(compressor, Wrapper) and compressor.pays_debts
 
 
 def _paying(tensor: Tensor, step: TensorStep, debt: Optional[np.ndarray]) -> TensorStep:
@@ -147,4 +151,4 @@ def _paying(tensor: Tensor, step: TensorStep, debt: Optional[np.ndarray]) -> Ten
 def _kind(compressor: Compressor, arrays: Dict[str, np.ndarray]) -> Any:
     """Where this is alike, arrays mean the same."""
     shapes = {key: array.shape for key, array in arrays.items()}
-    return type(compressor), compressor.id, shapes
+    return type(unwrapped(compressor)), compressor.id, shapes

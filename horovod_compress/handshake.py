@@ -1,4 +1,5 @@
-"""All ranks compare their configurations before they exchange anything that depends on them."""
+"""All ranks compare their configurations before they exchange anything that depends on them. Their
+steps' numbers are compared where sums are, which do not carry those."""
 
 import contextlib
 import hashlib
@@ -150,3 +151,28 @@ def first_difference(expected: Any, found: Any, path: str = "") -> Optional[Tupl
     except (RuntimeError, ValueError):
         alike = False
     return None if alike else (path, expected, found)
+
+
+def step_numbers(index: int) -> np.ndarray:
+    """int64 whose sum over ranks says whether all ranks are at one step: once a step with sums,
+    which do not carry their step's number as frames do, drivers exchange these before they use a
+    sum."""
+    return np.array([1, index, index * index], np.int64)
+
+
+def check_step_numbers(
+    summed: np.ndarray, index: int, size: int, joined: Callable[[], Sequence[int]] = list
+) -> None:
+    """MismatchError where ranks are at different steps, RuntimeError where some are gone; joined:
+    finds out which have called hvd.join()."""
+    ranks, total, squares = summed.tolist()
+    if ranks != size:
+        raise error_of_joined(
+            size - ranks, size, joined(), "sums of this compression are wrong without them"
+        )
+    # Equal numbers, and only those, have no variance.
+    if ranks * squares != total * total:
+        raise MismatchError(
+            f"this rank is at step {index}, others are not: was a state loaded, or did training "
+            f"begin, on some ranks only?"
+        )

@@ -6,26 +6,31 @@ rows: its state, and the time to encode, are 1/L of a tensor's. Every rank gathe
 are H payloads' worth of bytes in place of H·L. For an algorithm the hosts are the ranks.
 """
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import mmap
 import os
 import secrets
 from collections.abc import Generator
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from . import kernels
-from .compressors.base import Compressor, Decoded, Shard, State, Step, result_of, zeros
+from . import checkpoint, kernels
+from .averaging import Arrays
+from .compressors.base import Compressor, State, Step, result_of, zeros
+from .compressors.topk import TopK
+from .compressors.wrapper import Wrapper
 from .handover import OWED, late
-from .handshake import Gathering, gather
+from .handshake import Gathering, Words, gather, shown
+from .machine import Machine
 from .requests import Allreduce, Collective, HostReduce
+from .step import Tensor
 
 _TOGETHER = Collective("allreduce", "float32", "max")
-# What drivers read of a compressor's class.
-_AS_INSIDE = ("id", "number", "kept", "clip_norm", "follow_lr", "m", "nesterov")
 _ALIGNED = 16  # float32 of a cache line
 _FOLDER = "/dev/shm"
 # Characters.
@@ -35,63 +40,41 @@ _ADVICE = (
 )
 
 
-class Host:
-    """The ranks of this rank's host, and the memory in which each puts its gradients.
+class SharedMemory:
+    """The memory in which each rank of a machine puts its gradients."""
 
-    local: which of them this is; size: how many they are, as many on every host; places: the same
-    of all ranks, by rank, once `meet` has been called.
-    """
-
-    def __init__(self, local: int, size: int) -> None:
-        self.local, self.size = local, size
-        self.places: Sequence[int] = ()
+    def __init__(self) -> None:
         self._slots: Dict[str, np.ndarray] = {}
         self._wanted: Dict[str, int] = {}
 
     @classmethod
-    def group(cls, ranks: int, size: int) -> List["Host"]:
-        """Those of `ranks` ranks in one process, of which every `size` that follow each other are a
-        host. ValueError where that does not come out even."""
-        _refuse_uneven(ranks, size)
-        memories: List[Dict[str, np.ndarray]] = [{} for _ in range(ranks // size)]
-        hosts = [_InProcess(rank % size, size) for rank in range(ranks)]
-        places = [rank % size for rank in range(ranks)]
-        for rank, host in enumerate(hosts):
-            host._slots, host.places = memories[rank // size], places
-        return list(hosts)
+    def of(cls, machine: Machine) -> "SharedMemory":
+        """That of a machine, the same for all tensors."""
+        return machine.kept.setdefault("memory", cls())
 
-    @classmethod
-    def alone(cls, ranks: int, size: int) -> "Host":
-        """The first of `ranks` ranks on hosts of `size`, to measure what one does without the
-        others: their gradients are zero, and all parts are taken for its own. ValueError where that
-        does not come out even."""
-        _refuse_uneven(ranks, size)
-        host = _InProcess(0, size)
-        host.places = [0] * ranks
-        return host
-
-    @property
-    def waits(self) -> bool:
-        """Whether tensors have no memory yet: `meet` is due."""
-        return bool(self._wanted)
-
-    def want(self, name: str, numel: int) -> None:
-        """Has a tensor's memory made by the next `meet`."""
-        if name not in self._slots:
+    def want(self, machine: Machine, name: str, numel: int) -> None:
+        """Has a tensor's memory made, by the next `Machine.arrange` where ranks are processes."""
+        if machine.together is not None:
+            if name not in machine.together:
+                slots = zeros(machine.size * numel).reshape(machine.size, numel)
+                machine.together[name] = slots
+            self._slots[name] = machine.together[name]
+        elif name not in self._slots:
+            if not self._wanted:
+                machine.due.append(functools.partial(self._make, machine))
             self._wanted[name] = numel
 
     def slots(self, name: str) -> np.ndarray:
-        """The memory of a tensor's gradients, float32, one row for each rank of the host."""
+        """The memory of a tensor's gradients, float32, one row for each rank of the machine."""
         return self._slots[name]
 
-    def meet(self, transport: Gathering, label: str, host: int) -> None:
-        """Makes the memory of tensors that have none. All ranks call it alike; host: which host
-        this rank says to be on. RuntimeError, on all ranks alike, where the ranks of one host
-        cannot share memory."""
-        mine = [host, self.local, secrets.token_hex(_TOKEN // 2)]
+    def _make(self, machine: Machine, transport: Gathering, label: str, number: int) -> None:
+        """Makes the memory of tensors that have none. RuntimeError, on all ranks alike, where the
+        ranks of one machine cannot share memory."""
+        mine = [number, machine.local, secrets.token_hex(_TOKEN // 2)]
         said = gather(transport, f"{label}.hosts", mine)
-        self.places = [local for _, local, _ in said]
-        tokens = {local: token for each, local, token in said if each == host}
+        machine.places = [local for _, local, _ in said]
+        tokens = {local: token for each, local, token in said if each == number}
         numels = list(self._wanted.values())
         starts = np.cumsum([0, *(-(-numel // _ALIGNED) * _ALIGNED for numel in numels)])
         # Until all have opened it, the file has a name and holds their tokens. It gets its memory
@@ -99,7 +82,7 @@ class Host:
         path = os.path.join(_FOLDER, f"horovod_compress-{next(iter(tokens.values()))}")
         with contextlib.ExitStack() as stack:
             try:
-                problem, handle = _try(lambda: _opened(path, self.local, tokens[self.local]))
+                problem, handle = _try(lambda: _opened(path, machine.local, tokens[machine.local]))
                 if handle is not None:
                     stack.callback(os.close, handle)
                 problems = gather(transport, f"{label}.opened", problem)
@@ -107,9 +90,9 @@ class Host:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
             if not any(problems):
-                count = max(int(starts[-1]), _ALIGNED) * self.size
+                count = max(int(starts[-1]), _ALIGNED) * machine.size
                 memory: Any = None
-                problem = self._missing(handle, tokens)
+                problem = _missing(handle, tokens, machine.size)
                 if problem is None:
                     problem, memory = _try(lambda: _mapped(handle, count))
                 problems = gather(transport, f"{label}.shared", problem)
@@ -119,36 +102,23 @@ class Host:
                     f"hosts=true: rank {other} cannot share memory with the ranks of its host: "
                     f"{problem}"
                 )
-        rows = memory.reshape(self.size, -1)
+        rows = memory.reshape(machine.size, -1)
         self._slots.update(
             (name, rows[:, start : start + numel])
             for name, numel, start in zip(self._wanted, numels, starts.tolist())
         )
         self._wanted.clear()
 
-    def _missing(self, handle: int, tokens: Dict[int, str]) -> Optional[str]:
-        """Why ranks of this host are not those that have opened this file."""
-        places = range(self.size)
-        found = {local: os.pread(handle, _TOKEN, local * _TOKEN).decode() for local in places}
-        missing = [str(local) for local in found if found[local] != tokens.get(local)]
-        return (
-            f"what local rank {', '.join(missing)} has put into {_FOLDER} is not there. {_ADVICE}"
-            if missing
-            else None
-        )
 
-
-class _InProcess(Host):
-    """A rank of several in one process."""
-
-    def want(self, name: str, numel: int) -> None:
-        if name not in self._slots:
-            self._slots[name] = zeros(self.size * numel).reshape(self.size, numel)
-
-
-def _refuse_uneven(ranks: int, size: int) -> None:
-    if size < 1 or ranks % size:
-        raise ValueError(f"{ranks} ranks are not hosts of {size}")
+def _missing(handle: int, tokens: Dict[int, str], size: int) -> Optional[str]:
+    """Why the `size` ranks of this machine are not those that have opened this file."""
+    found = {local: os.pread(handle, _TOKEN, local * _TOKEN).decode() for local in range(size)}
+    missing = [str(local) for local in found if found[local] != tokens.get(local)]
+    return (
+        f"what local rank {', '.join(missing)} has put into {_FOLDER} is not there. {_ADVICE}"
+        if missing
+        else None
+    )
 
 
 def _try(make: Any) -> Tuple[Optional[str], Any]:
@@ -177,39 +147,75 @@ def _mapped(handle: int, numel: int) -> np.ndarray:
     return np.frombuffer(mmap.mmap(handle, 4 * numel), np.float32)
 
 
+def _for_part(compressor: Compressor, ranks: int) -> Compressor:
+    """The compressor for one of so many parts of a tensor, which together send what it sends of the
+    whole: numbers of entries are a part's, but for those of chunks."""
+    if not isinstance(compressor, TopK) or compressor.chunk:
+        return compressor
+    k = compressor.k and -(-compressor.k // ranks)
+    return dataclasses.replace(compressor, min_k=-(-compressor.min_k // ranks), k=k)
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
-class HostSharded(Compressor):
-    """Another compressor, for one tensor whose gradients are added on each host before. To drivers
-    it is that compressor.
+class HostSharded(Wrapper):
+    """Another compressor, for one tensor whose gradients are added on each host before.
 
     inner: of the part that this rank holds; shape: of the whole tensor, which has at least as many
-    rows as a host has ranks.
+    rows as a machine has ranks.
     """
 
-    takes_scale = True
+    pays_debts = True
 
-    inner: Compressor
-    host: Host
+    machine: Machine
     shape: Tuple[int, ...]
 
+    @classmethod
+    def around(
+        cls, compressor: Compressor, shape: Tuple[int, ...], machine: Optional[Machine]
+    ) -> Compressor:
+        """As of `Wrapper`. A tensor with fewer rows than a machine has ranks stays whole, and so
+        does one that has no rows, or nothing in them."""
+        if machine is None or machine.size == 1 or not compressor.policy.hosts:
+            return compressor
+        if not shape or shape[0] < machine.size or not math.prod(shape):
+            return compressor
+        return cls(_for_part(compressor, machine.size), machine, shape)
+
+    @classmethod
+    def needs_machine(
+        cls, compressor: Compressor, hvd: Any, process_set: Any, elastic: bool, tell: Any
+    ) -> bool:
+        if not compressor.policy.hosts:
+            return False
+        if process_set.process_set_id != 0:
+            raise ValueError(
+                "hosts=true needs all ranks of a host: leave process_set out, or hosts"
+            )
+        if elastic:
+            raise ValueError(
+                "hosts=true is not for elastic jobs, where a host's ranks may change: leave it out"
+            )
+        even = bool(hvd.mpi_ops.is_homogeneous())
+        if not even and hvd.rank() == 0:
+            tell(
+                "hosts=true has no effect, because hosts have different numbers of ranks: start as "
+                "many on each"
+            )
+        return even
+
     def __post_init__(self) -> None:
-        for name in _AS_INSIDE:
-            object.__setattr__(self, name, getattr(self.inner, name))
-        own = self.elements(self.host.local)
-        object.__setattr__(self, "shard", Shard(*own, self._numel, self.host.size))
+        super().__post_init__()
+        vars(self)["traits"] = self.traits._replace(takes_scale=True)
 
     def __repr__(self) -> str:
-        return f"{self.inner!r} on hosts of {self.host.size}"
-
-    def with_options(self, **options: Any) -> "HostSharded":
-        return dataclasses.replace(self, inner=self.inner.with_options(**options))
+        return f"{self.inner!r} on hosts of {self.machine.size}"
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (_TOGETHER, *self.inner.collectives(size))
 
     def rows(self, local: int) -> Tuple[int, int]:
         """The first row of a local rank's part, and that of the next."""
-        rows, size = self.shape[0], self.host.size
+        rows, size = self.shape[0], self.machine.size
         return rows * local // size, rows * (local + 1) // size
 
     def elements(self, local: int) -> Tuple[int, int]:
@@ -223,8 +229,8 @@ class HostSharded(Compressor):
         return math.prod(self.shape)
 
     def init(self, name: str, shape: Tuple[int, ...]) -> State:
-        first, last = self.rows(self.host.local)
-        self.host.want(name, self._numel)
+        first, last = self.rows(self.machine.local)
+        SharedMemory.of(self.machine).want(self.machine, name, self._numel)
         return self.inner.init(name, (last - first, *shape[1:]))
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Generator[Any, Any, Any]:
@@ -244,11 +250,11 @@ class HostSharded(Compressor):
     ) -> Generator[Allreduce, Any, np.ndarray]:
         """This rank's part of the gradient's memory, with the host's sum. The rest of the gradient
         is zero then."""
-        slots = self.host.slots(state.name)
-        kernels.of(grad).move(grad, slots[self.host.local], scale=step.scale)
+        slots = SharedMemory.of(self.machine).slots(state.name)
+        kernels.of(grad).move(grad, slots[self.machine.local], scale=step.scale)
         owed = state.arrays.get(OWED)
         if owed is not None:
-            slots[self.host.local] += late(self.inner, owed)
+            slots[self.machine.local] += late(self.inner, owed)
         # Answered when all ranks have sent it. Nobody writes here again before all have decoded
         # what this rank makes of it.
         yield Allreduce(np.zeros(1, np.float32), "max")
@@ -257,43 +263,112 @@ class HostSharded(Compressor):
             owed[np.isfinite(slots.sum(0))] = 0
             if not owed.any():
                 del state.arrays[OWED]
-        first, last = self.elements(self.host.local)
+        first, last = self.elements(self.machine.local)
         part = grad[first:last]
         kernels.of(part).add_up(part, [slot[first:last] for slot in slots])
         return part
 
     def payload_bits(self, numel: int, step: Step) -> Optional[float]:
-        first, last = self.elements(self.host.size - 1)  # the largest part
+        first, last = self.elements(self.machine.size - 1)  # the largest part
         bits = self.inner.payload_bits(last - first, step)
         return None if bits is None else bits * (last - first) / numel
 
+    @property
+    def shard(self) -> "Shard":
+        """The part of the tensor that this rank's state is of."""
+        return Shard(*self.elements(self.machine.local), self._numel, self.machine.size)
+
+    def whole(self, debt: np.ndarray) -> np.ndarray:
+        return self.shard.whole(debt)
+
     def part(self, out: np.ndarray, rank: int) -> np.ndarray:
-        first, last = self.elements(self.host.places[rank])
+        first, last = self.elements(self.machine.places[rank])
         return out[first:last]
 
-    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> Decoded:
-        return self.inner.add(body, out, scale)
 
-    def decode_dense(
-        self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float
-    ) -> Decoded:
-        return self.inner.decode_dense(reduced, out, state, scale)
+class Shard(NamedTuple):
+    """The part of a tensor that one of `ranks` ranks keeps: its first element, the one after its
+    last, and the tensor's number of elements."""
 
-    def residual(self, state: State) -> Optional[np.ndarray]:
-        return self.inner.residual(state)
+    first: int
+    last: int
+    numel: int
+    ranks: int
 
-    def end_step(self, state: State, succeeded: bool) -> None:
-        self.inner.end_step(state, succeeded)
+    def whole(self, part: np.ndarray) -> np.ndarray:
+        """A flat tensor with this part, and zero elsewhere."""
+        array = zeros(self.numel)
+        array[self.first : self.last] = part
+        return array
 
-    def apply_pending(self, state: State) -> None:
-        self.inner.apply_pending(state)
+
+class Shards(checkpoint.Parts):
+    """What states say of shards: {tensor: Shard} as "shards" in their headers."""
+
+    of_none = {"shards": {}}
+
+    def of_tensors(self, tensors: Iterable[Tensor]) -> Dict[str, Any]:
+        kinds = ((tensor.name, tensor.compressor) for tensor in tensors)
+        return {"shards": {name: list(c.shard) for name, c in kinds if isinstance(c, HostSharded)}}
+
+    def wrong(self, header: Mapping[str, Any]) -> checkpoint.Difference:
+        shards, size = header["shards"], header["size"]
+        for name, part in shards.items() if isinstance(shards, dict) else [("", shards)]:
+            good = isinstance(part, (list, tuple)) and len(part) == len(Shard._fields)
+            good = good and not any(checkpoint.wrong_count(name, number) for number in part)
+            if not good or not part[0] <= part[1] <= part[2] or not 1 <= part[3] <= size:
+                where = f"shards.{name}" if name else "shards"
+                right = Words(f"first, last, numel and ranks of a part, at most {size} ranks,")
+                return where, right, part
+        return None
+
+    def refuse_missing(self, headers: Sequence[Mapping[str, Any]]) -> None:
+        for name in headers[0]["shards"]:
+            shards = [Shard(*header["shards"][name]) for header in headers]
+            found = collections.Counter((shard.first, shard.last) for shard in shards)
+            numel, ranks = shards[0].numel, shards[0].ranks
+            starts = [*(first for first, _ in sorted(found)), numel]
+            ends = [0, *(last for _, last in sorted(found))]
+            if (
+                starts != ends
+                or len(found) != ranks
+                or set(found.values()) != {len(shards) / ranks}
+            ):
+                (where,), (said,) = shown(f"shards.{name}"), shown(sorted(found))
+                raise ValueError(
+                    f"the states of all ranks do not belong together: {where} is {said}, which are "
+                    f"not {ranks} parts of {numel} elements on each host. Load the states that one "
+                    "job has saved"
+                )
+
+    def alike(self, header: Mapping[str, Any]) -> Dict[str, Any]:
+        return {"shards": {name: list(shard[2:]) for name, shard in header["shards"].items()}}
+
+    def shape(self, header: Mapping[str, Any], name: str, array: np.ndarray) -> Tuple[int, ...]:
+        shard = Shard(*header.get("shards", {}).get(name, (0, -1, 0, 1)))
+        return (shard.numel,) if array.shape == (shard.last - shard.first,) else array.shape
+
+    def whole(self, arrays: Arrays, header: Mapping[str, Any]) -> Arrays:
+        def filled(name: str, array: np.ndarray) -> np.ndarray:
+            shard = Shard(*header["shards"].get(name, (0, -1, 0, 1)))
+            return shard.whole(array) if array.shape == (shard.last - shard.first,) else array
+
+        return {
+            name: {key: filled(name, array) for key, array in named.items()}
+            for name, named in arrays.items()
+        }
+
+    def own(self, tensor: Tensor, arrays: Dict[str, np.ndarray]) -> Dict[str, np.ndarray]:
+        if not isinstance(tensor.compressor, HostSharded):
+            return arrays
+        first, last, numel, ranks = tensor.compressor.shard
+        # A rank keeps its part for all ranks of its machine, but what is its own as it is.
+        return {
+            key: ranks * array[first:last]
+            if key not in checkpoint.BESIDE and array.shape == (numel,)
+            else array
+            for key, array in arrays.items()
+        }
 
 
-def sharded(compressor: Compressor, host: Optional[Host], shape: Tuple[int, ...]) -> Compressor:
-    """The compressor of a tensor on a host, by what its option `hosts` says. A tensor with fewer
-    rows than a host has ranks stays whole, and so does one that has no rows, or nothing in them."""
-    if host is None or host.size == 1 or not getattr(compressor, "hosts", False):
-        return compressor
-    if not shape or shape[0] < host.size or not math.prod(shape):
-        return compressor
-    return HostSharded(compressor.for_part(host.size), host, shape)
+checkpoint.parts = Shards()

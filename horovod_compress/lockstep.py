@@ -8,7 +8,7 @@ import numpy as np
 
 from .compressors.base import Compressor
 from .exchange import Exchange
-from .hosts import Host
+from .machine import Machine
 from .transport.base import Transport
 
 Named = Dict[str, np.ndarray]
@@ -22,11 +22,11 @@ def make_ranks(
 ) -> List[Exchange]:
     """The exchanges of connected ranks whose tensors have these names and shapes. local_size: how
     many ranks that follow each other are a host."""
-    hosts = Host.group(len(transports), local_size)
+    machines = Machine.group(len(transports), local_size)
     tensors = {name: (shape, compressor) for name, shape in shapes.items()}
     return [
-        Exchange(compressor, transport, tensors, host=host)
-        for transport, host in zip(transports, hosts)
+        Exchange(compressor, transport, tensors, host=machine)
+        for transport, machine in zip(transports, machines)
     ]
 
 

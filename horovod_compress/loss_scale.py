@@ -37,14 +37,14 @@ class LossScale(Extension):
         loss_scale = 1 / step.scale
         if tensor.keeps_gradients:
             step = dataclasses.replace(step, gain=loss_scale)
-            if tensor.compressor.takes_scale:
+            if tensor.compressor.traits.takes_scale:
                 return begin(tensor, grad, step)
             grad *= np.float32(step.scale)
             if step.squares is not None:
                 np.multiply(step.squares, np.float32(step.scale**2), out=step.squares)
             return begin(tensor, grad, dataclasses.replace(step, scale=1.0))
         of_results = bool(tensor.compressor.kept.keys() & tensor.state.arrays.keys())
-        gain = loss_scale if tensor.compressor.ignores_size else 1.0
+        gain = loss_scale if tensor.compressor.traits.ignores_size else 1.0
         if of_results:
             gain = step.scale
         limit = step.clip_norm and step.clip_norm * loss_scale

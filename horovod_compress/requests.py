@@ -6,7 +6,18 @@ graph is built before the first step.
 """
 
 import dataclasses
-from typing import Any, Generator, NamedTuple, Optional, Sequence, Union
+from typing import (
+    Any,
+    Callable,
+    ClassVar,
+    Generator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import numpy as np
 
@@ -90,29 +101,51 @@ class Alltoall(Exchanged):
     verb = "alltoall"
 
 
-class Split(NamedTuple):
-    """How a tensor's entries are split among ranks and selected again. k: entries that a rank sends
-    at most; accept: how many times as many owners accept of all ranks; values: how theirs travel, a
-    kind of `encode_sparse`."""
-
-    k: int
-    accept: float
-    values: str
+Lengths = Tuple[Callable[[int], int], Callable[[int], int]]
 
 
-@dataclasses.dataclass
-class SelectAgain:
-    """Has a tensor's entries added by the owners of their places, and the largest sums sent to all
-    ranks: all tensors of a step in one exchange, as `split.py` says. payload: this rank's, sparse;
-    grad: the gradient's memory, which is zero; residual: where this rank keeps what was not sent;
-    number, digest: as for a frame. Answered with `split.Selected`."""
+class Joint:
+    """A payload that travels together with those of a step's other tensors: the exchange of its
+    class is of all of them at once. Decoded by `Compressor.decode`; a graph has no operation for
+    it.
 
-    payload: Encoded
-    split: Split
-    grad: np.ndarray
-    residual: np.ndarray
-    number: int
-    digest: int
+    collective: the last one of that exchange; label: part of its collectives' names; elements: how
+    many this rank sends; digest: the tensor's, which `tensor_step` sets.
+    """
+
+    collective: ClassVar[Collective]
+    label: ClassVar[str]
+    digest: int = 0
+    elements: int
+
+    @classmethod
+    def exchange(
+        cls, joints: Sequence[Any], step: Any, lengths: Lengths
+    ) -> Generator["Exchanged", Any, List["Arrived"]]:
+        """The exchange of one step, on one rank.
+
+        Args:
+            joints: those of all tensors that have one, in the order of their names, alike on all
+                ranks.
+            step: the `Step`; its gain is the factor that results will get, as far as that is known.
+            lengths: what the memory of the first two messages is padded to, of all steps.
+
+        Yields:
+            Collectives, which are started and answered one after the other.
+
+        Returns:
+            What arrives for each of the tensors, in their order.
+        """
+        raise NotImplementedError
+
+
+class Arrived(NamedTuple):
+    """What an exchange of all tensors brings to one. result: for `Compressor.decode`; sent,
+    received: the tensor's share of this rank's bytes."""
+
+    result: Any
+    sent: int
+    received: int
 
 
 @dataclasses.dataclass
@@ -130,7 +163,7 @@ class Final:
     """The last exchange of a step: starts `request`, if there is one, and is answered with (what
     the host brought back, the result of the request or None)."""
 
-    request: Optional[Union[Allreduce, Allgather, SelectAgain]]
+    request: Optional[Union[Allreduce, Allgather, Joint]]
 
 
 @dataclasses.dataclass
@@ -144,6 +177,6 @@ class Outcome:
 
 
 # Encoded: a body, which every rank gathers in a frame.
-Payload = Union[HostReduce, Allreduce, Encoded]
+Payload = Union[HostReduce, Allreduce, Encoded, Joint]
 # Yields Requests; what it is sent depends on each.
 TensorStep = Generator[Any, Any, None]

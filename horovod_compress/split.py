@@ -8,30 +8,23 @@ what its values lose when they are coded, goes into its own residual. docs/wire-
 messages.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
 import struct
 import zlib
-from typing import (
-    Any,
-    Dict,
-    Generator,
-    Iterator,
-    List,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
 from . import kernels, wire
+from .compressors.base import GATHER, Asking, Compressor, State, Step, result_of
+from .compressors.wrapper import Wrapper
 from .kernels import Encoded, new_body
 from .kernels.reference.dense import TOO_LARGE
-from .requests import Allgather, Alltoall, SelectAgain
+from .machine import Machine
+from .requests import Allgather, Alltoall, Arrived, Collective, Joint, Lengths
 
 _LENGTH = struct.Struct("<I")
 # In place of a length: the rest is what an owner says of the entries that it was sent.
@@ -56,16 +49,159 @@ class Part(NamedTuple):
 Regions = Sequence[Sequence[Part]]  # by owner
 
 
+class Split(NamedTuple):
+    """How a tensor's entries are split among ranks and selected again. k: entries that a rank sends
+    at most; accept: how many times as many owners accept of all ranks; values: how theirs travel, a
+    kind of `encode_sparse`."""
+
+    k: int
+    accept: float
+    values: str
+
+
 class Selected(NamedTuple):
     """What becomes of one tensor on one rank. bodies: (first, last, sparse body of the sums
     accepted of these elements), None where something was not finite; left: (indices, values) for
-    this rank's residual; sent, received: bytes; scale: what sums were multiplied by."""
+    this rank's residual; scale: what sums were multiplied by."""
 
     bodies: Optional[List[Tuple[int, int, np.ndarray]]]
     left: Tuple[np.ndarray, np.ndarray]
-    sent: int
-    received: int
     scale: float
+
+
+@dataclasses.dataclass
+class SelectAgain(Joint):
+    """Has a tensor's entries added by the owners of their places, and the largest sums sent to all
+    ranks. payload: this rank's, sparse; grad: the gradient's memory, which is zero; residual: where
+    this rank keeps what was not sent; number, digest: as for a frame."""
+
+    payload: Encoded
+    split: Split
+    grad: np.ndarray
+    residual: np.ndarray
+    number: int
+    digest: int = 0
+    collective = GATHER
+    label = "split"
+
+    def __post_init__(self) -> None:
+        self.elements = self.payload.elements
+
+    @classmethod
+    def exchange(
+        cls,
+        joints: Sequence["SelectAgain"],
+        step: Step,
+        lengths: Lengths = (wire.exact, wire.exact),
+    ) -> Asking[List[Arrived]]:
+        """As of `Joint`. Sums are made in rank order in the memory of the owner's gradients, which
+        is zero before; it is so again of a tensor that is finite. WireError, on all ranks, where an
+        owner refuses what it was sent."""
+        regions = regions_of(
+            tuple((tensor.grad.size, tensor.split.k) for tensor in joints),
+            step.size,
+            joints[0].split.accept,
+        )
+        rank, own = step.rank, regions[step.rank]
+        messages = _Messages(joints, regions, step.index, lengths[1])
+        frames = [
+            messages.seal(bodies, owner, to=owner)
+            for owner, bodies in enumerate(_bodies_by_owner(joints, regions))
+        ]
+        total = sum(map(len, frames))
+        # Goes to nobody: Horovod's cache knows an alltoall by the length of its memory.
+        spare = np.zeros(lengths[0](total) - total, np.uint8)
+        arrived = yield Alltoall(np.concatenate([*frames, spare]), [len(frame) for frame in frames])
+        left = [_NONE_LEFT] * len(joints)
+        try:
+            entries = messages.unseal(arrived, [own] * step.size, rank, len(arrived[rank]), to=rank)
+            accepted = []
+            for i, part in enumerate(own):
+                body, left[part.tensor] = _accept(
+                    joints[part.tensor], part, [bodies[i] for bodies in entries], step.gain
+                )
+                accepted.append(body)
+            frame = messages.seal(accepted, rank)
+        except wire.WireError as error:
+            frame = messages.refusal(str(error))
+        gathered = yield Allgather(frame)
+        sums = messages.unseal([gathered], regions, rank, len(frame))
+        bodies: List[Optional[List[Tuple[int, int, np.ndarray]]]] = [[] for _ in joints]
+        for part, body in zip(itertools.chain(*regions), itertools.chain(*sums)):
+            found = bodies[part.tensor]
+            if len(body) and found is not None:
+                found.append((part.first, part.last, body))
+            else:
+                bodies[part.tensor] = None
+        return [
+            Arrived(Selected(its, kept, step.gain), sent, received)
+            for its, kept, sent, received in zip(bodies, left, messages.sent, messages.received)
+        ]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Splitting(Wrapper):
+    """Top-k, or one of its kin, whose entries are split and selected again. An owner's sums are
+    made on the CPU, in the gradient's memory, where a base would be left."""
+
+    @classmethod
+    def around(
+        cls, compressor: Compressor, shape: Tuple[int, ...], machine: Optional[Machine]
+    ) -> Compressor:
+        splits = compressor.policy.exchange == "split"
+        return cls(compressor) if splits else compressor
+
+    def collectives(self, size: int) -> Tuple[Collective, ...]:
+        return Collective("alltoall", "uint8"), GATHER
+
+    def payload_bits(self, numel: int, step: Step) -> Optional[float]:
+        bits = self.inner.payload_bits(numel, step)
+        # In place of all ranks' payloads this rank's own comes, so to speak, and what is accepted.
+        payloads = 1 + accepted(self.inner, step.size)
+        return None if bits is None else bits * payloads / step.size
+
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[SelectAgain]:
+        inner, residual = self.inner, self.residual(state)
+        encoded = yield from result_of(inner.encode(grad, state, step))
+        return SelectAgain(
+            encoded, split_of(inner, grad.size, step), grad, residual, inner.traits.number
+        )
+
+    def decode(
+        self, summed: Selected, out: np.ndarray, state: State, step: Step, scale: float
+    ) -> bool:
+        if summed.bodies is None:
+            out.fill(np.nan)
+            return False
+        finite, factor = True, scale / summed.scale
+        for first, last, body in summed.bodies:
+            try:
+                finite &= kernels.host.decode_add_sparse(out[first:last], body, scale=factor)
+            except ValueError as error:
+                where = f"sums of {state.name} from element {first} on"
+                raise wire.WireError(f"{where}: {error}") from None
+        state.sent = summed.left
+        return finite
+
+    def commit(self, state: State) -> None:
+        super().commit(state)
+        if state.sent:
+            # What this rank as an owner has not accepted, of all ranks' entries.
+            indices, values = state.sent
+            self.residual(state)[indices] += values
+
+
+def accepted(compressor: Any, size: int) -> float:
+    """How many times the entries that a rank sends all ranks get."""
+    asked = compressor.accept
+    return min(max(min(4.0, size / 2), 1.0) if asked == "auto" else float(asked), size)
+
+
+def split_of(compressor: Any, numel: int, step: Step) -> Split:
+    """How this step's entries of a tensor are split."""
+    chunk, k = compressor.entries(numel, step.index)
+    sent = k * -(-numel // chunk) if chunk else 0
+    return Split(sent, accepted(compressor, step.size), compressor.values)
 
 
 @functools.lru_cache(maxsize=16)
@@ -94,65 +230,9 @@ def _rounded(number: float) -> int:
     return math.floor(number + 0.5)
 
 
-def split_step(
-    tensors: Sequence[SelectAgain],
-    rank: int,
-    size: int,
-    step: int,
-    scale: float,
-    lengths: Tuple[wire.FrameLength, wire.FrameLength] = (wire.exact, wire.exact),
-) -> Generator[Union[Alltoall, Allgather], Any, List[Selected]]:
-    """The exchange of all of a step's tensors, on one rank: yields an Alltoall and an Allgather, is
-    sent their results, and returns what becomes of each tensor. tensors: in the order of their
-    names, alike on all ranks; step: its number; scale: the factor for sums; lengths: what the
-    memory of hop 1 and the frame of hop 2 are padded to.
-
-    Sums are made in rank order in the memory of the owner's gradients, which is zero before; it is
-    so again of a tensor that is finite. Raises WireError, on all ranks, where an owner refuses what
-    it was sent.
-    """
-    regions = regions_of(
-        tuple((tensor.grad.size, tensor.split.k) for tensor in tensors),
-        size,
-        tensors[0].split.accept,
-    )
-    own, messages = regions[rank], _Messages(tensors, regions, step, lengths[1])
-    frames = [
-        messages.seal(bodies, owner, to=owner)
-        for owner, bodies in enumerate(_bodies_by_owner(tensors, regions))
-    ]
-    total = sum(map(len, frames))
-    # Goes to nobody: Horovod's cache knows an alltoall by the length of its memory.
-    spare = np.zeros(lengths[0](total) - total, np.uint8)
-    arrived = yield Alltoall(np.concatenate([*frames, spare]), [len(frame) for frame in frames])
-    left = [(np.empty(0, np.uint32), np.empty(0, np.float32))] * len(tensors)
-    try:
-        entries = messages.unseal(arrived, [own] * size, rank, len(arrived[rank]), to=rank)
-        accepted = []
-        for i, part in enumerate(own):
-            body, left[part.tensor] = _accept(
-                tensors[part.tensor], part, [bodies[i] for bodies in entries], scale
-            )
-            accepted.append(body)
-        frame = messages.seal(accepted, rank)
-    except wire.WireError as error:
-        frame = messages.refusal(str(error))
-    gathered = yield Allgather(frame)
-    sums = messages.unseal([gathered], regions, rank, len(frame))
-    bodies: List[Optional[List[Tuple[int, int, np.ndarray]]]] = [[] for _ in tensors]
-    for part, body in zip(itertools.chain(*regions), itertools.chain(*sums)):
-        found = bodies[part.tensor]
-        if len(body) and found is not None:
-            found.append((part.first, part.last, body))
-        else:
-            bodies[part.tensor] = None
-    return [Selected(*each, scale) for each in zip(bodies, left, messages.sent, messages.received)]
-
-
 class _Messages:
     """The frames of both hops in one step, and their bytes by tensor; those of headers and padding,
-    which are no tensor's own, count with the first. sums_length: what frames of accepted sums are
-    padded to."""
+    which are no tensor's own, count with the first."""
 
     def __init__(
         self,
@@ -162,12 +242,8 @@ class _Messages:
         sums_length: wire.FrameLength,
     ) -> None:
         self.sent, self.received = [0] * len(tensors), [0] * len(tensors)
-        self._regions, self._step, self._number, self._sums_length = (
-            regions,
-            step,
-            tensors[0].number,
-            sums_length,
-        )
+        self._regions, self._number = regions, tensors[0].number
+        self._step, self._sums_length = step, sums_length
         self._layout = zlib.crc32(
             repr([len(regions), [(tensor.digest, tensor.split) for tensor in tensors]]).encode()
         )
@@ -188,7 +264,7 @@ class _Messages:
         """In place of the frame of accepted sums."""
         return self._framed([_LENGTH.pack(_REFUSED), why.encode()], -1)
 
-    def _framed(self, pieces: Sequence[Union[bytes, np.ndarray]], to: int) -> np.ndarray:
+    def _framed(self, pieces: Sequence[Any], to: int) -> np.ndarray:
         length = self._sums_length if to < 0 else wire.exact
         return wire.seal(
             Encoded(new_body(*pieces), 0), self._number, self._digest(to), self._step, length

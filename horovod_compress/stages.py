@@ -17,8 +17,8 @@ class Stage(enum.IntEnum):
     NORM = 1
     # An exchange that is not the last.
     ROUND = 2
-    # The exchange of all tensors' entries.
-    SPLIT = 3
+    # The exchange of all tensors together.
+    JOINT = 3
     # The last exchange, and the host.
     LAST = 4
     # A kernel's call after that.
@@ -30,7 +30,7 @@ class Stage(enum.IntEnum):
 
 
 # Members of an enum are slow to look up in Python 3.11.
-CALL, NORM, ROUND, SPLIT, LAST, DECODE, AT_WORK, DONE = Stage
+CALL, NORM, ROUND, JOINT, LAST, DECODE, AT_WORK, DONE = Stage
 
 
 @dataclasses.dataclass

@@ -10,13 +10,13 @@ back. Drivers only pump it: `exchange.Exchange` (eager), the TensorFlow adapter'
 import dataclasses
 import math
 from types import GeneratorType
-from typing import Any, Callable, Generator, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Generator, Optional, Tuple, Union
 
 import numpy as np
 
 from . import wire
-from .compressors.base import Asking, Compressor, Shard, State, Step
-from .handshake import MismatchError, error_of_joined
+from .compressors.base import Asking, Compressor, State, Step
+from .compressors.wrapper import Wrapper
 from .kernels import DeviceCall, Encoded, beside
 from .requests import (
     FLOAT32,
@@ -27,19 +27,18 @@ from .requests import (
     Exchanged,
     Final,
     HostReduce,
+    Joint,
     Outcome,
     Payload,
-    SelectAgain,
     StepNorm,
     TensorStep,
 )
-from .split import Selected
 
 SENT = ("bytes_sent", "dense_bytes", "elements_sent")
 # What tensors share is one of theirs.
 SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")
 _NOTHING_MORE = Final(None)
-_PAYLOADS = (HostReduce, Allreduce, Encoded)
+_PAYLOADS = (HostReduce, Allreduce, Encoded, Joint)
 # Of measured payloads that were too large: what trying again costs is at most one part in so many.
 _TRIES = 16
 
@@ -77,11 +76,6 @@ class Tensor:
         kept."""
         return self.compressor.residual(self.state)
 
-    @property
-    def shard(self) -> Optional[Shard]:
-        """The part of the tensor that the state is of, where that is not all."""
-        return self.compressor.shard
-
     def one(self) -> HostReduce:
         """The carrier of a payload that travels beside it: what the host makes of a 1 is the factor
         for the sum of the payloads."""
@@ -112,22 +106,12 @@ class Tensor:
         the tensor does: by what the compressor knows beforehand, or by what its last gathered
         payloads were. Alike on all ranks."""
         bits = self.bits = self.compressor.payload_bits(self.numel, step)
-        return (
-            step.index < self.dense_until
-            if bits is None
-            else times_dense(bits, self.payloads(step)) > 1
-        )
-
-    def payloads(self, step: Step) -> float:
-        """How many ranks' payloads of a step come to this rank, so to speak; its own part of them
-        included."""
-        split = self.compressor.split(self.numel, step)
-        return step.size if split is None else 1 + split.accept
+        return step.index < self.dense_until if bits is None else times_dense(bits, step.size) > 1
 
     def measured(self, bits: float, step: Step) -> None:
         """Decides from the size of a step's payloads, in bits an element and alike on all ranks,
         whether the next ones go dense."""
-        times = times_dense(bits, self.payloads(step))
+        times = times_dense(bits, step.size)
         if self.bits is None and times > 1:
             self.dense_until = step.index + 1 + math.ceil(_TRIES * times)
 
@@ -199,7 +183,7 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         if not tensor.checked:
             _check(tensor, payload, grad, step)
         tensor.counters["elements_sent"] += (
-            payload.elements if isinstance(payload, Encoded) else tensor.numel
+            payload.elements if isinstance(payload, (Encoded, Joint)) else tensor.numel
         )
         reduced, arrived = yield final
         outcome = [(yield from _decode(tensor, payload, grad, step, reduced, arrived, base))]
@@ -208,7 +192,17 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         yield outcome.pop()
         succeeded = True
     finally:
-        compressor.end_step(state, succeeded)
+        end_step(compressor, state, succeeded)
+
+
+def end_step(compressor: Compressor, state: State, succeeded: bool) -> None:
+    """Ends the open step: by `commit` or `rollback`, or after a dense step that succeeded by
+    `forget_sent`."""
+    if not state.all_sent:
+        (compressor.commit if succeeded else compressor.rollback)(state)
+    elif succeeded:
+        compressor.forget_sent(state)
+    state.undo, state.sent, state.all_sent = [], None, False
 
 
 def _subtract_base(
@@ -219,9 +213,7 @@ def _subtract_base(
     compressor, base = tensor.compressor, step.base
     if base is None:
         return step, None
-    # An owner's sums are made where the base would be left.
-    within = compressor.takes_base and compressor.split(tensor.numel, step) is None
-    if within and not step.dense:
+    if compressor.traits.takes_base and not step.dense:
         return step, None
     grad -= base
     return dataclasses.replace(step, base=None), base
@@ -289,7 +281,7 @@ def _check(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step) -> No
     what all ranks can add to."""
     tensor.checked = True
     found = Collective("allgather", "uint8") if isinstance(payload, Encoded) else payload.collective
-    if found != tensor.declared[-1] and not isinstance(payload, HostReduce):
+    if found != tensor.declared[-1] and not isinstance(payload, (HostReduce, Joint)):
         raise ValueError(
             f"{tensor.compressor.id}: encode returns {found}, and `collectives` declares "
             f"{tensor.declared}"
@@ -307,18 +299,20 @@ def _check(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step) -> No
 
 def _last_request(
     tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step
-) -> Union[Allreduce, Allgather, SelectAgain]:
+) -> Union[Allreduce, Allgather, Joint]:
     """What moves a payload that is not the carrier, counted where its bytes are known."""
     request: Union[Allreduce, Allgather]
+    if isinstance(payload, Joint):
+        payload.digest = tensor.digest
+        return payload
     if isinstance(payload, Encoded):
-        compressor = tensor.compressor
-        split, residual = compressor.split(tensor.numel, step), compressor.residual(tensor.state)
-        if split is not None:
-            assert residual is not None  # which keeps what is not accepted
-            return SelectAgain(payload, split, grad, residual, compressor.number, tensor.digest)
         request = Allgather(
             wire.seal(
-                payload, tensor.compressor.number, tensor.digest, step.index, tensor.frame_length
+                payload,
+                tensor.compressor.traits.number,
+                tensor.digest,
+                step.index,
+                tensor.frame_length,
             )
         )
     else:
@@ -345,11 +339,9 @@ def _decode(
     finite: Any
     if arrived is not None:
         scale *= float(reduced[0]) / step.size
-    if isinstance(arrived, Selected):
-        finite = yield from _add_selected(tensor, arrived, grad, step, scale)
-    elif isinstance(payload, Encoded):
+    if isinstance(payload, Encoded):
         finite = yield from _add_payloads(tensor, arrived, grad, step, scale)
-    elif isinstance(payload, Allreduce):
+    elif isinstance(payload, (Allreduce, Joint)):
         finite = compressor.decode(arrived, grad, tensor.state, step, scale)
     else:
         summed = reduced if arrived is None else beside(arrived, grad)
@@ -370,44 +362,21 @@ def _add_payloads(
     rank."""
     compressor = tensor.compressor
     tensor.counters["bytes_received"] += len(arrived)
-    bodies, finite = wire.unseal(arrived, step.size, compressor.number, tensor.digest, step.index)
+    bodies, finite = wire.unseal(
+        arrived, step.size, compressor.traits.number, tensor.digest, step.index
+    )
     if bodies and grad.size:
         tensor.measured(8 * sum(map(len, bodies)) / len(bodies) / grad.size, step)
     if not finite:
         grad.fill(np.nan)
+    part_of = compressor.part if isinstance(compressor, Wrapper) else None
     for rank, body in enumerate(bodies if finite else ()):
         try:
-            part = compressor.part(grad, rank)
+            part = grad if part_of is None else part_of(grad, rank)
             added: Any = compressor.add(body, part, scale)
             finite &= (yield from added) if isinstance(added, GeneratorType) else added
         except ValueError as error:
             raise wire.WireError(f"payload of rank {rank}: {error}") from None
-    return finite
-
-
-def _add_selected(
-    tensor: Tensor, selected: Selected, grad: np.ndarray, step: Step, scale: float
-) -> Asking[bool]:
-    """Decodes the sums that owners have accepted into the gradient's memory. What this rank has not
-    accepted waits for `commit`."""
-    tensor.counters["bytes_sent"] += selected.sent
-    tensor.counters["bytes_received"] += selected.received
-    if selected.bodies is None:
-        grad.fill(np.nan)
-        return False
-    if grad.size:
-        bits = 8 * sum(len(body) for _, _, body in selected.bodies) / grad.size
-        tensor.measured(bits / (tensor.payloads(step) - 1), step)
-    finite, factor = True, scale / selected.scale
-    for first, last, body in selected.bodies:
-        try:
-            added: Any = tensor.compressor.add(body, grad[first:last], factor)
-            finite &= (yield from added) if isinstance(added, GeneratorType) else added
-        except ValueError as error:
-            raise wire.WireError(
-                f"sums of {tensor.name} from element {first} on: {error}"
-            ) from None
-    tensor.state.sent = selected.left
     return finite
 
 
@@ -424,28 +393,3 @@ def times_dense(bits: float, payloads: float) -> float:
     it gets from an exchange of payloads of `bits` an element: N payloads where they are gathered,
     (N−1)·bits; where they are split, (N−1)/N·payloads·bits."""
     return payloads * bits / 64
-
-
-def step_numbers(index: int) -> np.ndarray:
-    """int64 whose sum over ranks says whether all ranks are at one step: once a step with sums,
-    which do not carry their step's number as frames do, drivers exchange these before they use a
-    sum."""
-    return np.array([1, index, index * index], np.int64)
-
-
-def check_step_numbers(
-    summed: np.ndarray, index: int, size: int, joined: Callable[[], Sequence[int]] = list
-) -> None:
-    """MismatchError where ranks are at different steps, RuntimeError where some are gone; joined:
-    finds out which have called hvd.join()."""
-    ranks, total, squares = summed.tolist()
-    if ranks != size:
-        raise error_of_joined(
-            size - ranks, size, joined(), "sums of this compression are wrong without them"
-        )
-    # Equal numbers, and only those, have no variance.
-    if ranks * squares != total * total:
-        raise MismatchError(
-            f"this rank is at step {index}, others are not: was a state loaded, or did training "
-            f"begin, on some ranks only?"
-        )

@@ -87,12 +87,12 @@ def compressor_for_updates(spec: Any, rank: int) -> Compressor:
                 f"{compressor.id}: {key} has no meaning where updates are compressed, because "
                 f"{why}: leave it out"
             )
-    if getattr(compressor, "moments", "minibatch") != "minibatch":
+    if compressor.policy.moments != "minibatch":
         raise ValueError(
             f"{compressor.id}: moments={compressor.moments} are of gradients; updates have "
             f"moments=minibatch only"
         )
-    if compressor.corrects_momentum:
+    if compressor.traits.corrects_momentum:
         if rank == 0:
             _log.warning(
                 "%s selects by size with error feedback here, as topk does: momentum is inside the "

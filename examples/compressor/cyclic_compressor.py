@@ -11,6 +11,7 @@ import struct
 import numpy as np
 
 from horovod_compress import kernels
+from horovod_compress.compressors.base import Traits
 from horovod_compress.compressors.options import Count, option
 from horovod_compress.compressors.selective import ErrorFeedback
 
@@ -25,7 +26,7 @@ class Cyclic(ErrorFeedback):
     """
 
     id = "cyclic"
-    paper = "none: an example"
+    traits = Traits(paper="none: an example")
 
     every: int = option(Count(low=1), 10, "n: one of so many elements is sent in a step")
 

@@ -40,7 +40,7 @@ def _registry() -> Dict[str, Type[Compressor]]:
         for cls in vars(module).values()
         if inspect.isclass(cls) and issubclass(cls, Compressor) and cls.id
     }
-    return {str(cls.id): cls for cls in sorted(classes, key=lambda cls: cls.number)}
+    return {str(cls.id): cls for cls in sorted(classes, key=lambda cls: cls.traits.number)}
 
 
 REGISTRY = _registry()
@@ -134,6 +134,12 @@ def package_of(id: str) -> Optional[str]:
     return package and f"{package.name} {package.version}"
 
 
+def collective_of(compressor: Compressor) -> str:
+    """The collective that moves payloads: "allgather", or "allreduce" where they are summed, by us
+    or by the host."""
+    return "allgather" if compressor.collectives(2)[-1].verb == "allgather" else "allreduce"
+
+
 def available() -> Dict[str, Dict[str, Any]]:
     """{id: {"collective", "options": {name: {"default", "values", "doc"}}, "paper"}} of every
     algorithm. Those of other packages that cannot be imported are left out, with a warning."""
@@ -152,7 +158,11 @@ def available() -> Dict[str, Dict[str, Any]]:
             }
             for f in dataclasses.fields(cls)
         }
-        listed[id] = {"collective": cls().collective, "options": options, "paper": cls.paper}
+        listed[id] = {
+            "collective": collective_of(cls()),
+            "options": options,
+            "paper": cls.traits.paper,
+        }
     return listed
 
 

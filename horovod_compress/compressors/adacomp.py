@@ -6,7 +6,7 @@ from typing import Tuple, Union
 import numpy as np
 
 from .. import kernels
-from .base import LOCAL, Asking, State, Step
+from .base import LOCAL, Asking, State, Step, Traits
 from .options import Auto, Count, Number, option
 from .selective import GatheringCompressor
 
@@ -35,13 +35,16 @@ class AdaComp(GatheringCompressor):
     """
 
     id = "adacomp"
-    number = 4
-    on_device = True
-    kept = {"residual": LOCAL}
-    state_type = AdaCompState
-    paper = (
-        "Chen et al., AdaComp: Adaptive Residual Gradient Compression, AAAI 2018, arXiv 1712.02679"
+    traits = Traits(
+        number=4,
+        paper=(
+            "Chen et al., AdaComp: Adaptive Residual Gradient Compression, AAAI 2018, arXiv "
+            "1712.02679"
+        ),
+        on_device=True,
+        state_type=AdaCompState,
     )
+    kept = {"residual": LOCAL}
 
     bin_length: Union[int, str] = option(
         Auto(Count(1, 2**32 - 1)),

@@ -2,8 +2,9 @@
 nothing of frameworks or networks."""
 
 import dataclasses
+import functools
 import math
-import threading
+import warnings
 import zlib
 from abc import ABC, abstractmethod
 from types import GeneratorType
@@ -24,7 +25,8 @@ from typing import (
 import numpy as np
 
 from .. import kernels
-from ..requests import FLOAT32, Collective, Exchanged, HostReduce, Payload, Split
+from ..requests import FLOAT32, Collective, Exchanged, HostReduce, Payload
+from .model import Model
 from .plainly import plain_where_it_can
 
 GATHER = Collective("allgather", "uint8")
@@ -87,36 +89,6 @@ class Step:
     base: Optional[np.ndarray] = None
 
 
-class Model:
-    """All tensors of a compressor, concatenated to one vector in an order that is the same on all
-    ranks."""
-
-    def __init__(self) -> None:
-        self.numel = 0
-        self._starts: Dict[str, Tuple[int, int]] = {}
-        self._drawn: Tuple[Any, Any] = None, None
-        # Graphs bring tensors in several threads.
-        self._lock = threading.Lock()
-
-    def add(self, name: str, numel: int) -> None:
-        self._starts[name] = self.numel, self.numel + numel
-        self.numel += numel
-
-    def own(self, name: str, key: int, first: int, count: int) -> np.ndarray:
-        """This tensor's share, ascending, of `count` coordinates drawn from the whole model by the
-        kernel `draw_coordinates`. The tensors of a step share one draw."""
-        with self._lock:
-            if self._drawn[0] != (key, first, count, self.numel):
-                drawn = kernels.host.draw_coordinates(
-                    key=key, numel=self.numel, first=first, count=count
-                )
-                self._drawn = (key, first, count, self.numel), np.sort(drawn)
-            drawn = self._drawn[1]
-        start, end = self._starts[name]
-        low, high = np.searchsorted(drawn, [start, end])
-        return drawn[low:high] - np.uint32(start)
-
-
 class Kept(NamedTuple):
     """What an array of the state is. role is "local" for what this rank has not sent yet, or
     "shared" for what is the same on all ranks."""
@@ -125,22 +97,6 @@ class Kept(NamedTuple):
 
 
 LOCAL, SHARED = Kept("local"), Kept("shared")
-
-
-class Shard(NamedTuple):
-    """The part of a tensor that one of `ranks` ranks keeps: its first element, the one after its
-    last, and the tensor's number of elements."""
-
-    first: int
-    last: int
-    numel: int
-    ranks: int
-
-    def whole(self, part: np.ndarray) -> np.ndarray:
-        """A flat tensor with this part, and zero elsewhere."""
-        array = zeros(self.numel)
-        array[self.first : self.last] = part
-        return array
 
 
 class Undo(NamedTuple):
@@ -178,6 +134,61 @@ class State:
     overflows: int = 0
 
 
+class Traits(NamedTuple):
+    """What others have to know of an algorithm, whatever its options are.
+
+    number: the id on the wire: below 128 this package's own, which state it; above, it follows from
+    the id; paper: what it implements; on_device: whether the kernels on a device are all that it
+    needs; state_type: the class of its state; takes_base: whether `encode` subtracts `Step.base`
+    itself, and leaves the gradient as that is where it would leave it zero; takes_scale: whether
+    `encode` multiplies by `Step.scale` itself, as it must where `clip_norm` is set; accumulator:
+    which array of the state is the residual; same_kernels: whether replicas agree only where all
+    ranks have native kernels, or all the reference; ignores_size: whether results have the same
+    size whatever that of gradients is, as signs have; corrects_momentum: whether it takes over the
+    optimizer's momentum: it has options momentum, nesterov and a method bound; carries_float64:
+    whether gradients of float64 are carried as such, and do not become float32 before `encode`.
+    """
+
+    number: int = -1
+    paper: Optional[str] = None
+    on_device: bool = False
+    state_type: Type[State] = State
+    takes_base: bool = False
+    takes_scale: bool = False
+    accumulator: str = "residual"
+    same_kernels: bool = False
+    ignores_size: bool = False
+    corrects_momentum: bool = False
+    carries_float64: bool = False
+
+
+class Policy(NamedTuple):
+    """What others than the algorithm need of its options, by their names; where it has no such
+    option, these are the values.
+
+    clip_norm: where set, the exchange clips this rank's gradient as a whole, and encodes when all
+    of it is there; seed: where set, all random draws follow from it; m, nesterov: the momentum that
+    the algorithm itself gives gradients, in an array "u", and whether that is Nesterov's;
+    follow_lr: whether the residual is rescaled where the learning rate changes, None where that is
+    known.
+    """
+
+    transport: str = "horovod"
+    dense: str = "fp32"
+    hosts: bool = False
+    exchange: str = "gather"
+    moments: str = "minibatch"
+    seed: Optional[int] = None
+    clip_norm: Optional[float] = None
+    m: float = 0.0
+    nesterov: Optional[bool] = False
+    follow_lr: Optional[bool] = False
+
+
+# What compressors once had as attributes of their own.
+_SAID = {"traits": Traits._fields, "policy": Policy._fields}
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Compressor(ABC):
     """One algorithm with its options. Options are attributes, repr is a valid constructor call, and
@@ -193,59 +204,55 @@ class Compressor(ABC):
 
     # The name in specs; None: not for users.
     id: ClassVar[Optional[str]] = None
-    # The id on the wire: below 128 this package's own, which state it; above, it follows from the
-    # id.
-    number: ClassVar[int] = -1
-    paper: ClassVar[Optional[str]] = None
-    # Takes over the optimizer's momentum: has options momentum, nesterov and a method bound.
-    corrects_momentum = False
-    # Where set, the exchange clips this rank's gradient as a whole, and encodes when all of it is
-    # there.
-    clip_norm = None  # type: Optional[float]
-    # Whether the kernels on a device are all that it needs: each class says so for itself.
-    on_device: ClassVar[bool] = False
-    # Whether gradients of float64 are carried as such: each class says so for itself. Else they
-    # become float32 before `encode`.
-    carries_float64: ClassVar[bool] = False
-    # Whether `encode` subtracts `Step.base` itself, and leaves the gradient as that is where it
-    # would leave it zero.
-    takes_base = False
-    # Whether `encode` multiplies by `Step.scale` itself, as it must where clip_norm is set.
-    takes_scale = False
-    # Whether results have the same size whatever that of gradients is, as signs have.
-    ignores_size: ClassVar[bool] = False
-    # Whether replicas agree only where all ranks have native kernels, or all the reference.
-    same_kernels = False
-    # Where set, the part of the tensor that this rank's state is of.
-    shard = None  # type: Optional[Shard]
-    # Where set, all random draws follow from it.
-    seed = None  # type: Optional[int]
+    traits: ClassVar[Traits] = Traits()
     # What the arrays of the state are, by name.
     kept: ClassVar[Dict[str, Kept]] = {}
-    accumulator: ClassVar[str] = "residual"  # which of them is the residual
-    state_type: ClassVar[Type[State]] = State
-    # The momentum that the algorithm itself gives gradients, in an array "u", and whether that is
-    # Nesterov's.
-    m = 0.0
-    nesterov = False  # type: Optional[bool]
-    # Whether the residual is rescaled where the learning rate changes; None: where that is known.
-    follow_lr = False  # type: Optional[bool]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        gone = sorted(vars(cls).keys() & {"as_gradient", "owed", "owes_results", "take_over"})
+        own = vars(cls)
+        gone = sorted(own.keys() & {"as_gradient", "owed", "owes_results", "take_over"})
         if gone:
             raise TypeError(
                 f"{cls.__name__} has {', '.join(gone)}, which nothing calls any more: a switch "
                 f"hands on what `residual` returns, and an array u with the momentum `m`"
             )
-        id = vars(cls).get("id")
-        if id and "number" not in vars(cls):
-            cls.number = 128 + zlib.crc32(id.encode()) % 128
-        for name in _MAY_ASK & vars(cls).keys():
-            setattr(cls, name, plain_where_it_can(vars(cls)[name]))
-        cls.on_device = vars(cls).get("on_device", False)
-        cls.carries_float64 = vars(cls).get("carries_float64", False)
+        if "traits" not in own:
+            # That kernels and types suit it, each class says for itself.
+            inherited = cls.traits._replace(on_device=False, carries_float64=False)
+            cls.traits = inherited._replace(number=-1) if own.get("id") else inherited
+        old = {name: own[name] for name in Traits._fields if name in own}
+        if old:
+            names = ", ".join(f"{name}=…" for name in old)
+            warnings.warn(
+                f"horovod_compress: {cls.__name__} has attributes of its own for what its `traits` "
+                f"say: write traits = Traits({names})",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            cls.traits = cls.traits._replace(**old)
+        if own.get("id") and cls.traits.number < 0:
+            number = 128 + zlib.crc32(own["id"].encode()) % 128
+            cls.traits = cls.traits._replace(number=number)
+        for name in _MAY_ASK & own.keys():
+            setattr(cls, name, plain_where_it_can(own[name]))
+
+    def __getattr__(self, name: str) -> Any:
+        for where in ("traits", "policy"):
+            if not name.startswith("_") and name in _SAID[where]:
+                warnings.warn(
+                    f"horovod_compress: {name} of a compressor is in its {where}",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+                return getattr(getattr(self, where), name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @functools.cached_property
+    def policy(self) -> Policy:
+        """What others than the algorithm need of its options."""
+        its = (name for name in Policy._fields if hasattr(type(self), name))
+        return Policy(**{name: getattr(self, name) for name in its})
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -267,12 +274,6 @@ class Compressor(ABC):
         return (GATHER,)
 
     @property
-    def collective(self) -> str:
-        """The collective that moves payloads: "allgather", or "allreduce" where they are summed, by
-        us or by the host."""
-        return "allgather" if self.collectives(2)[-1].verb == "allgather" else "allreduce"
-
-    @property
     def config(self) -> Dict[str, Any]:
         """The id and all options: JSON-able, and a spec that get_compressor understands."""
         return {"id": self.id, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}
@@ -280,7 +281,7 @@ class Compressor(ABC):
     def init(self, name: str, shape: Tuple[int, ...]) -> State:
         """The State of one tensor. Unless a subclass says otherwise, each of the arrays in `kept`
         is as long as the tensor, and zero."""
-        return self.state_type(name, {array: zeros(math.prod(shape)) for array in self.kept})
+        return self.traits.state_type(name, {array: zeros(math.prod(shape)) for array in self.kept})
 
     @abstractmethod
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
@@ -292,15 +293,6 @@ class Compressor(ABC):
         `yield from kernels.NAME(…)` it calls a kernel, together with other tensors where gradients
         are on a device. A HostReduce after a request is summed as an Allreduce is."""
 
-    def with_options(self, **options: Any) -> "Compressor":
-        """This compressor with other values of these options."""
-        return dataclasses.replace(self, **options)
-
-    def for_part(self, ranks: int) -> "Compressor":
-        """This compressor for one of so many parts of a tensor, which together send what it sends
-        of the whole."""
-        return self
-
     def after_warmup(self) -> "Compressor":
         """This compressor as it is in the last stage of a schedule, in all steps."""
         return self
@@ -308,11 +300,6 @@ class Compressor(ABC):
     def payload_bits(self, numel: int, step: Step) -> Optional[float]:
         """Bits of this step's Encoded payload for each element of the tensor; None where they
         depend on the gradients. The exchange compares them with those of a dense exchange."""
-        return None
-
-    def split(self, numel: int, step: Step) -> Optional[Split]:
-        """How this step's entries of a tensor are split among ranks and selected again; None: every
-        rank gets every payload."""
         return None
 
     def encode_dense(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
@@ -374,24 +361,10 @@ class Compressor(ABC):
             return kernels.host.decode_add_sparse(out, body, scale=scale)
         return kernels.decode_add_sparse(out, body, scale=scale)
 
-    def part(self, out: np.ndarray, rank: int) -> np.ndarray:
-        """The part of the gradient's memory that the payload of a rank is of: all of it, unless
-        ranks hold parts of tensors."""
-        return out
-
     def residual(self, state: State) -> Optional[np.ndarray]:
         """The residual, up to date only after `apply_pending`; None where the algorithm keeps
         none."""
-        return state.arrays.get(self.accumulator)
-
-    def end_step(self, state: State, succeeded: bool) -> None:
-        """Ends the open step: by `commit` or `rollback`, or after a dense step that succeeded by
-        `forget_sent`."""
-        if not state.all_sent:
-            (self.commit if succeeded else self.rollback)(state)
-        elif succeeded:
-            self.forget_sent(state)
-        state.undo, state.sent, state.all_sent = [], None, False
+        return state.arrays.get(self.traits.accumulator)
 
     def commit(self, state: State) -> None:
         """Keeps the changes of a step that succeeded."""

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from .. import kernels
-from .base import Asking, Compressor, Decoded, State, Step
+from .base import Asking, Compressor, Decoded, State, Step, Traits
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -19,9 +19,11 @@ class BFloat16(Compressor):
     """
 
     id = "bf16"
-    number = 16
-    on_device = True
-    paper = "-"
+    traits = Traits(
+        number=16,
+        paper="-",
+        on_device=True,
+    )
 
     def payload_bits(self, numel: int, step: Step) -> float:
         return 16

@@ -9,7 +9,7 @@ from typing import Dict, Tuple, Union
 import numpy as np
 
 from .. import kernels
-from .base import LOCAL, State, Step, Undo
+from .base import LOCAL, State, Step, Traits, Undo
 from .options import Auto, Choice, Count, Number, option
 from .powersgd import matrix_of
 from .selective import SelectiveCompressor
@@ -31,10 +31,12 @@ class DeMo(SelectiveCompressor):
     """
 
     id = "demo"
-    number = 19
-    takes_scale = True
+    traits = Traits(
+        number=19,
+        paper=("Peng, Quesnelle, Kingma, DeMo: Decoupled Momentum Optimization, arXiv 2411.19870"),
+        takes_scale=True,
+    )
     kept = {"residual": LOCAL}
-    paper = "Peng, Quesnelle, Kingma, DeMo: Decoupled Momentum Optimization, arXiv 2411.19870"
 
     chunk: int = option(Count(1, 512), 64, "height and width of a chunk, at most")
     k: int = option(Count(1, 2**32 - 1), 32, "coefficients of each chunk")

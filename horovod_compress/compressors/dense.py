@@ -15,4 +15,6 @@ _DENSE = {"fp32": NoCompression(), "fp16": Float16(), "int8": MaxNorm(bits=7, mi
 def dense_compressor(dense: str, seed: int) -> Compressor:
     """The compressor of such tensors. seed: of what is drawn at random, in rounding."""
     compressor: Any = _DENSE[dense]
-    return compressor if compressor.seed is None else dataclasses.replace(compressor, seed=seed)
+    return (
+        compressor if compressor.policy.seed is None else dataclasses.replace(compressor, seed=seed)
+    )

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import kernels
 from ..requests import Collective, HostReduce
-from .base import LOCAL, SHARED, Asking, Compressor, Encoding, State, Step, result_of, zeros
+from .base import LOCAL, SHARED, Asking, Compressor, Encoding, State, Step, Traits, result_of, zeros
 from .dense import dense_compressor
 from .none import NoCompression
 from .options import Choice, Count, Flag, Number, Schedule, ZeroOrCount, option
@@ -33,12 +33,13 @@ class DGC(TopK):
     """
 
     id = "dgc"
-    number = 1
-    on_device = True
-    corrects_momentum = True
+    traits = TopK.traits._replace(
+        number=1,
+        paper="Lin et al., Deep Gradient Compression, ICLR 2018, arXiv 1712.01887",
+        accumulator="v",
+        corrects_momentum=True,
+    )
     kept = {"u": LOCAL, "v": LOCAL}
-    accumulator = "v"
-    paper = "Lin et al., Deep Gradient Compression, ICLR 2018, arXiv 1712.01887"
 
     momentum: Optional[float] = option(
         Number(0, 1, optional=True),
@@ -133,8 +134,9 @@ class DenseMomentum(NoCompression):
     """For tensors that DGC does not compress: they are averaged, then get vanilla or Nesterov
     momentum, the same on all ranks."""
 
-    id, number = None, -1  # not for users: DGC's own
-    on_device = True
+    # Not for users: DGC's own.
+    id = None
+    traits = Traits(on_device=True)
     kept = {"u": SHARED}
 
     momentum: float = option(Number(0, 1), 0.9, "of the mean gradient")

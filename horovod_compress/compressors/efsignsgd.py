@@ -6,7 +6,7 @@ from typing import Optional
 import numpy as np
 
 from .. import kernels
-from .base import State, Step
+from .base import State, Step, Traits
 from .options import Flag, option
 from .selective import ErrorFeedback
 
@@ -22,10 +22,12 @@ class EFSignSGD(ErrorFeedback):
     """
 
     id = "efsignsgd"
-    number = 13
-    paper = (
-        "Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, "
-        "ICML 2019, arXiv 1901.09847"
+    traits = Traits(
+        number=13,
+        paper=(
+            "Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression "
+            "Schemes, ICML 2019, arXiv 1901.09847"
+        ),
     )
 
     follow_lr: Optional[bool] = option(

@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import kernels
 from ..requests import FLOAT32, Collective, HostReduce
-from .base import Asking, State, Step, result_of
+from .base import Asking, State, Step, Traits, result_of
 from .none import NoCompression
 
 _LARGEST = 65504
@@ -26,8 +26,11 @@ class Float16(NoCompression):
     """
 
     id = "fp16"
-    number = 2
-    on_device = True
+    traits = Traits(
+        number=2,
+        paper="-",
+        on_device=True,
+    )
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (Collective("host", "float16"),)

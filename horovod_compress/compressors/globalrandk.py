@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import kernels
 from ..requests import Allreduce, Collective
-from .base import LOCAL, State, Step, Undo
+from .base import LOCAL, State, Step, Traits, Undo
 from .options import Choice, Count, Flag, Number, option
 from .selective import SelectiveCompressor
 
@@ -22,7 +22,7 @@ class SharedCoordinates(SelectiveCompressor):
     to be whole. The next sweep has another permutation. The coordinates are those of one tensor, or
     those of all tensors together; then a small tensor may have none in some steps."""
 
-    takes_scale = True
+    traits = Traits(takes_scale=True)
     kept = {"residual": LOCAL}
 
     ratio: Optional[float] = option(
@@ -61,7 +61,7 @@ class SharedCoordinates(SelectiveCompressor):
         return (
             super().init(name, shape)
             if self.sparse and not self.unbiased
-            else self.state_type(name)
+            else self.traits.state_type(name)
         )
 
     def draw(
@@ -116,10 +116,12 @@ class GlobalRandK(SharedCoordinates):
     """
 
     id = "globalrandk"
-    number = 8
-    paper = (
-        "Vineeth S, Unbiased Single-scale and Multi-scale Quantizers for Distributed "
-        "Optimization, arXiv 2109.12497"
+    traits = SharedCoordinates.traits._replace(
+        number=8,
+        paper=(
+            "Vineeth S, Unbiased Single-scale and Multi-scale Quantizers for Distributed "
+            "Optimization, arXiv 2109.12497"
+        ),
     )
 
     ratio: float = option(Number(0, 1, low_open=True), 0.01, "share of coordinates in a step")

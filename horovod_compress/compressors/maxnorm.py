@@ -25,11 +25,13 @@ class MaxNorm(SharedScaleQuantizer):
     """
 
     id = "maxnorm"
-    number = 9
-    on_device = True
-    paper = (
-        "Vineeth S, Unbiased Single-scale and Multi-scale Quantizers for Distributed "
-        "Optimization, arXiv 2109.12497"
+    traits = SharedScaleQuantizer.traits._replace(
+        number=9,
+        paper=(
+            "Vineeth S, Unbiased Single-scale and Multi-scale Quantizers for Distributed "
+            "Optimization, arXiv 2109.12497"
+        ),
+        on_device=True,
     )
 
     bits: int = option(Count(1, 16), 4, "s = 2^bits - 1 steps from 0 to the largest")

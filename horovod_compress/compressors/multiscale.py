@@ -20,8 +20,7 @@ class MultiScale(MaxNorm):
     """
 
     id = "multiscale"
-    number = 10
-    on_device = True
+    traits = MaxNorm.traits._replace(number=10)
 
     bits: Tuple[int, ...] = option(  # type: ignore[assignment]
         # One number in maxnorm, and here one for each scale.

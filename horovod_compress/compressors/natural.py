@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from .. import kernels
-from .base import State, Step
+from .base import State, Step, Traits
 from .selective import GatheringCompressor
 
 
@@ -19,8 +19,12 @@ class Natural(GatheringCompressor):
     """
 
     id = "natural"
-    number = 15
-    paper = "Horvath et al., Natural Compression for Distributed Deep Learning, arXiv 1905.10988"
+    traits = Traits(
+        number=15,
+        paper=(
+            "Horvath et al., Natural Compression for Distributed Deep Learning, arXiv 1905.10988"
+        ),
+    )
 
     def payload_bits(self, numel: int, step: Step) -> float:
         return 9

@@ -7,7 +7,7 @@ from typing import ClassVar, Optional, Tuple
 import numpy as np
 
 from ..requests import Collective, HostReduce
-from .base import HOST, Compressor, Decoded, State, Step
+from .base import HOST, Compressor, Decoded, State, Step, Traits
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -15,10 +15,12 @@ class NoCompression(Compressor):
     """Dense float32, or float64 where gradients are, summed over ranks."""
 
     id: ClassVar[Optional[str]] = "none"
-    number = 0
-    on_device = True
-    carries_float64 = True
-    paper = "-"
+    traits = Traits(
+        number=0,
+        paper="-",
+        on_device=True,
+        carries_float64=True,
+    )
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (HOST,)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from .base import Traits
 from .efsignsgd import EFSignSGD
 from .options import Flag, option
 
@@ -13,10 +14,12 @@ class OneBit(EFSignSGD):
     here a tensor is one column."""
 
     id = "onebit"
-    number = 14
-    paper = (
-        "Seide et al., 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel "
-        "Training, Interspeech 2014"
+    traits = Traits(
+        number=14,
+        paper=(
+            "Seide et al., 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel "
+            "Training, Interspeech 2014"
+        ),
     )
 
     follow_lr: bool = option(

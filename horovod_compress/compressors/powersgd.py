@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import kernels
 from ..requests import Allreduce, Collective
-from .base import LOCAL, SHARED, Asking, State, Step, result_of, zeros
+from .base import LOCAL, SHARED, Asking, State, Step, Traits, result_of, zeros
 from .options import Count, Number, option
 from .selective import SelectiveCompressor
 
@@ -40,12 +40,15 @@ class PowerSGD(SelectiveCompressor):
     """
 
     id = "powersgd"
-    number = 17
-    # Every rank orthonormalizes the sums itself, and kernels differ in the last bits of long sums.
-    same_kernels = True
-    paper = (
-        "Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS "
-        "2019, arXiv 1905.13727"
+    traits = Traits(
+        number=17,
+        paper=(
+            "Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, "
+            "NeurIPS 2019, arXiv 1905.13727"
+        ),
+        # Every rank orthonormalizes the sums itself, and kernels differ in the last bits of long
+        # sums.
+        same_kernels=True,
     )
     kept = {"residual": LOCAL, "q": SHARED}  # q: a direction
 

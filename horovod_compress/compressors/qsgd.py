@@ -6,7 +6,7 @@ from typing import Optional
 import numpy as np
 
 from .. import kernels
-from .base import State, Step
+from .base import State, Step, Traits
 from .options import Choice, Count, option
 from .selective import GatheringCompressor
 
@@ -22,10 +22,12 @@ class QSGD(GatheringCompressor):
     """
 
     id = "qsgd"
-    number = 18
-    paper = (
-        "Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and "
-        "Encoding, NeurIPS 2017, arXiv 1610.02132"
+    traits = Traits(
+        number=18,
+        paper=(
+            "Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and "
+            "Encoding, NeurIPS 2017, arXiv 1610.02132"
+        ),
     )
 
     bits: int = option(Count(1, 15), 4, "s = 2^bits - 1 levels")

@@ -58,7 +58,7 @@ class SharedScaleQuantizer(SharedCoordinates):
     each element uses the finest scale at which no rank's code is above the largest code of the
     coarsest. The ranks agree on that scale first, by counting."""
 
-    state_type = QuantizerState
+    traits = SharedCoordinates.traits._replace(state_type=QuantizerState)
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         spare_and_width = [(0, _width(self.steps, size))]

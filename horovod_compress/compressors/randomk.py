@@ -8,7 +8,7 @@ import struct
 import numpy as np
 
 from .. import kernels
-from .base import LOCAL, State, Step, Undo
+from .base import LOCAL, State, Step, Traits, Undo
 from .options import Number, option
 from .selective import GatheringCompressor
 
@@ -24,10 +24,14 @@ class RandomK(GatheringCompressor):
     """
 
     id = "randomk"
-    number = 7
-    takes_scale = True
+    traits = Traits(
+        number=7,
+        paper=(
+            "Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, arXiv 1809.07599"
+        ),
+        takes_scale=True,
+    )
     kept = {"residual": LOCAL}
-    paper = "Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, arXiv 1809.07599"
 
     ratio: float = option(
         Number(0, 1, low_open=True), 0.01, "share of a tensor's elements sent in a step"

@@ -83,6 +83,8 @@ class ErrorFeedback(GatheringCompressor):
     γ·residual, and is rescaled when γ changes so that this update stays the same."""
 
     kept = {"residual": LOCAL, "lr": SHARED}
+    # An option of some.
+    follow_lr = False  # type: Optional[bool]
 
     def init(self, name: str, shape: Tuple[int, ...]) -> State:
         arrays = {"residual": zeros(math.prod(shape))}
@@ -123,13 +125,14 @@ def decide_follow_lr(compressor: Compressor, known: bool, default: bool) -> Comp
     """The compressor with `follow_lr` decided, by `default` where the user left it open. known:
     whether every step will have a learning rate. Raises ValueError where `follow_lr` needs one and
     there is none."""
-    if compressor.follow_lr and not known:
+    follow_lr = compressor.policy.follow_lr
+    if follow_lr and not known:
         raise ValueError(
             f"{compressor.id}: follow_lr needs the optimizer, whose learning rate it follows"
         )
     # An option only of some.
     return (
         dataclasses.replace(compressor, **{"follow_lr": default})
-        if compressor.follow_lr is None
+        if follow_lr is None
         else compressor
     )

@@ -7,7 +7,7 @@ import numpy as np
 
 from .. import kernels
 from ..requests import Allreduce, Collective
-from .base import State, Step
+from .base import State, Step, Traits
 from .selective import SelectiveCompressor
 
 
@@ -21,11 +21,13 @@ class SignSGD(SelectiveCompressor):
     """
 
     id = "signsgd"
-    number = 12
-    ignores_size = True
-    paper = (
-        "Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018, "
-        "arXiv 1802.04434"
+    traits = Traits(
+        number=12,
+        paper=(
+            "Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, ICML "
+            "2018, arXiv 1802.04434"
+        ),
+        ignores_size=True,
     )
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from .. import kernels
-from .base import State, Step
+from .base import State, Step, Traits
 from .options import Number, option
 from .selective import ErrorFeedback
 
@@ -20,10 +20,12 @@ class Strom(ErrorFeedback):
     """
 
     id = "strom"
-    number = 3
-    paper = (
-        "Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, "
-        "Interspeech 2015"
+    traits = Traits(
+        number=3,
+        paper=(
+            "Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, "
+            "Interspeech 2015"
+        ),
     )
 
     tau: float = option(Number(1e-30, 1e30), 0.001, "the threshold, and the size of what is sent")

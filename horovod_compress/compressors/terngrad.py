@@ -21,10 +21,12 @@ class TernGrad(SharedScaleQuantizer):
     """
 
     id = "terngrad"
-    number = 11
-    paper = (
-        "Wen et al., TernGrad: Ternary Gradients to Reduce Communication, NeurIPS 2017, arXiv "
-        "1705.07878"
+    traits = SharedScaleQuantizer.traits._replace(
+        number=11,
+        paper=(
+            "Wen et al., TernGrad: Ternary Gradients to Reduce Communication, NeurIPS 2017, "
+            "arXiv 1705.07878"
+        ),
     )
 
     clip: float = option(

@@ -9,9 +9,9 @@ from typing import Optional, Tuple, Union
 import numpy as np
 
 from .. import kernels
-from ..requests import Collective, Split
-from .base import GATHER, LOCAL, Asking, State, Step, Undo
+from .base import LOCAL, Asking, State, Step, Traits, Undo
 from .options import Auto, Choice, Count, Number, option
+from .plainly import plain_where_it_can
 from .selective import GatheringCompressor
 
 VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "power": 4, "2bit": 2, "sign": 1}
@@ -37,14 +37,17 @@ class TopK(GatheringCompressor):
     """
 
     id = "topk"
-    number = 6
-    on_device = True
-    takes_base = True
-    kept = {"residual": LOCAL}
-    paper = (
-        "Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, arXiv "
-        "1704.05021"
+    traits = Traits(
+        number=6,
+        paper=(
+            "Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, "
+            "arXiv 1704.05021"
+        ),
+        on_device=True,
+        takes_base=True,
+        takes_scale=True,
     )
+    kept = {"residual": LOCAL}
 
     ratio: float = option(
         Number(0, 1, low_open=True), 0.001, "share of a tensor's elements sent in a step"
@@ -87,22 +90,10 @@ class TopK(GatheringCompressor):
         "at most half the ranks",
     )
 
-    takes_scale = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hosts and self.exchange == "split":
             raise ValueError(f"{self.id}: give hosts=true or exchange=split, not both")
-
-    def collectives(self, size: int) -> Tuple[Collective, ...]:
-        return (GATHER,) if self.exchange == "gather" else (Collective("alltoall", "uint8"), GATHER)
-
-    def for_part(self, ranks: int) -> "TopK":
-        if self.chunk:
-            return self
-        return dataclasses.replace(
-            self, min_k=-(-self.min_k // ranks), k=self.k and -(-self.k // ranks)
-        )
 
     def density(self, step: int) -> float:
         """The share of elements sent at this step."""
@@ -119,16 +110,10 @@ class TopK(GatheringCompressor):
         least = 1 if self.chunk else max(1, min(self.min_k, numel // _MIN_SHARE))
         return chunk, min(self.k or max(least, math.ceil(self.density(step) * chunk - 1e-6)), chunk)
 
-    def split(self, numel: int, step: Step) -> Optional[Split]:
-        if self.exchange == "gather":
-            return None
-        chunk, k = self.entries(numel, step.index)
-        accept = max(min(4.0, step.size / 2), 1.0) if self.accept == "auto" else float(self.accept)
-        return Split(k * -(-numel // chunk) if chunk else 0, min(accept, step.size), self.values)
-
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[kernels.Encoded]:
         return self.select(grad, state, step)
 
+    @plain_where_it_can
     def select(
         self,
         grad: np.ndarray,
@@ -140,7 +125,7 @@ class TopK(GatheringCompressor):
     ) -> Asking[kernels.Encoded]:
         """Adds the gradient to momentum u, where there is one, and to the residual, and moves the
         selection into a payload."""
-        v = state.arrays[self.accumulator]
+        v = state.arrays[self.traits.accumulator]
         chunk, k = self.entries(v.size, step.index)
         encoded = yield from kernels.encode_topk(
             grad,
@@ -158,13 +143,7 @@ class TopK(GatheringCompressor):
             chunk=chunk if self.chunk else 0,
         )
         indices, rows = encoded.undo
-        state.undo = [Undo(self.accumulator, indices, rows[0], True)]
+        state.undo = [Undo(self.traits.accumulator, indices, rows[0], True)]
         if len(rows) > 1:
             state.undo.append(Undo("u", indices, rows[1], True))
         return encoded
-
-    def commit(self, state: State) -> None:
-        if state.sent:
-            # What this rank as an owner has not accepted, of all ranks' entries.
-            indices, values = state.sent
-            state.arrays[self.accumulator][indices] += values

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 
 from .. import kernels
-from .base import LARGEST, LOCAL, Asking, State, Step, Undo
+from .base import LARGEST, LOCAL, Asking, State, Step, Traits, Undo
 from .options import Choice, Flag, Number, option
 from .selective import GatheringCompressor
 
@@ -29,14 +29,16 @@ class Variance(GatheringCompressor):
     """
 
     id = "variance"
-    number = 5
-    on_device = True
-    paper = (
-        "Tsuzuku, Imachi, Akiba, Variance-based Gradient Compression, ICLR 2018 workshop, arXiv "
-        "1802.06058"
+    traits = Traits(
+        number=5,
+        paper=(
+            "Tsuzuku, Imachi, Akiba, Variance-based Gradient Compression, ICLR 2018 workshop, "
+            "arXiv 1802.06058"
+        ),
+        on_device=True,
+        accumulator="r",
     )
     kept = {"r": LOCAL, "v": LOCAL}
-    accumulator = "r"
 
     alpha: float = option(Number(0, low_open=True), 1.5, "how unambiguous: 1 to 2 in the paper")
     zeta: float = option(Number(0, 1), 0.999, "decay of v a step, where nothing is sent")

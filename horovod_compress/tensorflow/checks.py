@@ -18,7 +18,7 @@ def check_elastic(compressor: Compressor, optimizer: Any) -> None:
             "what it holds back is applied by the optimizer: bind "
             f"the compression to that, as in hvdc.Compression.{compressor.id}(optimizer)"
         )
-    dense = getattr(compressor, "dense", "fp32")
+    dense = compressor.policy.dense
     for adding, instead in (
         (compressor, "take another algorithm"),
         (dense_compressor(dense, 0), "say dense=fp32 or dense=fp16"),
@@ -52,25 +52,25 @@ def check_scaler(scaler: Any) -> None:
 def checked_moments(compressor: Any, optimizer: Any) -> Optional[str]:
     """The option `moments` of algorithms that have it. Raises ValueError for options that
     TensorFlow cannot serve."""
-    moments = getattr(compressor, "moments", None)
-    if getattr(compressor, "transport", "horovod") != "horovod":
+    policy = compressor.policy
+    if policy.transport != "horovod":
         raise ValueError(
             "with TensorFlow payloads are moved by operations of the graph: say transport=horovod"
         )
-    if getattr(compressor, "exchange", "gather") != "gather":
+    if policy.exchange != "gather":
         raise ValueError(
             "exchange=split needs PyTorch: in a graph no operation sees all tensors of a step. "
             "With TensorFlow say exchange=gather"
         )
-    if moments == "per_sample":
+    if policy.moments == "per_sample":
         raise ValueError(
             "moments=per_sample needs PyTorch, which shows layers' inputs. With TensorFlow say "
             "moments=microbatch, and give hvd.DistributedOptimizer("
             "backward_passes_per_step=4) or more: groups of samples stand for samples; or "
             "moments=minibatch"
         )
-    if moments == "microbatch" and optimizer is None:
+    if policy.moments == "microbatch" and optimizer is None:
         raise ValueError(
             f"moments=microbatch needs the optimizer, to see every backward pass. {ONE_PASS}"
         )
-    return moments
+    return policy.moments

@@ -25,7 +25,7 @@ from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..deprecated import by_name
 from ..handshake import agree
-from ..hosts import Host
+from ..machine import Machine
 from ..snapshot import Snapshots
 from .applied import refuse_unreduced
 from .checks import check_elastic, check_scaler, checked_moments
@@ -53,7 +53,7 @@ class _Chosen(NamedTuple):
     requested: Compressor
     compressor: Compressor
     takes_over: bool = False
-    host: Optional[Host] = None
+    host: Optional[Machine] = None
 
 
 class BoundCompression(GraphCompression):
@@ -129,7 +129,7 @@ class BoundCompression(GraphCompression):
         self._optimizer = optimizer
         if isinstance(optimizer, SGD) and self._active:
             self._momentum_class = leave_momentum(optimizer, self._covers, lambda: self._lives_on)
-        self._watches = self._active and getattr(chosen.compressor, "moments", None) == "microbatch"
+        self._watches = self._active and chosen.compressor.policy.moments == "microbatch"
         if self._watches:
             watch_passes(optimizer, self._observe)
         self._use(chosen)
@@ -166,7 +166,7 @@ class BoundCompression(GraphCompression):
             check_elastic(compressor, optimizer)
         checked_moments(compressor, optimizer)
         host = self._host_for(compressor)
-        if not compressor.corrects_momentum or optimizer is None:
+        if not compressor.traits.corrects_momentum or optimizer is None:
             return _Chosen(compressor, compressor, host=host)
         momentum, nesterov = (
             momentum_of(compressor, options_of(optimizer))
@@ -187,7 +187,7 @@ class BoundCompression(GraphCompression):
             self._lives_on = self._lives_on or bool(self._exchange.shapes)
         self._chosen, self._compressor = chosen, compressor
         self._host = self._exchange.host = chosen.host
-        self._microbatches = self._watches and getattr(compressor, "moments", None) == "microbatch"
+        self._microbatches = self._watches and compressor.policy.moments == "microbatch"
 
     @property
     def _takes_over(self) -> bool:
@@ -264,11 +264,7 @@ class BoundCompression(GraphCompression):
         exchange = self._exchange
         exchange.end_step()
         chosen = self._choose(spec, self._served or self._optimizer)
-        if (
-            getattr(chosen.compressor, "moments", None) == "microbatch"
-            and self._active
-            and not self._watches
-        ):
+        if chosen.compressor.policy.moments == "microbatch" and self._active and not self._watches:
             raise ValueError(
                 "moments=microbatch has to see every backward pass from the first one on: make the "
                 "compression with it"
@@ -349,7 +345,12 @@ class BoundCompression(GraphCompression):
             self._compressor,
             [self._takes_over, self._takes_over and self._lives_on],
         )
-        return (*momentum, bool(compressor.follow_lr), compressor.clip_norm is not None, *variables)
+        return (
+            *momentum,
+            bool(compressor.policy.follow_lr),
+            compressor.policy.clip_norm is not None,
+            *variables,
+        )
 
     # -- for elastic jobs: see `elastic.py`
 

@@ -10,12 +10,13 @@ import numpy as np
 
 from .. import checkpoint
 from ..compressors.base import Compressor, Step
+from ..compressors.wrapper import Wrapper
 from ..driver import Driver, Transaction
 from ..handover import OWED
-from ..handshake import first_difference
+from ..handshake import check_step_numbers, first_difference, step_numbers
 from ..loss_scale import to_true_units
 from ..requests import Allreduce, Alltoall, Final, StepNorm, TensorStep
-from ..step import Tensor, check_step_numbers, conclude, step_numbers
+from ..step import Tensor, conclude
 from ..wire import FrameLength, Steady
 
 _KEPT = 100  # calls of functions
@@ -120,8 +121,8 @@ class GraphExchange(Driver):
         return self._tensors[name].compressor
 
     def _goes_dense(self, tensor: Tensor, step: Step) -> bool:
-        # A graph has no operation for the sum of parts.
-        return tensor.shard is None and super()._goes_dense(tensor, step)
+        # A graph has no operation for a sum that a feature around the algorithm asks for.
+        return not isinstance(tensor.compressor, Wrapper) and super()._goes_dense(tensor, step)
 
     def owes(self, name: str) -> bool:
         """Whether the next step of a tensor brings something of earlier ones densely, which is

@@ -184,12 +184,12 @@ class GraphCompression(RunningCompression):
             norm, grads = functools.partial(squared_norm_of, factor), [grad for grad, _ in pairs]
             squared_norm = (
                 [tf.numpy_function(norm, grads, tf.float64, stateful=False)]
-                if self._compressor.clip_norm is not None
+                if self._compressor.policy.clip_norm is not None
                 else []
             )
             lr = (
                 [learning_rate_of(optimizer or self._optimizer)]
-                if self._compressor.follow_lr
+                if self._compressor.policy.follow_lr
                 else []
             )
         return Call(variables, number, flat, squared_norm, lr)
@@ -232,7 +232,9 @@ class GraphCompression(RunningCompression):
         variables = [source for source in sources if isinstance(source, tf.Variable)]
         known = min(variables, key=lambda variable: variable.shape.num_elements(), default=None)
         scale = tf.constant(1.0) if scaler is None else tf.cast(scaler.loss_scale, tf.float32)
-        depends = self._optimizer is not None and (self._takes_over or self._compressor.follow_lr)
+        depends = self._optimizer is not None and (
+            self._takes_over or self._compressor.policy.follow_lr
+        )
         unapplied = Unapplied(sources if depends else [], self._applied)
         begin = functools.partial(self._begin, len(sources), known, unapplied, self._traces)
         with tf.control_dependencies([self._turn.assign_add(1)]):
@@ -316,7 +318,7 @@ class GraphCompression(RunningCompression):
         variables = [self._variables[grads_and_vars[i][1].ref()] for i in known]
 
         def alone() -> List[Any]:
-            lr = [learning_rate_of(optimizer)] if self._compressor.follow_lr else []
+            lr = [learning_rate_of(optimizer)] if self._compressor.policy.follow_lr else []
             squares = [read for variable in variables for read in read_and_clear(variable.squares)]
             step = functools.partial(with_denormals, self._step_alone, variables)
             return tf.numpy_function(step, [*grads, *lr, *squares], [grad.dtype for grad in grads])

@@ -85,8 +85,8 @@ class RunningCompression(VariableCompression):
         self, variable: Variable, call: int, grad: np.ndarray, *options: np.ndarray
     ) -> List[np.ndarray]:
         given = iter(options)
-        squared_norm = float(next(given)) if self._compressor.clip_norm is not None else None
-        lr = float(next(given)) if self._compressor.follow_lr else None
+        squared_norm = float(next(given)) if self._compressor.policy.clip_norm is not None else None
+        lr = float(next(given)) if self._compressor.policy.follow_lr else None
         squares = next(given).reshape(-1) if variable.squares is not None else None
         grad = self._of_type(variable, grad)
         carrier, message, number = self._exchange.submit(
@@ -107,10 +107,10 @@ class RunningCompression(VariableCompression):
 
     def _step_alone(self, variables: List[Variable], *arrays: np.ndarray) -> List[np.ndarray]:
         grads, given = arrays[: len(variables)], iter(arrays[len(variables) :])
-        lr = float(next(given)) if self._compressor.follow_lr else None
+        lr = float(next(given)) if self._compressor.policy.follow_lr else None
         squared_norm = (
             float(squared_norm_of(lambda: 1.0, *grads))
-            if self._compressor.clip_norm is not None
+            if self._compressor.policy.clip_norm is not None
             else None
         )
         call = self._exchange.begin(

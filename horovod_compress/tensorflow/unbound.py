@@ -163,8 +163,8 @@ class UnboundCompression(Unbound):
         compressor: Any = self._compressor
         return (
             is_elastic()
-            or (compressor.corrects_momentum and compressor.momentum is None)
-            or compressor.follow_lr is not False
+            or (compressor.traits.corrects_momentum and compressor.momentum is None)
+            or compressor.policy.follow_lr is not False
         )
 
     def the_only(self) -> BoundCompression:

@@ -108,7 +108,7 @@ class VariableCompression(Binding):
         )
         if variable.is_float64 and self._exchange.carries_float64(variable.name):
             variable.carried = "float64"
-        clips = self._compressor.clip_norm is not None
+        clips = self._compressor.policy.clip_norm is not None
         dense = not variable.moved and variable.carried != "float16" and not clips
         variable.direct = (
             dense and not self._exchange.owes(variable.name) and not self._sees_gradients

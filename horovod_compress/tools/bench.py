@@ -11,10 +11,11 @@ from typing import Any, Callable, Counter, Dict, List, Sequence, Tuple
 import numpy as np
 
 from .. import available, get_compressor, kernels
-from ..compressors.base import Compressor, Step, zeros
+from ..compressors import collective_of
+from ..compressors.base import Compressor, zeros
 from ..exchange import Exchange
-from ..hosts import Host
 from ..lockstep import Named
+from ..machine import Machine
 from ..records import Stats
 from ..transport.base import Transport
 from . import arguments
@@ -256,7 +257,7 @@ def measure(
     Raises:
         ValueError: the compression cannot be measured on one rank.
     """
-    if compressor.split(1, Step(0, 0, ranks)) is not None:
+    if compressor.policy.exchange != "gather":
         raise ValueError(
             f"{compressor.id}: exchange=split is work of all ranks, and this measures one: measure "
             "exchange=gather, compare both with `hvdcompress plan`, or both on real ranks with "
@@ -264,15 +265,15 @@ def measure(
         )
     echo = Echo(ranks)
     tensors = {name: (array.shape, compressor) for name, array in gradients[0].items()}
-    exchange = Exchange(compressor, echo, tensors, host=Host.alone(ranks, local_size))
+    exchange = Exchange(compressor, echo, tensors, host=Machine.alone(ranks, local_size))
     before, seconds, error = _take_steps(exchange, echo, gradients, steps, progress)
     after = exchange.stats()
     encode, decode, streaming = map(statistics.median, zip(*seconds))
-    decoded_payloads = ranks if compressor.collective == "allgather" else 1
+    decoded_payloads = ranks if collective_of(compressor) == "allgather" else 1
     sent = after["bytes_sent"] - before["bytes_sent"]
     dense = after["dense_bytes"] - before["dense_bytes"]
     return {
-        "collective": compressor.collective,
+        "collective": collective_of(compressor),
         "ratio": dense / sent,
         "bytes_per_step": sent / steps,
         "exchanged": {kind: nbytes / steps for kind, nbytes in echo.sent.items()},

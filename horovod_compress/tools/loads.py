@@ -5,12 +5,14 @@ import dataclasses
 import math
 from typing import Any, Callable, List, Sequence
 
+from ..compressors import collective_of
 from ..compressors.base import Step
 from ..compressors.dense import dense_compressor
-from ..hosts import Host, sharded
 from ..lockstep import Named
+from ..machine import Machine
 from ..plan import compressor_for
 from ..step import times_dense
+from ..wrappers import wrapped
 from . import bench
 from .cost import Load
 from .models import MODELS, Shapes
@@ -80,27 +82,27 @@ def measured(
     Raises:
         ValueError: ranks do not make up hosts of that size.
     """
-    splits = [compressor.split(1, Step(0, 0, ranks)) for ranks in counts]
-    alone = compressor if splits[0] is None else dataclasses.replace(compressor, exchange="gather")
+    splits = compressor.policy.exchange == "split"
+    alone = dataclasses.replace(compressor, exchange="gather") if splits else compressor
     # Ranks of a host that add up their gradients before they compress them.
-    size = local_size if getattr(alone, "hosts", False) else 1
+    size = local_size if alone.policy.hosts else 1
 
     def measure(ranks: int) -> Load:
         return _measured(alone, model, gradients, ranks, progress, size)
 
-    if alone.collective != "allgather":
+    if collective_of(alone) != "allgather":
         return _of_sums(measure, counts)
-    if len(counts) == 1 and splits[0] is None and counts[0] <= size * _MANY:
+    if len(counts) == 1 and not splits and counts[0] <= size * _MANY:
         return [measure(counts[0])]
     few, many = (measure(size * hosts) for hosts in (_FEW, _MANY))
     each = max(many.decode - few.decode, 0.0) / (size * (_MANY - _FEW))
     loads = []
-    for ranks, split in zip(counts, splits):
+    for ranks in counts:
         load = dataclasses.replace(few, decode=few.decode + each * (ranks - size * _FEW))
         loads.append(
-            _where_dense_brings_less(alone, model, load, ranks, size)
-            if split is None
-            else _splitting(load, split.accept, ranks)
+            _splitting(load, compressor, ranks)
+            if splits
+            else _where_dense_brings_less(alone, model, load, ranks, size)
         )
     return loads
 
@@ -117,13 +119,11 @@ def _measured(
     found = bench.measure(compressor, gradients, ranks, STEPS, progress, local_size)
     rounds = len(compressor.collectives(ranks)) - 1 + (local_size > 1)
     # Of small tensors, which hide nothing.
-    dense_rounds = (
-        len(dense_compressor(getattr(compressor, "dense", "fp32"), 0).collectives(ranks)) - 1
-    )
+    dense_rounds = len(dense_compressor(compressor.policy.dense, 0).collectives(ranks)) - 1
     hides = (
         not rounds
-        and compressor.clip_norm is None
-        and getattr(compressor, "transport", "horovod") == "horovod"
+        and compressor.policy.clip_norm is None
+        and compressor.policy.transport == "horovod"
     )
     sizes = [math.prod(shape) for shape in model.shapes.values()]
     # With which Horovod looks at nothing.
@@ -143,10 +143,12 @@ def _measured(
     ).times(model.factor)
 
 
-def _splitting(gathering: Load, accept: float, ranks: int) -> Load:
+def _splitting(gathering: Load, compressor: Any, ranks: int) -> Load:
     """The load with `exchange=split`, from that with `exchange=gather`. An owner decodes as many
     entries as one rank sends; every rank decodes `accept` times that."""
-    payload = gathering.exchanged[GATHERED]
+    from ..split import accepted
+
+    accept, payload = accepted(compressor, ranks), gathering.exchanged[GATHERED]
     exchanged = {
         **gathering.exchanged,
         "alltoall uint8": payload,
@@ -185,12 +187,14 @@ def _where_dense_brings_less(
     compressor: Any, model: Model, load: Load, ranks: int, local_size: int
 ) -> Load:
     """The load where tensors go dense whose payloads from so many ranks would be more."""
-    host = Host.alone(ranks, local_size)
+    machine = Machine.alone(ranks, local_size)
     tensors = [
-        (math.prod(shape), sharded(compressor_for(compressor, name, shape), host, shape))
+        (math.prod(shape), wrapped(compressor_for(compressor, name, shape), shape, machine))
         for name, shape in model.shapes.items()
     ]
-    gathered = [(numel, chosen) for numel, chosen in tensors if chosen.collective == "allgather"]
+    gathered = [
+        (numel, chosen) for numel, chosen in tensors if collective_of(chosen) == "allgather"
+    ]
     elements = model.factor * sum(numel for numel, _ in gathered)
     measured_bits = 8 * load.exchanged.get(GATHERED, 0.0) / max(elements, 1)
     known = [(numel, chosen.payload_bits(numel, Step(0, 0, ranks))) for numel, chosen in gathered]

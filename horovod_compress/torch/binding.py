@@ -30,7 +30,7 @@ class TorchBinding(Binding):
     def _transport_of(self, compressor: Any) -> Transport:
         if not self._active:
             return Loopback.group(1)[0]
-        over_mpi = getattr(compressor, "transport", None) == "mpi"
+        over_mpi = compressor.policy.transport == "mpi"
         if over_mpi not in self._transports:
             self._transports[over_mpi] = (
                 MPITransport(hvd, self._process_set)

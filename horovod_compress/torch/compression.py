@@ -19,7 +19,7 @@ from ..compressors.base import Compressor
 from ..deprecated import by_name
 from ..exchange import Exchange
 from ..handshake import agree, gather
-from ..hosts import Host
+from ..machine import Machine
 from ..snapshot import Snapshots
 from ..transport.base import Transport
 from . import horovod_internals, ownership
@@ -44,7 +44,7 @@ class _Chosen(NamedTuple):
     takeover: SGDTakeover
     moments: Optional[Moments]
     transport: Transport
-    host: Optional[Host]
+    host: Optional[Machine]
 
 
 class BoundCompression(StepCompression):
@@ -113,7 +113,11 @@ class BoundCompression(StepCompression):
         names = {id(slot.param): slot.name for slot in reduced}
         takeover = SGDTakeover(optimizer if self._active else None, compressor, names)
         variants = takeover.variants
-        if compressor.corrects_momentum and optimizer is not None and compressor.momentum is None:
+        if (
+            compressor.traits.corrects_momentum
+            and optimizer is not None
+            and compressor.momentum is None
+        ):
             # Other momentum stays with the optimizer.
             compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))
         moments = moments_of(compressor, {slot.name: slot.param for slot in reduced})

@@ -159,16 +159,14 @@ class Moments:
 def moments_of(compressor: Compressor, params: Dict[str, Tensor]) -> Optional[Moments]:
     """The collector of squared gradients; None where no parameter's compressor needs one, as none
     does that asks for a minibatch's."""
-    moments = getattr(compressor, "moments", "minibatch")
+    moments = compressor.policy.moments
     if moments == "minibatch":
         return None
     chosen = {
         name: compressor_for(compressor, name, tuple(param.shape)) for name, param in params.items()
     }
     needing = {
-        name: param
-        for name, param in params.items()
-        if getattr(chosen[name], "moments", None) == moments
+        name: param for name, param in params.items() if chosen[name].policy.moments == moments
     }
     return Moments(moments, needing) if needing else None
 

@@ -67,7 +67,7 @@ class SGDTakeover:
         logged: Set[str] = set()
         for group in (
             optimizer.param_groups
-            if isinstance(optimizer, torch.optim.SGD) and compressor.corrects_momentum
+            if isinstance(optimizer, torch.optim.SGD) and compressor.traits.corrects_momentum
             else ()
         ):
             momentum, nesterov = momentum_of(compressor, group)

@@ -197,7 +197,7 @@ class StepCompression(TorchBinding):
         if scale is not None:
             self._exchange.expect(scale=to_true_units(scale))
         self._meet()
-        if self._compressor.follow_lr:
+        if self._compressor.policy.follow_lr:
             self._rates = {
                 id(param): float(group["lr"])
                 for group in optimizer.param_groups

@@ -40,7 +40,7 @@ class UnboundCompression(Unbound):
         self._bound: "weakref.WeakSet[BoundCompression]" = weakref.WeakSet()
         # Of those; kept, because users may ask it when the optimizer is gone.
         self._last: Optional[BoundCompression] = None
-        self._moments = getattr(self._compressor, "moments", "minibatch")
+        self._moments = self._compressor.policy.moments
         # What these need is seen before there are gradients.
         if self._moments != "minibatch":
             self._hook = register_module_forward_pre_hook(

@@ -17,8 +17,7 @@ from horovod_compress import kernels, wire
 from horovod_compress.compressors.base import Step
 from horovod_compress.kernels import HEADROOM, Encoded, reference
 from horovod_compress.plan import compressor_for
-from horovod_compress.requests import SelectAgain
-from horovod_compress.split import split_step
+from horovod_compress.split import SelectAgain, split_of
 
 DIGEST, STEP = 0x12345678, 7
 VARIANTS = [
@@ -46,7 +45,7 @@ def frames_of(compressor, numel, rng):
         grad = (rng.standard_normal(numel) * (rng.random(numel) < 0.3)).astype(np.float32)
         payload = kernels.at_once(compressor.encode(grad, state, Step(STEP, rank=0, size=2)))
         if isinstance(payload, Encoded):  # not a step that goes dense
-            yield bytes(wire.seal(payload, compressor.number, DIGEST, STEP))
+            yield bytes(wire.seal(payload, compressor.traits.number, DIGEST, STEP))
 
 
 def mutate(rng, frame, other):
@@ -129,10 +128,10 @@ def entries_of(spec, sizes, rank, rng):
         entries.append(
             SelectAgain(
                 payload,
-                compressor.split(numel, step),
+                split_of(compressor, numel, step),
                 grad,
                 np.zeros(numel, np.float32),
-                compressor.number,
+                compressor.traits.number,
                 DIGEST,
             )
         )
@@ -144,7 +143,7 @@ def outcome(entries, arrived, sums):
     that it refuses those."""
     for entry in entries:
         entry.grad.fill(0)
-    hop = split_step(entries, 0, RANKS, STEP, 1 / RANKS)
+    hop = SelectAgain.exchange(entries, Step(STEP, 0, RANKS, gain=1 / RANKS))
     next(hop)
     own = hop.send(arrived).array
     try:
@@ -152,7 +151,7 @@ def outcome(entries, arrived, sums):
     except wire.WireError:
         return None
     except StopIteration as stop:
-        parts = [part for selected in stop.value if selected.bodies for part in selected.bodies]
+        parts = [part for arrived in stop.value for part in arrived.result.bodies or ()]
         return own.tobytes(), [added(TOPK, body, last - first) for first, last, body in parts]
 
 
@@ -168,7 +167,7 @@ def fuzz_split(count):
                 for rank in range(RANKS)
             ]
             hops = [
-                split_step(entries, rank, RANKS, STEP, 1 / RANKS)
+                SelectAgain.exchange(entries, Step(STEP, rank, RANKS, gain=1 / RANKS))
                 for rank, entries in enumerate(ranks)
             ]
             sent = [
@@ -208,7 +207,7 @@ def main(count):
         frame = mutate(rng, frames[i % 4], others[i % 4])
         data = np.frombuffer(frame, np.uint8)
         try:
-            (body,), _ = wire.unseal(data, 1, compressor.number, DIGEST, STEP)
+            (body,), _ = wire.unseal(data, 1, compressor.traits.number, DIGEST, STEP)
         except wire.WireError:
             continue
         forged += 1

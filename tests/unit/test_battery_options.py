@@ -257,6 +257,6 @@ def test_what_available_says_is_what_there_is(id):
     }
     assert all(option["doc"] and option["values"] for option in about["options"].values())
     assert (
-        len({cls.number for cls in REGISTRY.values()}) == len(REGISTRY)
-        and 0 <= compressor.number < 256
+        len({cls.traits.number for cls in REGISTRY.values()}) == len(REGISTRY)
+        and 0 <= compressor.traits.number < 256
     )

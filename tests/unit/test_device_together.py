@@ -359,7 +359,8 @@ def test_a_transport_that_fails_for_one_tensor_loses_nothing_of_the_others(
     for name, grad in grads.items():
         tensor = exchange._tensors[name]
         np.testing.assert_array_equal(
-            np.asarray(exchange.arrays()[name][tensor.compressor.accumulator]), grad.reshape(-1)
+            np.asarray(exchange.arrays()[name][tensor.compressor.traits.accumulator]),
+            grad.reshape(-1),
         )
 
 

@@ -65,12 +65,14 @@ def test_a_not_finite_gradient_is_seen_by_all_and_loses_nothing(spec, where, poi
         assert not np.isfinite(named[where]).all()
     for rank, ex in enumerate(exchanges):
         after = copy_of(ex)
-        momentum = ex.compressor.m
+        momentum = ex.compressor.policy.m
         for name in ("w", "x"):
             g = np.where(np.isfinite(local[rank][name]), local[rank][name], 0)
             kept = np.isfinite(local[rank][name])
             v, u = before[rank][name]["v"], before[rank][name].get("u", np.zeros_like(g))
-            moved = momentum * u + g if not ex.compressor.nesterov else momentum * (u + g) + g
+            moved = (
+                momentum * u + g if not ex.compressor.policy.nesterov else momentum * (u + g) + g
+            )
             np.testing.assert_allclose(
                 after[name]["v"][kept], (v + moved)[kept], rtol=1e-5, atol=1e-6
             )

@@ -49,10 +49,10 @@ def residual_of(ranks):
     arrays = [copy_of(exchange) for exchange in ranks]
     return {
         name: np.mean(
-            [each[name][compressor.accumulator] for each in arrays], axis=0, dtype=np.float64
+            [each[name][compressor.traits.accumulator] for each in arrays], axis=0, dtype=np.float64
         )
         for name, compressor in compressors.items()
-        if compressor.accumulator in arrays[0][name]
+        if compressor.traits.accumulator in arrays[0][name]
     }
 
 

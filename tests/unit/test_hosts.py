@@ -15,8 +15,9 @@ from tiers import examples
 
 import horovod_compress as hc
 from horovod_compress import checkpoint, handover
-from horovod_compress.hosts import Host
+from horovod_compress.hosts import SharedMemory
 from horovod_compress.lockstep import make_ranks, run_step
+from horovod_compress.machine import Machine
 from horovod_compress.transport.loopback import Loopback
 
 GATHERING = sorted(id for id in hc.available() if "hosts" in hc.available()[id]["options"])
@@ -298,24 +299,25 @@ def test_ranks_that_are_no_hosts_of_that_size_are_refused():
 def test_memory_that_cannot_be_had_is_an_error_on_all_ranks(monkeypatch, tmp_path):
     """Nothing is left behind."""
     monkeypatch.setattr("horovod_compress.hosts._FOLDER", str(tmp_path / "none"))
-    hosts = [Host(local, 2) for local in range(2)]
+    machines = [Machine(local, 2) for local in range(2)]
 
-    def meet(host, transport):
-        host.want("w", 100)
+    def meet(machine, transport):
+        SharedMemory.of(machine).want(machine, "w", 100)
         with pytest.raises(RuntimeError, match="rank 0 cannot share memory.*docker run --shm-size"):
-            host.meet(transport, "label", 0)
+            machine.arrange(transport, "label", 0)
 
-    on_all_ranks(meet, hosts)
+    on_all_ranks(meet, machines)
     monkeypatch.setattr("horovod_compress.hosts._FOLDER", str(tmp_path))
-    hosts = [Host(local, 2) for local in range(2)]
+    machines = [Machine(local, 2) for local in range(2)]
 
-    def met(host, transport):
-        host.want("w", 100)
-        host.meet(transport, "label", 0)
-        host.slots("w")[host.local] = 1 + host.local
-        return host
+    def met(machine, transport):
+        memory = SharedMemory.of(machine)
+        memory.want(machine, "w", 100)
+        machine.arrange(transport, "label", 0)
+        memory.slots("w")[machine.local] = 1 + machine.local
+        return memory
 
-    assert [host.slots("w")[:, 99].tolist() for host in on_all_ranks(met, hosts)] == [
+    assert [memory.slots("w")[:, 99].tolist() for memory in on_all_ranks(met, machines)] == [
         [1, 2],
         [1, 2],
     ]
@@ -342,6 +344,7 @@ import os, signal, sys
 import numpy as np
 from ranks import on_all_ranks
 from horovod_compress import hosts
+from horovod_compress.machine import Machine
 
 folder, when = sys.argv[1:]
 hosts._FOLDER = folder
@@ -361,13 +364,13 @@ elif when == "made":
     os.posix_fallocate = and_then_killed(os.posix_fallocate)
 
 
-def meet(host, transport):
-    host.want("w", 10**6)
-    host.meet(transport, "label", 0)
+def meet(machine, transport):
+    hosts.SharedMemory.of(machine).want(machine, "w", 10**6)
+    machine.arrange(transport, "label", 0)
     and_then_killed(lambda: None)()
 
 
-on_all_ranks(meet, [hosts.Host(local, 2) for local in range(2)])
+on_all_ranks(meet, [Machine(local, 2) for local in range(2)])
 """
 
 

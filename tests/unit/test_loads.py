@@ -7,7 +7,8 @@ import tracemalloc
 import pytest
 
 import horovod_compress as hc
-from horovod_compress.hosts import Host
+from horovod_compress.compressors import collective_of
+from horovod_compress.machine import Machine
 from horovod_compress.tools import bench, loads, prediction
 from horovod_compress.tools.cost import COLLECTIVES, Network
 
@@ -112,7 +113,7 @@ def test_what_is_the_same_with_more_ranks_is_not_measured_again(spec, most, monk
     monkeypatch.setattr(loads, "_measured", noted)
     found = measured(spec, counts, progress=lambda: steps.append(1))
     assert len(asked) <= most and len(steps) == len(asked) * (bench.WARMUP + loads.STEPS)
-    if hc.get_compressor(spec).collective != "allgather":
+    if collective_of(hc.get_compressor(spec)) != "allgather":
         for ranks, load in zip(counts, found):
             (alone,) = measured(spec, [ranks])
             assert load.exchanged == alone.exchanged and load.operations == alone.operations
@@ -121,15 +122,15 @@ def test_what_is_the_same_with_more_ranks_is_not_measured_again(spec, most, monk
 def test_one_rank_of_many_takes_no_memory_of_the_others():
     """Ten thousand ranks' places, 10 000 times, were most of what a prediction took."""
     tracemalloc.start()
-    host = Host.alone(10_000, 4)
+    host = Machine.alone(10_000, 4)
     assert tracemalloc.get_traced_memory()[1] < 1e6
     tracemalloc.stop()
     assert (host.local, host.size, len(host.places)) == (0, 4, 10_000)
-    groups = Host.group(6, 3)
+    groups = Machine.group(6, 3)
     assert groups[0].places == [0, 1, 2] * 2
     assert all(host.places is groups[0].places for host in groups)
     with pytest.raises(ValueError, match="10 ranks are not hosts of 4"):
-        Host.alone(10, 4)
+        Machine.alone(10, 4)
 
 
 def test_what_goes_dense_where_that_is_less_never_crosses_a_link_more_often_than_dense():

@@ -13,6 +13,7 @@ from horovod_compress.compressors.base import Step
 from horovod_compress.compressors.demo import _dct
 from horovod_compress.kernels import reference
 from horovod_compress.lockstep import run_step
+from horovod_compress.step import end_step
 
 
 def dct(x):
@@ -149,7 +150,7 @@ def test_bodies_for_other_tensors_are_refused():
 
 def test_a_dense_step_decays_what_was_kept_too():
     _, demo, state = payload_of("demo:min_numel=0,decay=0.5", normal(64, 64))
-    demo.end_step(state, True)
+    end_step(demo, state, True)
     kept, g = state.arrays["residual"].copy(), normal(64 * 64)
     payload = demo.encode_dense(g.copy(), state, Step(1, 0, 2))
     np.testing.assert_array_equal(payload.array, np.float32(0.5) * kept + g)

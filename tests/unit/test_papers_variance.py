@@ -8,6 +8,7 @@ import pytest
 from paper_checks import RNG, alone, decoded, normal, payload_of, seeded  # noqa: F401
 
 from horovod_compress.compressors.base import Step
+from horovod_compress.step import end_step
 
 
 def first_step_sent(alpha, zeta, steps=12):
@@ -136,7 +137,7 @@ def test_strom_sends_the_threshold_and_keeps_the_rest():
 def test_after_a_dense_step_both_sums_begin_anew():
     """All that r had was sent, so nothing is left for v to be the variance of."""
     _, variance, state = payload_of("variance:min_numel=0", normal(100))
-    variance.end_step(state, True)
+    end_step(variance, state, True)
     variance.encode_dense(normal(100), state, Step(1, 0, 2))
-    variance.end_step(state, True)
+    end_step(variance, state, True)
     assert not state.arrays["r"].any() and not state.arrays["v"].any()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ranks import gradients, ranks_of
 
-from horovod_compress.compressors.base import Compressor
+from horovod_compress.compressors.base import Compressor, State, Traits
 from horovod_compress.compressors.fp16 import Float16
 from horovod_compress.compressors.maxnorm import MaxNorm
 from horovod_compress.compressors.none import NoCompression
@@ -77,3 +77,25 @@ def test_an_option_m_is_no_momentum_where_nothing_has_one():
 def test_what_nothing_calls_any_more_is_refused():
     with pytest.raises(TypeError, match="has owed, take_over, which nothing calls"):
         type("Owing", (Compressor,), {"owed": None, "take_over": None})
+
+
+def test_attributes_that_traits_now_say_still_work_with_a_warning():
+    class Own(State):
+        pass
+
+    old = {"id": "old", "paper": "a paper", "on_device": True, "state_type": Own}
+    with pytest.warns(DeprecationWarning, match="traits = Traits.paper=…, on_device=…, state"):
+        cls = type("Old", (NoCompression,), dict(old))
+    number = cls.traits.number
+    assert number >= 128
+    assert cls.traits == Traits(number, "a paper", on_device=True, state_type=Own)
+    with pytest.warns(DeprecationWarning, match="clip_norm of a compressor is in its policy"):
+        assert TopK().clip_norm is None
+    with pytest.warns(DeprecationWarning, match="corrects_momentum of a .* its traits"):
+        assert not TopK().corrects_momentum
+
+
+def test_a_class_says_for_itself_what_kernels_and_types_suit_it():
+    inherited = type("Derived", (TopK,), {}).traits
+    assert inherited == TopK.traits._replace(on_device=False)
+    assert not type("Derived", (NoCompression,), {}).traits.carries_float64

@@ -14,8 +14,7 @@ import horovod_compress as hc
 from horovod_compress.compressors.base import Step
 from horovod_compress.kernels import at_once
 from horovod_compress.lockstep import make_ranks, run_step
-from horovod_compress.requests import SelectAgain
-from horovod_compress.split import regions_of, split_step
+from horovod_compress.split import SelectAgain, regions_of, split_of
 from horovod_compress.step import times_dense
 from horovod_compress.tools.models import MODELS
 from horovod_compress.transport.loopback import Loopback
@@ -215,7 +214,7 @@ def test_owners_accept_the_largest_sums_and_keep_the_others():
 
 @pytest.mark.parametrize("ranks, accept", [(1, 1), (2, 1), (3, 1.5), (7, 3.5), (8, 4), (64, 4)])
 def test_by_default_four_times_are_accepted_and_at_most_half_the_ranks(ranks, accept):
-    assert hc.get_compressor(SPLIT).split(1000, Step(0, 0, ranks)) == (50, accept, "fp32")
+    assert split_of(hc.get_compressor(SPLIT), 1000, Step(0, 0, ranks)) == (50, accept, "fp32")
 
 
 def test_a_sum_too_large_for_a_residual_is_accepted_beyond_the_quota():
@@ -325,10 +324,10 @@ def entries_of(spec, named, rank, size, residuals):
         found.append(
             SelectAgain(
                 payload,
-                compressor.split(grad.size, step),
+                split_of(compressor, grad.size, step),
                 grad,
                 residuals[name],
-                compressor.number,
+                compressor.traits.number,
                 0,
             )
         )
@@ -366,7 +365,7 @@ def test_bytes_on_64_ranks_with_the_shapes_of_resnet50(spec):
             residuals,
         )
         gathered += sum(len(each.payload.buffer) for each in entries)
-        hops.append(split_step(entries, rank, size, 0, 1 / size))
+        hops.append(SelectAgain.exchange(entries, Step(0, rank, size, gain=1 / size)))
     first = [next(hop) for hop in hops]
     parts = [np.split(request.array, np.cumsum(request.splits)[:-1]) for request in first]
     second = [hop.send([sent[rank] for sent in parts]).array for rank, hop in enumerate(hops)]

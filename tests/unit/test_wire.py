@@ -191,12 +191,12 @@ def test_old_frames_stay_readable():
     for spec, (stored, expected) in STORED.items():
         compressor = get_compressor(spec)
         frame = np.frombuffer(bytes.fromhex(stored), np.uint8)
-        (body,), finite = wire.unseal(frame, 1, compressor.number, 0xDEADBEEF, 3)
+        (body,), finite = wire.unseal(frame, 1, compressor.traits.number, 0xDEADBEEF, 3)
         out = np.zeros(12, np.float32)
         assert finite and kernels.at_once(compressor.add(body, out, 1.0))
         np.testing.assert_array_equal(out, np.array(expected, np.float32))
         np.testing.assert_array_equal(
-            wire.seal(Encoded(new_body(body), 1), compressor.number, 0xDEADBEEF, 3), frame
+            wire.seal(Encoded(new_body(body), 1), compressor.traits.number, 0xDEADBEEF, 3), frame
         )
 
 

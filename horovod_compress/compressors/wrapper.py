@@ -1,0 +1,110 @@
+"""Features that stand around the compressor of a tensor: to drivers each is that compressor."""
+
+import dataclasses
+import functools
+from typing import Any, Callable, ClassVar, Optional, Tuple
+
+import numpy as np
+
+from ..machine import Machine
+from .base import Compressor
+
+
+def _inside(name: str) -> Any:
+    """A method that is the inner compressor's."""
+
+    def method(self: "Wrapper", *arguments: Any) -> Any:
+        return getattr(self.inner, name)(*arguments)
+
+    return functools.update_wrapper(method, getattr(Compressor, name))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Wrapper(Compressor):
+    """Does what the compressor inside does, but for what a subclass overrides."""
+
+    # Whether `encode` itself brings what a switch has left to bring, `handover.OWED`.
+    pays_debts: ClassVar[bool] = False
+
+    inner: Compressor
+
+    @classmethod
+    def around(
+        cls, compressor: Compressor, shape: Tuple[int, ...], machine: Optional[Machine]
+    ) -> Compressor:
+        """The compressor of a tensor of this shape, in a wrapper where its options say so.
+
+        Args:
+            compressor: of the whole tensor.
+            shape: the tensor's.
+            machine: the ranks of this rank's, where that is known.
+        """
+        return compressor
+
+    @classmethod
+    def needs_machine(
+        cls,
+        compressor: Compressor,
+        hvd: Any,
+        process_set: Any,
+        elastic: bool,
+        tell: Callable[[str], Any],
+    ) -> bool:
+        """Whether `around` has use for the ranks of a machine.
+
+        Args:
+            compressor: that of a binding.
+            hvd: a framework's Horovod.
+            process_set: of the ranks that compress.
+            elastic: whether ranks may come and go.
+            tell: warns of an option that has no effect.
+
+        Raises:
+            ValueError: it cannot have them, among such ranks.
+        """
+        return False
+
+    def __post_init__(self) -> None:
+        # What is done around it is on the CPU, where a base would be left.
+        traits = self.inner.traits._replace(on_device=False, takes_base=False)
+        known = {"id": self.inner.id, "kept": self.inner.kept, "policy": self.inner.policy}
+        vars(self).update(known, traits=traits)
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+    collectives = _inside("collectives")
+    payload_bits = _inside("payload_bits")
+    init = _inside("init")
+    encode = _inside("encode")
+    encode_dense = _inside("encode_dense")
+    decode = _inside("decode")
+    decode_dense = _inside("decode_dense")
+    add = _inside("add")
+    residual = _inside("residual")
+    forget_sent = _inside("forget_sent")
+    commit = _inside("commit")
+    rollback = _inside("rollback")
+    apply_pending = _inside("apply_pending")
+
+    def part(self, out: np.ndarray, rank: int) -> np.ndarray:
+        """The part of the gradient's memory that the payload of a rank is of."""
+        return out
+
+    def whole(self, debt: np.ndarray) -> np.ndarray:
+        """An array as long as the tensor, from one as long as the residual."""
+        return debt
+
+
+def with_options(compressor: Compressor, **options: Any) -> Compressor:
+    """A compressor with other values of these options, in what stands around it."""
+    if isinstance(compressor, Wrapper):
+        options = {"inner": with_options(compressor.inner, **options)}
+    return dataclasses.replace(compressor, **options)
+
+
+def unwrapped(compressor: Compressor) -> Compressor:
+    """The algorithm inside of all that stands around it."""
+    while isinstance(compressor, Wrapper):
+        compressor = compressor.inner
+    return compressor

@@ -1,0 +1,32 @@
+"""The features around algorithms, the innermost first. Each is deleted with its file and its line
+in KINDS."""
+
+from typing import Any, Callable, Optional, Tuple, Type
+
+from . import hosts, split
+from .compressors.base import Compressor
+from .compressors.wrapper import Wrapper
+from .machine import Machine
+
+KINDS: Tuple[Type[Wrapper], ...] = (
+    split.Splitting,
+    hosts.HostSharded,
+)
+
+
+def wrapped(
+    compressor: Compressor, shape: Tuple[int, ...], machine: Optional[Machine]
+) -> Compressor:
+    """The compressor of a tensor, with the features around it that its options say."""
+    for kind in KINDS:
+        compressor = kind.around(compressor, shape, machine)
+    return compressor
+
+
+def machine_for(
+    compressor: Compressor, hvd: Any, process_set: Any, elastic: bool, tell: Callable[[str], Any]
+) -> Optional[Machine]:
+    """The ranks of this rank's machine, where features around a compressor have use for them; the
+    arguments are those of `Wrapper.needs_machine`."""
+    needed = [kind.needs_machine(compressor, hvd, process_set, elastic, tell) for kind in KINDS]
+    return Machine(hvd.local_rank(), hvd.local_size()) if any(needed) else None
