@@ -5,8 +5,8 @@ from typing import Any, Callable, Dict, Iterable, Optional, Tuple
 import horovod.torch as hvd
 import torch
 
+from ..pytorch.optimizers import own_class
 from ..updates import AVERAGED, check_ranks
-from .horovod_internals import own_class
 
 # Steps in which gradients may still have been zero, as those with which
 # hvd.broadcast_optimizer_state makes states.

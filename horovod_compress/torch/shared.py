@@ -5,8 +5,8 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
+from ..pytorch.parameters import NamedParameters, Slot, flat_memory, loses_numbers, named
 from ..updates import Nesterov
-from .parameters import NamedParameters, Slot, flat_memory, loses_numbers, named
 from .update_compression import UpdateCompression
 
 

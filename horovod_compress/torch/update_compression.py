@@ -11,6 +11,7 @@ from ..compressors.base import Compressor
 from ..exchange import Exchange
 from ..handover import OWED
 from ..handshake import agree, gather
+from ..pytorch.compression import state_of
 from ..transport.horovod import synchronize
 from ..updates import Averaging, compressor_for_updates
 from .binding import TorchBinding
@@ -151,7 +152,7 @@ class UpdateCompression(Averaging, TorchBinding):
 
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
         """What is not sent yet, as tensors and plain values."""
-        return self._state(portable and self._active)
+        return state_of(self._exchange, self._transport, self._label, portable and self._active)
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         """Continues from what state_dict has returned on this rank, or from a list of all ranks',

@@ -9,9 +9,9 @@ import torch
 
 from .. import checkpoint
 from ..binding import warn_once
+from ..pytorch.state_names import rekeyed, renaming
 from ..updates import Nesterov
 from .shared import SharedParameter
-from .state_names import rekeyed, renaming
 from .update_compression import UpdateCompression
 
 _NOT_NEEDED = (

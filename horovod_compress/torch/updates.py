@@ -9,11 +9,12 @@ import torch
 from ..binding import warn_once
 from ..deprecated import by_name
 from ..handshake import MismatchError
+from ..pytorch.optimizers import own_class
+from ..pytorch.outside_step import Probe, watch
+from ..pytorch.parameters import NamedParameters
 from ..updates import Nesterov, check_ranks_of_set, check_rounds
 from .adam import AdamW
-from .horovod_internals import let_broadcast_begin, own_class
-from .outside_step import Probe, watch
-from .parameters import NamedParameters
+from .horovod_internals import let_broadcast_begin
 from .shared import SharedParameter, checksum, trained
 from .update_compression import UpdateCompression
 from .update_state import KeepsUpdates

@@ -24,8 +24,9 @@ LAYERS = [
     ["exchange", "recording", "snapshot"],
     ["lockstep"],
     ["simulate", "binding"],
-    ["elastic", "updates", "choice", "factories"],
-    ["torch", "tensorflow"],
+    ["process_sets", "elastic", "updates", "choice", "factories"],
+    ["pytorch"],
+    ["torch", "tensorflow", "ddp"],
     ["tools"],
 ]
 FILES = sorted(
