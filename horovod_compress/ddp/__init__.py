@@ -1,0 +1,13 @@
+"""Compression for PyTorch's DistributedDataParallel, without Horovod.
+
+from torch.nn.parallel import DistributedDataParallel as DDP
+from horovod_compress import ddp
+
+model = DDP(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+compression = ddp.compress(model, optimizer, "dgc:ratio=0.001")
+"""
+
+from .compression import DDPCompression, compress
+
+__all__ = ["DDPCompression", "compress"]

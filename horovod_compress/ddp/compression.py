@@ -1,0 +1,380 @@
+"""A communication hook of DistributedDataParallel, over the exchange."""
+
+import functools
+import os
+import weakref
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..binding import Binding
+from ..compressors import get_compressor
+from ..compressors.base import Compressor
+from ..hosts import Host
+from ..pytorch.compression import OptimizerCompression, check_types
+from ..pytorch.lifecycle import Event
+from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure
+from ..pytorch.parameters import Slot, named
+from ..snapshot import discard
+from ..transport.base import Transport
+from ..transport.distributed import DistributedTransport
+from ..transport.loopback import Loopback
+from .checks import check_bucket, check_model, check_step
+
+_UNUSED = (
+    "backward() came again before optimizer.step() had used the results of the last one. Where "
+    "gradients add up over several passes, run all but the last in `with model.no_sync():`; where "
+    "a step is left out, call compression.discard() before zero_grad(), which needs "
+    "discardable=True"
+)
+_INTERRUPTED = (
+    "a backward pass has ended before all gradients were exchanged, so this step would use some "
+    "that ranks do not share: call optimizer.zero_grad() and go on with the next batch on all ranks"
+)
+
+
+class _Sent(NamedTuple):
+    """A gradient that is under way. view: its part of DDP's bucket; memory: where the result will
+    be; carrier: what the exchange has returned, and wait, where that is added up over ranks, waits
+    for it."""
+
+    slot: Slot
+    view: torch.Tensor
+    memory: torch.Tensor
+    carrier: Any
+    wait: Optional[Callable[[], None]]
+
+
+class DDPCompression(OptimizerCompression):
+    """A compression of the gradients of a DistributedDataParallel model.
+
+    Args:
+        spec: as for `horovod_compress.get_compressor`.
+        model: the wrapped model, with no communication hook yet.
+        optimizer: the torch optimizer that steps its parameters. An SGD's momentum, Nesterov and
+            weight decay are taken over by algorithms that correct momentum (dgc). None where the
+            algorithm needs nothing from it.
+        grad_scaler: the torch.amp.GradScaler that scales the loss, where there is one: what is kept
+            of gradients then follows its scale, and steps that it skips are forgotten. Implies
+            discardable.
+        discardable: `discard()` forgets a step, as if it had never been. Takes as much memory again
+            as the algorithm's state, and the time to copy that in each step.
+
+    All ranks make it at the same place, for it makes a process group of its own. Its residuals are
+    this rank's own: save `state_dict()` on every rank, or one that is portable.
+
+    Raises:
+        ValueError: bad options, or a model that cannot be served.
+        MismatchError: at the first gradient, on all ranks: they were started differently.
+    """
+
+    def __init__(
+        self,
+        spec: Any,
+        model: DistributedDataParallel,
+        optimizer: Optional[torch.optim.Optimizer],
+        *,
+        grad_scaler: Any = None,
+        discardable: bool = False,
+    ) -> None:
+        get_compressor(spec)
+        check_model(model)
+        check_types(optimizer, grad_scaler)
+        size = dist.get_world_size(model.process_group)
+        Binding.__init__(self, "hvdc", size > 1)
+        OptimizerCompression.__init__(self, grad_scaler, discardable)
+        self._ranks = DistributedTransport(_group_beside(model)) if self._active else None
+        self._model = weakref.ref(model)
+        pairs = [
+            (name, param)
+            for name, param in model.module.named_parameters()
+            if param.requires_grad and name not in model.parameters_to_ignore
+        ]
+        self._bind(spec, optimizer, named(None, pairs))
+        self._by_parameter = {id(slot.param): slot for slot in self._slots}
+        self._sent: List[_Sent] = []
+        # Of this step's buckets: their futures, and what those will hold.
+        self._futures: List[Tuple[torch.futures.Future, torch.Tensor]] = []
+        # The loss scale of the last step.
+        self._scale = 0.0
+        # Parameters that backward passes have reached since the last exchange. None where DDP
+        # expects all to be reached.
+        self._reached: Optional[Set[int]] = None
+        if optimizer is not None and self._active:
+            self._optimizer = optimizer
+            self._register(optimizer)
+        if model.find_unused_parameters or model.static_graph:
+            self._watch_parameters()
+        model.register_comm_hook(self, _hook)
+
+    _advice_on_options = (
+        "Where only some ranks have set or loaded it, load it on all of them before training"
+    )
+    _refused_alone = (
+        "on one rank nothing is exchanged, so what ranks have not sent yet cannot be applied: "
+        "train on two ranks or more"
+    )
+
+    # -- what is asked of a host
+
+    def _reduced(self) -> List[Slot]:
+        return list(self._slots) if self._active else []
+
+    def _rank_and_size(self) -> Tuple[int, int]:
+        return (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
+
+    def _transport_of(self, compressor: Compressor) -> Transport:
+        if getattr(compressor, "transport", None) == "mpi":
+            raise ValueError(
+                "transport=mpi is for Horovod's ranks: leave it out, and payloads travel by "
+                "torch.distributed"
+            )
+        return self._ranks or Loopback.group(1)[0]
+
+    def _host_for(self, compressor: Compressor) -> Optional[Host]:
+        if getattr(compressor, "hosts", False):
+            raise ValueError(
+                "hosts=true is not supported under DistributedDataParallel: leave it out"
+            )
+        return None
+
+    def _machine(self) -> int:
+        return int(os.environ["GROUP_RANK"])
+
+    def _factor(self) -> Optional[float]:
+        return 1.0
+
+    # -- DDP's interface
+
+    # A compiled step is left here, and entered again behind it.
+    @torch.compiler.disable
+    def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future:
+        """Called by DDP with each bucket of gradients, in the same order on all ranks. Returns the
+        future of its mean, which is there when the last bucket is."""
+        check_bucket(bucket)
+        buffer = bucket.buffer()
+        future: torch.futures.Future = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
+        ranks = self._ranks
+        if ranks is None:
+            future.set_result(buffer)
+            return future
+        if bucket.index() == 0:
+            self._begin()
+        self._futures.append((future, buffer))
+        self._submit_bucket(bucket, buffer)
+        ranks.send()
+        if bucket.is_last():
+            self._finish()
+        return future
+
+    def _begin(self) -> None:
+        """Before the first bucket of a step. What a backward pass that failed has left is
+        dropped."""
+        if self._exchange.under_way:
+            self._exchange.abandon()
+            self._step.take(Event.ROLLBACK)
+        self._sent.clear()
+        self._futures.clear()
+        check_step(self._model())
+        self._begin_step()
+        if self._grad_scaler is not None:
+            self._scale = self._grad_scaler.get_scale()
+
+    def _submit_bucket(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> None:
+        sent, whole = [], True
+        for param, flat_view in zip(bucket.parameters(), bucket.gradients()):
+            slot = self._by_parameter.get(id(param))
+            if slot is None:
+                raise ValueError(
+                    "a gradient came of a parameter that was frozen, or not there, when the "
+                    "compression was made: make it after the model is as it will be trained"
+                )
+            view = _as_parameter(flat_view, param)
+            memory, array, carrier = self._submit(slot, view)
+            whole = whole and carrier is array and memory is view
+            sent.append(_Sent(slot, view, memory, carrier, None))
+        if whole:
+            # As DDP itself would do it.
+            wait = self._start_mean(buffer)
+            self._sent += [each._replace(wait=wait) for each in sent]
+            return
+        for each in sent:
+            if self._exchange.is_payload(each.slot.name, each.carrier):
+                each = each._replace(wait=self._start_mean(_tensor_of(each.carrier)))
+            self._sent.append(each)
+
+    def _start_mean(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Starts the mean over ranks, in the tensor's own memory."""
+        assert self._ranks is not None
+        size = self._ranks.size
+        # As DDP does it. Small numbers of float16 would lose digits.
+        if tensor.dtype != torch.float16:
+            return self._ranks.reduce(tensor.mul_(1.0 / size))
+        wait = self._ranks.reduce(tensor)
+
+        @functools.lru_cache(maxsize=None)
+        def divided() -> None:
+            wait()
+            tensor.div_(size)
+
+        return divided
+
+    def _finish(self) -> None:
+        """Brings all results, after the last bucket."""
+        exchange = self._exchange
+        self._streams.join()
+        exchange.flush()
+        for each in self._sent:
+            if each.wait is not None:
+                each.wait()
+            exchange.finish(each.slot.name, each.carrier)
+        exchange.settle()
+        for each in self._sent:
+            if each.memory is not each.view:
+                self._copy_result(each.memory, each.view)
+        self._step.take(Event.ARRIVE)
+        if self._optimizer is None:
+            self._step.take(Event.COMMIT)
+        if self._reached is not None and _in_backward():
+            self._bring_unreached()
+        futures = list(self._futures)
+        self._sent.clear()
+        self._futures.clear()
+        for future, buffer in futures:
+            future.set_result(buffer)
+
+    # -- parameters that no rank has used
+
+    def _watch_parameters(self) -> None:
+        reached = self._reached = set()
+        for slot in self._slots:
+            slot.param.register_post_accumulate_grad_hook(lambda param: reached.add(id(param)))
+
+    def _bring_unreached(self) -> None:
+        """Has the results of parameters that no rank has used in their gradients, which DDP leaves
+        as they are: ranks have sent what they still held of them, and it would be lost."""
+        assert self._reached is not None
+        left = [
+            (each.slot.param, each.view)
+            for each in self._sent
+            if id(each.slot.param) not in self._reached
+        ]
+        self._reached.clear()
+        if not left:
+            return
+        after_backward = torch.autograd.Variable._execution_engine.queue_callback
+
+        def bring() -> None:
+            for param, result in left:
+                if param.grad is None:
+                    if result.any():
+                        param.grad = result.clone()
+                elif param.grad.data_ptr() != result.data_ptr():
+                    param.grad.copy_(result)
+
+        # DDP queues its own end behind the first one.
+        after_backward(lambda: after_backward(bring))
+
+    # -- around steps of the optimizer
+
+    def _before_step(self, optimizer: Any, args: tuple, kwargs: Dict[str, Any]) -> Optional[tuple]:
+        closure = closure_of(args, kwargs)
+        if closure is not None:
+            return with_closure(
+                args, kwargs, functools.partial(self._in_closure, optimizer, closure)
+            )
+        scaled = self._step.is_unused and in_grad_scaler()
+        self._use_results(optimizer, Event.SCALED_STEP if scaled else Event.STEP)
+        return None
+
+    def _in_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
+        with self._step.closure():
+            loss = closure()
+        self._use_results(optimizer, Event.STEP)
+        return loss
+
+    def _use_results(self, optimizer: torch.optim.Optimizer, event: Event) -> None:
+        if self._exchange_is_made and self._exchange.under_way:
+            raise RuntimeError(_INTERRUPTED)
+        super()._use_results(optimizer, event)
+
+    def _leave_unused(self) -> None:
+        """Goes on from a step whose results no optimizer.step() has used."""
+        if not self._step.is_unused:
+            return
+        exchange, scaler = self._exchange, self._grad_scaler
+        # The rank trains no more, and takes part in others' steps.
+        joined = self._is_in_join() and not _in_backward()
+        skipped = scaler is not None and scaler.get_scale() < self._scale
+        if not exchange.succeeded or skipped and not joined:
+            if exchange.succeeded:
+                discard(exchange)
+            self._step.take(Event.ROLLBACK)
+            return
+        if not joined and (self._discardable or self._takeover.variants):
+            raise RuntimeError(_UNUSED)
+        self._step.take(Event.COMMIT)
+
+    def _is_in_join(self) -> bool:
+        model = self._model()
+        return model is not None and model._join_config.enable
+
+
+def compress(
+    model: DistributedDataParallel,
+    optimizer: Optional[torch.optim.Optimizer],
+    spec: Any,
+    *,
+    grad_scaler: Any = None,
+    discardable: bool = False,
+) -> DDPCompression:
+    """Compresses what a DistributedDataParallel model exchanges, from its next backward pass on.
+
+    Args: as of `DDPCompression`.
+
+    Returns:
+        The compression, which has state_dict(), stats(), record(), switch(), discard() ….
+
+    Raises:
+        ValueError: as of `DDPCompression`.
+    """
+    return DDPCompression(spec, model, optimizer, grad_scaler=grad_scaler, discardable=discardable)
+
+
+# DDP looks at these annotations.
+def _hook(
+    compression: DDPCompression, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    return compression.exchange(bucket)
+
+
+def _group_beside(model: DistributedDataParallel) -> dist.ProcessGroup:
+    """A new group of the same ranks: in DDP's own the order of collectives is DDP's. What is in
+    host memory goes by Gloo."""
+    with_nccl = "nccl" in dist.get_backend_config(model.process_group)
+    return dist.new_group(
+        dist.get_process_group_ranks(model.process_group),
+        backend="cpu:gloo,cuda:nccl" if with_nccl else "gloo",
+        use_local_synchronization=True,
+    )
+
+
+def _as_parameter(view: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A contiguous part of a bucket in the order of the parameter's elements, which it has in
+    memory where that is dense."""
+    if param.is_contiguous() or torch.empty_like(param, device="meta").stride() != param.stride():
+        return view
+    return view.as_strided(param.size(), param.stride())
+
+
+def _tensor_of(carrier: Any) -> torch.Tensor:
+    return torch.from_numpy(carrier) if isinstance(carrier, np.ndarray) else carrier.tensor
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
