@@ -23,6 +23,18 @@ REFUSED_ALONE = (
 )
 
 
+def says_what_is_missing(error: ModuleNotFoundError, framework: str) -> ModuleNotFoundError:
+    """The error of an import that has failed; where Horovod is missing, one that says so."""
+    if (error.name or "").partition(".")[0] != "horovod":
+        return error
+    return ModuleNotFoundError(
+        f"horovod_compress.{framework} compresses for Horovod, which is not installed: "
+        "pip install 'horovod-compress[horovod]', or scripts/setup in a clone. PyTorch's own "
+        "DistributedDataParallel needs none: use horovod_compress.ddp",
+        name=error.name,
+    )
+
+
 class HorovodBinding(Binding):
     """A compression bound to a process set of a framework's Horovod. `hvd` is initialized."""
 

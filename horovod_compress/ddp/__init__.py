@@ -9,5 +9,6 @@ compression = ddp.compress(model, optimizer, "dgc:ratio=0.001")
 """
 
 from .compression import DDPCompression, compress
+from .unbound import HookState, comm_hook
 
-__all__ = ["DDPCompression", "compress"]
+__all__ = ["DDPCompression", "HookState", "comm_hook", "compress"]

@@ -31,6 +31,15 @@ def check_model(model: Any) -> None:
     for name, why in _NOT_WITH.items():
         if getattr(model, name, None):
             raise ValueError(f"DistributedDataParallel with {name.strip('_')} {why}")
+
+
+def check_unhooked(model: Any) -> None:
+    """Looks whether a model can take a communication hook.
+
+    Raises:
+        TypeError, ValueError: as of `check_model`, or it has one.
+    """
+    check_model(model)
     if model._comm_hooks:
         raise ValueError(
             "this model has a communication hook already, and takes one only: leave that out, and "

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..binding import Binding
+from ..choice import trial_arguments
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..hosts import Host
+from ..pytorch.auto import Chosen, candidates_of, refuse_moments
 from ..pytorch.compression import OptimizerCompression, check_types
 from ..pytorch.lifecycle import Event
 from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure
@@ -22,7 +24,7 @@ from ..snapshot import discard
 from ..transport.base import Transport
 from ..transport.distributed import DistributedTransport
 from ..transport.loopback import Loopback
-from .checks import check_bucket, check_model, check_step
+from .checks import check_bucket, check_model, check_step, check_unhooked
 
 _UNUSED = (
     "backward() came again before optimizer.step() had used the results of the last one. Where "
@@ -108,7 +110,6 @@ class DDPCompression(OptimizerCompression):
             self._register(optimizer)
         if model.find_unused_parameters or model.static_graph:
             self._watch_parameters()
-        model.register_comm_hook(self, _hook)
 
     _advice_on_options = (
         "Where only some ranks have set or loaded it, load it on all of them before training"
@@ -238,9 +239,11 @@ class DDPCompression(OptimizerCompression):
             if each.memory is not each.view:
                 self._copy_result(each.memory, each.view)
         self._step.take(Event.ARRIVE)
-        if self._optimizer is None:
+        # A rank that has joined takes part in the others' steps, outside of a backward pass.
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._optimizer is None or not in_backward:
             self._step.take(Event.COMMIT)
-        if self._reached is not None and _in_backward():
+        if self._reached is not None and in_backward:
             self._bring_unreached()
         futures = list(self._futures)
         self._sent.clear()
@@ -308,21 +311,30 @@ class DDPCompression(OptimizerCompression):
         if not self._step.is_unused:
             return
         exchange, scaler = self._exchange, self._grad_scaler
-        # The rank trains no more, and takes part in others' steps.
-        joined = self._is_in_join() and not _in_backward()
         skipped = scaler is not None and scaler.get_scale() < self._scale
-        if not exchange.succeeded or skipped and not joined:
+        if not exchange.succeeded or skipped:
             if exchange.succeeded:
                 discard(exchange)
             self._step.take(Event.ROLLBACK)
             return
-        if not joined and (self._discardable or self._takeover.variants):
+        if self._discardable or self._takeover.variants:
             raise RuntimeError(_UNUSED)
         self._step.take(Event.COMMIT)
 
-    def _is_in_join(self) -> bool:
-        model = self._model()
-        return model is not None and model._join_config.enable
+
+class ChosenDDPCompression(Chosen, DDPCompression):
+    """A compression that is chosen by trial while training begins."""
+
+    def __init__(
+        self,
+        auto: Dict[str, Any],
+        model: DistributedDataParallel,
+        optimizer: Optional[torch.optim.Optimizer],
+        **options: Any,
+    ) -> None:
+        candidates = candidates_of(auto, optimizer)
+        super().__init__(candidates[-1], model, optimizer, **options)
+        self._begin_trial(auto, candidates)
 
 
 def compress(
@@ -335,7 +347,11 @@ def compress(
 ) -> DDPCompression:
     """Compresses what a DistributedDataParallel model exchanges, from its next backward pass on.
 
-    Args: as of `DDPCompression`.
+    Args:
+        model, optimizer, grad_scaler, discardable: as of `DDPCompression`.
+        spec: the same, or "auto", which tries several while training begins, and goes on with the
+            fastest; {"id": "auto", "candidates": […], "error": …, "probe_steps": …, "margin": …}
+            says which, as `horovod_compress.choice.Automatic` does.
 
     Returns:
         The compression, which has state_dict(), stats(), record(), switch(), discard() ….
@@ -343,14 +359,30 @@ def compress(
     Raises:
         ValueError: as of `DDPCompression`.
     """
-    return DDPCompression(spec, model, optimizer, grad_scaler=grad_scaler, discardable=discardable)
+    check_unhooked(model)
+    options = {"grad_scaler": grad_scaler, "discardable": discardable}
+    compression = make(spec, model, optimizer, **options)
+    model.register_comm_hook(compression, hook)
+    return compression
+
+
+def make(spec: Any, model: Any, optimizer: Any, **options: Any) -> DDPCompression:
+    """A compression for a model whose communication hook calls it. As of `compress`."""
+    if is_auto(spec):
+        chosen = {} if spec == "auto" else {key: spec[key] for key in spec if key != "id"}
+        auto = trial_arguments(**chosen, check=refuse_moments)
+        return ChosenDDPCompression(auto, model, optimizer, **options)
+    return DDPCompression(spec, model, optimizer, **options)
+
+
+def is_auto(spec: Any) -> bool:
+    """Whether a spec leaves the choice to a trial."""
+    return spec == "auto" or isinstance(spec, dict) and spec.get("id") == "auto"
 
 
 # DDP looks at these annotations.
-def _hook(
-    compression: DDPCompression, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    return compression.exchange(bucket)
+def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return state.exchange(bucket)
 
 
 def _group_beside(model: DistributedDataParallel) -> dist.ProcessGroup:
@@ -374,7 +406,3 @@ def _as_parameter(view: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 def _tensor_of(carrier: Any) -> torch.Tensor:
     return torch.from_numpy(carrier) if isinstance(carrier, np.ndarray) else carrier.tensor
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -8,15 +8,21 @@ import torch
 
 from ..choice import Controller, check_switch, default_candidates
 from ..compressors import get_compressor
+from ..compressors.base import Compressor
 from ..pytorch.sgd import can_take_over, is_plain_sgd
 from ..records import Plan
-from .compression import OptimizerCompression
+from .compression import OptimizerCompression, refuse_begun_within_step
 from .parameters import Slot
 
 
 def candidates_of(auto: Dict[str, Any], optimizer: Optional[torch.optim.Optimizer]) -> List[str]:
     """Those that were named, or else those that an optimizer can have."""
     return list(auto["candidates"] or default_candidates(_sparse_for(optimizer)))
+
+
+def refuse_moments(compressor: Compressor) -> None:
+    """ValueError for a candidate that cannot begin between two steps."""
+    refuse_begun_within_step(compressor.config)
 
 
 def _sparse_for(optimizer: Optional[torch.optim.Optimizer]) -> Optional[str]:

@@ -5,9 +5,7 @@ from typing import Any, Dict, Optional
 import torch
 
 from ..choice import Automatic, refuse_elastic
-from ..compressors.base import Compressor
-from ..pytorch.auto import Chosen, candidates_of
-from ..pytorch.compression import refuse_begun_within_step
+from ..pytorch.auto import Chosen, candidates_of, refuse_moments
 from .compression import BoundCompression
 from .unbound import UnboundCompression
 
@@ -32,9 +30,7 @@ class AutoCompression(Automatic, UnboundCompression):
 
     _bound_class = ChosenCompression
 
-    @staticmethod
-    def _check(compressor: Compressor) -> None:
-        refuse_begun_within_step(compressor.config)
+    _check = staticmethod(refuse_moments)
 
     def made_for(
         self, optimizer: Optional[torch.optim.Optimizer], named_parameters: Any, process_set: Any
