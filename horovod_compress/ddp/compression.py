@@ -1,7 +1,6 @@
 """A communication hook of DistributedDataParallel, over the exchange."""
 
 import functools
-import os
 import weakref
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
@@ -10,21 +9,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..binding import Binding
 from ..choice import trial_arguments
 from ..compressors import get_compressor
-from ..compressors.base import Compressor
-from ..hosts import Host
 from ..pytorch.auto import Chosen, candidates_of, refuse_moments
 from ..pytorch.compression import OptimizerCompression, check_types
 from ..pytorch.lifecycle import Event
 from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure
 from ..pytorch.parameters import Slot, named
 from ..snapshot import discard
-from ..transport.base import Transport
-from ..transport.distributed import DistributedTransport
-from ..transport.loopback import Loopback
 from .checks import check_bucket, check_model, check_step, check_unhooked
+from .ranks import RanksBinding
 
 _UNUSED = (
     "backward() came again before optimizer.step() had used the results of the last one. Where "
@@ -50,7 +44,7 @@ class _Sent(NamedTuple):
     wait: Optional[Callable[[], None]]
 
 
-class DDPCompression(OptimizerCompression):
+class DDPCompression(OptimizerCompression, RanksBinding):
     """A compression of the gradients of a DistributedDataParallel model.
 
     Args:
@@ -85,10 +79,8 @@ class DDPCompression(OptimizerCompression):
         get_compressor(spec)
         check_model(model)
         check_types(optimizer, grad_scaler)
-        size = dist.get_world_size(model.process_group)
-        Binding.__init__(self, "hvdc", size > 1)
+        RanksBinding.__init__(self, model.process_group)
         OptimizerCompression.__init__(self, grad_scaler, discardable)
-        self._ranks = DistributedTransport(_group_beside(model)) if self._active else None
         self._model = weakref.ref(model)
         pairs = [
             (name, param)
@@ -111,6 +103,7 @@ class DDPCompression(OptimizerCompression):
         if model.find_unused_parameters or model.static_graph:
             self._watch_parameters()
 
+    _transport_of = RanksBinding._transport_of
     _advice_on_options = (
         "Where only some ranks have set or loaded it, load it on all of them before training"
     )
@@ -123,27 +116,6 @@ class DDPCompression(OptimizerCompression):
 
     def _reduced(self) -> List[Slot]:
         return list(self._slots) if self._active else []
-
-    def _rank_and_size(self) -> Tuple[int, int]:
-        return (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
-
-    def _transport_of(self, compressor: Compressor) -> Transport:
-        if getattr(compressor, "transport", None) == "mpi":
-            raise ValueError(
-                "transport=mpi is for Horovod's ranks: leave it out, and payloads travel by "
-                "torch.distributed"
-            )
-        return self._ranks or Loopback.group(1)[0]
-
-    def _host_for(self, compressor: Compressor) -> Optional[Host]:
-        if getattr(compressor, "hosts", False):
-            raise ValueError(
-                "hosts=true is not supported under DistributedDataParallel: leave it out"
-            )
-        return None
-
-    def _machine(self) -> int:
-        return int(os.environ["GROUP_RANK"])
 
     def _factor(self) -> Optional[float]:
         return 1.0
@@ -201,29 +173,13 @@ class DDPCompression(OptimizerCompression):
             sent.append(_Sent(slot, view, memory, carrier, None))
         if whole:
             # As DDP itself would do it.
-            wait = self._start_mean(buffer)
+            wait = self._mean(buffer)
             self._sent += [each._replace(wait=wait) for each in sent]
             return
         for each in sent:
             if self._exchange.is_payload(each.slot.name, each.carrier):
-                each = each._replace(wait=self._start_mean(_tensor_of(each.carrier)))
+                each = each._replace(wait=self._mean(_tensor_of(each.carrier)))
             self._sent.append(each)
-
-    def _start_mean(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Starts the mean over ranks, in the tensor's own memory."""
-        assert self._ranks is not None
-        size = self._ranks.size
-        # As DDP does it. Small numbers of float16 would lose digits.
-        if tensor.dtype != torch.float16:
-            return self._ranks.reduce(tensor.mul_(1.0 / size))
-        wait = self._ranks.reduce(tensor)
-
-        @functools.lru_cache(maxsize=None)
-        def divided() -> None:
-            wait()
-            tensor.div_(size)
-
-        return divided
 
     def _finish(self) -> None:
         """Brings all results, after the last bucket."""
@@ -383,17 +339,6 @@ def is_auto(spec: Any) -> bool:
 # DDP looks at these annotations.
 def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return state.exchange(bucket)
-
-
-def _group_beside(model: DistributedDataParallel) -> dist.ProcessGroup:
-    """A new group of the same ranks: in DDP's own the order of collectives is DDP's. What is in
-    host memory goes by Gloo."""
-    with_nccl = "nccl" in dist.get_backend_config(model.process_group)
-    return dist.new_group(
-        dist.get_process_group_ranks(model.process_group),
-        backend="cpu:gloo,cuda:nccl" if with_nccl else "gloo",
-        use_local_synchronization=True,
-    )
 
 
 def _as_parameter(view: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

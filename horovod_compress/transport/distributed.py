@@ -14,7 +14,6 @@ from .base import Transport
 _ALONE = 1 << 16
 # PyTorch 2.13 has another name for it.
 _gather_rows: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_exchange_parts: Any = getattr(dist, "all_to_all_single", None)
 
 
 class _Message(ABC):
@@ -188,7 +187,9 @@ class DistributedTransport(Transport):
             table = lengths().view(np.int64).reshape(self.size, self.size)
             received = table[:, self.rank].tolist()
             parts = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
-            _exchange_parts(parts, torch.from_numpy(sent), received, list(splits), group=self.group)
+            dist.all_to_all_single(
+                parts, torch.from_numpy(sent), received, list(splits), group=self.group
+            )
             return [part.numpy() for part in parts.split(received)]
 
         return wait
