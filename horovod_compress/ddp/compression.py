@@ -16,15 +16,13 @@ from ..pytorch.compression import OptimizerCompression, check_types
 from ..pytorch.lifecycle import Event
 from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure
 from ..pytorch.parameters import Slot, named
-from ..snapshot import discard
 from .checks import check_bucket, check_model, check_step, check_unhooked
 from .ranks import RanksBinding
 
 _UNUSED = (
-    "backward() came again before optimizer.step() had used the results of the last one. Where "
-    "gradients add up over several passes, run all but the last in `with model.no_sync():`; where "
-    "a step is left out, call compression.discard() before zero_grad(), which needs "
-    "discardable=True"
+    "no optimizer.step() has used the results of the last backward(). Where gradients add up over "
+    "several passes, run all but the last in `with model.no_sync():`; where a step is left out, "
+    "call compression.discard() before zero_grad(), which needs discardable=True"
 )
 _INTERRUPTED = (
     "a backward pass has ended before all gradients were exchanged, so this step would use some "
@@ -263,19 +261,13 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         super()._use_results(optimizer, event)
 
     def _leave_unused(self) -> None:
-        """Goes on from a step whose results no optimizer.step() has used."""
-        if not self._step.is_unused:
-            return
-        exchange, scaler = self._exchange, self._grad_scaler
-        skipped = scaler is not None and scaler.get_scale() < self._scale
-        if not exchange.succeeded or skipped:
-            if exchange.succeeded:
-                discard(exchange)
-            self._step.take(Event.ROLLBACK)
-            return
-        if self._discardable or self._takeover.variants:
-            raise RuntimeError(_UNUSED)
-        self._step.take(Event.COMMIT)
+        if self._step.is_unused and self._exchange.succeeded:
+            scaler = self._grad_scaler
+            skipped = scaler is not None and scaler.get_scale() < self._scale
+            # Whether gradients were zeroed since is not known: they may add up.
+            if not skipped and (self._discardable or self._compressor.m):
+                raise RuntimeError(_UNUSED)
+        super()._leave_unused()
 
 
 class ChosenDDPCompression(Chosen, DDPCompression):

@@ -67,9 +67,13 @@ class RanksBinding(Binding):
 def _group_beside(group: Optional[dist.ProcessGroup]) -> dist.ProcessGroup:
     """A new group of the same ranks: in the one that is there the order of collectives is the
     user's, or DDP's. What is in host memory goes by Gloo."""
+    group = dist.group.WORLD if group is None else group
     with_nccl = "nccl" in dist.get_backend_config(group)
+    options = group._get_backend(group._device_types[0]).options
     return dist.new_group(
         dist.get_process_group_ranks(group),
+        # Else ranks would wait half an hour for one that has died, whatever the user has said.
+        timeout=options._timeout,
         backend="cpu:gloo,cuda:nccl" if with_nccl else "gloo",
         use_local_synchronization=True,
     )
