@@ -31,6 +31,12 @@ def check_model(model: Any) -> None:
     for name, why in _NOT_WITH.items():
         if getattr(model, name, None):
             raise ValueError(f"DistributedDataParallel with {name.strip('_')} {why}")
+    for name, module in model.module.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise ValueError(
+                f"{name or 'the model'} has sparse gradients, which are not compressed: make it "
+                "with sparse=False"
+            )
 
 
 def check_unhooked(model: Any) -> None:

@@ -226,6 +226,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             return
         after_backward = torch.autograd.Variable._execution_engine.queue_callback
 
+        @torch.no_grad()
         def bring() -> None:
             for param, result in left:
                 if param.grad is None:
