@@ -26,7 +26,9 @@ _UNUSED = (
 )
 _INTERRUPTED = (
     "a backward pass has ended before all gradients were exchanged, so this step would use some "
-    "that ranks do not share: call optimizer.zero_grad() and go on with the next batch on all ranks"
+    "that ranks do not share. DistributedDataParallel does not go on after that: on all ranks wrap "
+    "the module in a new DistributedDataParallel, once the old one is gone, and load what "
+    "compression.state_dict() returns into its compression"
 )
 
 
@@ -144,17 +146,25 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         return future
 
     def _begin(self) -> None:
-        """Before the first bucket of a step. What a backward pass that failed has left is
-        dropped."""
+        """Before the first bucket of a step."""
+        self._drop_interrupted()
+        check_step(self._model())
+        self._begin_step()
+        if self._grad_scaler is not None:
+            self._scale = self._grad_scaler.get_scale()
+
+    def _drop_interrupted(self) -> None:
+        """Rolls back what a backward pass that has failed has left."""
         if self._exchange.under_way:
             self._exchange.abandon()
             self._step.take(Event.ROLLBACK)
         self._sent.clear()
         self._futures.clear()
-        check_step(self._model())
-        self._begin_step()
-        if self._grad_scaler is not None:
-            self._scale = self._grad_scaler.get_scale()
+
+    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
+        """As of OptimizerCompression. After a backward pass that has failed, without its step."""
+        self._drop_interrupted()
+        return super().state_dict(portable)
 
     def _submit_bucket(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> None:
         sent, whole = [], True

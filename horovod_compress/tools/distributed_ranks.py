@@ -16,10 +16,11 @@ class _Holder(torch.nn.Module):
 
     def __init__(self, params: Dict[str, torch.nn.Parameter]) -> None:
         super().__init__()
-        self.held = torch.nn.ParameterDict(params)
+        for name, param in params.items():
+            self.register_parameter(name, param)
 
     def forward(self) -> List[torch.Tensor]:
-        return [param * 1 for param in self.held.values()]
+        return [param * 1 for param in self.parameters()]
 
 
 class DistributedRanks(Ranks):
@@ -65,13 +66,12 @@ class DistributedRanks(Ranks):
         ddp.compress(model, optimizer, spec)
         for step in steps:
             optimizer.zero_grad()
-            # A module's parameters are in the order of the names.
             losses = [
-                (param * torch.from_numpy(step[name])).sum()
-                for name, param in zip(model.module.held, model())
+                (param * torch.from_numpy(told)).sum()
+                for param, told in zip(model(), step.values())
             ]
             torch.stack(losses).sum().backward()
-            yield {name: param.grad.numpy() for name, param in model.module.held.items()}
+            yield {name: param.grad.numpy() for name, param in params.items()}
             optimizer.step()
 
     def training(self, params: List[Any]) -> Tuple[Callable[..., Any], Any]:
