@@ -38,8 +38,8 @@ from tasks import TASKS
 import horovod_compress.torch as hvdc
 from horovod_compress.binding import requested_compressor
 from horovod_compress.lockstep import finish_step, make_ranks, start_step
-from horovod_compress.torch.moments import moments_of
-from horovod_compress.torch.sgd import SGDTakeover, is_plain_sgd
+from horovod_compress.pytorch.moments import moments_of
+from horovod_compress.pytorch.sgd import SGDTakeover, is_plain_sgd
 from horovod_compress.transport.loopback import Loopback
 from horovod_compress.updates import compressor_for_updates
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from demo_network import network
 from torch import nn
 
-from horovod_compress.torch.moments import Moments
+from horovod_compress.pytorch.moments import Moments
 
 
 class Block(nn.Module):

@@ -1,8 +1,8 @@
-"""Gradient compression for unmodified Horovod.
+"""Gradient compression for unmodified Horovod, and for PyTorch's DistributedDataParallel.
 
-Use it through `horovod_compress.torch` or `horovod_compress.tensorflow`. This module needs no
-framework. It has specs, the list of algorithms, the algorithms' classes, which are the constructors
-in a compressor's repr, and `simulate`.
+Use it through `horovod_compress.torch`, `horovod_compress.tensorflow` or `horovod_compress.ddp`,
+which needs no Horovod. This module needs no framework. It has specs, the list of algorithms, the
+algorithms' classes, which are the constructors in a compressor's repr, and `simulate`.
 """
 
 from .compressors import REGISTRY, available, get_compressor

@@ -1,9 +1,7 @@
-"""What the adapters of both frameworks share: the base classes of bound and unbound
-compressions."""
+"""What compressions of all hosts share, with Horovod and without: the base classes of bound and
+unbound ones."""
 
-import collections
 import functools
-import itertools
 import os
 import sys
 import warnings
@@ -11,79 +9,43 @@ from abc import ABC, abstractmethod
 from types import FrameType
 from typing import Any, Dict, Iterator, Mapping, Optional, Set, Tuple, Type
 
-from . import checkpoint, kernels, wire
+from . import kernels, wire
 from .checkpoint import Reducing
 from .compressors import get_compressor, package_of
 from .compressors.base import Compressor
 from .compressors.selective import decide_follow_lr
 from .driver import Driver
-from .handshake import agree, gather
+from .handshake import agree
 from .machine import Machine
 from .recording import Destination, Recorder
 from .records import Stats, TensorStats
 from .snapshot import discard
 from .version import __version__
-from .wrappers import machine_for
-
-# Collectives are named by process set and number: the ranks of a set make their compressions on it
-# in the same order. Sets are identified by their ranks here, because Horovod reuses the id of a
-# removed set; that of all ranks, whose number may change, by none.
-_numbers: Dict[Tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
-
 
 NO_COPIES = (
     "a compression is part of an exchange of ranks, and cannot be copied or pickled: save its "
     "state_dict() on each rank, or one with portable=True, and load it into a compression that is "
     "made anew, from the spec compression.config"
 )
-REFUSED_ALONE = (
-    "on one rank Horovod reduces nothing, so what ranks have not sent yet cannot be applied: train "
-    "on two ranks or more, or in an elastic job "
-    "(horovodrun --min-np 1 --host-discovery-script …), where a rank alone applies it"
-)
 
 
 class Binding(ABC):
-    """A compression bound to a process set of a framework's Horovod. `hvd` is initialized.
-    Construction exchanges nothing: ranks compare their configurations at the first gradient, or in
-    `handshake`."""
+    """A compression bound to what hands its gradients over. Construction exchanges nothing: ranks
+    compare their configurations at the first gradient, or in `handshake`."""
 
-    def __init__(self, hvd: Any, process_set: Any, hint: str = "") -> None:
-        if not hvd.is_initialized():
-            raise ValueError("call hvd.init() before making a compression")
-        self._process_set = hvd.global_process_set if process_set is None else process_set
-        if not isinstance(self._process_set, hvd.ProcessSet):
-            raise TypeError(
-                f"process_set must be one of Horovod's, not an object of {type(process_set)}; "
-                f"{hint}an option goes by its name: ratio=0.01"
-            )
-        if self._process_set.process_set_id is None:
-            raise ValueError(
-                "this process set is not registered: pass it to hvd.init() or "
-                "hvd.add_process_set() first"
-            )
-        if is_elastic() and self._process_set.process_set_id != 0:
-            raise ValueError(
-                "in an elastic job Horovod forgets process sets whenever ranks come or go: leave "
-                "process_set out"
-            )
+    def __init__(self, label: str, active: bool) -> None:
         # Which names of collectives begin with.
-        self._label = f"hvdc.{self._process_set.process_set_id}"
+        self._label = label
+        # Whether there is more than one rank, or may be.
+        self._active = active
         self._agreed = False
-        # Whether ranks may come and go.
-        self._elastic = is_elastic()
-        # Whether an elastic state has this compression, where ranks may come and go.
-        self._synced = not self._elastic
-        # Horovod reduces, and compresses, only where there is more than one rank, or may be.
-        self._active = bool(self._process_set.included()) and (
-            self._process_set.size() > 1 or self._elastic
-        )
-        # Since the last `_resize`.
-        self._ranks = self._rank_and_size()
-        self._hvd = hvd
         self._host: Optional[Machine] = None
         self._has_told_of_float32 = False
 
+    # Whether ranks may come and go.
+    _elastic = False
+    # Whether an elastic state has this compression, where ranks may come and go.
+    _synced = True
     _compressor: Compressor
     # The one that `handshake` and portable states use.
     _transport: Reducing
@@ -91,14 +53,6 @@ class Binding(ABC):
 
     def __reduce__(self) -> Tuple[Any, ...]:
         raise TypeError(NO_COPIES)
-
-    def _number(self) -> None:
-        """Gives this compression the next number, which is part of its collectives' names. All
-        ranks of the process set call it alike."""
-        ranks = (
-            () if self._process_set.process_set_id == 0 else tuple(self._process_set.ranks or ())
-        )
-        self._label += f".{next(_numbers[ranks])}"
 
     def _tell_of_float32(self, name: str) -> None:
         """Warns, the first time, of a tensor whose float64 numbers are not all there in float32."""
@@ -111,25 +65,6 @@ class Binding(ABC):
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-    def _rank_and_size(self) -> Tuple[int, int]:
-        """This rank and the number of ranks in the process set; a rank that compresses nothing
-        counts as the only one."""
-        return (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
-
-    def _host_for(self, compressor: Compressor) -> Optional[Machine]:
-        """The ranks of this rank's machine, where features around a compressor have use for them.
-        ValueError where those cannot have them."""
-        if not self._active:
-            return None
-        machine = machine_for(compressor, self._hvd, self._process_set, is_elastic(), warn_once)
-        return machine and (self._host or machine)
-
-    def _meet(self) -> None:
-        """Does what features have to arrange for tensors that have come. All ranks call it, before
-        a step."""
-        if self._host is not None and self._host.due:
-            self._host.arrange(self._transport, self._label, self._hvd.cross_rank())
 
     def _description(self) -> Dict[str, Any]:
         """The configuration, which must be the same on all ranks: nested JSON-able values."""
@@ -146,79 +81,25 @@ class Binding(ABC):
             agree(self._transport, self._label, self._description())
             self._agreed = True
 
-    # -- for elastic jobs: see `elastic.py`
-
-    @property
-    def _requested(self) -> Compressor:
-        """As the spec says, before anything is taken over from an optimizer."""
-        return self._compressor
-
-    def _settings(self) -> Dict[str, Any]:
-        """What is alike on all ranks, and may have changed since the start: JSON-able."""
-        return {"spec": self._requested.config}
-
-    def _adopt(self, settings: Dict[str, Any]) -> None:
-        """Goes on with `_settings` of another rank, or of before."""
-        compressor = get_compressor(settings["spec"])
-        if compressor != self._requested:
-            self._exchange.abandon()
-            self._switch(compressor, compare=False)
+    @abstractmethod
+    def _rank_and_size(self) -> Tuple[int, int]:
+        """This rank and the number of ranks; a rank that compresses nothing counts as the only
+        one."""
 
     @abstractmethod
-    def _switch(self, spec: Any, compare: bool = True) -> None:
-        """Compresses as a spec says from the next step on.
+    def _host_for(self, compressor: Compressor) -> Optional[Machine]:
+        """The ranks of this rank's machine, where features around a compressor have use for them.
+        ValueError where those cannot have them."""
 
-        Args:
-            spec: as for `get_compressor`.
-            compare: whether all ranks do it, here, and say so to each other. Where they are not
-                together yet they go on from rank 0's.
+    def _meet(self) -> None:
+        """Does what features have to arrange for tensors that have come. All ranks call it, before
+        a step."""
+        if self._host is not None and self._host.due:
+            self._host.arrange(self._transport, self._label, self._machine())
 
-        Raises:
-            ValueError: for what cannot be served; nothing is changed then.
-            MismatchError: where ranks differ.
-        """
-
-    def _entry(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
-        """What this rank keeps; into: as for `Driver.state_dict`."""
-        return {**self._exchange.state_dict(into=into), **self._settings()}
-
-    def _go_back_to(self, state: Dict[str, Any]) -> None:
-        """Continues from what `_entry` returned, as if nothing had been since."""
-        self._adopt(state)
-        self._exchange.go_back_to(state)
-
-    def _resize(self) -> None:
-        """From the next step on, ranks are those that are there now."""
-        self._ranks = self._rank_and_size()
-        self._exchange.resize(*self._ranks, self._label)
-
-    def _sync(self) -> None:
-        """All ranks, those that stay and those that have just begun, go on from rank 0's step.
-        Names of collectives are rank 0's from now on, for what a process has made before does not
-        matter."""
-        self._adopt(gather(self._transport, "hvdc.elastic.spec", self._settings())[0])
-        self._label = gather(self._transport, "hvdc.elastic", self._label)[0]
-        self._synced, self._agreed = True, False
-        self._exchange.abandon()
-        self._resize()
-        self.handshake()
-        self._go_back_to(checkpoint.synced(self._entry(), self._transport, self._label))
-
-    def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]:
-        """All ranks, of which some are about to leave, go on with the mean of what they keep.
-        saved: what this rank kept before; returns the mean of that."""
-        self._exchange.abandon()
-        self._go_back_to(checkpoint.synced(self._entry(), self._transport, self._label, even=True))
-        return checkpoint.synced(saved, self._transport, self._label, even=True)
-
-    def _refuse_unsynced(self, state: str) -> None:
-        """RuntimeError where no elastic state has this compression; state: how one gets it."""
-        if not self._synced:
-            raise RuntimeError(
-                f"in an elastic job new ranks get what the others keep from the elastic state: "
-                f"give it the compression, as in {state}, and train in "
-                "a function under @hvdc.elastic.run, and nowhere before it"
-            )
+    @abstractmethod
+    def _machine(self) -> int:
+        """The number of this rank's machine."""
 
     @property
     def config(self) -> Dict[str, Any]:
@@ -226,8 +107,8 @@ class Binding(ABC):
         return self._compressor.config
 
     def stats(self) -> Stats:
-        """Totals of this rank since the start: see `Driver.stats`. All 0 where Horovod reduces
-        nothing, on one rank."""
+        """Totals of this rank since the start: see `Driver.stats`. All 0 where nothing is
+        reduced, on one rank."""
         return self._exchange.stats()
 
     def stats_by_tensor(self) -> Dict[str, TensorStats]:

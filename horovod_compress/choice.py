@@ -5,7 +5,7 @@ import contextlib
 import functools
 import logging
 import statistics
-from typing import Any, Dict, Iterator, List, Optional, Protocol, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Protocol, Sequence, Tuple
 
 import numpy as np
 
@@ -240,6 +240,55 @@ def check_switch(spec: Any, arguments: Sequence[Any], options: Dict[str, Any]) -
         )
 
 
+def trial_arguments(
+    error: float = 1.0,
+    candidates: Optional[Sequence[str]] = None,
+    probe_steps: int = 30,
+    margin: float = 0.05,
+    check: Callable[[Compressor], None] = lambda _: None,
+) -> Dict[str, Any]:
+    """The arguments of a trial, see `Automatic`, by name.
+
+    Raises:
+        ValueError: they are wrong, or `check` says so of a candidate.
+    """
+    if not isinstance(error, (int, float)) or not 0 < error <= 1:
+        found = (
+            repr(error)
+            if isinstance(error, (int, float, str))
+            else f"an object of {type(error)} (auto() finds the optimizer by itself)"
+        )
+        raise ValueError(f"error must be above 0 and at most 1, not {found}")
+    if candidates is not None:
+        _check_candidates(candidates, check)
+    # Which says what is wrong with them.
+    Trials(candidates or default_candidates("dgc"), probe_steps, margin)
+    return {
+        "error": error,
+        "candidates": candidates,
+        "probe_steps": probe_steps,
+        "margin": margin,
+    }
+
+
+def _check_candidates(candidates: Any, check: Callable[[Compressor], None]) -> None:
+    """ValueError for what is no list of different specs that can begin between two steps."""
+    if (
+        not isinstance(candidates, (list, tuple))
+        or not candidates
+        or not all(isinstance(spec, str) for spec in candidates)
+    ):
+        raise ValueError(
+            f"candidates must be a list of specs as text, such as ['none', 'topk:ratio=0.01'], "
+            f"not {candidates!r}"
+        )
+    compressors = [get_compressor(spec) for spec in candidates]
+    if any(compressor in compressors[:i] for i, compressor in enumerate(compressors)):
+        raise ValueError(f"candidates must be different compressions, not {candidates!r}")
+    for compressor in compressors:
+        check(compressor)
+
+
 class Automatic(Unbound):
     """A compression for hvd.DistributedOptimizer that chooses among candidates while training
     begins, as `Trials` says.
@@ -279,40 +328,7 @@ class Automatic(Unbound):
         super().__init__(
             "none", process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
         )
-        if not isinstance(error, (int, float)) or not 0 < error <= 1:
-            found = (
-                repr(error)
-                if isinstance(error, (int, float, str))
-                else f"an object of {type(error)} (auto() finds the optimizer by itself)"
-            )
-            raise ValueError(f"error must be above 0 and at most 1, not {found}")
-        if candidates is not None:
-            self._check_candidates(candidates)
-        # Which says what is wrong with them.
-        Trials(candidates or default_candidates("dgc"), probe_steps, margin)
-        self._auto: Dict[str, Any] = {
-            "error": error,
-            "candidates": candidates,
-            "probe_steps": probe_steps,
-            "margin": margin,
-        }
-
-    def _check_candidates(self, candidates: Any) -> None:
-        """ValueError for what is no list of different specs that can begin between two steps."""
-        if (
-            not isinstance(candidates, (list, tuple))
-            or not candidates
-            or not all(isinstance(spec, str) for spec in candidates)
-        ):
-            raise ValueError(
-                f"candidates must be a list of specs as text, such as ['none', 'topk:ratio=0.01'], "
-                f"not {candidates!r}"
-            )
-        compressors = [get_compressor(spec) for spec in candidates]
-        if any(compressor in compressors[:i] for i, compressor in enumerate(compressors)):
-            raise ValueError(f"candidates must be different compressions, not {candidates!r}")
-        for compressor in compressors:
-            self._check(compressor)
+        self._auto = trial_arguments(error, candidates, probe_steps, margin, self._check)
 
     @staticmethod
     def _check(compressor: Compressor) -> None:

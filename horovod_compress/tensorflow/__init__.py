@@ -7,8 +7,13 @@ and DistributedGradientTape.
     optimizer = hvd.DistributedOptimizer(optimizer, compression=hvdc.Compression.dgc(ratio=0.001))
 """
 
+from ..process_sets import says_what_is_missing
 from ..updates import Nesterov
-from . import elastic
+
+try:
+    from . import elastic
+except ModuleNotFoundError as error:
+    raise says_what_is_missing(error, "tensorflow") from error
 from .adam import AdamW
 from .auto import AutoCompression
 from .checkpoint import StateCheckpoint

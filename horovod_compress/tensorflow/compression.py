@@ -20,12 +20,13 @@ from typing import (
 import tensorflow as tf
 
 from .. import checkpoint
-from ..binding import REFUSED_ALONE, description_of, momentum_of, requested_compressor
+from ..binding import description_of, momentum_of, requested_compressor
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..deprecated import by_name
 from ..handshake import agree
 from ..machine import Machine
+from ..process_sets import REFUSED_ALONE
 from ..snapshot import Snapshots
 from .applied import refuse_unreduced
 from .checks import check_elastic, check_scaler, checked_moments

@@ -6,8 +6,8 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..binding import Binding
 from ..handshake import agree
+from ..process_sets import HorovodBinding
 from .eager import Eager
 from .exchange import GraphExchange, Saved
 from .horovod_internals import lasting_variable
@@ -16,7 +16,7 @@ from .operations import Variable, identified
 _ELASTIC_STATE = "hvdc.elastic.TensorFlowKerasState(model, compression=compression)"
 
 
-class VariableCompression(Binding):
+class VariableCompression(HorovodBinding):
     """The variables of a compression."""
 
     def __init__(self, process_set: Any) -> None:

@@ -1,6 +1,7 @@
 """hvdcompress check: checks a cluster and predicts a step on its network."""
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -10,6 +11,7 @@ from .printing import console, write_json
 _EPILOG = """\
 horovodrun -np 4 -H host1:2,host2:2 hvdcompress check --model resnet50 --json network.json
 mpirun -np 4 -H host1:2,host2:2 hvdcompress check --million 25.6
+torchrun --nproc_per_node 2 --no-python hvdcompress check --model resnet50
 
 It compares the installations of all ranks. It runs every algorithm on every transport and compares
 the results with a simulation. It measures the collectives and predicts a step with each SPEC. The
@@ -38,16 +40,30 @@ def _run(options: argparse.Namespace) -> None:
         options.parser.error(str(error))
     try:
         from . import cluster
+
+        ranks: cluster.Ranks = _ranks()
     except ImportError as error:
-        sys.exit(f"hvdcompress check needs Horovod with PyTorch: {error}")
+        sys.exit(f"hvdcompress check needs Horovod with PyTorch: {error}. Or start it by torchrun")
     terminal = console(stderr=options.json == "-")
     found = cluster.run(
-        compressors, plan.model_of(options), 1e-3 * options.backward, terminal.print
+        ranks, compressors, plan.model_of(options), 1e-3 * options.backward, terminal.print
     )
-    if cluster.is_first() and not write_json(found, options.json) and "predictions" in found:
+    if not ranks.rank and not write_json(found, options.json) and "predictions" in found:
         plan.show_predictions([found], None)
-    if cluster.is_first():
+    if not ranks.rank:
         # One rank has no predictions: there is no network.
         well = "all is well" if "predictions" in found else "all is well, as far as one rank shows"
         terminal.print(f"\n{well}" if found["good"] else "\nsomething is wrong: see above")
+    ranks.leave()
     sys.exit(not found["good"])
+
+
+def _ranks() -> Any:
+    """Those of torchrun, where that has started this process, else Horovod's."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from .distributed_ranks import DistributedRanks
+
+        return DistributedRanks()
+    from .horovod_ranks import HorovodRanks
+
+    return HorovodRanks()

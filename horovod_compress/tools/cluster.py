@@ -2,21 +2,17 @@
 network's figures."""
 
 import dataclasses
-import functools
-import importlib.util
 import platform
 import socket
 import statistics
 import time
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from abc import ABC, abstractmethod
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
-import horovod
-import horovod.torch as hvd
 import numpy as np
 import torch
 
 from .. import __version__, available, kernels, simulate
-from .. import torch as hvdc
 from . import loads, prediction
 from .cost import COLLECTIVES, Load, Network
 
@@ -32,14 +28,63 @@ _FUSED = 16  # tensors in each
 _OPERATIONS = 100
 
 Say = Callable[[str], Any]
+Named = Dict[str, np.ndarray]
+
+
+class Ranks(ABC):
+    """The ranks of a job, as the checks need them.
+
+    Attributes:
+        rank, size: this rank, and the number of ranks.
+        local_size: how many are on each machine, or 1 where machines have different numbers.
+        launcher: what moves their messages.
+        installed: {what: version} that must be the same everywhere.
+        transports: ways in which compressions exchange, by the option `transport`.
+    """
+
+    rank: int
+    size: int
+    local_size: int
+    launcher: str
+    installed: Dict[str, str]
+    transports: List[str]
+
+    @abstractmethod
+    def gathered(self, value: Any) -> List[Any]:
+        """A value of each rank, in rank order."""
+
+    @abstractmethod
+    def slowest(self, seconds: Sequence[float]) -> List[float]:
+        """The largest of all ranks, of each."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+
+    @abstractmethod
+    def start(self, verb: str, tensor: torch.Tensor, name: str) -> Callable[[], Any]:
+        """Starts an allreduce, allgather or alltoall. Returns a function that waits for it."""
+
+    @abstractmethod
+    def exchanged(self, spec: Any, steps: Iterable[Named]) -> Iterator[Named]:
+        """What a compression makes of this rank's gradients of each step."""
+
+    @abstractmethod
+    def training(self, params: List[torch.Tensor]) -> Tuple[Callable[..., Any], Any]:
+        """(a function that returns the parameters of a forward pass, an optimizer) of parameters
+        whose gradients are reduced."""
+
+    def leave(self) -> None:
+        """Ends this rank's part."""
 
 
 def run(
-    compressors: Dict[str, Any], model: loads.Model, backward: float, say: Say
+    ranks: Ranks, compressors: Dict[str, Any], model: loads.Model, backward: float, say: Say
 ) -> Dict[str, Any]:
     """Checks a cluster. All ranks call it.
 
     Args:
+        ranks: those of the job.
         compressors: by spec. Steps of the model are predicted with each.
         model: the model of the prediction.
         backward: seconds of its backward pass.
@@ -49,25 +94,24 @@ def run(
         A JSON-able dict, the same on all ranks: "good", "installed", "algorithms"; and with several
         ranks what `prediction.predict` returns.
     """
-    hvd.init()
     torch.set_num_threads(1)
-    if not is_first():
+    if ranks.rank:
         # The others say nothing.
         say = str
-    installed = _compare_installations(say)
-    algorithms = _try_algorithms(say)
+    installed = _compare_installations(ranks, say)
+    algorithms = _try_algorithms(ranks, say)
     found = {
         "good": installed["good"] and algorithms["good"],
         "installed": installed,
         "algorithms": algorithms,
     }
-    if hvd.size() == 1:
+    if ranks.size == 1:
         say(
             "one rank: nothing was exchanged, and there is no network to measure. On a cluster, "
             "put before it: horovodrun -np 4 -H host1:2,host2:2"
         )
         return found
-    network = _measure_network()
+    network = _measure_network(ranks)
     rate = 8e-6 / network.seconds_per_byte["allreduce float32"]
     say(
         f"an allreduce of 4 bytes takes {1e3 * network.latency:.2f} ms; a rank sends {rate:.0f} "
@@ -75,32 +119,28 @@ def run(
     )
     return {
         **found,
-        **prediction.predict(model, _measure_loads(compressors, model), network.faster, backward),
+        **prediction.predict(
+            model, _measure_loads(ranks, compressors, model), network.faster, backward
+        ),
     }
 
 
-def is_first() -> bool:
-    return hvd.rank() == 0
-
-
-def _compare_installations(say: Say) -> Dict[str, Any]:
+def _compare_installations(ranks: Ranks, say: Say) -> Dict[str, Any]:
     """Says what is installed where. Returns {"good": whether it is alike, "launcher", "ranks":
     [{"host", "python", …} of each]}."""
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
-        "horovod": horovod.__version__,
         "horovod_compress": __version__,
         "kernels": kernels.backend,
-        "mpi4py": "installed" if importlib.util.find_spec("mpi4py") else "missing",
+        **ranks.installed,
     }
-    everywhere = _gathered({"host": socket.gethostname(), **found})
+    everywhere = ranks.gathered({"host": socket.gethostname(), **found})
     hosts = [theirs["host"] for theirs in everywhere]
-    launcher = "MPI" if hvd.mpi_enabled() else "Gloo"
     say(
         f"ranks: {', '.join(f'{hosts.count(host)} on {host}' for host in dict.fromkeys(hosts))}; "
-        f"Horovod on {launcher}"
+        f"{ranks.launcher}"
     )
     good = True
     for what in found:
@@ -111,17 +151,16 @@ def _compare_installations(say: Say) -> Dict[str, Any]:
             + "".join(f"; DIFFERENT on {host}: {theirs}" for host, theirs in others.items())
         )
         good &= not others
-    return {"good": good, "launcher": launcher, "ranks": everywhere}
+    return {"good": good, "launcher": ranks.launcher, "ranks": everywhere}
 
 
-def _try_algorithms(say: Say) -> Dict[str, Any]:
+def _try_algorithms(ranks: Ranks, say: Say) -> Dict[str, Any]:
     """Runs every algorithm on each transport that there is, and says which fail. Returns {"good",
     transport: {id: None or its first error}}."""
     found: Dict[str, Any] = {"good": True}
-    with_mpi = hvd.mpi_enabled() and all(_gathered(importlib.util.find_spec("mpi4py") is not None))
-    for transport in ("horovod", "mpi") if with_mpi else ("horovod",):
+    for transport in ranks.transports:
         errors = {
-            id: [error for error in _gathered(_error_of(id, transport)) if error]
+            id: [error for error in ranks.gathered(_error_of(ranks, id, transport)) if error]
             for id in available()
         }
         failed = {id: its for id, its in errors.items() if its}
@@ -133,15 +172,17 @@ def _try_algorithms(say: Say) -> Dict[str, Any]:
     return found
 
 
-def _measure_network() -> Network:
-    """Latency and rates of Horovod's collectives; the slowest rank's, so that all ranks find the
+def _measure_network(ranks: Ranks) -> Network:
+    """Latency and rates of collectives; the slowest rank's, so that all ranks find the
     same."""
-    size, one = hvd.size(), torch.zeros(1, dtype=torch.float32, device="cpu")
-    latency = _seconds(lambda: hvd.allreduce_(one, name="check.one"), times=2 * _TIMES)
+    size, one = ranks.size, torch.zeros(1, dtype=torch.float32, device="cpu")
+    latency = _seconds(
+        ranks, lambda: ranks.start("allreduce", one, "check.one")(), times=2 * _TIMES
+    )
     network = Network(
         size,
         latency,
-        max(_step_seconds(True) - _step_seconds(False) - latency, 0.0) / _OPERATIONS,
+        max(_step_seconds(ranks, True) - _step_seconds(ranks, False) - latency, 0.0) / _OPERATIONS,
         {},
     )
     rates = {}
@@ -150,7 +191,7 @@ def _measure_network() -> Network:
         # Of what a rank has afterwards, of which it hands in one.
         shares = size if kind.startswith("allgather") else 1
         for nbytes in _SIZES:
-            spent[nbytes] = _collective_seconds(kind, nbytes // shares)
+            spent[nbytes] = _collective_seconds(ranks, kind, nbytes // shares)
             if spent[nbytes] - spent[_SIZES[0]] > _ENOUGH:
                 break
         crossed = network.crossing(kind) * (nbytes - _SIZES[0]) / shares
@@ -158,20 +199,19 @@ def _measure_network() -> Network:
     return dataclasses.replace(network, seconds_per_byte=rates)
 
 
-def _measure_loads(compressors: Dict[str, Any], model: loads.Model) -> Dict[str, Load]:
+def _measure_loads(
+    ranks: Ranks, compressors: Dict[str, Any], model: loads.Model
+) -> Dict[str, Load]:
     """What each of {spec: compressor} brings into a step, encoded and decoded on all ranks at once,
     as in training; the slowest rank's."""
     gradients, found = model.gradients(), {}
-    local_size = hvd.local_size() if hvd.mpi_ops.is_homogeneous() else 1
     for spec, compressor in compressors.items():
-        (load,) = loads.measured(compressor, model, gradients, [hvd.size()], local_size=local_size)
-        encode, decode = _slowest([load.encode, load.decode], "check.work")
+        (load,) = loads.measured(
+            compressor, model, gradients, [ranks.size], local_size=ranks.local_size
+        )
+        encode, decode = ranks.slowest([load.encode, load.decode])
         found[spec] = dataclasses.replace(load, encode=encode, decode=decode)
     return found
-
-
-def _gathered(value: Any) -> List[Any]:
-    return hvd.allgather_object(value, name="check")
 
 
 def _told(rank: int, step: int) -> Dict[str, np.ndarray]:
@@ -179,42 +219,29 @@ def _told(rank: int, step: int) -> Dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape, np.float32) for name, shape in _SHAPES.items()}
 
 
-def _error_of(id: str, transport: str) -> Optional[str]:
+def _error_of(ranks: Ranks, id: str, transport: str) -> Optional[str]:
     """The text of this rank's first error, where this algorithm does not give what `simulate`
-    gives, or on one rank, where Horovod exchanges nothing, the gradient. All steps are taken even
-    then, so that the ranks stay together."""
+    gives, or on one rank, where nothing is exchanged, the gradient. All steps are taken even then,
+    so that the ranks stay together."""
     wrong = None
     try:
-        steps = [[_told(rank, step) for rank in range(hvd.size())] for step in range(_STEPS)]
+        steps = [[_told(rank, step) for rank in range(ranks.size)] for step in range(_STEPS)]
         simulated = simulate(id, steps).mean
-        expected = simulated if hvd.size() > 1 else [step[0] for step in steps]
-        params: Dict[str, Any] = {name: _parameter(shape) for name, shape in _SHAPES.items()}
-        optimizer = torch.optim.Adam(params.values())
+        expected = simulated if ranks.size > 1 else [step[0] for step in steps]
         # Without an SGD there is none to take over.
         asked = {"transport": transport, "momentum": 0.9}
         spec = {
             "id": id,
             **{key: value for key, value in asked.items() if key in available()[id]["options"]},
         }
-        compression = hvdc.Compression.from_spec(spec, optimizer, named_parameters=params.items())
-        optimizer = hvd.DistributedOptimizer(
-            optimizer, named_parameters=params.items(), compression=compression
-        )
-        for step in range(_STEPS):
-            optimizer.zero_grad()
-            losses = [
-                (params[name] * torch.from_numpy(told)).sum()
-                for name, told in steps[step][hvd.rank()].items()
-            ]
-            torch.stack(losses).sum().backward()
-            optimizer.synchronize()
-            for name, param in params.items():
+        results = ranks.exchanged(spec, [step[ranks.rank] for step in steps])
+        for step, found in enumerate(results):
+            for name, result in found.items():
                 mean = expected[step][name]
-                error = np.abs(param.grad.numpy() - mean).max()
-                if not error <= (2e-3 if id == "fp16" else 1e-5) * hvd.size() * np.abs(mean).max():
+                error = np.abs(result - mean).max()
+                limit = (2e-3 if id == "fp16" else 1e-5) * ranks.size * np.abs(mean).max()
+                if not error <= limit:
                     wrong = wrong or f"{name} is wrong by {error:.2g} in step {step}"
-            with optimizer.skip_synchronize():
-                optimizer.step()
     except Exception as error:
         # Whatever it is, the other algorithms are to be tried, too.
         wrong = f"{type(error).__name__}: {error}"
@@ -222,66 +249,57 @@ def _error_of(id: str, transport: str) -> Optional[str]:
 
 
 def _seconds(
-    function: Callable[[], Any], before: Callable[[], Any] = lambda: None, times: int = _TIMES
+    ranks: Ranks,
+    function: Callable[[], Any],
+    before: Callable[[], Any] = lambda: None,
+    times: int = _TIMES,
 ) -> float:
     """Median seconds of the slowest rank, after a first time that makes buffers. before: what comes
     before each, not timed."""
     seconds = []
     for _ in range(1 + times):
         before()
-        hvd.barrier()
+        ranks.barrier()
         started = time.perf_counter()
         function()
         seconds.append(time.perf_counter() - started)
-    return statistics.median(_slowest(seconds[1:], "check.seconds"))
+    return statistics.median(ranks.slowest(seconds[1:]))
 
 
-def _slowest(seconds: Sequence[float], name: str) -> List[float]:
-    """The largest of all ranks, of each."""
-    mine = torch.tensor(seconds, dtype=torch.float64, device="cpu")
-    return hvd.allreduce(mine, op=hvd.Max, name=name).tolist()
-
-
-def _parameter(shape: Tuple[int, ...]) -> torch.nn.Parameter:
+def parameter(shape: Tuple[int, ...]) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device="cpu"))
 
 
-def _step_seconds(exchanged: bool) -> float:
-    """That of backward and step of many parameters of one element, exchanged by Horovod or not."""
-    params: List[torch.Tensor] = [_parameter((1,)) for _ in range(_OPERATIONS)]
-    optimizer = torch.optim.SGD(params, lr=0.0)
-    if exchanged:
-        optimizer = hvd.DistributedOptimizer(
-            optimizer, named_parameters=[(f"check.{i}", param) for i, param in enumerate(params)]
-        )
+def _step_seconds(ranks: Ranks, exchanged: bool) -> float:
+    """That of backward and step of many parameters of one element, exchanged or not."""
+    params: List[torch.Tensor] = [parameter((1,)) for _ in range(_OPERATIONS)]
+    alone = (lambda: params), torch.optim.SGD(params, lr=0.0)
+    forward, optimizer = ranks.training(params) if exchanged else alone
 
     def step() -> None:
-        torch.cat(params).sum().backward()
+        torch.cat(list(forward())).sum().backward()
         optimizer.step()
 
-    return _seconds(step, optimizer.zero_grad)
+    return _seconds(ranks, step, optimizer.zero_grad)
 
 
-def _collective_seconds(kind: str, nbytes: int) -> float:
-    """Of a collective to which each rank hands `nbytes`, in several tensors where Horovod fuses
-    those, as it does a step's."""
+def _collective_seconds(ranks: Ranks, kind: str, nbytes: int) -> float:
+    """Of a collective to which each rank hands `nbytes`, in several tensors where those
+    are fused, as a step's are."""
     verb, dtype = kind.split()
     count = 1 if verb == "alltoall" else _FUSED
-    length = max(nbytes // count // np.dtype(dtype).itemsize // hvd.size(), 1) * hvd.size()
+    length = max(nbytes // count // np.dtype(dtype).itemsize // ranks.size, 1) * ranks.size
     # Zeros of float16 are added faster than others.
     numbers = np.random.default_rng(0).standard_normal(length)
     values = torch.from_numpy(numbers.astype(dtype))
     tensors = [values.clone() for _ in range(count)]
-    start = {
-        "allreduce": functools.partial(hvd.allreduce_async_, op=hvd.Sum),
-        "allgather": hvd.allgather_async,
-        "alltoall": hvd.alltoall_async,
-    }[verb]
 
     def exchange() -> None:
-        for handle in [
-            start(tensor, name=f"check.{kind}.{nbytes}.{i}") for i, tensor in enumerate(tensors)
-        ]:
-            hvd.synchronize(handle)
+        waits = [
+            ranks.start(verb, tensor, f"check.{kind}.{nbytes}.{i}")
+            for i, tensor in enumerate(tensors)
+        ]
+        for wait in waits:
+            wait()
 
-    return _seconds(exchange, lambda: [tensor.copy_(values) for tensor in tensors])
+    return _seconds(ranks, exchange, lambda: [tensor.copy_(values) for tensor in tensors])

@@ -9,7 +9,12 @@ optimizer = hvd.DistributedOptimizer(
 )
 """
 
-from . import elastic
+from ..process_sets import says_what_is_missing
+
+try:
+    from . import elastic
+except ModuleNotFoundError as error:
+    raise says_what_is_missing(error, "torch") from error
 from .adam import AdamW
 from .auto import AutoCompression
 from .compression import BoundCompression

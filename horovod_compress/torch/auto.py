@@ -1,28 +1,17 @@
-"""`Compression.auto` in PyTorch: steps are seen from gradient to gradient, and another candidate
-begins with a step's first one."""
+"""`Compression.auto` in PyTorch, on Horovod."""
 
-import time
-from typing import Any, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Optional
 
 import torch
 
-from ..choice import Automatic, Controller, check_switch, default_candidates, refuse_elastic
-from ..compressors import get_compressor
-from ..compressors.base import Compressor
-from ..records import Plan
-from .compression import BoundCompression, refuse_begun_within_step
-from .sgd import can_take_over, is_plain_sgd
+from ..choice import Automatic, refuse_elastic
+from ..pytorch.auto import Chosen, candidates_of, refuse_moments
+from .compression import BoundCompression
 from .unbound import UnboundCompression
 
 
-def _sparse_for(optimizer: Optional[torch.optim.Optimizer]) -> Optional[str]:
-    if not isinstance(optimizer, torch.optim.SGD):
-        return None
-    return "dgc" if can_take_over(optimizer) and not is_plain_sgd(optimizer) else "topk"
-
-
-class ChosenCompression(BoundCompression):
-    """What AutoCompression becomes: a compression with a controller, which it tells of steps."""
+class ChosenCompression(Chosen, BoundCompression):
+    """What AutoCompression becomes."""
 
     def __init__(
         self,
@@ -31,59 +20,9 @@ class ChosenCompression(BoundCompression):
         **options: Any,
     ) -> None:
         refuse_elastic()
-        candidates = list(auto["candidates"] or default_candidates(_sparse_for(optimizer)))
+        candidates = candidates_of(auto, optimizer)
         super().__init__(candidates[-1], optimizer, **options)
-        for spec in candidates:
-            # What cannot be is refused now, not when its turn comes.
-            self._choose(spec)
-        self._controller = Controller(self, {**auto, "candidates": candidates}, candidates[-1])
-        self._began: Optional[float] = None  # when the last step did
-        self._now = 0.0  # when the step that begins did
-
-    @property
-    def plan(self) -> Plan:
-        """As of `Controller.plan`."""
-        return self._controller.plan()
-
-    def compress(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
-        if self._controller.gradients is not None:
-            self._controller.gradients[self._find(tensor).name] = (
-                tensor.detach().float().cpu().numpy().copy()
-            )
-        return super().compress(tensor)
-
-    def _begin_step(self) -> None:
-        self._now = time.perf_counter()
-        super()._begin_step()
-        self._began = time.perf_counter()
-
-    def _switch_where_due(self) -> None:
-        super()._switch_where_due()
-        if self._began is not None:
-            self._controller.step_ended(self._now - self._began)
-            self._controller.follow()
-
-    def _go_on_with(self, spec: str) -> None:
-        self._switch(get_compressor(spec).config)
-
-    def _description(self) -> Dict[str, Any]:
-        return {**super()._description(), "auto": self._controller.arguments}
-
-    def switch(self, spec: Any, *arguments: Any, **options: Any) -> None:
-        """As of BoundCompression; that is the choice then, and nothing is tried any more."""
-        check_switch(spec, arguments, options)
-        super().switch(spec)
-        self._controller.resume(spec, True)
-
-    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
-        """As of BoundCompression; the choice comes with it."""
-        return {**super().state_dict(portable), **self._controller.state()}
-
-    def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
-        """As of BoundCompression. The choice that was made when the state was saved is taken
-        over."""
-        with self._controller.resuming(state):
-            super().load_state_dict(state)
+        self._begin_trial(auto, candidates)
 
 
 class AutoCompression(Automatic, UnboundCompression):
@@ -91,9 +30,7 @@ class AutoCompression(Automatic, UnboundCompression):
 
     _bound_class = ChosenCompression
 
-    @staticmethod
-    def _check(compressor: Compressor) -> None:
-        refuse_begun_within_step(compressor.config)
+    _check = staticmethod(refuse_moments)
 
     def made_for(
         self, optimizer: Optional[torch.optim.Optimizer], named_parameters: Any, process_set: Any

@@ -1,21 +1,18 @@
-"""What PyTorch's compressions share, of gradients and of updates: transports, and states as
-tensors."""
+"""What PyTorch's compressions on Horovod share, of gradients and of updates: transports."""
 
 from typing import Any, Dict
 
 import horovod.torch as hvd
-import torch
 
-from .. import checkpoint
-from ..binding import Binding
 from ..exchange import Exchange
+from ..process_sets import HorovodBinding
 from ..transport.base import Transport
 from ..transport.horovod import HorovodTransport
 from ..transport.loopback import Loopback
 from ..transport.mpi import MPITransport
 
 
-class TorchBinding(Binding):
+class TorchBinding(HorovodBinding):
     """A compression bound to a process set of horovod.torch."""
 
     def __init__(self, process_set: Any) -> None:
@@ -38,14 +35,3 @@ class TorchBinding(Binding):
                 else HorovodTransport(self._process_set)
             )
         return self._transports[over_mpi]
-
-    def _state(self, portable: bool) -> Dict[str, Any]:
-        """What is kept, in tensors and plain values; portable: the mean of all ranks'."""
-        state = self._exchange.state_dict()
-        if portable:
-            state = checkpoint.portable(state, self._transport, self._label)
-        state["tensors"] = {
-            name: {key: torch.from_numpy(array) for key, array in arrays.items()}
-            for name, arrays in state["tensors"].items()
-        }
-        return state

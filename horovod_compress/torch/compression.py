@@ -1,50 +1,18 @@
 """Horovod's Compressor interface, `compress` and `decompress`, over the exchange."""
 
-import functools
-import logging
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Union
 
-import horovod.torch as hvd
 import torch
 
-from .. import checkpoint
-from ..binding import (
-    REFUSED_ALONE,
-    description_of,
-    requested_compressor,
-    warn_once,
-)
-from ..compressors import get_compressor
-from ..compressors.base import Compressor
+from ..binding import warn_once
 from ..deprecated import by_name
-from ..exchange import Exchange
-from ..handshake import agree, gather
-from ..machine import Machine
-from ..snapshot import Snapshots
-from ..transport.base import Transport
+from ..handshake import gather
+from ..process_sets import REFUSED_ALONE
+from ..pytorch.compression import check_types
+from ..pytorch.lifecycle import Event
+from ..pytorch.parameters import NamedParameters, Slot, named
 from . import horovod_internals, ownership
-from .lifecycle import Event
-from .moments import Moments, moments_of
-from .parameters import NamedParameters, Slot, Slots, named
-from .sgd import SGDTakeover, is_plain_sgd
-from .state_names import renamed
 from .steps import StepCompression
-
-_log = logging.getLogger("horovod_compress")
-
-
-class _Chosen(NamedTuple):
-    """How tensors are compressed. requested: as the spec says; compressor: with the momentum that
-    it applies; tensors: {name: (shape, compressor)}; takeover, moments, transport, host: what
-    serves these."""
-
-    requested: Compressor
-    compressor: Compressor
-    tensors: Dict[str, Tuple[tuple, Compressor]]
-    takeover: SGDTakeover
-    moments: Optional[Moments]
-    transport: Transport
-    host: Optional[Machine]
 
 
 class BoundCompression(StepCompression):
@@ -83,14 +51,8 @@ class BoundCompression(StepCompression):
         discardable: bool = False,
     ) -> None:
         super().__init__(process_set, grad_scaler, discardable)
-        _check_types(optimizer, grad_scaler)
-        self._slots = Slots(named(optimizer, named_parameters))
-        self._bound_optimizer = optimizer
-        # What users were told last of an SGD's takeover.
-        self._announced: Optional[str] = None
-        # To come: the step from which on, and a spec.
-        self._switches: List[Tuple[int, Any]] = []
-        self._use(self._choose(spec))
+        check_types(optimizer, grad_scaler)
+        self._bind(spec, optimizer, named(optimizer, named_parameters))
         if self._active:
             ownership.expect(self)
 
@@ -104,60 +66,6 @@ class BoundCompression(StepCompression):
         groups = [] if decided is None else optimizer.param_groups
         its = {id(p): p in (decided or ()) for group in groups for p in group["params"]}
         return [slot for slot in self._slots if its.get(id(slot.param), slot.param.requires_grad)]
-
-    def _choose(self, spec: Any) -> _Chosen:
-        """What a spec comes to with the bound optimizer's momentum. ValueError for what cannot be
-        served."""
-        optimizer, reduced = self._bound_optimizer, self._reduced()
-        compressor = requested = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
-        names = {id(slot.param): slot.name for slot in reduced}
-        takeover = SGDTakeover(optimizer if self._active else None, compressor, names)
-        variants = takeover.variants
-        if (
-            compressor.traits.corrects_momentum
-            and optimizer is not None
-            and compressor.momentum is None
-        ):
-            # Other momentum stays with the optimizer.
-            compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))
-        moments = moments_of(compressor, {slot.name: slot.param for slot in reduced})
-        shapes = {slot.name: tuple(slot.param.shape) for slot in reduced}
-        tensors = {name: (shape, variants.get(name, compressor)) for name, shape in shapes.items()}
-        transport, host = self._transport_of(compressor), self._host_for(compressor)
-        return _Chosen(
-            requested,
-            next(iter(variants.values()), compressor),
-            tensors,
-            takeover,
-            moments,
-            transport,
-            host,
-        )
-
-    def _use(self, chosen: _Chosen) -> None:
-        self._chosen = chosen
-        self._compressor, self._tensors = chosen.compressor, chosen.tensors
-        self._takeover, self._moments = chosen.takeover, chosen.moments
-        self._transport, self._host = chosen.transport, chosen.host
-        if self._takeover.announcement not in (None, self._announced) and hvd.rank() == 0:
-            self._announced = self._takeover.announcement
-            _log.warning("%s", self._announced)
-
-    # Made when it is first needed, because it allocates the state.
-    @functools.cached_property
-    def _exchange(self) -> Exchange:
-        self._look_for_optimizer()
-        exchange = Exchange(
-            self._compressor,
-            self._transport,
-            self._tensors,
-            self._label,
-            self._elastic,
-            self._host,
-        )
-        if self._discardable:
-            exchange.extend("discard", Snapshots())
-        return exchange
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
         """Begins to serve Horovod's optimizer, which was given this compression, where that has not
@@ -209,129 +117,22 @@ class BoundCompression(StepCompression):
         self._use(chosen)
         self._agreed = False
 
-    @property
-    def _requested(self) -> Compressor:
-        return self._chosen.requested
+    def _factor(self) -> Optional[float]:
+        optimizer = self._optimizer
+        return None if optimizer is None else horovod_internals.factor_of(optimizer)
 
-    def _description(self) -> Dict[str, Any]:
-        return {**super()._description(), **_described(self._tensors)}
-
-    # -- for users
-
-    def __repr__(self) -> str:
-        return f"<{self._compressor!r} bound to {len(self._slots)} parameters>"
-
-    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
-        """This rank's residuals and momentum, as tensors and plain values: for torch.save, one file
-        a rank, next to the model's and optimizer's.
-
-        portable: all ranks call this at the same step, and get the same: the mean over ranks of
-        what each has not sent yet, which any number of ranks can go on from. One file is enough.
-        MismatchError where ranks are not at the same step.
-        """
-        if portable and self._in_uneven:
-            raise RuntimeError(
-                "inside `with uneven(…):` ranks are at different steps: save a portable state "
-                "after the block"
-            )
-        return self._state(portable)
-
-    def discard(self) -> None:
-        """Forgets the last step, as if its gradients had never been; to be called on all ranks.
-        Needs discardable=True, or a grad_scaler; a step that optimizer.step() has not used when the
-        next one begins is forgotten without this call."""
-        super().discard()
-        self._step.take(Event.ROLLBACK)
+    _refused_alone = REFUSED_ALONE
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
-        """Continues from what `state_dict` has returned, of the same model: bit for bit from this
-        rank's own, or from a list of all ranks', in any order, or from a portable one. Where that
-        list is of another number of ranks, each rank gets their mean, so the mean of what ranks
-        have not sent yet is kept. Names may have got or lost the `_orig_mod.` of torch.compile and
-        the `module.` of wrappers. ValueError, with nothing changed, for any other state."""
-        if not self._process_set.included():
-            return  # this rank compresses nothing
-        self._look_for_optimizer()
-        untrained = {slot.name for slot in self._slots} - self._tensors.keys()
-        state = renamed(state, self._tensors, untrained)
-        while self._switches and self._switches[0][0] < checkpoint.steps_of(state):
-            self._switch(self._switches.pop(0)[1], compare=False)
-        try:
-            self._exchange.load_state_dict(state)
-        except ValueError as error:
-            if self._active:
-                raise
-            raise ValueError(f"{error}. And {REFUSED_ALONE}") from None
-        self._step.take(Event.ROLLBACK)
-
-    def switch(self, spec: Any, at: Optional[int] = None) -> None:
-        """Goes on with another compression, "topk:ratio=0.01" or {"id": "topk", "ratio": 0.01},
-        from the next step on; at: from that step on, counted from 0 since training began.
-
-        What ranks have not sent yet goes on: in what the new algorithm keeps, else densely in the
-        first step. An SGD's momentum is taken over, or given back, and counts once. All ranks call
-        it between the same two steps, with the same arguments. ValueError for a bad spec, and
-        RuntimeError between backward() and step(), with nothing changed; MismatchError where ranks
-        differ.
-        """
-        config = get_compressor(spec).config
-        if at is not None:
-            if isinstance(at, bool) or not isinstance(at, int) or at < 0:
-                raise ValueError(f"at must be a step, counted from 0, not {at!r}")
-            refuse_begun_within_step(config)
-            self._switches = sorted([*self._switches, (at, config)], key=lambda switch: switch[0])
-            return
-        if self._in_uneven:
-            raise RuntimeError(
-                "inside `with uneven(…):` ranks are at different steps: switch before the block, "
-                "or say at=STEP before it"
-            )
-        self._switch(config)
-
-    def _switch(self, spec: Any, compare: bool = True) -> None:
-        # In an elastic job whose ranks are not together yet, rank 0's becomes everyone's in any
-        # case.
-        self._leave_unused()
-        self._look_for_optimizer()
-        exchange = self._exchange
-        exchange.end_step()
-        self._takeover.restore()
-        chosen = self._choose(spec)
-        compared = self._active and compare and self._synced
-        if compared:
-            description = {**description_of(chosen.compressor), **_described(chosen.tensors)}
-            advice = "Call it on all ranks, between the same two steps, with the same spec"
-            agree(
-                self._transport,
-                f"{self._label}.switch",
-                description,
-                "called compression.switch()",
-                advice,
-            )
-        before, after = self._takeover.gains(), chosen.takeover.gains()
-        gains = {
-            name: after.get(name, 1.0) / before.get(name, 1.0)
-            for name in before.keys() | after.keys()
-        }
-        optimizer = self._optimizer
-        exchange.host = chosen.host
-        exchange.switch(
-            chosen.compressor,
-            chosen.tensors,
-            gains,
-            None if optimizer is None else horovod_internals.factor_of(optimizer),
-        )
-        exchange.transport = chosen.transport
-        self._use(chosen)
-        self._agreed = compared
-
-    def _switch_where_due(self) -> None:
-        if self._switches:
-            self._exchange.end_step()
-        while self._switches and self._switches[0][0] <= self._exchange.steps_taken():
-            self._switch(self._switches.pop(0)[1])
+        """As of OptimizerCompression. A rank that is not in the process set loads nothing."""
+        if self._process_set.included():
+            super().load_state_dict(state)
 
     # -- for ranks with different numbers of steps: see `uneven.py`
+
+    def _refuse_uneven(self, advice: str) -> None:
+        if self._in_uneven:
+            raise RuntimeError(f"inside `with uneven(…):` ranks are at different steps: {advice}")
 
     # -- for elastic jobs: see `elastic.py`
 
@@ -355,33 +156,3 @@ class BoundCompression(StepCompression):
                 gather(self._transport, "hvdc.elastic.scaler", self._grad_scaler.state_dict())[0]
             )
         super()._sync()
-
-
-def _check_types(optimizer: Any, grad_scaler: Any) -> None:
-    """Raises TypeError for a first argument or a `grad_scaler` of the wrong kind."""
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"a compression is bound to a torch optimizer, its first argument, not to an "
-            f"object of {type(optimizer)}"
-        )
-    if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
-        raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {grad_scaler!r}")
-
-
-def refuse_begun_within_step(config: Dict[str, Any]) -> None:
-    """ValueError where an algorithm has to see a forward pass before the first gradient."""
-    moments = config.get("moments", "minibatch")
-    if moments != "minibatch":
-        raise ValueError(
-            f"moments={moments} cannot begin at a step's first gradient: call "
-            f"compression.switch(spec) without at, before the step's forward pass"
-        )
-
-
-def _described(tensors: Dict[str, Tuple[tuple, Compressor]]) -> Dict[str, Any]:
-    return {
-        "tensors": {
-            name: {"shape": list(shape), "compressor": repr(variant)}
-            for name, (shape, variant) in tensors.items()
-        }
-    }

@@ -24,9 +24,9 @@ from horovod.torch.elastic.state import (
 )
 
 from ..elastic import Entry, evening_out
+from ..pytorch.optimizers import GradScaler
 from . import horovod_internals
 from .compression import BoundCompression
-from .horovod_internals import GradScaler
 from .unbound import UnboundCompression, compression_of
 from .updates import UpdateOptimizer
 

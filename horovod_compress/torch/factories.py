@@ -8,9 +8,9 @@ import torch
 from ..compressors import Spec
 from ..deprecated import by_name
 from ..factories import Algorithms
+from ..pytorch.parameters import NamedParameters
 from .auto import AutoCompression
 from .compression import BoundCompression
-from .parameters import NamedParameters
 from .unbound import UnboundCompression
 
 

@@ -6,9 +6,9 @@ import torch
 
 from ..compressors import Spec
 from ..factories import Algorithms
+from ..pytorch.parameters import NamedParameters
 from .auto import AutoCompression
 from .compression import BoundCompression
-from .parameters import NamedParameters
 from .unbound import UnboundCompression
 
 class Compression(metaclass=Algorithms):

@@ -1,24 +1,20 @@
 """All that relies on how Horovod 0.28 and PyTorch are written inside, and nowhere says so: who
 calls, and with which gradients."""
 
-from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import horovod
 import horovod.torch as hvd
 import torch
 
 from ..binding import owners
+from ..pytorch.search import objects_of, subclasses_of
 from ..versions import check_version
-from .search import objects_of, subclasses_of
 
 check_version("horovod", horovod.__version__)
-check_version("torch", torch.__version__)
 
 # What another version may not have comes after the warning.
 from horovod.torch.elastic.state import StateHandler, TorchState  # noqa: E402
-
-# Before PyTorch 2.3 only the second.
-GradScaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)
 
 
 def optimizer_of(compression: Any) -> Any:
@@ -34,19 +30,6 @@ def optimizer_of(compression: Any) -> Any:
         "compression=…), belongs to no step of an optimizer, and what is not sent of it could "
         "never follow: hvd.Compression.fp16 serves there)"
     )
-
-
-def closure_of(args: tuple, kwargs: Dict[str, Any]) -> Optional[Callable[[], Any]]:
-    """The closure among the arguments of an optimizer's step, as step hooks get them."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    return closure if callable(closure) else None
-
-
-def with_closure(args: tuple, kwargs: Dict[str, Any], closure: Callable[[], Any]) -> tuple:
-    """(args, kwargs) with another closure in the place of theirs."""
-    if len(args) > 1:
-        return (*args[:1], closure, *args[2:]), kwargs
-    return args, {**kwargs, "closure": closure}
 
 
 def holders_of(compression: Any) -> List[torch.optim.Optimizer]:
@@ -125,11 +108,6 @@ def factor_of(optimizer: Any) -> float:
     """What Horovod's optimizer makes of a 1 on each rank. (One for Adasum, which is refused, has no
     op.)"""
     return float(optimizer.process_set.size()) if getattr(optimizer, "op", None) == hvd.Sum else 1.0
-
-
-def own_class(optimizer: Any) -> type:
-    """The class of an optimizer, or of the one that Horovod's extends."""
-    return type(optimizer).__mro__[1] if hasattr(optimizer, "_compression") else type(optimizer)
 
 
 def compression_of(optimizer: Any) -> Any:
@@ -226,9 +204,3 @@ def rollback_step(optimizer: Any) -> None:
     optimizer.set_backward_passes_per_step(optimizer.backward_passes_per_step)
     optimizer._synchronized = False
     optimizer.zero_grad()
-
-
-def in_grad_scaler() -> bool:
-    """Whether an enabled GradScaler is taking the step that has come to this point."""
-    scalers = (owner for owner in owners("step") if isinstance(owner, GradScaler))
-    return next((scaler.is_enabled() for scaler in scalers), False)

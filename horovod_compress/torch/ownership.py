@@ -8,8 +8,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..binding import warn_once
+from ..pytorch.parameters import Slot
 from . import horovod_internals
-from .parameters import Slot
 
 _SHARED = (
     "another compression has this parameter: two of Horovod's optimizers reduce {name} in one "

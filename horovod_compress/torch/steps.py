@@ -11,42 +11,29 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from ..binding import warn_once
-from ..handshake import agree
-from ..loss_scale import to_true_units
-from ..snapshot import discard
+from ..pytorch.compression import OptimizerCompression
+from ..pytorch.lifecycle import CLOSURE, SYNCHRONIZE_FIRST, Event, State
+from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure
+from ..pytorch.parameters import Slot, flat, is_sparse
 from ..transport.horovod import sleep_until_over
 from . import horovod_internals, ownership
 from .binding import TorchBinding
-from .lifecycle import CLOSURE, SYNCHRONIZE_FIRST, Event, Lifecycle, State
-from .moments import Moments
-from .parameters import Slot, Slots, Streams, flat, is_sparse, loses_numbers
-from .sgd import SGDTakeover
 
 
-class StepCompression(TorchBinding):
+class StepCompression(OptimizerCompression, TorchBinding):
     """The steps of a compression, from the first gradient that Horovod brings to the optimizer's
     use of the results. How tensors are compressed is decided in `compression`."""
 
     def __init__(self, process_set: Any, grad_scaler: Any, discardable: bool) -> None:
-        super().__init__(process_set)
+        TorchBinding.__init__(self, process_set)
+        OptimizerCompression.__init__(self, grad_scaler, discardable)
         # Horovod's optimizer also reduces in a process set of one rank.
         self._active = bool(self._process_set.included()) and (hvd.size() > 1 or self._elastic)
-        # Horovod's, once it is known.
-        self._optimizer: Optional[torch.optim.Optimizer] = None
-        self._grad_scaler = grad_scaler
-        self._discardable = bool(discardable or grad_scaler is not None)
-        self._step = Lifecycle()
-        # All ranks' optimizers, since these ranks are together.
-        self._options_agreed = False
-        # id(parameter) → learning rate of this step, where residuals follow it.
-        self._rates: Dict[int, float] = {}
         # With the version of its gradient, until the first result of the step comes.
         self._submitted: List[Tuple[Slot, torch.Tensor, int]] = []
         # In this step: id(parameter) → the operation of Horovod's that brings the result after its
         # own.
         self._results_after: Dict[int, int] = {}
-        self._streams = Streams()
         # Others, of optimizers that have some of the same parameters.
         self._sharing: "weakref.WeakSet[StepCompression]" = weakref.WeakSet()
         # Inside `uneven`: tells ranks that train no more that a step begins.
@@ -54,13 +41,11 @@ class StepCompression(TorchBinding):
         # Numbers of the blocks of `uneven`.
         self._blocks = itertools.count(1)
 
-    _slots: Slots
-    _takeover: SGDTakeover
-    _moments: Optional[Moments]
-
-    @property
-    def _exchange_is_made(self) -> bool:
-        return "_exchange" in vars(self)
+    _transport_of = TorchBinding._transport_of
+    _advice_on_options = (
+        "Where only some ranks have set or loaded it, call "
+        "hvd.broadcast_optimizer_state(optimizer, root_rank=0) before training"
+    )
 
     @abstractmethod
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
@@ -69,10 +54,6 @@ class StepCompression(TorchBinding):
         Args:
             optimizer: one that was given this compression.
         """
-
-    @abstractmethod
-    def _switch_where_due(self) -> None:
-        """Goes on with another compression where that was asked for from this step on."""
 
     # -- Horovod's interface
 
@@ -88,14 +69,7 @@ class StepCompression(TorchBinding):
             self._fail(slot, tensor, why)
             # The other's memory stays as it is.
             tensor = tensor.clone()
-        exchange = self._exchange
-        carries_float64 = exchange.carries_float64(slot.name)
-        memory, array = slot.load(tensor, exchange.on_device(slot.name), carries_float64)
-        if not self._has_told_of_float32 and loses_numbers(tensor, memory):
-            self._tell_of_float32(slot.name)
-        squares = self._moments.take(slot.name) if self._moments else None
-        carrier = exchange.submit(slot.name, array, squares, self._rates.get(id(slot.param)))
-        self._streams.mark(memory)
+        memory, array, carrier = self._submit(slot, tensor)
         sent = (
             memory
             if carrier is array
@@ -151,9 +125,7 @@ class StepCompression(TorchBinding):
         if memory is not grad or is_sparse(slot.param.grad):
             self._exchange.settle()
         if memory is not grad:
-            grad.copy_(memory)
-            if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
-                self._exchange.reject()
+            self._copy_result(memory, grad)
         if id(slot.param) in self._results_after:
             sleep_until_over(self._results_after[id(slot.param)])
         self._end_where_last()
@@ -186,69 +158,33 @@ class StepCompression(TorchBinding):
             self._resize()
         if self._announce is not None:
             self._announce()
-        scale = None if self._grad_scaler is None else self._grad_scaler.get_scale()
-        optimizer = self._optimizer
-        assert optimizer is not None
-        if not self._options_agreed:
-            self._agree_on_options(optimizer, scale)
-        self._leave_unused()
         self._submitted.clear()
-        self._switch_where_due()
-        if scale is not None:
-            self._exchange.expect(scale=to_true_units(scale))
-        self._meet()
-        if self._compressor.policy.follow_lr:
-            self._rates = {
-                id(param): float(group["lr"])
-                for group in optimizer.param_groups
-                for param in group["params"]
-            }
-        for name, options in self._takeover.changes(optimizer).items():
-            self._exchange.replace(name, **options)
-        self._step.take(Event.BEGIN)
+        super()._begin_step()
 
-    def _agree_on_options(self, optimizer: torch.optim.Optimizer, scale: Optional[float]) -> None:
-        """Compares what the user can broadcast or load until the first gradient."""
+    def _agree_on_options(self, scale: Optional[float]) -> None:
         self._refuse_unsynced(
             "hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression)"
         )
-        self.handshake()
-        agree(
-            self._transport,
-            f"{self._label}.step",
-            {**_options(optimizer), "loss scale": scale},
-            advice="Where only some ranks have set or loaded it, call "
-            "hvd.broadcast_optimizer_state(optimizer, root_rank=0) before training",
-        )
-        self._options_agreed = True
+        super()._agree_on_options(scale)
 
     # -- around steps of Horovod's optimizer
 
-    def _register(self, optimizer: torch.optim.Optimizer) -> None:
-        """Has the steps of this optimizer of Horovod's come here."""
-
-        # Not compiled with the step: the compiler would take what these change for constant.
-        @torch.compiler.disable
-        def before(_: Any, args: tuple, kwargs: Dict[str, Any]) -> Any:
-            return self._before_step(optimizer, args, kwargs)
-
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: self._after_step()))
+    def _before_use(self, optimizer: torch.optim.Optimizer) -> None:
+        ownership.warn_of_unreduced(optimizer, self._slots)
+        super()._before_use(optimizer)
 
     def _before_step(self, optimizer: Any, args: tuple, kwargs: Dict[str, Any]) -> Optional[tuple]:
-        """Before a step of Horovod's optimizer, and again before that of the optimizer which it
-        extends. Returns other (args, kwargs) for it where it is given a closure: the gradients that
-        it uses are there after that."""
-        event = Event.SCALED_STEP if horovod_internals.in_grad_scaler() else Event.STEP
+        # Comes again before the step of the optimizer which Horovod's extends.
+        event = Event.SCALED_STEP if in_grad_scaler() else Event.STEP
         self._step.expect(event)
         under_way = self._exchange_is_made and self._exchange.under_way
         first = horovod_internals.first_result(optimizer) if under_way else None
         if first is not None:
             sleep_until_over(first)
-        closure = horovod_internals.closure_of(args, kwargs)
+        closure = closure_of(args, kwargs)
         if closure is not None:
             closure = functools.partial(self._in_closure, optimizer, closure)
-            return horovod_internals.with_closure(args, kwargs, closure)
+            return with_closure(args, kwargs, closure)
         skips = not horovod_internals.synchronizes(optimizer)
         if skips and horovod_internals.has_unreduced_gradients(optimizer):
             self._refuse_step(optimizer, f"a step came before its results: {SYNCHRONIZE_FIRST}")
@@ -273,42 +209,6 @@ class StepCompression(TorchBinding):
         optimizer.synchronize()
         # Only sparse gradients were under way, which Horovod reduces by itself.
         raise self._step.failure()
-
-    def _use_results(self, optimizer: torch.optim.Optimizer, event: Event) -> None:
-        """Prepares the results that are there, if any, for the optimizer to use."""
-        if not self._step.take(event):
-            return
-        keeps = self._grad_scaler is None and self._exchange.keeps_state
-        if keeps and event is Event.SCALED_STEP:
-            warn_once(
-                "a GradScaler scales these gradients: give the compression grad_scaler=…, or "
-                "what it keeps does not follow the scale"
-            )
-        ownership.warn_of_unreduced(optimizer, self._slots)
-        self._takeover.before_step(optimizer)
-
-    def _after_step(self) -> None:
-        self._step.take(Event.STEP_ENDED)
-        self._takeover.restore()
-
-    def _leave_unused(self) -> None:
-        """Discards a step whose results no optimizer.step() has used, or commits it and warns that
-        its effects stay."""
-        if not self._step.is_unused:
-            return
-        keeps = self._exchange.succeeded and self._exchange.keeps_state
-        if keeps and not self._discardable:
-            self._step.take(Event.COMMIT)
-            warn_once(
-                "the gradients of a step were exchanged, and no optimizer.step() has used them; "
-                "what was not sent of them is kept, and "
-                "comes in later steps. To forget such steps, make the compression with "
-                "discardable=True"
-            )
-        else:
-            if self._exchange.succeeded and self._discardable:
-                discard(self._exchange)
-            self._step.take(Event.ROLLBACK)
 
     def _fail(self, slot: Slot, grad: torch.Tensor, why: str) -> None:
         """Notes that a result cannot be used, and so the step cannot."""
@@ -353,18 +253,3 @@ class StepCompression(TorchBinding):
         if self._moments:
             for slot in self._slots:
                 self._moments.take(slot.name)
-
-
-def _options(optimizer: torch.optim.Optimizer) -> Dict[str, Dict[str, Any]]:
-    """The options of an optimizer's groups that are plain values: what all ranks must have
-    alike."""
-    groups = {}
-    for i, group in enumerate(optimizer.param_groups):
-        plain = {
-            k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v
-            for k, v in group.items()
-        }
-        groups[f"parameter group {i}"] = {
-            k: v for k, v in plain.items() if isinstance(v, (bool, int, float, str))
-        }
-    return groups

@@ -9,6 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..binding import NotBoundError, Unbound
 from ..deprecated import by_name
+from ..pytorch.optimizers import closure_of
 from . import horovod_internals
 from .compression import BoundCompression
 
@@ -131,7 +132,7 @@ def compression_of(optimizer: torch.optim.Optimizer) -> Optional[BoundCompressio
 @torch.compiler.disable
 def _before_closures(optimizer: torch.optim.Optimizer, args: tuple, kwargs: Dict[str, Any]) -> None:
     """Has a compression serve its optimizer before a step whose closure brings gradients first."""
-    if horovod_internals.closure_of(args, kwargs) is not None:
+    if closure_of(args, kwargs) is not None:
         compression_of(optimizer)
 
 

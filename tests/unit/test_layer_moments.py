@@ -94,7 +94,7 @@ def test_per_sample_sums_equal_a_loop_over_samples(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block", [1, 100])
 def test_batches_are_worked_through_in_blocks(kind, block, monkeypatch):
-    monkeypatch.setattr("horovod_compress.torch.samples._BLOCK", block)
+    monkeypatch.setattr("horovod_compress.pytorch.samples._BLOCK", block)
     test_per_sample_sums_equal_a_loop_over_samples(kind)
 
 
@@ -137,6 +137,6 @@ def test_sums_keep_their_precision_in_a_backward_pass_under_autocast(kind):
 
 @pytest.mark.parametrize("kind", ["linear over positions", "conv2d stride and padding"])
 def test_threads_share_the_work(kind, monkeypatch):
-    monkeypatch.setattr("horovod_compress.torch.samples._WORTH_A_THREAD", 100)
+    monkeypatch.setattr("horovod_compress.pytorch.samples._WORTH_A_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     test_per_sample_sums_equal_a_loop_over_samples(kind)

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("horovod.torch")  # horovod_compress.torch needs it
 
-from horovod_compress.torch.lifecycle import (
+from horovod_compress.pytorch.lifecycle import (
     REFUSALS,
     TRANSITIONS,
     Event,

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("horovod.torch", reason="the package needs Horovod with PyTorch")
 
-from horovod_compress.torch.outside_step import Probe, watch  # noqa: E402
+from horovod_compress.pytorch.outside_step import Probe, watch  # noqa: E402
 
 
 class Swapping(torch.optim.SGD):

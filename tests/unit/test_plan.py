@@ -245,7 +245,7 @@ def test_only_check_needs_a_framework(tmp_path):
 
 def test_check_without_horovod_says_what_it_needs(monkeypatch):
     monkeypatch.setitem(sys.modules, "horovod", None)
-    monkeypatch.delitem(sys.modules, "horovod_compress.tools.cluster", raising=False)
-    monkeypatch.delattr(tools, "cluster", raising=False)
+    monkeypatch.delitem(sys.modules, "horovod_compress.tools.horovod_ranks", raising=False)
+    monkeypatch.delattr(tools, "horovod_ranks", raising=False)
     with pytest.raises(SystemExit, match="^hvdcompress check needs Horovod with PyTorch: "):
         main(["check"])

@@ -18,9 +18,9 @@ hvd = pytest.importorskip("horovod.torch")
 from torch import nn  # noqa: E402
 
 import horovod_compress.torch as hvdc  # noqa: E402
-from horovod_compress import available, binding  # noqa: E402
+from horovod_compress import available, binding, process_sets  # noqa: E402
+from horovod_compress.pytorch.search import objects_of, subclasses_of  # noqa: E402
 from horovod_compress.torch import horovod_internals  # noqa: E402
-from horovod_compress.torch.search import objects_of, subclasses_of  # noqa: E402
 
 DENSE = "dgc:ratio=1,masking=false,min_numel=0"
 MOMENTA = ({}, {"weight_decay": 0.1}, {"nesterov": True, "weight_decay": 0.1}, {"momentum": 0})
@@ -29,7 +29,7 @@ MOMENTA = ({}, {"weight_decay": 0.1}, {"nesterov": True, "weight_decay": 0.1}, {
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    monkeypatch.setattr(binding.Binding, "_refuse_unsynced", lambda *_: None)
+    monkeypatch.setattr(process_sets.HorovodBinding, "_refuse_unsynced", lambda *_: None)
     monkeypatch.setattr(binding, "_warned", set())
     hvd.init()
 

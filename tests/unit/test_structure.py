@@ -25,8 +25,9 @@ LAYERS = [
     ["exchange", "recording", "snapshot"],
     ["lockstep"],
     ["simulate", "binding"],
-    ["elastic", "updates", "choice", "factories"],
-    ["torch", "tensorflow"],
+    ["process_sets", "elastic", "updates", "choice", "factories"],
+    ["pytorch"],
+    ["torch", "tensorflow", "ddp"],
     ["tools"],
 ]
 FILES = sorted(
@@ -102,7 +103,7 @@ def test_all_but_the_adapters_imports_without_horovod():
     """And so does, where PyTorch is, the benchmark of kernels on a GPU."""
     files = [path.relative_to(PACKAGE.parent) for path in FILES]
     # Of what needs Horovod, and of what needs Triton.
-    left_out = {"torch", "tensorflow", "cluster.py", "elastic.py", "horovod.py", "device"}
+    left_out = {"torch", "tensorflow", "horovod_ranks.py", "elastic.py", "horovod.py", "device"}
     files = [file for file in files if not file.stem.startswith("__")]
     modules = [
         ".".join(file.with_suffix("").parts) for file in files if not left_out & set(file.parts)

@@ -7,7 +7,7 @@ import torch
 
 from ..updates import Nesterov
 from .parameters import NamedParameters, Slot, flat_memory, loses_numbers, named
-from .update_compression import UpdateCompression
+from .update_compression import UpdateExchange
 
 
 class SharedParameter(Slot):
@@ -27,8 +27,8 @@ class SharedParameter(Slot):
     def begin(self) -> None:
         self.shared.copy_(self.param)
 
-    def update(self, compression: UpdateCompression) -> Tuple[str, Any, Any]:
-        """What local steps have added, as `UpdateCompression.exchange` takes it: in the parameter's
+    def update(self, compression: UpdateExchange) -> Tuple[str, Any, Any]:
+        """What local steps have added, as `UpdateExchange.exchange` takes it: in the parameter's
         own memory where possible."""
         exchange = compression._exchange
         on_device = exchange.on_device(self.name)

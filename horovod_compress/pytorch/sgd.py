@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, Optional, Set
 import torch
 
 from ..binding import DECAYED, LOOK, momentum_of
-from .horovod_internals import own_class
+from .optimizers import own_class
 
 
 def is_plain_sgd(optimizer: Any) -> bool:

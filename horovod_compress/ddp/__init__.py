@@ -1,0 +1,24 @@
+"""Compression for PyTorch's DistributedDataParallel, without Horovod.
+
+from torch.nn.parallel import DistributedDataParallel as DDP
+from horovod_compress import ddp
+
+model = DDP(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+compression = ddp.compress(model, optimizer, "dgc:ratio=0.001")
+"""
+
+from ..updates import Nesterov
+from .compression import DDPCompression, compress
+from .unbound import HookState, comm_hook
+from .updates import AdamW, UpdateOptimizer
+
+__all__ = [
+    "AdamW",
+    "DDPCompression",
+    "HookState",
+    "Nesterov",
+    "UpdateOptimizer",
+    "comm_hook",
+    "compress",
+]

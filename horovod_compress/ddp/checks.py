@@ -1,0 +1,79 @@
+"""What is refused under DistributedDataParallel, each by its name."""
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+_NOT_WITH = {
+    "mixed_precision": "has a communication hook of its own: use autocast, or a model of half "
+    "precision",
+    "_delay_all_reduce_params": "reduces those parameters without a communication hook: leave "
+    "delay_all_reduce_named_params out",
+    "_use_python_reducer": "calls no communication hook with a bucket: set "
+    'torch._dynamo.config.optimize_ddp to True, not "python_reducer"',
+}
+
+
+def check_model(model: Any) -> None:
+    """Looks whether a model can be served.
+
+    Raises:
+        TypeError: it is no DistributedDataParallel.
+        ValueError: it was made with something that does not go with a communication hook.
+    """
+    # What torch.compile has made of it.
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"ddp.compress needs the DistributedDataParallel model, before torch.compile, not an "
+            f"object of {type(model)}"
+        )
+    for name, why in _NOT_WITH.items():
+        if getattr(model, name, None):
+            raise ValueError(f"DistributedDataParallel with {name.strip('_')} {why}")
+    for name, module in model.module.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise ValueError(
+                f"{name or 'the model'} has sparse gradients, which are not compressed: make it "
+                "with sparse=False"
+            )
+
+
+def check_unhooked(model: Any) -> None:
+    """Looks whether a model can take a communication hook.
+
+    Raises:
+        TypeError, ValueError: as of `check_model`, or it has one.
+    """
+    check_model(model)
+    if model._comm_hooks:
+        raise ValueError(
+            "this model has a communication hook already, and takes one only: leave that out, and "
+            "use compression.switch(spec) to change the compression"
+        )
+
+
+def check_step(model: Any) -> None:
+    """Looks whether this step can be served.
+
+    Raises:
+        ValueError: ranks that have joined would not count.
+    """
+    if model is not None and model._join_config.enable and not model._divide_by_initial_world_size:
+        raise ValueError(
+            "model.join(divide_by_initial_world_size=False) does not go with a communication hook, "
+            "which takes means over all ranks: leave it out"
+        )
+
+
+def check_bucket(bucket: Any) -> None:
+    """Looks whether DDP hands over a bucket.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not isinstance(bucket, torch.distributed.GradBucket):
+        raise ValueError(
+            "compiled autograd hands single gradients to the communication hook, not buckets: "
+            "leave torch._dynamo.config.compiled_autograd at False"
+        )

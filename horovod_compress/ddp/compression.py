@@ -1,0 +1,356 @@
+"""A communication hook of DistributedDataParallel, over the exchange."""
+
+import functools
+import weakref
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..choice import trial_arguments
+from ..compressors import get_compressor
+from ..pytorch.auto import Chosen, candidates_of, refuse_moments
+from ..pytorch.compression import OptimizerCompression, check_types
+from ..pytorch.lifecycle import Event
+from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure
+from ..pytorch.parameters import Slot, named
+from .checks import check_bucket, check_model, check_step, check_unhooked
+from .ranks import RanksBinding
+
+_UNUSED = (
+    "no optimizer.step() has used the results of the last backward(). Where gradients add up over "
+    "several passes, run all but the last in `with model.no_sync():`; where a step is left out, "
+    "call compression.discard() before zero_grad(), which needs discardable=True"
+)
+_INTERRUPTED = (
+    "a backward pass has ended before all gradients were exchanged, so this step would use some "
+    "that ranks do not share. DistributedDataParallel does not go on after that: on all ranks wrap "
+    "the module in a new DistributedDataParallel, once the old one is gone, and load what "
+    "compression.state_dict() returns into its compression"
+)
+
+
+class _Sent(NamedTuple):
+    """A gradient that is under way. view: its part of DDP's bucket; memory: where the result will
+    be; carrier: what the exchange has returned, and wait, where that is added up over ranks, waits
+    for it."""
+
+    slot: Slot
+    view: torch.Tensor
+    memory: torch.Tensor
+    carrier: Any
+    wait: Optional[Callable[[], None]]
+
+
+class DDPCompression(OptimizerCompression, RanksBinding):
+    """A compression of the gradients of a DistributedDataParallel model.
+
+    Args:
+        spec: as for `horovod_compress.get_compressor`.
+        model: the wrapped model, with no communication hook yet.
+        optimizer: the torch optimizer that steps its parameters. An SGD's momentum, Nesterov and
+            weight decay are taken over by algorithms that correct momentum (dgc). None where the
+            algorithm needs nothing from it.
+        grad_scaler: the torch.amp.GradScaler that scales the loss, where there is one: what is kept
+            of gradients then follows its scale, and steps that it skips are forgotten. Implies
+            discardable.
+        discardable: `discard()` forgets a step, as if it had never been. Takes as much memory again
+            as the algorithm's state, and the time to copy that in each step.
+
+    All ranks make it at the same place, for it makes a process group of its own. Its residuals are
+    this rank's own: save `state_dict()` on every rank, or one that is portable.
+
+    Raises:
+        ValueError: bad options, or a model that cannot be served.
+        MismatchError: at the first gradient, on all ranks: they were started differently.
+    """
+
+    def __init__(
+        self,
+        spec: Any,
+        model: DistributedDataParallel,
+        optimizer: Optional[torch.optim.Optimizer],
+        *,
+        grad_scaler: Any = None,
+        discardable: bool = False,
+    ) -> None:
+        get_compressor(spec)
+        check_model(model)
+        check_types(optimizer, grad_scaler)
+        RanksBinding.__init__(self, model.process_group)
+        OptimizerCompression.__init__(self, grad_scaler, discardable)
+        self._model = weakref.ref(model)
+        pairs = [
+            (name, param)
+            for name, param in model.module.named_parameters()
+            if param.requires_grad and name not in model.parameters_to_ignore
+        ]
+        self._bind(spec, optimizer, named(None, pairs))
+        self._by_parameter = {id(slot.param): slot for slot in self._slots}
+        self._sent: List[_Sent] = []
+        # Of this step's buckets: their futures, and what those will hold.
+        self._futures: List[Tuple[torch.futures.Future, torch.Tensor]] = []
+        # The loss scale of the last step.
+        self._scale = 0.0
+        # Parameters that backward passes have reached since the last exchange. None where DDP
+        # expects all to be reached.
+        self._reached: Optional[Set[int]] = None
+        if optimizer is not None and self._active:
+            self._optimizer = optimizer
+            self._register(optimizer)
+        if model.find_unused_parameters or model.static_graph:
+            self._watch_parameters()
+
+    _transport_of = RanksBinding._transport_of
+    _advice_on_options = (
+        "Where only some ranks have set or loaded it, load it on all of them before training"
+    )
+    _refused_alone = (
+        "on one rank nothing is exchanged, so what ranks have not sent yet cannot be applied: "
+        "train on two ranks or more"
+    )
+
+    # -- what is asked of a host
+
+    def _reduced(self) -> List[Slot]:
+        return list(self._slots) if self._active else []
+
+    def _factor(self) -> Optional[float]:
+        return 1.0
+
+    # -- DDP's interface
+
+    # A compiled step is left here, and entered again behind it.
+    @torch.compiler.disable
+    def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future:
+        """Called by DDP with each bucket of gradients, in the same order on all ranks. Returns the
+        future of its mean, which is there when the last bucket is."""
+        check_bucket(bucket)
+        buffer = bucket.buffer()
+        future: torch.futures.Future = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
+        ranks = self._ranks
+        if ranks is None:
+            future.set_result(buffer)
+            return future
+        if bucket.index() == 0:
+            self._begin()
+        self._futures.append((future, buffer))
+        self._submit_bucket(bucket, buffer)
+        ranks.send()
+        if bucket.is_last():
+            self._finish()
+        return future
+
+    def _begin(self) -> None:
+        """Before the first bucket of a step."""
+        self._drop_interrupted()
+        check_step(self._model())
+        self._begin_step()
+        if self._grad_scaler is not None:
+            self._scale = self._grad_scaler.get_scale()
+
+    def _drop_interrupted(self) -> None:
+        """Rolls back what a backward pass that has failed has left."""
+        if self._exchange.under_way:
+            self._exchange.abandon()
+            self._step.take(Event.ROLLBACK)
+        self._sent.clear()
+        self._futures.clear()
+
+    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
+        """As of OptimizerCompression. After a backward pass that has failed, without its step."""
+        self._drop_interrupted()
+        return super().state_dict(portable)
+
+    def _submit_bucket(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> None:
+        sent, whole = [], True
+        for param, flat_view in zip(bucket.parameters(), bucket.gradients()):
+            slot = self._by_parameter.get(id(param))
+            if slot is None:
+                raise ValueError(
+                    "a gradient came of a parameter that was frozen, or not there, when the "
+                    "compression was made: make it after the model is as it will be trained"
+                )
+            view = _as_parameter(flat_view, param)
+            memory, array, carrier = self._submit(slot, view)
+            whole = whole and carrier is array and memory is view
+            sent.append(_Sent(slot, view, memory, carrier, None))
+        if whole:
+            # As DDP itself would do it.
+            wait = self._mean(buffer)
+            self._sent += [each._replace(wait=wait) for each in sent]
+            return
+        for each in sent:
+            if self._exchange.is_payload(each.slot.name, each.carrier):
+                each = each._replace(wait=self._mean(_tensor_of(each.carrier)))
+            self._sent.append(each)
+
+    def _finish(self) -> None:
+        """Brings all results, after the last bucket."""
+        exchange = self._exchange
+        self._streams.join()
+        exchange.flush()
+        for each in self._sent:
+            if each.wait is not None:
+                each.wait()
+            exchange.finish(each.slot.name, each.carrier)
+        exchange.settle()
+        for each in self._sent:
+            if each.memory is not each.view:
+                self._copy_result(each.memory, each.view)
+        self._step.take(Event.ARRIVE)
+        # A rank that has joined takes part in the others' steps, outside of a backward pass.
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._optimizer is None or not in_backward:
+            self._step.take(Event.COMMIT)
+        if self._reached is not None and in_backward:
+            self._bring_unreached()
+        futures = list(self._futures)
+        self._sent.clear()
+        self._futures.clear()
+        for future, buffer in futures:
+            future.set_result(buffer)
+
+    # -- parameters that no rank has used
+
+    def _watch_parameters(self) -> None:
+        reached = self._reached = set()
+        for slot in self._slots:
+            slot.param.register_post_accumulate_grad_hook(lambda param: reached.add(id(param)))
+
+    def _bring_unreached(self) -> None:
+        """Has the results of parameters that no rank has used in their gradients, which DDP leaves
+        as they are: ranks have sent what they still held of them, and it would be lost."""
+        assert self._reached is not None
+        left = [
+            (each.slot.param, each.view)
+            for each in self._sent
+            if id(each.slot.param) not in self._reached
+        ]
+        self._reached.clear()
+        if not left:
+            return
+        after_backward = torch.autograd.Variable._execution_engine.queue_callback
+
+        @torch.no_grad()
+        def bring() -> None:
+            for param, result in left:
+                if param.grad is None:
+                    if result.any():
+                        param.grad = result.clone()
+                elif param.grad.data_ptr() != result.data_ptr():
+                    param.grad.copy_(result)
+
+        # DDP queues its own end behind the first one.
+        after_backward(lambda: after_backward(bring))
+
+    # -- around steps of the optimizer
+
+    def _before_step(self, optimizer: Any, args: tuple, kwargs: Dict[str, Any]) -> Optional[tuple]:
+        closure = closure_of(args, kwargs)
+        if closure is not None:
+            return with_closure(
+                args, kwargs, functools.partial(self._in_closure, optimizer, closure)
+            )
+        scaled = self._step.is_unused and in_grad_scaler()
+        self._use_results(optimizer, Event.SCALED_STEP if scaled else Event.STEP)
+        return None
+
+    def _in_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
+        with self._step.closure():
+            loss = closure()
+        self._use_results(optimizer, Event.STEP)
+        return loss
+
+    def _use_results(self, optimizer: torch.optim.Optimizer, event: Event) -> None:
+        if self._exchange_is_made and self._exchange.under_way:
+            raise RuntimeError(_INTERRUPTED)
+        super()._use_results(optimizer, event)
+
+    def _leave_unused(self) -> None:
+        if self._step.is_unused and self._exchange.succeeded:
+            scaler = self._grad_scaler
+            skipped = scaler is not None and scaler.get_scale() < self._scale
+            # Whether gradients were zeroed since is not known: they may add up.
+            if not skipped and (self._discardable or self._compressor.m):
+                raise RuntimeError(_UNUSED)
+        super()._leave_unused()
+
+
+class ChosenDDPCompression(Chosen, DDPCompression):
+    """A compression that is chosen by trial while training begins."""
+
+    def __init__(
+        self,
+        auto: Dict[str, Any],
+        model: DistributedDataParallel,
+        optimizer: Optional[torch.optim.Optimizer],
+        **options: Any,
+    ) -> None:
+        candidates = candidates_of(auto, optimizer)
+        super().__init__(candidates[-1], model, optimizer, **options)
+        self._begin_trial(auto, candidates)
+
+
+def compress(
+    model: DistributedDataParallel,
+    optimizer: Optional[torch.optim.Optimizer],
+    spec: Any,
+    *,
+    grad_scaler: Any = None,
+    discardable: bool = False,
+) -> DDPCompression:
+    """Compresses what a DistributedDataParallel model exchanges, from its next backward pass on.
+
+    Args:
+        model, optimizer, grad_scaler, discardable: as of `DDPCompression`.
+        spec: the same, or "auto", which tries several while training begins, and goes on with the
+            fastest; {"id": "auto", "candidates": […], "error": …, "probe_steps": …, "margin": …}
+            says which, as `horovod_compress.choice.Automatic` does.
+
+    Returns:
+        The compression, which has state_dict(), stats(), record(), switch(), discard() ….
+
+    Raises:
+        ValueError: as of `DDPCompression`.
+    """
+    check_unhooked(model)
+    options = {"grad_scaler": grad_scaler, "discardable": discardable}
+    compression = make(spec, model, optimizer, **options)
+    model.register_comm_hook(compression, hook)
+    return compression
+
+
+def make(spec: Any, model: Any, optimizer: Any, **options: Any) -> DDPCompression:
+    """A compression for a model whose communication hook calls it. As of `compress`."""
+    if is_auto(spec):
+        chosen = {} if spec == "auto" else {key: spec[key] for key in spec if key != "id"}
+        auto = trial_arguments(**chosen, check=refuse_moments)
+        return ChosenDDPCompression(auto, model, optimizer, **options)
+    return DDPCompression(spec, model, optimizer, **options)
+
+
+def is_auto(spec: Any) -> bool:
+    """Whether a spec leaves the choice to a trial."""
+    return spec == "auto" or isinstance(spec, dict) and spec.get("id") == "auto"
+
+
+# DDP looks at these annotations.
+def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return state.exchange(bucket)
+
+
+def _as_parameter(view: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A contiguous part of a bucket in the order of the parameter's elements, which it has in
+    memory where that is dense."""
+    if param.is_contiguous() or torch.empty_like(param, device="meta").stride() != param.stride():
+        return view
+    return view.as_strided(param.size(), param.stride())
+
+
+def _tensor_of(carrier: Any) -> torch.Tensor:
+    return torch.from_numpy(carrier) if isinstance(carrier, np.ndarray) else carrier.tensor

@@ -1,0 +1,79 @@
+"""The ranks of torch.distributed, as compressions need them."""
+
+import functools
+import os
+from typing import Any, Callable, Optional, Tuple
+
+import torch
+import torch.distributed as dist
+
+from ..binding import Binding
+from ..compressors.base import Compressor
+from ..machine import Machine
+from ..transport.base import Transport
+from ..transport.distributed import DistributedTransport
+from ..transport.loopback import Loopback
+
+
+class RanksBinding(Binding):
+    """A compression bound to the ranks of a process group. group: None for all ranks."""
+
+    def __init__(self, group: Optional[dist.ProcessGroup]) -> None:
+        size = dist.get_world_size(group)
+        Binding.__init__(self, "hvdc", size > 1)
+        self._ranks = DistributedTransport(_group_beside(group)) if self._active else None
+
+    def _rank_and_size(self) -> Tuple[int, int]:
+        return (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
+
+    def _transport_of(self, compressor: Compressor) -> Transport:
+        if compressor.policy.transport == "mpi":
+            raise ValueError(
+                "transport=mpi is for Horovod's ranks: leave it out, and payloads travel by "
+                "torch.distributed"
+            )
+        return self._ranks or Loopback.group(1)[0]
+
+    def _host_for(self, compressor: Compressor) -> Optional[Machine]:
+        if compressor.policy.hosts:
+            raise ValueError(
+                "hosts=true is not supported on torch.distributed: leave it out, or train on "
+                "Horovod"
+            )
+        return None
+
+    def _machine(self) -> int:
+        return int(os.environ["GROUP_RANK"])
+
+    def _mean(self, tensor: torch.Tensor) -> Callable[[], Any]:
+        """Starts the mean over ranks, in the tensor's own memory. Returns a function that waits for
+        it."""
+        assert self._ranks is not None
+        size = self._ranks.size
+        # As DDP does it. Small numbers of float16 would lose digits.
+        if tensor.dtype != torch.float16:
+            return self._ranks.reduce(tensor.mul_(1.0 / size))
+        wait = self._ranks.reduce(tensor)
+
+        # Several gradients may wait for one bucket.
+        @functools.lru_cache(maxsize=None)
+        def divided() -> None:
+            wait()
+            tensor.div_(size)
+
+        return divided
+
+
+def _group_beside(group: Optional[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """A new group of the same ranks: in the one that is there the order of collectives is the
+    user's, or DDP's. What is in host memory goes by Gloo."""
+    group = dist.group.WORLD if group is None else group
+    with_nccl = "nccl" in dist.get_backend_config(group)
+    options = group._get_backend(group._device_types[0]).options
+    return dist.new_group(
+        dist.get_process_group_ranks(group),
+        # Else ranks would wait half an hour for one that has died, whatever the user has said.
+        timeout=options._timeout,
+        backend="cpu:gloo,cuda:nccl" if with_nccl else "gloo",
+        use_local_synchronization=True,
+    )

@@ -1,0 +1,120 @@
+"""A communication hook for a model and an optimizer that others make later."""
+
+import weakref
+from typing import Any, Callable, Dict, List, Tuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..binding import NotBoundError, Unbound
+from ..pytorch.optimizers import closure_of
+from ..pytorch.search import objects_of
+from .compression import DDPCompression, hook, is_auto, make
+
+
+class HookState(Unbound):
+    """The state of a communication hook: the compression of the model that has the hook, once that
+    model's first gradients come. It finds the optimizer of the model's parameters by itself."""
+
+    _bound_class = DDPCompression
+
+    def __init__(self, spec: Any, **options: Any) -> None:
+        super().__init__("none" if is_auto(spec) else spec, **options)
+        moments = getattr(self._compressor, "moments", "minibatch")
+        if moments != "minibatch":
+            raise ValueError(
+                f"{self._compressor.id}: moments={moments} begin with a forward "
+                "pass, before a communication hook is called: use ddp.compress(model, optimizer, …)"
+            )
+        self._spec = spec
+        self._bound: List[DDPCompression] = []
+        _unbound.add(self)
+
+    def _made_again(self) -> Tuple[Any, ...]:
+        return _made_again, (self._spec, self._options)
+
+    def the_only(self) -> DDPCompression:
+        if not self._bound:
+            models = self._models()
+            if len(models) != 1:
+                raise NotBoundError(
+                    f"{len(models)} DistributedDataParallel models have this communication hook: "
+                    "register it with one, by model.register_comm_hook(state, hook)"
+                )
+            self._bind(models[0], _optimizers_of(models[0]))
+        return self._bound[0]
+
+    def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future:
+        """As of `DDPCompression`."""
+        return self.the_only().exchange(bucket)
+
+    def serve(self, optimizer: Any) -> None:
+        """Binds to the model that this optimizer steps, if one has this hook."""
+        for model in self._models():
+            if optimizer in _optimizers_of(model):
+                self._bind(model, [optimizer])
+
+    def _models(self) -> List[DistributedDataParallel]:
+        models = objects_of(DistributedDataParallel)
+        return [model for model in models if any(self is its for _, its in model._comm_hooks)]
+
+    def _bind(self, model: DistributedDataParallel, optimizers: List[Any]) -> None:
+        if len(optimizers) > 1:
+            raise ValueError(
+                "several optimizers step the parameters of this model: use "
+                "ddp.compress(model, optimizer, …), which is told of one"
+            )
+        optimizer = optimizers[0] if optimizers else None
+        self._bound.append(make(self._spec, model, optimizer, **self._options))
+        _unbound.discard(self)
+
+
+def comm_hook(
+    spec: Any, *, grad_scaler: Any = None, discardable: bool = False
+) -> Tuple[HookState, Callable]:
+    """The pair that model.register_comm_hook takes, and Lightning's
+    DDPStrategy(ddp_comm_state=…, ddp_comm_hook=…), where model and optimizer are not there yet.
+
+    Args:
+        spec, grad_scaler, discardable: as of `ddp.compress`.
+
+    Returns:
+        (state, hook). The state is a `DDPCompression` from the first gradients on, for one model.
+
+    Raises:
+        ValueError: bad options.
+    """
+    return HookState(spec, grad_scaler=grad_scaler, discardable=discardable), hook
+
+
+def _made_again(spec: Any, options: Dict[str, Any]) -> HookState:
+    return HookState(spec, **options)
+
+
+def _optimizers_of(model: DistributedDataParallel) -> List[Any]:
+    """The optimizers of a model's parameters, without wrappers, which have the same groups."""
+    own = {id(param) for param in model.module.parameters()}
+    found = {
+        id(optimizer.param_groups): optimizer
+        for optimizer in objects_of(torch.optim.Optimizer)
+        # PyTorch marks what it has made.
+        if getattr(type(optimizer).step, "hooked", False)
+        and any(id(param) in own for group in optimizer.param_groups for param in group["params"])
+    }
+    return list(found.values())
+
+
+_unbound: "weakref.WeakSet[HookState]" = weakref.WeakSet()
+
+
+@torch.compiler.disable
+def _before_closures(optimizer: torch.optim.Optimizer, args: tuple, kwargs: Dict[str, Any]) -> None:
+    """Binds before a step whose closure brings gradients first."""
+    if _unbound and closure_of(args, kwargs) is not None:
+        for state in list(_unbound):
+            state.serve(optimizer)
+
+
+register_optimizer_step_pre_hook(_before_closures)

@@ -1,0 +1,106 @@
+"""UpdateOptimizer over torch.distributed."""
+
+from typing import Any, Callable, Dict, Optional, Tuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..pytorch.adam import AdamWOfRanks
+from ..pytorch.parameters import NamedParameters
+from ..pytorch.search import objects_of
+from ..pytorch.update_compression import UpdateExchange
+from ..pytorch.updates import UpdatingOptimizer
+from ..updates import Nesterov
+from .ranks import RanksBinding
+
+
+class AdamW(AdamWOfRanks):
+    __doc__ = AdamWOfRanks.__doc__
+
+    def _size(self) -> int:
+        return dist.get_world_size()
+
+
+class UpdateCompression(UpdateExchange, RanksBinding):
+    """The exchange of an UpdateOptimizer."""
+
+    def __init__(
+        self,
+        spec: Any,
+        shapes: Dict[str, Tuple[int, ...]],
+        options: Dict[str, Any],
+        group: Optional[dist.ProcessGroup],
+    ) -> None:
+        RanksBinding.__init__(self, group)
+        self._begin_with(spec, shapes, options)
+
+    _broadcast = "broadcast the parameters of rank 0 (torch.distributed.broadcast)"
+    _moves = RanksBinding._transport_of
+
+    def _start_mean(self, name: str, tensor: torch.Tensor) -> Callable[[], Any]:
+        return self._mean(tensor)
+
+
+class UpdateOptimizer(UpdatingOptimizer):
+    """Makes an optimizer a compressed one.
+
+    Each rank takes its own step with its own gradients. What the step adds to the parameters is
+    compressed with error feedback and exchanged, and all ranks add the mean. So the optimizer's
+    momentum, second moments, weight decay and learning rate are inside what is sent.
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = ddp.UpdateOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression="topk:ratio=0.01"
+        )
+
+    It takes the place of DistributedDataParallel: the model is the plain one, and begins with the
+    same parameters on all ranks, as from the same seed.
+
+    Args:
+        optimizer: any torch optimizer but L-BFGS, with real floating-point parameters. Its
+            parameter groups are this one's, so schedulers may have either, and so are its methods.
+        named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered
+            by parameter group.
+        compression: a spec, as for `horovod_compress.get_compressor`. dgc selects as topk does.
+        every: how many local steps come before each exchange (H of DiLoCo, arXiv 2311.08105).
+        outer: what is done with the mean update; default: it is added. `ddp.Nesterov()` is
+            DiLoCo's.
+        process_group: the ranks that exchange; default: all.
+
+    Raises:
+        ValueError: bad options.
+        MismatchError: at the first step, on all ranks: they were started differently, or begin with
+            different parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        named_parameters: Optional[NamedParameters] = None,
+        compression: Any = "topk:ratio=0.01",
+        every: int = 1,
+        outer: Optional[Nesterov] = None,
+        process_group: Optional[dist.ProcessGroup] = None,
+    ) -> None:
+        self._begin_with(
+            optimizer,
+            named_parameters,
+            every,
+            outer,
+            lambda shapes, options: UpdateCompression(compression, shapes, options, process_group),
+        )
+
+    def _go_on_from_all(self) -> None:
+        super()._go_on_from_all()
+        reduced = {
+            id(param)
+            for model in objects_of(DistributedDataParallel)
+            for param in model.parameters()
+        }
+        if reduced & self._known:
+            raise ValueError(
+                "DistributedDataParallel averages the gradients of these parameters already: give "
+                "UpdateOptimizer the plain model's, and train that, or use ddp.compress"
+            )

@@ -1,0 +1,166 @@
+"""What compressions on Horovod share, in both frameworks: process sets, and elastic jobs."""
+
+import collections
+import itertools
+from abc import abstractmethod
+from typing import Any, Dict, Iterator, Optional, Tuple
+
+from . import checkpoint
+from .binding import Binding, is_elastic, warn_once
+from .compressors import get_compressor
+from .compressors.base import Compressor
+from .handshake import gather
+from .machine import Machine
+from .wrappers import machine_for
+
+# Collectives are named by process set and number: the ranks of a set make their compressions on it
+# in the same order. Sets are identified by their ranks here, because Horovod reuses the id of a
+# removed set; that of all ranks, whose number may change, by none.
+_numbers: Dict[Tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
+REFUSED_ALONE = (
+    "on one rank Horovod reduces nothing, so what ranks have not sent yet cannot be applied: train "
+    "on two ranks or more, or in an elastic job "
+    "(horovodrun --min-np 1 --host-discovery-script …), where a rank alone applies it"
+)
+
+
+def says_what_is_missing(error: ModuleNotFoundError, framework: str) -> ModuleNotFoundError:
+    """The error of an import that has failed; where Horovod is missing, one that says so."""
+    if (error.name or "").partition(".")[0] != "horovod":
+        return error
+    return ModuleNotFoundError(
+        f"horovod_compress.{framework} compresses for Horovod, which is not installed: "
+        "pip install 'horovod-compress[horovod]', or scripts/setup in a clone. PyTorch's own "
+        "DistributedDataParallel needs none: use horovod_compress.ddp",
+        name=error.name,
+    )
+
+
+class HorovodBinding(Binding):
+    """A compression bound to a process set of a framework's Horovod. `hvd` is initialized."""
+
+    def __init__(self, hvd: Any, process_set: Any, hint: str = "") -> None:
+        if not hvd.is_initialized():
+            raise ValueError("call hvd.init() before making a compression")
+        self._process_set = hvd.global_process_set if process_set is None else process_set
+        if not isinstance(self._process_set, hvd.ProcessSet):
+            raise TypeError(
+                f"process_set must be one of Horovod's, not an object of {type(process_set)}; "
+                f"{hint}an option goes by its name: ratio=0.01"
+            )
+        if self._process_set.process_set_id is None:
+            raise ValueError(
+                "this process set is not registered: pass it to hvd.init() or "
+                "hvd.add_process_set() first"
+            )
+        if is_elastic() and self._process_set.process_set_id != 0:
+            raise ValueError(
+                "in an elastic job Horovod forgets process sets whenever ranks come or go: leave "
+                "process_set out"
+            )
+        self._elastic = is_elastic()
+        self._synced = not self._elastic
+        self._hvd = hvd
+        # Horovod reduces, and compresses, only where there is more than one rank, or may be.
+        active = bool(self._process_set.included()) and (
+            self._process_set.size() > 1 or self._elastic
+        )
+        super().__init__(f"hvdc.{self._process_set.process_set_id}", active)
+        # Since the last `_resize`.
+        self._ranks = self._rank_and_size()
+
+    def _number(self) -> None:
+        """Gives this compression the next number, which is part of its collectives' names. All
+        ranks of the process set call it alike."""
+        ranks = (
+            () if self._process_set.process_set_id == 0 else tuple(self._process_set.ranks or ())
+        )
+        self._label += f".{next(_numbers[ranks])}"
+
+    def _rank_and_size(self) -> Tuple[int, int]:
+        """This rank and the number of ranks in the process set; a rank that compresses nothing
+        counts as the only one."""
+        return (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
+
+    def _host_for(self, compressor: Compressor) -> Optional[Machine]:
+        if not self._active:
+            return None
+        machine = machine_for(compressor, self._hvd, self._process_set, is_elastic(), warn_once)
+        return machine and (self._host or machine)
+
+    def _machine(self) -> int:
+        return self._hvd.cross_rank()
+
+    # -- for elastic jobs: see `elastic.py`
+
+    @property
+    def _requested(self) -> Compressor:
+        """As the spec says, before anything is taken over from an optimizer."""
+        return self._compressor
+
+    def _settings(self) -> Dict[str, Any]:
+        """What is alike on all ranks, and may have changed since the start: JSON-able."""
+        return {"spec": self._requested.config}
+
+    def _adopt(self, settings: Dict[str, Any]) -> None:
+        """Goes on with `_settings` of another rank, or of before."""
+        compressor = get_compressor(settings["spec"])
+        if compressor != self._requested:
+            self._exchange.abandon()
+            self._switch(compressor, compare=False)
+
+    @abstractmethod
+    def _switch(self, spec: Any, compare: bool = True) -> None:
+        """Compresses as a spec says from the next step on.
+
+        Args:
+            spec: as for `get_compressor`.
+            compare: whether all ranks do it, here, and say so to each other. Where they are not
+                together yet they go on from rank 0's.
+
+        Raises:
+            ValueError: for what cannot be served; nothing is changed then.
+            MismatchError: where ranks differ.
+        """
+
+    def _entry(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+        """What this rank keeps; into: as for `Driver.state_dict`."""
+        return {**self._exchange.state_dict(into=into), **self._settings()}
+
+    def _go_back_to(self, state: Dict[str, Any]) -> None:
+        """Continues from what `_entry` returned, as if nothing had been since."""
+        self._adopt(state)
+        self._exchange.go_back_to(state)
+
+    def _resize(self) -> None:
+        """From the next step on, ranks are those that are there now."""
+        self._ranks = self._rank_and_size()
+        self._exchange.resize(*self._ranks, self._label)
+
+    def _sync(self) -> None:
+        """All ranks, those that stay and those that have just begun, go on from rank 0's step.
+        Names of collectives are rank 0's from now on, for what a process has made before does not
+        matter."""
+        self._adopt(gather(self._transport, "hvdc.elastic.spec", self._settings())[0])
+        self._label = gather(self._transport, "hvdc.elastic", self._label)[0]
+        self._synced, self._agreed = True, False
+        self._exchange.abandon()
+        self._resize()
+        self.handshake()
+        self._go_back_to(checkpoint.synced(self._entry(), self._transport, self._label))
+
+    def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]:
+        """All ranks, of which some are about to leave, go on with the mean of what they keep.
+        saved: what this rank kept before; returns the mean of that."""
+        self._exchange.abandon()
+        self._go_back_to(checkpoint.synced(self._entry(), self._transport, self._label, even=True))
+        return checkpoint.synced(saved, self._transport, self._label, even=True)
+
+    def _refuse_unsynced(self, state: str) -> None:
+        """RuntimeError where no elastic state has this compression; state: how one gets it."""
+        if not self._synced:
+            raise RuntimeError(
+                f"in an elastic job new ranks get what the others keep from the elastic state: "
+                f"give it the compression, as in {state}, and train in "
+                "a function under @hvdc.elastic.run, and nowhere before it"
+            )

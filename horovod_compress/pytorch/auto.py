@@ -1,0 +1,87 @@
+"""The choice by trial in PyTorch: steps are seen from gradient to gradient, and another candidate
+begins with a step's first one."""
+
+import time
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+
+from ..choice import Controller, check_switch, default_candidates
+from ..compressors import get_compressor
+from ..compressors.base import Compressor
+from ..pytorch.sgd import can_take_over, is_plain_sgd
+from ..records import Plan
+from .compression import OptimizerCompression, refuse_begun_within_step
+from .parameters import Slot
+
+
+def candidates_of(auto: Dict[str, Any], optimizer: Optional[torch.optim.Optimizer]) -> List[str]:
+    """Those that were named, or else those that an optimizer can have."""
+    return list(auto["candidates"] or default_candidates(_sparse_for(optimizer)))
+
+
+def refuse_moments(compressor: Compressor) -> None:
+    """ValueError for a candidate that cannot begin between two steps."""
+    refuse_begun_within_step(compressor.config)
+
+
+def _sparse_for(optimizer: Optional[torch.optim.Optimizer]) -> Optional[str]:
+    if not isinstance(optimizer, torch.optim.SGD):
+        return None
+    return "dgc" if can_take_over(optimizer) and not is_plain_sgd(optimizer) else "topk"
+
+
+class Chosen(OptimizerCompression):
+    """A compression with a controller, which it tells of steps."""
+
+    def _begin_trial(self, auto: Dict[str, Any], candidates: List[str]) -> None:
+        """Takes steps with the last candidate at first. auto: the arguments of `Automatic`."""
+        for spec in candidates:
+            # What cannot be is refused now, not when its turn comes.
+            self._choose(spec)
+        self._controller = Controller(self, {**auto, "candidates": candidates}, candidates[-1])
+        self._began: Optional[float] = None  # when the last step did
+        self._now = 0.0  # when the step that begins did
+
+    @property
+    def plan(self) -> Plan:
+        """As of `Controller.plan`."""
+        return self._controller.plan()
+
+    def _submit(self, slot: Slot, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any, Any]:
+        if self._controller.gradients is not None:
+            self._controller.gradients[slot.name] = tensor.detach().float().cpu().numpy().copy()
+        return super()._submit(slot, tensor)
+
+    def _begin_step(self) -> None:
+        self._now = time.perf_counter()
+        super()._begin_step()
+        self._began = time.perf_counter()
+
+    def _switch_where_due(self) -> None:
+        super()._switch_where_due()
+        if self._began is not None:
+            self._controller.step_ended(self._now - self._began)
+            self._controller.follow()
+
+    def _go_on_with(self, spec: str) -> None:
+        self._switch(get_compressor(spec).config)
+
+    def _description(self) -> Dict[str, Any]:
+        return {**super()._description(), "auto": self._controller.arguments}
+
+    def switch(self, spec: Any, *arguments: Any, **options: Any) -> None:
+        """As of OptimizerCompression; that is the choice then, and nothing is tried any more."""
+        check_switch(spec, arguments, options)
+        super().switch(spec)
+        self._controller.resume(spec, True)
+
+    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
+        """As of OptimizerCompression; the choice comes with it."""
+        return {**super().state_dict(portable), **self._controller.state()}
+
+    def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
+        """As of OptimizerCompression. The choice that was made when the state was saved is taken
+        over."""
+        with self._controller.resuming(state):
+            super().load_state_dict(state)

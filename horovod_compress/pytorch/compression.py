@@ -1,0 +1,300 @@
+"""How the parameters of an optimizer are compressed, whoever hands their gradients over, and what
+users call."""
+
+import functools
+import logging
+from abc import abstractmethod
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+
+from .. import checkpoint
+from ..averaging import Reducing
+from ..binding import description_of, requested_compressor
+from ..compressors import get_compressor
+from ..compressors.base import Compressor
+from ..exchange import Exchange
+from ..handshake import agree
+from ..machine import Machine
+from ..snapshot import Snapshots
+from ..transport.base import Transport
+from .lifecycle import Event
+from .moments import Moments, moments_of
+from .parameters import NamedParameters, Slot, Slots
+from .sgd import SGDTakeover, is_plain_sgd
+from .state_names import renamed
+from .steps import OptimizerSteps
+
+_log = logging.getLogger("horovod_compress")
+
+
+class Chosen(NamedTuple):
+    """How tensors are compressed. requested: as the spec says; compressor: with the momentum that
+    it applies; tensors: {name: (shape, compressor)}; takeover, moments, transport, host: what
+    serves these."""
+
+    requested: Compressor
+    compressor: Compressor
+    tensors: Dict[str, Tuple[tuple, Compressor]]
+    takeover: SGDTakeover
+    moments: Optional[Moments]
+    transport: Transport
+    host: Optional[Machine]
+
+
+class OptimizerCompression(OptimizerSteps):
+    """A compression of the gradients of an optimizer's parameters."""
+
+    def __init__(self, grad_scaler: Any, discardable: bool) -> None:
+        super().__init__(grad_scaler, discardable)
+        # What users were told last of an SGD's takeover.
+        self._announced: Optional[str] = None
+        # To come: the step from which on, and a spec.
+        self._switches: List[Tuple[int, Any]] = []
+
+    _bound_optimizer: Optional[torch.optim.Optimizer]
+
+    def _bind(
+        self,
+        spec: Any,
+        optimizer: Optional[torch.optim.Optimizer],
+        pairs: NamedParameters,
+    ) -> None:
+        """Chooses how named parameters are compressed. optimizer: the one whose momentum may be
+        taken over."""
+        self._slots = Slots(pairs)
+        self._bound_optimizer = optimizer
+        self._use(self._choose(spec))
+
+    # -- of the host
+
+    @abstractmethod
+    def _reduced(self) -> List[Slot]:
+        """The parameters whose gradients come."""
+
+    @abstractmethod
+    def _transport_of(self, compressor: Compressor) -> Transport:
+        """What moves a compressor's payloads. ValueError where the host cannot have that."""
+
+    @abstractmethod
+    def _factor(self) -> Optional[float]:
+        """What the host makes of a 1 on each rank; None where that is not known yet."""
+
+    # Why one rank cannot load what several had to send.
+    _refused_alone: str
+
+    def _look_for_optimizer(self) -> None:
+        """Finds the optimizer, where it is needed and not known."""
+
+    def _refuse_uneven(self, advice: str) -> None:
+        """RuntimeError where ranks may be at different steps."""
+
+    # -- what is chosen
+
+    def _choose(self, spec: Any) -> Chosen:
+        """What a spec comes to with the bound optimizer's momentum. ValueError for what cannot be
+        served."""
+        optimizer, reduced = self._bound_optimizer, self._reduced()
+        compressor = requested = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
+        names = {id(slot.param): slot.name for slot in reduced}
+        takeover = SGDTakeover(optimizer if self._active else None, compressor, names)
+        variants = takeover.variants
+        if (
+            compressor.traits.corrects_momentum
+            and optimizer is not None
+            and compressor.momentum is None
+        ):
+            # Other momentum stays with the optimizer.
+            compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))
+        moments = moments_of(compressor, {slot.name: slot.param for slot in reduced})
+        shapes = {slot.name: tuple(slot.param.shape) for slot in reduced}
+        tensors = {name: (shape, variants.get(name, compressor)) for name, shape in shapes.items()}
+        transport, host = self._transport_of(compressor), self._host_for(compressor)
+        return Chosen(
+            requested,
+            next(iter(variants.values()), compressor),
+            tensors,
+            takeover,
+            moments,
+            transport,
+            host,
+        )
+
+    def _use(self, chosen: Chosen) -> None:
+        self._chosen = chosen
+        self._compressor, self._tensors = chosen.compressor, chosen.tensors
+        self._takeover, self._moments = chosen.takeover, chosen.moments
+        self._transport, self._host = chosen.transport, chosen.host
+        is_first = self._rank_and_size()[0] == 0
+        if self._takeover.announcement not in (None, self._announced) and is_first:
+            self._announced = self._takeover.announcement
+            _log.warning("%s", self._announced)
+
+    # Made when it is first needed, because it allocates the state.
+    @functools.cached_property
+    def _exchange(self) -> Exchange:
+        self._look_for_optimizer()
+        exchange = Exchange(
+            self._compressor,
+            self._transport,
+            self._tensors,
+            self._label,
+            self._elastic,
+            self._host,
+        )
+        if self._discardable:
+            exchange.extend("discard", Snapshots())
+        return exchange
+
+    @property
+    def _requested(self) -> Compressor:
+        return self._chosen.requested
+
+    def _description(self) -> Dict[str, Any]:
+        return {**super()._description(), **_described(self._tensors)}
+
+    @property
+    def _exchange_is_made(self) -> bool:
+        return "_exchange" in vars(self)
+
+    # -- for users
+
+    def __repr__(self) -> str:
+        return f"<{self._compressor!r} bound to {len(self._slots)} parameters>"
+
+    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
+        """This rank's residuals and momentum, as tensors and plain values: for torch.save, one file
+        a rank, next to the model's and optimizer's.
+
+        portable: all ranks call this at the same step, and get the same: the mean over ranks of
+        what each has not sent yet, which any number of ranks can go on from. One file is enough.
+        MismatchError where ranks are not at the same step.
+        """
+        if portable:
+            self._refuse_uneven("save a portable state after the block")
+        return state_of(self._exchange, self._transport, self._label, portable)
+
+    def discard(self) -> None:
+        """Forgets the last step, as if its gradients had never been; to be called on all ranks.
+        Needs discardable=True, or a grad_scaler; a step that optimizer.step() has not used when the
+        next one begins is forgotten without this call."""
+        super().discard()
+        self._step.take(Event.ROLLBACK)
+
+    def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
+        """Continues from what `state_dict` has returned, of the same model: bit for bit from this
+        rank's own, or from a list of all ranks', in any order, or from a portable one. Where that
+        list is of another number of ranks, each rank gets their mean, so the mean of what ranks
+        have not sent yet is kept. Names may have got or lost the `_orig_mod.` of torch.compile and
+        the `module.` of wrappers. ValueError, with nothing changed, for any other state."""
+        self._look_for_optimizer()
+        untrained = {slot.name for slot in self._slots} - self._tensors.keys()
+        state = renamed(state, self._tensors, untrained)
+        while self._switches and self._switches[0][0] < checkpoint.steps_of(state):
+            self._switch(self._switches.pop(0)[1], compare=False)
+        try:
+            self._exchange.load_state_dict(state)
+        except ValueError as error:
+            if self._active:
+                raise
+            raise ValueError(f"{error}. And {self._refused_alone}") from None
+        self._step.take(Event.ROLLBACK)
+
+    def switch(self, spec: Any, at: Optional[int] = None) -> None:
+        """Goes on with another compression, "topk:ratio=0.01" or {"id": "topk", "ratio": 0.01},
+        from the next step on; at: from that step on, counted from 0 since training began.
+
+        What ranks have not sent yet goes on: in what the new algorithm keeps, else densely in the
+        first step. An SGD's momentum is taken over, or given back, and counts once. All ranks call
+        it between the same two steps, with the same arguments. ValueError for a bad spec, and
+        RuntimeError between backward() and step(), with nothing changed; MismatchError where ranks
+        differ.
+        """
+        config = get_compressor(spec).config
+        if at is not None:
+            if isinstance(at, bool) or not isinstance(at, int) or at < 0:
+                raise ValueError(f"at must be a step, counted from 0, not {at!r}")
+            refuse_begun_within_step(config)
+            self._switches = sorted([*self._switches, (at, config)], key=lambda switch: switch[0])
+            return
+        self._refuse_uneven("switch before the block, or say at=STEP before it")
+        self._switch(config)
+
+    def _switch(self, spec: Any, compare: bool = True) -> None:
+        # In an elastic job whose ranks are not together yet, rank 0's becomes everyone's in any
+        # case.
+        self._leave_unused()
+        self._look_for_optimizer()
+        exchange = self._exchange
+        exchange.end_step()
+        self._takeover.restore()
+        chosen = self._choose(spec)
+        compared = self._active and compare and self._synced
+        if compared:
+            description = {**description_of(chosen.compressor), **_described(chosen.tensors)}
+            advice = "Call it on all ranks, between the same two steps, with the same spec"
+            agree(
+                self._transport,
+                f"{self._label}.switch",
+                description,
+                "called compression.switch()",
+                advice,
+            )
+        before, after = self._takeover.gains(), chosen.takeover.gains()
+        gains = {
+            name: after.get(name, 1.0) / before.get(name, 1.0)
+            for name in before.keys() | after.keys()
+        }
+        exchange.host = chosen.host
+        exchange.switch(chosen.compressor, chosen.tensors, gains, self._factor())
+        exchange.transport = chosen.transport
+        self._use(chosen)
+        self._agreed = compared
+
+    def _switch_where_due(self) -> None:
+        if self._switches:
+            self._exchange.end_step()
+        while self._switches and self._switches[0][0] <= self._exchange.steps_taken():
+            self._switch(self._switches.pop(0)[1])
+
+
+def check_types(optimizer: Any, grad_scaler: Any) -> None:
+    """Raises TypeError for a first argument or a `grad_scaler` of the wrong kind."""
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"a compression is bound to a torch optimizer, its first argument, not to an "
+            f"object of {type(optimizer)}"
+        )
+    if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+        raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {grad_scaler!r}")
+
+
+def refuse_begun_within_step(config: Dict[str, Any]) -> None:
+    """ValueError where an algorithm has to see a forward pass before the first gradient."""
+    moments = config.get("moments", "minibatch")
+    if moments != "minibatch":
+        raise ValueError(
+            f"moments={moments} cannot begin at a step's first gradient: call "
+            f"compression.switch(spec) without at, before the step's forward pass"
+        )
+
+
+def state_of(exchange: Exchange, transport: Reducing, label: str, portable: bool) -> Dict[str, Any]:
+    """What an exchange keeps, in tensors and plain values; portable: the mean of all ranks'."""
+    state = exchange.state_dict()
+    if portable:
+        state = checkpoint.portable(state, transport, label)
+    state["tensors"] = {
+        name: {key: torch.from_numpy(array) for key, array in arrays.items()}
+        for name, arrays in state["tensors"].items()
+    }
+    return state
+
+
+def _described(tensors: Dict[str, Tuple[tuple, Compressor]]) -> Dict[str, Any]:
+    return {
+        "tensors": {
+            name: {"shape": list(shape), "compressor": repr(variant)}
+            for name, (shape, variant) in tensors.items()
+        }
+    }

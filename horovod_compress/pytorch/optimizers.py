@@ -1,0 +1,37 @@
+"""How PyTorch's optimizers and GradScalers are called."""
+
+from typing import Any, Callable, Dict, Optional
+
+import torch
+
+from ..binding import owners
+from ..versions import check_version
+
+check_version("torch", torch.__version__)
+
+# Before PyTorch 2.3 only the second.
+GradScaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)
+
+
+def closure_of(args: tuple, kwargs: Dict[str, Any]) -> Optional[Callable[[], Any]]:
+    """The closure among the arguments of an optimizer's step, as step hooks get them."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    return closure if callable(closure) else None
+
+
+def with_closure(args: tuple, kwargs: Dict[str, Any], closure: Callable[[], Any]) -> tuple:
+    """(args, kwargs) with another closure in the place of theirs."""
+    if len(args) > 1:
+        return (*args[:1], closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure}
+
+
+def own_class(optimizer: Any) -> type:
+    """The class of an optimizer, or of the one that Horovod's extends."""
+    return type(optimizer).__mro__[1] if hasattr(optimizer, "_compression") else type(optimizer)
+
+
+def in_grad_scaler() -> bool:
+    """Whether an enabled GradScaler is taking the step that has come to this point."""
+    scalers = (owner for owner in owners("step") if isinstance(owner, GradScaler))
+    return next((scaler.is_enabled() for scaler in scalers), False)

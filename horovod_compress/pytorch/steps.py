@@ -1,0 +1,176 @@
+"""The steps of a compression in PyTorch, from the first gradient to the optimizer's use of the
+results, whoever hands gradients over."""
+
+from abc import abstractmethod
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+
+from ..binding import Binding, warn_once
+from ..exchange import Exchange
+from ..handshake import agree
+from ..loss_scale import to_true_units
+from ..snapshot import discard
+from ..transport.base import Transport
+from .lifecycle import Event, Lifecycle
+from .moments import Moments
+from .parameters import Slot, Slots, Streams, loses_numbers
+from .sgd import SGDTakeover
+
+
+class OptimizerSteps(Binding):
+    """The steps of an optimizer's compression. How tensors are compressed is decided in
+    `compression`."""
+
+    def __init__(self, grad_scaler: Any, discardable: bool) -> None:
+        # The one that uses the results, once it is known.
+        self._optimizer: Optional[torch.optim.Optimizer] = None
+        self._grad_scaler = grad_scaler
+        self._discardable = bool(discardable or grad_scaler is not None)
+        self._step = Lifecycle()
+        # All ranks' optimizers, since these ranks are together.
+        self._options_agreed = False
+        # id(parameter) → learning rate of this step, where residuals follow it.
+        self._rates: Dict[int, float] = {}
+        self._streams = Streams()
+
+    _exchange: Exchange
+    _transport: Transport
+    _slots: Slots
+    _takeover: SGDTakeover
+    _moments: Optional[Moments]
+
+    @abstractmethod
+    def _switch_where_due(self) -> None:
+        """Goes on with another compression where that was asked for from this step on."""
+
+    def _submit(self, slot: Slot, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any, Any]:
+        """Takes a parameter's gradient into the step.
+
+        Returns:
+            (memory, array, carrier): contiguous float32 with the gradient, where the result will
+            be; the flat array of that; and what is to be reduced, which is that array itself where
+            the gradient travels densely in float32.
+        """
+        exchange = self._exchange
+        carries_float64 = exchange.carries_float64(slot.name)
+        memory, array = slot.load(tensor, exchange.on_device(slot.name), carries_float64)
+        if not self._has_told_of_float32 and loses_numbers(tensor, memory):
+            self._tell_of_float32(slot.name)
+        squares = self._moments.take(slot.name) if self._moments else None
+        carrier = exchange.submit(slot.name, array, squares, self._rates.get(id(slot.param)))
+        self._streams.mark(memory)
+        return memory, array, carrier
+
+    def _copy_result(self, memory: torch.Tensor, grad: torch.Tensor) -> None:
+        """Leaves a result in a gradient of another type."""
+        grad.copy_(memory)
+        if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
+            self._exchange.reject()
+
+    def _begin_step(self) -> None:
+        """Before the first gradient of a step."""
+        scale = None if self._grad_scaler is None else self._grad_scaler.get_scale()
+        if not self._options_agreed:
+            self._agree_on_options(scale)
+        self._leave_unused()
+        self._switch_where_due()
+        if scale is not None:
+            self._exchange.expect(scale=to_true_units(scale))
+        self._meet()
+        optimizer = self._optimizer
+        if optimizer is not None:
+            if self._compressor.policy.follow_lr:
+                self._rates = {
+                    id(param): float(group["lr"])
+                    for group in optimizer.param_groups
+                    for param in group["params"]
+                }
+            for name, options in self._takeover.changes(optimizer).items():
+                self._exchange.replace(name, **options)
+        self._step.take(Event.BEGIN)
+
+    def _agree_on_options(self, scale: Optional[float]) -> None:
+        """Compares what the user can broadcast or load until the first gradient."""
+        self.handshake()
+        agree(
+            self._transport,
+            f"{self._label}.step",
+            {**_options(self._optimizer), "loss scale": scale},
+            advice=self._advice_on_options,
+        )
+        self._options_agreed = True
+
+    # What to do where ranks' optimizers differ.
+    _advice_on_options: str
+
+    # -- around steps of the optimizer
+
+    def _register(self, optimizer: torch.optim.Optimizer) -> None:
+        """Has the steps of this optimizer come here."""
+
+        # Not compiled with the step: the compiler would take what these change for constant.
+        @torch.compiler.disable
+        def before(_: Any, args: tuple, kwargs: Dict[str, Any]) -> Any:
+            return self._before_step(optimizer, args, kwargs)
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: self._after_step()))
+
+    @abstractmethod
+    def _before_step(self, optimizer: Any, args: tuple, kwargs: Dict[str, Any]) -> Optional[tuple]:
+        """Before a step of the optimizer. Returns other (args, kwargs) for it where it is given a
+        closure: the gradients that it uses are there after that."""
+
+    def _use_results(self, optimizer: torch.optim.Optimizer, event: Event) -> None:
+        """Prepares the results that are there, if any, for the optimizer to use."""
+        if not self._step.take(event):
+            return
+        keeps = self._grad_scaler is None and self._exchange.keeps_state
+        if keeps and event is Event.SCALED_STEP:
+            warn_once(
+                "a GradScaler scales these gradients: give the compression grad_scaler=…, or "
+                "what it keeps does not follow the scale"
+            )
+        self._before_use(optimizer)
+
+    def _before_use(self, optimizer: torch.optim.Optimizer) -> None:
+        self._takeover.before_step(optimizer)
+
+    def _after_step(self) -> None:
+        self._step.take(Event.STEP_ENDED)
+        self._takeover.restore()
+
+    def _leave_unused(self) -> None:
+        """Discards a step whose results no optimizer.step() has used, or commits it and warns that
+        its effects stay."""
+        if not self._step.is_unused:
+            return
+        keeps = self._exchange.succeeded and self._exchange.keeps_state
+        if keeps and not self._discardable:
+            self._step.take(Event.COMMIT)
+            warn_once(
+                "the gradients of a step were exchanged, and no optimizer.step() has used them; "
+                "what was not sent of them is kept, and "
+                "comes in later steps. To forget such steps, make the compression with "
+                "discardable=True"
+            )
+        else:
+            if self._exchange.succeeded and self._discardable:
+                discard(self._exchange)
+            self._step.take(Event.ROLLBACK)
+
+
+def _options(optimizer: Optional[torch.optim.Optimizer]) -> Dict[str, Dict[str, Any]]:
+    """The options of an optimizer's groups that are plain values: what all ranks must have
+    alike."""
+    groups = {}
+    for i, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        plain = {
+            k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v
+            for k, v in group.items()
+        }
+        groups[f"parameter group {i}"] = {
+            k: v for k, v in plain.items() if isinstance(v, (bool, int, float, str))
+        }
+    return groups

@@ -1,0 +1,172 @@
+"""The exchange of what ranks' optimizers would add to the parameters, between the ranks'
+UpdateOptimizers, whoever reduces."""
+
+from abc import abstractmethod
+from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple, Union
+
+import numpy as np
+import torch
+
+from ..compressors.base import Compressor
+from ..exchange import Exchange
+from ..handshake import MismatchError, agree, gather
+from ..transport.base import Transport
+from ..updates import Averaging, compressor_for_updates
+from .compression import state_of
+
+
+class UpdateExchange(Averaging):
+    """The exchange of an UpdateOptimizer: its compression's config, stats(), stats_by_tensor() and
+    record()."""
+
+    _exchange: Exchange
+    _transport: Transport
+    # What to do where ranks begin with different parameters.
+    _broadcast: str
+
+    def _begin_with(
+        self, spec: Any, shapes: Dict[str, Tuple[int, ...]], options: Dict[str, Any]
+    ) -> None:
+        """shapes: of the parameters, by name. options: what else must be alike on all ranks,
+        JSON-able."""
+        self._shapes, self._options = shapes, options
+        self._compressor = compressor_for_updates(spec, self._rank_and_size()[0])
+        self._transport = self._moves(self._compressor)
+        self._host = self._host_for(self._compressor)
+        self._exchange = Exchange(
+            self._compressor,
+            self._transport,
+            self._tensors(self._compressor),
+            self._label,
+            dense_alone=self._elastic,
+            host=self._host,
+        )
+
+    @abstractmethod
+    def _moves(self, compressor: Compressor) -> Transport:
+        """What moves a compressor's payloads."""
+
+    @abstractmethod
+    def _start_mean(self, name: str, tensor: torch.Tensor) -> Callable[[], Any]:
+        """Starts the mean over ranks, in the tensor's own memory. Returns a function that waits for
+        it."""
+
+    def _follow_ranks(self) -> None:
+        """Goes on with the ranks that are there now."""
+
+    def _description(self) -> Dict[str, Any]:
+        return {
+            **super()._description(),
+            **self._options,
+            "shapes": {name: list(shape) for name, shape in self._shapes.items()},
+        }
+
+    def _tensors(self, compressor: Compressor) -> Dict[str, Tuple[Tuple[int, ...], Compressor]]:
+        return {name: (shape, compressor) for name, shape in self._shapes.items()}
+
+    def begin(self, parameters: Dict[str, int], local_steps: int) -> None:
+        """Compares what must be alike on all ranks before the first step. parameters: a checksum of
+        each that ranks share; local_steps: so many since then."""
+        if self._active and not self._agreed:
+            advice = (
+                f"Start all ranks alike, or load on every rank what that rank has saved, and "
+                f"{self._broadcast} before the first step"
+            )
+            shared = {"local_steps": local_steps, "parameters": parameters}
+            description = {**self._description(), **shared}
+            agree(
+                self._transport,
+                self._label,
+                description,
+                "come to the first step of their UpdateOptimizer",
+                advice,
+            )
+        self._agreed = True
+
+    def exchange(self, updates: Iterable[Tuple[str, Any, Any]]) -> bool:
+        """Replaces each rank's updates by what the compression brings of their mean. updates:
+        names, flat float32 arrays, and what those count from: an array is that plus the update, and
+        becomes that plus the mean. Returns whether the results are finite on all ranks; where not,
+        what was to be sent waits for the next exchange."""
+        exchange = self._exchange
+        if not self._active:
+            for _ in updates:  # which are the mean
+                pass
+            return True
+        self._follow_ranks()
+        self._meet()
+        carriers = {name: exchange.submit(name, flat, base=base) for name, flat, base in updates}
+        waits = {}
+        for name, carrier in carriers.items():
+            if exchange.is_payload(name, carrier):
+                tensor = (
+                    torch.from_numpy(carrier) if isinstance(carrier, np.ndarray) else carrier.tensor
+                )
+                waits[name] = self._start_mean(f"{self._label}.{name}.mean", tensor)
+        exchange.flush()
+        for name, carrier in carriers.items():
+            if name in waits:
+                waits[name]()
+            exchange.finish(name, carrier)
+        exchange.end_step()
+        return exchange.succeeded
+
+    def _average(self, names: str, tensors: Dict[str, torch.Tensor]) -> None:
+        copies = {
+            name: tensor.to("cpu", torch.promote_types(tensor.dtype, torch.float32)).contiguous()
+            for name, tensor in tensors.items()
+        }
+        waits = [self._start_mean(f"{names}.{name}", copy) for name, copy in copies.items()]
+        for wait, (name, copy) in zip(waits, copies.items()):
+            wait()
+            if copy is not tensors[name]:
+                tensors[name].copy_(copy)
+
+    def switch(self, spec: Any) -> None:
+        """From the next exchange on, on all ranks, updates are compressed as this spec says; what
+        was not sent yet stays, or goes with the next."""
+        self._switch(compressor_for_updates(spec, self._rank_and_size()[0]), compare=self._active)
+
+    def _switch(self, compressor: Compressor, compare: bool = True) -> None:
+        self._exchange.end_step()
+        host = self._host_for(compressor)
+        if compare:
+            agree(
+                self._transport,
+                f"{self._label}.switch",
+                compressor.config,
+                "called switch()",
+                "Call it on all ranks with the same spec",
+            )
+        self._exchange.transport = self._transport = self._moves(compressor)
+        self._exchange.host = self._host = host
+        self._exchange.switch(compressor, self._tensors(compressor), {})
+        self._compressor = compressor
+
+    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
+        """What is not sent yet, as tensors and plain values."""
+        return state_of(self._exchange, self._transport, self._label, portable and self._active)
+
+    def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
+        """Continues from what state_dict has returned on this rank, or from a list of all ranks',
+        or from a portable one."""
+        self._exchange.load_state_dict(state)
+
+    def rollback(self) -> None:
+        """Rolls back an exchange that was interrupted."""
+        self._exchange.abandon()
+
+    def check_steps(self) -> None:
+        """MismatchError where ranks have loaded states of different steps."""
+        steps = self.steps_of_all()
+        if len(set(steps)) > 1:
+            raise MismatchError(
+                f"ranks have loaded states of different steps, {steps} in rank order: load on "
+                "every rank what that rank has saved at one step, or a portable state"
+            )
+
+    def steps_of_all(self) -> List[int]:
+        """How many exchanges each rank has had, with those before it has loaded a state."""
+        if not self._active:
+            return [0]
+        return gather(self._transport, f"{self._label}.steps", self._exchange.steps_taken())

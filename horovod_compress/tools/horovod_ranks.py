@@ -1,0 +1,72 @@
+"""The ranks of a job that horovodrun or mpirun has started, for `cluster`."""
+
+import functools
+import importlib.util
+from typing import Any, Callable, Iterable, Iterator, List, Sequence, Tuple
+
+import horovod
+import horovod.torch as hvd
+import torch
+
+from .. import torch as hvdc
+from .cluster import Named, Ranks, parameter
+
+_START = {
+    "allreduce": functools.partial(hvd.allreduce_async_, op=hvd.Sum),
+    "allgather": hvd.allgather_async,
+    "alltoall": hvd.alltoall_async,
+}
+
+
+class HorovodRanks(Ranks):
+    """Horovod's ranks."""
+
+    def __init__(self) -> None:
+        hvd.init()
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.local_size = hvd.local_size() if hvd.mpi_ops.is_homogeneous() else 1
+        self.launcher = f"Horovod on {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
+        mpi4py = importlib.util.find_spec("mpi4py") is not None
+        self.installed = {
+            "horovod": horovod.__version__,
+            "mpi4py": "installed" if mpi4py else "missing",
+        }
+        with_mpi = hvd.mpi_enabled() and all(self.gathered(mpi4py))
+        self.transports = ["horovod", "mpi"] if with_mpi else ["horovod"]
+
+    def gathered(self, value: Any) -> List[Any]:
+        return hvd.allgather_object(value, name="check")
+
+    def slowest(self, seconds: Sequence[float]) -> List[float]:
+        mine = torch.tensor(seconds, dtype=torch.float64, device="cpu")
+        return hvd.allreduce(mine, op=hvd.Max, name="check.seconds").tolist()
+
+    def barrier(self) -> None:
+        hvd.barrier()
+
+    def start(self, verb: str, tensor: torch.Tensor, name: str) -> Callable[[], Any]:
+        return functools.partial(hvd.synchronize, _START[verb](tensor, name=name))
+
+    def exchanged(self, spec: Any, steps: Iterable[Named]) -> Iterator[Named]:
+        steps = list(steps)
+        params = {name: parameter(array.shape) for name, array in steps[0].items()}
+        optimizer: Any = torch.optim.Adam(params.values())
+        compression = hvdc.Compression.from_spec(spec, optimizer, named_parameters=params.items())
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=params.items(), compression=compression
+        )
+        for step in steps:
+            optimizer.zero_grad()
+            losses = [(params[name] * torch.from_numpy(told)).sum() for name, told in step.items()]
+            torch.stack(losses).sum().backward()
+            optimizer.synchronize()
+            yield {name: param.grad.numpy() for name, param in params.items()}
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+    def training(self, params: List[torch.Tensor]) -> Tuple[Callable[..., Any], Any]:
+        named = [(f"check.{i}", param) for i, param in enumerate(params)]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(params, lr=0.0), named_parameters=named
+        )
+        return lambda: params, optimizer

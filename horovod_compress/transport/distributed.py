@@ -1,0 +1,195 @@
+"""The collectives of torch.distributed, on Gloo for what is in host memory, whatever the model's
+backend is."""
+
+from abc import ABC, abstractmethod
+from typing import Any, Callable, Dict, List, Sequence, Tuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .base import Transport
+
+# Bytes from which a tensor is reduced in its own memory; smaller ones are joined.
+_ALONE = 1 << 16
+# PyTorch 2.13 has another name for it.
+_gather_rows: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class _Message(ABC):
+    """Collectives that travel together."""
+
+    def __init__(self, transport: "DistributedTransport") -> None:
+        self._transport = transport
+        self._sent = self._ended = False
+
+    def send(self) -> None:
+        """Starts it."""
+        self._sent = True
+        self._start()
+
+    def end(self) -> None:
+        """Waits until its results are there."""
+        if not self._sent:
+            self._transport.send()
+        if not self._ended:
+            self._ended = True
+            self._wait()
+
+    @abstractmethod
+    def _start(self) -> None: ...
+
+    @abstractmethod
+    def _wait(self) -> None: ...
+
+
+class _Gather(_Message):
+    """A row of bytes from each rank: the lengths of its frames, and the frames.
+
+    Rows are cut where most of late have ended, because all must be equally long. Every rank sees
+    all lengths in them, so all know alike whether a second gather brings the rest.
+    """
+
+    def __init__(self, transport: "DistributedTransport") -> None:
+        super().__init__(transport)
+        self.names: List[str] = []
+        self.frames: List[np.ndarray] = []
+        self._work: Any = None
+
+    def add(self, name: str, frame: np.ndarray) -> int:
+        """Returns the frame's number in this message."""
+        self.names.append(name)
+        self.frames.append(frame)
+        return len(self.frames) - 1
+
+    def _start(self) -> None:
+        lengths = np.array([frame.nbytes for frame in self.frames], np.int64)
+        self._row = np.concatenate([lengths.view(np.uint8), *self.frames])
+        self._cut = self._transport.cut(self.names)
+        self._rows, self._work = self._gathered(self._row[: self._cut], self._cut)
+
+    def _gathered(self, part: np.ndarray, length: int) -> Tuple[torch.Tensor, Any]:
+        """The matrix of all ranks' parts, which comes with the work."""
+        row = torch.zeros(length, dtype=torch.uint8, device="cpu")
+        row[: part.size] = torch.from_numpy(part)
+        size, group = self._transport.size, self._transport.group
+        rows = torch.empty(size * length, dtype=torch.uint8, device="cpu")
+        work = _gather_rows(rows, row, group=group, async_op=True)
+        return rows.view(size, length), work
+
+    def _wait(self) -> None:
+        self._work.wait()
+        rows = self._rows.numpy()
+        lengths = np.ascontiguousarray(rows[:, : 8 * len(self.names)]).view(np.int64)
+        longest = 8 * len(self.names) + int(lengths.sum(axis=1).max())
+        if longest > self._cut:
+            rest, work = self._gathered(self._row[self._cut :], longest - self._cut)
+            work.wait()
+            rows = np.concatenate([rows, rest.numpy()], axis=1)
+            self._transport.lengthen(self.names, longest)
+        self._results, self._ends = rows, 8 * len(self.names) + np.cumsum(lengths, axis=1)
+        self._lengths = lengths
+
+    def result(self, number: int) -> np.ndarray:
+        """All ranks' frames of one collective, joined in rank order."""
+        self.end()
+        ends, lengths = self._ends[:, number], self._lengths[:, number]
+        parts = zip(self._results, (ends - lengths).tolist(), ends.tolist())
+        return np.concatenate([row[first:last] for row, first, last in parts])
+
+
+class _Reduction(_Message):
+    """Tensors of one type on one device that are added up together, each in its own memory."""
+
+    def __init__(self, transport: "DistributedTransport", op: str) -> None:
+        super().__init__(transport)
+        self._op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+        self.tensors: List[torch.Tensor] = []
+
+    def _start(self) -> None:
+        alone = len(self.tensors) == 1
+        self._joined = (
+            self.tensors[0] if alone else torch.cat([tensor.view(-1) for tensor in self.tensors])
+        )
+        self._work = dist.all_reduce(
+            self._joined, self._op, group=self._transport.group, async_op=True
+        )
+
+    def _wait(self) -> None:
+        self._work.wait()
+        if len(self.tensors) > 1:
+            parts = self._joined.split([tensor.numel() for tensor in self.tensors])
+            for tensor, part in zip(self.tensors, parts):
+                tensor.view(-1).copy_(part)
+
+
+class DistributedTransport(Transport):
+    """The ranks of a process group that is for this alone.
+
+    What was started is held back until `send`, or until somebody waits for it: then all gathers
+    travel as one message, and small tensors that are added up as one for each type. All ranks start
+    the same collectives in the same order, and send and wait at the same places.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._held: Dict[Any, _Message] = {}
+        # By the names of its collectives: where rows of a gather are cut.
+        self._cuts: Dict[Tuple[str, ...], int] = {}
+
+    def cut(self, names: Sequence[str]) -> int:
+        """Where the rows of a gather of these collectives are cut: not before the lengths end."""
+        return self._cuts.get(tuple(names), 8 * len(names))
+
+    def lengthen(self, names: Sequence[str], longest: int) -> None:
+        """Has later rows hold one of `longest` bytes, and a 32nd more."""
+        self._cuts[tuple(names)] = longest + longest // 32
+
+    def send(self) -> None:
+        """Starts what is held back."""
+        held, self._held = list(self._held.values()), {}
+        for message in held:
+            message.send()
+
+    def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
+        message = self._held.setdefault("gather", _Gather(self))
+        assert isinstance(message, _Gather)
+        number = message.add(name, payload)
+        return lambda: message.result(number)
+
+    def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
+        wait = self.reduce(torch.from_numpy(array), op)
+
+        def wait_for_array() -> np.ndarray:
+            wait()
+            return array
+
+        return wait_for_array
+
+    def reduce(self, tensor: torch.Tensor, op: str = "sum") -> Callable[[], None]:
+        """Starts the sum or maximum over ranks of contiguous tensors in their own memory, on any
+        device. Returns a function that waits for it."""
+        alone = tensor.numel() * tensor.element_size() >= _ALONE
+        key = len(self._held) if alone else (op, tensor.dtype, tensor.device)
+        message = self._held.setdefault(key, _Reduction(self, op))
+        assert isinstance(message, _Reduction)
+        message.tensors.append(tensor)
+        return message.end
+
+    def alltoall(
+        self, name: str, payload: np.ndarray, splits: Sequence[int]
+    ) -> Callable[[], List[np.ndarray]]:
+        sent = np.ascontiguousarray(payload[: sum(splits)])
+        lengths = self.allgather(f"{name}.splits", np.array(splits, np.int64).view(np.uint8))
+
+        def wait() -> List[np.ndarray]:
+            table = lengths().view(np.int64).reshape(self.size, self.size)
+            received = table[:, self.rank].tolist()
+            parts = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
+            dist.all_to_all_single(
+                parts, torch.from_numpy(sent), received, list(splits), group=self.group
+            )
+            return [part.numpy() for part in parts.split(received)]
+
+        return wait
