@@ -185,6 +185,13 @@ class Policy(NamedTuple):
     follow_lr: Optional[bool] = False
 
 
+# Methods that compressors once had, and what is to be done instead.
+_GONE = {
+    frozenset({"as_gradient", "owed", "owes_results", "take_over"}): (
+        "a switch hands on what `residual` returns, and an array u with the momentum `m`"
+    ),
+    frozenset({"end_step"}): "override `commit`, `rollback` or `forget_sent`",
+}
 # What compressors once had as attributes of their own.
 _SAID = {"traits": Traits._fields, "policy": Policy._fields}
 
@@ -211,12 +218,12 @@ class Compressor(ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         own = vars(cls)
-        gone = sorted(own.keys() & {"as_gradient", "owed", "owes_results", "take_over"})
-        if gone:
-            raise TypeError(
-                f"{cls.__name__} has {', '.join(gone)}, which nothing calls any more: a switch "
-                f"hands on what `residual` returns, and an array u with the momentum `m`"
-            )
+        for gone, instead in _GONE.items():
+            if own.keys() & gone:
+                raise TypeError(
+                    f"{cls.__name__} has {', '.join(sorted(own.keys() & gone))}, which nothing "
+                    f"calls any more: {instead}"
+                )
         if "traits" not in own:
             # That kernels and types suit it, each class says for itself.
             inherited = cls.traits._replace(on_device=False, carries_float64=False)

@@ -77,6 +77,8 @@ def test_an_option_m_is_no_momentum_where_nothing_has_one():
 def test_what_nothing_calls_any_more_is_refused():
     with pytest.raises(TypeError, match="has owed, take_over, which nothing calls"):
         type("Owing", (Compressor,), {"owed": None, "take_over": None})
+    with pytest.raises(TypeError, match="has end_step, which nothing calls .*: override `commit`"):
+        type("Ending", (Compressor,), {"end_step": None})
 
 
 def test_attributes_that_traits_now_say_still_work_with_a_warning():
