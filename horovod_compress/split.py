@@ -20,6 +20,7 @@ import numpy as np
 
 from . import kernels, wire
 from .compressors.base import GATHER, Asking, Compressor, State, Step, result_of
+from .compressors.topk import TopK
 from .compressors.wrapper import Wrapper
 from .kernels import Encoded, new_body
 from .kernels.reference.dense import TOO_LARGE
@@ -148,7 +149,7 @@ class Splitting(Wrapper):
     def around(
         cls, compressor: Compressor, shape: Tuple[int, ...], machine: Optional[Machine]
     ) -> Compressor:
-        splits = compressor.policy.exchange == "split"
+        splits = isinstance(compressor, TopK) and compressor.exchange == "split"
         return cls(compressor) if splits else compressor
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:

@@ -28,6 +28,7 @@ from .. import kernels
 from ..requests import FLOAT32, Collective, Exchanged, HostReduce, Payload
 from .model import Model
 from .plainly import plain_where_it_can
+from .policy import Policy
 
 GATHER = Collective("allgather", "uint8")
 HOST = Collective("host", "float32")
@@ -162,29 +163,13 @@ class Traits(NamedTuple):
     carries_float64: bool = False
 
 
-class Policy(NamedTuple):
-    """What others than the algorithm need of its options, by their names; where it has no such
-    option, these are the values.
-
-    clip_norm: where set, the exchange clips this rank's gradient as a whole, and encodes when all
-    of it is there; seed: where set, all random draws follow from it; m, nesterov: the momentum that
-    the algorithm itself gives gradients, in an array "u", and whether that is Nesterov's;
-    follow_lr: whether the residual is rescaled where the learning rate changes, None where that is
-    known.
-    """
-
-    transport: str = "horovod"
-    dense: str = "fp32"
-    hosts: bool = False
-    exchange: str = "gather"
-    moments: str = "minibatch"
-    seed: Optional[int] = None
-    clip_norm: Optional[float] = None
-    m: float = 0.0
-    nesterov: Optional[bool] = False
-    follow_lr: Optional[bool] = False
-
-
+# Methods that compressors once had, and what is to be done instead.
+_GONE = {
+    frozenset({"as_gradient", "owed", "owes_results", "take_over"}): (
+        "a switch hands on what `residual` returns, and an array u with the momentum `m`"
+    ),
+    frozenset({"end_step"}): "override `commit`, `rollback` or `forget_sent`",
+}
 # What compressors once had as attributes of their own.
 _SAID = {"traits": Traits._fields, "policy": Policy._fields}
 
@@ -211,12 +196,12 @@ class Compressor(ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         own = vars(cls)
-        gone = sorted(own.keys() & {"as_gradient", "owed", "owes_results", "take_over"})
-        if gone:
-            raise TypeError(
-                f"{cls.__name__} has {', '.join(gone)}, which nothing calls any more: a switch "
-                f"hands on what `residual` returns, and an array u with the momentum `m`"
-            )
+        for gone, instead in _GONE.items():
+            if own.keys() & gone:
+                raise TypeError(
+                    f"{cls.__name__} has {', '.join(sorted(own.keys() & gone))}, which nothing "
+                    f"calls any more: {instead}"
+                )
         if "traits" not in own:
             # That kernels and types suit it, each class says for itself.
             inherited = cls.traits._replace(on_device=False, carries_float64=False)
@@ -338,19 +323,19 @@ class Compressor(ABC):
             f"{self.id} returns Allreduce payloads, so it needs a method decode"
         )
 
-    @plain_where_it_can
     def decode_dense(
         self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float
-    ) -> Asking[bool]:
+    ) -> Decoded:
         """Writes the reduced HostReduce payloads, times scale, into `out`, which may be the same
         array. Returns whether that is finite."""
         if reduced.dtype != FLOAT32:
-            largest = yield from kernels.decode_float16(reduced.view(np.uint16), out)
-        else:
-            if reduced is not out:
-                np.copyto(out, reduced)
-            largest = yield from kernels.max_abs(out)
-        return multiply(out, scale, largest)
+            return _multiplied(out, scale, kernels.decode_float16(reduced.view(np.uint16), out))
+        if reduced is not out:
+            np.copyto(out, reduced)
+        # Plainly on the CPU, because this comes for every tensor that goes dense.
+        if isinstance(out, np.ndarray):
+            return multiply(out, scale, kernels.host.max_abs(out))
+        return _multiplied(out, scale, kernels.max_abs(out))
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> Decoded:
         """Decodes the body of one rank's Encoded payload and adds it, times scale, to `out`, which
@@ -391,3 +376,9 @@ def multiply(out: np.ndarray, scale: float, largest: float) -> bool:
         with np.errstate(over="ignore"):
             out *= np.float32(scale)
     return largest * abs(scale) <= LARGEST
+
+
+@plain_where_it_can
+def _multiplied(out: np.ndarray, scale: float, looking: Asking[float]) -> Asking[bool]:
+    """Multiplies by `scale`, when a kernel has looked for the largest magnitude."""
+    return multiply(out, scale, (yield from looking))

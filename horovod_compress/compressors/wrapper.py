@@ -16,7 +16,7 @@ def _inside(name: str) -> Any:
     def method(self: "Wrapper", *arguments: Any) -> Any:
         return getattr(self.inner, name)(*arguments)
 
-    return functools.update_wrapper(method, getattr(Compressor, name))
+    return functools.update_wrapper(method, getattr(Compressor, name), updated=())
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -12,6 +12,7 @@ from horovod_compress.compressors.maxnorm import MaxNorm
 from horovod_compress.compressors.none import NoCompression
 from horovod_compress.compressors.options import Count, option
 from horovod_compress.compressors.topk import TopK
+from horovod_compress.compressors.wrapper import Wrapper, with_options
 from horovod_compress.lockstep import make_ranks, run_step
 from horovod_compress.transport.loopback import Loopback
 
@@ -77,6 +78,8 @@ def test_an_option_m_is_no_momentum_where_nothing_has_one():
 def test_what_nothing_calls_any_more_is_refused():
     with pytest.raises(TypeError, match="has owed, take_over, which nothing calls"):
         type("Owing", (Compressor,), {"owed": None, "take_over": None})
+    with pytest.raises(TypeError, match="has end_step, which nothing calls .*: override `commit`"):
+        type("Ending", (Compressor,), {"end_step": None})
 
 
 def test_attributes_that_traits_now_say_still_work_with_a_warning():
@@ -99,3 +102,15 @@ def test_a_class_says_for_itself_what_kernels_and_types_suit_it():
     inherited = type("Derived", (TopK,), {}).traits
     assert inherited == TopK.traits._replace(on_device=False)
     assert not type("Derived", (NoCompression,), {}).traits.carries_float64
+
+
+@pytest.mark.parametrize(
+    "inside", [TopK(ratio=0.1, min_numel=0), Float16(), MaxNorm(min_numel=0), NoCompression()]
+)
+def test_a_wrapper_that_overrides_nothing_is_what_is_inside(inside):
+    np.testing.assert_array_equal(last_result(Wrapper(inside)), last_result(inside))
+    assert repr(Wrapper(inside)) == repr(inside) and Wrapper(inside).policy == inside.policy
+
+
+def test_options_change_inside_of_wrappers():
+    assert with_options(Wrapper(TopK()), ratio=0.5) == Wrapper(TopK(ratio=0.5))

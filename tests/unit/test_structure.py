@@ -6,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+from horovod_compress.compressors.base import Compressor
+
 PACKAGE = pathlib.Path(__file__).parents[2] / "horovod_compress"
 LINES = 60
 # Each may import those before it.
@@ -73,6 +75,18 @@ def upward(path):
 
 def test_imports_point_one_way():
     assert not [found for path in FILES for found in upward(path)]
+
+
+def test_features_around_algorithms_are_known_to_one_file():
+    """And a prediction of `exchange=split` asks that feature, which makes no other one need it."""
+    pairs = {(path.name, name.split(".")[1]) for path in FILES for name in imported(path)}
+    known = {(file, feature) for file, feature in pairs if feature in ("hosts", "split")}
+    assert known == {("wrappers.py", "hosts"), ("wrappers.py", "split"), ("loads.py", "split")}
+
+
+def test_the_contract_of_an_algorithm_is_small():
+    names = [name for name in dir(Compressor) if not name.startswith("_")]
+    assert len(names) <= 20, names
 
 
 def test_functions_are_short():

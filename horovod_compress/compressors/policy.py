@@ -1,0 +1,26 @@
+"""What others than an algorithm need of its options."""
+
+from typing import NamedTuple, Optional
+
+
+class Policy(NamedTuple):
+    """The options that others read, by their names. These are the values where an algorithm has no
+    such option.
+
+    clip_norm: where set, the exchange clips this rank's gradient as a whole, and encodes when all
+    of it is there; seed: where set, all random draws follow from it; m, nesterov: the momentum that
+    the algorithm itself gives gradients, in an array "u", and whether that is Nesterov's;
+    follow_lr: whether the residual is rescaled where the learning rate changes, None where that is
+    known.
+    """
+
+    transport: str = "horovod"
+    dense: str = "fp32"
+    hosts: bool = False
+    exchange: str = "gather"
+    moments: str = "minibatch"
+    seed: Optional[int] = None
+    clip_norm: Optional[float] = None
+    m: float = 0.0
+    nesterov: Optional[bool] = False
+    follow_lr: Optional[bool] = False
