@@ -1,6 +1,7 @@
 """Every algorithm gives what `simulate` gives, which is what Horovod's ranks give, and trains."""
 
 import alike
+import numpy as np
 import torch
 import torch.distributed as dist
 from checks import registry
@@ -42,6 +43,11 @@ def every_algorithm_gives_what_simulate_gives():
             optimizer.step()
         stats = compression.stats()
         sent = sum(sent[rank] for sent in expected.bytes_sent)
+        kept = compression.state_dict()["tensors"]
+        for name, arrays in expected.state[rank].items() if size == 2 else ():
+            assert kept[name].keys() == arrays.keys()
+            for key, array in arrays.items():
+                assert np.array_equal(kept[name][key], array), f"{spec}: {key} of {name}"
         assert stats["bytes_sent"] == sent, f"{spec}: {stats['bytes_sent']} bytes sent, not {sent}"
 
 
