@@ -16,7 +16,7 @@ from ..pytorch.compression import OptimizerCompression, check_types
 from ..pytorch.lifecycle import Event
 from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure, without_wrappers
 from ..pytorch.parameters import Slot, named
-from .checks import check_bucket, check_model, check_step, check_unhooked
+from .checks import check_model, check_step, check_unhooked
 from .ranks import RanksBinding
 
 _UNUSED = (
@@ -128,7 +128,6 @@ class DDPCompression(OptimizerCompression, RanksBinding):
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future:
         """Called by DDP with each bucket of gradients, in the same order on all ranks. Returns the
         future of its mean, which is there when the last bucket is."""
-        check_bucket(bucket)
         buffer = bucket.buffer()
         future: torch.futures.Future = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
