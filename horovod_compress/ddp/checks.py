@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 _NOT_WITH = {
@@ -10,8 +9,8 @@ _NOT_WITH = {
     "precision",
     "_delay_all_reduce_params": "reduces those parameters without a communication hook: leave "
     "delay_all_reduce_named_params out",
-    "_use_python_reducer": "calls no communication hook with a bucket: set "
-    'torch._dynamo.config.optimize_ddp to True, not "python_reducer"',
+    "_use_python_reducer": "calls communication hooks without buckets: set "
+    'torch._dynamo.config.optimize_ddp to True, not "python_reducer", and leave compiled autograd',
 }
 
 
@@ -63,17 +62,4 @@ def check_step(model: Any) -> None:
         raise ValueError(
             "model.join(divide_by_initial_world_size=False) does not go with a communication hook, "
             "which takes means over all ranks: leave it out"
-        )
-
-
-def check_bucket(bucket: Any) -> None:
-    """Looks whether DDP hands over a bucket.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if not isinstance(bucket, torch.distributed.GradBucket):
-        raise ValueError(
-            "compiled autograd hands single gradients to the communication hook, not buckets: "
-            "leave torch._dynamo.config.compiled_autograd at False"
         )

@@ -14,9 +14,9 @@ from ..compressors import get_compressor
 from ..pytorch.auto import Chosen, candidates_of, refuse_moments
 from ..pytorch.compression import OptimizerCompression, check_types
 from ..pytorch.lifecycle import Event
-from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure
+from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure, without_wrappers
 from ..pytorch.parameters import Slot, named
-from .checks import check_bucket, check_model, check_step, check_unhooked
+from .checks import check_model, check_step, check_unhooked
 from .ranks import RanksBinding
 
 _UNUSED = (
@@ -79,6 +79,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         get_compressor(spec)
         check_model(model)
         check_types(optimizer, grad_scaler)
+        optimizer = None if optimizer is None else without_wrappers(optimizer)
         RanksBinding.__init__(self, model.process_group)
         OptimizerCompression.__init__(self, grad_scaler, discardable)
         self._model = weakref.ref(model)
@@ -127,7 +128,6 @@ class DDPCompression(OptimizerCompression, RanksBinding):
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future:
         """Called by DDP with each bucket of gradients, in the same order on all ranks. Returns the
         future of its mean, which is there when the last bucket is."""
-        check_bucket(bucket)
         buffer = bucket.buffer()
         future: torch.futures.Future = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..binding import NotBoundError, Unbound
-from ..pytorch.optimizers import closure_of
+from ..pytorch.optimizers import closure_of, is_made_by_torch
 from ..pytorch.search import objects_of
 from .compression import DDPCompression, hook, is_auto, make
 
@@ -99,8 +99,7 @@ def _optimizers_of(model: DistributedDataParallel) -> List[Any]:
     found = {
         id(optimizer.param_groups): optimizer
         for optimizer in objects_of(torch.optim.Optimizer)
-        # PyTorch marks what it has made.
-        if getattr(type(optimizer).step, "hooked", False)
+        if is_made_by_torch(optimizer)
         and any(id(param) in own for group in optimizer.param_groups for param in group["params"])
     }
     return list(found.values())

@@ -26,6 +26,19 @@ def with_closure(args: tuple, kwargs: Dict[str, Any], closure: Callable[[], Any]
     return args, {**kwargs, "closure": closure}
 
 
+def is_made_by_torch(optimizer: Any) -> bool:
+    """Whether PyTorch's own step() calls hooks around this optimizer's steps: not of a wrapper that
+    has another optimizer's attributes, as accelerate and Lightning make them."""
+    return bool(getattr(type(optimizer).step, "hooked", False))
+
+
+def without_wrappers(optimizer: Any) -> Any:
+    """The optimizer within such wrappers."""
+    while not is_made_by_torch(optimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def own_class(optimizer: Any) -> type:
     """The class of an optimizer, or of the one that Horovod's extends."""
     return type(optimizer).__mro__[1] if hasattr(optimizer, "_compression") else type(optimizer)

@@ -16,11 +16,17 @@ import traceback
 
 # Imports and hvd.init(), reported like a case.
 START = "the start of the ranks"
+# What launchers say: Horovod's, Open MPI's, and PyTorch's.
+_RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
+
+
+def own_rank():
+    """Of this process. Known before hvd.init(), which may hang."""
+    return next(os.environ[name] for name in _RANK if name in os.environ)
 
 
 def main(file, results, names):
-    # Known before hvd.init(), which may hang.
-    rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+    rank = own_rank()
     with open(f"{results}.{rank}.stacks", "w") as stacks, open(f"{results}.{rank}", "a") as out:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         cases = recorded(out, START, lambda: started(file))
@@ -56,6 +62,6 @@ def recorded(out, case, function):
 if __name__ == "__main__":
     # What a job sets on one rank only, before anything is imported.
     rank, _, kernels = os.environ.get("KERNELS_ON_RANK", "").partition(":")
-    if rank == (os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]):
+    if rank == own_rank():
         os.environ["HOROVOD_COMPRESS_KERNELS"] = kernels
     main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,0 +1,11 @@
+"""What ranks under DistributedDataParallel are asked to prove, without Horovod. As `cases`, for
+test_ddp.py."""
+
+from checks import joined
+
+from . import algorithms, errors, options, states, transport, unused, updates
+from .training import start
+
+__all__ = ["CASES", "start"]
+
+CASES = joined(transport, algorithms, options, unused, states, errors, updates)

@@ -1,0 +1,55 @@
+"""Parameters that are not used in each step, on one rank or on any."""
+
+import torch.distributed as dist
+from checks import registry
+
+from .options import told_model
+from .told import assert_nothing_lost, told
+from .training import assert_replicas_identical
+
+CASES, case = registry()
+
+
+def chosen(step, rank):
+    """The gradients of a step in which no rank uses "matrix" every other time, and others one rank
+    only."""
+    its = told(rank, step)
+    if step % 2:
+        del its["matrix"]
+    if (step + rank) % 3 == 0:
+        del its["wide"]
+    return its
+
+
+@case(2, 3)
+def nothing_is_lost_of_parameters_that_no_rank_uses():
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        for set_to_none in (True, False):
+            for spec in ("topk:ratio=0.05,min_numel=0", "maxnorm", "none"):
+                options = {"find_unused_parameters": True, **options}
+                model, optimizer, compression = told_model(spec, options=options)
+                gradients = []
+                for step in range(8):
+                    optimizer.zero_grad(set_to_none=set_to_none)
+                    gradients.append(chosen(step, dist.get_rank()))
+                    model(gradients[-1]).backward()
+                    optimizer.step()
+                assert_replicas_identical(model)
+                if spec != "maxnorm":
+                    assert_nothing_lost(model, compression, gradients)
+
+
+@case(2)
+def a_static_graph_with_a_parameter_that_is_never_used():
+    for spec in ("topk:ratio=0.05,min_numel=0", "none"):
+        model, optimizer, compression = told_model(spec, options={"static_graph": True})
+        gradients = []
+        for step in range(6):
+            optimizer.zero_grad()
+            its = told(dist.get_rank(), step)
+            del its["matrix"]
+            gradients.append(its)
+            model(its).backward()
+            optimizer.step()
+        assert_replicas_identical(model)
+        assert_nothing_lost(model, compression, gradients)

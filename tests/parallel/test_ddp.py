@@ -1,0 +1,63 @@
+"""Ranks under DistributedDataParallel, started by torchrun, which cannot import Horovod. One job of
+each size runs all cases meant for it; each case is a test of its own here."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("needs torch.distributed with Gloo", allow_module_level=True)
+
+from ddp_cases import CASES  # noqa: E402
+from jobs import ENVIRONMENT, LIMIT  # noqa: E402
+
+TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone --no-python"
+CHOSEN = [(size, case) for size in (1, 2, 3) for case, (sizes, _) in CASES.items() if size in sizes]
+
+
+def by_tier(size, case):
+    """The parameters of a case on `size` ranks, and its tier."""
+    return pytest.param(size, case, marks=() if size == 2 else pytest.mark.extended)
+
+
+@pytest.mark.parametrize("size, case", [by_tier(*each) for each in CHOSEN])
+def test_under_torchrun(job, size, case):
+    job(f"{TORCHRUN} --nproc_per_node {{size}}", size, cases="ddp_cases").assert_passed(case)
+
+
+def torchrun(*arguments):
+    """What two ranks print."""
+    command = [*TORCHRUN.split(), "--nproc_per_node", "2", sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_check_under_torchrun(tmp_path):
+    file = tmp_path / "network.json"
+    torchrun("-m", "horovod_compress", "check", "--million", "0.05", "--json", file)
+    found = json.loads(file.read_text())
+    assert found["good"] and len(found["installed"]["ranks"]) == 2
+    assert not any(found["algorithms"]["torch.distributed"].values())
+    assert {each["spec"] for each in found["predictions"]} > {"none", "fp16"}
+
+
+@pytest.mark.extended
+def test_the_example_trains_and_goes_on_from_its_state(tmp_path):
+    pytest.importorskip("sklearn")
+    options = ["--compression", "plain", "dgc:ratio=0.01", "--images", 1000, "--epochs", 6]
+    state = ["--state", tmp_path / "state"]
+    example = pathlib.Path(__file__).parents[2] / "examples" / "ddp_images.py"
+    plain, compressed = (
+        float(line.split(", ")[1].removesuffix(" %"))
+        for line in torchrun(example, *options, *state).splitlines()
+        if "epoch 6" in line
+    )
+    assert min(plain, compressed) > 60
+    assert len(list(tmp_path.iterdir())) == 4
+    # All epochs are over.
+    assert torchrun(example, *options, *state) == ""

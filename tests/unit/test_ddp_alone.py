@@ -1,0 +1,74 @@
+"""DistributedDataParallel on one rank, and what needs no ranks at all."""
+
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = torch.distributed
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("needs torch.distributed with Gloo", allow_module_level=True)
+
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
+
+from horovod_compress import ddp  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trained(spec, steps=3):
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Linear(6, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    compression = ddp.compress(model, optimizer, spec) if spec else None
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 6)).square().sum().backward()
+        optimizer.step()
+    return torch.cat([param.detach().flatten() for param in model.parameters()]), compression
+
+
+@pytest.mark.parametrize("spec", ["none", "dgc:min_numel=0", "powersgd", "auto"])
+def test_one_rank_trains_as_without_compression(spec):
+    found, compression = trained(spec)
+    assert torch.equal(found, trained(None)[0])
+    assert compression.stats()["bytes_sent"] == 0
+    compression.load_state_dict(compression.state_dict())
+    compression.switch("none")
+
+
+def test_a_trial_is_told_its_candidates():
+    auto = {"id": "auto", "candidates": ["none", "topk:ratio=0.1"], "probe_steps": 6}
+    assert trained(auto)[1].plan["spec"] is None
+    with pytest.raises(ValueError, match="candidates must be different"):
+        trained({**auto, "candidates": ["none", "none"]})
+    with pytest.raises(ValueError, match="margin"):
+        trained({**auto, "margin": -1})
+
+
+def test_updates_on_one_rank_are_the_optimizers_own():
+    results = []
+    for wrap in (lambda its, _: its, lambda its, _: ddp.UpdateOptimizer(its, compression="topk")):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 4)
+        optimizer = wrap(ddp.AdamW(model.parameters(), lr=0.1), model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(5, 6)).square().sum().backward()
+            optimizer.step()
+        results.append(model.weight.detach().clone())
+    torch.testing.assert_close(*results, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_what_needs_horovod_says_so(framework):
+    code = f"import sys; sys.modules['horovod'] = None; import horovod_compress.{framework}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'horovod-compress[horovod]'" in done.stderr, done.stderr
+    assert "use horovod_compress.ddp" in done.stderr
