@@ -4,6 +4,8 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from ..binding import warn_once
+
 _NOT_WITH = {
     "mixed_precision": "has a communication hook of its own: use autocast, or a model of half "
     "precision",
@@ -36,6 +38,13 @@ def check_model(model: Any) -> None:
                 f"{name or 'the model'} has sparse gradients, which are not compressed: make it "
                 "with sparse=False"
             )
+    devices = {param.device.type for param in model.parameters()} - {"cpu"}
+    if devices:
+        warn_once(
+            f"compression under DistributedDataParallel was tried on CPUs only, and this model is "
+            f"on {', '.join(sorted(devices))}. Most likely all is well: none must train as plain "
+            "DistributedDataParallel does, and so must topk:ratio=1, to within rounding"
+        )
 
 
 def check_unhooked(model: Any) -> None:

@@ -55,7 +55,7 @@ class SGDTakeover:
     ) -> None:
         # Name → the compressor with its group's momentum.
         self.variants: Dict[str, Any] = {}
-        # id(parameter) → name, of those that Horovod reduces.
+        # id(parameter) → name, of those whose gradients come.
         self._names = names
         self._optimizer, self._compressor = optimizer, compressor
         # What gives groups back what the step under way has suspended; the last comes first.
@@ -158,7 +158,7 @@ class SGDTakeover:
             self._add_decay(optimizer.state, group, params, *momentum_of(self._compressor, group))
             suspended: Dict[str, Any] = {"momentum": 0, "nesterov": False, "weight_decay": 0}
             if len(params) < len(with_gradient):
-                # Horovod does not reduce the others: SGD does all of these, in their own group.
+                # The others' do not: SGD does all of these, in a group of their own.
                 others = [p for p in with_gradient if not self.covers(p)]
                 optimizer.param_groups.append({**group, "params": others})
                 self._restoring.append(optimizer.param_groups.pop)

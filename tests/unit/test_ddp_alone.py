@@ -13,6 +13,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
 from horovod_compress import ddp  # noqa: E402
+from horovod_compress.ddp.checks import check_model  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -72,3 +73,8 @@ def test_what_needs_horovod_says_so(framework):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "pip install 'horovod-compress[horovod]'" in done.stderr, done.stderr
     assert "use horovod_compress.ddp" in done.stderr
+
+
+def test_models_that_are_not_on_a_cpu_are_served_with_a_warning():
+    with pytest.warns(RuntimeWarning, match="tried on CPUs only, and this model is on meta"):
+        check_model(DDP(torch.nn.Linear(2, 2)).to("meta"))
