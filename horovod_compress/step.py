@@ -154,7 +154,9 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
     """
     compressor, state = tensor.compressor, tensor.state
     tensor.counters["dense_bytes"] += grad.nbytes
-    step, base = _subtract_base(tensor, grad, step)
+    base = step.base
+    if base is not None:
+        step, base = _subtract_base(compressor, base, grad, step)
     succeeded = False
     try:
         # What the host reduces: it has to have that before ranks agree on anything.
@@ -206,13 +208,10 @@ def end_step(compressor: Compressor, state: State, succeeded: bool) -> None:
 
 
 def _subtract_base(
-    tensor: Tensor, grad: np.ndarray, step: Step
+    compressor: Compressor, base: np.ndarray, grad: np.ndarray, step: Step
 ) -> Tuple[Step, Optional[np.ndarray]]:
     """Where the compressor does not do so, subtracts from the gradient what it counts from. Returns
     the step, without a base then, and what is to be added to the result."""
-    compressor, base = tensor.compressor, step.base
-    if base is None:
-        return step, None
     if compressor.traits.takes_base and not step.dense:
         return step, None
     grad -= base

@@ -170,8 +170,6 @@ _GONE = {
     ),
     frozenset({"end_step"}): "override `commit`, `rollback` or `forget_sent`",
 }
-# What compressors once had as attributes of their own.
-_SAID = {"traits": Traits._fields, "policy": Policy._fields}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -221,17 +219,6 @@ class Compressor(ABC):
             cls.traits = cls.traits._replace(number=number)
         for name in _MAY_ASK & own.keys():
             setattr(cls, name, plain_where_it_can(own[name]))
-
-    def __getattr__(self, name: str) -> Any:
-        for where in ("traits", "policy"):
-            if not name.startswith("_") and name in _SAID[where]:
-                warnings.warn(
-                    f"horovod_compress: {name} of a compressor is in its {where}",
-                    DeprecationWarning,
-                    stacklevel=2,
-                )
-                return getattr(getattr(self, where), name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @functools.cached_property
     def policy(self) -> Policy:

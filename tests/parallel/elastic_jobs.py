@@ -162,14 +162,14 @@ def histories(folder, name):
 def bound(spec):
     """The compressor of a spec, as it serves an SGD with a momentum of 0.9."""
     compressor = get_compressor(spec)
-    return compressor.bound(0.9, False) if compressor.corrects_momentum else compressor
+    return compressor.bound(0.9, False) if compressor.traits.corrects_momentum else compressor
 
 
 def switch(exchanges, spec, shapes):
     """Has all ranks go on with another compressor, beside an SGD with a momentum of 0.9."""
     compressor = bound(spec)
-    gain = (1 if compressor.corrects_momentum else 10) / (
-        1 if exchanges[0].compressor.corrects_momentum else 10
+    gain = (1 if compressor.traits.corrects_momentum else 10) / (
+        1 if exchanges[0].compressor.traits.corrects_momentum else 10
     )
     for exchange in exchanges:
         exchange.switch(

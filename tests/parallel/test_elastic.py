@@ -97,8 +97,10 @@ def replayed(i, history, last):
     on names."""
     spec, prefix = SPECS[i], str(i) if i == UNBOUND else ""
     model, compressor = model_of(spec), get_compressor(spec)
-    optimizer = optimizer_of(spec, model, momentum=0.0 if compressor.corrects_momentum else 0.9)
-    compressor = compressor.bound(0.9, False) if compressor.corrects_momentum else compressor
+    optimizer = optimizer_of(
+        spec, model, momentum=0.0 if compressor.traits.corrects_momentum else 0.9
+    )
+    compressor = compressor.bound(0.9, False) if compressor.traits.corrects_momentum else compressor
     params = dict(model.named_parameters(prefix))
     shapes = {name: param.shape for name, param in params.items()}
     replay(
@@ -151,7 +153,7 @@ def test_switches_are_those_of_the_same_history_in_one_process(switch_job, i):
             switch(exchanges, switches.SWITCHES[step], shapes)
         results = run_step(exchanges, list(gradients_of(model, params, step, len(exchanges))))[0]
         # Whether momentum is the optimizer's.
-        own = not exchanges[0].compressor.corrects_momentum
+        own = not exchanges[0].compressor.traits.corrects_momentum
         for name, param in params.items():
             result = torch.from_numpy(results[name].reshape(param.shape))
             momenta[name].mul_(0.9).add_(result, alpha=float(own))
@@ -198,7 +200,7 @@ def test_ranks_come_and_go_in_good_order(sums_job):
 def test_nothing_is_lost_from_two_ranks_to_four_to_three_to_one_and_back(sums_job, spec):
     """Before each change and at the end: what parameters have moved by, and the mean of what ranks
     keep, are the mean of all gradients."""
-    total, accumulator = 0, get_compressor(spec).accumulator
+    total, accumulator = 0, get_compressor(spec).traits.accumulator
     ends = [*sums.RANKS, sums.STEPS]
     for each, end in zip(history(sums_job), ends):
         size = each["size"]

@@ -92,10 +92,6 @@ def test_attributes_that_traits_now_say_still_work_with_a_warning():
     number = cls.traits.number
     assert number >= 128
     assert cls.traits == Traits(number, "a paper", on_device=True, state_type=Own)
-    with pytest.warns(DeprecationWarning, match="clip_norm of a compressor is in its policy"):
-        assert TopK().clip_norm is None
-    with pytest.warns(DeprecationWarning, match="corrects_momentum of a .* its traits"):
-        assert not TopK().corrects_momentum
 
 
 def test_a_class_says_for_itself_what_kernels_and_types_suit_it():
