@@ -36,12 +36,12 @@ from rich.progress import track
 from tasks import TASKS
 
 import horovod_compress.torch as hvdc
-from horovod_compress.binding import requested_compressor
-from horovod_compress.lockstep import finish_step, make_ranks, start_step
+from horovod_compress.adapters.binding import requested_compressor
+from horovod_compress.adapters.updates import compressor_for_updates
+from horovod_compress.engine.lockstep import finish_step, make_ranks, start_step
 from horovod_compress.pytorch.moments import moments_of
 from horovod_compress.pytorch.sgd import SGDTakeover, is_plain_sgd
 from horovod_compress.transport.loopback import Loopback
-from horovod_compress.updates import compressor_for_updates
 
 # Measurements of a run, the last at its end.
 POINTS = 10

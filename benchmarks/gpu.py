@@ -30,7 +30,7 @@ from typing import Callable, NamedTuple, Optional
 import torch
 
 from horovod_compress import get_compressor, kernels
-from horovod_compress.lockstep import make_ranks
+from horovod_compress.engine.lockstep import make_ranks
 from horovod_compress.tools.bench import Echo
 from horovod_compress.tools.models import MODELS
 

@@ -6,10 +6,10 @@ algorithms' classes, which are the constructors in a compressor's repr, and `sim
 """
 
 from .compressors import REGISTRY, available, get_compressor
-from .handshake import MismatchError
-from .simulate import simulate
+from .engine.simulate import simulate
+from .protocol.handshake import MismatchError
+from .protocol.wire import WireError
 from .version import __version__
-from .wire import WireError
 
 _classes = {cls.__name__: cls for cls in REGISTRY.values()}
 globals().update(_classes)

@@ -18,8 +18,8 @@ import textwrap
 PACKAGE = pathlib.Path(__file__).resolve().parents[1] / "horovod_compress"
 sys.path.insert(0, str(PACKAGE.parent))
 
+from horovod_compress.adapters.factories import documentation  # noqa: E402
 from horovod_compress.compressors import REGISTRY  # noqa: E402
-from horovod_compress.factories import documentation  # noqa: E402
 
 STUBS = [PACKAGE / framework / "factories.pyi" for framework in ("torch", "tensorflow")]
 HEAD = (

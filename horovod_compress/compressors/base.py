@@ -25,7 +25,7 @@ from typing import (
 import numpy as np
 
 from .. import kernels
-from ..requests import FLOAT32, Collective, Exchanged, HostReduce, Payload
+from ..protocol.requests import FLOAT32, Collective, Exchanged, HostReduce, Payload
 from .model import Model
 from .plainly import plain_where_it_can
 from .policy import Policy
@@ -257,9 +257,10 @@ class Compressor(ABC):
 
     @abstractmethod
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
-        """This rank's payload: HostReduce or Allreduce, of `horovod_compress.requests`, or Encoded.
-        grad is flat float32, and this method may change it; where it returns Encoded it leaves grad
-        zero, because payloads are added there. It is a generator where it asks for something first.
+        """This rank's payload: HostReduce or Allreduce, of `horovod_compress.protocol.requests`, or
+        Encoded. grad is flat float32, and this method may change it; where it returns Encoded it
+        leaves grad zero, because payloads are added there. It is a generator where it asks for
+        something first.
         Where ranks must agree it yields an Allreduce, Allgather or Alltoall, and is sent the
         result; all tensors of a step go through these rounds together. By
         `yield from kernels.NAME(…)` it calls a kernel, together with other tensors where gradients

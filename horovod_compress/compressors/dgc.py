@@ -8,7 +8,7 @@ from typing import Optional, Tuple
 import numpy as np
 
 from .. import kernels
-from ..requests import Collective, HostReduce
+from ..protocol.requests import Collective, HostReduce
 from .base import LOCAL, SHARED, Asking, Compressor, Encoding, State, Step, Traits, result_of, zeros
 from .dense import dense_compressor
 from .none import NoCompression

@@ -7,7 +7,7 @@ from typing import Tuple
 import numpy as np
 
 from .. import kernels
-from ..requests import FLOAT32, Collective, HostReduce
+from ..protocol.requests import FLOAT32, Collective, HostReduce
 from .base import Asking, State, Step, Traits, result_of
 from .none import NoCompression
 

@@ -8,7 +8,7 @@ from typing import Optional, Tuple
 import numpy as np
 
 from .. import kernels
-from ..requests import Allreduce, Collective
+from ..protocol.requests import Allreduce, Collective
 from .base import LOCAL, State, Step, Traits, Undo
 from .options import Choice, Count, Flag, Number, option
 from .selective import SelectiveCompressor

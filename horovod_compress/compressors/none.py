@@ -6,7 +6,7 @@ from typing import ClassVar, Optional, Tuple
 
 import numpy as np
 
-from ..requests import Collective, HostReduce
+from ..protocol.requests import Collective, HostReduce
 from .base import HOST, Compressor, Decoded, State, Step, Traits
 
 

@@ -7,7 +7,7 @@ from typing import Optional, Tuple
 import numpy as np
 
 from .. import kernels
-from ..requests import Allreduce, Collective
+from ..protocol.requests import Allreduce, Collective
 from .base import LOCAL, SHARED, Asking, State, Step, Traits, result_of, zeros
 from .options import Count, Number, option
 from .selective import SelectiveCompressor

@@ -8,7 +8,7 @@ from typing import List, Optional, Sequence, Tuple, Union
 import numpy as np
 
 from .. import kernels
-from ..requests import Allreduce, Collective
+from ..protocol.requests import Allreduce, Collective
 from .base import LARGEST, Asking, State, Step, result_of
 from .globalrandk import SharedCoordinates
 

@@ -6,7 +6,7 @@ from typing import Tuple
 import numpy as np
 
 from .. import kernels
-from ..requests import Allreduce, Collective
+from ..protocol.requests import Allreduce, Collective
 from .base import State, Step, Traits
 from .selective import SelectiveCompressor
 

@@ -6,7 +6,7 @@ from typing import Any, Callable, ClassVar, Optional, Tuple
 
 import numpy as np
 
-from ..machine import Machine
+from ..protocol.machine import Machine
 from .base import Compressor
 
 

@@ -8,7 +8,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 compression = ddp.compress(model, optimizer, "dgc:ratio=0.001")
 """
 
-from ..updates import Nesterov
+from ..adapters.updates import Nesterov
 from .compression import DDPCompression, compress
 from .unbound import HookState, comm_hook
 from .updates import AdamW, UpdateOptimizer

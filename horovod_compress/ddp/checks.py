@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ..binding import warn_once
+from ..adapters.binding import warn_once
 
 _NOT_WITH = {
     "mixed_precision": "has a communication hook of its own: use autocast, or a model of half "

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..choice import trial_arguments
+from ..adapters.choice import trial_arguments
 from ..compressors import get_compressor
 from ..pytorch.auto import Chosen, candidates_of, refuse_moments
 from ..pytorch.compression import OptimizerCompression, check_types
@@ -276,7 +276,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             scaler = self._grad_scaler
             skipped = scaler is not None and scaler.get_scale() < self._scale
             # Whether gradients were zeroed since is not known: they may add up.
-            if not skipped and (self._discardable or self._compressor.m):
+            if not skipped and (self._discardable or self._compressor.policy.m):
                 raise RuntimeError(_UNUSED)
         super()._leave_unused()
 
@@ -310,7 +310,7 @@ def compress(
         model, optimizer, grad_scaler, discardable: as of `DDPCompression`.
         spec: the same, or "auto", which tries several while training begins, and goes on with the
             fastest; {"id": "auto", "candidates": […], "error": …, "probe_steps": …, "margin": …}
-            says which, as `horovod_compress.choice.Automatic` does.
+            says which, as `horovod_compress.adapters.choice.Automatic` does.
 
     Returns:
         The compression, which has state_dict(), stats(), record(), switch(), discard() ….

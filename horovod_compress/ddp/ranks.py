@@ -7,9 +7,9 @@ from typing import Any, Callable, Optional, Tuple
 import torch
 import torch.distributed as dist
 
-from ..binding import Binding
+from ..adapters.binding import Binding
 from ..compressors.base import Compressor
-from ..machine import Machine
+from ..protocol.machine import Machine
 from ..transport.base import Transport
 from ..transport.distributed import DistributedTransport
 from ..transport.loopback import Loopback
@@ -34,7 +34,7 @@ class RanksBinding(Binding):
             )
         return self._ranks or Loopback.group(1)[0]
 
-    def _host_for(self, compressor: Compressor) -> Optional[Machine]:
+    def _machine_for(self, compressor: Compressor) -> Optional[Machine]:
         if compressor.policy.hosts:
             raise ValueError(
                 "hosts=true is not supported on torch.distributed: leave it out, or train on "
@@ -42,7 +42,7 @@ class RanksBinding(Binding):
             )
         return None
 
-    def _machine(self) -> int:
+    def _machine_number(self) -> int:
         return int(os.environ["GROUP_RANK"])
 
     def _mean(self, tensor: torch.Tensor) -> Callable[[], Any]:

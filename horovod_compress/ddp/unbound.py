@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..binding import NotBoundError, Unbound
+from ..adapters.binding import NotBoundError, Unbound
 from ..pytorch.optimizers import closure_of, is_made_by_torch
 from ..pytorch.search import objects_of
 from .compression import DDPCompression, hook, is_auto, make

@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ..adapters.updates import Nesterov
 from ..pytorch.adam import AdamWOfRanks
 from ..pytorch.parameters import NamedParameters
 from ..pytorch.search import objects_of
 from ..pytorch.update_compression import UpdateExchange
 from ..pytorch.updates import UpdatingOptimizer
-from ..updates import Nesterov
 from .ranks import RanksBinding
 
 

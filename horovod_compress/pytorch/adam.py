@@ -4,7 +4,7 @@ from typing import Any, Callable, Dict, Iterable, Optional, Tuple
 
 import torch
 
-from ..updates import AVERAGED, check_ranks
+from ..adapters.updates import AVERAGED, check_ranks
 from .optimizers import own_class
 
 # Steps in which gradients may still have been zero, as those with which

@@ -6,13 +6,13 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 
-from ..choice import Controller, check_switch, default_candidates
+from ..adapters.choice import Controller, check_switch, default_candidates
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
-from ..pytorch.sgd import can_take_over, is_plain_sgd
-from ..records import Plan
+from ..engine.records import Plan
 from .compression import OptimizerCompression, refuse_begun_within_step
 from .parameters import Slot
+from .sgd import can_take_over, is_plain_sgd
 
 
 def candidates_of(auto: Dict[str, Any], optimizer: Optional[torch.optim.Optimizer]) -> List[str]:

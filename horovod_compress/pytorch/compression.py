@@ -8,15 +8,15 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 
-from .. import checkpoint
-from ..averaging import Reducing
-from ..binding import description_of, requested_compressor
+from ..adapters.binding import description_of, requested_compressor
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
-from ..exchange import Exchange
-from ..handshake import agree
-from ..machine import Machine
-from ..snapshot import Snapshots
+from ..engine import checkpoint
+from ..engine.averaging import Reducing
+from ..engine.exchange import Exchange
+from ..engine.snapshot import Snapshots
+from ..protocol.handshake import agree
+from ..protocol.machine import Machine
 from ..transport.base import Transport
 from .lifecycle import Event
 from .moments import Moments, moments_of
@@ -30,7 +30,7 @@ _log = logging.getLogger("horovod_compress")
 
 class Chosen(NamedTuple):
     """How tensors are compressed. requested: as the spec says; compressor: with the momentum that
-    it applies; tensors: {name: (shape, compressor)}; takeover, moments, transport, host: what
+    it applies; tensors: {name: (shape, compressor)}; takeover, moments, transport, machine: what
     serves these."""
 
     requested: Compressor
@@ -39,7 +39,7 @@ class Chosen(NamedTuple):
     takeover: SGDTakeover
     moments: Optional[Moments]
     transport: Transport
-    host: Optional[Machine]
+    machine: Optional[Machine]
 
 
 class OptimizerCompression(OptimizerSteps):
@@ -109,7 +109,7 @@ class OptimizerCompression(OptimizerSteps):
         moments = moments_of(compressor, {slot.name: slot.param for slot in reduced})
         shapes = {slot.name: tuple(slot.param.shape) for slot in reduced}
         tensors = {name: (shape, variants.get(name, compressor)) for name, shape in shapes.items()}
-        transport, host = self._transport_of(compressor), self._host_for(compressor)
+        transport, machine = self._transport_of(compressor), self._machine_for(compressor)
         return Chosen(
             requested,
             next(iter(variants.values()), compressor),
@@ -117,14 +117,14 @@ class OptimizerCompression(OptimizerSteps):
             takeover,
             moments,
             transport,
-            host,
+            machine,
         )
 
     def _use(self, chosen: Chosen) -> None:
         self._chosen = chosen
         self._compressor, self._tensors = chosen.compressor, chosen.tensors
         self._takeover, self._moments = chosen.takeover, chosen.moments
-        self._transport, self._host = chosen.transport, chosen.host
+        self._transport, self._machine = chosen.transport, chosen.machine
         is_first = self._rank_and_size()[0] == 0
         if self._takeover.announcement not in (None, self._announced) and is_first:
             self._announced = self._takeover.announcement
@@ -140,7 +140,7 @@ class OptimizerCompression(OptimizerSteps):
             self._tensors,
             self._label,
             self._elastic,
-            self._host,
+            self._machine,
         )
         if self._discardable:
             exchange.extend("discard", Snapshots())
@@ -245,7 +245,7 @@ class OptimizerCompression(OptimizerSteps):
             name: after.get(name, 1.0) / before.get(name, 1.0)
             for name in before.keys() | after.keys()
         }
-        exchange.host = chosen.host
+        exchange.machine = chosen.machine
         exchange.switch(chosen.compressor, chosen.tensors, gains, self._factor())
         exchange.transport = chosen.transport
         self._use(chosen)

@@ -4,8 +4,8 @@ from typing import Any, Callable, Dict, Optional
 
 import torch
 
-from ..binding import owners
-from ..versions import check_version
+from ..adapters.binding import owners
+from ..adapters.versions import check_version
 
 check_version("torch", torch.__version__)
 

@@ -7,7 +7,7 @@ from typing import Any, Callable, ContextManager, Dict, Iterator, List, Sequence
 
 import torch
 
-from ..updates import methods_of
+from ..adapters.updates import methods_of
 
 # Elements of a tensor that are looked at.
 _PROBED = 64

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import kernels
-from ..binding import warn_once
+from ..adapters.binding import warn_once
 
 _CPU = torch.device("cpu")
 # As model.named_parameters() gives.

@@ -4,7 +4,7 @@ import gc
 import sys
 from typing import Any, Iterator, List, Set, Type
 
-from ..binding import callers
+from ..adapters.binding import callers
 
 
 def objects_of(*kinds: Type[Any]) -> List[Any]:

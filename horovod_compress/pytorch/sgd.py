@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Optional, Set
 
 import torch
 
-from ..binding import DECAYED, LOOK, momentum_of
+from ..adapters.binding import DECAYED, LOOK, momentum_of
 from .optimizers import own_class
 
 

@@ -5,7 +5,7 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from ..updates import Nesterov
+from ..adapters.updates import Nesterov
 from .parameters import NamedParameters, Slot, flat_memory, loses_numbers, named
 from .update_compression import UpdateExchange
 

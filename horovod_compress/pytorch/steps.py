@@ -6,11 +6,11 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from ..binding import Binding, warn_once
-from ..exchange import Exchange
-from ..handshake import agree
-from ..loss_scale import to_true_units
-from ..snapshot import discard
+from ..adapters.binding import Binding, warn_once
+from ..engine.exchange import Exchange
+from ..engine.loss_scale import to_true_units
+from ..engine.snapshot import discard
+from ..protocol.handshake import agree
 from ..transport.base import Transport
 from .lifecycle import Event, Lifecycle
 from .moments import Moments

@@ -7,11 +7,11 @@ from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple, Union
 import numpy as np
 import torch
 
+from ..adapters.updates import Averaging, compressor_for_updates
 from ..compressors.base import Compressor
-from ..exchange import Exchange
-from ..handshake import MismatchError, agree, gather
+from ..engine.exchange import Exchange
+from ..protocol.handshake import MismatchError, agree, gather
 from ..transport.base import Transport
-from ..updates import Averaging, compressor_for_updates
 from .compression import state_of
 
 
@@ -32,14 +32,14 @@ class UpdateExchange(Averaging):
         self._shapes, self._options = shapes, options
         self._compressor = compressor_for_updates(spec, self._rank_and_size()[0])
         self._transport = self._moves(self._compressor)
-        self._host = self._host_for(self._compressor)
+        self._machine = self._machine_for(self._compressor)
         self._exchange = Exchange(
             self._compressor,
             self._transport,
             self._tensors(self._compressor),
             self._label,
             dense_alone=self._elastic,
-            host=self._host,
+            machine=self._machine,
         )
 
     @abstractmethod
@@ -129,7 +129,7 @@ class UpdateExchange(Averaging):
 
     def _switch(self, compressor: Compressor, compare: bool = True) -> None:
         self._exchange.end_step()
-        host = self._host_for(compressor)
+        machine = self._machine_for(compressor)
         if compare:
             agree(
                 self._transport,
@@ -139,7 +139,7 @@ class UpdateExchange(Averaging):
                 "Call it on all ranks with the same spec",
             )
         self._exchange.transport = self._transport = self._moves(compressor)
-        self._exchange.host = self._host = host
+        self._exchange.machine = self._machine = machine
         self._exchange.switch(compressor, self._tensors(compressor), {})
         self._compressor = compressor
 

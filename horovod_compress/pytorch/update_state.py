@@ -4,8 +4,8 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
-from .. import checkpoint
-from ..updates import Nesterov
+from ..adapters.updates import Nesterov
+from ..engine import checkpoint
 from .shared import SharedParameter
 from .state_names import rekeyed, renaming
 from .update_compression import UpdateExchange

@@ -6,8 +6,8 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import torch
 
-from ..binding import warn_once
-from ..updates import Nesterov, check_rounds
+from ..adapters.binding import warn_once
+from ..adapters.updates import Nesterov, check_rounds
 from .optimizers import own_class
 from .outside_step import Probe, watch
 from .parameters import NamedParameters

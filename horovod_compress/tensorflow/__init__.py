@@ -7,8 +7,8 @@ and DistributedGradientTape.
     optimizer = hvd.DistributedOptimizer(optimizer, compression=hvdc.Compression.dgc(ratio=0.001))
 """
 
-from ..process_sets import says_what_is_missing
-from ..updates import Nesterov
+from ..adapters.process_sets import says_what_is_missing
+from ..adapters.updates import Nesterov
 
 try:
     from . import elastic

@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterable, List, Sequence, Set, Tuple
 import numpy as np
 import tensorflow as tf
 
-from ..binding import Unbound, is_elastic, warn_once
+from ..adapters.binding import Unbound, is_elastic, warn_once
 from .horovod_internals import (
     compression_given_to,
     has_reduced,

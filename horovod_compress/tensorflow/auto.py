@@ -7,8 +7,8 @@ from typing import Any, Dict, List, Optional, Sequence, Union
 import numpy as np
 import tensorflow as tf
 
-from ..binding import DECAYED, LOOK, warn_once
-from ..choice import (
+from ..adapters.binding import DECAYED, LOOK, warn_once
+from ..adapters.choice import (
     Automatic,
     Controller,
     auto_of,
@@ -18,7 +18,7 @@ from ..choice import (
 )
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
-from ..records import Plan
+from ..engine.records import Plan
 from .checks import checked_moments
 from .compression import BoundCompression
 from .operations import Variable

@@ -19,15 +19,15 @@ from typing import (
 
 import tensorflow as tf
 
-from .. import checkpoint
-from ..binding import description_of, momentum_of, requested_compressor
+from ..adapters.binding import description_of, momentum_of, requested_compressor
+from ..adapters.deprecated import by_name
+from ..adapters.process_sets import REFUSED_ALONE
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
-from ..deprecated import by_name
-from ..handshake import agree
-from ..machine import Machine
-from ..process_sets import REFUSED_ALONE
-from ..snapshot import Snapshots
+from ..engine import checkpoint
+from ..engine.snapshot import Snapshots
+from ..protocol.handshake import agree
+from ..protocol.machine import Machine
 from .applied import refuse_unreduced
 from .checks import check_elastic, check_scaler, checked_moments
 from .exchange import GraphExchange, Saved
@@ -48,13 +48,13 @@ from .optimizer import (
 
 class _Chosen(NamedTuple):
     """How variables are compressed. requested: as the spec says; compressor: with the momentum that
-    it applies; takes_over: whether that is taken over from an SGD; host: the ranks of this rank's,
-    where they are of use."""
+    it applies; takes_over: whether that is taken over from an SGD; machine: the ranks of this
+    rank's, where they are of use."""
 
     requested: Compressor
     compressor: Compressor
     takes_over: bool = False
-    host: Optional[Machine] = None
+    machine: Optional[Machine] = None
 
 
 class BoundCompression(GraphCompression):
@@ -166,9 +166,9 @@ class BoundCompression(GraphCompression):
         if self._elastic:
             check_elastic(compressor, optimizer)
         checked_moments(compressor, optimizer)
-        host = self._host_for(compressor)
+        machine = self._machine_for(compressor)
         if not compressor.traits.corrects_momentum or optimizer is None:
-            return _Chosen(compressor, compressor, host=host)
+            return _Chosen(compressor, compressor, machine=machine)
         momentum, nesterov = (
             momentum_of(compressor, options_of(optimizer))
             if isinstance(optimizer, SGD)
@@ -177,7 +177,7 @@ class BoundCompression(GraphCompression):
         takes_over = bool(momentum and self._active)
         if takes_over:
             refuse_own_steps(optimizer)
-        return _Chosen(compressor, compressor.bound(momentum, nesterov), takes_over, host)
+        return _Chosen(compressor, compressor.bound(momentum, nesterov), takes_over, machine)
 
     def _use(self, chosen: _Chosen) -> None:
         compressor: Any = chosen.compressor
@@ -187,7 +187,7 @@ class BoundCompression(GraphCompression):
             )
             self._lives_on = self._lives_on or bool(self._exchange.shapes)
         self._chosen, self._compressor = chosen, compressor
-        self._host = self._exchange.host = chosen.host
+        self._machine = self._exchange.machine = chosen.machine
         self._microbatches = self._watches and compressor.policy.moments == "microbatch"
 
     @property
@@ -284,7 +284,7 @@ class BoundCompression(GraphCompression):
         gain = self._gain(chosen.takes_over) / self._gain(self._takes_over)
         tensors = {name: (shape, chosen.compressor) for name, shape in exchange.shapes.items()}
         with self._tracing_again():
-            exchange.host = chosen.host
+            exchange.machine = chosen.machine
             exchange.switch(
                 chosen.compressor, tensors, dict.fromkeys(tensors, gain), self._factor()
             )

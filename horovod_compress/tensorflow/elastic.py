@@ -1,5 +1,5 @@
 """Elastic jobs, in which ranks come and go: nothing that ranks have not sent yet is lost. See
-`horovod_compress.elastic`.
+`horovod_compress.adapters.elastic`.
 
     compression = hvdc.Compression.dgc()
     model.compile(hvd.DistributedOptimizer(optimizer, compression=compression), loss)
@@ -19,7 +19,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
-from ..elastic import Entry, evening_out
+from ..adapters.elastic import Entry, evening_out
 from .compression import BoundCompression
 from .optimizer import build, unwrapped
 from .unbound import UnboundCompression

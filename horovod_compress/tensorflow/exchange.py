@@ -8,16 +8,16 @@ from typing import Any, Collection, Dict, Optional, Sequence, Tuple
 
 import numpy as np
 
-from .. import checkpoint
 from ..compressors.base import Compressor, Step
 from ..compressors.wrapper import Wrapper
-from ..driver import Driver, Transaction
-from ..handover import OWED
-from ..handshake import check_step_numbers, first_difference, step_numbers
-from ..loss_scale import to_true_units
-from ..requests import Allreduce, Alltoall, Final, StepNorm, TensorStep
-from ..step import Tensor, conclude
-from ..wire import FrameLength, Steady
+from ..engine import checkpoint
+from ..engine.driver import Driver, Transaction
+from ..engine.handover import OWED
+from ..engine.loss_scale import to_true_units
+from ..engine.step import Tensor, conclude
+from ..protocol.handshake import check_step_numbers, first_difference, step_numbers
+from ..protocol.requests import Allreduce, Alltoall, Final, StepNorm, TensorStep
+from ..protocol.wire import FrameLength, Steady
 
 _KEPT = 100  # calls of functions
 

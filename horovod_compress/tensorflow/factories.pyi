@@ -2,8 +2,8 @@
 
 from typing import Any, Literal, Optional, Sequence, Tuple, Union
 
+from ..adapters.factories import Algorithms
 from ..compressors import Spec
-from ..factories import Algorithms
 from .auto import AutoCompression
 from .compression import BoundCompression
 from .unbound import UnboundCompression

@@ -9,8 +9,8 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from ..handshake import agree
-from ..requests import Collective
+from ..protocol.handshake import agree
+from ..protocol.requests import Collective
 from .applied import Unapplied, may_see_gradients
 from .checks import ONE_PASS, check_elastic_scale
 from .horovod_internals import (

@@ -22,8 +22,8 @@ import horovod
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..binding import callers, owners
-from ..versions import check_version
+from ..adapters.binding import callers, owners
+from ..adapters.versions import check_version
 
 check_version("horovod", horovod.__version__)
 check_version("tensorflow", tf.__version__)

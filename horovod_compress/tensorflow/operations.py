@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from .. import kernels
-from ..requests import Collective
+from ..protocol.requests import Collective
 from .exchange import Message
 
 

@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, Optional, Type
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..binding import warn_once
+from ..adapters.binding import warn_once
 from .horovod_internals import (
     change_class_below,
     class_below,

@@ -2,14 +2,14 @@
 
 from typing import Any, Optional
 
-from ..recording import Destination, Recorder
+from ..engine.recording import Destination, Recorder
 from .applied import TellsOfIdling
 from .compression import BoundCompression
 
 
 class RecordSteps(TellsOfIdling):
     """compression.record(to, every, by_tensor), for model.fit: tells the recorder when a batch has
-    ended. See `horovod_compress.recording.Recorder`. Where one execution takes several steps
+    ended. See `horovod_compress.engine.recording.Recorder`. Where one execution takes several steps
     (steps_per_execution), the last one counts."""
 
     def __init__(

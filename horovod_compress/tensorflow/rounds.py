@@ -7,8 +7,8 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequ
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..binding import warn_once
-from ..updates import Nesterov, compressor_for_updates
+from ..adapters.binding import warn_once
+from ..adapters.updates import Nesterov, compressor_for_updates
 from .horovod_internals import reducing, scaler_around
 from .optimizer import unwrapped
 from .update_compression import UpdateCompression, at_least_float32

@@ -6,9 +6,9 @@ from typing import Any, List, Sequence, Tuple
 import numpy as np
 
 from .. import kernels
-from ..binding import warn_once
-from ..handshake import REDUCES_ONLY, error_of_joined
-from ..requests import Collective
+from ..adapters.binding import warn_once
+from ..protocol.handshake import REDUCES_ONLY, error_of_joined
+from ..protocol.requests import Collective
 from .applied import Unapplied
 from .exchange import Message
 from .operations import Variable, dtypes_of, first_values, split_message, squared_norm_of

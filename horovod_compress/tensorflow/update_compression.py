@@ -6,7 +6,7 @@ from typing import Any, Dict
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..updates import Averaging, compressor_for_updates
+from ..adapters.updates import Averaging, compressor_for_updates
 from .compression import BoundCompression
 
 

@@ -6,8 +6,8 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..handshake import agree
-from ..process_sets import HorovodBinding
+from ..adapters.process_sets import HorovodBinding
+from ..protocol.handshake import agree
 from .eager import Eager
 from .exchange import GraphExchange, Saved
 from .horovod_internals import lasting_variable

@@ -13,10 +13,10 @@ import numpy as np
 from .. import available, get_compressor, kernels
 from ..compressors import collective_of
 from ..compressors.base import Compressor, zeros
-from ..exchange import Exchange
-from ..lockstep import Named
-from ..machine import Machine
-from ..records import Stats
+from ..engine.exchange import Exchange
+from ..engine.lockstep import Named
+from ..engine.records import Stats
+from ..protocol.machine import Machine
 from ..transport.base import Transport
 from . import arguments
 from .gradients import load_gradients, random_gradients
@@ -265,7 +265,7 @@ def measure(
         )
     echo = Echo(ranks)
     tensors = {name: (array.shape, compressor) for name, array in gradients[0].items()}
-    exchange = Exchange(compressor, echo, tensors, host=Machine.alone(ranks, local_size))
+    exchange = Exchange(compressor, echo, tensors, machine=Machine.alone(ranks, local_size))
     before, seconds, error = _take_steps(exchange, echo, gradients, steps, progress)
     after = exchange.stats()
     encode, decode, streaming = map(statistics.median, zip(*seconds))

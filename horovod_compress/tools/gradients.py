@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Tuple
 
 import numpy as np
 
-from ..lockstep import Named
+from ..engine.lockstep import Named
 
 # Bytes of random gradients, but at least two steps.
 _PREPARED = 1e9

@@ -8,11 +8,11 @@ from typing import Any, Callable, List, Sequence
 from ..compressors import collective_of
 from ..compressors.base import Step
 from ..compressors.dense import dense_compressor
-from ..lockstep import Named
-from ..machine import Machine
-from ..plan import compressor_for
-from ..step import times_dense
-from ..wrappers import wrapped
+from ..engine.lockstep import Named
+from ..engine.plan import compressor_for
+from ..engine.step import times_dense
+from ..engine.wrappers import wrapped
+from ..protocol.machine import Machine
 from . import bench
 from .cost import Load
 from .models import MODELS, Shapes
@@ -146,7 +146,7 @@ def _measured(
 def _splitting(gathering: Load, compressor: Any, ranks: int) -> Load:
     """The load with `exchange=split`, from that with `exchange=gather`. An owner decodes as many
     entries as one rank sends; every rank decodes `accept` times that."""
-    from ..split import accepted
+    from ..engine.split import accepted
 
     accept, payload = accepted(compressor, ranks), gathering.exchanged[GATHERED]
     exchanged = {

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
-from .. import recording
+from ..engine import recording
 from . import arguments
 from .printing import console, digits, printable, save_figure, table, write_json
 

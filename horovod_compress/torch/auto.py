@@ -4,7 +4,7 @@ from typing import Any, Dict, Optional
 
 import torch
 
-from ..choice import Automatic, refuse_elastic
+from ..adapters.choice import Automatic, refuse_elastic
 from ..pytorch.auto import Chosen, candidates_of, refuse_moments
 from .compression import BoundCompression
 from .unbound import UnboundCompression

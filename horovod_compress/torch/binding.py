@@ -4,8 +4,8 @@ from typing import Any, Dict
 
 import horovod.torch as hvd
 
-from ..exchange import Exchange
-from ..process_sets import HorovodBinding
+from ..adapters.process_sets import HorovodBinding
+from ..engine.exchange import Exchange
 from ..transport.base import Transport
 from ..transport.horovod import HorovodTransport
 from ..transport.loopback import Loopback

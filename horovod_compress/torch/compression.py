@@ -4,10 +4,10 @@ from typing import Any, Dict, List, Optional, Sequence, Union
 
 import torch
 
-from ..binding import warn_once
-from ..deprecated import by_name
-from ..handshake import gather
-from ..process_sets import REFUSED_ALONE
+from ..adapters.binding import warn_once
+from ..adapters.deprecated import by_name
+from ..adapters.process_sets import REFUSED_ALONE
+from ..protocol.handshake import gather
 from ..pytorch.compression import check_types
 from ..pytorch.lifecycle import Event
 from ..pytorch.parameters import NamedParameters, Slot, named

@@ -1,5 +1,5 @@
 """Elastic jobs, in which ranks come and go: nothing that ranks have not sent yet is lost. See
-`horovod_compress.elastic`.
+`horovod_compress.adapters.elastic`.
 
     compression = hvdc.Compression.dgc(ratio=0.01)
     # An UpdateOptimizer needs no compression=.
@@ -23,7 +23,7 @@ from horovod.torch.elastic.state import (
     get_handler_registry,
 )
 
-from ..elastic import Entry, evening_out
+from ..adapters.elastic import Entry, evening_out
 from ..pytorch.optimizers import GradScaler
 from . import horovod_internals
 from .compression import BoundCompression

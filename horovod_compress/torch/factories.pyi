@@ -4,8 +4,8 @@ from typing import Any, Literal, Optional, Sequence, Tuple, Union
 
 import torch
 
+from ..adapters.factories import Algorithms
 from ..compressors import Spec
-from ..factories import Algorithms
 from ..pytorch.parameters import NamedParameters
 from .auto import AutoCompression
 from .compression import BoundCompression

@@ -7,9 +7,9 @@ import horovod
 import horovod.torch as hvd
 import torch
 
-from ..binding import owners
+from ..adapters.binding import owners
+from ..adapters.versions import check_version
 from ..pytorch.search import objects_of, subclasses_of
-from ..versions import check_version
 
 check_version("horovod", horovod.__version__)
 

@@ -7,7 +7,7 @@ from typing import Any, Iterable, Optional
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..binding import warn_once
+from ..adapters.binding import warn_once
 from ..pytorch.parameters import Slot
 from . import horovod_internals
 

@@ -7,8 +7,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..binding import NotBoundError, Unbound
-from ..deprecated import by_name
+from ..adapters.binding import NotBoundError, Unbound
+from ..adapters.deprecated import by_name
 from ..pytorch.optimizers import closure_of
 from . import horovod_internals
 from .compression import BoundCompression

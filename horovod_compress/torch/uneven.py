@@ -9,7 +9,7 @@ from typing import Any, Iterator, List, Sequence, Tuple
 import horovod.torch as hvd
 import torch
 
-from ..handshake import agree
+from ..protocol.handshake import agree
 from ..transport.horovod import synchronize
 from . import horovod_internals
 from .compression import BoundCompression

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from ..compressors.base import Compressor
-from ..handover import OWED
-from ..handshake import gather
+from ..engine.handover import OWED
+from ..protocol.handshake import gather
 from ..pytorch.update_compression import UpdateExchange
 from ..transport.base import Transport
 from ..transport.horovod import synchronize

@@ -7,7 +7,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from ..binding import warn_once
+from ..adapters.binding import warn_once
 from ..pytorch.updates import UpdatingOptimizer
 from .update_compression import UpdateCompression
 

@@ -4,11 +4,11 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from ..binding import warn_once
-from ..deprecated import by_name
+from ..adapters.binding import warn_once
+from ..adapters.deprecated import by_name
+from ..adapters.updates import Nesterov, check_ranks_of_set
 from ..pytorch.parameters import NamedParameters
 from ..pytorch.updates import UpdatingOptimizer
-from ..updates import Nesterov, check_ranks_of_set
 from .adam import AdamW
 from .horovod_internals import let_broadcast_begin
 from .update_compression import UpdateCompression

@@ -5,7 +5,7 @@ from typing import Any, Callable, List, Sequence
 
 import numpy as np
 
-from ..wire import FrameLength, exact
+from ..protocol.wire import FrameLength, exact
 
 
 class Transport(ABC):

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from ..handshake import REDUCES_ONLY, error_of_joined
-from ..wire import FrameLength, Steady
+from ..protocol.handshake import REDUCES_ONLY, error_of_joined
+from ..protocol.wire import FrameLength, Steady
 from .base import ProcessSetRanks, Transport
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import numpy as np
 
-from ..handshake import STALLED, MismatchError
+from ..protocol.handshake import STALLED, MismatchError
 from .base import ProcessSetRanks, Transport
 
 _Key = Tuple[str, str]  # operation, name

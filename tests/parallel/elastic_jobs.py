@@ -16,7 +16,7 @@ import numpy as np
 from jobs import ENVIRONMENT, HERE, LIMIT, PATIENT
 
 from horovod_compress.compressors import get_compressor
-from horovod_compress.exchange import Exchange
+from horovod_compress.engine.exchange import Exchange
 from horovod_compress.transport.loopback import Loopback
 
 # Ranks on each of three hosts; a rank that dies is on the second, which Horovod does not use again.

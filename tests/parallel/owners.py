@@ -8,7 +8,7 @@ import numpy as np
 
 from horovod_compress.compressors.selective import SelectiveCompressor
 from horovod_compress.kernels import Encoded, new_body
-from horovod_compress.requests import Allreduce, Alltoall, Collective
+from horovod_compress.protocol.requests import Allreduce, Alltoall, Collective
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

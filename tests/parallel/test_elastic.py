@@ -15,7 +15,7 @@ from elastic_job import KILLED_AT, RANKS, SPECS, STEPS, UNBOUND, loss_of, model_
 from elastic_jobs import ON_ONE_MACHINE, bound, histories, history, names_of, replay, run, switch
 
 from horovod_compress.compressors import get_compressor
-from horovod_compress.lockstep import run_step
+from horovod_compress.engine.lockstep import run_step
 
 pytestmark = pytest.mark.extended
 

@@ -21,7 +21,7 @@ from elastic_tensorflow_job import (
     model_of,
 )
 
-from horovod_compress.lockstep import run_step
+from horovod_compress.engine.lockstep import run_step
 
 pytestmark = pytest.mark.extended
 

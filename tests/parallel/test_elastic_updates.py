@@ -13,8 +13,8 @@ from elastic_job import STEPS, loss_of, model_of
 from elastic_jobs import history, replay, run
 
 from horovod_compress.compressors import get_compressor
-from horovod_compress.handover import OWED
-from horovod_compress.lockstep import run_step
+from horovod_compress.engine.handover import OWED
+from horovod_compress.engine.lockstep import run_step
 
 pytestmark = pytest.mark.extended
 

@@ -32,7 +32,9 @@ from checks import raises, registry
 from torch import nn
 
 import horovod_compress.torch as hvdc
-from horovod_compress import MismatchError, binding, handshake
+from horovod_compress import MismatchError
+from horovod_compress.adapters import binding
+from horovod_compress.protocol import handshake
 
 CASES, case = registry()
 

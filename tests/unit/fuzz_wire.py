@@ -13,11 +13,12 @@ import native_under_test  # noqa: F401
 import numpy as np
 
 import horovod_compress as hc
-from horovod_compress import kernels, wire
+from horovod_compress import kernels
 from horovod_compress.compressors.base import Step
+from horovod_compress.engine.plan import compressor_for
+from horovod_compress.engine.split import SelectAgain, split_of
 from horovod_compress.kernels import HEADROOM, Encoded, reference
-from horovod_compress.plan import compressor_for
-from horovod_compress.split import SelectAgain, split_of
+from horovod_compress.protocol import wire
 
 DIGEST, STEP = 0x12345678, 7
 VARIANTS = [

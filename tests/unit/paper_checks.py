@@ -6,8 +6,8 @@ import pytest
 
 import horovod_compress as hc
 from horovod_compress.compressors.base import Step
+from horovod_compress.engine.plan import compressor_for
 from horovod_compress.kernels import at_once
-from horovod_compress.plan import compressor_for
 
 RNG = np.random.default_rng()
 

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from horovod_compress.compressors import get_compressor
-from horovod_compress.lockstep import make_ranks
-from horovod_compress.loss_scale import to_true_units
-from horovod_compress.snapshot import Snapshots
+from horovod_compress.engine.lockstep import make_ranks
+from horovod_compress.engine.loss_scale import to_true_units
+from horovod_compress.engine.snapshot import Snapshots
 from horovod_compress.transport.loopback import Loopback
 
 SHAPES = {"w": (30, 40), "x": (40, 40), "bias": (40,)}

@@ -5,7 +5,7 @@ from battery_facts import SHAPES, copies, over, quiet, shaped, spec_of, steps_of
 from ranks import ranks_of
 
 import horovod_compress as hc
-from horovod_compress.lockstep import mean_of, start_step
+from horovod_compress.engine.lockstep import mean_of, start_step
 from horovod_compress.transport.loopback import Loopback
 
 pytestmark = quiet

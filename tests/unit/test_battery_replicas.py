@@ -10,8 +10,8 @@ from ranks import ranks_of
 
 import horovod_compress as hc
 from horovod_compress import kernels
+from horovod_compress.engine.lockstep import mean_of, run_step
 from horovod_compress.kernels import reference
-from horovod_compress.lockstep import mean_of, run_step
 
 pytestmark = quiet
 

@@ -17,7 +17,7 @@ from battery_facts import (
 )
 from ranks import copy_of, ranks_of
 
-from horovod_compress.lockstep import mean_of, run_step, start_step
+from horovod_compress.engine.lockstep import mean_of, run_step, start_step
 
 pytestmark = quiet
 

@@ -22,7 +22,7 @@ from battery_facts import (
 from ranks import copy_of, ranks_of
 
 import horovod_compress as hc
-from horovod_compress.lockstep import run_step
+from horovod_compress.engine.lockstep import run_step
 
 pytestmark = quiet
 

@@ -20,7 +20,7 @@ from ranks import any_gradients
 from tiers import examples
 
 import horovod_compress as hc
-from horovod_compress.lockstep import mean_of
+from horovod_compress.engine.lockstep import mean_of
 
 pytestmark = quiet
 

@@ -8,8 +8,8 @@ import pytest
 from ranks import gradients
 
 from horovod_compress.compressors import get_compressor
-from horovod_compress.handshake import shown
-from horovod_compress.lockstep import make_ranks, run_step
+from horovod_compress.engine.lockstep import make_ranks, run_step
+from horovod_compress.protocol.handshake import shown
 from horovod_compress.transport.loopback import Loopback
 
 SHAPES = {"w": (30, 40), "x": (40, 40), "bias": (40,)}

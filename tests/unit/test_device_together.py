@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from kernel_arguments import Arguments
 from tiers import examples
 
-from horovod_compress import exchange as exchange_module
 from horovod_compress import get_compressor, kernels
+from horovod_compress.engine import exchange as exchange_module
+from horovod_compress.engine.lockstep import make_ranks, mean_of
 from horovod_compress.kernels import DeviceCall, host, together
-from horovod_compress.lockstep import make_ranks, mean_of
+from horovod_compress.protocol.wire import WireError
 from horovod_compress.transport.loopback import Loopback
-from horovod_compress.wire import WireError
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")

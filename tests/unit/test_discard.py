@@ -6,9 +6,9 @@ import pytest
 from ranks import assert_same, copy_of, discardable, gradients, ranks_of, rescale
 
 from horovod_compress import available, get_compressor
-from horovod_compress.exchange import Exchange
-from horovod_compress.lockstep import finish_step, run_step, start_step
-from horovod_compress.snapshot import discard
+from horovod_compress.engine.exchange import Exchange
+from horovod_compress.engine.lockstep import finish_step, run_step, start_step
+from horovod_compress.engine.snapshot import discard
 from horovod_compress.transport.loopback import Loopback
 
 SPECS = [

@@ -12,11 +12,19 @@ import pytest
 from ranks import SHAPES, assert_same, copy_of, discardable, gradients, ranks_of, rescale
 
 import horovod_compress as hc
-from horovod_compress import driver, kernels, recording
-from horovod_compress.handshake import agree
+from horovod_compress import kernels
+from horovod_compress.engine import driver, recording
+from horovod_compress.engine.lockstep import run_step
 from horovod_compress.kernels import HEADROOM
-from horovod_compress.lockstep import run_step
-from horovod_compress.requests import Allgather, Allreduce, Alltoall, Final, HostReduce, Outcome
+from horovod_compress.protocol.handshake import agree
+from horovod_compress.protocol.requests import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Final,
+    HostReduce,
+    Outcome,
+)
 from horovod_compress.transport.loopback import Loopback
 
 

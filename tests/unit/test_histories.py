@@ -10,9 +10,9 @@ from ranks import copy_of, on_all_ranks
 from tiers import examples
 
 import horovod_compress as hc
-from horovod_compress import checkpoint
-from horovod_compress.exchange import Exchange
-from horovod_compress.lockstep import run_step
+from horovod_compress.engine import checkpoint
+from horovod_compress.engine.exchange import Exchange
+from horovod_compress.engine.lockstep import run_step
 from horovod_compress.transport.loopback import Loopback
 
 pytestmark = quiet
@@ -173,7 +173,7 @@ def test_simulated_ranks_alone_compress(size):
 
 def test_the_last_copy_is_evened_out_too():
     """A rank that goes back after others have left goes back to the mean."""
-    elastic = pytest.importorskip("horovod_compress.elastic", reason="needs Horovod")
+    elastic = pytest.importorskip("horovod_compress.adapters.elastic", reason="needs Horovod")
 
     class Keeping:
         def __init__(self):

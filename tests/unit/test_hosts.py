@@ -14,10 +14,10 @@ from ranks import discardable, on_all_ranks, shapes
 from tiers import examples
 
 import horovod_compress as hc
-from horovod_compress import checkpoint, handover
-from horovod_compress.hosts import SharedMemory
-from horovod_compress.lockstep import make_ranks, run_step
-from horovod_compress.machine import Machine
+from horovod_compress.engine import checkpoint, handover
+from horovod_compress.engine.hosts import SharedMemory
+from horovod_compress.engine.lockstep import make_ranks, run_step
+from horovod_compress.protocol.machine import Machine
 from horovod_compress.transport.loopback import Loopback
 
 GATHERING = sorted(id for id in hc.available() if "hosts" in hc.available()[id]["options"])
@@ -298,7 +298,7 @@ def test_ranks_that_are_no_hosts_of_that_size_are_refused():
 
 def test_memory_that_cannot_be_had_is_an_error_on_all_ranks(monkeypatch, tmp_path):
     """Nothing is left behind."""
-    monkeypatch.setattr("horovod_compress.hosts._FOLDER", str(tmp_path / "none"))
+    monkeypatch.setattr("horovod_compress.engine.hosts._FOLDER", str(tmp_path / "none"))
     machines = [Machine(local, 2) for local in range(2)]
 
     def meet(machine, transport):
@@ -307,7 +307,7 @@ def test_memory_that_cannot_be_had_is_an_error_on_all_ranks(monkeypatch, tmp_pat
             machine.arrange(transport, "label", 0)
 
     on_all_ranks(meet, machines)
-    monkeypatch.setattr("horovod_compress.hosts._FOLDER", str(tmp_path))
+    monkeypatch.setattr("horovod_compress.engine.hosts._FOLDER", str(tmp_path))
     machines = [Machine(local, 2) for local in range(2)]
 
     def met(machine, transport):
@@ -343,8 +343,8 @@ KILLED = """
 import os, signal, sys
 import numpy as np
 from ranks import on_all_ranks
-from horovod_compress import hosts
-from horovod_compress.machine import Machine
+from horovod_compress.engine import hosts
+from horovod_compress.protocol.machine import Machine
 
 folder, when = sys.argv[1:]
 hosts._FOLDER = folder

@@ -11,7 +11,7 @@ from tiers import examples
 import horovod_compress as hc
 from horovod_compress import kernels
 from horovod_compress.compressors.base import Step
-from horovod_compress.step import end_step
+from horovod_compress.engine.step import end_step
 
 ratios = st.sampled_from([0.001, 0.01, 0.1, 0.4])
 values = st.sampled_from(["fp32", "fp16", "bf16"])

@@ -8,7 +8,7 @@ import pytest
 
 import horovod_compress as hc
 from horovod_compress.compressors import collective_of
-from horovod_compress.machine import Machine
+from horovod_compress.protocol.machine import Machine
 from horovod_compress.tools import bench, loads, prediction
 from horovod_compress.tools.cost import COLLECTIVES, Network
 

@@ -10,9 +10,15 @@ import horovod_compress as hc
 from horovod_compress import kernels
 from horovod_compress.compressors.base import Compressor
 from horovod_compress.compressors.none import NoCompression
+from horovod_compress.engine.lockstep import make_ranks
 from horovod_compress.kernels import Encoded, new_body
-from horovod_compress.lockstep import make_ranks
-from horovod_compress.requests import Allgather, Allreduce, Alltoall, Collective, HostReduce
+from horovod_compress.protocol.requests import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Collective,
+    HostReduce,
+)
 from horovod_compress.transport.loopback import Loopback
 
 

@@ -13,7 +13,7 @@ from tiers import examples
 
 import horovod_compress as hc
 from horovod_compress import kernels
-from horovod_compress.lockstep import run_step
+from horovod_compress.engine.lockstep import run_step
 
 # -- global random-k
 

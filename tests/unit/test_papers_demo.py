@@ -11,9 +11,9 @@ from ranks import ranks_of
 from horovod_compress import get_compressor, kernels
 from horovod_compress.compressors.base import Step
 from horovod_compress.compressors.demo import _dct
+from horovod_compress.engine.lockstep import run_step
+from horovod_compress.engine.step import end_step
 from horovod_compress.kernels import reference
-from horovod_compress.lockstep import run_step
-from horovod_compress.step import end_step
 
 
 def dct(x):

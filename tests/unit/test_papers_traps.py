@@ -6,8 +6,8 @@ from paper_checks import alone, decoded, normal, payload_of, seeded  # noqa: F40
 from ranks import ranks_of
 
 import horovod_compress as hc
+from horovod_compress.engine.lockstep import run_step
 from horovod_compress.kernels import Encoded
-from horovod_compress.lockstep import run_step
 
 
 def test_momentum_is_taken_once():

@@ -13,7 +13,7 @@ from horovod_compress.compressors.none import NoCompression
 from horovod_compress.compressors.options import Count, option
 from horovod_compress.compressors.topk import TopK
 from horovod_compress.compressors.wrapper import Wrapper, with_options
-from horovod_compress.lockstep import make_ranks, run_step
+from horovod_compress.engine.lockstep import make_ranks, run_step
 from horovod_compress.transport.loopback import Loopback
 
 SHAPES = {"w": (30, 40)}

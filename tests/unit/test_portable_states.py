@@ -9,9 +9,9 @@ import pytest
 from battery_facts import SHAPES, copies, over, quiet, spec_of, steps_of, variants
 from ranks import assert_same, copy_of, on_all_ranks, ranks_of, rescale
 
-from horovod_compress import checkpoint
-from horovod_compress.handshake import MismatchError
-from horovod_compress.lockstep import run_step
+from horovod_compress.engine import checkpoint
+from horovod_compress.engine.lockstep import run_step
+from horovod_compress.protocol.handshake import MismatchError
 
 pytestmark = quiet
 

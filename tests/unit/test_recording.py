@@ -14,10 +14,10 @@ from battery_facts import copies, steps_of
 from ranks import SHAPES, gradients, ranks_of, rescale
 
 import horovod_compress as hc
-from horovod_compress import recording
-from horovod_compress.lockstep import run_step
-from horovod_compress.recording import Recorder
-from horovod_compress.records import Record, Stats, TensorRecord, TensorStats
+from horovod_compress.engine import recording
+from horovod_compress.engine.lockstep import run_step
+from horovod_compress.engine.recording import Recorder
+from horovod_compress.engine.records import Record, Stats, TensorRecord, TensorStats
 from horovod_compress.tools import cli, report
 
 COUNTED = ("steps", "steps_undone", "bytes_sent", "bytes_received", "dense_bytes", "elements_sent")

@@ -12,13 +12,13 @@ from tiers import examples
 
 import horovod_compress as hc
 from horovod_compress.compressors.base import Step
+from horovod_compress.engine.lockstep import make_ranks, run_step
+from horovod_compress.engine.split import SelectAgain, regions_of, split_of
+from horovod_compress.engine.step import times_dense
 from horovod_compress.kernels import at_once
-from horovod_compress.lockstep import make_ranks, run_step
-from horovod_compress.split import SelectAgain, regions_of, split_of
-from horovod_compress.step import times_dense
+from horovod_compress.protocol.wire import WireError
 from horovod_compress.tools.models import MODELS
 from horovod_compress.transport.loopback import Loopback
-from horovod_compress.wire import WireError
 
 SPLIT = "topk:min_numel=0,ratio=0.05,exchange=split"
 W = {"w": (60, 50)}

@@ -18,7 +18,8 @@ hvd = pytest.importorskip("horovod.torch")
 from torch import nn  # noqa: E402
 
 import horovod_compress.torch as hvdc  # noqa: E402
-from horovod_compress import available, binding, process_sets  # noqa: E402
+from horovod_compress import available  # noqa: E402
+from horovod_compress.adapters import binding, process_sets  # noqa: E402
 from horovod_compress.pytorch.search import objects_of, subclasses_of  # noqa: E402
 from horovod_compress.torch import horovod_internals  # noqa: E402
 

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from ranks import discardable, rescale
 from tiers import examples
 
-from horovod_compress import checkpoint, get_compressor, handover
-from horovod_compress.handover import OWED
-from horovod_compress.lockstep import make_ranks, run_step
-from horovod_compress.snapshot import discard
+from horovod_compress import get_compressor
+from horovod_compress.engine import checkpoint, handover
+from horovod_compress.engine.handover import OWED
+from horovod_compress.engine.lockstep import make_ranks, run_step
+from horovod_compress.engine.snapshot import discard
 from horovod_compress.transport.loopback import Loopback
 
 SHAPES = {"matrix": (40, 50), "small": (7,)}

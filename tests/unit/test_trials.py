@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from horovod_compress import choice
+from horovod_compress.adapters import choice
+from horovod_compress.adapters.trials import RULE, Trials, decide, spread
 from horovod_compress.transport.loopback import Loopback
-from horovod_compress.trials import RULE, Trials, decide, spread
 
 
 def run(durations, seed=0, noise=0.0, steps=30, **options):

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from ranks import gradients, ranks_of
 from tiers import examples
 
-from horovod_compress import WireError, get_compressor, kernels, wire
+from horovod_compress import WireError, get_compressor, kernels
 from horovod_compress.kernels import HEADROOM, Encoded, new_body, reference
 from horovod_compress.kernels.reference.columns import to_columns
 from horovod_compress.kernels.reference.sparse import code_values
+from horovod_compress.protocol import wire
 from horovod_compress.transport.loopback import Loopback
 
 HERE = pathlib.Path(__file__).parent

@@ -9,7 +9,8 @@ from checks import raises, registry
 from torch import nn
 
 import horovod_compress.torch as hvdc
-from horovod_compress import MismatchError, binding, kernels
+from horovod_compress import MismatchError, kernels
+from horovod_compress.adapters import binding
 
 from .training import (
     assert_replicas_identical,

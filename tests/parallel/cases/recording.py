@@ -8,7 +8,7 @@ import torch
 from checks import raises, registry
 
 import horovod_compress.torch as hvdc
-from horovod_compress import recording
+from horovod_compress.engine import recording
 
 from .training import batches, flat, model_of, sgd, train, wrap
 

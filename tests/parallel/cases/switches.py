@@ -9,8 +9,9 @@ import torch
 from checks import raises, registry
 
 import horovod_compress.torch as hvdc
-from horovod_compress import MismatchError, handover
-from horovod_compress.handover import OWED
+from horovod_compress import MismatchError
+from horovod_compress.engine import handover
+from horovod_compress.engine.handover import OWED
 
 from .training import (
     assert_close,

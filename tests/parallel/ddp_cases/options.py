@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from horovod_compress import ddp
-from horovod_compress.binding import NotBoundError
+from horovod_compress.adapters.binding import NotBoundError
 
 from .told import Holder, assert_nothing_lost, told
 from .training import (

@@ -13,8 +13,9 @@ from checks import raises, registry
 from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
-from horovod_compress import MismatchError, handover
-from horovod_compress.handover import OWED
+from horovod_compress import MismatchError
+from horovod_compress.engine import handover
+from horovod_compress.engine.handover import OWED
 
 from .training import (
     SGD,

@@ -7,8 +7,8 @@ from typing import Any, Callable, List, Tuple
 
 import numpy as np
 
-from . import kernels
-from .kernels import HEADROOM, Encoded
+from .. import kernels
+from ..kernels import HEADROOM, Encoded
 
 VERSION = 2
 _MAGIC = b"hC"

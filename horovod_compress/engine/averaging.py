@@ -4,7 +4,7 @@ from typing import Callable, Dict, Optional, Protocol, Sequence
 
 import numpy as np
 
-from .handshake import Gathering
+from ..protocol.handshake import Gathering
 
 # By tensor and array name.
 Arrays = Dict[str, Dict[str, np.ndarray]]

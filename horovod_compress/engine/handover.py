@@ -10,11 +10,11 @@ from typing import Any, Dict, Optional
 
 import numpy as np
 
+from ..compressors.base import Compressor, State, Step
+from ..compressors.wrapper import Wrapper, unwrapped
+from ..kernels import beside
+from ..protocol.requests import Allreduce, HostReduce, TensorStep
 from . import checkpoint
-from .compressors.base import Compressor, State, Step
-from .compressors.wrapper import Wrapper, unwrapped
-from .kernels import beside
-from .requests import Allreduce, HostReduce, TensorStep
 from .step import Begin, Extension, Tensor
 
 # The array of a debt, as long as the tensor and this rank's own.

@@ -3,10 +3,10 @@ in KINDS."""
 
 from typing import Any, Callable, Optional, Tuple, Type
 
+from ..compressors.base import Compressor
+from ..compressors.wrapper import Wrapper
+from ..protocol.machine import Machine
 from . import hosts, split
-from .compressors.base import Compressor
-from .compressors.wrapper import Wrapper
-from .machine import Machine
 
 KINDS: Tuple[Type[Wrapper], ...] = (
     split.Splitting,

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from typing import Any, Dict, Iterable, List
 
-from .requests import TensorStep
+from ..protocol.requests import TensorStep
 from .step import Tensor
 
 

@@ -9,11 +9,11 @@ import numbers
 from abc import abstractmethod
 from typing import Any, Collection, Dict, Iterable, List, Optional, Set
 
+from ..compressors import get_compressor
+from ..compressors.base import Compressor
+from ..compressors.selective import decide_follow_lr
+from ..protocol.handshake import agree, gather, warning_when_stalled
 from .binding import Binding, Unbound
-from .compressors import get_compressor
-from .compressors.base import Compressor
-from .compressors.selective import decide_follow_lr
-from .handshake import agree, gather, warning_when_stalled
 
 _log = logging.getLogger("horovod_compress")
 _NO_MEANING = {

@@ -9,18 +9,19 @@ from abc import ABC, abstractmethod
 from types import FrameType
 from typing import Any, Dict, Iterator, Mapping, Optional, Set, Tuple, Type
 
-from . import kernels, wire
-from .checkpoint import Reducing
-from .compressors import get_compressor, package_of
-from .compressors.base import Compressor
-from .compressors.selective import decide_follow_lr
-from .driver import Driver
-from .handshake import agree
-from .machine import Machine
-from .recording import Destination, Recorder
-from .records import Stats, TensorStats
-from .snapshot import discard
-from .version import __version__
+from .. import kernels
+from ..compressors import get_compressor, package_of
+from ..compressors.base import Compressor
+from ..compressors.selective import decide_follow_lr
+from ..engine.checkpoint import Reducing
+from ..engine.driver import Driver
+from ..engine.recording import Destination, Recorder
+from ..engine.records import Stats, TensorStats
+from ..engine.snapshot import discard
+from ..protocol import wire
+from ..protocol.handshake import agree
+from ..protocol.machine import Machine
+from ..version import __version__
 
 NO_COPIES = (
     "a compression is part of an exchange of ranks, and cannot be copied or pickled: save its "
@@ -39,7 +40,7 @@ class Binding(ABC):
         # Whether there is more than one rank, or may be.
         self._active = active
         self._agreed = False
-        self._host: Optional[Machine] = None
+        self._machine: Optional[Machine] = None
         self._has_told_of_float32 = False
 
     # Whether ranks may come and go.
@@ -87,18 +88,18 @@ class Binding(ABC):
         one."""
 
     @abstractmethod
-    def _host_for(self, compressor: Compressor) -> Optional[Machine]:
+    def _machine_for(self, compressor: Compressor) -> Optional[Machine]:
         """The ranks of this rank's machine, where features around a compressor have use for them.
         ValueError where those cannot have them."""
 
     def _meet(self) -> None:
         """Does what features have to arrange for tensors that have come. All ranks call it, before
         a step."""
-        if self._host is not None and self._host.due:
-            self._host.arrange(self._transport, self._label, self._machine())
+        if self._machine is not None and self._machine.due:
+            self._machine.arrange(self._transport, self._label, self._machine_number())
 
     @abstractmethod
-    def _machine(self) -> int:
+    def _machine_number(self) -> int:
         """The number of this rank's machine."""
 
     @property

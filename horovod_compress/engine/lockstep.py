@@ -6,10 +6,10 @@ from typing import Dict, List, Optional, Sequence
 
 import numpy as np
 
-from .compressors.base import Compressor
+from ..compressors.base import Compressor
+from ..protocol.machine import Machine
+from ..transport.base import Transport
 from .exchange import Exchange
-from .machine import Machine
-from .transport.base import Transport
 
 Named = Dict[str, np.ndarray]
 
@@ -25,7 +25,7 @@ def make_ranks(
     machines = Machine.group(len(transports), local_size)
     tensors = {name: (shape, compressor) for name, shape in shapes.items()}
     return [
-        Exchange(compressor, transport, tensors, host=machine)
+        Exchange(compressor, transport, tensors, machine=machine)
         for transport, machine in zip(transports, machines)
     ]
 

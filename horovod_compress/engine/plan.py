@@ -5,9 +5,9 @@ import fnmatch
 import math
 from typing import Tuple
 
-from .compressors.base import Compressor
-from .compressors.dense import dense_compressor
-from .compressors.selective import SelectiveCompressor
+from ..compressors.base import Compressor
+from ..compressors.dense import dense_compressor
+from ..compressors.selective import SelectiveCompressor
 
 # Where torch.compile puts a model: no module of a user's is called so.
 _COMPILED = "_orig_mod"

@@ -18,10 +18,10 @@ from typing import (
 
 import numpy as np
 
+from ..compressors.base import zeros
+from ..kernels.reference.dense import TOO_LARGE
+from ..protocol.handshake import Words, agree, first_difference, gather, shown
 from .averaging import Arrays, Reducing, mean_of, means_over_ranks
-from .compressors.base import zeros
-from .handshake import Words, agree, first_difference, gather, shown
-from .kernels.reference.dense import TOO_LARGE
 from .step import Tensor
 
 Difference = Optional[Tuple[str, Any, Any]]

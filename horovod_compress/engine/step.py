@@ -14,11 +14,11 @@ from typing import Any, Callable, Generator, Optional, Tuple, Union
 
 import numpy as np
 
-from . import wire
-from .compressors.base import Asking, Compressor, State, Step
-from .compressors.wrapper import Wrapper
-from .kernels import DeviceCall, Encoded, beside
-from .requests import (
+from ..compressors.base import Asking, Compressor, State, Step
+from ..compressors.wrapper import Wrapper
+from ..kernels import DeviceCall, Encoded, beside
+from ..protocol import wire
+from ..protocol.requests import (
     FLOAT32,
     Allgather,
     Allreduce,

@@ -14,14 +14,13 @@ from typing import Any, Callable, Collection, Dict, Iterable, Iterator, List, Op
 
 import numpy as np
 
-from . import checkpoint, kernels
-from .compressors.base import Compressor
-from .compressors.wrapper import with_options
-from .driver import Driver, Transaction
-from .handshake import check_step_numbers, step_numbers
-from .kernels import DeviceCall
-from .machine import Machine
-from .requests import (
+from .. import kernels
+from ..compressors.base import Compressor
+from ..compressors.wrapper import with_options
+from ..kernels import DeviceCall
+from ..protocol.handshake import check_step_numbers, step_numbers
+from ..protocol.machine import Machine
+from ..protocol.requests import (
     FLOAT32,
     Allgather,
     Allreduce,
@@ -31,10 +30,12 @@ from .requests import (
     Joint,
     StepNorm,
 )
+from ..protocol.wire import FrameLength
+from ..transport.base import Transport
+from . import checkpoint
+from .driver import Driver, Transaction
 from .stages import AT_WORK, CALL, DECODE, JOINT, LAST, NORM, ROUND, Pending, Stage, Stages
 from .step import Tensor, conclude
-from .transport.base import Transport
-from .wire import FrameLength
 
 # Elements on a device that are worth launches of their own: passes over so many take some 100 µs,
 # and as much to launch.
@@ -60,7 +61,7 @@ class Exchange(Driver):
     compressor being this one or a variant (other momentum for another parameter group). Every
     tensor of a step is submitted before the first is finished; a step ends when all that was
     submitted is finished. label: what its collectives' names begin with; dense_alone,
-    host: as in Driver.
+    machine: as in Driver.
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class Exchange(Driver):
         tensors: Dict[str, Tuple[tuple, Compressor]],
         label: str = "hvdc",
         dense_alone: bool = False,
-        host: Optional[Machine] = None,
+        machine: Optional[Machine] = None,
     ) -> None:
-        super().__init__(compressor, transport.rank, transport.size, label, dense_alone, host)
+        super().__init__(compressor, transport.rank, transport.size, label, dense_alone, machine)
         self.transport = transport
         for name, (shape, variant) in tensors.items():
             self._add(name, shape, variant)

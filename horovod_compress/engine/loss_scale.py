@@ -9,9 +9,9 @@ import dataclasses
 
 import numpy as np
 
-from . import kernels
-from .compressors.base import Step, multiply
-from .requests import Outcome, TensorStep
+from .. import kernels
+from ..compressors.base import Step, multiply
+from ..protocol.requests import Outcome, TensorStep
 from .step import Begin, Extension, Tensor
 
 

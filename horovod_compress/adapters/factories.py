@@ -11,8 +11,8 @@ import inspect
 import textwrap
 from typing import Any, Callable, Dict, List, Tuple, Type
 
-from .compressors import find, ids
-from .compressors.base import Compressor
+from ..compressors import find, ids
+from ..compressors.base import Compressor
 
 
 class Algorithms(type):

@@ -4,9 +4,9 @@ from typing import Dict
 
 import numpy as np
 
-from .compressors.base import Step
+from ..compressors.base import Step
+from ..protocol.requests import TensorStep
 from .driver import Driver
-from .requests import TensorStep
 from .step import Begin, Extension, Tensor
 
 

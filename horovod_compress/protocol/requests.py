@@ -21,7 +21,7 @@ from typing import (
 
 import numpy as np
 
-from .kernels import Encoded
+from ..kernels import Encoded
 
 # Compared with, many times a step: types by themselves take three times as long.
 FLOAT32 = np.dtype(np.float32)

@@ -5,13 +5,13 @@ import itertools
 from abc import abstractmethod
 from typing import Any, Dict, Iterator, Optional, Tuple
 
-from . import checkpoint
+from ..compressors import get_compressor
+from ..compressors.base import Compressor
+from ..engine import checkpoint
+from ..engine.wrappers import machine_for
+from ..protocol.handshake import gather
+from ..protocol.machine import Machine
 from .binding import Binding, is_elastic, warn_once
-from .compressors import get_compressor
-from .compressors.base import Compressor
-from .handshake import gather
-from .machine import Machine
-from .wrappers import machine_for
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it
 # in the same order. Sets are identified by their ranks here, because Horovod reuses the id of a
@@ -82,13 +82,13 @@ class HorovodBinding(Binding):
         counts as the only one."""
         return (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
 
-    def _host_for(self, compressor: Compressor) -> Optional[Machine]:
+    def _machine_for(self, compressor: Compressor) -> Optional[Machine]:
         if not self._active:
             return None
         machine = machine_for(compressor, self._hvd, self._process_set, is_elastic(), warn_once)
-        return machine and (self._host or machine)
+        return machine and (self._machine or machine)
 
-    def _machine(self) -> int:
+    def _machine_number(self) -> int:
         return self._hvd.cross_rank()
 
     # -- for elastic jobs: see `elastic.py`

@@ -13,17 +13,18 @@ from typing import Any, Collection, Dict, List, Optional, Tuple, cast
 
 import numpy as np
 
-from . import checkpoint, kernels
-from .compressors.base import Compressor, Step
-from .compressors.model import Model
+from .. import kernels
+from ..compressors.base import Compressor, Step
+from ..compressors.model import Model
+from ..protocol.machine import Machine
+from ..protocol.requests import DECLARABLE, FLOAT32, TensorStep
+from ..protocol.wire import FrameLength
+from . import checkpoint
 from .handover import Handover
 from .loss_scale import LossScale
-from .machine import Machine
 from .plan import compressor_for
 from .records import Stats, TensorStats
-from .requests import DECLARABLE, FLOAT32, TensorStep
 from .step import SENT, SPENT, Begin, Extension, Tensor, tensor_step
-from .wire import FrameLength
 from .wrappers import wrapped
 
 _log = logging.getLogger("horovod_compress")
@@ -42,8 +43,8 @@ class Transaction:
 
 class Driver(ABC):
     """One rank's side of a compression. compressor: the configuration in force; dense_alone: where
-    there is one rank only, nothing is held back, because nothing travels; host: the ranks of this
-    one's machine, where features need them. `extensions` are by name, the innermost first."""
+    there is one rank only, nothing is held back, because nothing travels; machine: the ranks of
+    this one's machine, where features need them. `extensions` are by name, the innermost first."""
 
     def __init__(
         self,
@@ -52,12 +53,12 @@ class Driver(ABC):
         size: int,
         label: str,
         dense_alone: bool = False,
-        host: Optional[Machine] = None,
+        machine: Optional[Machine] = None,
     ) -> None:
         self.compressor = compressor
         self._label = label
         self._dense_alone = dense_alone
-        self.host = host
+        self.machine = machine
         self._tensors: Dict[str, Tensor] = {}
         self._model = Model()
         self._now = Step(0, rank, size, clip_norm=compressor.policy.clip_norm)
@@ -172,7 +173,7 @@ class Driver(ABC):
 
     def _add(self, name: str, shape: tuple, variant: Compressor) -> Tensor:
         """Makes a tensor known."""
-        chosen = wrapped(compressor_for(variant, name, shape), shape, self.host)
+        chosen = wrapped(compressor_for(variant, name, shape), shape, self.machine)
         digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
         state, declared = chosen.init(name, shape), chosen.collectives(self._now.size)
         undeclared = [

@@ -9,13 +9,13 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Protocol, Sequ
 
 import numpy as np
 
+from ..compressors import get_compressor
+from ..compressors.base import Compressor
+from ..engine.records import Candidate, Plan
+from ..engine.simulate import simulate
+from ..protocol.handshake import gather
 from .binding import Unbound, is_elastic
-from .compressors import get_compressor
-from .compressors.base import Compressor
 from .deprecated import by_name
-from .handshake import gather
-from .records import Candidate, Plan
-from .simulate import simulate
 from .trials import RULE, Trials, spread
 
 _log = logging.getLogger("horovod_compress")

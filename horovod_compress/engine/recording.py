@@ -23,11 +23,11 @@ from typing import (
 
 import numpy as np
 
-from . import kernels
-from .compressors.base import Compressor, Step
+from .. import kernels
+from ..compressors.base import Compressor, Step
+from ..protocol.requests import TensorStep
 from .driver import Driver
 from .records import Record, TensorRecord
-from .requests import TensorStep
 from .step import SENT, SPENT, Begin, Extension, Tensor
 
 FORMAT = "horovod_compress.record/1"

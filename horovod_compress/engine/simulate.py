@@ -5,11 +5,11 @@ from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from .compressors import Spec, get_compressor
-from .compressors.selective import decide_follow_lr
+from ..compressors import Spec, get_compressor
+from ..compressors.selective import decide_follow_lr
+from ..transport.loopback import Loopback
 from .lockstep import Named, make_ranks, run_step
 from .records import Stats
-from .transport.loopback import Loopback
 
 
 @dataclasses.dataclass(repr=False)

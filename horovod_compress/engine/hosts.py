@@ -19,15 +19,16 @@ from typing import Any, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence,
 
 import numpy as np
 
-from . import checkpoint, kernels
+from .. import kernels
+from ..compressors.base import Compressor, State, Step, result_of, zeros
+from ..compressors.topk import TopK
+from ..compressors.wrapper import Wrapper
+from ..protocol.handshake import Gathering, Words, gather, shown
+from ..protocol.machine import Machine
+from ..protocol.requests import Allreduce, Collective, HostReduce
+from . import checkpoint
 from .averaging import Arrays
-from .compressors.base import Compressor, State, Step, result_of, zeros
-from .compressors.topk import TopK
-from .compressors.wrapper import Wrapper
 from .handover import OWED, late
-from .handshake import Gathering, Words, gather, shown
-from .machine import Machine
-from .requests import Allreduce, Collective, HostReduce
 from .step import Tensor
 
 _TOGETHER = Collective("allreduce", "float32", "max")

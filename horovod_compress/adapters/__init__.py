@@ -1,0 +1,1 @@
+"""What all hosts of compressions share, whatever their framework is."""

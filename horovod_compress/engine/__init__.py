@@ -1,0 +1,1 @@
+"""Steps of tensors, from their gradients to their results, and the features around them."""
