@@ -25,6 +25,8 @@ _RESERVED_OPTIONS = (
     "process_set",
     "grad_scaler",
     "discardable",
+    "traits",
+    "policy",
 )
 
 

@@ -3,6 +3,7 @@ nothing of frameworks or networks."""
 
 import dataclasses
 import functools
+import inspect
 import math
 import warnings
 import zlib
@@ -169,6 +170,9 @@ _GONE = {
         "a switch hands on what `residual` returns, and an array u with the momentum `m`"
     ),
     frozenset({"end_step"}): "override `commit`, `rollback` or `forget_sent`",
+    frozenset({"for_part", "split", "with_options", "collective"}): (
+        "hosts=true and exchange=split stand around an algorithm, and ask it for nothing more"
+    ),
 }
 
 
@@ -200,30 +204,41 @@ class Compressor(ABC):
                     f"{cls.__name__} has {', '.join(sorted(own.keys() & gone))}, which nothing "
                     f"calls any more: {instead}"
                 )
+        if not isinstance(cls.traits, Traits) or "policy" in own:
+            raise TypeError(
+                f"{cls.__name__} has an attribute or option named traits or policy, which say "
+                f"what others have to know of it: call it something else"
+            )
         if "traits" not in own:
             # That kernels and types suit it, each class says for itself.
-            inherited = cls.traits._replace(on_device=False, carries_float64=False)
-            cls.traits = inherited._replace(number=-1) if own.get("id") else inherited
-        old = {name: own[name] for name in Traits._fields if name in own}
+            cls.traits = cls.traits._replace(on_device=False, carries_float64=False)
+        parent = next(each for each in cls.__mro__[1:] if issubclass(each, Compressor))
+        if own.get("id") and cls.traits.number == parent.traits.number:
+            # That of the algorithm it derives from.
+            cls.traits = cls.traits._replace(number=-1)
+        old = _traits_of_before(cls)
         if old:
             names = ", ".join(f"{name}=…" for name in old)
             warnings.warn(
                 f"horovod_compress: {cls.__name__} has attributes of its own for what its `traits` "
                 f"say: write traits = Traits({names})",
                 DeprecationWarning,
-                stacklevel=2,
+                # Behind ABCMeta's frame.
+                stacklevel=3,
             )
             cls.traits = cls.traits._replace(**old)
         if own.get("id") and cls.traits.number < 0:
             number = 128 + zlib.crc32(own["id"].encode()) % 128
             cls.traits = cls.traits._replace(number=number)
+        # A method of this package that is no generator asks for nothing on the host.
         for name in _MAY_ASK & own.keys():
-            setattr(cls, name, plain_where_it_can(own[name]))
+            if not _is_ours(cls) or inspect.isgeneratorfunction(own[name]):
+                setattr(cls, name, plain_where_it_can(own[name]))
 
     @functools.cached_property
     def policy(self) -> Policy:
         """What others than the algorithm need of its options."""
-        its = (name for name in Policy._fields if hasattr(type(self), name))
+        its = (name for name in Policy._fields if hasattr(self, name))
         return Policy(**{name: getattr(self, name) for name in its})
 
     def __post_init__(self) -> None:
@@ -356,6 +371,29 @@ class Compressor(ABC):
     def apply_pending(self, state: State) -> None:
         """Brings the arrays up to date between steps, where `commit` left a pending change to the
         next `encode`."""
+
+
+def _is_ours(cls: type) -> bool:
+    """Whether a class is this package's."""
+    return cls.__module__.startswith(f"{__name__.partition('.')[0]}.")
+
+
+def _traits_of_before(cls: Type[Compressor]) -> Dict[str, Any]:
+    """What a class, or what it is mixed with, says by attributes of its own, as compressors once
+    did. TypeError for what is no plain value."""
+    mixed = [each for each in cls.__mro__ if each is cls or not issubclass(each, Compressor)]
+    found = {
+        name: vars(each)[name]
+        for each in reversed(mixed)
+        for name in Traits._fields
+        if name in vars(each)
+    }
+    for name, value in found.items():
+        if hasattr(type(value), "__get__"):
+            raise TypeError(
+                f"{cls.__name__}: {name} must be a plain value: write traits = Traits({name}=…)"
+            )
+    return found
 
 
 def multiply(out: np.ndarray, scale: float, largest: float) -> bool:

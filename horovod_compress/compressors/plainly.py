@@ -1,7 +1,7 @@
 """Methods that are generators, and return their result plainly where they ask for nothing."""
 
 import functools
-import inspect
+from types import GeneratorType
 from typing import Any, Callable, Generator
 
 
@@ -15,12 +15,11 @@ def plain_where_it_can(method: Callable[..., Any]) -> Callable[..., Any]:
         The method, begun at once: a generator only comes of it where something is asked for.
     """
 
-    if not inspect.isgeneratorfunction(method):
-        return method
-
     @functools.wraps(method)
     def begun(*arguments: Any, **named: Any) -> Any:
         asking = method(*arguments, **named)
+        if not isinstance(asking, GeneratorType):
+            return asking
         try:
             request = asking.send(None)
         except StopIteration as stop:

@@ -66,7 +66,9 @@ class Wrapper(Compressor):
 
     def __post_init__(self) -> None:
         # What is done around it is on the CPU, where a base would be left.
-        traits = self.inner.traits._replace(on_device=False, takes_base=False)
+        traits = self.inner.traits._replace(
+            on_device=False, takes_base=False, carries_float64=False
+        )
         known = {"id": self.inner.id, "kept": self.inner.kept, "policy": self.inner.policy}
         vars(self).update(known, traits=traits)
 

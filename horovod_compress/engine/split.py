@@ -26,7 +26,15 @@ from ..kernels import Encoded, new_body
 from ..kernels.reference.dense import TOO_LARGE
 from ..protocol import wire
 from ..protocol.machine import Machine
-from ..protocol.requests import Allgather, Alltoall, Arrived, Collective, Joint, Lengths
+from ..protocol.requests import (
+    Allgather,
+    Alltoall,
+    Arrived,
+    Collective,
+    Joint,
+    Lengths,
+    Payload,
+)
 
 _LENGTH = struct.Struct("<I")
 # In place of a length: the rest is what an owner says of the entries that it was sent.
@@ -87,7 +95,7 @@ class SelectAgain(Joint):
     label = "split"
 
     def __post_init__(self) -> None:
-        self.elements = self.payload.elements
+        self.elements, self.finite = self.payload.elements, self.payload.finite
 
     @classmethod
     def exchange(
@@ -154,7 +162,7 @@ class Splitting(Wrapper):
         return cls(compressor) if splits else compressor
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
-        return Collective("alltoall", "uint8"), GATHER
+        return (*self.inner.collectives(size)[:-1], Collective("alltoall", "uint8"), GATHER)
 
     def payload_bits(self, numel: int, step: Step) -> Optional[float]:
         bits = self.inner.payload_bits(numel, step)
@@ -162,9 +170,11 @@ class Splitting(Wrapper):
         payloads = 1 + accepted(self.inner, step.size)
         return None if bits is None else bits * payloads / step.size
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[SelectAgain]:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[Payload]:
         inner, residual = self.inner, self.residual(state)
         encoded = yield from result_of(inner.encode(grad, state, step))
+        if not isinstance(encoded, Encoded):
+            return encoded
         return SelectAgain(
             encoded, split_of(inner, grad.size, step), grad, residual, inner.traits.number
         )
@@ -178,7 +188,7 @@ class Splitting(Wrapper):
         finite, factor = True, scale / summed.scale
         for first, last, body in summed.bodies:
             try:
-                finite &= kernels.host.decode_add_sparse(out[first:last], body, scale=factor)
+                finite &= kernels.at_once(self.inner.add(body, out[first:last], factor))
             except ValueError as error:
                 where = f"sums of {state.name} from element {first} on"
                 raise wire.WireError(f"{where}: {error}") from None

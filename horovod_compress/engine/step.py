@@ -286,7 +286,7 @@ def _check(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step) -> No
             f"{tensor.declared}"
         )
     if (
-        isinstance(payload, Encoded)
+        isinstance(payload, (Encoded, Joint))
         and payload.finite
         and (grad.any() if step.base is None else (grad != step.base).any())
     ):

@@ -110,13 +110,15 @@ class Joint:
     it.
 
     collective: the last one of that exchange; label: part of its collectives' names; elements: how
-    many this rank sends; digest: the tensor's, which `tensor_step` sets.
+    many this rank sends; finite: whether this rank's gradient is; digest: the tensor's, which
+    `tensor_step` sets.
     """
 
     collective: ClassVar[Collective]
     label: ClassVar[str]
     digest: int = 0
     elements: int
+    finite: bool
 
     @classmethod
     def exchange(

@@ -257,7 +257,7 @@ def measure(
     Raises:
         ValueError: the compression cannot be measured on one rank.
     """
-    if compressor.policy.exchange != "gather":
+    if compressor.policy.exchange == "split":
         raise ValueError(
             f"{compressor.id}: exchange=split is work of all ranks, and this measures one: measure "
             "exchange=gather, compare both with `hvdcompress plan`, or both on real ranks with "

@@ -7,6 +7,7 @@ import pytest
 from ranks import gradients, ranks_of
 
 from horovod_compress.compressors.base import Compressor, State, Traits
+from horovod_compress.compressors.bf16 import BFloat16
 from horovod_compress.compressors.fp16 import Float16
 from horovod_compress.compressors.maxnorm import MaxNorm
 from horovod_compress.compressors.none import NoCompression
@@ -14,6 +15,7 @@ from horovod_compress.compressors.options import Count, option
 from horovod_compress.compressors.topk import TopK
 from horovod_compress.compressors.wrapper import Wrapper, with_options
 from horovod_compress.engine.lockstep import make_ranks, run_step
+from horovod_compress.protocol.requests import HostReduce
 from horovod_compress.transport.loopback import Loopback
 
 SHAPES = {"w": (30, 40)}
@@ -51,7 +53,8 @@ def looking_at_results(base):
 
 
 @pytest.mark.parametrize(
-    "plain", [TopK(ratio=0.1, min_numel=0), Float16(), MaxNorm(min_numel=0), NoCompression()]
+    "plain",
+    [TopK(ratio=0.1, min_numel=0), BFloat16(), Float16(), MaxNorm(min_numel=0), NoCompression()],
 )
 def test_what_super_returns_is_there_on_the_host(plain):
     looking = looking_at_results(type(plain))(**dataclasses.asdict(plain))
@@ -92,6 +95,57 @@ def test_attributes_that_traits_now_say_still_work_with_a_warning():
     number = cls.traits.number
     assert number >= 128
     assert cls.traits == Traits(number, "a paper", on_device=True, state_type=Own)
+
+
+def test_what_a_class_is_mixed_with_may_say_them_too():
+    mixin = type("Mixin", (), {"takes_scale": True})
+    with pytest.warns(DeprecationWarning, match="write traits = Traits.takes_scale=…"):
+        cls = type("Mixed", (mixin, NoCompression), {"id": "mixed"})
+    assert cls.traits.takes_scale and cls.traits.number >= 128
+    with pytest.raises(TypeError, match="takes_scale must be a plain value: write traits"):
+        type("Asked", (NoCompression,), {"takes_scale": property(lambda self: False)})
+    with pytest.raises(TypeError, match="named traits or policy"):
+        type("Named", (NoCompression,), {"policy": "mine"})
+
+
+def test_a_derived_algorithm_has_a_number_of_its_own():
+    own = {"id": "own", "traits": TopK.traits._replace(on_device=False)}
+    assert type("Own", (TopK,), own).traits.number >= 128
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Clipped(TopK):
+    """Sets an option that others read when it is made."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "clip_norm", 1.0)
+
+
+def test_others_read_what_an_algorithm_has_set_itself():
+    assert Clipped().policy.clip_norm == 1.0
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Halved(TopK):
+    """Decodes half of what was sent, and nothing but zeros in a step without a gradient."""
+
+    def encode(self, grad, state, step):
+        encoded = super().encode(grad, state, step)
+        return encoded if step.index == 0 else HostReduce(np.zeros_like(grad))
+
+    def add(self, body, out, scale):
+        return super().add(body, out, scale / 2)
+
+
+def test_split_leaves_an_algorithm_its_own_methods():
+    spec = {"ratio": 0.1, "min_numel": 0, "exchange": "split"}
+    exchanges = [
+        make_ranks(each, SHAPES, Loopback.group(2)) for each in (TopK(**spec), Halved(**spec))
+    ]
+    plain, halved = (run_step(ranks, gradients(0, shapes=SHAPES))[0]["w"] for ranks in exchanges)
+    np.testing.assert_allclose(halved, plain / 2)
+    assert plain.any() and not run_step(exchanges[1], gradients(1, shapes=SHAPES))[0]["w"].any()
 
 
 def test_a_class_says_for_itself_what_kernels_and_types_suit_it():
