@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..adapters.binding import warn_once
@@ -32,8 +33,14 @@ def check_model(model: Any) -> None:
     for name, why in _NOT_WITH.items():
         if getattr(model, name, None):
             raise ValueError(f"DistributedDataParallel with {name.strip('_')} {why}")
+    complex_ones = [name for name, p in model.module.named_parameters() if p.is_complex()]
+    if complex_ones:
+        raise ValueError(
+            f"{complex_ones[0]} is complex, and DistributedDataParallel hands only half of such a "
+            f"gradient to a communication hook: keep real and imaginary parts as real parameters"
+        )
     for name, module in model.module.named_modules():
-        if getattr(module, "sparse", False) is True:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ValueError(
                 f"{name or 'the model'} has sparse gradients, which are not compressed: make it "
                 "with sparse=False"
@@ -44,6 +51,21 @@ def check_model(model: Any) -> None:
             f"compression under DistributedDataParallel was tried on CPUs only, and this model is "
             f"on {', '.join(sorted(devices))}. Most likely all is well: none must train as plain "
             "DistributedDataParallel does, and so must topk:ratio=1, to within rounding"
+        )
+
+
+def check_optimizer(model: Any, optimizer: Any) -> None:
+    """Looks whether an optimizer steps a model.
+
+    Raises:
+        ValueError: it has none of the model's parameters.
+    """
+    if optimizer is None:
+        return
+    own = {id(param) for param in model.module.parameters()}
+    if not any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError(
+            "this optimizer has no parameter of the model: give ddp.compress the one that steps it"
         )
 
 

@@ -16,7 +16,7 @@ from ..pytorch.compression import OptimizerCompression, check_types
 from ..pytorch.lifecycle import Event
 from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure, without_wrappers
 from ..pytorch.parameters import Slot, named
-from .checks import check_model, check_step, check_unhooked
+from .checks import check_model, check_optimizer, check_step, check_unhooked
 from .ranks import RanksBinding
 
 _UNUSED = (
@@ -80,6 +80,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         check_model(model)
         check_types(optimizer, grad_scaler)
         optimizer = None if optimizer is None else without_wrappers(optimizer)
+        check_optimizer(model, optimizer)
         RanksBinding.__init__(self, model.process_group)
         OptimizerCompression.__init__(self, grad_scaler, discardable)
         self._model = weakref.ref(model)
@@ -90,6 +91,8 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         ]
         self._bind(spec, optimizer, named(None, pairs))
         self._by_parameter = {id(slot.param): slot for slot in self._slots}
+        # Whether a backward pass has begun to exchange, and not come to its end.
+        self._interrupted = False
         self._sent: List[_Sent] = []
         # Of this step's buckets: their futures, and what those will hold.
         self._futures: List[Tuple[torch.futures.Future, torch.Tensor]] = []
@@ -98,6 +101,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         # Parameters that backward passes have reached since the last exchange. None where DDP
         # expects all to be reached.
         self._reached: Optional[Set[int]] = None
+        self._replace_others()
         if optimizer is not None and self._active:
             self._optimizer = optimizer
             self._register(optimizer)
@@ -137,13 +141,26 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             future.set_result(buffer)
             return future
         if bucket.index() == 0:
+            self._interrupted = True
             self._begin()
         self._futures.append((future, buffer))
         self._submit_bucket(bucket, buffer)
         ranks.send()
         if bucket.is_last():
             self._finish()
+            self._interrupted = False
         return future
+
+    def serves(self, param: torch.nn.Parameter) -> bool:
+        """Whether this is the compression of a parameter, of a model that is still there."""
+        return id(param) in self._by_parameter and self._model() is not None
+
+    def _replace_others(self) -> None:
+        """Ends what a compression of before does around steps, where a model was wrapped anew."""
+        for other in list(_serving):
+            if other._by_parameter.keys() & self._by_parameter.keys():
+                other._unregister()
+        _serving.add(self)
 
     def _begin(self) -> None:
         """Before the first bucket of a step."""
@@ -239,6 +256,9 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         @torch.no_grad()
         def bring() -> None:
             for param, result in left:
+                # A frozen one stays where it is.
+                if not param.requires_grad:
+                    continue
                 if param.grad is None:
                     if result.any():
                         param.grad = result.clone()
@@ -267,7 +287,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         return loss
 
     def _use_results(self, optimizer: torch.optim.Optimizer, event: Event) -> None:
-        if self._exchange_is_made and self._exchange.under_way:
+        if self._interrupted:
             raise RuntimeError(_INTERRUPTED)
         super()._use_results(optimizer, event)
 
@@ -279,6 +299,9 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             if not skipped and (self._discardable or self._compressor.policy.m):
                 raise RuntimeError(_UNUSED)
         super()._leave_unused()
+
+
+_serving: "weakref.WeakSet[DDPCompression]" = weakref.WeakSet()
 
 
 class ChosenDDPCompression(Chosen, DDPCompression):

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -70,10 +70,27 @@ def _group_beside(group: Optional[dist.ProcessGroup]) -> dist.ProcessGroup:
     group = dist.group.WORLD if group is None else group
     with_nccl = "nccl" in dist.get_backend_config(group)
     options = group._get_backend(group._device_types[0]).options
+    everybody = dist.get_world_size(group) == dist.get_world_size()
+    if not everybody:
+        _check_names(group)
     return dist.new_group(
         dist.get_process_group_ranks(group),
         # Else ranks would wait half an hour for one that has died, whatever the user has said.
         timeout=options._timeout,
         backend="cpu:gloo,cuda:nccl" if with_nccl else "gloo",
-        use_local_synchronization=True,
+        use_local_synchronization=not everybody,
     )
+
+
+def _check_names(group: dist.ProcessGroup) -> None:
+    """Raises ValueError, on all ranks of a group, where they are in different numbers of groups.
+    PyTorch makes the name of a new one of these from that number, and they would wait for each
+    other under different names."""
+    numbers: List[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(numbers, len(dist.distributed_c10d._world.pg_names), group=group)
+    if len(set(numbers)) > 1:
+        raise ValueError(
+            f"the ranks of this process group are in {numbers} groups each, and PyTorch cannot "
+            "make another one of them then: make the compression before other groups, or have all "
+            "of its ranks be in as many"
+        )

@@ -22,7 +22,7 @@ class HookState(Unbound):
 
     def __init__(self, spec: Any, **options: Any) -> None:
         super().__init__("none" if is_auto(spec) else spec, **options)
-        moments = getattr(self._compressor, "moments", "minibatch")
+        moments = self._compressor.policy.moments
         if moments != "minibatch":
             raise ValueError(
                 f"{self._compressor.id}: moments={moments} begin with a forward "
@@ -48,6 +48,11 @@ class HookState(Unbound):
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future:
         """As of `DDPCompression`."""
+        if self._bound and not self._bound[0].serves(bucket.parameters()[0]):
+            raise ValueError(
+                "this communication hook has served another model, and keeps what that has not "
+                "sent: give each model a pair of its own, by ddp.comm_hook(…)"
+            )
         return self.the_only().exchange(bucket)
 
     def serve(self, optimizer: Any) -> None:

@@ -2,7 +2,7 @@
 results, whoever hands gradients over."""
 
 from abc import abstractmethod
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
@@ -25,6 +25,8 @@ class OptimizerSteps(Binding):
     def __init__(self, grad_scaler: Any, discardable: bool) -> None:
         # The one that uses the results, once it is known.
         self._optimizer: Optional[torch.optim.Optimizer] = None
+        # Of the hooks around its steps.
+        self._handles: List[Any] = []
         self._grad_scaler = grad_scaler
         self._discardable = bool(discardable or grad_scaler is not None)
         self._step = Lifecycle()
@@ -114,8 +116,17 @@ class OptimizerSteps(Binding):
         def before(_: Any, args: tuple, kwargs: Dict[str, Any]) -> Any:
             return self._before_step(optimizer, args, kwargs)
 
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: self._after_step()))
+        after = torch.compiler.disable(lambda *_: self._after_step())
+        self._handles = [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+        ]
+
+    def _unregister(self) -> None:
+        """Has them go on without this."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     @abstractmethod
     def _before_step(self, optimizer: Any, args: tuple, kwargs: Dict[str, Any]) -> Optional[tuple]:

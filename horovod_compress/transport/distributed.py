@@ -1,6 +1,7 @@
 """The collectives of torch.distributed, on Gloo for what is in host memory, whatever the model's
 backend is."""
 
+import zlib
 from abc import ABC, abstractmethod
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..protocol.handshake import MismatchError
 from .base import Transport
 
 # Bytes from which a tensor is reduced in its own memory; smaller ones are joined.
@@ -44,7 +46,8 @@ class _Message(ABC):
 
 
 class _Gather(_Message):
-    """A row of bytes from each rank: the lengths of its frames, and the frames.
+    """A row of bytes from each rank: a mark of what is gathered, the lengths of its frames, and the
+    frames.
 
     Rows are cut where most of late have ended, because all must be equally long. Every rank sees
     all lengths in them, so all know alike whether a second gather brings the rest.
@@ -63,8 +66,9 @@ class _Gather(_Message):
         return len(self.frames) - 1
 
     def _start(self) -> None:
-        lengths = np.array([frame.nbytes for frame in self.frames], np.int64)
-        self._row = np.concatenate([lengths.view(np.uint8), *self.frames])
+        self._mark = zlib.crc32("\n".join(self.names).encode())
+        head = np.array([self._mark, *(frame.nbytes for frame in self.frames)], np.int64)
+        self._row = np.concatenate([head.view(np.uint8), *self.frames])
         self._cut = self._transport.cut(self.names)
         self._rows, self._work = self._gathered(self._row[: self._cut], self._cut)
 
@@ -79,15 +83,22 @@ class _Gather(_Message):
 
     def _wait(self) -> None:
         self._work.wait()
-        rows = self._rows.numpy()
-        lengths = np.ascontiguousarray(rows[:, : 8 * len(self.names)]).view(np.int64)
-        longest = 8 * len(self.names) + int(lengths.sum(axis=1).max())
+        rows, begin = self._rows.numpy(), _head_of(self.names)
+        head = np.ascontiguousarray(rows[:, :begin]).view(np.int64)
+        if (head[:, 0] != self._mark).any():
+            raise MismatchError(
+                f"rank {self._transport.rank} gathers {self.names[0]}, and another rank something "
+                "else: state_dict(portable=True), switch() and handshake() are calls of all ranks, "
+                "after the same step"
+            )
+        lengths = head[:, 1:]
+        longest = begin + int(lengths.sum(axis=1).max())
         if longest > self._cut:
             rest, work = self._gathered(self._row[self._cut :], longest - self._cut)
             work.wait()
             rows = np.concatenate([rows, rest.numpy()], axis=1)
             self._transport.lengthen(self.names, longest)
-        self._results, self._ends = rows, 8 * len(self.names) + np.cumsum(lengths, axis=1)
+        self._results, self._ends = rows, begin + np.cumsum(lengths, axis=1)
         self._lengths = lengths
 
     def result(self, number: int) -> np.ndarray:
@@ -123,6 +134,11 @@ class _Reduction(_Message):
                 tensor.view(-1).copy_(part)
 
 
+def _head_of(names: Sequence[str]) -> int:
+    """The bytes of a row before its first frame."""
+    return 8 + 8 * len(names)
+
+
 class DistributedTransport(Transport):
     """The ranks of a process group that is for this alone.
 
@@ -140,7 +156,7 @@ class DistributedTransport(Transport):
 
     def cut(self, names: Sequence[str]) -> int:
         """Where the rows of a gather of these collectives are cut: not before the lengths end."""
-        return self._cuts.get(tuple(names), 8 * len(names))
+        return self._cuts.get(tuple(names), _head_of(names))
 
     def lengthen(self, names: Sequence[str], longest: int) -> None:
         """Has later rows hold one of `longest` bytes, and a 32nd more."""

@@ -15,6 +15,7 @@ from horovod_compress import MismatchError, ddp
 from .options import SPARSE, told_model
 from .told import assert_nothing_lost, told
 from .training import (
+    DENSE,
     assert_replicas_identical,
     backward,
     batches,
@@ -63,6 +64,11 @@ def what_is_refused_is_named():
     embedding = DDP(nn.Sequential(nn.Embedding(5, 3, sparse=True)))
     with raises(ValueError, "0 has sparse gradients", "sparse=False"):
         ddp.compress(embedding, sgd(embedding), "none")
+    numbers = DDP(nn.Linear(3, 3, dtype=torch.complex64))
+    with raises(ValueError, "weight is complex", "real and imaginary parts"):
+        ddp.compress(numbers, sgd(numbers), "none")
+    with raises(ValueError, "no parameter of the model"):
+        ddp.compress(DDP(model_of()), optimizer, "none")
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         python = DDP(nn.Linear(3, 3))
     with raises(ValueError, "python_reducer"):
@@ -90,6 +96,47 @@ def what_comes_later_is_refused():
     compression._by_parameter.pop(id(net.out.weight))
     with raises(ValueError, "frozen"):
         train(model, optimizer, batches(1))
+
+
+@case(2)
+def a_refused_backward_pass_is_no_step():
+    """Its gradients are not those of all ranks."""
+    model, optimizer, _ = wrapped(DENSE)
+    train(model, optimizer, batches(2))
+    first, second = batches(2)
+    backward(model, *first)
+    with raises(RuntimeError, "no optimizer.step() has used the results"):
+        backward(model, *second)
+    with raises(RuntimeError, "new DistributedDataParallel"):
+        optimizer.step()
+    assert_replicas_identical(model)
+
+
+@case(2)
+def a_hook_that_has_served_a_model_is_refused_in_another():
+    state, hook = ddp.comm_hook(SPARSE)
+    for refused in (False, True):
+        model = DDP(model_of())
+        model.register_comm_hook(state, hook)
+        optimizer = sgd(model)
+        if refused:
+            with raises(ValueError, "has served another model", "ddp.comm_hook"):
+                train(model, optimizer, batches(1))
+        else:
+            train(model, optimizer, batches(1))
+
+
+@case(2)
+def a_model_that_is_wrapped_anew_leaves_its_optimizer_to_the_new_compression():
+    model, optimizer, compression = wrapped(SPARSE)
+    train(model, optimizer, batches(2))
+    state = compression.state_dict()
+    again = DDP(model.module)
+    compression = ddp.compress(again, optimizer, SPARSE)
+    compression.load_state_dict(state)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    train(again, optimizer, batches(2))
+    assert_replicas_identical(again)
 
 
 @case(2, 3)

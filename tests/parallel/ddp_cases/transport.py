@@ -2,9 +2,13 @@
 
 import numpy as np
 import torch.distributed as dist
-from checks import registry
+from checks import raises, registry
+from torch.nn.parallel import DistributedDataParallel as DDP
 
+from horovod_compress import MismatchError, ddp
 from horovod_compress.transport.distributed import DistributedTransport
+
+from .training import assert_replicas_identical, batches, model_of, sgd, train, wrapped
 
 CASES, case = registry()
 
@@ -18,6 +22,32 @@ def lengths_of(rng, size, count):
 def frames_of(rank, step, lengths):
     rng = np.random.default_rng((rank, step))
     return [rng.integers(0, 256, length, np.uint8) for length in lengths]
+
+
+@case(2)
+def ranks_that_gather_different_things_get_an_error():
+    transport = DistributedTransport(dist.new_group())
+    wait = transport.allgather("step" if dist.get_rank() else "state", np.zeros(3, np.uint8))
+    with raises(MismatchError, "another rank something else", "calls of all ranks"):
+        wait()
+
+
+@case(2)
+def ranks_in_different_numbers_of_groups_make_one_more():
+    dist.new_group([0], use_local_synchronization=True)
+    model, optimizer, _ = wrapped("topk:ratio=0.1")
+    train(model, optimizer, batches(2))
+    assert_replicas_identical(model)
+
+
+@case(3)
+def ranks_of_a_group_that_are_in_different_numbers_of_groups_are_refused():
+    dist.new_group([0])
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        model = DDP(model_of(), process_group=pair)
+        with raises(ValueError, "[3, 2] groups each", "before other groups"):
+            ddp.compress(model, sgd(model), "none")
 
 
 @case(2, 3)

@@ -1,5 +1,6 @@
 """Parameters that are not used in each step, on one rank or on any."""
 
+import torch
 import torch.distributed as dist
 from checks import registry
 
@@ -37,6 +38,21 @@ def nothing_is_lost_of_parameters_that_no_rank_uses():
                 assert_replicas_identical(model)
                 if spec != "maxnorm":
                     assert_nothing_lost(model, compression, gradients)
+
+
+@case(2)
+def a_parameter_that_is_frozen_stays_where_it_is():
+    options = {"find_unused_parameters": True}
+    model, optimizer, _ = told_model("topk:ratio=0.05,min_numel=0", options=options)
+    for step in range(4):
+        if step == 2:
+            param = dict(model.module.named_parameters())["matrix"].requires_grad_(False)
+            before = param.clone()
+        optimizer.zero_grad()
+        model(told(dist.get_rank(), step)).backward()
+        optimizer.step()
+    assert torch.equal(param, before)
+    assert_replicas_identical(model)
 
 
 @case(2)
