@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(config, items):
 # Files whose tests share a fixture that trains or compiles.
 SHARE_A_FIXTURE = ("tests/unit/test_convergence.py", "tests/unit/test_sanitizers.py")
 # Files whose jobs of ranks compute all the time.
-BUSY = ("devices", "ranks", "tensorflow", "users")
+BUSY = ("ddp", "devices", "ranks", "tensorflow", "users")
 
 
 def _group(nodeid):

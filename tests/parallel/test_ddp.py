@@ -13,18 +13,28 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
     pytest.skip("needs torch.distributed with Gloo", allow_module_level=True)
 
 from ddp_cases import CASES  # noqa: E402
-from jobs import ENVIRONMENT, LIMIT  # noqa: E402
+from jobs import ENVIRONMENT, LIMIT, on_sizes  # noqa: E402
 
 TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone --no-python"
-CHOSEN = [(size, case) for size in (1, 2, 3) for case, (sizes, _) in CASES.items() if size in sizes]
+# What everybody's run shows.
+PROMISES = (
+    "dense_limits_are_plain_ddp",
+    "every_algorithm_gives_what_simulate_gives",
+    "gradients_that_are_not_finite_lose_nothing",
+    "mismatched_ranks_are_named",
+    "resume_is_bit_for_bit",
+    "what_is_refused_is_named",
+)
 
 
-def by_tier(size, case):
-    """The parameters of a case on `size` ranks, and its tier."""
-    return pytest.param(size, case, marks=() if size == 2 else pytest.mark.extended)
-
-
-@pytest.mark.parametrize("size, case", [by_tier(*each) for each in CHOSEN])
+@pytest.mark.parametrize(
+    "size, case",
+    on_sizes(
+        {case: sizes for case, (sizes, _) in CASES.items()},
+        PROMISES,
+        again={3: ("frames_of_any_length_arrive_in_rank_order", "every_algorithm_trains")},
+    ),
+)
 def test_under_torchrun(job, size, case):
     job(f"{TORCHRUN} --nproc_per_node {{size}}", size, cases="ddp_cases").assert_passed(case)
 
