@@ -6,9 +6,10 @@ from typing import Tuple, Union
 import numpy as np
 
 from .. import kernels
-from .base import LOCAL, Asking, State, Step, Traits
+from .base import Asking, Step, Traits
 from .options import Auto, Count, Number, option
 from .selective import GatheringCompressor
+from .state import LOCAL, State
 
 _CONVOLUTION, _FULLY_CONNECTED = 50, 500
 _NOTHING = np.empty(0, np.uint32), 0.0

@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 
 from .. import kernels
-from .base import Asking, Compressor, Decoded, State, Step, Traits
+from .base import Asking, Compressor, Decoded, Step, Traits
+from .state import State
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

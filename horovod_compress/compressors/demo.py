@@ -9,10 +9,11 @@ from typing import Dict, Tuple, Union
 import numpy as np
 
 from .. import kernels
-from .base import LOCAL, State, Step, Traits, Undo
+from .base import Step, Traits
 from .options import Auto, Choice, Count, Number, option
 from .powersgd import matrix_of
 from .selective import SelectiveCompressor
+from .state import LOCAL, State, Undo
 from .topk import VALUE_BITS
 
 

@@ -9,11 +9,12 @@ import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Collective, HostReduce
-from .base import LOCAL, SHARED, Asking, Compressor, Encoding, State, Step, Traits, result_of, zeros
+from .base import Asking, Compressor, Encoding, Step, Traits, result_of
 from .dense import dense_compressor
 from .none import NoCompression
 from .options import Choice, Count, Flag, Number, Schedule, ZeroOrCount, option
 from .quantizer import QuantizerState
+from .state import LOCAL, SHARED, State, zeros
 from .topk import TopK
 
 

@@ -6,9 +6,10 @@ from typing import Optional
 import numpy as np
 
 from .. import kernels
-from .base import State, Step, Traits
+from .base import Step, Traits
 from .options import Flag, option
 from .selective import ErrorFeedback
+from .state import State
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -8,8 +8,9 @@ import numpy as np
 
 from .. import kernels
 from ..protocol.requests import FLOAT32, Collective, HostReduce
-from .base import Asking, State, Step, Traits, result_of
+from .base import Asking, Step, Traits, result_of
 from .none import NoCompression
+from .state import State
 
 _LARGEST = 65504
 # Halfway to the next: what is as large rounds to infinity.

@@ -9,9 +9,10 @@ import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Allreduce, Collective
-from .base import LOCAL, State, Step, Traits, Undo
+from .base import Step, Traits
 from .options import Choice, Count, Flag, Number, option
 from .selective import SelectiveCompressor
+from .state import LOCAL, State, Undo
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

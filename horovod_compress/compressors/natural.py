@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 
 from .. import kernels
-from .base import State, Step, Traits
+from .base import Step, Traits
 from .selective import GatheringCompressor
+from .state import State
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -7,7 +7,8 @@ from typing import ClassVar, Optional, Tuple
 import numpy as np
 
 from ..protocol.requests import Collective, HostReduce
-from .base import HOST, Compressor, Decoded, State, Step, Traits
+from .base import HOST, Compressor, Decoded, Step, Traits
+from .state import State
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

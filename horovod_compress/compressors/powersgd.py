@@ -8,9 +8,10 @@ import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Allreduce, Collective
-from .base import LOCAL, SHARED, Asking, State, Step, Traits, result_of, zeros
+from .base import Asking, Step, Traits, result_of
 from .options import Count, Number, option
 from .selective import SelectiveCompressor
+from .state import LOCAL, SHARED, State, zeros
 
 # A bound on the result's elements from which they may not be finite.
 _MOST = 2.0**126

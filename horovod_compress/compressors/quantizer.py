@@ -9,8 +9,9 @@ import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Allreduce, Collective
-from .base import LARGEST, Asking, State, Step, result_of
+from .base import LARGEST, Asking, Step, result_of
 from .globalrandk import SharedCoordinates
+from .state import State
 
 
 @dataclasses.dataclass

@@ -8,9 +8,10 @@ import struct
 import numpy as np
 
 from .. import kernels
-from .base import LOCAL, State, Step, Traits, Undo
+from .base import Step, Traits
 from .options import Number, option
 from .selective import GatheringCompressor
+from .state import LOCAL, State, Undo
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

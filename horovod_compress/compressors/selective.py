@@ -10,8 +10,9 @@ from typing import Any, Optional, Tuple
 import numpy as np
 
 from ..kernels import Encoded
-from .base import LOCAL, SHARED, Compressor, State, Step, Undo, zeros
+from .base import Compressor, Step
 from .options import Choice, Count, Flag, Patterns, option
+from .state import LOCAL, SHARED, State, Undo, zeros
 
 # A learning rate below counts as 0.
 _NO_RATE = 1e-30

@@ -7,8 +7,9 @@ import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Allreduce, Collective
-from .base import State, Step, Traits
+from .base import Step, Traits
 from .selective import SelectiveCompressor
+from .state import State
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 
 from .. import kernels
-from .base import State, Step, Traits
+from .base import Step, Traits
 from .options import Number, option
 from .selective import ErrorFeedback
+from .state import State
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

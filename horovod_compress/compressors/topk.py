@@ -9,10 +9,11 @@ from typing import Optional, Tuple, Union
 import numpy as np
 
 from .. import kernels
-from .base import LOCAL, Asking, State, Step, Traits, Undo
+from .base import Asking, Step, Traits
 from .options import Auto, Choice, Count, Number, option
 from .plainly import plain_where_it_can
 from .selective import GatheringCompressor
+from .state import LOCAL, State, Undo
 
 VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "power": 4, "2bit": 2, "sign": 1}
 # One in so many elements is the largest share that min_k makes a tensor send.

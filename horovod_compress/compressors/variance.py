@@ -6,9 +6,10 @@ import dataclasses
 import numpy as np
 
 from .. import kernels
-from .base import LARGEST, LOCAL, Asking, State, Step, Traits, Undo
+from .base import LARGEST, Asking, Step, Traits
 from .options import Choice, Flag, Number, option
 from .selective import GatheringCompressor
+from .state import LOCAL, State, Undo
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -18,7 +18,7 @@ from typing import (
 
 import numpy as np
 
-from ..compressors.base import zeros
+from ..compressors.state import zeros
 from ..kernels.reference.dense import TOO_LARGE
 from ..protocol.handshake import Words, agree, first_difference, gather, shown
 from .averaging import Arrays, Reducing, mean_of, means_over_ranks

@@ -10,7 +10,8 @@ from typing import Any, Dict, Optional
 
 import numpy as np
 
-from ..compressors.base import Compressor, State, Step
+from ..compressors.base import Compressor, Step
+from ..compressors.state import State
 from ..compressors.wrapper import Wrapper, unwrapped
 from ..kernels import beside
 from ..protocol.requests import Allreduce, HostReduce, TensorStep

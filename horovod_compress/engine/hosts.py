@@ -20,7 +20,8 @@ from typing import Any, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence,
 import numpy as np
 
 from .. import kernels
-from ..compressors.base import Compressor, State, Step, result_of, zeros
+from ..compressors.base import Compressor, Step, result_of
+from ..compressors.state import State, zeros
 from ..compressors.topk import TopK
 from ..compressors.wrapper import Wrapper
 from ..protocol.handshake import Gathering, Words, gather, shown

@@ -19,22 +19,15 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tu
 import numpy as np
 
 from .. import kernels
-from ..compressors.base import GATHER, Asking, Compressor, State, Step, result_of
+from ..compressors.base import GATHER, Asking, Compressor, Step, result_of
+from ..compressors.state import State
 from ..compressors.topk import TopK
 from ..compressors.wrapper import Wrapper
 from ..kernels import Encoded, new_body
 from ..kernels.reference.dense import TOO_LARGE
 from ..protocol import wire
 from ..protocol.machine import Machine
-from ..protocol.requests import (
-    Allgather,
-    Alltoall,
-    Arrived,
-    Collective,
-    Joint,
-    Lengths,
-    Payload,
-)
+from ..protocol.requests import Allgather, Alltoall, Arrived, Collective, Joint, Lengths, Payload
 
 _LENGTH = struct.Struct("<I")
 # In place of a length: the rest is what an owner says of the entries that it was sent.

@@ -14,7 +14,8 @@ from typing import Any, Callable, Generator, Optional, Tuple, Union
 
 import numpy as np
 
-from ..compressors.base import Asking, Compressor, State, Step
+from ..compressors.base import Asking, Compressor, Step
+from ..compressors.state import State
 from ..compressors.wrapper import Wrapper
 from ..kernels import DeviceCall, Encoded, beside
 from ..protocol import wire

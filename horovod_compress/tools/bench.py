@@ -12,7 +12,8 @@ import numpy as np
 
 from .. import available, get_compressor, kernels
 from ..compressors import collective_of
-from ..compressors.base import Compressor, zeros
+from ..compressors.base import Compressor
+from ..compressors.state import zeros
 from ..engine.exchange import Exchange
 from ..engine.lockstep import Named
 from ..engine.records import Stats

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import horovod_compress as hc
-from horovod_compress.compressors.base import State
+from horovod_compress.compressors.state import State
 
 # Gradients here are huge and not finite too.
 quiet = pytest.mark.filterwarnings(

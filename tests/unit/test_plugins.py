@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from ranks import gradients, ranks_of
 
-from horovod_compress.compressors.base import Compressor, State, Traits
+from horovod_compress.compressors.base import Compressor, Traits
 from horovod_compress.compressors.bf16 import BFloat16
 from horovod_compress.compressors.fp16 import Float16
 from horovod_compress.compressors.maxnorm import MaxNorm
 from horovod_compress.compressors.none import NoCompression
 from horovod_compress.compressors.options import Count, option
+from horovod_compress.compressors.state import State
 from horovod_compress.compressors.topk import TopK
 from horovod_compress.compressors.wrapper import Wrapper, with_options
 from horovod_compress.engine.lockstep import make_ranks, run_step

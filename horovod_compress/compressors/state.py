@@ -1,0 +1,62 @@
+"""What an algorithm keeps of a tensor between steps."""
+
+import dataclasses
+from typing import Any, Dict, List, NamedTuple, Optional
+
+import numpy as np
+
+from .model import Model
+
+
+def zeros(numel: int) -> np.ndarray:
+    """float32 zeros that begin on a cache line: unaligned state makes the pass over it up to half
+    as long again."""
+    # Unlike np.zeros, on huge pages where it is large: scattered reads are faster.
+    memory = np.empty(numel + 16, np.float32)
+    memory.fill(0)
+    return memory[-memory.ctypes.data % 64 // 4 :][:numel]
+
+
+class Kept(NamedTuple):
+    """What an array of the state is. role is "local" for what this rank has not sent yet, or
+    "shared" for what is the same on all ranks."""
+
+    role: str
+
+
+LOCAL, SHARED = Kept("local"), Kept("shared")
+
+
+class Undo(NamedTuple):
+    """How a rollback restores an array of the state: it adds `values` to the elements `indices`, or
+    with `replace` writes them there. Where indices is None, values is the body of a payload, which
+    is decoded and added."""
+
+    array: str
+    indices: Optional[np.ndarray]
+    values: np.ndarray
+    replace: bool = False
+
+
+@dataclasses.dataclass
+class State:
+    """One tensor's state on one rank. An algorithm that needs more has a subclass of State as its
+    `state_type`.
+
+    arrays lives between steps, and is saved and loaded; `Compressor.kept` describes it. undo lists
+    how a rollback of the open step restores the arrays. sent is what `commit` needs of the open
+    step. all_sent says whether the open step sent everything, densely. indices, uint32, are those
+    that the last step worked on, where they or their memory are needed again. buffer is the memory
+    of the last payload, for the next to use. model is all tensors, where this is one of several.
+    overflows counts steps in which a finite element became infinite in a narrower type.
+    """
+
+    name: str
+    arrays: Dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    undo: List[Undo] = dataclasses.field(default_factory=list)
+    sent: Any = None
+    all_sent: bool = False
+    indices: Optional[np.ndarray] = None
+    buffer: Optional[np.ndarray] = None
+    model: Optional[Model] = None
+    overflows: int = 0
