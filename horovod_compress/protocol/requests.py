@@ -6,6 +6,7 @@ graph is built before the first step.
 """
 
 import dataclasses
+from abc import ABC, abstractmethod
 from typing import (
     Any,
     Callable,
@@ -104,7 +105,7 @@ class Alltoall(Exchanged):
 Lengths = Tuple[Callable[[int], int], Callable[[int], int]]
 
 
-class Joint:
+class Joint(ABC):
     """A payload that travels together with those of a step's other tensors: the exchange of its
     class is of all of them at once. Decoded by `Compressor.decode`; a graph has no operation for
     it.
@@ -121,6 +122,7 @@ class Joint:
     finite: bool
 
     @classmethod
+    @abstractmethod
     def exchange(
         cls, joints: Sequence[Any], step: Any, lengths: Lengths
     ) -> Generator["Exchanged", Any, List["Arrived"]]:
@@ -138,7 +140,6 @@ class Joint:
         Returns:
             What arrives for each of the tensors, in their order.
         """
-        raise NotImplementedError
 
 
 class Arrived(NamedTuple):

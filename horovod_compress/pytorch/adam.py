@@ -1,5 +1,6 @@
 """AdamW for ranks that see a part of each batch."""
 
+from abc import ABC, abstractmethod
 from typing import Any, Callable, Dict, Iterable, Optional, Tuple
 
 import torch
@@ -12,7 +13,7 @@ from .optimizers import own_class
 _FIRST = 10
 
 
-class AdamWOfRanks(torch.optim.Optimizer):
+class AdamWOfRanks(torch.optim.Optimizer, ABC):
     """AdamW whose steps are as large on a rank's part of each batch as on the whole of it, for
     `UpdateOptimizer`.
 
@@ -59,9 +60,9 @@ class AdamWOfRanks(torch.optim.Optimizer):
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "ranks": ranks},
         )
 
+    @abstractmethod
     def _size(self) -> int:
         """The number of all ranks."""
-        raise NotImplementedError
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         for group, own in zip(state.get("param_groups", ()), getattr(self, "param_groups", ())):
