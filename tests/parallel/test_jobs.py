@@ -21,8 +21,8 @@ pytestmark = [
 
 
 def stopped(folder, case, launcher):
-    """What is said of a case that stops its job, and of the one after it. The one before it has
-    passed."""
+    """The outcome of a job that a case stops; what is said of that case, and of the one after it.
+    The one before it has passed."""
     job = launch(
         folder,
         LAUNCHERS[launcher],
@@ -37,7 +37,7 @@ def stopped(folder, case, launcher):
         with pytest.raises(pytest.fail.Exception) as failure:
             job.assert_passed(name)
         said.append(str(failure.value))
-    return said
+    return job, *said
 
 
 def runs(folder):
@@ -56,7 +56,7 @@ on_each_launcher = pytest.mark.parametrize("launcher", LAUNCHERS_HERE)
 
 @on_each_launcher
 def test_a_case_that_hangs_is_named_with_the_stacks_of_all_ranks(tmp_path, launcher):
-    hung, after = stopped(tmp_path, "hangs_on_one_rank", launcher)
+    job, hung, after = stopped(tmp_path, "hangs_on_one_rank", launcher)
     assert hung.startswith(
         "hangs_on_one_rank did not end on rank 1 of 2. time ran out: no case began or ended for 5 s"
     )
@@ -70,6 +70,11 @@ def test_a_case_that_hangs_is_named_with_the_stacks_of_all_ranks(tmp_path, launc
         == "comes_after was not run, or not to its end: hangs_on_one_rank hung before it, in the "
         "same job"
     )
+    with pytest.raises(
+        pytest.fail.Exception,
+        match="did not end on rank 1 of 2. time ran out(.|\n)*in wait_for_what_never_comes",
+    ):
+        job.assert_ended()
     # What was killed may take a moment to be gone.
     until = time.monotonic() + LIMIT
     while runs(tmp_path):
@@ -78,20 +83,8 @@ def test_a_case_that_hangs_is_named_with_the_stacks_of_all_ranks(tmp_path, launc
 
 
 @on_each_launcher
-def test_a_job_that_hangs_is_told_with_the_stacks(tmp_path, launcher):
-    job = launch(
-        tmp_path, LAUNCHERS[launcher], 2, ["hangs_on_one_rank"], cases="stopping_cases", limit=5
-    )
-    with pytest.raises(
-        pytest.fail.Exception,
-        match="did not end on rank 1 of 2. time ran out(.|\n)*in wait_for_what_never_comes",
-    ):
-        job.assert_ended()
-
-
-@on_each_launcher
 def test_a_case_that_fails_is_told_by_the_rank_that_it_failed_on(tmp_path, launcher):
-    failed, after = stopped(tmp_path, "fails_on_one_rank", launcher)
+    _, failed, after = stopped(tmp_path, "fails_on_one_rank", launcher)
     assert (
         failed.startswith("rank 1:\nTraceback")
         and "rank 1 is wrong" in failed
@@ -102,7 +95,7 @@ def test_a_case_that_fails_is_told_by_the_rank_that_it_failed_on(tmp_path, launc
 
 @on_each_launcher
 def test_a_case_that_crashes_is_named_with_what_the_job_printed(tmp_path, launcher):
-    crashed, after = stopped(tmp_path, "crashes", launcher)
+    _, crashed, after = stopped(tmp_path, "crashes", launcher)
     assert (
         crashed.startswith("crashes did not end on rank 0, 1 of 2: the job ended, with status ")
         and "; the job printed:" in crashed

@@ -80,7 +80,15 @@ def test_under_mpirun(job, size, case):
     job(LAUNCHERS["mpirun"], size).assert_passed(case)
 
 
-@pytest.mark.parametrize("case", (*ACROSS_LAUNCHERS, "mpi_needs_mpi"))
+@pytest.mark.parametrize(
+    "case",
+    [
+        *ACROSS_LAUNCHERS,
+        "mpi_needs_mpi",
+        pytest.param("join_is_refused", marks=pytest.mark.extended),
+        pytest.param("join_is_refused_with_split", marks=pytest.mark.extended),
+    ],
+)
 def test_under_horovodrun_with_gloo(job, case):
     job(LAUNCHERS["horovodrun-gloo"], 2).assert_passed(case)
 
@@ -92,8 +100,9 @@ def test_split_under_horovodrun_with_gloo(job, case):
 
 
 @needs_mpi
-@pytest.mark.parametrize("case", ACROSS_LAUNCHERS)
+@pytest.mark.parametrize("case", ("dense_limit", "an_alltoall_in_a_step"))
 def test_under_horovodrun_with_mpi(job, case):
+    """Ranks find each other as under mpirun, where all cases run."""
     job(LAUNCHERS["horovodrun-mpi"], 2).assert_passed(case)
 
 
@@ -106,33 +115,25 @@ def test_beside_four_busy_processes(job, busy, case):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    "launcher, when",
-    [
-        ("horovodrun-gloo", ""),
-        ("horovodrun-gloo", "_with_split"),
-        pytest.param("horovodrun-mpi", "_with_sums", marks=needs_mpi),
-        pytest.param("horovodrun-mpi", "_after_a_step_that_failed", marks=needs_mpi),
-    ],
-)
-def test_join_is_a_clear_error(tmp_path, launcher, when):
-    """In a job of its own, because the ranks are not in step afterwards."""
-    case = f"join_is_refused{when}"
-    launch(tmp_path, LAUNCHERS[launcher], 2, [case]).assert_passed(case)
-
-
-@pytest.mark.extended
 @needs_native
-@pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
-def test_ranks_on_different_kernels(tmp_path, launcher):
+def test_ranks_on_different_kernels(tmp_path):
     case = "ranks_on_different_kernels"
     launch(
-        tmp_path, LAUNCHERS[launcher], 2, [case], environment={"KERNELS_ON_RANK": "1:reference"}
+        tmp_path,
+        LAUNCHERS["mpirun" if MPI else "horovodrun-gloo"],
+        2,
+        [case],
+        environment={"KERNELS_ON_RANK": "1:reference"},
     ).assert_passed(case)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("launcher", ["horovodrun-gloo", pytest.param("mpirun", marks=needs_mpi)])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param("horovodrun-gloo", marks=pytest.mark.release),
+        pytest.param("mpirun", marks=[needs_mpi, pytest.mark.extended]),
+    ],
+)
 def test_check_finds_out_what_pays_and_plan_goes_on_from_there(launcher, tmp_path):
     out = tmp_path / "network.json"
     check = [

@@ -235,15 +235,20 @@ def warned(spec, steps, every=1, scale=lambda step: 1.0):
 @pytest.mark.parametrize(
     "spec, steps, every",
     [
-        ("topk:ratio=0.01,min_numel=0", 2000, 1),
         ("dgc:ratio=0.01,min_numel=0,momentum=0.9", 2000, 5),
-        ("dgc:ratio=0.004,min_numel=0", 3000, 10),
-        ("adacomp:min_numel=0", 4000, 1),
-        ("randomk:ratio=0.01,min_numel=0", 2000, 3),
-        ("efsignsgd:min_numel=0", 2000, 5),
         ("strom:tau=2,min_numel=0", 2000, 1),
-        ("powersgd:min_numel=0,rank=1,min_rate=0", 2000, 4),
-        ("variance:min_numel=0", 4000, 2),
+        *(
+            pytest.param(*each, marks=pytest.mark.extended)
+            for each in (
+                ("topk:ratio=0.01,min_numel=0", 2000, 1),
+                ("dgc:ratio=0.004,min_numel=0", 3000, 10),
+                ("adacomp:min_numel=0", 4000, 1),
+                ("randomk:ratio=0.01,min_numel=0", 2000, 3),
+                ("efsignsgd:min_numel=0", 2000, 5),
+                ("powersgd:min_numel=0,rank=1,min_rate=0", 2000, 4),
+                ("variance:min_numel=0", 4000, 2),
+            )
+        ),
     ],
 )
 def test_residuals_that_come_to_a_plateau_are_not_warned_of(spec, steps, every):

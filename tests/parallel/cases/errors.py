@@ -176,13 +176,12 @@ def assert_join_is_refused(spec, *words):
     hvd.join()
 
 
-@case()
+@case(2)
 def join_is_refused():
-    """Asked for by name, in a job of its own: the ranks do not leave it together."""
     assert_join_is_refused("dgc", "hvd.join() works with Horovod's own reductions only")
 
 
-@case()
+@case(2)
 def join_is_refused_after_a_step_that_failed():
     """What that step still held is not started, because the other rank would die of it."""
     model = model_of()
@@ -207,14 +206,14 @@ def join_is_refused_after_a_step_that_failed():
     hvd.join()
 
 
-@case()
+@case(2)
 def join_is_refused_with_split():
     assert_join_is_refused(
         "dgc:exchange=split", "hvd.join() works with Horovod's own reductions only"
     )
 
 
-@case()
+@case(2)
 def join_is_refused_with_sums():
     """The same for payloads that an allreduce adds up: without the ranks that have joined their
     sums would be too small."""

@@ -149,9 +149,8 @@ def mismatched_ranks_are_named():
         hvdt.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable])
 
 
-@case()
+@case(2)
 def join_is_refused():
-    """In a job of its own, because the ranks do not leave it together."""
     step = exchanged(hvdc.Compression.topk(ratio=0.01))
     # Until frames keep their lengths, so that Horovod would answer from its cache.
     for number in range(20):
