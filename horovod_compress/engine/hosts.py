@@ -242,7 +242,7 @@ class HostSharded(Wrapper):
 
     def encode_dense(
         self, grad: np.ndarray, state: State, step: Step
-    ) -> Generator[Allreduce, Any, HostReduce]:  # type: ignore[override]
+    ) -> Generator[Allreduce, Any, HostReduce]:
         part = yield from self._summed(grad, state, step)
         self.inner.encode_dense(part, state, dataclasses.replace(step, scale=1.0))
         return HostReduce(grad)

@@ -14,7 +14,7 @@ import itertools
 import math
 import struct
 import zlib
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Generator, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -27,7 +27,16 @@ from ..kernels import Encoded, new_body
 from ..kernels.reference.dense import TOO_LARGE
 from ..protocol import wire
 from ..protocol.machine import Machine
-from ..protocol.requests import Allgather, Alltoall, Arrived, Collective, Joint, Lengths, Payload
+from ..protocol.requests import (
+    Allgather,
+    Alltoall,
+    Arrived,
+    Collective,
+    Exchanged,
+    Joint,
+    Lengths,
+    Payload,
+)
 
 _LENGTH = struct.Struct("<I")
 # In place of a length: the rest is what an owner says of the entries that it was sent.
@@ -96,7 +105,7 @@ class SelectAgain(Joint):
         joints: Sequence["SelectAgain"],
         step: Step,
         lengths: Lengths = (wire.exact, wire.exact),
-    ) -> Asking[List[Arrived]]:
+    ) -> Generator[Exchanged, Any, List[Arrived]]:
         """As of `Joint`. Sums are made in rank order in the memory of the owner's gradients, which
         is zero before; it is so again of a tensor that is finite. WireError, on all ranks, where an
         owner refuses what it was sent."""
@@ -172,7 +181,8 @@ class Splitting(Wrapper):
             encoded, split_of(inner, grad.size, step), grad, residual, inner.traits.number
         )
 
-    def decode(
+    # The result of a Joint is what its own exchange has made of it.
+    def decode(  # type: ignore[override]
         self, summed: Selected, out: np.ndarray, state: State, step: Step, scale: float
     ) -> bool:
         if summed.bodies is None:

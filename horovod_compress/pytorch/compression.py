@@ -130,9 +130,9 @@ class OptimizerCompression(OptimizerSteps):
             self._announced = self._takeover.announcement
             _log.warning("%s", self._announced)
 
-    # Made when it is first needed, because it allocates the state.
+    # Made when it is first needed, because it allocates the state; other bindings set it.
     @functools.cached_property
-    def _exchange(self) -> Exchange:
+    def _exchange(self) -> Exchange:  # type: ignore[override]
         self._look_for_optimizer()
         exchange = Exchange(
             self._compressor,
