@@ -38,7 +38,7 @@ class Entry:
         self._saved = self.value._entry(self._saved)
 
     def restore(self) -> None:
-        """Goes back to the last copy. What is under way is given up, and not waited for."""
+        """Goes back to the last copy. What is under way is rolled back, and not waited for."""
         assert self._saved is not None
         self.value._go_back_to(self._saved)
 

@@ -182,7 +182,7 @@ class Compressor(ABC):
         if own.get("id") and cls.traits.number < 0:
             number = 128 + zlib.crc32(own["id"].encode()) % 128
             cls.traits = cls.traits._replace(number=number)
-        # A method of this package that is no generator asks for nothing on the host.
+        # A method of this package that is no generator asks for nothing on the CPU.
         for name in _MAY_ASK & own.keys():
             if not _is_ours(cls) or inspect.isgeneratorfunction(own[name]):
                 setattr(cls, name, plain_where_it_can(own[name]))
@@ -298,7 +298,7 @@ class Compressor(ABC):
         """Decodes the body of one rank's Encoded payload and adds it, times scale, to `out`, which
         is zero before the first rank's. Returns whether the sum is finite. Raises ValueError for a
         body that `encode` cannot have made. Bodies are sparse unless a subclass says otherwise."""
-        # Plainly on the host, because this comes for every payload of every rank.
+        # Plainly on the CPU, because this comes for every payload of every rank.
         if isinstance(out, np.ndarray):
             return kernels.host.decode_add_sparse(out, body, scale=scale)
         return kernels.decode_add_sparse(out, body, scale=scale)

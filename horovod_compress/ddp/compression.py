@@ -173,7 +173,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
     def _drop_interrupted(self) -> None:
         """Rolls back what a backward pass that has failed has left."""
         if self._exchange.under_way:
-            self._exchange.abandon()
+            self._exchange.rollback()
             self._step.take(Event.ROLLBACK)
         self._sent.clear()
         self._futures.clear()

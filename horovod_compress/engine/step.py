@@ -10,7 +10,7 @@ back. Drivers only pump it: `exchange.Exchange` (eager), the TensorFlow adapter'
 import dataclasses
 import math
 from types import GeneratorType
-from typing import Any, Callable, Generator, Optional, Tuple, Union
+from typing import Any, Generator, Optional, Tuple, Union
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Tensor:
 
     digest: uint32 of configuration and tensor, on every frame; declared: what its compressor says
     that a step exchanges; checked: whether the first step has kept to that, and to the rest of the
-    contract; carrier: a single 1, for the host; dense_until: the step from which on payloads of
+    contract; carrier: a single 1, for the reducer; dense_until: the step from which on payloads of
     measured size are gathered again; bits: what an element of the open step's payload takes, where
     that is known beforehand; frame_length: what frames
     are padded to.
@@ -78,8 +78,8 @@ class Tensor:
         return self.compressor.residual(self.state)
 
     def one(self) -> HostReduce:
-        """The carrier of a payload that travels beside it: what the host makes of a 1 is the factor
-        for the sum of the payloads."""
+        """The carrier of a payload that travels beside it: what the reducer makes of a 1 is the
+        factor for the sum of the payloads."""
         self.carrier.array[0] = 1
         return self.carrier
 
@@ -91,7 +91,7 @@ class Tensor:
         counters["bytes_received"] += -nbytes if isinstance(request, Allgather) else nbytes
 
     def follow(self, grad: np.ndarray) -> None:
-        """Brings the state to where the gradient is, on the host or on a device."""
+        """Brings the state to where the gradient is, on the CPU or on a device."""
         arrays = self.state.arrays
         for key, array in arrays.items():
             arrays[key] = beside(array, grad)
@@ -117,37 +117,9 @@ class Tensor:
             self.dense_until = step.index + 1 + math.ceil(_TRIES * times)
 
 
-Begin = Callable[[Tensor, np.ndarray, Step], TensorStep]
-
-
-class Extension:
-    """A feature beside the algorithm: watches the steps of a driver's tensors, or changes them.
-
-    A driver holds one for each feature, by the feature's name. Later ones are around earlier ones.
-    The methods change nothing unless a subclass overrides them.
-    """
-
-    def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
-        """Begins a tensor's step.
-
-        Args:
-            begin: makes the generator of the step that this one is around.
-            tensor: whose step it is.
-            grad: its flat gradient of this rank, which may be changed in place.
-            step: what is known of the step.
-
-        Returns:
-            The step's generator. One of its own must not hold on to arrays while it is suspended.
-        """
-        return begin(tensor, grad, step)
-
-    def step_ended(self) -> None:
-        """Called after a step of all tensors, where the driver knows of its end."""
-
-
 def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
     """The step of one tensor: yields requests, is sent their results, and decodes the result into
-    `grad`, flat float32, or where the gradient itself was the payload into what the host brought
+    `grad`, flat float32, or where the gradient itself was the payload into what the reducer brought
     back; `Outcome` says where.
 
     Closed before its Outcome is answered, or where it raises, the step is rolled back. WireError
@@ -160,7 +132,7 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         step, base = _subtract_base(compressor, base, grad, step)
     succeeded = False
     try:
-        # What the host reduces: it has to have that before ranks agree on anything.
+        # For the reducer, which has to have it before ranks agree on anything.
         carrier = None
         if step.clip_norm is not None:
             one = tensor.one()
@@ -219,7 +191,7 @@ def _subtract_base(
     return dataclasses.replace(step, base=None), base
 
 
-def conclude(step: TensorStep, succeeded: bool) -> None:
+def commit_or_rollback(step: TensorStep, succeeded: bool) -> None:
     """Ends a tensor's step: goes on after its Outcome, or where it has not succeeded or not come
     that far, rolls it back."""
     if succeeded:
@@ -316,7 +288,7 @@ def _last_request(
             )
         )
     else:
-        # Transports move what is on the host.
+        # Transports move what is on the CPU.
         request = (
             payload if isinstance(payload, Allreduce) else Allreduce(np.asarray(payload.array))
         )
@@ -333,8 +305,8 @@ def _decode(
     arrived: Any,
     base: Optional[np.ndarray],
 ) -> Asking[Outcome]:
-    """The result, from what the host made of the carrier, and what became of the payload where that
-    is not the carrier itself. base: what is to be added to it."""
+    """The result, from what the reducer made of the carrier, and what became of the payload where
+    that is not the carrier itself. base: what is to be added to it."""
     compressor, scale = tensor.compressor, step.gain
     finite: Any
     if arrived is not None:

@@ -66,7 +66,7 @@ class OptimizerCompression(OptimizerSteps):
         self._bound_optimizer = optimizer
         self._use(self._choose(spec))
 
-    # -- of the host
+    # -- of the reducer
 
     @abstractmethod
     def _reduced(self) -> List[Slot]:
@@ -74,11 +74,11 @@ class OptimizerCompression(OptimizerSteps):
 
     @abstractmethod
     def _transport_of(self, compressor: Compressor) -> Transport:
-        """What moves a compressor's payloads. ValueError where the host cannot have that."""
+        """What moves a compressor's payloads. ValueError where the reducer cannot have that."""
 
     @abstractmethod
     def _factor(self) -> Optional[float]:
-        """What the host makes of a 1 on each rank; None where that is not known yet."""
+        """What the reducer makes of a 1 on each rank; None where that is not known yet."""
 
     # Why one rank cannot load what several had to send.
     _refused_alone: str

@@ -9,7 +9,6 @@ import torch
 from ..adapters.binding import Binding, warn_once
 from ..engine.exchange import Exchange
 from ..engine.loss_scale import to_true_units
-from ..engine.snapshot import discard
 from ..protocol.handshake import agree
 from ..transport.base import Transport
 from .lifecycle import Event, Lifecycle
@@ -68,7 +67,7 @@ class OptimizerSteps(Binding):
         """Leaves a result in a gradient of another type."""
         grad.copy_(memory)
         if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
-            self._exchange.reject()
+            self._exchange.fail()
 
     def _begin_step(self) -> None:
         """Before the first gradient of a step."""
@@ -166,9 +165,9 @@ class OptimizerSteps(Binding):
                 "comes in later steps. To forget such steps, make the compression with "
                 "discardable=True"
             )
+        elif self._exchange.succeeded and self._discardable:
+            self.discard()
         else:
-            if self._exchange.succeeded and self._discardable:
-                discard(self._exchange)
             self._step.take(Event.ROLLBACK)
 
 

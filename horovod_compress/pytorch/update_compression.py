@@ -154,7 +154,7 @@ class UpdateExchange(Averaging):
 
     def rollback(self) -> None:
         """Rolls back an exchange that was interrupted."""
-        self._exchange.abandon()
+        self._exchange.rollback()
 
     def check_steps(self) -> None:
         """MismatchError where ranks have loaded states of different steps."""

@@ -112,7 +112,7 @@ class StepCompression(OptimizerCompression, TorchBinding):
         # An exception came after Horovod had handed this result over.
         if tensor is None:
             self._fail(slot, grad, f"the step was interrupted while the result of {slot.name} came")
-            self._exchange.give_up(slot.name)
+            self._exchange.fail_tensor(slot.name)
             self._end_where_last()
             return grad
         self._exchange.finish(
@@ -222,7 +222,7 @@ class StepCompression(OptimizerCompression, TorchBinding):
         if self._step.state is not State.FAILED:
             self._step.take(Event.ARRIVE)
             return
-        self._exchange.reject()
+        self._exchange.fail()
         if self._optimizer is not None:
             horovod_internals.rollback_step(self._optimizer)
         raise self._step.failure()

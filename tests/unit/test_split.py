@@ -303,7 +303,7 @@ def test_what_one_owner_refuses_is_undone_on_all_ranks(damage):
             next(its)
         with pytest.raises(RuntimeError, match="its step has failed before"):
             ex.finish("w", np.ones(1, np.float32))
-        ex.abandon()
+        ex.rollback()
     for ex, residual in zip(exchanges, expected):
         np.testing.assert_array_equal(ex.arrays()["w"]["residual"], residual)
     exchanges[2].transport.damage = None
