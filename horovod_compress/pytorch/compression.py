@@ -210,15 +210,16 @@ class OptimizerCompression(OptimizerSteps):
         RuntimeError between backward() and step(), with nothing changed; MismatchError where ranks
         differ.
         """
-        config = get_compressor(spec).config
+        compressor = get_compressor(spec)
         if at is not None:
             if isinstance(at, bool) or not isinstance(at, int) or at < 0:
                 raise ValueError(f"at must be a step, counted from 0, not {at!r}")
-            refuse_begun_within_step(config)
-            self._switches = sorted([*self._switches, (at, config)], key=lambda switch: switch[0])
+            refuse_begun_within_step(compressor)
+            later = [*self._switches, (at, compressor.config)]
+            self._switches = sorted(later, key=lambda switch: switch[0])
             return
         self._refuse_uneven("switch before the block, or say at=STEP before it")
-        self._switch(config)
+        self._switch(compressor)
 
     def _switch(self, spec: Any, compare: bool = True) -> None:
         # In an elastic job whose ranks are not together yet, rank 0's becomes everyone's in any
@@ -269,9 +270,9 @@ def check_types(optimizer: Any, grad_scaler: Any) -> None:
         raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {grad_scaler!r}")
 
 
-def refuse_begun_within_step(config: Dict[str, Any]) -> None:
+def refuse_begun_within_step(compressor: Compressor) -> None:
     """ValueError where an algorithm has to see a forward pass before the first gradient."""
-    moments = config.get("moments", "minibatch")
+    moments = compressor.policy.moments
     if moments != "minibatch":
         raise ValueError(
             f"moments={moments} cannot begin at a step's first gradient: call "
