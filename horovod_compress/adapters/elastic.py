@@ -1,9 +1,9 @@
 """What an elastic state does with a compression, in every framework: nothing that ranks have not
 sent yet is lost.
 
-What training is owed is the mean over ranks of what they have not sent. Ranks that stay keep theirs
-and new ones get the mean of those, so the mean stays. Where ranks leave in good order, all take the
-mean before; after a crash it is that of those that are left.
+What results are still to bring is the mean over ranks of what they have not sent. Ranks that stay
+keep theirs and new ones get the mean of those, so the mean stays. Where ranks leave in good order,
+all take the mean before; after a crash it is that of those that are left.
 """
 
 import functools

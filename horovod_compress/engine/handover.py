@@ -19,12 +19,12 @@ from . import checkpoint
 from .extension import Begin, Extension, with_each
 from .step import Tensor
 
-# The array of a debt, as long as the tensor and this rank's own.
-OWED = "owed"
-checkpoint.BESIDE.add(OWED)
+# The array of a debt, as long as the tensor and this rank's own. Saved states have it by this name.
+DEBT = "owed"
+checkpoint.BESIDE.add(DEBT)
 
 
-def owed(compressor: Compressor, state: State) -> Optional[np.ndarray]:
+def debt_of(compressor: Compressor, state: State) -> Optional[np.ndarray]:
     """The debt of an algorithm's own arrays, up to date only after `apply_pending`; None where
     there is none."""
     debt, u = compressor.residual(state), state.arrays.get("u")
@@ -84,11 +84,11 @@ class Handover(Extension):
         """
         tensor.counters, state, old = earlier.counters, tensor.state, earlier.compressor
         state.overflows, arrays = earlier.state.overflows, dict(earlier.state.arrays)
-        left = arrays.pop(OWED, None)
+        left = arrays.pop(DEBT, None)
         if gain == 1 and _kind(old, arrays) == _kind(tensor.compressor, state.arrays):
-            state.arrays.update(arrays if left is None else {**arrays, OWED: left})
+            state.arrays.update(arrays if left is None else {**arrays, DEBT: left})
             return
-        debt = owed(old, earlier.state)
+        debt = debt_of(old, earlier.state)
         # Of results, and so alike on all ranks, which will all bring it.
         if debt is not None and old.residual(earlier.state) is None and debt.any():
             debt = debt / np.float32(factor or 1)
@@ -97,7 +97,7 @@ class Handover(Extension):
         if found:
             debt = np.float32(1 / gain) * np.sum(found, axis=0)
             if not _accepts(tensor.compressor, state, debt):
-                state.arrays[OWED] = debt
+                state.arrays[DEBT] = debt
 
     def check_host(self, factor: float) -> None:
         """Raises RuntimeError where `hand_over` has taken the reducer's factor for another one."""
@@ -110,7 +110,7 @@ class Handover(Extension):
             )
 
     def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
-        debt = tensor.state.arrays.get(OWED)
+        debt = tensor.state.arrays.get(DEBT)
         if debt is None:
             return begin(tensor, grad, step)
         if _pays(tensor.compressor):
@@ -140,7 +140,7 @@ def _paying(tensor: Tensor, step: TensorStep, debt: Optional[np.ndarray]) -> Ten
             payload.array += beside(debt, payload.array)
 
     yield from with_each(step, add)
-    tensor.state.arrays.pop(OWED, None)
+    tensor.state.arrays.pop(DEBT, None)
 
 
 def _kind(compressor: Compressor, arrays: Dict[str, np.ndarray]) -> Any:

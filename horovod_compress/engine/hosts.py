@@ -29,7 +29,7 @@ from ..protocol.machine import Machine
 from ..protocol.requests import Allreduce, Collective, HostReduce
 from . import checkpoint
 from .averaging import Arrays
-from .handover import OWED, late
+from .handover import DEBT, late
 from .step import Tensor
 
 _TOGETHER = Collective("allreduce", "float32", "max")
@@ -254,17 +254,17 @@ class HostSharded(Wrapper):
         is zero then."""
         slots = SharedMemory.of(self.machine).slots(state.name)
         kernels.of(grad).move(grad, slots[self.machine.local], scale=step.scale)
-        owed = state.arrays.get(OWED)
-        if owed is not None:
-            slots[self.machine.local] += late(self.inner, owed)
+        debt = state.arrays.get(DEBT)
+        if debt is not None:
+            slots[self.machine.local] += late(self.inner, debt)
         # Answered when all ranks have sent it. Nobody writes here again before all have decoded
         # what this rank makes of it.
         yield Allreduce(np.zeros(1, np.float32), "max")
         # From here on residuals have it, but for sums that these do not take.
-        if owed is not None and self.inner.residual(state) is not None:
-            owed[np.isfinite(slots.sum(0))] = 0
-            if not owed.any():
-                del state.arrays[OWED]
+        if debt is not None and self.inner.residual(state) is not None:
+            debt[np.isfinite(slots.sum(0))] = 0
+            if not debt.any():
+                del state.arrays[DEBT]
         first, last = self.elements(self.machine.local)
         part = grad[first:last]
         kernels.of(part).add_up(part, [slot[first:last] for slot in slots])

@@ -27,7 +27,7 @@ from .unbound import UnboundCompression
 
 # Calls in a row that trace, after which users are told that nothing comes of it.
 _NEVER = 100
-# Calls after a switch in which something owed may still go out by operations of its own.
+# Calls after a switch in which a debt may still go out by operations of its own.
 _SETTLING = 2
 
 
@@ -64,7 +64,7 @@ class CompressionOnTrial(BoundCompression):
         self._uncounted = 0  # calls in a row that traced
         # Of what SGD's own momentum still holds, where that lives on.
         self._until_look, self._largest = LOOK, 0.0
-        # Calls until operations of something owed can be left out.
+        # Calls until operations of a debt can be left out.
         self._settling = 0
 
     def bind(self, optimizer: Any) -> None:

@@ -12,7 +12,7 @@ from ..compressors.base import Compressor, Step
 from ..compressors.wrapper import Wrapper
 from ..engine import checkpoint
 from ..engine.driver import Driver, Transaction
-from ..engine.handover import OWED
+from ..engine.handover import DEBT
 from ..engine.loss_scale import to_true_units
 from ..engine.step import Tensor, commit_or_rollback
 from ..protocol.handshake import check_step_numbers, first_difference, step_numbers
@@ -124,10 +124,10 @@ class GraphExchange(Driver):
         # A graph has no operation for a sum that a feature around the algorithm asks for.
         return not isinstance(tensor.compressor, Wrapper) and super()._goes_dense(tensor, step)
 
-    def owes(self, name: str) -> bool:
+    def has_debt(self, name: str) -> bool:
         """Whether the next step of a tensor brings something of earlier ones densely, which is
         added to its gradient."""
-        return OWED in self._tensors[name].state.arrays
+        return DEBT in self._tensors[name].state.arrays
 
     @property
     def shapes(self) -> Dict[str, tuple]:

@@ -214,7 +214,7 @@ def _measure_loads(
     return found
 
 
-def _told(rank: int, step: int) -> Dict[str, np.ndarray]:
+def _gradients_of(rank: int, step: int) -> Dict[str, np.ndarray]:
     rng = np.random.default_rng([rank, step])
     return {name: rng.standard_normal(shape, np.float32) for name, shape in _SHAPES.items()}
 
@@ -225,7 +225,9 @@ def _error_of(ranks: Ranks, id: str, transport: str) -> Optional[str]:
     so that the ranks stay together."""
     wrong = None
     try:
-        steps = [[_told(rank, step) for rank in range(ranks.size)] for step in range(_STEPS)]
+        steps = [
+            [_gradients_of(rank, step) for rank in range(ranks.size)] for step in range(_STEPS)
+        ]
         simulated = simulate(id, steps).mean
         expected = simulated if ranks.size > 1 else [step[0] for step in steps]
         # Without an SGD there is none to take over.

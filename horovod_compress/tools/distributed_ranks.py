@@ -67,8 +67,8 @@ class DistributedRanks(Ranks):
         for step in steps:
             optimizer.zero_grad()
             losses = [
-                (param * torch.from_numpy(told)).sum()
-                for param, told in zip(model(), step.values())
+                (param * torch.from_numpy(grad)).sum()
+                for param, grad in zip(model(), step.values())
             ]
             torch.stack(losses).sum().backward()
             yield {name: param.grad.numpy() for name, param in params.items()}

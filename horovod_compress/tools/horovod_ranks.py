@@ -57,7 +57,7 @@ class HorovodRanks(Ranks):
         )
         for step in steps:
             optimizer.zero_grad()
-            losses = [(params[name] * torch.from_numpy(told)).sum() for name, told in step.items()]
+            losses = [(params[name] * torch.from_numpy(grad)).sum() for name, grad in step.items()]
             torch.stack(losses).sum().backward()
             optimizer.synchronize()
             yield {name: param.grad.numpy() for name, param in params.items()}
