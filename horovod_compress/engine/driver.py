@@ -25,7 +25,8 @@ from .handover import Handover
 from .loss_scale import LossScale
 from .plan import compressor_for
 from .records import Stats, TensorStats
-from .step import SENT, SPENT, Tensor, tensor_step
+from .step import tensor_step
+from .tensor import SENT, SPENT, Tensor
 from .wrappers import wrapped
 
 _log = logging.getLogger("horovod_compress")

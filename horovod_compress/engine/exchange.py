@@ -35,7 +35,8 @@ from ..transport.base import Transport
 from . import checkpoint
 from .driver import Driver, Transaction
 from .stages import AT_WORK, CALL, DECODE, JOINT, LAST, NORM, ROUND, Pending, Stage, Stages
-from .step import Tensor, commit_or_rollback
+from .step import commit_or_rollback
+from .tensor import Tensor
 
 # Elements on a device that are worth launches of their own: passes over so many take some 100 µs,
 # and as much to launch.

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..compressors.base import Step, result_of
 from ..protocol.requests import TensorStep
-from .step import Tensor
+from .tensor import Tensor
 
 Begin = Callable[[Tensor, np.ndarray, Step], TensorStep]
 

@@ -17,7 +17,7 @@ from ..kernels import beside
 from ..protocol.requests import Allreduce, HostReduce, TensorStep
 from . import checkpoint
 from .extension import Begin, Extension, with_each
-from .step import Tensor
+from .tensor import Tensor
 
 # The array of a debt, as long as the tensor and this rank's own. Saved states have it by this name.
 DEBT = "owed"

@@ -30,7 +30,7 @@ from ..protocol.requests import Allreduce, Collective, HostReduce
 from . import checkpoint
 from .averaging import Arrays
 from .handover import DEBT, late
-from .step import Tensor
+from .tensor import Tensor
 
 _TOGETHER = Collective("allreduce", "float32", "max")
 _ALIGNED = 16  # float32 of a cache line

@@ -15,7 +15,7 @@ from .. import kernels
 from ..compressors.base import Asking, Step, multiply
 from ..protocol.requests import Outcome, TensorStep
 from .extension import Begin, Extension, with_each
-from .step import Tensor
+from .tensor import Tensor
 
 
 def to_true_units(loss_scale: float) -> float:

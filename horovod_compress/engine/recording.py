@@ -29,7 +29,7 @@ from ..protocol.requests import TensorStep
 from .driver import Driver
 from .extension import Begin, Extension
 from .records import Record, TensorRecord
-from .step import SENT, SPENT, Tensor
+from .tensor import SENT, SPENT, Tensor
 
 FORMAT = "horovod_compress.record/1"
 Destination = Union[str, "os.PathLike[str]", Callable[[Record], Any], Any]

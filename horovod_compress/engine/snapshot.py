@@ -8,7 +8,7 @@ from ..compressors.base import Step
 from ..protocol.requests import TensorStep
 from .driver import Driver
 from .extension import Begin, Extension
-from .step import Tensor
+from .tensor import Tensor
 
 
 class Snapshots(Extension):

@@ -5,7 +5,7 @@ import enum
 from typing import Any, Dict, Iterable, List
 
 from ..protocol.requests import TensorStep
-from .step import Tensor
+from .tensor import Tensor
 
 
 class Stage(enum.IntEnum):

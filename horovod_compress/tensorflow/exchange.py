@@ -14,7 +14,8 @@ from ..engine import checkpoint
 from ..engine.driver import Driver, Transaction
 from ..engine.handover import DEBT
 from ..engine.loss_scale import to_true_units
-from ..engine.step import Tensor, commit_or_rollback
+from ..engine.step import commit_or_rollback
+from ..engine.tensor import Tensor
 from ..protocol.handshake import check_step_numbers, first_difference, step_numbers
 from ..protocol.requests import Allreduce, Alltoall, Final, StepNorm, TensorStep
 from ..protocol.wire import FrameLength, Steady

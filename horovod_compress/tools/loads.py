@@ -10,7 +10,7 @@ from ..compressors.base import Step
 from ..compressors.dense import dense_compressor
 from ..engine.lockstep import Named
 from ..engine.plan import compressor_for
-from ..engine.step import times_dense
+from ..engine.tensor import times_dense
 from ..engine.wrappers import wrapped
 from ..protocol.machine import Machine
 from . import bench

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_cli import refusal, run
 
-from horovod_compress.engine.step import SENT, SPENT
+from horovod_compress.engine.tensor import SENT, SPENT
 from horovod_compress.tools.cli import main
 from horovod_compress.tools.cost import COLLECTIVES
 

@@ -14,7 +14,7 @@ import horovod_compress as hc
 from horovod_compress.compressors.base import Step
 from horovod_compress.engine.lockstep import make_ranks, run_step
 from horovod_compress.engine.split import SelectAgain, regions_of, split_of
-from horovod_compress.engine.step import times_dense
+from horovod_compress.engine.tensor import times_dense
 from horovod_compress.kernels import at_once
 from horovod_compress.protocol.wire import WireError
 from horovod_compress.tools.models import MODELS
