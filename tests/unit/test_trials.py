@@ -125,16 +125,16 @@ def test_the_fastest_of_those_that_are_surely_faster():
     assert spread([3.0]) == 0 and spread([1, 2, 3, 4]) == 2.5
 
 
-def controller_of(switched, **auto):
+def controller_of(switched):
     """A controller of a compression that notes what it is switched to."""
-    auto = {"candidates": ["none", "fp16"], "error": 1, "probe_steps": 30, "margin": 0.05, **auto}
+    asked = {"candidates": ["none", "fp16"], "error": 1, "probe_steps": 30, "margin": 0.05}
     compression = types.SimpleNamespace(
         _transport=Loopback.group(1)[0],
         _label="test",
         _rank_and_size=lambda: (0, 1),
         _go_on_with=switched.append,
     )
-    return auto.Controller(compression, auto, auto["candidates"][-1])
+    return auto.Controller(compression, asked, "fp16")
 
 
 def test_a_controller_switches_its_compression_and_keeps_the_choice():
