@@ -4,7 +4,6 @@ import functools
 import weakref
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +12,7 @@ from ..compressors import get_compressor
 from ..pytorch.compression import OptimizerCompression, check_types
 from ..pytorch.lifecycle import Event
 from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure, without_wrappers
-from ..pytorch.parameters import Slot, named
+from ..pytorch.parameters import Slot, named, tensor_of
 from .checks import check_model, check_optimizer, check_step
 from .ranks import RanksBinding
 
@@ -201,7 +200,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             return
         for each in sent:
             if self._exchange.is_payload(each.slot.name, each.carrier):
-                each = each._replace(wait=self._mean(_tensor_of(each.carrier)))
+                each = each._replace(wait=self._mean(tensor_of(each.carrier)))
             self._sent.append(each)
 
     def _finish(self) -> None:
@@ -313,7 +312,3 @@ def _as_parameter(view: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if param.is_contiguous() or torch.empty_like(param, device="meta").stride() != param.stride():
         return view
     return view.as_strided(param.size(), param.stride())
-
-
-def _tensor_of(carrier: Any) -> torch.Tensor:
-    return torch.from_numpy(carrier) if isinstance(carrier, np.ndarray) else carrier.tensor

@@ -5,6 +5,7 @@ import collections.abc
 import inspect
 from typing import Any, Collection, Dict, Iterable, List, Optional, Tuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -151,6 +152,11 @@ def flat(tensor: torch.Tensor, on_device: bool) -> Any:
 
     # `data`: what is written here is no change that the user has made.
     return DeviceArray(tensor.data.view(-1))
+
+
+def tensor_of(array: Any) -> torch.Tensor:
+    """The tensor with the memory of such an array."""
+    return torch.from_numpy(array) if isinstance(array, np.ndarray) else array.tensor
 
 
 def loses_numbers(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
