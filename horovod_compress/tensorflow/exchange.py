@@ -332,10 +332,8 @@ class GraphExchange(Driver):
 
     def _continue_from(self, saved: checkpoint.Saved) -> Dict[str, Saved]:
         """Returns what is in the state for tensors that are not known yet, by name, for `add`."""
-        steps, dense_until, shapes, arrays = (
-            *(saved.header[key] for key in ("step", "dense_until", "shapes")),
-            saved.arrays,
-        )
+        steps, shapes, arrays = saved.header["step"], saved.header["shapes"], saved.arrays
+        dense_until = saved.header["dense_until"]
         checkpoint.refuse(
             first_difference(dict.fromkeys(arrays, "there"), dict.fromkeys(steps, "there"), "step")
         )
