@@ -64,7 +64,7 @@ class StepCompression(OptimizerCompression, TorchBinding):
             self.serve(horovod_internals.optimizer_of(self))
         if not self._exchange.under_way:
             self._begin_step()
-        slot = self._find(tensor)
+        slot = self._slots.find(tensor, self._exchange.open_tensors())
         if self._sharing and (why := ownership.why_shared(self, slot)):
             self._fail(slot, tensor, why)
             # The other's memory stays as it is.
@@ -135,9 +135,6 @@ class StepCompression(OptimizerCompression, TorchBinding):
                 hint = "(Or another of Horovod's optimizers has this parameter: give it to one)"
                 self._fail(slot, grad, f"{why}: {SYNCHRONIZE_FIRST} {hint}")
         self._submitted.clear()
-
-    def _find(self, tensor: torch.Tensor) -> Slot:
-        return self._slots.find(tensor, self._exchange.open_tensors())
 
     def _begin_step(self) -> None:
         rank, size = self._process_set.rank(), self._process_set.size()
