@@ -13,7 +13,7 @@ from ..protocol.handshake import agree
 from ..transport.base import Transport
 from .lifecycle import Event, Lifecycle
 from .moments import Moments
-from .parameters import Slot, Slots, Streams, loses_numbers
+from .parameters import Slot, Slots, Streams
 from .sgd import SGDTakeover
 
 
@@ -54,10 +54,7 @@ class OptimizerSteps(Binding):
             the gradient travels densely in float32.
         """
         exchange = self._exchange
-        carries_float64 = exchange.carries_float64(slot.name)
-        memory, array = slot.load(tensor, exchange.on_device(slot.name), carries_float64)
-        if not self._has_told_of_float32 and loses_numbers(tensor, memory):
-            self._tell_of_float32(slot.name)
+        memory, array = slot.load_for(self, tensor)
         squares = self._moments.take(slot.name) if self._moments else None
         carrier = exchange.submit(slot.name, array, squares, self._rates.get(id(slot.param)))
         self._streams.mark(memory)
