@@ -14,7 +14,7 @@ import itertools
 import math
 import struct
 import zlib
-from typing import Any, Dict, Generator, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -27,16 +27,7 @@ from ..kernels import Encoded, new_body
 from ..kernels.reference.dense import TOO_LARGE
 from ..protocol import wire
 from ..protocol.machine import Machine
-from ..protocol.requests import (
-    Allgather,
-    Alltoall,
-    Arrived,
-    Collective,
-    Exchanged,
-    Joint,
-    Lengths,
-    Payload,
-)
+from ..protocol.requests import Allgather, Alltoall, Arrived, Collective, Joint, Lengths, Payload
 
 _LENGTH = struct.Struct("<I")
 # In place of a length: the rest is what an owner says of the entries that it was sent.
@@ -105,7 +96,7 @@ class SelectAgain(Joint):
         joints: Sequence["SelectAgain"],
         step: Step,
         lengths: Lengths = (wire.exact, wire.exact),
-    ) -> Generator[Exchanged, Any, List[Arrived]]:
+    ) -> Asking[List[Arrived]]:
         """As of `Joint`. Sums are made in rank order in the memory of the owner's gradients, which
         is zero before; it is so again of a tensor that is finite. WireError, on all ranks, where an
         owner refuses what it was sent."""
@@ -328,10 +319,8 @@ def _split_bodies(frame: np.ndarray, count: int) -> List[np.ndarray]:
         at = start + length
         bodies.append(frame[start:at])
     if len(frame) >= at + _LENGTH.size and _LENGTH.unpack_from(frame.data, at)[0] == _REFUSED:
-        raise wire.WireError(
-            f"it refuses what it was sent: "
-            f"{frame[at + _LENGTH.size :].tobytes().decode(errors='replace')}"
-        )
+        said = frame[at + _LENGTH.size :].tobytes().decode(errors="replace")
+        raise wire.WireError(f"it refuses what it was sent: {said}")
     if at != len(frame):
         raise wire.WireError("not as long as its parts")
     return bodies

@@ -126,7 +126,7 @@ class Joint(ABC):
     @abstractmethod
     def exchange(
         cls, joints: Sequence[Any], step: Any, lengths: Lengths
-    ) -> Generator["Exchanged", Any, List["Arrived"]]:
+    ) -> Generator[Any, Any, List["Arrived"]]:
         """The exchange of one step, on one rank.
 
         Args:
