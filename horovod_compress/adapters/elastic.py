@@ -1,9 +1,9 @@
 """What an elastic state does with a compression, in every framework: nothing that ranks have not
 sent yet is lost.
 
-What training is owed is the mean over ranks of what they have not sent. Ranks that stay keep theirs
-and new ones get the mean of those, so the mean stays. Where ranks leave in good order, all take the
-mean before; after a crash it is that of those that are left.
+What results are still to bring is the mean over ranks of what they have not sent. Ranks that stay
+keep theirs and new ones get the mean of those, so the mean stays. Where ranks leave in good order,
+all take the mean before; after a crash it is that of those that are left.
 """
 
 import functools
@@ -38,7 +38,7 @@ class Entry:
         self._saved = self.value._entry(self._saved)
 
     def restore(self) -> None:
-        """Goes back to the last copy. What is under way is given up, and not waited for."""
+        """Goes back to the last copy. What is under way is rolled back, and not waited for."""
         assert self._saved is not None
         self.value._go_back_to(self._saved)
 

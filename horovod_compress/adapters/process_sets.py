@@ -106,7 +106,7 @@ class HorovodBinding(Binding):
         """Goes on with `_settings` of another rank, or of before."""
         compressor = get_compressor(settings["spec"])
         if compressor != self._requested:
-            self._exchange.abandon()
+            self._exchange.rollback()
             self._switch(compressor, compare=False)
 
     @abstractmethod
@@ -144,7 +144,7 @@ class HorovodBinding(Binding):
         self._adopt(gather(self._transport, "hvdc.elastic.spec", self._settings())[0])
         self._label = gather(self._transport, "hvdc.elastic", self._label)[0]
         self._synced, self._agreed = True, False
-        self._exchange.abandon()
+        self._exchange.rollback()
         self._resize()
         self.handshake()
         self._go_back_to(checkpoint.synced(self._entry(), self._transport, self._label))
@@ -152,7 +152,7 @@ class HorovodBinding(Binding):
     def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]:
         """All ranks, of which some are about to leave, go on with the mean of what they keep.
         saved: what this rank kept before; returns the mean of that."""
-        self._exchange.abandon()
+        self._exchange.rollback()
         self._go_back_to(checkpoint.synced(self._entry(), self._transport, self._label, even=True))
         return checkpoint.synced(saved, self._transport, self._label, even=True)
 

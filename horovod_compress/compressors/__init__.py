@@ -138,7 +138,7 @@ def package_of(id: str) -> Optional[str]:
 
 def collective_of(compressor: Compressor) -> str:
     """The collective that moves payloads: "allgather", or "allreduce" where they are summed, by us
-    or by the host."""
+    or by the reducer."""
     return "allgather" if compressor.collectives(2)[-1].verb == "allgather" else "allreduce"
 
 

@@ -43,6 +43,8 @@ Result = TypeVar("Result")
 Asking = Generator[Union[Exchanged, kernels.DeviceCall], Any, Result]
 Encoding = Union[Payload, Asking[Payload]]
 Decoded = Union[bool, Asking[bool]]
+# The State that an algorithm's own `init` makes. Its methods may say of which class that is.
+OwnState = Any
 # The methods that may be generators.
 _MAY_ASK = {"encode", "decode", "decode_dense", "add"}
 
@@ -180,7 +182,7 @@ class Compressor(ABC):
         if own.get("id") and cls.traits.number < 0:
             number = 128 + zlib.crc32(own["id"].encode()) % 128
             cls.traits = cls.traits._replace(number=number)
-        # A method of this package that is no generator asks for nothing on the host.
+        # A method of this package that is no generator asks for nothing on the CPU.
         for name in _MAY_ASK & own.keys():
             if not _is_ours(cls) or inspect.isgeneratorfunction(own[name]):
                 setattr(cls, name, plain_where_it_can(own[name]))
@@ -221,7 +223,7 @@ class Compressor(ABC):
         return self.traits.state_type(name, {array: zeros(math.prod(shape)) for array in self.kept})
 
     @abstractmethod
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
+    def encode(self, grad: np.ndarray, state: OwnState, step: Step) -> Encoding:
         """This rank's payload: HostReduce or Allreduce, of `horovod_compress.protocol.requests`, or
         Encoded. grad is flat float32, and this method may change it; where it returns Encoded it
         leaves grad zero, because payloads are added there. It is a generator where it asks for
@@ -240,7 +242,9 @@ class Compressor(ABC):
         depend on the gradients. The exchange compares them with those of a dense exchange."""
         return None
 
-    def encode_dense(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
+    def encode_dense(
+        self, grad: np.ndarray, state: OwnState, step: Step
+    ) -> Union[HostReduce, Asking[HostReduce]]:
         """The residual plus the gradient, as a HostReduce payload. The exchange calls this instead
         of `encode` where gathered payloads would move more bytes."""
         state.all_sent = True
@@ -260,14 +264,14 @@ class Compressor(ABC):
             1
         ]
 
-    def forget_sent(self, state: State) -> None:
+    def forget_sent(self, state: OwnState) -> None:
         """Clears the residual, after a dense step that succeeded."""
         residual = self.residual(state)
         if residual is not None:
             residual.fill(0)
 
     def decode(
-        self, summed: np.ndarray, out: np.ndarray, state: State, step: Step, scale: float
+        self, summed: np.ndarray, out: np.ndarray, state: OwnState, step: Step, scale: float
     ) -> Decoded:
         """Decodes the sum of the ranks' Allreduce payloads, times scale, into `out`, the gradient's
         memory. Returns whether that is finite; it may call kernels as `encode` does, and so may
@@ -277,7 +281,7 @@ class Compressor(ABC):
         )
 
     def decode_dense(
-        self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float
+        self, reduced: np.ndarray, out: np.ndarray, state: OwnState, scale: float
     ) -> Decoded:
         """Writes the reduced HostReduce payloads, times scale, into `out`, which may be the same
         array. Returns whether that is finite."""
@@ -294,7 +298,7 @@ class Compressor(ABC):
         """Decodes the body of one rank's Encoded payload and adds it, times scale, to `out`, which
         is zero before the first rank's. Returns whether the sum is finite. Raises ValueError for a
         body that `encode` cannot have made. Bodies are sparse unless a subclass says otherwise."""
-        # Plainly on the host, because this comes for every payload of every rank.
+        # Plainly on the CPU, because this comes for every payload of every rank.
         if isinstance(out, np.ndarray):
             return kernels.host.decode_add_sparse(out, body, scale=scale)
         return kernels.decode_add_sparse(out, body, scale=scale)
@@ -304,10 +308,10 @@ class Compressor(ABC):
         none."""
         return state.arrays.get(self.traits.accumulator)
 
-    def commit(self, state: State) -> None:
+    def commit(self, state: OwnState) -> None:
         """Keeps the changes of a step that succeeded."""
 
-    def rollback(self, state: State) -> None:
+    def rollback(self, state: OwnState) -> None:
         """Undoes the changes of a step that failed or whose result was not finite, on all ranks
         alike."""
         for array, indices, values, replace in state.undo:
@@ -318,7 +322,7 @@ class Compressor(ABC):
             else:
                 state.arrays[array][indices] += values
 
-    def apply_pending(self, state: State) -> None:
+    def apply_pending(self, state: OwnState) -> None:
         """Brings the arrays up to date between steps, where `commit` left a pending change to the
         next `encode`."""
 

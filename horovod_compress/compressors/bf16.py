@@ -35,7 +35,7 @@ class BFloat16(Compressor):
         return encoded
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> Decoded:
-        # Plainly on the host, because this comes for every payload of every rank.
+        # Plainly on the CPU, because this comes for every payload of every rank.
         if isinstance(out, np.ndarray):
             return kernels.host.decode_add_bf16(out, body, scale=scale)
         return kernels.decode_add_bf16(out, body, scale=scale)

@@ -1,4 +1,4 @@
-"""Half precision, summed as such by the host: what Horovod's own Compression.fp16 does."""
+"""Half precision, summed as such by the reducer: what Horovod's own Compression.fp16 does."""
 
 import dataclasses
 import warnings

@@ -7,7 +7,7 @@ from typing import ClassVar, Optional, Tuple
 import numpy as np
 
 from ..protocol.requests import Collective, HostReduce
-from .base import HOST, Compressor, Decoded, Step, Traits
+from .base import HOST, Compressor, Decoded, Encoding, OwnState, Step, Traits
 from .state import State
 
 
@@ -26,13 +26,13 @@ class NoCompression(Compressor):
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (HOST,)
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
         if step.scale != 1:
             grad *= np.float32(step.scale)
         return HostReduce(grad)
 
     def decode_dense(
-        self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float
+        self, reduced: np.ndarray, out: np.ndarray, state: OwnState, scale: float
     ) -> Decoded:
         if reduced.dtype != np.float64:
             return super().decode_dense(reduced, out, state, scale)

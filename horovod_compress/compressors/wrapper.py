@@ -23,7 +23,7 @@ def _inside(name: str) -> Any:
 class Wrapper(Compressor):
     """Does what the compressor inside does, but for what a subclass overrides."""
 
-    # Whether `encode` itself brings what a switch has left to bring, `handover.OWED`.
+    # Whether `encode` itself brings what a switch has left to bring, `handover.DEBT`.
     pays_debts: ClassVar[bool] = False
 
     inner: Compressor

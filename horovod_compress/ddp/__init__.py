@@ -9,7 +9,8 @@ compression = ddp.compress(model, optimizer, "dgc:ratio=0.001")
 """
 
 from ..adapters.updates import Nesterov
-from .compression import DDPCompression, compress
+from .compression import DDPCompression
+from .factories import compress
 from .unbound import HookState, comm_hook
 from .updates import AdamW, UpdateOptimizer
 

@@ -4,19 +4,16 @@ import functools
 import weakref
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..adapters.choice import trial_arguments
 from ..compressors import get_compressor
-from ..pytorch.auto import Chosen, candidates_of, refuse_moments
 from ..pytorch.compression import OptimizerCompression, check_types
 from ..pytorch.lifecycle import Event
 from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure, without_wrappers
-from ..pytorch.parameters import Slot, named
-from .checks import check_model, check_optimizer, check_step, check_unhooked
+from ..pytorch.parameters import Slot, named, tensor_of
+from .checks import check_model, check_optimizer, check_step
 from .ranks import RanksBinding
 
 _UNUSED = (
@@ -173,7 +170,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
     def _drop_interrupted(self) -> None:
         """Rolls back what a backward pass that has failed has left."""
         if self._exchange.under_way:
-            self._exchange.abandon()
+            self._exchange.rollback()
             self._step.take(Event.ROLLBACK)
         self._sent.clear()
         self._futures.clear()
@@ -203,7 +200,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             return
         for each in sent:
             if self._exchange.is_payload(each.slot.name, each.carrier):
-                each = each._replace(wait=self._mean(_tensor_of(each.carrier)))
+                each = each._replace(wait=self._mean(tensor_of(each.carrier)))
             self._sent.append(each)
 
     def _finish(self) -> None:
@@ -304,64 +301,6 @@ class DDPCompression(OptimizerCompression, RanksBinding):
 _serving: "weakref.WeakSet[DDPCompression]" = weakref.WeakSet()
 
 
-class ChosenDDPCompression(Chosen, DDPCompression):
-    """A compression that is chosen by trial while training begins."""
-
-    def __init__(
-        self,
-        auto: Dict[str, Any],
-        model: DistributedDataParallel,
-        optimizer: Optional[torch.optim.Optimizer],
-        **options: Any,
-    ) -> None:
-        candidates = candidates_of(auto, optimizer)
-        super().__init__(candidates[-1], model, optimizer, **options)
-        self._begin_trial(auto, candidates)
-
-
-def compress(
-    model: DistributedDataParallel,
-    optimizer: Optional[torch.optim.Optimizer],
-    spec: Any,
-    *,
-    grad_scaler: Any = None,
-    discardable: bool = False,
-) -> DDPCompression:
-    """Compresses what a DistributedDataParallel model exchanges, from its next backward pass on.
-
-    Args:
-        model, optimizer, grad_scaler, discardable: as of `DDPCompression`.
-        spec: the same, or "auto", which tries several while training begins, and goes on with the
-            fastest; {"id": "auto", "candidates": […], "error": …, "probe_steps": …, "margin": …}
-            says which, as `horovod_compress.adapters.choice.Automatic` does.
-
-    Returns:
-        The compression, which has state_dict(), stats(), record(), switch(), discard() ….
-
-    Raises:
-        ValueError: as of `DDPCompression`.
-    """
-    check_unhooked(model)
-    options = {"grad_scaler": grad_scaler, "discardable": discardable}
-    compression = make(spec, model, optimizer, **options)
-    model.register_comm_hook(compression, hook)
-    return compression
-
-
-def make(spec: Any, model: Any, optimizer: Any, **options: Any) -> DDPCompression:
-    """A compression for a model whose communication hook calls it. As of `compress`."""
-    if is_auto(spec):
-        chosen = {} if spec == "auto" else {key: spec[key] for key in spec if key != "id"}
-        auto = trial_arguments(**chosen, check=refuse_moments)
-        return ChosenDDPCompression(auto, model, optimizer, **options)
-    return DDPCompression(spec, model, optimizer, **options)
-
-
-def is_auto(spec: Any) -> bool:
-    """Whether a spec leaves the choice to a trial."""
-    return spec == "auto" or isinstance(spec, dict) and spec.get("id") == "auto"
-
-
 # DDP looks at these annotations.
 def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return state.exchange(bucket)
@@ -373,7 +312,3 @@ def _as_parameter(view: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if param.is_contiguous() or torch.empty_like(param, device="meta").stride() != param.stride():
         return view
     return view.as_strided(param.size(), param.stride())
-
-
-def _tensor_of(carrier: Any) -> torch.Tensor:
-    return torch.from_numpy(carrier) if isinstance(carrier, np.ndarray) else carrier.tensor

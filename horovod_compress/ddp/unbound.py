@@ -11,7 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..adapters.binding import NotBoundError, Unbound
 from ..pytorch.optimizers import closure_of, is_made_by_torch
 from ..pytorch.search import objects_of
-from .compression import DDPCompression, hook, is_auto, make
+from .auto import is_auto
+from .compression import DDPCompression, hook
+from .factories import make
 
 
 class HookState(Unbound):

@@ -22,7 +22,7 @@ from ..compressors.state import zeros
 from ..kernels.reference.dense import TOO_LARGE
 from ..protocol.handshake import Words, agree, first_difference, gather, shown
 from .averaging import Arrays, Reducing, mean_of, means_over_ranks
-from .step import Tensor
+from .tensor import Tensor
 
 Difference = Optional[Tuple[str, Any, Any]]
 _FORMAT = 1

@@ -20,11 +20,13 @@ from ..protocol.machine import Machine
 from ..protocol.requests import DECLARABLE, FLOAT32, TensorStep
 from ..protocol.wire import FrameLength
 from . import checkpoint
+from .extension import Begin, Extension
 from .handover import Handover
 from .loss_scale import LossScale
 from .plan import compressor_for
 from .records import Stats, TensorStats
-from .step import SENT, SPENT, Begin, Extension, Tensor, tensor_step
+from .step import tensor_step
+from .tensor import SENT, SPENT, Tensor
 from .wrappers import wrapped
 
 _log = logging.getLogger("horovod_compress")
@@ -80,8 +82,8 @@ class Driver(ABC):
         """Ends the last step where that has not happened yet. RuntimeError in the middle of one."""
 
     @abstractmethod
-    def abandon(self) -> None:
-        """Gives up what is under way, as if it had not been finite."""
+    def rollback(self) -> None:
+        """Rolls back what is under way, as if it had not been finite."""
 
     @abstractmethod
     def _continue_from(self, saved: checkpoint.Saved) -> Any:
@@ -130,7 +132,7 @@ class Driver(ABC):
 
     def on_device(self, name: str) -> bool:
         """Whether a tensor's steps can be where its gradient is, if that is a device; else they are
-        on the host."""
+        on the CPU."""
         tensor = self._tensors.get(name)
         return tensor is not None and tensor.compressor.traits.on_device and tensor.numel < 2**31
 
@@ -151,7 +153,7 @@ class Driver(ABC):
         """Whether the last step, which is not under way, brought a result that counts."""
         return self._latest.finite
 
-    def reject_last(self) -> List[Tensor]:
+    def fail_last(self) -> List[Tensor]:
         """Has the last step count as one that failed. RuntimeError in the middle of one.
 
         Returns:
@@ -279,7 +281,7 @@ class Driver(ABC):
         """From the next step on, tensors are compressed as {name: (shape, compressor)} says, the
         compressor being `compressor` or a variant. What was kept goes on: in the state, or where
         that has no place for it, densely in the next step that succeeds. gains: by name, what the
-        host will make of a result over what it made of one, where that is not 1; factor: what it
+        reducer will make of a result over what it made of one, where that is not 1; factor: what it
         makes of a 1 on each rank, None where that is not known yet, and `Handover.check_host` will
         be told. A tensor that comes new has kept nothing; what one kept that is left out is gone.
         ValueError, and nothing changed, where compressors do not suit. The last step can no longer
@@ -337,14 +339,14 @@ class Driver(ABC):
 
     def go_back_to(self, state: Dict[str, Any]) -> Any:
         """Continues from a state_dict of this driver, whatever its rank was then; returns as
-        `load_state_dict`. A step that is under way is given up."""
-        self.abandon()
+        `load_state_dict`. A step that is under way is rolled back."""
+        self.rollback()
         return self._continue_from(checkpoint.read(state))
 
     def stats(self) -> Stats:
         """Totals of this rank since the start, by name:
 
-        steps; steps_undone: not finite, or abandoned; bytes_sent, bytes_received: by this rank
+        steps; steps_undone: rolled back, or discarded; bytes_sent, bytes_received: by this rank
         through collectives, carriers and frames included; dense_bytes: all gradients, in the type
         in which the exchange gets them; ratio: dense_bytes / bytes_sent; elements_sent;
         encode_seconds, exchange_seconds (waiting), decode_seconds; residual_norm: ‖v‖₂ over all

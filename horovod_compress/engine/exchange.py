@@ -1,10 +1,10 @@
 """Drives the steps of one compression on one rank: encode, move, decode, and commit or roll back.
 
-Of each tensor the host (Horovod's optimizer, or `simulate`) takes a carrier, sums or averages it
-over ranks as its user asked, and brings it back. A dense payload is its own carrier. Any other
-payload travels beside a carrier that holds a single 1: what came back, divided by the number of
-ranks, is the factor for the sum of the payloads, whatever the host's op, scale factors or
-predivision are.
+Of each tensor the reducer (Horovod's optimizer, DDP, or `simulate`) takes a carrier, sums or
+averages it over ranks as its user asked, and brings it back. A dense payload is its own carrier.
+Any other payload travels beside a carrier that holds a single 1: what came back, divided by the
+number of ranks, is the factor for the sum of the payloads, whatever the reducer's op, scale factors
+or predivision are.
 """
 
 import dataclasses
@@ -35,7 +35,8 @@ from ..transport.base import Transport
 from . import checkpoint
 from .driver import Driver, Transaction
 from .stages import AT_WORK, CALL, DECODE, JOINT, LAST, NORM, ROUND, Pending, Stage, Stages
-from .step import Tensor, conclude
+from .step import commit_or_rollback
+from .tensor import Tensor
 
 # Elements on a device that are worth launches of their own: passes over so many take some 100 µs,
 # and as much to launch.
@@ -54,8 +55,8 @@ def _first_of(pendings: Iterable[Pending]) -> List[Pending]:
 
 
 class Exchange(Driver):
-    """Drives steps eagerly: what a step asks for is started at once, and waited for when the host
-    has its carriers back.
+    """Drives steps eagerly: what a step asks for is started at once, and waited for when the
+    reducer has its carriers back.
 
     compressor: the configuration that is in force; tensors: {name: (shape, compressor)}, the
     compressor being this one or a variant (other momentum for another parameter group). Every
@@ -93,13 +94,13 @@ class Exchange(Driver):
         lr: Optional[float] = None,
         base: Optional[np.ndarray] = None,
     ) -> np.ndarray:
-        """Takes a tensor's flat float32 gradient into the step; returns the carrier for the host to
-        reduce, in place.
+        """Takes a tensor's flat float32 gradient into the step; returns the carrier for the reducer
+        to reduce, in place.
 
         squares, lr, base: as in Step, where known: the sums over this rank's samples of their
         squared gradients, the learning rate of this step, and what the gradient counts from. grad's
         memory belongs to the exchange until `finish`. A tensor that is submitted again although its
-        step was never finished abandons that step: what it took out of residuals goes back.
+        step was never finished has that rolled back: what it took out of residuals goes back.
         """
         if self._stages.all and (not self._stages.open or name in self._stages.all):
             self._end()
@@ -128,7 +129,7 @@ class Exchange(Driver):
 
     def flush(self, factor: float = 1.0) -> None:
         """Takes every step to its last exchange, and starts that; `finish` does so by itself.
-        factor: what the host makes of a 1 on each rank: 1 where it averages, the number of ranks
+        factor: what the reducer makes of a 1 on each rank: 1 where it averages, the number of ranks
         where it sums; clipping limits what comes out."""
         for _ in self.rounds(factor):
             pass
@@ -163,8 +164,8 @@ class Exchange(Driver):
     def finish(self, name: str, reduced: np.ndarray) -> None:
         """Leaves the step's result in the memory of the gradient that was submitted; where that is
         on a device, once the last tensor of the step is finished, or by `settle`. reduced: the
-        carrier as the host brought it back. A result that is not finite on some rank is not finite
-        on all of them."""
+        carrier as the reducer brought it back. A result that is not finite on some rank is not
+        finite on all of them."""
         pending = self._stages.open.get(name)
         if pending is not None and (self._stages.before_last or pending.stage is JOINT):
             self.flush(1.0 if self.is_payload(name, pending.carrier) else float(reduced[0]))
@@ -190,7 +191,7 @@ class Exchange(Driver):
             self._call(DECODE, self._decode)
         except BaseException:
             # Calls that are made a second time would add a second time.
-            self.reject()
+            self.fail()
             raise
 
     def _decode(self, pending: Pending, answer: Any) -> None:
@@ -330,7 +331,7 @@ class Exchange(Driver):
         # finished.
         self._call(CALL, lambda pending, answer: pending.step.send(answer))
         for pending in self._stages.all.values():
-            conclude(pending.step, transaction.finite)
+            commit_or_rollback(pending.step, transaction.finite)
         self._collectives.end_step()
         self._count_step(transaction)
         self._begin_at(self._now.index + 1)
@@ -341,18 +342,18 @@ class Exchange(Driver):
         self.expect(index=index, rank=self.transport.rank, size=self.transport.size)
         self._transaction, self._stages, self._numbers = Transaction(index), Stages(), None
 
-    def reject(self) -> None:
-        """The host could not use a result of this step, on all ranks alike: the step will be rolled
-        back."""
+    def fail(self) -> None:
+        """The reducer could not use a result of this step, on all ranks alike: the step will be
+        rolled back."""
         self._transaction.finite = False
 
-    def give_up(self, name: str) -> None:
+    def fail_tensor(self, name: str) -> None:
         """In place of a `finish` that was interrupted: the step will be rolled back."""
         pending = self._stages.open.pop(name, None)
         # What other ranks wait for is still sent.
         if pending is not None and pending.stage in (DECODE, AT_WORK):
             self._stages.let_go(pending)
-        self.reject()
+        self.fail()
         if self._stages.brought:
             self.settle()
 
@@ -379,7 +380,7 @@ class Exchange(Driver):
     def _wrong_steps(self, steps: Any) -> checkpoint.Difference:
         return checkpoint.wrong_count("step", steps)
 
-    def abandon(self) -> None:
+    def rollback(self) -> None:
         if self._stages.open:
             self._end()
 

@@ -16,14 +16,15 @@ from ..compressors.wrapper import Wrapper, unwrapped
 from ..kernels import beside
 from ..protocol.requests import Allreduce, HostReduce, TensorStep
 from . import checkpoint
-from .step import Begin, Extension, Tensor
+from .extension import Begin, Extension, with_each
+from .tensor import Tensor
 
-# The array of a debt, as long as the tensor and this rank's own.
-OWED = "owed"
-checkpoint.BESIDE.add(OWED)
+# The array of a debt, as long as the tensor and this rank's own. Saved states have it by this name.
+DEBT = "owed"
+checkpoint.BESIDE.add(DEBT)
 
 
-def owed(compressor: Compressor, state: State) -> Optional[np.ndarray]:
+def debt_of(compressor: Compressor, state: State) -> Optional[np.ndarray]:
     """The debt of an algorithm's own arrays, up to date only after `apply_pending`; None where
     there is none."""
     debt, u = compressor.residual(state), state.arrays.get("u")
@@ -67,7 +68,7 @@ class Handover(Extension):
     """Hands debts over, and brings those that have no other place."""
 
     def __init__(self) -> None:
-        # Whether it was taken for granted that the host averages.
+        # Whether it was taken for granted that the reducer averages.
         self.takes_average = False
 
     def hand_over(
@@ -78,16 +79,16 @@ class Handover(Extension):
         Args:
             earlier: the tensor as it was, with arrays that are up to date.
             tensor: the same tensor under its new compressor.
-            gain: new over old factor that the host applies to a result.
-            factor: what the host makes of a 1 on each rank; None: not known yet, taken for 1.
+            gain: new over old factor that the reducer applies to a result.
+            factor: what the reducer makes of a 1 on each rank; None: not known yet, taken for 1.
         """
         tensor.counters, state, old = earlier.counters, tensor.state, earlier.compressor
         state.overflows, arrays = earlier.state.overflows, dict(earlier.state.arrays)
-        left = arrays.pop(OWED, None)
+        left = arrays.pop(DEBT, None)
         if gain == 1 and _kind(old, arrays) == _kind(tensor.compressor, state.arrays):
-            state.arrays.update(arrays if left is None else {**arrays, OWED: left})
+            state.arrays.update(arrays if left is None else {**arrays, DEBT: left})
             return
-        debt = owed(old, earlier.state)
+        debt = debt_of(old, earlier.state)
         # Of results, and so alike on all ranks, which will all bring it.
         if debt is not None and old.residual(earlier.state) is None and debt.any():
             debt = debt / np.float32(factor or 1)
@@ -96,10 +97,10 @@ class Handover(Extension):
         if found:
             debt = np.float32(1 / gain) * np.sum(found, axis=0)
             if not _accepts(tensor.compressor, state, debt):
-                state.arrays[OWED] = debt
+                state.arrays[DEBT] = debt
 
     def check_host(self, factor: float) -> None:
-        """Raises RuntimeError where `hand_over` has taken the host's factor for another one."""
+        """Raises RuntimeError where `hand_over` has taken the reducer's factor for another one."""
         if self.takes_average and abs(factor - 1) > 1e-6:  # which predivision may round
             raise RuntimeError(
                 "a loaded state was switched to another algorithm before the first gradient, when "
@@ -109,7 +110,7 @@ class Handover(Extension):
             )
 
     def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
-        debt = tensor.state.arrays.get(OWED)
+        debt = tensor.state.arrays.get(DEBT)
         if debt is None:
             return begin(tensor, grad, step)
         if _pays(tensor.compressor):
@@ -130,23 +131,16 @@ def _pays(compressor: Compressor) -> bool:
 def _paying(tensor: Tensor, step: TensorStep, debt: Optional[np.ndarray]) -> TensorStep:
     """A tensor's dense step, with a debt added to its payload, that the tensor no longer has where
     the step succeeds. In a residual, where it would stay after a failed step, it never is."""
-    answer = None
-    try:
-        while True:
-            request = [step.send(answer)]
-            # The first is a carrier, unless it is the payload itself.
-            payload: Any = getattr(request[0], "request", request[0])
-            moves = isinstance(payload, (HostReduce, Allreduce)) and payload is not tensor.carrier
-            if moves and debt is not None:
-                payload.array += beside(debt, payload.array)
-            del payload
-            # Nothing of it, or of what came before, stays here while the step waits.
-            answer = None
-            answer = yield request.pop()
-    except StopIteration:
-        tensor.state.arrays.pop(OWED, None)
-    finally:
-        step.close()
+
+    def add(request: Any) -> None:
+        # The first is a carrier, unless it is the payload itself.
+        payload = getattr(request, "request", request)
+        moves = isinstance(payload, (HostReduce, Allreduce)) and payload is not tensor.carrier
+        if moves and debt is not None:
+            payload.array += beside(debt, payload.array)
+
+    yield from with_each(step, add)
+    tensor.state.arrays.pop(DEBT, None)
 
 
 def _kind(compressor: Compressor, arrays: Dict[str, np.ndarray]) -> Any:

@@ -29,8 +29,8 @@ from ..protocol.machine import Machine
 from ..protocol.requests import Allreduce, Collective, HostReduce
 from . import checkpoint
 from .averaging import Arrays
-from .handover import OWED, late
-from .step import Tensor
+from .handover import DEBT, late
+from .tensor import Tensor
 
 _TOGETHER = Collective("allreduce", "float32", "max")
 _ALIGNED = 16  # float32 of a cache line
@@ -242,7 +242,7 @@ class HostSharded(Wrapper):
 
     def encode_dense(
         self, grad: np.ndarray, state: State, step: Step
-    ) -> Generator[Allreduce, Any, HostReduce]:  # type: ignore[override]
+    ) -> Generator[Allreduce, Any, HostReduce]:
         part = yield from self._summed(grad, state, step)
         self.inner.encode_dense(part, state, dataclasses.replace(step, scale=1.0))
         return HostReduce(grad)
@@ -254,17 +254,17 @@ class HostSharded(Wrapper):
         is zero then."""
         slots = SharedMemory.of(self.machine).slots(state.name)
         kernels.of(grad).move(grad, slots[self.machine.local], scale=step.scale)
-        owed = state.arrays.get(OWED)
-        if owed is not None:
-            slots[self.machine.local] += late(self.inner, owed)
+        debt = state.arrays.get(DEBT)
+        if debt is not None:
+            slots[self.machine.local] += late(self.inner, debt)
         # Answered when all ranks have sent it. Nobody writes here again before all have decoded
         # what this rank makes of it.
         yield Allreduce(np.zeros(1, np.float32), "max")
         # From here on residuals have it, but for sums that these do not take.
-        if owed is not None and self.inner.residual(state) is not None:
-            owed[np.isfinite(slots.sum(0))] = 0
-            if not owed.any():
-                del state.arrays[OWED]
+        if debt is not None and self.inner.residual(state) is not None:
+            debt[np.isfinite(slots.sum(0))] = 0
+            if not debt.any():
+                del state.arrays[DEBT]
         first, last = self.elements(self.machine.local)
         part = grad[first:last]
         kernels.of(part).add_up(part, [slot[first:last] for slot in slots])

@@ -21,7 +21,7 @@ def make_ranks(
     local_size: int = 1,
 ) -> List[Exchange]:
     """The exchanges of connected ranks whose tensors have these names and shapes. local_size: how
-    many ranks that follow each other are a host."""
+    many ranks that follow each other are on one machine."""
     machines = Machine.group(len(transports), local_size)
     tensors = {name: (shape, compressor) for name, shape in shapes.items()}
     return [
@@ -49,7 +49,7 @@ def start_step(
 
 
 def mean_of(carriers: Sequence[np.ndarray]) -> np.ndarray:
-    """The mean of carriers in their own precision, as a host computes it with op=Average."""
+    """The mean of carriers in their own precision, as a reducer computes it with op=Average."""
     return np.add.reduce(carriers, axis=0) / carriers[0].dtype.type(len(carriers))
 
 

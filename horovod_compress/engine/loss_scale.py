@@ -6,13 +6,16 @@ so do those whose state is of results, because half precision has more digits fo
 """
 
 import dataclasses
+import functools
+from typing import Any
 
 import numpy as np
 
 from .. import kernels
-from ..compressors.base import Step, multiply
+from ..compressors.base import Asking, Step, multiply
 from ..protocol.requests import Outcome, TensorStep
-from .step import Begin, Extension, Tensor
+from .extension import Begin, Extension, with_each
+from .tensor import Tensor
 
 
 def to_true_units(loss_scale: float) -> float:
@@ -50,24 +53,12 @@ class LossScale(Extension):
         limit = step.clip_norm and step.clip_norm * loss_scale
         step = dataclasses.replace(step, scale=1.0, gain=gain, clip_norm=limit)
         inner = begin(tensor, grad, step)
-        return _scaled_results(inner, loss_scale) if of_results else inner
+        scaled = functools.partial(_put_on, loss_scale=loss_scale)
+        return with_each(inner, scaled) if of_results else inner
 
 
-def _scaled_results(step: TensorStep, loss_scale: float) -> TensorStep:
-    """A tensor's step, with its result times the loss scale."""
-    answer = None
-    try:
-        while True:
-            request = [step.send(answer)]
-            if isinstance(request[0], Outcome):
-                outcome = request[0]
-                largest = yield from kernels.max_abs(outcome.result)
-                outcome.finite &= multiply(outcome.result, loss_scale, largest)
-                del outcome
-            # Nothing of it, or of what came before, stays here while the step waits.
-            answer = None
-            answer = yield request.pop()
-    except StopIteration:
-        return
-    finally:
-        step.close()
+def _put_on(request: Any, loss_scale: float) -> Asking[None]:
+    """Multiplies a tensor's result by the loss scale."""
+    if isinstance(request, Outcome):
+        largest = yield from kernels.max_abs(request.result)
+        request.finite &= multiply(request.result, loss_scale, largest)

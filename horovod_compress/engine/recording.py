@@ -27,8 +27,9 @@ from .. import kernels
 from ..compressors.base import Compressor, Step
 from ..protocol.requests import TensorStep
 from .driver import Driver
+from .extension import Begin, Extension
 from .records import Record, TensorRecord
-from .step import SENT, SPENT, Begin, Extension, Tensor
+from .tensor import SENT, SPENT, Tensor
 
 FORMAT = "horovod_compress.record/1"
 Destination = Union[str, "os.PathLike[str]", Callable[[Record], Any], Any]
@@ -39,6 +40,8 @@ _STEPS, _TURNOVERS = 1000, 10
 _GROWTH = 1.3
 _MOST = 256  # records that are compared
 _MOST_NUMBER = 10**100
+# What a record counts since the one before.
+_COUNTED = ("steps", "steps_undone", "seconds", *SENT, *SPENT)
 
 
 class Recorder(Extension):
@@ -114,12 +117,7 @@ class Recorder(Extension):
             "size": driver.size,
             "spec": driver.compressor.config,
         }
-        record.update(
-            {
-                key: totals[key] - self._before[key]
-                for key in ("steps", "steps_undone", "seconds", *SENT, *SPENT)
-            }
-        )
+        record.update({key: totals[key] - self._before[key] for key in _COUNTED})
         record["ratio"] = _ratio(record)
         record.update(self._norms(driver.tensors))
         if self._by_tensor:
@@ -229,17 +227,11 @@ class Growth:
             for tensor in driver.tensors
             if tensor.compressor.residual(tensor.state) is not None
         ]
-        sent, numel = (
-            sum(tensor.counters["elements_sent"] for tensor in kept),
-            sum(tensor.numel for tensor in kept),
-        )
+        sent = sum(tensor.counters["elements_sent"] for tensor in kept)
+        numel = sum(tensor.numel for tensor in kept)
         if driver.compressor is not self._compressor:
-            self._compressor, self._first, self._sent_before, self._points = (
-                driver.compressor,
-                record["step"],
-                sent,
-                [],
-            )
+            self._compressor, self._points = driver.compressor, []
+            self._first, self._sent_before = record["step"], sent
             self._stride, self._until_next = 1, 0
         self._until_next -= 1
         if self._until_next >= 0:
@@ -314,7 +306,6 @@ def _scalars(tag: str, values: Mapping[str, Any]) -> Any:
             yield f"{tag}/{key}", value
 
 
-_COUNTED = ("steps", "steps_undone", "seconds", *SENT, *SPENT)
 _NORMS = ("gradient_norm", "residual_norm")
 
 

@@ -38,9 +38,9 @@ def simulate(
 
     spec is as for `get_compressor`. Every rank of every step must have the same names and shapes.
     The arrays are not changed. lr is the learning rate of each step, for residuals that follow it.
-    local_size: how many ranks that follow each other are a host, for `hosts=true`. Raises
-    ValueError where names, shapes or numbers of steps differ, or ranks are not hosts of that size,
-    and AssertionError if replicas ever disagreed.
+    local_size: how many ranks that follow each other are on one machine, for `hosts=true`. Raises
+    ValueError where names, shapes or numbers of steps differ, or ranks do not make up machines of
+    that size, and AssertionError if replicas ever disagreed.
     """
     compressor = decide_follow_lr(get_compressor(spec), lr is not None, lr is not None)
     steps = [list(ranks) for ranks in gradients]

@@ -7,7 +7,8 @@ import numpy as np
 from ..compressors.base import Step
 from ..protocol.requests import TensorStep
 from .driver import Driver
-from .step import Begin, Extension, Tensor
+from .extension import Begin, Extension
+from .tensor import Tensor
 
 
 class Snapshots(Extension):
@@ -61,5 +62,5 @@ def discard(driver: Driver) -> None:
         raise RuntimeError(
             "only a compression that was made with discardable=True can forget a step"
         )
-    for tensor in driver.reject_last():
+    for tensor in driver.fail_last():
         snapshots.restore(tensor)

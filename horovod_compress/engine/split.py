@@ -172,7 +172,8 @@ class Splitting(Wrapper):
             encoded, split_of(inner, grad.size, step), grad, residual, inner.traits.number
         )
 
-    def decode(
+    # The result of a Joint is what its own exchange has made of it.
+    def decode(  # type: ignore[override]
         self, summed: Selected, out: np.ndarray, state: State, step: Step, scale: float
     ) -> bool:
         if summed.bodies is None:
@@ -318,10 +319,8 @@ def _split_bodies(frame: np.ndarray, count: int) -> List[np.ndarray]:
         at = start + length
         bodies.append(frame[start:at])
     if len(frame) >= at + _LENGTH.size and _LENGTH.unpack_from(frame.data, at)[0] == _REFUSED:
-        raise wire.WireError(
-            f"it refuses what it was sent: "
-            f"{frame[at + _LENGTH.size :].tobytes().decode(errors='replace')}"
-        )
+        said = frame[at + _LENGTH.size :].tobytes().decode(errors="replace")
+        raise wire.WireError(f"it refuses what it was sent: {said}")
     if at != len(frame):
         raise wire.WireError("not as long as its parts")
     return bodies

@@ -5,7 +5,7 @@ import enum
 from typing import Any, Dict, Iterable, List
 
 from ..protocol.requests import TensorStep
-from .step import Tensor
+from .tensor import Tensor
 
 
 class Stage(enum.IntEnum):
@@ -19,7 +19,7 @@ class Stage(enum.IntEnum):
     ROUND = 2
     # The exchange of all tensors together.
     JOINT = 3
-    # The last exchange, and the host.
+    # The last exchange, and the reducer.
     LAST = 4
     # A kernel's call after that.
     DECODE = 5
@@ -52,8 +52,8 @@ class Pending:
 class Stages:
     """The tensors of one step on one rank.
 
-    all: those submitted, by name; open: those of them that are neither finished nor given up; at:
-    how many are at each stage.
+    all: those submitted, by name; open: those of them that are neither finished nor have failed;
+    at: how many are at each stage.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Stages:
 
     @property
     def brought(self) -> bool:
-        """Whether the host has brought all results that come."""
+        """Whether the reducer has brought all results that come."""
         return len(self.open) <= self.at[DECODE] + self.at[AT_WORK]
 
     def let_go(self, pending: Pending) -> None:

@@ -3,14 +3,13 @@ I/O).
 
 `tensor_step` is a generator: it yields requests, is sent their results, and never waits. It frames
 payloads, scales results, counts bytes, and commits what the step took out of the state or rolls it
-back. Drivers only pump it: `exchange.Exchange` (eager), the TensorFlow adapter's graph, and
-`lockstep`, N ranks in one process.
+back, as on all ranks where a gradient has a NaN on one. Drivers only pump it: `exchange.Exchange`
+(eager), the TensorFlow adapter's graph, and `lockstep`, N ranks in one process.
 """
 
 import dataclasses
-import math
 from types import GeneratorType
-from typing import Any, Callable, Generator, Optional, Tuple, Union
+from typing import Any, Generator, Optional, Tuple, Union
 
 import numpy as np
 
@@ -34,120 +33,15 @@ from ..protocol.requests import (
     StepNorm,
     TensorStep,
 )
+from .tensor import Tensor
 
-SENT = ("bytes_sent", "dense_bytes", "elements_sent")
-# What tensors share is one of theirs.
-SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")
 _NOTHING_MORE = Final(None)
 _PAYLOADS = (HostReduce, Allreduce, Encoded, Joint)
-# Of measured payloads that were too large: what trying again costs is at most one part in so many.
-_TRIES = 16
-
-
-@dataclasses.dataclass
-class Tensor:
-    """A tensor of a compression on one rank.
-
-    digest: uint32 of configuration and tensor, on every frame; declared: what its compressor says
-    that a step exchanges; checked: whether the first step has kept to that, and to the rest of the
-    contract; carrier: a single 1, for the host; dense_until: the step from which on payloads of
-    measured size are gathered again; bits: what an element of the open step's payload takes, where
-    that is known beforehand; frame_length: what frames
-    are padded to.
-    """
-
-    name: str
-    compressor: Compressor
-    state: State
-    digest: int
-    numel: int
-    declared: Tuple[Collective, ...]
-    checked: bool = False
-    carrier: HostReduce = dataclasses.field(
-        default_factory=lambda: HostReduce(np.ones(1, np.float32))
-    )
-    dense_until: int = 0
-    bits: Optional[float] = None
-    frame_length: wire.FrameLength = wire.exact
-    counters: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(SENT + SPENT, 0))
-
-    @property
-    def residual(self) -> Optional[np.ndarray]:
-        """What was not sent yet, up to date only after `apply_pending`; None where nothing is
-        kept."""
-        return self.compressor.residual(self.state)
-
-    def one(self) -> HostReduce:
-        """The carrier of a payload that travels beside it: what the host makes of a 1 is the factor
-        for the sum of the payloads."""
-        self.carrier.array[0] = 1
-        return self.carrier
-
-    def count(self, request: Exchanged) -> None:
-        """Counts the bytes that go into a collective. As many come back; an allgather's, which are
-        more, are counted when they do, without this rank's own."""
-        nbytes, counters = request.array.nbytes, self.counters
-        counters["bytes_sent"] += nbytes
-        counters["bytes_received"] += -nbytes if isinstance(request, Allgather) else nbytes
-
-    def follow(self, grad: np.ndarray) -> None:
-        """Brings the state to where the gradient is, on the host or on a device."""
-        arrays = self.state.arrays
-        for key, array in arrays.items():
-            arrays[key] = beside(array, grad)
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether the algorithm's state holds something of this rank's gradients."""
-        kept = self.compressor.kept
-        return any(key in kept and kept[key].role == "local" for key in self.state.arrays)
-
-    def goes_dense(self, step: Step) -> bool:
-        """Whether gathering this step's payloads would bring a rank more than a ring allreduce of
-        the tensor does: by what the compressor knows beforehand, or by what its last gathered
-        payloads were. Alike on all ranks."""
-        bits = self.bits = self.compressor.payload_bits(self.numel, step)
-        return step.index < self.dense_until if bits is None else times_dense(bits, step.size) > 1
-
-    def measured(self, bits: float, step: Step) -> None:
-        """Decides from the size of a step's payloads, in bits an element and alike on all ranks,
-        whether the next ones go dense."""
-        times = times_dense(bits, step.size)
-        if self.bits is None and times > 1:
-            self.dense_until = step.index + 1 + math.ceil(_TRIES * times)
-
-
-Begin = Callable[[Tensor, np.ndarray, Step], TensorStep]
-
-
-class Extension:
-    """A feature beside the algorithm: watches the steps of a driver's tensors, or changes them.
-
-    A driver holds one for each feature, by the feature's name. Later ones are around earlier ones.
-    The methods change nothing unless a subclass overrides them.
-    """
-
-    def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
-        """Begins a tensor's step.
-
-        Args:
-            begin: makes the generator of the step that this one is around.
-            tensor: whose step it is.
-            grad: its flat gradient of this rank, which may be changed in place.
-            step: what is known of the step.
-
-        Returns:
-            The step's generator. One of its own must not hold on to arrays while it is suspended.
-        """
-        return begin(tensor, grad, step)
-
-    def step_ended(self) -> None:
-        """Called after a step of all tensors, where the driver knows of its end."""
 
 
 def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
     """The step of one tensor: yields requests, is sent their results, and decodes the result into
-    `grad`, flat float32, or where the gradient itself was the payload into what the host brought
+    `grad`, flat float32, or where the gradient itself was the payload into what the reducer brought
     back; `Outcome` says where.
 
     Closed before its Outcome is answered, or where it raises, the step is rolled back. WireError
@@ -160,7 +54,7 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         step, base = _subtract_base(compressor, base, grad, step)
     succeeded = False
     try:
-        # What the host reduces: it has to have that before ranks agree on anything.
+        # For the reducer, which has to have it before ranks agree on anything.
         carrier = None
         if step.clip_norm is not None:
             one = tensor.one()
@@ -219,7 +113,7 @@ def _subtract_base(
     return dataclasses.replace(step, base=None), base
 
 
-def conclude(step: TensorStep, succeeded: bool) -> None:
+def commit_or_rollback(step: TensorStep, succeeded: bool) -> None:
     """Ends a tensor's step: goes on after its Outcome, or where it has not succeeded or not come
     that far, rolls it back."""
     if succeeded:
@@ -316,7 +210,7 @@ def _last_request(
             )
         )
     else:
-        # Transports move what is on the host.
+        # Transports move what is on the CPU.
         request = (
             payload if isinstance(payload, Allreduce) else Allreduce(np.asarray(payload.array))
         )
@@ -333,8 +227,8 @@ def _decode(
     arrived: Any,
     base: Optional[np.ndarray],
 ) -> Asking[Outcome]:
-    """The result, from what the host made of the carrier, and what became of the payload where that
-    is not the carrier itself. base: what is to be added to it."""
+    """The result, from what the reducer made of the carrier, and what became of the payload where
+    that is not the carrier itself. base: what is to be added to it."""
     compressor, scale = tensor.compressor, step.gain
     finite: Any
     if arrived is not None:
@@ -386,10 +280,3 @@ def _clipping(step: Step, squared_norm: float) -> float:
     is √N times one rank's."""
     norm, limit = squared_norm**0.5 * step.scale, step.clip_norm * step.size**0.5
     return limit / norm if limit < norm < float("inf") else 1.0
-
-
-def times_dense(bits: float, payloads: float) -> float:
-    """How many times what a ring allreduce of float32 brings a rank, 2·(N−1)/N·32 bits an element,
-    it gets from an exchange of payloads of `bits` an element: N payloads where they are gathered,
-    (N−1)·bits; where they are split, (N−1)/N·payloads·bits."""
-    return payloads * bits / 64

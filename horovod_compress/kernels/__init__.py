@@ -9,7 +9,7 @@ is `device`. HOROVOD_COMPRESS_KERNELS=device is for tests: gradients on the CPU 
 kernels too, in Triton's interpreter.
 
 `kernels.NAME(…)` calls the kernel of that name for an algorithm, as
-`encoded = yield from kernels.encode_topk(grad, …)`: on the host at once, on a device together with
+`encoded = yield from kernels.encode_topk(grad, …)`: on the CPU at once, on a device together with
 other tensors' calls.
 
 `encode_X` makes a payload's body, or the words of a sum. `decode_X` is the inverse. `decode_add_X`

@@ -12,7 +12,7 @@ class DeviceCall:
 
     where: the array that says on which device; name: the kernel's; arrays, options: its positional
     arguments, and those by keyword; stream: the number of the GPU stream on which its arrays become
-    ready, None on the host.
+    ready, None on the CPU.
     """
 
     where: Any

@@ -63,9 +63,10 @@ class Exchanged:
 
 @dataclasses.dataclass
 class HostReduce(Exchanged):
-    """Hands `array` to the host (Horovod's optimizer), which reduces it over ranks as its user
-    asked. Answered at once, with None: what the host brings back comes with `Final`. As a payload:
-    as many float32 or float16 as the tensor has elements; may be the gradient's own memory."""
+    """Hands `array` to the reducer (Horovod's optimizer, DDP, or `simulate`), which reduces it over
+    ranks as its user asked. Answered at once, with None: what the reducer brings back comes with
+    `Final`. As a payload: as many float32 or float16 as the tensor has elements; may be the
+    gradient's own memory."""
 
     array: np.ndarray
     verb = "host"
@@ -125,7 +126,7 @@ class Joint(ABC):
     @abstractmethod
     def exchange(
         cls, joints: Sequence[Any], step: Any, lengths: Lengths
-    ) -> Generator["Exchanged", Any, List["Arrived"]]:
+    ) -> Generator[Any, Any, List["Arrived"]]:
         """The exchange of one step, on one rank.
 
         Args:
@@ -154,8 +155,8 @@ class Arrived(NamedTuple):
 @dataclasses.dataclass
 class StepNorm:
     """The squared norm of the whole step's gradients on this rank, times the square of what the
-    host makes of a 1 on each rank. A driver that has to wait for those hands `carrier` to the host
-    meanwhile. Answered with (squared norm, whether it has done that)."""
+    reducer makes of a 1 on each rank. A driver that has to wait for those hands `carrier` to the
+    reducer meanwhile. Answered with (squared norm, whether it has done that)."""
 
     grad: np.ndarray
     carrier: HostReduce
@@ -164,7 +165,7 @@ class StepNorm:
 @dataclasses.dataclass
 class Final:
     """The last exchange of a step: starts `request`, if there is one, and is answered with (what
-    the host brought back, the result of the request or None)."""
+    the reducer brought back, the result of the request or None)."""
 
     request: Optional[Union[Allreduce, Allgather, Joint]]
 

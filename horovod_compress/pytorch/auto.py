@@ -6,11 +6,9 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 
-from ..adapters.choice import Controller, check_switch, default_candidates
-from ..compressors import get_compressor
-from ..compressors.base import Compressor
+from ..adapters.auto import Controller, check_switch, default_candidates
 from ..engine.records import Plan
-from .compression import OptimizerCompression, refuse_begun_within_step
+from .compression import OptimizerCompression
 from .parameters import Slot
 from .sgd import can_take_over, is_plain_sgd
 
@@ -20,18 +18,13 @@ def candidates_of(auto: Dict[str, Any], optimizer: Optional[torch.optim.Optimize
     return list(auto["candidates"] or default_candidates(_sparse_for(optimizer)))
 
 
-def refuse_moments(compressor: Compressor) -> None:
-    """ValueError for a candidate that cannot begin between two steps."""
-    refuse_begun_within_step(compressor.config)
-
-
 def _sparse_for(optimizer: Optional[torch.optim.Optimizer]) -> Optional[str]:
     if not isinstance(optimizer, torch.optim.SGD):
         return None
     return "dgc" if can_take_over(optimizer) and not is_plain_sgd(optimizer) else "topk"
 
 
-class Chosen(OptimizerCompression):
+class OnTrial(OptimizerCompression):
     """A compression with a controller, which it tells of steps."""
 
     def _begin_trial(self, auto: Dict[str, Any], candidates: List[str]) -> None:
@@ -65,7 +58,7 @@ class Chosen(OptimizerCompression):
             self._controller.follow()
 
     def _go_on_with(self, spec: str) -> None:
-        self._switch(get_compressor(spec).config)
+        self._switch(spec)
 
     def _description(self) -> Dict[str, Any]:
         return {**super()._description(), "auto": self._controller.arguments}

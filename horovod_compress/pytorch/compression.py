@@ -66,7 +66,7 @@ class OptimizerCompression(OptimizerSteps):
         self._bound_optimizer = optimizer
         self._use(self._choose(spec))
 
-    # -- of the host
+    # -- of the reducer
 
     @abstractmethod
     def _reduced(self) -> List[Slot]:
@@ -74,11 +74,11 @@ class OptimizerCompression(OptimizerSteps):
 
     @abstractmethod
     def _transport_of(self, compressor: Compressor) -> Transport:
-        """What moves a compressor's payloads. ValueError where the host cannot have that."""
+        """What moves a compressor's payloads. ValueError where the reducer cannot have that."""
 
     @abstractmethod
     def _factor(self) -> Optional[float]:
-        """What the host makes of a 1 on each rank; None where that is not known yet."""
+        """What the reducer makes of a 1 on each rank; None where that is not known yet."""
 
     # Why one rank cannot load what several had to send.
     _refused_alone: str
@@ -130,9 +130,9 @@ class OptimizerCompression(OptimizerSteps):
             self._announced = self._takeover.announcement
             _log.warning("%s", self._announced)
 
-    # Made when it is first needed, because it allocates the state.
+    # Made when it is first needed, because it allocates the state; other bindings set it.
     @functools.cached_property
-    def _exchange(self) -> Exchange:
+    def _exchange(self) -> Exchange:  # type: ignore[override]
         self._look_for_optimizer()
         exchange = Exchange(
             self._compressor,
@@ -210,15 +210,16 @@ class OptimizerCompression(OptimizerSteps):
         RuntimeError between backward() and step(), with nothing changed; MismatchError where ranks
         differ.
         """
-        config = get_compressor(spec).config
+        compressor = get_compressor(spec)
         if at is not None:
             if isinstance(at, bool) or not isinstance(at, int) or at < 0:
                 raise ValueError(f"at must be a step, counted from 0, not {at!r}")
-            refuse_begun_within_step(config)
-            self._switches = sorted([*self._switches, (at, config)], key=lambda switch: switch[0])
+            refuse_begun_within_step(compressor)
+            later = [*self._switches, (at, compressor.config)]
+            self._switches = sorted(later, key=lambda switch: switch[0])
             return
         self._refuse_uneven("switch before the block, or say at=STEP before it")
-        self._switch(config)
+        self._switch(compressor)
 
     def _switch(self, spec: Any, compare: bool = True) -> None:
         # In an elastic job whose ranks are not together yet, rank 0's becomes everyone's in any
@@ -269,9 +270,9 @@ def check_types(optimizer: Any, grad_scaler: Any) -> None:
         raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {grad_scaler!r}")
 
 
-def refuse_begun_within_step(config: Dict[str, Any]) -> None:
+def refuse_begun_within_step(compressor: Compressor) -> None:
     """ValueError where an algorithm has to see a forward pass before the first gradient."""
-    moments = config.get("moments", "minibatch")
+    moments = compressor.policy.moments
     if moments != "minibatch":
         raise ValueError(
             f"moments={moments} cannot begin at a step's first gradient: call "

@@ -5,11 +5,12 @@ import collections.abc
 import inspect
 from typing import Any, Collection, Dict, Iterable, List, Optional, Tuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from .. import kernels
-from ..adapters.binding import warn_once
+from ..adapters.binding import Binding, warn_once
 
 _CPU = torch.device("cpu")
 # As model.named_parameters() gives.
@@ -50,6 +51,15 @@ class Slot:
             self._staging = torch.empty(grad.shape, dtype=dtype, device=place, pin_memory=pinned)
         self._staging.copy_(grad)
         return self._staging, flat(self._staging, served)
+
+    def load_for(self, compression: Binding, grad: torch.Tensor) -> Tuple[torch.Tensor, Any]:
+        """As of `load`, for a compression, which tells where that costs numbers of float64."""
+        exchange = compression._exchange
+        carries_float64 = exchange.carries_float64(self.name)
+        loaded, array = self.load(grad, exchange.on_device(self.name), carries_float64)
+        if not compression._has_told_of_float32 and loses_numbers(grad, loaded):
+            compression._tell_of_float32(self.name)
+        return loaded, array
 
     @staticmethod
     def _warn_of_copies(device: str, on_device: bool) -> None:
@@ -151,6 +161,11 @@ def flat(tensor: torch.Tensor, on_device: bool) -> Any:
 
     # `data`: what is written here is no change that the user has made.
     return DeviceArray(tensor.data.view(-1))
+
+
+def tensor_of(array: Any) -> torch.Tensor:
+    """The tensor with the memory of such an array."""
+    return torch.from_numpy(array) if isinstance(array, np.ndarray) else array.tensor
 
 
 def loses_numbers(wide: torch.Tensor, narrow: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 
 from ..adapters.updates import Nesterov
-from .parameters import NamedParameters, Slot, flat_memory, loses_numbers, named
+from .parameters import NamedParameters, Slot, flat_memory, named
 from .update_compression import UpdateExchange
 
 
@@ -30,17 +30,13 @@ class SharedParameter(Slot):
     def update(self, compression: UpdateExchange) -> Tuple[str, Any, Any]:
         """What local steps have added, as `UpdateExchange.exchange` takes it: in the parameter's
         own memory where possible."""
-        exchange = compression._exchange
-        on_device = exchange.on_device(self.name)
+        on_device = compression._exchange.on_device(self.name)
         own, base = (flat_memory(tensor, on_device) for tensor in (self.param.data, self.shared))
         self._in_place = self.momentum is None and own is not None and base is not None
         if self._in_place:
             return self.name, own, base
         self.param.sub_(self.shared)
-        carries_float64 = exchange.carries_float64(self.name)
-        self.loaded, flat = self.load(self.param.data, on_device, carries_float64)
-        if not compression._has_told_of_float32 and loses_numbers(self.param.data, self.loaded):
-            compression._tell_of_float32(self.name)
+        self.loaded, flat = self.load_for(compression, self.param.data)
         return self.name, flat, None
 
     def rollback(self) -> None:

@@ -9,12 +9,11 @@ import torch
 from ..adapters.binding import Binding, warn_once
 from ..engine.exchange import Exchange
 from ..engine.loss_scale import to_true_units
-from ..engine.snapshot import discard
 from ..protocol.handshake import agree
 from ..transport.base import Transport
 from .lifecycle import Event, Lifecycle
 from .moments import Moments
-from .parameters import Slot, Slots, Streams, loses_numbers
+from .parameters import Slot, Slots, Streams
 from .sgd import SGDTakeover
 
 
@@ -55,10 +54,7 @@ class OptimizerSteps(Binding):
             the gradient travels densely in float32.
         """
         exchange = self._exchange
-        carries_float64 = exchange.carries_float64(slot.name)
-        memory, array = slot.load(tensor, exchange.on_device(slot.name), carries_float64)
-        if not self._has_told_of_float32 and loses_numbers(tensor, memory):
-            self._tell_of_float32(slot.name)
+        memory, array = slot.load_for(self, tensor)
         squares = self._moments.take(slot.name) if self._moments else None
         carrier = exchange.submit(slot.name, array, squares, self._rates.get(id(slot.param)))
         self._streams.mark(memory)
@@ -68,7 +64,7 @@ class OptimizerSteps(Binding):
         """Leaves a result in a gradient of another type."""
         grad.copy_(memory)
         if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
-            self._exchange.reject()
+            self._exchange.fail()
 
     def _begin_step(self) -> None:
         """Before the first gradient of a step."""
@@ -166,9 +162,9 @@ class OptimizerSteps(Binding):
                 "comes in later steps. To forget such steps, make the compression with "
                 "discardable=True"
             )
+        elif self._exchange.succeeded and self._discardable:
+            self.discard()
         else:
-            if self._exchange.succeeded and self._discardable:
-                discard(self._exchange)
             self._step.take(Event.ROLLBACK)
 
 

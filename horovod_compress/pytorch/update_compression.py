@@ -4,7 +4,6 @@ UpdateOptimizers, whoever reduces."""
 from abc import abstractmethod
 from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple, Union
 
-import numpy as np
 import torch
 
 from ..adapters.updates import Averaging, compressor_for_updates
@@ -13,6 +12,7 @@ from ..engine.exchange import Exchange
 from ..protocol.handshake import MismatchError, agree, gather
 from ..transport.base import Transport
 from .compression import state_of
+from .parameters import tensor_of
 
 
 class UpdateExchange(Averaging):
@@ -99,10 +99,7 @@ class UpdateExchange(Averaging):
         waits = {}
         for name, carrier in carriers.items():
             if exchange.is_payload(name, carrier):
-                tensor = (
-                    torch.from_numpy(carrier) if isinstance(carrier, np.ndarray) else carrier.tensor
-                )
-                waits[name] = self._start_mean(f"{self._label}.{name}.mean", tensor)
+                waits[name] = self._start_mean(f"{self._label}.{name}.mean", tensor_of(carrier))
         exchange.flush()
         for name, carrier in carriers.items():
             if name in waits:
@@ -154,7 +151,7 @@ class UpdateExchange(Averaging):
 
     def rollback(self) -> None:
         """Rolls back an exchange that was interrupted."""
-        self._exchange.abandon()
+        self._exchange.rollback()
 
     def check_steps(self) -> None:
         """MismatchError where ranks have loaded states of different steps."""

@@ -7,8 +7,7 @@ from typing import Any, Dict, List, Optional, Sequence, Union
 import numpy as np
 import tensorflow as tf
 
-from ..adapters.binding import DECAYED, LOOK, warn_once
-from ..adapters.choice import (
+from ..adapters.auto import (
     Automatic,
     Controller,
     auto_of,
@@ -16,6 +15,7 @@ from ..adapters.choice import (
     default_candidates,
     refuse_elastic,
 )
+from ..adapters.binding import DECAYED, LOOK, warn_once
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..engine.records import Plan
@@ -27,7 +27,7 @@ from .unbound import UnboundCompression
 
 # Calls in a row that trace, after which users are told that nothing comes of it.
 _NEVER = 100
-# Calls after a switch in which something owed may still go out by operations of its own.
+# Calls after a switch in which a debt may still go out by operations of its own.
 _SETTLING = 2
 
 
@@ -37,7 +37,7 @@ def _sparse_for(optimizer: Any) -> Optional[str]:
     return "dgc" if can_take_over(optimizer) else "topk"
 
 
-class ChosenCompression(BoundCompression):
+class CompressionOnTrial(BoundCompression):
     """What AutoCompression becomes: a compression with a controller, which it tells of steps.
 
     The function that the user or Keras calls, around the operations of the compression, says when a
@@ -64,7 +64,7 @@ class ChosenCompression(BoundCompression):
         self._uncounted = 0  # calls in a row that traced
         # Of what SGD's own momentum still holds, where that lives on.
         self._until_look, self._largest = LOOK, 0.0
-        # Calls until operations of something owed can be left out.
+        # Calls until operations of a debt can be left out.
         self._settling = 0
 
     def bind(self, optimizer: Any) -> None:
@@ -187,7 +187,7 @@ class ChosenCompression(BoundCompression):
 class AutoCompression(Automatic, UnboundCompression):
     __doc__ = Automatic.__doc__
 
-    _bound_class = ChosenCompression
+    _bound_class = CompressionOnTrial
 
     @staticmethod
     def _check(compressor: Compressor) -> None:
@@ -197,7 +197,7 @@ class AutoCompression(Automatic, UnboundCompression):
     _binding = "compression.bind(optimizer), which is the compression of a tape then"
 
     def _unserved(self, process_set: Any = None) -> BoundCompression:
-        return ChosenCompression(
+        return CompressionOnTrial(
             self._auto,
             **{**self._options, "process_set": self._options["process_set"] or process_set},
         )

@@ -12,9 +12,10 @@ from ..compressors.base import Compressor, Step
 from ..compressors.wrapper import Wrapper
 from ..engine import checkpoint
 from ..engine.driver import Driver, Transaction
-from ..engine.handover import OWED
+from ..engine.handover import DEBT
 from ..engine.loss_scale import to_true_units
-from ..engine.step import Tensor, conclude
+from ..engine.step import commit_or_rollback
+from ..engine.tensor import Tensor
 from ..protocol.handshake import check_step_numbers, first_difference, step_numbers
 from ..protocol.requests import Allreduce, Alltoall, Final, StepNorm, TensorStep
 from ..protocol.wire import FrameLength, Steady
@@ -124,10 +125,10 @@ class GraphExchange(Driver):
         # A graph has no operation for a sum that a feature around the algorithm asks for.
         return not isinstance(tensor.compressor, Wrapper) and super()._goes_dense(tensor, step)
 
-    def owes(self, name: str) -> bool:
+    def has_debt(self, name: str) -> bool:
         """Whether the next step of a tensor brings something of earlier ones densely, which is
         added to its gradient."""
-        return OWED in self._tensors[name].state.arrays
+        return DEBT in self._tensors[name].state.arrays
 
     @property
     def shapes(self) -> Dict[str, tuple]:
@@ -161,7 +162,8 @@ class GraphExchange(Driver):
 
         grad's memory belongs to the exchange until `finish`. squares, lr: as in Step; squared_norm:
         where they are to be clipped, of factor · (all gradients of the step), factor being what the
-        host makes of a 1 on each rank. A tensor that was never finished abandons its last step.
+        reducer makes of a 1 on each rank. A tensor that was never finished has its last step rolled
+        back.
         """
         self._end(name)
         with self._lock:
@@ -212,8 +214,8 @@ class GraphExchange(Driver):
         arrived: Optional[Message] = None,
         numbers: Optional[np.ndarray] = None,
     ) -> np.ndarray:
-        """Brings the carrier as the host reduced it, and what became of the last message; returns
-        the flat float32 result, in the memory of the gradient or of the carrier."""
+        """Brings the carrier as the reducer reduced it, and what became of the last message;
+        returns the flat float32 result, in the memory of the gradient or of the carrier."""
         pending = self._arrive(name, call, numbers)
         request, started = pending.request.request, time.perf_counter()
         outcome = pending.step.send(
@@ -244,8 +246,9 @@ class GraphExchange(Driver):
             message, numbers = self.advance(name, call, message or (), numbers), None
         return self.finish(name, call, carrier, message, numbers)
 
-    def reject(self, name: str) -> None:
-        """The host could not use this result, on all ranks alike: its step will be rolled back."""
+    def fail(self, name: str) -> None:
+        """The reducer could not use this result, on all ranks alike: its step will be rolled
+        back."""
         self._pending[name].transaction.finite = False
 
     def _arrive(self, name: str, call: int, numbers: Optional[np.ndarray]) -> _Pending:
@@ -288,7 +291,7 @@ class GraphExchange(Driver):
             return
         transaction = pending.transaction
         succeeded = transaction.finite and pending.finished
-        conclude(pending.step, succeeded)
+        commit_or_rollback(pending.step, succeeded)
         with self._lock:
             if not transaction.ended:  # the first of its step
                 transaction.finite = succeeded
@@ -311,7 +314,7 @@ class GraphExchange(Driver):
             "shapes": {name: list(shape) for name, shape in self._shapes.items()},
         }
 
-    def abandon(self) -> None:
+    def rollback(self) -> None:
         for name in self.open_tensors():
             self._end(name)
 
@@ -324,15 +327,13 @@ class GraphExchange(Driver):
                 self._tensors[name].compressor.init(name, self._shapes[name]).arrays
             )
             saved.header["step"] = {**saved.header["step"], name: 0}
-        self.abandon()
+        self.rollback()
         return self._continue_from(saved)
 
     def _continue_from(self, saved: checkpoint.Saved) -> Dict[str, Saved]:
         """Returns what is in the state for tensors that are not known yet, by name, for `add`."""
-        steps, dense_until, shapes, arrays = (
-            *(saved.header[key] for key in ("step", "dense_until", "shapes")),
-            saved.arrays,
-        )
+        steps, shapes, arrays = saved.header["step"], saved.header["shapes"], saved.arrays
+        dense_until = saved.header["dense_until"]
         checkpoint.refuse(
             first_difference(dict.fromkeys(arrays, "there"), dict.fromkeys(steps, "there"), "step")
         )

@@ -106,15 +106,9 @@ class GraphCompression(RunningCompression):
             for stage, collective in enumerate(variable.moved):
                 if stage:
                     advance = functools.partial(self._advance, stage=stage)
-                    message, numbers = (
-                        python_operation(
-                            advance,
-                            variable,
-                            [call.number, *message, *numbers],
-                            dtypes_of([collective]),
-                        ),
-                        [],
-                    )
+                    inputs = [call.number, *message, *numbers]
+                    message = python_operation(advance, variable, inputs, dtypes_of([collective]))
+                    numbers = []
                 message = self._move(collective, message, f"{variable.number}.{stage}")
             # Horovod names its own reduction after what it reduces.
             carrier = tf.identity(carrier, name=f"{self._label}.{variable.number}")

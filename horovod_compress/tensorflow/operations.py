@@ -23,7 +23,7 @@ class Variable:
     shape: Tuple[int, ...]
     # Whether its gradients are.
     is_float64: bool = False
-    carried: str = "float32"  # dtype of what the host reduces
+    carried: str = "float32"  # dtype of what the reducer reduces
     # Those of the messages that travel beside it.
     moved: Sequence[Collective] = ()
     # Whether nothing is done to its gradients before Horovod reduces them, so that they need no

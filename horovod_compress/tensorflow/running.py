@@ -160,5 +160,5 @@ class RunningCompression(VariableCompression):
 
     def _checked(self, variable: Variable, result: np.ndarray, half: bool) -> np.ndarray:
         if half and not kernels.of(result).max_abs(result) < _INFINITE_HALF:
-            self._exchange.reject(variable.name)
+            self._exchange.fail(variable.name)
         return result.reshape(variable.shape)

@@ -111,7 +111,7 @@ class VariableCompression(HorovodBinding):
         clips = self._compressor.policy.clip_norm is not None
         dense = not variable.moved and variable.carried != "float16" and not clips
         variable.direct = (
-            dense and not self._exchange.owes(variable.name) and not self._sees_gradients
+            dense and not self._exchange.has_debt(variable.name) and not self._sees_gradients
         )
         if not (self._microbatches and hasattr(compressor, "moments")):
             variable.squares, variable.observed = None, False

@@ -331,7 +331,7 @@ def _time_step(exchange: Exchange, echo: Echo, grads: Named, given: Named) -> Tu
         started = time.perf_counter()
         carriers[name] = exchange.submit(name, grad)
         encode += time.perf_counter() - started
-        echo.count("allreduce", carriers[name])  # by the host
+        echo.count("allreduce", carriers[name])  # by the reducer
     started = time.perf_counter()
     exchange.flush()
     between, encoded = echo.seconds, time.perf_counter()

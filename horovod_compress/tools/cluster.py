@@ -29,6 +29,7 @@ _OPERATIONS = 100
 
 Say = Callable[[str], Any]
 Named = Dict[str, np.ndarray]
+Parameters = Dict[str, torch.nn.Parameter]
 
 
 class Ranks(ABC):
@@ -66,13 +67,20 @@ class Ranks(ABC):
         """Starts an allreduce, allgather or alltoall. Returns a function that waits for it."""
 
     @abstractmethod
-    def exchanged(self, spec: Any, steps: Iterable[Named]) -> Iterator[Named]:
-        """What a compression makes of this rank's gradients of each step."""
+    def training(
+        self, params: Parameters, optimizer: torch.optim.Optimizer, spec: Any = None
+    ) -> Tuple[Callable[[], Iterable[torch.Tensor]], Any]:
+        """Has the gradients of parameters reduced.
 
-    @abstractmethod
-    def training(self, params: List[torch.Tensor]) -> Tuple[Callable[..., Any], Any]:
-        """(a function that returns the parameters of a forward pass, an optimizer) of parameters
-        whose gradients are reduced."""
+        Args:
+            params: by name, which has no dot.
+            optimizer: theirs.
+            spec: of a compression; None: none.
+
+        Returns:
+            (a function that returns the parameters of a forward pass, the optimizer that steps
+            them).
+        """
 
     def leave(self) -> None:
         """Ends this rank's part."""
@@ -214,7 +222,7 @@ def _measure_loads(
     return found
 
 
-def _told(rank: int, step: int) -> Dict[str, np.ndarray]:
+def _gradients_of(rank: int, step: int) -> Dict[str, np.ndarray]:
     rng = np.random.default_rng([rank, step])
     return {name: rng.standard_normal(shape, np.float32) for name, shape in _SHAPES.items()}
 
@@ -225,7 +233,9 @@ def _error_of(ranks: Ranks, id: str, transport: str) -> Optional[str]:
     so that the ranks stay together."""
     wrong = None
     try:
-        steps = [[_told(rank, step) for rank in range(ranks.size)] for step in range(_STEPS)]
+        steps = [
+            [_gradients_of(rank, step) for rank in range(ranks.size)] for step in range(_STEPS)
+        ]
         simulated = simulate(id, steps).mean
         expected = simulated if ranks.size > 1 else [step[0] for step in steps]
         # Without an SGD there is none to take over.
@@ -234,7 +244,7 @@ def _error_of(ranks: Ranks, id: str, transport: str) -> Optional[str]:
             "id": id,
             **{key: value for key, value in asked.items() if key in available()[id]["options"]},
         }
-        results = ranks.exchanged(spec, [step[ranks.rank] for step in steps])
+        results = _exchanged(ranks, spec, [step[ranks.rank] for step in steps])
         for step, found in enumerate(results):
             for name, result in found.items():
                 mean = expected[step][name]
@@ -246,6 +256,20 @@ def _error_of(ranks: Ranks, id: str, transport: str) -> Optional[str]:
         # Whatever it is, the other algorithms are to be tried, too.
         wrong = f"{type(error).__name__}: {error}"
     return wrong
+
+
+def _exchanged(ranks: Ranks, spec: Any, steps: Sequence[Named]) -> Iterator[Named]:
+    """What a compression makes of this rank's gradients of each step."""
+    params = {name: _parameter(grad.shape) for name, grad in steps[0].items()}
+    forward, optimizer = ranks.training(params, torch.optim.Adam(params.values()), spec)
+    for step in steps:
+        optimizer.zero_grad()
+        used = zip(forward(), step.values())
+        torch.stack(
+            [(param * torch.from_numpy(grad)).sum() for param, grad in used]
+        ).sum().backward()
+        optimizer.step()
+        yield {name: param.grad.numpy() for name, param in params.items() if param.grad is not None}
 
 
 def _seconds(
@@ -266,15 +290,15 @@ def _seconds(
     return statistics.median(ranks.slowest(seconds[1:]))
 
 
-def parameter(shape: Tuple[int, ...]) -> torch.nn.Parameter:
+def _parameter(shape: Tuple[int, ...]) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device="cpu"))
 
 
 def _step_seconds(ranks: Ranks, exchanged: bool) -> float:
     """That of backward and step of many parameters of one element, exchanged or not."""
-    params: List[torch.Tensor] = [parameter((1,)) for _ in range(_OPERATIONS)]
-    alone = (lambda: params), torch.optim.SGD(params, lr=0.0)
-    forward, optimizer = ranks.training(params) if exchanged else alone
+    params = {str(i): _parameter((1,)) for i in range(_OPERATIONS)}
+    alone = params.values, torch.optim.SGD(params.values(), lr=0.0)
+    forward, optimizer = ranks.training(params, alone[1]) if exchanged else alone
 
     def step() -> None:
         torch.cat(list(forward())).sum().backward()

@@ -108,7 +108,7 @@ class Network:
 
         Args:
             rate: of each rank's link in each direction, bits a second.
-            latency: seconds of a message between two hosts.
+            latency: seconds of a message between two machines.
         """
         return cls(
             2,

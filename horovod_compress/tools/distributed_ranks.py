@@ -1,20 +1,20 @@
 """The ranks of a job that torchrun has started, for `cluster`."""
 
 import os
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Iterable, List, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import ddp
-from .cluster import Named, Ranks, parameter
+from .cluster import Parameters, Ranks
 
 
 class _Holder(torch.nn.Module):
     """Parameters whose gradients are what they are told to be."""
 
-    def __init__(self, params: Dict[str, torch.nn.Parameter]) -> None:
+    def __init__(self, params: Parameters) -> None:
         super().__init__()
         for name, param in params.items():
             self.register_parameter(name, param)
@@ -57,27 +57,14 @@ class DistributedRanks(Ranks):
             return dist.all_gather(parts, tensor, async_op=True).wait
         return dist.all_to_all_single(torch.empty_like(tensor), tensor, async_op=True).wait
 
-    def exchanged(self, spec: Any, steps: Iterable[Named]) -> Iterator[Named]:
-        steps = list(steps)
-        params = {name: parameter(array.shape) for name, array in steps[0].items()}
+    def training(
+        self, params: Parameters, optimizer: torch.optim.Optimizer, spec: Any = None
+    ) -> Tuple[Callable[[], Iterable[torch.Tensor]], Any]:
         model = DistributedDataParallel(_Holder(params))
-        optimizer = torch.optim.Adam(model.parameters())
-        spec = {key: value for key, value in spec.items() if key != "transport"}
-        ddp.compress(model, optimizer, spec)
-        for step in steps:
-            optimizer.zero_grad()
-            losses = [
-                (param * torch.from_numpy(told)).sum()
-                for param, told in zip(model(), step.values())
-            ]
-            torch.stack(losses).sum().backward()
-            yield {name: param.grad.numpy() for name, param in params.items()}
-            optimizer.step()
-
-    def training(self, params: List[Any]) -> Tuple[Callable[..., Any], Any]:
-        named = {str(i): param for i, param in enumerate(params)}
-        model = DistributedDataParallel(_Holder(named))
-        return model, torch.optim.SGD(model.parameters(), lr=0.0)
+        if spec is not None:
+            options = {key: value for key, value in spec.items() if key != "transport"}
+            ddp.compress(model, optimizer, options)
+        return model, optimizer
 
     def leave(self) -> None:
         dist.destroy_process_group()

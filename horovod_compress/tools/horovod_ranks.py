@@ -2,14 +2,14 @@
 
 import functools
 import importlib.util
-from typing import Any, Callable, Iterable, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Iterable, List, Sequence, Tuple
 
 import horovod
 import horovod.torch as hvd
 import torch
 
 from .. import torch as hvdc
-from .cluster import Named, Ranks, parameter
+from .cluster import Parameters, Ranks
 
 _START = {
     "allreduce": functools.partial(hvd.allreduce_async_, op=hvd.Sum),
@@ -47,26 +47,12 @@ class HorovodRanks(Ranks):
     def start(self, verb: str, tensor: torch.Tensor, name: str) -> Callable[[], Any]:
         return functools.partial(hvd.synchronize, _START[verb](tensor, name=name))
 
-    def exchanged(self, spec: Any, steps: Iterable[Named]) -> Iterator[Named]:
-        steps = list(steps)
-        params = {name: parameter(array.shape) for name, array in steps[0].items()}
-        optimizer: Any = torch.optim.Adam(params.values())
-        compression = hvdc.Compression.from_spec(spec, optimizer, named_parameters=params.items())
-        optimizer = hvd.DistributedOptimizer(
-            optimizer, named_parameters=params.items(), compression=compression
-        )
-        for step in steps:
-            optimizer.zero_grad()
-            losses = [(params[name] * torch.from_numpy(told)).sum() for name, told in step.items()]
-            torch.stack(losses).sum().backward()
-            optimizer.synchronize()
-            yield {name: param.grad.numpy() for name, param in params.items()}
-            with optimizer.skip_synchronize():
-                optimizer.step()
-
-    def training(self, params: List[torch.Tensor]) -> Tuple[Callable[..., Any], Any]:
-        named = [(f"check.{i}", param) for i, param in enumerate(params)]
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(params, lr=0.0), named_parameters=named
-        )
-        return lambda: params, optimizer
+    def training(
+        self, params: Parameters, optimizer: torch.optim.Optimizer, spec: Any = None
+    ) -> Tuple[Callable[[], Iterable[torch.Tensor]], Any]:
+        named, options = params.items(), {}
+        if spec is not None:
+            compression = hvdc.Compression.from_spec(spec, optimizer, named_parameters=named)
+            options["compression"] = compression
+        reducing = hvd.DistributedOptimizer(optimizer, named_parameters=named, **options)
+        return params.values, reducing

@@ -10,7 +10,7 @@ from ..compressors.base import Step
 from ..compressors.dense import dense_compressor
 from ..engine.lockstep import Named
 from ..engine.plan import compressor_for
-from ..engine.step import times_dense
+from ..engine.tensor import times_dense
 from ..engine.wrappers import wrapped
 from ..protocol.machine import Machine
 from . import bench
@@ -20,7 +20,7 @@ from .models import MODELS, Shapes
 # Measured steps.
 STEPS = 5
 GATHERED = "allgather uint8"
-# Hosts whose payloads are decoded. Their difference is what those of further hosts take.
+# Machines whose payloads are decoded. Their difference is what those of further machines take.
 _FEW, _MANY = 2, 8
 # Of a model of which only the size is known: measured tensors, and elements of each.
 _TENSORS, _LARGEST = 16, 2**20
@@ -74,17 +74,17 @@ def measured(
         gradients: of some steps, by name, as `Model.gradients` makes them.
         counts: numbers of ranks, in ascending order.
         progress: called after each measured step.
-        local_size: ranks of a host.
+        local_size: ranks of a machine.
 
     Returns:
         One load for each of the counts.
 
     Raises:
-        ValueError: ranks do not make up hosts of that size.
+        ValueError: ranks do not make up machines of that size.
     """
     splits = compressor.policy.exchange == "split"
     alone = dataclasses.replace(compressor, exchange="gather") if splits else compressor
-    # Ranks of a host that add up their gradients before they compress them.
+    # Ranks of a machine that add up their gradients before they compress them.
     size = local_size if alone.policy.hosts else 1
 
     def measure(ranks: int) -> Load:
@@ -94,7 +94,7 @@ def measured(
         return _of_sums(measure, counts)
     if len(counts) == 1 and not splits and counts[0] <= size * _MANY:
         return [measure(counts[0])]
-    few, many = (measure(size * hosts) for hosts in (_FEW, _MANY))
+    few, many = (measure(size * machines) for machines in (_FEW, _MANY))
     each = max(many.decode - few.decode, 0.0) / (size * (_MANY - _FEW))
     loads = []
     for ranks in counts:

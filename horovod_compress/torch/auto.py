@@ -4,13 +4,14 @@ from typing import Any, Dict, Optional
 
 import torch
 
-from ..adapters.choice import Automatic, refuse_elastic
-from ..pytorch.auto import Chosen, candidates_of, refuse_moments
+from ..adapters.auto import Automatic, refuse_elastic
+from ..pytorch.auto import OnTrial, candidates_of
+from ..pytorch.compression import refuse_begun_within_step
 from .compression import BoundCompression
 from .unbound import UnboundCompression
 
 
-class ChosenCompression(Chosen, BoundCompression):
+class CompressionOnTrial(OnTrial, BoundCompression):
     """What AutoCompression becomes."""
 
     def __init__(
@@ -28,14 +29,14 @@ class ChosenCompression(Chosen, BoundCompression):
 class AutoCompression(Automatic, UnboundCompression):
     __doc__ = Automatic.__doc__
 
-    _bound_class = ChosenCompression
+    _bound_class = CompressionOnTrial
 
-    _check = staticmethod(refuse_moments)
+    _check = staticmethod(refuse_begun_within_step)
 
     def made_for(
         self, optimizer: Optional[torch.optim.Optimizer], named_parameters: Any, process_set: Any
     ) -> BoundCompression:
         options = {**self._options, "process_set": process_set}
-        return ChosenCompression(
+        return CompressionOnTrial(
             self._auto, optimizer, named_parameters=named_parameters, **options
         )

@@ -5,7 +5,6 @@ from typing import Any, Dict
 import horovod.torch as hvd
 
 from ..adapters.process_sets import HorovodBinding
-from ..engine.exchange import Exchange
 from ..transport.base import Transport
 from ..transport.horovod import HorovodTransport
 from ..transport.loopback import Loopback
@@ -20,9 +19,6 @@ class TorchBinding(HorovodBinding):
         self._number()
         # By whether MPI moves payloads.
         self._transports: Dict[bool, Transport] = {}
-
-    _exchange: Exchange
-    _transport: Transport
 
     def _transport_of(self, compressor: Any) -> Transport:
         if not self._active:

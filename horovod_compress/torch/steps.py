@@ -14,7 +14,7 @@ import torch
 from ..pytorch.compression import OptimizerCompression
 from ..pytorch.lifecycle import CLOSURE, SYNCHRONIZE_FIRST, Event, State
 from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure
-from ..pytorch.parameters import Slot, flat, is_sparse
+from ..pytorch.parameters import Slot, flat, is_sparse, tensor_of
 from ..transport.horovod import sleep_until_over
 from . import horovod_internals, ownership
 from .binding import TorchBinding
@@ -64,19 +64,13 @@ class StepCompression(OptimizerCompression, TorchBinding):
             self.serve(horovod_internals.optimizer_of(self))
         if not self._exchange.under_way:
             self._begin_step()
-        slot = self._find(tensor)
+        slot = self._slots.find(tensor, self._exchange.open_tensors())
         if self._sharing and (why := ownership.why_shared(self, slot)):
             self._fail(slot, tensor, why)
             # The other's memory stays as it is.
             tensor = tensor.clone()
         memory, array, carrier = self._submit(slot, tensor)
-        sent = (
-            memory
-            if carrier is array
-            else torch.from_numpy(carrier)
-            if isinstance(carrier, np.ndarray)
-            else carrier.tensor
-        )
+        sent = memory if carrier is array else tensor_of(carrier)
         grad = slot.param.grad
         assert grad is not None  # `find` has seen it.
         self._submitted.append((slot, tensor, grad._version))
@@ -112,7 +106,7 @@ class StepCompression(OptimizerCompression, TorchBinding):
         # An exception came after Horovod had handed this result over.
         if tensor is None:
             self._fail(slot, grad, f"the step was interrupted while the result of {slot.name} came")
-            self._exchange.give_up(slot.name)
+            self._exchange.fail_tensor(slot.name)
             self._end_where_last()
             return grad
         self._exchange.finish(
@@ -141,9 +135,6 @@ class StepCompression(OptimizerCompression, TorchBinding):
                 hint = "(Or another of Horovod's optimizers has this parameter: give it to one)"
                 self._fail(slot, grad, f"{why}: {SYNCHRONIZE_FIRST} {hint}")
         self._submitted.clear()
-
-    def _find(self, tensor: torch.Tensor) -> Slot:
-        return self._slots.find(tensor, self._exchange.open_tensors())
 
     def _begin_step(self) -> None:
         rank, size = self._process_set.rank(), self._process_set.size()
@@ -222,7 +213,7 @@ class StepCompression(OptimizerCompression, TorchBinding):
         if self._step.state is not State.FAILED:
             self._step.take(Event.ARRIVE)
             return
-        self._exchange.reject()
+        self._exchange.fail()
         if self._optimizer is not None:
             horovod_internals.rollback_step(self._optimizer)
         raise self._step.failure()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..compressors.base import Compressor
-from ..engine.handover import OWED
+from ..engine.handover import DEBT
 from ..protocol.handshake import gather
 from ..pytorch.update_compression import UpdateExchange
 from ..transport.base import Transport
@@ -59,11 +59,11 @@ class UpdateCompression(UpdateExchange, TorchBinding):
         return gather(self._transport, "hvdc.elastic.number", number)
 
     def _entry(
-        self, into: Optional[Dict[str, Any]] = None, owed: Optional[Dict[str, np.ndarray]] = None
+        self, into: Optional[Dict[str, Any]] = None, debts: Optional[Dict[str, np.ndarray]] = None
     ) -> Dict[str, Any]:
-        """owed: by name, what is to be sent beside what this keeps already."""
+        """debts: by name, what is to be sent beside what this keeps already."""
         kept = super()._entry(into)
-        for name, values in (owed or {}).items():
+        for name, values in (debts or {}).items():
             arrays = kept["tensors"][name]
-            arrays[OWED] = arrays.get(OWED, 0) + values
+            arrays[DEBT] = arrays.get(DEBT, 0) + values
         return kept

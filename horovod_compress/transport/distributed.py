@@ -1,5 +1,5 @@
-"""The collectives of torch.distributed, on Gloo for what is in host memory, whatever the model's
-backend is."""
+"""The collectives of torch.distributed, on Gloo for what is in the CPU's memory, whatever the
+model's backend is."""
 
 import zlib
 from abc import ABC, abstractmethod

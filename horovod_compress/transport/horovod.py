@@ -47,7 +47,8 @@ def synchronize(handle: int) -> Any:
     return hvd.synchronize(handle)
 
 
-class HorovodTransport(ProcessSetRanks, Transport):
+# A process set's ranks are asked for, because they may change.
+class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
     """Sends each message when it is started, those of a step's gathers as soon as its ranks are
     counted; Horovod negotiates the order, but of those whose shapes it has seen."""
 

@@ -17,7 +17,8 @@ _ALONE = 2**20
 _MOST = 2**31 - 1  # bytes of one MPI operation
 
 
-class MPITransport(ProcessSetRanks, Transport):
+# A process set's ranks are asked for, because they may change.
+class MPITransport(ProcessSetRanks, Transport):  # type: ignore[override]
     """The ranks of a Horovod process set, on a communicator of their own, beside Horovod's use of
     MPI.
 

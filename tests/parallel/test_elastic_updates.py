@@ -13,7 +13,7 @@ from elastic_job import STEPS, loss_of, model_of
 from elastic_jobs import history, replay, run
 
 from horovod_compress.compressors import get_compressor
-from horovod_compress.engine.handover import OWED
+from horovod_compress.engine.handover import DEBT
 from horovod_compress.engine.lockstep import run_step
 
 pytestmark = pytest.mark.extended
@@ -72,7 +72,7 @@ class Replay:
             # What was added goes, densely, with the next exchange.
             for exchange, added in zip(exchanges, self._added()):
                 for name, arrays in exchange.arrays().items():
-                    arrays[OWED] = added[name]
+                    arrays[DEBT] = added[name]
             self._share()
 
     def _exchange(self, exchanges):

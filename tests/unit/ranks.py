@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from horovod_compress.compressors import get_compressor
 from horovod_compress.engine.lockstep import make_ranks
-from horovod_compress.engine.loss_scale import to_true_units
-from horovod_compress.engine.snapshot import Snapshots
 from horovod_compress.transport.loopback import Loopback
 
 SHAPES = {"w": (30, 40), "x": (40, 40), "bias": (40,)}
@@ -18,12 +16,18 @@ SHAPES = {"w": (30, 40), "x": (40, 40), "bias": (40,)}
 
 def rescale(exchanges, loss_scale):
     """From the next step on, gradients come times a loss scale."""
+    # Imported here, so that other tests do without the feature.
+    from horovod_compress.engine.loss_scale import to_true_units
+
     for exchange in exchanges:
         exchange.expect(scale=to_true_units(loss_scale))
 
 
 def discardable(exchanges):
     """The same exchanges, whose steps can be discarded."""
+    # Imported here, so that other tests do without the feature.
+    from horovod_compress.engine.snapshot import Snapshots
+
     for exchange in exchanges:
         exchange.extend("discard", Snapshots())
     return exchanges

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_cli import refusal, run
 
-from horovod_compress.engine import recording
+from horovod_compress.engine.tensor import SENT, SPENT
 from horovod_compress.tools.cli import main
 from horovod_compress.tools.cost import COLLECTIVES
 
@@ -16,11 +16,11 @@ NETWORK = {
     "operation": 1e-4,
     "seconds_per_byte": dict.fromkeys(COLLECTIVES, 1e-8),
 }
-COUNTS = dict.fromkeys((*recording.SENT, *recording.SPENT), 1)
+COUNTS = dict.fromkeys((*SENT, *SPENT), 1)
 NORMS = {"gradient_norm": 1.5, "residual_norm": None}
 TENSOR = {"numel": 6, "compressor": "topk", **COUNTS, "ratio": 1.0, **NORMS}
 RECORD = {
-    "format": recording.FORMAT,
+    "format": "horovod_compress.record/1",
     "step": 0,
     "time": 0.0,
     "rank": 0,

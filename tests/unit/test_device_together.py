@@ -307,7 +307,7 @@ def test_a_step_that_is_given_up_leaves_nothing_behind(spec):
             found.submit(name, flat[name])
         if number:
             found.flush()
-        found.abandon()
+        found.rollback()
     mine, its = (exchange.state_dict()["tensors"] for exchange in (found, expected))
     assert_same(mine, its)
 
@@ -320,7 +320,7 @@ def test_one_result_can_be_had_before_the_others():
     assert not flat["t0"].any() and "t0" in exchange.open_tensors()
     exchange.settle()
     assert flat["t0"].any() and "t0" not in exchange.open_tensors()
-    exchange.give_up("t1")
+    exchange.fail_tensor("t1")
     for name in ("t2", "t3", "t4"):
         exchange.finish(name, carriers[name])
     assert not exchange.under_way and not exchange.succeeded
@@ -355,7 +355,7 @@ def test_a_transport_that_fails_for_one_tensor_loses_nothing_of_the_others(
     if flushed:
         with pytest.raises(OSError, match="the network is gone"):
             exchange.flush()
-    exchange.abandon()
+    exchange.rollback()
     for name, grad in grads.items():
         tensor = exchange._tensors[name]
         np.testing.assert_array_equal(
@@ -389,7 +389,7 @@ def test_one_damaged_payload_keeps_no_other_result_back(most, monkeypatch):
     assert list(exchange.open_tensors()) == ["t1"] and all(
         grad.any() for name, grad in flat.items() if name != "t1"
     )
-    exchange.abandon()
+    exchange.rollback()
     assert not exchange.succeeded and exchange.stats()["decode_seconds"] > 0
 
 

@@ -72,7 +72,7 @@ def owed(exchanges, name):
     for exchange in exchanges:
         exchange.arrays()
     return sum(
-        handover.owed(tensor.compressor, tensor.state).astype(np.float64)
+        handover.debt_of(tensor.compressor, tensor.state).astype(np.float64)
         for ex in exchanges
         for tensor in ex.tensors
         if tensor.name == name

@@ -101,6 +101,16 @@ def test_norms_are_without_loss_scale_and_unknown_where_not_finite():
     assert records[2]["gradient_norm"] is None and records[2]["steps_undone"] == 1
 
 
+def test_gradients_of_float64_have_norms_too():
+    records = []
+    (exchange,) = ranks_of("none", 1, {"w": (40,)})
+    exchange.extend("recording", Recorder(exchange, records.append, 1))
+    for value in (1e-30, np.nan):
+        run_step([exchange], [{"w": np.full(40, value)}])
+    exchange.end_step()
+    assert [r["gradient_norm"] for r in records] == [pytest.approx(40**0.5 * 1e-30), None]
+
+
 def test_files_are_appended_to_and_ranks_have_their_own(tmp_path):
     one, own = tmp_path / "run.jsonl", tmp_path / "run.{rank}.jsonl"
     recorded("topk:min_numel=0", 4, one, 2)

@@ -14,7 +14,7 @@ import horovod_compress as hc
 from horovod_compress.compressors.base import Step
 from horovod_compress.engine.lockstep import make_ranks, run_step
 from horovod_compress.engine.split import SelectAgain, regions_of, split_of
-from horovod_compress.engine.step import times_dense
+from horovod_compress.engine.tensor import times_dense
 from horovod_compress.kernels import at_once
 from horovod_compress.protocol.wire import WireError
 from horovod_compress.tools.models import MODELS
@@ -303,7 +303,7 @@ def test_what_one_owner_refuses_is_undone_on_all_ranks(damage):
             next(its)
         with pytest.raises(RuntimeError, match="its step has failed before"):
             ex.finish("w", np.ones(1, np.float32))
-        ex.abandon()
+        ex.rollback()
     for ex, residual in zip(exchanges, expected):
         np.testing.assert_array_equal(ex.arrays()["w"]["residual"], residual)
     exchanges[2].transport.damage = None

@@ -10,9 +10,8 @@ from tiers import examples
 
 from horovod_compress import get_compressor
 from horovod_compress.engine import checkpoint, handover
-from horovod_compress.engine.handover import OWED
+from horovod_compress.engine.handover import DEBT
 from horovod_compress.engine.lockstep import make_ranks, run_step
-from horovod_compress.engine.snapshot import discard
 from horovod_compress.transport.loopback import Loopback
 
 SHAPES = {"matrix": (40, 50), "small": (7,)}
@@ -63,7 +62,7 @@ def owed(exchanges, name):
     for exchange in exchanges:
         exchange.arrays()
         tensor = exchange._tensors[name]
-        parts = (handover.owed(tensor.compressor, tensor.state), tensor.state.arrays.get(OWED))
+        parts = (handover.debt_of(tensor.compressor, tensor.state), tensor.state.arrays.get(DEBT))
         total.append(
             sum((part for part in parts if part is not None), np.zeros(tensor.numel, np.float32))
         )
@@ -186,13 +185,15 @@ def test_what_has_no_place_is_sent_densely_once():
     assert exchanges[0].stats()["bytes_sent"] - sent >= 4 * 2000
     for exchange in exchanges:
         exchange.end_step()
-        assert OWED not in exchange.arrays()["matrix"]
+        assert DEBT not in exchange.arrays()["matrix"]
     sent = exchanges[0].stats()["bytes_sent"]
     run_step(exchanges, gradients(rng, 2))
     assert exchanges[0].stats()["bytes_sent"] - sent < 4 * 2000
 
 
 def test_a_discarded_step_owes_again():
+    from horovod_compress.engine.snapshot import discard
+
     rng = np.random.default_rng(3)
     exchanges = discardable(ranks("topk:ratio=0.01", 1))
     run_step(exchanges, gradients(rng, 1))
@@ -222,8 +223,8 @@ def test_an_owing_state_that_does_not_fit_is_refused():
     run_step([exchange], gradients(rng, 1))
     switch([exchange], "qsgd")
     state = exchange.state_dict()
-    state["tensors"]["matrix"][OWED] = state["tensors"]["matrix"][OWED][:-1]
-    with pytest.raises(ValueError, match=f"matrix.{OWED}"):
+    state["tensors"]["matrix"][DEBT] = state["tensors"]["matrix"][DEBT][:-1]
+    with pytest.raises(ValueError, match=f"matrix.{DEBT}"):
         ranks("qsgd", 1)[0].load_state_dict(state)
     assert checkpoint.read(state)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from horovod_compress.adapters import choice
+from horovod_compress.adapters import auto
 from horovod_compress.adapters.trials import RULE, Trials, decide, spread
 from horovod_compress.transport.loopback import Loopback
 
@@ -125,16 +125,16 @@ def test_the_fastest_of_those_that_are_surely_faster():
     assert spread([3.0]) == 0 and spread([1, 2, 3, 4]) == 2.5
 
 
-def controller_of(switched, **auto):
+def controller_of(switched):
     """A controller of a compression that notes what it is switched to."""
-    auto = {"candidates": ["none", "fp16"], "error": 1, "probe_steps": 30, "margin": 0.05, **auto}
+    asked = {"candidates": ["none", "fp16"], "error": 1, "probe_steps": 30, "margin": 0.05}
     compression = types.SimpleNamespace(
         _transport=Loopback.group(1)[0],
         _label="test",
         _rank_and_size=lambda: (0, 1),
         _go_on_with=switched.append,
     )
-    return choice.Controller(compression, auto, auto["candidates"][-1])
+    return auto.Controller(compression, asked, "fp16")
 
 
 def test_a_controller_switches_its_compression_and_keeps_the_choice():
@@ -156,26 +156,26 @@ def test_a_controller_switches_its_compression_and_keeps_the_choice():
 
 
 def test_the_rule_is_told():
-    summaries, original = [], choice._log.warning
+    summaries, original = [], auto._log.warning
     its = controller_of([])
-    choice._log.warning = lambda message, *values: summaries.append(message % values)
+    auto._log.warning = lambda message, *values: summaries.append(message % values)
     try:
         while its.chosen is None:
             its.step_ended({"none": 0.04, "fp16": 0.05}[its.in_force])
             its.follow()
     finally:
-        choice._log.warning = original
+        auto._log.warning = original
     (told,) = summaries
     assert "by speed only" in told and RULE in told and "none 40 ms in the median of" in told
     documented = pathlib.Path(__file__).parents[2] / "docs" / "tutorial.md"
-    for text in (documented.read_text(), choice.Automatic.__doc__):
+    for text in (documented.read_text(), auto.Automatic.__doc__):
         assert RULE in " ".join(text.split()), text
 
 
 def test_no_default_is_one_percent_of_adams_gradients():
-    assert choice.default_candidates(None) == ["none", "fp16"]
+    assert auto.default_candidates(None) == ["none", "fp16"]
     sparse = ["topk:ratio=0.01", "topk:ratio=0.01,min_numel=65536"]
-    assert choice.default_candidates("topk")[2:] == sparse
+    assert auto.default_candidates("topk")[2:] == sparse
 
 
 def test_a_single_slow_step_decides_nothing():

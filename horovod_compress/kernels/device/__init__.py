@@ -4,7 +4,7 @@ algorithms that say `on_device`.
 The functions are those of `kernels.host` by the same names, and their results are the same to the
 last bit. Most are a `Kernel`, whose launches many tensors share. Passes over tensors' elements run
 on the device, on the stream that is current; what has as many elements as are sent comes to the
-host, where the host's kernels code it. Programs are compiled without fused multiply-add, which
+CPU, where the CPU's kernels code it. Programs are compiled without fused multiply-add, which
 rounds once where the others round twice. With TRITON_INTERPRET=1 they run in Triton's interpreter,
 on tensors of the CPU.
 """

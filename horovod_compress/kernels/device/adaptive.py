@@ -2,8 +2,8 @@
 each bin of them, decides by itself whether it is sent.
 
 One pass advances the states and marks what is sent, a byte an element. `collect_marked` writes the
-indices of what is marked, in order, once the host knows how many those are, and they come to the
-host with what the states hold there. AdaComp's marks depend on its bins' largest, which a pass over
+indices of what is marked, in order, once the CPU knows how many those are, and they come to the
+CPU with what the states hold there. AdaComp's marks depend on its bins' largest, which a pass over
 whole bins finds before.
 """
 
@@ -37,7 +37,7 @@ class _Marks:
     def collected(
         self, counts: Sequence[int], states: Sequence[Sequence[DeviceArray]], wanted: Sequence[bool]
     ) -> List[List[np.ndarray]]:
-        """On the host, for each tensor indices of the marked elements, uint32, ascending, and what
+        """On the CPU, for each tensor indices of the marked elements, uint32, ascending, and what
         its states hold there, in one copy. counts: how many are marked; of a tensor that is not
         wanted none are collected."""
         ends, one = self.counts.cumsum(0), len(states[0])
@@ -80,7 +80,7 @@ class _Marks:
 
 @Kernel
 def encode_variance(calls: List[Any]) -> List[Encoded]:
-    """As `kernels.reference.encode_variance`; squares may be on the host, and what was sent is
+    """As `kernels.reference.encode_variance`; squares may be on the CPU, and what was sent is
     coded there. `spare` is not used."""
     for call in calls:
         same_length(grad=call.grad, r=call.r, v=call.v, squares=call.squares)
@@ -159,7 +159,7 @@ def _code_variance(
 
 @Kernel
 def encode_adacomp(calls: List[Any]) -> List[Encoded]:
-    """As `kernels.reference.encode_adacomp`; `sent` and the body are on the host. The sum of the
+    """As `kernels.reference.encode_adacomp`; `sent` and the body are on the CPU. The sum of the
     bins' largest is the same to rounding of float64. A bin is one block's work, so that few bins of
     millions of elements leave a device idle."""
     for call in calls:

@@ -33,8 +33,8 @@ def stream_of(device: torch.device) -> Optional[int]:
 
 class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
     """A contiguous torch tensor in one dimension, by NumPy's interface. What is computed of it and
-    of arrays on the host is on the device, unless it goes into an array on the host. np.asarray
-    copies it to the host, and waits for it."""
+    of arrays on the CPU is on the device, unless it goes into an array on the CPU. np.asarray
+    copies it to the CPU, and waits for it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -122,7 +122,7 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
             )
         if ufunc not in _TORCH or method != "__call__" or keywords:
             return NotImplemented
-        # Where something is on the host, torch computes with numbers as they are, and with arrays
+        # Where something is on the CPU, torch computes with numbers as they are, and with arrays
         # once they are here.
         tensors = [self._tensor_of(each) for each in inputs]
         if into is None:

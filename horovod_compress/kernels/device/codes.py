@@ -28,7 +28,7 @@ def decode_float16(calls: List[Any]) -> List[float]:
 
 @Kernel
 def encode_bf16(calls: List[Any]) -> List[Encoded]:
-    """As `kernels.reference.encode_bf16`. The body comes to the host, into `spare` where that is
+    """As `kernels.reference.encode_bf16`. The body comes to the CPU, into `spare` where that is
     given."""
     tensors = [call.grad.tensor for call in calls]
     blocks, starts, device = (

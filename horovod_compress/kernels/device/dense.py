@@ -13,7 +13,7 @@ from .shared import Kernel, in_groups, same_length
 @Kernel
 def max_abs(calls: List[Any]) -> List[float]:
     """max |x|; infinity where anything is infinite or NaN, 0 for no elements. `peaks`, which save
-    the host a pass, are not filled."""
+    the CPU a pass, are not filled."""
     return [
         launches.largest_of(bits)
         for bits in largest_magnitudes([call.x for call in calls]).tolist()
@@ -21,7 +21,7 @@ def max_abs(calls: List[Any]) -> List[float]:
 
 
 def squared_norm(x: DeviceArray) -> float:
-    """Σ x², in float64, to rounding what the host's kernels find."""
+    """Σ x², in float64, to rounding what the CPU's kernels find."""
     return float(torch.linalg.vector_norm(x.tensor, dtype=torch.float64)) ** 2
 
 

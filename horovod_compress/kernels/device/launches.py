@@ -52,7 +52,7 @@ class Blocks(NamedTuple):
 
 def copied(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
     """A copy on the device of arrays of one type, one behind the other, on the stream that is
-    current; the host does not wait for it, because it is made from pinned memory."""
+    current; the CPU does not wait for it, because it is made from pinned memory."""
     dtype = arrays[0].dtype
     pinned = device.type == "cuda"
     numel = sum(map(len, arrays))
@@ -62,7 +62,7 @@ def copied(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
 
 
 def brought(tensors: Sequence[torch.Tensor], arrays: Sequence[np.ndarray]) -> None:
-    """Copies tensors on a device into as many arrays on the host, of the same types and lengths,
+    """Copies tensors on a device into as many arrays on the CPU, of the same types and lengths,
     and waits once for all. Copies into pinned memory are under way together."""
     for tensor, array in zip(tensors, arrays):
         torch.from_numpy(array).copy_(tensor, non_blocking=True)
@@ -71,7 +71,7 @@ def brought(tensors: Sequence[torch.Tensor], arrays: Sequence[np.ndarray]) -> No
 
 
 def pinned(size: int, dtype: torch.dtype, device: torch.device) -> np.ndarray:
-    """Memory on the host for so many elements, which a GPU writes without help."""
+    """Memory on the CPU for so many elements, which a GPU writes without help."""
     return torch.empty(size, dtype=dtype, device="cpu", pin_memory=device.type == "cuda").numpy()
 
 

@@ -1,5 +1,5 @@
 """Integer codes that many ranks can add up in one word: quantized and packed on the device, many
-tensors at once; the words are on the host."""
+tensors at once; the words are on the CPU."""
 
 from typing import Any, List, Optional, Sequence, Tuple
 
@@ -60,7 +60,7 @@ class _Words:
         return launches.copied(found, self.device)
 
     def here(self, words: torch.Tensor, spares: Sequence[Optional[np.ndarray]]) -> List[np.ndarray]:
-        """Tensors' words, on the host, in the spare memory of those that have as much."""
+        """Tensors' words, on the CPU, in the spare memory of those that have as much."""
         found = []
         for spare, start, end in zip(spares, self.starts, self.starts[1:]):
             fits = (
@@ -81,7 +81,7 @@ class _Words:
 
 @Kernel
 def quantize(calls: List[Any]) -> List[np.ndarray]:
-    """As `kernels.reference.quantize`; levels and words are on the host, these in `spare` where
+    """As `kernels.reference.quantize`; levels and words are on the CPU, these in `spare` where
     that is given and as long."""
     return in_groups(calls, lambda call: (call.width, call.size, tuple(call.steps)), _quantized)
 
@@ -124,7 +124,7 @@ def _quantized(calls: List[Any]) -> List[np.ndarray]:
 
 @Kernel
 def dequantize(calls: List[Any]) -> List[None]:
-    """As `kernels.reference.dequantize`; words and levels are on the host. ValueError for words of
+    """As `kernels.reference.dequantize`; words and levels are on the CPU. ValueError for words of
     another number of elements."""
     return in_groups(calls, lambda call: (call.width, call.size, tuple(call.steps)), _dequantized)
 
@@ -154,7 +154,7 @@ def _dequantized(calls: List[Any]) -> List[None]:
 
 @Kernel
 def encode_scales(calls: List[Any]) -> List[np.ndarray]:
-    """As `kernels.reference.encode_scales`; the words are on the host, in `spare` where that is
+    """As `kernels.reference.encode_scales`; the words are on the CPU, in `spare` where that is
     given and as long. `peaks` are not used."""
     return in_groups(calls, lambda call: (call.size, tuple(call.steps)), _fits)
 

@@ -8,12 +8,12 @@ its tensor's floor.
 3. The sums of those counts say where each block's candidates belong, and `collect` writes them
 there, in the order of their indices.
 4. Of the candidates each tensor's k largest are chosen, of equal ones the first. They come to the
-host, with what v and u hold there, in one copy,
+CPU, with what v and u hold there, in one copy,
    and nothing waits for the device before.
 5. Where fewer than 0.8·k reach the floor, or more than there is room for, which that copy says too,
 v is searched as a whole. The native kernel
    finds the same: of fewer it takes all from 0 on, and of more the k largest.
-6. The host codes the entries. `put` writes what they leave in v and u.
+6. The CPU codes the entries. `put` writes what they leave in v and u.
 """
 
 import functools
@@ -105,7 +105,7 @@ class _Update(NamedTuple):
 
 
 class _Entries(NamedTuple):
-    """What was chosen of a tensor, on the host: ascending indices, uint32; rows of what the states
+    """What was chosen of a tensor, on the CPU: ascending indices, uint32; rows of what the states
     hold there; whether every new v was finite."""
 
     indices: np.ndarray
@@ -125,7 +125,7 @@ class _Sample(NamedTuple):
 
 @functools.partial(Kernel, arguments=_Update)
 def add_to_residual(calls: List[_Update]) -> List[Tuple[np.ndarray, bool]]:
-    """As the native kernel, with its choice; the indices are on the host. ValueError for arrays of
+    """As the native kernel, with its choice; the indices are on the CPU. ValueError for arrays of
     different lengths, and for more than 2^31 - 1 elements."""
     return [(entries.indices, entries.finite) for entries in _chosen(calls)]
 
@@ -133,7 +133,7 @@ def add_to_residual(calls: List[_Update]) -> List[Tuple[np.ndarray, bool]]:
 @functools.partial(Kernel, arguments=_Update)
 def encode_topk(calls: List[_Update]) -> List[Encoded]:
     """As `kernels.reference.encode_topk`, with the native kernel's choice. The body is made on the
-    host."""
+    CPU."""
     chosen = [
         entries if entries.finite else _Entries(entries.indices[:0], entries.rows[:, :0], False)
         for entries in _chosen(calls)
@@ -151,7 +151,7 @@ def encode_topk(calls: List[_Update]) -> List[Encoded]:
 def take_entries(
     indices: np.ndarray, v: DeviceArray, u: Optional[DeviceArray], *, kind: str, mask: bool
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]:
-    """As `kernels.reference.take_entries`; indices, rows and values are on the host."""
+    """As `kernels.reference.take_entries`; indices, rows and values are on the CPU."""
     call = _Update(v, u, v, kind=kind, mask=mask)
     (taken,) = _take(
         [call],
@@ -186,7 +186,7 @@ def put(
 def _take(
     calls: List[_Update], chosen: List[_Entries]
 ) -> List[Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]]:
-    """The host codes the entries, as if they were the whole tensor; v then keeps the error there,
+    """The CPU codes the entries, as if they were the whole tensor; v then keeps the error there,
     and u becomes 0."""
     taken, left = [], []
     for call, entries in zip(calls, chosen):

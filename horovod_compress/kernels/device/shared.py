@@ -1,5 +1,5 @@
 """Kernels that tensors call together: what makes the calls of many tensors, and is called for one
-alone by the name of the host's kernel."""
+alone by the name of the CPU's kernel."""
 
 import collections
 import inspect

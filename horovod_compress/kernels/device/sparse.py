@@ -1,4 +1,4 @@
-"""Sparse payloads: decoded on the host, added on the device."""
+"""Sparse payloads: decoded on the CPU, added on the device."""
 
 from typing import Any, List, Tuple, Union
 

@@ -11,7 +11,7 @@ from checks import raises, registry
 import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError
 from horovod_compress.engine import handover
-from horovod_compress.engine.handover import OWED
+from horovod_compress.engine.handover import DEBT
 
 from .training import (
     assert_close,
@@ -36,8 +36,8 @@ def owed(compression, names):
         found = [
             part
             for part in (
-                handover.owed(tensor.compressor, tensor.state),
-                tensor.state.arrays.get(OWED),
+                handover.debt_of(tensor.compressor, tensor.state),
+                tensor.state.arrays.get(DEBT),
             )
             if part is not None
         ]

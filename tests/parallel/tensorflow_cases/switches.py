@@ -15,7 +15,7 @@ from tensorflow import keras
 import horovod_compress.tensorflow as hvdc
 from horovod_compress import MismatchError
 from horovod_compress.engine import handover
-from horovod_compress.engine.handover import OWED
+from horovod_compress.engine.handover import DEBT
 
 from .training import (
     SGD,
@@ -50,7 +50,10 @@ def owed(compression, name):
     tensor = exchange._tensors[name]
     found = [
         part
-        for part in (handover.owed(tensor.compressor, tensor.state), tensor.state.arrays.get(OWED))
+        for part in (
+            handover.debt_of(tensor.compressor, tensor.state),
+            tensor.state.arrays.get(DEBT),
+        )
         if part is not None
     ]
     mine = np.sum(found, axis=0) if found else np.zeros(tensor.numel, np.float32)

@@ -176,10 +176,8 @@ class Controller:
         self._seen.append(seconds)
         if len(self._seen) < _WATCHED:
             return
-        found, expected = (
-            max(self._gathered(statistics.median(self._seen))),
-            self._trials.tried[self.current].median,
-        )
+        found = max(self._gathered(statistics.median(self._seen)))
+        expected = self._trials.tried[self.current].median
         self._seen.clear()
         tried = list(self._trials.tried)
         if found > _CHANGED * expected and len(tried) > 1:

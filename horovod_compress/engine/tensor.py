@@ -1,0 +1,99 @@
+"""A tensor of a compression on one rank: its state, what is counted of it, and whether it goes
+dense."""
+
+import dataclasses
+import math
+from typing import Optional, Tuple
+
+import numpy as np
+
+from ..compressors.base import Compressor, Step
+from ..compressors.state import State
+from ..kernels import beside
+from ..protocol import wire
+from ..protocol.requests import Allgather, Collective, Exchanged, HostReduce
+
+SENT = ("bytes_sent", "dense_bytes", "elements_sent")
+# What tensors share is one of theirs.
+SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")
+# Of measured payloads that were too large: what trying again costs is at most one part in so many.
+_TRIES = 16
+
+
+@dataclasses.dataclass
+class Tensor:
+    """A tensor of a compression on one rank.
+
+    digest: uint32 of configuration and tensor, on every frame; declared: what its compressor says
+    that a step exchanges; checked: whether the first step has kept to that, and to the rest of the
+    contract; carrier: a single 1, for the reducer; dense_until: the step from which on payloads of
+    measured size are gathered again; bits: what an element of the open step's payload takes, where
+    that is known beforehand; frame_length: what frames are padded to.
+    """
+
+    name: str
+    compressor: Compressor
+    state: State
+    digest: int
+    numel: int
+    declared: Tuple[Collective, ...]
+    checked: bool = False
+    carrier: HostReduce = dataclasses.field(
+        default_factory=lambda: HostReduce(np.ones(1, np.float32))
+    )
+    dense_until: int = 0
+    bits: Optional[float] = None
+    frame_length: wire.FrameLength = wire.exact
+    counters: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(SENT + SPENT, 0))
+
+    @property
+    def residual(self) -> Optional[np.ndarray]:
+        """What was not sent yet, up to date only after `apply_pending`; None where nothing is
+        kept."""
+        return self.compressor.residual(self.state)
+
+    def one(self) -> HostReduce:
+        """The carrier of a payload that travels beside it: what the reducer makes of a 1 is the
+        factor for the sum of the payloads."""
+        self.carrier.array[0] = 1
+        return self.carrier
+
+    def count(self, request: Exchanged) -> None:
+        """Counts the bytes that go into a collective. As many come back; an allgather's, which are
+        more, are counted when they do, without this rank's own."""
+        nbytes, counters = request.array.nbytes, self.counters
+        counters["bytes_sent"] += nbytes
+        counters["bytes_received"] += -nbytes if isinstance(request, Allgather) else nbytes
+
+    def follow(self, grad: np.ndarray) -> None:
+        """Brings the state to where the gradient is, on the CPU or on a device."""
+        arrays = self.state.arrays
+        for key, array in arrays.items():
+            arrays[key] = beside(array, grad)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the algorithm's state holds something of this rank's gradients."""
+        kept = self.compressor.kept
+        return any(key in kept and kept[key].role == "local" for key in self.state.arrays)
+
+    def goes_dense(self, step: Step) -> bool:
+        """Whether gathering this step's payloads would bring a rank more than a ring allreduce of
+        the tensor does: by what the compressor knows beforehand, or by what its last gathered
+        payloads were. Alike on all ranks."""
+        bits = self.bits = self.compressor.payload_bits(self.numel, step)
+        return step.index < self.dense_until if bits is None else times_dense(bits, step.size) > 1
+
+    def measured(self, bits: float, step: Step) -> None:
+        """Decides from the size of a step's payloads, in bits an element and alike on all ranks,
+        whether the next ones go dense."""
+        times = times_dense(bits, step.size)
+        if self.bits is None and times > 1:
+            self.dense_until = step.index + 1 + math.ceil(_TRIES * times)
+
+
+def times_dense(bits: float, payloads: float) -> float:
+    """How many times what a ring allreduce of float32 brings a rank, 2·(N−1)/N·32 bits an element,
+    it gets from an exchange of payloads of `bits` an element: N payloads where they are gathered,
+    (N−1)·bits; where they are split, (N−1)/N·payloads·bits."""
+    return payloads * bits / 64
