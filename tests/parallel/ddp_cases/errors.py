@@ -1,6 +1,8 @@
 """Mistakes are named, and faults lose nothing."""
 
 import gc
+import os
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -38,7 +40,11 @@ def what_is_refused_is_named():
         ddp.compress(model, model, "none")
     with raises(ValueError, "transport=mpi"):
         ddp.compress(model, optimizer, "dgc:transport=mpi")
-    with raises(ValueError, "hosts=true"):
+    with (
+        mock.patch.dict(os.environ),
+        raises(ValueError, "hosts=true", "LOCAL_WORLD_SIZE", "torchrun"),
+    ):
+        del os.environ["LOCAL_WORLD_SIZE"]
         ddp.compress(model, optimizer, "dgc:hosts=true")
     with raises(ValueError, "ratio"):
         ddp.compress(model, optimizer, "dgc:ratio=2")
