@@ -1,6 +1,6 @@
 """Trains a small vision transformer with Hugging Face's Trainer and any compression:
 
-    torchrun --nproc_per_node 2 examples/ddp_trainer.py --compression powersgd:rank=2
+    torchrun --nproc_per_node 2 examples/ddp_trainer.py --compression maxnorm:bits=4
 
 Several are trained one after the other, from the same seed; plain is DDP without a compression.
 Needs transformers, accelerate and scikit-learn.
