@@ -18,9 +18,10 @@ from ..engine.driver import Driver
 from ..engine.recording import Destination, Recorder
 from ..engine.records import Stats, TensorStats
 from ..engine.snapshot import discard
+from ..engine.wrappers import machine_for
 from ..protocol import wire
 from ..protocol.handshake import agree
-from ..protocol.machine import Machine
+from ..protocol.machine import Machine, Placement
 from ..version import __version__
 
 NO_COPIES = (
@@ -87,10 +88,17 @@ class Binding(ABC):
         """This rank and the number of ranks; a rank that compresses nothing counts as the only
         one."""
 
-    @abstractmethod
     def _machine_for(self, compressor: Compressor) -> Optional[Machine]:
         """The ranks of this rank's machine, where features around a compressor have use for them.
         ValueError where those cannot have them."""
+        if not self._active:
+            return None
+        machine = machine_for(compressor, self._placement(), warn_once)
+        return machine and (self._machine or machine)
+
+    @abstractmethod
+    def _placement(self) -> Placement:
+        """Where the ranks are, of which there are more than one, or may be."""
 
     def _meet(self) -> None:
         """Does what features have to arrange for tensors that have come. All ranks call it, before

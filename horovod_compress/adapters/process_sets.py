@@ -8,10 +8,9 @@ from typing import Any, Dict, Iterator, Optional, Tuple
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..engine import checkpoint
-from ..engine.wrappers import machine_for
 from ..protocol.handshake import gather
-from ..protocol.machine import Machine
-from .binding import Binding, is_elastic, warn_once
+from ..protocol.machine import Placement
+from .binding import Binding, is_elastic
 
 # Collectives are named by process set and number: the ranks of a set make their compressions on it
 # in the same order. Sets are identified by their ranks here, because Horovod reuses the id of a
@@ -82,11 +81,14 @@ class HorovodBinding(Binding):
         counts as the only one."""
         return (self._process_set.rank(), self._process_set.size()) if self._active else (0, 1)
 
-    def _machine_for(self, compressor: Compressor) -> Optional[Machine]:
-        if not self._active:
-            return None
-        machine = machine_for(compressor, self._hvd, self._process_set, is_elastic(), warn_once)
-        return machine and (self._machine or machine)
+    def _placement(self) -> Placement:
+        hvd, refused = self._hvd, None
+        if self._process_set.process_set_id != 0:
+            refused = "needs all ranks of a host: leave process_set out, or hosts"
+        elif self._elastic:
+            refused = "is not for elastic jobs, where a host's ranks may change: leave it out"
+        even = bool(hvd.mpi_ops.is_homogeneous())
+        return Placement(hvd.rank(), hvd.local_rank(), hvd.local_size(), even, refused)
 
     def _machine_number(self) -> int:
         return self._hvd.cross_rank()

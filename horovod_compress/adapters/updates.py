@@ -49,7 +49,7 @@ def check_rounds(every: int, outer: Optional[Nesterov]) -> None:
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be a number of steps, 1 or more, not {every!r}")
     if outer is not None and not isinstance(outer, Nesterov):
-        raise TypeError(f"outer must be hvdc.Nesterov(lr, momentum) or None, not {outer!r}")
+        raise TypeError(f"outer must be a Nesterov(lr, momentum) or None, not {outer!r}")
 
 
 def check_ranks(ranks: Optional[int]) -> None:

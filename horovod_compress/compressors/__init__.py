@@ -85,6 +85,12 @@ def find(id: str) -> Type[Compressor]:
     if id in REGISTRY:
         return REGISTRY[id]
     points = _installed().get(id)
+    if not points and id == "auto":
+        raise ValueError(
+            "auto is no algorithm: it tries several while training begins, where "
+            "Compression.auto(candidates=[…]), or for ddp.compress {'id': 'auto', 'candidates': "
+            "['none', 'topk:ratio=0.01']}, says so. As text it is auto, without options"
+        )
     if not points:
         raise ValueError(f"unknown compressor {id!r}; there are: {', '.join(ids())}")
     where = (

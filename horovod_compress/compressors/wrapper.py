@@ -6,7 +6,7 @@ from typing import Any, Callable, ClassVar, Optional, Tuple
 
 import numpy as np
 
-from ..protocol.machine import Machine
+from ..protocol.machine import Machine, Placement
 from .base import Compressor
 
 
@@ -45,18 +45,14 @@ class Wrapper(Compressor):
     def needs_machine(
         cls,
         compressor: Compressor,
-        hvd: Any,
-        process_set: Any,
-        elastic: bool,
+        placement: Placement,
         tell: Callable[[str], Any],
     ) -> bool:
         """Whether `around` has use for the ranks of a machine.
 
         Args:
             compressor: that of a binding.
-            hvd: a framework's Horovod.
-            process_set: of the ranks that compress.
-            elastic: whether ranks may come and go.
+            placement: where the ranks are.
             tell: warns of an option that has no effect.
 
         Raises:

@@ -1,11 +1,15 @@
 """What is refused under DistributedDataParallel, each by its name."""
 
-from typing import Any
+from typing import Any, List
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..adapters.binding import warn_once
+from ..pytorch.adam import AdamWOfRanks
+from ..pytorch.optimizers import is_made_by_torch
+from ..pytorch.search import objects_of
 
 _NOT_WITH = {
     "mixed_precision": "has a communication hook of its own: use autocast, or a model of half "
@@ -58,15 +62,32 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
     """Looks whether an optimizer steps a model.
 
     Raises:
-        ValueError: it has none of the model's parameters.
+        ValueError: it has none of the model's parameters, or is for gradients of one rank.
     """
     if optimizer is None:
         return
+    if isinstance(optimizer, AdamWOfRanks):
+        raise ValueError(
+            "ddp.AdamW is for a rank's own gradients, and DistributedDataParallel averages these: "
+            "use torch.optim.AdamW, or the plain model with ddp.UpdateOptimizer"
+        )
     own = {id(param) for param in model.module.parameters()}
     if not any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
         raise ValueError(
             "this optimizer has no parameter of the model: give ddp.compress the one that steps it"
         )
+
+
+def optimizers_of(model: DistributedDataParallel) -> List[Any]:
+    """The optimizers of a model's parameters, without wrappers, which have the same groups."""
+    own = {id(param) for param in model.module.parameters()}
+    found = {
+        id(optimizer.param_groups): optimizer
+        for optimizer in objects_of(torch.optim.Optimizer)
+        if is_made_by_torch(optimizer)
+        and any(id(param) in own for group in optimizer.param_groups for param in group["params"])
+    }
+    return list(found.values())
 
 
 def check_unhooked(model: Any) -> None:
@@ -78,8 +99,10 @@ def check_unhooked(model: Any) -> None:
     check_model(model)
     if model._comm_hooks:
         raise ValueError(
-            "this model has a communication hook already, and takes one only: leave that out, and "
-            "use compression.switch(spec) to change the compression"
+            "this model has a communication hook already, and takes one only. A compression is "
+            "changed by its switch(spec); for another optimizer wrap the module in a new "
+            "DistributedDataParallel, once the old one is gone, and compress that. Leave any other "
+            "hook out"
         )
 
 

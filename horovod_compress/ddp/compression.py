@@ -13,13 +13,19 @@ from ..pytorch.compression import OptimizerCompression, check_types
 from ..pytorch.lifecycle import Event
 from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure, without_wrappers
 from ..pytorch.parameters import Slot, named, tensor_of
-from .checks import check_model, check_optimizer, check_step
+from .checks import check_model, check_optimizer, check_step, optimizers_of
 from .ranks import RanksBinding
 
 _UNUSED = (
     "no optimizer.step() has used the results of the last backward(). Where gradients add up over "
     "several passes, run all but the last in `with model.no_sync():`; where a step is left out, "
     "call compression.discard() before zero_grad(), which needs discardable=True"
+)
+_OTHER_OPTIMIZER = (
+    "no step of the optimizer that ddp.compress was given has used the results of the last "
+    "backward(), and another optimizer has parameters of this model: step the one that was given; "
+    "or wrap the module in a new DistributedDataParallel, once the old one is gone, and compress "
+    "that with the other optimizer"
 )
 _INTERRUPTED = (
     "a backward pass has ended before all gradients were exchanged, so this step would use some "
@@ -294,7 +300,9 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             skipped = scaler is not None and scaler.get_scale() < self._scale
             # Whether gradients were zeroed since is not known: they may add up.
             if not skipped and (self._discardable or self._compressor.policy.m):
-                raise RuntimeError(_UNUSED)
+                model, own = self._model(), self._bound_optimizer
+                others = optimizers_of(model) if own is not None and model is not None else []
+                raise RuntimeError(_UNUSED if others in ([], [own]) else _OTHER_OPTIMIZER)
         super()._leave_unused()
 
 

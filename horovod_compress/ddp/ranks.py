@@ -9,10 +9,13 @@ import torch.distributed as dist
 
 from ..adapters.binding import Binding
 from ..compressors.base import Compressor
-from ..protocol.machine import Machine
+from ..protocol.handshake import gather
+from ..protocol.machine import Placement
 from ..transport.base import Transport
 from ..transport.distributed import DistributedTransport
 from ..transport.loopback import Loopback
+
+_TOLD = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class RanksBinding(Binding):
@@ -21,7 +24,10 @@ class RanksBinding(Binding):
     def __init__(self, group: Optional[dist.ProcessGroup]) -> None:
         size = dist.get_world_size(group)
         Binding.__init__(self, "hvdc", size > 1)
-        self._ranks = DistributedTransport(_group_beside(group)) if self._active else None
+        self._ranks: Optional[DistributedTransport] = None
+        if self._active:
+            self._ranks = DistributedTransport(_group_beside(group))
+            self._places = _places(self._ranks)
 
     def _rank_and_size(self) -> Tuple[int, int]:
         return (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
@@ -34,16 +40,23 @@ class RanksBinding(Binding):
             )
         return self._ranks or Loopback.group(1)[0]
 
-    def _machine_for(self, compressor: Compressor) -> Optional[Machine]:
-        if compressor.policy.hosts:
-            raise ValueError(
-                "hosts=true is not supported on torch.distributed: leave it out, or train on "
-                "Horovod"
+    def _placement(self) -> Placement:
+        assert self._ranks is not None
+        rank, refused = self._ranks.rank, None
+        if self._ranks.size < dist.get_world_size():
+            refused = "needs all ranks of a machine: leave process_group out, or hosts"
+        elif not all(self._places):
+            refused = (
+                f"needs {', '.join(_TOLD)} in the environment of every rank, as torchrun sets "
+                "them: start with that, or leave hosts out"
             )
-        return None
+        if refused:
+            return Placement(rank, 0, 1, True, refused)
+        _, local, size = self._places[rank]
+        return Placement(rank, local, size, len({each[2] for each in self._places}) == 1)
 
     def _machine_number(self) -> int:
-        return int(os.environ["GROUP_RANK"])
+        return self._places[self._rank_and_size()[0]][0]
 
     def _mean(self, tensor: torch.Tensor) -> Callable[[], Any]:
         """Starts the mean over ranks, in the tensor's own memory. Returns a function that waits for
@@ -62,6 +75,13 @@ class RanksBinding(Binding):
             tensor.div_(size)
 
         return divided
+
+
+def _places(ranks: DistributedTransport) -> List[Any]:
+    """By rank, what its launcher has told it: the number of its machine, which of the ranks there
+    it is, and how many those are; [] for one that was not told."""
+    told = [int(os.environ[name]) for name in _TOLD if name in os.environ]
+    return gather(ranks, "hvdc.places", told if len(told) == len(_TOLD) else [])
 
 
 def _group_beside(group: Optional[dist.ProcessGroup]) -> dist.ProcessGroup:

@@ -9,9 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..adapters.binding import NotBoundError, Unbound
-from ..pytorch.optimizers import closure_of, is_made_by_torch
+from ..pytorch.optimizers import closure_of
 from ..pytorch.search import objects_of
 from .auto import is_auto
+from .checks import optimizers_of
 from .compression import DDPCompression, hook
 from .factories import make
 
@@ -45,7 +46,7 @@ class HookState(Unbound):
                     f"{len(models)} DistributedDataParallel models have this communication hook: "
                     "register it with one, by model.register_comm_hook(state, hook)"
                 )
-            self._bind(models[0], _optimizers_of(models[0]))
+            self._bind(models[0], optimizers_of(models[0]))
         return self._bound[0]
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future:
@@ -60,7 +61,7 @@ class HookState(Unbound):
     def serve(self, optimizer: Any) -> None:
         """Binds to the model that this optimizer steps, if one has this hook."""
         for model in self._models():
-            if optimizer in _optimizers_of(model):
+            if optimizer in optimizers_of(model):
                 self._bind(model, [optimizer])
 
     def _models(self) -> List[DistributedDataParallel]:
@@ -98,18 +99,6 @@ def comm_hook(
 
 def _made_again(spec: Any, options: Dict[str, Any]) -> HookState:
     return HookState(spec, **options)
-
-
-def _optimizers_of(model: DistributedDataParallel) -> List[Any]:
-    """The optimizers of a model's parameters, without wrappers, which have the same groups."""
-    own = {id(param) for param in model.module.parameters()}
-    found = {
-        id(optimizer.param_groups): optimizer
-        for optimizer in objects_of(torch.optim.Optimizer)
-        if is_made_by_torch(optimizer)
-        and any(id(param) in own for group in optimizer.param_groups for param in group["params"])
-    }
-    return list(found.values())
 
 
 _unbound: "weakref.WeakSet[HookState]" = weakref.WeakSet()

@@ -18,6 +18,8 @@ from .ranks import RanksBinding
 class AdamW(AdamWOfRanks):
     __doc__ = AdamWOfRanks.__doc__
 
+    _known_as = "ddp.AdamW"
+
     def _size(self) -> int:
         return dist.get_world_size()
 

@@ -15,7 +15,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Generator
-from typing import Any, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from ..compressors.state import State, zeros
 from ..compressors.topk import TopK
 from ..compressors.wrapper import Wrapper
 from ..protocol.handshake import Gathering, Words, gather, shown
-from ..protocol.machine import Machine
+from ..protocol.machine import Machine, Placement
 from ..protocol.requests import Allreduce, Collective, HostReduce
 from . import checkpoint
 from .averaging import Arrays
@@ -185,25 +185,18 @@ class HostSharded(Wrapper):
 
     @classmethod
     def needs_machine(
-        cls, compressor: Compressor, hvd: Any, process_set: Any, elastic: bool, tell: Any
+        cls, compressor: Compressor, placement: Placement, tell: Callable[[str], Any]
     ) -> bool:
         if not compressor.policy.hosts:
             return False
-        if process_set.process_set_id != 0:
-            raise ValueError(
-                "hosts=true needs all ranks of a host: leave process_set out, or hosts"
-            )
-        if elastic:
-            raise ValueError(
-                "hosts=true is not for elastic jobs, where a host's ranks may change: leave it out"
-            )
-        even = bool(hvd.mpi_ops.is_homogeneous())
-        if not even and hvd.rank() == 0:
+        if placement.refused is not None:
+            raise ValueError(f"hosts=true {placement.refused}")
+        if not placement.even and placement.rank == 0:
             tell(
                 "hosts=true has no effect, because hosts have different numbers of ranks: start as "
                 "many on each"
             )
-        return even
+        return placement.even
 
     def __post_init__(self) -> None:
         super().__post_init__()

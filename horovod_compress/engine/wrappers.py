@@ -5,7 +5,7 @@ from typing import Any, Callable, Optional, Tuple, Type
 
 from ..compressors.base import Compressor
 from ..compressors.wrapper import Wrapper
-from ..protocol.machine import Machine
+from ..protocol.machine import Machine, Placement
 from . import hosts, split
 
 KINDS: Tuple[Type[Wrapper], ...] = (
@@ -24,9 +24,9 @@ def wrapped(
 
 
 def machine_for(
-    compressor: Compressor, hvd: Any, process_set: Any, elastic: bool, tell: Callable[[str], Any]
+    compressor: Compressor, placement: Placement, tell: Callable[[str], Any]
 ) -> Optional[Machine]:
     """The ranks of this rank's machine, where features around a compressor have use for them; the
     arguments are those of `Wrapper.needs_machine`."""
-    needed = [kind.needs_machine(compressor, hvd, process_set, elastic, tell) for kind in KINDS]
-    return Machine(hvd.local_rank(), hvd.local_size()) if any(needed) else None
+    needed = [kind.needs_machine(compressor, placement, tell) for kind in KINDS]
+    return Machine(placement.local, placement.size) if any(needed) else None

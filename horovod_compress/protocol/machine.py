@@ -1,8 +1,25 @@
 """Which ranks are on one machine."""
 
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 from .handshake import Gathering
+
+
+class Placement(NamedTuple):
+    """Where a launcher has put the ranks of a job.
+
+    Args:
+        rank: this rank.
+        local, size: as of `Machine`, for this rank.
+        even: whether every machine has as many ranks.
+        refused: why the ranks that compress cannot share a machine's memory; None if they can.
+    """
+
+    rank: int
+    local: int
+    size: int
+    even: bool
+    refused: Optional[str] = None
 
 
 class Machine:

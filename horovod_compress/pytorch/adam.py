@@ -17,9 +17,9 @@ class AdamWOfRanks(torch.optim.Optimizer, ABC):
     """AdamW whose steps are as large on a rank's part of each batch as on the whole of it, for
     `UpdateOptimizer`.
 
-        optimizer = hvdc.AdamW(model.parameters(), lr=1e-3)
+        optimizer = AdamW(model.parameters(), lr=1e-3)
         spec = "adacomp:bin_length=100,dense=fp16"
-        optimizer = hvdc.UpdateOptimizer(optimizer, compression=spec, every=4)
+        optimizer = UpdateOptimizer(optimizer, compression=spec, every=4)
 
     Adam divides by the root of the mean squared gradient. That of a rank's part of the batch has N
     times the whole batch's noise, N being the number of ranks, so where noise is more than signal a
@@ -45,6 +45,9 @@ class AdamWOfRanks(torch.optim.Optimizer, ABC):
     Raises ValueError for what is out of range and under hvd.DistributedOptimizer, and RuntimeError
     for sparse gradients.
     """
+
+    # What users import it as.
+    _known_as: str
 
     def __init__(
         self,
@@ -118,7 +121,8 @@ class AdamWOfRanks(torch.optim.Optimizer, ABC):
         assert grad is not None
         if grad.is_sparse:
             raise RuntimeError(
-                "hvdc.AdamW cannot have sparse gradients: make the embedding with sparse=False"
+                f"{self._known_as} cannot have sparse gradients: make the embedding with "
+                "sparse=False"
             )
         state = self.state[param]
         # Not where torch's state was loaded.

@@ -43,7 +43,10 @@ def _run(options: argparse.Namespace) -> None:
 
         ranks: cluster.Ranks = _ranks()
     except ImportError as error:
-        sys.exit(f"hvdcompress check needs Horovod with PyTorch: {error}. Or start it by torchrun")
+        sys.exit(
+            f"hvdcompress check needs Horovod with PyTorch: {error} (pip install "
+            "'horovod-compress[horovod]'). Or start it by torchrun"
+        )
     terminal = console(stderr=options.json == "-")
     found = cluster.run(
         ranks, compressors, plan.model_of(options), 1e-3 * options.backward, terminal.print

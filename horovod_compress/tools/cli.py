@@ -29,7 +29,8 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="hvdcompress", description="Gradient compression for unmodified Horovod.")
+    about = "Gradient compression for unmodified Horovod and PyTorch's DistributedDataParallel."
+    parser = _Parser(prog="hvdcompress", description=about)
     commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
     for command in (info, bench, plan, check, report):
         command.add(commands)

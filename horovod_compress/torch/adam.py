@@ -8,5 +8,7 @@ from ..pytorch.adam import AdamWOfRanks
 class AdamW(AdamWOfRanks):
     __doc__ = AdamWOfRanks.__doc__
 
+    _known_as = "hvdc.AdamW"
+
     def _size(self) -> int:
         return hvd.size()

@@ -37,3 +37,17 @@ def raises(kind, *words):
         assert not missing, f"the error does not say {missing}: {error}"
     else:
         raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def assert_equal(mine, its):
+    """Bit for bit, of tensors in dictionaries and lists."""
+    if hasattr(its, "dtype"):
+        assert mine.dtype == its.dtype and mine.numpy().tobytes() == its.numpy().tobytes()
+    elif isinstance(its, dict):
+        assert mine.keys() == its.keys()
+        for key in its:
+            assert_equal(mine[key], its[key])
+    else:
+        assert len(mine) == len(its)
+        for pair in zip(mine, its):
+            assert_equal(*pair)

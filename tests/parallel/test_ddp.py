@@ -16,7 +16,10 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
 from ddp_cases import CASES  # noqa: E402
 from jobs import ENVIRONMENT, LIMIT, on_sizes  # noqa: E402
 
+HERE = pathlib.Path(__file__).parent
 TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone --no-python"
+# Four ranks are on two machines, which this one plays.
+ON_TWO_MACHINES = f"{sys.executable} {HERE / 'two_torchruns.py'} {{half}}"
 # What everybody's run shows.
 PROMISES = (
     "dense_limits_are_plain_ddp",
@@ -37,7 +40,8 @@ PROMISES = (
     ),
 )
 def test_under_torchrun(job, size, case):
-    job(f"{TORCHRUN} --nproc_per_node {{size}}", size, cases="ddp_cases").assert_passed(case)
+    launcher = ON_TWO_MACHINES if size == 4 else f"{TORCHRUN} --nproc_per_node {{size}}"
+    job(launcher, size, cases="ddp_cases").assert_passed(case)
 
 
 def torchrun(*arguments):
@@ -75,7 +79,7 @@ def test_the_example_trains_and_goes_on_from_its_state(tmp_path):
     options = ["--compression", "plain", "dgc:ratio=0.01", "--epochs", 6]
     options += ["--data", digits_in(tmp_path / "digits")]
     state = ["--state", tmp_path / "state"]
-    example = pathlib.Path(__file__).parents[2] / "examples" / "ddp_images.py"
+    example = HERE.parents[1] / "examples" / "ddp_images.py"
     plain, compressed = (
         float(line.split(", ")[1].removesuffix(" %"))
         for line in torchrun(example, *options, *state).splitlines()

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
 
 import horovod.torch as hvd  # noqa: E402
+from checks import assert_equal  # noqa: E402
 from jobs import LAUNCHERS, launch  # noqa: E402
 
 from horovod_compress import kernels  # noqa: E402
@@ -48,20 +49,6 @@ def test_training_is_the_same_to_the_last_bit(made):
         for spec, (parameters, *states) in its.items():
             assert torch.equal(mine[spec][0], parameters), spec
             assert_equal(mine[spec][1:], states)
-
-
-def assert_equal(mine, its):
-    """Bit for bit, of tensors in dictionaries and lists."""
-    if isinstance(its, torch.Tensor):
-        assert mine.dtype == its.dtype and mine.numpy().tobytes() == its.numpy().tobytes()
-    elif isinstance(its, dict):
-        assert mine.keys() == its.keys()
-        for key in its:
-            assert_equal(mine[key], its[key])
-    else:
-        assert len(mine) == len(its)
-        for pair in zip(mine, its):
-            assert_equal(*pair)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -130,6 +130,7 @@ def test_specs_and_round_trips(spec, expected):
     "spec, words",
     [
         ("dcg", ["unknown compressor 'dcg'", "none", "dgc"]),
+        ("auto:candidates=none", ["auto is no algorithm", "{'id': 'auto', 'candidates'"]),
         ("dgc:rate=1", ["no option 'rate'", "ratio", "sample_ratio"]),
         ({"id": "dgc", "rate": 1}, ["no option 'rate'", "ratio"]),
         ("dgc:ratio", ["option=value", "'ratio'"]),

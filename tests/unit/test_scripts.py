@@ -58,6 +58,17 @@ def test_it_says_of_how_many_and_how_many_ran(checkout, capsys):
     assert status() and "torch, topk: 2 of 2 fail, 0 ran test_a test_b" in capsys.readouterr().out
 
 
+def test_tests_of_hooks_that_are_not_there_are_no_success(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/pytorch_hook_tests.py", tmp_path],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    # Which of these comes first depends on what is installed.
+    assert "expecttest" in done.stderr or "give the path of a checkout" in done.stderr
+
+
 def test_compilers_that_cannot_be_had_test_nothing(tmp_path):
     for tool in ("bash", "dirname", "realpath", "mkdir", "id"):
         (tmp_path / tool).symlink_to(shutil.which(tool))

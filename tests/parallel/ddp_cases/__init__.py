@@ -3,9 +3,11 @@ test_ddp.py."""
 
 from checks import joined
 
-from . import algorithms, errors, options, states, transport, unused, updates
+from . import algorithms, devices, errors, hosts, mass, options, states, transport, unused, updates
 from .training import start
 
 __all__ = ["CASES", "start"]
 
-CASES = joined(transport, algorithms, options, unused, states, errors, updates)
+CASES = joined(
+    transport, algorithms, options, unused, mass, states, errors, updates, hosts, devices
+)

@@ -1,6 +1,8 @@
 """Mistakes are named, and faults lose nothing."""
 
 import gc
+import os
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -38,7 +40,11 @@ def what_is_refused_is_named():
         ddp.compress(model, model, "none")
     with raises(ValueError, "transport=mpi"):
         ddp.compress(model, optimizer, "dgc:transport=mpi")
-    with raises(ValueError, "hosts=true"):
+    with (
+        mock.patch.dict(os.environ),
+        raises(ValueError, "hosts=true", "LOCAL_WORLD_SIZE", "torchrun"),
+    ):
+        del os.environ["LOCAL_WORLD_SIZE"]
         ddp.compress(model, optimizer, "dgc:hosts=true")
     with raises(ValueError, "ratio"):
         ddp.compress(model, optimizer, "dgc:ratio=2")
@@ -53,8 +59,13 @@ def what_is_refused_is_named():
             "dgc",
         )
     ddp.compress(model, optimizer, "none")
-    with raises(ValueError, "communication hook already", "switch"):
+    with raises(ValueError, "communication hook already", "switch", "another optimizer"):
         ddp.compress(model, optimizer, "none")
+    with raises(ValueError, "auto", "candidates"):
+        ddp.compress(DDP(model_of()), optimizer, "auto:candidates=none")
+    with raises(ValueError, "ddp.AdamW", "torch.optim.AdamW", "UpdateOptimizer"):
+        its = DDP(model_of())
+        ddp.compress(its, ddp.AdamW(its.parameters()), "none")
     mixed = DDP(
         nn.Linear(3, 3),
         mixed_precision=_MixedPrecision(torch.float32, torch.float32, torch.float32),
@@ -110,6 +121,13 @@ def a_refused_backward_pass_is_no_step():
     with raises(RuntimeError, "new DistributedDataParallel"):
         optimizer.step()
     assert_replicas_identical(model)
+
+
+@case(2)
+def a_step_of_another_optimizer_is_named():
+    model, _, _ = wrapped("dgc:ratio=0.1")
+    with raises(RuntimeError, "another optimizer has parameters", "new DistributedDataParallel"):
+        train(model, sgd(model), batches(2))
 
 
 @case(2)

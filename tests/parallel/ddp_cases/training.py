@@ -21,7 +21,9 @@ def start():
     assert "horovod" not in sys.modules
     sys.modules["horovod"] = None
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group(os.environ.get("DDP_BACKEND", "gloo"))
     return int(os.environ["RANK"])
 
 
