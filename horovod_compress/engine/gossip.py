@@ -38,7 +38,7 @@ def compressor_of_messages(spec: Spec) -> Compressor:
     why = ""
     if compressor.traits.corrects_momentum:
         why = "it corrects the momentum of gradients, and here parameters travel: use topk"
-    elif len(declared) > 1 or declared[0].verb not in ("host", "allgather"):
+    elif len(declared) > 1 or declared[0].verb in ("allreduce", "alltoall"):
         why = "its payloads are sums over ranks, which share a scale: use qsgd, natural or topk"
     elif others:
         why = f"it needs what earlier steps have left ({', '.join(sorted(others))})"
@@ -123,20 +123,17 @@ class Gossip:
         self._number = compressor.traits.number
         told = [repr(compressor), algorithm, list(map(list, shapes.items()))]
         self._digest = zlib.crc32(json.dumps(told).encode())
-        largest = max(map(math.prod, shapes.values()))
+        largest = max(map(math.prod, shapes.values()), default=0)
         self._out, self._spare, residual = (zeros(largest) for _ in range(3))
         self._tensors = []
         for name, shape in shapes.items():
             chosen = compressor_for(compressor, name, shape)
-            state, declared, numel = (
-                chosen.init(name, shape),
-                chosen.collectives(2)[0],
-                math.prod(shape),
-            )
+            state, numel = chosen.init(name, shape), math.prod(shape)
+            (declared,) = chosen.collectives(2)
             if chosen.residual(state) is not None:
                 # One for all tensors: it is zero before each.
                 state.arrays[chosen.traits.accumulator] = residual[:numel]
-            dtype = np.dtype(declared.dtype) if declared.verb == "host" else None
+            dtype = None if declared.verb == "allgather" else np.dtype(declared.dtype)
             self._tensors.append(_Tensor(name, chosen, state, numel, dtype))
         self.copies: Dict[str, Copies] = {}
         self.steps = self.steps_undone = 0
@@ -210,8 +207,9 @@ class Gossip:
 
     @property
     def alpha(self) -> Optional[float]:
-        """The mean of ‖C(z) − z‖/‖z‖ over the last hundred steps; None where it is not known."""
-        return float(np.mean(self._alphas)) if len(self._alphas) == MEAN_OF else None
+        """The mean of ‖C(z) − z‖/‖z‖, over the last hundred steps at most; None before it was
+        measured."""
+        return float(np.mean(self._alphas)) if self._alphas else None
 
     def stats(self) -> Dict[str, Any]:
         """Totals of this rank since the start: steps; steps_undone, whose update was not finite;

@@ -44,6 +44,12 @@ class Copies:
             return cls(public, mixed, None)
         return cls(public, mixed, _copy(x) if algorithm == "ecd" else public)
 
+    @classmethod
+    def from_arrays(cls, algorithm: str, arrays: Named) -> "Copies":
+        """Those of which `arrays` has returned this."""
+        others = None if algorithm == "choco" else arrays["public"]
+        return cls(arrays["public"], arrays["mixed"], arrays.get("own", others))
+
     def arrays(self) -> Named:
         """By name, each once."""
         found = {"public": self.public, "mixed": self.mixed}

@@ -385,11 +385,11 @@ def test_messages_of_another_step_or_configuration_are_refused_by_both_ranks():
 
 
 def test_alpha_is_measured():
-    run, _, _ = trained("topk:k=120,min_numel=0", "dcd", 2, 100)
+    run, _, _ = trained("topk:k=120,min_numel=0", "dcd", 2, 20)
     assert 0.5 < run.stats[0]["alpha"] < 1
-    run, _, _ = trained("none", "dcd", 2, 100)
+    run, _, _ = trained("none", "dcd", 2, 20)
     assert run.stats[0]["alpha"] == 0
-    assert trained("none", "dcd", 2, 99)[0].stats[0]["alpha"] is None
+    assert trained("none", "dcd", 2, 9)[0].stats[0]["alpha"] is None
 
 
 def test_bytes_are_counted():
