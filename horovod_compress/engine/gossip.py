@@ -245,7 +245,9 @@ class Gossip:
                 tensor.add(part, error, -1.0, z)
                 errors += float(np.dot(error, error))
         if measures and self._finite and squares:
-            self._alphas.append(math.sqrt(errors / squares))
+            alpha = math.sqrt(errors / squares)
+            # NaN where both are beyond float32.
+            self._alphas.append(alpha if alpha < math.inf else math.inf)
 
     def _frame(self, parts: Iterable[np.ndarray]) -> np.ndarray:
         """A message: the lengths of its parts, and the parts, in memory of its own."""
@@ -285,7 +287,10 @@ class Gossip:
                 "the last saved states, and take more bits, a smaller step or a lower learning rate"
             )
         table = 8 * len(self._tensors)
-        ends = table + np.cumsum(_aligned(body[:table], np.dtype(np.int64)))
+        lengths = _aligned(body[: table if body.size >= table else 0], np.dtype(np.int64))
+        if (lengths < 0).any() or table + lengths.sum(dtype=object) != body.size:
+            raise wire.WireError(f"{self._of(rank)}: its parts do not make it up")
+        ends = table + np.cumsum(lengths)
         return np.split(body, [table, *ends.tolist()])[1:-1]
 
     def _add(

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 import horovod_compress as hc
 from horovod_compress.engine.gossip_rules import ALGORITHMS
 from horovod_compress.engine.topology import Topology
+from horovod_compress.kernels import Encoded, new_body
+from horovod_compress.protocol import wire
 from horovod_compress.transport.loopback import Loopback
 
 SHAPES = {"w": (30, 40), "x": (40, 40), "bias": (40,)}
@@ -382,6 +384,19 @@ def test_messages_of_another_step_or_configuration_are_refused_by_both_ranks():
         gossip.start(its)
     with pytest.raises(hc.WireError, match="neighbor 1: .*configuration"):
         first.finish(values[0])
+
+
+@pytest.mark.parametrize("lengths", [[], [-8, 8, 8], [2**62, 2**62, 2**62], [0, 0, 0]])
+def test_messages_whose_parts_do_not_make_them_up_are_refused(lengths):
+    run, _, _ = trained(COARSE, "dcd", 1, 1)
+    (gossip,) = run.gossips
+    body = new_body(
+        np.array(lengths, np.int64), np.zeros(7 if lengths == [0, 0, 0] else 0, np.uint8)
+    )
+    frame = wire.seal(Encoded(body, 0), gossip._number, gossip._digest, gossip.steps)
+    gossip._wait = lambda: {0: frame}
+    with pytest.raises(hc.WireError, match="neighbor 0: its parts do not make it up"):
+        gossip.finish({})
 
 
 def test_alpha_is_measured():

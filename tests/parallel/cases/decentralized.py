@@ -1,6 +1,7 @@
 """hvdc.DecentralizedOptimizer: models that differ between ranks, and messages to neighbors."""
 
 import io
+import warnings
 
 import horovod.torch as hvd
 import numpy as np
@@ -272,6 +273,23 @@ def messages_of_another_step_are_errors_on_both_ranks():
     assert_mixed_is_right(optimizer)
     take_steps(model, optimizer, range(4, 6))
     assert_mixed_is_right(optimizer)
+
+
+@case(2)
+def messages_that_lose_more_than_they_bring_are_warned_of():
+    """Once, of the mean over a hundred steps."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model = weights()
+        inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+        optimizer = gossiping(model, inner, "qsgd:bits=1,norm=max,min_numel=0")
+        for step in range(110):
+            assert not found or step > 99
+            for name, gradient in told(hvd.rank(), step).items():
+                model[name].grad = gradient
+            optimizer.step()
+        assert ["‖C(z) − z‖/‖z‖ = " in str(each.message) for each in found] == [True]
+        assert optimizer.stats()["alpha"] > 1
 
 
 @case(2)
