@@ -29,8 +29,9 @@ _ECD = (
     "docs/decentralized.md"
 )
 _ALPHA = (
-    "messages of the last 100 steps were further from what they stand for than nothing at all "
-    "would be, ‖C(z) − z‖/‖z‖ = {:.2f} on rank {}: training may diverge. Take more bits, or choco"
+    "messages of rank {} were further from what they stand for than nothing at all would be, "
+    'stats()["alpha"] of the last 100 steps is above 1: training may diverge. Take more bits, or '
+    "choco"
 )
 _FAILED = (
     "an exchange has failed, and ranks may hold different copies of each other: call resync() on "
@@ -383,7 +384,7 @@ class DecentralizedOptimizer(OptimizerAround):
                 if tensor.data_ptr() != slot.param.data_ptr():
                     slot.param.copy_(tensor)
         if gossip.steps >= 100 and gossip.alpha is not None and gossip.alpha > 1:
-            warn_once(_ALPHA.format(gossip.alpha, self._transport.rank))
+            warn_once(_ALPHA.format(self._transport.rank))
         if gossip.steps_undone > undone and any(
             torch.is_tensor(value) and not torch.isfinite(value).all()
             for kept in self.state.values()

@@ -288,7 +288,7 @@ def messages_that_lose_more_than_they_bring_are_warned_of():
             for name, gradient in told(hvd.rank(), step).items():
                 model[name].grad = gradient
             optimizer.step()
-        assert ["‖C(z) − z‖/‖z‖ = " in str(each.message) for each in found] == [True]
+        assert ["alpha" in str(each.message) for each in found] == [True]
         assert optimizer.stats()["alpha"] > 1
 
 
