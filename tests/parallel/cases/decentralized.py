@@ -68,7 +68,7 @@ def assert_mixed_is_right(optimizer, tolerance=1e-5):
         assert error < tolerance, f"{gossip.algorithm}, {name}: {error:.1e}"
 
 
-@case(2, 3, 4)
+@case(1, 2, 3, 4)
 def exact_exchanges_are_d_psgd():
     """x ← W x + Δ of all ranks in one process. On a complete graph that averages before the step's
     own update."""
@@ -129,7 +129,7 @@ def what_is_mixed_is_right_whatever_happens():
         assert_mixed_is_right(again, 1e-6)
 
 
-@case(2, 3)
+@case(1, 2, 3)
 def decentralized_training_resumes_bit_for_bit():
     for algorithm, spec in ALL:
         for every in (1, 3):
@@ -146,7 +146,7 @@ def decentralized_training_resumes_bit_for_bit():
             assert torch.equal(flat(again), flat(model)), f"{algorithm}, every {every}"
 
 
-@case(2, 3, 4)
+@case(1, 2, 3, 4)
 def the_mean_moves_by_the_mean_of_local_updates():
     """In CHOCO, whatever messages lose, and over several local steps."""
     for spec in ("topk:ratio=0.02,min_numel=0", "efsignsgd:min_numel=0", COARSE):
@@ -197,7 +197,7 @@ def a_portable_state_keeps_the_mean_model_on_other_ranks():
         hvd.remove_process_set(fewer)
 
 
-@case(2, 3)
+@case(1, 2, 3)
 def decentralized_training_goes_down():
     """With batch normalization, whose statistics are averaged for evaluation, and half-precision
     parameters."""
@@ -215,7 +215,7 @@ def decentralized_training_goes_down():
             running = hvd.allgather(model.norm.running_mean[None], name="running")
             assert (everywhere == everywhere[0]).all() and (running == running[0]).all()
             assert loss_of(model, data) < before
-        assert not torch.equal(model.norm.running_mean, running[0])
+        assert hvd.size() == 1 or not torch.equal(model.norm.running_mean, running[0])
     half = weights().half()
     optimizer = gossiping(half)
     take_steps(half, optimizer, range(5))
