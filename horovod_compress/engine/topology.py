@@ -58,7 +58,7 @@ class Topology:
     @property
     def dcd_bound(self) -> float:
         """DCD-PSGD is known to converge where messages change by less than this part of their norm,
-        (1 − ρ)/(2μ) (Tang et al., arXiv 1803.06443, Theorem 1)."""
+        (1 − ρ)/(2μ) (Tang et al., arXiv 1803.06443)."""
         return (1 - self.rho) / (2 * self.mu) if self.mu else math.inf
 
     def neighbors(self, rank: int) -> List[int]:

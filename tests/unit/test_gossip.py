@@ -208,7 +208,7 @@ def test_what_is_mixed_is_the_mean_of_public_copies(ranks, topology, algorithm):
 
 
 def test_ecd_is_the_papers():
-    """Written down once more, from Algorithm 2, with an estimate of each rank and the same
+    """Written down once more, with an estimate of each rank and the same
     messages."""
     ranks, steps, name = 3, 8, "w"
     local, start = Local(ranks), start_of()
