@@ -2,10 +2,12 @@
 
 Use it through `horovod_compress.torch`, `horovod_compress.tensorflow` or `horovod_compress.ddp`,
 which needs no Horovod. This module needs no framework. It has specs, the list of algorithms, the
-algorithms' classes, which are the constructors in a compressor's repr, and `simulate`.
+algorithms' classes, which are the constructors in a compressor's repr, `simulate`, and
+`simulate_decentralized`.
 """
 
 from .compressors import REGISTRY, available, get_compressor
+from .engine.decentralized import simulate_decentralized
 from .engine.simulate import simulate
 from .protocol.handshake import MismatchError
 from .protocol.wire import WireError
@@ -20,6 +22,7 @@ __all__ = [
     "available",
     "get_compressor",
     "simulate",
+    "simulate_decentralized",
     "__version__",
     *_classes,
 ]

@@ -6,12 +6,13 @@ import torch
 
 from ..adapters.updates import Nesterov
 from ..engine import checkpoint
+from .around import OptimizerAround
 from .shared import SharedParameter
 from .state_names import rekeyed, renaming
 from .update_compression import UpdateExchange
 
 
-class KeepsUpdates(torch.optim.Optimizer):
+class KeepsUpdates(OptimizerAround):
     """What an UpdateOptimizer keeps, beside its steps."""
 
     def __init__(
@@ -22,13 +23,10 @@ class KeepsUpdates(torch.optim.Optimizer):
         every: int,
         outer: Optional[Nesterov],
     ) -> None:
-        # torch's own would make parameter groups.
         self._optimizer, self.compression, self._parameters = optimizer, compression, parameters
         self._every, self._outer = every, outer
         # Since the last exchange.
         self.local_steps = 0
-        # Whether the optimizer itself is at work.
-        self._inside = False
         # Whether this is within `shared_parameters`.
         self._shows_shared = False
         # Whether, in an elastic job, parameters are to be the shared values which that went back

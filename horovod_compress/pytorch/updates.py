@@ -8,7 +8,7 @@ import torch
 
 from ..adapters.binding import warn_once
 from ..adapters.updates import Nesterov, check_rounds
-from .optimizers import own_class
+from .around import check_inner
 from .outside_step import Probe, watch
 from .parameters import NamedParameters
 from .shared import SharedParameter, checksum, trained
@@ -20,9 +20,6 @@ class UpdatingOptimizer(KeepsUpdates):
     """An optimizer whose ranks exchange what it adds to the parameters: what every UpdateOptimizer
     is, whoever moves that."""
 
-    # A GradScaler then calls step() on every rank, whatever it has found, and says so.
-    _step_supports_amp_scaling = True
-
     def _begin_with(
         self,
         optimizer: torch.optim.Optimizer,
@@ -33,18 +30,7 @@ class UpdatingOptimizer(KeepsUpdates):
     ) -> None:
         """make: from the parameters' shapes, and from what else all ranks must have alike, what
         exchanges updates."""
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"UpdateOptimizer needs a torch optimizer, not an object of {type(optimizer)}: "
-                "give it the optimizer that has the parameters, and put what is none around the "
-                "UpdateOptimizer"
-            )
-        if isinstance(optimizer, UpdatingOptimizer) or own_class(optimizer) is not type(optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} exchanges already: give UpdateOptimizer the optimizer "
-                f"itself"
-            )
-        _refuse_lbfgs(optimizer)
+        check_inner(optimizer, "UpdateOptimizer")
         check_rounds(every, outer)
         names = trained(optimizer, named_parameters)
         shapes = {name: tuple(param.shape) for name, param in names.items()}
@@ -57,32 +43,9 @@ class UpdatingOptimizer(KeepsUpdates):
         # step() that calls them.
         self.__setstate__({})
 
-    # The optimizer's own, also after that has loaded others.
-    param_groups = property(lambda self: self._optimizer.param_groups)  # type: ignore[assignment]
-    state = property(lambda self: self._optimizer.state)  # type: ignore[assignment]
-    defaults = property(lambda self: self._optimizer.defaults)  # type: ignore[assignment]
-
-    def __getattr__(self, name: str) -> Any:
-        """What the optimizer has beside what every optimizer has, such as train() and eval()."""
-        if name.startswith("_") and name not in self.__dict__.get("_methods", ()):
-            raise AttributeError(f"'UpdateOptimizer' object has no attribute '{name}'")
-        return getattr(self._optimizer, name)
-
     def __repr__(self) -> str:
         id = self.compression.config["id"]
         return f"UpdateOptimizer({self._optimizer!r}, {id}, every {self._every})"
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "an UpdateOptimizer is part of an exchange of ranks, and cannot be copied or pickled: "
-            "save its state_dict()"
-        )
-
-    def add_param_group(self, param_group: Dict[str, Any]) -> None:
-        """Raises ValueError."""
-        raise ValueError(
-            "parameters cannot be added to an UpdateOptimizer: add them to the optimizer before"
-        )
 
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
@@ -116,17 +79,7 @@ class UpdatingOptimizer(KeepsUpdates):
                 "within `with optimizer.shared_parameters():` the model has not this rank's "
                 "parameters: take the step after it"
             )
-        unknown = [
-            i
-            for i, group in enumerate(self.param_groups)
-            for p in group["params"]
-            if p.requires_grad and id(p) not in self._known
-        ]
-        if unknown:
-            raise ValueError(
-                f"parameter group {unknown[0]} has parameters that came, or were frozen, when this "
-                f"UpdateOptimizer was made: make a new one for them"
-            )
+        self._refuse_unknown()
         for parameter in self._parameters if not self.local_steps else ():
             parameter.begin()
         self._shared_is_kept = False
@@ -138,22 +91,6 @@ class UpdatingOptimizer(KeepsUpdates):
     def _go_on_from_all(self) -> None:
         """MismatchError where ranks have loaded states of different steps."""
         self.compression.check_steps()
-
-    def _local_step(self, closure: Optional[Callable[[], Any]]) -> Any:
-        # A GradScaler's.
-        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if found_inf is not None and found_inf.item():
-            return None
-        if scale is not None:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        param.grad.div_(scale.to(param.grad.device))
-        self._inside = True
-        try:
-            return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
-        finally:
-            self._inside = False
 
     @contextlib.contextmanager
     def _outside_step(self, method: str) -> Iterator[None]:
@@ -246,16 +183,3 @@ class UpdatingOptimizer(KeepsUpdates):
         """Another compression from the next exchange on; see `UpdateCompression.switch`. So
         training may begin with "none"."""
         self.compression.switch(spec)
-
-
-def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
-    """ValueError for an optimizer that takes parameters to be where its last step has left them."""
-    names = [each.__name__ for each in type(optimizer).__mro__]
-    kin = next((name for name in names if "lbfgs" in name.lower()), None)
-    if kin is not None:
-        raise ValueError(
-            f"{kin} learns curvature from how far its own last step went and how the gradient has "
-            "changed since. Here parameters go where the mean of all ranks' steps takes them, so "
-            "the two do not belong together, and it diverges: give UpdateOptimizer an optimizer "
-            "that does not look back at its own steps, such as SGD or AdamW"
-        )

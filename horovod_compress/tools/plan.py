@@ -5,7 +5,7 @@ import functools
 import sys
 from typing import Any, Dict, List, Optional, Sequence, Union
 
-from . import arguments, bench, loads, prediction
+from . import arguments, bench, gossip, loads, prediction
 from .cost import MOST_RANKS, Load, Network
 from .printing import console, digits, progress_bar, table, write_json
 
@@ -79,6 +79,11 @@ def add(commands: Any) -> None:
         default=1,
         metavar="L",
         help="ranks of a host, for hosts=true (default: 1)",
+    )
+    parser.add_argument(
+        "--topology",
+        choices=("ring", "torus", "complete"),
+        help="show decentralized training on such a graph too: DCD's bound, and bytes",
     )
     arguments.add_plot(parser, "plot time and bytes over the number of ranks")
     parser.set_defaults(run=_run, parser=parser)
@@ -156,8 +161,9 @@ def _plan(options: argparse.Namespace, counts: List[int]) -> None:
     except ValueError as error:
         refuse(str(error))
     counts = counts or [found.ranks if found else 2 * options.local_size]
-    if counts[-1] > MOST_RANKS:
-        refuse(f"--ranks: must be at most {MOST_RANKS}")
+    most = gossip.MOST_RANKS if options.topology else MOST_RANKS
+    if counts[-1] > most:
+        refuse(f"--ranks: must be at most {most}")
     for ranks in counts:
         if ranks % options.local_size:
             refuse(f"--local-size: {ranks} ranks are not hosts of {options.local_size}")
@@ -182,8 +188,11 @@ def _plan(options: argparse.Namespace, counts: List[int]) -> None:
     if options.plot:
         prediction.plot(several, options.plot)
     known = {"library": options.library, **({} if found else {"link_bits_per_second": rate})}
-    if not write_json({**(several if len(runs) > 1 else runs[0]), **known}, options.json):
+    messages = gossip.predicted(compressors, model, counts, options.topology)
+    told = {"decentralized": messages} if messages else {}
+    if not write_json({**(several if len(runs) > 1 else runs[0]), **known, **told}, options.json):
         show_predictions(runs, None if found else rate)
+        gossip.show(messages, model.parameters)
 
 
 def _measure_loads(

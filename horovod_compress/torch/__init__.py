@@ -18,6 +18,7 @@ except ModuleNotFoundError as error:
 from .adam import AdamW
 from .auto import AutoCompression
 from .compression import BoundCompression
+from .decentralized import DecentralizedOptimizer
 from .factories import Compression
 from .unbound import UnboundCompression, compression_of
 from .uneven import uneven
@@ -28,6 +29,7 @@ __all__ = [
     "AutoCompression",
     "BoundCompression",
     "Compression",
+    "DecentralizedOptimizer",
     "Nesterov",
     "UnboundCompression",
     "UpdateOptimizer",

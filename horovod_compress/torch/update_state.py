@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..adapters.binding import warn_once
+from ..pytorch.around import OptimizerAround
 from ..pytorch.updates import UpdatingOptimizer
 from .update_compression import UpdateCompression
 
@@ -22,19 +23,9 @@ class SharesUpdates(UpdatingOptimizer):
 
     compression: UpdateCompression
 
-    @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
-        """Makes the optimizer's state, and leaves parameters as they are: what
-        hvd.broadcast_optimizer_state calls on ranks whose optimizer has no state yet, and in which
-        no other rank takes part."""
-        before = [each.param.clone() for each in self._parameters]
-        self._inside = True
-        try:
-            self._optimizer.step()
-        finally:
-            self._inside = False
-            for each, values in zip(self._parameters, before):
-                each.param.copy_(values)
+        """That of hvd.broadcast_optimizer_state: see `OptimizerAround.step`."""
+        OptimizerAround.step(self)
         warn_once(_NOT_NEEDED)
 
     # -- for elastic jobs: see `elastic.py`

@@ -1,7 +1,7 @@
 """The contract of a transport: named, asynchronous collectives on flat arrays."""
 
 from abc import ABC, abstractmethod
-from typing import Any, Callable, List, Sequence
+from typing import Any, Callable, Dict, List, Sequence
 
 import numpy as np
 
@@ -35,6 +35,29 @@ class Transport(ABC):
         """Starts sending each rank a part of a uint8 array: the first splits[0] bytes to rank 0,
         the next splits[1] to rank 1 …; what is beyond goes to nobody. The result is a list of the
         parts received, by rank."""
+
+    def neighbors(
+        self, name: str, payload: np.ndarray, ranks: Sequence[int]
+    ) -> Callable[[], Dict[int, np.ndarray]]:
+        """Starts sending a uint8 array to some ranks, and receiving theirs, of any length. All
+        ranks start it, and a rank is among another's where that is among its own.
+
+        Args:
+            name: of the exchange, alike on all ranks.
+            payload: what each of the ranks gets; it must stay as it is until the result is there.
+            ranks: others than this one, ascending.
+
+        Returns:
+            A function that waits for {rank: the array that it has sent}.
+        """
+        splits = [payload.size if rank in ranks else 0 for rank in range(self.size)]
+        wait = self.alltoall(name, np.tile(payload, len(ranks)), splits)
+
+        def received() -> Dict[int, np.ndarray]:
+            parts = wait()
+            return {rank: parts[rank] for rank in ranks}
+
+        return received
 
     def in_step(self, name: str) -> "Transport":
         """What the collectives of one step are started with. name: of what it exchanges by itself,

@@ -77,6 +77,42 @@ class MPITransport(ProcessSetRanks, Transport):  # type: ignore[override]
         self._splits[name] = np.array(splits, np.int64)
         return self._start(("alltoall", name), payload)
 
+    def neighbors(
+        self, name: str, payload: np.ndarray, ranks: Sequence[int]
+    ) -> Callable[[], Dict[int, np.ndarray]]:
+        """By messages between these ranks, which wait for no other rank but in their first
+        exchange."""
+        if payload.nbytes > _MOST:
+            raise ValueError(
+                f"{payload.nbytes} bytes are too many for a message of MPI: say transport=horovod"
+            )
+        comm, status = self._communicator(), self._mpi.Status()
+        tag = zlib.crc32(name.encode()) & 0x7FFF
+        sending = [comm.Isend(payload, rank, tag) for rank in ranks]
+
+        def received() -> Dict[int, np.ndarray]:
+            arrays = {}
+            for rank in ranks:
+                found = _until(
+                    lambda: comm.Improbe(rank, tag, status),
+                    f"rank {self.rank} has waited for {STALLED:.0f} s for rank {rank} to come to "
+                    f"{name}",
+                )
+                arrays[rank] = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+                found.Recv(arrays[rank])
+            self._mpi.Request.Waitall(sending)
+            return arrays
+
+        return received
+
+    def _communicator(self) -> Any:
+        """That of the set's ranks, which they make together the first time."""
+        if self._comm is None:
+            self._comm = self._mpi.COMM_WORLD.Create_group(
+                self._mpi.COMM_WORLD.group.Incl(self._process_set.ranks)
+            )
+        return self._comm
+
     def _start(self, key: _Key, array: np.ndarray) -> Callable[[], Any]:
         self._arrived.pop(key, None)  # of a step that was abandoned
         self._started[key] = array
@@ -96,10 +132,7 @@ class MPITransport(ProcessSetRanks, Transport):  # type: ignore[override]
                 "an exchange over MPI was interrupted: this rank is no longer in step with the "
                 "others, start again"
             )
-        if self._comm is None:
-            self._comm = self._mpi.COMM_WORLD.Create_group(
-                self._mpi.COMM_WORLD.group.Incl(self._process_set.ranks)
-            )
+        self._communicator()
         started, self._started = sorted(self._started.items()), {}
         try:
             self._run(started)
@@ -141,22 +174,14 @@ class MPITransport(ProcessSetRanks, Transport):  # type: ignore[override]
         ]
         own = np.array([size, len(started), zlib.crc32(repr(operations).encode())], np.int64)
         all_ranks = np.empty((self.size, own.size), np.int64)
-        request, since, warned = self._comm.Iallgather(own, all_ranks), time.monotonic(), False
+        request = self._comm.Iallgather(own, all_ranks)
         self._announcing = request, own, all_ranks
-        while not request.Test():
-            waited = time.monotonic() - since
-            if waited > 1e-3:
-                time.sleep(2e-5)
-            if waited > STALLED and not warned:
-                warned = True
-                warnings.warn(
-                    f"horovod_compress: rank {self.rank} has waited for {STALLED:.0f} s for the "
-                    f"others to come to {started[0][0][1]} and "
-                    "what goes with it. With transport=mpi all ranks must take the same number of "
-                    "steps: hvd.join() is not supported",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+        _until(
+            request.Test,
+            f"rank {self.rank} has waited for {STALLED:.0f} s for the others to come to "
+            f"{started[0][0][1]} and what goes with it. With transport=mpi all ranks must take the "
+            "same number of steps: hvd.join() is not supported",
+        )
         for rank, announced in enumerate(all_ranks):
             if (announced[1:] != all_ranks[0][1:]).any():
                 raise MismatchError(
@@ -200,3 +225,19 @@ class MPITransport(ProcessSetRanks, Transport):  # type: ignore[override]
             ):
                 array[...] = result
         self._arrived.update(arrays)
+
+
+def _until(test: Callable[[], Any], said: str) -> Any:
+    """Calls `test` until what it returns is true, and returns that; sleeps in between, and warns
+    after a minute of what is said."""
+    since, warned = time.monotonic(), False
+    while True:
+        result = test()
+        if result:
+            return result
+        waited = time.monotonic() - since
+        if waited > 1e-3:
+            time.sleep(2e-5)
+        if waited > STALLED and not warned:
+            warned = True
+            warnings.warn(f"horovod_compress: {said}", RuntimeWarning, stacklevel=3)

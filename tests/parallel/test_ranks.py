@@ -30,6 +30,7 @@ ACROSS_LAUNCHERS = (
     "resume_is_bit_for_bit",
     "an_alltoall_in_a_step",
     "ranks_without_data_answer_with_zeros",
+    "what_is_mixed_is_right_whatever_happens",
 )
 SPLIT = (
     "split_gives_what_it_gives_in_one_process",
@@ -50,6 +51,8 @@ PROMISES = (
     "half_precision_results_that_overflow_are_given_back",
     "several_local_steps_and_an_outer_optimizer",
     "an_elastic_state_goes_back_to_one_commit_twice",
+    "exact_exchanges_are_d_psgd",
+    "decentralized_ranks_that_differ_are_named",
 )
 
 
@@ -67,9 +70,11 @@ PROMISES = (
                 "no_history_loses_an_update",
                 "ranks_without_data_answer_with_zeros",
                 "split_gives_what_it_gives_in_one_process",
+                "what_is_mixed_is_right_whatever_happens",
             ),
             4: (
                 "auto_tries_ways_to_exchange",
+                "exact_exchanges_are_d_psgd",
                 "hosts_give_what_they_give_in_one_process",
                 "split_gives_what_it_gives_in_one_process",
             ),

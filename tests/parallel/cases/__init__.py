@@ -10,6 +10,7 @@ from checks import joined
 from . import (
     algorithms,
     automatic,
+    decentralized,
     defaults,
     dense_limit,
     devices,
@@ -54,6 +55,7 @@ CASES = joined(
     recording,
     updates,
     update_faults,
+    decentralized,
     outside_step,
     devices,
     hosts,

@@ -1,0 +1,114 @@
+"""Decentralized training with N ranks in one process."""
+
+import dataclasses
+from typing import Any, Callable, Dict, List, Optional
+
+import numpy as np
+
+from ..compressors import Spec
+from ..transport.loopback import Loopback
+from .averaging import mean_of
+from .gossip import Gossip, compressor_of_messages
+from .gossip_rules import ALGORITHMS
+from .lockstep import Named
+from .topology import Topology
+
+# CHOCO's ζ, where none is given: with quantizers it trains as exact exchanges do.
+STEP = 0.5
+
+
+def zeta_of(algorithm: str, step: Optional[float]) -> float:
+    """CHOCO's ζ. ValueError for what is no algorithm, or no step of it."""
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
+    if step is None:
+        return STEP
+    if algorithm != "choco":
+        raise ValueError(f"step is choco's, {algorithm} has none: leave it out")
+    if isinstance(step, bool) or not 0 < step <= 1:
+        raise ValueError(f"step must be a number above 0, at most 1, not {step!r}")
+    return float(step)
+
+
+@dataclasses.dataclass(repr=False)
+class DecentralizedRun:
+    """The results of `simulate_decentralized`. parameters[rank][name] are each rank's own after the
+    last step, and mean[name] their mean, float32 in their shapes; consensus[rank] is ‖x − mean‖ /
+    ‖mean‖; stats[rank] are the counters of `Gossip.stats`; gossips[rank] has the copies."""
+
+    parameters: List[Named]
+    mean: Named
+    consensus: List[float]
+    stats: List[Dict[str, Any]]
+    gossips: List[Gossip]
+
+    def __repr__(self) -> str:
+        return f"<{self.stats[0]['steps']} steps of {len(self.stats)} ranks>"
+
+
+def simulate_decentralized(
+    spec: Spec,
+    start: Named,
+    local_step: Callable[[int, int, Named], Any],
+    ranks: int,
+    steps: int,
+    topology: Any = "ring",
+    algorithm: str = "dcd",
+    step: Optional[float] = None,
+) -> DecentralizedRun:
+    """Trains N models in one process, with the messages of real ranks.
+
+    Args:
+        spec: the compression of messages, as for `get_compressor`. algorithm="exact" sends
+            parameters themselves: exactly with "none", which is D-PSGD, and with others quantized
+            naively, which is there to be compared with.
+        start: the parameters that all ranks begin with, {name: array}. They are not changed.
+        local_step: local_step(number of the step, rank, parameters) moves a rank's parameters,
+            {name: float32 array}, in place, as its optimizer does.
+        ranks: N.
+        steps: how many.
+        topology: "ring", "torus", "complete", or a matrix of weights; see `Topology`.
+        algorithm: "dcd", "choco", "ecd" or "exact".
+        step: choco's ζ.
+
+    Returns:
+        A DecentralizedRun.
+
+    Raises:
+        ValueError: bad options, or a compression that cannot serve.
+        FloatingPointError: training has diverged beyond float32.
+    """
+    zeta, graph = zeta_of(algorithm, step), Topology(topology, ranks)
+    compressor = compressor_of_messages(spec)
+    shapes = {name: np.shape(array) for name, array in start.items()}
+    gossips = [
+        Gossip(compressor, algorithm, zeta, graph, each, shapes) for each in Loopback.group(ranks)
+    ]
+    shaped = [
+        {name: np.array(array, np.float32, order="C") for name, array in start.items()}
+        for _ in range(ranks)
+    ]
+    flat = [{name: x.reshape(-1) for name, x in named.items()} for named in shaped]
+    for gossip, values in zip(gossips, flat):
+        gossip.begin(values)
+    for number in range(steps):
+        for rank, gossip in enumerate(gossips):
+            local_step(number, rank, shaped[rank])
+            gossip.start(flat[rank])
+        for gossip, values in zip(gossips, flat):
+            gossip.finish(values)
+    mean = mean_of([{"x": its} for its in shaped])["x"]
+    return DecentralizedRun(
+        shaped,
+        mean,
+        [distance(its, mean) for its in shaped],
+        [gossip.stats() for gossip in gossips],
+        gossips,
+    )
+
+
+def distance(x: Named, mean: Named) -> float:
+    """‖x − mean‖ / ‖mean‖ over all tensors."""
+    apart = sum(float(np.square(x[name] - mean[name], dtype=np.float64).sum()) for name in mean)
+    size = sum(float(np.square(each, dtype=np.float64).sum()) for each in mean.values())
+    return float(np.sqrt(apart / size)) if size else float(np.sqrt(apart))

@@ -1,0 +1,310 @@
+"""One rank's side of decentralized training: messages to its neighbors, and theirs."""
+
+import collections
+import dataclasses
+import functools
+import json
+import math
+import time
+import zlib
+from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optional, Tuple
+
+import numpy as np
+
+from .. import kernels
+from ..compressors import Spec, get_compressor
+from ..compressors.base import Compressor, Step
+from ..compressors.selective import decide_follow_lr
+from ..compressors.state import State, zeros
+from ..kernels import HEADROOM, Encoded
+from ..protocol import wire
+from ..transport.base import Transport
+from .gossip_rules import Copies, merge, message, undo
+from .lockstep import Named
+from .plan import compressor_for
+from .step import end_step
+from .topology import Topology
+
+# Every so-many-th step α is measured, and it is the mean of so many of them.
+MEASURED, MEAN_OF = 10, 10
+
+
+def compressor_of_messages(spec: Spec) -> Compressor:
+    """The compressor of a spec, for messages that each receiver decodes by itself and that leave
+    nothing behind. ValueError, which says why, for others, and for options without meaning here."""
+    compressor = get_compressor(spec)
+    policy, declared = compressor.policy, compressor.collectives(2)
+    others = set(compressor.kept) - {compressor.traits.accumulator, "lr"}
+    why = ""
+    if compressor.traits.corrects_momentum:
+        why = "it corrects the momentum of gradients, and here parameters travel: use topk"
+    elif len(declared) > 1 or declared[0].verb in ("allreduce", "alltoall"):
+        why = "its payloads are sums over ranks, which share a scale: use qsgd, natural or topk"
+    elif others:
+        why = f"it needs what earlier steps have left ({', '.join(sorted(others))})"
+    elif policy.hosts or policy.exchange == "split":
+        why = "hosts=true and exchange=split are for exchanges of all ranks: leave them out"
+    elif policy.dense == "int8":
+        why = "dense=int8 has one scale for all ranks: say dense=fp16"
+    if why:
+        raise ValueError(f"{compressor.id} cannot compress messages between neighbors: {why}")
+    return decide_follow_lr(compressor, False, False)
+
+
+@dataclasses.dataclass
+class _Tensor:
+    """dtype: of its numbers in messages, where it is not compressed."""
+
+    name: str
+    compressor: Compressor
+    state: State
+    numel: int
+    dtype: Optional[np.dtype]
+
+    def encode(self, z: np.ndarray, step: Step) -> Tuple[np.ndarray, bool]:
+        """(this tensor's part of a message, whether it is finite). The part may be in the memory of
+        z, which is used up."""
+        residual = self.compressor.residual(self.state)
+        if residual is not None:
+            # Of another tensor.
+            residual.fill(0)
+        encoded = kernels.at_once(self.compressor.encode(z, self.state, step))
+        if self.dtype is None:
+            body, finite = encoded.body, encoded.finite
+        elif self.dtype == np.float16:
+            body = encoded.array.view(np.uint8)
+            finite = kernels.host.decode_float16(encoded.array.view(np.uint16), z) < np.inf
+        else:
+            body = encoded.array.view(np.uint8)
+            finite = kernels.host.max_abs(encoded.array) < np.inf
+        end_step(self.compressor, self.state, True)
+        self.compressor.apply_pending(self.state)
+        return body, finite
+
+    def add(self, body: np.ndarray, out: np.ndarray, scale: float, spare: np.ndarray) -> None:
+        """Adds a part of a message, times a factor. ValueError for what is none."""
+        if self.dtype is None:
+            kernels.at_once(self.compressor.add(body, out, scale))
+            return
+        if body.nbytes != self.numel * self.dtype.itemsize:
+            raise ValueError(f"{body.nbytes} bytes for {self.numel} elements of {self.dtype}")
+        values, decode = _aligned(body, self.dtype), self.compressor.decode_dense
+        kernels.at_once(decode(values, spare, self.state, scale))
+        out += spare
+
+
+class Gossip:
+    """One rank's side of decentralized training. `start` sends, `finish` receives; between them
+    other ranks of the same process may start. Parameters are {name: flat float32 array}.
+
+    Args:
+        compressor: of messages, from `compressor_of_messages`.
+        algorithm: one of ALGORITHMS.
+        zeta: CHOCO's step ζ.
+        topology: of all ranks.
+        transport: what moves messages.
+        shapes: of the tensors, by name, in one order on all ranks.
+        label: what names of messages begin with.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        algorithm: str,
+        zeta: float,
+        topology: Topology,
+        transport: Transport,
+        shapes: Dict[str, Tuple[int, ...]],
+        label: str = "gossip",
+    ) -> None:
+        self.algorithm, self.zeta, self.topology = algorithm, zeta, topology
+        self.transport, self._label = transport, label
+        self.neighbors = topology.neighbors(transport.rank)
+        self._number = compressor.traits.number
+        told = [repr(compressor), algorithm, list(map(list, shapes.items()))]
+        self._digest = zlib.crc32(json.dumps(told).encode())
+        largest = max(map(math.prod, shapes.values()), default=0)
+        self._out, self._spare, residual = (zeros(largest) for _ in range(3))
+        self._tensors = []
+        for name, shape in shapes.items():
+            chosen = compressor_for(compressor, name, shape)
+            state, numel = chosen.init(name, shape), math.prod(shape)
+            (declared,) = chosen.collectives(2)
+            if chosen.residual(state) is not None:
+                # One for all tensors: it is zero before each.
+                state.arrays[chosen.traits.accumulator] = residual[:numel]
+            dtype = None if declared.verb == "allgather" else np.dtype(declared.dtype)
+            self._tensors.append(_Tensor(name, chosen, state, numel, dtype))
+        self.copies: Dict[str, Copies] = {}
+        self.steps = self.steps_undone = 0
+        self._memory, self._frame_length = np.zeros(0, np.uint8), transport.frame_length()
+        self._wait: Callable[[], Dict[int, np.ndarray]] = dict
+        self._finite = True
+        self._alphas: Deque[float] = collections.deque(maxlen=MEAN_OF)
+        self._counts = dict.fromkeys(("bytes_sent", "bytes_received", "dense_bytes"), 0)
+        self._seconds = dict.fromkeys(("encode_seconds", "exchange_seconds", "decode_seconds"), 0.0)
+
+    def begin(self, values: Named) -> None:
+        """Makes public copies of parameters that all ranks have alike."""
+        self.copies = {name: Copies.of(self.algorithm, x) for name, x in values.items()}
+
+    def start(self, values: Named) -> None:
+        """Sends this rank's message. Where parameters are not finite, the local step is undone
+        before: in CHOCO, where that is not known any more, they become their public copies."""
+        began = time.perf_counter()
+        frame = self._frame(self._parts(values))
+        if not self._finite:
+            self.steps_undone += 1
+            for name, copies in self.copies.items():
+                undo(values[name], copies)
+            frame = self._frame(self._parts(values))
+        self._seconds["encode_seconds"] += time.perf_counter() - began
+        self._counts["dense_bytes"] += 4 * sum(t.numel for t in self._tensors) * len(self.neighbors)
+        self._send("message", frame)
+
+    def finish(self, values: Named) -> None:
+        """Receives the neighbors' messages, and makes parameters what they are after the exchange.
+
+        Raises:
+            WireError: a message is not what this rank expects, such as one of another step. Nothing
+                was changed.
+            FloatingPointError: a rank's parameters are beyond float32.
+        """
+        messages = self._received()
+        began, weights = time.perf_counter(), self.topology.weights[self.transport.rank]
+        for i, tensor in enumerate(self._tensors):
+            adds = {
+                rank: functools.partial(self._add, tensor, rank, parts[i])
+                for rank, parts in messages.items()
+            }
+            merge(
+                self.algorithm,
+                values[tensor.name],
+                self.copies[tensor.name],
+                self.steps + 1,
+                self.zeta,
+                adds[self.transport.rank],
+                [(float(weights[rank]), add) for rank, add in adds.items()],
+                self._spare[: tensor.numel],
+            )
+        self.steps += 1
+        self._seconds["decode_seconds"] += time.perf_counter() - began
+
+    def resync(self) -> None:
+        """Makes W x̂ anew, of public copies that ranks send each other. All ranks call it, where an
+        error may have left them with different ones."""
+        mine = np.array([self.steps], np.int64)
+        self.steps = int(self.transport.allreduce(f"{self._label}.steps", mine, "max")()[0])
+        self._finite = True
+        copies = [self.copies[tensor.name] for tensor in self._tensors]
+        self._send("resync", self._frame(each.public.view(np.uint8) for each in copies))
+        weights = self.topology.weights[self.transport.rank]
+        for each in copies:
+            each.mixed.fill(0)
+        for rank, parts in self._received().items():
+            for each, part in zip(copies, parts):
+                each.mixed += np.float32(weights[rank]) * _aligned(part, np.dtype(np.float32))
+
+    @property
+    def alpha(self) -> Optional[float]:
+        """The mean of ‖C(z) − z‖/‖z‖, over the last hundred steps at most; None before it was
+        measured."""
+        return float(np.mean(self._alphas)) if self._alphas else None
+
+    def stats(self) -> Dict[str, Any]:
+        """Totals of this rank since the start: steps; steps_undone, whose update was not finite;
+        bytes_sent, bytes_received, by messages with their frames; dense_bytes, of the same messages
+        as float32; ratio: dense_bytes / bytes_sent; alpha; encode_seconds, exchange_seconds
+        (waiting), decode_seconds."""
+        dense, sent = self._counts["dense_bytes"], self._counts["bytes_sent"]
+        counts = {"steps": self.steps, "steps_undone": self.steps_undone, **self._counts}
+        return {
+            **counts,
+            "ratio": dense / sent if sent else 1.0,
+            "alpha": self.alpha,
+            **self._seconds,
+        }
+
+    def _parts(self, values: Named) -> Iterator[np.ndarray]:
+        """The parts of this rank's message, one after the other in the same memory. Says in
+        `_finite` whether they are."""
+        self._finite, squares, errors = True, 0.0, 0.0
+        measures = self.algorithm in ("dcd", "choco") and self.steps % MEASURED == MEASURED - 1
+        step = Step(self.steps, self.transport.rank, self.transport.size)
+        for tensor in self._tensors:
+            z, error = self._out[: tensor.numel], self._spare[: tensor.numel]
+            x, copies = values[tensor.name], self.copies[tensor.name]
+            message(self.algorithm, x, copies, self.steps + 1, z)
+            if measures:
+                np.copyto(error, z)
+                squares += float(np.dot(z, z))
+            part, finite = tensor.encode(z, step)
+            self._finite &= finite
+            yield part
+            if measures and self._finite:
+                tensor.add(part, error, -1.0, z)
+                errors += float(np.dot(error, error))
+        if measures and self._finite and squares:
+            alpha = math.sqrt(errors / squares)
+            # NaN where both are beyond float32.
+            self._alphas.append(alpha if alpha < math.inf else math.inf)
+
+    def _frame(self, parts: Iterable[np.ndarray]) -> np.ndarray:
+        """A message: the lengths of its parts, and the parts, in memory of its own."""
+        lengths = np.zeros(len(self._tensors), np.int64)
+        table = slice(HEADROOM, HEADROOM + lengths.nbytes)
+        end = table.stop
+        for i, part in enumerate(parts):
+            lengths[i], start, end = part.nbytes, end, end + part.nbytes
+            if end >= self._memory.size:
+                self._memory = np.concatenate([self._memory[:start], np.zeros(end + 1, np.uint8)])
+            self._memory[start:end] = part
+        self._memory[table] = lengths.view(np.uint8)
+        encoded = Encoded(self._memory[: end + 1], 0, self._finite)
+        return wire.seal(encoded, self._number, self._digest, self.steps, self._frame_length)
+
+    def _send(self, name: str, frame: np.ndarray) -> None:
+        self._counts["bytes_sent"] += frame.nbytes * len(self.neighbors)
+        wait = self.transport.neighbors(f"{self._label}.{name}", frame, self.neighbors)
+        self._wait = lambda: {self.transport.rank: frame, **wait()}
+
+    def _received(self) -> Dict[int, List[np.ndarray]]:
+        """{rank: the parts of its message}, of neighbors and of this rank, ascending."""
+        began = time.perf_counter()
+        frames = self._wait()
+        self._seconds["exchange_seconds"] += time.perf_counter() - began
+        self._counts["bytes_received"] += sum(frames[rank].nbytes for rank in self.neighbors)
+        return {rank: self._opened(rank, frames[rank]) for rank in sorted(frames)}
+
+    def _opened(self, rank: int, frame: np.ndarray) -> List[np.ndarray]:
+        try:
+            (body,), finite = wire.unseal(frame, 1, self._number, self._digest, self.steps)
+        except wire.WireError as error:
+            raise wire.WireError(f"{self._of(rank)}: {error}") from None
+        if not finite:
+            raise FloatingPointError(
+                f"the parameters of rank {rank} are beyond float32: training has diverged. Load "
+                "the last saved states, and take more bits, a smaller step or a lower learning rate"
+            )
+        table = 8 * len(self._tensors)
+        lengths = _aligned(body[: table if body.size >= table else 0], np.dtype(np.int64))
+        if (lengths < 0).any() or table + lengths.sum(dtype=object) != body.size:
+            raise wire.WireError(f"{self._of(rank)}: its parts do not make it up")
+        ends = table + np.cumsum(lengths)
+        return np.split(body, [table, *ends.tolist()])[1:-1]
+
+    def _add(
+        self, tensor: _Tensor, rank: int, part: np.ndarray, out: np.ndarray, scale: float
+    ) -> None:
+        try:
+            tensor.add(part, out, scale, self._out[: tensor.numel])
+        except ValueError as error:
+            raise wire.WireError(f"{self._of(rank)}, {tensor.name}: {error}") from None
+
+    def _of(self, rank: int) -> str:
+        return f"rank {self.transport.rank}: the message of its neighbor {rank}"
+
+
+def _aligned(part: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Bytes as numbers, in the same memory where that suits them."""
+    return np.require(part.view(dtype), requirements="A")

@@ -1,0 +1,140 @@
+"""What ranks of decentralized training send each other, and make of it: D-PSGD, DCD-PSGD and
+ECD-PSGD (Tang et al., NeurIPS 2018, arXiv 1803.06443), and CHOCO-SGD (Koloskova, Stich, Jaggi, ICML
+2019, arXiv 1902.00340).
+
+Each rank has a model x of its own. It sends its neighbors C(z), C being a compressor without error
+feedback, by which all of them keep the same public copy x̂ of x. A rank needs no copy of each
+neighbor, only their mean W x̂. Δ is what its optimizer has added to x since the last exchange, and
+t is the number of the exchange, from 1.
+
+    exact   y = W x̂ + Δ   z = y                       x̂ ← C(z)                   x ← x̂
+    dcd     y = W x̂ + Δ   z = y − x̂                   x̂ ← x̂ + C(z)               x ← x̂
+    ecd     y = W x̂ + Δ   z = (1 − t/2)x + (t/2)y     x̂ ← (1 − 2/t)x̂ + (2/t)C(z)   x ← y
+    choco   y = x + Δ     z = y − x̂                   x̂ ← x̂ + C(z)    x ← y + ζ(W x̂ − x̂)
+
+With an exact C the first three are D-PSGD, x ← W x + Δ.
+"""
+
+import dataclasses
+from typing import Callable, Optional, Sequence, Tuple
+
+import numpy as np
+
+from ..compressors.state import zeros
+from .lockstep import Named
+
+ALGORITHMS = ("dcd", "ecd", "choco", "exact")
+
+
+@dataclasses.dataclass
+class Copies:
+    """What a rank keeps of a tensor, flat float32 arrays: `public`, its public copy x̂; `mixed`, W x̂
+    of all ranks; `own`, x as the last exchange has left it, which is `public` in DCD and where
+    exchanges are exact, and which CHOCO does not need."""
+
+    public: np.ndarray
+    mixed: np.ndarray
+    own: Optional[np.ndarray]
+
+    @classmethod
+    def of(cls, algorithm: str, x: np.ndarray) -> "Copies":
+        """Those of parameters that all ranks have alike."""
+        public, mixed = _copy(x), _copy(x)
+        if algorithm == "choco":
+            return cls(public, mixed, None)
+        return cls(public, mixed, _copy(x) if algorithm == "ecd" else public)
+
+    @classmethod
+    def from_arrays(cls, algorithm: str, arrays: Named) -> "Copies":
+        """Those of which `arrays` has returned this."""
+        others = None if algorithm == "choco" else arrays["public"]
+        return cls(arrays["public"], arrays["mixed"], arrays.get("own", others))
+
+    def arrays(self) -> Named:
+        """By name, each once."""
+        found = {"public": self.public, "mixed": self.mixed}
+        if self.own is not None and self.own is not self.public:
+            found["own"] = self.own
+        return found
+
+
+# What is not finite is looked for later.
+@np.errstate(over="ignore", invalid="ignore")
+def message(algorithm: str, x: np.ndarray, copies: Copies, t: int, out: np.ndarray) -> None:
+    """Writes z, which is to be compressed, into `out`.
+
+    Args:
+        algorithm: one of ALGORITHMS.
+        x: the parameters after the local step, x + Δ. They are left as they are.
+        copies: of this tensor.
+        t: the number of the exchange, from 1.
+        out: as long as x.
+    """
+    if copies.own is None:
+        np.subtract(x, copies.public, out=out)
+        return
+    np.add(x, copies.mixed, out=out)
+    out -= copies.own
+    if algorithm == "dcd":
+        out -= copies.public
+    elif algorithm == "ecd":
+        out -= copies.own
+        out *= np.float32(t / 2)
+        out += copies.own
+
+
+# Adds C(z), times a factor, to an array.
+Adds = Callable[[np.ndarray, float], None]
+
+
+def merge(
+    algorithm: str,
+    x: np.ndarray,
+    copies: Copies,
+    t: int,
+    zeta: float,
+    own: Adds,
+    arrived: Sequence[Tuple[float, Adds]],
+    spare: np.ndarray,
+) -> None:
+    """Makes the copies, and x, what they are after the exchange.
+
+    Args:
+        algorithm, x, copies, t: as for `message`. x becomes the parameters after the exchange.
+        zeta: ζ, CHOCO's step.
+        own: what this rank has sent.
+        arrived: (weight, message) of all ranks of non-zero weight, this one too.
+        spare: memory, as long as x.
+    """
+    if algorithm == "ecd" and copies.own is not None:
+        x += copies.mixed
+        x -= copies.own
+        np.copyto(copies.own, x)
+    keep, gain = {"exact": (0.0, 1.0), "ecd": (1 - 2 / t, 2 / t)}.get(algorithm, (1.0, 1.0))
+    if keep != 1:
+        copies.public *= np.float32(keep)
+        copies.mixed *= np.float32(keep)
+    own(copies.public, gain)
+    for weight, add in arrived:
+        add(copies.mixed, gain * weight)
+    if copies.own is copies.public:
+        np.copyto(x, copies.public)
+    elif copies.own is None:
+        np.subtract(copies.mixed, copies.public, out=spare)
+        spare *= np.float32(zeta)
+        x += spare
+
+
+def _copy(x: np.ndarray) -> np.ndarray:
+    copy = zeros(x.size)
+    np.copyto(copy, x)
+    return copy
+
+
+def undo(x: np.ndarray, copies: Copies) -> None:
+    """Takes the local step back. CHOCO does not know what was before: there, what is not finite
+    becomes the public copy."""
+    if copies.own is not None:
+        np.copyto(x, copies.own)
+    else:
+        np.copyto(x, copies.public, where=~np.isfinite(x))

@@ -1,0 +1,142 @@
+"""Which ranks of decentralized training exchange with which, and with what weights."""
+
+import math
+import zlib
+from typing import Any, Dict, List, Set, Tuple
+
+import numpy as np
+
+_NAMES = ("ring", "torus", "complete")
+# How far rows may be from 1, and from symmetric, in a matrix that a user gives.
+_TOLERANCE = 1e-6
+
+
+class Topology:
+    """A graph of ranks with the weights of its gossip.
+
+    Args:
+        given: "ring"; "torus", a grid as square as the number of ranks allows, whose borders meet,
+            which for a prime number is a ring; "complete", every rank with every other; or a matrix
+            W of weights, symmetric, not negative, with rows that sum to 1.
+        size: the number of ranks.
+
+    Raises:
+        ValueError: no such topology, or no matrix with which ranks come to agree.
+
+    Attributes:
+        name: of the topology, "matrix" where a user has given one.
+        weights: W, float64 of (size, size).
+        rho: max(|λ₂|, |λ_N|) of the eigenvalues of W in descending order: the factor by which one
+            exact exchange brings ranks together, at worst.
+        mu: max |λᵢ − 1|.
+    """
+
+    def __init__(self, given: Any, size: int) -> None:
+        if isinstance(given, str):
+            if given not in _NAMES:
+                raise ValueError(
+                    f"topology must be one of {', '.join(_NAMES)}, or a matrix of weights, not "
+                    f"{given!r}"
+                )
+            self.name, self.weights = given, metropolis(_edges(given, size), size)
+        else:
+            self.name, self.weights = "matrix", _checked(given, size)
+        values = np.linalg.eigvalsh(self.weights)[:-1]
+        self.rho = float(np.abs(values).max(initial=0.0))
+        self.mu = float(np.abs(values - 1).max(initial=0.0))
+        if self.rho > 1 - 1e-9:
+            raise ValueError(
+                "topology: with these weights ranks' differences change their sign and never "
+                "become smaller (an eigenvalue is -1): give ranks a weight of their own"
+            )
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.weights)
+
+    @property
+    def dcd_bound(self) -> float:
+        """DCD-PSGD is known to converge where messages change by less than this part of their norm,
+        (1 − ρ)/(2μ) (Tang et al., arXiv 1803.06443)."""
+        return (1 - self.rho) / (2 * self.mu) if self.mu else math.inf
+
+    def neighbors(self, rank: int) -> List[int]:
+        """The ranks that a rank exchanges with, ascending."""
+        return [int(other) for other in np.flatnonzero(self.weights[rank]) if other != rank]
+
+    @property
+    def degree(self) -> int:
+        """The most neighbors that a rank has."""
+        return max(len(self.neighbors(rank)) for rank in range(self.size))
+
+    def description(self) -> Dict[str, Any]:
+        """What all ranks must have alike: JSON-able."""
+        return {"name": self.name, "weights": zlib.crc32(self.weights.tobytes())}
+
+
+def metropolis(edges: Set[Tuple[int, int]], size: int) -> np.ndarray:
+    """The Metropolis weights of a graph: 1/(1 + max(dᵢ, dⱼ)) for ranks that exchange, of degrees dᵢ
+    and dⱼ, and what is left to 1 for a rank itself. float64 of (size, size)."""
+    weights = np.zeros((size, size))
+    for i, j in edges:
+        weights[i, j] = 1.0
+    degrees = weights.sum(axis=1)
+    for i, j in edges:
+        weights[i, j] = 1 / (1 + max(degrees[i], degrees[j]))
+    np.fill_diagonal(weights, 1 - weights.sum(axis=1))
+    return weights
+
+
+def _edges(name: str, size: int) -> Set[Tuple[int, int]]:
+    """The pairs of different ranks that exchange, each in both orders."""
+    if name == "complete":
+        return {(i, j) for i in range(size) for j in range(size) if i != j}
+    rows = 1
+    if name == "torus":
+        rows = next(n for n in range(math.isqrt(size), 0, -1) if size % n == 0)
+    columns = size // rows
+    edges = set()
+    for rank in range(size):
+        row, column = divmod(rank, columns)
+        right = row * columns + (column + 1) % columns
+        below = (row + 1) % rows * columns + column
+        edges |= {(rank, right), (right, rank), (rank, below), (below, rank)}
+    return {(i, j) for i, j in edges if i != j}
+
+
+def _checked(given: Any, size: int) -> np.ndarray:
+    """A user's weights. ValueError, which names the ranks, for what does not suit."""
+    try:
+        weights = np.array(given, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"topology: not a matrix of numbers: {given!r}") from None
+    if weights.shape != (size, size):
+        raise ValueError(
+            f"topology: a matrix for {size} ranks has the shape {(size, size)}, not {weights.shape}"
+        )
+    if not np.isfinite(weights).all() or (weights < 0).any():
+        raise ValueError("topology: weights must be finite, and not negative")
+    different = np.argwhere(np.abs(weights - weights.T) > _TOLERANCE)
+    if different.size:
+        i, j = different[0].tolist()
+        raise ValueError(
+            f"topology: the matrix must be symmetric: ranks {i} and {j} have {weights[i, j]:g} and "
+            f"{weights[j, i]:g} for each other"
+        )
+    sums = weights.sum(axis=1)
+    wrong = np.flatnonzero(np.abs(sums - 1) > _TOLERANCE)
+    if wrong.size:
+        raise ValueError(
+            f"topology: the weights of rank {wrong[0]} sum to {sums[wrong[0]]:g}, and must to 1"
+        )
+    reached, reach = {0}, {0}
+    while reach:
+        reach = {int(j) for i in reach for j in np.flatnonzero(weights[i])} - reached
+        reached |= reach
+    apart = sorted(set(range(size)) - reached)
+    if apart:
+        raise ValueError(
+            f"topology: ranks {', '.join(map(str, apart))} are not connected with rank 0"
+        )
+    return weights

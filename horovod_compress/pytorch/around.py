@@ -1,0 +1,124 @@
+"""Optimizers that have another one inside, which moves this rank's parameters, and exchange
+parameters themselves."""
+
+from typing import Any, Callable, Dict, Optional, Set
+
+import torch
+
+from .optimizers import own_class
+
+
+class OptimizerAround(torch.optim.Optimizer):
+    """An optimizer around another one, `_optimizer`, whose parameter groups, state and methods are
+    this one's too."""
+
+    # A GradScaler then calls step() on every rank, whatever it has found, and says so.
+    _step_supports_amp_scaling = True
+    # Set in place of torch's __init__, which would make parameter groups of its own.
+    _optimizer: torch.optim.Optimizer
+    # Whether the optimizer itself is at work.
+    _inside = False
+    # The ids of the parameters that are exchanged.
+    _known: Set[int]
+
+    # The optimizer's own, also after that has loaded others.
+    param_groups = property(lambda self: self._optimizer.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self._optimizer.state)  # type: ignore[assignment]
+    defaults = property(lambda self: self._optimizer.defaults)  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        """What the optimizer has beside what every optimizer has, such as train() and eval()."""
+        if name.startswith("_") and name not in self.__dict__.get("_methods", ()):
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        return getattr(self._optimizer, name)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} is part of an exchange of ranks, and cannot be copied or "
+            "pickled: save its state_dict()"
+        )
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """Raises ValueError."""
+        raise ValueError(
+            f"parameters cannot be added to {type(self).__name__}: add them to the optimizer before"
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
+        """Makes the optimizer's state, and leaves parameters as they are: what
+        hvd.broadcast_optimizer_state calls on ranks whose optimizer has no state yet, and in which
+        no other rank takes part."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        before = [param.clone() for param in params]
+        self._inside = True
+        try:
+            self._optimizer.step()
+        finally:
+            self._inside = False
+            for param, values in zip(params, before):
+                param.copy_(values)
+
+    def _refuse_unknown(self) -> None:
+        """ValueError where the optimizer has got parameters that are not exchanged."""
+        unknown = [
+            i
+            for i, group in enumerate(self.param_groups)
+            for p in group["params"]
+            if p.requires_grad and id(p) not in self._known
+        ]
+        if unknown:
+            name = type(self).__name__
+            raise ValueError(
+                f"parameter group {unknown[0]} has parameters that came, or were frozen, when this "
+                f"{name} was made: make a new one for them"
+            )
+
+    def _local_step(self, closure: Optional[Callable[[], Any]]) -> Any:
+        # A GradScaler's.
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and found_inf.item():
+            return None
+        if scale is not None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad.div_(scale.to(param.grad.device))
+        self._inside = True
+        try:
+            return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
+        finally:
+            self._inside = False
+
+
+def check_inner(optimizer: Any, name: str) -> None:
+    """Raises TypeError for what is no optimizer, ValueError for one that cannot be inside.
+
+    Args:
+        optimizer: what a user gave.
+        name: of the optimizer around it.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"{name} needs a torch optimizer, not an object of {type(optimizer)}: "
+            "give it the optimizer that has the parameters, and put what is none around the "
+            f"{name}"
+        )
+    if isinstance(optimizer, OptimizerAround) or own_class(optimizer) is not type(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} exchanges already: give {name} the optimizer itself"
+        )
+    _refuse_lbfgs(optimizer, name)
+
+
+def _refuse_lbfgs(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """ValueError for an optimizer that takes parameters to be where its last step has left them."""
+    names = [each.__name__ for each in type(optimizer).__mro__]
+    kin = next((name for name in names if "lbfgs" in name.lower()), None)
+    if kin is not None:
+        raise ValueError(
+            f"{kin} learns curvature from how far its own last step went and how the gradient has "
+            "changed since. Here parameters go where the mean of all ranks' steps takes them, so "
+            f"the two do not belong together, and it diverges: give {name} an optimizer "
+            "that does not look back at its own steps, such as SGD or AdamW"
+        )

@@ -1,0 +1,92 @@
+"""What messages between neighbors would be in decentralized training, for `hvdcompress plan`."""
+
+from typing import Any, Dict, List, Optional, Sequence
+
+from ..compressors.base import Compressor
+from ..engine.gossip import MEASURED, Gossip, compressor_of_messages
+from ..engine.topology import Topology
+from ..transport.loopback import Loopback
+from .loads import Model
+from .printing import console, digits, table
+
+_COLUMNS = ("ranks", "spec", "α", "bound", "MB\nsent", "of none's\nallreduce")
+# Of which eigenvalues are computed in a second.
+MOST_RANKS = 1024
+_NOTES = (
+    "MB sent: messages to all neighbors in a step. Of none's allreduce: over what a ring allreduce "
+    "of float32 sends",
+    "α: ‖C(z) − z‖/‖z‖ of random updates. bound: below it DCD-PSGD is known to converge; it is far "
+    "from tight, and α above 1 diverges. For choco any α below 1 will do.",
+    "See docs/decentralized.md",
+)
+
+
+def predicted(
+    compressors: Dict[str, Compressor],
+    model: Model,
+    counts: Sequence[int],
+    topology: Optional[str],
+) -> List[Dict[str, Any]]:
+    """Messages of DCD-PSGD with each compression, for each number of ranks.
+
+    Args:
+        compressors: by spec. Those that cannot serve are left out.
+        model: whose parameters travel.
+        counts: numbers of ranks.
+        topology: "ring", "torus" or "complete"; None: nothing is predicted.
+
+    Returns:
+        JSON-able dicts of "topology", "ranks", "neighbors", "rho", "mu", "bound", "spec", "alpha",
+        and "bytes_sent", of a rank in a step.
+    """
+    if topology is None:
+        return []
+    measured, gradients = {}, model.gradients()[0]
+    for spec, compressor in compressors.items():
+        try:
+            serving = compressor_of_messages(compressor)
+        except ValueError:
+            continue
+        # The other rank never comes: what the first sends is all that is looked at.
+        transport = Loopback.group(2)[0]
+        gossip = Gossip(serving, "dcd", 1.0, Topology("ring", 2), transport, model.shapes)
+        gossip.begin({name: 0 * x.reshape(-1) for name, x in gradients.items()})
+        gossip.steps = MEASURED - 1
+        gossip.start({name: x.reshape(-1) for name, x in gradients.items()})
+        measured[spec] = gossip.alpha, model.factor * gossip.stats()["bytes_sent"]
+    graphs = [Topology(topology, ranks) for ranks in counts]
+    return [
+        {
+            "topology": topology,
+            "ranks": graph.size,
+            "neighbors": graph.degree,
+            "rho": graph.rho,
+            "mu": graph.mu,
+            "bound": graph.dcd_bound,
+            "spec": spec,
+            "alpha": alpha,
+            "bytes_sent": graph.degree * sent,
+        }
+        for graph in graphs
+        for spec, (alpha, sent) in measured.items()
+    ]
+
+
+def show(found: Sequence[Dict[str, Any]], parameters: int) -> None:
+    """Prints predictions, if there are any, as a table. parameters: of the model."""
+    if not found:
+        return
+    rows = [
+        [
+            str(each["ranks"]),
+            each["spec"],
+            digits(each["alpha"]),
+            digits(each["bound"]),
+            f"{each['bytes_sent'] / 1e6:.2f}",
+            digits(each["bytes_sent"] / (2 * (each["ranks"] - 1) / each["ranks"] * 4 * parameters)),
+        ]
+        for each in found
+    ]
+    rendered = table(_COLUMNS, rows, right=[title for title in _COLUMNS if title != "spec"])
+    title = f"decentralized training; topology: {found[0]['topology']}"
+    console().print("", title, rendered, *_NOTES, sep="\n")
