@@ -448,7 +448,7 @@ def what_an_update_optimizer_refuses():
         hvdc.UpdateOptimizer(own, process_set=hvd.ProcessSet([0]))
     with raises(ValueError, "Horovod has averaged these"):
         hvd.DistributedOptimizer(own, model.named_parameters()).step()
-    with raises(TypeError, "hvdc.Nesterov"):
+    with raises(TypeError, "Nesterov(lr, momentum)"):
         hvdc.UpdateOptimizer(optimizer, outer=0.7)
     with raises(ValueError, "momentum from 0 to below 1"):
         hvdc.Nesterov(momentum=1)

@@ -591,7 +591,7 @@ def what_an_update_optimizer_refuses():
             hvdc.UpdateOptimizer(sgd(0.1), spec)
     with raises(ValueError, "1 or more"):
         hvdc.UpdateOptimizer(sgd(0.1), every=0)
-    with raises(TypeError, "hvdc.Nesterov"):
+    with raises(TypeError, "Nesterov(lr, momentum)"):
         hvdc.UpdateOptimizer(sgd(0.1), outer=0.7)
     with raises(TypeError, "a Keras optimizer"):
         hvdc.UpdateOptimizer("adam")
