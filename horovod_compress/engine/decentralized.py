@@ -75,7 +75,8 @@ def simulate_decentralized(
         A DecentralizedRun.
 
     Raises:
-        ValueError: bad options, or a compression that cannot serve.
+        ValueError: bad options, a compression that cannot serve, or a local_step that puts other
+            arrays in place of those that it is given.
         FloatingPointError: training has diverged beyond float32.
     """
     zeta, graph = zeta_of(algorithm, step), Topology(topology, ranks)
@@ -94,17 +95,23 @@ def simulate_decentralized(
     for number in range(steps):
         for rank, gossip in enumerate(gossips):
             local_step(number, rank, shaped[rank])
+            _check_in_place(shaped[rank], flat[rank])
             gossip.start(flat[rank])
         for gossip, values in zip(gossips, flat):
             gossip.finish(values)
     mean = mean_of([{"x": its} for its in shaped])["x"]
-    return DecentralizedRun(
-        shaped,
-        mean,
-        [distance(its, mean) for its in shaped],
-        [gossip.stats() for gossip in gossips],
-        gossips,
-    )
+    apart = [distance(its, mean) for its in shaped]
+    return DecentralizedRun(shaped, mean, apart, [each.stats() for each in gossips], gossips)
+
+
+def _check_in_place(shaped: Named, flat: Named) -> None:
+    """ValueError where arrays are no longer those of which `flat` has the memory."""
+    for name, x in flat.items():
+        if not np.may_share_memory(shaped[name], x):
+            raise ValueError(
+                f"local_step has put another array in place of {name!r}: it must change the one "
+                "that it is given"
+            )
 
 
 def distance(x: Named, mean: Named) -> float:

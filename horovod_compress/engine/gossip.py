@@ -125,6 +125,7 @@ class Gossip:
         self._digest = zlib.crc32(json.dumps(told).encode())
         largest = max(map(math.prod, shapes.values()), default=0)
         self._out, self._spare, residual = (zeros(largest) for _ in range(3))
+        self._wide = np.zeros(largest)
         self._tensors = []
         for name, shape in shapes.items():
             chosen = compressor_for(compressor, name, shape)
@@ -203,7 +204,12 @@ class Gossip:
             each.mixed.fill(0)
         for rank, parts in self._received().items():
             for each, part in zip(copies, parts):
-                each.mixed += np.float32(weights[rank]) * _aligned(part, np.dtype(np.float32))
+                each.mixed += weights[rank] * _aligned(part, np.dtype(np.float64))
+
+    @property
+    def loses_too_much(self) -> bool:
+        """Whether α was above 1 on average over a hundred steps of this process."""
+        return len(self._alphas) == MEAN_OF and float(np.mean(self._alphas)) > 1
 
     @property
     def alpha(self) -> Optional[float]:
@@ -234,7 +240,7 @@ class Gossip:
         for tensor in self._tensors:
             z, error = self._out[: tensor.numel], self._spare[: tensor.numel]
             x, copies = values[tensor.name], self.copies[tensor.name]
-            message(self.algorithm, x, copies, self.steps + 1, z)
+            message(self.algorithm, x, copies, self.steps + 1, z, error)
             if measures:
                 np.copyto(error, z)
                 squares += float(np.dot(z, z))
@@ -296,10 +302,15 @@ class Gossip:
     def _add(
         self, tensor: _Tensor, rank: int, part: np.ndarray, out: np.ndarray, scale: float
     ) -> None:
+        decoded, wide = self._spare[: tensor.numel], self._wide[: tensor.numel]
+        decoded.fill(0)
         try:
-            tensor.add(part, out, scale, self._out[: tensor.numel])
+            tensor.add(part, decoded, 1.0, self._out[: tensor.numel])
         except ValueError as error:
             raise wire.WireError(f"{self._of(rank)}, {tensor.name}: {error}") from None
+        # The same numbers go into every rank's copy, whatever its weight.
+        np.multiply(decoded, scale, out=wide, dtype=np.float64)
+        out += wide
 
     def _of(self, rank: int) -> str:
         return f"rank {self.transport.rank}: the message of its neighbor {rank}"

@@ -20,7 +20,6 @@ from typing import Callable, Optional, Sequence, Tuple
 
 import numpy as np
 
-from ..compressors.state import zeros
 from .lockstep import Named
 
 ALGORITHMS = ("dcd", "ecd", "choco", "exact")
@@ -28,9 +27,13 @@ ALGORITHMS = ("dcd", "ecd", "choco", "exact")
 
 @dataclasses.dataclass
 class Copies:
-    """What a rank keeps of a tensor, flat float32 arrays: `public`, its public copy x̂; `mixed`, W x̂
+    """What a rank keeps of a tensor, flat float64 arrays: `public`, its public copy x̂; `mixed`, W x̂
     of all ranks; `own`, x as the last exchange has left it, which is `public` in DCD and where
-    exchanges are exact, and which CHOCO does not need."""
+    exchanges are exact, and which CHOCO does not need.
+
+    In float32 the sums of a rank and of its neighbors would be rounded differently, and x would
+    move by the difference between `mixed` and W x̂ in every exchange.
+    """
 
     public: np.ndarray
     mixed: np.ndarray
@@ -39,10 +42,10 @@ class Copies:
     @classmethod
     def of(cls, algorithm: str, x: np.ndarray) -> "Copies":
         """Those of parameters that all ranks have alike."""
-        public, mixed = _copy(x), _copy(x)
+        public, mixed = x.astype(np.float64), x.astype(np.float64)
         if algorithm == "choco":
             return cls(public, mixed, None)
-        return cls(public, mixed, _copy(x) if algorithm == "ecd" else public)
+        return cls(public, mixed, x.astype(np.float64) if algorithm == "ecd" else public)
 
     @classmethod
     def from_arrays(cls, algorithm: str, arrays: Named) -> "Copies":
@@ -60,25 +63,30 @@ class Copies:
 
 # What is not finite is looked for later.
 @np.errstate(over="ignore", invalid="ignore")
-def message(algorithm: str, x: np.ndarray, copies: Copies, t: int, out: np.ndarray) -> None:
+def message(
+    algorithm: str, x: np.ndarray, copies: Copies, t: int, out: np.ndarray, spare: np.ndarray
+) -> None:
     """Writes z, which is to be compressed, into `out`.
 
     Args:
         algorithm: one of ALGORITHMS.
-        x: the parameters after the local step, x + Δ. They are left as they are.
+        x: the parameters after the local step, x + Δ, float32. They are left as they are.
         copies: of this tensor.
         t: the number of the exchange, from 1.
-        out: as long as x.
+        out, spare: float32, as long as x.
     """
     if copies.own is None:
         np.subtract(x, copies.public, out=out)
         return
-    np.add(x, copies.mixed, out=out)
-    out -= copies.own
-    if algorithm == "dcd":
-        out -= copies.public
-    elif algorithm == "ecd":
-        out -= copies.own
+    # Δ first: it is zero where the optimizer has added nothing to what x was in float32.
+    np.copyto(spare, copies.own, casting="same_kind")
+    np.subtract(x, spare, out=out)
+    if algorithm == "exact":
+        out += copies.mixed
+        return
+    np.subtract(copies.mixed, copies.own, out=spare)
+    out += spare
+    if algorithm == "ecd":
         out *= np.float32(t / 2)
         out += copies.own
 
@@ -107,34 +115,29 @@ def merge(
         spare: memory, as long as x.
     """
     if algorithm == "ecd" and copies.own is not None:
-        x += copies.mixed
-        x -= copies.own
-        np.copyto(copies.own, x)
+        np.copyto(spare, copies.own, casting="same_kind")
+        np.subtract(x, spare, out=spare)
+        np.add(copies.mixed, spare, out=copies.own)
+        np.copyto(x, copies.own, casting="same_kind")
     keep, gain = {"exact": (0.0, 1.0), "ecd": (1 - 2 / t, 2 / t)}.get(algorithm, (1.0, 1.0))
     if keep != 1:
-        copies.public *= np.float32(keep)
-        copies.mixed *= np.float32(keep)
+        copies.public *= keep
+        copies.mixed *= keep
     own(copies.public, gain)
     for weight, add in arrived:
         add(copies.mixed, gain * weight)
     if copies.own is copies.public:
-        np.copyto(x, copies.public)
+        np.copyto(x, copies.public, casting="same_kind")
     elif copies.own is None:
         np.subtract(copies.mixed, copies.public, out=spare)
         spare *= np.float32(zeta)
         x += spare
 
 
-def _copy(x: np.ndarray) -> np.ndarray:
-    copy = zeros(x.size)
-    np.copyto(copy, x)
-    return copy
-
-
 def undo(x: np.ndarray, copies: Copies) -> None:
     """Takes the local step back. CHOCO does not know what was before: there, what is not finite
     becomes the public copy."""
     if copies.own is not None:
-        np.copyto(x, copies.own)
+        np.copyto(x, copies.own, casting="same_kind")
     else:
-        np.copyto(x, copies.public, where=~np.isfinite(x))
+        np.copyto(x, copies.public, where=~np.isfinite(x), casting="same_kind")

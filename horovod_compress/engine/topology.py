@@ -46,8 +46,9 @@ class Topology:
         self.mu = float(np.abs(values - 1).max(initial=0.0))
         if self.rho > 1 - 1e-9:
             raise ValueError(
-                "topology: with these weights ranks' differences change their sign and never "
-                "become smaller (an eigenvalue is -1): give ranks a weight of their own"
+                "topology: with these weights ranks' differences never become smaller (an "
+                "eigenvalue is -1, or 1 a second time): give ranks a weight of their own, and "
+                "those that exchange larger ones"
             )
 
     @property
@@ -124,6 +125,9 @@ def _checked(given: Any, size: int) -> np.ndarray:
             f"topology: the matrix must be symmetric: ranks {i} and {j} have {weights[i, j]:g} and "
             f"{weights[j, i]:g} for each other"
         )
+    # As computed matrices have them: a rank's neighbors have that rank as theirs.
+    weights = (weights + weights.T) / 2
+    weights[weights <= _TOLERANCE] = 0
     sums = weights.sum(axis=1)
     wrong = np.flatnonzero(np.abs(sums - 1) > _TOLERANCE)
     if wrong.size:
@@ -139,4 +143,6 @@ def _checked(given: Any, size: int) -> np.ndarray:
         raise ValueError(
             f"topology: ranks {', '.join(map(str, apart))} are not connected with rank 0"
         )
+    # To the last bit, or the mean would shrink or grow.
+    np.fill_diagonal(weights, np.diag(weights) + 1 - sums)
     return weights

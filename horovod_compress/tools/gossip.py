@@ -16,7 +16,8 @@ _NOTES = (
     "MB sent: messages to all neighbors in a step. Of none's allreduce: over what a ring allreduce "
     "of float32 sends",
     "α: ‖C(z) − z‖/‖z‖ of random updates. bound: below it DCD-PSGD is known to converge; it is far "
-    "from tight, and α above 1 diverges. For choco any α below 1 will do.",
+    "from tight, and α above 1 diverges. choco trains with any α below 1, where its step is the "
+    "smaller the nearer α is to 1",
     "See docs/decentralized.md",
 )
 

@@ -28,14 +28,19 @@ _ECD = (
     "8 ranks it trained at 8 bits, and not at 4, where dcd and choco did. Take those; see "
     "docs/decentralized.md"
 )
+_FLOAT64 = (
+    "DecentralizedOptimizer exchanges in float32: parameters of float64 come back from an exchange "
+    "as such, and steps that are smaller than float32 shows are lost"
+)
 _ALPHA = (
     "messages of rank {} were further from what they stand for than nothing at all would be, "
     'stats()["alpha"] of the last 100 steps is above 1: training may diverge. Take more bits, or '
     "choco"
 )
 _FAILED = (
-    "an exchange has failed, and ranks may hold different copies of each other: call resync() on "
-    "all ranks, or load the states that they have saved"
+    "an exchange has failed, and ranks may hold different copies of each other: where all ranks "
+    "were told so, call resync() on all; else end the job, because ranks that are no neighbors go "
+    "on, and start again from the states that ranks have saved"
 )
 _NOT_FINITE = (
     "rank {}'s optimizer holds numbers that are not finite, and so will be its updates: its model "
@@ -151,6 +156,8 @@ class DecentralizedOptimizer(OptimizerAround):
         self._agreed = self._failed = self._shows_mean = False
         if algorithm == "ecd":
             warn_once(_ECD)
+        if any(slot.param.dtype == torch.float64 for slot in self._slots):
+            warn_once(_FLOAT64)
         # In place of torch's __init__: hooks, and step() that calls them.
         self.__setstate__({})
         let_broadcast_begin(self)
@@ -172,8 +179,7 @@ class DecentralizedOptimizer(OptimizerAround):
 
     def take_part(self) -> None:
         """Exchanges now, with what local steps have added so far, or with nothing: for a rank
-        without data, while others come to the end of their steps. All ranks must exchange equally
-        often."""
+        without data, once for each exchange of the others."""
         self._begin()
         self._exchange()
 
@@ -215,8 +221,9 @@ class DecentralizedOptimizer(OptimizerAround):
         return gather(self._transport, f"{self._label}.consensus", (apart / (size or 1.0)) ** 0.5)
 
     def resync(self) -> None:
-        """Makes what ranks hold of each other anew, after an error in an exchange. All ranks call
-        it; neighbors send each other their public copies densely."""
+        """Makes what ranks hold of each other anew. All ranks call it, after an error in an
+        exchange that all were told of: ranks that are no neighbors of the one that failed go on.
+        Neighbors send each other their public copies densely."""
         if self._gossip.copies:
             self._gossip.resync()
         self._failed = False
@@ -275,7 +282,7 @@ class DecentralizedOptimizer(OptimizerAround):
             return
         self.local_steps, self._sums = kept["local_steps"], list(kept["sums"])
         for name, arrays in kept["tensors"].items():
-            copied = {key: np.array(tensor, np.float32) for key, tensor in arrays.items()}
+            copied = {key: np.array(tensor, np.float64) for key, tensor in arrays.items()}
             gossip.copies[name] = Copies.from_arrays(gossip.algorithm, copied)
 
     def _identity(self, portable: bool) -> Dict[str, Any]:
@@ -383,7 +390,7 @@ class DecentralizedOptimizer(OptimizerAround):
             for slot, (tensor, _) in loaded.items():
                 if tensor.data_ptr() != slot.param.data_ptr():
                     slot.param.copy_(tensor)
-        if gossip.steps >= 100 and gossip.alpha is not None and gossip.alpha > 1:
+        if gossip.loses_too_much:
             warn_once(_ALPHA.format(self._transport.rank))
         if gossip.steps_undone > undone and any(
             torch.is_tensor(value) and not torch.isfinite(value).all()

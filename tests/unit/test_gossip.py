@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import horovod_compress as hc
 from horovod_compress.engine.gossip_rules import ALGORITHMS
-from horovod_compress.engine.topology import Topology
+from horovod_compress.engine.topology import Topology, metropolis
 from horovod_compress.kernels import Encoded, new_body
 from horovod_compress.protocol import wire
 from horovod_compress.transport.loopback import Loopback
@@ -111,6 +111,14 @@ def test_topologies_that_are_refused(given_, words):
         Topology(given_, 3)
 
 
+def test_weights_that_one_rank_has_only_by_rounding_are_none():
+    weights = metropolis({(0, 1), (1, 0), (1, 2), (2, 1)}, 3)
+    weights[0, 2] = 1e-17
+    topology = Topology(weights, 3)
+    assert topology.neighbors(0) == [1] and topology.neighbors(2) == [1]
+    assert (topology.weights == topology.weights.T).all()
+
+
 def test_ranks_without_weight_of_their_own_never_agree():
     with pytest.raises(ValueError, match="weight of their own"):
         Topology([[0, 1], [1, 0]], 2)
@@ -200,11 +208,39 @@ def test_what_is_mixed_is_the_mean_of_public_copies(ranks, topology, algorithm):
     w = Topology(topology, ranks).weights
     for name in SHAPES:
         copies = [gossip.copies[name] for gossip in run.gossips]
-        public = np.stack([each.public for each in copies]).astype(np.float64)
+        public = np.stack([each.public for each in copies])
         for rank, each in enumerate(copies):
-            np.testing.assert_allclose(each.mixed, w[rank] @ public, rtol=1e-4, atol=3e-5)
+            np.testing.assert_allclose(each.mixed, w[rank] @ public, rtol=1e-12, atol=1e-12)
             if algorithm in ("dcd", "exact"):
-                assert (each.public == run.parameters[rank][name].reshape(-1)).all()
+                shown = each.public.astype(np.float32)
+                assert (shown == run.parameters[rank][name].reshape(-1)).all()
+
+
+@pytest.mark.parametrize("algorithm, spec", [("dcd", "none"), ("choco", "efsignsgd")])
+def test_rounding_moves_no_mean(algorithm, spec):
+    """After 100 steps of updates nothing is added, and the mean model stays where it is."""
+    means = []
+
+    def local(step, rank, parameters):
+        rng = np.random.default_rng([step, rank])
+        if step < 100:
+            parameters["w"] += 1e-3 * rng.standard_normal(200).astype(np.float32)
+        if not rank:
+            means.append(0.0)
+        means[-1] = means[-1] + parameters["w"].astype(np.float64) / 4
+
+    start = {"w": np.random.default_rng(0).standard_normal(200).astype(np.float32)}
+    run = hc.simulate_decentralized(spec, start, local, 4, 1000, algorithm=algorithm)
+    assert np.abs(means[-1] - means[100]).max() < 1e-5
+    assert np.abs(run.mean["w"] - means[100]).max() < 1e-5
+
+
+def test_arrays_that_a_local_step_puts_in_place_of_its_own_are_refused():
+    def local(step, rank, parameters):
+        parameters["w"] = parameters["w"] + 1
+
+    with pytest.raises(ValueError, match="another array in place of 'w'"):
+        hc.simulate_decentralized("none", {"w": np.zeros(3, np.float32)}, local, 2, 1)
 
 
 def test_ecd_is_the_papers():
