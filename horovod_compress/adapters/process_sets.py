@@ -35,6 +35,15 @@ def says_what_is_missing(error: ModuleNotFoundError, framework: str) -> ModuleNo
     )
 
 
+# What horovod.torch and horovod.tensorflow share looks for ranks in the one imported last, until an
+# init() has ended.
+_EMPTY = (
+    "Horovod does not count this rank among all ranks, so its optimizers and tapes reduce nothing: "
+    "horovod.torch and horovod.tensorflow were both imported here before hvd.init(). Import one of "
+    "them, or call hvd.init() once more, before Horovod's optimizer is made"
+)
+
+
 class HorovodBinding(Binding):
     """A compression bound to a process set of a framework's Horovod. `hvd` is initialized."""
 
@@ -52,6 +61,8 @@ class HorovodBinding(Binding):
                 "this process set is not registered: pass it to hvd.init() or "
                 "hvd.add_process_set() first"
             )
+        if self._process_set.process_set_id == 0 and not self._process_set.included():
+            raise ValueError(_EMPTY)
         if is_elastic() and self._process_set.process_set_id != 0:
             raise ValueError(
                 "in an elastic job Horovod forgets process sets whenever ranks come or go: leave "

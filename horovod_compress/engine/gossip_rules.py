@@ -27,8 +27,8 @@ ALGORITHMS = ("dcd", "ecd", "choco", "exact")
 
 @dataclasses.dataclass
 class Copies:
-    """What a rank keeps of a tensor, flat float64 arrays: `public`, its public copy x̂; `mixed`, W x̂
-    of all ranks; `own`, x as the last exchange has left it, which is `public` in DCD and where
+    """What a rank keeps of a tensor, flat float64 arrays: `public`, its public copy x̂; `mixed`,
+    W x̂ of all ranks; `own`, x as the last exchange has left it, which is `public` in DCD and where
     exchanges are exact, and which CHOCO does not need.
 
     In float32 the sums of a rank and of its neighbors would be rounded differently, and x would

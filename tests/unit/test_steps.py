@@ -33,6 +33,9 @@ def alone(monkeypatch):
     monkeypatch.setattr(process_sets.HorovodBinding, "_refuse_unsynced", lambda *_: None)
     monkeypatch.setattr(binding, "_warned", set())
     hvd.init()
+    if not hvd.global_process_set.included():
+        # As where horovod.tensorflow was imported too.
+        hvd.init()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -184,6 +187,14 @@ def test_closures_that_do_not_synchronize_are_refused(spec, skipping, passes):
                 wrapped.step(closure)
         else:
             wrapped.step(closure)
+
+
+def test_a_rank_that_horovod_does_not_count_is_told(monkeypatch):
+    """As after the first hvd.init() where horovod.tensorflow was imported last."""
+    monkeypatch.setattr(hvd.global_process_set, "ranks", [])
+    model = model_of()
+    with pytest.raises(ValueError, match="hvd.init.. once more"):
+        made("topk", (sgd(model), model))
 
 
 def test_a_closure_that_synchronizes_after_the_step_has():
