@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import json
 import math
 import time
@@ -172,21 +171,17 @@ class Gossip:
             FloatingPointError: a rank's parameters are beyond float32.
         """
         messages = self._received()
-        began, weights = time.perf_counter(), self.topology.weights[self.transport.rank]
+        began = time.perf_counter()
         for i, tensor in enumerate(self._tensors):
-            adds = {
-                rank: functools.partial(self._add, tensor, rank, parts[i])
-                for rank, parts in messages.items()
-            }
             merge(
                 self.algorithm,
                 values[tensor.name],
                 self.copies[tensor.name],
                 self.steps + 1,
                 self.zeta,
-                adds[self.transport.rank],
-                [(float(weights[rank]), add) for rank, add in adds.items()],
+                self._decoded(tensor, {rank: parts[i] for rank, parts in messages.items()}),
                 self._spare[: tensor.numel],
+                self._wide[: tensor.numel],
             )
         self.steps += 1
         self._seconds["decode_seconds"] += time.perf_counter() - began
@@ -299,18 +294,18 @@ class Gossip:
         ends = table + np.cumsum(lengths)
         return np.split(body, [table, *ends.tolist()])[1:-1]
 
-    def _add(
-        self, tensor: _Tensor, rank: int, part: np.ndarray, out: np.ndarray, scale: float
-    ) -> None:
-        decoded, wide = self._spare[: tensor.numel], self._wide[: tensor.numel]
-        decoded.fill(0)
-        try:
-            tensor.add(part, decoded, 1.0, self._out[: tensor.numel])
-        except ValueError as error:
-            raise wire.WireError(f"{self._of(rank)}, {tensor.name}: {error}") from None
-        # The same numbers go into every rank's copy, whatever its weight.
-        np.multiply(decoded, scale, out=wide, dtype=np.float64)
-        out += wide
+    def _decoded(
+        self, tensor: _Tensor, parts: Dict[int, np.ndarray]
+    ) -> Iterator[Tuple[float, bool, np.ndarray]]:
+        """What `merge` takes of the parts of a tensor, by rank, each in the same memory."""
+        own, values = self.transport.rank, self._spare[: tensor.numel]
+        for rank, part in parts.items():
+            values.fill(0)
+            try:
+                tensor.add(part, values, 1.0, self._out[: tensor.numel])
+            except ValueError as error:
+                raise wire.WireError(f"{self._of(rank)}, {tensor.name}: {error}") from None
+            yield float(self.topology.weights[own, rank]), rank == own, values
 
     def _of(self, rank: int) -> str:
         return f"rank {self.transport.rank}: the message of its neighbor {rank}"

@@ -16,7 +16,7 @@ With an exact C the first three are D-PSGD, x ← W x + Δ.
 """
 
 import dataclasses
-from typing import Callable, Optional, Sequence, Tuple
+from typing import Iterable, Optional, Tuple
 
 import numpy as np
 
@@ -91,28 +91,25 @@ def message(
         out += copies.own
 
 
-# Adds C(z), times a factor, to an array.
-Adds = Callable[[np.ndarray, float], None]
-
-
 def merge(
     algorithm: str,
     x: np.ndarray,
     copies: Copies,
     t: int,
     zeta: float,
-    own: Adds,
-    arrived: Sequence[Tuple[float, Adds]],
+    arrived: Iterable[Tuple[float, bool, np.ndarray]],
     spare: np.ndarray,
+    wide: np.ndarray,
 ) -> None:
     """Makes the copies, and x, what they are after the exchange.
 
     Args:
         algorithm, x, copies, t: as for `message`. x becomes the parameters after the exchange.
         zeta: ζ, CHOCO's step.
-        own: what this rank has sent.
-        arrived: (weight, message) of all ranks of non-zero weight, this one too.
-        spare: memory, as long as x.
+        arrived: (weight, whether it is this rank's own, C(z) in float32) of this rank and its
+            neighbors. The next one may be in the memory of the last.
+        spare: memory of float32, as long as x, where C(z) may be.
+        wide: memory of float64, as long as x.
     """
     if algorithm == "ecd" and copies.own is not None:
         np.copyto(spare, copies.own, casting="same_kind")
@@ -123,9 +120,13 @@ def merge(
     if keep != 1:
         copies.public *= keep
         copies.mixed *= keep
-    own(copies.public, gain)
-    for weight, add in arrived:
-        add(copies.mixed, gain * weight)
+    for weight, is_own, sent in arrived:
+        # The same numbers go into every rank's copy, whatever its weight.
+        np.multiply(sent, gain * weight, out=wide, dtype=np.float64)
+        copies.mixed += wide
+        if is_own:
+            np.multiply(sent, gain, out=wide, dtype=np.float64)
+            copies.public += wide
     if copies.own is copies.public:
         np.copyto(x, copies.public, casting="same_kind")
     elif copies.own is None:
