@@ -49,12 +49,13 @@ def check_model(model: Any) -> None:
                 f"{name or 'the model'} has sparse gradients, which are not compressed: make it "
                 "with sparse=False"
             )
-    devices = {param.device.type for param in model.parameters()} - {"cpu"}
+    devices = {param.device.type for param in model.parameters()} - {"cpu", "cuda"}
     if devices:
         warn_once(
-            f"compression under DistributedDataParallel was tried on CPUs only, and this model is "
-            f"on {', '.join(sorted(devices))}. Most likely all is well: none must train as plain "
-            "DistributedDataParallel does, and so must topk:ratio=1, to within rounding"
+            "compression under DistributedDataParallel was tried on CPUs and NVIDIA's GPUs only, "
+            f"and this model is on {', '.join(sorted(devices))}. Most likely all is well: none "
+            "must train as plain DistributedDataParallel does, and so must topk:ratio=1, to within "
+            "rounding"
         )
 
 

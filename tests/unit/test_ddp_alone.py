@@ -75,6 +75,8 @@ def test_what_needs_horovod_says_so(framework):
     assert "use horovod_compress.ddp" in done.stderr
 
 
-def test_models_that_are_not_on_a_cpu_are_served_with_a_warning():
-    with pytest.warns(RuntimeWarning, match="tried on CPUs only, and this model is on meta"):
+def test_models_on_other_devices_are_served_with_a_warning():
+    with pytest.warns(
+        RuntimeWarning, match="CPUs and NVIDIA's GPUs only, and this model is on meta"
+    ):
         check_model(DDP(torch.nn.Linear(2, 2)).to("meta"))
