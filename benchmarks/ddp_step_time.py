@@ -3,8 +3,10 @@
 one rank on each of two hosts joined by links of several speeds. Horovod is not needed.
 
     .venv/bin/python benchmarks/ddp_step_time.py [SPEC ...] [--rates 100mbit 1gbit none]
+        [--device cuda]
 
-Needs root (see two_hosts.py). Every row is a job of its own: `floor`, a step without any exchange;
+Needs root (see two_hosts.py). With --device cuda both ranks have their model on one GPU, and DDP
+is on Gloo all the same. Every row is a job of its own: `floor`, a step without any exchange;
 `none`, DDP itself; `fp16` and `powersgd_hook`, the hooks that PyTorch maintains (the latter with
 all gradients in one bucket, because with several it aborts on Gloo); and the specs. Backward only
 writes the gradients. A row's time is the median of the slower rank's steps. Prints Markdown.
@@ -28,7 +30,7 @@ OWN = ("floor", "none", "fp16", "powersgd_hook")
 DEFAULT = ["dgc:ratio=0.001", "topk:ratio=0.001", "powersgd", "maxnorm"]
 
 
-def worker(spec, model_name, most):
+def worker(spec, model_name, most, device):
     """One rank. Writes the median and the least of a step's seconds as JSON to standard output."""
     import torch
     import torch.distributed as dist
@@ -42,10 +44,11 @@ def worker(spec, model_name, most):
     torch.set_num_threads(1)
     shapes = shapes_of(model_name)
     steps = [
-        [torch.from_numpy(array) for array in step.values()]
+        [torch.from_numpy(array).to(device) for array in step.values()]
         for step in random_gradients(shapes, dist.get_rank())
     ]
     apply = backward_of(torch, 0)
+    finish = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -55,7 +58,7 @@ def worker(spec, model_name, most):
         def forward(self, gradients):
             return sum(map(apply, self.all, gradients))
 
-    model = Model()
+    model = Model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
     if spec != "floor":
         # Rebuilt buckets are in the order of the gradients, which the first step tells.
@@ -75,10 +78,12 @@ def worker(spec, model_name, most):
         for param in model.parameters():
             param.grad.zero_()
         loss = model(steps[step % len(steps)])
+        finish()
         dist.barrier()
         started = time.perf_counter()
         loss.backward()
         optimizer.step()
+        finish()
         seconds.append(time.perf_counter() - started)
     slowest = torch.tensor(seconds[warmup:])
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -119,14 +124,15 @@ def main():
         "--rates", type=link_rate, nargs="+", default=["100mbit", "1gbit", "none"], help="of links"
     )
     parser.add_argument("--steps", type=int, default=10, help="measured (default: 10)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the model")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        return worker(options.specs[0], options.model, options.steps)
+        return worker(options.specs[0], options.model, options.steps, options.device)
     os.environ["OMP_NUM_THREADS"] = "1"
-    given = ["--model", options.model, "--steps", options.steps]
+    given = ["--model", options.model, "--steps", options.steps, "--device", options.device]
     for rate in options.rates:
-        print(f"\n{options.model}, 2 ranks on two hosts, link {rate}\n")
+        print(f"\n{options.model} on {options.device}, 2 ranks on two hosts, link {rate}\n")
         print("| spec | step ms | least | of none | of fp16 | over the floor, ms |")
         print("|---|---:|---:|---:|---:|---:|")
         found = {}

@@ -3,7 +3,7 @@
 and how far ranks are apart.
 
     .venv/bin/python benchmarks/decentralized.py [RUN ...] [--task mlp] [--ranks 8]
-        [--seeds 0 1 2] [--steps 600] [--sorted] [--out FILE]
+        [--seeds 0 1 2] [--steps 600] [--sorted] [--device cuda] [--out FILE]
 
 A RUN is allreduce, or ALGORITHM/SPEC: dcd/qsgd:bits=4,norm=max, choco:step=0.05/topk:ratio=0.01.
 exact/none is D-PSGD, and exact with another SPEC sends parameters that are quantized naively. Each
@@ -55,18 +55,43 @@ def mlp():
 TASKS = {"mlp": (mlp, 28, 256, 600, 0.05), "resnet20": (resnet20, 32, 128, 1400, 0.1)}
 
 
+def backward_of(model, inputs, targets):
+    """A function that makes the gradients of a batch in these tensors; on a GPU by a recorded graph
+    of its kernels."""
+
+    def backward():
+        for param in model.parameters():
+            param.grad.zero_()
+        F.cross_entropy(model(inputs), targets).backward()
+
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    if not inputs.is_cuda:
+        return backward
+    graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            backward()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=aside):
+            backward()
+    return graph.replay
+
+
 class Ranks:
     """The local steps of all ranks: a model that has each rank's parameters in turn."""
 
-    def __init__(self, task, ranks, steps, seed, sort):
+    def __init__(self, task, ranks, steps, seed, sort, device):
         make, side, batch, _, self.rate = TASKS[task]
         torch.manual_seed(seed)
-        self.model, self.steps, self.batch = make(), steps, batch // ranks
+        self.model, self.steps, self.batch = make().to(device), steps, batch // ranks
         self.named = dict(self.model.named_parameters())
-        data = fashion(side)
+        data = {part: [each.to(device) for each in both] for part, both in fashion(side).items()}
         self.test, (inputs, targets) = data["test"], data["train"]
+        self.inputs, self.targets = (each[: self.batch].clone() for each in (inputs, targets))
+        self.backward = backward_of(self.model, self.inputs, self.targets)
         self.rng = np.random.default_rng(seed)
-        order = torch.from_numpy(self.rng.permutation(len(targets)))
+        order = torch.from_numpy(self.rng.permutation(len(targets))).to(device)
         if sort:
             order = order[torch.argsort(targets[order], stable=True)]
         self.parts = [(inputs[part], targets[part]) for part in order.chunk(ranks)]
@@ -76,25 +101,30 @@ class Ranks:
         ]
 
     def start(self):
-        return {name: param.detach().numpy().copy() for name, param in self.named.items()}
+        return {name: param.detach().cpu().numpy().copy() for name, param in self.named.items()}
 
+    @torch.no_grad()
     def show(self, parameters):
         for name, x in parameters.items():
-            self.named[name].data = torch.from_numpy(x)
+            self.named[name].copy_(torch.from_numpy(x))
 
     def gradient(self, step, rank):
         inputs, targets = self.parts[rank]
         chosen = torch.from_numpy(self.rng.integers(len(targets), size=self.batch))
+        chosen = chosen.to(targets.device)
         optimizer = self.optimizers[rank]
         for group in optimizer.param_groups:
             group["lr"] = self.rate * steps_down(step / self.steps)
-        self.model.zero_grad()
-        F.cross_entropy(self.model(inputs[chosen]), targets[chosen]).backward()
+        self.inputs.copy_(inputs[chosen])
+        self.targets.copy_(targets[chosen])
+        self.backward()
         return optimizer
 
     def local_step(self, step, rank, parameters):
         self.show(parameters)
         self.gradient(step, rank).step()
+        for name, x in parameters.items():
+            torch.from_numpy(x).copy_(self.named[name].detach())
 
     def allreduce(self):
         for step in range(self.steps):
@@ -104,7 +134,7 @@ class Ranks:
                 for total, param in zip(sums, self.named.values()):
                     total += param.grad / len(self.parts)
             for total, param in zip(sums, self.named.values()):
-                param.grad = total
+                param.grad.copy_(total)
             self.optimizers[0].step()
         return self.start()
 
@@ -130,8 +160,8 @@ class Ranks:
         return 100 * right / len(targets)
 
 
-def train(run, task, ranks, steps, seed, sort):
-    began, its = time.time(), Ranks(task, ranks, steps, seed, sort)
+def train(run, task, ranks, steps, seed, sort, device):
+    began, its = time.time(), Ranks(task, ranks, steps, seed, sort, device)
     row = {"run": run, "task": task, "ranks": ranks, "steps": steps, "seed": seed, "sorted": sort}
     if run == "allreduce":
         mean = its.allreduce()
@@ -206,6 +236,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, help="in place of the task's")
     parser.add_argument("--sorted", action="store_true", help="data sorted by class")
+    parser.add_argument("--device", default="cpu", help="of the model")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("decentralized.jsonl"))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -218,7 +249,7 @@ def main():
             keys = ("run", "task", "ranks", "steps", "seed", "sorted")
             if any(tuple(row[key] for key in keys) == wanted for row in rows):
                 continue
-            rows.append(train(*wanted))
+            rows.append(train(*wanted, options.device))
             with open(options.out, "a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
     print(*table(rows), sep="\n")

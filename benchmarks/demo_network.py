@@ -1,6 +1,7 @@
 """The demo's network and its images, for benchmarks: the examples that have them are scripts for
 users to copy, and no package."""
 
+import functools
 import importlib.util
 import pathlib
 import sys
@@ -8,6 +9,7 @@ import sys
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
 
 
+@functools.lru_cache(maxsize=None)
 def example(name):
     """An example as a module, by its path. It is registered, because examples import each other by
     name."""
@@ -19,5 +21,13 @@ def example(name):
 
 images = example("images")
 load = images.load
-pytorch_images = example("pytorch_images")
-accuracy, network = pytorch_images.accuracy, pytorch_images.network
+
+
+def network(*arguments, **options):
+    """The demo's; its script needs Horovod."""
+    return example("pytorch_images").network(*arguments, **options)
+
+
+def accuracy(*arguments):
+    """As the demo's script measures it; that needs Horovod."""
+    return example("pytorch_images").accuracy(*arguments)

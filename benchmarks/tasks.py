@@ -18,8 +18,6 @@ from demo_network import images as datasets
 from demo_network import network
 from torch import nn
 
-import horovod_compress.torch as hvdc
-
 TEXT = pathlib.Path.home() / ".cache" / "horovod_compress" / "brown.txt"
 # Characters at the end of the text.
 HELD_OUT = 50_000
@@ -56,6 +54,8 @@ class Task:
         if kind == "sgd":
             return torch.optim.SGD(parameters, **self.sgd)
         if kind == "corrected":
+            import horovod_compress.torch as hvdc
+
             return hvdc.AdamW(parameters, **self.adam, ranks=ranks)
         return torch.optim.AdamW(parameters, **self.adam)
 
