@@ -22,7 +22,7 @@ import tempfile
 import time
 
 from step_time import SETTLED, WARMUP, backward_of, shapes_of
-from two_hosts import HOSTS, TwoHosts, link_rate
+from two_hosts import HOSTS, Hosts, link_rate
 
 from horovod_compress.tools.models import MODELS
 
@@ -136,7 +136,7 @@ def main():
         print("| spec | step ms | least | of none | of fp16 | over the floor, ms |")
         print("|---|---:|---:|---:|---:|---:|")
         found = {}
-        with TwoHosts(rate) as hosts:
+        with Hosts(rate) as hosts:
             for spec in [*OWN, *options.specs]:
                 found[spec] = measured(hosts, spec, given)
         for spec, its in found.items():

@@ -27,7 +27,7 @@ import sys
 import time
 
 from step_time import backward_of, shapes_of
-from two_hosts import LAUNCHERS, TwoHosts, link_rate
+from two_hosts import LAUNCHERS, Hosts, link_rate
 
 # Of a block; the first is not counted, because it makes buffers and sends what was held back.
 STEPS = 3
@@ -251,7 +251,7 @@ def main():
         return worker(options)
     cells = {}
     for rate in options.rates:
-        with TwoHosts(rate) as hosts:
+        with Hosts(rate) as hosts:
             for model in options.models:
                 given = [
                     "--models",

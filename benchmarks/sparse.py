@@ -18,7 +18,7 @@ import pathlib
 import statistics
 import time
 
-from two_hosts import LAUNCHERS, TwoHosts, link_rate
+from two_hosts import LAUNCHERS, Hosts, link_rate
 
 OURS = "topk:ratio=0.001"
 WAYS = {
@@ -119,7 +119,7 @@ def main():
         for way in WAYS:
             figures = []
             for rate in options.rates:
-                with TwoHosts(rate) as hosts:
+                with Hosts(rate) as hosts:
                     given = [
                         "--rows",
                         rows,

@@ -21,7 +21,7 @@ import sys
 import time
 
 import numpy as np
-from two_hosts import LAUNCHERS, TwoHosts, link_rate
+from two_hosts import LAUNCHERS, Hosts, link_rate
 
 from horovod_compress.tools.models import MODELS
 
@@ -300,7 +300,7 @@ def main():
     given = ["--model", options.model, "--steps", options.steps, "--backward", options.backward]
     given += ["--gradients", options.gradients] if options.gradients else []
     for rate in options.rates:
-        with TwoHosts(rate, options.delay / 1e3) as hosts:
+        with Hosts(rate, options.delay / 1e3) as hosts:
             for ranks in options.ranks:
                 found = results["unshaped" if rate == "none" else rate, ranks] = {}
                 for spec in [*OWN, *options.specs]:

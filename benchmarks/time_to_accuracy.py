@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 
-from two_hosts import LAUNCHERS, TwoHosts, link_rate
+from two_hosts import LAUNCHERS, Hosts, link_rate
 
 OWN = ("none", "fp16")
 DEFAULT = ["dgc:ratio=0.001", "dgc:ratio=0.01"]
@@ -170,7 +170,7 @@ def main():
     if options.worker:
         return worker(options)
     results = {}
-    with TwoHosts(options.rate) as hosts:
+    with Hosts(options.rate) as hosts:
         for seed in options.seeds:
             for spec in [*OWN, *options.specs]:
                 found = hosts.measure(

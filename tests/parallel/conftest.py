@@ -60,7 +60,7 @@ def two_hosts():
     def joined(rate="none", delay=0.0):
         with contextlib.ExitStack() as stack:
             try:
-                hosts = stack.enter_context(program.TwoHosts(rate, delay))
+                hosts = stack.enter_context(program.Hosts(rate, delay))
             except RuntimeError as error:
                 pytest.skip(str(error))
             yield hosts
