@@ -55,6 +55,13 @@ def mlp():
 TASKS = {"mlp": (mlp, 28, 256, 600, 0.05), "resnet20": (resnet20, 32, 128, 1400, 0.1)}
 
 
+def parsed(run):
+    """(algorithm, choco's ζ or None, spec) of a RUN."""
+    algorithm, _, spec = run.partition("/")
+    algorithm, _, zeta = algorithm.partition(":step=")
+    return algorithm, float(zeta) if zeta else None, spec
+
+
 def backward_of(model, inputs, targets):
     """A function that makes the gradients of a batch in these tensors; on a GPU by a recorded graph
     of its kernels."""
@@ -168,8 +175,7 @@ def train(run, task, ranks, steps, seed, sort, device):
         sent = 2 * (ranks - 1) / ranks * 4 * sum(x.size for x in mean.values())
         found = {"consensus": 0.0, "megabytes": sent / 1e6, "alpha": None}
     else:
-        algorithm, _, spec = run.partition("/")
-        algorithm, _, zeta = algorithm.partition(":step=")
+        algorithm, zeta, spec = parsed(run)
         try:
             done = hc.simulate_decentralized(
                 spec,
@@ -179,7 +185,7 @@ def train(run, task, ranks, steps, seed, sort, device):
                 steps,
                 "ring",
                 algorithm,
-                float(zeta) if zeta else None,
+                zeta,
             )
         except FloatingPointError:
             return {**row, "accuracy": None, "seconds": time.time() - began}

@@ -4,19 +4,23 @@ one rank on each of four hosts joined by a switch.
 
     .venv/bin/python benchmarks/decentralized_time.py [RUN ...] [--rates 100mbit 1gbit]
         [--late 200] [--delay 20]
+    .venv/bin/python benchmarks/decentralized_time.py [RUN ...] [--rates 100mbit] --train 300
 
 A RUN is an exchange of gradients (floor: none at all, or a spec), or ALGORITHM/SPEC, which is
 decentralized training on a ring. Needs root (see two_hosts.py). Backward only writes the gradients;
 --late has the last rank wait for so many milliseconds before each. Nothing else brings the ranks
-together. A row has the median step of the median rank and of the last. Prints Markdown.
+together. A row has the median step of the median rank and of the last. --train trains the demo's
+network on Fashion-MNIST for so many steps in place of that; a row has the accuracy of the mean
+model, what a rank sends in a step, and the seconds of all steps. Prints Markdown.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
-import sys
 import time
 
+from decentralized import parsed
 from step_time import SETTLED, backward_of, shapes_of
 from two_hosts import Hosts, link_rate
 
@@ -31,6 +35,8 @@ DEFAULT = [
     "dcd/qsgd:bits=3,norm=max",
     "choco/topk:ratio=0.01",
 ]
+# Of --train: images of all ranks in a step, and the highest learning rate.
+BATCH, RATE = 128, 0.05
 
 
 def optimizer_of(run, named):
@@ -40,26 +46,24 @@ def optimizer_of(run, named):
     import horovod_compress.torch as hvdc
 
     optimizer = torch.optim.SGD([param for _, param in named], lr=1e-6, momentum=0.9)
-    algorithm, decentralized, spec = run.partition("/")
     if run == "floor":
         return optimizer
-    if decentralized:
+    if "/" in run:
+        algorithm, zeta, spec = parsed(run)
         return hvdc.DecentralizedOptimizer(
-            optimizer, named, algorithm=algorithm, compression=spec, step=None
+            optimizer, named, algorithm=algorithm, compression=spec, step=zeta
         )
     compression = hvdc.Compression.from_spec(run, optimizer, named_parameters=named)
     return hvd.DistributedOptimizer(optimizer, named, compression)
 
 
-def worker(options):
-    """One rank. Rank 0 writes {seconds: the median step of each rank} as JSON."""
+def timed(options):
+    """{seconds: the median step of each rank}"""
     import horovod.torch as hvd
     import torch
 
     from horovod_compress.tools.gradients import random_gradients
 
-    hvd.init()
-    torch.set_num_threads(1)
     shapes = shapes_of(options.model)
     gradients = [
         {name: torch.from_numpy(array) for name, array in step.items()}
@@ -81,10 +85,56 @@ def worker(options):
         optimizer.step()
         ends.append(time.perf_counter())
     seconds = statistics.median(b - a for a, b in zip(ends[SETTLED:], ends[SETTLED + 1 :]))
-    found = hvd.allgather_object(seconds)
+    return {"seconds": hvd.allgather_object(seconds)}
+
+
+def trained(options):
+    """{seconds: of all steps; accuracy: of the mean model; megabytes: that a rank sends in a
+    step}"""
+    import horovod.torch as hvd
+    import torch
+    from demo_network import accuracy, network
+    from tasks import fashion, steps_down
+
+    import horovod_compress.torch as hvdc
+
+    torch.manual_seed(0)
+    model, data = network(28, width=26, strided=True), fashion(28)
+    optimizer, (images, labels) = (
+        optimizer_of(options.runs[0], [*model.named_parameters()]),
+        data["train"],
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    batches = order[: options.train * BATCH].view(options.train, hvd.size(), -1)[:, hvd.rank()]
+    hvd.barrier()
+    began = time.perf_counter()
+    for step, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * steps_down(step / options.train)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer.step()
+    seconds = time.perf_counter() - began
+    decentralized = isinstance(optimizer, hvdc.DecentralizedOptimizer)
+    stats = optimizer.stats() if decentralized else optimizer._compression.stats()
+    with optimizer.mean_parameters() if decentralized else contextlib.nullcontext():
+        right = accuracy(model, *(part[hvd.rank() :: hvd.size()] for part in data["test"]))
+    megabytes = stats["bytes_sent"] / options.train / 1e6
+    return {"seconds": seconds, "accuracy": right, "megabytes": megabytes}
+
+
+def worker(options):
+    """One rank. Rank 0 writes what was found as JSON."""
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    torch.set_num_threads(1)
+    found = trained(options) if options.train else timed(options)
     if hvd.rank() == 0:
         with open(options.worker, "w") as file:
-            json.dump({"seconds": found}, file)
+            json.dump(found, file)
 
 
 def main():
@@ -98,23 +148,38 @@ def main():
     parser.add_argument("--late", type=float, default=0.0, help="milliseconds of the last rank")
     parser.add_argument("--delay", type=float, default=0.0, help="milliseconds from host to host")
     parser.add_argument("--steps", type=int, default=10, help="measured (default: 10)")
+    parser.add_argument("--train", type=int, default=0, metavar="STEPS", help="train, in so many")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         return worker(options)
     given = ["--model", options.model, "--late", options.late, "--steps", options.steps]
+    given += ["--train", options.train]
     for rate in options.rates:
-        print(
-            f"\n{options.model}, {options.ranks} hosts, link {rate}, delay {options.delay:g} ms, "
-            f"last rank {options.late:g} ms late\n"
-        )
-        print("| run | median rank, ms | last rank, ms |\n|---|---:|---:|", flush=True)
+        about = f"{options.ranks} hosts, link {rate}, delay {options.delay:g} ms"
+        if options.train:
+            print(f"\nThe demo's network, {options.train} steps of {BATCH} images, {about}\n")
+            print("| run | accuracy, % | MB a step | seconds |\n|---|---:|---:|---:|", flush=True)
+        else:
+            print(f"\n{options.model}, {about}, last rank {options.late:g} ms late\n")
+            print("| run | median rank, ms | last rank, ms |\n|---|---:|---:|", flush=True)
         with Hosts(rate, options.delay / 1e3, options.ranks) as hosts:
             for run in options.runs:
-                found = hosts.measure("gloo", options.ranks, __file__, [*given, run])["seconds"]
-                ms = [1e3 * statistics.median(found), 1e3 * found[-1]]
-                print(f"| `{run}` | {ms[0]:.0f} | {ms[1]:.0f} |", flush=True)
+                found = hosts.measure("gloo", options.ranks, __file__, [*given, run])
+                print(f"| `{run}` | {' | '.join(cells(found))} |", flush=True)
+
+
+def cells(found):
+    """Of a row, of what a worker has found."""
+    if "accuracy" in found:
+        return [
+            f"{100 * found['accuracy']:.2f}",
+            f"{found['megabytes']:.3f}",
+            f"{found['seconds']:.0f}",
+        ]
+    seconds = found["seconds"]
+    return [f"{1e3 * each:.0f}" for each in (statistics.median(seconds), seconds[-1])]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
