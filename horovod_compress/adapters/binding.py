@@ -23,6 +23,7 @@ from ..protocol import wire
 from ..protocol.handshake import agree
 from ..protocol.machine import Machine, Placement
 from ..version import __version__
+from .second_moments import advice_for
 
 NO_COPIES = (
     "a compression is part of an exchange of ranks, and cannot be copied or pickled: save its "
@@ -218,6 +219,8 @@ def requested_compressor(spec: Any, optimizer: Any, plain_sgd: bool) -> Any:
         raise ValueError(
             f"{compressor.id} needs the optimizer, to take over its momentum; or say momentum=…"
         )
+    if advice := advice_for(compressor, optimizer):
+        warn_once(advice)
     return compressor
 
 

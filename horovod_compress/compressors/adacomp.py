@@ -44,6 +44,7 @@ class AdaComp(GatheringCompressor):
         ),
         on_device=True,
         state_type=AdaCompState,
+        prefers_updates=True,
     )
     kept = {"residual": LOCAL}
 

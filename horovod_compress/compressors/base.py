@@ -100,7 +100,8 @@ class Traits(NamedTuple):
     ranks have native kernels, or all the reference; ignores_size: whether results have the same
     size whatever that of gradients is, as signs have; corrects_momentum: whether it takes over the
     optimizer's momentum: it has options momentum, nesterov and a method bound; carries_float64:
-    whether gradients of float64 are carried as such, and do not become float32 before `encode`.
+    whether gradients of float64 are carried as such, and do not become float32 before `encode`;
+    prefers_updates: whether with Adam it trains worse on gradients than on updates.
     """
 
     number: int = -1
@@ -114,6 +115,7 @@ class Traits(NamedTuple):
     ignores_size: bool = False
     corrects_momentum: bool = False
     carries_float64: bool = False
+    prefers_updates: bool = False
 
 
 # Methods that compressors once had, and what is to be done instead.

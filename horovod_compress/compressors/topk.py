@@ -47,6 +47,7 @@ class TopK(GatheringCompressor):
         on_device=True,
         takes_base=True,
         takes_scale=True,
+        prefers_updates=True,
     )
     kept = {"residual": LOCAL}
 

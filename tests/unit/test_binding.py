@@ -8,6 +8,7 @@ import warnings
 import pytest
 
 from horovod_compress import get_compressor
+from horovod_compress.adapters import binding
 from horovod_compress.adapters.binding import Binding, NotBoundError, Unbound, momentum_of
 from horovod_compress.adapters.deprecated import by_name
 from horovod_compress.adapters.factories import Algorithms
@@ -127,3 +128,25 @@ def test_what_options_say_counts_more_than_the_optimizer(spec, expected):
     assert momentum_of(
         get_compressor("dgc:nesterov=true"), {"momentum": 0.5, "nesterov": False}
     ) == (0.5, True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "optimizer", "warned"),
+    [
+        ("topk", "AdamW", True),
+        ("dgc:momentum=0", "RMSprop", True),
+        ("adacomp", "Adam", True),
+        ("topk", "SGD", False),
+        ("powersgd", "Adam", False),
+    ],
+)
+def test_gradients_that_mislead_second_moments_are_warned_of(monkeypatch, spec, optimizer, warned):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(binding, "_warned", set())
+    # Horovod's optimizers are of classes derived from the user's.
+    kind = type("Wrapped", (getattr(torch.optim, optimizer),), {})
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            binding.requested_compressor(spec, kind([torch.zeros(1)], lr=0.1), False)
+    assert ["UpdateOptimizer" in str(each.message) for each in found] == [True] * warned

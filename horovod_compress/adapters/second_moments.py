@@ -1,0 +1,28 @@
+"""A warning for compressions whose gradients mislead an optimizer's second moments."""
+
+from typing import Any
+
+from ..compressors.base import Compressor
+
+# Optimizers that divide by the size of earlier gradients, by the names of their classes.
+_DIVIDING = frozenset(
+    "adam adamw adamax nadam radam sparseadam lamb adagrad adadelta adafactor rmsprop".split()
+)
+
+
+def divides(optimizer: Any) -> bool:
+    """Whether an optimizer of any framework is one of these, or of a class derived from one."""
+    return any(each.__name__.lower() in _DIVIDING for each in type(optimizer).__mro__)
+
+
+def advice_for(compressor: Compressor, optimizer: Any) -> str:
+    """The advice to compress updates, empty where gradients serve as well."""
+    if not (compressor.traits.prefers_updates and divides(optimizer)):
+        return ""
+    return (
+        f"{compressor.id} compresses gradients of {type(optimizer).__name__}, which divides by "
+        "their second moments. Entries that come late and large mislead those: trainings ended up "
+        "to 15 % above none, some above ranks that exchange nothing. Compress updates in place of "
+        "gradients: UpdateOptimizer(optimizer, …, compression='adacomp', every=4) "
+        "(docs/guides/updates.md)"
+    )
