@@ -6,7 +6,19 @@ from ..compressors.base import Compressor
 
 # Optimizers that divide by the size of earlier gradients, by the names of their classes.
 _DIVIDING = frozenset(
-    "adam adamw adamax nadam radam sparseadam lamb adagrad adadelta adafactor rmsprop".split()
+    [
+        "adam",
+        "adamw",
+        "adamax",
+        "nadam",
+        "radam",
+        "sparseadam",
+        "lamb",
+        "adagrad",
+        "adadelta",
+        "adafactor",
+        "rmsprop",
+    ]
 )
 
 
