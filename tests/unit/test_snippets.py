@@ -1,5 +1,6 @@
 """The documentation's code: it parses, and every name, option, spec and command in it exists."""
 
+import argparse
 import ast
 import pathlib
 import re
@@ -10,7 +11,7 @@ import pytest
 
 from horovod_compress import get_compressor
 from horovod_compress.compressors import ids
-from horovod_compress.tools import cli
+from horovod_compress.tools import bench, check, info, plan, report
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = {
@@ -92,6 +93,21 @@ def test_specs_are_valid(page):
 
 @pages
 def test_commands_parse(page):
+    parser = argparse.ArgumentParser(prog="hvdcompress")
+    commands = parser.add_subparsers()
+    for command in (bench, check, info, plan, report):
+        command.add(commands)
     for block in blocks(page, ""):
         for command in COMMAND.findall(block.replace("\\\n", " ")):
-            cli._parser().parse_args(shlex.split(command)[1:])
+            parser.parse_args(shlex.split(command)[1:])
+
+
+def test_what_errors_are_quoted_with_is_said():
+    """Text in quotation marks in the table of docs/errors.md, but for what stands for names."""
+    code = "".join(path.read_text() for path in (ROOT / "horovod_compress").rglob("*.py"))
+    # What is one string over several lines.
+    code = re.sub(r'"\s*\n\s*f?"', "", code)
+    table = PAGES["docs/errors.md"].partition("## Faults")[0]
+    quoted = [part.strip() for each in re.findall(r'"([^"]+)"', table) for part in each.split("…")]
+    assert len(quoted) > 8
+    assert not [part for part in quoted if part not in code]
