@@ -59,7 +59,7 @@ class Recorder(Extension):
     how many steps these are); norms of the recorded step's gradient, without loss scale and before
     it is compressed, and of what this rank keeps after it. (Small tensors that TensorFlow reduces
     directly count with the norm of the mean, and how long it waits is not known there.)
-    docs/tutorial.md lists the keys.
+    docs/guides/tune.md lists the keys.
 
     Where an operating system's error keeps a record from being written, as on a full disk, training
     goes on. There is a warning the first time, and the next record that can be written has the
@@ -316,7 +316,7 @@ def read(path: Union[str, "os.PathLike[str]"]) -> List[Record]:
         path: of a file of JSON lines. The last one may have been cut off, and is left out then.
 
     Returns:
-        The records, as docs/tutorial.md lists their keys.
+        The records, as docs/guides/tune.md lists their keys.
 
     Raises:
         OSError: the file cannot be read.

@@ -237,7 +237,7 @@ def test_a_step_that_skips_what_did_not_come_is_refused():
 @pytest.mark.parametrize("options", MOMENTA)
 def test_gradients_that_are_read_or_used_again(options):
     """SAM, whose first gradient no step uses, and several steps on one gradient: the recipe of
-    docs/architecture.md."""
+    docs/recipes.md."""
     models = [model_of(), model_of()]
     for model, spec in zip(models, (None, f"{DENSE},momentum=0")):
         compression = made(spec, discardable=True)

@@ -167,7 +167,7 @@ def test_the_rule_is_told():
         auto._log.warning = original
     (told,) = summaries
     assert "by speed only" in told and RULE in told and "none 40 ms in the median of" in told
-    documented = pathlib.Path(__file__).parents[2] / "docs" / "tutorial.md"
+    documented = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "tune.md"
     for text in (documented.read_text(), auto.Automatic.__doc__):
         assert RULE in " ".join(text.split()), text
 

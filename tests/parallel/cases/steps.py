@@ -97,7 +97,7 @@ def what_is_averaged_by_hand_keeps_what_sgd_does():
 
 @case(2)
 def gradients_that_are_used_again():
-    """Sharpness-aware minimization, with the recipe of docs/architecture.md."""
+    """Sharpness-aware minimization, with the recipe of docs/recipes.md."""
     models = [model_of(), model_of(), model_of()]
     for model, spec in zip(models, (None, f"{DENSE},momentum=0", "dgc:ratio=0.05,momentum=0")):
         compression = hvdc.Compression.from_spec(spec, discardable=True) if spec else made(spec)
