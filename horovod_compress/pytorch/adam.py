@@ -18,8 +18,8 @@ class AdamWOfRanks(torch.optim.Optimizer, ABC):
     `UpdateOptimizer`.
 
         optimizer = AdamW(model.parameters(), lr=1e-3)
-        spec = "adacomp:bin_length=100,dense=fp16"
-        optimizer = UpdateOptimizer(optimizer, compression=spec, every=4)
+        spec = "adacomp:bin_length=64,dense=fp16"
+        optimizer = UpdateOptimizer(optimizer, compression=spec, every=2)
 
     Adam divides by the root of the mean squared gradient. That of a rank's part of the batch has N
     times the whole batch's noise, N being the number of ranks, so where noise is more than signal a

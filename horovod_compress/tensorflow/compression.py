@@ -243,7 +243,7 @@ class BoundCompression(GraphCompression):
             self._lives_on = bool((state if isinstance(state, dict) else state[0]).get("lives_on"))
 
     def switch(self, spec: Any) -> None:
-        """Goes on with another compression, "topk:ratio=0.01" or {"id": "topk", "ratio": 0.01},
+        """Goes on with another compression, "dgc:ratio=0.01" or {"id": "dgc", "ratio": 0.01},
         from the next step on.
 
         What ranks have not sent yet goes on: in what the new algorithm keeps, else densely in the

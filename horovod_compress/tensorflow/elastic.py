@@ -24,6 +24,8 @@ from .compression import BoundCompression
 from .optimizer import build, unwrapped
 from .unbound import UnboundCompression
 
+__all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
+
 
 class _Keeping:
     """What the states here add to Horovod's: keywords that are compressions are not broadcast from
