@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Protocol, Sequ
 import numpy as np
 
 from ..compressors import get_compressor
+from ..compressors.advice import ADAM
 from ..compressors.base import Compressor
 from ..engine.records import Candidate, Plan
 from ..engine.simulate import simulate
@@ -234,7 +235,7 @@ def check_switch(spec: Any, arguments: Sequence[Any], options: Dict[str, Any]) -
     if not isinstance(spec, str) or arguments or options:
         raise ValueError(
             "auto() keeps specs as text, and changes them itself: say "
-            "switch('topk:ratio=0.01'), without at"
+            "switch('dgc:ratio=0.01'), without at"
         )
 
 
@@ -277,7 +278,7 @@ def _check_candidates(candidates: Any, check: Callable[[Compressor], None]) -> N
         or not all(isinstance(spec, str) for spec in candidates)
     ):
         raise ValueError(
-            f"candidates must be a list of specs as text, such as ['none', 'topk:ratio=0.01'], "
+            f"candidates must be a list of specs as text, such as ['none', 'dgc:ratio=0.01'], "
             f"not {candidates!r}"
         )
     compressors = [get_compressor(spec) for spec in candidates]
@@ -342,5 +343,5 @@ class Automatic(Unbound):
     def compressor(self) -> Compressor:
         """Raises ValueError."""
         raise ValueError(
-            "auto() tries compressions of gradients: name one for updates, such as topk:ratio=0.01"
+            f"auto() tries compressions of gradients: name one for updates, such as {ADAM.spec}"
         )

@@ -10,7 +10,7 @@ from .printing import console, write_json
 
 _EPILOG = """\
 horovodrun -np 4 -H host1:2,host2:2 hvdcompress check --model resnet50 --json network.json
-mpirun -np 4 -H host1:2,host2:2 hvdcompress check --million 25.6
+mpirun -np 4 -H host1:2,host2:2 hvdcompress check --parameters 25.6M
 torchrun --nproc_per_node 2 --no-python hvdcompress check --model resnet50
 
 It compares the installations of all ranks. It runs every algorithm on every transport and compares

@@ -43,7 +43,7 @@ def _run(options: argparse.Namespace) -> None:
         terminal.print(f"{id} · {about['collective']} · {about['paper']}")
         terminal.print((inspect.getdoc(classes[id]) or "").partition("\n\n")[0].replace("\n", " "))
         lines = [
-            (name, _spelled(found["default"]), found["values"], found["doc"])
+            (name, spelled(found["default"]), found["values"], found["doc"])
             for name, found in about["options"].items()
         ]
         terminal.print(
@@ -52,8 +52,8 @@ def _run(options: argparse.Namespace) -> None:
         )
 
 
-def _spelled(value: Any) -> str:
+def spelled(value: Any) -> str:
     """A value as a spec spells it."""
     if isinstance(value, (tuple, list)):
-        return "+".join(map(_spelled, value)) or "-"
+        return "+".join(map(spelled, value)) or "-"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
