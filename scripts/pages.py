@@ -129,7 +129,7 @@ def algorithm_page(algorithm):
     ]
     if algorithm.traits.paper != "-":
         facts.insert(0, f"- **Paper**: {paper_of(algorithm)}.")
-    parts = [f"# {algorithm.id}", inspect.getdoc(algorithm), "\n".join(facts)]
+    parts = [inspect.getdoc(algorithm), "\n".join(facts)]
     own = own_options(algorithm)
     if own:
         parts += ["## Options", options(own)]
@@ -248,7 +248,7 @@ def main():
     check, stale = parser.parse_args().check, []
     for path in PAGES:
         file = ROOT / "docs" / path
-        found = file.read_text() if file.exists() else BEGIN
+        found = file.read_text() if file.exists() else f"# {file.stem}\n\n{BEGIN}"
         text = written(path, found)
         stale += [path] if text != found else []
         if not check:

@@ -149,8 +149,11 @@ def collective_of(compressor: Compressor) -> str:
 
 
 def available() -> Dict[str, Dict[str, Any]]:
-    """{id: {"collective", "options": {name: {"default", "values", "doc"}}, "paper"}} of every
-    algorithm. Those of other packages that cannot be imported are left out, with a warning.
+    """Describes every algorithm.
+
+    Returns:
+        `{id: {"collective", "options": {name: {"default", "values", "doc"}}, "paper"}}`. Algorithms
+        of other packages that cannot be imported are left out, with a warning.
 
     Examples:
         >>> import horovod_compress as hc
