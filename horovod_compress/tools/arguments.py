@@ -27,7 +27,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
         "--json",
         metavar="FILE",
         type=output,
-        help="write the results to a JSON file; - prints them and nothing else",
+        help="write the results to this JSON file; - prints them and nothing else",
     )
 
 

@@ -23,7 +23,7 @@ exit status is 1 if ranks differ or an algorithm fails. Without a launcher it ch
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "check",
-        help="check a cluster: run it on all ranks",
+        help="check a cluster, and predict what pays there; run it on all ranks",
         description="Checks a cluster, and predicts which compression pays there. Run it on all "
         "ranks.",
         epilog=_EPILOG,

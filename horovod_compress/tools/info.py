@@ -12,10 +12,10 @@ from .printing import console, table, write_json
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "info",
-        help="list all compressions, or the options of some",
-        description="Lists all compressions. With IDs, describes these and their options.",
+        help="list all algorithms, or the options of some",
+        description="Lists all algorithms. With IDs, says what these do and lists their options.",
     )
-    parser.add_argument("ids", nargs="*", metavar="ID", help="such as dgc")
+    parser.add_argument("ids", nargs="*", metavar="ID", help="algorithms to describe, such as dgc")
     arguments.add_json(parser)
     parser.set_defaults(run=_run, parser=parser)
 

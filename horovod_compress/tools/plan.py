@@ -35,7 +35,7 @@ _NOTES = (
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        help="predict a step's time and bytes on a network",
+        help="predict a step's time and bytes on a network that you name",
         description="Predicts the time and the bytes of a training step with several compressions, "
         "for one or more numbers of ranks. It measures each compression on this processor and "
         "computes the exchange. It needs no other ranks and no network.",
@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
         type=_ranks_or_spec,
         default=[],
         metavar="N",
-        help="numbers of ranks (default: the ranks of two hosts, or those of --network)",
+        help="numbers of ranks (default: those of two machines, or of --network)",
     )
     add_prediction(parser)
     network = parser.add_mutually_exclusive_group()
@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
         "--link",
         type=arguments.rate,
         metavar="RATE",
-        help="bits a second of each rank's link, such as 100mbit (default: 1gbit)",
+        help="speed of each rank's link, such as 100mbit or 10gbit (default: 1gbit)",
     )
     network.add_argument(
         "--network",
@@ -65,28 +65,28 @@ def add(commands: Any) -> None:
         "--latency",
         type=arguments.number,
         metavar="MS",
-        help="milliseconds of a message between two hosts (default: 0.1)",
+        help="milliseconds that a message takes between two machines (default: 0.1)",
     )
     parser.add_argument(
         "--library",
         choices=("gloo", "mpi"),
         default="gloo",
-        help="Horovod's library. Its small messages pass a ring of ranks (gloo) or a tree (mpi) "
-        "(default: gloo)",
+        help="what Horovod runs on; small messages pass all ranks in turn (gloo) or a tree of them "
+        "(mpi) (default: gloo)",
     )
     parser.add_argument(
         "--local-size",
         type=arguments.whole(1),
         default=1,
         metavar="L",
-        help="ranks of a host, for hosts=true (default: 1)",
+        help="ranks on each machine, for hosts=true (default: 1)",
     )
     parser.add_argument(
         "--topology",
         choices=("ring", "torus", "complete"),
-        help="show decentralized training on such a graph too: DCD's bound, and bytes",
+        help="show decentralized training too, with messages along such a graph",
     )
-    arguments.add_plot(parser, "plot time and bytes over the number of ranks")
+    arguments.add_plot(parser, "draw time and bytes over the number of ranks")
     parser.set_defaults(run=_run, parser=parser)
     # A deprecated name, which is not listed.
     commands.choices["scale"] = parser
@@ -116,7 +116,7 @@ def add_prediction(parser: argparse.ArgumentParser) -> None:
         type=arguments.number,
         default=0.0,
         metavar="MS",
-        help="milliseconds of a backward pass; the exchange overlaps with it (default: 0)",
+        help="milliseconds of a backward pass, behind which the exchange hides (default: 0)",
     )
     arguments.add_json(parser)
 

@@ -133,5 +133,7 @@ def plot(found: Dict[str, Any], title: str, path: str) -> None:
                 linestyle="--" if spec in ("none", "fp16") else "-",
             )
         axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel=label)
+        axes.set_xticks(found["ranks"], [str(ranks) for ranks in found["ranks"]])
+        axes.set_xticks([], minor=True)
     figure.suptitle(title, x=0.01, ha="left")
     save_figure(figure, path)

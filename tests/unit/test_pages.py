@@ -114,6 +114,10 @@ def test_what_is_recommended_is_the_same_everywhere():
     assert not {(name, spec) for name, spec in others if spec not in SHOWN}
 
 
+def test_the_citation_has_the_version():
+    assert f"version: {hc.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_every_recommendation_can_be_made_and_is_on_the_page():
     page = (ROOT / "docs" / "choose.md").read_text()
     for each in ADVICE:
