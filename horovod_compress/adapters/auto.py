@@ -298,18 +298,24 @@ class Automatic(Unbound):
     step with the dense one took more than twice that median. Candidates take turns of three steps,
     of which the first does not count.
 
-    candidates: specs, the dense one first; default: none, fp16, and for an SGD 1 % by dgc (where it
-        has momentum) or topk, with two limits for small tensors.
-    error: candidates are left out that hold back a larger part of the first gradient's squared
-        norm, ‖g − C(g)‖²/‖g‖²; 1 leaves out none.
-    probe_steps: at most so many steps are tried. margin: a share of the dense one's median step.
-    grad_scaler, discardable: as for BoundCompression. process_set: as for UnboundCompression.
-
     Each step that is tried is a step of training, and what a candidate has held back goes on with
     the next: nothing is lost. How long a step takes is seen from one to the next, so all that
     happens in one counts, and the slowest rank's seconds count. Where steps later take 1.3 times as
-    long as they did for 50 steps, candidates are tried again. Raises ValueError for bad candidates,
-    and in elastic jobs.
+    long as they did for 50 steps, candidates are tried again.
+
+    Args:
+        error: candidates are left out that hold back a larger part of the first gradient's squared
+            norm, ‖g − C(g)‖²/‖g‖²; 1 leaves out none.
+        candidates: specs, the dense one first; default: none, fp16, and for an SGD 1 % by dgc
+            (where it has momentum) or topk, with two limits for small tensors.
+        probe_steps: at most so many steps are tried.
+        margin: a share of the dense one's median step.
+        grad_scaler: as of `BoundCompression`.
+        discardable: as of `BoundCompression`.
+        process_set: as of `UnboundCompression`.
+
+    Raises:
+        ValueError: bad candidates, or an elastic job.
     """
 
     @by_name
