@@ -44,23 +44,29 @@ def test_examples_in_pages_run():
     assert not runner.failures
 
 
+def anchors_of(page):
+    """The anchors that GitHub makes of a page's headings, and those in HTML."""
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'id="([^"]+)"', text))
+
+
 def test_links_of_pages_outside_of_the_site_lead_somewhere():
     """Those within docs/ are checked where the site is built, by scripts/docs."""
     for page in ROOT.glob("*.md"):
-        for link in set(re.findall(r"\]\(([^)#\s]+)", page.read_text())) - {"docs/algorithms.md"}:
-            assert "://" in link or (ROOT / link).exists(), f"{page.name}: {link}"
+        links = set(re.findall(r"\]\(([^)#\s]+)(?:#([^)\s]+))?\)", page.read_text()))
+        for link, anchor in links:
+            if "://" not in link:
+                assert (ROOT / link).exists(), f"{page.name}: {link}"
+                assert not anchor or anchor in anchors_of(ROOT / link), f"{link}#{anchor}"
 
 
-# Pages that go, and decentralized.md.
-LEAVING = {
-    *("architecture.md", "convergence.md", "ddp.md", "performance.md", "tutorial.md"),
-    "decentralized.md",
-}
 # What is read by those who look for a compression. Results, references and the pages of algorithms
 # have specs of all kinds.
 ADVISING = [
     ROOT / "README.md",
-    *(page for page in (ROOT / "docs").glob("*.md") if page.name not in LEAVING),
+    *(page for page in (ROOT / "docs").glob("*.md") if page.name != "decentralized.md"),
     *(ROOT / "docs" / "start").glob("*.md"),
     *(ROOT / "docs" / "guides").glob("*.md"),
     *(ROOT / "examples").rglob("*.py"),
