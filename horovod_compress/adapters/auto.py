@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Protocol, Sequ
 import numpy as np
 
 from ..compressors import get_compressor
+from ..compressors.advice import ADAM
 from ..compressors.base import Compressor
 from ..engine.records import Candidate, Plan
 from ..engine.simulate import simulate
@@ -234,7 +235,7 @@ def check_switch(spec: Any, arguments: Sequence[Any], options: Dict[str, Any]) -
     if not isinstance(spec, str) or arguments or options:
         raise ValueError(
             "auto() keeps specs as text, and changes them itself: say "
-            "switch('topk:ratio=0.01'), without at"
+            "switch('dgc:ratio=0.01'), without at"
         )
 
 
@@ -277,7 +278,7 @@ def _check_candidates(candidates: Any, check: Callable[[Compressor], None]) -> N
         or not all(isinstance(spec, str) for spec in candidates)
     ):
         raise ValueError(
-            f"candidates must be a list of specs as text, such as ['none', 'topk:ratio=0.01'], "
+            f"candidates must be a list of specs as text, such as ['none', 'dgc:ratio=0.01'], "
             f"not {candidates!r}"
         )
     compressors = [get_compressor(spec) for spec in candidates]
@@ -297,18 +298,24 @@ class Automatic(Unbound):
     step with the dense one took more than twice that median. Candidates take turns of three steps,
     of which the first does not count.
 
-    candidates: specs, the dense one first; default: none, fp16, and for an SGD 1 % by dgc (where it
-        has momentum) or topk, with two limits for small tensors.
-    error: candidates are left out that hold back a larger part of the first gradient's squared
-        norm, ‖g − C(g)‖²/‖g‖²; 1 leaves out none.
-    probe_steps: at most so many steps are tried. margin: a share of the dense one's median step.
-    grad_scaler, discardable: as for BoundCompression. process_set: as for UnboundCompression.
-
     Each step that is tried is a step of training, and what a candidate has held back goes on with
     the next: nothing is lost. How long a step takes is seen from one to the next, so all that
     happens in one counts, and the slowest rank's seconds count. Where steps later take 1.3 times as
-    long as they did for 50 steps, candidates are tried again. Raises ValueError for bad candidates,
-    and in elastic jobs.
+    long as they did for 50 steps, candidates are tried again.
+
+    Args:
+        error: candidates are left out that hold back a larger part of the first gradient's squared
+            norm, ‖g − C(g)‖²/‖g‖²; 1 leaves out none.
+        candidates: specs, the dense one first; default: none, fp16, and for an SGD 1 % by dgc
+            (where it has momentum) or topk, with two limits for small tensors.
+        probe_steps: at most so many steps are tried.
+        margin: a share of the dense one's median step.
+        grad_scaler: as of `BoundCompression`.
+        discardable: as of `BoundCompression`.
+        process_set: as of `UnboundCompression`.
+
+    Raises:
+        ValueError: bad candidates, or an elastic job.
     """
 
     @by_name
@@ -342,5 +349,5 @@ class Automatic(Unbound):
     def compressor(self) -> Compressor:
         """Raises ValueError."""
         raise ValueError(
-            "auto() tries compressions of gradients: name one for updates, such as topk:ratio=0.01"
+            f"auto() tries compressions of gradients: name one for updates, such as {ADAM.spec}"
         )

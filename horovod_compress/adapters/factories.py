@@ -96,4 +96,5 @@ def documentation(text: str, algorithm: Type[Compressor]) -> str:
         )
         for f in dataclasses.fields(algorithm)
     ]
-    return "\n".join([text, "", "Args:", "    others: see BoundCompression.", *listed])
+    others = "For arguments that are no options see `BoundCompression`."
+    return "\n".join([text, "", others, *(["", "Args:", *listed] if listed else [])])

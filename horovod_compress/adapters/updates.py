@@ -29,8 +29,15 @@ _NO_MEANING = {
 @dataclasses.dataclass(frozen=True)
 class Nesterov:
     """What is done with the mean update Δ of all ranks: m ← momentum·m + Δ, and parameters move by
-    lr·(Δ + momentum·m) (DiLoCo, arXiv 2311.08105, Algorithm 1, with SGD with Nesterov's momentum as
-    the outer optimizer). m is alike on all ranks."""
+    lr·(Δ + momentum·m).
+
+    This is Algorithm 1 of DiLoCo (arXiv 2311.08105) with SGD with Nesterov's momentum as the outer
+    optimizer. m is alike on all ranks.
+
+    Attributes:
+        lr: the outer learning rate, above 0.
+        momentum: the outer momentum, from 0 to below 1.
+    """
 
     lr: float = 0.7
     momentum: float = 0.9

@@ -89,7 +89,7 @@ def find(id: str) -> Type[Compressor]:
         raise ValueError(
             "auto is no algorithm: it tries several while training begins, where "
             "Compression.auto(candidates=[…]), or for ddp.compress {'id': 'auto', 'candidates': "
-            "['none', 'topk:ratio=0.01']}, says so. As text it is auto, without options"
+            "['none', 'dgc:ratio=0.01']}, says so. As text it is auto, without options"
         )
     if not points:
         raise ValueError(f"unknown compressor {id!r}; there are: {', '.join(ids())}")
@@ -149,8 +149,19 @@ def collective_of(compressor: Compressor) -> str:
 
 
 def available() -> Dict[str, Dict[str, Any]]:
-    """{id: {"collective", "options": {name: {"default", "values", "doc"}}, "paper"}} of every
-    algorithm. Those of other packages that cannot be imported are left out, with a warning."""
+    """Describes every algorithm.
+
+    Returns:
+        `{id: {"collective", "options": {name: {"default", "values", "doc"}}, "paper"}}`. Algorithms
+        of other packages that cannot be imported are left out, with a warning.
+
+    Examples:
+        >>> import horovod_compress as hc
+        >>> hc.available()["powersgd"]["collective"]
+        'allreduce'
+        >>> hc.available()["powersgd"]["options"]["rank"]["default"]
+        4
+    """
     listed = {}
     for id in ids():
         try:
@@ -175,10 +186,33 @@ def available() -> Dict[str, Dict[str, Any]]:
 
 
 def get_compressor(spec: Spec) -> Compressor:
-    """The compressor of a spec: "dgc:ratio=0.001,momentum=0.9", or {"id": "dgc", "ratio": 0.001},
-    or a compressor itself. Raises ValueError for an unknown id or option, naming the valid ones,
-    and for a value out of range or of a wrong type; ImportError for an algorithm of another package
-    that cannot be imported."""
+    """The compressor of a spec.
+
+    Args:
+        spec: text, {"id": …} with options, or a compressor itself.
+
+    Returns:
+        The compressor. Its options are its attributes, and those that differ from the defaults are
+        in its repr.
+
+    Raises:
+        ValueError: an unknown id or option, and then the valid ones are named, or a value out of
+            range or of a wrong type.
+        ImportError: an algorithm of another package, which cannot be imported.
+
+    Examples:
+        >>> import horovod_compress as hc
+        >>> compressor = hc.get_compressor("dgc:ratio=0.01,exclude=embedding*+*.bias")
+        >>> compressor
+        DGC(exclude=('embedding*', '*.bias'), ratio=0.01)
+        >>> compressor.ratio
+        0.01
+        >>> hc.get_compressor({"id": "dgc", "ratio": 0.01}) == hc.DGC(ratio=0.01)
+        True
+        >>> hc.get_compressor("dgc:ratio=2")
+        Traceback (most recent call last):
+        ValueError: dgc: ratio must be a number above 0 and at most 1, not 2.0
+    """
     if isinstance(spec, Compressor):
         return spec
     if isinstance(spec, str):

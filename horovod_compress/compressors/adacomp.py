@@ -27,9 +27,11 @@ class AdaComp(GatheringCompressor):
     """Sends, of each bin of elements, those that the newest gradient could have lifted over the
     bin's largest.
 
-    With G = residual + g and H = residual + scale_factor·g, an element is sent where |H| ≥ max |G|
-    of its bin. It is sent as the sign of G times the mean of all bins' maxima, one scale for a
-    tensor. The error stays in the residual. The subtraction is pending until the next step's pass
+        G = residual + g,  H = residual + scale_factor·g
+        of each bin of bin_length elements: gmax = max |G|; an element is sent where |H| ≥ gmax > 0
+        sent = sign(G)·scale,  scale = mean of gmax over the tensor's bins;  residual ← G − sent
+
+    The subtraction is pending until the next step's pass
     over the residual. How many elements are sent adapts to the layer and the phase of training, so
     there is no warm-up. The ordinary optimizer works on the mean; with Adam compress its updates
     instead (UpdateOptimizer).

@@ -22,9 +22,13 @@ class DeMo(SelectiveCompressor):
     """Sends the k largest coefficients of each chunk of momentum in the discrete cosine transform,
     and keeps the rest for later steps.
 
-    The residual, DeMo's momentum, decays in every step, gets the gradient added, and loses what its
-    own coefficients decode to. The result is the mean of what all ranks' coefficients decode to.
-    DeMo's optimizer applies the sign of that: signs are the optimizer's, not taken here.
+        m ← β·m + g                  β = decay; m as a matrix, in chunks of h × w
+        C = D_h · chunk · D_wᵀ       D the orthonormal DCT-II matrix; send the k largest |C| of each
+        m ← m − D_hᵀ · sent · D_w    result = mean over ranks of D_hᵀ · sent · D_w
+
+    The residual, DeMo's momentum m, decays in every step, gets the gradient added, and loses what
+    its own coefficients decode to. The result is the mean of what all ranks' coefficients decode
+    to. DeMo's optimizer applies the sign of that: signs are the optimizer's, not taken here.
 
     A tensor is a matrix, of its first dimensions by the others, split where their sum is least. A
     chunk is as high and as wide as the largest divisors of the matrix's height and width up to

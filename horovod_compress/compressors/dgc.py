@@ -23,8 +23,14 @@ class DGC(TopK):
     """Sends the ratio·d entries of largest accumulated, momentum-corrected gradient; keeps the
     others for later steps.
 
-    Each tensor of d floats has a momentum u and a velocity v (section 3.2); u only where momentum >
-    0. Bound to an SGD optimizer it takes over that optimizer's momentum, Nesterov and weight decay,
+    Each tensor of d elements has a momentum u, where the momentum m is above 0, and a velocity v:
+
+        u ← m·u + g,      v ← v + u          momentum correction (section 3.2)
+        u ← m·(u + g),    v ← v + u + g      the same, with nesterov
+        send v at the k largest |v|,         k = ⌈ratio·d⌉, or min_k
+        there v ← 0,  u ← 0                  momentum factor masking (section 3.3)
+
+    Bound to an SGD optimizer it takes over that optimizer's momentum, Nesterov and weight decay,
     which the optimizer must not apply a second time. Unbound, momentum defaults to 0.9; with other
     optimizers to 0, which is top-k with error feedback; with Adam compress its updates instead
     (UpdateOptimizer).

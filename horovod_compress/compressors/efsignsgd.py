@@ -17,9 +17,11 @@ class EFSignSGD(ErrorFeedback):
     """Sends the sign of every element of p = residual + g, one bit, and ‖p‖₁/d, one number a
     tensor; keeps the error.
 
-    The paper has p = γ·g + e, where the error e is one of updates. So the residual is e/γ, which
-    grows where the learning rate γ falls. A zero is sent as if it were positive, because one bit
-    has no third value; the residual keeps that error too.
+        p ← γ·g + e,  Δ = sign(p)·‖p‖₁/d,  x ← x − mean Δ,  e ← p − Δ       γ: the learning rate
+
+    The paper's error e is one of updates. Here the optimizer multiplies by γ, so Δ/γ is sent, and
+    the residual is e/γ, which grows where γ falls. A zero is sent as if it were positive, because
+    one bit has no third value; the residual keeps that error too.
     """
 
     id = "efsignsgd"

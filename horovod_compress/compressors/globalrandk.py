@@ -111,6 +111,9 @@ class GlobalRandK(SharedCoordinates):
     """Sums ratio·d, or k, coordinates of each tensor, the same random ones on every rank, in
     float32.
 
+        K = k or ⌈ratio·d⌉ places of a permutation that follows from the seed, in turn
+        v ← residual + g;  result = mean over ranks of v there;  residual ← v elsewhere
+
     No index travels and payloads are allreduced, so it scales to any number of ranks. With error
     feedback (the default) the residual keeps the other coordinates until they are drawn. Unbiased,
     they are dropped and those drawn count d/K times. The authors' code does neither.

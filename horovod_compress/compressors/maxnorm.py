@@ -19,6 +19,9 @@ class MaxNorm(SharedScaleQuantizer):
     """Rounds |g|/w·s at random to a whole number, s = 2^bits - 1, w the largest norm of all ranks;
     sums the codes.
 
+        w = largest over ranks of max |g| (norm=max) or ‖g‖₂ (norm=l2);  y = |g|/w·s
+        q = sign(g)·(⌊y⌋ + Bernoulli(y − ⌊y⌋));  result = w/s · Σ q / N
+
     It is unbiased, with a variance of at most w²/(4s²) an element. Payloads add up exactly: an
     allreduce adds words whose fields hold the sums of all ranks. With ratio or k only so many
     random coordinates are quantized, the same on all ranks.

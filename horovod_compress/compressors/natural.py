@@ -15,6 +15,8 @@ class Natural(GatheringCompressor):
     """Rounds every element at random to one of the two powers of two next to it: a sign and an
     exponent, 9 bits.
 
+        e = ⌊log2 |g|⌋;  result = sign(g)·2^(e + b),  b = 1 with probability |g|/2^e − 1, else 0
+
     It is unbiased, with a variance of at most g²/8 an element. Elements from 2^127 on are rounded
     down to that.
     """

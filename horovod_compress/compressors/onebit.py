@@ -10,8 +10,13 @@ from .options import Flag, option
 @dataclasses.dataclass(frozen=True, repr=False)
 class OneBit(EFSignSGD):
     """Sends the sign of every element of residual + g, one bit, and the means of the positive and
-    the negative half, two numbers a tensor; keeps the error. The paper has two numbers a column;
-    here a tensor is one column."""
+    the negative half, two numbers a tensor; keeps the error.
+
+        p ← residual + g;  sent = mean of p ≥ 0 where p ≥ 0, mean of p < 0 elsewhere
+        residual ← p − sent
+
+    The paper has two numbers a column; here a tensor is one column.
+    """
 
     id = "onebit"
     traits = Traits(

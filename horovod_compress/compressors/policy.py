@@ -12,6 +12,14 @@ class Policy(NamedTuple):
     the algorithm itself gives gradients, in an array "u", and whether that is Nesterov's;
     follow_lr: whether the residual is rescaled where the learning rate changes, None where that is
     known.
+
+    Examples:
+        >>> import horovod_compress as hc
+        >>> policy = hc.get_compressor("dgc:ratio=0.01,momentum=0.8,dense=fp16").policy
+        >>> policy.m, policy.dense, policy.hosts
+        (0.8, 'fp16', False)
+        >>> hc.get_compressor("none").policy == type(policy)()
+        True
     """
 
     transport: str = "horovod"

@@ -34,10 +34,13 @@ class PowerSGD(SelectiveCompressor):
     """Approximates each matrix M = residual + g by P·Qᵀ of low rank, found by one power iteration a
     step from the last step's Q.
 
-    P = ΣM·Q, orthonormalized; Q = mean Mᵀ·P; two small allreduces a tensor. The residual is M -
-    P·Qᵀ. The subtraction is pending until the next step's pass over the residual. Tensors of more
-    dimensions are matrices of the first dimensions by the others, split where least is sent, so
-    layouts of different frameworks do not matter. One-dimensional tensors go dense.
+        M = residual + g, as a matrix
+        P ← Σ M·Q, orthonormalized;  Q ← mean Mᵀ·P;  result = P·Qᵀ;  residual ← M − P·Qᵀ
+
+    P and Q are two small allreduces a tensor. The subtraction is pending until the next
+    step's pass over the residual. Tensors of more dimensions are matrices of the first dimensions
+    by the others, split where least is sent, so layouts of different frameworks do not matter.
+    One-dimensional tensors go dense.
     """
 
     id = "powersgd"

@@ -17,6 +17,8 @@ class QSGD(GatheringCompressor):
     """Rounds every element at random to one of s levels of its bucket's norm and sends signs and
     levels.
 
+        y = |g|/‖bucket‖·s;  level = ⌊y⌋ + Bernoulli(y − ⌊y⌋);  result = sign(g)·level·‖bucket‖/s
+
     It is unbiased, with E‖Q(g) - g‖² ≤ min(d/s², √d/s)·‖g‖² for a bucket of d elements (Lemma 3.1).
     Each bucket and rank has its own norm, so payloads are gathered; where they should add up, see
     maxnorm. A bucket of zeros stays zeros.

@@ -19,6 +19,8 @@ class RandomK(GatheringCompressor):
     """Sends ratio·d entries of the accumulated gradient, each rank its own random ones, and keeps
     the others in a residual.
 
+        v ← residual + g;  send v at ⌈ratio·d⌉ random places;  residual ← v − sent
+
     Only values travel, and the key from which receivers draw the same indices. It is the baseline
     for topk. Where all ranks should draw the same indices, so that payloads add up, see
     globalrandk.

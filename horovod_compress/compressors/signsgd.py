@@ -17,6 +17,8 @@ class SignSGD(SelectiveCompressor):
     """Each rank votes with the sign of every element; the result is the majority's sign, 0 where
     they tie and where all are 0.
 
+        result = sign(Σ sign(g)),  the sum over ranks
+
     The result has magnitude 1 (with op=Average), whatever the gradient's was, so the learning rate
     should be 10 to 1000 times smaller. Momentum and weight decay of the optimizer work on the vote.
     """

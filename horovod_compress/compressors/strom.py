@@ -16,6 +16,8 @@ class Strom(ErrorFeedback):
     """Sends sign(r)·tau for every element whose residual r exceeds tau, one bit and an index each,
     and keeps the rest.
 
+        r ← r + g;  where |r| > tau: send sign(r)·tau,  r ← r − sign(r)·tau
+
     The share that is sent follows from tau and the size of the gradients, which differs between
     models and in the course of training: choose tau by watching `stats()["elements_sent"]`.
     """

@@ -16,6 +16,9 @@ class TernGrad(SharedScaleQuantizer):
     """Clips every element at clip·σ of its own rank and rounds it at random to -w, 0 or w, the
     ranks' largest after clipping.
 
+        g ← g clipped to ±clip·σ;  w = largest over ranks of max |g|
+        q = sign(g)·Bernoulli(|g|/w);  result = w · Σ q / N
+
     Each rank has its own σ (section 4). The scale is shared by all ranks (section 3.4), so codes
     add up. Both are those of a tensor, as in the paper. Apart from clipping it is unbiased.
     """

@@ -31,6 +31,9 @@ class TopK(GatheringCompressor):
     """Sends the ratio·d entries of largest accumulated gradient and keeps the others in a residual
     for later steps.
 
+        v ← residual + g;  send v at the k largest |v|, k = ⌈ratio·d⌉, or min_k
+        residual ← v − sent
+
     The ordinary optimizer works on the mean; with Adam compress its updates instead
     (UpdateOptimizer). A dense step sends the residual of all elements. With `chunk` the entries are
     those of each chunk of so many elements, as in SparseLoCo (arXiv 2508.15706), whose code for

@@ -16,6 +16,11 @@ from .state import LOCAL, State, Undo
 class Variance(GatheringCompressor):
     """Sends an element once its accumulated mean is unambiguous against its noise: r² > alpha·v.
 
+        r ← r + Σ_z g_z/|B|,  v ← v + Σ_z (g_z/|B|)²      z: the samples of the rank's batch B
+        where r² > alpha·v:  send r,  r ← 0,  v ← 0;       elsewhere v ← zeta·v
+        with tau, where |r| > tau too:  send sign(r)·tau,  r ← r − sign(r)·tau,
+                                        v ← max(v − 2·|r|·tau + tau², 0)
+
     r accumulates gradients, and v the squares of what each sample contributed to them. v decays by
     zeta where nothing is sent. Values are rounded to powers of two, a sign and a 3-bit exponent
     each (section 4.2), after which r and v are 0 there. With `tau`, Strom's threshold is required

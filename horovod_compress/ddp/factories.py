@@ -21,10 +21,13 @@ def compress(
     """Compresses what a DistributedDataParallel model exchanges, from its next backward pass on.
 
     Args:
-        model, optimizer, grad_scaler, discardable: as of `DDPCompression`.
-        spec: the same, or "auto", which tries several while training begins, and goes on with the
-            fastest; {"id": "auto", "candidates": […], "error": …, "probe_steps": …, "margin": …}
-            says which, as `horovod_compress.adapters.auto.Automatic` does.
+        model: as of `DDPCompression`.
+        optimizer: as of `DDPCompression`.
+        spec: as of `DDPCompression`, or "auto", which tries several while training begins, and goes
+            on with the fastest; {"id": "auto", "candidates": […], "error": …, "probe_steps": …,
+            "margin": …} says which, as `horovod_compress.adapters.auto.Automatic` does.
+        grad_scaler: as of `DDPCompression`.
+        discardable: as of `DDPCompression`.
 
     Returns:
         The compression, which has state_dict(), stats(), record(), switch(), discard() ….

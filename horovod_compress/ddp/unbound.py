@@ -86,7 +86,9 @@ def comm_hook(
     DDPStrategy(ddp_comm_state=…, ddp_comm_hook=…), where model and optimizer are not there yet.
 
     Args:
-        spec, grad_scaler, discardable: as of `ddp.compress`.
+        spec: as of `ddp.compress`.
+        grad_scaler: as of `ddp.compress`.
+        discardable: as of `ddp.compress`.
 
     Returns:
         (state, hook). The state is a `DDPCompression` from the first gradients on, for one model.

@@ -53,7 +53,10 @@ class UpdateOptimizer(UpdatingOptimizer):
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         optimizer = ddp.UpdateOptimizer(
-            optimizer, named_parameters=model.named_parameters(), compression="topk:ratio=0.01"
+            optimizer,
+            named_parameters=model.named_parameters(),
+            compression="adacomp:bin_length=64,dense=fp16",
+            every=4,
         )
 
     It takes the place of DistributedDataParallel: the model is the plain one, and begins with the

@@ -18,8 +18,8 @@ class AdamWOfRanks(torch.optim.Optimizer, ABC):
     `UpdateOptimizer`.
 
         optimizer = AdamW(model.parameters(), lr=1e-3)
-        spec = "adacomp:bin_length=100,dense=fp16"
-        optimizer = UpdateOptimizer(optimizer, compression=spec, every=4)
+        spec = "adacomp:bin_length=64,dense=fp16"
+        optimizer = UpdateOptimizer(optimizer, compression=spec, every=2)
 
     Adam divides by the root of the mean squared gradient. That of a rank's part of the batch has N
     times the whole batch's noise, N being the number of ranks, so where noise is more than signal a
@@ -37,13 +37,20 @@ class AdamWOfRanks(torch.optim.Optimizer, ABC):
     those of arXiv 1412.6980 and 1711.05101; q is our own. A gradient whose sign turns within some
     1/(1 − β₁) steps, as in steep directions at a high learning rate, counts as noise.
 
-    params, lr, betas, eps, weight_decay: as of torch.optim.AdamW; with a weight_decay of 0 it is
-    Adam. ranks: N, on how many ranks' samples each exchange's mean rests; default: all, at
-    each step. All may differ between parameter groups. Another 4 bytes an element than AdamW are
-    kept. A state of torch's AdamW can be loaded: with it q begins as v.
+    Another 4 bytes an element than AdamW are kept. A state of torch's AdamW can be loaded: with it
+    q begins as v. All arguments may differ between parameter groups.
 
-    Raises ValueError for what is out of range and under hvd.DistributedOptimizer, and RuntimeError
-    for sparse gradients.
+    Args:
+        params: as of torch.optim.AdamW.
+        lr: as of torch.optim.AdamW.
+        betas: as of torch.optim.AdamW.
+        eps: as of torch.optim.AdamW.
+        weight_decay: as of torch.optim.AdamW; with 0 it is Adam.
+        ranks: N, on how many ranks' samples each exchange's mean rests; default: all, at each step.
+
+    Raises:
+        ValueError: what is out of range, or under hvd.DistributedOptimizer.
+        RuntimeError: sparse gradients.
     """
 
     # What users import it as.

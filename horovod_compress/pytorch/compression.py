@@ -201,7 +201,7 @@ class OptimizerCompression(OptimizerSteps):
         self._step.take(Event.ROLLBACK)
 
     def switch(self, spec: Any, at: Optional[int] = None) -> None:
-        """Goes on with another compression, "topk:ratio=0.01" or {"id": "topk", "ratio": 0.01},
+        """Goes on with another compression, "dgc:ratio=0.01" or {"id": "dgc", "ratio": 0.01},
         from the next step on; at: from that step on, counted from 0 since training began.
 
         What ranks have not sent yet goes on: in what the new algorithm keeps, else densely in the

@@ -14,13 +14,21 @@ class AdamW(tf.keras.optimizers.AdamW):  # type: ignore[misc]
     """AdamW whose steps are as large on a rank's part of each batch as on the whole of it, for
     `UpdateOptimizer`: as of `horovod_compress.torch.AdamW`, which says how.
 
-        spec = "adacomp:bin_length=100,dense=fp16"
-        optimizer = hvdc.UpdateOptimizer(hvdc.AdamW(1e-3), spec, every=4)
+        spec = "adacomp:bin_length=64,dense=fp16"
+        optimizer = hvdc.UpdateOptimizer(hvdc.AdamW(1e-3), spec, every=2)
 
-    ranks: on how many ranks' samples each exchange's mean rests; default: hvd.size(). All other
-    arguments are those of keras.optimizers.AdamW, but for amsgrad, and with ranks=1 its steps are.
-    Another variable is kept for each one that is trained. Raises ValueError for bad options, and in
-    the first step under hvd.DistributedOptimizer.
+    With ranks=1 its steps are those of keras.optimizers.AdamW. Another variable is kept for each
+    one that is trained.
+
+    Args:
+        learning_rate: as of keras.optimizers.AdamW.
+        weight_decay: as of keras.optimizers.AdamW.
+        ranks: on how many ranks' samples each exchange's mean rests; default: hvd.size().
+        name: as of keras.optimizers.AdamW.
+        **options: as of keras.optimizers.AdamW, but for amsgrad.
+
+    Raises:
+        ValueError: bad options, or the first step under hvd.DistributedOptimizer.
     """
 
     def __init__(

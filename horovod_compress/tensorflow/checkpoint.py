@@ -18,16 +18,18 @@ class StateCheckpoint(TellsOfIdling):
     """Saves a compression's state at the end of each epoch, on every rank, and restores one before
     training.
 
-    compression: the one that Horovod's optimizer got. filepath: as for ModelCheckpoint, with
-    {epoch} where each epoch is to have its own; nothing else, because losses differ between
-        ranks. The rank, among all and not those of a process set, is added: filepath.rank0.npz.
-    restore: such a path, without the rank, with whose state training begins. portable: there is one
-    file for all ranks, filepath.npz, which any number of ranks can go on from, instead of one for
-    each: see
-        `BoundCompression.state_dict`. Where it is to be restored, all ranks must find it.
-
     A file is replaced as a whole, never half written. model.fit raises ValueError where a file is
     missing, broken or of another model, algorithm, rank or, without `portable`, number of ranks.
+
+    Args:
+        compression: the one that Horovod's optimizer got.
+        filepath: as for ModelCheckpoint, with {epoch} where each epoch is to have its own; nothing
+            else, because losses differ between ranks. The rank, among all and not those of a
+            process set, is added: filepath.rank0.npz.
+        restore: such a path, without the rank, with whose state training begins.
+        portable: there is one file for all ranks, filepath.npz, which any number of ranks can go on
+            from, instead of one for each: see `BoundCompression.state_dict`. Where it is to be
+            restored, all ranks must find it.
     """
 
     def __init__(

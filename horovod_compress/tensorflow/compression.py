@@ -61,24 +61,27 @@ class BoundCompression(GraphCompression):
     """A compression for hvd.DistributedOptimizer, hvd.DistributedGradientTape and
     horovod.tensorflow.keras: compression=….
 
-    spec: as for horovod_compress.get_compressor. optimizer: the Keras optimizer, new or legacy,
-    that will be wrapped, or that applies what a tape brings. An SGD's momentum
-        and Nesterov are taken over by algorithms that correct momentum (dgc). None: `bind` follows,
-        before the first gradient.
-    process_set: the one that Horovod's optimizer or tape gets; default: all ranks. grad_scaler: a
-    LossScaleOptimizer that scales the loss of which a tape has the gradients: what is kept of
-    gradients then follows its
-        scale. Implies discardable. Where it wraps Horovod's optimizer it is found without being
-        given.
-    discardable: a step whose gradients are not finite is forgotten, as if it had never been, and so
-    is one after which `discard()` is
-        called. Takes as much memory again as the algorithm's state, and the time to copy that in
-        each step.
-
     One compression serves one model on one rank. Its residuals are this rank's own: save
     `state_dict()` on every rank, or use `StateCheckpoint`. Variables become known when their
-    gradients are first traced. Raises ValueError for bad options and optimizers; the first trace,
-    or `handshake()`, raises MismatchError, on all ranks, where ranks were started differently.
+    gradients are first traced.
+
+    Args:
+        spec: as for `horovod_compress.get_compressor`.
+        optimizer: the Keras optimizer, new or legacy, that will be wrapped, or that applies what a
+            tape brings. An SGD's momentum and Nesterov are taken over by algorithms that correct
+            momentum (dgc). None: `bind` follows, before the first gradient.
+        process_set: the one that Horovod's optimizer or tape gets; default: all ranks.
+        grad_scaler: a LossScaleOptimizer that scales the loss of which a tape has the gradients:
+            what is kept of gradients then follows its scale. Implies discardable. Where it wraps
+            Horovod's optimizer it is found without being given.
+        discardable: a step whose gradients are not finite is forgotten, as if it had never been,
+            and so is one after which `discard()` is called. Takes as much memory again as the
+            algorithm's state, and the time to copy that in each step.
+
+    Raises:
+        ValueError: bad options and optimizers.
+        MismatchError: at the first trace, or in `handshake()`, on all ranks: they were started
+            differently.
     """
 
     @by_name
@@ -243,7 +246,7 @@ class BoundCompression(GraphCompression):
             self._lives_on = bool((state if isinstance(state, dict) else state[0]).get("lives_on"))
 
     def switch(self, spec: Any) -> None:
-        """Goes on with another compression, "topk:ratio=0.01" or {"id": "topk", "ratio": 0.01},
+        """Goes on with another compression, "dgc:ratio=0.01" or {"id": "dgc", "ratio": 0.01},
         from the next step on.
 
         What ranks have not sent yet goes on: in what the new algorithm keeps, else densely in the

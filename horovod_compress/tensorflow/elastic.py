@@ -24,6 +24,8 @@ from .compression import BoundCompression
 from .optimizer import build, unwrapped
 from .unbound import UnboundCompression
 
+__all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
+
 
 class _Keeping:
     """What the states here add to Horovod's: keywords that are compressions are not broadcast from
@@ -67,9 +69,11 @@ class TensorFlowKerasState(_Keeping, hvd.elastic.TensorFlowKerasState):
     """hvd.elastic.TensorFlowKerasState, which is also horovod.tensorflow.keras' KerasState, for
     models whose optimizers compress.
 
-    model: built; optimizer: Horovod's, default the one that the model was compiled with; it gets
-    its variables here, because new ranks take no step before they have the others' state. keywords:
-    as for Horovod's, and compressions, by any name: compression=compression.
+    Args:
+        model: built.
+        optimizer: Horovod's; default: the one that the model was compiled with. It gets its
+            variables here, because new ranks take no step before they have the others' state.
+        **keywords: as for Horovod's, and compressions, by any name: compression=compression.
     """
 
     def __init__(self, model: tf.keras.Model, optimizer: Any = None, **keywords: Any) -> None:
@@ -85,8 +89,12 @@ class TensorFlowState(_Keeping, hvd.elastic.TensorFlowState):
     """hvd.elastic.TensorFlowState, for training loops of one's own with optimizers or tapes that
     compress.
 
-    variables: the model's and the optimizer's, whose values all ranks get from rank 0. keywords: as
-    for Horovod's, and compressions, by any name. ValueError without variables.
+    Args:
+        variables: the model's and the optimizer's, whose values all ranks get from rank 0.
+        **keywords: as for Horovod's, and compressions, by any name.
+
+    Raises:
+        ValueError: no variables.
     """
 
     def __init__(self, variables: Sequence[tf.Variable], **keywords: Any) -> None:

@@ -64,8 +64,7 @@ class Compression(metaclass=Algorithms):
     ) -> Union[BoundCompression, UnboundCompression]:
         """Dense float32, or float64 where gradients are, summed over ranks.
 
-        Args:
-            others: see BoundCompression.
+        For arguments that are no options see `BoundCompression`.
         """
 
     @staticmethod
@@ -99,8 +98,9 @@ class Compression(metaclass=Algorithms):
         """Sends the ratio·d entries of largest accumulated, momentum-corrected gradient; keeps the
         others for later steps.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -155,8 +155,7 @@ class Compression(metaclass=Algorithms):
     ) -> Union[BoundCompression, UnboundCompression]:
         """Dense float16, summed over ranks in float16.
 
-        Args:
-            others: see BoundCompression.
+        For arguments that are no options see `BoundCompression`.
         """
 
     @staticmethod
@@ -177,8 +176,9 @@ class Compression(metaclass=Algorithms):
         """Sends sign(r)·tau for every element whose residual r exceeds tau, one bit and an index
         each, and keeps the rest.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -213,8 +213,9 @@ class Compression(metaclass=Algorithms):
         """Sends, of each bin of elements, those that the newest gradient could have lifted over
         the bin's largest.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -253,8 +254,9 @@ class Compression(metaclass=Algorithms):
         """Sends an element once its accumulated mean is unambiguous against its noise: r² >
         alpha·v.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -300,8 +302,9 @@ class Compression(metaclass=Algorithms):
         """Sends the ratio·d entries of largest accumulated gradient and keeps the others in a
         residual for later steps.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -350,8 +353,9 @@ class Compression(metaclass=Algorithms):
         """Sends ratio·d entries of the accumulated gradient, each rank its own random ones, and
         keeps the others in a residual.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -386,8 +390,9 @@ class Compression(metaclass=Algorithms):
         """Sums ratio·d, or k, coordinates of each tensor, the same random ones on every rank, in
         float32.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -427,8 +432,9 @@ class Compression(metaclass=Algorithms):
         """Rounds |g|/w·s at random to a whole number, s = 2^bits - 1, w the largest norm of all
         ranks; sums the codes.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -472,8 +478,9 @@ class Compression(metaclass=Algorithms):
         """As maxnorm, but small elements are rounded on a finer scale: the finest at which every
         rank's code still fits bits[0].
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -516,8 +523,9 @@ class Compression(metaclass=Algorithms):
         """Clips every element at clip·σ of its own rank and rounds it at random to -w, 0 or w, the
         ranks' largest after clipping.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -554,8 +562,9 @@ class Compression(metaclass=Algorithms):
         """Each rank votes with the sign of every element; the result is the majority's sign, 0
         where they tie and where all are 0.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -585,8 +594,9 @@ class Compression(metaclass=Algorithms):
         """Sends the sign of every element of p = residual + g, one bit, and ‖p‖₁/d, one number a
         tensor; keeps the error.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -618,11 +628,11 @@ class Compression(metaclass=Algorithms):
         follow_lr: bool = False,
     ) -> Union[BoundCompression, UnboundCompression]:
         """Sends the sign of every element of residual + g, one bit, and the means of the positive
-        and the negative half, two numbers a tensor; keeps the error. The paper has two numbers
-        a column; here a tensor is one column.
+        and the negative half, two numbers a tensor; keeps the error.
+
+        For arguments that are no options see `BoundCompression`.
 
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -655,8 +665,9 @@ class Compression(metaclass=Algorithms):
         """Rounds every element at random to one of the two powers of two next to it: a sign and an
         exponent, 9 bits.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -681,8 +692,7 @@ class Compression(metaclass=Algorithms):
         """Gathers bfloat16 and sums it in float32: Horovod's MPI and Gloo backends do not reduce
         bfloat16.
 
-        Args:
-            others: see BoundCompression.
+        For arguments that are no options see `BoundCompression`.
         """
 
     @staticmethod
@@ -704,8 +714,9 @@ class Compression(metaclass=Algorithms):
         """Approximates each matrix M = residual + g by P·Qᵀ of low rank, found by one power
         iteration a step from the last step's Q.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -744,8 +755,9 @@ class Compression(metaclass=Algorithms):
         """Rounds every element at random to one of s levels of its bucket's norm and sends signs
         and levels.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -789,8 +801,9 @@ class Compression(metaclass=Algorithms):
         """Sends the k largest coefficients of each chunk of momentum in the discrete cosine
         transform, and keeps the rest for later steps.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0

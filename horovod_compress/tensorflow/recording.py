@@ -9,8 +9,16 @@ from .compression import BoundCompression
 
 class RecordSteps(TellsOfIdling):
     """compression.record(to, every, by_tensor), for model.fit: tells the recorder when a batch has
-    ended. See `horovod_compress.engine.recording.Recorder`. Where one execution takes several steps
-    (steps_per_execution), the last one counts."""
+    ended.
+
+    Where one execution takes several steps (steps_per_execution), the last one counts.
+
+    Args:
+        compression: the one that Horovod's optimizer got.
+        to: as of `BoundCompression.record`.
+        every: as of `BoundCompression.record`.
+        by_tensor: as of `BoundCompression.record`.
+    """
 
     def __init__(
         self,

@@ -40,9 +40,14 @@ class UnboundCompression(Unbound):
     learning rate and process set from them, or for a tape from the Keras optimizer that its
     function has in reach.
 
-    spec, grad_scaler, discardable: as for BoundCompression, and so is what it raises; process_set:
-    need not be given, and must be that of
-        Horovod's optimizer or tape.
+    Args:
+        spec: as of `BoundCompression`.
+        process_set: need not be given, and must be that of Horovod's optimizer or tape.
+        grad_scaler: as of `BoundCompression`.
+        discardable: as of `BoundCompression`.
+
+    Raises:
+        ValueError: as of `BoundCompression`.
     """
 
     _bound_class: Type[BoundCompression] = BoundCompression

@@ -31,29 +31,39 @@ def UpdateOptimizer(
     momentum, second moments, weight decay and learning rate are inside what is sent, and nothing is
     taken over from it.
 
-        optimizer = hvdc.UpdateOptimizer(keras.optimizers.AdamW(1e-3), "topk:ratio=0.01")
+        optimizer = hvdc.UpdateOptimizer(
+            keras.optimizers.AdamW(1e-3), "adacomp:bin_length=64,dense=fp16", every=4
+        )
         model.compile(optimizer, loss)
 
     It takes the place of hvd.DistributedOptimizer: Horovod reduces no gradients, and tapes stay as
-    they are. Returns the optimizer itself, changed: its `compression` has stats(), switch() and all
-    else that a BoundCompression has. Variables are bit-identical on all ranks after each exchange,
+    they are. Variables are bit-identical on all ranks after each exchange,
     and rank 0's before the first step; the optimizer's own state is each rank's. Where an update is
     not finite on some rank, no rank's variables move, and what was to be sent waits for the next
     exchange, where a residual is kept of it.
 
-    optimizer: a Keras optimizer; one that scales losses (mixed precision) goes in as
-    keras.mixed_precision.LossScaleOptimizer(optimizer). With
-        `every` or `outer` it keeps the variables that all ranks share, and the outer momentum,
-        among its own, with which Keras saves them.
-    compression: a spec, as for horovod_compress.get_compressor, or hvdc.Compression.topk(…). dgc
-    selects as topk does here. every: how many local steps come before each exchange (H of DiLoCo,
-    arXiv 2311.08105). In between ranks' variables differ: `ShareUpdates` makes
-        them alike before the model is evaluated or saved.
-    outer: what is done with the mean update; default: it is added. `hvdc.Nesterov()` is DiLoCo's.
-    process_set: the ranks that exchange; default: all.
+    Args:
+        optimizer: a Keras optimizer; one that scales losses (mixed precision) goes in as
+            keras.mixed_precision.LossScaleOptimizer(optimizer). With `every` or `outer` it keeps
+            the variables that all ranks share, and the outer momentum, among its own, with which
+            Keras saves them.
+        compression: a spec, as for `horovod_compress.get_compressor`, or
+            hvdc.Compression.adacomp(…). dgc selects as topk does here.
+        every: how many local steps come before each exchange (H of DiLoCo, arXiv 2311.08105). In
+            between ranks' variables differ: `ShareUpdates` makes them alike before the model is
+            evaluated or saved.
+        outer: what is done with the mean update; default: it is added. `hvdc.Nesterov()` is
+            DiLoCo's.
+        process_set: the ranks that exchange; default: all.
 
-    Raises ValueError for bad options and in elastic jobs, TypeError for what is no optimizer. The
-    first step raises MismatchError, on all ranks, where ranks were started differently.
+    Returns:
+        The optimizer itself, changed: its `compression` has stats(), switch() and all else that a
+        BoundCompression has.
+
+    Raises:
+        ValueError: bad options, or an elastic job.
+        TypeError: what is no optimizer.
+        MismatchError: at the first step, on all ranks: they were started differently.
     """
     check_rounds(every, outer)
     if isinstance(unwrapped(optimizer), AdamW):

@@ -9,7 +9,7 @@ from typing import Callable
 
 from .models import MODELS
 
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 
 
 def add_model(parser: "argparse._ActionsContainer") -> None:
@@ -27,7 +27,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
         "--json",
         metavar="FILE",
         type=output,
-        help="write the results to a JSON file; - prints them and nothing else",
+        help="write the results to this JSON file; - prints them and nothing else",
     )
 
 
@@ -53,11 +53,27 @@ def positive(text: str) -> float:
 
 def rate(text: str) -> float:
     """Bits a second."""
-    match = re.fullmatch(r"([0-9.]+)([kmgt]?)bit", text.lower())
-    with contextlib.suppress(ValueError):
-        if match and float(match[1]):
-            return float(match[1]) * _UNITS[match[2]]
+    found = _with_unit(r"([0-9.]+)([kmgt]?)bit", text)
+    if found:
+        return found
     raise argparse.ArgumentTypeError(f"must be a rate above 0, as 100mbit or 2.5gbit, not {text!r}")
+
+
+def parameters(text: str) -> float:
+    """A number of parameters."""
+    found = _with_unit("([0-9.]+)([kmgbt]?)", text)
+    if found:
+        return found
+    raise argparse.ArgumentTypeError(f"must be a number above 0, as 350k or 25.6M, not {text!r}")
+
+
+def _with_unit(pattern: str, text: str) -> float:
+    """A number and its unit, the pattern's groups; 0 where the text is none."""
+    match = re.fullmatch(pattern, text.lower())
+    with contextlib.suppress(ValueError):
+        if match:
+            return float(match[1]) * _UNITS[match[2]]
+    return 0.0
 
 
 def whole(least: int) -> Callable[[str], int]:

@@ -72,9 +72,9 @@ _NOTES = (
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure compressions on one rank",
-        description="Measures bytes, time and error of compressions on one rank, without a "
-        "network.",
+        help="measure bytes, time and error on this machine",
+        description="Measures bytes, time and error of compressions on this machine, as one rank "
+        "without a network.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -89,7 +89,7 @@ def add(commands: Any) -> None:
         "--gradients", metavar="FILE.npz", help="your own gradients, in place of a model's"
     )
     for name, default, least, help in (
-        ("--ranks", 2, 1, "number of payloads to decode"),
+        ("--ranks", 2, 1, "ranks whose payloads are decoded"),
         ("--steps", 10, 1, f"measured steps, after a warm-up of {WARMUP}"),
         ("--seed", 0, 0, "seed of the random gradients"),
     ):
@@ -100,7 +100,7 @@ def add(commands: Any) -> None:
             metavar="N",
             help=f"{help} (default: {default})",
         )
-    arguments.add_plot(parser, "plot the ratio over the time")
+    arguments.add_plot(parser, "draw the ratio over the time")
     arguments.add_json(parser)
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.set_defaults(run=_run, parser=parser)

@@ -10,7 +10,7 @@ from .printing import console, write_json
 
 _EPILOG = """\
 horovodrun -np 4 -H host1:2,host2:2 hvdcompress check --model resnet50 --json network.json
-mpirun -np 4 -H host1:2,host2:2 hvdcompress check --million 25.6
+mpirun -np 4 -H host1:2,host2:2 hvdcompress check --parameters 25.6M
 torchrun --nproc_per_node 2 --no-python hvdcompress check --model resnet50
 
 It compares the installations of all ranks. It runs every algorithm on every transport and compares
@@ -23,7 +23,7 @@ exit status is 1 if ranks differ or an algorithm fails. Without a launcher it ch
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "check",
-        help="check a cluster: run it on all ranks",
+        help="check a cluster, and predict what pays there; run it on all ranks",
         description="Checks a cluster, and predicts which compression pays there. Run it on all "
         "ranks.",
         epilog=_EPILOG,

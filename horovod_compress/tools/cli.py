@@ -5,6 +5,7 @@ import importlib.util
 import sys
 from typing import NoReturn, Optional, Sequence
 
+from ..version import __version__
 from . import bench, check, info, plan, report
 from .printing import printable
 
@@ -17,7 +18,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Optional[Sequence[str]] = None) -> None:
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     for module in ["rich"] + ["matplotlib"] * bool(getattr(options, "plot", None)):
         if importlib.util.find_spec(module) is None:
             sys.exit(f"hvdcompress needs {module}: pip install 'horovod-compress[cli]'")
@@ -28,10 +29,12 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         sys.exit(printable(f"hvdcompress: {error}"))
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     about = "Gradient compression for unmodified Horovod and PyTorch's DistributedDataParallel."
-    parser = _Parser(prog="hvdcompress", description=about)
-    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
+    made = _Parser(prog="hvdcompress", description=about)
+    made.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = made.add_subparsers(required=True, dest="command", metavar="COMMAND")
     for command in (info, bench, plan, check, report):
         command.add(commands)
-    return parser
+    return made

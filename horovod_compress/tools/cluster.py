@@ -119,6 +119,7 @@ def run(
             "put before it: horovodrun -np 4 -H host1:2,host2:2"
         )
         return found
+    say("measuring what collectives take")
     network = _measure_network(ranks)
     rate = 8e-6 / network.seconds_per_byte["allreduce float32"]
     say(
@@ -128,7 +129,7 @@ def run(
     return {
         **found,
         **prediction.predict(
-            model, _measure_loads(ranks, compressors, model), network.faster, backward
+            model, _measure_loads(ranks, compressors, model, say), network.faster, backward
         ),
     }
 
@@ -167,6 +168,7 @@ def _try_algorithms(ranks: Ranks, say: Say) -> Dict[str, Any]:
     transport: {id: None or its first error}}."""
     found: Dict[str, Any] = {"good": True}
     for transport in ranks.transports:
+        say(f"transport {transport}: trying every algorithm")
         errors = {
             id: [error for error in ranks.gathered(_error_of(ranks, id, transport)) if error]
             for id in available()
@@ -208,12 +210,13 @@ def _measure_network(ranks: Ranks) -> Network:
 
 
 def _measure_loads(
-    ranks: Ranks, compressors: Dict[str, Any], model: loads.Model
+    ranks: Ranks, compressors: Dict[str, Any], model: loads.Model, say: Say
 ) -> Dict[str, Load]:
     """What each of {spec: compressor} brings into a step, encoded and decoded on all ranks at once,
     as in training; the slowest rank's."""
     gradients, found = model.gradients(), {}
     for spec, compressor in compressors.items():
+        say(f"measuring {spec}")
         (load,) = loads.measured(
             compressor, model, gradients, [ranks.size], local_size=ranks.local_size
         )

@@ -7,7 +7,7 @@ from ..engine.gossip import MEASURED, Gossip, compressor_of_messages
 from ..engine.topology import Topology
 from ..transport.loopback import Loopback
 from .loads import Model
-from .printing import console, digits, table
+from .printing import console, digits, progress_bar, table
 
 _COLUMNS = ("ranks", "spec", "α", "bound", "MB\nsent", "of none's\nallreduce")
 # Of which eigenvalues are computed in a second.
@@ -43,18 +43,19 @@ def predicted(
     if topology is None:
         return []
     measured, gradients = {}, model.gradients()[0]
-    for spec, compressor in compressors.items():
-        try:
-            serving = compressor_of_messages(compressor)
-        except ValueError:
-            continue
-        # The other rank never comes: what the first sends is all that is looked at.
-        transport = Loopback.group(2)[0]
-        gossip = Gossip(serving, "dcd", 1.0, Topology("ring", 2), transport, model.shapes)
-        gossip.begin({name: 0 * x.reshape(-1) for name, x in gradients.items()})
-        gossip.steps = MEASURED - 1
-        gossip.start({name: x.reshape(-1) for name, x in gradients.items()})
-        measured[spec] = gossip.alpha, model.factor * gossip.stats()["bytes_sent"]
+    with progress_bar() as progress:
+        for spec in progress.track(compressors, description="messages to neighbors"):
+            try:
+                serving = compressor_of_messages(compressors[spec])
+            except ValueError:
+                continue
+            # The other rank never comes: what the first sends is all that is looked at.
+            transport = Loopback.group(2)[0]
+            gossip = Gossip(serving, "dcd", 1.0, Topology("ring", 2), transport, model.shapes)
+            gossip.begin({name: 0 * x.reshape(-1) for name, x in gradients.items()})
+            gossip.steps = MEASURED - 1
+            gossip.start({name: x.reshape(-1) for name, x in gradients.items()})
+            measured[spec] = gossip.alpha, model.factor * gossip.stats()["bytes_sent"]
     graphs = [Topology(topology, ranks) for ranks in counts]
     return [
         {

@@ -12,10 +12,10 @@ from .printing import console, table, write_json
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "info",
-        help="list all compressions, or the options of some",
-        description="Lists all compressions. With IDs, describes these and their options.",
+        help="list all algorithms, or the options of some",
+        description="Lists all algorithms. With IDs, says what these do and lists their options.",
     )
-    parser.add_argument("ids", nargs="*", metavar="ID", help="such as dgc")
+    parser.add_argument("ids", nargs="*", metavar="ID", help="algorithms to describe, such as dgc")
     arguments.add_json(parser)
     parser.set_defaults(run=_run, parser=parser)
 
@@ -43,7 +43,7 @@ def _run(options: argparse.Namespace) -> None:
         terminal.print(f"{id} · {about['collective']} · {about['paper']}")
         terminal.print((inspect.getdoc(classes[id]) or "").partition("\n\n")[0].replace("\n", " "))
         lines = [
-            (name, _spelled(found["default"]), found["values"], found["doc"])
+            (name, spelled(found["default"]), found["values"], found["doc"])
             for name, found in about["options"].items()
         ]
         terminal.print(
@@ -52,8 +52,8 @@ def _run(options: argparse.Namespace) -> None:
         )
 
 
-def _spelled(value: Any) -> str:
+def spelled(value: Any) -> str:
     """A value as a spec spells it."""
     if isinstance(value, (tuple, list)):
-        return "+".join(map(_spelled, value)) or "-"
+        return "+".join(map(spelled, value)) or "-"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -43,9 +43,9 @@ class Model:
         return cls(name, sum(map(math.prod, shapes.values())), shapes)
 
     @classmethod
-    def of_size(cls, millions: float) -> "Model":
+    def of_size(cls, number: float) -> "Model":
         """One of which only the number of parameters is known."""
-        parameters = max(1, round(1e6 * millions))
+        parameters = max(1, round(number))
         rows = min(max(1, round(parameters / _TENSORS / 1024)), _LARGEST // 1024)
         shapes: Shapes = {f"t{i}": (rows, 1024) for i in range(_TENSORS)}
         return cls("a model", parameters, shapes, parameters / (1024 * rows * _TENSORS))

@@ -5,6 +5,7 @@ import functools
 import sys
 from typing import Any, Dict, List, Optional, Sequence, Union
 
+from ..compressors.advice import ADAM, ADVICE
 from . import arguments, bench, gossip, loads, prediction
 from .cost import MOST_RANKS, Load, Network
 from .printing import console, digits, progress_bar, table, write_json
@@ -22,8 +23,8 @@ _COLUMNS = {
 }
 
 _NOTES = (
-    "MB sent, received: bytes handed to collectives in a step and got back, as stats() counts them",
-    "MB on link: bytes that cross a rank's link, each way",
+    "MB sent, received: what a rank hands to collectives in a step and gets back, as stats() says",
+    "MB on link: what crosses a rank's link in a step, each way",
     "work: encode and decode, measured on this processor",
     "step: backward and exchange, computed, after a warm-up; of none: over the step with none",
     "Tensors go dense where the payloads of all ranks would be more bytes.",
@@ -34,7 +35,7 @@ _NOTES = (
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        help="predict a step's time and bytes on a network",
+        help="predict a step's time and bytes on a network that you name",
         description="Predicts the time and the bytes of a training step with several compressions, "
         "for one or more numbers of ranks. It measures each compression on this processor and "
         "computes the exchange. It needs no other ranks and no network.",
@@ -45,7 +46,7 @@ def add(commands: Any) -> None:
         type=_ranks_or_spec,
         default=[],
         metavar="N",
-        help="numbers of ranks (default: the ranks of two hosts, or those of --network)",
+        help="numbers of ranks (default: those of two machines, or of --network)",
     )
     add_prediction(parser)
     network = parser.add_mutually_exclusive_group()
@@ -53,7 +54,7 @@ def add(commands: Any) -> None:
         "--link",
         type=arguments.rate,
         metavar="RATE",
-        help="bits a second of each rank's link, such as 100mbit (default: 1gbit)",
+        help="speed of each rank's link, such as 100mbit or 10gbit (default: 1gbit)",
     )
     network.add_argument(
         "--network",
@@ -64,28 +65,28 @@ def add(commands: Any) -> None:
         "--latency",
         type=arguments.number,
         metavar="MS",
-        help="milliseconds of a message between two hosts (default: 0.1)",
+        help="milliseconds that a message takes between two machines (default: 0.1)",
     )
     parser.add_argument(
         "--library",
         choices=("gloo", "mpi"),
         default="gloo",
-        help="Horovod's library. Its small messages pass a ring of ranks (gloo) or a tree (mpi) "
-        "(default: gloo)",
+        help="what Horovod runs on; small messages pass all ranks in turn (gloo) or a tree of them "
+        "(mpi) (default: gloo)",
     )
     parser.add_argument(
         "--local-size",
         type=arguments.whole(1),
         default=1,
         metavar="L",
-        help="ranks of a host, for hosts=true (default: 1)",
+        help="ranks on each machine, for hosts=true (default: 1)",
     )
     parser.add_argument(
         "--topology",
         choices=("ring", "torus", "complete"),
-        help="show decentralized training on such a graph too: DCD's bound, and bytes",
+        help="show decentralized training too, with messages along such a graph",
     )
-    arguments.add_plot(parser, "plot time and bytes over the number of ranks")
+    arguments.add_plot(parser, "draw time and bytes over the number of ranks")
     parser.set_defaults(run=_run, parser=parser)
     # A deprecated name, which is not listed.
     commands.choices["scale"] = parser
@@ -103,25 +104,34 @@ def add_prediction(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group()
     arguments.add_model(model)
     model.add_argument(
-        "--million",
-        type=arguments.positive,
-        metavar="M",
-        help="a model of M million parameters",
+        "--parameters",
+        type=arguments.parameters,
+        metavar="N",
+        help="a model of so many parameters, such as 25.6M",
     )
+    # A deprecated name, which is not listed.
+    model.add_argument("--million", type=arguments.positive, help=argparse.SUPPRESS)
     parser.add_argument(
         "--backward",
         type=arguments.number,
         default=0.0,
         metavar="MS",
-        help="milliseconds of a backward pass; the exchange overlaps with it (default: 0)",
+        help="milliseconds of a backward pass, behind which the exchange hides (default: 0)",
     )
     arguments.add_json(parser)
 
 
 def model_of(options: argparse.Namespace) -> loads.Model:
-    """The model that --million or --model names."""
+    """The model that --parameters or --model names."""
     if options.million:
-        return loads.Model.of_size(options.million)
+        print(
+            "hvdcompress: --million is deprecated and will be removed: use --parameters "
+            f"{digits(options.million)}M",
+            file=sys.stderr,
+        )
+        options.parameters = 1e6 * options.million
+    if options.parameters:
+        return loads.Model.of_size(options.parameters)
     return loads.Model.known(options.model)
 
 
@@ -186,7 +196,7 @@ def _plan(options: argparse.Namespace, counts: List[int]) -> None:
     ]
     several = prediction.by_ranks(runs)
     if options.plot:
-        prediction.plot(several, options.plot)
+        prediction.plot(several, _title(runs[0], None if found else rate), options.plot)
     known = {"library": options.library, **({} if found else {"link_bits_per_second": rate})}
     messages = gossip.predicted(compressors, model, counts, options.topology)
     told = {"decentralized": messages} if messages else {}
@@ -223,14 +233,6 @@ def show_predictions(runs: Sequence[Dict[str, Any]], rate: Optional[float]) -> N
         runs: what `prediction.predict` returns, by ascending number of ranks.
         rate: of links, bits a second; None where the network was measured.
     """
-    first, backward = runs[0], 1e3 * runs[0]["backward_seconds"]
-    title = "; ".join(
-        [
-            f"{first['model']} of {digits(first['parameters'] / 1e6)} million parameters",
-            f"links of {_shown_rate(rate)}" if rate else "the network as it was measured",
-            f"backward {digits(backward)} ms" if backward else "no backward to hide behind",
-        ]
-    )
     rows: List[List[str]] = []
     for run in runs:
         # An empty line between numbers of ranks.
@@ -240,8 +242,29 @@ def show_predictions(runs: Sequence[Dict[str, Any]], rate: Optional[float]) -> N
             for found in run["predictions"]
         ]
     rendered = table(_COLUMNS, rows, right=[title for title in _COLUMNS if title != "spec"])
-    said = _what_pays(first, rate) if len(runs) == 1 else _from_where_dense_pays(runs)
-    console().print(title, rendered, *_NOTES, "", *said, sep="\n")
+    said = _what_pays(runs[0], rate) if len(runs) == 1 else _from_where_dense_pays(runs)
+    said += _recommended([found["spec"] for found in runs[0]["predictions"]])
+    console().print(_title(runs[0], rate), rendered, *_NOTES, "", *said, sep="\n")
+
+
+def _title(run: Dict[str, Any], rate: Optional[float]) -> str:
+    """Of the table and of the plot: model, network and backward pass."""
+    backward = 1e3 * run["backward_seconds"]
+    return "; ".join(
+        [
+            f"{run['model']} of {digits(run['parameters'] / 1e6)} million parameters",
+            f"links of {_shown_rate(rate)}" if rate else "the network as it was measured",
+            f"backward {digits(backward)} ms" if backward else "no backward to hide behind",
+        ]
+    )
+
+
+def _recommended(specs: Sequence[str]) -> List[str]:
+    """Lines that say when which of these is recommended, and what is for Adam, which is not
+    predicted."""
+    lines = [f"  {each.situation}: {each.spec}" for each in ADVICE if each.spec in specs]
+    updates = f"  {ADAM.situation}: {ADAM.spec} on updates of every {ADAM.every} steps"
+    return ["", "Accuracy is another matter. Recommended (docs/choose.md):", *lines, updates]
 
 
 def _what_pays(run: Dict[str, Any], rate: Optional[float]) -> List[str]:
@@ -253,7 +276,7 @@ def _what_pays(run: Dict[str, Any], rate: Optional[float]) -> List[str]:
         said += f"; none is as fast as {best} from {from_rate} on"
     else:
         said += f"; none is {'always' if factor == 0 else 'never'} as fast as {best}"
-    return [said, *[f"Accuracy is another matter: see {best} in docs/algorithms.md"] * pays]
+    return [said]
 
 
 def _from_where_dense_pays(runs: Sequence[Dict[str, Any]]) -> List[str]:

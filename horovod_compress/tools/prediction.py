@@ -5,18 +5,19 @@ import dataclasses
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from ..compressors import get_compressor
+from ..compressors.advice import ADVICE
 from .cost import Load, Network, added_seconds, break_even
 from .loads import Model
 from .printing import save_figure
 
 BASELINES = ("none", "fp16")
-# Whose bytes random gradients tell.
-DEFAULT = (
-    "dgc:ratio=0.001",
-    "dgc:ratio=0.01",
-    "topk:ratio=0.01",
-    "maxnorm:bits=4",
-    "powersgd:rank=4",
+# What is recommended for gradients, but for what needs machines of several ranks, or many.
+DEFAULT = tuple(
+    each.spec
+    for each in ADVICE
+    if each.every is None
+    and each.spec not in BASELINES
+    and not {"hosts=true", "exchange=split"} & set(each.spec.split(","))
 )
 
 
@@ -113,26 +114,26 @@ def _dense_from(
     return counts[first] if first < len(counts) else None
 
 
-def plot(found: Dict[str, Any], path: str) -> None:
-    """Draws a step's seconds and a rank's bytes over the number of ranks."""
+def plot(found: Dict[str, Any], title: str, path: str) -> None:
+    """Draws a step's time and a rank's bytes over the number of ranks, in the table's units."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     shown = {
-        "step_seconds": "seconds of a step",
-        "link_bytes": "bytes that cross a rank's link in a step, each way",
+        "step_seconds": ("step, ms", 1e-3),
+        "link_bytes": ("MB on link: what crosses a rank's link in a step, each way", 1e6),
     }
-    for axes, (key, label) in zip(figure.subplots(1, 2), shown.items()):
+    for axes, (key, (label, unit)) in zip(figure.subplots(1, 2), shown.items()):
         for spec, its in found["by_spec"].items():
             axes.plot(
                 found["ranks"],
-                its[key],
+                [value / unit for value in its[key]],
                 marker=".",
                 label=spec,
                 linestyle="--" if spec in ("none", "fp16") else "-",
             )
         axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel=label)
-    figure.suptitle(
-        f"{found['model']}, {found['parameters'] / 1e6:.4g} million parameters", x=0.01, ha="left"
-    )
+        axes.set_xticks(found["ranks"], [str(ranks) for ranks in found["ranks"]])
+        axes.set_xticks([], minor=True)
+    figure.suptitle(title, x=0.01, ha="left")
     save_figure(figure, path)

@@ -37,11 +37,11 @@ _COLUMNS = {
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
-        help="show a file that compression.record() has written",
+        help="show what compression.record() has written",
         description="Shows a file that compression.record() has written: a table by tensor.",
     )
     parser.add_argument("file", metavar="FILE", help="a file of JSON lines")
-    arguments.add_plot(parser, "plot bytes, norms and times over steps")
+    arguments.add_plot(parser, "draw bytes, norms and times over steps")
     arguments.add_json(parser)
     parser.set_defaults(run=_run, parser=parser)
 

@@ -19,24 +19,29 @@ class BoundCompression(StepCompression):
     """A compression bound to an optimizer and its parameters, for
     hvd.DistributedOptimizer(compression=…).
 
-    spec: as for horovod_compress.get_compressor. optimizer: the torch optimizer that will be
-    wrapped. An SGD's momentum, Nesterov and weight decay are taken over by
-        algorithms that correct momentum (dgc). None where the algorithm needs nothing from it.
-    named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered by
-    parameter group. process_set: the one that hvd.DistributedOptimizer gets; default: all ranks.
-    grad_scaler: the torch.amp.GradScaler that scales the loss, where there is one: what is kept of
-    gradients then follows its scale,
-        and steps that it skips are forgotten. Implies discardable.
-    discardable: a step that optimizer.step() does not use (synchronize(), then zero_grad()), or
-    that is not finite, is forgotten, as if
-        it had never been. Takes as much memory again as the algorithm's state, and the time to copy
-        that in each step.
-
     One compression serves one optimizer on one rank. Its residuals are this rank's own: save
     `state_dict()` on every rank, or one that is portable; in an elastic job give it to
-    hvd.elastic.TorchState(compression=…), see `elastic`. Raises ValueError for bad options and
-    parameters; the first gradient, or `handshake()`, raises MismatchError, on all ranks, where
-    ranks were started differently.
+    hvd.elastic.TorchState(compression=…), see `elastic`.
+
+    Args:
+        spec: as for `horovod_compress.get_compressor`.
+        optimizer: the torch optimizer that will be wrapped. An SGD's momentum, Nesterov and weight
+            decay are taken over by algorithms that correct momentum (dgc). None where the algorithm
+            needs nothing from it.
+        named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered by
+            parameter group.
+        process_set: the one that hvd.DistributedOptimizer gets; default: all ranks.
+        grad_scaler: the torch.amp.GradScaler that scales the loss, where there is one: what is kept
+            of gradients then follows its scale, and steps that it skips are forgotten. Implies
+            discardable.
+        discardable: a step that optimizer.step() does not use (synchronize(), then zero_grad()), or
+            that is not finite, is forgotten, as if it had never been. Takes as much memory again as
+            the algorithm's state, and the time to copy that in each step.
+
+    Raises:
+        ValueError: bad options and parameters.
+        MismatchError: at the first gradient, or in `handshake()`, on all ranks: they were started
+            differently.
     """
 
     @by_name

@@ -30,6 +30,8 @@ from .compression import BoundCompression
 from .unbound import UnboundCompression, compression_of
 from .updates import UpdateOptimizer
 
+__all__ = ["run"]
+
 
 class CompressionHandler(Entry, StateHandler):
     """What hvd.elastic.TorchState(compression=…) does with a compression, in place of broadcasting

@@ -69,8 +69,7 @@ class Compression(metaclass=Algorithms):
     ) -> Union[BoundCompression, UnboundCompression]:
         """Dense float32, or float64 where gradients are, summed over ranks.
 
-        Args:
-            others: see BoundCompression.
+        For arguments that are no options see `BoundCompression`.
         """
 
     @staticmethod
@@ -105,8 +104,9 @@ class Compression(metaclass=Algorithms):
         """Sends the ratio·d entries of largest accumulated, momentum-corrected gradient; keeps the
         others for later steps.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -162,8 +162,7 @@ class Compression(metaclass=Algorithms):
     ) -> Union[BoundCompression, UnboundCompression]:
         """Dense float16, summed over ranks in float16.
 
-        Args:
-            others: see BoundCompression.
+        For arguments that are no options see `BoundCompression`.
         """
 
     @staticmethod
@@ -185,8 +184,9 @@ class Compression(metaclass=Algorithms):
         """Sends sign(r)·tau for every element whose residual r exceeds tau, one bit and an index
         each, and keeps the rest.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -222,8 +222,9 @@ class Compression(metaclass=Algorithms):
         """Sends, of each bin of elements, those that the newest gradient could have lifted over
         the bin's largest.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -263,8 +264,9 @@ class Compression(metaclass=Algorithms):
         """Sends an element once its accumulated mean is unambiguous against its noise: r² >
         alpha·v.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -311,8 +313,9 @@ class Compression(metaclass=Algorithms):
         """Sends the ratio·d entries of largest accumulated gradient and keeps the others in a
         residual for later steps.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -362,8 +365,9 @@ class Compression(metaclass=Algorithms):
         """Sends ratio·d entries of the accumulated gradient, each rank its own random ones, and
         keeps the others in a residual.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -399,8 +403,9 @@ class Compression(metaclass=Algorithms):
         """Sums ratio·d, or k, coordinates of each tensor, the same random ones on every rank, in
         float32.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -441,8 +446,9 @@ class Compression(metaclass=Algorithms):
         """Rounds |g|/w·s at random to a whole number, s = 2^bits - 1, w the largest norm of all
         ranks; sums the codes.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -487,8 +493,9 @@ class Compression(metaclass=Algorithms):
         """As maxnorm, but small elements are rounded on a finer scale: the finest at which every
         rank's code still fits bits[0].
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -532,8 +539,9 @@ class Compression(metaclass=Algorithms):
         """Clips every element at clip·σ of its own rank and rounds it at random to -w, 0 or w, the
         ranks' largest after clipping.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -571,8 +579,9 @@ class Compression(metaclass=Algorithms):
         """Each rank votes with the sign of every element; the result is the majority's sign, 0
         where they tie and where all are 0.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -603,8 +612,9 @@ class Compression(metaclass=Algorithms):
         """Sends the sign of every element of p = residual + g, one bit, and ‖p‖₁/d, one number a
         tensor; keeps the error.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -637,11 +647,11 @@ class Compression(metaclass=Algorithms):
         follow_lr: bool = False,
     ) -> Union[BoundCompression, UnboundCompression]:
         """Sends the sign of every element of residual + g, one bit, and the means of the positive
-        and the negative half, two numbers a tensor; keeps the error. The paper has two numbers
-        a column; here a tensor is one column.
+        and the negative half, two numbers a tensor; keeps the error.
+
+        For arguments that are no options see `BoundCompression`.
 
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -675,8 +685,9 @@ class Compression(metaclass=Algorithms):
         """Rounds every element at random to one of the two powers of two next to it: a sign and an
         exponent, 9 bits.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -702,8 +713,7 @@ class Compression(metaclass=Algorithms):
         """Gathers bfloat16 and sums it in float32: Horovod's MPI and Gloo backends do not reduce
         bfloat16.
 
-        Args:
-            others: see BoundCompression.
+        For arguments that are no options see `BoundCompression`.
         """
 
     @staticmethod
@@ -726,8 +736,9 @@ class Compression(metaclass=Algorithms):
         """Approximates each matrix M = residual + g by P·Qᵀ of low rank, found by one power
         iteration a step from the last step's Q.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -767,8 +778,9 @@ class Compression(metaclass=Algorithms):
         """Rounds every element at random to one of s levels of its bucket's norm and sends signs
         and levels.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0
@@ -813,8 +825,9 @@ class Compression(metaclass=Algorithms):
         """Sends the k largest coefficients of each chunk of momentum in the discrete cosine
         transform, and keeps the rest for later steps.
 
+        For arguments that are no options see `BoundCompression`.
+
         Args:
-            others: see BoundCompression.
             transport: what moves payloads: Horovod, while backward goes on; or MPI, all of a step
                 at once; one of horovod, mpi
             seed: of everything that is drawn at random; a whole number, at least 0

@@ -18,9 +18,14 @@ class UnboundCompression(Unbound):
     """A compression for hvd.DistributedOptimizer(compression=…), which has named parameters,
     momentum, weight decay and process set for it.
 
-    spec, grad_scaler, discardable: as for BoundCompression, and so is what it raises; process_set:
-    need not be given, and must be that of
-        Horovod's optimizer.
+    Args:
+        spec: as of `BoundCompression`.
+        process_set: need not be given, and must be that of Horovod's optimizer.
+        grad_scaler: as of `BoundCompression`.
+        discardable: as of `BoundCompression`.
+
+    Raises:
+        ValueError: as of `BoundCompression`.
     """
 
     _bound_class: Type[BoundCompression] = BoundCompression
@@ -117,8 +122,14 @@ class UnboundCompression(Unbound):
 
 
 def compression_of(optimizer: torch.optim.Optimizer) -> Optional[BoundCompression]:
-    """The compression that an optimizer of Horovod's was given, bound to it now where that has not
-    happened yet; None for optimizers without one of this package."""
+    """The compression that an optimizer was given, bound to it now where that has not happened yet.
+
+    Args:
+        optimizer: what hvd.DistributedOptimizer has returned, or what wraps that.
+
+    Returns:
+        The compression, or None for optimizers without one of this package.
+    """
     given = horovod_internals.compression_of(optimizer)
     if not isinstance(given, (BoundCompression, UnboundCompression)):
         return None

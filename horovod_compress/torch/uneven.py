@@ -32,16 +32,21 @@ def uneven(*trained: Any) -> Iterator[None]:
     these steps. Then all that was given here continues, on every rank, from the state of a rank
     that trained to the end.
 
-    trained: the optimizers that hvd.DistributedOptimizer returned with a compression of this
-    package, and what else training changes and is to be
-        alike on all ranks: anything with state_dict and load_state_dict. Parameters and a
-        compression's grad_scaler come with the optimizer.
-
     All ranks enter the block, also one without data. It costs one small allreduce a step, which is
     not waited for. Gradients of backward passes that no step followed are dropped. An exception
     passes through at once, and the rank answers nothing any more. On one rank the block does
-    nothing. Raises TypeError for what cannot be given, RuntimeError inside another such block, and
-    MismatchError where ranks give different things.
+    nothing.
+
+    Args:
+        *trained: the optimizers that hvd.DistributedOptimizer returned with a compression of this
+            package, and what else training changes and is to be alike on all ranks: anything with
+            state_dict and load_state_dict. Parameters and a compression's grad_scaler come with the
+            optimizer.
+
+    Raises:
+        TypeError: what cannot be given.
+        RuntimeError: inside another such block.
+        MismatchError: ranks give different things.
     """
     found = [(each, compression_of(each)) for each in trained]
     members = [_Member(c._optimizer or each, c) for each, c in found if c is not None]

@@ -32,24 +32,15 @@ class UpdateOptimizer(SharesUpdates):
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         optimizer = hvdc.UpdateOptimizer(
-            optimizer, named_parameters=model.named_parameters(), compression="topk:ratio=0.01"
+            optimizer,
+            named_parameters=model.named_parameters(),
+            compression="adacomp:bin_length=64,dense=fp16",
+            every=4,
         )
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     It takes the place of hvd.DistributedOptimizer: Horovod reduces no gradients. Parameters are
     bit-identical on all ranks after each exchange; the optimizer's own state is each rank's.
-
-    optimizer: any torch optimizer but L-BFGS, with real floating-point parameters. Its parameter
-        groups are this one's, so schedulers may have either, and so are its methods: call them on
-        either. Where one changes parameters outside of step(), as train() and eval() of
-        schedule-free optimizers do, all ranks call it, and parameters become their mean over ranks,
-        bit-identical.
-    named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered by
-    parameter group. compression: a spec, as for horovod_compress.get_compressor, or
-    hvdc.Compression.topk(…). dgc selects as topk does here. every: how many local steps come before
-    each exchange (H of DiLoCo, arXiv 2311.08105). In between ranks' parameters differ. outer: what
-    is done with the mean update; default: it is added. `hvdc.Nesterov()` is DiLoCo's. process_set:
-    the ranks that exchange; default: all.
 
     A copy of the parameters is kept, which an optimizer needs that looks at them. A rank whose
     GradScaler has found infinite gradients skips its own step and takes part with an update of
@@ -57,8 +48,26 @@ class UpdateOptimizer(SharesUpdates):
     parameters move, and what was to be sent waits for the next exchange, where a residual is kept
     of it; an exchange that fails leaves the shared parameters.
 
-    Raises ValueError for bad options. The first step raises MismatchError, on all ranks, where
-    ranks were started differently or begin with different parameters.
+    Args:
+        optimizer: any torch optimizer but L-BFGS, with real floating-point parameters. Its
+            parameter groups are this one's, so schedulers may have either, and so are its methods:
+            call them on either. Where one changes parameters outside of step(), as train() and
+            eval() of schedule-free optimizers do, all ranks call it, and parameters become their
+            mean over ranks, bit-identical.
+        named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered
+            by parameter group.
+        compression: a spec, as for `horovod_compress.get_compressor`, or
+            hvdc.Compression.adacomp(…). dgc selects as topk does here.
+        every: how many local steps come before each exchange (H of DiLoCo, arXiv 2311.08105). In
+            between ranks' parameters differ.
+        outer: what is done with the mean update; default: it is added. `hvdc.Nesterov()` is
+            DiLoCo's.
+        process_set: the ranks that exchange; default: all.
+
+    Raises:
+        ValueError: bad options.
+        MismatchError: at the first step, on all ranks: they were started differently, or begin with
+            different parameters.
     """
 
     @by_name

@@ -256,6 +256,13 @@ def test_without_its_extra_it_says_what_to_install(monkeypatch, module, argument
     assert end.value.code == (f"hvdcompress needs {module}: pip install 'horovod-compress[cli]'")
 
 
+def test_it_says_its_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert not end.value.code
+    assert capsys.readouterr().out == f"hvdcompress {hc.__version__}\n"
+
+
 def test_it_is_a_module_too(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["horovod_compress", "info", "none"])
     runpy.run_module("horovod_compress", run_name="__main__")

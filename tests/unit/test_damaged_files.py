@@ -140,7 +140,7 @@ def test_records_that_cannot_be(capsys, tmp_path, record):
 def test_networks_that_cannot_be(capsys, tmp_path, wrong, network):
     path = tmp_path / "network.json"
     path.write_text(json.dumps({"network": network}))
-    said = refusal(capsys, "plan", "--network", str(path), "--million", "1")
+    said = refusal(capsys, "plan", "--network", str(path), "--parameters", "1M")
     assert_one_line(said, "plan")
     assert f"{path}: network: {wrong} is missing or not valid" in said
 

@@ -201,10 +201,10 @@ def test_splitting_brings_a_rank_no_more_where_there_are_more(accept):
 
 
 def test_a_model_of_a_size_is_scaled_from_a_piece(monkeypatch):
-    elements = [math.prod(shape) for shape in loads.Model.of_size(1000).shapes.values()]
+    elements = [math.prod(shape) for shape in loads.Model.of_size(1e9).shapes.values()]
     assert sum(elements) == 2**24
     monkeypatch.setattr(loads, "_LARGEST", 2**12)
     for millions in (1000, 0.5):
-        model = loads.Model.of_size(millions)
+        model = loads.Model.of_size(1e6 * millions)
         (load,) = loads.measured(hc.get_compressor("none"), model, model.gradients(), [2])
         assert load.sent == pytest.approx(4e6 * millions)

@@ -131,8 +131,7 @@ def test_microbatch_of_one_pass_is_the_gradient_squared(net):
 
 
 def test_groups_of_samples_estimate_the_sum_over_samples_without_bias():
-    """The formula of docs/algorithms.md, over all ways in which 6 samples fall into 3 passes of
-    2."""
+    """The formula of decision 030, over all ways in which 6 samples fall into 3 passes of 2."""
     samples = torch.randn(6, 10, dtype=torch.float64)
     total = samples.sum(0)
     estimates = []

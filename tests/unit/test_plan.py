@@ -10,6 +10,7 @@ import pytest
 from test_cli import refusal, run
 
 from horovod_compress import tools
+from horovod_compress.compressors import advice
 from horovod_compress.tools import loads, prediction
 from horovod_compress.tools.cli import main
 from horovod_compress.tools.cost import COLLECTIVES, Load, Network
@@ -21,7 +22,7 @@ TENSORS = 16 * 1e6 / (16 * 61 * 1024)
 
 
 def as_json(capsys, *arguments):
-    return json.loads(run(capsys, *arguments, "--million", 1, "--json", "-"))
+    return json.loads(run(capsys, *arguments, "--parameters", "1M", "--json", "-"))
 
 
 def by_spec(found):
@@ -55,7 +56,7 @@ def row(ranks, spec, found):
 
 def test_the_table_has_what_the_json_has(capsys, tmp_path):
     out = tmp_path / "plan.json"
-    options = "topk:ratio=0.01", "maxnorm", "--million", 2, "--link", "100mbit", "--json", out
+    options = "topk:ratio=0.01", "maxnorm", "--parameters", "2M", "--link", "100mbit", "--json", out
     text = run(capsys, "plan", "--ranks", 4, *options)
     assert text.startswith(
         "a model of 2 million parameters; links of 100 Mbit/s; no backward to hide behind\n"
@@ -74,7 +75,7 @@ def test_the_table_has_what_the_json_has(capsys, tmp_path):
 
 def test_several_numbers_of_ranks_have_one_table_and_a_plot(capsys, tmp_path):
     out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    options = "--million", 1, "--json", out, "--plot", picture
+    options = "--parameters", "1M", "--json", out, "--plot", picture
     text = run(capsys, "plan", *options, "--ranks", 100, 2, 2, "topk:ratio=0.01")
     found = json.loads(out.read_text())
     assert found["ranks"] == [2, 100] and found["library"] == "gloo"
@@ -96,7 +97,7 @@ def test_several_numbers_of_ranks_have_one_table_and_a_plot(capsys, tmp_path):
 
 
 def test_scale_is_plan_with_powers_of_two_of_hosts(capsys, network):
-    options = "none", "--network", network, "--million", 1, "--json", "-"
+    options = "none", "--network", network, "--parameters", "1M", "--json", "-"
     for local_size, ranks in ((1, [2, 4, 5]), (8, [16, 24])):
         hosts = "--local-size", local_size
         main(list(map(str, ("scale", *options, *hosts, "--ranks", ranks[-1]))))
@@ -164,8 +165,27 @@ def test_a_measured_network_serves_instead_of_a_link(capsys, network):
             for count, n in zip(messages, [2, 4, 5])
         ]
         assert found["by_spec"]["none"]["step_seconds"] == pytest.approx(expected)
-    text = run(capsys, "plan", "none", "--network", network, "--million", 1)
+    text = run(capsys, "plan", "none", "--network", network, "--parameters", "1M")
     assert "the network as it was measured" in text
+
+
+def test_the_table_says_what_is_recommended(capsys):
+    text = run(capsys, "plan", "dgc:ratio=0.001", "strom", "--parameters", "10k")
+    said = text.partition("Recommended (docs/choose.md):")[2].splitlines()
+    assert said[1:] == [
+        f"  {advice.SGD.situation}: dgc:ratio=0.001",
+        "  Half of the bytes are enough: fp16",
+        f"  {advice.ADAM.situation}: {advice.ADAM.spec} on updates of every 4 steps",
+    ]
+
+
+def test_a_number_of_parameters_has_a_unit(capsys):
+    for text, parameters in (("350k", 350_000), ("0.5M", 500_000), ("1000", 1000)):
+        found = json.loads(run(capsys, "plan", "none", "--parameters", text, "--json", "-"))
+        assert found["parameters"] == parameters
+    main(["plan", "none", "--million", "0.5", "--json", "-"])
+    out, err = capsys.readouterr()
+    assert json.loads(out)["parameters"] == 500_000 and "use --parameters 0.5M" in err
 
 
 def test_two_hosts_are_planned_by_default(capsys):
@@ -187,7 +207,7 @@ def test_decentralized_training_is_planned_beside(capsys):
     assert of_none == pytest.approx(8e6, rel=0.01) and of_half == pytest.approx(4e6, rel=0.01)
     assert found[2]["bytes_sent"] == found[5]["bytes_sent"] and quantized < of_none / 7
     assert found[0]["alpha"] == 0 and 0.1 < found[2]["alpha"] < 0.6
-    text = run(capsys, *options, "--ranks", 8, "--million", 1)
+    text = run(capsys, *options, "--ranks", 8, "--parameters", "1M")
     assert "decentralized training; topology: ring" in text and "0.0732" in text
     assert "decentralized" not in as_json(capsys, "plan", "none")
 
@@ -208,11 +228,11 @@ def test_exchanges_hide_behind_a_backward(capsys):
         (["check", "nope"], "unknown compressor 'nope'; there are: none, "),
         (["plan", "--model", "alexnet"], "invalid choice: 'alexnet'"),
         (["check", "--model", "alexnet"], "invalid choice: 'alexnet'"),
-        (["check", "--million", "0"], "--million: must be a number above 0, not '0'"),
-        (["plan", "--million", "inf"], "--million: must be a number above 0, not 'inf'"),
+        (["check", "--parameters", "0"], "--parameters: must be a number above 0, as 350k"),
+        (["plan", "--parameters", "inf"], "--parameters: must be a number above 0, as 350k"),
         (
-            ["plan", "--million", "1", "--model", "vgg16"],
-            "--model: not allowed with argument --million",
+            ["plan", "--parameters", "1M", "--model", "vgg16"],
+            "--model: not allowed with argument --parameters",
         ),
         (
             ["plan", "--link", "fast"],
@@ -255,7 +275,7 @@ def test_only_check_needs_a_framework(tmp_path):
         sys.modules.update(dict.fromkeys(["torch", "tensorflow", "horovod"]))
         from horovod_compress.tools.cli import main
         np.savez("gradients.npz", w=np.ones((3, 4)))
-        main(["plan", "none", "--million", "0.01"])
+        main(["plan", "none", "--parameters", "10k"])
         main(["bench", "none", "--steps", "1", "--gradients", "gradients.npz"])
         main(["info"])
     """
