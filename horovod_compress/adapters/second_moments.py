@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..compressors.advice import ADAM
 from ..compressors.base import Compressor
 
 # Optimizers that divide by the size of earlier gradients, by the names of their classes.
@@ -35,6 +36,6 @@ def advice_for(compressor: Compressor, optimizer: Any) -> str:
         f"{compressor.id} compresses gradients of {type(optimizer).__name__}, which divides by "
         "their second moments. Entries that come late and large mislead those: trainings ended up "
         "to 15 % above none, some above ranks that exchange nothing. Compress updates in place of "
-        "gradients: UpdateOptimizer(optimizer, …, compression='adacomp', every=4) "
+        f"gradients: UpdateOptimizer(optimizer, …, compression={ADAM.spec!r}, every={ADAM.every}) "
         "(docs/guides/updates.md)"
     )
