@@ -93,14 +93,15 @@ class Figure:
             if sd is None and len(self.by_seed) > 1:
                 sd = statistics.stdev(self.by_seed.values())
             self.sd = None if sd is None else float(sd)
-            spelled = known if known is not None else next(iter(value.values()))
-            self.digits = max(0, -decimal.Decimal(str(spelled)).as_tuple().exponent)
+            self.digits = digits_of(next(iter(value.values())) if known is None else known)
 
     def __str__(self) -> str:
         if isinstance(self.value, list):
             return f"{self.median} ({min(self.value)}–{max(self.value)})"
+        if isinstance(self.value, str):
+            return self.value
         if not isinstance(self.value, dict):
-            return str(self.value)
+            return str(self.value).replace("-", "−")
         if self.sd is None:
             return Estimate(self.mean, None).shown(self.digits)
         half = t_quantile(self.n - 1) * self.sd / math.sqrt(self.n)
@@ -109,7 +110,7 @@ class Figure:
     @property
     def median(self) -> str:
         """Of a list, with as many digits as it has."""
-        return f"{statistics.median(self.value):.{-self.value[0].as_tuple().exponent}f}"
+        return f"{statistics.median(self.value):.{digits_of(self.value[0])}f}"
 
     def _difference(self) -> tuple:
         """The difference from the baseline, and the mean that it is relative to."""
@@ -123,7 +124,8 @@ class Figure:
             pairs = [(its, base.by_seed[seed]) for seed, its in self.by_seed.items()]
             reference = statistics.fmean(other for _, other in pairs)
             return Estimate.of([its - other for its, other in pairs]), reference
-        half = welch(self.sd, self.n, base.sd, base.n)
+        known = self.sd is not None and base.sd is not None
+        half = welch(self.sd, self.n, base.sd, base.n) if known else None
         return Estimate(self.mean - base.mean, half), base.mean
 
     @property
@@ -140,6 +142,11 @@ class Figure:
         return emphasized(found, relative.shown(1, "+", " %"))
 
 
+def digits_of(number: Any) -> int:
+    """How many there are behind the point."""
+    return max(0, -decimal.Decimal(str(number)).as_tuple().exponent)
+
+
 def emphasized(found: Estimate, shown: str) -> str:
     """Bold if an interval is known and does not contain 0."""
     return f"**{shown}**" if found.half is not None and abs(found.mean) > found.half else shown
@@ -148,30 +155,26 @@ def emphasized(found: Estimate, shown: str) -> str:
 # -- points and tables
 
 
-def read_points(folder: pathlib.Path) -> dict:
-    """{table: its points}
+def read_points(path: pathlib.Path) -> list:
+    """The points of a file.
 
     Raises:
         ValueError: a line is no point, or its baseline is not there.
     """
-    tables = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        points = tables[path.stem] = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            # Decimals keep the digits that were measured.
-            point = json.loads(line, parse_float=decimal.Decimal)
-            wrong = (REQUIRED - point.keys()) | (point.keys() - REQUIRED - OPTIONAL)
-            if wrong:
-                raise ValueError(f"{path.name}:{number}: missing or unknown: {sorted(wrong)}")
-            seeds = point.get("seeds", [])
-            point["shown"] = {
-                name: Figure(value, seeds) for name, value in point["figures"].items()
-            }
-            points.append(point)
-        for point in points:
-            if "against" in point:
-                set_baseline(path.name, point, points)
-    return tables
+    points = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        # Decimals keep the digits that were measured.
+        point = json.loads(line, parse_float=decimal.Decimal)
+        wrong = (REQUIRED - point.keys()) | (point.keys() - REQUIRED - OPTIONAL)
+        if wrong:
+            raise ValueError(f"{path.name}:{number}: missing or unknown: {sorted(wrong)}")
+        seeds = point.get("seeds", [])
+        point["shown"] = {name: Figure(value, seeds) for name, value in point["figures"].items()}
+        points.append(point)
+    for point in points:
+        if "against" in point:
+            set_baseline(path.name, point, points)
+    return points
 
 
 def set_baseline(where: str, point: dict, points: list) -> None:
@@ -180,9 +183,16 @@ def set_baseline(where: str, point: dict, points: list) -> None:
     wanted = {key: its for key, its in wanted.items() if its is not None}
     found = [other for other in points if other["at"] == wanted]
     if len(found) != 1:
-        raise ValueError(f"{where}: {len(found)} points at {wanted}, baseline of {point['at']}")
+        raise ValueError(
+            f"{where}: {len(found)} points at {named(wanted)}, the baseline of {named(point['at'])}"
+        )
     for name, figure in point["shown"].items():
         figure.baseline = found[0]["shown"].get(name)
+
+
+def named(at: dict) -> str:
+    """The settings of a point."""
+    return ", ".join(f"{key} {its}" for key, its in at.items())
 
 
 def chosen(layout: dict, tables: dict) -> list:
@@ -199,7 +209,7 @@ def chosen(layout: dict, tables: dict) -> list:
             )
         ]
         if not found:
-            raise ValueError(f"no point of {part['table']} is at {at}")
+            raise ValueError(f"no point of {part['table']} is at {named(at)}")
         for point in found:
             point["used"] = True
             rows.append({**point["at"], **part.get("with", {}), **point["shown"]})
@@ -268,7 +278,7 @@ def main(arguments: Optional[list] = None, folder: pathlib.Path = PAGES) -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if not current")
     options = parser.parse_args(arguments)
-    tables = read_points(folder / "data")
+    tables = {path.stem: read_points(path) for path in sorted(folder.glob("data/*.jsonl"))}
     wrong = []
     for path in sorted(folder.glob("*.md")):
         before = path.read_text(encoding="utf-8")
@@ -279,7 +289,7 @@ def main(arguments: Optional[list] = None, folder: pathlib.Path = PAGES) -> int:
             path.write_text(after, encoding="utf-8")
     for name, points in tables.items():
         wrong += [
-            f"{name}.jsonl: no page shows the point at {point['at']}"
+            f"{name}.jsonl: no page shows the point at {named(point['at'])}"
             for point in points
             if "used" not in point
         ]

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import pathlib
 import shutil
+import types
 
 import pytest
 
@@ -57,10 +58,10 @@ def test_the_pages_are_current():
 
 
 def test_every_figure_has_a_unit():
-    for name, points in results.read_points(PAGES / "data").items():
-        for point in points:
+    for path in (PAGES / "data").glob("*.jsonl"):
+        for point in results.read_points(path):
             numbers = {key for key, its in point["figures"].items() if not isinstance(its, str)}
-            assert numbers == point["units"].keys(), (name, point["at"])
+            assert numbers == point["units"].keys(), (path.name, point["at"])
 
 
 def test_what_is_not_current_is_said_and_left(tmp_path, capsys):
@@ -80,14 +81,17 @@ def test_a_point_that_no_page_shows_is_an_error(pages, capsys):
     pages(POINT)
     (pages.folder / "page.md").write_text("No table.")
     assert results.main(["--check"], pages.folder) == 1
-    assert "t.jsonl: no page shows the point at {'run': 'none'}" in capsys.readouterr().err
+    assert "t.jsonl: no page shows the point at run none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "point, said",
     [
         ({**POINT, "sed": 0}, "t.jsonl:1: missing or unknown: ['sed']"),
-        ({**POINT, "against": {"run": "fp16"}}, "0 points at {'run': 'fp16'}"),
+        (
+            {**POINT, "against": {"run": "fp16"}},
+            "t.jsonl: 0 points at run fp16, the baseline of run none",
+        ),
     ],
 )
 def test_what_is_no_point_is_refused(pages, point, said):
@@ -130,3 +134,37 @@ def test_one_seed_is_compared_with_the_same_one_and_has_no_interval(pages):
 
 def test_a_list_is_shown_as_its_median_and_its_ends(pages):
     assert pages(other([1.25, 4.5, 2.5])) == ["| `dgc:ratio=0.01` | 2.50 (1.25–4.5) |  |  |  |"]
+    assert pages(other([3, 1, 2])) == ["| `dgc:ratio=0.01` | 2 (1–3) |  |  |  |"]
+
+
+def test_benchmarks_write_points(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    points = importlib.import_module("points")
+    step_time = importlib.import_module("step_time")
+    regret = importlib.import_module("regret")
+    time_to_accuracy = importlib.import_module("time_to_accuracy")
+    its = {"seconds": 0.5, "bytes": 4e6, "peak": 1e9}
+    found = {"floor": its, "none": its, "fp16": its, "topk": {**its, "encode": 0.01}}
+    options = types.SimpleNamespace(model="lstm", launcher="mpi", rate="1gbit", ranks=2)
+    options.seeds, options.target = [0, 1], 88
+    candidates = {"none": {"seconds": 0.4}, "topk": {"seconds": 0.3}}
+    cell = {"plan": {"spec": "topk", "candidates": candidates}, "steps": 10}
+    cell["measured"] = {"topk": [0.3, 0.2]}
+    path = tmp_path / "points.jsonl"
+    for module, made in [
+        (step_time, step_time.measured({("1 Gbit/s", 2): found}, options)),
+        (regret, regret.measured({("lstm", "1 Gbit/s"): cell}, alike=False)),
+        (time_to_accuracy, time_to_accuracy.measured({"topk": [{"seconds": 9.5, "steps": 2}] * 2},
+                                                     options)),
+    ]:  # fmt: skip
+        points.write(path, module.UNITS, made, seeds=options.seeds)
+        assert {point["at"].get("link") for point in results.read_points(path)} == {"1 Gbit/s"}
+    assert results.read_points(path)[0]["figures"]["steps"] == {"0": 2, "1": 2}
+
+
+def test_a_page_that_names_no_point_is_refused(pages):
+    pages(POINT)
+    page = pages.folder / "page.md"
+    page.write_text(PAGE.replace('"rows"', '"at": {"run": "fp16"}, "rows"'))
+    with pytest.raises(ValueError, match="no point of t is at run fp16"):
+        results.main([], pages.folder)
