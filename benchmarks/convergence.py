@@ -358,7 +358,10 @@ def main():
             print(f"\n{layers(options.task, rows)}")
         if options.points:
             task = TASKS[options.task]
-            units = {figure_of(task): task.unit, "fewer": "times fewer bytes than none"}
+            units = {
+                figure_of(task): task.unit.split(", ")[-1],
+                "fewer": "times fewer bytes than none",
+            }
             points.write(options.points, units, ends(options.task, rows), machine=None)
         if options.plot:
             plot(options.task, rows, options.plot, options.rate)

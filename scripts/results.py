@@ -159,7 +159,7 @@ def read_points(path: pathlib.Path) -> list:
     """The points of a file.
 
     Raises:
-        ValueError: a line is no point, or its baseline is not there.
+        ValueError: a line is no point, has another's settings, or its baseline is not there.
     """
     points = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -168,6 +168,8 @@ def read_points(path: pathlib.Path) -> list:
         wrong = (REQUIRED - point.keys()) | (point.keys() - REQUIRED - OPTIONAL)
         if wrong:
             raise ValueError(f"{path.name}:{number}: missing or unknown: {sorted(wrong)}")
+        if any(other["at"] == point["at"] for other in points):
+            raise ValueError(f"{path.name}:{number}: a second point at {named(point['at'])}")
         seeds = point.get("seeds", [])
         point["shown"] = {name: Figure(value, seeds) for name, value in point["figures"].items()}
         points.append(point)
@@ -202,7 +204,7 @@ def chosen(layout: dict, tables: dict) -> list:
         at = part.get("at", {})
         found = [
             point
-            for point in tables[part["table"]]
+            for point in tables.get(part["table"], [])
             if all(
                 point["at"].get(key) in (its if isinstance(its, list) else [its])
                 for key, its in at.items()
@@ -253,6 +255,9 @@ def rendered(layout: dict, tables: dict) -> str:
             }
             line += [cells.get(value, "") for value in across]
         body.append(line)
+    for title, *cells in zip(titles, *body):
+        if not any(cells):
+            raise ValueError(f"no point has a figure of column {title!r} in {layout}")
     right = [
         all(re.match(r"[*−+\d]", line[i]) for line in body if line[i]) for i in range(len(titles))
     ]

@@ -25,8 +25,8 @@ POINT = {
 }
 PAGE = """Before.
 
-<!-- results {"table": "t", "rows": ["run"], "columns": {"is": "{accuracy}",
-"by": "{accuracy.difference}", "%": "{accuracy.percent}", "no": "{bits}"}} -->
+<!-- results {"table": "t", "rows": ["run"], "columns": {"is": ["{bits}", "{accuracy}"],
+"by": ["{accuracy.difference}", "none"], "%": ["{accuracy.percent}", "none"]}} -->
 <!-- end of results -->
 After.
 """
@@ -87,16 +87,17 @@ def test_a_point_that_no_page_shows_is_an_error(pages, capsys):
 @pytest.mark.parametrize(
     "point, said",
     [
-        ({**POINT, "sed": 0}, "t.jsonl:1: missing or unknown: ['sed']"),
+        (POINT, "t.jsonl:2: a second point at run none"),
+        ({**POINT, "sed": 0}, "t.jsonl:2: missing or unknown: ['sed']"),
         (
-            {**POINT, "against": {"run": "fp16"}},
-            "t.jsonl: 0 points at run fp16, the baseline of run none",
+            other(90.0, "topk", against={"run": "fp16"}),
+            "t.jsonl: 0 points at run fp16, the baseline of run topk",
         ),
     ],
 )
 def test_what_is_no_point_is_refused(pages, point, said):
     with pytest.raises(ValueError) as error:
-        pages(point)
+        pages(POINT, point)
     assert said in str(error.value)
 
 
@@ -110,8 +111,8 @@ def test_unpaired_seeds_have_welchs_interval(pages):
     """Means 90.0 and 89.0, standard deviations 0.1 and 0.3, three seeds each: 0.183 · t(2.44)."""
     rows = pages(POINT, other({"mean": 89.0, "sd": 0.3}, against={"run": "none"}))
     assert rows == [
-        "| none | 90.0 ± 0.2 |  |  |  |",
-        "| `dgc:ratio=0.01` | 89.0 ± 0.7 | **−1.0 ± 0.7** | **−1.1 ± 0.7 %** |  |",
+        "| none | 90.0 ± 0.2 | none | none |",
+        "| `dgc:ratio=0.01` | 89.0 ± 0.7 | **−1.0 ± 0.7** | **−1.1 ± 0.7 %** |",
     ]
 
 
@@ -129,12 +130,13 @@ def test_seeds_that_are_known_are_paired(pages):
 def test_one_seed_is_compared_with_the_same_one_and_has_no_interval(pages):
     baseline = other({"mean": 90.0, "sd": 0.1, "0": 90.1}, "none")
     rows = pages(baseline, other({"0": 89.0}, seeds=[0], against={"run": "none"}))
-    assert rows[1] == "| `dgc:ratio=0.01` | 89.0 | −1.1 | −1.2 % |  |"
+    assert rows[1] == "| `dgc:ratio=0.01` | 89.0 | −1.1 | −1.2 % |"
 
 
 def test_a_list_is_shown_as_its_median_and_its_ends(pages):
-    assert pages(other([1.25, 4.5, 2.5])) == ["| `dgc:ratio=0.01` | 2.50 (1.25–4.5) |  |  |  |"]
-    assert pages(other([3, 1, 2])) == ["| `dgc:ratio=0.01` | 2 (1–3) |  |  |  |"]
+    shown = "| `dgc:ratio=0.01` | {} | none | none |"
+    assert pages(other([1.25, 4.5, 2.5])) == [shown.format("2.50 (1.25–4.5)")]
+    assert pages(other([3, 1, 2])) == [shown.format("2 (1–3)")]
 
 
 def test_benchmarks_write_points(tmp_path, monkeypatch):
@@ -162,9 +164,15 @@ def test_benchmarks_write_points(tmp_path, monkeypatch):
     assert results.read_points(path)[0]["figures"]["steps"] == {"0": 2, "1": 2}
 
 
-def test_a_page_that_names_no_point_is_refused(pages):
+@pytest.mark.parametrize(
+    "right, wrong, said",
+    [
+        ('"rows"', '"at": {"run": "fp16"}, "rows"', "no point of t is at run fp16"),
+        ('"{accuracy}"', '"{accurate}"', "no point has a figure of column 'is'"),
+    ],
+)
+def test_a_layout_that_shows_nothing_is_refused(pages, right, wrong, said):
     pages(POINT)
-    page = pages.folder / "page.md"
-    page.write_text(PAGE.replace('"rows"', '"at": {"run": "fp16"}, "rows"'))
-    with pytest.raises(ValueError, match="no point of t is at run fp16"):
+    (pages.folder / "page.md").write_text(PAGE.replace(right, wrong))
+    with pytest.raises(ValueError, match=said):
         results.main([], pages.folder)
