@@ -3,7 +3,7 @@
 process.
 
     .venv/bin/python benchmarks/convergence.py TASK [RUN ...]
-        [--ranks 4] [--seeds 0 1 2] [--out FILE] [--plot FILE]
+        [--ranks 4] [--seeds 0 1 2] [--out FILE] [--plot FILE] [--points FILE]
     .venv/bin/horovodrun -np 4 .venv/bin/python benchmarks/convergence.py TASK [RUN ...] --real
 
 A RUN is a spec, such as dgc:ratio=0.001; sgd/SPEC or adam/SPEC names another optimizer than the
@@ -17,7 +17,8 @@ compute as much. Without --real, the ranks are simulated: each computes its own 
 and the compressors, the exchange and every payload are the real ones. Each run is a line of FILE,
 by default convergence.jsonl, with the measure over steps and bytes; those that are there already
 are not run again. What is measured are the parameters that all ranks share, those after the last
-exchange. Prints a table in Markdown of all runs of the task in FILE; --plot draws them.
+exchange. Prints a table in Markdown of all runs of the task in FILE; --plot draws them, --points
+writes where they end as docs/results/data/README.md describes it.
 """
 
 import argparse
@@ -25,14 +26,13 @@ import contextlib
 import json
 import math
 import pathlib
-import re
 import time
-from typing import Any, Dict, List, NamedTuple, Optional
 
 import horovod.torch as hvd
-import numpy as np
+import points
 import torch
 from rich.progress import track
+from runs import ends, figure_of, key, layers, parsed, plot, table
 from tasks import TASKS
 
 import horovod_compress.torch as hvdc
@@ -47,18 +47,6 @@ from horovod_compress.transport.loopback import Loopback
 POINTS = 10
 # Backward passes of a step and rank, where moments=microbatch.
 PASSES = 4
-
-
-class Run(NamedTuple):
-    """What a RUN says. every: how many local steps' updates are exchanged together, 0 where
-    gradients are; drops: whether what was not sent is forgotten."""
-
-    optimizer: str
-    rate: float
-    every: int
-    outer: Optional[hvdc.Nesterov]
-    spec: str
-    drops: bool = False
 
 
 class Simulated:
@@ -303,132 +291,6 @@ def train(name, run, seed, ranks, real, steps=None, local_size=1):
     }
 
 
-def parsed(run, task):
-    """The Run that a RUN says."""
-    number = "([0-9.e+-]+?)"
-    optimizer = rf"(?:(sgd|adam|corrected)(?::lr={number})?/)?"
-    exchanged = rf"(?:(updates)(?::every=(\d+)(?:,outer={number}\+{number})?)?/|(drop)/)?"
-    found = re.fullmatch(
-        optimizer + exchanged + r"((?!(?:sgd|adam|corrected|updates|drop)\b)[^/:]+(?::.+)?)", run
-    )
-    if not found:
-        raise ValueError(
-            f"{run}: a run is [sgd/, adam/ or corrected/][updates/ or drop/]SPEC; sgd:lr=NUMBER/ "
-            f"is SGD with that rate, "
-            "updates:every=H,outer=RATE+MOMENTUM/ exchanges every H steps, with an outer Nesterov; "
-            "drop/ forgets what was not sent"
-        )
-    kind, rate, updates, every, outer_rate, momentum, drops, spec = found.groups()
-    kind = kind or task.default
-    if kind == "corrected" and not updates:
-        raise ValueError(
-            f"{run}: corrected/ is for updates/, as gradients that were exchanged are the whole "
-            f"batch's"
-        )
-    outer = hvdc.Nesterov(float(outer_rate), float(momentum)) if outer_rate else None
-    lr = float(rate) if rate else (task.sgd if kind == "sgd" else task.adam)["lr"]
-    return Run(kind, lr, int(every or 1) if updates else 0, outer, spec, bool(drops))
-
-
-# -- what was found
-
-
-def key(row):
-    return row["run"], row["ranks"], row["steps"], row["real"], row.get("local_size", 1)
-
-
-def grouped(rows):
-    """{(run, ranks, steps, real, local_size): its rows, by seed}"""
-    groups: Dict[Any, List[dict]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
-
-
-def with_notes(task, run, steps, real, local_size, found):
-    """A run, and what is not as usual about it."""
-    seconds = f"real ranks, {np.mean([row['seconds'] for row in found]):.0f} s of steps"
-    notes = {
-        f"hosts of {local_size}": local_size > 1,
-        seconds: real,
-        f"{steps} steps": steps != task.steps,
-    }
-    return ", ".join([run, *(note for note, applies in notes.items() if applies)])
-
-
-def table(name, rows):
-    task, groups = TASKS[name], grouped(rows)
-    lines = [
-        f"| {name} | ranks | seeds | {task.unit} | spread | against none | times fewer bytes |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for (run, ranks, steps, real, local_size), found in groups.items():
-        ends = [row["measured"][-1][1] for row in found]
-        its = parsed(run, task)
-        kind = "sgd" if its.optimizer == "sgd" else "adam"
-        uncompressed = its._replace(optimizer=kind, every=0, outer=None, spec="none", drops=False)
-        alike = [
-            row
-            for row in rows
-            if row["steps"] == steps and parsed(row["run"], task) == uncompressed
-        ]
-        # Of as many, if there.
-        baseline = {
-            row["seed"]: row["measured"][-1][1]
-            for row in sorted(alike, key=lambda row: row["ranks"] == ranks)
-        }
-        pairs = [
-            end - baseline[row["seed"]] for end, row in zip(ends, found) if row["seed"] in baseline
-        ]
-        against = f"{np.mean(pairs):+.3f}" if pairs else ""
-        spread = f"{np.std(ends, ddof=1):.3f}" if len(ends) > 1 else ""
-        shown = with_notes(task, run, steps, real, local_size, found)
-        ratio = np.mean([row["ratio"] for row in found])
-        lines.append(
-            f"| {shown} | {ranks} | {len(ends)} | {np.mean(ends):.3f} | {spread} | {against} | "
-            f"{ratio:.1f} |"
-        )
-    return "\n".join(lines)
-
-
-def layers(name, rows):
-    """How many times fewer bytes than dense each tensor has sent, of every run but none's."""
-    task = TASKS[name]
-    groups = [
-        (*its, found) for its, found in grouped(rows).items() if parsed(its[0], task).spec != "none"
-    ]
-    titles = [f"{with_notes(task, run, *about)}, {ranks} ranks" for run, ranks, *about in groups]
-    lines = [" | ".join(["| layer", *titles]) + " |", "|---|" + "---:|" * len(titles)]
-    for layer in groups[0][-1][0]["ratios"] if groups else ():
-        shown = [f"{np.mean([row['ratios'][layer] for row in found]):.0f}" for *_, found in groups]
-        lines.append(" | ".join([f"| {layer}", *shown]) + " |")
-    return "\n".join(lines)
-
-
-def plot(name, rows, path, rate):
-    """The measure over steps, over bytes that a rank sends, and over the seconds that a link needs
-    for those that it receives."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 5), sharey=True, constrained_layout=True)
-    for (run, ranks, *_), found in grouped(rows).items():
-        points = np.mean([row["measured"] for row in found], axis=0)
-        seconds = points[:, 0] * max(found[0]["received"], points[-1, 2] / points[-1, 0]) * 8 / rate
-        for axis, x in zip(axes, (points[:, 0], points[:, 2] / 1e6, seconds)):
-            axis.plot(x, points[:, 1], marker=".", label=f"{run} × {ranks}")
-    for axis, label in zip(
-        axes, ("steps", "MB that a rank sends", f"seconds on the wire at {rate / 1e6:g} Mbit/s")
-    ):
-        axis.set_xlabel(label)
-        axis.set_xscale("linear" if label == "steps" else "log")
-    axes[0].set_ylabel(TASKS[name].unit)
-    axes[0].legend(fontsize="small")
-    figure.savefig(path)
-
-
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -454,6 +316,7 @@ def main():
         help="print how many times fewer bytes each tensor has sent, too",
     )
     parser.add_argument("--plot", type=pathlib.Path, help="a picture of all runs of the task")
+    parser.add_argument("--points", type=pathlib.Path, metavar="FILE")
     parser.add_argument(
         "--rate",
         type=float,
@@ -493,6 +356,13 @@ def main():
         print(table(options.task, rows))
         if options.layers:
             print(f"\n{layers(options.task, rows)}")
+        if options.points:
+            task = TASKS[options.task]
+            units = {
+                figure_of(task): task.unit.split(", ")[-1],
+                "fewer": "times fewer bytes than none",
+            }
+            points.write(options.points, units, ends(options.task, rows), machine=None)
         if options.plot:
             plot(options.task, rows, options.plot, options.rate)
 

@@ -9,7 +9,8 @@ Needs root (see two_hosts.py). With --device cuda both ranks have their model on
 is on Gloo all the same. Every row is a job of its own: `floor`, a step without any exchange;
 `none`, DDP itself; `fp16` and `powersgd_hook`, the hooks that PyTorch maintains (the latter with
 all gradients in one bucket, because with several it aborts on Gloo); and the specs. Backward only
-writes the gradients. A row's time is the median of the slower rank's steps. Prints Markdown.
+writes the gradients. A row's time is the median of the slower rank's steps. Prints Markdown;
+--points writes the figures as docs/results/data/README.md describes them.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 
+import points
 from step_time import SETTLED, WARMUP, backward_of, shapes_of
 from two_hosts import HOSTS, Hosts, link_rate
 
@@ -125,12 +127,14 @@ def main():
     )
     parser.add_argument("--steps", type=int, default=10, help="measured (default: 10)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the model")
+    parser.add_argument("--points", type=pathlib.Path, metavar="FILE")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         return worker(options.specs[0], options.model, options.steps, options.device)
     os.environ["OMP_NUM_THREADS"] = "1"
     given = ["--model", options.model, "--steps", options.steps, "--device", options.device]
+    measured_points = []
     for rate in options.rates:
         print(f"\n{options.model} on {options.device}, 2 ranks on two hosts, link {rate}\n")
         print("| spec | step ms | least | of none | of fp16 | over the floor, ms |")
@@ -145,6 +149,12 @@ def main():
             row = [f"{each:.1f}" for each in ms] + [f"{each:.3f}" for each in ratios]
             row.append(f"{ms[0] - 1e3 * found['floor']['median']:.1f}")
             print(f"| {spec} | {' | '.join(row)} |", flush=True)
+            at = {"model": options.model, "run": spec, "link": points.LINKS.get(rate, rate)}
+            figures = {"step": round(ms[0], 1), "least": round(ms[1], 1)}
+            measured_points.append((at, {**figures, "of_none": round(ratios[0], 3)}))
+    if options.points:
+        units = {"step": "ms", "least": "ms", "of_none": "of none's step"}
+        points.write(options.points, units, measured_points)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ The ranks are on this host. For each framework: steps that only make the gradien
 steps that make and exchange them, with Horovod's own reduction and with each SPEC, on the stock
 DistributedOptimizer or DistributedGradientTape. The floor and the exchange take turns, step by
 step; the frameworks, job by job. Prints a table in Markdown: medians over jobs of the medians over
-steps of the slowest rank. --json writes the figures of all jobs.
+steps of the slowest rank. --points writes the figures of all jobs as docs/results/data/README.md
+describes them.
 """
 
 import argparse
@@ -22,12 +23,14 @@ import tempfile
 import time
 
 import numpy as np
+import points
 from step_time import backward_of
 
 from horovod_compress.tools.gradients import random_gradients
 from horovod_compress.tools.models import MODELS
 
 DEFAULT = ["dgc:ratio=0.001,momentum=0.9", "maxnorm"]
+UNITS = {"floor": "ms", "exchange": "ms, with the floor", "over": "ms over the floor"}
 FRAMEWORKS = ("torch", "tensorflow")
 LAUNCH = {
     "gloo": "horovodrun --gloo -np",
@@ -204,7 +207,7 @@ def main():
     parser.add_argument(
         "--launcher", choices=LAUNCH, default="gloo", help="what Horovod runs on (default: gloo)"
     )
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--points", type=pathlib.Path, metavar="FILE")
     parser.add_argument("--framework", choices=FRAMEWORKS, help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -240,8 +243,17 @@ def main():
                 f"| {spec} | {name} | {' | '.join(row)} | "
                 f"{figures['over'] / medians['torch']['over']:.2f} |"
             )
-    if options.json:
-        options.json.write_text(json.dumps(jobs, indent=1))
+    if options.points:
+        library = points.LIBRARIES[options.launcher]
+        of_all_jobs = [
+            (
+                {"run": spec, "library": library, "framework": name},
+                {part: [round(1e3 * result[part], 1) for result in results] for part in UNITS},
+            )
+            for spec, by_framework in jobs.items()
+            for name, results in by_framework.items()
+        ]
+        points.write(options.points, UNITS, of_all_jobs)
 
 
 if __name__ == "__main__":

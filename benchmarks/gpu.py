@@ -13,13 +13,12 @@ in 200 has a mean besides, as large as that, which does not change. So variance 
 thousand; of independent numbers it would send a third.
 
 Prints a table in Markdown of medians, and of all elements the share that a step has sent, where
-tensors that are sent whole count whole; --json writes all times. Needs neither Horovod nor a second
-GPU. On the CPU, with HOROVOD_COMPRESS_KERNELS=device, it only shows that it works: that interprets
-the programs.
+tensors that are sent whole count whole; --points writes all times as docs/results/data/README.md
+describes them. Needs neither Horovod nor a second GPU. On the CPU, with
+HOROVOD_COMPRESS_KERNELS=device, it only shows that it works: that interprets the programs.
 """
 
 import argparse
-import json
 import pathlib
 import re
 import statistics
@@ -246,6 +245,34 @@ def table(found):
                 yield "| " + " | ".join([model, what, where, *numbers]) + " |"
 
 
+UNITS = {
+    "step": "ms, encode and decode",
+    "encode": "ms",
+    "decode": "ms",
+    "sent": "% of elements",
+    "busy": "ms",
+    **dict.fromkeys(("launches", "copies", "waits"), "a step"),
+}
+
+
+def points_of(found):
+    """The points of what was measured."""
+    for model, rows in found.items():
+        for what, ways in rows.items():
+            for where, its in ways.items():
+                encode, decode = zip(*its["times"])
+                trace = its.get("trace", {})
+                figures = {
+                    "step": [round(sum(each), 2) for each in its["times"]],
+                    "encode": [round(each, 2) for each in encode],
+                    "decode": [round(each, 2) for each in decode],
+                    "sent": None if its["sent"] is None else round(100 * its["sent"], 2),
+                    **{key: trace.get(key) for key in ("launches", "copies", "waits")},
+                    "busy": round(trace["busy"], 2) if trace else None,
+                }
+                yield {"model": model, "run": what, "where": where}, figures
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -255,7 +282,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2, help="whose payloads are decoded")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--points", type=pathlib.Path, metavar="FILE")
     options = parser.parse_args()
     there = options.device == "cpu" or torch.cuda.is_available()
     if not kernels.serves(options.device) or not there:
@@ -266,8 +293,11 @@ def main():
     found = {model: measured(model, options) for model in options.models}
     print(torch.cuda.get_device_name() if options.device == "cuda" else "interpreted")
     print(*table(found), sep="\n")
-    if options.json:
-        options.json.write_text(json.dumps(found))
+    if options.points:
+        import points
+
+        gpu = {"machine": torch.cuda.get_device_name()} if options.device == "cuda" else {}
+        points.write(options.points, UNITS, points_of(found), **gpu)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ beginning of each block: two optimizers that do the very same differ by up to a 
 length (--alike shows it). A block's time is that of its last two steps. Ratios are medians over
 rounds of what is in one round, so that a slow minute does not count. The regret is the largest
 ratio of the chosen candidate's blocks to another's, and 1 where that is less. Backward only writes
-the gradients, as in step_time.py. Prints a table in Markdown; --json writes all figures.
+the gradients, as in step_time.py. Prints a table in Markdown; --points writes the figures as
+docs/results/data/README.md describes them.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import statistics
 import sys
 import time
 
+import points
 from step_time import backward_of, shapes_of
 from two_hosts import LAUNCHERS, Hosts, link_rate
 
@@ -214,6 +216,34 @@ def table_of_alike(cells):
     return "\n".join(lines)
 
 
+UNITS = {
+    "trial": "steps",
+    "regret": "chosen over best",
+    "tried": "ms, while it was tried",
+    "step": "ms, of all blocks",
+}
+
+
+def measured(cells, alike):
+    """The points of all cells: a cell's choice, and of each candidate its trial and its blocks."""
+    for (model, link), found in cells.items():
+        at, tried = {"model": model, "link": link}, {}
+        if not alike:
+            plan = found["plan"]
+            tried = {spec: its["seconds"] for spec, its in plan["candidates"].items()}
+            cost = round(regret(found), 3)
+            yield at, {"chosen": plan["spec"], "trial": found["steps"], "regret": cost}
+        for spec in {**tried, **found["measured"]}:
+            blocks = found["measured"].get(spec)
+            yield (
+                {**at, "run": spec},
+                {
+                    "tried": round(1e3 * tried[spec], 1) if spec in tried else None,
+                    "step": blocks and [round(1e3 * each, 1) for each in blocks],
+                },
+            )
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -244,7 +274,7 @@ def main():
     parser.add_argument(
         "--launcher", choices=LAUNCHERS, default="gloo", help="what Horovod runs on (default: gloo)"
     )
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--points", type=pathlib.Path, metavar="FILE")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -263,16 +293,11 @@ def main():
                 found = hosts.measure(
                     options.launcher, 2, __file__, [*given, "--", *options.candidates]
                 )
-                cells[model, "unshaped" if rate == "none" else rate] = found
+                cells[model, points.LINKS.get(rate, rate)] = found
                 print(f"{model}, {rate}: measured", file=sys.stderr, flush=True)
     print((table_of_alike if options.alike else table)(cells))
-    if options.json:
-        options.json.write_text(
-            json.dumps(
-                [{"model": model, "link": rate, **found} for (model, rate), found in cells.items()],
-                indent=1,
-            )
-        )
+    if options.points:
+        points.write(options.points, UNITS, measured(cells, bool(options.alike)))
 
 
 if __name__ == "__main__":

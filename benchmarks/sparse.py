@@ -9,7 +9,8 @@ Needs root (see two_hosts.py). One job of 2 ranks for each link, number of rows 
 nn.Embedding(sparse=True) with Horovod's own allgather of rows; `densified`, the same with
 sparse_as_dense=True; `dense`, sparse=False; each of the last two also with a compression. Tokens
 are drawn by Zipf's law, as words are, and half of them from words that one rank alone has. Steps
-have no other parameters. Prints a table in Markdown.
+have no other parameters. Prints a table in Markdown; --points writes the figures as
+docs/results/data/README.md describes them.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import pathlib
 import statistics
 import time
 
+import points
 from two_hosts import LAUNCHERS, Hosts, link_rate
 
 OURS = "topk:ratio=0.001"
@@ -106,6 +108,7 @@ def main():
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=2048, help="of a rank's batch")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="gloo")
+    parser.add_argument("--points", type=pathlib.Path, metavar="FILE")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -115,6 +118,7 @@ def main():
         f"| rows | way | kB sent | {' | '.join(f'ms, {rate}' for rate in options.rates)} "
         f"|\n|---|---|---:|{'---:|' * len(options.rates)}"
     )
+    measured = []
     for rows in options.rows:
         for way in WAYS:
             figures = []
@@ -132,10 +136,17 @@ def main():
                     ]
                     figures.append(hosts.measure(options.launcher, 2, __file__, given))
             times = [f"{1e3 * each['seconds']:.1f}" for each in figures]
+            for rate, its in zip(options.rates, figures):
+                at = {"rows": rows, "gradient": way, "link": points.LINKS.get(rate, rate)}
+                sent = round(its["bytes"] / 1e3)
+                measured.append((at, {"step": round(1e3 * its["seconds"], 1), "sent": sent}))
             print(
                 f"| {rows} | {way} | {figures[0]['bytes'] / 1e3:.0f} | {' | '.join(times)} |",
                 flush=True,
             )
+    if options.points:
+        units = {"step": "ms", "sent": "kB a step that a rank sends"}
+        points.write(options.points, units, measured)
 
 
 if __name__ == "__main__":

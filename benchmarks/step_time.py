@@ -9,7 +9,8 @@ Needs root (see two_hosts.py). For every rate and number of ranks, each in a job
 `floor`, a step without any exchange; `none` and `fp16`, Horovod's own; and the specs, of which
 updates/SPEC compresses updates in place of gradients. Backward only writes the gradients, and waits
 for as long as --backward says, so what is measured is the exchange, and what of it does not hide.
-Prints tables in Markdown; --json writes all figures, --plot draws them.
+Prints tables in Markdown; --points writes figures as docs/results/data/README.md describes them,
+--plot draws them.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import sys
 import time
 
 import numpy as np
+import points
 from two_hosts import LAUNCHERS, Hosts, link_rate
 
 from horovod_compress.tools.models import MODELS
@@ -218,6 +220,37 @@ def table(results, model, delay):
     return "\n".join(lines)
 
 
+UNITS = {
+    "step": "ms",
+    "of_none": "of none's step",
+    "of_fp16": "of fp16's step",
+    "sent": "MB a step that a rank sends",
+    "encode": "ms",
+    "wait": "ms",
+    "decode": "ms",
+    "over": "MB of peak memory over none's",
+}
+
+
+def measured(results, options):
+    """The points of {(link, ranks): {spec: figures}}."""
+    for (link, ranks), found in results.items():
+        at = {"model": options.model, "ranks": ranks, "link": link}
+        for spec, its in found.items():
+            ms = {"step": its["seconds"], "encode": its.get("encode")}
+            ms.update(wait=its.get("exchange"), decode=its.get("decode"))
+            yield (
+                {**at, "library": points.LIBRARIES[options.launcher], "run": spec},
+                {
+                    **{name: value and round(1e3 * value, 1) for name, value in ms.items()},
+                    "of_none": round(its["seconds"] / found["none"]["seconds"], 3),
+                    "of_fp16": round(its["seconds"] / found["fp16"]["seconds"], 3),
+                    "sent": round(its["bytes"] / 1e6, 2),
+                    "over": round((its["peak"] - found["none"]["peak"]) / 1e6),
+                },
+            )
+
+
 def plot(results, path, title):
     import matplotlib
 
@@ -288,7 +321,7 @@ def main():
     parser.add_argument(
         "--gradients", help="of record_gradients.py, tiled to the shapes, instead of random ones"
     )
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--points", type=pathlib.Path, metavar="FILE")
     parser.add_argument("--plot", type=pathlib.Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -302,7 +335,7 @@ def main():
     for rate in options.rates:
         with Hosts(rate, options.delay / 1e3) as hosts:
             for ranks in options.ranks:
-                found = results["unshaped" if rate == "none" else rate, ranks] = {}
+                found = results[points.LINKS.get(rate, rate), ranks] = {}
                 for spec in [*OWN, *options.specs]:
                     found[spec] = hosts.measure(options.launcher, ranks, __file__, [*given, spec])
                     print(
@@ -311,16 +344,8 @@ def main():
                         flush=True,
                     )
     print(table(results, options.model, options.delay))
-    if options.json:
-        about = {
-            key: getattr(options, key)
-            for key in ("model", "launcher", "gradients", "delay", "backward")
-        }
-        runs = [
-            {"link": rate, "ranks": ranks, "specs": found}
-            for (rate, ranks), found in results.items()
-        ]
-        options.json.write_text(json.dumps({**about, "runs": runs}, indent=1))
+    if options.points:
+        points.write(options.points, UNITS, measured(results, options))
     if options.plot:
         plot(results, options.plot, f"{options.model} on two hosts, {options.launcher}")
 

@@ -6,7 +6,8 @@ hosts joined by a slow link.
 
 Needs root (see two_hosts.py). Each of `none`, `fp16` and the specs trains in a job of its own from
 the same seeds, with the same optimizer, rate and batches. The clock stands still while accuracy is
-measured. Prints a table in Markdown; --json writes all figures, --plot draws accuracy over time.
+measured. Prints a table in Markdown; --points writes the figures as docs/results/data/README.md
+describes them, --plot draws accuracy over time.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import statistics
 import sys
 import time
 
+import points
 from two_hosts import LAUNCHERS, Hosts, link_rate
 
 OWN = ("none", "fp16")
@@ -119,6 +121,21 @@ def table(results, options):
     return "\n".join(lines)
 
 
+UNITS = {"seconds": "s until the accuracy is reached", "steps": "steps"}
+
+
+def measured(results, options):
+    """The points of {spec: one result a seed}, without those of which a seed did not get there."""
+    link = points.LINKS.get(options.rate, options.rate)
+    for spec, found in results.items():
+        if all(its["seconds"] for its in found):
+            at = {"run": spec, "link": link, "ranks": options.ranks, "target": options.target}
+            by_seed = [
+                {str(seed): its[name] for seed, its in zip(options.seeds, found)} for name in UNITS
+            ]
+            yield at, dict(zip(UNITS, by_seed))
+
+
 def plot(results, path, title):
     import matplotlib
 
@@ -160,7 +177,7 @@ def main():
     parser.add_argument(
         "--launcher", choices=LAUNCHERS, default="gloo", help="what Horovod runs on (default: gloo)"
     )
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--points", type=pathlib.Path, metavar="FILE")
     parser.add_argument("--plot", type=pathlib.Path)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -186,11 +203,8 @@ def main():
                     flush=True,
                 )
     print(table(results, options))
-    if options.json:
-        about = {
-            key: getattr(options, key) for key in ("target", "rate", "ranks", "launcher", "seeds")
-        }
-        options.json.write_text(json.dumps({**about, "specs": results}, indent=1))
+    if options.points:
+        points.write(options.points, UNITS, measured(results, options), seeds=options.seeds)
     if options.plot:
         plot(
             results,

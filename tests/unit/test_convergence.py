@@ -41,6 +41,8 @@ def trained(tmp_path_factory):
         "--layers",
         "--plot",
         str(out.with_suffix(".png")),
+        "--points",
+        str(out.with_name("points.jsonl")),
     )
     assert ran.returncode == 0, ran.stderr
     return out, ran.stdout
@@ -70,6 +72,21 @@ def test_the_table_has_every_run(trained):
     }
     # A small tensor of four steps' updates is sent once.
     assert shown["0.bias"] == [1, 1, 4, 1] and min(shown["7.weight"]) > 10, shown
+
+
+def test_where_runs_end_are_points(trained, monkeypatch):
+    """Of one seed each, against the optimizer's own none."""
+    monkeypatch.syspath_prepend(BENCHMARK.parents[1] / "scripts")
+    results = importlib.import_module("results")
+    points = results.read_points(trained[0].with_name("points.jsonl"))
+    assert [point["at"]["run"] for point in points] == RUNS
+    assert all(point["seeds"] == [0] and point["at"]["steps"] == 100 for point in points)
+    dgc, adam = points[1], points[2]
+    end = json.loads(trained[0].read_text().splitlines()[1])["measured"][-1][1]
+    assert float(dgc["figures"]["accuracy"]["0"]) == pytest.approx(end, abs=1e-4)
+    assert dgc["shown"]["accuracy"].baseline is points[0]["shown"]["accuracy"]
+    # Adam without compression was not run.
+    assert "against" not in adam
 
 
 def test_what_is_there_is_not_run_again(trained):
