@@ -4,8 +4,6 @@ import pathlib
 import posixpath
 import re
 
-from mkdocs.structure.files import File
-
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)")
 
@@ -27,10 +25,3 @@ def on_page_markdown(markdown, page, config, files):
         return f"{config.repo_url}/blob/main/{path}" if outside else match[1]
 
     return LINK.sub(led, markdown)
-
-
-def on_files(files, config):
-    """Stands in for pages that are listed and are not written yet."""
-    for path in set(re.findall(r"[\w/-]+\.md", str(config.nav))) - set(files.src_uris):
-        files.append(File.generated(config, path, content=f"# {path}"))
-    return files
