@@ -12,7 +12,7 @@ from typing import Any, Dict, Iterator, Mapping, Optional, Set, Tuple, Type
 from .. import kernels
 from ..compressors import get_compressor, package_of
 from ..compressors.base import Compressor
-from ..compressors.selective import decide_follow_lr
+from ..compressors.learning_rate import decide_follow_lr
 from ..engine.checkpoint import Reducing
 from ..engine.driver import Driver
 from ..engine.recording import Destination, Recorder

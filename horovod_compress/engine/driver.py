@@ -20,10 +20,10 @@ from ..protocol.machine import Machine
 from ..protocol.requests import DECLARABLE, FLOAT32, TensorStep
 from ..protocol.wire import FrameLength
 from . import checkpoint
+from .dense_policy import compressor_for, goes_dense
 from .extension import Begin, Extension
 from .handover import Handover
 from .loss_scale import LossScale
-from .plan import compressor_for
 from .records import Stats, TensorStats
 from .step import tensor_step
 from .tensor import SENT, SPENT, Tensor
@@ -249,7 +249,7 @@ class Driver(ABC):
         return tensor_step(tensor, grad, step)
 
     def _goes_dense(self, tensor: Tensor, step: Step) -> bool:
-        return tensor.goes_dense(step)
+        return goes_dense(tensor, step)
 
     def extend(self, name: str, extension: Extension) -> None:
         """Adds a feature around those that are there, or replaces the one of that name."""

@@ -13,14 +13,14 @@ import numpy as np
 from .. import kernels
 from ..compressors import Spec, get_compressor
 from ..compressors.base import Compressor, Step
-from ..compressors.selective import decide_follow_lr
+from ..compressors.learning_rate import decide_follow_lr
 from ..compressors.state import State, zeros
 from ..kernels import HEADROOM, Encoded
 from ..protocol import wire
 from ..transport.base import Transport
+from .dense_policy import compressor_for
 from .gossip_rules import Copies, merge, message, undo
 from .lockstep import Named
-from .plan import compressor_for
 from .step import end_step
 from .topology import Topology
 

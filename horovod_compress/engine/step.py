@@ -33,6 +33,7 @@ from ..protocol.requests import (
     StepNorm,
     TensorStep,
 )
+from .dense_policy import note_size
 from .tensor import Tensor
 
 _NOTHING_MORE = Final(None)
@@ -260,7 +261,7 @@ def _add_payloads(
         arrived, step.size, compressor.traits.number, tensor.digest, step.index
     )
     if bodies and grad.size:
-        tensor.measured(8 * sum(map(len, bodies)) / len(bodies) / grad.size, step)
+        note_size(tensor, 8 * sum(map(len, bodies)) / len(bodies) / grad.size, step)
     if not finite:
         grad.fill(np.nan)
     part_of = compressor.part if isinstance(compressor, Wrapper) else None

@@ -15,7 +15,7 @@ import numpy as np
 import horovod_compress as hc
 from horovod_compress import kernels
 from horovod_compress.compressors.base import Step
-from horovod_compress.engine.plan import compressor_for
+from horovod_compress.engine.dense_policy import compressor_for
 from horovod_compress.engine.split import SelectAgain, split_of
 from horovod_compress.kernels import HEADROOM, Encoded, reference
 from horovod_compress.protocol import wire
