@@ -326,14 +326,14 @@ class Automatic(Unbound):
         super().__init__(
             "none", process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
         )
-        self._auto = trial_arguments(error, candidates, probe_steps, margin, self._check)
+        self._asked = trial_arguments(error, candidates, probe_steps, margin, self._check)
 
     @staticmethod
     def _check(compressor: Compressor) -> None:
         """ValueError for a candidate that cannot begin between two steps."""
 
     def _made_again(self) -> Tuple[Any, ...]:
-        return functools.partial(type(self), **self._auto, **self._options), ()
+        return functools.partial(type(self), **self._asked, **self._options), ()
 
     def __repr__(self) -> str:
         return "<a compression that is chosen when training begins>"

@@ -88,6 +88,10 @@ class Binding(ABC):
         """This rank and the number of ranks; a rank that compresses nothing counts as the only
         one."""
 
+    @abstractmethod
+    def _transport_of(self, compressor: Compressor) -> Any:
+        """The transport that moves a compressor's payloads. ValueError where there is none."""
+
     def _machine_for(self, compressor: Compressor) -> Optional[Machine]:
         """The ranks of this rank's machine, where features around a compressor have use for them.
         ValueError where those cannot have them."""
@@ -161,7 +165,9 @@ class Unbound(ABC):
     _bound: Any
 
     def __init__(self, spec: Any, **options: Any) -> None:
-        self._compressor = get_compressor(spec)
+        # The first argument of `_bound_class`.
+        self._asked: Any = get_compressor(spec)
+        self._compressor: Compressor = self._asked
         self._options = options
 
     @property

@@ -73,10 +73,6 @@ class OptimizerCompression(OptimizerSteps):
         """The parameters whose gradients come."""
 
     @abstractmethod
-    def _transport_of(self, compressor: Compressor) -> Transport:
-        """What moves a compressor's payloads. ValueError where the reducer cannot have that."""
-
-    @abstractmethod
     def _factor(self) -> Optional[float]:
         """What the reducer makes of a 1 on each rank; None where that is not known yet."""
 

@@ -195,9 +195,3 @@ class AutoCompression(Automatic, UnboundCompression):
 
     _depends = _tries = True
     _binding = "compression.bind(optimizer), which is the compression of a tape then"
-
-    def _unserved(self, process_set: Any = None) -> BoundCompression:
-        return CompressionOnTrial(
-            self._auto,
-            **{**self._options, "process_set": self._options["process_set"] or process_set},
-        )

@@ -179,8 +179,8 @@ class UnboundCompression(Unbound):
         return self._early or next(iter(self._bound.values()))
 
     def _unserved(self, process_set: Any = None) -> BoundCompression:
-        return BoundCompression(
-            self._compressor,
+        return self._bound_class(
+            self._asked,
             **{**self._options, "process_set": self._options["process_set"] or process_set},
         )
 
