@@ -11,11 +11,11 @@ import numpy as np
 
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
+from ..deprecated import by_name
 from ..engine.records import Candidate, Plan
 from ..engine.simulate import simulate
 from ..protocol.handshake import gather
 from .binding import Unbound, is_elastic
-from .deprecated import by_name
 from .trials import RULE, Trials, spread
 
 _log = logging.getLogger("horovod_compress")

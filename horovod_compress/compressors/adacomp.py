@@ -45,7 +45,7 @@ class AdaComp(GatheringCompressor):
         on_device=True,
         state_type=AdaCompState,
     )
-    kept = {"residual": LOCAL}
+    roles = {"residual": LOCAL}
 
     bin_length: Union[int, str] = option(
         Auto(Count(1, 2**32 - 1)),

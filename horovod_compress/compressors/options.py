@@ -5,6 +5,8 @@ import math
 import numbers
 from typing import Any, ClassVar, Optional, Protocol, Tuple
 
+from ..deprecated import renamed
+
 
 class Kind(Protocol):
     """A kind of value. `str` of it describes its values; `parse` and `check` raise ValueError for
@@ -154,7 +156,7 @@ class Flag(_Described):
         raise ValueError
 
 
-class Choice(_Described):
+class OneOf(_Described):
     """One of some words."""
 
     def __init__(self, *words: str) -> None:
@@ -207,3 +209,6 @@ class Schedule(_Described):
         if pairs and (steps[0] != 0 or sorted(set(steps)) != steps):
             raise ValueError
         return pairs
+
+
+renamed(__name__, Choice="OneOf")

@@ -12,8 +12,8 @@ import numpy as np
 from ..kernels import Encoded
 from .base import Compressor, Step
 from .learning_rate import grow, growth
-from .options import Choice, Count, Flag, Patterns, option
-from .state import LOCAL, SHARED, State, Undo, zeros
+from .options import Count, Flag, OneOf, Patterns, option
+from .state import LOCAL, SHARED, Rollback, State, zeros
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -22,7 +22,7 @@ class SelectiveCompressor(Compressor):
     one-dimensional and excluded ones what `dense` names, or `fallback()`."""
 
     transport: str = option(
-        Choice("horovod", "mpi"),
+        OneOf("horovod", "mpi"),
         "horovod",
         "what moves payloads: Horovod, while backward goes on; or MPI, all of a step at once",
     )
@@ -37,7 +37,7 @@ class SelectiveCompressor(Compressor):
         Patterns(), (), "names of tensors that go dense, as shell patterns"
     )
     dense: str = option(
-        Choice("fp32", "fp16", "int8"),
+        OneOf("fp32", "fp16", "int8"),
         "fp32",
         "how tensors that go dense travel; int8: rounded at random to 127 steps of the largest of "
         "all ranks",
@@ -79,7 +79,7 @@ class ErrorFeedback(GatheringCompressor):
     counts with the γ of the step that sends it. With `follow_lr` it stands for the deferred update
     γ·residual, and is rescaled when γ changes so that this update stays the same."""
 
-    kept = {"residual": LOCAL, "lr": SHARED}
+    roles = {"residual": LOCAL, "lr": SHARED}
     # An option of some.
     follow_lr = False  # type: Optional[bool]
 
@@ -96,7 +96,7 @@ class ErrorFeedback(GatheringCompressor):
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
         encoded = self.pack(grad, state.arrays["residual"], state, step)
-        state.undo.append(Undo("residual", None, encoded.body))
+        state.rollbacks.append(Rollback("residual", None, encoded.body))
         return encoded
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:

@@ -33,7 +33,7 @@ def compressor_of_messages(spec: Spec) -> Compressor:
     nothing behind. ValueError, which says why, for others, and for options without meaning here."""
     compressor = get_compressor(spec)
     policy, declared = compressor.policy, compressor.collectives(2)
-    others = set(compressor.kept) - {compressor.traits.accumulator, "lr"}
+    others = set(compressor.roles) - {compressor.traits.accumulator, "lr"}
     why = ""
     if compressor.traits.corrects_momentum:
         why = "it corrects the momentum of gradients, and here parameters travel: use topk"
@@ -72,10 +72,10 @@ class _Tensor:
             body, finite = encoded.body, encoded.finite
         elif self.dtype == np.float16:
             body = encoded.array.view(np.uint8)
-            finite = kernels.host.decode_float16(encoded.array.view(np.uint16), z) < np.inf
+            finite = kernels.cpu.decode_float16(encoded.array.view(np.uint16), z) < np.inf
         else:
             body = encoded.array.view(np.uint8)
-            finite = kernels.host.max_abs(encoded.array) < np.inf
+            finite = kernels.cpu.max_abs(encoded.array) < np.inf
         end_step(self.compressor, self.state, True)
         self.compressor.apply_pending(self.state)
         return body, finite

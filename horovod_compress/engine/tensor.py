@@ -6,10 +6,10 @@ from typing import Optional, Tuple
 import numpy as np
 
 from ..compressors.base import Compressor
-from ..compressors.state import State
+from ..compressors.state import LOCAL, State
 from ..kernels import beside
 from ..protocol import wire
-from ..protocol.requests import Allgather, Collective, Exchanged, HostReduce
+from ..protocol.requests import Allgather, Collective, Exchanged, ToReducer
 
 SENT = ("bytes_sent", "dense_bytes", "elements_sent")
 # What tensors share is one of theirs.
@@ -34,8 +34,8 @@ class Tensor:
     numel: int
     declared: Tuple[Collective, ...]
     checked: bool = False
-    carrier: HostReduce = dataclasses.field(
-        default_factory=lambda: HostReduce(np.ones(1, np.float32))
+    carrier: ToReducer = dataclasses.field(
+        default_factory=lambda: ToReducer(np.ones(1, np.float32))
     )
     dense_until: int = 0
     bits: Optional[float] = None
@@ -48,7 +48,7 @@ class Tensor:
         kept."""
         return self.compressor.residual(self.state)
 
-    def one(self) -> HostReduce:
+    def one(self) -> ToReducer:
         """The carrier of a payload that travels beside it: what the reducer makes of a 1 is the
         factor for the sum of the payloads."""
         self.carrier.array[0] = 1
@@ -70,5 +70,5 @@ class Tensor:
     @property
     def keeps_gradients(self) -> bool:
         """Whether the algorithm's state holds something of this rank's gradients."""
-        kept = self.compressor.kept
-        return any(key in kept and kept[key].role == "local" for key in self.state.arrays)
+        roles = self.compressor.roles
+        return any(roles.get(key) is LOCAL for key in self.state.arrays)

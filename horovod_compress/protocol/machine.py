@@ -27,7 +27,7 @@ class Machine:
 
     local: which of them this is; size: how many they are, as many on every machine; places: the
     `local` of all ranks, by rank, once that is known; together: what the ranks of this machine
-    share, by name, where they are in one process; kept: what features keep on this rank, by name;
+    share, by name, where they are in one process; held: what features hold on this rank, by name;
     due: what they have to arrange with all ranks before the next step.
     """
 
@@ -40,7 +40,7 @@ class Machine:
     ) -> None:
         self.local, self.size = local, size
         self.places, self.together = places, together
-        self.kept: Dict[str, Any] = {}
+        self.held: Dict[str, Any] = {}
         self.due: List[Callable[[Gathering, str, int], None]] = []
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Hashable, List, Optional, Tuple, Type
 import tensorflow as tf
 
 from ..adapters.binding import NotBoundError, Unbound, callers, is_elastic
-from ..adapters.deprecated import by_name
+from ..deprecated import by_name
 from .applied import refuse_unreduced
 from .checks import check_scaler, checked_moments
 from .compression import BoundCompression

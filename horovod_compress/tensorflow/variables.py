@@ -106,7 +106,7 @@ class VariableCompression(HorovodBinding):
         collectives = compressor.collectives(self._process_set.size())
         variable.carried, variable.moved = (
             (collectives[0].dtype, ())
-            if collectives[0].verb == "host"
+            if collectives[0].verb == "reducer"
             else ("float32", collectives)
         )
         if variable.is_float64 and self._exchange.carries_float64(variable.name):

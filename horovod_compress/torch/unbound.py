@@ -7,7 +7,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..adapters.binding import NotBoundError, Unbound
-from ..adapters.deprecated import by_name
+from ..deprecated import by_name
 from ..pytorch.optimizers import before_closures
 from . import horovod_internals
 from .compression import BoundCompression

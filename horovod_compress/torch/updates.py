@@ -5,8 +5,8 @@ from typing import Any, Callable, Optional
 import torch
 
 from ..adapters.binding import warn_once
-from ..adapters.deprecated import by_name
 from ..adapters.updates import Nesterov, check_ranks_of_set
+from ..deprecated import by_name
 from ..pytorch.parameters import NamedParameters
 from ..pytorch.updates import UpdatingOptimizer
 from .adam import AdamW

@@ -85,7 +85,7 @@ def mutate(rng, frame, other):
     elif len(frame) > HEADROOM:
         flip(rng, frame, HEADROOM)
     if how > 5:
-        struct.pack_into("<I", frame, 4, kernels.host.checksum(np.frombuffer(frame, np.uint8)[8:]))
+        struct.pack_into("<I", frame, 4, kernels.cpu.checksum(np.frombuffer(frame, np.uint8)[8:]))
     return bytes(frame)
 
 
@@ -97,9 +97,9 @@ def flip(rng, frame, low):
 @contextlib.contextmanager
 def reference_kernels():
     """Compressors use the reference meanwhile."""
-    kept, kernels.host = kernels.host, reference
+    kept, kernels.cpu = kernels.cpu, reference
     yield
-    kernels.host = kept
+    kernels.cpu = kept
 
 
 def added(compressor, body, numel):
