@@ -64,11 +64,11 @@ def warn_of_old(old: str, new: str, frames: int = 0) -> None:
 
     Args:
         old: what is deprecated.
-        new: what to say instead.
+        new: what to write instead.
         frames: calls between the user's code and this package that are of neither.
     """
     warnings.warn(
-        f"horovod_compress: {old} is deprecated: say {new}",
+        f"horovod_compress: {old} is deprecated: write {new}",
         DeprecationWarning,
         stacklevel=_frames_of_package() + frames + 1,
     )

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import warnings
 import zlib
 from abc import ABC, abstractmethod
 from types import GeneratorType
@@ -46,6 +45,7 @@ Encoding = Union[Payload, Asking[Payload]]
 Decoded = Union[bool, Asking[bool]]
 # The State that an algorithm's own `init` makes. Its methods may say of which class that is.
 OwnState = Any
+_OURS = __name__.partition(".")[0] + "."
 # The methods that may be generators.
 _MAY_ASK = {"encode", "decode", "decode_dense", "add"}
 
@@ -169,26 +169,13 @@ class Compressor(ABC):
         if own.get("id") and cls.traits.number == parent.traits.number:
             # That of the algorithm it derives from.
             cls.traits = cls.traits._replace(number=-1)
-        if "kept" in own:
-            warn_of_old(f"{cls.__name__}.kept", "roles", frames=1)
-            cls.roles = own["kept"]
-        old = _traits_of_before(cls)
-        if old:
-            names = ", ".join(f"{name}=…" for name in old)
-            warnings.warn(
-                f"horovod_compress: {cls.__name__} has attributes of its own for what its `traits` "
-                f"say: write traits = Traits({names})",
-                DeprecationWarning,
-                # Behind ABCMeta's frame.
-                stacklevel=3,
-            )
-            cls.traits = cls.traits._replace(**old)
+        _follow_old_spellings(cls)
         if own.get("id") and cls.traits.number < 0:
             number = 128 + zlib.crc32(own["id"].encode()) % 128
             cls.traits = cls.traits._replace(number=number)
         # A method of this package that is no generator asks for nothing on the CPU.
         for name in _MAY_ASK & own.keys():
-            if not _is_ours(cls) or inspect.isgeneratorfunction(own[name]):
+            if not cls.__module__.startswith(_OURS) or inspect.isgeneratorfunction(own[name]):
                 setattr(cls, name, plain_where_it_can(own[name]))
 
     @functools.cached_property
@@ -333,14 +320,17 @@ class Compressor(ABC):
         next `encode`."""
 
 
-def _is_ours(cls: type) -> bool:
-    """Whether a class is this package's."""
-    return cls.__module__.startswith(f"{__name__.partition('.')[0]}.")
+def _follow_old_spellings(cls: Type[Compressor]) -> None:
+    """Takes over, with a DeprecationWarning, what a class says as compressors once did. TypeError
+    for what is no plain value.
 
-
-def _traits_of_before(cls: Type[Compressor]) -> Dict[str, Any]:
-    """What a class, or what it is mixed with, says by attributes of its own, as compressors once
-    did. TypeError for what is no plain value."""
+    They had `kept` for their `roles`. They, or what they are mixed with, had attributes of their
+    own for what `traits` says now.
+    """
+    # Warnings are for the class's own line, behind ABCMeta's frame.
+    if "kept" in vars(cls):
+        warn_of_old(f"{cls.__name__}.kept", "roles", frames=1)
+        cls.roles = vars(cls)["kept"]
     mixed = [each for each in cls.__mro__ if each is cls or not issubclass(each, Compressor)]
     found = {
         name: vars(each)[name]
@@ -353,7 +343,11 @@ def _traits_of_before(cls: Type[Compressor]) -> Dict[str, Any]:
             raise TypeError(
                 f"{cls.__name__}: {name} must be a plain value: write traits = Traits({name}=…)"
             )
-    return found
+    if found:
+        names = ", ".join(f"{name}=…" for name in found)
+        old = f"{cls.__name__} has attributes of its own for what its `traits` say, which"
+        warn_of_old(old, f"traits = Traits({names})", frames=1)
+        cls.traits = cls.traits._replace(**found)
 
 
 def multiply(out: np.ndarray, scale: float, largest: float) -> bool:

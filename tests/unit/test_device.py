@@ -1,4 +1,4 @@
-"""The kernels on a device against the host's, bit for bit: on a GPU where there is one, which `-k
+"""The kernels on a device against the CPU's, bit for bit: on a GPU where there is one, which `-k
 cuda` chooses, else in Triton's interpreter."""
 
 import kernel_arguments
@@ -42,7 +42,7 @@ def assert_alike(on_host, on_device):
 
 def compare(name, where, on_device, **arguments):
     """Calls a kernel of both sets; those of the arguments that are named are on the device. Returns
-    what the host's has returned."""
+    what the CPU's has returned."""
     here = {
         key: value.copy() if isinstance(value, np.ndarray) else value
         for key, value in arguments.items()

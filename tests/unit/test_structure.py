@@ -106,6 +106,10 @@ def test_the_contract_of_an_algorithm_is_small():
     assert len(names) <= 20, names
 
 
+def test_files_are_short():
+    assert not [path for path in FILES if len(path.read_text().splitlines()) > 400]
+
+
 def test_functions_are_short():
     functions = [
         (path, node)
