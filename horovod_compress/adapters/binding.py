@@ -13,14 +13,13 @@ from .. import kernels
 from ..compressors import get_compressor, package_of
 from ..compressors.base import Compressor
 from ..compressors.learning_rate import decide_follow_lr
-from ..engine.checkpoint import Reducing
 from ..engine.driver import Driver
 from ..engine.recording import Destination, Recorder
 from ..engine.records import Stats, TensorStats
 from ..engine.snapshot import discard
 from ..engine.wrappers import machine_for
 from ..protocol import wire
-from ..protocol.handshake import agree
+from ..protocol.handshake import AnyTransport, agree
 from ..protocol.machine import Machine, Placement
 from ..version import __version__
 
@@ -50,7 +49,7 @@ class Binding(ABC):
     _synced = True
     _compressor: Compressor
     # The one that `handshake` and portable states use.
-    _transport: Reducing
+    _transport: AnyTransport
     _exchange: Driver  # what drives the steps
 
     def __reduce__(self) -> Tuple[Any, ...]:

@@ -24,7 +24,7 @@ from ..compressors.base import Compressor, Step, result_of
 from ..compressors.state import State, zeros
 from ..compressors.topk import TopK
 from ..compressors.wrapper import Wrapper
-from ..protocol.handshake import Gathering, Words, gather, shown
+from ..protocol.handshake import AnyTransport, Words, gather, shown
 from ..protocol.machine import Machine, Placement
 from ..protocol.requests import Allreduce, Collective, ToReducer
 from . import checkpoint
@@ -70,7 +70,7 @@ class SharedMemory:
         """The memory of a tensor's gradients, float32, one row for each rank of the machine."""
         return self._slots[name]
 
-    def _make(self, machine: Machine, transport: Gathering, label: str, number: int) -> None:
+    def _make(self, machine: Machine, transport: AnyTransport, label: str, number: int) -> None:
         """Makes the memory of tensors that have none. RuntimeError, on all ranks alike, where the
         ranks of one machine cannot share memory."""
         mine = [number, machine.local, secrets.token_hex(_TOKEN // 2)]

@@ -36,7 +36,9 @@ class OnTrial(OptimizerCompression):
         for spec in candidates:
             # What cannot be is refused now, not when its turn comes.
             self._choose(spec)
-        self._controller = Controller(self, {**auto, "candidates": candidates}, candidates[-1])
+        self._controller = Controller(
+            self, self._switch, {**auto, "candidates": candidates}, candidates[-1]
+        )
         self._began: Optional[float] = None  # when the last step did
         self._now = 0.0  # when the step that begins did
 
@@ -60,9 +62,6 @@ class OnTrial(OptimizerCompression):
         if self._began is not None:
             self._controller.step_ended(self._now - self._began)
             self._controller.follow()
-
-    def _go_on_with(self, spec: str) -> None:
-        self._switch(spec)
 
     def _description(self) -> Dict[str, Any]:
         return {**super()._description(), "auto": self._controller.arguments}

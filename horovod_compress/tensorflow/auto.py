@@ -72,7 +72,7 @@ class CompressionOnTrial(BoundCompression):
         for spec in candidates:
             self._choose(get_compressor(spec), optimizer)
         auto = {**self._auto, "candidates": candidates}
-        controller = Controller(self, auto, candidates[-1])
+        controller = Controller(self, self._go_on_with, auto, candidates[-1])
         if self._resumed:
             controller.resume(**self._resumed)
         self._compressor = get_compressor(controller.in_force)
