@@ -5,18 +5,18 @@ import contextlib
 import functools
 import logging
 import statistics
-from typing import Any, Callable, Dict, Iterator, List, Optional, Protocol, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from ..compressors import get_compressor
 from ..compressors.advice import ADAM
 from ..compressors.base import Compressor
+from ..deprecated import by_name
 from ..engine.records import Candidate, Plan
 from ..engine.simulate import simulate
 from ..protocol.handshake import gather
-from .binding import Unbound, is_elastic
-from .deprecated import by_name
+from .binding import Binding, Unbound, is_elastic
 from .trials import RULE, Trials, spread
 
 _log = logging.getLogger("horovod_compress")
@@ -34,18 +34,6 @@ def default_candidates(sparse: Optional[str]) -> List[str]:
     return ["none", "fp16", *(f"{sparse}:ratio=0.01{limit}" for limit in limits)]
 
 
-class Switched(Protocol):
-    """A bound compression, as its controller needs it."""
-
-    _transport: Any
-    _label: str
-
-    def _rank_and_size(self) -> Tuple[int, int]: ...
-
-    def _go_on_with(self, spec: str) -> None:
-        """Switches to another candidate, from the next step on."""
-
-
 class Controller:
     """Switches a compression from candidate to candidate, as `Trials` says for ranks that agree on
     how long steps take, and goes on with the one that is chosen. Before the trial it may leave
@@ -53,12 +41,20 @@ class Controller:
 
     Args:
         compression: the one that is switched.
+        switch: switches it to a spec, from the next step on.
         auto: the arguments of `Automatic`, with candidates.
         in_force: the candidate with which steps are taken until the first switch.
     """
 
-    def __init__(self, compression: Switched, auto: Dict[str, Any], in_force: str) -> None:
-        self._compression, self._candidates = compression, list(auto["candidates"])
+    def __init__(
+        self,
+        compression: Binding,
+        switch: Callable[[str], Any],
+        auto: Dict[str, Any],
+        in_force: str,
+    ) -> None:
+        self._compression, self._switch = compression, switch
+        self._candidates = list(auto["candidates"])
         # The arguments, which all ranks must have alike.
         self.arguments = auto
         # The candidate with which steps are taken.
@@ -104,7 +100,7 @@ class Controller:
         """Goes on with a candidate; default: the one with which the next step is to be taken."""
         spec = self.current if spec is None else spec
         if spec != self.in_force:
-            self._compression._go_on_with(spec)
+            self._switch(spec)
             self.in_force = spec
 
     def step_ended(self, seconds: float, counts: bool = True) -> None:
@@ -333,14 +329,14 @@ class Automatic(Unbound):
         super().__init__(
             "none", process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
         )
-        self._auto = trial_arguments(error, candidates, probe_steps, margin, self._check)
+        self._asked = trial_arguments(error, candidates, probe_steps, margin, self._check)
 
     @staticmethod
     def _check(compressor: Compressor) -> None:
         """ValueError for a candidate that cannot begin between two steps."""
 
     def _made_again(self) -> Tuple[Any, ...]:
-        return functools.partial(type(self), **self._auto, **self._options), ()
+        return functools.partial(type(self), **self._asked, **self._options), ()
 
     def __repr__(self) -> str:
         return "<a compression that is chosen when training begins>"

@@ -12,15 +12,14 @@ from typing import Any, Dict, Iterator, Mapping, Optional, Set, Tuple, Type
 from .. import kernels
 from ..compressors import get_compressor, package_of
 from ..compressors.base import Compressor
-from ..compressors.selective import decide_follow_lr
-from ..engine.checkpoint import Reducing
+from ..compressors.learning_rate import decide_follow_lr
 from ..engine.driver import Driver
 from ..engine.recording import Destination, Recorder
 from ..engine.records import Stats, TensorStats
 from ..engine.snapshot import discard
 from ..engine.wrappers import machine_for
 from ..protocol import wire
-from ..protocol.handshake import agree
+from ..protocol.handshake import AnyTransport, agree
 from ..protocol.machine import Machine, Placement
 from ..version import __version__
 from .second_moments import advice_for
@@ -51,7 +50,7 @@ class Binding(ABC):
     _synced = True
     _compressor: Compressor
     # The one that `handshake` and portable states use.
-    _transport: Reducing
+    _transport: AnyTransport
     _exchange: Driver  # what drives the steps
 
     def __reduce__(self) -> Tuple[Any, ...]:
@@ -88,6 +87,10 @@ class Binding(ABC):
     def _rank_and_size(self) -> Tuple[int, int]:
         """This rank and the number of ranks; a rank that compresses nothing counts as the only
         one."""
+
+    @abstractmethod
+    def _transport_of(self, compressor: Compressor) -> Any:
+        """The transport that moves a compressor's payloads. ValueError where there is none."""
 
     def _machine_for(self, compressor: Compressor) -> Optional[Machine]:
         """The ranks of this rank's machine, where features around a compressor have use for them.
@@ -162,7 +165,9 @@ class Unbound(ABC):
     _bound: Any
 
     def __init__(self, spec: Any, **options: Any) -> None:
-        self._compressor = get_compressor(spec)
+        # The first argument of `_bound_class`.
+        self._asked: Any = get_compressor(spec)
+        self._compressor: Compressor = self._asked
         self._options = options
 
     @property

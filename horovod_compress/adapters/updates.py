@@ -11,7 +11,7 @@ from typing import Any, Collection, Dict, Iterable, List, Optional, Set
 
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
-from ..compressors.selective import decide_follow_lr
+from ..compressors.learning_rate import decide_follow_lr
 from ..protocol.handshake import agree, gather, warning_when_stalled
 from .binding import Binding, Unbound
 

@@ -48,7 +48,7 @@ class AdaComp(GatheringCompressor):
         state_type=AdaCompState,
         prefers_updates=True,
     )
-    kept = {"residual": LOCAL}
+    roles = {"residual": LOCAL}
 
     bin_length: Union[int, str] = option(
         Auto(Count(1, 2**32 - 1)),

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import warnings
 import zlib
 from abc import ABC, abstractmethod
 from types import GeneratorType
@@ -25,18 +24,19 @@ from typing import (
 import numpy as np
 
 from .. import kernels
-from ..protocol.requests import FLOAT32, Collective, Exchanged, HostReduce, Payload
+from ..deprecated import renamed, warn_of_old
+from ..protocol.requests import FLOAT32, Collective, Exchanged, Payload, ToReducer
 from .plainly import plain_where_it_can
 from .policy import Policy
 
 # All of them, because other packages' algorithms import them from here.
 from .state import LOCAL as LOCAL
 from .state import SHARED as SHARED
-from .state import Kept, State, zeros
-from .state import Undo as Undo
+from .state import Role, State, zeros
+from .state import Rollback as Rollback
 
 GATHER = Collective("allgather", "uint8")
-HOST = Collective("host", "float32")
+REDUCER = Collective("reducer", "float32")
 LARGEST = float(np.finfo(np.float32).max)
 Result = TypeVar("Result")
 # A method that asks first: for a collective, or by `yield from kernels.…` for a kernel.
@@ -45,6 +45,7 @@ Encoding = Union[Payload, Asking[Payload]]
 Decoded = Union[bool, Asking[bool]]
 # The State that an algorithm's own `init` makes. Its methods may say of which class that is.
 OwnState = Any
+_OURS = __name__.partition(".")[0] + "."
 # The methods that may be generators.
 _MAY_ASK = {"encode", "decode", "decode_dense", "add"}
 
@@ -147,7 +148,7 @@ class Compressor(ABC):
     id: ClassVar[Optional[str]] = None
     traits: ClassVar[Traits] = Traits()
     # What the arrays of the state are, by name.
-    kept: ClassVar[Dict[str, Kept]] = {}
+    roles: ClassVar[Dict[str, Role]] = {}
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -170,23 +171,13 @@ class Compressor(ABC):
         if own.get("id") and cls.traits.number == parent.traits.number:
             # That of the algorithm it derives from.
             cls.traits = cls.traits._replace(number=-1)
-        old = _traits_of_before(cls)
-        if old:
-            names = ", ".join(f"{name}=…" for name in old)
-            warnings.warn(
-                f"horovod_compress: {cls.__name__} has attributes of its own for what its `traits` "
-                f"say: write traits = Traits({names})",
-                DeprecationWarning,
-                # Behind ABCMeta's frame.
-                stacklevel=3,
-            )
-            cls.traits = cls.traits._replace(**old)
+        _follow_old_spellings(cls)
         if own.get("id") and cls.traits.number < 0:
             number = 128 + zlib.crc32(own["id"].encode()) % 128
             cls.traits = cls.traits._replace(number=number)
         # A method of this package that is no generator asks for nothing on the CPU.
         for name in _MAY_ASK & own.keys():
-            if not _is_ours(cls) or inspect.isgeneratorfunction(own[name]):
+            if not cls.__module__.startswith(_OURS) or inspect.isgeneratorfunction(own[name]):
                 setattr(cls, name, plain_where_it_can(own[name]))
 
     @functools.cached_property
@@ -220,20 +211,22 @@ class Compressor(ABC):
         return {"id": self.id, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}
 
     def init(self, name: str, shape: Tuple[int, ...]) -> State:
-        """The State of one tensor. Unless a subclass says otherwise, each of the arrays in `kept`
+        """The State of one tensor. Unless a subclass says otherwise, each of the arrays in `roles`
         is as long as the tensor, and zero."""
-        return self.traits.state_type(name, {array: zeros(math.prod(shape)) for array in self.kept})
+        return self.traits.state_type(
+            name, {array: zeros(math.prod(shape)) for array in self.roles}
+        )
 
     @abstractmethod
     def encode(self, grad: np.ndarray, state: OwnState, step: Step) -> Encoding:
-        """This rank's payload: HostReduce or Allreduce, of `horovod_compress.protocol.requests`, or
+        """This rank's payload: ToReducer or Allreduce, of `horovod_compress.protocol.requests`, or
         Encoded. grad is flat float32, and this method may change it; where it returns Encoded it
         leaves grad zero, because payloads are added there. It is a generator where it asks for
         something first.
         Where ranks must agree it yields an Allreduce, Allgather or Alltoall, and is sent the
         result; all tensors of a step go through these rounds together. By
         `yield from kernels.NAME(…)` it calls a kernel, together with other tensors where gradients
-        are on a device. A HostReduce after a request is summed as an Allreduce is."""
+        are on a device. A ToReducer after a request is summed as an Allreduce is."""
 
     def after_warmup(self) -> "Compressor":
         """This compressor as it is in the last stage of a schedule, in all steps."""
@@ -246,8 +239,8 @@ class Compressor(ABC):
 
     def encode_dense(
         self, grad: np.ndarray, state: OwnState, step: Step
-    ) -> Union[HostReduce, Asking[HostReduce]]:
-        """The residual plus the gradient, as a HostReduce payload. The exchange calls this instead
+    ) -> Union[ToReducer, Asking[ToReducer]]:
+        """The residual plus the gradient, as a ToReducer payload. The exchange calls this instead
         of `encode` where gathered payloads would move more bytes."""
         state.all_sent = True
         self.apply_pending(state)
@@ -257,7 +250,7 @@ class Compressor(ABC):
             np.copyto(grad, residual)
             if not finite:
                 grad[0] = np.nan
-        return HostReduce(grad)
+        return ToReducer(grad)
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         """Adds the finite elements of the gradient to the residual and leaves the gradient zero.
@@ -285,7 +278,7 @@ class Compressor(ABC):
     def decode_dense(
         self, reduced: np.ndarray, out: np.ndarray, state: OwnState, scale: float
     ) -> Decoded:
-        """Writes the reduced HostReduce payloads, times scale, into `out`, which may be the same
+        """Writes the reduced ToReducer payloads, times scale, into `out`, which may be the same
         array. Returns whether that is finite."""
         if reduced.dtype != FLOAT32:
             return _multiplied(out, scale, kernels.decode_float16(reduced.view(np.uint16), out))
@@ -293,7 +286,7 @@ class Compressor(ABC):
             np.copyto(out, reduced)
         # Plainly on the CPU, because this comes for every tensor that goes dense.
         if isinstance(out, np.ndarray):
-            return multiply(out, scale, kernels.host.max_abs(out))
+            return multiply(out, scale, kernels.cpu.max_abs(out))
         return _multiplied(out, scale, kernels.max_abs(out))
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> Decoded:
@@ -302,7 +295,7 @@ class Compressor(ABC):
         body that `encode` cannot have made. Bodies are sparse unless a subclass says otherwise."""
         # Plainly on the CPU, because this comes for every payload of every rank.
         if isinstance(out, np.ndarray):
-            return kernels.host.decode_add_sparse(out, body, scale=scale)
+            return kernels.cpu.decode_add_sparse(out, body, scale=scale)
         return kernels.decode_add_sparse(out, body, scale=scale)
 
     def residual(self, state: State) -> Optional[np.ndarray]:
@@ -316,7 +309,7 @@ class Compressor(ABC):
     def rollback(self, state: OwnState) -> None:
         """Undoes the changes of a step that failed or whose result was not finite, on all ranks
         alike."""
-        for array, indices, values, replace in state.undo:
+        for array, indices, values, replace in state.rollbacks:
             if indices is None:
                 kernels.at_once(self.add(values, state.arrays[array], 1.0))
             elif replace:
@@ -329,14 +322,17 @@ class Compressor(ABC):
         next `encode`."""
 
 
-def _is_ours(cls: type) -> bool:
-    """Whether a class is this package's."""
-    return cls.__module__.startswith(f"{__name__.partition('.')[0]}.")
+def _follow_old_spellings(cls: Type[Compressor]) -> None:
+    """Takes over, with a DeprecationWarning, what a class says as compressors once did. TypeError
+    for what is no plain value.
 
-
-def _traits_of_before(cls: Type[Compressor]) -> Dict[str, Any]:
-    """What a class, or what it is mixed with, says by attributes of its own, as compressors once
-    did. TypeError for what is no plain value."""
+    They had `kept` for their `roles`. They, or what they are mixed with, had attributes of their
+    own for what `traits` says now.
+    """
+    # Warnings are for the class's own line, behind ABCMeta's frame.
+    if "kept" in vars(cls):
+        warn_of_old(f"{cls.__name__}.kept", "roles", frames=1)
+        cls.roles = vars(cls)["kept"]
     mixed = [each for each in cls.__mro__ if each is cls or not issubclass(each, Compressor)]
     found = {
         name: vars(each)[name]
@@ -349,7 +345,11 @@ def _traits_of_before(cls: Type[Compressor]) -> Dict[str, Any]:
             raise TypeError(
                 f"{cls.__name__}: {name} must be a plain value: write traits = Traits({name}=…)"
             )
-    return found
+    if found:
+        names = ", ".join(f"{name}=…" for name in found)
+        old = f"{cls.__name__} has attributes of its own for what its `traits` say, which"
+        warn_of_old(old, f"traits = Traits({names})", frames=1)
+        cls.traits = cls.traits._replace(**found)
 
 
 def multiply(out: np.ndarray, scale: float, largest: float) -> bool:
@@ -364,3 +364,6 @@ def multiply(out: np.ndarray, scale: float, largest: float) -> bool:
 def _multiplied(out: np.ndarray, scale: float, looking: Asking[float]) -> Asking[bool]:
     """Multiplies by `scale`, when a kernel has looked for the largest magnitude."""
     return multiply(out, scale, (yield from looking))
+
+
+renamed(__name__, HOST="REDUCER", Kept="Role", Undo="Rollback")

@@ -37,5 +37,5 @@ class BFloat16(Compressor):
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> Decoded:
         # Plainly on the CPU, because this comes for every payload of every rank.
         if isinstance(out, np.ndarray):
-            return kernels.host.decode_add_bf16(out, body, scale=scale)
+            return kernels.cpu.decode_add_bf16(out, body, scale=scale)
         return kernels.decode_add_bf16(out, body, scale=scale)

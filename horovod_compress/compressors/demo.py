@@ -10,10 +10,10 @@ import numpy as np
 
 from .. import kernels
 from .base import Step, Traits
-from .options import Auto, Choice, Count, Number, option
+from .options import Auto, Count, Number, OneOf, option
 from .powersgd import matrix_of
 from .selective import SelectiveCompressor
-from .state import LOCAL, State, Undo
+from .state import LOCAL, Rollback, State
 from .topk import VALUE_BITS
 
 
@@ -41,13 +41,13 @@ class DeMo(SelectiveCompressor):
         paper=("Peng, Quesnelle, Kingma, DeMo: Decoupled Momentum Optimization, arXiv 2411.19870"),
         takes_scale=True,
     )
-    kept = {"residual": LOCAL}
+    roles = {"residual": LOCAL}
 
     chunk: int = option(Count(1, 512), 64, "height and width of a chunk, at most")
     k: int = option(Count(1, 2**32 - 1), 32, "coefficients of each chunk")
     decay: float = option(Number(0, 1), 0.999, "of the residual, a step; 1: nothing is lost")
     values: str = option(
-        Choice(*VALUE_BITS),
+        OneOf(*VALUE_BITS),
         "fp32",
         "coefficients on the wire, as topk's; the residual keeps the error",
     )
@@ -76,7 +76,7 @@ class DeMo(SelectiveCompressor):
             scale=step.scale,
             kind=self.values,
         )
-        state.undo = [Undo("residual", None, encoded.body)]
+        state.rollbacks = [Rollback("residual", None, encoded.body)]
         return encoded
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:

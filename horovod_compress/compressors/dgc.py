@@ -8,11 +8,11 @@ from typing import Optional, Tuple
 import numpy as np
 
 from .. import kernels
-from ..protocol.requests import Collective, HostReduce
+from ..protocol.requests import Collective, ToReducer
 from .base import Asking, Compressor, Encoding, Step, Traits, result_of
 from .dense import dense_compressor
 from .none import NoCompression
-from .options import Choice, Count, Flag, Number, Schedule, ZeroOrCount, option
+from .options import Count, Flag, Number, OneOf, Schedule, ZeroOrCount, option
 from .quantizer import QuantizerState
 from .state import LOCAL, SHARED, State, zeros
 from .topk import TopK
@@ -46,7 +46,7 @@ class DGC(TopK):
         accumulator="v",
         corrects_momentum=True,
     )
-    kept = {"u": LOCAL, "v": LOCAL}
+    roles = {"u": LOCAL, "v": LOCAL}
 
     momentum: Optional[float] = option(
         Number(0, 1, optional=True),
@@ -144,11 +144,11 @@ class DenseMomentum(NoCompression):
     # Not for users: DGC's own.
     id = None
     traits = Traits(on_device=True)
-    kept = {"u": SHARED}
+    roles = {"u": SHARED}
 
     momentum: float = option(Number(0, 1), 0.9, "of the mean gradient")
     nesterov: bool = option(Flag(), False, "Nesterov's momentum")
-    values: str = option(Choice("fp32", "fp16", "int8"), "fp32", "how they travel")
+    values: str = option(OneOf("fp32", "fp16", "int8"), "fp32", "how they travel")
     seed: int = option(Count(), 0, "of what is drawn at random")
 
     @property
@@ -169,8 +169,8 @@ class DenseMomentum(NoCompression):
     def init(self, name: str, shape: Tuple[int, ...]) -> DenseMomentumState:
         return DenseMomentumState(name, {"u": zeros(math.prod(shape))} if self.momentum else {})
 
-    def encode_dense(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
-        return HostReduce(grad)  # Not all is sent: u remains.
+    def encode_dense(self, grad: np.ndarray, state: State, step: Step) -> ToReducer:
+        return ToReducer(grad)  # Not all is sent: u remains.
 
     def decode(
         self,

@@ -7,7 +7,7 @@ from typing import Tuple
 import numpy as np
 
 from .. import kernels
-from ..protocol.requests import FLOAT32, Collective, HostReduce
+from ..protocol.requests import FLOAT32, Collective, ToReducer
 from .base import Asking, Step, Traits, result_of
 from .none import NoCompression
 from .state import State
@@ -34,9 +34,9 @@ class Float16(NoCompression):
     )
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
-        return (Collective("host", "float16"),)
+        return (Collective("reducer", "float16"),)
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> HostReduce:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> ToReducer:
         if step.scale != 1:
             grad *= np.float32(step.scale)
         half = state.buffer = (
@@ -50,7 +50,7 @@ class Float16(NoCompression):
             # Horovod needs it at once. Overflow is looked for in `decode_dense`, in all tensors
             # together, before results take the gradients' place.
             np.copyto(half, grad)
-        return HostReduce(half)
+        return ToReducer(half)
 
     def decode_dense(
         self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float

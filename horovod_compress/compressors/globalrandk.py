@@ -10,9 +10,9 @@ import numpy as np
 from .. import kernels
 from ..protocol.requests import Allreduce, Collective
 from .base import Step, Traits
-from .options import Choice, Count, Flag, Number, option
+from .options import Count, Flag, Number, OneOf, option
 from .selective import SelectiveCompressor
-from .state import LOCAL, State, Undo
+from .state import LOCAL, Rollback, State
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -24,7 +24,7 @@ class SharedCoordinates(SelectiveCompressor):
     those of all tensors together; then a small tensor may have none in some steps."""
 
     traits = Traits(takes_scale=True)
-    kept = {"residual": LOCAL}
+    roles = {"residual": LOCAL}
 
     ratio: Optional[float] = option(
         Number(0, 1, low_open=True, optional=True),
@@ -35,7 +35,7 @@ class SharedCoordinates(SelectiveCompressor):
         Count(1, optional=True), None, "coordinates in a step, instead of a ratio"
     )
     of: str = option(
-        Choice("tensor", "model"),
+        OneOf("tensor", "model"),
         "tensor",
         "whose coordinates ratio and k count: each tensor's, or those of all that are compressed",
     )
@@ -82,7 +82,7 @@ class SharedCoordinates(SelectiveCompressor):
         if model is not None:
             indices = model.own(state.name, self.key("shared", sweep), first, count)
         else:
-            indices = kernels.host.draw_coordinates(
+            indices = kernels.cpu.draw_coordinates(
                 key=self.key("shared", state.name, sweep), numel=numel, first=first, count=count
             )
         residual = state.arrays.get("residual")
@@ -96,14 +96,14 @@ class SharedCoordinates(SelectiveCompressor):
             values = kernels.of(grad).take_entries(
                 indices, residual, None, kind="fp32", mask=False
             )[2]
-            state.undo = [Undo("residual", indices, values.copy())]
+            state.rollbacks = [Rollback("residual", indices, values.copy())]
         return indices, values, finite
 
     def keep_error(self, state: State, sent: np.ndarray) -> None:
         """Adds the rounding error, the values drawn less those sent, to the residual."""
-        (drawn,) = state.undo
+        (drawn,) = state.rollbacks
         state.arrays["residual"][drawn.indices] += drawn.values - sent
-        state.undo = [drawn._replace(values=sent)]
+        state.rollbacks = [drawn._replace(values=sent)]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import kernels
 from .base import Asking
-from .options import Choice, Count, option
+from .options import Count, OneOf, option
 from .quantizer import SharedScaleQuantizer
 
 
@@ -39,7 +39,7 @@ class MaxNorm(SharedScaleQuantizer):
 
     bits: int = option(Count(1, 16), 4, "s = 2^bits - 1 steps from 0 to the largest")
     norm: str = option(
-        Choice("max", "l2"), "max", "what the shared scale is the largest of: max |g|, or ‖g‖₂"
+        OneOf("max", "l2"), "max", "what the shared scale is the largest of: max |g|, or ‖g‖₂"
     )
 
     @functools.cached_property

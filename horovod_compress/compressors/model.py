@@ -28,7 +28,7 @@ class Model:
         kernel `draw_coordinates`. The tensors of a step share one draw."""
         with self._lock:
             if self._drawn[0] != (key, first, count, self.numel):
-                drawn = kernels.host.draw_coordinates(
+                drawn = kernels.cpu.draw_coordinates(
                     key=key, numel=self.numel, first=first, count=count
                 )
                 self._drawn = (key, first, count, self.numel), np.sort(drawn)

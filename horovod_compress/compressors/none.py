@@ -6,8 +6,8 @@ from typing import ClassVar, Optional, Tuple
 
 import numpy as np
 
-from ..protocol.requests import Collective, HostReduce
-from .base import HOST, Compressor, Decoded, Encoding, OwnState, Step, Traits
+from ..protocol.requests import Collective, ToReducer
+from .base import REDUCER, Compressor, Decoded, Encoding, OwnState, Step, Traits
 from .state import State
 
 
@@ -24,12 +24,12 @@ class NoCompression(Compressor):
     )
 
     def collectives(self, size: int) -> Tuple[Collective, ...]:
-        return (HOST,)
+        return (REDUCER,)
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
         if step.scale != 1:
             grad *= np.float32(step.scale)
-        return HostReduce(grad)
+        return ToReducer(grad)
 
     def decode_dense(
         self, reduced: np.ndarray, out: np.ndarray, state: OwnState, scale: float

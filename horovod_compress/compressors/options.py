@@ -3,32 +3,27 @@
 import dataclasses
 import math
 import numbers
-from typing import Any, ClassVar, Optional, Protocol, Tuple
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Optional, Tuple
+
+from ..deprecated import renamed
 
 
-class Kind(Protocol):
-    """A kind of value. `str` of it describes its values; `parse` and `check` raise ValueError for
-    any other."""
-
-    def parse(self, text: str) -> Any:
-        """The value that a spec's text stands for."""
-
-    def check(self, value: Any) -> Any:
-        """The value in its normal form."""
-
-
-def option(kind: Kind, default: Any, doc: str) -> Any:
-    """A dataclass field for an option of a compressor. doc is a line that explains it."""
-    return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc})
-
-
-class _Described:
-    """A kind whose values `said` describes, and `type_said` for type checkers; None is one too
-    where it is optional."""
+class Kind(ABC):
+    """A kind of value, or None too where it is optional. `said` describes its values, and
+    `type_said` does for type checkers; `parse` and `check` raise ValueError for any other."""
 
     said: str
     type_said: str
     optional = False
+
+    @abstractmethod
+    def parse(self, text: str) -> Any:
+        """The value that a spec's text stands for."""
+
+    @abstractmethod
+    def check(self, value: Any) -> Any:
+        """The value in its normal form."""
 
     def __str__(self) -> str:
         return self.said + (", or none" if self.optional else "")
@@ -39,7 +34,12 @@ class _Described:
         return f"Optional[{self.type_said}]" if self.optional else self.type_said
 
 
-class _Range(_Described):
+def option(kind: Kind, default: Any, doc: str) -> Any:
+    """A dataclass field for an option of a compressor. doc is a line that explains it."""
+    return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc})
+
+
+class _Range(Kind):
     """Numbers of one `type`, made of anything like it, from low, or above it where it is open, to
     high."""
 
@@ -100,7 +100,7 @@ class ZeroOrCount(Count):
         return 0 if value == 0 and not isinstance(value, bool) else super().check(value)
 
 
-class Ascending(_Described):
+class Ascending(Kind):
     """Two to eight whole numbers, each larger than the one before, joined by '+' in a spec."""
 
     type_said = "Sequence[int]"
@@ -119,7 +119,7 @@ class Ascending(_Described):
         return value
 
 
-class Auto(_Described):
+class Auto(Kind):
     """Another kind's value, or the word auto."""
 
     def __init__(self, kind: _Range) -> None:
@@ -133,7 +133,7 @@ class Auto(_Described):
         return value if isinstance(value, str) and value == "auto" else self.kind.check(value)
 
 
-class Flag(_Described):
+class Flag(Kind):
     """true or false; None too where optional."""
 
     said = "true or false"
@@ -154,7 +154,7 @@ class Flag(_Described):
         raise ValueError
 
 
-class Choice(_Described):
+class OneOf(Kind):
     """One of some words."""
 
     def __init__(self, *words: str) -> None:
@@ -170,7 +170,7 @@ class Choice(_Described):
         return value
 
 
-class Patterns(_Described):
+class Patterns(Kind):
     """Names or shell-style patterns of names, joined by '+' in a spec."""
 
     said = "patterns of tensor names, joined by '+'"
@@ -186,7 +186,7 @@ class Patterns(_Described):
         return tuple(value)
 
 
-class Schedule(_Described):
+class Schedule(Kind):
     """Densities by step: pairs (first step, ratio), ascending from step 0; in a spec
     0/0.25+500/0.001."""
 
@@ -207,3 +207,6 @@ class Schedule(_Described):
         if pairs and (steps[0] != 0 or sorted(set(steps)) != steps):
             raise ValueError
         return pairs
+
+
+renamed(__name__, Choice="OneOf")

@@ -54,7 +54,7 @@ class PowerSGD(SelectiveCompressor):
         # sums.
         same_kernels=True,
     )
-    kept = {"residual": LOCAL, "q": SHARED}  # q: a direction
+    roles = {"residual": LOCAL, "q": SHARED}  # q: a direction
 
     rank: int = option(Count(1), 4, "columns of P and Q; exact for matrices of at most this rank")
     start_step: int = option(Count(), 0, "steps before this one go dense")

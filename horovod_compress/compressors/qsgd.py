@@ -7,7 +7,7 @@ import numpy as np
 
 from .. import kernels
 from .base import Step, Traits
-from .options import Choice, Count, option
+from .options import Count, OneOf, option
 from .selective import GatheringCompressor
 from .state import State
 
@@ -37,12 +37,12 @@ class QSGD(GatheringCompressor):
     levels: Optional[int] = option(Count(1, 32767, optional=True), None, "s, instead of bits")
     bucket_size: int = option(Count(1, 2**32 - 1), 512, "elements that share a norm")
     norm: str = option(
-        Choice("l2", "max"),
+        OneOf("l2", "max"),
         "l2",
         "of a bucket: ‖g‖₂, or max |g|, which has less variance and more levels in use",
     )
     coding: str = option(
-        Choice("auto", "fixed", "elias"),
+        OneOf("auto", "fixed", "elias"),
         "auto",
         "of levels: fixed, each bucket at the width of its largest, which takes the least time; or "
         "Elias' gamma code (zeros, sign, level): "

@@ -117,7 +117,7 @@ class SharedScaleQuantizer(SharedCoordinates):
             size=size,
             key=key,
         )
-        if state.undo:
+        if state.rollbacks:
             yield from drawn.dequantize(words, values, 1.0)
             self.keep_error(state, values)
         return Allreduce(words)

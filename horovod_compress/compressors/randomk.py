@@ -11,7 +11,7 @@ from .. import kernels
 from .base import Step, Traits
 from .options import Number, option
 from .selective import GatheringCompressor
-from .state import LOCAL, State, Undo
+from .state import LOCAL, Rollback, State
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -34,7 +34,7 @@ class RandomK(GatheringCompressor):
         ),
         takes_scale=True,
     )
-    kept = {"residual": LOCAL}
+    roles = {"residual": LOCAL}
 
     ratio: float = option(
         Number(0, 1, low_open=True), 0.01, "share of a tensor's elements sent in a step"
@@ -52,9 +52,9 @@ class RandomK(GatheringCompressor):
             else 0
         )
         key = self.key("own", state.name, step.index, step.rank)
-        indices = kernels.host.draw_coordinates(key=key, numel=residual.size, first=0, count=count)
+        indices = kernels.cpu.draw_coordinates(key=key, numel=residual.size, first=0, count=count)
         values = kernels.of(grad).take_entries(indices, residual, None, kind="fp32", mask=False)[2]
-        state.undo.append(Undo("residual", indices, values))
+        state.rollbacks.append(Rollback("residual", indices, values))
         return kernels.Encoded(kernels.new_body(struct.pack("<Q", key), values), count, finite)
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
@@ -62,5 +62,5 @@ class RandomK(GatheringCompressor):
             raise ValueError("not a key and values for at most as many elements as the tensor has")
         (key,) = struct.unpack_from("<Q", body.data)
         values = np.frombuffer(body[8:].tobytes(), np.float32)
-        indices = kernels.host.draw_coordinates(key=key, numel=out.size, first=0, count=len(values))
+        indices = kernels.cpu.draw_coordinates(key=key, numel=out.size, first=0, count=len(values))
         return kernels.of(out).scatter_add(out, indices, values, scale=scale)

@@ -11,22 +11,18 @@ import numpy as np
 
 from ..kernels import Encoded
 from .base import Compressor, Step
-from .options import Choice, Count, Flag, Patterns, option
-from .state import LOCAL, SHARED, State, Undo, zeros
-
-# A learning rate below counts as 0.
-_NO_RATE = 1e-30
-# So that the residual stays finite.
-_MOST_GROWTH = 2.0**100
+from .learning_rate import grow, growth
+from .options import Count, Flag, OneOf, Patterns, option
+from .state import LOCAL, SHARED, Rollback, State, zeros
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SelectiveCompressor(Compressor):
-    """A compressor that is not for every tensor: `plan.compressor_for` gives small, one-dimensional
-    and excluded ones what `dense` names, or `fallback()`."""
+    """A compressor that is not for every tensor: `dense_policy.compressor_for` gives small,
+    one-dimensional and excluded ones what `dense` names, or `fallback()`."""
 
     transport: str = option(
-        Choice("horovod", "mpi"),
+        OneOf("horovod", "mpi"),
         "horovod",
         "what moves payloads: Horovod, while backward goes on; or MPI, all of a step at once",
     )
@@ -41,7 +37,7 @@ class SelectiveCompressor(Compressor):
         Patterns(), (), "names of tensors that go dense, as shell patterns"
     )
     dense: str = option(
-        Choice("fp32", "fp16", "int8"),
+        OneOf("fp32", "fp16", "int8"),
         "fp32",
         "how tensors that go dense travel; int8: rounded at random to 127 steps of the largest of "
         "all ranks",
@@ -83,7 +79,7 @@ class ErrorFeedback(GatheringCompressor):
     counts with the γ of the step that sends it. With `follow_lr` it stands for the deferred update
     γ·residual, and is rescaled when γ changes so that this update stays the same."""
 
-    kept = {"residual": LOCAL, "lr": SHARED}
+    roles = {"residual": LOCAL, "lr": SHARED}
     # An option of some.
     follow_lr = False  # type: Optional[bool]
 
@@ -95,45 +91,19 @@ class ErrorFeedback(GatheringCompressor):
         return State(name, arrays)
 
     def growth(self, state: State, step: Step) -> float:
-        """The factor by which this step multiplies the residual: γ of the step before over γ of
-        this one. At γ = 0 the optimizer applies nothing, so such a step counts as one with the γ
-        before. A residual from before the first γ above 0 was meant for γ = 0, and is dropped."""
-        if not self.follow_lr or step.lr is None or step.lr < _NO_RATE:
-            return 1.0
-        last, state.arrays["lr"][0] = float(state.arrays["lr"][0]), step.lr
-        return min(last / step.lr, _MOST_GROWTH)
+        """The factor by which this step multiplies the residual: see `learning_rate.growth`."""
+        return growth(state.arrays["lr"], step.lr) if self.follow_lr else 1.0
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
         encoded = self.pack(grad, state.arrays["residual"], state, step)
-        state.undo.append(Undo("residual", None, encoded.body))
+        state.rollbacks.append(Rollback("residual", None, encoded.body))
         return encoded
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
-        growth = self.growth(state, step)
-        if growth != 1:
-            residual = state.arrays["residual"]
-            residual *= np.float32(growth)
-            np.clip(residual, -_MOST_GROWTH, _MOST_GROWTH, out=residual)
+        grow(state.arrays["residual"], self.growth(state, step))
         return super().accumulate(grad, state, step)
 
     @abstractmethod
     def pack(self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step) -> Encoded:
         """Adds the gradient to the residual, leaves the gradient zero, encodes the payload and
         subtracts that from the residual."""
-
-
-def decide_follow_lr(compressor: Compressor, known: bool, default: bool) -> Compressor:
-    """The compressor with `follow_lr` decided, by `default` where the user left it open. known:
-    whether every step will have a learning rate. Raises ValueError where `follow_lr` needs one and
-    there is none."""
-    follow_lr = compressor.policy.follow_lr
-    if follow_lr and not known:
-        raise ValueError(
-            f"{compressor.id}: follow_lr needs the optimizer, whose learning rate it follows"
-        )
-    # An option only of some.
-    return (
-        dataclasses.replace(compressor, **{"follow_lr": default})
-        if follow_lr is None
-        else compressor
-    )

@@ -1,10 +1,12 @@
 """What an algorithm keeps of a tensor between steps."""
 
 import dataclasses
+import enum
 from typing import Any, Dict, List, NamedTuple, Optional
 
 import numpy as np
 
+from ..deprecated import renamed, warn_of_old
 from .model import Model
 
 
@@ -17,17 +19,17 @@ def zeros(numel: int) -> np.ndarray:
     return memory[-memory.ctypes.data % 64 // 4 :][:numel]
 
 
-class Kept(NamedTuple):
-    """What an array of the state is. role is "local" for what this rank has not sent yet, or
-    "shared" for what is the same on all ranks."""
+class Role(enum.Enum):
+    """What an array of the state is: what this rank has not sent yet, or the same on all ranks."""
 
-    role: str
-
-
-LOCAL, SHARED = Kept("local"), Kept("shared")
+    LOCAL = "local"
+    SHARED = "shared"
 
 
-class Undo(NamedTuple):
+LOCAL, SHARED = Role
+
+
+class Rollback(NamedTuple):
     """How a rollback restores an array of the state: it adds `values` to the elements `indices`, or
     with `replace` writes them there. Where indices is None, values is the body of a payload, which
     is decoded and added."""
@@ -43,20 +45,34 @@ class State:
     """One tensor's state on one rank. An algorithm that needs more has a subclass of State as its
     `state_type`.
 
-    arrays lives between steps, and is saved and loaded; `Compressor.kept` describes it. undo lists
-    how a rollback of the open step restores the arrays. sent is what `commit` needs of the open
-    step. all_sent says whether the open step sent everything, densely. indices, uint32, are those
-    that the last step worked on, where they or their memory are needed again. buffer is the memory
-    of the last payload, for the next to use. model is all tensors, where this is one of several.
-    overflows counts steps in which a finite element became infinite in a narrower type.
+    arrays lives between steps, and is saved and loaded; `Compressor.roles` describes it. rollbacks
+    lists how a rollback of the open step restores the arrays. sent is what `commit` needs of the
+    open step. all_sent says whether the open step sent everything, densely. indices, uint32, are
+    those that the last step worked on, where they or their memory are needed again. buffer is the
+    memory of the last payload, for the next to use. model is all tensors, where this is one of
+    several. overflows counts steps in which a finite element became infinite in a narrower type.
     """
 
     name: str
     arrays: Dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    undo: List[Undo] = dataclasses.field(default_factory=list)
+    rollbacks: List[Rollback] = dataclasses.field(default_factory=list)
     sent: Any = None
     all_sent: bool = False
     indices: Optional[np.ndarray] = None
     buffer: Optional[np.ndarray] = None
     model: Optional[Model] = None
     overflows: int = 0
+
+    @property
+    def undo(self) -> List[Rollback]:
+        """A deprecated name of `rollbacks`."""
+        warn_of_old("State.undo", "rollbacks")
+        return self.rollbacks
+
+    @undo.setter
+    def undo(self, rollbacks: List[Rollback]) -> None:
+        warn_of_old("State.undo", "rollbacks")
+        self.rollbacks = rollbacks
+
+
+renamed(__name__, Kept="Role", Undo="Rollback")

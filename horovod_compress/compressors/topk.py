@@ -10,10 +10,10 @@ import numpy as np
 
 from .. import kernels
 from .base import Asking, Step, Traits
-from .options import Auto, Choice, Count, Number, option
+from .options import Auto, Count, Number, OneOf, option
 from .plainly import plain_where_it_can
 from .selective import GatheringCompressor
-from .state import LOCAL, State, Undo
+from .state import LOCAL, Rollback, State
 
 VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "power": 4, "2bit": 2, "sign": 1}
 # One in so many elements is the largest share that min_k makes a tensor send.
@@ -52,7 +52,7 @@ class TopK(GatheringCompressor):
         takes_scale=True,
         prefers_updates=True,
     )
-    kept = {"residual": LOCAL}
+    roles = {"residual": LOCAL}
 
     ratio: float = option(
         Number(0, 1, low_open=True), 0.001, "share of a tensor's elements sent in a step"
@@ -61,7 +61,7 @@ class TopK(GatheringCompressor):
         Number(0, 1, low_open=True), 0.01, "share of elements sampled for the threshold"
     )
     values: str = option(
-        Choice(*VALUE_BITS),
+        OneOf(*VALUE_BITS),
         "fp32",
         "values on the wire; power: sign and 3-bit exponent; 2bit: means of four bins; sign: a "
         "mean; the residual keeps the error",
@@ -83,7 +83,7 @@ class TopK(GatheringCompressor):
         "chunks",
     )
     exchange: str = option(
-        Choice("gather", "split"),
+        OneOf("gather", "split"),
         "gather",
         "gather: every rank gets all ranks' entries; split: their sums are made by a rank for each "
         "part of the model, which sends the largest to all",
@@ -148,7 +148,7 @@ class TopK(GatheringCompressor):
             chunk=chunk if self.chunk else 0,
         )
         indices, rows = encoded.undo
-        state.undo = [Undo(self.traits.accumulator, indices, rows[0], True)]
+        state.rollbacks = [Rollback(self.traits.accumulator, indices, rows[0], True)]
         if len(rows) > 1:
-            state.undo.append(Undo("u", indices, rows[1], True))
+            state.rollbacks.append(Rollback("u", indices, rows[1], True))
         return encoded

@@ -7,9 +7,9 @@ import numpy as np
 
 from .. import kernels
 from .base import LARGEST, Asking, Step, Traits
-from .options import Choice, Flag, Number, option
+from .options import Flag, Number, OneOf, option
 from .selective import GatheringCompressor
-from .state import LOCAL, State, Undo
+from .state import LOCAL, Rollback, State
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -44,12 +44,12 @@ class Variance(GatheringCompressor):
         on_device=True,
         accumulator="r",
     )
-    kept = {"r": LOCAL, "v": LOCAL}
+    roles = {"r": LOCAL, "v": LOCAL}
 
     alpha: float = option(Number(0, low_open=True), 1.5, "how unambiguous: 1 to 2 in the paper")
     zeta: float = option(Number(0, 1), 0.999, "decay of v a step, where nothing is sent")
     moments: str = option(
-        Choice("minibatch", "microbatch", "per_sample"),
+        OneOf("minibatch", "microbatch", "per_sample"),
         "minibatch",
         "what a sample is; per_sample is the paper's, PyTorch only",
     )
@@ -79,9 +79,9 @@ class Variance(GatheringCompressor):
             error_feedback=self.error_feedback,
         )
         state.indices, (r_before, v_before) = encoded.undo
-        state.undo = [
-            Undo("r", state.indices, r_before, replace=True),
-            Undo("v", state.indices, v_before, replace=True),
+        state.rollbacks = [
+            Rollback("r", state.indices, r_before, replace=True),
+            Rollback("v", state.indices, v_before, replace=True),
         ]
         return encoded
 

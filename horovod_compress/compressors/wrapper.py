@@ -65,7 +65,7 @@ class Wrapper(Compressor):
         traits = self.inner.traits._replace(
             on_device=False, takes_base=False, carries_float64=False
         )
-        known = {"id": self.inner.id, "kept": self.inner.kept, "policy": self.inner.policy}
+        known = {"id": self.inner.id, "roles": self.inner.roles, "policy": self.inner.policy}
         vars(self).update(known, traits=traits)
 
     def __repr__(self) -> str:

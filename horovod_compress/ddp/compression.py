@@ -111,7 +111,6 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         if model.find_unused_parameters or model.static_graph:
             self._watch_parameters()
 
-    _transport_of = RanksBinding._transport_of
     _advice_on_options = (
         "Where only some ranks have set or loaded it, load it on all of them before training"
     )

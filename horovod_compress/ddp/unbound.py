@@ -6,10 +6,9 @@ from typing import Any, Callable, Dict, List, Tuple
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..adapters.binding import NotBoundError, Unbound
-from ..pytorch.optimizers import closure_of
+from ..pytorch.optimizers import before_closures
 from ..pytorch.search import objects_of
 from .auto import is_auto
 from .checks import optimizers_of
@@ -106,12 +105,9 @@ def _made_again(spec: Any, options: Dict[str, Any]) -> HookState:
 _unbound: "weakref.WeakSet[HookState]" = weakref.WeakSet()
 
 
-@torch.compiler.disable
-def _before_closures(optimizer: torch.optim.Optimizer, args: tuple, kwargs: Dict[str, Any]) -> None:
-    """Binds before a step whose closure brings gradients first."""
-    if _unbound and closure_of(args, kwargs) is not None:
-        for state in list(_unbound):
-            state.serve(optimizer)
+def _serve(optimizer: torch.optim.Optimizer) -> None:
+    for state in list(_unbound):
+        state.serve(optimizer)
 
 
-register_optimizer_step_pre_hook(_before_closures)
+before_closures(_serve)

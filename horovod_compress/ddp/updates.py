@@ -19,9 +19,7 @@ class AdamW(AdamWOfRanks):
     __doc__ = AdamWOfRanks.__doc__
 
     _known_as = "ddp.AdamW"
-
-    def _size(self) -> int:
-        return dist.get_world_size()
+    _size = staticmethod(dist.get_world_size)
 
 
 class UpdateCompression(UpdateExchange, RanksBinding):
@@ -38,7 +36,6 @@ class UpdateCompression(UpdateExchange, RanksBinding):
         self._begin_with(spec, shapes, options)
 
     _broadcast = "broadcast the parameters of rank 0 (torch.distributed.broadcast)"
-    _moves = RanksBinding._transport_of
 
     def _start_mean(self, name: str, tensor: torch.Tensor) -> Callable[[], Any]:
         return self._mean(tensor)

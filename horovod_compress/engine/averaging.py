@@ -1,24 +1,13 @@
 """The arrays of all ranks as one: means over ranks."""
 
-from typing import Callable, Dict, Optional, Protocol, Sequence
+from typing import Dict, Optional, Sequence
 
 import numpy as np
 
-from ..protocol.handshake import Gathering
+from ..protocol.handshake import AnyTransport
 
 # By tensor and array name.
 Arrays = Dict[str, Dict[str, np.ndarray]]
-
-
-class Reducing(Gathering, Protocol):
-    """What means over ranks need of a transport."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    def allreduce(self, name: str, array: np.ndarray) -> Callable[[], np.ndarray]:
-        """As in `Transport`, of float64 in any shape."""
 
 
 def mean_of(ranks: Sequence[Arrays]) -> Arrays:
@@ -37,7 +26,7 @@ def mean_of(ranks: Sequence[Arrays]) -> Arrays:
 
 def means_over_ranks(
     arrays: Arrays,
-    transport: Reducing,
+    transport: AnyTransport,
     label: str,
     counts: bool = True,
     ranks: Optional[int] = None,

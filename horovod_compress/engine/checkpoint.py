@@ -20,8 +20,8 @@ import numpy as np
 
 from ..compressors.state import zeros
 from ..kernels.reference.dense import TOO_LARGE
-from ..protocol.handshake import Words, agree, first_difference, gather, shown
-from .averaging import Arrays, Reducing, mean_of, means_over_ranks
+from ..protocol.handshake import AnyTransport, Words, agree, first_difference, gather, shown
+from .averaging import Arrays, mean_of, means_over_ranks
 from .tensor import Tensor
 
 Difference = Optional[Tuple[str, Any, Any]]
@@ -113,7 +113,7 @@ def saved(
     }
 
 
-def portable(state: Dict[str, Any], transport: Reducing, label: str) -> Dict[str, Any]:
+def portable(state: Dict[str, Any], transport: AnyTransport, label: str) -> Dict[str, Any]:
     """The state_dict of which this rank's is `state`, for any number of ranks: the mean over all
     ranks of every array, which leaves those that are alike on all ranks as they are. All ranks call
     it. MismatchError where they are not at the same step."""
@@ -136,7 +136,7 @@ def portable(state: Dict[str, Any], transport: Reducing, label: str) -> Dict[str
 
 
 def synced(
-    state: Dict[str, Any], transport: Reducing, label: str, even: bool = False
+    state: Dict[str, Any], transport: AnyTransport, label: str, even: bool = False
 ) -> Dict[str, Any]:
     """What this rank, whose state_dict is `state`, goes on from where ranks have come or gone: all
     from rank 0's step. Ranks at that step keep what is theirs, or with `even` get the mean of

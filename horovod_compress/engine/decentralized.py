@@ -1,6 +1,7 @@
 """Decentralized training with N ranks in one process."""
 
 import dataclasses
+import numbers
 from typing import Any, Callable, Dict, List, Optional
 
 import numpy as np
@@ -25,7 +26,7 @@ def zeta_of(algorithm: str, step: Optional[float]) -> float:
         return STEP
     if algorithm != "choco":
         raise ValueError(f"step is choco's, {algorithm} has none: leave it out")
-    if isinstance(step, bool) or not 0 < step <= 1:
+    if isinstance(step, bool) or not isinstance(step, numbers.Real) or not 0 < step <= 1:
         raise ValueError(f"step must be a number above 0, at most 1, not {step!r}")
     return float(step)
 
@@ -79,6 +80,7 @@ def simulate_decentralized(
             arrays in place of those that it is given.
         FloatingPointError: training has diverged beyond float32.
     """
+    _check(start, steps)
     zeta, graph = zeta_of(algorithm, step), Topology(topology, ranks)
     compressor = compressor_of_messages(spec)
     shapes = {name: np.shape(array) for name, array in start.items()}
@@ -102,6 +104,14 @@ def simulate_decentralized(
     mean = mean_of([{"x": its} for its in shaped])["x"]
     apart = [distance(its, mean) for its in shaped]
     return DecentralizedRun(shaped, mean, apart, [each.stats() for each in gossips], gossips)
+
+
+def _check(start: Named, steps: int) -> None:
+    """ValueError for a model without parameters, and for what is no number of steps."""
+    if not start:
+        raise ValueError("start must have the parameters of a model, {name: array}: it is empty")
+    if isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 0:
+        raise ValueError(f"steps must be a whole number, 0 or more, not {steps!r}")
 
 
 def _check_in_place(shaped: Named, flat: Named) -> None:

@@ -16,14 +16,15 @@ import numpy as np
 from .. import kernels
 from ..compressors.base import Compressor, Step
 from ..compressors.model import Model
+from ..compressors.state import Role
 from ..protocol.machine import Machine
 from ..protocol.requests import DECLARABLE, FLOAT32, TensorStep
 from ..protocol.wire import FrameLength
 from . import checkpoint
+from .dense_policy import compressor_for, goes_dense
 from .extension import Begin, Extension
 from .handover import Handover
 from .loss_scale import LossScale
-from .plan import compressor_for
 from .records import Stats, TensorStats
 from .step import tensor_step
 from .tensor import SENT, SPENT, Tensor
@@ -178,14 +179,10 @@ class Driver(ABC):
         chosen = wrapped(compressor_for(variant, name, shape), shape, self.machine)
         digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
         state, declared = chosen.init(name, shape), chosen.collectives(self._now.size)
-        undeclared = [
-            key
-            for key in state.arrays
-            if getattr(chosen.kept.get(key), "role", None) not in ("local", "shared")
-        ]
+        undeclared = [key for key in state.arrays if not isinstance(chosen.roles.get(key), Role)]
         if undeclared:
             raise ValueError(
-                f"{chosen.id} keeps {', '.join(undeclared)}: `kept` must say of each array of the "
+                f"{chosen.id} keeps {', '.join(undeclared)}: `roles` must say of each array of the "
                 f"state whether it is LOCAL or SHARED"
             )
         if not isinstance(declared, tuple) or not declared or not DECLARABLE.issuperset(declared):
@@ -249,7 +246,7 @@ class Driver(ABC):
         return tensor_step(tensor, grad, step)
 
     def _goes_dense(self, tensor: Tensor, step: Step) -> bool:
-        return tensor.goes_dense(step)
+        return goes_dense(tensor, step)
 
     def extend(self, name: str, extension: Extension) -> None:
         """Adds a feature around those that are there, or replaces the one of that name."""

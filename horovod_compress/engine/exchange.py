@@ -26,9 +26,9 @@ from ..protocol.requests import (
     Allreduce,
     Alltoall,
     Final,
-    HostReduce,
     Joint,
     StepNorm,
+    ToReducer,
 )
 from ..protocol.wire import FrameLength
 from ..transport.base import Transport
@@ -215,7 +215,7 @@ class Exchange(Driver):
         next."""
         started, send, name = time.perf_counter(), pending.step.send, pending.tensor.name
         request = send(answer)
-        if isinstance(request, HostReduce):
+        if isinstance(request, ToReducer):
             pending.carrier = request.array
             request = send(None)
         pending.request, pending.wait, stage = request, None, ROUND

@@ -13,17 +13,19 @@ import numpy as np
 from .. import kernels
 from ..compressors import Spec, get_compressor
 from ..compressors.base import Compressor, Step
-from ..compressors.selective import decide_follow_lr
+from ..compressors.learning_rate import decide_follow_lr
 from ..compressors.state import State, zeros
 from ..kernels import HEADROOM, Encoded
 from ..protocol import wire
 from ..transport.base import Transport
+from .dense_policy import compressor_for
 from .gossip_rules import Copies, merge, message, undo
 from .lockstep import Named
-from .plan import compressor_for
 from .step import end_step
 from .topology import Topology
 
+# Of messages, where none is asked for.
+DEFAULT = "qsgd:bits=4,norm=max"
 # Every so-many-th step α is measured, and it is the mean of so many of them.
 MEASURED, MEAN_OF = 10, 10
 
@@ -33,7 +35,7 @@ def compressor_of_messages(spec: Spec) -> Compressor:
     nothing behind. ValueError, which says why, for others, and for options without meaning here."""
     compressor = get_compressor(spec)
     policy, declared = compressor.policy, compressor.collectives(2)
-    others = set(compressor.kept) - {compressor.traits.accumulator, "lr"}
+    others = set(compressor.roles) - {compressor.traits.accumulator, "lr"}
     why = ""
     if compressor.traits.corrects_momentum:
         why = "it corrects the momentum of gradients, and here parameters travel: use topk"
@@ -72,10 +74,10 @@ class _Tensor:
             body, finite = encoded.body, encoded.finite
         elif self.dtype == np.float16:
             body = encoded.array.view(np.uint8)
-            finite = kernels.host.decode_float16(encoded.array.view(np.uint16), z) < np.inf
+            finite = kernels.cpu.decode_float16(encoded.array.view(np.uint16), z) < np.inf
         else:
             body = encoded.array.view(np.uint8)
-            finite = kernels.host.max_abs(encoded.array) < np.inf
+            finite = kernels.cpu.max_abs(encoded.array) < np.inf
         end_step(self.compressor, self.state, True)
         self.compressor.apply_pending(self.state)
         return body, finite
@@ -136,12 +138,15 @@ class Gossip:
             dtype = None if declared.verb == "allgather" else np.dtype(declared.dtype)
             self._tensors.append(_Tensor(name, chosen, state, numel, dtype))
         self.copies: Dict[str, Copies] = {}
-        self.steps = self.steps_undone = 0
+        self.steps = 0
         self._memory, self._frame_length = np.zeros(0, np.uint8), transport.frame_length()
         self._wait: Callable[[], Dict[int, np.ndarray]] = dict
         self._finite = True
         self._alphas: Deque[float] = collections.deque(maxlen=MEAN_OF)
-        self._counts = dict.fromkeys(("bytes_sent", "bytes_received", "dense_bytes"), 0)
+        # Of this process, whatever state it has loaded.
+        self.counts = dict.fromkeys(
+            ("steps", "steps_undone", "bytes_sent", "bytes_received", "dense_bytes"), 0
+        )
         self._seconds = dict.fromkeys(("encode_seconds", "exchange_seconds", "decode_seconds"), 0.0)
 
     def begin(self, values: Named) -> None:
@@ -154,12 +159,12 @@ class Gossip:
         began = time.perf_counter()
         frame = self._frame(self._parts(values))
         if not self._finite:
-            self.steps_undone += 1
+            self.counts["steps_undone"] += 1
             for name, copies in self.copies.items():
                 undo(values[name], copies)
             frame = self._frame(self._parts(values))
         self._seconds["encode_seconds"] += time.perf_counter() - began
-        self._counts["dense_bytes"] += 4 * sum(t.numel for t in self._tensors) * len(self.neighbors)
+        self.counts["dense_bytes"] += 4 * sum(t.numel for t in self._tensors) * len(self.neighbors)
         self._send("message", frame)
 
     def finish(self, values: Named) -> None:
@@ -184,6 +189,7 @@ class Gossip:
                 self._wide[: tensor.numel],
             )
         self.steps += 1
+        self.counts["steps"] += 1
         self._seconds["decode_seconds"] += time.perf_counter() - began
 
     def resync(self) -> None:
@@ -213,14 +219,13 @@ class Gossip:
         return float(np.mean(self._alphas)) if self._alphas else None
 
     def stats(self) -> Dict[str, Any]:
-        """Totals of this rank since the start: steps; steps_undone, whose update was not finite;
-        bytes_sent, bytes_received, by messages with their frames; dense_bytes, of the same messages
-        as float32; ratio: dense_bytes / bytes_sent; alpha; encode_seconds, exchange_seconds
-        (waiting), decode_seconds."""
-        dense, sent = self._counts["dense_bytes"], self._counts["bytes_sent"]
-        counts = {"steps": self.steps, "steps_undone": self.steps_undone, **self._counts}
+        """Totals of this rank since this process began, whatever state it has loaded: steps;
+        steps_undone, whose update was not finite; bytes_sent, bytes_received, by messages with
+        their frames; dense_bytes, of the same messages as float32; ratio: dense_bytes / bytes_sent;
+        alpha; encode_seconds, exchange_seconds (waiting), decode_seconds."""
+        dense, sent = self.counts["dense_bytes"], self.counts["bytes_sent"]
         return {
-            **counts,
+            **self.counts,
             "ratio": dense / sent if sent else 1.0,
             "alpha": self.alpha,
             **self._seconds,
@@ -265,7 +270,7 @@ class Gossip:
         return wire.seal(encoded, self._number, self._digest, self.steps, self._frame_length)
 
     def _send(self, name: str, frame: np.ndarray) -> None:
-        self._counts["bytes_sent"] += frame.nbytes * len(self.neighbors)
+        self.counts["bytes_sent"] += frame.nbytes * len(self.neighbors)
         wait = self.transport.neighbors(f"{self._label}.{name}", frame, self.neighbors)
         self._wait = lambda: {self.transport.rank: frame, **wait()}
 
@@ -274,7 +279,7 @@ class Gossip:
         began = time.perf_counter()
         frames = self._wait()
         self._seconds["exchange_seconds"] += time.perf_counter() - began
-        self._counts["bytes_received"] += sum(frames[rank].nbytes for rank in self.neighbors)
+        self.counts["bytes_received"] += sum(frames[rank].nbytes for rank in self.neighbors)
         return {rank: self._opened(rank, frames[rank]) for rank in sorted(frames)}
 
     def _opened(self, rank: int, frame: np.ndarray) -> List[np.ndarray]:

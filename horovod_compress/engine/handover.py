@@ -14,7 +14,7 @@ from ..compressors.base import Compressor, Step
 from ..compressors.state import State
 from ..compressors.wrapper import Wrapper, unwrapped
 from ..kernels import beside
-from ..protocol.requests import Allreduce, HostReduce, TensorStep
+from ..protocol.requests import Allreduce, TensorStep, ToReducer
 from . import checkpoint
 from .extension import Begin, Extension, with_each
 from .tensor import Tensor
@@ -44,7 +44,7 @@ def debt_of(compressor: Compressor, state: State) -> Optional[np.ndarray]:
 def late(compressor: Compressor, debt: np.ndarray) -> np.ndarray:
     """The gradient of which the algorithm's momentum makes a debt: g + m·g + m²·g + …"""
     # An algorithm of another package may have an option m that is no momentum.
-    m = compressor.policy.m if "u" in compressor.kept else 0
+    m = compressor.policy.m if "u" in compressor.roles else 0
     return debt if m in (0, 1) else np.float32(1 - m) * debt
 
 
@@ -120,7 +120,7 @@ class Handover(Extension):
             # Its payload travels as the gradient comes.
             debt = np.float32(1 / step.scale) * debt
         # A graph has an operation for the type that `encode` makes, which may be float16.
-        dense = tensor.declared[0].verb != "host"
+        dense = tensor.declared[0].verb != "reducer"
         return _paying(tensor, begin(tensor, grad, dataclasses.replace(step, dense=dense)), debt)
 
 
@@ -135,7 +135,7 @@ def _paying(tensor: Tensor, step: TensorStep, debt: Optional[np.ndarray]) -> Ten
     def add(request: Any) -> None:
         # The first is a carrier, unless it is the payload itself.
         payload = getattr(request, "request", request)
-        moves = isinstance(payload, (HostReduce, Allreduce)) and payload is not tensor.carrier
+        moves = isinstance(payload, (ToReducer, Allreduce)) and payload is not tensor.carrier
         if moves and debt is not None:
             payload.array += beside(debt, payload.array)
 

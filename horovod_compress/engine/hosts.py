@@ -24,9 +24,9 @@ from ..compressors.base import Compressor, Step, result_of
 from ..compressors.state import State, zeros
 from ..compressors.topk import TopK
 from ..compressors.wrapper import Wrapper
-from ..protocol.handshake import Gathering, Words, gather, shown
+from ..protocol.handshake import AnyTransport, Words, gather, shown
 from ..protocol.machine import Machine, Placement
-from ..protocol.requests import Allreduce, Collective, HostReduce
+from ..protocol.requests import Allreduce, Collective, ToReducer
 from . import checkpoint
 from .averaging import Arrays
 from .handover import DEBT, late
@@ -52,7 +52,7 @@ class SharedMemory:
     @classmethod
     def of(cls, machine: Machine) -> "SharedMemory":
         """That of a machine, the same for all tensors."""
-        return machine.kept.setdefault("memory", cls())
+        return machine.held.setdefault("memory", cls())
 
     def want(self, machine: Machine, name: str, numel: int) -> None:
         """Has a tensor's memory made, by the next `Machine.arrange` where ranks are processes."""
@@ -70,7 +70,7 @@ class SharedMemory:
         """The memory of a tensor's gradients, float32, one row for each rank of the machine."""
         return self._slots[name]
 
-    def _make(self, machine: Machine, transport: Gathering, label: str, number: int) -> None:
+    def _make(self, machine: Machine, transport: AnyTransport, label: str, number: int) -> None:
         """Makes the memory of tensors that have none. RuntimeError, on all ranks alike, where the
         ranks of one machine cannot share memory."""
         mine = [number, machine.local, secrets.token_hex(_TOKEN // 2)]
@@ -159,7 +159,7 @@ def _for_part(compressor: Compressor, ranks: int) -> Compressor:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class HostSharded(Wrapper):
+class HostParts(Wrapper):
     """Another compressor, for one tensor whose gradients are added on each host before.
 
     inner: of the part that this rank holds; shape: of the whole tensor, which has at least as many
@@ -213,19 +213,15 @@ class HostSharded(Wrapper):
         rows, size = self.shape[0], self.machine.size
         return rows * local // size, rows * (local + 1) // size
 
-    def elements(self, local: int) -> Tuple[int, int]:
-        """The first element of a local rank's part, and that of the next."""
-        first, last = self.rows(local)
-        row = self._numel // self.shape[0]
-        return first * row, last * row
-
-    @property
-    def _numel(self) -> int:
-        return math.prod(self.shape)
+    def part_of(self, local: Optional[int] = None) -> "HostPart":
+        """The part of a local rank; default: that of this one, which its state is of."""
+        first, last = self.rows(self.machine.local if local is None else local)
+        row = math.prod(self.shape[1:])
+        return HostPart(first * row, last * row, self.shape[0] * row, self.machine.size)
 
     def init(self, name: str, shape: Tuple[int, ...]) -> State:
         first, last = self.rows(self.machine.local)
-        SharedMemory.of(self.machine).want(self.machine, name, self._numel)
+        SharedMemory.of(self.machine).want(self.machine, name, math.prod(shape))
         return self.inner.init(name, (last - first, *shape[1:]))
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Generator[Any, Any, Any]:
@@ -235,10 +231,10 @@ class HostSharded(Wrapper):
 
     def encode_dense(
         self, grad: np.ndarray, state: State, step: Step
-    ) -> Generator[Allreduce, Any, HostReduce]:
+    ) -> Generator[Allreduce, Any, ToReducer]:
         part = yield from self._summed(grad, state, step)
         self.inner.encode_dense(part, state, dataclasses.replace(step, scale=1.0))
-        return HostReduce(grad)
+        return ToReducer(grad)
 
     def _summed(
         self, grad: np.ndarray, state: State, step: Step
@@ -258,30 +254,26 @@ class HostSharded(Wrapper):
             debt[np.isfinite(slots.sum(0))] = 0
             if not debt.any():
                 del state.arrays[DEBT]
-        first, last = self.elements(self.machine.local)
+        first, last, *_ = self.part_of()
         part = grad[first:last]
         kernels.of(part).add_up(part, [slot[first:last] for slot in slots])
         return part
 
     def payload_bits(self, numel: int, step: Step) -> Optional[float]:
-        first, last = self.elements(self.machine.size - 1)  # the largest part
+        # The largest.
+        first, last, *_ = self.part_of(self.machine.size - 1)
         bits = self.inner.payload_bits(last - first, step)
         return None if bits is None else bits * (last - first) / numel
 
-    @property
-    def shard(self) -> "Shard":
-        """The part of the tensor that this rank's state is of."""
-        return Shard(*self.elements(self.machine.local), self._numel, self.machine.size)
-
     def whole(self, debt: np.ndarray) -> np.ndarray:
-        return self.shard.whole(debt)
+        return self.part_of().whole(debt)
 
     def part(self, out: np.ndarray, rank: int) -> np.ndarray:
-        first, last = self.elements(self.machine.places[rank])
+        first, last, *_ = self.part_of(self.machine.places[rank])
         return out[first:last]
 
 
-class Shard(NamedTuple):
+class HostPart(NamedTuple):
     """The part of a tensor that one of `ranks` ranks keeps: its first element, the one after its
     last, and the tensor's number of elements."""
 
@@ -297,19 +289,21 @@ class Shard(NamedTuple):
         return array
 
 
-class Shards(checkpoint.Parts):
-    """What states say of shards: {tensor: Shard} as "shards" in their headers."""
+class StateParts(checkpoint.Parts):
+    """What states say of host parts: {tensor: HostPart}, as "shards" in their headers."""
 
     of_none = {"shards": {}}
 
     def of_tensors(self, tensors: Iterable[Tensor]) -> Dict[str, Any]:
         kinds = ((tensor.name, tensor.compressor) for tensor in tensors)
-        return {"shards": {name: list(c.shard) for name, c in kinds if isinstance(c, HostSharded)}}
+        return {
+            "shards": {name: list(c.part_of()) for name, c in kinds if isinstance(c, HostParts)}
+        }
 
     def wrong(self, header: Mapping[str, Any]) -> checkpoint.Difference:
-        shards, size = header["shards"], header["size"]
-        for name, part in shards.items() if isinstance(shards, dict) else [("", shards)]:
-            good = isinstance(part, (list, tuple)) and len(part) == len(Shard._fields)
+        parts, size = header["shards"], header["size"]
+        for name, part in parts.items() if isinstance(parts, dict) else [("", parts)]:
+            good = isinstance(part, (list, tuple)) and len(part) == len(HostPart._fields)
             good = good and not any(checkpoint.wrong_count(name, number) for number in part)
             if not good or not part[0] <= part[1] <= part[2] or not 1 <= part[3] <= size:
                 where = f"shards.{name}" if name else "shards"
@@ -319,16 +313,12 @@ class Shards(checkpoint.Parts):
 
     def refuse_missing(self, headers: Sequence[Mapping[str, Any]]) -> None:
         for name in headers[0]["shards"]:
-            shards = [Shard(*header["shards"][name]) for header in headers]
-            found = collections.Counter((shard.first, shard.last) for shard in shards)
-            numel, ranks = shards[0].numel, shards[0].ranks
+            parts = [HostPart(*header["shards"][name]) for header in headers]
+            found = collections.Counter((part.first, part.last) for part in parts)
+            numel, ranks = parts[0].numel, parts[0].ranks
             starts = [*(first for first, _ in sorted(found)), numel]
             ends = [0, *(last for _, last in sorted(found))]
-            if (
-                starts != ends
-                or len(found) != ranks
-                or set(found.values()) != {len(shards) / ranks}
-            ):
+            if starts != ends or len(found) != ranks or set(found.values()) != {len(parts) / ranks}:
                 (where,), (said,) = shown(f"shards.{name}"), shown(sorted(found))
                 raise ValueError(
                     f"the states of all ranks do not belong together: {where} is {said}, which are "
@@ -337,16 +327,16 @@ class Shards(checkpoint.Parts):
                 )
 
     def alike(self, header: Mapping[str, Any]) -> Dict[str, Any]:
-        return {"shards": {name: list(shard[2:]) for name, shard in header["shards"].items()}}
+        return {"shards": {name: list(part[2:]) for name, part in header["shards"].items()}}
 
     def shape(self, header: Mapping[str, Any], name: str, array: np.ndarray) -> Tuple[int, ...]:
-        shard = Shard(*header.get("shards", {}).get(name, (0, -1, 0, 1)))
-        return (shard.numel,) if array.shape == (shard.last - shard.first,) else array.shape
+        part = HostPart(*header.get("shards", {}).get(name, (0, -1, 0, 1)))
+        return (part.numel,) if array.shape == (part.last - part.first,) else array.shape
 
     def whole(self, arrays: Arrays, header: Mapping[str, Any]) -> Arrays:
         def filled(name: str, array: np.ndarray) -> np.ndarray:
-            shard = Shard(*header["shards"].get(name, (0, -1, 0, 1)))
-            return shard.whole(array) if array.shape == (shard.last - shard.first,) else array
+            part = HostPart(*header["shards"].get(name, (0, -1, 0, 1)))
+            return part.whole(array) if array.shape == (part.last - part.first,) else array
 
         return {
             name: {key: filled(name, array) for key, array in named.items()}
@@ -354,9 +344,9 @@ class Shards(checkpoint.Parts):
         }
 
     def own(self, tensor: Tensor, arrays: Dict[str, np.ndarray]) -> Dict[str, np.ndarray]:
-        if not isinstance(tensor.compressor, HostSharded):
+        if not isinstance(tensor.compressor, HostParts):
             return arrays
-        first, last, numel, ranks = tensor.compressor.shard
+        first, last, numel, ranks = tensor.compressor.part_of()
         # A rank keeps its part for all ranks of its machine, but what is its own as it is.
         return {
             key: ranks * array[first:last]
@@ -366,4 +356,4 @@ class Shards(checkpoint.Parts):
         }
 
 
-checkpoint.parts = Shards()
+checkpoint.parts = StateParts()

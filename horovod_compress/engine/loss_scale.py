@@ -46,7 +46,7 @@ class LossScale(Extension):
             if step.squares is not None:
                 np.multiply(step.squares, np.float32(step.scale**2), out=step.squares)
             return begin(tensor, grad, dataclasses.replace(step, scale=1.0))
-        of_results = bool(tensor.compressor.kept.keys() & tensor.state.arrays.keys())
+        of_results = bool(tensor.compressor.roles.keys() & tensor.state.arrays.keys())
         gain = loss_scale if tensor.compressor.traits.ignores_size else 1.0
         if of_results:
             gain = step.scale

@@ -6,7 +6,7 @@ from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 import numpy as np
 
 from ..compressors import Spec, get_compressor
-from ..compressors.selective import decide_follow_lr
+from ..compressors.learning_rate import decide_follow_lr
 from ..transport.loopback import Loopback
 from .lockstep import Named, make_ranks, run_step
 from .records import Stats

@@ -26,17 +26,18 @@ from ..protocol.requests import (
     Collective,
     Exchanged,
     Final,
-    HostReduce,
     Joint,
     Outcome,
     Payload,
     StepNorm,
     TensorStep,
+    ToReducer,
 )
+from .dense_policy import note_size
 from .tensor import Tensor
 
 _NOTHING_MORE = Final(None)
-_PAYLOADS = (HostReduce, Allreduce, Encoded, Joint)
+_PAYLOADS = (ToReducer, Allreduce, Encoded, Joint)
 
 
 def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
@@ -64,7 +65,7 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         encode = compressor.encode_dense if step.dense else compressor.encode
         encoded = encode(grad, state, step)
         if carrier is None:
-            carrier = encoded if isinstance(encoded, HostReduce) else tensor.one()
+            carrier = encoded if isinstance(encoded, ToReducer) else tensor.one()
             yield carrier
         tensor.count(carrier)
         payload = (
@@ -99,7 +100,7 @@ def end_step(compressor: Compressor, state: State, succeeded: bool) -> None:
         (compressor.commit if succeeded else compressor.rollback)(state)
     elif succeeded:
         compressor.forget_sent(state)
-    state.undo, state.sent, state.all_sent = [], None, False
+    state.rollbacks, state.sent, state.all_sent = [], None, False
 
 
 def _subtract_base(
@@ -140,7 +141,7 @@ def _rounds(
         answer = yield request
     if not isinstance(encoding, _PAYLOADS):
         raise TypeError(
-            f"{tensor.compressor.id}: encode returns Encoded, Allreduce or HostReduce, not an "
+            f"{tensor.compressor.id}: encode returns Encoded, Allreduce or ToReducer, not an "
             f"object of {type(encoding)}"
         )
     return encoding
@@ -175,7 +176,7 @@ def _check(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step) -> No
     what all ranks can add to."""
     tensor.checked = True
     found = Collective("allgather", "uint8") if isinstance(payload, Encoded) else payload.collective
-    if found != tensor.declared[-1] and not isinstance(payload, (HostReduce, Joint)):
+    if found != tensor.declared[-1] and not isinstance(payload, (ToReducer, Joint)):
         raise ValueError(
             f"{tensor.compressor.id}: encode returns {found}, and `collectives` declares "
             f"{tensor.declared}"
@@ -260,7 +261,7 @@ def _add_payloads(
         arrived, step.size, compressor.traits.number, tensor.digest, step.index
     )
     if bodies and grad.size:
-        tensor.measured(8 * sum(map(len, bodies)) / len(bodies) / grad.size, step)
+        note_size(tensor, 8 * sum(map(len, bodies)) / len(bodies) / grad.size, step)
     if not finite:
         grad.fill(np.nan)
     part_of = compressor.part if isinstance(compressor, Wrapper) else None

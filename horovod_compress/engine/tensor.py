@@ -1,23 +1,19 @@
-"""A tensor of a compression on one rank: its state, what is counted of it, and whether it goes
-dense."""
+"""A tensor of a compression on one rank: its state, and what is counted of it."""
 
 import dataclasses
-import math
 from typing import Optional, Tuple
 
 import numpy as np
 
-from ..compressors.base import Compressor, Step
-from ..compressors.state import State
+from ..compressors.base import Compressor
+from ..compressors.state import LOCAL, State
 from ..kernels import beside
 from ..protocol import wire
-from ..protocol.requests import Allgather, Collective, Exchanged, HostReduce
+from ..protocol.requests import Allgather, Collective, Exchanged, ToReducer
 
 SENT = ("bytes_sent", "dense_bytes", "elements_sent")
 # What tensors share is one of theirs.
 SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")
-# Of measured payloads that were too large: what trying again costs is at most one part in so many.
-_TRIES = 16
 
 
 @dataclasses.dataclass
@@ -38,8 +34,8 @@ class Tensor:
     numel: int
     declared: Tuple[Collective, ...]
     checked: bool = False
-    carrier: HostReduce = dataclasses.field(
-        default_factory=lambda: HostReduce(np.ones(1, np.float32))
+    carrier: ToReducer = dataclasses.field(
+        default_factory=lambda: ToReducer(np.ones(1, np.float32))
     )
     dense_until: int = 0
     bits: Optional[float] = None
@@ -52,7 +48,7 @@ class Tensor:
         kept."""
         return self.compressor.residual(self.state)
 
-    def one(self) -> HostReduce:
+    def one(self) -> ToReducer:
         """The carrier of a payload that travels beside it: what the reducer makes of a 1 is the
         factor for the sum of the payloads."""
         self.carrier.array[0] = 1
@@ -74,26 +70,5 @@ class Tensor:
     @property
     def keeps_gradients(self) -> bool:
         """Whether the algorithm's state holds something of this rank's gradients."""
-        kept = self.compressor.kept
-        return any(key in kept and kept[key].role == "local" for key in self.state.arrays)
-
-    def goes_dense(self, step: Step) -> bool:
-        """Whether gathering this step's payloads would bring a rank more than a ring allreduce of
-        the tensor does: by what the compressor knows beforehand, or by what its last gathered
-        payloads were. Alike on all ranks."""
-        bits = self.bits = self.compressor.payload_bits(self.numel, step)
-        return step.index < self.dense_until if bits is None else times_dense(bits, step.size) > 1
-
-    def measured(self, bits: float, step: Step) -> None:
-        """Decides from the size of a step's payloads, in bits an element and alike on all ranks,
-        whether the next ones go dense."""
-        times = times_dense(bits, step.size)
-        if self.bits is None and times > 1:
-            self.dense_until = step.index + 1 + math.ceil(_TRIES * times)
-
-
-def times_dense(bits: float, payloads: float) -> float:
-    """How many times what a ring allreduce of float32 brings a rank, 2·(N−1)/N·32 bits an element,
-    it gets from an exchange of payloads of `bits` an element: N payloads where they are gathered,
-    (N−1)·bits; where they are split, (N−1)/N·payloads·bits."""
-    return payloads * bits / 64
+        roles = self.compressor.roles
+        return any(roles.get(key) is LOCAL for key in self.state.arrays)

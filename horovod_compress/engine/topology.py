@@ -1,6 +1,7 @@
 """Which ranks of decentralized training exchange with which, and with what weights."""
 
 import math
+import numbers
 import zlib
 from typing import Any, Dict, List, Set, Tuple
 
@@ -32,6 +33,7 @@ class Topology:
     """
 
     def __init__(self, given: Any, size: int) -> None:
+        _check_size(size)
         if isinstance(given, str):
             if given not in _NAMES:
                 raise ValueError(
@@ -76,6 +78,12 @@ class Topology:
         return {"name": self.name, "weights": zlib.crc32(self.weights.tobytes())}
 
 
+def _check_size(size: Any) -> None:
+    """ValueError for what is no number of ranks."""
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
+        raise ValueError(f"ranks must be a number of ranks, 1 or more, not {size!r}")
+
+
 def metropolis(edges: Set[Tuple[int, int]], size: int) -> np.ndarray:
     """The Metropolis weights of a graph: 1/(1 + max(dᵢ, dⱼ)) for ranks that exchange, of degrees dᵢ
     and dⱼ, and what is left to 1 for a rank itself. float64 of (size, size)."""
@@ -109,7 +117,8 @@ def _edges(name: str, size: int) -> Set[Tuple[int, int]]:
 def _checked(given: Any, size: int) -> np.ndarray:
     """A user's weights. ValueError, which names the ranks, for what does not suit."""
     try:
-        weights = np.array(given, np.float64)
+        # Of a tensor of torch's that requires a gradient NumPy makes no array.
+        weights = np.array(given.detach() if hasattr(given, "detach") else given, np.float64)
     except (TypeError, ValueError):
         raise ValueError(f"topology: not a matrix of numbers: {given!r}") from None
     if weights.shape != (size, size):

@@ -10,7 +10,7 @@ from . import hosts, split
 
 KINDS: Tuple[Type[Wrapper], ...] = (
     split.Splitting,
-    hosts.HostSharded,
+    hosts.HostParts,
 )
 
 

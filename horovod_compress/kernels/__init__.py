@@ -1,7 +1,7 @@
 """The hot loops, on one-dimensional contiguous arrays: modules of functions with the same names,
 arguments and meaning.
 
-`of(array)` is the module that works on an array. For NumPy arrays that is `host`: the native module
+`of(array)` is the module that works on an array. For NumPy arrays that is `cpu`: the native module
 (C++) where it was built, else the NumPy reference. `backend` names it, "native" or "reference". The
 environment variable HOROVOD_COMPRESS_KERNELS selects one of them. A missing native module is an
 error where it was selected, and otherwise a warning. For a DeviceArray, a torch tensor on a GPU, it
@@ -21,10 +21,11 @@ import importlib.util
 import os
 import warnings
 from types import GeneratorType, ModuleType
-from typing import Any, Callable, Generator, List, Sequence
+from typing import Any, Generator, List, Sequence
 
 import numpy as np
 
+from ..deprecated import warn_of_old
 from . import reference
 from .calls import DeviceCall
 from .encoded import HEADROOM, Encoded, new_body
@@ -37,7 +38,7 @@ __all__ = [
     "at_once",
     "backend",
     "beside",
-    "host",
+    "cpu",
     "new_body",
     "of",
     "serves",
@@ -55,12 +56,12 @@ if _wanted == "device":
     os.environ["TRITON_INTERPRET"] = "1"
 
 backend = "reference"
-host: ModuleType = reference
+cpu: ModuleType = reference
 if _wanted != "reference":
     try:
         from . import native
 
-        backend, host = "native", native
+        backend, cpu = "native", native
     except ImportError as error:
         if _wanted == "native":
             raise
@@ -78,7 +79,7 @@ if _wanted != "reference":
 def of(array: Any) -> ModuleType:
     """The kernels that work on this array, a module of functions."""
     if isinstance(array, np.ndarray):
-        return host
+        return cpu
     kernels = getattr(array, "kernels", None)
     if kernels is None:
         raise TypeError(
@@ -88,9 +89,12 @@ def of(array: Any) -> ModuleType:
     return kernels
 
 
-def __getattr__(name: str) -> Callable[..., Generator[DeviceCall, Any, Any]]:
+def __getattr__(name: str) -> Any:
     """The kernel of that name for steps, which call it by `yield from`."""
-    if not hasattr(host, name):
+    if name == "host":
+        warn_of_old("kernels.host", "kernels.cpu")
+        return cpu
+    if not hasattr(cpu, name):
         raise AttributeError(f"there is no kernel {name}")
 
     def call(*arrays: Any, **options: Any) -> Generator[DeviceCall, Any, Any]:
@@ -100,7 +104,7 @@ def __getattr__(name: str) -> Callable[..., Generator[DeviceCall, Any, Any]]:
                 if isinstance(answer, Exception):
                     raise answer
                 return answer
-        return getattr(host, name)(*arrays, **options)
+        return getattr(cpu, name)(*arrays, **options)
 
     return globals().setdefault(name, call)
 

@@ -31,8 +31,12 @@ def error_of_joined(count: int, size: int, ranks: Sequence[int], why: str) -> Ru
     )
 
 
-class Gathering(Protocol):
-    """What `agree` needs of a transport."""
+class AnyTransport(Protocol):
+    """What comparisons and means over ranks need of a transport, also of TensorFlow's."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
 
     @property
     def size(self) -> int:
@@ -40,6 +44,9 @@ class Gathering(Protocol):
 
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         """As in `Transport`."""
+
+    def allreduce(self, name: str, array: np.ndarray) -> Callable[[], np.ndarray]:
+        """As in `Transport`, also of float64 in any shape."""
 
 
 # Seconds, as Horovod's own stall check.
@@ -66,7 +73,7 @@ def warning_when_stalled(message: str) -> Iterator[None]:
 
 
 def agree(
-    transport: Gathering,
+    transport: AnyTransport,
     label: str,
     description: Any,
     what: str = _FIRST_GRADIENT,
@@ -98,7 +105,7 @@ def agree(
             )
 
 
-def gather(transport: Gathering, name: str, value: Any) -> List[Any]:
+def gather(transport: AnyTransport, name: str, value: Any) -> List[Any]:
     """The ranks' values, nested and JSON-able, in rank order."""
     line = np.frombuffer(json.dumps(value).encode() + b"\n", np.uint8).copy()
     texts = transport.allgather(name, line)().tobytes().split(b"\n")

@@ -2,7 +2,7 @@
 
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
-from .handshake import Gathering
+from .handshake import AnyTransport
 
 
 class Placement(NamedTuple):
@@ -27,7 +27,7 @@ class Machine:
 
     local: which of them this is; size: how many they are, as many on every machine; places: the
     `local` of all ranks, by rank, once that is known; together: what the ranks of this machine
-    share, by name, where they are in one process; kept: what features keep on this rank, by name;
+    share, by name, where they are in one process; held: what features hold on this rank, by name;
     due: what they have to arrange with all ranks before the next step.
     """
 
@@ -40,8 +40,8 @@ class Machine:
     ) -> None:
         self.local, self.size = local, size
         self.places, self.together = places, together
-        self.kept: Dict[str, Any] = {}
-        self.due: List[Callable[[Gathering, str, int], None]] = []
+        self.held: Dict[str, Any] = {}
+        self.due: List[Callable[[AnyTransport, str, int], None]] = []
 
     @classmethod
     def group(cls, ranks: int, size: int) -> List["Machine"]:
@@ -59,7 +59,7 @@ class Machine:
         _refuse_uneven(ranks, size)
         return cls(0, size, [0] * ranks, {})
 
-    def arrange(self, transport: Gathering, label: str, number: int) -> None:
+    def arrange(self, transport: AnyTransport, label: str, number: int) -> None:
         """Does what is due. All ranks call it alike; number: the machine that this rank says to be
         on."""
         for each in self.due:

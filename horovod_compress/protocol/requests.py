@@ -22,23 +22,30 @@ from typing import (
 
 import numpy as np
 
+from ..deprecated import renamed, warn_of_old
 from ..kernels import Encoded
 
 # Compared with, many times a step: types by themselves take three times as long.
 FLOAT32 = np.dtype(np.float32)
 
 
-class Collective(NamedTuple):
-    """verb: "host", "allreduce", "allgather" or "alltoall"; dtype: of what is handed in; op: of an
-    allreduce, "sum" or "max"."""
+@dataclasses.dataclass(frozen=True, order=True)
+class Collective:
+    """verb: "reducer", "allreduce", "allgather" or "alltoall"; dtype: of what is handed in; op: of
+    an allreduce, "sum" or "max"."""
 
     verb: str
     dtype: str
     op: str = ""
 
+    def __post_init__(self) -> None:
+        if self.verb == "host":
+            warn_of_old('the verb "host"', '"reducer"')
+            object.__setattr__(self, "verb", "reducer")
+
 
 DECLARABLE = {
-    *(Collective("host", dtype) for dtype in ("float32", "float16")),
+    *(Collective("reducer", dtype) for dtype in ("float32", "float16")),
     *(
         Collective("allreduce", dtype, op)
         for dtype in ("float32", "int32", "int64")
@@ -62,14 +69,14 @@ class Exchanged:
 
 
 @dataclasses.dataclass
-class HostReduce(Exchanged):
+class ToReducer(Exchanged):
     """Hands `array` to the reducer (Horovod's optimizer, DDP, or `simulate`), which reduces it over
     ranks as its user asked. Answered at once, with None: what the reducer brings back comes with
     `Final`. As a payload: as many float32 or float16 as the tensor has elements; may be the
     gradient's own memory."""
 
     array: np.ndarray
-    verb = "host"
+    verb = "reducer"
 
 
 @dataclasses.dataclass
@@ -159,7 +166,7 @@ class StepNorm:
     reducer meanwhile. Answered with (squared norm, whether it has done that)."""
 
     grad: np.ndarray
-    carrier: HostReduce
+    carrier: ToReducer
 
 
 @dataclasses.dataclass
@@ -181,6 +188,7 @@ class Outcome:
 
 
 # Encoded: a body, which every rank gathers in a frame.
-Payload = Union[HostReduce, Allreduce, Encoded, Joint]
+Payload = Union[ToReducer, Allreduce, Encoded, Joint]
 # Yields Requests; what it is sent depends on each.
 TensorStep = Generator[Any, Any, None]
+renamed(__name__, HostReduce="ToReducer")

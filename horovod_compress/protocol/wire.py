@@ -92,7 +92,7 @@ def seal(
     _pack_header(
         frame, 0, _MAGIC, VERSION, number, 0, digest, step & 0xFFFFFFFF, needed - HEADROOM, flags
     )
-    _pack_into("<I", frame, 4, kernels.host.checksum(frame[_CHECKED:]))
+    _pack_into("<I", frame, 4, kernels.cpu.checksum(frame[_CHECKED:]))
     return frame
 
 
@@ -138,7 +138,7 @@ def _unseal_one(
     end = body + length + (flags >> 1)
     if end > len(data):
         raise WireError("cut off in its body")
-    if kernels.host.checksum(data[at + _CHECKED : end]) != checksum:
+    if kernels.cpu.checksum(data[at + _CHECKED : end]) != checksum:
         raise WireError("its checksum does not fit: it was changed on the way")
     if id != number or found_digest != digest:
         raise WireError("made for another compressor, configuration or tensor")

@@ -1,7 +1,6 @@
 """AdamW for ranks that see a part of each batch."""
 
-from abc import ABC, abstractmethod
-from typing import Any, Callable, Dict, Iterable, Optional, Tuple
+from typing import Any, Callable, ClassVar, Dict, Iterable, Optional, Tuple
 
 import torch
 
@@ -13,7 +12,7 @@ from .optimizers import own_class
 _FIRST = 10
 
 
-class AdamWOfRanks(torch.optim.Optimizer, ABC):
+class AdamWOfRanks(torch.optim.Optimizer):
     """AdamW whose steps are as large on a rank's part of each batch as on the whole of it, for
     `UpdateOptimizer`.
 
@@ -55,6 +54,8 @@ class AdamWOfRanks(torch.optim.Optimizer, ABC):
 
     # What users import it as.
     _known_as: str
+    # Finds the number of all ranks.
+    _size: ClassVar[Callable[[], int]]
 
     def __init__(
         self,
@@ -69,10 +70,6 @@ class AdamWOfRanks(torch.optim.Optimizer, ABC):
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "ranks": ranks},
         )
-
-    @abstractmethod
-    def _size(self) -> int:
-        """The number of all ranks."""
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         for group, own in zip(state.get("param_groups", ()), getattr(self, "param_groups", ())):
@@ -104,7 +101,7 @@ class AdamWOfRanks(torch.optim.Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            share = 1 / (group["ranks"] or self._size())
+            share = 1 / (group["ranks"] or type(self)._size())
             for param in group["params"]:
                 if param.grad is not None:
                     self._update(

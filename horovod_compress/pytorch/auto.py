@@ -2,20 +2,15 @@
 begins with a step's first one."""
 
 import time
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 
-from ..adapters.auto import Controller, check_switch, default_candidates
+from ..adapters.auto import Controller, check_switch, default_candidates, refuse_elastic
 from ..engine.records import Plan
 from .compression import OptimizerCompression
 from .parameters import Slot
 from .sgd import can_take_over, is_plain_sgd
-
-
-def candidates_of(auto: Dict[str, Any], optimizer: Optional[torch.optim.Optimizer]) -> List[str]:
-    """Those that were named, or else those that an optimizer can have."""
-    return list(auto["candidates"] or default_candidates(_sparse_for(optimizer)))
 
 
 def _sparse_for(optimizer: Optional[torch.optim.Optimizer]) -> Optional[str]:
@@ -25,14 +20,25 @@ def _sparse_for(optimizer: Optional[torch.optim.Optimizer]) -> Optional[str]:
 
 
 class OnTrial(OptimizerCompression):
-    """A compression with a controller, which it tells of steps."""
+    """A compression with a controller, which it tells of steps.
 
-    def _begin_trial(self, auto: Dict[str, Any], candidates: List[str]) -> None:
-        """Takes steps with the last candidate at first. auto: the arguments of `Automatic`."""
+    Args:
+        auto: the arguments of `Automatic`.
+        arguments: those of the compression's class behind the spec; the optimizer is the last.
+        options: those by name.
+    """
+
+    def __init__(self, auto: Dict[str, Any], *arguments: Any, **options: Any) -> None:
+        refuse_elastic()
+        candidates = list(auto["candidates"] or default_candidates(_sparse_for(arguments[-1])))
+        # Steps are taken with the last candidate at first.
+        super().__init__(candidates[-1], *arguments, **options)
         for spec in candidates:
             # What cannot be is refused now, not when its turn comes.
             self._choose(spec)
-        self._controller = Controller(self, {**auto, "candidates": candidates}, candidates[-1])
+        self._controller = Controller(
+            self, self._switch, {**auto, "candidates": candidates}, candidates[-1]
+        )
         self._began: Optional[float] = None  # when the last step did
         self._now = 0.0  # when the step that begins did
 
@@ -56,9 +62,6 @@ class OnTrial(OptimizerCompression):
         if self._began is not None:
             self._controller.step_ended(self._now - self._began)
             self._controller.follow()
-
-    def _go_on_with(self, spec: str) -> None:
-        self._switch(spec)
 
     def _description(self) -> Dict[str, Any]:
         return {**super()._description(), "auto": self._controller.arguments}

@@ -12,10 +12,9 @@ from ..adapters.binding import description_of, requested_compressor
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..engine import checkpoint
-from ..engine.averaging import Reducing
 from ..engine.exchange import Exchange
 from ..engine.snapshot import Snapshots
-from ..protocol.handshake import agree
+from ..protocol.handshake import AnyTransport, agree
 from ..protocol.machine import Machine
 from ..transport.base import Transport
 from .lifecycle import Event
@@ -71,10 +70,6 @@ class OptimizerCompression(OptimizerSteps):
     @abstractmethod
     def _reduced(self) -> List[Slot]:
         """The parameters whose gradients come."""
-
-    @abstractmethod
-    def _transport_of(self, compressor: Compressor) -> Transport:
-        """What moves a compressor's payloads. ValueError where the reducer cannot have that."""
 
     @abstractmethod
     def _factor(self) -> Optional[float]:
@@ -280,7 +275,9 @@ def refuse_begun_within_step(compressor: Compressor) -> None:
         )
 
 
-def state_of(exchange: Exchange, transport: Reducing, label: str, portable: bool) -> Dict[str, Any]:
+def state_of(
+    exchange: Exchange, transport: AnyTransport, label: str, portable: bool
+) -> Dict[str, Any]:
     """What an exchange keeps, in tensors and plain values; portable: the mean of all ranks'."""
     state = exchange.state_dict()
     if portable:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ..compressors.base import Compressor
-from ..engine.plan import compressor_for
+from ..engine.dense_policy import compressor_for
 from . import samples
 from .search import objects_of
 from .uses import (

@@ -3,6 +3,7 @@
 from typing import Any, Callable, Dict, Optional
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..adapters.binding import owners
 from ..adapters.versions import check_version
@@ -24,6 +25,17 @@ def with_closure(args: tuple, kwargs: Dict[str, Any], closure: Callable[[], Any]
     if len(args) > 1:
         return (*args[:1], closure, *args[2:]), kwargs
     return args, {**kwargs, "closure": closure}
+
+
+def before_closures(bind: Callable[[torch.optim.Optimizer], Any]) -> None:
+    """Has bind(optimizer) called before each step whose closure brings its first gradients."""
+
+    @torch.compiler.disable
+    def before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: Dict[str, Any]) -> None:
+        if closure_of(args, kwargs) is not None:
+            bind(optimizer)
+
+    register_optimizer_step_pre_hook(before)
 
 
 def is_made_by_torch(optimizer: Any) -> bool:

@@ -46,7 +46,13 @@ class Slot:
         place = grad.device if served else _CPU
         if self._staging is None or self._staging.device != place or self._staging.dtype != dtype:
             if grad.device != place:
-                self._warn_of_copies(grad.device.type, on_device)
+                why = "there are no kernels for this on a device"
+                if on_device:
+                    why = "install triton, or horovod-compress[gpu], to compress them there"
+                warn_once(
+                    f"gradients on {grad.device.type} are compressed on the CPU, through pinned "
+                    f"memory: {why}"
+                )
             pinned = grad.device.type == "cuda" and not served
             self._staging = torch.empty(grad.shape, dtype=dtype, device=place, pin_memory=pinned)
         self._staging.copy_(grad)
@@ -60,15 +66,6 @@ class Slot:
         if not compression._has_told_of_float32 and loses_numbers(grad, loaded):
             compression._tell_of_float32(self.name)
         return loaded, array
-
-    @staticmethod
-    def _warn_of_copies(device: str, on_device: bool) -> None:
-        why = (
-            "install triton, or horovod-compress[gpu], to compress them there"
-            if on_device
-            else "there are no kernels for this on a device"
-        )
-        warn_once(f"gradients on {device} are compressed on the CPU, through pinned memory: {why}")
 
 
 class Slots(List[Slot]):

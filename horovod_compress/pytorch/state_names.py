@@ -2,7 +2,7 @@
 
 from typing import Any, Callable, Collection, Dict, Iterable, List, Set, Tuple
 
-from ..engine.plan import without_compiled
+from ..engine.dense_policy import without_compiled
 
 # DistributedDataParallel, DataParallel and AveragedModel put one here; users may have such modules.
 _WRAPPED = "module"

@@ -31,7 +31,7 @@ class UpdateExchange(Averaging):
         JSON-able."""
         self._shapes, self._options = shapes, options
         self._compressor = compressor_for_updates(spec, self._rank_and_size()[0])
-        self._transport = self._moves(self._compressor)
+        self._transport = self._transport_of(self._compressor)
         self._machine = self._machine_for(self._compressor)
         self._exchange = Exchange(
             self._compressor,
@@ -41,10 +41,6 @@ class UpdateExchange(Averaging):
             dense_alone=self._elastic,
             machine=self._machine,
         )
-
-    @abstractmethod
-    def _moves(self, compressor: Compressor) -> Transport:
-        """What moves a compressor's payloads."""
 
     @abstractmethod
     def _start_mean(self, name: str, tensor: torch.Tensor) -> Callable[[], Any]:
@@ -135,7 +131,7 @@ class UpdateExchange(Averaging):
                 "called switch()",
                 "Call it on all ranks with the same spec",
             )
-        self._exchange.transport = self._transport = self._moves(compressor)
+        self._exchange.transport = self._transport = self._transport_of(compressor)
         self._exchange.machine = self._machine = machine
         self._exchange.switch(compressor, self._tensors(compressor), {})
         self._compressor = compressor

@@ -72,7 +72,7 @@ class CompressionOnTrial(BoundCompression):
         for spec in candidates:
             self._choose(get_compressor(spec), optimizer)
         auto = {**self._auto, "candidates": candidates}
-        controller = Controller(self, auto, candidates[-1])
+        controller = Controller(self, self._go_on_with, auto, candidates[-1])
         if self._resumed:
             controller.resume(**self._resumed)
         self._compressor = get_compressor(controller.in_force)
@@ -195,9 +195,3 @@ class AutoCompression(Automatic, UnboundCompression):
 
     _depends = _tries = True
     _binding = "compression.bind(optimizer), which is the compression of a tape then"
-
-    def _unserved(self, process_set: Any = None) -> BoundCompression:
-        return CompressionOnTrial(
-            self._auto,
-            **{**self._options, "process_set": self._options["process_set"] or process_set},
-        )

@@ -20,10 +20,10 @@ from typing import (
 import tensorflow as tf
 
 from ..adapters.binding import description_of, momentum_of, requested_compressor
-from ..adapters.deprecated import by_name
 from ..adapters.process_sets import REFUSED_ALONE
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
+from ..deprecated import by_name
 from ..engine import checkpoint
 from ..engine.snapshot import Snapshots
 from ..protocol.handshake import agree

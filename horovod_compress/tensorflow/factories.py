@@ -3,9 +3,9 @@ file."""
 
 from typing import Any, Optional, Sequence, Union
 
-from ..adapters.deprecated import by_name
 from ..adapters.factories import Algorithms
 from ..compressors import Spec, get_compressor
+from ..deprecated import by_name
 from .auto import AutoCompression
 from .compression import BoundCompression
 from .unbound import UnboundCompression, one_in_all_traces

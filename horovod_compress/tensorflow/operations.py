@@ -111,11 +111,11 @@ def with_denormals(
 ) -> Sequence[np.ndarray]:
     """Calls a function with denormal numbers, which TensorFlow's threads treat as 0: results are
     other frameworks', bit for bit."""
-    mode = kernels.host.flush_denormals(mode=0)
+    mode = kernels.cpu.flush_denormals(mode=0)
     try:
         return function(*arguments)
     finally:
-        kernels.host.flush_denormals(mode=mode)
+        kernels.cpu.flush_denormals(mode=mode)
 
 
 def first_values(variable: Any) -> Any:
@@ -146,7 +146,7 @@ def squared_norm_of(factor: Callable[[], float], *grads: np.ndarray) -> np.float
     return np.float64(
         factor() ** 2
         * sum(
-            kernels.host.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1))
+            kernels.cpu.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1))
             for grad in grads
         )
     )

@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Hashable, List, Optional, Tuple, Type
 import tensorflow as tf
 
 from ..adapters.binding import NotBoundError, Unbound, callers, is_elastic
-from ..adapters.deprecated import by_name
+from ..deprecated import by_name
 from .applied import refuse_unreduced
 from .checks import check_scaler, checked_moments
 from .compression import BoundCompression
@@ -184,8 +184,8 @@ class UnboundCompression(Unbound):
         return self._early or next(iter(self._bound.values()))
 
     def _unserved(self, process_set: Any = None) -> BoundCompression:
-        return BoundCompression(
-            self._compressor,
+        return self._bound_class(
+            self._asked,
             **{**self._options, "process_set": self._options["process_set"] or process_set},
         )
 

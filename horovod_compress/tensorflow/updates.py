@@ -7,8 +7,8 @@ from typing import Any, Callable, Optional
 import tensorflow as tf
 
 from ..adapters.binding import is_elastic
-from ..adapters.deprecated import by_name
 from ..adapters.updates import Nesterov, check_ranks_of_set, check_rounds, methods_of
+from ..deprecated import by_name
 from .adam import AdamW
 from .horovod_internals import is_horovods, is_optimizer
 from .optimizer import become, build, unwrapped

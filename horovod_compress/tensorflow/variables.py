@@ -21,7 +21,7 @@ class VariableCompression(HorovodBinding):
 
     def __init__(self, process_set: Any) -> None:
         super().__init__(hvd, process_set, hint="variables need not be named in TensorFlow, and ")
-        self._transport = Eager(self._process_set)
+        self._transport = self._transport_of(None)
         self._variables: Dict[Any, Variable] = {}  # by key, see `identified`
         self._numbers: Dict[str, int] = {}  # of variables, by name
         # Where a state was loaded: of variables that are not known yet. None: the exchange has it
@@ -31,6 +31,9 @@ class VariableCompression(HorovodBinding):
         self._microbatches = False
 
     _exchange: GraphExchange
+
+    def _transport_of(self, compressor: Any) -> Eager:
+        return Eager(self._process_set)
 
     @property
     def _sees_gradients(self) -> bool:
@@ -103,7 +106,7 @@ class VariableCompression(HorovodBinding):
         collectives = compressor.collectives(self._process_set.size())
         variable.carried, variable.moved = (
             (collectives[0].dtype, ())
-            if collectives[0].verb == "host"
+            if collectives[0].verb == "reducer"
             else ("float32", collectives)
         )
         if variable.is_float64 and self._exchange.carries_float64(variable.name):

@@ -2,8 +2,9 @@
 
 from typing import Any, Dict, List, Optional, Sequence
 
+from ..compressors import get_compressor
 from ..compressors.base import Compressor
-from ..engine.gossip import MEASURED, Gossip, compressor_of_messages
+from ..engine.gossip import DEFAULT, MEASURED, Gossip, compressor_of_messages
 from ..engine.topology import Topology
 from ..transport.loopback import Loopback
 from .loads import Model
@@ -28,10 +29,11 @@ def predicted(
     counts: Sequence[int],
     topology: Optional[str],
 ) -> List[Dict[str, Any]]:
-    """Messages of DCD-PSGD with each compression, for each number of ranks.
+    """Messages of DCD-PSGD with each compression, and with that of messages by default, for each
+    number of ranks.
 
     Args:
-        compressors: by spec. Those that cannot serve are left out.
+        compressors: by spec. Those that cannot serve are left out: `refused` says why.
         model: whose parameters travel.
         counts: numbers of ranks.
         topology: "ring", "torus" or "complete"; None: nothing is predicted.
@@ -42,16 +44,15 @@ def predicted(
     """
     if topology is None:
         return []
-    measured, gradients = {}, model.gradients()[0]
+    measured, gradients, left_out = {}, model.gradients()[0], refused(compressors)
+    serving = {**compressors, DEFAULT: get_compressor(DEFAULT)}
     with progress_bar() as progress:
-        for spec in progress.track(compressors, description="messages to neighbors"):
-            try:
-                serving = compressor_of_messages(compressors[spec])
-            except ValueError:
+        for spec in progress.track(serving, description="messages to neighbors"):
+            if spec in left_out:
                 continue
             # The other rank never comes: what the first sends is all that is looked at.
-            transport = Loopback.group(2)[0]
-            gossip = Gossip(serving, "dcd", 1.0, Topology("ring", 2), transport, model.shapes)
+            transport, messages = Loopback.group(2)[0], compressor_of_messages(serving[spec])
+            gossip = Gossip(messages, "dcd", 1.0, Topology("ring", 2), transport, model.shapes)
             gossip.begin({name: 0 * x.reshape(-1) for name, x in gradients.items()})
             gossip.steps = MEASURED - 1
             gossip.start({name: x.reshape(-1) for name, x in gradients.items()})
@@ -74,8 +75,25 @@ def predicted(
     ]
 
 
-def show(found: Sequence[Dict[str, Any]], parameters: int) -> None:
-    """Prints predictions, if there are any, as a table. parameters: of the model."""
+def refused(compressors: Dict[str, Compressor]) -> Dict[str, str]:
+    """Why compressions cannot serve, by spec, of those that cannot."""
+    found = {}
+    for spec, compressor in compressors.items():
+        try:
+            compressor_of_messages(compressor)
+        except ValueError as error:
+            found[spec] = str(error)
+    return found
+
+
+def show(found: Sequence[Dict[str, Any]], left_out: Dict[str, str], parameters: int) -> None:
+    """Prints predictions, if there are any, as a table.
+
+    Args:
+        found: what `predicted` returns.
+        left_out: what `refused` returns.
+        parameters: of the model.
+    """
     if not found:
         return
     rows = [
@@ -91,4 +109,5 @@ def show(found: Sequence[Dict[str, Any]], parameters: int) -> None:
     ]
     rendered = table(_COLUMNS, rows, right=[title for title in _COLUMNS if title != "spec"])
     title = f"decentralized training; topology: {found[0]['topology']}"
-    console().print("", title, rendered, *_NOTES, sep="\n")
+    missing = [f"{spec} is left out: {why}" for spec, why in left_out.items()]
+    console().print("", title, rendered, *missing, *_NOTES, sep="\n")

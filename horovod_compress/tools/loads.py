@@ -8,9 +8,8 @@ from typing import Any, Callable, List, Sequence
 from ..compressors import collective_of
 from ..compressors.base import Step
 from ..compressors.dense import dense_compressor
+from ..engine.dense_policy import compressor_for, times_dense
 from ..engine.lockstep import Named
-from ..engine.plan import compressor_for
-from ..engine.tensor import times_dense
 from ..engine.wrappers import wrapped
 from ..protocol.machine import Machine
 from . import bench

@@ -15,14 +15,13 @@ try:
     from . import elastic
 except ModuleNotFoundError as error:
     raise says_what_is_missing(error, "torch") from error
-from .adam import AdamW
 from .auto import AutoCompression
 from .compression import BoundCompression
 from .decentralized import DecentralizedOptimizer
 from .factories import Compression
 from .unbound import UnboundCompression, compression_of
 from .uneven import uneven
-from .updates import Nesterov, UpdateOptimizer
+from .updates import AdamW, Nesterov, UpdateOptimizer
 
 __all__ = [
     "AdamW",

@@ -5,8 +5,8 @@ from typing import Any, Dict, List, Optional, Sequence, Union
 import torch
 
 from ..adapters.binding import warn_once
-from ..adapters.deprecated import by_name
 from ..adapters.process_sets import REFUSED_ALONE
+from ..deprecated import by_name
 from ..protocol.handshake import gather
 from ..pytorch.compression import check_types
 from ..pytorch.lifecycle import Event

@@ -1,7 +1,7 @@
 """DecentralizedOptimizer: ranks with models of their own, which exchange with their neighbors."""
 
 import contextlib
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Set
 
 import numpy as np
 import torch
@@ -9,18 +9,18 @@ import torch
 from ..adapters.binding import Unbound, description_of, is_elastic, warn_once
 from ..adapters.updates import check_ranks_of_set, check_rounds
 from ..compressors.base import Compressor
-from ..engine import checkpoint
 from ..engine.decentralized import zeta_of
-from ..engine.gossip import Gossip, compressor_of_messages
+from ..engine.gossip import DEFAULT, Gossip, compressor_of_messages
 from ..engine.gossip_rules import Copies
 from ..engine.topology import Topology
-from ..protocol.handshake import agree, first_difference, gather, shown
+from ..protocol.handshake import agree, gather
 from ..pytorch.around import OptimizerAround, check_inner
 from ..pytorch.parameters import NamedParameters, Slot
 from ..pytorch.shared import checksum, trained
-from .adam import AdamW
 from .binding import TorchBinding
+from .decentralized_state import check, identity_of
 from .horovod_internals import let_broadcast_begin
+from .updates import AdamW
 
 _SAVED, _OTHERS = "those of the saved states", "others than those of the saved states"
 _ECD = (
@@ -47,11 +47,6 @@ _NOT_FINITE = (
     "follows its neighbors only. Load the last saved states on all ranks, and take no step where "
     "loss or gradients are not finite"
 )
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type of a parameter in portable states."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class _Ranks(TorchBinding):
@@ -126,7 +121,7 @@ class DecentralizedOptimizer(OptimizerAround):
         zeta = zeta_of(algorithm, step)
         if algorithm == "exact" and compression not in (None, "none"):
             raise ValueError("exact sends parameters as they are: leave compression out")
-        spec = compression or ("none" if algorithm == "exact" else "qsgd:bits=4,norm=max")
+        spec = compression or ("none" if algorithm == "exact" else DEFAULT)
         compressor = compressor_of_messages(spec.compressor if isinstance(spec, Unbound) else spec)
         ranks = _Ranks(compressor, process_set)
         self._transport, self._label = ranks.transport, ranks.label
@@ -153,7 +148,9 @@ class DecentralizedOptimizer(OptimizerAround):
         self.local_steps = 0
         # Checksums of the parameters that belong to the loaded state.
         self._sums: List[int] = []
-        self._agreed = self._failed = self._shows_mean = False
+        self._agreed = self._failed = False
+        # Ids of the tensors that `mean_parameters` shows.
+        self._shown: Set[int] = set()
         if algorithm == "ecd":
             warn_once(_ECD)
         if any(slot.param.dtype == torch.float64 for slot in self._slots):
@@ -192,20 +189,19 @@ class DecentralizedOptimizer(OptimizerAround):
             buffers: tensors that are averaged too, where they are floating-point, as
                 model.buffers().
         """
-        if self._shows_mean:
-            yield
-            return
-        tensors = [slot.param for slot in self._slots]
-        tensors += [buffer for buffer in buffers if buffer.is_floating_point()]
+        its = [slot.param for slot in self._slots]
+        its += [buffer for buffer in buffers if buffer.is_floating_point()]
+        # Within another of these, those that it does not show already.
+        tensors = [tensor for tensor in its if id(tensor) not in self._shown]
         own = [tensor.detach().clone() for tensor in tensors]
-        self._shows_mean = True
+        shown_before, self._shown = self._shown, self._shown | set(map(id, tensors))
         try:
             with torch.no_grad():
                 for i, tensor in enumerate(tensors):
                     tensor.copy_(self._mean(i, tensor))
             yield
         finally:
-            self._shows_mean = False
+            self._shown = shown_before
             with torch.no_grad():
                 for tensor, values in zip(tensors, own):
                     tensor.copy_(values)
@@ -237,36 +233,39 @@ class DecentralizedOptimizer(OptimizerAround):
         hold of each other: one file a rank, with the model's parameters of this rank. portable: all
         ranks call this after an exchange; it has the mean of their parameters, and serves any
         number of ranks, with the moments of the rank that has saved it."""
-        if self._shows_mean and not portable or self.local_steps and portable:
+        if self._shown and not portable or self.local_steps and portable:
             raise RuntimeError(
                 "a rank's state is saved with its own parameters, outside of `with "
                 "optimizer.mean_parameters():`, and a portable one after an exchange"
             )
         gossip = self._gossip
         kept: Dict[str, Any] = {
-            **self._identity(portable),
+            **identity_of(gossip, portable),
             "exchanges": gossip.steps,
             "local_steps": self.local_steps,
             "sums": [] if portable else self._checksums(),
             "tensors": {
                 name: {key: torch.from_numpy(a.copy()) for key, a in copies.arrays().items()}
-                for name, copies in gossip.copies.items()
+                for name, copies in ({} if portable else gossip.copies).items()
             },
         }
         if portable:
-            kept["tensors"] = {
-                slot.name: {"parameter": self._mean(i, slot.param).to(_wide(slot.param.dtype))}
-                for i, slot in enumerate(self._slots)
-            }
+            for i, slot in enumerate(self._slots):
+                wide = torch.promote_types(slot.param.dtype, torch.float32)
+                kept["tensors"][slot.name] = {"parameter": self._mean(i, slot.param).to(wide)}
         return {**self._optimizer.state_dict(), "decentralized": kept}
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Continues from what state_dict has returned on this rank, or from a portable one, which
         brings the parameters too, or from the optimizer's own. ValueError, with nothing changed,
         for what does not fit."""
+        if self._shown:
+            raise RuntimeError(
+                "load states before or after `with optimizer.mean_parameters():`, not within it"
+            )
         kept = state_dict.get("decentralized")
         if kept is not None:
-            self._check(kept)
+            check(kept, self._gossip, self._slots)
         self._optimizer.load_state_dict(
             {key: value for key, value in state_dict.items() if key != "decentralized"}
         )
@@ -285,50 +284,6 @@ class DecentralizedOptimizer(OptimizerAround):
             copied = {key: np.array(tensor, np.float64) for key, tensor in arrays.items()}
             gossip.copies[name] = Copies.from_arrays(gossip.algorithm, copied)
 
-    def _identity(self, portable: bool) -> Dict[str, Any]:
-        """What a state must have in common with what it is loaded into."""
-        if portable:
-            return {"rank": None, "size": None, "algorithm": None, "topology": None}
-        return {
-            "rank": self._transport.rank,
-            "size": self._transport.size,
-            "algorithm": self._gossip.algorithm,
-            "topology": self._gossip.topology.description(),
-        }
-
-    def _check(self, kept: Any) -> None:
-        try:
-            portable = kept["rank"] is None
-            found = {key: kept[key] for key in self._identity(portable)}
-            arrays = {
-                name: {key: np.asarray(tensor) for key, tensor in its.items()}
-                for name, its in kept["tensors"].items()
-            }
-            counts = kept["exchanges"], kept["local_steps"]
-        except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a state of a DecentralizedOptimizer: {error!r}") from None
-        expected = {**self._identity(portable), "tensors": {}}
-        keys = ["mixed", "public"] + ["own"] * (self._gossip.algorithm == "ecd")
-        for slot in self._slots if portable or arrays else ():
-            numel, shape = slot.param.numel(), list(slot.param.shape)
-            expected["tensors"][slot.name] = (
-                {"parameter": shape} if portable else {key: [numel] for key in sorted(keys)}
-            )
-        shapes = {
-            name: {key: list(its[key].shape) for key in sorted(its)} for name, its in arrays.items()
-        }
-        difference = first_difference(expected, {**found, "tensors": shapes})
-        if difference:
-            (where,), (wanted, its) = shown(difference[0]), shown(*difference[1:])
-            raise ValueError(
-                f"this state does not fit: {where} is {its} in it and {wanted} here. Load on every "
-                "rank what that rank has saved, at the same number of ranks and with the same "
-                "model and options; or a portable state"
-            )
-        for count in counts:
-            checkpoint.refuse(checkpoint.wrong_count("steps", count))
-        checkpoint.refuse_not_finite(arrays)
-
     def _checksums(self) -> List[int]:
         return [checksum(slot.param.detach()) for slot in self._slots]
 
@@ -339,7 +294,7 @@ class DecentralizedOptimizer(OptimizerAround):
         return torch.from_numpy(summed).view(tensor.shape).div_(self._transport.size)
 
     def _begin(self) -> None:
-        if self._shows_mean:
+        if self._shown:
             raise RuntimeError(
                 "within `with optimizer.mean_parameters():` the model has not this rank's "
                 "parameters: take the step after it"
@@ -379,7 +334,7 @@ class DecentralizedOptimizer(OptimizerAround):
         return {slot.name: slot.load(slot.param.data)[1] for slot in self._slots}
 
     def _exchange(self) -> None:
-        gossip, undone = self._gossip, self._gossip.steps_undone
+        gossip, undone = self._gossip, self._gossip.counts["steps_undone"]
         loaded = {slot: slot.load(slot.param.data) for slot in self._slots}
         values = {slot.name: flat for slot, (_, flat) in loaded.items()}
         self._failed = True
@@ -392,7 +347,7 @@ class DecentralizedOptimizer(OptimizerAround):
                     slot.param.copy_(tensor)
         if gossip.loses_too_much:
             warn_once(_ALPHA.format(self._transport.rank))
-        if gossip.steps_undone > undone and any(
+        if gossip.counts["steps_undone"] > undone and any(
             torch.is_tensor(value) and not torch.isfinite(value).all()
             for kept in self.state.values()
             for value in kept.values()

@@ -5,9 +5,9 @@ from typing import Any, Optional, Sequence, Union
 
 import torch
 
-from ..adapters.deprecated import by_name
 from ..adapters.factories import Algorithms
 from ..compressors import Spec
+from ..deprecated import by_name
 from ..pytorch.parameters import NamedParameters
 from .auto import AutoCompression
 from .compression import BoundCompression

@@ -41,7 +41,6 @@ class StepCompression(OptimizerCompression, TorchBinding):
         # Numbers of the blocks of `uneven`.
         self._blocks = itertools.count(1)
 
-    _transport_of = TorchBinding._transport_of
     _advice_on_options = (
         "Where only some ranks have set or loaded it, call "
         "hvd.broadcast_optimizer_state(optimizer, root_rank=0) before training"

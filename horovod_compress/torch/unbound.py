@@ -1,15 +1,14 @@
 """Compressions that find their optimizer by themselves."""
 
 import weakref
-from typing import Any, Dict, Optional, Tuple, Type
+from typing import Any, Optional, Tuple, Type
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..adapters.binding import NotBoundError, Unbound
-from ..adapters.deprecated import by_name
-from ..pytorch.optimizers import closure_of
+from ..deprecated import by_name
+from ..pytorch.optimizers import before_closures
 from . import horovod_internals
 from .compression import BoundCompression
 
@@ -95,8 +94,8 @@ class UnboundCompression(Unbound):
     ) -> BoundCompression:
         """A bound compression with the options of this one."""
         options = {**self._options, "process_set": process_set}
-        return BoundCompression(
-            self._compressor, optimizer, named_parameters=named_parameters, **options
+        return self._bound_class(
+            self._asked, optimizer, named_parameters=named_parameters, **options
         )
 
     def the_only(self) -> BoundCompression:
@@ -140,11 +139,4 @@ def compression_of(optimizer: torch.optim.Optimizer) -> Optional[BoundCompressio
     return bound
 
 
-@torch.compiler.disable
-def _before_closures(optimizer: torch.optim.Optimizer, args: tuple, kwargs: Dict[str, Any]) -> None:
-    """Has a compression serve its optimizer before a step whose closure brings gradients first."""
-    if closure_of(args, kwargs) is not None:
-        compression_of(optimizer)
-
-
-register_optimizer_step_pre_hook(_before_closures)
+before_closures(compression_of)

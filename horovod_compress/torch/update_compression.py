@@ -7,11 +7,9 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from ..compressors.base import Compressor
 from ..engine.handover import DEBT
 from ..protocol.handshake import gather
 from ..pytorch.update_compression import UpdateExchange
-from ..transport.base import Transport
 from ..transport.horovod import synchronize
 from .binding import TorchBinding
 
@@ -30,9 +28,6 @@ class UpdateCompression(UpdateExchange, TorchBinding):
         self._begin_with(spec, shapes, options)
 
     _broadcast = "call hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
-
-    def _moves(self, compressor: Compressor) -> Transport:
-        return self._transport_of(compressor)
 
     def begin(self, parameters: Dict[str, int], local_steps: int) -> None:
         self._refuse_unsynced(

@@ -2,14 +2,15 @@
 
 from typing import Any, Callable, Optional
 
+import horovod.torch as hvd
 import torch
 
 from ..adapters.binding import warn_once
-from ..adapters.deprecated import by_name
 from ..adapters.updates import Nesterov, check_ranks_of_set
+from ..deprecated import by_name
+from ..pytorch.adam import AdamWOfRanks
 from ..pytorch.parameters import NamedParameters
 from ..pytorch.updates import UpdatingOptimizer
-from .adam import AdamW
 from .horovod_internals import let_broadcast_begin
 from .update_compression import UpdateCompression
 from .update_state import SharesUpdates
@@ -20,6 +21,13 @@ _ONE_STATE = (
     "what that rank has saved, or a portable state, and delete the line "
     "hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
 )
+
+
+class AdamW(AdamWOfRanks):
+    __doc__ = AdamWOfRanks.__doc__
+
+    _known_as = "hvdc.AdamW"
+    _size = staticmethod(hvd.size)
 
 
 class UpdateOptimizer(SharesUpdates):

@@ -15,7 +15,7 @@ import numpy as np
 import horovod_compress as hc
 from horovod_compress import kernels
 from horovod_compress.compressors.base import Step
-from horovod_compress.engine.plan import compressor_for
+from horovod_compress.engine.dense_policy import compressor_for
 from horovod_compress.engine.split import SelectAgain, split_of
 from horovod_compress.kernels import HEADROOM, Encoded, reference
 from horovod_compress.protocol import wire
@@ -85,7 +85,7 @@ def mutate(rng, frame, other):
     elif len(frame) > HEADROOM:
         flip(rng, frame, HEADROOM)
     if how > 5:
-        struct.pack_into("<I", frame, 4, kernels.host.checksum(np.frombuffer(frame, np.uint8)[8:]))
+        struct.pack_into("<I", frame, 4, kernels.cpu.checksum(np.frombuffer(frame, np.uint8)[8:]))
     return bytes(frame)
 
 
@@ -97,9 +97,9 @@ def flip(rng, frame, low):
 @contextlib.contextmanager
 def reference_kernels():
     """Compressors use the reference meanwhile."""
-    kept, kernels.host = kernels.host, reference
+    kept, kernels.cpu = kernels.cpu, reference
     yield
-    kernels.host = kept
+    kernels.cpu = kept
 
 
 def added(compressor, body, numel):

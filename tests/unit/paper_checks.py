@@ -6,7 +6,7 @@ import pytest
 
 import horovod_compress as hc
 from horovod_compress.compressors.base import Step
-from horovod_compress.engine.plan import compressor_for
+from horovod_compress.engine.dense_policy import compressor_for
 from horovod_compress.kernels import at_once
 
 RNG = np.random.default_rng()

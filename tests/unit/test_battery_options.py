@@ -15,10 +15,10 @@ from horovod_compress.compressors import REGISTRY
 from horovod_compress.compressors.options import (
     Ascending,
     Auto,
-    Choice,
     Count,
     Flag,
     Number,
+    OneOf,
     Patterns,
     Schedule,
     ZeroOrCount,
@@ -66,7 +66,7 @@ def wrong_values(kind):
         ]
     if isinstance(kind, Flag):
         return [0, 1, "true", 0.0, [], *none]
-    if isinstance(kind, Choice):
+    if isinstance(kind, OneOf):
         return ["", "pigeon", 5, True, [], kind.words[0].upper(), *none]
     if isinstance(kind, Patterns):
         return [5, [1], {"a": 1}, 0.5, *none]
@@ -104,7 +104,7 @@ WRONG_TEXTS = {
     Count: ["", "many", "1.5", "1e3"],
     ZeroOrCount: ["", "many", "1", "3"],
     Flag: ["", "yes", "1"],
-    Choice: ["", "pigeon"],
+    OneOf: ["", "pigeon"],
     Ascending: ["", "5", "6+2", "a+b"],
     Schedule: ["5", "0/2", "a/b", "1/0.5"],
     Patterns: [],
@@ -201,7 +201,7 @@ def valid_values(kind):
         return [kind.low, min(kind.high, kind.low + 3), np.int64(kind.low + 1), *none]
     if isinstance(kind, Flag):
         return [True, False, *none]
-    if isinstance(kind, Choice):
+    if isinstance(kind, OneOf):
         return list(kind.words)
     if isinstance(kind, Patterns):
         return [("a*", "b.c"), (), ["x"], "one"]

@@ -50,7 +50,7 @@ def test_ranks_on_different_kernels_agree(id, options, monkeypatch):
     exchanges = ranks_of(spec_of(id, options), 2, SHAPES)
 
     def use(rank):
-        monkeypatch.setattr(kernels, "host", reference if rank else kernels.native)
+        monkeypatch.setattr(kernels, "cpu", reference if rank else kernels.native)
         return exchanges[rank]
 
     def rounds_of(rank):
@@ -80,7 +80,7 @@ def test_the_reference_kernels_do_the_same(id, options, monkeypatch):
     differ."""
     grads = shaped(steps_of(0, 4, 3))
     native = hc.simulate(spec_of(id, options), grads)
-    monkeypatch.setattr(kernels, "host", reference)
+    monkeypatch.setattr(kernels, "cpu", reference)
     stated = hc.simulate(spec_of(id, options), grads)
     if id not in ("dgc", "topk"):
         assert native.bytes_sent == stated.bytes_sent

@@ -10,8 +10,8 @@ import pytest
 from horovod_compress import get_compressor
 from horovod_compress.adapters import binding
 from horovod_compress.adapters.binding import Binding, NotBoundError, Unbound, momentum_of
-from horovod_compress.adapters.deprecated import by_name
 from horovod_compress.adapters.factories import Algorithms
+from horovod_compress.deprecated import by_name
 
 
 class Compression(metaclass=Algorithms):

@@ -6,7 +6,7 @@ import pytest
 
 import horovod_compress as hc
 from horovod_compress.compressors.dense import dense_compressor
-from horovod_compress.engine.plan import compressor_for
+from horovod_compress.engine.dense_policy import compressor_for
 
 SHAPES = {"matrix": (40, 50), "bias": (300,)}
 STEPS = 12

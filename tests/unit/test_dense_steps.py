@@ -13,8 +13,8 @@ from tiers import examples
 import horovod_compress as hc
 from horovod_compress import kernels
 from horovod_compress.compressors.base import Step
+from horovod_compress.engine.dense_policy import times_dense
 from horovod_compress.engine.lockstep import run_step
-from horovod_compress.engine.tensor import times_dense
 
 GATHERING = [id for id, about in hc.available().items() if about["collective"] == "allgather"]
 ELEMENTS = 64 * 64

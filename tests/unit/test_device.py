@@ -1,4 +1,4 @@
-"""The kernels on a device against the host's, bit for bit: on a GPU where there is one, which `-k
+"""The kernels on a device against the CPU's, bit for bit: on a GPU where there is one, which `-k
 cuda` chooses, else in Triton's interpreter."""
 
 import kernel_arguments
@@ -11,7 +11,7 @@ from test_selection import DISTRIBUTIONS
 from tiers import examples
 
 from horovod_compress import kernels
-from horovod_compress.kernels import host
+from horovod_compress.kernels import cpu
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -42,7 +42,7 @@ def assert_alike(on_host, on_device):
 
 def compare(name, where, on_device, **arguments):
     """Calls a kernel of both sets; those of the arguments that are named are on the device. Returns
-    what the host's has returned."""
+    what the CPU's has returned."""
     here = {
         key: value.copy() if isinstance(value, np.ndarray) else value
         for key, value in arguments.items()
@@ -53,7 +53,7 @@ def compare(name, where, on_device, **arguments):
     }
     kernels_there = there[on_device[0]].kernels
     with np.errstate(all="ignore"):
-        expected = getattr(host, name)(**here)
+        expected = getattr(cpu, name)(**here)
         got = getattr(kernels_there, name)(**there)
     assert_same(got, expected)
     for key in on_device:
@@ -185,7 +185,7 @@ def test_bfloat16_is_the_same(where, data):
     """But for a body that is not used."""
     grad = Arguments(data).any()
     there = moved(grad, where)
-    got, expected = there.kernels.encode_bf16(there), host.encode_bf16(grad)
+    got, expected = there.kernels.encode_bf16(there), cpu.encode_bf16(grad)
     assert (got.elements, got.finite) == (expected.elements, expected.finite) and not there.any()
     if expected.finite:
         assert_same(got, expected)
@@ -205,7 +205,7 @@ def test_codes_are_the_same(where, data, scales, size):
     fits = None
     if scales > 1:
         peaks = np.empty(-(-x.size // 64), np.uint32)
-        host.max_abs(x, peaks)
+        cpu.max_abs(x, peaks)
         fits = compare("encode_scales", where, ["x"], x=x, peaks=peaks, w=w, steps=steps, size=size)
     levels = a.levels(scales, size, fits)
     clip = min(a.one_of(0.0, w / 3, w, 2 * w), float(np.finfo(np.float32).max))
@@ -258,10 +258,10 @@ def test_what_has_no_power_of_two_stays_alike(where):
 def test_norms_are_the_same(where, data):
     a = Arguments(data)
     x = a.any()
-    assert kernels.of(moved(x, where)).max_abs(moved(x, where)) == host.max_abs(x)
+    assert kernels.of(moved(x, where)).max_abs(moved(x, where)) == cpu.max_abs(x)
     exact = a.exact()
     assert kernels.of(moved(exact, where)).squared_norm(moved(exact, where)) == pytest.approx(
-        host.squared_norm(exact), rel=1e-12
+        cpu.squared_norm(exact), rel=1e-12
     )
 
 

@@ -17,7 +17,7 @@ from tiers import examples
 from horovod_compress import get_compressor, kernels
 from horovod_compress.engine import exchange as exchange_module
 from horovod_compress.engine.lockstep import make_ranks, mean_of
-from horovod_compress.kernels import DeviceCall, host, together
+from horovod_compress.kernels import DeviceCall, cpu, together
 from horovod_compress.protocol.wire import WireError
 from horovod_compress.transport.loopback import Loopback
 
@@ -204,7 +204,7 @@ class Launches(torch.overrides.TorchFunctionMode):
     ],
 )
 def test_launches_do_not_grow_with_the_tensors(spec, copies, monkeypatch):
-    """Three tensors are launched for as six are. copies: to the host, of each tensor's words or
+    """Three tensors are launched for as six are. copies: to the cpu, of each tensor's words or
     codes; and views of tensors."""
     found = []
     for tensors in (3, 6):
@@ -263,7 +263,7 @@ def test_calls_made_together_are_those_made_alone(data):
 
 def test_one_bad_body_spoils_no_other():
     good, bad = on_device(np.zeros(100, np.float32)), on_device(np.zeros(100, np.float32))
-    body = host.encode_sparse(np.uint32([3, 50]), np.float32([1, 2]), kind="fp32").body
+    body = cpu.encode_sparse(np.uint32([3, 50]), np.float32([1, 2]), kind="fp32").body
     calls = [
         next(kernels.decode_add_sparse(out, its, scale=1.0))
         for out, its in ((bad, body[:-1]), (good, body))
@@ -395,7 +395,7 @@ def test_one_damaged_payload_keeps_no_other_result_back(most, monkeypatch):
 
 def test_a_body_of_odd_length_is_refused_alone():
     good, bad = on_device(np.zeros(10, np.float32)), on_device(np.zeros(10, np.float32))
-    body = host.encode_bf16(np.ones(10, np.float32)).body
+    body = cpu.encode_bf16(np.ones(10, np.float32)).body
     refused, finite = together(
         [
             next(kernels.decode_add_bf16(out, its, scale=1.0))

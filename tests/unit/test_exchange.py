@@ -22,8 +22,8 @@ from horovod_compress.protocol.requests import (
     Allreduce,
     Alltoall,
     Final,
-    HostReduce,
     Outcome,
+    ToReducer,
 )
 from horovod_compress.transport.loopback import Loopback
 
@@ -456,7 +456,7 @@ def test_a_step_yields_what_its_compressor_declares(id, size, monkeypatch):
         id, [[{"a": rng.standard_normal((40, 50)).astype(np.float32)} for _ in range(size)]]
     )
     requests = [request.request if isinstance(request, Final) else request for request in yielded]
-    carriers = [request for request in requests if isinstance(request, HostReduce)]
+    carriers = [request for request in requests if isinstance(request, ToReducer)]
     moved = [
         request for request in requests if isinstance(request, (Allreduce, Allgather, Alltoall))
     ]
@@ -464,7 +464,7 @@ def test_a_step_yields_what_its_compressor_declares(id, size, monkeypatch):
         len(carriers) == size and sum(isinstance(request, Outcome) for request in requests) == size
     )
     declared = hc.get_compressor(id).collectives(size)
-    if declared[0].verb == "host":
+    if declared[0].verb == "reducer":
         assert [carriers[0].collective] == list(declared) and not moved
     else:
         assert [request.collective for request in moved[::size]] == list(declared)

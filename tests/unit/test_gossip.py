@@ -111,6 +111,12 @@ def test_topologies_that_are_refused(given_, words):
         Topology(given_, 3)
 
 
+def test_weights_may_be_a_tensor_that_requires_a_gradient():
+    torch = pytest.importorskip("torch")
+    weights = torch.full((3, 3), 1 / 3, dtype=torch.float64, requires_grad=True)
+    assert Topology(weights, 3).neighbors(0) == [1, 2]
+
+
 def test_weights_that_one_rank_has_only_by_rounding_are_none():
     weights = metropolis({(0, 1), (1, 0), (1, 2), (2, 1)}, 3)
     weights[0, 2] = 1e-17
@@ -331,12 +337,19 @@ def test_compressions_that_are_refused(spec, words):
 
 def test_options_that_are_refused():
     for options, words in (
+        ({"algorithm": "choco", "step": "x"}, "step must be a number above 0, at most 1, not 'x'"),
+        ({"algorithm": "dcd", "ranks": 0}, "ranks must be a number of ranks, 1 or more, not 0"),
+        ({"algorithm": "dcd", "ranks": -1}, "1 or more, not -1"),
+        ({"algorithm": "dcd", "steps": -1}, "steps must be a whole number, 0 or more, not -1"),
+        ({"algorithm": "dcd", "steps": 1.5}, "steps must be a whole number"),
         ({"algorithm": "sgd"}, "dcd, ecd, choco, exact"),
         ({"algorithm": "dcd", "step": 0.5}, "step is choco's"),
         ({"algorithm": "choco", "step": 2}, "at most 1"),
     ):
         with pytest.raises(ValueError, match=words):
             trained("none", **options)
+    with pytest.raises(ValueError, match="start must have the parameters"):
+        hc.simulate_decentralized("none", {}, print, 2, 1)
 
 
 SERVING = sorted(
@@ -465,3 +478,64 @@ def test_neighbors_get_each_others_payloads(size):
         found = wait()
         assert list(found) == ring.neighbors(rank)
         assert all((payload == payloads[other]).all() for other, payload in found.items())
+
+
+# -- the optimizer of Horovod's ranks, on one
+
+
+@pytest.fixture
+def alone():
+    """(a parameter, a buffer, and a DecentralizedOptimizer that has the parameter)."""
+    torch, hvd = pytest.importorskip("torch"), pytest.importorskip("horovod.torch")
+    import horovod_compress.torch as hvdc
+
+    hvd.init()
+    if not hvd.global_process_set.included():
+        # As where horovod.tensorflow was imported too.
+        hvd.init()
+    param = torch.nn.Parameter(torch.ones(3))
+    sgd = torch.optim.SGD([param], lr=0.1)
+    return param, torch.zeros(3), hvdc.DecentralizedOptimizer(sgd)
+
+
+def take_steps(param, optimizer, count):
+    for _ in range(count):
+        param.grad = param.detach().clone()
+        optimizer.step()
+
+
+def test_totals_are_those_of_this_process_after_a_resume(alone):
+    param, _, optimizer = alone
+    take_steps(param, optimizer, 3)
+    state = optimizer.state_dict(portable=True)
+    assert optimizer.stats()["steps"] == 3
+    optimizer.load_state_dict(state)
+    take_steps(param, optimizer, 2)
+    again = type(optimizer)(optimizer._optimizer)
+    again.load_state_dict(state)
+    take_steps(param, again, 2)
+    for its, steps in ((optimizer, 5), (again, 2)):
+        stats = its.stats()
+        assert stats["steps"] == steps and its._gossip.steps == 5
+        assert stats["dense_bytes"] == 0 and stats["steps_undone"] == 0
+
+
+def test_what_an_inner_mean_shows_beside_comes_back(alone):
+    param, buffer, optimizer = alone
+    with optimizer.mean_parameters():
+        with optimizer.mean_parameters([buffer]):
+            param.data.add_(1)
+            buffer.add_(1)
+        assert buffer.tolist() == [0, 0, 0] and param.tolist() == [2, 2, 2]
+        with pytest.raises(RuntimeError, match="outside of .with"):
+            optimizer.state_dict()
+    assert param.tolist() == [1, 1, 1]
+    take_steps(param, optimizer, 1)
+
+
+def test_no_state_is_loaded_where_the_model_shows_the_mean(alone):
+    param, _, optimizer = alone
+    state = optimizer.state_dict(portable=True)
+    with optimizer.mean_parameters(), pytest.raises(RuntimeError, match="not within it"):
+        optimizer.load_state_dict(state)
+    optimizer.load_state_dict(state)

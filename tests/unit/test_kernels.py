@@ -22,7 +22,7 @@ from kernel_arguments import (
 from tiers import examples
 
 from horovod_compress import kernels
-from horovod_compress.kernels import host, reference
+from horovod_compress.kernels import cpu, reference
 
 
 @native_only
@@ -33,7 +33,7 @@ def test_native_equals_the_reference(name, data):
     arguments = getattr(kernel_arguments, name)(Arguments(data))
     mine, its = copy.deepcopy(arguments), copy.deepcopy(arguments)
     with np.errstate(all="ignore"), using(data.draw(st.sampled_from(INSTRUCTIONS))):
-        got, expected = getattr(host, name)(**mine), getattr(reference, name)(**its)
+        got, expected = getattr(cpu, name)(**mine), getattr(reference, name)(**its)
     # Not finite: what the body says does not count.
     if name in BODIES and expected.finite is False:
         got, expected = got.finite, expected.finite
@@ -59,7 +59,7 @@ def test_large_outputs_begin_and_end_anywhere(name, data, more, offset):
     with np.errstate(all="ignore"), using(data.draw(st.sampled_from(INSTRUCTIONS))):
         got, expected = (
             getattr(k, name)(**{**arguments, "out": to})
-            for k, to in ((host, out), (reference, arguments["out"]))
+            for k, to in ((cpu, out), (reference, arguments["out"]))
         )
     assert_same(got, expected)
     np.testing.assert_array_equal(out, arguments["out"])
@@ -69,7 +69,7 @@ def test_large_outputs_begin_and_end_anywhere(name, data, more, offset):
 def test_no_coefficient_is_sent_where_none_is_wanted():
     """Infinite ones neither: the products of 16 elements below 2^110 with rows of 2^20 are."""
     large, rows = np.full(16, 2.0**109, np.float32), np.full((4, 4), 2.0**20, np.float32)
-    for k in host, reference:
+    for k in cpu, reference:
         with np.errstate(over="ignore"):
             encoded = k.encode_dct(
                 np.zeros(16, np.float32),
@@ -86,7 +86,7 @@ def test_no_coefficient_is_sent_where_none_is_wanted():
 
 def test_nothing_finite_becomes_infinite_in_bfloat16():
     largest = np.finfo(np.float32).max
-    for k in host, reference:
+    for k in cpu, reference:
         out = np.zeros(2, np.float32)
         body = k.encode_bf16(np.float32([largest, -largest])).body
         assert k.decode_add_bf16(out, body, scale=1.0) and out[0] == -out[1] > 3.3e38
@@ -94,7 +94,7 @@ def test_nothing_finite_becomes_infinite_in_bfloat16():
 
 def test_what_is_left_of_large_coefficients_stays_far_below_the_limit():
     """So that rounding alone never takes a residual to the limit, 2^110."""
-    for k in host, reference:
+    for k in cpu, reference:
         residual = np.float32([1.9 * 2.0**109, -1.8 * 2.0**109, 1, 0])
         same = np.eye(2, dtype=np.float32).ravel()
         encoded = k.encode_dct(
@@ -108,7 +108,7 @@ def test_elements_that_share_a_draw_round_independently(share):
     """Of a word's ten codes, and of eight elements of a block of natural's, any two are
     uncorrelated, and each mean is right."""
     words, size = 64 * 3000, 8 * 64 * 3000
-    codes = host.quantize(
+    codes = cpu.quantize(
         np.full(10 * words, share, np.float32),
         None,
         w=1.0,
@@ -122,7 +122,7 @@ def test_elements_that_share_a_draw_round_independently(share):
     powers = np.zeros(size, np.float32)
     reference.decode_add_natural(
         powers,
-        body_of(host.encode_natural(np.full(size, 1 + share, np.float32), key=12345)),
+        body_of(cpu.encode_natural(np.full(size, 1 + share, np.float32), key=12345)),
         scale=1.0,
     )
     for drawn in codes.reshape(-1, 10, 64), powers.reshape(-1, 8, 64) - 1:
@@ -137,10 +137,10 @@ def test_small_halves_survive_in_threads_that_flush_denormals():
     halves = np.array([1, 2, 500, 1023], np.uint16)  # below 2^-14
     out = np.empty(4, np.float32)
     flushing = 0x8040 if platform.machine() == "x86_64" else 1 << 24
-    before = host.flush_denormals(mode=flushing)
+    before = cpu.flush_denormals(mode=flushing)
     try:
-        assert host.flush_denormals(mode=0) == (flushing if kernels.backend == "native" else 0)
-        host.decode_float16(halves, out)
+        assert cpu.flush_denormals(mode=0) == (flushing if kernels.backend == "native" else 0)
+        cpu.decode_float16(halves, out)
     finally:
-        host.flush_denormals(mode=before)
+        cpu.flush_denormals(mode=before)
     np.testing.assert_array_equal(out, halves.view(np.float16).astype(np.float32))

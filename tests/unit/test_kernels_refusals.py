@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from kernel_arguments import KERNELS, KEYS, Arguments, assert_same, native_only, sizes, trimmed
 
-from horovod_compress.kernels import host
+from horovod_compress.kernels import cpu
 
 
 class Fixed:
@@ -81,7 +81,7 @@ def frozen(array):
 @native_only
 @pytest.mark.parametrize("name", KERNELS)
 def test_arrays_that_do_not_fit_are_refused(name):
-    getattr(host, name)(**typical(name))
+    getattr(cpu, name)(**typical(name))
     for argument, value in typical(name).items():
         if not isinstance(value, np.ndarray):
             continue
@@ -106,7 +106,7 @@ def test_arrays_that_do_not_fit_are_refused(name):
             ):
                 continue
             with pytest.raises((ValueError, TypeError)):
-                getattr(host, name)(**{**typical(name), argument: array})
+                getattr(cpu, name)(**{**typical(name), argument: array})
 
 
 NINE = [1.0] * 9  # scales
@@ -167,7 +167,7 @@ NINE = [1.0] * 9  # scales
 )
 def test_numbers_out_of_range_are_refused(name, wrong):
     with pytest.raises((ValueError, TypeError)):
-        getattr(host, name)(**{**typical(name), **wrong})
+        getattr(cpu, name)(**{**typical(name), **wrong})
 
 
 @native_only
@@ -186,7 +186,7 @@ def test_numbers_out_of_range_are_refused(name, wrong):
 def test_spare_memory_changes_nothing(name):
     """A buffer of an earlier step is used again where it fits, whatever is in it, and left alone
     where it does not."""
-    kernel = getattr(host, name)
+    kernel = getattr(cpu, name)
 
     def memory_of(result):
         return (
@@ -220,19 +220,19 @@ def test_variance_takes_the_memory_of_an_earlier_step():
     arguments = dict(
         grad=zeros, squares=None, r=r, v=zeros, alpha=1.0, zeta=0.9, tau=0.0, error_feedback=False
     )
-    expected = host.encode_variance(**copy.deepcopy(arguments))
+    expected = cpu.encode_variance(**copy.deepcopy(arguments))
     count = expected.elements
     assert count > 20
     for entries, fits in ((2 * count, True), (count, True), (count // 3, False)):
         spare = np.full(3 * entries, 0xA5A5A5A5, np.uint32)[:entries]
-        got = host.encode_variance(**copy.deepcopy(arguments), spare=spare)
+        got = cpu.encode_variance(**copy.deepcopy(arguments), spare=spare)
         assert_same(got, expected)
         assert (
             np.shares_memory(got.undo[0], spare)
             == np.shares_memory(got.undo[1], spare.base)
             == fits
         )
-        again = host.encode_variance(**copy.deepcopy(arguments), spare=got.undo[0])
+        again = cpu.encode_variance(**copy.deepcopy(arguments), spare=got.undo[0])
         assert_same(again, expected)
         assert np.shares_memory(again.undo[0], got.undo[0])
     for spare in (
@@ -240,4 +240,4 @@ def test_variance_takes_the_memory_of_an_earlier_step():
         frozen(np.zeros(3 * count, np.uint32))[:count],
         np.zeros(3 * count, np.float32).view(np.uint32)[:count],
     ):
-        assert_same(host.encode_variance(**copy.deepcopy(arguments), spare=spare), expected)
+        assert_same(cpu.encode_variance(**copy.deepcopy(arguments), spare=spare), expected)

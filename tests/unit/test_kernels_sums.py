@@ -24,7 +24,7 @@ from kernel_arguments import (
 from tiers import examples
 
 from horovod_compress import kernels
-from horovod_compress.kernels import HEADROOM, host, reference
+from horovod_compress.kernels import HEADROOM, cpu, reference
 
 # Sums of many elements depend on their order, which is one for all instructions: ranks with
 # different CPUs get the same bits.
@@ -104,7 +104,7 @@ def test_all_instructions_give_the_same_bits(name, data):
     for instructions in INSTRUCTIONS:
         mine = copy.deepcopy(arguments)
         with using(instructions):
-            result = getattr(host, name)(**mine)
+            result = getattr(cpu, name)(**mine)
         found.append(
             (
                 trimmed(result) if name == "encode_buckets" else result,
@@ -130,7 +130,7 @@ def test_both_sets_have_the_same_arguments(name):
 
 
 def test_kernels_of_an_array():
-    assert kernels.of(np.zeros(1, np.float32)) is host is getattr(kernels, kernels.backend)
+    assert kernels.of(np.zeros(1, np.float32)) is cpu is getattr(kernels, kernels.backend)
     for wrong, name in (
         ([1.0], "builtins.list"),
         (None, "builtins.NoneType"),
@@ -156,7 +156,7 @@ def test_instructions_that_are_not_there_are_refused():
 def test_squared_norm_and_deviation_agree_to_rounding(data):
     x = Arguments(data).any()
     (peak, deviation), (expected_peak, expected_deviation) = (
-        host.max_abs_and_deviation(x),
+        cpu.max_abs_and_deviation(x),
         reference.max_abs_and_deviation(x),
     )
     assert peak == expected_peak
@@ -165,7 +165,7 @@ def test_squared_norm_and_deviation_agree_to_rounding(data):
             x.astype(np.float64) ** 2
         )
     x = np.nan_to_num(x)
-    assert host.squared_norm(x) == pytest.approx(reference.squared_norm(x), rel=1e-12)
+    assert cpu.squared_norm(x) == pytest.approx(reference.squared_norm(x), rel=1e-12)
 
 
 @native_only
@@ -179,7 +179,7 @@ def test_one_bit_agrees_to_rounding(symmetric, data):
     growth = a.one_of(1.0, 0.0, 0.1, 3.0)
     got, expected = (
         k.encode_one_bit(grad.copy(), r, growth=growth, symmetric=symmetric)
-        for k, r in ((host, mine), (reference, its))
+        for k, r in ((cpu, mine), (reference, its))
     )
     assert got[1:] == expected[1:]
     units, expected_units = (
@@ -195,7 +195,7 @@ def test_one_bit_agrees_to_rounding(symmetric, data):
 def test_the_mean_of_one_half_does_not_suffer_from_the_other():
     grad = np.full(1000, 1e-3, np.float32)
     grad[::50] = -1e6
-    buffer = host.encode_one_bit(
+    buffer = cpu.encode_one_bit(
         grad, np.zeros(1000, np.float32), growth=1.0, symmetric=False
     ).buffer
     np.testing.assert_allclose(buffer[HEADROOM:][:8].view(np.float32), [1e-3, -1e6], rtol=1e-5)
@@ -212,7 +212,7 @@ def test_adacomp_agrees_to_rounding(data):
     mine, its = residual.copy(), residual.copy()
     got, expected = (
         module.encode_adacomp(grad.copy(), array, sent, **options)
-        for module, array in ((host, mine), (reference, its))
+        for module, array in ((cpu, mine), (reference, its))
     )
     assert got.finite == expected.finite
     assert got.undo[1] == pytest.approx(expected.undo[1], rel=1e-6)
@@ -239,7 +239,7 @@ def test_products_with_few_vectors_agree_to_rounding(data):
         grad[a.rng.integers(grad.size)] = broken
     q = a.rng.standard_normal(rank * m).astype(np.float32)
     found = []
-    for module in (host, reference):
+    for module in (cpu, reference):
         x, p, back, out = (
             residual.copy(),
             np.empty(rank * n, np.float32),
@@ -277,7 +277,7 @@ def test_products_with_few_vectors_agree_to_rounding(data):
         np.testing.assert_allclose(mine, its, atol=max(2e-5 * np.abs(its).max(), 3e-7 * size.max()))
 
 
-@pytest.mark.parametrize("module", [host, reference])
+@pytest.mark.parametrize("module", [cpu, reference])
 def test_orthonormalize(module):
     """Orthonormal vectors of the same space; zeros for what lies in the space of those before
     it."""
@@ -304,7 +304,7 @@ def test_powersgd_needs_the_same_kernels_on_all_ranks():
         [vector, vector + 3e-6 * np.random.default_rng(1).standard_normal(100_000)]
     ).astype(np.float32)
     its = mine.copy()
-    host.orthonormalize(mine, rank=2)
+    cpu.orthonormalize(mine, rank=2)
     reference.orthonormalize(its, rank=2)
     np.testing.assert_allclose(mine, its, atol=1e-6)
     assert (mine != its).any()
@@ -318,7 +318,7 @@ def test_buckets_of_norm_l2_agree_to_rounding(data):
     a = Arguments(data)
     grad, options = a.any(), dict(**buckets(a), l2=True, limit=0.0, key=a.draw(KEYS))
     outs, results = [], []
-    for module in (host, reference):
+    for module in (cpu, reference):
         results.append(module.encode_buckets(grad.copy(), **options))
         outs.append(np.zeros_like(grad))
         reference.decode_add_buckets(

@@ -180,7 +180,7 @@ def test_each_stage_of_the_warm_up_sends_its_share_and_clears_momentum_and_resid
     for index, share in enumerate([0.2512, 0.0631, 0.01585, 0.00398, 0.001, 0.001]):
         grad = rng.standard_normal(size, np.float32)
         encoded = kernels.at_once(dgc.encode(grad, state, Step(index, 0, 2)))
-        sent, _ = kernels.host.decode_sparse(encoded.body, numel=size)
+        sent, _ = kernels.cpu.decode_sparse(encoded.body, numel=size)
         assert 0.8 * share * size <= len(sent) <= 1.001 * share * size + 1, index
         end_step(dgc, state, True)
         dgc.apply_pending(state)

@@ -11,8 +11,8 @@ from ranks import ranks_of
 from tiers import examples
 
 import horovod_compress as hc
+from horovod_compress.engine.dense_policy import compressor_for
 from horovod_compress.engine.lockstep import run_step
-from horovod_compress.engine.plan import compressor_for
 from horovod_compress.tools import bench
 from horovod_compress.tools.models import MODELS
 

@@ -17,7 +17,7 @@ from horovod_compress.protocol.requests import (
     Allreduce,
     Alltoall,
     Collective,
-    HostReduce,
+    ToReducer,
 )
 from horovod_compress.transport.loopback import Loopback
 
@@ -80,7 +80,7 @@ class Doubled(NoCompression):
     def encode(self, grad, state, step):
         assert (yield from kernels.max_abs(grad)) == np.abs(grad).max()
         grad *= 2
-        return HostReduce(grad)
+        return ToReducer(grad)
 
 
 def test_a_payload_may_be_returned_plainly_or_after_calls_of_kernels():
@@ -119,7 +119,7 @@ class Mistaken(Compressor):
         (
             None,
             None,
-            "encode returns Encoded, Allreduce or HostReduce, not an object of <class 'NoneType'>",
+            "encode returns Encoded, Allreduce or ToReducer, not an object of <class 'NoneType'>",
         ),
         (None, b"body", "not an object of <class 'bytes'>"),
         (
@@ -130,7 +130,7 @@ class Mistaken(Compressor):
         (
             Allgather(np.zeros(1, np.uint8)),
             [1.0],
-            "encode returns Encoded, Allreduce or HostReduce, not an object of <class 'list'>",
+            "encode returns Encoded, Allreduce or ToReducer, not an object of <class 'list'>",
         ),
         (
             Allreduce(np.zeros(1, np.float32), "max"),

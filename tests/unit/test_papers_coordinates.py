@@ -43,12 +43,12 @@ def test_globalrandk_visits_every_coordinate_in_a_sweep(d, k):
 @examples(60)
 @given(st.integers(0, 3000), st.integers(0, 2**64 - 1), st.data())
 def test_coordinates_are_a_permutation(numel, key, data):
-    whole = kernels.host.draw_coordinates(key=key, numel=numel, first=0, count=numel)
+    whole = kernels.cpu.draw_coordinates(key=key, numel=numel, first=0, count=numel)
     assert np.array_equal(np.sort(whole), np.arange(numel))
     first = data.draw(st.integers(0, numel))
     count = data.draw(st.integers(0, numel - first))
     np.testing.assert_array_equal(
-        kernels.host.draw_coordinates(key=key, numel=numel, first=first, count=count),
+        kernels.cpu.draw_coordinates(key=key, numel=numel, first=first, count=count),
         whole[first:][:count],
     )
 
@@ -59,7 +59,7 @@ def test_coordinates_are_spread_evenly():
     d, keys = 50, 4000
     draws = np.array(
         [
-            kernels.host.draw_coordinates(key=int(key), numel=d, first=0, count=10)
+            kernels.cpu.draw_coordinates(key=int(key), numel=d, first=0, count=10)
             for key in np.random.default_rng(0).integers(0, 2**63, keys)
         ]
     )

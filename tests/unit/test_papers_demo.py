@@ -135,7 +135,7 @@ def test_the_matrix_is_orthonormal_and_its_numbers_are_the_same_everywhere():
 
 def test_bodies_for_other_tensors_are_refused():
     payload, compressor, _ = payload_of("demo:chunk=8,k=3", normal(32, 48))
-    for module in {kernels.host, reference}:
+    for module in {kernels.cpu, reference}:
         grid = compressor._transform(32 * 48)
         for wrong in ({"width": 47}, {"width": 0}, {"rows": grid["rows"][:-1]}, {"width": 32 * 48}):
             with pytest.raises(ValueError):

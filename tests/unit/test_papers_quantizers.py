@@ -35,16 +35,16 @@ def test_sums_of_codes_are_exact_for_any_number_of_ranks(size, bits):
         x = np.where(
             np.arange(77) % 3 == 0, -w, np.where(np.arange(77) % 3 == 1, w, RNG.uniform(-w, w, 77))
         ).astype(np.float32)
-        its = kernels.host.quantize(
+        its = kernels.cpu.quantize(
             x, None, w=w, clip=w, steps=steps, width=width, size=size, key=rank
         )
         own = np.empty(77, np.float32)
-        kernels.host.dequantize(its, None, own, w=w, steps=steps, width=width, size=size, scale=1.0)
+        kernels.cpu.dequantize(its, None, own, w=w, steps=steps, width=width, size=size, scale=1.0)
         total += own.astype(np.float64)
         with np.errstate(over="ignore"):
             words = its if words is None else words + its
     out = np.empty(77, np.float32)
-    kernels.host.dequantize(words, None, out, w=w, steps=steps, width=width, size=size, scale=1.0)
+    kernels.cpu.dequantize(words, None, out, w=w, steps=steps, width=width, size=size, scale=1.0)
     np.testing.assert_array_equal(out, total.astype(np.float32))
     np.testing.assert_array_equal(out[:2], [-size * w, size * w])
 

@@ -6,17 +6,18 @@ import numpy as np
 import pytest
 from ranks import gradients, ranks_of
 
-from horovod_compress.compressors.base import Compressor, Traits
+from horovod_compress import kernels
+from horovod_compress.compressors.base import REDUCER, Compressor, Traits
 from horovod_compress.compressors.bf16 import BFloat16
 from horovod_compress.compressors.fp16 import Float16
 from horovod_compress.compressors.maxnorm import MaxNorm
 from horovod_compress.compressors.none import NoCompression
-from horovod_compress.compressors.options import Count, option
-from horovod_compress.compressors.state import State
+from horovod_compress.compressors.options import Count, OneOf, option
+from horovod_compress.compressors.state import LOCAL, SHARED, State
 from horovod_compress.compressors.topk import TopK
 from horovod_compress.compressors.wrapper import Wrapper, with_options
 from horovod_compress.engine.lockstep import make_ranks, run_step
-from horovod_compress.protocol.requests import HostReduce
+from horovod_compress.protocol.requests import Collective, ToReducer
 from horovod_compress.transport.loopback import Loopback
 
 SHAPES = {"w": (30, 40)}
@@ -57,7 +58,7 @@ def looking_at_results(base):
     "plain",
     [TopK(ratio=0.1, min_numel=0), BFloat16(), Float16(), MaxNorm(min_numel=0), NoCompression()],
 )
-def test_what_super_returns_is_there_on_the_host(plain):
+def test_what_super_returns_is_there_on_the_cpu(plain):
     looking = looking_at_results(type(plain))(**dataclasses.asdict(plain))
     np.testing.assert_array_equal(last_result(looking), last_result(plain))
 
@@ -98,6 +99,25 @@ def test_attributes_that_traits_now_say_still_work_with_a_warning():
     assert cls.traits == Traits(number, "a paper", on_device=True, state_type=Own)
 
 
+def test_old_names_still_work_with_a_warning():
+    """Of what algorithms of other packages import, declare and set."""
+    with pytest.warns(DeprecationWarning) as told:
+        from horovod_compress.compressors.base import HOST, Kept, Undo
+        from horovod_compress.compressors.options import Choice
+        from horovod_compress.protocol.requests import HostReduce
+
+        old = type("Old", (TopK,), {"kept": {"residual": Kept("local"), "age": Kept("shared")}})
+        state, undo = State("w"), Undo("residual", None, np.zeros(1))
+        state.undo = [undo]
+        assert state.undo == state.rollbacks == [undo]
+        assert kernels.host is kernels.cpu and Collective("host", "float32") == HOST
+    assert (Choice, HostReduce) == (OneOf, ToReducer) and HOST == REDUCER
+    assert old.roles == {"residual": LOCAL, "age": SHARED}
+    assert len(told) == 10 and {each.filename for each in told} == {__file__}
+    with pytest.raises(ImportError, match="Chance"):
+        from horovod_compress.compressors.options import Chance  # noqa: F401
+
+
 def test_what_a_class_is_mixed_with_may_say_them_too():
     mixin = type("Mixin", (), {"takes_scale": True})
     with pytest.warns(DeprecationWarning, match="write traits = Traits.takes_scale=…"):
@@ -133,7 +153,7 @@ class Halved(TopK):
 
     def encode(self, grad, state, step):
         encoded = super().encode(grad, state, step)
-        return encoded if step.index == 0 else HostReduce(np.zeros_like(grad))
+        return encoded if step.index == 0 else ToReducer(np.zeros_like(grad))
 
     def add(self, body, out, scale):
         return super().add(body, out, scale / 2)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from horovod_compress import kernels
-from horovod_compress.kernels import host, reference
+from horovod_compress.kernels import cpu, reference
 
 pytestmark = pytest.mark.skipif(
     kernels.backend != "native", reason="compares native kernels, which were not built"
@@ -23,7 +23,7 @@ def filled(rng, *shape):
 def compare(left, right, with_sums):
     numel = left[0].size // np.prod(right.shape[1:-1], dtype=int) * right.shape[-1]
     results = []
-    for module in (host, reference):
+    for module in (cpu, reference):
         squares, sums = (
             np.ones(numel, np.float32),
             np.full(numel, 2, np.float32) if with_sums else None,
@@ -56,7 +56,7 @@ def test_matrices(seed, samples, places, rows, columns, layout, with_sums):
         compare(left, right, with_sums)
     else:
         squares = np.ones(rows * columns, np.float32)
-        host.add_sample_squares(left, right, squares)
+        cpu.add_sample_squares(left, right, squares)
         assert (squares == 1).all()
 
 
@@ -88,6 +88,6 @@ def test_shapes_that_do_not_fit_are_refused():
         (left, right[0, 0], 20),
     ):
         with pytest.raises(ValueError):
-            host.add_sample_squares(its_left, its_right, np.zeros(numel, np.float32))
+            cpu.add_sample_squares(its_left, its_right, np.zeros(numel, np.float32))
     with pytest.raises(TypeError):
-        host.add_sample_squares(left.astype(np.float64), right, np.zeros(20, np.float32))
+        cpu.add_sample_squares(left.astype(np.float64), right, np.zeros(20, np.float32))

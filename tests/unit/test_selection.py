@@ -11,7 +11,7 @@ from kernel_arguments import VALUES, assert_same
 from tiers import examples
 
 from horovod_compress import kernels
-from horovod_compress.kernels import HEADROOM, host, reference
+from horovod_compress.kernels import HEADROOM, cpu, reference
 
 RNG = np.random.default_rng(7)
 native_only = pytest.mark.skipif(
@@ -23,7 +23,7 @@ def select(v, ratio, sample_ratio=0.005, offset=0):
     """Indices chosen from |v| by the kernel in use, through an update that leaves v as it is."""
     k = math.ceil(ratio * v.size)
     before = v.copy()
-    indices, finite = host.add_to_residual(
+    indices, finite = cpu.add_to_residual(
         np.zeros_like(v), None, v, k=k, samples=int(sample_ratio * v.size) + 256, offset=offset
     )
     assert finite and np.array_equal(before, v)
@@ -75,7 +75,7 @@ def test_single_elements_and_zeros():
 def test_of_each_chunk_exactly_the_largest_are_chosen_and_of_equal_ones_the_first(name, k, chunk):
     v = DISTRIBUTIONS[name].astype(np.float32)[:50_000]
     v[20_000:30_000] = 0
-    indices, finite = host.add_to_residual(np.zeros_like(v), None, v, k=k, chunk=min(chunk, v.size))
+    indices, finite = cpu.add_to_residual(np.zeros_like(v), None, v, k=k, chunk=min(chunk, v.size))
     # By chunk, magnitude, place.
     order = np.lexsort((np.arange(v.size), -np.abs(v), np.arange(v.size) // chunk))
     rank = np.empty(v.size, np.int64)
@@ -107,7 +107,7 @@ def test_native_choice_in_chunks_equals_the_reference(seed, size, chunk, data):
     options = dict(momentum=0.5, k=data.draw(st.integers(0, min(size, chunk))), chunk=chunk)
     results = [
         module.add_to_residual(grad.copy(), u.copy(), v.copy(), **options)
-        for module in (host, reference)
+        for module in (cpu, reference)
     ]
     assert_same(*results)
 
@@ -122,7 +122,7 @@ def test_a_constant_gradient_reaches_every_element():
     """Trimming must not prefer one end for ever: what was sent is 0, the others have grown."""
     v, seen = np.zeros(1000, np.float32), np.zeros(1000, bool)
     for step in range(10):
-        indices, _ = host.add_to_residual(np.ones_like(v), None, v, k=100, samples=256, offset=step)
+        indices, _ = cpu.add_to_residual(np.ones_like(v), None, v, k=100, samples=256, offset=step)
         v[indices] = 0
         seen[indices] = True
     assert seen.all()
@@ -149,7 +149,7 @@ def test_native_updates_equal_the_reference_bit_for_bit(data, momentum):
     )
     copies = [(grad.copy(), None if u is None else u.copy(), v.copy()) for _ in range(2)]
     results = []
-    for module, arrays in zip((host, reference), copies):
+    for module, arrays in zip((cpu, reference), copies):
         options = dict(
             momentum=0.9, nesterov=momentum == "nesterov", scale=scale, k=k, samples=256, offset=3
         )
@@ -179,17 +179,17 @@ def test_native_take_encode_decode_add_equal_the_reference(data, kind):
     v, u = data.draw(finite), data.draw(finite)
     indices = np.flatnonzero(data.draw(hnp.arrays(bool, size))).astype(np.uint32)
     mine, theirs = (v.copy(), u.copy()), (v.copy(), u.copy())
-    taken = host.take_entries(indices, *mine, kind=kind, mask=True)
+    taken = cpu.take_entries(indices, *mine, kind=kind, mask=True)
     assert_same(taken, reference.take_entries(indices, *theirs, kind=kind, mask=True))
     np.testing.assert_array_equal(mine, theirs)
     indices, _, values, scales = taken
-    body = host.encode_sparse(indices, values, kind=kind, scales=scales).buffer
+    body = cpu.encode_sparse(indices, values, kind=kind, scales=scales).buffer
     stated = reference.encode_sparse(indices, values, kind=kind, scales=scales).buffer
     np.testing.assert_array_equal(body, stated)
     assert not body[:HEADROOM].any() and body[-1] == 0
     out, expected_out = u.copy(), u.copy()
     finite = reference.scatter_add(expected_out, indices, values, scale=0.5)
-    for module, its_buffer in ((host, stated), (reference, body), (host, body)):
+    for module, its_buffer in ((cpu, stated), (reference, body), (cpu, body)):
         its_body = its_buffer[HEADROOM:-1]
         its_indices, its_values = module.decode_sparse(its_body, numel=size)
         np.testing.assert_array_equal(its_indices, indices)
@@ -198,7 +198,7 @@ def test_native_take_encode_decode_add_equal_the_reference(data, kind):
         assert module.decode_add_sparse(out, its_body, scale=0.5) == finite
         np.testing.assert_array_equal(out, expected_out)
     out = u.copy()
-    assert host.scatter_add(out, indices, values, scale=0.5) == finite
+    assert cpu.scatter_add(out, indices, values, scale=0.5) == finite
     np.testing.assert_array_equal(out, expected_out)
 
 
@@ -224,10 +224,10 @@ def test_native_codes_of_scaled_values_equal_the_reference(seed, size, kind, dat
     )
     body, stated = (
         module.encode_sparse(indices, values.astype(np.float32), kind=kind, scales=(scale,)).buffer
-        for module in (host, reference)
+        for module in (cpu, reference)
     )
     assert len(body) == len(stated)
-    for module, its_buffer in ((host, stated), (reference, body), (host, body)):
+    for module, its_buffer in ((cpu, stated), (reference, body), (cpu, body)):
         its_indices, its_values = module.decode_sparse(its_buffer[HEADROOM:-1], numel=size)
         np.testing.assert_array_equal(its_indices, indices)
         np.testing.assert_array_equal(its_values, values)
@@ -241,17 +241,15 @@ def test_native_dense_kernels_equal_the_reference(size, bad):
     u = RNG.standard_normal(size).astype(np.float32)
     if bad is not None and size:
         x[size // 2] = bad
-    assert host.max_abs(x) == reference.max_abs(x)
-    assert np.isfinite(host.max_abs(x)) == (bad is None or size == 0)
+    assert cpu.max_abs(x) == reference.max_abs(x)
+    assert np.isfinite(cpu.max_abs(x)) == (bad is None or size == 0)
     if bad is None:
-        assert host.squared_norm(x) == pytest.approx(
-            reference.squared_norm(x), rel=1e-12, abs=1e-12
-        )
+        assert cpu.squared_norm(x) == pytest.approx(reference.squared_norm(x), rel=1e-12, abs=1e-12)
     for nesterov in (False, True):
         outs, news = (x.copy(), x.copy()), (np.zeros_like(u), np.zeros_like(u))
         finite = [
             module.apply_momentum(out, u, new, momentum=0.9, nesterov=nesterov)
-            for module, out, new in zip((host, reference), outs, news)
+            for module, out, new in zip((cpu, reference), outs, news)
         ]
         assert finite[0] == finite[1] == (bad is None or size == 0)
         np.testing.assert_array_equal(*outs)
@@ -277,18 +275,18 @@ def test_encode_topk_is_its_three_parts(kind, mask, chunk, bad):
         grad[7] = bad
     options = dict(momentum=0.9, nesterov=True, scale=0.5, k=50, samples=256, offset=3, chunk=chunk)
     in_parts, at_once = [grad.copy(), u.copy(), v.copy()], [grad.copy(), u.copy(), v.copy()]
-    indices, finite = host.add_to_residual(*in_parts, **options)
+    indices, finite = cpu.add_to_residual(*in_parts, **options)
     assert len(indices) == (7 * 50 + 10 if chunk else 50)
     indices = indices if finite else indices[:0]
-    indices, rows, values, scales = host.take_entries(
+    indices, rows, values, scales = cpu.take_entries(
         indices, in_parts[2], in_parts[1], kind=kind, mask=mask
     )
-    encoded = host.encode_topk(*at_once, kind=kind, mask=mask, **options)
+    encoded = cpu.encode_topk(*at_once, kind=kind, mask=mask, **options)
     np.testing.assert_array_equal(at_once, in_parts)
     np.testing.assert_array_equal(encoded.undo[0], indices)
     np.testing.assert_array_equal(encoded.undo[1], rows)
     np.testing.assert_array_equal(
-        encoded.buffer, host.encode_sparse(indices, values, kind=kind, scales=scales).buffer
+        encoded.buffer, cpu.encode_sparse(indices, values, kind=kind, scales=scales).buffer
     )
     assert (encoded.elements, encoded.finite) == (len(indices), finite) and finite == (bad is None)
     assert (len(indices) > 0) == finite
@@ -319,23 +317,21 @@ def test_kernels_refuse_what_they_cannot_work_on():
             {"k": 3, "chunk": 2},
         ):
             with pytest.raises((ValueError, TypeError)):
-                host.add_to_residual(**{**good, **wrong})
+                cpu.add_to_residual(**{**good, **wrong})
             with pytest.raises((ValueError, TypeError)):
-                host.encode_topk(**{**good, **wrong}, kind="fp32")
+                cpu.encode_topk(**{**good, **wrong}, kind="fp32")
         with pytest.raises(ValueError, match="power or 2bit, not fp8"):
-            host.encode_topk(**good, kind="fp8")
+            cpu.encode_topk(**good, kind="fp8")
         with pytest.raises(ValueError, match="2bit have 4 scales"):
-            host.encode_sparse(np.zeros(0, np.uint32), v[:0], kind="2bit", scales=(1.0,))
+            cpu.encode_sparse(np.zeros(0, np.uint32), v[:0], kind="2bit", scales=(1.0,))
         with pytest.raises(ValueError, match="outside"):
-            host.take_entries(np.array([10], np.uint32), v, None, kind="fp32", mask=False)
+            cpu.take_entries(np.array([10], np.uint32), v, None, kind="fp32", mask=False)
         with pytest.raises(ValueError, match="outside"):
-            host.scatter_add(v, np.array([10], np.uint32), np.ones(1, np.float32), scale=1.0)
+            cpu.scatter_add(v, np.array([10], np.uint32), np.ones(1, np.float32), scale=1.0)
         for indices in ([3, 3], [4, 3]):
             with pytest.raises(ValueError, match="ascend"):
-                host.encode_sparse(
-                    np.array(indices, np.uint32), np.ones(2, np.float32), kind="fp32"
-                )
+                cpu.encode_sparse(np.array(indices, np.uint32), np.ones(2, np.float32), kind="fp32")
         with pytest.raises(ValueError, match="fp32, fp16, bf16, sign, power or 2bit, not fp8"):
-            host.encode_sparse(np.array([3], np.uint32), np.ones(1, np.float32), kind="fp8")
+            cpu.encode_sparse(np.array([3], np.uint32), np.ones(1, np.float32), kind="fp8")
         with pytest.raises(ValueError, match="same length"):
-            host.encode_sparse(np.array([3], np.uint32), np.ones(2, np.float32), kind="fp32")
+            cpu.encode_sparse(np.array([3], np.uint32), np.ones(2, np.float32), kind="fp32")

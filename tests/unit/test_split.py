@@ -12,9 +12,9 @@ from tiers import examples
 
 import horovod_compress as hc
 from horovod_compress.compressors.base import Step
+from horovod_compress.engine.dense_policy import goes_dense, times_dense
 from horovod_compress.engine.lockstep import make_ranks, run_step
 from horovod_compress.engine.split import SelectAgain, regions_of, split_of
-from horovod_compress.engine.tensor import times_dense
 from horovod_compress.kernels import at_once
 from horovod_compress.protocol.wire import WireError
 from horovod_compress.tools.models import MODELS
@@ -105,7 +105,7 @@ def test_with_all_accepted_results_are_those_of_the_allgather_bit_for_bit(job, i
     alike = [
         name
         for name, shape in named.items()
-        if goes_dense(id, ratio, shape, ranks) == goes_dense(id, ratio, shape, 1 + ranks)
+        if brings_more(id, ratio, shape, ranks) == brings_more(id, ratio, shape, 1 + ranks)
     ]
     for expected, found in zip(gathered.mean, split.mean):
         for name in alike:
@@ -116,7 +116,7 @@ def test_with_all_accepted_results_are_those_of_the_allgather_bit_for_bit(job, i
                 np.testing.assert_array_equal(found[name][key], array)
 
 
-def goes_dense(id, ratio, shape, payloads):
+def brings_more(id, ratio, shape, payloads):
     """Whether a dense exchange brings a rank fewer bytes than so many payloads of the tensor.
     Splitting brings one more than gathering does."""
     return (
@@ -181,7 +181,9 @@ def test_a_step_that_is_not_finite_is_undone_on_all_ranks_bit_for_bit(job, value
         {n: v[n] + np.where(np.isfinite(g[n]), g[n], np.float32(0)) for n in named}
         for v, g in zip(before, last)
     ]
-    dense = {tensor.name for tensor in exchanges[0].tensors if tensor.goes_dense(exchanges[0]._now)}
+    dense = {
+        tensor.name for tensor in exchanges[0].tensors if goes_dense(tensor, exchanges[0]._now)
+    }
     results = run_step(exchanges, last)
     for ex, residuals, result in zip(exchanges, expected, results):
         for name in named:

@@ -132,9 +132,8 @@ def controller_of(switched):
         _transport=Loopback.group(1)[0],
         _label="test",
         _rank_and_size=lambda: (0, 1),
-        _go_on_with=switched.append,
     )
-    return auto.Controller(compression, asked, "fp16")
+    return auto.Controller(compression, switched.append, asked, "fp16")
 
 
 def test_a_controller_switches_its_compression_and_keeps_the_choice():

@@ -121,8 +121,8 @@ def test_sparse_bodies_come_back(numel, kind, seed, data):
         np.uint32
     )
     values, scales = values_for(rng, kind, len(indices))
-    body = kernels.host.encode_sparse(indices, values, kind=kind, scales=scales).buffer[HEADROOM:-1]
-    its_indices, its_values = kernels.host.decode_sparse(body, numel=numel)
+    body = kernels.cpu.encode_sparse(indices, values, kind=kind, scales=scales).buffer[HEADROOM:-1]
+    its_indices, its_values = kernels.cpu.decode_sparse(body, numel=numel)
     np.testing.assert_array_equal(its_indices, indices)
     np.testing.assert_array_equal(its_values, values)
 
@@ -137,7 +137,7 @@ def test_index_coding_is_within_ten_percent_of_entropy(density, kind, bits):
     indices = np.flatnonzero(rng.random(d) < density).astype(np.uint32)
     k = len(indices)
     scales = (1.0,) * {"sign": 1, "power": 1, "2bit": 4}.get(kind, 0)
-    buffer = kernels.host.encode_sparse(
+    buffer = kernels.cpu.encode_sparse(
         indices, np.ones(k, np.float32), kind=kind, scales=scales
     ).buffer
     assert 8 * (len(buffer) - HEADROOM - 1) - bits * k <= 1.10 * k * (math.log2(d / k) + 1.44)
@@ -162,7 +162,7 @@ def test_an_index_in_a_chunk_takes_no_more_bits_than_its_place(k, places, where)
     ]
     indices = np.concatenate([places * c + at for c, at in enumerate(chosen)]).astype(np.uint32)
     scales = (1.0,) * 4
-    body = kernels.host.encode_sparse(
+    body = kernels.cpu.encode_sparse(
         indices, np.ones(k * chunks, np.float32), kind="2bit", scales=scales
     ).buffer[HEADROOM:-1]
     assert len(body) - 6 - 16 - k * chunks // 4 <= k * chunks * math.log2(places) / 8
@@ -179,11 +179,11 @@ def test_extreme_indices():
         [5, 6, 7, numel - 2, numel - 1],
     ):
         indices = np.array(indices, np.uint32)
-        body = kernels.host.encode_sparse(
+        body = kernels.cpu.encode_sparse(
             indices, np.ones(len(indices), np.float32), kind="bf16"
         ).buffer[HEADROOM:-1]
         assert len(body) < 6 + 2 * len(indices) + 40 + 8 * len(indices)
-        np.testing.assert_array_equal(kernels.host.decode_sparse(body, numel=numel)[0], indices)
+        np.testing.assert_array_equal(kernels.cpu.decode_sparse(body, numel=numel)[0], indices)
 
 
 def test_old_frames_stay_readable():
@@ -315,7 +315,7 @@ def test_a_body_that_cannot_be_decoded_names_its_rank_too():
             exchange.finish("w", np.ones(1, np.float32))
 
 
-BOTH = pytest.mark.parametrize("module", [kernels.host, reference], ids=["host", "reference"])
+BOTH = pytest.mark.parametrize("module", [kernels.cpu, reference], ids=["host", "reference"])
 
 
 @BOTH
@@ -362,7 +362,7 @@ def test_levels_in_eliass_code_are_at_most_the_steps(module, steps):
 @pytest.mark.parametrize("kind, scales", [("sign", 1), ("power", 1), ("2bit", 4)])
 def test_bits_behind_the_last_value_are_zero(module, kind, scales):
     indices, values = np.array([3, 8, 9], np.uint32), np.ones(3, np.float32)
-    body = kernels.host.encode_sparse(indices, values, kind=kind, scales=[1.0] * scales).buffer[
+    body = kernels.cpu.encode_sparse(indices, values, kind=kind, scales=[1.0] * scales).buffer[
         HEADROOM:-1
     ]
     last = 6 + 4 * scales + (kind == "power")
@@ -376,7 +376,7 @@ def with_byte(frame, at, value, checksum=False):
     frame = frame.copy()
     frame[at] = value
     if checksum:
-        struct.pack_into("<I", frame, 4, kernels.host.checksum(frame[8:]))
+        struct.pack_into("<I", frame, 4, kernels.cpu.checksum(frame[8:]))
     return frame
 
 

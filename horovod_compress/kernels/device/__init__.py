@@ -1,7 +1,7 @@
 """The kernels on a device, for `DeviceArray`: Triton programs over torch tensors, for the
 algorithms that say `on_device`.
 
-The functions are those of `kernels.host` by the same names, and their results are the same to the
+The functions are those of `kernels.cpu` by the same names, and their results are the same to the
 last bit. Most are a `Kernel`, whose launches many tensors share. Passes over tensors' elements run
 on the device, on the stream that is current; what has as many elements as are sent comes to the
 CPU, where the CPU's kernels code it. Programs are compiled without fused multiply-add, which

@@ -12,7 +12,7 @@ from typing import Any, List, Sequence, Tuple
 import numpy as np
 import torch
 
-from .. import host
+from .. import cpu
 from ..encoded import Encoded
 from . import launches
 from .array import DeviceArray
@@ -143,7 +143,7 @@ def _code_variance(
         left = np.maximum(old_v - 2 * np.abs(old_r) * limit + limit * limit, 0)
     else:
         error, kind = old_r.copy(), "power"
-        places, _, values, scales = host.take_entries(
+        places, _, values, scales = cpu.take_entries(
             np.arange(len(error), dtype=np.uint32), error, None, kind=kind, mask=False
         )
         indices, old_r, old_v, left = (
@@ -153,7 +153,7 @@ def _code_variance(
             np.zeros(len(places), np.float32),
         )
     new_r = old_r - values if limit > 0 or call.error_feedback else np.zeros_like(old_r)
-    encoded = host.encode_sparse(indices, values, kind=kind, scales=scales)
+    encoded = cpu.encode_sparse(indices, values, kind=kind, scales=scales)
     return encoded, (indices, np.stack([old_r, old_v])), np.stack([new_r, left])
 
 
@@ -253,6 +253,6 @@ def _adacomp(calls: List[Any]) -> List[Encoded]:
     for whether, scale, (indices, held) in zip(
         finite, scales, marks.collected(counts, [(call.residual,) for call in calls], wanted)
     ):
-        body = host.encode_sparse(indices, np.copysign(scale, held), kind="sign", scales=[scale])
+        body = cpu.encode_sparse(indices, np.copysign(scale, held), kind="sign", scales=[scale])
         encoded.append(body._replace(finite=whether, undo=(indices, float(scale))))
     return encoded

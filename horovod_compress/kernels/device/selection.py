@@ -23,7 +23,7 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 import torch
 
-from .. import host
+from .. import cpu
 from ..encoded import Encoded
 from . import launches
 from .array import DeviceArray
@@ -139,7 +139,7 @@ def encode_topk(calls: List[_Update]) -> List[Encoded]:
         for entries in _chosen(calls)
     ]
     return [
-        host.encode_sparse(indices, values, kind=call.kind, scales=scales)._replace(
+        cpu.encode_sparse(indices, values, kind=call.kind, scales=scales)._replace(
             finite=entries.finite, undo=(indices, rows)
         )
         for call, entries, (indices, rows, values, scales) in zip(
@@ -191,7 +191,7 @@ def _take(
     taken, left = [], []
     for call, entries in zip(calls, chosen):
         error = entries.rows[0].copy()
-        places, _, values, scales = host.take_entries(
+        places, _, values, scales = cpu.take_entries(
             np.arange(len(error), dtype=np.uint32), error, None, kind=call.kind, mask=False
         )
         rows = entries.rows[:, places]

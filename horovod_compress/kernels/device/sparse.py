@@ -4,7 +4,7 @@ from typing import Any, List, Tuple, Union
 
 import numpy as np
 
-from .. import host
+from .. import cpu
 from . import launches
 from .dense import are_finite
 from .programs import sparse as programs
@@ -37,6 +37,6 @@ def decode_add_sparse(calls: List[Any]) -> List[Union[bool, ValueError]]:
 
 def _entries(call: Any) -> Union[Tuple[np.ndarray, np.ndarray], ValueError]:
     try:
-        return host.decode_sparse(call.body, numel=call.out.size)
+        return cpu.decode_sparse(call.body, numel=call.out.size)
     except ValueError as error:
         return error

@@ -10,7 +10,7 @@ from typing import Optional
 import numpy as np
 
 from ..encoded import Encoded
-from .dense import TOO_LARGE, Float
+from .dense import TOO_LARGE, Float, accumulate
 from .sparse import code_values, encode_sparse
 
 
@@ -21,7 +21,8 @@ def encode_strom(grad: np.ndarray, residual: np.ndarray, *, tau: float) -> Encod
     grad is left zero; an element whose new r would be TOO_LARGE or NaN keeps its old one, and then
     nothing is sent.
     """
-    finite = _accumulate(residual, grad)
+    finite = accumulate(residual, grad)
+    grad.fill(0)
     indices = (
         np.flatnonzero(np.abs(residual) > np.float32(tau)) if finite else np.empty(0, np.int64)
     )
@@ -113,7 +114,8 @@ def encode_adacomp(
     residual[sent] -= np.copysign(np.float32(sent_scale), residual[sent])
     g = grad.copy()
     old = residual.copy()
-    finite = _accumulate(residual, grad)
+    finite = accumulate(residual, grad)
+    grad.fill(0)
     with np.errstate(over="ignore", invalid="ignore"):
         g[~(np.abs(old + g) < TOO_LARGE)] = 0
     bin_length = min(bin_length, max(len(g), 1))
@@ -130,14 +132,3 @@ def encode_adacomp(
         indices, np.copysign(scale, residual[indices]), kind="sign", scales=(scale,)
     )
     return encoded._replace(finite=finite, undo=(indices, float(scale)))
-
-
-def _accumulate(residual: np.ndarray, grad: np.ndarray) -> bool:
-    """residual += grad where that is neither TOO_LARGE nor NaN; grad becomes zero. Returns whether
-    it was finite everywhere."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        moved = residual + grad
-    finite = np.abs(moved) < TOO_LARGE
-    residual[...] = np.where(finite, moved, residual)
-    grad.fill(0)
-    return bool(finite.all())

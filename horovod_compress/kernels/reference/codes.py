@@ -10,7 +10,7 @@ import numpy as np
 
 from ..encoded import Encoded, new_body
 from .columns import BLOCK, block_bits, columns_of, from_columns, to_columns
-from .dense import TOO_LARGE
+from .dense import TOO_LARGE, max_abs
 from .quantization import pack, unpack
 from .sparse import load, store
 
@@ -21,13 +21,13 @@ def encode_float16(x: np.ndarray, half: np.ndarray) -> float:
     with np.errstate(over="ignore"):
         half[...] = x.astype(np.float16).view(np.uint16)
     half[np.isnan(x)] = half[np.isnan(x)] & 0x8000 | 0x7E00
-    return _peak(x)
+    return max_abs(x)
 
 
 def decode_float16(half: np.ndarray, out: np.ndarray) -> float:
     """out = float16 given as uint16 bits. Returns max |out|, infinity for NaN."""
     out[...] = half.view(np.float16)
-    return _peak(out)
+    return max_abs(out)
 
 
 def encode_bf16(grad: np.ndarray, spare: Optional[np.ndarray] = None) -> Encoded:
@@ -121,8 +121,3 @@ def _add(out: np.ndarray, values: np.ndarray, scale: float) -> bool:
     with np.errstate(over="ignore", invalid="ignore"):
         out += np.float32(scale) * values
     return bool(np.isfinite(out).all())
-
-
-def _peak(x: np.ndarray) -> float:
-    peak = np.abs(x).max(initial=0)
-    return float(peak) if np.isfinite(peak) else float("inf")

@@ -29,6 +29,16 @@ def max_abs_and_deviation(x: np.ndarray) -> Tuple[float, float]:
         return max_abs(x), float((x.astype(np.float64) - x[0]).std()) if len(x) else 0.0
 
 
+def accumulate(residual: np.ndarray, grad: np.ndarray) -> bool:
+    """residual += grad where that is neither TOO_LARGE nor NaN. Returns whether it was everywhere.
+    A part of other kernels, and none itself."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved = residual + grad
+    finite = np.abs(moved) < TOO_LARGE
+    residual[...] = np.where(finite, moved, residual)
+    return bool(finite.all())
+
+
 def squared_norm(x: np.ndarray) -> float:
     """Σ x², in float64."""
     x = x.astype(np.float64)

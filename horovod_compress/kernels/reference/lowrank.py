@@ -7,7 +7,7 @@ from typing import Optional
 
 import numpy as np
 
-from .dense import TOO_LARGE
+from .dense import TOO_LARGE, accumulate
 
 # The share left of a vector that lies in the space of those before it.
 _ALL = 1e-6
@@ -30,13 +30,10 @@ def project(
     """
     if pending is not None:
         subtract_product(residual, p, pending, rank=rank)
-    with np.errstate(over="ignore", invalid="ignore"):
-        moved = residual + grad
-    finite = np.abs(moved) < TOO_LARGE
-    residual[...] = np.where(finite, moved, residual)
+    finite = accumulate(residual, grad)
     vectors = q.reshape(rank, -1)
     p.reshape(rank, -1)[...] = vectors @ residual.reshape(-1, vectors.shape[1]).T
-    return bool(finite.all())
+    return finite
 
 
 def project_back(residual: np.ndarray, p: np.ndarray, q: np.ndarray, *, rank: int) -> None:

@@ -41,6 +41,39 @@ def by_name(function: _Function) -> _Function:
     return cast(_Function, call)
 
 
+def renamed(module: str, **names: str) -> None:
+    """Has a module's old names lead to the new ones, with a DeprecationWarning.
+
+    Args:
+        module: its `__name__`.
+        names: the new names, by the old ones.
+    """
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warn_of_old(f"{module}.{name}", names[name])
+        return getattr(sys.modules[module], names[name])
+
+    # Not as a function of that name, because type checkers would then accept any attribute.
+    vars(sys.modules[module])["__getattr__"] = find
+
+
+def warn_of_old(old: str, new: str, frames: int = 0) -> None:
+    """Warns the user's code of an old name.
+
+    Args:
+        old: what is deprecated.
+        new: what to write instead.
+        frames: calls between the user's code and this package that are of neither.
+    """
+    warnings.warn(
+        f"horovod_compress: {old} is deprecated: write {new}",
+        DeprecationWarning,
+        stacklevel=_frames_of_package() + frames + 1,
+    )
+
+
 def _frames_of_package() -> int:
     """How many calls of this package lie between the caller and the user's code."""
     frame, count = sys._getframe(1), 1

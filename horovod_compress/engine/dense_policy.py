@@ -1,0 +1,62 @@
+"""The two decisions to send a tensor densely.
+
+By its name and shape: small, one-dimensional and excluded tensors get a dense compressor. By bytes:
+a step goes dense where payloads of all ranks would be more than a dense exchange.
+"""
+
+import fnmatch
+import math
+from typing import Tuple
+
+from ..compressors.base import Compressor, Step
+from ..compressors.dense import dense_compressor
+from ..compressors.selective import SelectiveCompressor
+from .tensor import Tensor
+
+# Where torch.compile puts a model: no module of a user's is called so.
+_COMPILED = "_orig_mod"
+# Of measured payloads that were too large: what trying again costs is at most one part in so many.
+_TRIES = 16
+
+
+def without_compiled(name: str) -> str:
+    """A parameter's name as it is where its model, or the part that it is in, is not compiled."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def compressor_for(compressor: Compressor, name: str, shape: Tuple[int, ...]) -> Compressor:
+    """The compressor of a tensor of this name and shape, where `compressor` is configured."""
+    if not isinstance(compressor, SelectiveCompressor):
+        return compressor
+    names = {name, without_compiled(name)}
+    excluded = any(
+        fnmatch.fnmatchcase(name, pattern) for name in names for pattern in compressor.exclude
+    )
+    small = compressor.min_numel and (len(shape) < 2 or math.prod(shape) < compressor.min_numel)
+    adapted = None if excluded or small else compressor.adapted(shape)
+    return adapted or compressor.fallback() or dense_compressor(compressor.dense, compressor.seed)
+
+
+def goes_dense(tensor: Tensor, step: Step) -> bool:
+    """Whether gathering this step's payloads would bring a rank more than a ring allreduce of the
+    tensor does: by what the compressor knows beforehand, or by the size of its last gathered
+    payloads. Alike on all ranks."""
+    bits = tensor.bits = tensor.compressor.payload_bits(tensor.numel, step)
+    return step.index < tensor.dense_until if bits is None else times_dense(bits, step.size) > 1
+
+
+def note_size(tensor: Tensor, bits: float, step: Step) -> None:
+    """Decides from the size of a step's payloads, in bits an element and alike on all ranks,
+    whether the next ones go dense."""
+    times = times_dense(bits, step.size)
+    if tensor.bits is None and times > 1:
+        tensor.dense_until = step.index + 1 + math.ceil(_TRIES * times)
+
+
+def times_dense(bits: float, payloads: float) -> float:
+    """The bits that an exchange of payloads brings a rank, over those of a dense exchange.
+
+    A ring allreduce of float32 brings 2·(N−1)/N·32 bits an element. Payloads of `bits` an element
+    bring (N−1)·bits where N are gathered, and (N−1)/N·payloads·bits where they are split.
+    """
+    return payloads * bits / 64

@@ -1,0 +1,67 @@
+"""What a rank's state of decentralized training must have in common with what it is loaded into."""
+
+from typing import Any, Dict, Sequence
+
+import numpy as np
+
+from ..engine import checkpoint
+from ..engine.gossip import Gossip
+from ..protocol.handshake import first_difference, shown
+from ..pytorch.parameters import Slot
+
+
+def identity_of(gossip: Gossip, portable: bool) -> Dict[str, Any]:
+    """What says to which rank, topology and algorithm a state belongs; None for all of them in a
+    portable one."""
+    if portable:
+        return {"rank": None, "size": None, "algorithm": None, "topology": None}
+    return {
+        "rank": gossip.transport.rank,
+        "size": gossip.transport.size,
+        "algorithm": gossip.algorithm,
+        "topology": gossip.topology.description(),
+    }
+
+
+def check(kept: Any, gossip: Gossip, slots: Sequence[Slot]) -> None:
+    """Looks whether a state fits.
+
+    Args:
+        kept: what `DecentralizedOptimizer.state_dict` has under "decentralized".
+        gossip: this rank's side of the exchanges.
+        slots: the parameters that are exchanged.
+
+    Raises:
+        ValueError: it does not, or is none.
+    """
+    try:
+        portable = kept["rank"] is None
+        found = {key: kept[key] for key in identity_of(gossip, portable)}
+        arrays = {
+            name: {key: np.asarray(tensor) for key, tensor in its.items()}
+            for name, its in kept["tensors"].items()
+        }
+        counts = kept["exchanges"], kept["local_steps"]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a state of a DecentralizedOptimizer: {error!r}") from None
+    expected = {**identity_of(gossip, portable), "tensors": {}}
+    keys = ["mixed", "public"] + ["own"] * (gossip.algorithm == "ecd")
+    for slot in slots if portable or arrays else ():
+        numel, shape = slot.param.numel(), list(slot.param.shape)
+        expected["tensors"][slot.name] = (
+            {"parameter": shape} if portable else {key: [numel] for key in sorted(keys)}
+        )
+    shapes = {
+        name: {key: list(its[key].shape) for key in sorted(its)} for name, its in arrays.items()
+    }
+    difference = first_difference(expected, {**found, "tensors": shapes})
+    if difference:
+        (where,), (wanted, its) = shown(difference[0]), shown(*difference[1:])
+        raise ValueError(
+            f"this state does not fit: {where} is {its} in it and {wanted} here. Load on every "
+            "rank what that rank has saved, at the same number of ranks and with the same model "
+            "and options; or a portable state"
+        )
+    for count in counts:
+        checkpoint.refuse(checkpoint.wrong_count("steps", count))
+    checkpoint.refuse_not_finite(arrays)
