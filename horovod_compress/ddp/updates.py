@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..adapters.updates import Nesterov
+from ..adapters.updates import Nesterov, advised
 from ..pytorch.adam import AdamWOfRanks
 from ..pytorch.parameters import NamedParameters
 from ..pytorch.search import objects_of
@@ -65,7 +65,9 @@ class UpdateOptimizer(UpdatingOptimizer):
         named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered
             by parameter group.
         compression: a spec, as for `horovod_compress.get_compressor`. dgc selects as topk does.
-        every: how many local steps come before each exchange (H of DiLoCo, arXiv 2311.08105).
+            Default: what is advised for Adam, adacomp:bin_length=64,dense=fp16, of every 4 steps.
+        every: how many local steps come before each exchange (H of DiLoCo, arXiv 2311.08105);
+            default: 1, where a compression is given.
         outer: what is done with the mean update; default: it is added. `ddp.Nesterov()` is
             DiLoCo's.
         process_group: the ranks that exchange; default: all.
@@ -81,11 +83,12 @@ class UpdateOptimizer(UpdatingOptimizer):
         optimizer: torch.optim.Optimizer,
         *,
         named_parameters: Optional[NamedParameters] = None,
-        compression: Any = "topk:ratio=0.01",
-        every: int = 1,
+        compression: Any = None,
+        every: Optional[int] = None,
         outer: Optional[Nesterov] = None,
         process_group: Optional[dist.ProcessGroup] = None,
     ) -> None:
+        compression, every = advised(compression, every)
         self._begin_with(
             optimizer,
             named_parameters,
