@@ -7,10 +7,9 @@ import itertools
 import logging
 import numbers
 from abc import abstractmethod
-from typing import Any, Collection, Dict, Iterable, List, Optional, Set, Tuple
+from typing import Any, Collection, Dict, Iterable, List, Optional, Set
 
 from ..compressors import get_compressor
-from ..compressors.advice import ADAM
 from ..compressors.base import Compressor
 from ..compressors.learning_rate import decide_follow_lr
 from ..protocol.handshake import agree, gather, warning_when_stalled
@@ -49,16 +48,6 @@ class Nesterov:
                 f"Nesterov needs a learning rate above 0 and a momentum from 0 to below 1, not "
                 f"{self}"
             )
-
-
-def advised(compression: Any, every: Optional[int]) -> Tuple[Any, int]:
-    """(compression, every) of an UpdateOptimizer: what is advised for Adam where no compression is
-    given, and each step's updates where one is."""
-    if compression is None:
-        compression, default = ADAM.spec, ADAM.every or 1
-    else:
-        default = 1
-    return compression, default if every is None else every
 
 
 def check_rounds(every: int, outer: Optional[Nesterov]) -> None:

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..adapters.updates import Nesterov, advised
+from ..adapters.updates import Nesterov
+from ..compressors.advice import ADAM
 from ..pytorch.adam import AdamWOfRanks
 from ..pytorch.parameters import NamedParameters
 from ..pytorch.search import objects_of
@@ -64,10 +65,9 @@ class UpdateOptimizer(UpdatingOptimizer):
             parameter groups are this one's, so schedulers may have either, and so are its methods.
         named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered
             by parameter group.
-        compression: a spec, as for `horovod_compress.get_compressor`. dgc selects as topk does.
-            Default: what is advised for Adam, adacomp:bin_length=64,dense=fp16, of every 4 steps.
-        every: how many local steps come before each exchange (H of DiLoCo, arXiv 2311.08105);
-            default: 1, where a compression is given.
+        compression: a spec, as for `horovod_compress.get_compressor`; default: what is advised for
+            Adam. dgc selects as topk does.
+        every: how many local steps come before each exchange (H of DiLoCo, arXiv 2311.08105).
         outer: what is done with the mean update; default: it is added. `ddp.Nesterov()` is
             DiLoCo's.
         process_group: the ranks that exchange; default: all.
@@ -83,12 +83,11 @@ class UpdateOptimizer(UpdatingOptimizer):
         optimizer: torch.optim.Optimizer,
         *,
         named_parameters: Optional[NamedParameters] = None,
-        compression: Any = None,
-        every: Optional[int] = None,
+        compression: Any = ADAM.spec,
+        every: int = 1,
         outer: Optional[Nesterov] = None,
         process_group: Optional[dist.ProcessGroup] = None,
     ) -> None:
-        compression, every = advised(compression, every)
         self._begin_with(
             optimizer,
             named_parameters,

@@ -7,7 +7,8 @@ from typing import Any, Callable, Optional
 import tensorflow as tf
 
 from ..adapters.binding import is_elastic
-from ..adapters.updates import Nesterov, advised, check_ranks_of_set, check_rounds, methods_of
+from ..adapters.updates import Nesterov, check_ranks_of_set, check_rounds, methods_of
+from ..compressors.advice import ADAM
 from ..deprecated import by_name
 from .adam import AdamW
 from .horovod_internals import is_horovods, is_optimizer
@@ -18,9 +19,9 @@ from .rounds import Rounds
 @by_name
 def UpdateOptimizer(
     optimizer: Any,
-    compression: Any = None,
+    compression: Any = ADAM.spec,
     *,
-    every: Optional[int] = None,
+    every: int = 1,
     outer: Optional[Nesterov] = None,
     process_set: Any = None,
 ) -> Any:
@@ -48,11 +49,11 @@ def UpdateOptimizer(
             the variables that all ranks share, and the outer momentum, among its own, with which
             Keras saves them.
         compression: a spec, as for `horovod_compress.get_compressor`, or
-            hvdc.Compression.adacomp(…). dgc selects as topk does here. Default: what is advised
-            for Adam, adacomp:bin_length=64,dense=fp16, of every 4 steps.
-        every: how many local steps come before each exchange (H of DiLoCo, arXiv 2311.08105);
-            default: 1, where a compression is given. In between ranks' variables differ:
-            `ShareUpdates` makes them alike before the model is evaluated or saved.
+            hvdc.Compression.adacomp(…); default: what is advised for Adam. dgc selects as topk
+            does here.
+        every: how many local steps come before each exchange (H of DiLoCo, arXiv 2311.08105). In
+            between ranks' variables differ: `ShareUpdates` makes them alike before the model is
+            evaluated or saved.
         outer: what is done with the mean update; default: it is added. `hvdc.Nesterov()` is
             DiLoCo's.
         process_set: the ranks that exchange; default: all.
@@ -66,7 +67,6 @@ def UpdateOptimizer(
         TypeError: what is no optimizer.
         MismatchError: at the first step, on all ranks: they were started differently.
     """
-    compression, every = advised(compression, every)
     check_rounds(every, outer)
     if isinstance(unwrapped(optimizer), AdamW):
         check_ranks_of_set(unwrapped(optimizer).ranks, process_set)

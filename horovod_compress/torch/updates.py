@@ -6,7 +6,8 @@ import horovod.torch as hvd
 import torch
 
 from ..adapters.binding import warn_once
-from ..adapters.updates import Nesterov, advised, check_ranks_of_set
+from ..adapters.updates import Nesterov, check_ranks_of_set
+from ..compressors.advice import ADAM
 from ..deprecated import by_name
 from ..pytorch.adam import AdamWOfRanks
 from ..pytorch.parameters import NamedParameters
@@ -65,10 +66,10 @@ class UpdateOptimizer(SharesUpdates):
         named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered
             by parameter group.
         compression: a spec, as for `horovod_compress.get_compressor`, or
-            hvdc.Compression.adacomp(…). dgc selects as topk does here. Default: what is advised
-            for Adam, adacomp:bin_length=64,dense=fp16, of every 4 steps.
-        every: how many local steps come before each exchange (H of DiLoCo, arXiv 2311.08105);
-            default: 1, where a compression is given. In between ranks' parameters differ.
+            hvdc.Compression.adacomp(…); default: what is advised for Adam. dgc selects as topk
+            does here.
+        every: how many local steps come before each exchange (H of DiLoCo, arXiv 2311.08105). In
+            between ranks' parameters differ.
         outer: what is done with the mean update; default: it is added. `hvdc.Nesterov()` is
             DiLoCo's.
         process_set: the ranks that exchange; default: all.
@@ -85,14 +86,13 @@ class UpdateOptimizer(SharesUpdates):
         optimizer: torch.optim.Optimizer,
         *,
         named_parameters: Optional[NamedParameters] = None,
-        compression: Any = None,
-        every: Optional[int] = None,
+        compression: Any = ADAM.spec,
+        every: int = 1,
         outer: Optional[Nesterov] = None,
         process_set: Any = None,
     ) -> None:
         for group in optimizer.param_groups if isinstance(optimizer, AdamW) else ():
             check_ranks_of_set(group["ranks"], process_set)
-        compression, every = advised(compression, every)
         self._begin_with(
             optimizer,
             named_parameters,

@@ -11,8 +11,6 @@ from horovod_compress import get_compressor
 from horovod_compress.adapters import binding
 from horovod_compress.adapters.binding import Binding, NotBoundError, Unbound, momentum_of
 from horovod_compress.adapters.factories import Algorithms
-from horovod_compress.adapters.updates import advised
-from horovod_compress.compressors.advice import ADAM
 from horovod_compress.deprecated import by_name
 
 
@@ -152,10 +150,3 @@ def test_gradients_that_mislead_second_moments_are_warned_of(monkeypatch, spec, 
         for _ in range(2):
             binding.requested_compressor(spec, kind([torch.zeros(1)], lr=0.1), False)
     assert ["UpdateOptimizer" in str(each.message) for each in found] == [True] * warned
-
-
-def test_updates_are_compressed_as_advised_where_nothing_is_said():
-    assert advised(None, None) == (ADAM.spec, ADAM.every)
-    assert advised(None, 1) == (ADAM.spec, 1)
-    assert advised("topk", None) == ("topk", 1)
-    assert advised("topk", 0) == ("topk", 0), "to be refused"
