@@ -102,6 +102,7 @@ class Hosts:
             )
         self._tools = tools
         self._rate, self._delay, self.addresses = rate, delay, named(count)
+        self._they = "two hosts" if count == 2 else f"{count} hosts"
         number = f"hvdc-{os.getpid()}-{next(_numbers)}"
         self._spaces = {host: f"{number}-{host}" for host in self.addresses}
         self._between = f"{number}-between"
@@ -110,7 +111,7 @@ class Hosts:
         try:
             return self._made()
         except subprocess.CalledProcessError as error:
-            raise RuntimeError(f"hosts cannot be made here: {error}") from error
+            raise RuntimeError(f"{self._they} cannot be made here: {error}") from error
 
     def _made(self):
         with contextlib.ExitStack() as stack:
@@ -245,7 +246,9 @@ class Hosts:
         until = time.monotonic() + 120
         while " UP " not in subprocess.run(show, check=True, capture_output=True, text=True).stdout:
             if time.monotonic() > until:
-                raise RuntimeError("hosts cannot be made here: a link between them stays down")
+                raise RuntimeError(
+                    f"{self._they} cannot be made here: a link between them stays down"
+                )
             time.sleep(0.02)
 
     def _join(self, stack, spaces):
@@ -284,7 +287,7 @@ class Hosts:
         stack.callback(os.killpg, process.pid, signal.SIGKILL)
         if process.stdout.readline() != b"ready\n":
             raise RuntimeError(
-                "hosts cannot be made here: the process that delays packets has ended"
+                f"{self._they} cannot be made here: the process that delays packets has ended"
             )
 
 
