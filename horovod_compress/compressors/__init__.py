@@ -152,8 +152,9 @@ def available() -> Dict[str, Dict[str, Any]]:
     """Describes every algorithm.
 
     Returns:
-        `{id: {"collective", "options": {name: {"default", "values", "doc"}}, "paper"}}`. Algorithms
-        of other packages that cannot be imported are left out, with a warning.
+        By id a dict of "collective", "paper" and "options", which has by name a dict of "default",
+        "values" and "doc". Algorithms of other packages that cannot be imported are left out, with
+        a warning.
 
     Examples:
         >>> import horovod_compress as hc

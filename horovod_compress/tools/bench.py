@@ -143,8 +143,9 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _title(run: Dict[str, Any]) -> str:
+    millions = digits(run["floats"] / 1e6)
     return (
-        f"{run['gradients']}: {run['tensors']} tensors, {digits(run['floats'] / 1e6)} M floats; "
+        f"{run['gradients']}: {run['tensors']} tensors, {millions} million floats; "
         f"{run['ranks']} ranks, {run['steps']} steps, {run['kernels']} kernels"
     )
 

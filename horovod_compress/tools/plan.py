@@ -5,7 +5,7 @@ import functools
 import sys
 from typing import Any, Dict, List, Optional, Sequence, Union
 
-from ..compressors.advice import ADAM, ADVICE
+from ..compressors.advice import ADVICE
 from . import arguments, bench, gossip, loads, prediction
 from .cost import MOST_RANKS, Load, Network
 from .printing import console, digits, progress_bar, table, write_json
@@ -263,9 +263,17 @@ def _title(run: Dict[str, Any], rate: Optional[float]) -> str:
 def _recommended(specs: Sequence[str]) -> List[str]:
     """Lines that say when which of these is recommended, and what is for Adam, which is not
     predicted."""
-    lines = [f"  {each.situation}: {each.spec}" for each in ADVICE if each.spec in specs]
-    updates = f"  {ADAM.situation}: {ADAM.spec} on updates of every {ADAM.every} steps"
-    return ["", "Accuracy is another matter. Recommended (docs/choose.md):", *lines, updates]
+    lines = []
+    for each in ADVICE:
+        if each.every is not None:
+            use = f"{each.spec} on updates of every {each.every} steps"
+        elif each.spec in specs:
+            use = each.spec
+        else:
+            continue
+        besides = f", {each.besides}".replace("`", "") if each.besides else ""
+        lines.append(f"  {each.situation}: {use}{besides}")
+    return ["", "Accuracy is another matter. Recommended (docs/choose.md):", *lines]
 
 
 def _what_pays(run: Dict[str, Any], rate: Optional[float]) -> List[str]:

@@ -150,7 +150,7 @@ def test_bench_on_a_model_with_markdown_and_plot(capsys, tmp_path):
         *("--steps", 1, "--markdown", "--plot", plot),
     )
     lines = text.splitlines()
-    assert lines[0].startswith("mobilenetv2: 158 tensors, 3.5 M floats; 2 ranks, 1 steps")
+    assert lines[0].startswith("mobilenetv2: 158 tensors, 3.5 million floats; 2 ranks, 1 steps")
     table = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in lines
