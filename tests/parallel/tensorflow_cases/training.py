@@ -18,7 +18,7 @@ LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 def start():
     """The rank, ready to run cases."""
-    assert "torch" not in sys.modules
+    assert "torch" not in sys.modules, "TensorFlow's adapter imports PyTorch"
     tf.config.threading.set_intra_op_parallelism_threads(1)
     hvd.init(process_sets="dynamic")
     return hvd.rank()
