@@ -47,9 +47,9 @@ def goes_dense(tensor: Tensor, step: Step) -> bool:
 
 def note_size(tensor: Tensor, bits: float, step: Step) -> None:
     """Decides from the size of a step's payloads, in bits an element and alike on all ranks,
-    whether the next ones go dense."""
+    whether the next ones go dense. For compressors that do not know it beforehand."""
     times = times_dense(bits, step.size)
-    if tensor.bits is None and times > 1:
+    if times > 1:
         tensor.dense_until = step.index + 1 + math.ceil(_TRIES * times)
 
 

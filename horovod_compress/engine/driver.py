@@ -245,8 +245,7 @@ class Driver(ABC):
             step = dataclasses.replace(step, dense=True)
         return tensor_step(tensor, grad, step)
 
-    def _goes_dense(self, tensor: Tensor, step: Step) -> bool:
-        return goes_dense(tensor, step)
+    _goes_dense = staticmethod(goes_dense)
 
     def extend(self, name: str, extension: Extension) -> None:
         """Adds a feature around those that are there, or replaces the one of that name."""

@@ -166,8 +166,9 @@ class Exchange(Driver):
         on a device, once the last tensor of the step is finished, or by `settle`. reduced: the
         carrier as the reducer brought it back. A result that is not finite on some rank is not
         finite on all of them."""
-        pending = self._stages.open.get(name)
-        if pending is not None and (self._stages.before_last or pending.stage is JOINT):
+        pending, at = self._stages.open.get(name), self._stages.at
+        # Something that all tensors wait for together comes before the last exchange.
+        if pending is not None and (at[CALL] or at[NORM] or at[ROUND] or pending.stage is JOINT):
             self.flush(1.0 if self.is_payload(name, pending.carrier) else float(reduced[0]))
         if pending is None or pending.stage is not LAST:
             raise RuntimeError(f"{name}: its step has failed before: submit it again")
@@ -182,7 +183,7 @@ class Exchange(Driver):
             reduced = pending.grad
         self._stages.move(pending, AT_WORK)
         self._decode(pending, (reduced, arrived))
-        if self._stages.brought:
+        if at[DECODE] and self._stages.brought:
             self.settle()
 
     def settle(self) -> None:
@@ -218,23 +219,23 @@ class Exchange(Driver):
         if isinstance(request, ToReducer):
             pending.carrier = request.array
             request = send(None)
-        pending.request, pending.wait, stage = request, None, ROUND
-        if isinstance(request, DeviceCall):
+        pending.request, pending.wait, stage = request, None, LAST
+        if isinstance(request, Final):
+            if isinstance(request.request, Joint):
+                stage = JOINT
+                self._collectives.expect_gather()
+            elif request.request is not None:
+                pending.wait = self._start(f".{name}", request.request, pending.tensor)
+        elif isinstance(request, DeviceCall):
             stage = CALL
             self._to_call += pending.grad.size
         elif isinstance(request, StepNorm):
             stage = NORM
             pending.carrier = request.carrier.array
-        elif not isinstance(request, Final):
+        else:
+            stage = ROUND
             if request.op != "max":
                 pending.wait = self._start(f".{name}.round", request, pending.tensor)
-        elif isinstance(request.request, Joint):
-            stage = JOINT
-            self._collectives.expect_gather()
-        else:
-            stage = LAST
-            if request.request is not None:
-                pending.wait = self._start(f".{name}", request.request, pending.tensor)
         self._stages.move(pending, stage)
         pending.tensor.counters["encode_seconds"] += time.perf_counter() - started
 

@@ -80,13 +80,6 @@ class Stages:
             self.move(pending, AT_WORK)
 
     @property
-    def before_last(self) -> bool:
-        """Whether some tensor has something to come before its last exchange, which all tensors
-        wait for together."""
-        at = self.at
-        return bool(at[CALL] or at[NORM] or at[ROUND])
-
-    @property
     def brought(self) -> bool:
         """Whether the reducer has brought all results that come."""
         return len(self.open) <= self.at[DECODE] + self.at[AT_WORK]

@@ -81,12 +81,18 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         if not tensor.checked:
             _check(tensor, payload, grad, step)
         tensor.counters["elements_sent"] += (
-            payload.elements if isinstance(payload, (Encoded, Joint)) else tensor.numel
+            tensor.numel if isinstance(payload, (ToReducer, Allreduce)) else payload.elements
         )
         reduced, arrived = yield final
-        outcome = [(yield from _decode(tensor, payload, grad, step, reduced, arrived, base))]
+        result, finite = _decode(tensor, payload, grad, step, reduced, arrived)
+        # Gathered payloads, and kernels on a device, are decoded by a generator.
+        if isinstance(finite, GeneratorType):
+            finite = yield from finite
+        if base is not None:
+            result += base
+        outcome = [Outcome(result, finite)]
         # The answer comes with the next step: until then these would stay in memory.
-        del grad, base, step, encoded, payload, carrier, final, reduced, arrived
+        del grad, base, step, encoded, payload, carrier, final, reduced, arrived, result, finite
         yield outcome.pop()
         succeeded = True
     finally:
@@ -226,28 +232,20 @@ def _decode(
     step: Step,
     reduced: np.ndarray,
     arrived: Any,
-    base: Optional[np.ndarray],
-) -> Asking[Outcome]:
-    """The result, from what the reducer made of the carrier, and what became of the payload where
-    that is not the carrier itself. base: what is to be added to it."""
+) -> Tuple[np.ndarray, Any]:
+    """Decodes what the reducer made of the carrier, and what became of the payload where that is
+    not the carrier itself. Returns the memory of the result, and whether that is finite, or a
+    generator that returns so."""
     compressor, scale = tensor.compressor, step.gain
-    finite: Any
     if arrived is not None:
         scale *= float(reduced[0]) / step.size
     if isinstance(payload, Encoded):
-        finite = yield from _add_payloads(tensor, arrived, grad, step, scale)
-    elif isinstance(payload, (Allreduce, Joint)):
-        finite = compressor.decode(arrived, grad, tensor.state, step, scale)
-    else:
-        summed = reduced if arrived is None else beside(arrived, grad)
-        grad = summed if summed.dtype == FLOAT32 else grad
-        finite = compressor.decode_dense(summed, grad, tensor.state, scale)
-    # On a device it asks for kernels' calls.
-    if isinstance(finite, GeneratorType):
-        finite = yield from finite
-    if base is not None:
-        grad += base
-    return Outcome(grad, finite)
+        return grad, _add_payloads(tensor, arrived, grad, step, scale)
+    if not isinstance(payload, ToReducer):
+        return grad, compressor.decode(arrived, grad, tensor.state, step, scale)
+    summed = reduced if arrived is None else beside(arrived, grad)
+    result = summed if summed.dtype == FLOAT32 else grad
+    return result, compressor.decode_dense(summed, result, tensor.state, scale)
 
 
 def _add_payloads(
@@ -260,7 +258,7 @@ def _add_payloads(
     bodies, finite = wire.unseal(
         arrived, step.size, compressor.traits.number, tensor.digest, step.index
     )
-    if bodies and grad.size:
+    if tensor.bits is None and bodies and grad.size:
         note_size(tensor, 8 * sum(map(len, bodies)) / len(bodies) / grad.size, step)
     if not finite:
         grad.fill(np.nan)

@@ -65,7 +65,8 @@ class Tensor:
         """Brings the state to where the gradient is, on the CPU or on a device."""
         arrays = self.state.arrays
         for key, array in arrays.items():
-            arrays[key] = beside(array, grad)
+            if type(array) is not np.ndarray or type(grad) is not np.ndarray:
+                arrays[key] = beside(array, grad)
 
     @property
     def keeps_gradients(self) -> bool:

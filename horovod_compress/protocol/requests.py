@@ -6,7 +6,6 @@ graph is built before the first step.
 """
 
 import dataclasses
-from abc import ABC, abstractmethod
 from typing import (
     Any,
     Callable,
@@ -113,7 +112,7 @@ class Alltoall(Exchanged):
 Lengths = Tuple[Callable[[int], int], Callable[[int], int]]
 
 
-class Joint(ABC):
+class Joint:
     """A payload that travels together with those of a step's other tensors: the exchange of its
     class is of all of them at once. Decoded by `Compressor.decode`; a graph has no operation for
     it.
@@ -130,7 +129,6 @@ class Joint(ABC):
     finite: bool
 
     @classmethod
-    @abstractmethod
     def exchange(
         cls, joints: Sequence[Any], step: Any, lengths: Lengths
     ) -> Generator[Any, Any, List["Arrived"]]:
@@ -148,6 +146,7 @@ class Joint(ABC):
         Returns:
             What arrives for each of the tensors, in their order.
         """
+        raise NotImplementedError
 
 
 class Arrived(NamedTuple):

@@ -60,10 +60,13 @@ class Slot:
 
     def load_for(self, compression: Binding, grad: torch.Tensor) -> Tuple[torch.Tensor, Any]:
         """As of `load`, for a compression, which tells where that costs numbers of float64."""
-        exchange = compression._exchange
-        carries_float64 = exchange.carries_float64(self.name)
-        loaded, array = self.load(grad, exchange.on_device(self.name), carries_float64)
-        if not compression._has_told_of_float32 and loses_numbers(grad, loaded):
+        exchange, is_float64 = compression._exchange, grad.dtype == torch.float64
+        # Only asked where kernels could be.
+        on_device = (not grad.is_cpu or kernels.serves("cpu")) and exchange.on_device(self.name)
+        loaded, array = self.load(
+            grad, on_device, is_float64 and exchange.carries_float64(self.name)
+        )
+        if is_float64 and not compression._has_told_of_float32 and loses_numbers(grad, loaded):
             compression._tell_of_float32(self.name)
         return loaded, array
 
@@ -137,10 +140,10 @@ class Streams:
         self._encoded: Dict[torch.cuda.Stream, torch.cuda.Event] = {}
 
     def mark(self, memory: torch.Tensor) -> None:
-        """What was begun with this memory so far has to be done before what comes after `join`."""
-        if memory.is_cuda:
-            stream = torch.cuda.current_stream(memory.device)
-            self._encoded[stream] = stream.record_event()
+        """What was begun with this memory of a GPU so far has to be done before what comes after
+        `join`."""
+        stream = torch.cuda.current_stream(memory.device)
+        self._encoded[stream] = stream.record_event()
 
     def join(self) -> None:
         """Has the current stream wait; the CPU does not."""
@@ -153,7 +156,7 @@ def flat(tensor: torch.Tensor, on_device: bool) -> Any:
     """The flat array that the exchange knows a contiguous tensor by: on the CPU a NumPy array,
     else a DeviceArray."""
     if not on_device:
-        return tensor.cpu().numpy().reshape(-1)
+        return (tensor if tensor.is_cpu else tensor.cpu()).numpy().reshape(-1)
     from ..kernels.device import DeviceArray  # imports Triton
 
     # `data`: what is written here is no change that the user has made.
@@ -166,8 +169,9 @@ def tensor_of(array: Any) -> torch.Tensor:
 
 
 def loses_numbers(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
-    """Whether numbers of float64, finite and not 0, are infinite or 0 in their copy in float32."""
-    if wide.dtype != torch.float64 or narrow.dtype == torch.float64:
+    """Whether numbers of float64, finite and not 0, are infinite or 0 in their copy, if that is of
+    float32."""
+    if narrow.dtype == torch.float64:
         return False
     wide = wide.to(narrow.device)
     return bool(((narrow == 0) & (wide != 0) | narrow.isinf() & wide.isfinite()).any())

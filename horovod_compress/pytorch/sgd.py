@@ -129,7 +129,7 @@ class SGDTakeover:
         since the last call."""
         self.restore()
         changed: Dict[str, Dict[str, Any]] = {}
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if self.variants else ():
             for param in filter(self.covers, group["params"]):
                 name, (momentum, nesterov) = (
                     self._names[id(param)],
@@ -150,7 +150,7 @@ class SGDTakeover:
         come through the compression. A step with nothing exchanged is left alone:
         hvd.broadcast_optimizer_state makes one."""
         self._until_look = (self._until_look or LOOK) - 1
-        for group in list(optimizer.param_groups):
+        for group in list(optimizer.param_groups) if self.variants else ():
             with_gradient = [p for p in group["params"] if p.grad is not None]
             params = [p for p in with_gradient if self.covers(p)]
             if not params:

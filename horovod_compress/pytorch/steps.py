@@ -57,7 +57,8 @@ class OptimizerSteps(Binding):
         memory, array = slot.load_for(self, tensor)
         squares = self._moments.take(slot.name) if self._moments else None
         carrier = exchange.submit(slot.name, array, squares, self._rates.get(id(slot.param)))
-        self._streams.mark(memory)
+        if memory.is_cuda:
+            self._streams.mark(memory)
         return memory, array, carrier
 
     def _copy_result(self, memory: torch.Tensor, grad: torch.Tensor) -> None:

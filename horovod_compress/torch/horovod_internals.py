@@ -176,9 +176,10 @@ def first_result(optimizer: Any) -> Optional[int]:
     which the others may wait for, and inside `with optimizer.skip_synchronize():`, where it waits
     for nothing."""
     handles = optimizer._handles
-    given = {p for params in handles for p in (params if isinstance(params, tuple) else (params,))}
+    # All of them are among those that it reduces.
+    given = sum(len(params) if isinstance(params, tuple) else 1 for params in handles)
     first = next((handle for handle, _ in handles.values()), None)
-    complete = optimizer._requires_update <= given and all(
+    complete = given == len(optimizer._requires_update) and all(
         handle is not None for handle, _ in handles.values()
     )
     return first if optimizer._should_synchronize and complete and isinstance(first, int) else None

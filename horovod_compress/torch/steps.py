@@ -5,7 +5,7 @@ import functools
 import itertools
 import weakref
 from abc import abstractmethod
-from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Set, Tuple
 
 import horovod.torch as hvd
 import numpy as np
@@ -35,7 +35,7 @@ class StepCompression(OptimizerCompression, TorchBinding):
         # own.
         self._results_after: Dict[int, int] = {}
         # Others, of optimizers that have some of the same parameters.
-        self._sharing: "weakref.WeakSet[StepCompression]" = weakref.WeakSet()
+        self._sharing: Set["weakref.ref[StepCompression]"] = set()
         # Inside `uneven`: tells ranks that train no more that a step begins.
         self._announce: Optional[Callable[[], None]] = None
         # Numbers of the blocks of `uneven`.
@@ -61,9 +61,10 @@ class StepCompression(OptimizerCompression, TorchBinding):
         context."""
         if self._optimizer is None:
             self.serve(horovod_internals.optimizer_of(self))
-        if not self._exchange.under_way:
+        submitted = self._exchange.open_tensors()
+        if not submitted:
             self._begin_step()
-        slot = self._slots.find(tensor, self._exchange.open_tensors())
+        slot = self._slots.find(tensor, submitted)
         if self._sharing and (why := ownership.why_shared(self, slot)):
             self._fail(slot, tensor, why)
             # The other's memory stays as it is.
@@ -98,8 +99,8 @@ class StepCompression(OptimizerCompression, TorchBinding):
                 )
             return tensor
         slot, grad, memory, sent, carrier = ctx
-        self._streams.join()
         if self._submitted:
+            self._streams.join()
             self._results_after = horovod_internals.results_after(self._optimizer)
             self._look_for_changes()
         # An exception came after Horovod had handed this result over.
@@ -111,7 +112,7 @@ class StepCompression(OptimizerCompression, TorchBinding):
         self._exchange.finish(
             slot.name,
             carrier
-            if tensor.data_ptr() == sent.data_ptr()
+            if tensor is sent or tensor.data_ptr() == sent.data_ptr()
             else flat(tensor, not isinstance(carrier, np.ndarray)),
         )
         # Of a sparse one Horovod copies the result at once.
@@ -121,7 +122,8 @@ class StepCompression(OptimizerCompression, TorchBinding):
             self._copy_result(memory, grad)
         if id(slot.param) in self._results_after:
             sleep_until_over(self._results_after[id(slot.param)])
-        self._end_where_last()
+        if not self._exchange.open_tensors():
+            self._end_where_last()
         return grad
 
     def _look_for_changes(self) -> None:

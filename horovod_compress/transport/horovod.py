@@ -93,7 +93,7 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
         """Starts what ranks that have called hvd.join() can take no part in. start: returns
         Horovod's handle."""
         handle = start(torch.from_numpy(payload))
-        return lambda: self._wait(handle)
+        return functools.partial(self._wait, handle)
 
     def joined(self) -> List[int]:
         here = torch.zeros(self.size, dtype=torch.int32, device="cpu")
@@ -170,7 +170,8 @@ class _CountedStep(HorovodTransport):
         self, start: Callable[[torch.Tensor], int], payload: np.ndarray
     ) -> Callable[[], Any]:
         with self._lock:
-            self._end_count(wait=False)
+            if not self._counted:
+                self._end_count(wait=False)
             if self._counted:
                 return super()._start(start, payload)
             held = _Held(start, payload)
@@ -178,7 +179,8 @@ class _CountedStep(HorovodTransport):
             self._begin_count()
 
         def wait() -> Any:
-            self.end_count(wait=True)
+            if held.handle is None:
+                self.end_count(wait=True)
             if self._some_joined:
                 self._some_joined, self._error = False, self._refusal()
             if self._error is not None:
