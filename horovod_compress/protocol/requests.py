@@ -146,7 +146,7 @@ class Joint:
         Returns:
             What arrives for each of the tensors, in their order.
         """
-        raise NotImplementedError
+        raise TypeError(f"{cls.__name__} has no exchange: give it one")
 
 
 class Arrived(NamedTuple):

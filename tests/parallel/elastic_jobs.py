@@ -13,7 +13,7 @@ import sys
 import time
 
 import numpy as np
-from jobs import ENVIRONMENT, HERE, LIMIT, PATIENT
+from jobs import ENVIRONMENT, HERE, HOROVODRUN, LIMIT, PATIENT
 
 from horovod_compress.compressors import get_compressor
 from horovod_compress.engine.exchange import Exchange
@@ -33,7 +33,7 @@ def run(folder, script, *arguments, names=ON_ONE_MACHINE, hosts=None):
     discover.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
     discover.chmod(0o755)
     launcher = (
-        f"horovodrun --gloo -np 2 --min-np 1 --max-np 4 --host-discovery-script {discover} "
+        f"{HOROVODRUN} --gloo -np 2 --min-np 1 --max-np 4 --host-discovery-script {discover} "
         f"--network-interfaces"
     )
     command = [

@@ -89,6 +89,7 @@ def test_under_mpirun(job, size, case):
     "case",
     [
         *ACROSS_LAUNCHERS,
+        *(pytest.param(case, marks=pytest.mark.extended) for case in SPLIT),
         "mpi_needs_mpi",
         pytest.param("join_is_refused", marks=pytest.mark.extended),
         pytest.param("join_is_refused_with_split", marks=pytest.mark.extended),
@@ -96,12 +97,6 @@ def test_under_mpirun(job, size, case):
 )
 def test_under_horovodrun_with_gloo(job, case):
     job(LAUNCHERS["horovodrun-gloo"], 2).assert_passed(case)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("case", SPLIT)
-def test_split_under_horovodrun_with_gloo(job, case):
-    job(LAUNCHERS["horovodrun-gloo"], 3).assert_passed(case)
 
 
 @needs_mpi

@@ -69,11 +69,6 @@ def test_ranks_on_different_kernels(tmp_path):
     alone(tmp_path, "ranks_on_different_kernels", environment={"KERNELS_ON_RANK": "1:reference"})
 
 
-@pytest.mark.extended
-def test_a_state_loaded_on_one_rank_only_is_a_clear_error(tmp_path):
-    alone(tmp_path, "a_state_loaded_on_one_rank_only")
-
-
 @pytest.mark.parametrize(
     "case",
     [

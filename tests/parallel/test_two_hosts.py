@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
 
-from jobs import LIMIT, Job, launch
+from jobs import HOROVODRUN, LIMIT, Job, launch
 from test_ranks import needs_mpi
 
 ON_TWO_HOSTS = {
-    "horovodrun-gloo": "horovodrun --gloo -np {size} -H a:{half},b:{half} --network-interfaces "
-    "eth0",
+    "horovodrun-gloo": f"{HOROVODRUN} --gloo -np {{size}} -H a:{{half}},b:{{half}} "
+    "--network-interfaces eth0",
     "horovodrun-mpi": "horovodrun --mpi -np {size} -H a:{half},b:{half} --network-interfaces eth0",
     "mpirun": "mpirun -np {size} -H a:{half},b:{half}",
 }

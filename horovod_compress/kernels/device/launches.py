@@ -16,9 +16,10 @@ import triton
 from .array import stream_of
 
 INTERPRETED = triton.knobs.runtime.interpret
-# Elements of a block. Eight for each of 128 threads, so that many loads are under way; the
-# interpreter takes a NumPy call for each block and line.
-BLOCK = 1 << 16 if INTERPRETED else 1024
+# Elements of a block. Eight for each of 128 threads, so that many loads are under way. The
+# interpreter takes a NumPy call for each block and line, over whole blocks: more elements than
+# small tensors have take longer than the call itself.
+BLOCK = 1 << 14 if INTERPRETED else 1024
 # Words of a block, each of which is several elements: more take more registers.
 WORD_BLOCK = BLOCK // 4
 # Elements of a block where what is sent is marked or sampled, for the same reason.

@@ -100,14 +100,16 @@ def clip_norm_limits_the_update_as_clip_grad_norm_does():
                 assert 0.9 < update.norm() < 1.1, f"{options}, {spec}: {update.norm()}"
 
 
-@case(8)
+@case(3)
 def payloads_that_would_move_more_than_dense_ones_go_dense():
-    """9 bits an element from 8 ranks move more than a ring allreduce of 32: the mean is plain
+    """29 bits an element from 3 ranks move more than a ring allreduce of 32: the mean is plain
     Horovod's, and so are the bytes."""
     reference, model = model_of(), model_of()
     train(reference, wrap(reference, sgd(reference, momentum=0), hvd.Compression.none), batches(5))
     optimizer = sgd(model, momentum=0)
-    compression = hvdc.Compression.natural(optimizer, named_parameters=model.named_parameters())
+    compression = hvdc.Compression.randomk(
+        optimizer, named_parameters=model.named_parameters(), ratio=0.9
+    )
     train(model, wrap(model, optimizer, compression), batches(5))
     assert_close(model, reference)
     assert_replicas_identical(model)

@@ -14,7 +14,16 @@ from tensorflow import keras
 import horovod_compress.tensorflow as hvdc
 from horovod_compress.tensorflow.optimizer import build
 
-from .training import LOSS, SGD, Own, assert_replicas_identical, data, horovods_tape, model_of
+from .training import (
+    LOSS,
+    SGD,
+    Own,
+    assert_replicas_identical,
+    data,
+    horovods_tape,
+    make_variables,
+    model_of,
+)
 
 CASES, case = registry()
 SPEC = "dgc:ratio=0.1,min_numel=0"
@@ -24,6 +33,11 @@ ADVICE = "hvd.DistributedGradientTape(tape", "hvdc.UpdateOptimizer(optimizer"
 def fitted(model, optimizer, steps=2, **options):
     model.compile(optimizer, LOSS, **options)
     model.fit(*data(12 * steps), batch_size=12, shuffle=False, verbose=0)
+
+
+def fitted_with_variables(model, optimizer, **options):
+    make_variables(optimizer, model)
+    fitted(model, optimizer, **options)
 
 
 @case(2)
@@ -45,15 +59,17 @@ def training_steps_of_ones_own_that_reduce():
     for make, options in zip(SGD.values(), ({}, {"run_eagerly": True})):
         compression = hvdc.Compression.from_spec(SPEC)
         model = Own(horovods_tape(compression))
-        fitted(model, make(0.05, momentum=0.9), **options)
+        fitted_with_variables(model, make(0.05, momentum=0.9), **options)
         assert compression.stats()["steps"] == 2
         assert_replicas_identical(model)
         model = Own()
-        fitted(model, hvdc.UpdateOptimizer(make(0.05), "topk:ratio=0.1"), **options)
+        updating = hvdc.UpdateOptimizer(make(0.05), "topk:ratio=0.1")
+        fitted_with_variables(model, updating, **options)
         assert_replicas_identical(model)
         model = Own(hvdt.DistributedGradientTape)
         compression = hvdc.Compression.from_spec(SPEC)
-        fitted(model, hvd.DistributedOptimizer(make(0.05), compression=compression))
+        wrapped = hvd.DistributedOptimizer(make(0.05), compression=compression)
+        fitted_with_variables(model, wrapped)
         assert_replicas_identical(model)
     variable, sgd = tf.Variable(tf.ones(3)), keras.optimizers.SGD(0.1)
     optimizer = hvd.DistributedOptimizer(sgd, compression=hvdc.Compression.topk())
@@ -144,7 +160,8 @@ def a_model_that_is_loaded_without_its_compression():
         warnings.simplefilter("always")
         model, compression = model_of(), hvdc.Compression.topk(ratio=0.1)
         adam = keras.optimizers.Adam(0.01)
-        fitted(model, hvd.DistributedOptimizer(adam, compression=compression))
+        wrapped = hvd.DistributedOptimizer(adam, compression=compression)
+        fitted_with_variables(model, wrapped)
         for name in ("saved.h5", "again.h5"):
             model.save(os.path.join(folder, name))
         loaded = hvd.load_model(os.path.join(folder, "saved.h5"))
@@ -168,7 +185,7 @@ def a_model_is_saved_with_the_function_that_reduces():
     for spec in ("topk:ratio=0.1", "fp16"):
         model, compression = model_of(), hvdc.Compression.from_spec(spec)
         wrapped = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=compression)
-        fitted(model, wrapped)
+        fitted_with_variables(model, wrapped)
         with tempfile.TemporaryDirectory() as folder:
             model.save(os.path.join(folder, "model"))
             again = keras.models.load_model(os.path.join(folder, "model"), compile=False)

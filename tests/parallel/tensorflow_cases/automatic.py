@@ -21,6 +21,7 @@ from .training import (
     exchanged,
     fit,
     flat,
+    make_variables,
     model_of,
     told,
 )
@@ -70,6 +71,7 @@ def what_auto_tries_trains_as_plain_horovod_does_in_fit():
         wrapped = hvd.DistributedOptimizer(
             keras.optimizers.SGD(0.02, momentum=0.9), compression=its
         )
+        make_variables(wrapped, net)
         net.compile(wrapped, LOSS, steps_per_execution=3)
         net.fit(*data(12 * 24 * 3), batch_size=12, shuffle=False, verbose=0)
     assert compression.plan["spec"], compression.plan
@@ -161,6 +163,7 @@ def auto_chooses_where_horovods_function_is_traced_already():
     model, compression = model_of(), hvdc.Compression.auto(probe_steps=12)
     wrapped = hvd.DistributedOptimizer(keras.optimizers.Adam(0.001), compression=compression)
     fit(model, wrapped, 2)
+    model.compile(wrapped, LOSS)
     fit(model, wrapped, 25)
     # Nothing sparse is tried by itself with Adam.
     assert list(compression.plan["candidates"]) == FOUR[:2], compression.plan

@@ -24,6 +24,7 @@ from .training import (
     exchanged,
     fit,
     flat,
+    make_variables,
     model_of,
     told,
     trained,
@@ -135,6 +136,7 @@ def sparse_gradients():
             optimizer, compression=compression, sparse_as_dense=sparse_as_dense
         )
         x = np.random.default_rng(hvd.rank()).integers(0, 60, (120, 4))
+        make_variables(wrapped, model)
         model.compile(wrapped, LOSS)
         model.fit(x, x.sum(1) % 5, batch_size=12, shuffle=False, verbose=0)
         return model, compression
@@ -252,12 +254,11 @@ def squares_of_backward_passes():
                 squares[name] = squares.get(name, 0) + np.square(gradient.numpy()).ravel()
         # What one step has collected is gone in the next.
         for step in range(2):
-            model.compile(
-                hvd.DistributedOptimizer(
-                    optimizer, compression=compression, backward_passes_per_step=2
-                ),
-                LOSS,
+            wrapped = hvd.DistributedOptimizer(
+                optimizer, compression=compression, backward_passes_per_step=2
             )
+            make_variables(wrapped, model)
+            model.compile(wrapped, LOSS)
             model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
             state = compression.state_dict()["tensors"]
             assert set(state) == set(squares) and len(state) == 4

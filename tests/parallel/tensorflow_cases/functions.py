@@ -26,6 +26,7 @@ from .training import (
     data,
     fit,
     flat,
+    make_variables,
     model_of,
     told,
     trained,
@@ -153,6 +154,7 @@ def several_steps_in_a_call_and_gradients_that_are_constant():
     wrapped = hvd.DistributedOptimizer(
         optimizer, compression=hvdc.Compression.dgc(optimizer, ratio=1, masking=False)
     )
+    make_variables(wrapped, model)
     model.compile(wrapped, LOSS, steps_per_execution=5)
     x, y = data(240)
     model.fit(x, y, batch_size=12, shuffle=False, verbose=0)

@@ -17,8 +17,8 @@ CASES, case = registry()
 
 @case(2, 3, 4)
 def hosts_give_what_they_give_in_one_process():
-    """In graphs and eagerly. A small tensor, and one with fewer rows than a host has ranks, stay on
-    one level."""
+    """In graphs and, on two ranks, eagerly. A small tensor, and one with fewer rows than a host has
+    ranks, stay on one level."""
     steps = [
         [alike.gradients(rank, step) for rank in range(hvd.size())] for step in range(alike.STEPS)
     ]
@@ -32,7 +32,7 @@ def hosts_give_what_they_give_in_one_process():
     ):
         spec = f"{spec}{',' if ':' in spec else ':'}min_numel=100,hosts=true"
         expected = simulate(spec, steps, local_size=hvd.local_size())
-        for in_graph in (True, False):
+        for in_graph in (True, False) if hvd.size() == 2 else (True,):
             compression = hvdc.Compression.from_spec(spec)
             step = exchanged(compression, in_graph=in_graph)
             for i in range(alike.STEPS):

@@ -165,20 +165,17 @@ def join_is_refused():
     hvdt.join()
 
 
-@case()
-def a_state_loaded_on_one_rank_only():
-    """In a job of its own, because the ranks are not in step afterwards."""
+@case(2)
+def a_state_loaded_on_one_rank_only_is_a_clear_error():
+    """The last, because the ranks are not in step afterwards."""
     for spec, words in (
         ("topk:ratio=0.01", "was a state loaded on some ranks only?"),
         ("globalrandk", "others are not"),
     ):
         compression = hvdc.Compression.from_spec(spec)
         step = exchanged(compression, ("matrix",))
-        state = (
-            compression.state_dict()
-            if step(told(0, ("matrix",))) is None
-            else compression.state_dict()
-        )
+        step(told(0, ("matrix",)))
+        state = compression.state_dict()
         step(told(1, ("matrix",)))
         if hvd.rank() == 0:
             compression.load_state_dict(state)

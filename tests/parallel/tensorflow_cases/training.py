@@ -74,15 +74,19 @@ def assert_close(model, reference, tolerance=1e-6):
     assert error <= tolerance, f"parameters differ by {error:.2e} relative"
 
 
-def fit(model, optimizer, steps=20, callbacks=(), seed=0, **options):
-    """Trains, and returns the losses of epochs.
-
-    The optimizer's variables are made first: where a first step makes them, Keras traces it twice.
-    """
+def make_variables(optimizer, model):
+    """Makes the optimizer's. Where a first step makes them, Keras traces it twice."""
     make = getattr(optimizer, "build", None) or optimizer._create_all_weights
     make(model.trainable_variables)
+
+
+def fit(model, optimizer, steps=20, callbacks=(), seed=0, **options):
+    """Trains, and returns the losses of epochs. A model that has this optimizer goes on with its
+    traces."""
     x, y = data(12 * steps, seed)
-    model.compile(optimizer, LOSS)
+    if getattr(model, "optimizer", None) is not optimizer:
+        make_variables(optimizer, model)
+        model.compile(optimizer, LOSS)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks]
     return model.fit(
         x, y, batch_size=12, shuffle=False, verbose=0, callbacks=callbacks, **options

@@ -23,6 +23,7 @@ from .training import (
     assert_replicas_identical,
     data,
     flat,
+    make_variables,
     model_of,
     told,
     trained,
@@ -90,8 +91,9 @@ def dense_updates_train_as_plain_horovod_does():
         ("legacy", {"momentum": 0.9}),
     ):
         plain = trained(None, kind, 10, sgd=options)[0]
-        model = model_of()
-        fitted(model, hvdc.UpdateOptimizer(SGD[kind](0.05, **options), "none"), 10)
+        model, optimizer = model_of(), hvdc.UpdateOptimizer(SGD[kind](0.05, **options), "none")
+        make_variables(optimizer, model)
+        fitted(model, optimizer, 10)
         assert_close(model, plain)
         assert_replicas_identical(model)
     different = model_of(hvd.rank())
