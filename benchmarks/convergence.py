@@ -12,7 +12,8 @@ gradients clipped to √ranks times the task's norm; updates/SPEC compresses eac
 in place of gradients, and adam/updates/SPEC is both; updates:every=16/SPEC exchanges those of 16
 steps, and updates:every=16,outer=0.7+0.9/SPEC has an outer Nesterov of that learning rate and
 momentum. drop/SPEC forgets after each step what was not sent, which is what error feedback is
-compared with; it is for simulated ranks only. Ranks share the task's batch, so all numbers of ranks
+compared with, and alone/SPEC has one rank train on its part of each batch and exchange nothing;
+both are for simulated ranks only. Ranks share the task's batch, so all numbers of ranks
 compute as much. Without --real, the ranks are simulated: each computes its own part of the batch,
 and the compressors, the exchange and every payload are the real ones. Each run is a line of FILE,
 by default convergence.jsonl, with the measure over steps and bytes; those that are there already
@@ -22,6 +23,7 @@ exchange. Prints a table in Markdown of all runs of the task in FILE; --plot dra
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import pathlib
@@ -51,7 +53,8 @@ PASSES = 4
 
 class Run(NamedTuple):
     """What a RUN says. every: how many local steps' updates are exchanged together, 0 where
-    gradients are; drops: whether what was not sent is forgotten."""
+    gradients are; drops: whether what was not sent is forgotten; alone: whether one rank trains on
+    its part of each batch and exchanges nothing."""
 
     optimizer: str
     rate: float
@@ -59,6 +62,7 @@ class Run(NamedTuple):
     outer: Optional[hvdc.Nesterov]
     spec: str
     drops: bool = False
+    alone: bool = False
 
 
 class Simulated:
@@ -93,7 +97,9 @@ class Simulated:
         )
         self.compressor = variant
         shapes = {name: tuple(param.shape) for name, param in self.named.items()}
-        self.exchanges = make_ranks(variant, shapes, Loopback.group(ranks), local_size=local_size)
+        self.ranks = ranks
+        transports = Loopback.group(1 if run.alone else ranks)
+        self.exchanges = make_ranks(variant, shapes, transports, local_size=local_size)
         self.moments = moments_of(variant, self.named)
         self.passes = PASSES if getattr(variant, "moments", "") == "microbatch" else 1
         self.clips = variant.policy.clip_norm is None and math.isfinite(task.clip)
@@ -109,9 +115,8 @@ class Simulated:
 
     def step(self, inputs, targets):
         arrays, squares = [], []
-        for rank, (x, y) in enumerate(
-            zip(inputs.chunk(len(self.exchanges)), targets.chunk(len(self.exchanges)))
-        ):
+        parts = zip(inputs.chunk(self.ranks), targets.chunk(self.ranks))
+        for rank, (x, y) in enumerate(itertools.islice(parts, len(self.exchanges))):
             buffers = [buffer.clone() for buffer in self.model.buffers()]
             self._show(self.own[rank])
             self.model.zero_grad()
@@ -192,17 +197,18 @@ class Simulated:
         return self.task.measure(self.model, data)
 
     def totals(self):
-        return self.exchanges[0].totals(), self.exchanges[0].stats_by_tensor()
+        nothing = {"bytes_sent": 0, "bytes_received": 0} if self.run.alone else {}
+        return {**self.exchanges[0].totals(), **nothing}, self.exchanges[0].stats_by_tensor()
 
 
 class Real:
     """This process is one of Horovod's ranks."""
 
     def __init__(self, task, run, model):
-        if run.drops:
+        if run.drops or run.alone:
             raise ValueError(
-                "drop/ is for simulated ranks: no compression of real ones forgets what it has not "
-                "sent"
+                "drop/ and alone/ are for simulated ranks: no compression of real ones forgets "
+                "what it has not sent, and none exchanges nothing"
             )
         self.task, self.run, self.model = task, run, model
         optimizer = task.optimizer(run.optimizer, model.parameters(), hvd.size())
@@ -282,7 +288,7 @@ def train(name, run, seed, ranks, real, steps=None, local_size=1):
         if step in marks:
             measured.append([step, trainer.measure(data), trainer.totals()[0]["bytes_sent"]])
     totals, by_tensor = trainer.totals()
-    together = max(its.every, 1)
+    together, sent = max(its.every, 1), totals["bytes_sent"]
     return {
         "task": name,
         "run": run,
@@ -293,7 +299,7 @@ def train(name, run, seed, ranks, real, steps=None, local_size=1):
         "real": real,
         "measured": measured,
         "parameters": sum(param.numel() for param in model.parameters()),
-        "ratio": together * totals["dense_bytes"] / totals["bytes_sent"],
+        "ratio": together * totals["dense_bytes"] / sent if sent else None,
         "ratios": {
             layer: together * stats["dense_bytes"] / max(stats["bytes_sent"], 1)
             for layer, stats in by_tensor.items()
@@ -307,18 +313,19 @@ def parsed(run, task):
     """The Run that a RUN says."""
     number = "([0-9.e+-]+?)"
     optimizer = rf"(?:(sgd|adam|corrected)(?::lr={number})?/)?"
-    exchanged = rf"(?:(updates)(?::every=(\d+)(?:,outer={number}\+{number})?)?/|(drop)/)?"
+    exchanged = rf"(?:(updates)(?::every=(\d+)(?:,outer={number}\+{number})?)?/|(drop|alone)/)?"
     found = re.fullmatch(
-        optimizer + exchanged + r"((?!(?:sgd|adam|corrected|updates|drop)\b)[^/:]+(?::.+)?)", run
+        optimizer + exchanged + r"((?!(?:sgd|adam|corrected|updates|drop|alone)\b)[^/:]+(?::.+)?)",
+        run,
     )
     if not found:
         raise ValueError(
-            f"{run}: a run is [sgd/, adam/ or corrected/][updates/ or drop/]SPEC; sgd:lr=NUMBER/ "
-            f"is SGD with that rate, "
+            f"{run}: a run is [sgd/, adam/ or corrected/][updates/, drop/ or alone/]SPEC; "
+            "sgd:lr=NUMBER/ is SGD with that rate, "
             "updates:every=H,outer=RATE+MOMENTUM/ exchanges every H steps, with an outer Nesterov; "
-            "drop/ forgets what was not sent"
+            "drop/ forgets what was not sent, alone/ has one rank train without the others"
         )
-    kind, rate, updates, every, outer_rate, momentum, drops, spec = found.groups()
+    kind, rate, updates, every, outer_rate, momentum, without, spec = found.groups()
     kind = kind or task.default
     if kind == "corrected" and not updates:
         raise ValueError(
@@ -327,7 +334,15 @@ def parsed(run, task):
         )
     outer = hvdc.Nesterov(float(outer_rate), float(momentum)) if outer_rate else None
     lr = float(rate) if rate else (task.sgd if kind == "sgd" else task.adam)["lr"]
-    return Run(kind, lr, int(every or 1) if updates else 0, outer, spec, bool(drops))
+    return Run(
+        kind,
+        lr,
+        int(every or 1) if updates else 0,
+        outer,
+        spec,
+        without == "drop",
+        without == "alone",
+    )
 
 
 # -- what was found
@@ -366,7 +381,9 @@ def table(name, rows):
         ends = [row["measured"][-1][1] for row in found]
         its = parsed(run, task)
         kind = "sgd" if its.optimizer == "sgd" else "adam"
-        uncompressed = its._replace(optimizer=kind, every=0, outer=None, spec="none", drops=False)
+        uncompressed = its._replace(
+            optimizer=kind, every=0, outer=None, spec="none", drops=False, alone=False
+        )
         alike = [
             row
             for row in rows
@@ -383,10 +400,12 @@ def table(name, rows):
         against = f"{np.mean(pairs):+.3f}" if pairs else ""
         spread = f"{np.std(ends, ddof=1):.3f}" if len(ends) > 1 else ""
         shown = with_notes(task, run, steps, real, local_size, found)
-        ratio = np.mean([row["ratio"] for row in found])
+        ratio = (
+            "" if None in (ratios := [row["ratio"] for row in found]) else f"{np.mean(ratios):.1f}"
+        )
         lines.append(
             f"| {shown} | {ranks} | {len(ends)} | {np.mean(ends):.3f} | {spread} | {against} | "
-            f"{ratio:.1f} |"
+            f"{ratio} |"
         )
     return "\n".join(lines)
 
