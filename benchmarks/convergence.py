@@ -12,7 +12,8 @@ gradients clipped to √ranks times the task's norm; updates/SPEC compresses eac
 in place of gradients, and adam/updates/SPEC is both; updates:every=16/SPEC exchanges those of 16
 steps, and updates:every=16,outer=0.7+0.9/SPEC has an outer Nesterov of that learning rate and
 momentum. drop/SPEC forgets after each step what was not sent, which is what error feedback is
-compared with; it is for simulated ranks only. Ranks share the task's batch, so all numbers of ranks
+compared with, and alone/SPEC has one rank train on its part of each batch and exchange nothing;
+both are for simulated ranks only. Ranks share the task's batch, so all numbers of ranks
 compute as much. Without --real, the ranks are simulated: each computes its own part of the batch,
 and the compressors, the exchange and every payload are the real ones. Each run is a line of FILE,
 by default convergence.jsonl, with the measure over steps and bytes; those that are there already
@@ -23,6 +24,7 @@ writes where they end as docs/results/data/README.md describes it.
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import pathlib
@@ -81,7 +83,9 @@ class Simulated:
         )
         self.compressor = variant
         shapes = {name: tuple(param.shape) for name, param in self.named.items()}
-        self.exchanges = make_ranks(variant, shapes, Loopback.group(ranks), local_size=local_size)
+        self.ranks = ranks
+        transports = Loopback.group(1 if run.alone else ranks)
+        self.exchanges = make_ranks(variant, shapes, transports, local_size=local_size)
         self.moments = moments_of(variant, self.named)
         self.passes = PASSES if getattr(variant, "moments", "") == "microbatch" else 1
         self.clips = variant.policy.clip_norm is None and math.isfinite(task.clip)
@@ -97,9 +101,8 @@ class Simulated:
 
     def step(self, inputs, targets):
         arrays, squares = [], []
-        for rank, (x, y) in enumerate(
-            zip(inputs.chunk(len(self.exchanges)), targets.chunk(len(self.exchanges)))
-        ):
+        parts = zip(inputs.chunk(self.ranks), targets.chunk(self.ranks))
+        for rank, (x, y) in enumerate(itertools.islice(parts, len(self.exchanges))):
             buffers = [buffer.clone() for buffer in self.model.buffers()]
             self._show(self.own[rank])
             self.model.zero_grad()
@@ -180,17 +183,18 @@ class Simulated:
         return self.task.measure(self.model, data)
 
     def totals(self):
-        return self.exchanges[0].totals(), self.exchanges[0].stats_by_tensor()
+        nothing = {"bytes_sent": 0, "bytes_received": 0} if self.run.alone else {}
+        return {**self.exchanges[0].totals(), **nothing}, self.exchanges[0].stats_by_tensor()
 
 
 class Real:
     """This process is one of Horovod's ranks."""
 
     def __init__(self, task, run, model):
-        if run.drops:
+        if run.drops or run.alone:
             raise ValueError(
-                "drop/ is for simulated ranks: no compression of real ones forgets what it has not "
-                "sent"
+                "drop/ and alone/ are for simulated ranks: no compression of real ones forgets "
+                "what it has not sent, and none exchanges nothing"
             )
         self.task, self.run, self.model = task, run, model
         optimizer = task.optimizer(run.optimizer, model.parameters(), hvd.size())
@@ -270,7 +274,7 @@ def train(name, run, seed, ranks, real, steps=None, local_size=1):
         if step in marks:
             measured.append([step, trainer.measure(data), trainer.totals()[0]["bytes_sent"]])
     totals, by_tensor = trainer.totals()
-    together = max(its.every, 1)
+    together, sent = max(its.every, 1), totals["bytes_sent"]
     return {
         "task": name,
         "run": run,
@@ -281,7 +285,7 @@ def train(name, run, seed, ranks, real, steps=None, local_size=1):
         "real": real,
         "measured": measured,
         "parameters": sum(param.numel() for param in model.parameters()),
-        "ratio": together * totals["dense_bytes"] / totals["bytes_sent"],
+        "ratio": together * totals["dense_bytes"] / sent if sent else None,
         "ratios": {
             layer: together * stats["dense_bytes"] / max(stats["bytes_sent"], 1)
             for layer, stats in by_tensor.items()

