@@ -26,17 +26,6 @@ def _entry_bits(density: float, values: str) -> float:
     return VALUE_BITS[values] + math.log2(1 / density) + 1.44
 
 
-# Asked for twice a tensor and step.
-@functools.lru_cache(maxsize=None)
-def _entries(
-    numel: int, density: float, chunk: Optional[int], k: Optional[int], min_k: int
-) -> Tuple[int, int]:
-    """What `TopK.entries` returns of a tensor of numel elements, of which a share is sent."""
-    least = 1 if chunk else max(1, min(min_k, numel // _MIN_SHARE))
-    chunk = min(chunk or numel, numel)
-    return chunk, min(k or max(least, math.ceil(density * chunk - 1e-6)), chunk)
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class TopK(GatheringCompressor):
     """Sends the ratio·d entries of largest accumulated gradient and keeps the others in a residual
@@ -122,7 +111,9 @@ class TopK(GatheringCompressor):
     def entries(self, numel: int, step: int) -> Tuple[int, int]:
         """(chunk, k): how many elements k entries are the largest of, in a tensor of numel elements
         at this step."""
-        return _entries(numel, self.density(step), self.chunk, self.k, self.min_k)
+        chunk = min(self.chunk or numel, numel)
+        least = 1 if self.chunk else max(1, min(self.min_k, numel // _MIN_SHARE))
+        return chunk, min(self.k or max(least, math.ceil(self.density(step) * chunk - 1e-6)), chunk)
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[kernels.Encoded]:
         return self.select(grad, state, step)

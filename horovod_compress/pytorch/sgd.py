@@ -30,7 +30,8 @@ def can_take_over(optimizer: Any) -> bool:
 
 
 def _steps_as_sgd(optimizer: torch.optim.SGD) -> bool:
-    return inspect.unwrap(own_class(optimizer).step) is inspect.unwrap(torch.optim.SGD.step)  # type: ignore[attr-defined]
+    cls: Any = own_class(optimizer)
+    return inspect.unwrap(cls.step) is inspect.unwrap(torch.optim.SGD.step)
 
 
 class SGDTakeover:
