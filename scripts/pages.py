@@ -14,6 +14,7 @@ import os
 import pathlib
 import re
 import sys
+import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -75,6 +76,13 @@ def cell(text):
     return text.replace("|", "\\|").replace("\n", " ")
 
 
+def prose(text, indent=""):
+    """A paragraph in lines of at most 100 columns. indent: of all lines but the first."""
+    return textwrap.fill(
+        text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def sentence(text):
     return text[:1].upper() + text[1:] + "." * (not text.endswith("."))
 
@@ -130,7 +138,7 @@ def algorithm_page(algorithm):
     ]
     if algorithm.traits.paper != "-":
         facts.insert(0, f"- **Paper**: {paper_of(algorithm)}.")
-    parts = [inspect.getdoc(algorithm), "\n".join(facts)]
+    parts = [inspect.getdoc(algorithm), "\n".join(prose(fact, "  ") for fact in facts)]
     own = own_options(algorithm)
     if own:
         parts += ["## Options", options(own)]
@@ -181,7 +189,7 @@ def api():
     """The reference of public names, which the site fills in from their docstrings."""
     parts = []
     for module, about in MODULES.items():
-        parts += [f"## {module}", about]
+        parts += [f"## {module}", prose(about)]
         for name in public_names(module):
             if not name.startswith("_") and f"{module}.{name}" not in MODULES:
                 parts.append(f"::: {module}.{name}")
@@ -198,7 +206,7 @@ def command_reference(name, parser):
     rows = [(f"`{spelling(action)}`", sentence(action.help)) for action in actions]
     called = " ".join(["hvdcompress", name, *("[options]",) * (len(actions) > 0)])
     positional = [spelling(action) for action in actions if not action.option_strings]
-    parts = [f"## {name}", parser.description, f"    {' '.join([called, *positional])}"]
+    parts = [f"## {name}", prose(parser.description), f"    {' '.join([called, *positional])}"]
     parts.append(table(("argument", "meaning"), rows))
     if parser.epilog:
         parts.append("```text\n" + parser.epilog.strip() + "\n```")

@@ -44,6 +44,19 @@ def test_examples_in_pages_run():
     assert not runner.failures
 
 
+def test_prose_has_at_most_100_columns():
+    """Tables and blocks of code may have more."""
+    wide = []
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        text = re.sub(r"(?ms)^```.*?^```$", lambda it: "\n" * it[0].count("\n"), page.read_text())
+        wide += [
+            f"{page.relative_to(ROOT)}:{number}"
+            for number, line in enumerate(text.split("\n"), 1)
+            if len(line) > 100 and not line.startswith(("|", "    "))
+        ]
+    assert not wide
+
+
 def anchors_of(page):
     """The anchors that GitHub makes of a page's headings, and those in HTML."""
     text = page.read_text()
