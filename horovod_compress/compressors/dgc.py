@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Optional, Tuple
+from typing import ClassVar, Optional, Tuple
 
 import numpy as np
 
@@ -48,6 +48,8 @@ class DGC(TopK):
     )
     roles = {"u": LOCAL, "v": LOCAL}
 
+    # Not an option: momentum forgets already.
+    decay: ClassVar[float] = 1.0  # type: ignore[misc]
     momentum: Optional[float] = option(
         Number(0, 1, optional=True),
         None,

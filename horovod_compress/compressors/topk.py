@@ -31,13 +31,13 @@ class TopK(GatheringCompressor):
     """Sends the ratio·d entries of largest accumulated gradient and keeps the others in a residual
     for later steps.
 
-        v ← residual + g;  send v at the k largest |v|, k = ⌈ratio·d⌉, or min_k
+        v ← β·residual + g;  send v at the k largest |v|, k = ⌈ratio·d⌉, or min_k    β = decay
         residual ← v − sent
 
     The ordinary optimizer works on the mean; with Adam compress its updates instead
     (UpdateOptimizer). A dense step sends the residual of all elements. With `chunk` the entries are
     those of each chunk of so many elements, as in SparseLoCo (arXiv 2508.15706), whose code for
-    values is `values=2bit`.
+    values is `values=2bit`, and whose residual decays.
     """
 
     id = "topk"
@@ -94,6 +94,7 @@ class TopK(GatheringCompressor):
         "with exchange=split, how many times the entries that a rank sends all ranks get; auto: 4, "
         "at most half the ranks",
     )
+    decay: float = option(Number(0, 1), 1.0, "of the residual, a step; 1: nothing is lost")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,7 +117,17 @@ class TopK(GatheringCompressor):
         return chunk, min(self.k or max(least, math.ceil(self.density(step) * chunk - 1e-6)), chunk)
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[kernels.Encoded]:
+        self._decay(state)
         return self.select(grad, state, step)
+
+    def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
+        self._decay(state)
+        return super().accumulate(grad, state, step)
+
+    def _decay(self, state: State) -> None:
+        """A pass over the residual, where it decays."""
+        if self.decay != 1:
+            state.arrays["residual"] *= np.float32(self.decay)
 
     @plain_where_it_can
     def select(

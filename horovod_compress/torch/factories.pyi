@@ -309,6 +309,7 @@ class Compression(metaclass=Algorithms):
         min_k: int = 32,
         exchange: Literal["gather", "split"] = "gather",
         accept: Union[float, Literal["auto"]] = "auto",
+        decay: float = 1.0,
     ) -> Union[BoundCompression, UnboundCompression]:
         """Sends the ratio·d entries of largest accumulated gradient and keeps the others in a
         residual for later steps.
@@ -344,6 +345,7 @@ class Compression(metaclass=Algorithms):
                 split
             accept: with exchange=split, how many times the entries that a rank sends all ranks get;
                 auto: 4, at most half the ranks; a number at least 1, or auto
+            decay: of the residual, a step; 1: nothing is lost; a number at least 0 and at most 1
         """
 
     @staticmethod

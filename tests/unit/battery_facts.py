@@ -81,7 +81,7 @@ FACTS = {
         variants=(
             "ratio=0.05",
             "ratio=0.1,values=fp16",
-            "chunk=100,k=5,values=2bit",
+            "chunk=100,k=5,values=2bit,decay=0.9",
             "ratio=0.1,values=sign",
             "chunk=50,k=3,exchange=split,values=2bit",
         ),

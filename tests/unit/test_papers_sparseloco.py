@@ -10,6 +10,7 @@ from paper_checks import alone, decoded, normal, payload_of, seeded  # noqa: F40
 
 from horovod_compress import get_compressor
 from horovod_compress.compressors.base import Step
+from horovod_compress.engine.step import end_step
 
 
 def published(error, chunk, k):
@@ -32,21 +33,33 @@ def published(error, chunk, k):
     return sent
 
 
+@pytest.mark.parametrize("decay", [1, 0.95])
 @pytest.mark.parametrize(
     "size, chunk, k",
     [(20_480, 4096, 64), (20_000, 4096, 64), (1000, 4096, 64), (5000, 64, 4), (999, 10, 10)],
 )
-def test_chunks_in_two_bits_follow_the_published_code(size, chunk, k):
+def test_chunks_in_two_bits_follow_the_published_code(size, chunk, k, decay):
+    """e ← β·e + Δ, and e loses what is sent of it."""
     gradients = [normal(size) * np.exp(normal(size)) for _ in range(6)]
-    means, state = alone(f"topk:min_numel=0,chunk={chunk},k={k},values=2bit", *gradients)
+    spec = f"topk:min_numel=0,chunk={chunk},k={k},values=2bit,decay={decay}"
+    means, state = alone(spec, *gradients)
     error = torch.zeros(size)
     for gradient, mean in zip(gradients, means):
-        error += torch.from_numpy(gradient)
+        error = decay * error + torch.from_numpy(gradient)
         sent = published(error, chunk, k)
         error -= sent
         np.testing.assert_allclose(mean, sent.numpy(), rtol=1e-5, atol=1e-7)
         assert len(np.unique(mean[mean != 0])) <= 4
     np.testing.assert_allclose(state["residual"], error.numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_dense_step_decays_what_was_kept_too():
+    _, topk, state = payload_of("topk:min_numel=0,ratio=0.01,decay=0.5", normal(1000))
+    end_step(topk, state, True)
+    kept, g = state.arrays["residual"].copy(), normal(1000)
+    payload = topk.encode_dense(g.copy(), state, Step(1, 0, 2))
+    assert kept.any()
+    np.testing.assert_array_equal(payload.array, np.float32(0.5) * kept + g)
 
 
 def test_two_bits_take_fewer_bytes_than_published():
