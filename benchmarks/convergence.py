@@ -3,12 +3,14 @@
 process.
 
     .venv/bin/python benchmarks/convergence.py TASK [RUN ...]
-        [--ranks 4] [--seeds 0 1 2] [--out FILE] [--plot FILE] [--points FILE]
+        [--ranks 4] [--seeds 0 1 2] [--device cuda] [--out FILE] [--plot FILE] [--points FILE]
     .venv/bin/horovodrun -np 4 .venv/bin/python benchmarks/convergence.py TASK [RUN ...] --real
 
 A RUN is a spec, such as dgc:ratio=0.001; sgd/SPEC or adam/SPEC names another optimizer than the
-task's, adam:lr=0.004/SPEC its learning rate, too, and corrected/updates/SPEC is hvdc.AdamW, with
-gradients clipped to √ranks times the task's norm; updates/SPEC compresses each rank's own updates
+task's, adam:lr=0.004/SPEC its learning rate, too; muon/SPEC is Muon for matrices of hidden layers
+and AdamW for the others, signs/SPEC steps by the signs of what was exchanged, as DeMo does, and
+corrected/updates/SPEC is hvdc.AdamW, with gradients clipped to √ranks times the task's norm;
+updates/SPEC compresses each rank's own updates
 in place of gradients, and adam/updates/SPEC is both; updates:every=16/SPEC exchanges those of 16
 steps, and updates:every=16,outer=0.7+0.9/SPEC has an outer Nesterov of that learning rate and
 momentum. drop/SPEC forgets after each step what was not sent, which is what error feedback is
@@ -23,21 +25,20 @@ writes where they end as docs/results/data/README.md describes it.
 """
 
 import argparse
-import contextlib
+import functools
 import itertools
 import json
 import math
 import pathlib
 import time
 
-import horovod.torch as hvd
+import numpy as np
 import points
 import torch
-from rich.progress import track
+from graphs import backward_of
 from runs import ends, figure_of, key, layers, parsed, plot, table
 from tasks import TASKS
 
-import horovod_compress.torch as hvdc
 from horovod_compress.adapters.binding import requested_compressor
 from horovod_compress.adapters.updates import compressor_for_updates
 from horovod_compress.engine.lockstep import finish_step, make_ranks, start_step
@@ -53,7 +54,7 @@ PASSES = 4
 
 class Simulated:
     """Ranks of one process. One model serves all of them: with updates it has each rank's own
-    parameters in turn."""
+    parameters in turn. What compressors work on comes to the CPU, and goes back."""
 
     def __init__(self, task, run, model, ranks, local_size):
         self.task, self.run, self.model, self.named = (
@@ -63,7 +64,7 @@ class Simulated:
             dict(model.named_parameters()),
         )
         self.optimizers = [
-            task.optimizer(run.optimizer, model.parameters(), ranks)
+            task.optimizer(run.optimizer, model.named_parameters(), ranks)
             for _ in range(ranks if run.every else 1)
         ]
         optimizer = self.optimizers[0]
@@ -90,24 +91,23 @@ class Simulated:
         self.passes = PASSES if getattr(variant, "moments", "") == "microbatch" else 1
         self.clips = variant.policy.clip_norm is None and math.isfinite(task.clip)
         self.clip = task.clip_by(run.optimizer, ranks)
-        self.shared = self._parameters() if run.every else {}
-        self.own = [self.shared] * ranks  # parameters, between exchanges
-        self.outer_momentum = (
-            {name: torch.zeros_like(param) for name, param in self.shared.items()}
-            if run.outer
-            else {}
-        )
+        self.parameters = list(model.parameters())
+        # Between exchanges: what all ranks share, and each rank's own.
+        self.shared = copies(self.parameters) if run.every else []
+        self.own = [copies(self.parameters) for _ in range(ranks if run.every else 0)]
+        self.outer_momentum = [torch.zeros_like(param) for param in self.shared if run.outer]
         self.local_steps = 0
+        # The first parts' memory, and what makes their gradients from a recorded graph.
+        self.recorded = None
 
     def step(self, inputs, targets):
         arrays, squares = [], []
         parts = zip(inputs.chunk(self.ranks), targets.chunk(self.ranks))
-        for rank, (x, y) in enumerate(itertools.islice(parts, len(self.exchanges))):
+        for rank, part in enumerate(itertools.islice(parts, len(self.exchanges))):
             buffers = [buffer.clone() for buffer in self.model.buffers()]
-            self._show(self.own[rank])
-            self.model.zero_grad()
-            for part, its in zip(x.chunk(self.passes), y.chunk(self.passes)):
-                (self.task.loss(self.model, part, its) / self.passes).backward()
+            if self.run.every:
+                self._show(self.own[rank])
+            self._backward(*part)
             # Whose running statistics nobody looks at.
             if rank > 0:
                 for buffer, before in zip(self.model.buffers(), buffers):
@@ -117,7 +117,7 @@ class Simulated:
             if self.run.every:
                 self._step_of(rank)
             else:
-                arrays.append({name: flat(param.grad).copy() for name, param in self.named.items()})
+                arrays.append(self._flat([param.grad for param in self.parameters]))
         if self.run.every:
             self.local_steps += 1
             if self.local_steps == self.run.every:
@@ -136,43 +136,64 @@ class Simulated:
                 for array in state.values()
             ):
                 kept[:] = 0
-        for name, param in self.named.items():
-            param.grad.copy_(torch.from_numpy(results[name]).view_as(param))
+        torch._foreach_copy_([param.grad for param in self.parameters], self._tensors(results))
         if self.clips:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.takeover.before_step(self.optimizers[0])
         self.optimizers[0].step()
         self.takeover.restore()
 
-    def _parameters(self):
-        return {name: param.detach().clone() for name, param in self.named.items()}
+    def _backward(self, inputs, targets):
+        """Makes the gradients of a rank's part of the batch."""
+        if inputs.is_cuda and self.passes == 1 and not self.moments:
+            if self.recorded is None:
+                memory = [inputs.clone(), targets.clone()]
+                self.recorded = *memory, backward_of(self.model, self.task.loss, *memory)
+            recorded_inputs, recorded_targets, backward = self.recorded
+            recorded_inputs.copy_(inputs)
+            recorded_targets.copy_(targets)
+            backward()
+            return
+        self.model.zero_grad()
+        for part, its in zip(inputs.chunk(self.passes), targets.chunk(self.passes)):
+            (self.task.loss(self.model, part, its) / self.passes).backward()
+
+    def _flat(self, tensors):
+        """{name: a flat copy in NumPy's memory}, of a tensor for each parameter."""
+        together = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu().numpy()
+        ends = np.cumsum([tensor.numel() for tensor in tensors])
+        return dict(zip(self.named, np.split(together, ends[:-1])))
+
+    def _tensors(self, arrays):
+        """A tensor for each parameter, where that is, of flat arrays by name."""
+        together = torch.from_numpy(np.concatenate([arrays[name] for name in self.named]))
+        parts = together.to(self.parameters[0].device).split([p.numel() for p in self.parameters])
+        return [part.view_as(param) for part, param in zip(parts, self.parameters)]
 
     @torch.no_grad()
-    def _show(self, parameters):
-        for name, values in parameters.items():
-            self.named[name].copy_(values)
+    def _show(self, values):
+        torch._foreach_copy_(self.parameters, values)
 
     @torch.no_grad()
     def _step_of(self, rank):
         if self.clips:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizers[rank].step()
-        self.own[rank] = self._parameters()
+        torch._foreach_copy_(self.own[rank], self.parameters)
 
+    @torch.no_grad()
     def _exchange_updates(self):
         """What hvdc.UpdateOptimizer does at the end of a round."""
-        updates = [
-            {name: flat(values - self.shared[name]) for name, values in own.items()}
-            for own in self.own
-        ]
+        updates = [self._flat(torch._foreach_sub(own, self.shared)) for own in self.own]
         results = finish_step(self.exchanges, start_step(self.exchanges, updates), updates)[0]
-        for name, shared in self.shared.items():
-            update = torch.from_numpy(results[name]).view_as(shared)
+        for i, update in enumerate(self._tensors(results)):
             if self.run.outer:
-                momentum = self.outer_momentum[name].mul_(self.run.outer.momentum).add_(update)
+                momentum = self.outer_momentum[i].mul_(self.run.outer.momentum).add_(update)
                 update = update.add(momentum, alpha=self.run.outer.momentum).mul(self.run.outer.lr)
-            shared.add_(update)
-        self.own, self.local_steps = [self.shared] * len(self.own), 0
+            self.shared[i].add_(update)
+        for own in self.own:
+            torch._foreach_copy_(own, self.shared)
+        self.local_steps = 0
 
     def set_rate(self, rate):
         for optimizer in self.optimizers:
@@ -187,86 +208,42 @@ class Simulated:
         return {**self.exchanges[0].totals(), **nothing}, self.exchanges[0].stats_by_tensor()
 
 
-class Real:
-    """This process is one of Horovod's ranks."""
-
-    def __init__(self, task, run, model):
-        if run.drops or run.alone:
-            raise ValueError(
-                "drop/ and alone/ are for simulated ranks: no compression of real ones forgets "
-                "what it has not sent, and none exchanges nothing"
-            )
-        self.task, self.run, self.model = task, run, model
-        optimizer = task.optimizer(run.optimizer, model.parameters(), hvd.size())
-        self.clip = task.clip_by(run.optimizer, hvd.size())
-        if run.every:
-            self.optimizer = hvdc.UpdateOptimizer(
-                optimizer,
-                named_parameters=model.named_parameters(),
-                compression=run.spec,
-                every=run.every,
-                outer=run.outer,
-            )
-            self.compression, self.passes, self.clips = (
-                self.optimizer.compression,
-                1,
-                math.isfinite(task.clip),
-            )
-            return
-        self.compression = hvdc.Compression.from_spec(
-            run.spec, optimizer, named_parameters=model.named_parameters()
-        )
-        self.passes = PASSES if self.compression.config.get("moments") == "microbatch" else 1
-        self.clips = self.compression.config.get("clip_norm") is None and math.isfinite(task.clip)
-        self.optimizer = hvd.DistributedOptimizer(
-            optimizer,
-            model.named_parameters(),
-            self.compression,
-            backward_passes_per_step=self.passes,
-        )
-
-    def step(self, inputs, targets):
-        x, y = inputs.chunk(hvd.size())[hvd.rank()], targets.chunk(hvd.size())[hvd.rank()]
-        self.optimizer.zero_grad()
-        for part, its in zip(x.chunk(self.passes), y.chunk(self.passes)):
-            (self.task.loss(self.model, part, its) / self.passes).backward()
-        if not self.run.every:
-            self.optimizer.synchronize()
-        if self.clips:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        with contextlib.nullcontext() if self.run.every else self.optimizer.skip_synchronize():
-            self.optimizer.step()
-
-    def set_rate(self, rate):
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-
-    def measure(self, data):
-        with self.optimizer.shared_parameters() if self.run.every else contextlib.nullcontext():
-            return self.task.measure(self.model, data)
-
-    def totals(self):
-        return self.compression.stats(), self.compression.stats_by_tensor()
+def copies(tensors):
+    return [tensor.detach().clone() for tensor in tensors]
 
 
-def flat(tensor):
-    return tensor.detach().reshape(-1).numpy()
+def made(task, run, model, real, ranks, local_size):
+    """What trains."""
+    if not real:
+        return Simulated(task, run, model, ranks, local_size)
+    from horovod_ranks import Real
+
+    return Real(task, run, model, PASSES)
 
 
-def train(name, run, seed, ranks, real, steps=None, local_size=1):
-    """One run, as a line of the file."""
+def train(
+    name,
+    run,
+    seed,
+    ranks,
+    real,
+    steps=None,
+    local_size=1,
+    device="cpu",
+    shown=lambda each, *_: each,
+):
+    """One run, as a line of the file. shown: goes through steps, as rich's track does."""
     task = TASKS[name]
     its = parsed(run, task)
-    data, total = task.data(), steps or task.steps
+    data = {part: [each.to(device) for each in both] for part, both in task.data().items()}
+    total = steps or task.steps
     torch.manual_seed(seed)
-    model = task.model()
-    trainer = Real(task, its, model) if real else Simulated(task, its, model, ranks, local_size)
+    model = task.model().to(device)
+    trainer = made(task, its, model, real, ranks, local_size)
     measured, seconds = [], 0.0
     marks = {round(total * point / POINTS) for point in range(1, POINTS + 1)}
     batches = zip(range(1, total + 1), task.batches(data, seed))
-    for step, (inputs, targets) in track(
-        batches, f"{name} {run} × {ranks}, seed {seed}", total, disable=bool(real and hvd.rank())
-    ):
+    for step, (inputs, targets) in shown(batches, f"{name} {run} × {ranks}, seed {seed}", total):
         trainer.set_rate(its.rate * task.rate((step - 1) / total))
         started = time.perf_counter()
         trainer.step(inputs, targets)
@@ -296,6 +273,9 @@ def train(name, run, seed, ranks, real, steps=None, local_size=1):
 
 
 def main():
+    # Not where others import this, who have no rich.
+    from rich.progress import track
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -313,6 +293,7 @@ def main():
     parser.add_argument(
         "--real", action="store_true", help="this process is one of horovodrun's ranks"
     )
+    parser.add_argument("--device", default="cpu", help="of the model of simulated ranks")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("convergence.jsonl"))
     parser.add_argument(
         "--layers",
@@ -328,10 +309,14 @@ def main():
         help="of the picture's link, bits a second (default: 100 Mbit/s)",
     )
     options = parser.parse_args()
-    hvd.init()
+    first, size, local_size = True, None, options.local_size
     if options.real:
+        import horovod.torch as hvd
+
+        hvd.init()
         torch.set_num_threads(1)
-    first, local_size = hvd.rank() == 0, hvd.local_size() if options.real else options.local_size
+        first, size, local_size = hvd.rank() == 0, hvd.size(), hvd.local_size()
+    shown = functools.partial(track, disable=not first)
     rows = (
         [json.loads(line) for line in options.out.read_text().splitlines()]
         if options.out.exists()
@@ -339,7 +324,7 @@ def main():
     )
     rows = [row for row in rows if row["task"] == options.task]
     for run in options.runs:
-        for ranks in [hvd.size()] if options.real else options.ranks:
+        for ranks in [size] if options.real else options.ranks:
             for seed in options.seeds:
                 wanted = (
                     run,
@@ -350,9 +335,8 @@ def main():
                 )
                 if any(key(row) == wanted and row["seed"] == seed for row in rows):
                     continue
-                rows.append(
-                    train(options.task, run, seed, ranks, options.real, options.steps, local_size)
-                )
+                about = options.real, options.steps, local_size, options.device, shown
+                rows.append(train(options.task, run, seed, ranks, *about))
                 if first:
                     with options.out.open("a") as file:
                         file.write(json.dumps(rows[-1]) + "\n")

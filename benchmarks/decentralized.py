@@ -21,7 +21,9 @@ import time
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tasks import fashion, resnet20, steps_down
+from graphs import backward_of
+from networks import resnet20
+from tasks import fashion, steps_down
 from torch import nn
 
 import horovod_compress as hc
@@ -62,27 +64,8 @@ def parsed(run):
     return algorithm, float(zeta) if zeta else None, spec
 
 
-def backward_of(model, inputs, targets):
-    """A function that makes the gradients of a batch in these tensors; on a GPU by a recorded graph
-    of its kernels."""
-
-    def backward():
-        for param in model.parameters():
-            param.grad.zero_()
-        F.cross_entropy(model(inputs), targets).backward()
-
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    if not inputs.is_cuda:
-        return backward
-    graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            backward()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=aside):
-            backward()
-    return graph.replay
+def cross_entropy(model, inputs, targets):
+    return F.cross_entropy(model(inputs), targets)
 
 
 class Ranks:
@@ -96,7 +79,7 @@ class Ranks:
         data = {part: [each.to(device) for each in both] for part, both in fashion(side).items()}
         self.test, (inputs, targets) = data["test"], data["train"]
         self.inputs, self.targets = (each[: self.batch].clone() for each in (inputs, targets))
-        self.backward = backward_of(self.model, self.inputs, self.targets)
+        self.backward = backward_of(self.model, cross_entropy, self.inputs, self.targets)
         self.rng = np.random.default_rng(seed)
         order = torch.from_numpy(self.rng.permutation(len(targets))).to(device)
         if sort:

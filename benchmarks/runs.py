@@ -6,7 +6,7 @@ from typing import Any, Dict, List, NamedTuple, Optional
 import numpy as np
 from tasks import TASKS
 
-import horovod_compress.torch as hvdc
+from horovod_compress.adapters.updates import Nesterov
 
 
 class Run(NamedTuple):
@@ -17,7 +17,7 @@ class Run(NamedTuple):
     optimizer: str
     rate: float
     every: int
-    outer: Optional[hvdc.Nesterov]
+    outer: Optional[Nesterov]
     spec: str
     drops: bool = False
     alone: bool = False
@@ -26,15 +26,18 @@ class Run(NamedTuple):
 def parsed(run, task):
     """The Run that a RUN says."""
     number = "([0-9.e+-]+?)"
-    optimizer = rf"(?:(sgd|adam|corrected)(?::lr={number})?/)?"
+    optimizer = rf"(?:(sgd|adam|corrected|muon|signs)(?::lr={number})?/)?"
     exchanged = rf"(?:(updates)(?::every=(\d+)(?:,outer={number}\+{number})?)?/|(drop|alone)/)?"
     found = re.fullmatch(
-        optimizer + exchanged + r"((?!(?:sgd|adam|corrected|updates|drop|alone)\b)[^/:]+(?::.+)?)",
+        optimizer
+        + exchanged
+        + r"((?!(?:sgd|adam|corrected|muon|signs|updates|drop|alone)\b)[^/:]+(?::.+)?)",
         run,
     )
     if not found:
         raise ValueError(
-            f"{run}: a run is [sgd/, adam/ or corrected/][updates/, drop/ or alone/]SPEC; "
+            f"{run}: a run is [sgd/, adam/, muon/, signs/ or corrected/][updates/, drop/ or "
+            "alone/]SPEC; "
             "sgd:lr=NUMBER/ is SGD with that rate, "
             "updates:every=H,outer=RATE+MOMENTUM/ exchanges every H steps, with an outer Nesterov; "
             "drop/ forgets what was not sent, alone/ has one rank train without the others"
@@ -46,7 +49,7 @@ def parsed(run, task):
             f"{run}: corrected/ is for updates/, as gradients that were exchanged are the whole "
             f"batch's"
         )
-    outer = hvdc.Nesterov(float(outer_rate), float(momentum)) if outer_rate else None
+    outer = Nesterov(float(outer_rate), float(momentum)) if outer_rate else None
     lr = float(rate) if rate else (task.sgd if kind == "sgd" else task.adam)["lr"]
     every = int(every or 1) if updates else 0
     return Run(kind, lr, every, outer, spec, without == "drop", without == "alone")
