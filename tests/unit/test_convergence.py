@@ -108,7 +108,8 @@ def test_a_rank_alone_has_its_part_of_each_batch_and_sends_nothing(trained):
     [
         (
             "rmsprop/none",
-            r"a run is \[sgd/, adam/ or corrected/\]\[updates/, drop/ or alone/\]SPEC",
+            r"a run is \[sgd/, adam/, muon/, signs/ or corrected/\]"
+            r"\[updates/, drop/ or alone/\]SPEC",
         ),
         ("corrected/none", "corrected/ is for updates/"),
         ("updates/dgc:momentum=0.9", "dgc: momentum has no meaning where updates are compressed"),
