@@ -1,1 +1,1 @@
-"""What all reducers share, whatever their framework is: binding, elastic states, updates, trials."""
+"""What all reducers share, whatever the framework: binding, elastic states, updates, trials."""
