@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Writes what of the documentation follows from the code: in docs/algorithms/ what each algorithm
-does and its options, in docs/choose.md what is recommended, and docs/reference/.
+does and its options, in docs/choose.md what is recommended, docs/reference/, and from docstrings
+of modules the folders in docs/how-it-works.md and layouts in docs/wire-format.md.
 
 It stands in its page between two comments, and what is written by hand around it stays. --check
 writes nothing, and fails where a page is not current. Needs no framework.
@@ -49,6 +50,22 @@ MODULES = {
         "For DistributedDataParallel, without Horovod, `from horovod_compress import ddp`."
     ),
 }
+# The folders, from those that import to those that are imported.
+FOLDERS = (
+    "tools",
+    "torch",
+    "tensorflow",
+    "ddp",
+    "pytorch",
+    "adapters",
+    "engine",
+    "compressors",
+    "transport",
+    "protocol",
+    "kernels",
+)
+# Parts of bodies, by the modules that encode them.
+LAYOUTS = {"Fields": "quantization", "Columns": "columns", "Buckets": "buckets"}
 # What an algorithm of another package is written with.
 FOR_AUTHORS = (
     "compressors.base.Compressor",
@@ -173,6 +190,26 @@ def recommended():
     return table(("your situation", "start with", "measured against none"), rows)
 
 
+def docstring(path):
+    """The paragraphs of a module's docstring, read from its source."""
+    source = (ROOT / "horovod_compress" / path).read_text()
+    return ast.get_docstring(ast.parse(source)).split("\n\n")
+
+
+def folders():
+    firsts = {name: docstring(f"{name}/__init__.py")[0].replace("\n", " ") for name in FOLDERS}
+    rows = [(f"`{name}/`", sentence(text.partition(". ")[0])) for name, text in firsts.items()]
+    return table(("folder of `horovod_compress`", "what is in it"), rows)
+
+
+def layouts():
+    """What modules say of the bytes that they write, in the second paragraph of their docstring."""
+    return "\n\n".join(
+        f"### {title}\n\n{docstring(f'kernels/reference/{module}.py')[1]}"
+        for title, module in LAYOUTS.items()
+    )
+
+
 def public_names(module):
     """What a module's __all__ lists, read from its source, because frameworks may be missing."""
     path = ROOT / module.replace(".", "/")
@@ -239,6 +276,8 @@ PAGES = {
     **{f"algorithms/{id}.md": lambda its=its: algorithm_page(its) for id, its in REGISTRY.items()},
     "algorithms/index.md": index,
     "choose.md": recommended,
+    "how-it-works.md": folders,
+    "wire-format.md": layouts,
     "reference/api.md": api,
     "reference/cli.md": commands,
 }

@@ -5,6 +5,7 @@ import posixpath
 import re
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+CODE_IN_CELL = re.compile(r"(?<=<td>)<code>.*?</code>")
 LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)")
 
 
@@ -25,3 +26,8 @@ def on_page_markdown(markdown, page, config, files):
         return f"{config.repo_url}/blob/main/{path}" if outside else match[1]
 
     return LINK.sub(led, markdown)
+
+
+def on_page_content(html, page, config, files):
+    """Lets specs in tables break between their parts, and nowhere else."""
+    return CODE_IN_CELL.sub(lambda code: re.sub(r"(?<=[,:])|(?<=[^<]/)", "<wbr>", code[0]), html)

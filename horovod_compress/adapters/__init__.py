@@ -1,1 +1,1 @@
-"""What all hosts of compressions share, whatever their framework is."""
+"""What all reducers share, whatever the framework: binding, elastic states, updates, trials."""

@@ -1,5 +1,5 @@
-"""The hot loops, on one-dimensional contiguous arrays: modules of functions with the same names,
-arguments and meaning.
+"""The hot loops, on one-dimensional contiguous arrays, in NumPy (`reference`), C++ (`native`) and
+Triton (`device`): modules of functions with the same names, arguments and meaning.
 
 `of(array)` is the module that works on an array. For NumPy arrays that is `cpu`: the native module
 (C++) where it was built, else the NumPy reference. `backend` names it, "native" or "reference". The

@@ -61,7 +61,8 @@ def rate(text: str) -> float:
 
 def parameters(text: str) -> float:
     """A number of parameters."""
-    found = _with_unit("([0-9.]+)([kmgbt]?)", text)
+    # A fraction without a unit would be meant in millions.
+    found = _with_unit(r"(?=\d+$|.*[kmgbt])([0-9.]+)([kmgbt]?)", text)
     if found:
         return found
     raise argparse.ArgumentTypeError(f"must be a number above 0, as 350k or 25.6M, not {text!r}")

@@ -186,7 +186,7 @@ def _plot(run: Dict[str, Any], path: str) -> None:
                 textcoords="offset points",
                 fontsize=8,
             )
-    axes.set(xscale="log", yscale="log", xlabel="encode + decode, ms", ylabel="ratio on the wire")
+    axes.set(xscale="log", yscale="log", xlabel="encode + decode, ms", ylabel="ratio")
     axes.set_title(_title(run), loc="left", fontsize=10)
     axes.margins(x=0.2, y=0.1)  # room for the labels
     save_figure(figure, path)

@@ -264,7 +264,7 @@ def _error_of(ranks: Ranks, id: str, transport: str) -> Optional[str]:
 def _exchanged(ranks: Ranks, spec: Any, steps: Sequence[Named]) -> Iterator[Named]:
     """What a compression makes of this rank's gradients of each step."""
     params = {name: _parameter(grad.shape) for name, grad in steps[0].items()}
-    forward, optimizer = ranks.training(params, torch.optim.Adam(params.values()), spec)
+    forward, optimizer = ranks.training(params, torch.optim.ASGD(params.values()), spec)
     for step in steps:
         optimizer.zero_grad()
         used = zip(forward(), step.values())

@@ -80,8 +80,20 @@ def write_json(found: Any, path: Optional[str]) -> bool:
 
 
 def save_figure(figure: Any, path: str) -> None:
-    """Draws grids and legends, as in all figures, and writes the picture."""
+    """Draws grids, legends and numbers, as in all figures, and writes the picture."""
+    from matplotlib.ticker import LogFormatterSciNotation
+
+    class Plain(LogFormatterSciNotation):
+        """Labels the ticks that a power of ten would label, with numbers as tables have them."""
+
+        def __call__(self, x: float, pos: Optional[int] = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
+
     for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            if isinstance(axis.get_major_formatter(), LogFormatterSciNotation):
+                axis.set_major_formatter(Plain())
+                axis.set_minor_formatter(Plain(minor_thresholds=(2, 0.5)))
         axes.grid(alpha=0.3, which="both")
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:

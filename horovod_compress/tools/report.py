@@ -117,21 +117,17 @@ def plot(records: Sequence[Record], path: str) -> None:
     figure = Figure(figsize=(11, 8), layout="constrained")
     panels = figure.subplots(2, 2).flat
     steps = [record["step"] for record in records]
+    seconds = {"encode": "encode_seconds", "wait": "exchange_seconds", "decode": "decode_seconds"}
+    norms = {"gradient": "gradient_norm", "residual": "residual_norm"}
     for axes, keys, unit, title, scale in (
-        (panels[0], ("bytes_sent", "dense_bytes"), 1e3, "kB a step", "log"),
-        (panels[1], ("gradient_norm", "residual_norm"), None, "norms", "log"),
-        (
-            panels[2],
-            ("encode_seconds", "exchange_seconds", "decode_seconds"),
-            1e-3,
-            "ms a step",
-            "linear",
-        ),
+        (panels[0], {"sent": "bytes_sent", "dense": "dense_bytes"}, 1e3, "kB a step", "log"),
+        (panels[1], norms, None, "norms", "log"),
+        (panels[2], seconds, 1e-3, "ms a step", "linear"),
     ):
-        for key in keys:
+        for label, key in keys.items():
             # Norms are those of the last step; the rest is of all steps since the record before.
             values = [r[key] / max(r["steps"], 1) / unit if unit else r[key] for r in records]
-            axes.plot(steps, values, label=key.replace("_", " "))
+            axes.plot(steps, values, label=label)
         axes.set(title=title, xlabel="step", yscale=scale)
     # A dollar sign begins a formula.
     names = [printable(line["name"]).replace("$", r"\$") for line in reversed(tensors)]

@@ -218,3 +218,5 @@ def test_check_alone():
     assert found["good"] and len(found["installed"]["ranks"]) == 1 and "network" not in found
     assert "all is well, as far as one rank shows" in job.stderr
     assert "one rank: nothing was exchanged" in job.stderr and "20 of 20" in job.stderr
+    # What is tried is none of the user's, so it warns of nothing.
+    assert "Warning" not in job.stderr

@@ -12,6 +12,7 @@ import horovod_compress as hc
 from horovod_compress.tools import bench, models
 from horovod_compress.tools.cli import main
 from horovod_compress.tools.gradients import load_gradients, random_gradients
+from horovod_compress.tools.printing import save_figure
 
 
 def run(capsys, *arguments):
@@ -164,6 +165,19 @@ def test_bench_on_a_model_with_markdown_and_plot(capsys, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_figures_have_the_numbers_of_tables(tmp_path):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.add_subplot(xscale="log", yscale="log")
+    axes.plot([70, 100], [0.14, 2100])
+    save_figure(figure, str(tmp_path / "figure.svg"))
+    labels = [
+        label.get_text()
+        for axis in (axes.xaxis, axes.yaxis)
+        for label in (*axis.get_majorticklabels(), *axis.get_minorticklabels())
+    ]
+    assert {"70", "0.1", "1000"} <= set(labels) and not "".join(labels).count("^")
+
+
 def test_random_gradients_follow_from_the_seed():
     shapes = {"w": (300, 40), "b": (300,)}
     first, again, other = (random_gradients(shapes, seed) for seed in (0, 0, 1))
@@ -238,6 +252,7 @@ def test_files_that_are_damaged(capsys, gradients, tmp_path):
         (["bench", "--ranks", "0"], "--ranks: must be a whole number, at least 1"),
         (["bench", "--steps", "many"], "--steps: must be a whole number, at least 1"),
         (["bench", "--plot", "/nowhere/at/all.png"], "there is no folder /nowhere/at"),
+        (["plan", "--parameters", "25.6"], "must be a number above 0, as 350k or 25.6M"),
         (["plan", "--plot", "plot.txt"], "plot.txt must end in .png, .pdf or .svg"),
         ([], "COMMAND"),
     ],

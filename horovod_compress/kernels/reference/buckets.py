@@ -1,11 +1,12 @@
 """Levels by bucket, each bucket against its own norm (QSGD, Alistarh et al., NeurIPS 2017, arXiv
 1610.02132).
 
-A body has the coding (0 fixed width, 1 Elias) and a float32 norm for each bucket. At fixed width
-follow, for each bucket, a byte for the width that holds the largest level possible for its
-elements, then all levels in columns. In Elias' code follow a uint32 count and, for each level that
-is not 0, the gamma code of the number of zeros before it plus 1, a sign bit, and the gamma code of
-the level's magnitude.
+A body has a byte for the coding (0 fixed width, 1 Elias) and a float32 norm for each bucket. At
+fixed width follow, for each bucket, a byte for the width w that holds the largest level possible
+for its elements, then all levels + 2^(w−1) − 1 in columns of w bits. In Elias' code follow a uint32
+count and, for each level that is not 0, the gamma code of the number of zeros before it plus 1, a
+sign bit, and the gamma code of the level's magnitude. The gamma code of n is as many ones as n has
+bits after the first, a zero, and those bits.
 """
 
 import struct

@@ -1,8 +1,9 @@
 """Codes of any width packed without free bits, for payloads whose words need not add up.
 
-A block of 512 elements is 32 rows of 16 columns; the last block has ⌈count/32⌉ columns. The codes
-of a column, `width` bits each, follow each other in `width` uint32 words. Word k of column c lies
-at k·columns + c.
+A block of 512 elements is 32 rows of 16 columns; the last block has ⌈count/32⌉ columns. Element
+r·columns + c of a block stands in row r of column c. The codes of a column, `width` bits each,
+follow each other, lowest bits first, in `width` uint32 words. Word k of column c lies at
+k·columns + c of the block's.
 """
 
 import numpy as np

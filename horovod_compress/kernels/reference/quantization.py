@@ -1,10 +1,11 @@
 """Randomness from counters, and integer codes that many ranks can add up in one word.
 
 Codes of `width` bits lie side by side in words, int32, or int64 where those hold over a tenth more.
-Elements go to words by blocks of 64: the first fields of a block's words come first, then the
-second …. Fields of signed codes borrow from the one above, so the sum of the ranks' words is the
-word of the sums. A field must hold 2·(ranks · largest code) + 1 values. The native functions write
-into `spare`, an earlier step's words, where it is given.
+Elements go to words by blocks of 64 words: the first fields of a block's words come first, then the
+second …. Codes are signed and borrow from the field above, so the sum of the ranks' words is the
+word of the sums. A field must hold 2·(ranks · largest code) + 1 values.
+
+The native functions write into `spare`, an earlier step's words, where it is given.
 """
 
 from typing import Optional, Sequence, Tuple, Union
