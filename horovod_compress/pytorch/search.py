@@ -13,9 +13,10 @@ def objects_of(*kinds: Type[Any]) -> List[Any]:
     there are no classes."""
     if not kinds:
         return []
-    objects = _reachable() if gc.get_freeze_count() else gc.get_objects()
+    objects = list(_reachable()) if gc.get_freeze_count() else gc.get_objects()
     # isinstance() would ask objects for their class, which some make up.
-    return [each for each in objects if issubclass(type(each), kinds)]
+    classes = {cls for cls in set(map(type, objects)) if issubclass(cls, kinds)}
+    return [each for each in objects if type(each) in classes]
 
 
 def subclasses_of(cls: Type[Any]) -> Iterator[Type[Any]]:

@@ -82,8 +82,6 @@ class BoundCompression(StepCompression):
         try:
             if {slot.name for slot in self._reduced()} != self._tensors.keys():
                 self._follow_horovods_choice()
-            if self._exchange_is_made:
-                self._exchange.handover.check_host(horovod_internals.factor_of(optimizer))
         except BaseException:
             self._optimizer = None
             raise

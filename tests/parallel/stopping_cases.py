@@ -22,28 +22,33 @@ def wait_for_what_never_comes():
 
 @case()
 def passes():
-    """On both ranks before one of them stops the job."""
-    here = [pathlib.Path(f"{sys.argv[2]}.{rank}.passes") for rank in range(2)]
-    here[RANK].touch()
-    while not all(file.exists() for file in here):
-        time.sleep(0.01)
-    # The other is to write that it has passed.
-    time.sleep(1)
+    pass
+
+
+def wait_until_both_have_passed():
+    """Returns when both ranks have written that `passes` has ended, and may be stopped."""
+    for rank in range(2):
+        results = pathlib.Path(f"{sys.argv[2]}.{rank}")
+        while not results.exists() or '"passes", "ended"' not in results.read_text():
+            time.sleep(0.01)
 
 
 @case()
 def hangs_on_one_rank():
+    wait_until_both_have_passed()
     if RANK == 1:
         wait_for_what_never_comes()
 
 
 @case()
 def fails_on_one_rank():
+    wait_until_both_have_passed()
     assert RANK == 0, "rank 1 is wrong"
 
 
 @case()
 def crashes():
+    wait_until_both_have_passed()
     os._exit(3)
 
 

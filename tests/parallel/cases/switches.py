@@ -168,9 +168,9 @@ def momentum_of_sums_after_a_state_was_loaded():
     assert_close(again, reference, 5e-6)
     with raises(RuntimeError, "does not average", "call switch() after the first step"):
         train(late, wrap(late, lates, bound, op=hvd.Sum), batches(1))
+    # A state that is loaded afterwards is a new one, of which nothing was handed over.
     bound.switch("dgc:ratio=1,masking=false")
     bound.load_state_dict(_loaded(saved)[-1])
-    # The state is a new one, of which nothing was handed over.
     bound._exchange.handover.check_host(2.0)
 
 
