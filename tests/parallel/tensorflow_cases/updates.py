@@ -25,6 +25,7 @@ from .training import (
     flat,
     make_variables,
     model_of,
+    simplify_graphs,
     told,
     trained,
 )
@@ -308,12 +309,14 @@ def moments_are_averaged():
 
 @case(2)
 def an_update_that_is_not_finite_moves_nothing():
+    # Else Keras' SGD multiplies what is not finite by its momentum of 0, and keeps that.
+    simplify_graphs(True)
     for every, outer in ((1, None), (2, hvdc.Nesterov())):
         variables = zeros()
         optimizer = hvdc.UpdateOptimizer(
             keras.optimizers.SGD(1.0), "topk:ratio=0.05,min_numel=0", every=every, outer=outer
         )
-        step, asked = stepping(optimizer, variables), 0.0
+        step = stepping(optimizer, variables)
         for i in range(8):
             before, gradients = values(variables), told(i, NAMES)
             if i == 3 and hvd.rank() == 1:
@@ -327,7 +330,8 @@ def an_update_that_is_not_finite_moves_nothing():
                 assert_alike(variables)
         assert_alike(variables)
         optimizer.compression._exchange.end_step()
-        assert optimizer.compression.stats()["steps_undone"] == 1, asked
+        assert optimizer.compression.stats()["steps_undone"] == 1
+    simplify_graphs(False)
 
 
 @case(2, 3)
