@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import pathlib
 
+import elastic_jobs
 import pytest
 from jobs import launch
 
@@ -67,3 +68,23 @@ def two_hosts():
 
     joined.addresses = program.HOSTS
     return joined
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        "on one machine",
+        pytest.param("on two hosts", marks=pytest.mark.release),
+    ],
+)
+def elastic_job(request, tmp_path_factory, two_hosts):
+    """The folder of an elastic job that has ended. On two hosts the one whose rank has died comes
+    back under its address, which is a new host to Horovod."""
+    folder = tmp_path_factory.mktemp("elastic")
+    if request.param == "on one machine":
+        elastic_jobs.run(folder, "elastic_job.py")
+    else:
+        with two_hosts("1gbit") as hosts:
+            names = ("a", "b", two_hosts.addresses["b"])
+            elastic_jobs.run(folder, "elastic_job.py", names=names, hosts=hosts)
+    return folder

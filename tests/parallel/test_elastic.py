@@ -9,10 +9,11 @@ import pytest
 pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorch")
 
 import elastic_sums_job as sums
-import elastic_switch_job as switches
+import elastic_switches as switches
 import torch
-from elastic_job import KILLED_AT, RANKS, SPECS, STEPS, UNBOUND, loss_of, model_of, optimizer_of
+from elastic_gradients import SPECS, UNBOUND, optimizer_of
 from elastic_jobs import ON_ONE_MACHINE, bound, histories, history, names_of, replay, run, switch
+from elastic_training import KILLED_AT, RANKS, STEPS, loss_of, model_of
 
 from horovod_compress.compressors import get_compressor
 from horovod_compress.engine.lockstep import run_step
@@ -30,29 +31,9 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "on one machine",
-        pytest.param("on two hosts", marks=pytest.mark.release),
-    ],
-)
-def job(request, tmp_path_factory, two_hosts):
-    """The folder of a job that has ended. On two hosts the one whose rank has died comes back under
-    its address, which is a new host to Horovod."""
-    folder = tmp_path_factory.mktemp("elastic")
-    if request.param == "on one machine":
-        run(folder, "elastic_job.py")
-    else:
-        with two_hosts("1gbit") as hosts:
-            names = ("a", "b", two_hosts.addresses["b"])
-            run(folder, "elastic_job.py", names=names, hosts=hosts)
-    return folder
-
-
-def test_ranks_die_join_and_leave(job):
+def test_ranks_die_join_and_leave(elastic_job):
     """What the others are about. The dead rank's step was not committed."""
-    began = [(each["step"], each["size"]) for each in history(job)]
+    began = [(each["step"], each["size"]) for each in history(elastic_job)]
     assert began == [
         (0, 2),
         (KILLED_AT // 4 * 4, 1),
@@ -60,33 +41,34 @@ def test_ranks_die_join_and_leave(job):
     ]
 
 
-def test_each_rank_was_on_its_host(job):
+def test_each_rank_was_on_its_host(elastic_job):
     """Those that died or joined on another one, where there are two."""
     first, *others = [
-        {began["machine"] for process in histories(job, name) for began in process}
-        for name in names_of(job)
+        {began["machine"] for process in histories(elastic_job, name) for began in process}
+        for name in names_of(elastic_job)
     ]
-    assert others == ([first, first] if names_of(job) == [*ON_ONE_MACHINE] else [{"b"}, {"b"}]), (
-        others
-    )
+    assert others == (
+        [first, first] if names_of(elastic_job) == [*ON_ONE_MACHINE] else [{"b"}, {"b"}]
+    ), others
 
 
-def test_replicas_are_identical(job):
+def test_replicas_are_identical(elastic_job):
     for step, size in {80: 2, 92: 3, STEPS: 2}.items():
-        replicas = [torch.load(job / f"{step}.{rank}.pt") for rank in range(size)]
-        for models in replicas:
-            for model, first in zip(models, replicas[0]):
-                for name, values in model.items():
-                    assert torch.equal(values, first[name]), (step, name)
+        replicas = [torch.load(elastic_job / f"{step}.{rank}.pt") for rank in range(size)]
+        for ways in replicas:
+            for way, models in ways.items():
+                for model, first in zip(models, replicas[0][way]):
+                    for name, values in model.items():
+                        assert torch.equal(values, first[name]), (step, way, name)
 
 
 @pytest.mark.parametrize("i", range(len(SPECS)), ids=SPECS)
-def test_parameters_are_those_of_the_same_history_in_one_process(job, i):
+def test_parameters_are_those_of_the_same_history_in_one_process(elastic_job, i):
     """PowerSGD's only while there are at most two ranks: Horovod adds up the floats of three in
     another order, which it amplifies."""
     last = 80 if "powersgd" in SPECS[i] else STEPS
-    model = torch.load(job / f"{last}.0.pt")[i]
-    for name, values in replayed(i, history(job), last).state_dict().items():
+    model = torch.load(elastic_job / f"{last}.0.pt")["elastic_gradients"][i]
+    for name, values in replayed(i, history(elastic_job), last).state_dict().items():
         error = (model[name] - values).abs().max() / values.abs().max()
         assert error <= 1e-6, f"{name} differs by {error:.1e}"
 
@@ -128,19 +110,11 @@ def train_step(model, params, optimizer, exchanges, step):
 # -- where compressions are switched
 
 
-@pytest.fixture(scope="module")
-def switch_job(tmp_path_factory):
-    """The folder of a job that has ended, in which ranks died, joined and left between switches."""
-    folder = tmp_path_factory.mktemp("switches")
-    run(folder, "elastic_switch_job.py")
-    return folder
-
-
 @pytest.mark.parametrize("i", range(len(switches.WHEN)), ids=switches.WHEN)
-def test_switches_are_those_of_the_same_history_in_one_process(switch_job, i):
+def test_switches_are_those_of_the_same_history_in_one_process(elastic_job, i):
     """A failure takes back a switch, and ranks that join take over the compression in force, with
     what is owed."""
-    found = [torch.load(switch_job / f"{STEPS}.{rank}.pt")[i] for rank in range(2)]
+    found = torch.load(elastic_job / f"{STEPS}.0.pt")["elastic_switches"][i]
     planned, model = switches.WHEN[i] == "planned", model_of(switches.WHEN[i])
     params = dict(model.named_parameters())
     shapes, momenta = (
@@ -161,17 +135,9 @@ def test_switches_are_those_of_the_same_history_in_one_process(switch_job, i):
         if not planned and step + 1 in switches.SWITCHES:
             switch(exchanges, switches.SWITCHES[step + 1], shapes)
 
-    replay(history(switch_job), STEPS, bound(switches.FIRST), shapes, train_step)
-    assert [(each["step"], each["size"]) for each in history(switch_job)] == [
-        (0, 2),
-        (48, 1),
-        (66, 2),
-        (80, 3),
-        (92, 2),
-    ]
+    replay(history(elastic_job), STEPS, bound(switches.FIRST), shapes, train_step)
     for name, values in params.items():
-        assert torch.equal(found[0][name], found[1][name]), name
-        error = (found[0][name] - values).abs().max() / values.abs().max()
+        error = (found[name] - values).abs().max() / values.abs().max()
         assert error <= 1e-6, f"{name} differs by {error:.1e}"
 
 

@@ -74,7 +74,7 @@ def test_a_host_that_is_cut_off_ends_the_job(tmp_path, two_hosts, launcher):
     comes first: horovodrun then ends the other. Under MPI it is mpirun that notices."""
     options = {
         "names": ["trains_until_cut_off"],
-        "environment": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"},
+        "environment": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "15"},
     }
     with (
         two_hosts() as hosts,

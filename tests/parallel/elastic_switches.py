@@ -1,16 +1,9 @@
-"""One rank of an elastic job that goes on with other compressions: before a rank dies and after the
-last commit, right before others join, and before one leaves. test_elastic.py starts it and replays
-what was written."""
-
-import os
-import pathlib
-import signal
-import sys
+"""Models of an elastic job that go on with other compressions: before a rank dies and after the
+last commit, right before others join, and before one leaves."""
 
 import horovod.torch as hvd
 import torch
-from elastic_job import COMMITTED_EVERY, KILLED_AT, RANKS, STEPS, loss_of, model_of
-from elastic_jobs import on_the_host_that_dies, tell, wait_for_hosts
+from elastic_training import KILLED_AT, loss_of, model_of
 
 FIRST = "topk:ratio=0.01,min_numel=100"
 SWITCHES = {
@@ -25,11 +18,8 @@ SWITCHES = {
 WHEN = ("called", "planned")
 
 
-def main(folder):
-    import horovod_compress.torch as hvdc
-
-    torch.set_num_threads(1)
-    hvd.init()
+def made(hvdc):
+    """The parts of the job's state."""
     parts = {}
     for when in WHEN:
         model = model_of(when)
@@ -50,37 +40,22 @@ def main(folder):
         )
     for step, spec in SWITCHES.items():
         parts["compression_planned"].switch(spec, at=step)
-    state = hvd.elastic.TorchState(**parts, step=0)
-
-    @hvdc.elastic.run
-    def train(state):
-        tell(folder, hvd, state.step)
-        while state.step < STEPS:
-            train_step(state, state.step == KILLED_AT and on_the_host_that_dies(folder))
-            state.step += 1
-            if state.step in SWITCHES:
-                state.compression_called.switch(SWITCHES[state.step])
-            if state.step % COMMITTED_EVERY == 0:
-                state.commit()
-            if state.step in RANKS:
-                wait_for_hosts(state, folder, hvd, RANKS[state.step])
-
-    train(state)
-    torch.save(
-        [state.__dict__[f"model_{when}"].state_dict() for when in WHEN],
-        folder / f"{state.step}.{hvd.rank()}.pt",
-    )
+    return parts
 
 
-def train_step(state, last):
+def train_step(state):
     for when in WHEN:
         model, optimizer = state.__dict__[f"model_{when}"], state.__dict__[f"optimizer_{when}"]
         optimizer.zero_grad()
         loss_of(model, state.step, hvd.rank()).backward()
-        if last:
-            os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
 
 
-if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+def switch_after(state):
+    """What is called, after a step."""
+    if state.step in SWITCHES:
+        state.compression_called.switch(SWITCHES[state.step])
+
+
+def saved(state):
+    return [state.__dict__[f"model_{when}"].state_dict() for when in WHEN]
