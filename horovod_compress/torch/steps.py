@@ -150,7 +150,8 @@ class StepCompression(OptimizerCompression, TorchBinding):
             self._resize()
         if self._announce is not None:
             self._announce()
-        # Not where the optimizer is found: a state that is loaded then replaces what was handed over.
+        # Not where the optimizer is found: a state that is loaded then replaces what was handed
+        # over.
         self._exchange.handover.check_host(horovod_internals.factor_of(self._optimizer))
         self._submitted.clear()
         super()._begin_step()
