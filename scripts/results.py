@@ -240,6 +240,8 @@ def rendered(layout: dict, tables: dict) -> str:
         rows.setdefault(tuple(fields.get(key, "") for key in layout["rows"]), []).append(fields)
         if layout.get("across") in fields:
             across[fields[layout["across"]]] = None
+    if all(isinstance(value, (int, decimal.Decimal)) for value in across):
+        across = sorted(across)
     columns = layout.get("columns", {})
     titles = [*layout.get("titles", layout["rows"]), *columns]
     titles += [code(value) for value in across] if "across" in layout else []

@@ -36,6 +36,6 @@ def advice_for(compressor: Compressor, optimizer: Any) -> str:
         f"{compressor.id} compresses gradients of {type(optimizer).__name__}, which divides by "
         "their second moments. Entries that come late and large mislead those: trainings ended up "
         "to 16 % above none, some above ranks that exchange nothing. Compress updates in place of "
-        f"gradients: UpdateOptimizer(optimizer, …, compression={ADAM.spec!r}, every={ADAM.every}) "
-        "(docs/guides/updates.md)"
+        f"gradients: UpdateOptimizer(optimizer, …, compression={ADAM.spec!r}), on 2 ranks with "
+        f"every={ADAM.every} (docs/guides/updates.md)"
     )

@@ -54,7 +54,6 @@ class UpdateOptimizer(UpdatingOptimizer):
             optimizer,
             named_parameters=model.named_parameters(),
             compression="adacomp:bin_length=64,dense=fp16",
-            every=4,
         )
 
     It takes the place of DistributedDataParallel: the model is the plain one, and begins with the

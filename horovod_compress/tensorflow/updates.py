@@ -33,7 +33,7 @@ def UpdateOptimizer(
     taken over from it.
 
         optimizer = hvdc.UpdateOptimizer(
-            keras.optimizers.AdamW(1e-3), "adacomp:bin_length=64,dense=fp16", every=4
+            keras.optimizers.AdamW(1e-3), "adacomp:bin_length=64,dense=fp16"
         )
         model.compile(optimizer, loss)
 

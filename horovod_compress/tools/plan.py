@@ -266,7 +266,8 @@ def _recommended(specs: Sequence[str]) -> List[str]:
     lines = []
     for each in ADVICE:
         if each.every is not None:
-            use = f"{each.spec} on updates of every {each.every} steps"
+            steps = "step" if each.every == 1 else f"{each.every} steps"
+            use = f"{each.spec} on updates of every {steps}"
         elif each.spec in specs:
             use = each.spec
         else:

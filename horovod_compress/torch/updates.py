@@ -44,7 +44,6 @@ class UpdateOptimizer(SharesUpdates):
             optimizer,
             named_parameters=model.named_parameters(),
             compression="adacomp:bin_length=64,dense=fp16",
-            every=4,
         )
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 

@@ -72,14 +72,15 @@ def test_points_have_the_best_rate_and_what_it_is_compared_with(benchmark, tmp_p
         {
             "run": run.format(rate),
             "rate": rate,
-            "ranks": 4,
+            "ranks": ranks,
             "steps": 300,
             "seed": seed,
             "measured": [[300, loss + seed / 100, sent]],
             "received": sent / 300,
             "ratio": 3000 / sent,
         }
-        for run, sent in (("adam:lr={}/none", 3000), ("adam:lr={}/fp16", 1500))
+        for ranks in (4, 2)
+        for run, sent in (("adam:lr={}/none", 3000), ("adam:lr={}/fp16", 1500))[: ranks // 2]
         for rate, loss, seeds in ((0.002, 2.2, [0]), (0.004, 2.1, [0, 1]))
         for seed in seeds
     ]
@@ -88,9 +89,10 @@ def test_points_have_the_best_rate_and_what_it_is_compared_with(benchmark, tmp_p
     made = [BENCHMARKS / "bytes_figure.py", file, "--points", points]
     subprocess.run([sys.executable, *made, "--plot", tmp_path / "figure.png"], check=True)
     read = benchmark("results").read_points(points)
-    assert [point["at"]["run"] for point in read] == ["none"] * 3 + ["fp16"] * 3
-    fp16 = read[3]
+    found = [(point["at"]["ranks"], point["at"]["run"]) for point in read]
+    assert found == [(2, "none")] * 3 + [(4, "none")] * 3 + [(4, "fp16")] * 3
+    fp16 = read[6]
     assert fp16["seeds"] == [0, 1] and float(fp16["at"]["rate"]) == 0.004
-    assert fp16["shown"]["bits"].baseline is read[0]["shown"]["bits"]
+    assert fp16["shown"]["bits"].baseline is read[3]["shown"]["bits"]
     assert float(fp16["figures"]["fast"]) == pytest.approx(5 * 8 / 1e9 * 1e3, abs=1e-3)
     assert (tmp_path / "figure.png").stat().st_size > 5_000

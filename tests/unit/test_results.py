@@ -139,6 +139,16 @@ def test_a_list_is_shown_as_its_median_and_its_ends(pages):
     assert pages(other([3, 1, 2])) == [shown.format("2 (1–3)")]
 
 
+def test_columns_of_numbers_are_in_order():
+    rows = [{"run": "none", "rate": rate, "bits": rate / 2} for rate in (2, 4, 1)]
+    points = [{"at": {key: its[key] for key in ("run", "rate")}, "shown": its} for its in rows]
+    layout = {"table": "t", "rows": ["run"], "across": "rate", "cell": "{bits}"}
+    assert results.rendered(layout, {"t": points}).split("\n")[::2] == [
+        "| run | 1 | 2 | 4 |",
+        "| none | 0.5 | 1.0 | 2.0 |",
+    ]
+
+
 def test_benchmarks_write_points(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     points = importlib.import_module("points")
