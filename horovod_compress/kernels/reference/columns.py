@@ -7,7 +7,7 @@ at k·columns + c.
 
 import numpy as np
 
-from .quantization import next_bits, random_bits
+from .random import next_bits, random_bits
 
 BLOCK, _ROWS, _DRAWS = 512, 32, 64
 
