@@ -67,19 +67,9 @@ class Controller:
         self._try(self._candidates)
 
     def _try(self, candidates: Sequence[str]) -> None:
-        self._trials = Trials(candidates, self.arguments["probe_steps"], self.arguments["margin"])
+        self.trials = Trials(candidates, self.arguments["probe_steps"], self.arguments["margin"])
         # Seconds of steps since the choice.
         self._seen: List[float] = []
-
-    @property
-    def current(self) -> str:
-        """The candidate with which the next step is to be taken."""
-        return self._trials.current
-
-    @property
-    def chosen(self) -> Optional[str]:
-        """The candidate that was chosen, once there is one."""
-        return self._trials.chosen
 
     def plan(self) -> Plan:
         """What was found: spec (None until there is a choice), ranks, and candidates {spec:
@@ -89,16 +79,16 @@ class Controller:
         candidates: Dict[str, Candidate] = {
             spec: {"error": error} for spec, error in self._errors.items()
         }
-        for spec, its in self._trials.tried.items():
+        for spec, its in self.trials.tried.items():
             candidates.setdefault(spec, {}).update(
                 {"seconds": its.median if its.seconds else None, "steps": len(its.seconds)}
             )
         ranks = self._compression._rank_and_size()[1]
-        return {"spec": self.chosen, "ranks": ranks, "candidates": candidates}
+        return {"spec": self.trials.chosen, "ranks": ranks, "candidates": candidates}
 
     def follow(self, spec: Optional[str] = None) -> None:
         """Goes on with a candidate; default: the one with which the next step is to be taken."""
-        spec = self.current if spec is None else spec
+        spec = self.trials.current if spec is None else spec
         if spec != self.in_force:
             self._switch(spec)
             self.in_force = spec
@@ -108,11 +98,11 @@ class Controller:
         rank; what does not count is not tried."""
         if self.gradients is not None:
             self._leave_out(self.gradients)
-        elif self.chosen is None:
+        elif self.trials.chosen is None:
             said = self._gathered([seconds, counts])
             if all(each_counts for _, each_counts in said):
-                self._trials.add(max(each for each, _ in said))
-            if self.chosen and self._is_first:
+                self.trials.add(max(each for each, _ in said))
+            if self.trials.chosen and self._is_first:
                 _log.warning("auto: %s", self._summary())
         else:
             self._watch(seconds)
@@ -131,7 +121,7 @@ class Controller:
 
     def state(self) -> Dict[str, Any]:
         """What a saved state has of the choice: `resume` takes it as arguments."""
-        return {"auto": {"spec": self.in_force, "chosen": self.chosen is not None}}
+        return {"auto": {"spec": self.in_force, "chosen": self.trials.chosen is not None}}
 
     @contextlib.contextmanager
     def resuming(self, state: Any) -> Iterator[None]:
@@ -174,25 +164,25 @@ class Controller:
         if len(self._seen) < _WATCHED:
             return
         found = max(self._gathered(statistics.median(self._seen)))
-        expected = self._trials.tried[self.current].median
+        expected = self.trials.tried[self.trials.current].median
         self._seen.clear()
-        tried = list(self._trials.tried)
+        tried = list(self.trials.tried)
         if found > _CHANGED * expected and len(tried) > 1:
             if self._is_first:
                 message = (
                     "auto: steps take %.1f ms, and took %.1f ms when %s was chosen: trying again"
                 )
-                _log.warning(message, 1e3 * found, 1e3 * expected, self.current)
+                _log.warning(message, 1e3 * found, 1e3 * expected, self.trials.current)
             self._try(tried)
 
     def _summary(self) -> str:
-        tried = {spec: its for spec, its in self._trials.tried.items() if its.seconds}
+        tried = {spec: its for spec, its in self.trials.tried.items() if its.seconds}
         of_each = "; ".join(
             f"{spec} {1e3 * its.median:.4g} ms in the median of {len(its.seconds)} steps, "
             f"quartiles {1e3 * spread(its.seconds):.3g} apart"
             for spec, its in sorted(tried.items(), key=lambda tried: tried[1].median)
         )
-        found = f"goes on with {self.chosen}, by speed only, not by how well it trains"
+        found = f"goes on with {self.trials.chosen}, by speed only, not by how well it trains"
         return f"{found} ({of_each}). The rule: {RULE}"
 
 

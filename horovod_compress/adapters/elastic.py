@@ -30,8 +30,7 @@ class Entry:
 
     def __init__(self, value: Keeping) -> None:
         self.value = value
-        self._saved: Optional[Dict[str, Any]] = None
-        self.save()
+        self._saved = value._entry()
 
     def save(self) -> None:
         """Copies the state, into the memory of the last copy."""
@@ -39,7 +38,6 @@ class Entry:
 
     def restore(self) -> None:
         """Goes back to the last copy. What is under way is rolled back, and not waited for."""
-        assert self._saved is not None
         self.value._go_back_to(self._saved)
 
     def sync(self) -> None:
@@ -49,7 +47,6 @@ class Entry:
     def even_out(self) -> None:
         """Gives all ranks the mean of what they keep, now and in their last copies, so that it does
         not matter who leaves."""
-        assert self._saved is not None
         self._saved = self.value._even_out(self._saved)
 
 

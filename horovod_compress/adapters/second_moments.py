@@ -23,14 +23,10 @@ _DIVIDING = frozenset(
 )
 
 
-def _divides(optimizer: Any) -> bool:
-    """Whether an optimizer of any framework is one of these, or of a class derived from one."""
-    return any(each.__name__.lower() in _DIVIDING for each in type(optimizer).__mro__)
-
-
 def advice_for(compressor: Compressor, optimizer: Any) -> str:
     """The advice to compress updates, empty where gradients serve as well."""
-    if not (compressor.traits.prefers_updates and _divides(optimizer)):
+    names = {each.__name__.lower() for each in type(optimizer).__mro__}
+    if not (compressor.traits.prefers_updates and names & _DIVIDING):
         return ""
     return (
         f"{compressor.id} compresses gradients of {type(optimizer).__name__}, which divides by "

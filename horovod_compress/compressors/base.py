@@ -24,8 +24,9 @@ from typing import (
 import numpy as np
 
 from .. import kernels
-from ..deprecated import renamed, warn_of_old
+from ..deprecated import renamed
 from ..protocol.requests import FLOAT32, Collective, Exchanged, Payload, ToReducer
+from . import old_spellings
 from .plainly import plain_where_it_can
 from .policy import Policy
 
@@ -119,18 +120,6 @@ class Traits(NamedTuple):
     prefers_updates: bool = False
 
 
-# Methods that compressors once had, and what is to be done instead.
-_GONE = {
-    frozenset({"as_gradient", "owed", "owes_results", "take_over"}): (
-        "a switch hands on what `residual` returns, and an array u with the momentum `m`"
-    ),
-    frozenset({"end_step"}): "override `commit`, `rollback` or `forget_sent`",
-    frozenset({"for_part", "split", "with_options", "collective"}): (
-        "hosts=true and exchange=split stand around an algorithm, and ask it for nothing more"
-    ),
-}
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Compressor(ABC):
     """One algorithm with its options. Options are attributes, repr is a valid constructor call, and
@@ -153,12 +142,7 @@ class Compressor(ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         own = vars(cls)
-        for gone, instead in _GONE.items():
-            if own.keys() & gone:
-                raise TypeError(
-                    f"{cls.__name__} has {', '.join(sorted(own.keys() & gone))}, which nothing "
-                    f"calls any more: {instead}"
-                )
+        old_spellings.refuse(cls)
         if not isinstance(cls.traits, Traits) or "policy" in own:
             raise TypeError(
                 f"{cls.__name__} has an attribute or option named traits or policy, which say "
@@ -171,7 +155,7 @@ class Compressor(ABC):
         if own.get("id") and cls.traits.number == parent.traits.number:
             # That of the algorithm it derives from.
             cls.traits = cls.traits._replace(number=-1)
-        _follow_old_spellings(cls)
+        old_spellings.follow(cls, Compressor)
         if own.get("id") and cls.traits.number < 0:
             number = 128 + zlib.crc32(own["id"].encode()) % 128
             cls.traits = cls.traits._replace(number=number)
@@ -320,36 +304,6 @@ class Compressor(ABC):
     def apply_pending(self, state: OwnState) -> None:
         """Brings the arrays up to date between steps, where `commit` left a pending change to the
         next `encode`."""
-
-
-def _follow_old_spellings(cls: Type[Compressor]) -> None:
-    """Takes over, with a DeprecationWarning, what a class says as compressors once did. TypeError
-    for what is no plain value.
-
-    They had `kept` for their `roles`. They, or what they are mixed with, had attributes of their
-    own for what `traits` says now.
-    """
-    # Warnings are for the class's own line, behind ABCMeta's frame.
-    if "kept" in vars(cls):
-        warn_of_old(f"{cls.__name__}.kept", "roles", frames=1)
-        cls.roles = vars(cls)["kept"]
-    mixed = [each for each in cls.__mro__ if each is cls or not issubclass(each, Compressor)]
-    found = {
-        name: vars(each)[name]
-        for each in reversed(mixed)
-        for name in Traits._fields
-        if name in vars(each)
-    }
-    for name, value in found.items():
-        if hasattr(type(value), "__get__"):
-            raise TypeError(
-                f"{cls.__name__}: {name} must be a plain value: write traits = Traits({name}=…)"
-            )
-    if found:
-        names = ", ".join(f"{name}=…" for name in found)
-        old = f"{cls.__name__} has attributes of its own for what its `traits` say, which"
-        warn_of_old(old, f"traits = Traits({names})", frames=1)
-        cls.traits = cls.traits._replace(**found)
 
 
 def multiply(out: np.ndarray, scale: float, largest: float) -> bool:

@@ -1,7 +1,8 @@
 """A communication hook for a model and an optimizer that others make later."""
 
+import functools
 import weakref
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, List, Tuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ class HookState(Unbound):
         _unbound.add(self)
 
     def _made_again(self) -> Tuple[Any, ...]:
-        return _made_again, (self._spec, self._options)
+        return functools.partial(HookState, **self._options), (self._spec,)
 
     def the_only(self) -> DDPCompression:
         if not self._bound:
@@ -96,10 +97,6 @@ def comm_hook(
         ValueError: bad options.
     """
     return HookState(spec, grad_scaler=grad_scaler, discardable=discardable), hook
-
-
-def _made_again(spec: Any, options: Dict[str, Any]) -> HookState:
-    return HookState(spec, **options)
 
 
 _unbound: "weakref.WeakSet[HookState]" = weakref.WeakSet()

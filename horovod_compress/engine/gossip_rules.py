@@ -16,7 +16,7 @@ With an exact C the first three are D-PSGD, x ← W x + Δ.
 """
 
 import dataclasses
-from typing import Iterable, Optional, Tuple
+from typing import Iterable, List, Optional, Tuple
 
 import numpy as np
 
@@ -42,10 +42,8 @@ class Copies:
     @classmethod
     def of(cls, algorithm: str, x: np.ndarray) -> "Copies":
         """Those of parameters that all ranks have alike."""
-        public, mixed = x.astype(np.float64), x.astype(np.float64)
-        if algorithm == "choco":
-            return cls(public, mixed, None)
-        return cls(public, mixed, x.astype(np.float64) if algorithm == "ecd" else public)
+        own = {name: x.astype(np.float64) for name in names_of_arrays(algorithm)}
+        return cls.from_arrays(algorithm, own)
 
     @classmethod
     def from_arrays(cls, algorithm: str, arrays: Named) -> "Copies":
@@ -62,6 +60,11 @@ class Copies:
 
 
 # What is not finite is looked for later.
+def names_of_arrays(algorithm: str) -> List[str]:
+    """What `Copies.arrays` returns with an algorithm."""
+    return ["mixed", "public"] + ["own"] * (algorithm == "ecd")
+
+
 @np.errstate(over="ignore", invalid="ignore")
 def message(
     algorithm: str, x: np.ndarray, copies: Copies, t: int, out: np.ndarray, spare: np.ndarray

@@ -46,7 +46,8 @@ class SharedMemory:
     """The memory in which each rank of a machine puts its gradients."""
 
     def __init__(self) -> None:
-        self._slots: Dict[str, np.ndarray] = {}
+        # A tensor's gradients, float32, one row for each rank of the machine.
+        self.slots: Dict[str, np.ndarray] = {}
         self._wanted: Dict[str, int] = {}
 
     @classmethod
@@ -60,15 +61,11 @@ class SharedMemory:
             if name not in machine.together:
                 slots = zeros(machine.size * numel).reshape(machine.size, numel)
                 machine.together[name] = slots
-            self._slots[name] = machine.together[name]
-        elif name not in self._slots:
+            self.slots[name] = machine.together[name]
+        elif name not in self.slots:
             if not self._wanted:
                 machine.due.append(functools.partial(self._make, machine))
             self._wanted[name] = numel
-
-    def slots(self, name: str) -> np.ndarray:
-        """The memory of a tensor's gradients, float32, one row for each rank of the machine."""
-        return self._slots[name]
 
     def _make(self, machine: Machine, transport: AnyTransport, label: str, number: int) -> None:
         """Makes the memory of tensors that have none. RuntimeError, on all ranks alike, where the
@@ -84,9 +81,12 @@ class SharedMemory:
         path = os.path.join(_FOLDER, f"horovod_compress-{next(iter(tokens.values()))}")
         with contextlib.ExitStack() as stack:
             try:
-                problem, handle = _try(lambda: _opened(path, machine.local, tokens[machine.local]))
+                # The first rank of a host that comes makes it.
+                problem, handle = _try(lambda: os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
                 if handle is not None:
                     stack.callback(os.close, handle)
+                    token, at = tokens[machine.local].encode(), machine.local * _TOKEN
+                    problem, _ = _try(lambda: os.pwrite(handle, token, at))
                 problems = gather(transport, f"{label}.opened", problem)
             finally:
                 with contextlib.suppress(FileNotFoundError):
@@ -105,7 +105,7 @@ class SharedMemory:
                     f"{problem}"
                 )
         rows = memory.reshape(machine.size, -1)
-        self._slots.update(
+        self.slots.update(
             (name, rows[:, start : start + numel])
             for name, numel, start in zip(self._wanted, numels, starts.tolist())
         )
@@ -129,17 +129,6 @@ def _try(make: Any) -> Tuple[Optional[str], Any]:
         return None, make()
     except OSError as error:
         return f"{error}. {_ADVICE}, or make {_FOLDER} larger (docker run --shm-size)", None
-
-
-def _opened(path: str, local: int, token: str) -> int:
-    """Opens a file, which the first rank of a host that comes makes, and puts a token into it."""
-    handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        os.pwrite(handle, token.encode(), local * _TOKEN)
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
 
 
 def _mapped(handle: int, numel: int) -> np.ndarray:
@@ -241,7 +230,7 @@ class HostParts(Wrapper):
     ) -> Generator[Allreduce, Any, np.ndarray]:
         """This rank's part of the gradient's memory, with the host's sum. The rest of the gradient
         is zero then."""
-        slots = SharedMemory.of(self.machine).slots(state.name)
+        slots = SharedMemory.of(self.machine).slots[state.name]
         kernels.of(grad).move(grad, slots[self.machine.local], scale=step.scale)
         debt = state.arrays.get(DEBT)
         if debt is not None:

@@ -3,7 +3,7 @@
 import math
 import numbers
 import zlib
-from typing import Any, Dict, List, Set, Tuple
+from typing import Any, Dict, List
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class Topology:
                     f"topology must be one of {', '.join(_NAMES)}, or a matrix of weights, not "
                     f"{given!r}"
                 )
-            self.name, self.weights = given, metropolis(_edges(given, size), size)
+            self.name, self.weights = given, metropolis(_linked(given, size))
         else:
             self.name, self.weights = "matrix", _checked(given, size)
         values = np.linalg.eigvalsh(self.weights)[:-1]
@@ -84,34 +84,28 @@ def _check_size(size: Any) -> None:
         raise ValueError(f"ranks must be a number of ranks, 1 or more, not {size!r}")
 
 
-def metropolis(edges: Set[Tuple[int, int]], size: int) -> np.ndarray:
+def metropolis(linked: np.ndarray) -> np.ndarray:
     """The Metropolis weights of a graph: 1/(1 + max(dᵢ, dⱼ)) for ranks that exchange, of degrees dᵢ
-    and dⱼ, and what is left to 1 for a rank itself. float64 of (size, size)."""
-    weights = np.zeros((size, size))
-    for i, j in edges:
-        weights[i, j] = 1.0
-    degrees = weights.sum(axis=1)
-    for i, j in edges:
-        weights[i, j] = 1 / (1 + max(degrees[i], degrees[j]))
+    and dⱼ, and what is left to 1 for a rank itself. float64 of (size, size), as `linked`, which is
+    1 where two different ranks exchange, and 0 elsewhere."""
+    degrees = linked.sum(axis=1)
+    weights = linked / (1 + np.maximum.outer(degrees, degrees))
     np.fill_diagonal(weights, 1 - weights.sum(axis=1))
     return weights
 
 
-def _edges(name: str, size: int) -> Set[Tuple[int, int]]:
-    """The pairs of different ranks that exchange, each in both orders."""
-    if name == "complete":
-        return {(i, j) for i in range(size) for j in range(size) if i != j}
+def _linked(name: str, size: int) -> np.ndarray:
+    """Which ranks exchange, as `metropolis` takes it."""
+    linked = np.full((size, size), float(name == "complete"))
     rows = 1
     if name == "torus":
         rows = next(n for n in range(math.isqrt(size), 0, -1) if size % n == 0)
-    columns = size // rows
-    edges = set()
-    for rank in range(size):
-        row, column = divmod(rank, columns)
-        right = row * columns + (column + 1) % columns
-        below = (row + 1) % rows * columns + column
-        edges |= {(rank, right), (right, rank), (rank, below), (below, rank)}
-    return {(i, j) for i, j in edges if i != j}
+    grid = np.arange(size).reshape(rows, -1)
+    for axis in (0, 1):
+        neighbor = np.roll(grid, -1, axis)
+        linked[grid, neighbor] = linked[neighbor, grid] = 1
+    np.fill_diagonal(linked, 0)
+    return linked
 
 
 def _checked(given: Any, size: int) -> np.ndarray:

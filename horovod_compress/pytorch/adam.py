@@ -91,6 +91,7 @@ class AdamWOfRanks(torch.optim.Optimizer):
         check_ranks(ranks)
         super().add_param_group(param_group)
 
+    # torch declares it once for each kind of closure.
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
         """A step with this rank's gradients."""

@@ -66,7 +66,7 @@ def of_product(
     """The use of a weight in x (b, p, i) @ weight.T, or of a bias, where x is None. delta is (b, p,
     o)."""
     if x is None:
-        return Use(_of_bias, delta, delta, add, rows, sorted)
+        return Use(lambda _, delta: delta.sum(1), delta, delta, add, rows, sorted)
     return Use(_of_weight, x, delta, add or _add_product, rows, sorted)
 
 
@@ -134,10 +134,6 @@ def _kernel(left: Tensor, right: Tensor, *sums: Tensor) -> None:
         )
 
     list((_threads.map if parts > 1 else map)(work, rows))
-
-
-def _of_bias(_: Tensor, delta: Tensor) -> Tensor:
-    return delta.sum(1)
 
 
 def _of_weight(x: Tensor, delta: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ class UpdatingOptimizer(OptimizerAround):
         id = self.compression.config["id"]
         return f"UpdateOptimizer({self._optimizer!r}, {id}, every {self._every})"
 
+    # torch declares it once for each kind of closure.
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
         """A step of the optimizer on this rank, and after every so many of them the exchange, which

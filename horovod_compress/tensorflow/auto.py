@@ -160,7 +160,7 @@ class CompressionOnTrial(BoundCompression):
         controller = self._controller
         assert controller is not None
         controller.step_ended((now - self._began) / (taken - self._taken), counts=not self._tracing)
-        if self._settling and controller.current == controller.in_force:
+        if self._settling and controller.trials.current == controller.in_force:
             self._settling -= 1
             with self._tracing_again():
                 pass

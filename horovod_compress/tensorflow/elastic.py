@@ -114,16 +114,12 @@ class TensorFlowState(_Keeping, hvd.elastic.TensorFlowState):
         super().sync()
 
 
-def _entries_of(state: _Keeping) -> List[Entry]:
-    return state._entries
-
-
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """hvd.elastic.run, for a function whose first argument is one of the states here: where hosts
     come or go in good order, no rank that leaves takes anything with it. (With hvd.elastic.run
     itself what it has not sent yet is lost, and an error of an operation that is not Horovod's ends
     training as if it were over.)"""
-    evened = evening_out(func, _entries_of)
+    evened = evening_out(func, lambda state: state._entries)
 
     @functools.wraps(func)
     def failing(*args: Any, **keywords: Any) -> Any:

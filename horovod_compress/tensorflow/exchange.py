@@ -75,7 +75,7 @@ class GraphExchange(Driver):
         self._begun: Dict[int, Tuple[Transaction, int, float]] = {}
         self._pending: Dict[str, _Pending] = {}
         self._indices: Dict[str, int] = {}  # steps each tensor has taken
-        self._shapes: Dict[str, tuple] = {}
+        self.shapes: Dict[str, tuple] = {}
         self.sends_number: Optional[str] = None
 
     def add(
@@ -85,20 +85,20 @@ class GraphExchange(Driver):
         `load_state_dict` returned for it; ValueError, and nothing changed, where that, or the
         shape, does not fit."""
         if name in self._tensors:
-            if self._shapes[name] != shape:
+            if self.shapes[name] != shape:
                 raise ValueError(
-                    f"{name} has the shape {shape}, and {self._shapes[name]} in the state that was "
+                    f"{name} has the shape {shape}, and {self.shapes[name]} in the state that was "
                     f"loaded: was it this model?"
                 )
             return self._tensors[name].compressor
         tensor = self._add(name, shape, variant)
-        self._indices[name], self._shapes[name] = 0, shape
+        self._indices[name], self.shapes[name] = 0, shape
         if saved:
             arrays, self._indices[name], tensor.dense_until, _ = saved
             try:
                 checkpoint.restore([tensor], {name: arrays})
             except ValueError:
-                del self._tensors[name], self._indices[name], self._shapes[name]
+                del self._tensors[name], self._indices[name], self.shapes[name]
                 raise
         if self.sends_number is None and _adds_up(tensor):
             self.sends_number = name
@@ -129,11 +129,6 @@ class GraphExchange(Driver):
         """Whether the next step of a tensor brings something of earlier ones densely, which is
         added to its gradient."""
         return DEBT in self._tensors[name].state.arrays
-
-    @property
-    def shapes(self) -> Dict[str, tuple]:
-        """Those of all tensors that are known, by name."""
-        return dict(self._shapes)
 
     def begin(self, tensors: int, rank: int, size: int, loss_scale: float = 1.0) -> int:
         """Begins a step of so many tensors, whose gradients are times `loss_scale`, on this rank
@@ -311,7 +306,7 @@ class GraphExchange(Driver):
     def state_dict(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
         return {
             **super().state_dict(into),
-            "shapes": {name: list(shape) for name, shape in self._shapes.items()},
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
         }
 
     def rollback(self) -> None:
@@ -323,9 +318,7 @@ class GraphExchange(Driver):
         beginning."""
         saved = checkpoint.read(state)
         for name in self._tensors.keys() - saved.arrays.keys():
-            saved.arrays[name] = (
-                self._tensors[name].compressor.init(name, self._shapes[name]).arrays
-            )
+            saved.arrays[name] = self._tensors[name].compressor.init(name, self.shapes[name]).arrays
             saved.header["step"] = {**saved.header["step"], name: 0}
         self.rollback()
         return self._continue_from(saved)

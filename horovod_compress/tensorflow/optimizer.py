@@ -78,25 +78,25 @@ def learning_rate_of(optimizer: Any) -> Any:
 def refuse_own_steps(optimizer: Any) -> None:
     """ValueError where an SGD's momentum cannot be taken over, because it has a way of its own to
     take a step."""
-    own: Any = _own_class(optimizer)
-    known = next(cls for cls in SGD if issubclass(own, cls))
-    method = "update_step" if hasattr(known, "update_step") else "_resource_apply_dense"
-    if getattr(own, method) is not getattr(known, method):
+    method = _own_step_of(optimizer)
+    if method:
         raise ValueError(
-            f"{own.__name__}.{method} is not SGD's own, so its momentum cannot be taken over: bind "
-            f"with momentum=0"
+            f"{method} is not SGD's own, so its momentum cannot be taken over: bind with momentum=0"
         )
 
 
 def can_take_over(optimizer: Any) -> bool:
     """Whether this is an SGD whose momentum a compression can take over, and that has one."""
-    if not isinstance(optimizer, SGD) or is_plain_sgd(optimizer):
-        return False
-    try:
-        refuse_own_steps(optimizer)
-    except ValueError:
-        return False
-    return True
+    is_sgd = isinstance(optimizer, SGD) and not is_plain_sgd(optimizer)
+    return is_sgd and not _own_step_of(optimizer)
+
+
+def _own_step_of(sgd: Any) -> str:
+    """The method in which an SGD's class takes steps, where that is not Keras's; else empty."""
+    own: Any = _own_class(sgd)
+    known = next(cls for cls in SGD if issubclass(own, cls))
+    method = "update_step" if hasattr(known, "update_step") else "_resource_apply_dense"
+    return "" if getattr(own, method) is getattr(known, method) else f"{own.__name__}.{method}"
 
 
 def leave_momentum(

@@ -169,7 +169,9 @@ class Rounds:
         return tf.group(self._local_steps.assign(0))
 
     def take_part(self) -> None:
-        """An exchange of what local steps have added so far."""
+        """Exchanges now, with what local steps have added so far, or with nothing: for a rank
+        without data or late, while others come to the end of their steps. All ranks must exchange
+        equally often."""
         if not self._moving:
             raise RuntimeError(
                 "take_part() comes after the first step, in which all ranks get to know the "
@@ -183,7 +185,10 @@ class Rounds:
             self._end_round(variables)
 
     def average_state(self) -> None:
-        """Averages what the optimizer keeps over ranks, but for what they have alike."""
+        """Makes what the optimizer keeps for its variables, such as Adam's moments, their mean over
+        ranks, which are sent densely. All ranks call it between steps. MismatchError where some
+        rank has taken no step yet."""
+        # All but what ranks have alike.
         alike = {variable.ref() for variable in (*self._shared.values(), *self._momenta.values())}
         kept = unwrapped(self._optimizer).variables()
         self.compression.average(

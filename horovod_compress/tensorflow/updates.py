@@ -130,22 +130,10 @@ def _exchanging(optimizer: Any, rounds: Rounds) -> Any:
         super(changed, self).build(var_list)
         rounds.build(var_list)
 
-    def take_part(self: Any) -> None:
-        """Exchanges now, with what local steps have added so far, or with nothing: for a rank
-        without data or late, while others come to the end of their steps. All ranks must exchange
-        equally often."""
-        rounds.take_part()
-
-    def average_state(self: Any) -> None:
-        """Makes what the optimizer keeps for its variables, such as Adam's moments, their mean over
-        ranks, which are sent densely. All ranks call it between steps. MismatchError where some
-        rank has taken no step yet."""
-        rounds.average_state()
-
-    members = {
+    members: Any = {
         "apply_gradients": apply_gradients,
-        "take_part": take_part,
-        "average_state": average_state,
+        "take_part": rounds.take_part,
+        "average_state": rounds.average_state,
     }
     members.update({"build": build_variables} if rounds.keeps else {})
     of_all = {*dir(tf.keras.optimizers.Optimizer), *dir(tf.keras.optimizers.legacy.Optimizer)}

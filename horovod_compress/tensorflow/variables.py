@@ -116,7 +116,7 @@ class VariableCompression(HorovodBinding):
         variable.direct = (
             dense and not self._exchange.has_debt(variable.name) and not self._sees_gradients
         )
-        if not (self._microbatches and hasattr(compressor, "moments")):
+        if not self._microbatches or compressor.policy.moments != "microbatch":
             variable.squares, variable.observed = None, False
         elif variable.squares is None:
             variable.squares = lasting_variable(variable.shape, tf.float32)

@@ -43,38 +43,25 @@ def number(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a number of at least 0, not {text!r}")
 
 
-def positive(text: str) -> float:
-    """A finite number above 0."""
-    with contextlib.suppress(ValueError, argparse.ArgumentTypeError):
-        if number(text):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-
-
 def rate(text: str) -> float:
     """Bits a second."""
-    found = _with_unit(r"([0-9.]+)([kmgt]?)bit", text)
-    if found:
-        return found
-    raise argparse.ArgumentTypeError(f"must be a rate above 0, as 100mbit or 2.5gbit, not {text!r}")
+    return _with_unit(r"([0-9.]+)([kmgt]?)bit", text, "a rate above 0, as 100mbit or 2.5gbit")
 
 
 def parameters(text: str) -> float:
     """A number of parameters."""
     # A fraction without a unit would be meant in millions.
-    found = _with_unit(r"(?=\d+$|.*[kmgbt])([0-9.]+)([kmgbt]?)", text)
-    if found:
-        return found
-    raise argparse.ArgumentTypeError(f"must be a number above 0, as 350k or 25.6M, not {text!r}")
+    pattern = r"(?=\d+$|.*[kmgbt])([0-9.]+)([kmgbt]?)"
+    return _with_unit(pattern, text, "a number above 0, as 350k or 25.6M")
 
 
-def _with_unit(pattern: str, text: str) -> float:
-    """A number and its unit, the pattern's groups; 0 where the text is none."""
+def _with_unit(pattern: str, text: str, wanted: str) -> float:
+    """A number above 0 and its unit, the pattern's groups."""
     match = re.fullmatch(pattern, text.lower())
     with contextlib.suppress(ValueError):
-        if match:
+        if match and float(match[1]):
             return float(match[1]) * _UNITS[match[2]]
-    return 0.0
+    raise argparse.ArgumentTypeError(f"must be {wanted}, not {text!r}")
 
 
 def whole(least: int) -> Callable[[str], int]:

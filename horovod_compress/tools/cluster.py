@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from .. import __version__, available, kernels, simulate
+from ..protocol.handshake import gather
+from ..transport.base import Transport
 from . import loads, prediction
 from .cost import COLLECTIVES, Load, Network
 
@@ -35,6 +37,9 @@ Parameters = Dict[str, torch.nn.Parameter]
 class Ranks(ABC):
     """The ranks of a job, as the checks need them.
 
+    Args:
+        transport: between them.
+
     Attributes:
         rank, size: this rank, and the number of ranks.
         local_size: how many are on each machine, or 1 where machines have different numbers.
@@ -43,20 +48,22 @@ class Ranks(ABC):
         transports: ways in which compressions exchange, by the option `transport`.
     """
 
-    rank: int
-    size: int
     local_size: int
     launcher: str
     installed: Dict[str, str]
     transports: List[str]
 
-    @abstractmethod
-    def gathered(self, value: Any) -> List[Any]:
-        """A value of each rank, in rank order."""
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.rank, self.size = transport.rank, transport.size
 
-    @abstractmethod
+    def gathered(self, value: Any) -> List[Any]:
+        """A value of each rank, JSON-able, in rank order."""
+        return gather(self._transport, "check", value)
+
     def slowest(self, seconds: Sequence[float]) -> List[float]:
         """The largest of all ranks, of each."""
+        return self._transport.allreduce("check.seconds", np.array(seconds), "max")().tolist()
 
     @abstractmethod
     def barrier(self) -> None:

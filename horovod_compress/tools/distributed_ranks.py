@@ -1,13 +1,14 @@
 """The ranks of a job that torchrun has started, for `cluster`."""
 
 import os
-from typing import Any, Callable, Iterable, List, Sequence, Tuple
+from typing import Any, Callable, Iterable, List, Tuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import ddp
+from ..transport.distributed import DistributedTransport
 from .cluster import Parameters, Ranks
 
 
@@ -31,20 +32,10 @@ class DistributedRanks(Ranks):
 
     def __init__(self) -> None:
         dist.init_process_group("gloo")
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        super().__init__(DistributedTransport(dist.group.WORLD))
         self.installed = {}
         local_sizes = self.gathered(int(os.environ["LOCAL_WORLD_SIZE"]))
         self.local_size = local_sizes[0] if len(set(local_sizes)) == 1 else 1
-
-    def gathered(self, value: Any) -> List[Any]:
-        found = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
-
-    def slowest(self, seconds: Sequence[float]) -> List[float]:
-        mine = torch.tensor(seconds, dtype=torch.float64, device="cpu")
-        dist.all_reduce(mine, dist.ReduceOp.MAX)
-        return mine.tolist()
 
     def barrier(self) -> None:
         dist.barrier()

@@ -27,14 +27,10 @@ def random_gradients(shapes: Dict[str, Tuple[int, ...]], seed: int) -> List[Name
     rng = np.random.default_rng(seed)
     scales = {n: 1e-3 * rng.lognormal(size=s[:1] + (1,) * (len(s) - 1)) for n, s in shapes.items()}
     count = int(_PREPARED / (4 * sum(map(math.prod, shapes.values()))))
-    steps = [
-        {n: rng.standard_normal(s, np.float32) for n, s in shapes.items()}
+    return [
+        {n: rng.standard_normal(s, np.float32) * np.float32(scales[n]) for n, s in shapes.items()}
         for _ in range(min(max(count, 2), 4))
     ]
-    for named in steps:
-        for name, array in named.items():
-            array *= scales[name].astype(np.float32)
-    return steps
 
 
 def load_gradients(path: str) -> List[Named]:

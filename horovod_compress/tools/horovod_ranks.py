@@ -2,13 +2,14 @@
 
 import functools
 import importlib.util
-from typing import Any, Callable, Iterable, List, Sequence, Tuple
+from typing import Any, Callable, Iterable, Tuple
 
 import horovod
 import horovod.torch as hvd
 import torch
 
 from .. import torch as hvdc
+from ..transport.horovod import HorovodTransport
 from .cluster import Parameters, Ranks
 
 _START = {
@@ -23,7 +24,7 @@ class HorovodRanks(Ranks):
 
     def __init__(self) -> None:
         hvd.init()
-        self.rank, self.size = hvd.rank(), hvd.size()
+        super().__init__(HorovodTransport(hvd.global_process_set))
         self.local_size = hvd.local_size() if hvd.mpi_ops.is_homogeneous() else 1
         self.launcher = f"Horovod on {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
         mpi4py = importlib.util.find_spec("mpi4py") is not None
@@ -33,13 +34,6 @@ class HorovodRanks(Ranks):
         }
         with_mpi = hvd.mpi_enabled() and all(self.gathered(mpi4py))
         self.transports = ["horovod", "mpi"] if with_mpi else ["horovod"]
-
-    def gathered(self, value: Any) -> List[Any]:
-        return hvd.allgather_object(value, name="check")
-
-    def slowest(self, seconds: Sequence[float]) -> List[float]:
-        mine = torch.tensor(seconds, dtype=torch.float64, device="cpu")
-        return hvd.allreduce(mine, op=hvd.Max, name="check.seconds").tolist()
 
     def barrier(self) -> None:
         hvd.barrier()

@@ -110,7 +110,7 @@ def add_prediction(parser: argparse.ArgumentParser) -> None:
         help="a model of so many parameters, such as 25.6M",
     )
     # A deprecated name, which is not listed.
-    model.add_argument("--million", type=arguments.positive, help=argparse.SUPPRESS)
+    model.add_argument("--million", dest="parameters", type=_millions, help=argparse.SUPPRESS)
     parser.add_argument(
         "--backward",
         type=arguments.number,
@@ -123,16 +123,16 @@ def add_prediction(parser: argparse.ArgumentParser) -> None:
 
 def model_of(options: argparse.Namespace) -> loads.Model:
     """The model that --parameters or --model names."""
-    if options.million:
-        print(
-            "hvdcompress: --million is deprecated and will be removed: use --parameters "
-            f"{digits(options.million)}M",
-            file=sys.stderr,
-        )
-        options.parameters = 1e6 * options.million
     if options.parameters:
         return loads.Model.of_size(options.parameters)
     return loads.Model.known(options.model)
+
+
+def _millions(text: str) -> float:
+    """The deprecated way to name a number of parameters."""
+    advice = f"hvdcompress: --million is deprecated and will be removed: use --parameters {text}M"
+    print(advice, file=sys.stderr)
+    return arguments.parameters(f"{text}M")
 
 
 def _ranks_or_spec(text: str) -> Union[int, str]:

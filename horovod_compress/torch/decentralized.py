@@ -163,6 +163,7 @@ class DecentralizedOptimizer(OptimizerAround):
         topology, algorithm = self._gossip.topology.name, self._gossip.algorithm
         return f"DecentralizedOptimizer({self._optimizer!r}, {algorithm} on a {topology})"
 
+    # torch declares it once for each kind of closure.
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
         """A step of the optimizer on this rank, and after every so many of them the exchange with
         its neighbors."""

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..engine import checkpoint
 from ..engine.gossip import Gossip
+from ..engine.gossip_rules import names_of_arrays
 from ..protocol.handshake import first_difference, shown
 from ..pytorch.parameters import Slot
 
@@ -13,14 +14,13 @@ from ..pytorch.parameters import Slot
 def identity_of(gossip: Gossip, portable: bool) -> Dict[str, Any]:
     """What says to which rank, topology and algorithm a state belongs; None for all of them in a
     portable one."""
-    if portable:
-        return {"rank": None, "size": None, "algorithm": None, "topology": None}
-    return {
+    its = {
         "rank": gossip.transport.rank,
         "size": gossip.transport.size,
         "algorithm": gossip.algorithm,
         "topology": gossip.topology.description(),
     }
+    return dict.fromkeys(its) if portable else its
 
 
 def check(kept: Any, gossip: Gossip, slots: Sequence[Slot]) -> None:
@@ -45,11 +45,11 @@ def check(kept: Any, gossip: Gossip, slots: Sequence[Slot]) -> None:
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"not a state of a DecentralizedOptimizer: {error!r}") from None
     expected = {**identity_of(gossip, portable), "tensors": {}}
-    keys = ["mixed", "public"] + ["own"] * (gossip.algorithm == "ecd")
+    keys = sorted(names_of_arrays(gossip.algorithm))
     for slot in slots if portable or arrays else ():
         numel, shape = slot.param.numel(), list(slot.param.shape)
         expected["tensors"][slot.name] = (
-            {"parameter": shape} if portable else {key: [numel] for key in sorted(keys)}
+            {"parameter": shape} if portable else {key: [numel] for key in keys}
         )
     shapes = {
         name: {key: list(its[key].shape) for key in sorted(its)} for name, its in arrays.items()

@@ -42,7 +42,7 @@ class CompressionHandler(Entry, StateHandler):
 
     def set_value(self, value: Union[BoundCompression, UnboundCompression]) -> None:
         """Another compression takes the place of this one."""
-        self._saved = None
+        self._saved = {}
         super().set_value(_bound(value))
 
 

@@ -16,6 +16,9 @@ check_version("horovod", horovod.__version__)
 # What another version may not have comes after the warning.
 from horovod.torch.elastic.state import StateHandler, TorchState  # noqa: E402
 
+# Of the classes that hvd.DistributedOptimizer makes.
+_OWN_METHOD = "_allreduce_grad_async"
+
 
 def optimizer_of(compression: Any) -> Any:
     """The optimizer of Horovod's that hands its gradients to this compression. It is made after the
@@ -43,7 +46,7 @@ def _all_of_horovods() -> List[Any]:
     classes = [
         cls
         for cls in subclasses_of(torch.optim.Optimizer)
-        if _is_made_by_horovod(cls) and torch.optim.Optimizer not in cls.__bases__
+        if _OWN_METHOD in vars(cls) and torch.optim.Optimizer not in cls.__bases__
     ]
     found = filter(is_horovods, objects_of(*classes))
     return list({id(reduced_by(each)): each for each in found}.values())
@@ -53,11 +56,7 @@ def is_horovods(optimizer: Any) -> bool:
     """Whether this is what hvd.DistributedOptimizer has made: an object of a class with Horovod's
     methods, and not of one derived from that, as Lightning derives them for wrappers that have the
     same attributes."""
-    return _is_made_by_horovod(type(optimizer))
-
-
-def _is_made_by_horovod(cls: type) -> bool:
-    return "_allreduce_grad_async" in vars(cls)
+    return _OWN_METHOD in vars(type(optimizer))
 
 
 def itself(optimizer: Any) -> Any:

@@ -23,6 +23,7 @@ class SharesUpdates(UpdatingOptimizer):
 
     compression: UpdateCompression
 
+    # torch declares it once for each kind of closure.
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
         """That of hvd.broadcast_optimizer_state: see `OptimizerAround.step`."""
         OptimizerAround.step(self)

@@ -101,6 +101,7 @@ class UpdateOptimizer(SharesUpdates):
         )
         let_broadcast_begin(self)
 
+    # torch declares it once for each kind of closure.
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
         """A step of the optimizer on this rank, and after every so many of them the exchange, which
         waits for all ranks."""

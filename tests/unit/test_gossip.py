@@ -118,7 +118,7 @@ def test_weights_may_be_a_tensor_that_requires_a_gradient():
 
 
 def test_weights_that_one_rank_has_only_by_rounding_are_none():
-    weights = metropolis({(0, 1), (1, 0), (1, 2), (2, 1)}, 3)
+    weights = metropolis(np.array([[0, 1, 0], [1, 0, 1], [0, 1, 0]]))
     weights[0, 2] = 1e-17
     topology = Topology(weights, 3)
     assert topology.neighbors(0) == [1] and topology.neighbors(2) == [1]

@@ -314,10 +314,10 @@ def test_memory_that_cannot_be_had_is_an_error_on_all_ranks(monkeypatch, tmp_pat
         memory = SharedMemory.of(machine)
         memory.want(machine, "w", 100)
         machine.arrange(transport, "label", 0)
-        memory.slots("w")[machine.local] = 1 + machine.local
+        memory.slots["w"][machine.local] = 1 + machine.local
         return memory
 
-    assert [memory.slots("w")[:, 99].tolist() for memory in on_all_ranks(met, machines)] == [
+    assert [memory.slots["w"][:, 99].tolist() for memory in on_all_ranks(met, machines)] == [
         [1, 2],
         [1, 2],
     ]

@@ -139,19 +139,19 @@ def controller_of(switched):
 def test_a_controller_switches_its_compression_and_keeps_the_choice():
     switched = []
     its = controller_of(switched)
-    while its.chosen is None:
+    while its.trials.chosen is None:
         its.step_ended({"none": 0.05, "fp16": 0.04}[its.in_force])
         its.follow()
-    assert switched[0] == "none" and its.in_force == its.chosen == "fp16"
+    assert switched[0] == "none" and its.in_force == its.trials.chosen == "fp16"
     assert its.plan()["spec"] == "fp16" and its.plan()["candidates"]["none"]["steps"] >= 8
     again = controller_of(switched)
     with pytest.raises(ValueError, match="no state"), again.resuming({"auto": {"spec": "none"}}):
         raise ValueError("no state")
-    assert switched[-2:] == ["none", "fp16"] and again.chosen is None
+    assert switched[-2:] == ["none", "fp16"] and again.trials.chosen is None
     with again.resuming({"auto": {"spec": "none", "chosen": True}}):
         pass
     assert again.state() == {"auto": {"spec": "none", "chosen": True}}
-    assert again.current == again.in_force == switched[-1] == "none"
+    assert again.trials.current == again.in_force == switched[-1] == "none"
 
 
 def test_the_rule_is_told():
@@ -159,7 +159,7 @@ def test_the_rule_is_told():
     its = controller_of([])
     auto._log.warning = lambda message, *values: summaries.append(message % values)
     try:
-        while its.chosen is None:
+        while its.trials.chosen is None:
             its.step_ended({"none": 0.04, "fp16": 0.05}[its.in_force])
             its.follow()
     finally:

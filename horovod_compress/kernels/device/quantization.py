@@ -6,7 +6,8 @@ from typing import Any, List, Optional, Sequence, Tuple
 import numpy as np
 import torch
 
-from ..reference.quantization import factors, one_of, shape_of
+from ..reference.quantization import factors, shape_of
+from ..reference.random import one_of
 from . import launches
 from .array import DeviceArray
 from .programs import quantization as programs

@@ -33,12 +33,11 @@ from .lowrank import orthonormalize, product, project, project_back, subtract_pr
 from .quantization import (
     decode_signs,
     dequantize,
-    draw_coordinates,
     encode_scales,
     encode_signs,
     quantize,
-    random_bits,
 )
+from .random import draw_coordinates, random_bits
 from .samples import add_sample_squares
 from .selection import add_to_residual, encode_topk, take_entries
 from .sparse import decode_add_sparse, decode_sparse, encode_sparse

@@ -5,7 +5,7 @@ and subtracts the decoded values from the residual; AdaComp subtracts them in th
 the gradient is not finite everywhere nothing is selected.
 """
 
-from typing import Optional
+from typing import Optional, Sequence, Union
 
 import numpy as np
 
@@ -70,22 +70,19 @@ def encode_variance(
     grad.fill(0)
     finite = bool(good.all())
     indices: np.ndarray = np.flatnonzero(fires) if finite else np.empty(0, np.int64)
-    kind: str = "sign"
-    scale: Float = tau
+    scales: Sequence[Float] = (tau,)
+    left: Union[np.ndarray, int] = 0
     if tau > 0:
-        values = np.copysign(tau, r[indices])
+        kind, values = "sign", np.copysign(tau, r[indices])
+        left = np.maximum(v[indices] - 2 * np.abs(r[indices]) * tau + tau * tau, 0)
     else:
-        values, (scale,) = code_values(r[indices], "power")
+        kind, (values, scales) = "power", code_values(r[indices], "power")
         indices, values = indices[values != 0], values[values != 0]
-        kind = "power"
     before = np.stack([r[indices], v[indices]])
-    if tau > 0:
-        v[indices] = np.maximum(v[indices] - 2 * np.abs(r[indices]) * tau + tau * tau, 0)
-    else:
-        v[indices] = 0
+    v[indices] = left
     r[indices] = r[indices] - values if tau > 0 or error_feedback else 0
     indices = indices.astype(np.uint32)
-    return encode_sparse(indices, values, kind=kind, scales=(scale,))._replace(
+    return encode_sparse(indices, values, kind=kind, scales=scales)._replace(
         finite=finite, undo=(indices, before)
     )
 

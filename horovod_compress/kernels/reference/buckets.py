@@ -16,7 +16,7 @@ import numpy as np
 
 from ..encoded import Encoded, new_body
 from .columns import BLOCK, block_bits, columns_of, from_columns, to_columns
-from .quantization import one_of, round_at_random
+from .random import one_of, round_at_random
 
 _FIXED, _ELIAS = 0, 1
 # Every 16th bucket is sampled; all of them where there are fewer than 64.

@@ -8,7 +8,7 @@ k·columns + c of the block's.
 
 import numpy as np
 
-from .quantization import next_bits, random_bits
+from .random import next_bits, random_bits
 
 BLOCK, _ROWS, _DRAWS = 512, 32, 64
 
