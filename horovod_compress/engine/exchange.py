@@ -121,7 +121,7 @@ class Exchange(Driver):
             self._call(CALL, self._advance)
         # No tensor of the step is still to come: so these are alike on all ranks.
         at = self._stages.at
-        if len(self._stages.all) == len(self._tensors) and at[SMALL] and not any(at[:SMALL]):
+        if len(self._stages.all) == len(self._tensors) and not any(at[:SMALL]):
             self._start_small()
         return pending.carrier
 
@@ -163,8 +163,7 @@ class Exchange(Driver):
             for pending, answer in zip(waiting, answers):
                 self._advance(pending, answer)
             self._call(CALL, self._advance)
-        if self._stages.at[SMALL]:
-            self._start_small()
+        self._start_small()
         if self._stages.at[JOINT]:
             yield from self._exchange_jointly(factor)
 
@@ -235,7 +234,7 @@ class Exchange(Driver):
                 stage = SMALL
             elif last is not None:
                 pending.wait = self._start(f".{name}", last, pending.tensor)
-            if stage is not LAST:
+            if stage is not LAST and not self._stages.at[stage]:
                 self._collectives.expect_gather()
         elif isinstance(request, DeviceCall):
             stage = CALL
@@ -286,10 +285,11 @@ class Exchange(Driver):
         return self._collectives.allreduce(name, request.array, request.op)
 
     def _start_small(self) -> None:
-        small, start = self._stages.waiting(SMALL), functools.partial(self._start, ":small")
-        start_gathers(small, start, self._small_length, self._now.size)
-        for pending in small:
-            self._stages.move(pending, LAST)
+        if self._stages.at[SMALL]:
+            small, start = self._stages.waiting(SMALL), functools.partial(self._start, ":small")
+            start_gathers(small, start, self._small_length, self._now.size)
+            for pending in small:
+                self._stages.move(pending, LAST)
 
     def _compare_numbers(self) -> None:
         """MismatchError where ranks are at different steps. Due before a sum is used."""
@@ -353,8 +353,9 @@ class Exchange(Driver):
 
     def fail_tensor(self, name: str) -> None:
         """In place of a `finish` that was interrupted: the step will be rolled back."""
-        pending = self._stages.open.pop(name, None)
         # What other ranks wait for is still sent.
+        self._start_small()
+        pending = self._stages.open.pop(name, None)
         if pending is not None and pending.stage in (DECODE, AT_WORK):
             self._stages.let_go(pending)
         self.fail()

@@ -6,7 +6,6 @@ from typing import Any, Callable, List
 
 import numpy as np
 
-from ..kernels import Encoded, new_body
 from ..protocol import wire
 from ..protocol.requests import Allgather, Allreduce, Exchanged
 from .stages import Pending
@@ -39,26 +38,17 @@ def start_gathers(
     """Starts the last gather of all small tensors of a step.
 
     Args:
-        small: the tensors. Their frames are followed by one without a body, whose padding is that
-            of the message.
+        small: the tensors.
         start: starts it.
-        frame_length: what messages of all steps are padded to.
+        frame_length: what messages of all steps are padded to, behind the last frame's body.
         ranks: the number of ranks.
     """
     first = _sort(small)
     frames = [pending.request.request.array for pending in small]
-    needed = sum(map(len, frames))
-    last = wire.seal(
-        Encoded(new_body(), 0), 0, 0, 0, lambda own: frame_length(needed + own) - needed
-    )
-    first.count(Allgather(last))
-    wait = start(Allgather(np.concatenate([*frames, last])), first)
-
-    @functools.lru_cache(maxsize=None)
-    def arrived() -> List[np.ndarray]:
-        parts = wire.by_tensor(wait(), ranks, len(frames) + 1)
-        first.counters["bytes_received"] += len(parts[-1])
-        return parts
-
+    needed, unpadded = sum(map(len, frames)), len(frames[-1])
+    frames[-1] = wire.padded(frames[-1], frame_length(needed) - needed)
+    small[-1].tensor.count(Allgather(frames[-1][unpadded:]))
+    wait = start(Allgather(np.concatenate(frames)), first)
+    arrived = functools.lru_cache(maxsize=None)(lambda: wire.by_tensor(wait(), ranks, len(frames)))
     for number, pending in enumerate(small):
         pending.wait = lambda number=number: arrived()[number]

@@ -7,7 +7,8 @@ from typing import Callable, List, Tuple
 import numpy as np
 
 from .. import kernels
-from ..kernels import Encoded
+from ..kernels import HEADROOM, Encoded
+from ..kernels.reference.frames import HEADER
 from ..kernels.reference.frames import VERSION as VERSION
 
 # Frames after which their length is chosen anew.
@@ -89,6 +90,21 @@ def unseal(
         )
     except ValueError as error:
         raise WireError(str(error)) from None
+
+
+def padded(frame: np.ndarray, padding: int) -> np.ndarray:
+    """A frame that has none, with so many bytes of padding."""
+    if not padding:
+        return frame
+    _, _, number, _, digest, step, _, flags = HEADER.unpack(frame[:HEADROOM].tobytes())
+    return kernels.cpu.seal_frame(
+        np.append(frame, np.uint8(0)),
+        size=len(frame) + padding,
+        number=number,
+        digest=digest,
+        step=step,
+        finite=not flags & 1,
+    )
 
 
 def by_tensor(data: np.ndarray, ranks: int, tensors: int) -> List[np.ndarray]:

@@ -12,6 +12,10 @@ from horovod_compress.transport.loopback import Loopback
 ALL = {**SHAPES, "y": (50, 60), "a": (20, 20)}
 
 
+# More than lengths are watched for before they are padded.
+STEPS = 12
+
+
 class Joining(Loopback):
     """All but y travel together. Counts messages and bytes."""
 
@@ -19,7 +23,7 @@ class Joining(Loopback):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.names, self.sent = [], 0
+        self.names, self.sent, self.lengths = [], 0, []
 
     def frame_length(self):
         return wire.Steady()
@@ -27,17 +31,18 @@ class Joining(Loopback):
     def allgather(self, name, payload):
         self.names.append(name)
         self.sent += payload.nbytes
+        self.lengths.append(payload.nbytes)
         return super().allgather(name, payload)
 
 
 def steps(exchanges, missing=()):
-    """Results of five steps, in which ranks submit in orders of their own, the fourth not finite,
-    and the last without some tensors."""
+    """Results of steps in which ranks submit in orders of their own, the fourth not finite, and the
+    last without some tensors."""
     results, carried = [], [0] * len(exchanges)
-    for step in range(5):
+    for step in range(STEPS):
         grads = gradients(step, len(exchanges), ALL)
         grads[-1]["x"][3] = np.nan if step == 3 else 1
-        names = [name for name in ALL if step < 4 or name not in missing]
+        names = [name for name in ALL if step < STEPS - 1 or name not in missing]
         carriers = [
             {name: exchange.submit(name, named[name]) for name in np.roll(names, rank)}
             for rank, (exchange, named) in enumerate(zip(exchanges, grads))
@@ -64,10 +69,18 @@ def test_results_and_states_are_those_of_single_messages(spec, missing):
     stats = [exchange.stats() for exchange in joined]
     for exchange, its, carried in zip(joined, stats, found[2]):
         small = [name for name in exchange.transport.names if name != "hvdc.y"]
-        assert set(small) == {"hvdc:small"} and len(small) <= 5
+        assert set(small) == {"hvdc:small"} and len(small) <= STEPS
         assert its["bytes_sent"] == exchange.transport.sent + carried
         others = sum(each.transport.sent for each in joined if each is not exchange)
         assert its["bytes_received"] == others + carried
+
+
+def test_the_message_is_padded_as_a_whole():
+    (exchange,) = ranks_of("topk:ratio=0.1", 1, ALL, Joining)
+    steps([exchange])
+    both = zip(exchange.transport.names, exchange.transport.lengths)
+    lengths = [length for name, length in both if name == "hvdc:small"]
+    assert len(set(lengths[:7])) > 1 and len(set(lengths[8:])) == 1
 
 
 def test_they_leave_with_the_last_tensor_of_all():
@@ -76,6 +89,13 @@ def test_they_leave_with_the_last_tensor_of_all():
         assert exchange.transport.names in ([], ["hvdc.y"])
         exchange.submit(name, grad)
     assert exchange.transport.names == ["hvdc.y", "hvdc:small"]
+
+
+def test_they_leave_where_a_result_was_interrupted():
+    (exchange,) = ranks_of("topk:ratio=0.1", 1, ALL, Joining)
+    exchange.submit("w", gradients(0, 1, ALL)[0]["w"])
+    exchange.fail_tensor("w")
+    assert exchange.transport.names == ["hvdc:small"] and not exchange.succeeded
 
 
 class Damaging(Joining):

@@ -11,16 +11,16 @@ from ..encoded import HEADROOM
 VERSION = 2
 _MAGIC = b"hC"
 # Magic version id, checksum digest step length flags.
-_HEADER = struct.Struct("<2sBBIIIII")
+HEADER = struct.Struct("<2sBBIIIII")
 # NumPy does not type its arrays as buffers before Python 3.12.
-_pack_header: Callable[..., None] = _HEADER.pack_into
-_unpack_header: Callable[..., Tuple[Any, ...]] = _HEADER.unpack_from
+_pack_header: Callable[..., None] = HEADER.pack_into
+_unpack_header: Callable[..., Tuple[Any, ...]] = HEADER.unpack_from
 _pack_into: Callable[..., None] = struct.pack_into
 # The checksum covers the frame from this byte on; the fields before are compared as they are.
 _CHECKED = 8
 # Of the flags, whose other bits are the bytes of padding.
 _NOT_FINITE = 1
-assert _HEADER.size == HEADROOM
+assert HEADER.size == HEADROOM
 
 _LANES = 16
 _FIRST, _SECOND, _THIRD = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
