@@ -120,8 +120,7 @@ class Exchange(Driver):
         if self._to_call >= _TOGETHER:
             self._call(CALL, self._advance)
         # No tensor of the step is still to come: so these are alike on all ranks.
-        at = self._stages.at
-        if len(self._stages.all) == len(self._tensors) and not any(at[:SMALL]):
+        if len(self._stages.all) == len(self._tensors):
             self._start_small()
         return pending.carrier
 
@@ -218,24 +217,16 @@ class Exchange(Driver):
         pending.tensor.counters["decode_seconds"] += time.perf_counter() - started
 
     def _advance(self, pending: Pending, answer: Any) -> None:
-        """Sends a step, which is at work, what it has waited for, and starts what it asks for
-        next."""
-        started, send, name = time.perf_counter(), pending.step.send, pending.tensor.name
+        """Sends a step, which is at work, what it has waited for; starts what it asks for next."""
+        started, send = time.perf_counter(), pending.step.send
         request = send(answer)
         if isinstance(request, ToReducer):
             pending.carrier = request.array
             request = send(None)
         pending.request, pending.wait, stage = request, None, LAST
         if isinstance(request, Final):
-            last = request.request
-            if isinstance(last, Joint):
-                stage = JOINT
-            elif isinstance(last, Allgather) and pending.grad.size <= self.transport.joins_up_to:
-                stage = SMALL
-            elif last is not None:
-                pending.wait = self._start(f".{name}", last, pending.tensor)
-            if stage is not LAST and not self._stages.at[stage]:
-                self._collectives.expect_gather()
+            if request.request is not None:
+                stage = self._start_last(pending, request.request)
         elif isinstance(request, DeviceCall):
             stage = CALL
             self._to_call += pending.grad.size
@@ -245,9 +236,19 @@ class Exchange(Driver):
         else:
             stage = ROUND
             if request.op != "max":
-                pending.wait = self._start(f".{name}.round", request, pending.tensor)
+                pending.wait = self._start(f".{pending.tensor.name}.round", request, pending.tensor)
         self._stages.move(pending, stage)
         pending.tensor.counters["encode_seconds"] += time.perf_counter() - started
+
+    def _start_last(self, pending: Pending, request: Any) -> Stage:
+        """Starts a last exchange, unless tensors make it together. Returns what it waits for."""
+        small = isinstance(request, Allgather) and pending.grad.size <= self.transport.joins_up_to
+        if small or isinstance(request, Joint):
+            if not self._stages.at[SMALL]:
+                self._collectives.expect_gather()
+            return SMALL if small else JOINT
+        pending.wait = self._start(f".{pending.tensor.name}", request, pending.tensor)
+        return LAST
 
     def _call(self, stage: Stage, answered: Callable[[Pending, Any], Any]) -> None:
         """Makes the calls of all tensors at a stage, as many together as are worth it. Each gets
@@ -285,7 +286,7 @@ class Exchange(Driver):
         return self._collectives.allreduce(name, request.array, request.op)
 
     def _start_small(self) -> None:
-        if self._stages.at[SMALL]:
+        if self._stages.at[SMALL] and not any(self._stages.at[:SMALL]):
             small, start = self._stages.waiting(SMALL), functools.partial(self._start, ":small")
             start_gathers(small, start, self._small_length, self._now.size)
             for pending in small:
