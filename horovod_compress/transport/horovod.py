@@ -52,7 +52,7 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
     """Sends each message when it is started, those of a step's gathers as soon as its ranks are
     counted; Horovod negotiates the order, but of those whose shapes it has seen."""
 
-    # A message costs as much as the payload of a tensor of some 100 000 elements.
+    # Up to here fewer messages have paid, and with 25 000 they did not.
     joins_up_to = 1 << 14
 
     def in_step(self, name: str) -> Transport:
