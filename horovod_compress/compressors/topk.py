@@ -9,9 +9,8 @@ from typing import Optional, Tuple, Union
 import numpy as np
 
 from .. import kernels
-from .base import Asking, Step, Traits
+from .base import Asking, Encoding, Step, Traits
 from .options import Auto, Count, Number, OneOf, option
-from .plainly import plain_where_it_can
 from .selective import GatheringCompressor
 from .state import LOCAL, Rollback, State
 
@@ -116,7 +115,7 @@ class TopK(GatheringCompressor):
         least = 1 if self.chunk else max(1, min(self.min_k, numel // _MIN_SHARE))
         return chunk, min(self.k or max(least, math.ceil(self.density(step) * chunk - 1e-6)), chunk)
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[kernels.Encoded]:
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
         self._decay(state)
         return self.select(grad, state, step)
 
@@ -129,7 +128,6 @@ class TopK(GatheringCompressor):
         if self.decay != 1:
             state.arrays["residual"] *= np.float32(self.decay)
 
-    @plain_where_it_can
     def select(
         self,
         grad: np.ndarray,
@@ -138,12 +136,14 @@ class TopK(GatheringCompressor):
         momentum: float = 0.0,
         nesterov: bool = False,
         masking: bool = False,
-    ) -> Asking[kernels.Encoded]:
+    ) -> Encoding:
         """Adds the gradient to momentum u, where there is one, and to the residual, and moves the
         selection into a payload."""
         v = state.arrays[self.traits.accumulator]
         chunk, k = self.entries(v.size, step.index)
-        encoded = yield from kernels.encode_topk(
+        # Plainly on the CPU, because this comes for every tensor.
+        plainly = isinstance(grad, np.ndarray)
+        encoded = (kernels.cpu.encode_topk if plainly else kernels.encode_topk)(
             grad,
             state.arrays.get("u"),
             v,
@@ -158,6 +158,13 @@ class TopK(GatheringCompressor):
             offset=self.key(state.name, step.index) & 0xFFFFFFFF,
             chunk=chunk if self.chunk else 0,
         )
+        return self._selected(encoded, state) if plainly else self._asked(encoded, state)
+
+    def _asked(self, asking: Asking[kernels.Encoded], state: State) -> Asking[kernels.Encoded]:
+        return self._selected((yield from asking), state)
+
+    def _selected(self, encoded: kernels.Encoded, state: State) -> kernels.Encoded:
+        """Notes how a rollback restores what was selected."""
         indices, rows = encoded.undo
         state.rollbacks = [Rollback(self.traits.accumulator, indices, rows[0], True)]
         if len(rows) > 1:

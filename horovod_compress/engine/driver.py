@@ -100,7 +100,7 @@ class Driver(ABC):
         """Names of the tensors that are submitted and not finished."""
 
     @abstractmethod
-    def _frame_length(self) -> FrameLength:
+    def _frame_length(self, numel: int) -> FrameLength:
         """What a tensor's frames are padded to, for a tensor that becomes known."""
 
     @abstractmethod
@@ -200,7 +200,7 @@ class Driver(ABC):
             digest,
             math.prod(shape),
             declared,
-            frame_length=self._frame_length(),
+            frame_length=self._frame_length(math.prod(shape)),
         )
         return tensor
 

@@ -18,6 +18,7 @@ from .. import kernels
 from ..compressors.base import Compressor
 from ..compressors.wrapper import with_options
 from ..kernels import DeviceCall
+from ..protocol import wire
 from ..protocol.handshake import check_step_numbers, step_numbers
 from ..protocol.machine import Machine
 from ..protocol.requests import (
@@ -30,11 +31,11 @@ from ..protocol.requests import (
     StepNorm,
     ToReducer,
 )
-from ..protocol.wire import FrameLength
 from ..transport.base import Transport
 from . import checkpoint
 from .driver import Driver, Transaction
-from .stages import AT_WORK, CALL, DECODE, JOINT, LAST, NORM, ROUND, Pending, Stage, Stages
+from .joined import start_gathers, start_maxima
+from .stages import AT_WORK, CALL, DECODE, JOINT, LAST, NORM, ROUND, SMALL, Pending, Stage, Stages
 from .step import commit_or_rollback
 from .tensor import Tensor
 
@@ -79,6 +80,7 @@ class Exchange(Driver):
         for name, (shape, variant) in tensors.items():
             self._add(name, shape, variant)
         self._joint_lengths = transport.frame_length(), transport.frame_length()
+        self._small_length = transport.frame_length()
         self._transaction = Transaction(0)
         self._collectives = transport  # of the transaction
         self._stages = Stages()  # of the transaction
@@ -106,12 +108,9 @@ class Exchange(Driver):
             self._end()
         if not self._stages.all:
             self._collectives = self.transport.in_step(f"{self._label}:ranks")
-        plain = squares is None and lr is None and base is None
-        step = (
-            self._now
-            if plain
-            else dataclasses.replace(self._now, squares=squares, lr=lr, base=base)
-        )
+        step = self._now
+        if not (squares is None and lr is None and base is None):
+            step = dataclasses.replace(step, squares=squares, lr=lr, base=base)
         tensor, transaction = self._known(name, grad), self._transaction
         pending = Pending(tensor, self._begin(tensor, grad, step), grad)
         self._stages.add(pending)
@@ -120,6 +119,9 @@ class Exchange(Driver):
         self._advance(pending, None)
         if self._to_call >= _TOGETHER:
             self._call(CALL, self._advance)
+        # No tensor of the step is still to come: so these are alike on all ranks.
+        if len(self._stages.all) == len(self._tensors):
+            self._start_small()
         return pending.carrier
 
     def is_payload(self, name: str, carrier: np.ndarray) -> bool:
@@ -148,7 +150,9 @@ class Exchange(Driver):
         self._call(CALL, self._advance)
         while self._stages.at[ROUND]:
             waiting = self._stages.waiting(ROUND)
-            self._start_maxima([each for each in waiting if each.wait is None])
+            maxima = [each for each in waiting if each.wait is None]
+            if maxima:
+                start_maxima(maxima, functools.partial(self._start, ":agree"))
             yield
             started = time.perf_counter()
             self._stages.take(waiting)
@@ -158,6 +162,7 @@ class Exchange(Driver):
             for pending, answer in zip(waiting, answers):
                 self._advance(pending, answer)
             self._call(CALL, self._advance)
+        self._start_small()
         if self._stages.at[JOINT]:
             yield from self._exchange_jointly(factor)
 
@@ -168,7 +173,7 @@ class Exchange(Driver):
         finite on all of them."""
         pending, at = self._stages.open.get(name), self._stages.at
         # Something that all tensors wait for together comes before the last exchange.
-        if pending is not None and (at[CALL] or at[NORM] or at[ROUND] or pending.stage is JOINT):
+        if pending is not None and (any(at[:JOINT]) or pending.stage is JOINT):
             self.flush(1.0 if self.is_payload(name, pending.carrier) else float(reduced[0]))
         if pending is None or pending.stage is not LAST:
             raise RuntimeError(f"{name}: its step has failed before: submit it again")
@@ -212,20 +217,16 @@ class Exchange(Driver):
         pending.tensor.counters["decode_seconds"] += time.perf_counter() - started
 
     def _advance(self, pending: Pending, answer: Any) -> None:
-        """Sends a step, which is at work, what it has waited for, and starts what it asks for
-        next."""
-        started, send, name = time.perf_counter(), pending.step.send, pending.tensor.name
+        """Sends a step, which is at work, what it has waited for; starts what it asks for next."""
+        started, send = time.perf_counter(), pending.step.send
         request = send(answer)
         if isinstance(request, ToReducer):
             pending.carrier = request.array
             request = send(None)
         pending.request, pending.wait, stage = request, None, LAST
         if isinstance(request, Final):
-            if isinstance(request.request, Joint):
-                stage = JOINT
-                self._collectives.expect_gather()
-            elif request.request is not None:
-                pending.wait = self._start(f".{name}", request.request, pending.tensor)
+            if request.request is not None:
+                stage = self._start_last(pending, request.request)
         elif isinstance(request, DeviceCall):
             stage = CALL
             self._to_call += pending.grad.size
@@ -235,9 +236,19 @@ class Exchange(Driver):
         else:
             stage = ROUND
             if request.op != "max":
-                pending.wait = self._start(f".{name}.round", request, pending.tensor)
+                pending.wait = self._start(f".{pending.tensor.name}.round", request, pending.tensor)
         self._stages.move(pending, stage)
         pending.tensor.counters["encode_seconds"] += time.perf_counter() - started
+
+    def _start_last(self, pending: Pending, request: Any) -> Stage:
+        """Starts a last exchange, unless tensors make it together. Returns what it waits for."""
+        small = isinstance(request, Allgather) and pending.grad.size <= self.transport.joins_up_to
+        if small or isinstance(request, Joint):
+            if not self._stages.at[SMALL]:
+                self._collectives.expect_gather()
+            return SMALL if small else JOINT
+        pending.wait = self._start(f".{pending.tensor.name}", request, pending.tensor)
+        return LAST
 
     def _call(self, stage: Stage, answered: Callable[[Pending, Any], Any]) -> None:
         """Makes the calls of all tensors at a stage, as many together as are worth it. Each gets
@@ -274,19 +285,12 @@ class Exchange(Driver):
             self._numbers = self._collectives.allreduce(f"{self._label}:step", numbers.array)
         return self._collectives.allreduce(name, request.array, request.op)
 
-    def _start_maxima(self, maxima: List[Pending]) -> None:
-        """Starts all tensors' maxima of a round as one message, of which each waits for its
-        part."""
-        if not maxima:
-            return
-        # An order that is one on all ranks.
-        maxima.sort(key=lambda pending: pending.tensor.name)
-        together = Allreduce(np.concatenate([each.request.array for each in maxima]), "max")
-        wait = functools.lru_cache(maxsize=None)(self._start(":agree", together, maxima[0].tensor))
-        end = 0
-        for pending in maxima:
-            start, end = end, end + pending.request.array.size
-            pending.wait = lambda start=start, end=end: wait()[start:end]
+    def _start_small(self) -> None:
+        if self._stages.at[SMALL] and not any(self._stages.at[:SMALL]):
+            small, start = self._stages.waiting(SMALL), functools.partial(self._start, ":small")
+            start_gathers(small, start, self._small_length, self._now.size)
+            for pending in small:
+                self._stages.move(pending, LAST)
 
     def _compare_numbers(self) -> None:
         """MismatchError where ranks are at different steps. Due before a sum is used."""
@@ -350,16 +354,18 @@ class Exchange(Driver):
 
     def fail_tensor(self, name: str) -> None:
         """In place of a `finish` that was interrupted: the step will be rolled back."""
-        pending = self._stages.open.pop(name, None)
         # What other ranks wait for is still sent.
+        self._start_small()
+        pending = self._stages.open.pop(name, None)
         if pending is not None and pending.stage in (DECODE, AT_WORK):
             self._stages.let_go(pending)
         self.fail()
         if self._stages.brought:
             self.settle()
 
-    def _frame_length(self) -> FrameLength:
-        return self.transport.frame_length()
+    def _frame_length(self, numel: int) -> wire.FrameLength:
+        joined = numel <= self.transport.joins_up_to
+        return wire.exact if joined else self.transport.frame_length()
 
     def open_tensors(self) -> Collection[str]:
         return self._stages.open

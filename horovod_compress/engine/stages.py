@@ -17,20 +17,22 @@ class Stage(enum.IntEnum):
     NORM = 1
     # An exchange that is not the last.
     ROUND = 2
+    # The gather of all small tensors' payloads.
+    SMALL = 3
     # The exchange of all tensors together.
-    JOINT = 3
+    JOINT = 4
     # The last exchange, and the reducer.
-    LAST = 4
+    LAST = 5
     # A kernel's call after that.
-    DECODE = 5
+    DECODE = 6
     # Nothing: it is at work, or has failed at that.
-    AT_WORK = 6
+    AT_WORK = 7
     # The end of the step.
-    DONE = 7
+    DONE = 8
 
 
 # Members of an enum are slow to look up in Python 3.11.
-CALL, NORM, ROUND, JOINT, LAST, DECODE, AT_WORK, DONE = Stage
+CALL, NORM, ROUND, SMALL, JOINT, LAST, DECODE, AT_WORK, DONE = Stage
 
 
 @dataclasses.dataclass

@@ -2,29 +2,17 @@
 carries its length, because an allgather joins the frames of all ranks, and a checksum. Whatever is
 cut off, changed or meant for another tensor is a WireError, never a wrong result."""
 
-import struct
-from typing import Any, Callable, List, Tuple
+from typing import Callable, List, Tuple
 
 import numpy as np
 
 from .. import kernels
 from ..kernels import HEADROOM, Encoded
+from ..kernels.reference.frames import HEADER
+from ..kernels.reference.frames import VERSION as VERSION
 
-VERSION = 2
-_MAGIC = b"hC"
-# Magic version id, checksum digest step length flags.
-_HEADER = struct.Struct("<2sBBIIIII")
-# NumPy does not type its arrays as buffers before Python 3.12.
-_pack_header: Callable[..., None] = _HEADER.pack_into
-_unpack_header: Callable[..., Tuple[Any, ...]] = _HEADER.unpack_from
-_pack_into: Callable[..., None] = struct.pack_into
-# The checksum covers the frame from this byte on; the fields before are compared as they are.
-_CHECKED = 8
-# Of the flags, whose other bits are the bytes of padding.
-_NOT_FINITE = 1
 # Frames after which their length is chosen anew.
 _WINDOW = 8
-assert _HEADER.size == HEADROOM
 
 
 class WireError(ValueError):
@@ -80,20 +68,14 @@ def seal(
     """The frame of an Encoded payload, made in the payload's buffer where that is long enough.
     number: the compressor's id on the wire; digest: uint32 of configuration and tensor; step: the
     number of the step, of which the low 32 bits travel."""
-    buffer = payload.buffer
-    needed = len(buffer) - 1
-    total = frame_length(needed)
-    if total <= len(buffer):
-        frame = buffer[:total]
-    else:
-        frame = np.zeros(total, np.uint8)
-        frame[:needed] = buffer[:needed]
-    flags = (0 if payload.finite else _NOT_FINITE) | (total - needed) << 1
-    _pack_header(
-        frame, 0, _MAGIC, VERSION, number, 0, digest, step & 0xFFFFFFFF, needed - HEADROOM, flags
+    return kernels.cpu.seal_frame(
+        payload.buffer,
+        size=frame_length(len(payload.buffer) - 1),
+        number=number,
+        digest=digest,
+        step=step & 0xFFFFFFFF,
+        finite=payload.finite,
     )
-    _pack_into("<I", frame, 4, kernels.cpu.checksum(frame[_CHECKED:]))
-    return frame
 
 
 def unseal(
@@ -102,49 +84,33 @@ def unseal(
     """(bodies, finite): the bodies of exactly `frames` joined frames in `data`, uint8, one for each
     rank, and whether every rank's gradient was finite. Raises WireError, naming the rank, for
     anything else."""
-    bodies: List[np.ndarray] = []
-    at = not_finite = 0
     try:
-        while len(bodies) < frames and at < len(data):
-            body, at, flags = _unseal_one(data, at, number, digest, step & 0xFFFFFFFF)
-            bodies.append(body)
-            not_finite |= flags & _NOT_FINITE
-    except WireError as error:
-        raise WireError(f"payload of rank {len(bodies)}: {error}") from None
-    if len(bodies) < frames:
-        raise WireError(
-            f"payloads of {len(bodies)} ranks came, {frames} were expected: were ranks lost, or is "
-            f"another number of them running now?"
+        return kernels.cpu.open_frames(
+            data, frames=frames, number=number, digest=digest, step=step & 0xFFFFFFFF
         )
-    if at != len(data):
-        raise WireError(f"{len(data) - at} bytes follow the payload of the last of {frames} ranks")
-    return bodies, not not_finite
+    except ValueError as error:
+        raise WireError(str(error)) from None
 
 
-def _unseal_one(
-    data: np.ndarray, at: int, number: int, digest: int, step: int
-) -> Tuple[np.ndarray, int, int]:
-    if len(data) - at < HEADROOM:
-        raise WireError("cut off in its header")
-    magic, version, id, checksum, found_digest, found_step, length, flags = _unpack_header(data, at)
-    if magic != _MAGIC:
-        raise WireError("not a horovod_compress payload")
-    if version != VERSION:
-        raise WireError(
-            f"wire version {version}, this rank has {VERSION}; install the same horovod-compress "
-            f"everywhere"
-        )
-    body = at + HEADROOM
-    end = body + length + (flags >> 1)
-    if end > len(data):
-        raise WireError("cut off in its body")
-    if kernels.cpu.checksum(data[at + _CHECKED : end]) != checksum:
-        raise WireError("its checksum does not fit: it was changed on the way")
-    if id != number or found_digest != digest:
-        raise WireError("made for another compressor, configuration or tensor")
-    if found_step != step:
-        raise WireError(
-            f"of step {found_step}, this rank is at step {step}; was a state loaded on some ranks "
-            f"only?"
-        )
-    return data[body : body + length], end, flags
+def padded(frame: np.ndarray, padding: int) -> np.ndarray:
+    """A frame that has none, with so many bytes of padding."""
+    if not padding:
+        return frame
+    _, _, number, _, digest, step, _, flags = HEADER.unpack(frame[:HEADROOM].tobytes())
+    return kernels.cpu.seal_frame(
+        np.append(frame, np.uint8(0)),
+        size=len(frame) + padding,
+        number=number,
+        digest=digest,
+        step=step,
+        finite=not flags & 1,
+    )
+
+
+def by_tensor(data: np.ndarray, ranks: int, tensors: int) -> List[np.ndarray]:
+    """Each tensor's frames of all ranks, as `unseal` takes them, of the frames of so many tensors
+    that ranks have joined. WireError where they are not so many."""
+    try:
+        return kernels.cpu.frames_by_tensor(data, ranks=ranks, tensors=tensors)
+    except ValueError as error:
+        raise WireError(f"small tensors' payloads, which travel together: {error}") from None

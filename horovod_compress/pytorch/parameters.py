@@ -25,6 +25,16 @@ class Slot:
         self.name, self.param, self.following = name, param, self
         # A copy of the gradient, where its own memory does not serve.
         self._staging: Optional[torch.Tensor] = None
+        # A single number, and the tensor with its memory.
+        self._carrier: Tuple[Any, Any] = (None, None)
+
+    def tensor_of(self, carrier: Any) -> torch.Tensor:
+        """The tensor with a carrier's memory, made once where that is a single number."""
+        if carrier.size > 1:
+            return tensor_of(carrier)
+        if self._carrier[0] is not carrier:
+            self._carrier = carrier, tensor_of(carrier)
+        return self._carrier[1]
 
     def load(
         self, grad: torch.Tensor, on_device: bool = False, carries_float64: bool = False
@@ -60,6 +70,14 @@ class Slot:
 
     def load_for(self, compression: Binding, grad: torch.Tensor) -> Tuple[torch.Tensor, Any]:
         """As of `load`, for a compression, which tells where that costs numbers of float64."""
+        # As most are.
+        if (
+            grad.dtype is torch.float32
+            and grad.is_cpu
+            and grad.is_contiguous()
+            and not kernels.serves("cpu")
+        ):
+            return grad, grad.numpy().reshape(-1)
         exchange, is_float64 = compression._exchange, grad.dtype == torch.float64
         # Only asked where kernels could be.
         on_device = (not grad.is_cpu or kernels.serves("cpu")) and exchange.on_device(self.name)

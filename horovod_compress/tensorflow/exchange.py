@@ -114,7 +114,7 @@ class GraphExchange(Driver):
         super().switch(compressor, tensors, gains, factor)
         self.sends_number = next((tensor.name for tensor in self.tensors if _adds_up(tensor)), None)
 
-    def _frame_length(self) -> FrameLength:
+    def _frame_length(self, numel: int) -> FrameLength:
         return Steady()
 
     def compressor_of(self, name: str) -> Compressor:

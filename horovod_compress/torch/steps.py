@@ -14,7 +14,7 @@ import torch
 from ..pytorch.compression import OptimizerCompression
 from ..pytorch.lifecycle import CLOSURE, SYNCHRONIZE_FIRST, Event, State
 from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure
-from ..pytorch.parameters import Slot, flat, is_sparse, tensor_of
+from ..pytorch.parameters import Slot, flat, is_sparse
 from ..transport.horovod import sleep_until_over
 from . import horovod_internals, ownership
 from .binding import TorchBinding
@@ -70,7 +70,7 @@ class StepCompression(OptimizerCompression, TorchBinding):
             # The other's memory stays as it is.
             tensor = tensor.clone()
         memory, array, carrier = self._submit(slot, tensor)
-        sent = memory if carrier is array else tensor_of(carrier)
+        sent = memory if carrier is array else slot.tensor_of(carrier)
         grad = slot.param.grad
         assert grad is not None  # `find` has seen it.
         self._submitted.append((slot, tensor, grad._version))

@@ -17,6 +17,8 @@ class Transport(ABC):
 
     rank: int
     size: int
+    # Tensors of at most so many elements gather their payloads as one message; 0: each its own.
+    joins_up_to = 0
 
     @abstractmethod
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:

@@ -52,6 +52,9 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
     """Sends each message when it is started, those of a step's gathers as soon as its ranks are
     counted; Horovod negotiates the order, but of those whose shapes it has seen."""
 
+    # Up to here fewer messages have paid, and with 25 000 they did not.
+    joins_up_to = 1 << 14
+
     def in_step(self, name: str) -> Transport:
         return _CountedStep(self._process_set, name)
 

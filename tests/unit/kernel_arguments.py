@@ -282,6 +282,31 @@ def checksum(a):
     return dict(data=a.bits(np.uint8))
 
 
+HEADER = dict(number=7, digest=2**32 - 1, step=3)
+
+
+def frame(a, **header):
+    buffer = np.append(np.zeros(HEADROOM, np.uint8), a.bits(np.uint8, a.one_of(1, 70, 4097)))
+    size = len(buffer) - 1 + a.one_of(0, 1, 2, 70)
+    return dict(buffer=buffer, size=size, finite=a.one_of(True, False), **(header or HEADER))
+
+
+def seal_frame(a):
+    return frame(a, number=a.one_of(0, 255), digest=5, step=a.one_of(0, 2**32 - 1))
+
+
+def open_frames(a):
+    frames = a.one_of(1, 3)
+    sealed = [reference.seal_frame(**frame(a)) for _ in range(frames)]
+    return dict(data=np.concatenate(sealed), frames=frames, **HEADER)
+
+
+def frames_by_tensor(a):
+    ranks, tensors = a.one_of(1, 3), a.one_of(1, 2, 5)
+    sealed = [reference.seal_frame(**frame(a)) for _ in range(ranks * tensors)]
+    return dict(data=np.concatenate(sealed), ranks=ranks, tensors=tensors)
+
+
 def max_abs(a):
     return dict(x=a.any(), peaks=a.one_of(None, a.bits(np.uint32, -(-a.size // 64))))
 
@@ -383,7 +408,7 @@ BODIES = ("encode_bf16", "encode_buckets", "encode_natural")
 
 def assert_same(mine, its):
     assert isinstance(mine, Encoded) == isinstance(its, Encoded)
-    if isinstance(its, tuple):
+    if isinstance(its, (tuple, list)):
         assert len(mine) == len(its)
         for pair in zip(mine, its):
             assert_same(*pair)

@@ -4,10 +4,10 @@
 namespace hc {
 namespace adaptive { void bind(py::module_& m); }
 namespace buckets { void bind(py::module_& m); }
-namespace checksum { void bind(py::module_& m); }
 namespace codes { void bind(py::module_& m); }
 namespace dct { void bind(py::module_& m); }
 namespace dense { void bind(py::module_& m); }
+namespace frames { void bind(py::module_& m); }
 namespace lowrank { void bind(py::module_& m); }
 namespace quantization { void bind(py::module_& m); }
 namespace samples { void bind(py::module_& m); }
@@ -41,7 +41,7 @@ PYBIND11_MODULE(_native, m) {
           "For tests: all give the same results, the last of them fastest.");
     hc::adaptive::bind(m);
     hc::buckets::bind(m);
-    hc::checksum::bind(m);
+    hc::frames::bind(m);
     hc::codes::bind(m);
     hc::dct::bind(m);
     hc::quantization::bind(m);

@@ -7,7 +7,6 @@ are uint32. Encoders of a payload's body return `Encoded`.
 
 from .adaptive import encode_adacomp, encode_strom, encode_variance
 from .buckets import decode_add_buckets, encode_buckets
-from .checksum import checksum
 from .codes import (
     decode_add_bf16,
     decode_add_natural,
@@ -29,6 +28,7 @@ from .dense import (
     scatter_add,
     squared_norm,
 )
+from .frames import checksum, frames_by_tensor, open_frames, seal_frame
 from .lowrank import orthonormalize, product, project, project_back, subtract_product
 from .quantization import (
     decode_signs,
@@ -73,9 +73,11 @@ __all__ = [
     "encode_topk",
     "encode_variance",
     "flush_denormals",
+    "frames_by_tensor",
     "max_abs",
     "max_abs_and_deviation",
     "move",
+    "open_frames",
     "orthonormalize",
     "product",
     "project",
@@ -83,6 +85,7 @@ __all__ = [
     "quantize",
     "random_bits",
     "scatter_add",
+    "seal_frame",
     "squared_norm",
     "subtract_product",
     "take_entries",

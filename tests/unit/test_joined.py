@@ -1,0 +1,125 @@
+"""Small tensors' gathers that are one message: nothing else is another than with one for each."""
+
+import numpy as np
+import pytest
+from ranks import SHAPES, copy_of, gradients, ranks_of
+
+from horovod_compress import WireError
+from horovod_compress.engine.lockstep import mean_of
+from horovod_compress.protocol import wire
+from horovod_compress.transport.loopback import Loopback
+
+ALL = {**SHAPES, "y": (50, 60), "a": (20, 20)}
+
+
+# More than lengths are watched for before they are padded.
+STEPS = 12
+
+
+class Joining(Loopback):
+    """All but y travel together. Counts messages and bytes."""
+
+    joins_up_to = 2000
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.names, self.sent, self.lengths = [], 0, []
+
+    def frame_length(self):
+        return wire.Steady()
+
+    def allgather(self, name, payload):
+        self.names.append(name)
+        self.sent += payload.nbytes
+        self.lengths.append(payload.nbytes)
+        return super().allgather(name, payload)
+
+
+def steps(exchanges, missing=()):
+    """Results of steps in which ranks submit in orders of their own, the fourth not finite, and the
+    last without some tensors."""
+    results, carried = [], [0] * len(exchanges)
+    for step in range(STEPS):
+        grads = gradients(step, len(exchanges), ALL)
+        grads[-1]["x"][3] = np.nan if step == 3 else 1
+        names = [name for name in ALL if step < STEPS - 1 or name not in missing]
+        carriers = [
+            {name: exchange.submit(name, named[name]) for name in np.roll(names, rank)}
+            for rank, (exchange, named) in enumerate(zip(exchanges, grads))
+        ]
+        for rank, exchange in enumerate(exchanges):
+            carried[rank] += sum(carrier.nbytes for carrier in carriers[rank].values())
+            exchange.flush()
+        for name in names:
+            reduced = mean_of([named[name] for named in carriers])
+            for exchange in exchanges:
+                exchange.finish(name, reduced)
+        results.append(grads)
+    return results, [copy_of(exchange) for exchange in exchanges], carried
+
+
+@pytest.mark.parametrize("missing", [(), ("w", "bias"), ("w", "x", "a")])
+@pytest.mark.parametrize(
+    "spec", ["topk:ratio=0.1", "dgc:values=sign", "qsgd:min_numel=0", "adacomp"]
+)
+def test_results_and_states_are_those_of_single_messages(spec, missing):
+    joined = ranks_of(spec, 3, ALL, Joining)
+    found = steps(joined, missing)
+    np.testing.assert_equal(found, steps(ranks_of(spec, 3, ALL), missing))
+    stats = [exchange.stats() for exchange in joined]
+    for exchange, its, carried in zip(joined, stats, found[2]):
+        small = [name for name in exchange.transport.names if name != "hvdc.y"]
+        assert set(small) == {"hvdc:small"} and len(small) <= STEPS
+        assert its["bytes_sent"] == exchange.transport.sent + carried
+        others = sum(each.transport.sent for each in joined if each is not exchange)
+        assert its["bytes_received"] == others + carried
+
+
+def test_the_message_is_padded_as_a_whole():
+    (exchange,) = ranks_of("topk:ratio=0.1", 1, ALL, Joining)
+    steps([exchange])
+    both = zip(exchange.transport.names, exchange.transport.lengths)
+    lengths = [length for name, length in both if name == "hvdc:small"]
+    assert len(set(lengths[:7])) > 1 and len(set(lengths[8:])) == 1
+
+
+def test_they_leave_with_the_last_tensor_of_all():
+    (exchange,) = ranks_of("topk:ratio=0.1", 1, ALL, Joining)
+    for name, grad in gradients(0, 1, ALL)[0].items():
+        assert exchange.transport.names in ([], ["hvdc.y"])
+        exchange.submit(name, grad)
+    assert exchange.transport.names == ["hvdc.y", "hvdc:small"]
+
+
+def test_they_leave_where_a_result_was_interrupted():
+    (exchange,) = ranks_of("topk:ratio=0.1", 1, ALL, Joining)
+    exchange.submit("w", gradients(0, 1, ALL)[0]["w"])
+    exchange.fail_tensor("w")
+    assert exchange.transport.names == ["hvdc:small"] and not exchange.succeeded
+
+
+class Damaging(Joining):
+    """Rank 1's message has another byte in its second frame, or is cut off."""
+
+    cut = False
+
+    def allgather(self, name, payload):
+        if self.rank == 1:
+            payload = payload[:-1] if self.cut else payload.copy()
+            payload[len(payload) // 2] ^= 1
+        return super().allgather(name, payload)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_is_damaged_is_noticed(cut, monkeypatch):
+    monkeypatch.setattr(Damaging, "cut", cut)
+    names = {"w": (30, 40), "x": (40, 40)}
+    exchanges = ranks_of("topk:ratio=0.1", 2, names, Damaging)
+    for exchange, named in zip(exchanges, gradients(0)):
+        for name in names:
+            exchange.submit(name, named[name])
+    words = "travel together: cut off|bytes follow" if cut else "payload of rank 1: its checksum"
+    for exchange in exchanges:
+        with pytest.raises(WireError, match=words):
+            for name in names:
+                exchange.finish(name, np.ones(1, np.float32))
