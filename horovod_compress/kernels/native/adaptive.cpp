@@ -1,17 +1,24 @@
-// Strom's threshold, variance-based compression and AdaComp: each element, or each bin of them, decides by itself whether it is sent.
+// Strom's threshold, variance-based compression and AdaComp: each element, or each bin of them,
+// decides by itself whether it is sent.
 //
-// All three make one pass over the gradient and the residual (variance over its v, and the samples' squares, too), block by block:
-// 1. the block is advanced: residual += gradient, the gradient is set to zero, and a byte an element says whether it is sent; an element
+// All three make one pass over the gradient and the residual (variance over its v, and the samples'
+// squares, too), block by block:
+// 1. the block is advanced: residual += gradient, the gradient is set to zero, and a byte an
+// element says whether it is sent; an element
 //    that would become too large or not finite keeps its residual;
-// 2. the bytes become words of bits, the bits become indices, appended to thread-local lists with the residual's value there;
-// 3. while the block is in the cache, what is sent is subtracted from the residual (not in AdaComp, see below).
-// Then the lists are written as a sparse body. If any element was not finite, the lists put back what step 3 subtracted.
+// 2. the bytes become words of bits, the bits become indices, appended to thread-local lists with
+// the residual's value there;
+// 3. while the block is in the cache, what is sent is subtracted from the residual (not in AdaComp,
+// see below). Then the lists are written as a sparse body. If any element was not finite, the lists
+// put back what step 3 subtracted.
 //
-// Variance without tau sends powers of two within 2^7 of the largest, which is known only after the pass: entries that turn out too small
-// are put back by keep_values, which also copies what a rollback needs.
+// Variance without tau sends powers of two within 2^7 of the largest, which is known only after the
+// pass: entries that turn out too small are put back by keep_values, which also copies what a
+// rollback needs.
 //
-// AdaComp's block is a number of whole bins: their maxima are found between steps 1 and 2. Its scale is the mean of all maxima, so what is
-// sent stays in the residual, and the pass of the next call subtracts it just before it reaches it.
+// AdaComp's block is a number of whole bins: their maxima are found between steps 1 and 2. Its
+// scale is the mean of all maxima, so what is sent stays in the residual, and the pass of the next
+// call subtracts it just before it reaches it.
 #include <algorithm>
 #include <cmath>
 
@@ -52,13 +59,15 @@ HC_INLINE std::uint64_t bits_of_bytes(const std::uint8_t* bytes) {
 #endif
 }
 
-// What fired, in the order of arrival: indices, and r (and v) there as they were before anything was taken; reused between calls.
+// What fired, in the order of arrival: indices, and r (and v) there as they were before anything
+// was taken; reused between calls.
 struct Fired {
     std::vector<std::uint32_t> indices;
     std::vector<float> r, v;
     std::size_t count = 0;
 
-    // The elements of a block from `first` on that `hits`, bytes of 0 or 255 up to a whole group, says.
+    // The elements of a block from `first` on that `hits`, bytes of 0 or 255 up to a whole group,
+    // says.
     HC_INLINE void push(const std::uint8_t* hits, std::size_t n, std::size_t first) {
         std::uint32_t* out = indices.data() + count;
         for (std::size_t i = 0; i < n; i += kGroup) {
@@ -88,8 +97,8 @@ struct Fired {
 thread_local Fired fired;
 thread_local std::vector<float> scratch;
 
-// Goes through n elements by blocks: advance(begin, count, hits) advances a block and says which are to be sent. While it is
-// still in the cache, take(i) works on each entry i that fired in it.
+// Goes through n elements by blocks: advance(begin, count, hits) advances a block and says which
+// are to be sent. While it is still in the cache, take(i) works on each entry i that fired in it.
 template <class Advance, class Take>
 HC_INLINE void collect(std::size_t n, Fired& out, Advance advance, Take take) {
     out.count = 0;
@@ -194,7 +203,8 @@ HC_INLINE bool encode_variance_pass(float* g, const float* squares, float* r, fl
     return finite;
 }
 
-// The places of what fired: first of what has a value, then, from kept + 1 to the last, of what has none; reused between calls.
+// The places of what fired: first of what has a value, then, from kept + 1 to the last, of what has
+// none; reused between calls.
 struct Parts {
     std::vector<std::uint32_t> places;
     std::size_t kept = 0;
@@ -214,7 +224,8 @@ struct Parts {
 };
 thread_local Parts parts;
 
-// Copies what has a value, and its value to the first ones; puts back the others. What rounding took from r stays there, or is forgotten.
+// Copies what has a value, and its value to the first ones; puts back the others. What rounding
+// took from r stays there, or is forgotten.
 void keep_values(const Fired& f, const Parts& split, float* values, float* r, float* v,
                  bool error_feedback, std::uint32_t* indices, float* r_before, float* v_before) {
     const std::uint32_t* places = split.places.data();
@@ -266,7 +277,8 @@ py::object encode_variance(Floats& grad, std::optional<Floats> squares, Floats& 
         parts.sort(values, f.count);
     }
     const std::size_t count = parts.kept;
-    // What an earlier step has let go of, where that is enough: pages that are new in each step cost more than writing them.
+    // What an earlier step has let go of, where that is enough: pages that are new in each step
+    // cost more than writing them.
     const auto entries = static_cast<py::ssize_t>(count);
     const py::object base = spare && spare->base() ? spare->base() : py::none();
     const bool fits = py::isinstance<Indices>(base) && py::array(base).size() >= 3 * entries &&
@@ -304,7 +316,8 @@ HC_INLINE void peaks_of_bin(const float* x, std::size_t n, WordLanes& peaks) {
     look_at(n - kLanes);
 }
 
-// The largest magnitude of each of `bins` bins, kLanes of them at a time: one by one, folding the lanes would take longer than all the rest.
+// The largest magnitude of each of `bins` bins, kLanes of them at a time: one by one, folding the
+// lanes would take longer than all the rest.
 HC_INLINE void peaks_of_bins(const float* x, std::size_t bins, std::size_t length, float* peaks) {
     if (length < kLanes) {
         for (std::size_t bin = 0; bin < bins; ++bin)
@@ -321,14 +334,16 @@ HC_INLINE void peaks_of_bins(const float* x, std::size_t bins, std::size_t lengt
     }
 }
 
-// What encode_adacomp_pass needs of a block: the bins' maxima, each element's floor, and whether it is to be sent.
+// What encode_adacomp_pass needs of a block: the bins' maxima, each element's floor, and whether it
+// is to be sent.
 struct Block {
     std::vector<float> peaks, floors;
     std::vector<std::uint8_t> hits;
 };
 thread_local Block block_of_bins;
 
-// What the step before has sent and is still in the residual: sign(residual)·scale at ascending places.
+// What the step before has sent and is still in the residual: sign(residual)·scale at ascending
+// places.
 struct Pending {
     const std::uint32_t* indices;
     std::size_t count;
@@ -339,7 +354,8 @@ struct Pending {
     }
 };
 
-// By blocks of whole bins, so that all but the maxima goes by whole lines, whatever the bins' length is.
+// By blocks of whole bins, so that all but the maxima goes by whole lines, whatever the bins'
+// length is.
 HC_INLINE Bins encode_adacomp_pass(float* g, float* residual, std::size_t n, Pending pending,
                                    std::size_t bin_length, float more, Block& scratch, Fired& out) {
     std::size_t bins = std::max<std::size_t>(kBinBlock / bin_length, 1);

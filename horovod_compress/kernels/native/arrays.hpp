@@ -1,8 +1,10 @@
-// What the kernels share at the border to Python: arrays in and out, checked, and what encoders return.
+// What the kernels share at the border to Python: arrays in and out, checked, and what encoders
+// return.
 //
-// What each function computes is stated in reference/, which has the same functions in NumPy, file by file. A function takes arrays without
-// converting or copying them, checks lengths, releases Python's lock and calls the variant of its pass for this CPU. Passes know pointers
-// only. Buffers of bodies begin on a cache line and are those of an earlier step where they fit.
+// What each function computes is stated in reference/, which has the same functions in NumPy, file
+// by file. A function takes arrays without converting or copying them, checks lengths, releases
+// Python's lock and calls the variant of its pass for this CPU. Passes know pointers only. Buffers
+// of bodies begin on a cache line and are those of an earlier step where they fit.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -71,7 +73,8 @@ inline Bytes new_body(std::size_t size) {
     return buffer;
 }
 
-// The same in memory of an earlier step, where that is given and fits: what is freed and allocated anew each step costs a pass.
+// The same in memory of an earlier step, where that is given and fits: what is freed and allocated
+// anew each step costs a pass.
 inline Bytes body_in(const std::optional<Bytes>& spare, std::size_t size) {
     if (!spare || length(*spare, "spare") != kHeadroom + size + 1) return new_body(size);
     Bytes buffer = *spare;
@@ -79,7 +82,8 @@ inline Bytes body_in(const std::optional<Bytes>& spare, std::size_t size) {
     return buffer;
 }
 
-// The named tuple that encoders return, kernels.encoded.Encoded; made as a plain tuple is, because its constructor is a Python function.
+// The named tuple that encoders return, kernels.encoded.Encoded; made as a plain tuple is, because
+// its constructor is a Python function.
 inline PyObject* encoded_class = nullptr;
 inline py::object encoded(const Bytes& buffer, std::size_t elements, bool finite,
                           const py::tuple& undo = py::tuple()) {
@@ -96,7 +100,8 @@ inline py::object encoded(const Bytes& buffer, std::size_t elements, bool finite
 }
 
 namespace sparse {
-// Of a sparse body, until this thread reads another one. Throws where it is not, down to the last bit, entries of a tensor of numel elements.
+// Of a sparse body, until this thread reads another one. Throws where it is not, down to the last
+// bit, entries of a tensor of numel elements.
 struct Entries {
     const std::uint32_t* indices;
     const float* values;

@@ -1,8 +1,9 @@
 // Streams of bits, which fill bytes from the lowest up.
 //
-// BitWriter and UnaryWriter collect bits in one register and store it when it is full; the caller has made room. BitReader keeps only its
-// place, and loads the 8 bytes from there anew for each number. read_places and put_places turn the ones of words
-// into indices without a branch for each. Reading trusts nothing: every load is inside the bytes, and what does not fit is an exception.
+// BitWriter and UnaryWriter collect bits in one register and store it when it is full; the caller
+// has made room. BitReader keeps only its place, and loads the 8 bytes from there anew for each
+// number. read_places and put_places turn the ones of words into indices without a branch for each.
+// Reading trusts nothing: every load is inside the bytes, and what does not fit is an exception.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +17,9 @@ namespace hc {
 
 using tuning::kPlacesAtOnce;
 
-// Writes first + the place of each one of `word`, ascending, and up to kPlacesAtOnce − 1 meaningless numbers behind. A branch for each of them
-// would cost more. Returns how many there are.
+// Writes first + the place of each one of `word`, ascending, and up to kPlacesAtOnce − 1
+// meaningless numbers behind. A branch for each of them would cost more. Returns how many there
+// are.
 HC_INLINE int put_places(std::uint64_t word, std::uint32_t first, std::uint32_t* out) {
     const int count = __builtin_popcountll(word);
     for (int i = 0; i < count; i += kPlacesAtOnce)
@@ -84,8 +86,8 @@ class UnaryWriter {
     std::uint64_t word_ = 0, filled_ = 0;
 };
 
-// The places of the ones in the bits from `in` to `end`, fewer than 2^32: exactly `count`, the last one in the last byte. There is room for
-// kPlacesAtOnce more places.
+// The places of the ones in the bits from `in` to `end`, fewer than 2^32: exactly `count`, the last
+// one in the last byte. There is room for kPlacesAtOnce more places.
 HC_INLINE void read_places(const std::uint8_t* in, const std::uint8_t* end, std::size_t count,
                            std::uint32_t* places) {
     const auto size = static_cast<std::size_t>(end - in);

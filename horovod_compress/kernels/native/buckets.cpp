@@ -1,13 +1,16 @@
 // QSGD: levels by bucket, each bucket against its own norm.
 //
-// Encoding goes bucket by bucket over the gradient: the largest magnitude (and the norm, for L2) is one read; the second one, from the cache,
-// rounds each element at random to a level, sets the gradient to zero, and writes the levels into the body, in columns at the width of the
-// bucket's largest level. One bucket in 16 also counts the bits that Elias' code would take. Where that promises a shorter body, the levels
-// are read back from the body and written in Elias' code into a thread-local buffer, which replaces them if it is shorter indeed.
+// Encoding goes bucket by bucket over the gradient: the largest magnitude (and the norm, for L2) is
+// one read; the second one, from the cache, rounds each element at random to a level, sets the
+// gradient to zero, and writes the levels into the body, in columns at the width of the bucket's
+// largest level. One bucket in 16 also counts the bits that Elias' code would take. Where that
+// promises a shorter body, the levels are read back from the body and written in Elias' code into a
+// thread-local buffer, which replaces them if it is shorter indeed.
 //
-// Decoding at fixed width unpacks a bucket's levels into thread-local memory and adds them to the output, norm/steps times. Nothing may be
-// added before all of a body has proved good: so levels of full width, which alone can be too large, are unpacked once before, and Elias'
-// code is read into an array of the whole tensor's levels first.
+// Decoding at fixed width unpacks a bucket's levels into thread-local memory and adds them to the
+// output, norm/steps times. Nothing may be added before all of a body has proved good: so levels of
+// full width, which alone can be too large, are unpacked once before, and Elias' code is read into
+// an array of the whole tensor's levels first.
 #include <cfloat>
 #include <cmath>
 
@@ -189,7 +192,8 @@ std::uint32_t* levels_of(const Shape& shape) {
 thread_local std::vector<std::uint8_t> stream;
 thread_local std::vector<Level> coded;
 
-// A body of fixed width in Elias' code, if that has fewer bytes than `limit`: how many lie in `out` then, else 0.
+// A body of fixed width in Elias' code, if that has fewer bytes than `limit`: how many lie in `out`
+// then, else 0.
 HC_INLINE std::size_t to_elias(const Shape& shape, const std::uint8_t* widths,
                                const std::uint8_t* codes, std::uint32_t* unpacked,
                                std::uint8_t* out, std::size_t limit) {
@@ -229,7 +233,8 @@ py::object encode_buckets(Floats& grad, std::optional<Bytes> spare, int steps, s
             std::memset(g, 0, shape.n * sizeof *g);
             size = at_codes;
         }
-        // Writing the code takes longer than all the rest: below a limit of 1 only where the sample promises it.
+        // Writing the code takes longer than all the rest: below a limit of 1 only where the sample
+        // promises it.
         const std::size_t most_bytes =
             std::min(size - at_widths,
                      static_cast<std::size_t>(limit * static_cast<float>(size - at_widths)));

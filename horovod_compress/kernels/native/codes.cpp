@@ -1,11 +1,14 @@
-// Whole tensors in narrower numbers: 16-bit floats, one bit for the sign, nine bits for sign and exponent.
+// Whole tensors in narrower numbers: 16-bit floats, one bit for the sign, nine bits for sign and
+// exponent.
 //
-// float16, bfloat16 and natural compression read the gradient once and write the codes once; the two that gather set the gradient to zero in
-// the same turn, while it is in the cache. Natural compression goes by blocks of 512: peak, codes by an addition of random bits, columns.
-// All keep the largest magnitude as integer bits, which says in the end whether everything was finite.
+// float16, bfloat16 and natural compression read the gradient once and write the codes once; the
+// two that gather set the gradient to zero in the same turn, while it is in the cache. Natural
+// compression goes by blocks of 512: peak, codes by an addition of random bits, columns. All keep
+// the largest magnitude as integer bits, which says in the end whether everything was finite.
 //
-// One-bit compression takes two passes over the residual. The first adds the gradient, sets that to zero, and sums the positive and the
-// negative half: short sums in float32, the long one in float64. The second writes the sign bits and subtracts what they decode to.
+// One-bit compression takes two passes over the residual. The first adds the gradient, sets that to
+// zero, and sums the positive and the negative half: short sums in float32, the long one in
+// float64. The second writes the sign bits and subtracts what they decode to.
 //
 // Decoding reads codes and adds to the output in one pass each.
 #include <cmath>
@@ -19,7 +22,8 @@ namespace {
 
 using tuning::kFloatSum;
 
-// float32 to float16, ties to even, without a branch: numbers below the normal ones are rounded by an addition.
+// float32 to float16, ties to even, without a branch: numbers below the normal ones are rounded by
+// an addition.
 HC_INLINE std::uint32_t encode_float16_pass(const float* __restrict x,
                                             std::uint16_t* __restrict out, std::size_t n) {
     std::uint32_t peak = 0;
@@ -261,7 +265,8 @@ bool decode_add_one_bit(Floats& out, const Bytes& body, float scale) {
                                              scale * units[1]) < kInfinity;
 }
 
-// Sign and exponent, rounded up with the probability that the mantissa says: an addition and a shift.
+// Sign and exponent, rounded up with the probability that the mantissa says: an addition and a
+// shift.
 constexpr int kPowerBits = 9;
 HC_INLINE std::uint32_t encode_natural_pass(float* __restrict g, std::uint8_t* __restrict out,
                                             std::size_t n, Key key) {

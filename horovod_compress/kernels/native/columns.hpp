@@ -1,9 +1,10 @@
 // Codes of any width side by side, where no sums of words are needed: not a bit stays free.
 //
-// A block's elements are 32 rows of 16 columns, and of fewer where fewer are left. The codes of a column, `width` bits each, follow each
-// other in `width` words of 32 bits; word k of column c lies at k · columns + c. So 16 columns are packed and unpacked at once, each row one
-// vector, with the same shifts in all columns; 32 codes of `width` bits fill `width` words exactly. each_drawn hands out random bits: 64 a
-// block are drawn, and eight elements that lie 64 apart share a draw.
+// A block's elements are 32 rows of 16 columns, and of fewer where fewer are left. The codes of a
+// column, `width` bits each, follow each other in `width` words of 32 bits; word k of column c lies
+// at k · columns + c. So 16 columns are packed and unpacked at once, each row one vector, with the
+// same shifts in all columns; 32 codes of `width` bits fill `width` words exactly. each_drawn hands
+// out random bits: 64 a block are drawn, and eight elements that lie 64 apart share a draw.
 #pragma once
 
 #include <algorithm>

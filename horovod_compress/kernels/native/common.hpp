@@ -1,10 +1,13 @@
-// What all kernels share: variants for CPUs, floats as bits, prefetching, and sums and maxima of vectors.
+// What all kernels share: variants for CPUs, floats as bits, prefetching, and sums and maxima of
+// vectors.
 //
-// dispatch<pass> compiles a pass once for each set of instructions and calls the one in force. Vectors are 16 floats wide for all of them:
-// so sums are added up in one order, and all give the same bits. Magnitudes are compared as integers: the bits of a float without the sign
-// order as absolute values do, and infinity and NaN are the largest.
+// dispatch<pass> compiles a pass once for each set of instructions and calls the one in force.
+// Vectors are 16 floats wide for all of them: so sums are added up in one order, and all give the
+// same bits. Magnitudes are compared as integers: the bits of a float without the sign order as
+// absolute values do, and infinity and NaN are the largest.
 //
-// Output writes decoded gradients in plain order, large ones past the caches, through a ring of a few stretches.
+// Output writes decoded gradients in plain order, large ones past the caches, through a ring of a
+// few stretches.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +20,8 @@
 #include <xmmintrin.h>
 #endif
 
-// Before a loop whose arrays do not overlap, where a lambda hides from the compiler that they are __restrict.
+// Before a loop whose arrays do not overlap, where a lambda hides from the compiler that they are
+// __restrict.
 #if defined(__clang__)
 #define HC_APART _Pragma("clang loop vectorize(assume_safety)")
 #elif defined(__GNUC__)
@@ -46,7 +50,8 @@
 #define HC_FETCH(address)
 #define HC_UNROLL
 #endif
-// HC_STREAM writes four numbers to memory past the caches; other threads may read them after HC_FENCE only.
+// HC_STREAM writes four numbers to memory past the caches; other threads may read them after
+// HC_FENCE only.
 #if defined(__SSE__)
 #define HC_STREAM(to, from) _mm_stream_ps(to, _mm_load_ps(from))
 #define HC_FENCE() _mm_sfence()
@@ -62,11 +67,13 @@ constexpr std::uint32_t kInfinity = 0x7f800000;
 // Bits of 2^110: no residual goes there, or the sum of many would be infinite for ever.
 constexpr std::uint32_t kTooLarge = 0x76800000;
 
-// The instructions that a kernel is compiled for: on x86-64 also AVX2 and AVX-512. Other CPUs, and sanitizer builds, have the baseline only.
+// The instructions that a kernel is compiled for: on x86-64 also AVX2 and AVX-512. Other CPUs, and
+// sanitizer builds, have the baseline only.
 enum class Instructions { baseline, avx2, avx512 };
 
-// dispatch<kernel>(arguments …) calls the variant of a kernel for `instructions`. A kernel is HC_INLINE, and so is what it calls in its
-// loops: what is not inlined into a variant is compiled for any CPU.
+// dispatch<kernel>(arguments …) calls the variant of a kernel for `instructions`. A kernel is
+// HC_INLINE, and so is what it calls in its loops: what is not inlined into a variant is compiled
+// for any CPU.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(HC_PORTABLE)
 inline Instructions best_instructions() {
     __builtin_cpu_init();
@@ -119,8 +126,9 @@ HC_INLINE float float_of(std::uint32_t bits) {
     std::memcpy(&x, &bits, sizeof x);
     return x;
 }
-// A pass in plain order that does more than add up, or that writes without reading, fetches memory ahead: what comes some time
-// after x[0] … x[count-1]. Processors' own guesses end at pages; and some are twice as slow to write lines that nobody has read.
+// A pass in plain order that does more than add up, or that writes without reading, fetches memory
+// ahead: what comes some time after x[0] … x[count-1]. Processors' own guesses end at pages; and
+// some are twice as slow to write lines that nobody has read.
 template <class T>
 constexpr std::size_t kLead = tuning::kPrefetchBytes / sizeof(T);
 template <class T>
@@ -135,9 +143,11 @@ HC_INLINE void by_stretches(std::size_t n, Work work) {
     for (; i + kStretch <= n; i += kStretch) work(i, kStretch);
     work(i, n - i);
 }
-// Takes n numbers, in plain order, to memory from `to` on: append(count, value) the next `count`, value(j) each. Arrays larger than a
-// processor's own caches go past them: they would leave them before anybody reads them, and a line that is written as a whole need not
-// be read first. A stretch waits until two more are there: what was just written in vectors is slow to read in smaller ones.
+// Takes n numbers, in plain order, to memory from `to` on: append(count, value) the next `count`,
+// value(j) each. Arrays larger than a processor's own caches go past them: they would leave them
+// before anybody reads them, and a line that is written as a whole need not be read first. A
+// stretch waits until two more are there: what was just written in vectors is slow to read in
+// smaller ones.
 class Output {
   public:
     Output(float* to, std::size_t n) : to_(to), past_caches_(n >= tuning::kPastCaches) {}
@@ -185,7 +195,8 @@ HC_INLINE std::uint32_t peak_of(const float* x, std::size_t n) {
     }
     return peak;
 }
-// The exponent of a magnitude's bits, but -120 to 120: 2 to it, and to its negative, are normal numbers.
+// The exponent of a magnitude's bits, but -120 to 120: 2 to it, and to its negative, are normal
+// numbers.
 HC_INLINE int exponent_of(std::uint32_t bits) {
     const int exponent = static_cast<int>(bits >> 23) - 127;
     return exponent < -120 ? -120 : exponent > 120 ? 120 : exponent;
@@ -194,8 +205,8 @@ HC_INLINE float power_of_two(int exponent) {
     return float_of(static_cast<std::uint32_t>(exponent + 127) << 23);
 }
 
-// 16 numbers that are worked on together: compilers split them up for narrower CPUs. A loop over as many separate sums would be left
-// as it is by some.
+// 16 numbers that are worked on together: compilers split them up for narrower CPUs. A loop over as
+// many separate sums would be left as it is by some.
 constexpr std::size_t kLanes = 16;
 using Lanes = float __attribute__((vector_size(4 * kLanes)));
 using WordLanes = std::uint32_t __attribute__((vector_size(4 * kLanes)));
@@ -213,7 +224,8 @@ HC_INLINE std::uint32_t largest_of(const WordLanes& lanes) {
                         other = four[1] > four[3] ? four[1] : four[3];
     return one > other ? one : other;
 }
-// Leaves in rows[0] the largest of each of kLanes rows: half as many rows of twice as many halves, until there is one.
+// Leaves in rows[0] the largest of each of kLanes rows: half as many rows of twice as many halves,
+// until there is one.
 HC_INLINE void fold_rows(WordLanes* rows) {
     const auto fold = [rows](std::size_t count, auto halves) HC_HOT {
         for (std::size_t row = 0; row < count; ++row) {
@@ -250,7 +262,8 @@ HC_INLINE double total(const Lanes& lanes) {
            ((sums[2] + sums[6]) + (sums[3] + sums[7]));
 }
 
-// Of n elements Σ y and Σ y², y = x·down, and the largest magnitude of x. Several sums at once, because an addition waits for the one before.
+// Of n elements Σ y and Σ y², y = x·down, and the largest magnitude of x. Several sums at once,
+// because an addition waits for the one before.
 struct Sums {
     double one, two;
     std::uint32_t peak;

@@ -1,11 +1,15 @@
-// Chunks of a matrix in the discrete cosine transform, and the largest coefficients of each (DeMo, arXiv 2411.19870).
+// Chunks of a matrix in the discrete cosine transform, and the largest coefficients of each (DeMo,
+// arXiv 2411.19870).
 //
-// encode_dct goes through the matrix chunk by chunk: it advances the residual, sets the gradient to zero, and transforms the chunk by two
-// products with small matrices, while it is in the cache; the largest coefficients are chosen as in a chunk of top-k. When all are chosen
-// their values are coded, because their scales are the whole tensor's. A second pass subtracts what they decode to, chunk by chunk.
+// encode_dct goes through the matrix chunk by chunk: it advances the residual, sets the gradient to
+// zero, and transforms the chunk by two products with small matrices, while it is in the cache; the
+// largest coefficients are chosen as in a chunk of top-k. When all are chosen their values are
+// coded, because their scales are the whole tensor's. A second pass subtracts what they decode to,
+// chunk by chunk.
 //
-// Decoding multiplies only rows of coefficients that are not empty: the products of zeros that it leaves out change no sum. Every sum is
-// added up in the order of its terms, 16 sums side by side, so all instructions, and the reference, give the same bits.
+// Decoding multiplies only rows of coefficients that are not empty: the products of zeros that it
+// leaves out change no sum. Every sum is added up in the order of its terms, 16 sums side by side,
+// so all instructions, and the reference, give the same bits.
 #include <algorithm>
 #include <vector>
 
@@ -49,7 +53,8 @@ struct Grid {
     }
 };
 
-// Memory of one thread, reused between calls. Rows of matrices on the right of a product, and of products, are padded to whole vectors.
+// Memory of one thread, reused between calls. Rows of matrices on the right of a product, and of
+// products, are padded to whole vectors.
 struct Scratch {
     std::vector<float> columns, transposed_columns;  // w × padded w
     std::vector<float> left, half, whole, dense;  // h × h; h × padded w, twice; h × w
@@ -71,7 +76,8 @@ struct Scratch {
 };
 thread_local Scratch scratch;
 
-// `count` rows of left · right, 16 columns at a time: left has `inner` columns, right as many rows of `stride` floats.
+// `count` rows of left · right, 16 columns at a time: left has `inner` columns, right as many rows
+// of `stride` floats.
 template <std::size_t count>
 HC_INLINE void multiply_rows(const float* left, std::size_t left_stride, std::size_t inner,
                              const float* right, std::size_t stride, float* out) {
@@ -97,7 +103,8 @@ HC_INLINE void multiply(const float* left, std::size_t left_stride, std::size_t 
                          out + row * stride);
 }
 
-// Leaves in s.whole what `count` coefficients of a chunk decode to. Indices ascend, and count from `first` on.
+// Leaves in s.whole what `count` coefficients of a chunk decode to. Indices ascend, and count from
+// `first` on.
 HC_INLINE void inverse(const Grid& grid, const float* rows, const std::uint32_t* indices,
                        const float* values, std::size_t count, std::size_t first, Scratch& s) {
     const std::size_t h = grid.h, w = grid.w, stride = padded(w);
@@ -137,7 +144,8 @@ HC_INLINE void each_decoded_row(const Grid& grid, const float* rows, const std::
     }
 }
 
-// The residual advances, and coefficients are chosen into s.indices and s.values. Returns whether all of it was finite.
+// The residual advances, and coefficients are chosen into s.indices and s.values. Returns whether
+// all of it was finite.
 HC_INLINE bool choose(const Grid& grid, const float* rows, float* g, float* r, float decay,
                       float scale, std::size_t k, Scratch& s) {
     const std::size_t h = grid.h, w = grid.w, stride = padded(w), wanted = std::min(k, grid.size());

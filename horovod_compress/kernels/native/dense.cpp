@@ -1,13 +1,15 @@
-// What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries, moving and adding up; how threads treat
-// denormal numbers.
+// What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries,
+// moving and adding up; how threads treat denormal numbers.
 //
-// max_abs and squared_norm read x once. max_abs works on 16 stretches of 64 elements at a time and folds their maxima together, one for each
-// stretch, which `peaks` gets. max_abs_and_deviation sums y and y² by blocks of y = x scaled by a power of two, so that squares stay in
-// range, and reads x again only to see whether all elements are equal.
+// max_abs and squared_norm read x once. max_abs works on 16 stretches of 64 elements at a time and
+// folds their maxima together, one for each stretch, which `peaks` gets. max_abs_and_deviation sums
+// y and y² by blocks of y = x scaled by a power of two, so that squares stay in range, and reads x
+// again only to see whether all elements are equal.
 //
-// apply_momentum reads `out` for finiteness, then out and u, writes new_u and out, and reads both for finiteness. scatter_add writes the
-// places that indices name, with prefetching. move reads x, writes `out` past the caches and x while it is in them; add_up reads each part
-// once and writes `out` once.
+// apply_momentum reads `out` for finiteness, then out and u, writes new_u and out, and reads both
+// for finiteness. scatter_add writes the places that indices name, with prefetching. move reads x,
+// writes `out` past the caches and x while it is in them; add_up reads each part once and writes
+// `out` once.
 #include <cmath>
 #include <cstdlib>
 
@@ -80,8 +82,9 @@ bool apply_momentum(Floats& out, const Floats& u, Floats& new_u, float momentum,
            dispatch<max_abs_pass>(to, n, nullptr) < kInfinity;
 }
 
-// The largest magnitude and the standard deviation, exactly 0 where all elements are equal. A block's sums are scaled, so that squares
-// stay in range: as those of the block before were, and if that does not do by its own largest.
+// The largest magnitude and the standard deviation, exactly 0 where all elements are equal. A
+// block's sums are scaled, so that squares stay in range: as those of the block before were, and if
+// that does not do by its own largest.
 struct PeakAndDeviation {
     std::uint32_t peak;
     double deviation;

@@ -1,10 +1,11 @@
-// Elias' code of levels, most of them small: for each that is not 0 the gamma code of the zeros before it plus 1, a sign bit, the gamma
-// code of its magnitude.
+// Elias' code of levels, most of them small: for each that is not 0 the gamma code of the zeros
+// before it plus 1, a sign bit, the gamma code of its magnitude.
 //
-// Writing looks up four levels at a time in a table (Groups), by their values in 3 bits each: one look gives their code, all but that of
-// the gap before the first, which depends on the zeros before and comes from a second table. Reading looks up the next 11 bits in a table
-// (Runs): one look gives the whole entries in them, as up to 8 levels that are stored at once. What is large or far apart goes one by one.
-// Tables are made when the module is loaded.
+// Writing looks up four levels at a time in a table (Groups), by their values in 3 bits each: one
+// look gives their code, all but that of the gap before the first, which depends on the zeros
+// before and comes from a second table. Reading looks up the next 11 bits in a table (Runs): one
+// look gives the whole entries in them, as up to 8 levels that are stored at once. What is large or
+// far apart goes one by one. Tables are made when the module is loaded.
 #pragma once
 
 #include <cstdlib>
@@ -36,8 +37,9 @@ HC_INLINE Code signed_gamma_of(std::int32_t level) {
     return {(level < 0) | size.code << 1, size.bits + 1};
 }
 
-// The codes of all groups of levels between -kSmall and kSmall, each but for the gap before its first level that is not 0. The code of that
-// is looked up by the number of zeros, those before the group included.
+// The codes of all groups of levels between -kSmall and kSmall, each but for the gap before its
+// first level that is not 0. The code of that is looked up by the number of zeros, those before the
+// group included.
 class Groups {
   public:
     static constexpr int kGroup = tuning::kEliasGroup, kSmall = tuning::kEliasSmall,
@@ -214,7 +216,8 @@ inline Entry take_entry(BitReader& reader) {
     return entry;
 }
 
-// The whole entries in any kLook bits, as far as their levels are among kSpan from the first that is not 0.
+// The whole entries in any kLook bits, as far as their levels are among kSpan from the first that
+// is not 0.
 class Runs {
   public:
     // An entry has 3 bits at least.

@@ -1,10 +1,13 @@
 // Integer codes of a few bits side by side in words that ranks can add up.
 //
-// Layout says how many fields a word has and where elements go: by blocks of 64 words, of which one field after the other is filled, so that
-// vectors of elements go into vectors of words. pack and pack_random keep a block's words in an array of 64 while they are filled, and then
-// store them: elements are read and words written as one stream each. unpack hands each field's number straight to what uses it.
+// Layout says how many fields a word has and where elements go: by blocks of 64 words, of which one
+// field after the other is filled, so that vectors of elements go into vectors of words. pack and
+// pack_random keep a block's words in an array of 64 while they are filled, and then store them:
+// elements are read and words written as one stream each. unpack hands each field's number straight
+// to what uses it.
 //
-// Counts and Chosen are the second array of words where there are several scales: how many ranks say that an element fits a finer one.
+// Counts and Chosen are the second array of words where there are several scales: how many ranks
+// say that an element fits a finer one.
 #pragma once
 
 #include <algorithm>
@@ -19,9 +22,9 @@ namespace hc {
 // Words of a block, part of the wire format: a few vectors, and memory is read as one stream.
 constexpr std::size_t kWordBlock = 64;
 
-// Elements go to words by blocks: of the elements for a block of words, the first of each word come first, then the second …, so
-// whole vectors of elements go into whole vectors of words. Words have 32 bits, and 64 where those
-// hold over a tenth more. `spare` bits at the top stay free.
+// Elements go to words by blocks: of the elements for a block of words, the first of each word come
+// first, then the second …, so whole vectors of elements go into whole vectors of words. Words have
+// 32 bits, and 64 where those hold over a tenth more. `spare` bits at the top stay free.
 struct Layout {
     std::size_t n, words;
     int width, fields;
@@ -35,8 +38,8 @@ struct Layout {
         words = (n + fields - 1) / fields;
     }
 
-    // For each block of words: begin(word, many), work(field, word, first, count) for the elements of each field, done(word, many).
-    // Of whole blocks the compiler knows many and count.
+    // For each block of words: begin(word, many), work(field, word, first, count) for the elements
+    // of each field, done(word, many). Of whole blocks the compiler knows many and count.
     template <class Begin, class Work, class Done>
     HC_INLINE void blocks(Begin begin, Work work, Done done) const {
         std::size_t word = 0;
@@ -54,8 +57,9 @@ struct Layout {
     }
 };
 
-// Words of codes: `encode(first, count, put)` calls put(j, code) for element first + j, j below count. Signed codes borrow from the
-// fields above; the sum of words is then the word of the sums, and no addition leaves the range of a signed word.
+// Words of codes: `encode(first, count, put)` calls put(j, code) for element first + j, j below
+// count. Signed codes borrow from the fields above; the sum of words is then the word of the sums,
+// and no addition leaves the range of a signed word.
 template <class Word, class Encode>
 HC_INLINE void pack(std::uint8_t* words, const Layout& layout, Encode encode) {
     using Unsigned = std::make_unsigned_t<Word>;
@@ -74,8 +78,9 @@ HC_INLINE void pack(std::uint8_t* words, const Layout& layout, Encode encode) {
             HC_HOT { std::memcpy(words + word * sizeof(Word), sums, many * sizeof(Word)); });
 }
 
-// Words of codes that are rounded at random: `encode(first, count, each)` calls each(code) once, which takes code(j, bits) for element
-// first + j, j below count; the fields of a word share a draw.
+// Words of codes that are rounded at random: `encode(first, count, each)` calls each(code) once,
+// which takes code(j, bits) for element first + j, j below count; the fields of a word share a
+// draw.
 template <class Word, class Encode>
 HC_INLINE void pack_random(std::uint8_t* words, const Layout& layout, Key key, Encode encode) {
     using Unsigned = std::make_unsigned_t<Word>;
@@ -103,8 +108,8 @@ HC_INLINE void pack_random(std::uint8_t* words, const Layout& layout, Key key, E
             HC_HOT { std::memcpy(words + word * sizeof(Word), sums, many * sizeof(Word)); });
 }
 
-// Hands out the sums of all elements: `decode(first, count, sum)` gets that of element first + j from sum(j). offset: the largest
-// magnitude that a sum can have, 0 for sums that are not signed.
+// Hands out the sums of all elements: `decode(first, count, sum)` gets that of element first + j
+// from sum(j). offset: the largest magnitude that a sum can have, 0 for sums that are not signed.
 template <class Word, class Decode>
 HC_INLINE void unpack(const std::uint8_t* words, const Layout& layout, std::uint64_t offset,
                       Decode decode) {
@@ -130,7 +135,8 @@ HC_INLINE void unpack(const std::uint8_t* words, const Layout& layout, std::uint
         [](std::size_t, std::size_t) HC_HOT {});
 }
 
-// Words of counts up to `full`, for each of several scales but the first: how many ranks say that an element fits it.
+// Words of counts up to `full`, for each of several scales but the first: how many ranks say that
+// an element fits it.
 struct Counts {
     const std::uint8_t* words;
     Layout layout;
@@ -138,14 +144,15 @@ struct Counts {
     int scales;
 };
 
-// Each element's own of several numbers, one a scale: the first, or that of the last scale that it fits on all ranks. They are handed out in
-// order.
+// Each element's own of several numbers, one a scale: the first, or that of the last scale that it
+// fits on all ranks. They are handed out in order.
 class Chosen {
   public:
     Chosen(const Counts& counts, const float* numbers)
         : counts_(counts), numbers_(numbers), many_(many_from(0)) {}
 
-    // Of the next `count` elements, at most kWordBlock: calls use(number), in which number(j) is that of element j.
+    // Of the next `count` elements, at most kWordBlock: calls use(number), in which number(j) is
+    // that of element j.
     template <class Use>
     HC_INLINE void next(std::size_t count, Use use) {
         if (counts_.scales == 2 && !counts_.layout.wide && count == kWordBlock && count == many_ &&

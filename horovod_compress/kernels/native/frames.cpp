@@ -1,7 +1,9 @@
 // Frames of payloads: made, opened, and put in another order.
 //
-// The checksum is of 16 streams of 32-bit words. One pass over the bytes, 64 at a time, one word for each stream; a step of a stream is one addition, one rotation and two multiplications.
-// The rest is padded with zeros to one more such line. In the end the streams and the length are mixed into 32 bits.
+// The checksum is of 16 streams of 32-bit words. One pass over the bytes, 64 at a time, one word
+// for each stream; a step of a stream is one addition, one rotation and two multiplications. The
+// rest is padded with zeros to one more such line. In the end the streams and the length are mixed
+// into 32 bits.
 #include "arrays.hpp"
 
 namespace hc::frames {

@@ -1,9 +1,12 @@
-// PowerSGD's products of a matrix M of n rows and m columns with few vectors. Those lie one behind the other: P as rank × n, Q as rank × m.
+// PowerSGD's products of a matrix M of n rows and m columns with few vectors. Those lie one behind
+// the other: P as rank × n, Q as rank × m.
 //
-// project makes one pass over the residual M and the gradient, four rows at a time: it subtracts the pending product P·Qᵀ of the last step,
-// adds the gradient, and, while the rows are in the cache, multiplies them with the vectors of Q into P. project_back reads M once, eight rows
-// at a time, and adds their multiples to the vectors of Q. product and subtract_product go over their matrix once, four rows at a time, for
-// which a load of Q's lines serves all. orthonormalize is Gram-Schmidt, each vector twice, in float64.
+// project makes one pass over the residual M and the gradient, four rows at a time: it subtracts
+// the pending product P·Qᵀ of the last step, adds the gradient, and, while the rows are in the
+// cache, multiplies them with the vectors of Q into P. project_back reads M once, eight rows at a
+// time, and adds their multiples to the vectors of Q. product and subtract_product go over their
+// matrix once, four rows at a time, for which a load of Q's lines serves all. orthonormalize is
+// Gram-Schmidt, each vector twice, in float64.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
@@ -67,7 +70,8 @@ HC_INLINE void add_rows(const float* x, const float* p, std::size_t n, float* q,
                 q[k * m + j] += x[row * m + j] * p[k * n + row];
 }
 
-// work(first row, how many, first vector, how many) as constants, in parts of at most kHeight and kVectors.
+// work(first row, how many, first vector, how many) as constants, in parts of at most kHeight and
+// kVectors.
 template <std::size_t rows, class Work>
 HC_INLINE void by_vectors(std::size_t row, std::size_t rank, Work work) {
     std::size_t k = 0;
@@ -77,7 +81,8 @@ HC_INLINE void by_vectors(std::size_t row, std::size_t rank, Work work) {
     for (; k < rank; ++k) work(row, height, k, std::integral_constant<std::size_t, 1>{});
 }
 
-// finish(i, product, count) for some rows of P·Qᵀ, of which q's lines serve all: elements i … i + count − 1, `count` as a constant where it is kLanes.
+// finish(i, product, count) for some rows of P·Qᵀ, of which q's lines serve all: elements i … i +
+// count − 1, `count` as a constant where it is kLanes.
 template <std::size_t rows, class Finish>
 HC_INLINE void multiply_rows(const float* p, const float* q, std::size_t n, std::size_t m,
                              std::size_t rank, Finish finish) {

@@ -1,4 +1,5 @@
-// The extension module: binds the groups, one file each as in reference/, and says and sets the instructions in use.
+// The extension module: binds the groups, one file each as in reference/, and says and sets the
+// instructions in use.
 #include "arrays.hpp"
 
 namespace hc {

@@ -1,11 +1,14 @@
 // Randomness from counters, and integer codes that many ranks can add up in one word.
 //
-// quantize reads x once, scales each element to fixed point, adds random bits below the point, shifts, and packs the integers into words
-// (fields.hpp). dequantize reads the sums of words and writes the output once, past the caches where it is large. With several scales both
-// also read the words of counts, which encode_scales makes: it compares each magnitude with the largest that fits a scale, and skips a
-// stretch of 64 elements whose peak already fits. encode_signs and decode_signs are the same for the signs alone.
+// quantize reads x once, scales each element to fixed point, adds random bits below the point,
+// shifts, and packs the integers into words (fields.hpp). dequantize reads the sums of words and
+// writes the output once, past the caches where it is large. With several scales both also read the
+// words of counts, which encode_scales makes: it compares each magnitude with the largest that fits
+// a scale, and skips a stretch of 64 elements whose peak already fits. encode_signs and
+// decode_signs are the same for the signs alone.
 //
-// draw_coordinates computes places of a permutation one by one, each from its number: it needs no memory but the result's.
+// draw_coordinates computes places of a permutation one by one, each from its number: it needs no
+// memory but the result's.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -27,7 +30,8 @@ Indices random(std::uint64_t key, std::size_t n) {
     return bits;
 }
 
-// A permutation of 0 … n-1 that needs no memory: a keyed mixing of the next power of two, repeated until it falls inside n.
+// A permutation of 0 … n-1 that needs no memory: a keyed mixing of the next power of two, repeated
+// until it falls inside n.
 class Permutation {
   public:
     Permutation(std::uint64_t n, std::uint64_t key) : n_(n) {
@@ -73,8 +77,8 @@ Indices draw_coordinates(std::uint64_t key, std::uint64_t numel, std::uint64_t f
     return indices;
 }
 
-// An array of words as Python sees it, int32 or int64 by the layout, in an earlier step's memory where that is given and fits; and a way
-// to work on it as such.
+// An array of words as Python sees it, int32 or int64 by the layout, in an earlier step's memory
+// where that is given and fits; and a way to work on it as such.
 py::array new_words(const Layout& layout, const std::optional<py::array>& spare,
                     std::size_t count) {
     if (spare && spare->size() == static_cast<py::ssize_t>(count) &&
@@ -98,8 +102,9 @@ void on_words(py::array& words, const Layout& layout, std::size_t count, Work wo
 
 constexpr int kMaxScales = 8;
 
-// What turns a number into steps of each scale, in units of `rounding`: both factors are in range even where w is denormal or huge. A number
-// up to w is at most rounding.most of the first scale's, and one that fits another scale, `largest_fit`, of that.
+// What turns a number into steps of each scale, in units of `rounding`: both factors are in range
+// even where w is denormal or huge. A number up to w is at most rounding.most of the first scale's,
+// and one that fits another scale, `largest_fit`, of that.
 struct Scales {
     int count;
     Rounding rounding;
@@ -122,7 +127,8 @@ struct Scales {
         if (!(largest >= 0)) throw std::invalid_argument("clip must be at least 0");
         rounding.limit = std::min(rounding.limit, bits_of(in_steps(largest, factor[0])));
     }
-    // Of the magnitudes that are no more steps of a scale than fit the first, which are those up to one of them: that one, as bits.
+    // Of the magnitudes that are no more steps of a scale than fit the first, which are those up to
+    // one of them: that one, as bits.
     std::uint32_t largest_fit(int scale) const {
         std::uint32_t fits = 0;
         for (std::uint32_t more = 1u << 30; more; more >>= 1)

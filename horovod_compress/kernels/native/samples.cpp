@@ -1,8 +1,10 @@
-// What each sample contributes to a product of matrices, squared and summed, for variance's moments.
+// What each sample contributes to a product of matrices, squared and summed, for variance's
+// moments.
 //
-// For each sample, 16 columns of the right matrix are copied side by side; six rows of the left one times these columns are summed over
-// places in registers, squared, and added to `squares` (and `sums`). No sample's product is ever written to memory. The left matrix is copied
-// first where its rows lie together, and read in place where it is a view of overlapping windows.
+// For each sample, 16 columns of the right matrix are copied side by side; six rows of the left one
+// times these columns are summed over places in registers, squared, and added to `squares` (and
+// `sums`). No sample's product is ever written to memory. The left matrix is copied first where its
+// rows lie together, and read in place where it is a view of overlapping windows.
 #include <algorithm>
 
 #include "arrays.hpp"
@@ -49,7 +51,8 @@ HC_INLINE void gather_columns(const float* sample, const Matrices& right, std::s
             panel[p * kLanes + c] = c < count ? sample[places_at[p] + at[c]] : 0;
 }
 
-// strip[(row · places + place · kTall) + k] = row row + k of one sample, for each kTall rows; the last row again behind it.
+// strip[(row · places + place · kTall) + k] = row row + k of one sample, for each kTall rows; the
+// last row again behind it.
 HC_INLINE void gather_rows(const float* sample, const Matrices& left, float* strip) {
     const std::size_t rows = left.elements.size(), places = left.places.size();
     for (std::size_t row = 0; row < rows; row += kTall)
@@ -59,8 +62,8 @@ HC_INLINE void gather_rows(const float* sample, const Matrices& left, float* str
                     sample[left.places[p] + left.elements[std::min(row + k, rows - 1)]];
 }
 
-// Rows that lie together are gathered first: at their places the caches' sets would collide. Those of a convolution's windows overlap
-// and stay where they are.
+// Rows that lie together are gathered first: at their places the caches' sets would collide. Those
+// of a convolution's windows overlap and stay where they are.
 HC_INLINE void add_products(const Matrices& left, const Matrices& right, std::size_t samples,
                             bool gathers, float* squares, float* sums, float* panel, float* strip) {
     const std::size_t rows = left.elements.size(), columns = right.elements.size(),

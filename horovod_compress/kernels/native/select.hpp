@@ -1,17 +1,23 @@
-// Accumulation and selection: Deep Gradient Compression's one pass over gradient, momentum u and velocity v, which also collects the
-// largest |v|.
+// Accumulation and selection: Deep Gradient Compression's one pass over gradient, momentum u and
+// velocity v, which also collects the largest |v|.
 //
-// 1. sampled_floor advances copies of some chunks of 64 elements and takes a magnitude from them that somewhat more than k are above.
-// 2. The pass advances one chunk after the other: u and v are updated, the gradient is set to zero, the largest new magnitude is kept.
-//    After 32 chunks, those whose maximum reaches the floor are searched, in the cache; what reaches it becomes a candidate.
+// 1. sampled_floor advances copies of some chunks of 64 elements and takes a magnitude from them
+// that somewhat more than k are above.
+// 2. The pass advances one chunk after the other: u and v are updated, the gradient is set to zero,
+// the largest new magnitude is kept.
+//    After 32 chunks, those whose maximum reaches the floor are searched, in the cache; what
+//    reaches it becomes a candidate.
 // 3. When the buffer of candidates is full it is trimmed to the k largest, which raises the floor.
-// 4. If fewer than 0.8·k have passed, v is read once more, from floor 0. A last trim leaves at most k.
+// 4. If fewer than 0.8·k have passed, v is read once more, from floor 0. A last trim leaves at most
+// k.
 //
-// add_by_chunks_pass chooses exactly the k largest of each chunk of the tensor that a user has asked for, of equal ones the first. Its floor
-// comes from the chunk before, and is lowered, while the chunk is in the cache, until k have passed.
+// add_by_chunks_pass chooses exactly the k largest of each chunk of the tensor that a user has
+// asked for, of equal ones the first. Its floor comes from the chunk before, and is lowered, while
+// the chunk is in the cache, until k have passed.
 //
-// Magnitudes are compared as integers: for finite floats the bits without the sign order as the absolute values do, one unsigned maximum
-// then answers both "is anything here above the floor" and "is anything here not finite".
+// Magnitudes are compared as integers: for finite floats the bits without the sign order as the
+// absolute values do, one unsigned maximum then answers both "is anything here above the floor" and
+// "is anything here not finite".
 #pragma once
 
 #include <algorithm>
@@ -61,8 +67,9 @@ struct Candidate {
     std::uint32_t index;
 };
 
-// The k largest magnitudes of a stream, in the order of arrival. `floor` is the smallest magnitude that is still wanted;
-// it rises each time the buffer fills. A magnitude equal to the k-th, arriving after k are there, is not taken.
+// The k largest magnitudes of a stream, in the order of arrival. `floor` is the smallest magnitude
+// that is still wanted; it rises each time the buffer fills. A magnitude equal to the k-th,
+// arriving after k are there, is not taken.
 class TopK {
   public:
     TopK(std::vector<Candidate>& buffer, std::vector<std::uint32_t>& scratch)
@@ -80,8 +87,9 @@ class TopK {
     std::size_t count() const { return count_; }
     const Candidate& operator[](std::size_t i) const { return buffer_[i]; }
 
-    // Searches the chunks of one block of `n` values, the first of which has index `first` in its tensor; `hits` are the
-    // chunks' offsets. Nothing here branches on data: a mispredicted branch costs more than a line's search.
+    // Searches the chunks of one block of `n` values, the first of which has index `first` in its
+    // tensor; `hits` are the chunks' offsets. Nothing here branches on data: a mispredicted branch
+    // costs more than a line's search.
     HC_INLINE void search(const float* values, std::size_t n, const std::uint32_t* hits,
                           std::size_t count, std::size_t first) {
         std::uint32_t lines[kBlock / kLine];
@@ -141,9 +149,11 @@ class TopK {
     std::uint32_t floor_ = 1;
 };
 
-// Advances `count` elements in place and returns the largest new magnitude. An element whose new v would be too large or
-// not finite keeps its old v, and the return value then is at least kTooLarge. It keeps its u too, unless that itself would soon be too
-// large again. The gradient's memory is left zero, or what its base is, while it is in the cache: the decoded sum will be added there.
+// Advances `count` elements in place and returns the largest new magnitude. An element whose new v
+// would be too large or not finite keeps its old v, and the return value then is at least
+// kTooLarge. It keeps its u too, unless that itself would soon be too large again. The gradient's
+// memory is left zero, or what its base is, while it is in the cache: the decoded sum will be added
+// there.
 template <Momentum M, bool kBase>
 HC_INLINE std::uint32_t advance_elements(const Update& t, std::size_t begin, std::size_t count) {
     float* __restrict g = t.g + begin, * __restrict v = t.v + begin, * __restrict u = M == Momentum::none ? nullptr : t.u + begin;
@@ -168,8 +178,8 @@ HC_INLINE std::uint32_t advance_chunk(const Update& t, std::size_t begin, std::s
                   : advance_elements<M, false>(t, begin, count);
 }
 
-// Goes through n values in blocks: `peak(begin, count)` makes and returns the largest magnitude of a chunk, then the chunks
-// at or above the floor are searched, while the block is in the cache.
+// Goes through n values in blocks: `peak(begin, count)` makes and returns the largest magnitude of
+// a chunk, then the chunks at or above the floor are searched, while the block is in the cache.
 template <class Peak>
 HC_INLINE void pass(const float* values, std::size_t n, TopK& top, Peak peak) {
     for (std::size_t block = 0; block < n; block += kBlock) {
@@ -189,8 +199,9 @@ HC_INLINE void pass(const float* values, std::size_t n, TopK& top, Peak peak) {
     }
 }
 
-// The floor to start with: from a sample, of what v is about to become, of whole chunks evenly spaced from `offset` on. The
-// rank in the sample is the wanted one plus two standard deviations, so too few candidates are rare.
+// The floor to start with: from a sample, of what v is about to become, of whole chunks evenly
+// spaced from `offset` on. The rank in the sample is the wanted one plus two standard deviations,
+// so too few candidates are rare.
 template <Momentum M>
 HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_t k,
                                       std::size_t samples, std::size_t offset, TopK& top) {
@@ -229,8 +240,8 @@ HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_
     return top.floor() - (top.floor() > 1);
 }
 
-// The whole of it: floor, pass, and where the sample misled so far that fewer than 0.8·k passed, a second look at v.
-// Returns whether every new v was finite.
+// The whole of it: floor, pass, and where the sample misled so far that fewer than 0.8·k passed, a
+// second look at v. Returns whether every new v was finite.
 template <Momentum M>
 HC_INLINE bool add_to_residual_pass(const Update& t, std::size_t n, std::size_t k,
                                     std::size_t samples, std::size_t offset, TopK& top) {
@@ -251,7 +262,8 @@ HC_INLINE bool add_to_residual_pass(const Update& t, std::size_t n, std::size_t 
     return worst < kTooLarge;
 }
 
-// Leaves in `top` the largest of a chunk, after `peak` was called for all of it, as by pass. Returns the floor for the chunk after it.
+// Leaves in `top` the largest of a chunk, after `peak` was called for all of it, as by pass.
+// Returns the floor for the chunk after it.
 template <class Peak>
 HC_INLINE std::uint32_t largest_of_chunk(const float* values, std::size_t count, std::size_t wanted,
                                          std::uint32_t floor, TopK& top, Peak peak) {
@@ -270,7 +282,8 @@ HC_INLINE std::uint32_t largest_of_chunk(const float* values, std::size_t count,
     return least > tuning::kFloorMargin ? least - tuning::kFloorMargin : 1;
 }
 
-// The k largest of each chunk of `length` elements, into `chosen`, ascending. Returns whether every new v was finite.
+// The k largest of each chunk of `length` elements, into `chosen`, ascending. Returns whether every
+// new v was finite.
 template <Momentum M>
 HC_INLINE bool add_by_chunks_pass(const Update& t, std::size_t n, std::size_t k, std::size_t length,
                                   TopK& top, std::vector<std::uint32_t>& chosen) {

@@ -1,16 +1,18 @@
 // Accumulation with momentum, and the choice of the largest entries: select.hpp for Python.
 //
-// add_to_residual runs the pass of select.hpp with thread-local memory for candidates, so that a step allocates nothing that grows with a
-// gradient, and returns their indices. take_entries reads v at those indices, codes what it finds, and then writes v, and u where it is
-// masked, with prefetching.
-// encode_topk is both, and the body of what was taken, in one call: small tensors cost calls more than passes.
+// add_to_residual runs the pass of select.hpp with thread-local memory for candidates, so that a
+// step allocates nothing that grows with a gradient, and returns their indices. take_entries reads
+// v at those indices, codes what it finds, and then writes v, and u where it is masked, with
+// prefetching. encode_topk is both, and the body of what was taken, in one call: small tensors cost
+// calls more than passes.
 #include "arrays.hpp"
 #include "select.hpp"
 
 namespace hc::selection {
 namespace {
 
-// Scratch of one thread, reused between calls. chosen is of add_by_chunks_pass; before and values are of take_entries.
+// Scratch of one thread, reused between calls. chosen is of add_by_chunks_pass; before and values
+// are of take_entries.
 struct Scratch {
     std::vector<Candidate> candidates;
     std::vector<std::uint32_t> magnitudes, chosen;
@@ -66,8 +68,8 @@ struct Taken {
     std::size_t count() const { return static_cast<std::size_t>(indices.size()); }
 };
 
-// Reads v at the indices into scratch.before, and what is sent of it into scratch.values, in kinds that have scales: those follow from all
-// values. Returns how many entries are sent.
+// Reads v at the indices into scratch.before, and what is sent of it into scratch.values, in kinds
+// that have scales: those follow from all values. Returns how many entries are sent.
 std::size_t code_entries(const std::uint32_t* at, std::size_t n, const float* v, Values kind,
                          float* scales) {
     scratch.values.resize(n);

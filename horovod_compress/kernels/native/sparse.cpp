@@ -1,11 +1,15 @@
-// Index and value coding of sparse payloads (docs/wire-format.md): the values, then the gaps between ascending indices in Rice code.
+// Index and value coding of sparse payloads (docs/wire-format.md): the values, then the gaps
+// between ascending indices in Rice code.
 //
-// A Rice code with parameter r is the gap's r low bits and the rest in unary. The low bits of all gaps come first and the unary parts after
-// them, so that where an entry's low bits are does not wait for the entries before. Encoding tries parameters around the one that fits the
-// mean gap, each a read of the indices; then it reads values and indices once and writes the body. Decoding reads the unary parts as the places of
-// ones, adds the low bits, and leaves indices and values in thread-local memory; decode_add_sparse then adds them to the output.
+// A Rice code with parameter r is the gap's r low bits and the rest in unary. The low bits of all
+// gaps come first and the unary parts after them, so that where an entry's low bits are does not
+// wait for the entries before. Encoding tries parameters around the one that fits the mean gap,
+// each a read of the indices; then it reads values and indices once and writes the body. Decoding
+// reads the unary parts as the places of ones, adds the low bits, and leaves indices and values in
+// thread-local memory; decode_add_sparse then adds them to the output.
 //
-// Decoding trusts nothing: every read is inside the body, every index inside the tensor, and all is checked before anything is added.
+// Decoding trusts nothing: every read is inside the body, every index inside the tensor, and all is
+// checked before anything is added.
 #include "arrays.hpp"
 #include "bits.hpp"
 
@@ -24,7 +28,8 @@ HC_INLINE std::uint64_t high_bits(const std::uint32_t* indices, std::size_t n, i
     return n + std::uint64_t{zeros};
 }
 
-// The parameter of fewest bits, the least of several: their number is convex in it, so walk from the one that fits the mean gap.
+// The parameter of fewest bits, the least of several: their number is convex in it, so walk from
+// the one that fits the mean gap.
 int best_rice(const std::uint32_t* indices, std::size_t n) {
     if (n == 0) return 0;
     const double mean = (static_cast<double>(indices[n - 1]) + 1) / static_cast<double>(n);

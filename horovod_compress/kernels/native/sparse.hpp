@@ -1,5 +1,5 @@
-// The values of sparse bodies (docs/wire-format.md): 32, 16, 4, 2 bits or 1, how a float is rounded to 16 bits, and what values become
-// in the kinds that have scales.
+// The values of sparse bodies (docs/wire-format.md): 32, 16, 4, 2 bits or 1, how a float is rounded
+// to 16 bits, and what values become in the kinds that have scales.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,8 @@
 
 namespace hc {
 
-// How values are coded. sign: 1 bit, ±scale. power: a sign and 3 bits, ±scale/2^d; scale is a power of two. two_bits: one of four scales.
+// How values are coded. sign: 1 bit, ±scale. power: a sign and 3 bits, ±scale/2^d; scale is a power
+// of two. two_bits: one of four scales.
 enum class Values : std::uint8_t {
     fp32 = 0,
     fp16 = 1,
@@ -42,8 +43,8 @@ inline std::uint64_t values_size(std::uint64_t n, Values kind) {
     return (n * bits_of_value(kind) + 7) / 8;
 }
 
-// float32 to the nearest 16-bit value, ties to even; what is too large becomes the largest finite value, not infinity,
-// because the rounding error stays in the residual and will be sent later.
+// float32 to the nearest 16-bit value, ties to even; what is too large becomes the largest finite
+// value, not infinity, because the rounding error stays in the residual and will be sent later.
 inline std::uint16_t to_half(float x) {
     std::uint32_t b;
     std::memcpy(&b, &x, 4);
@@ -92,15 +93,17 @@ inline float rounded(float x, Values kind) {
                                   : from_bfloat(to_bfloat(x));
 }
 
-// Numbers are sent as powers of two within 2^7 of the largest's. Adding half a mantissa carries into the exponent from 1.5 on.
+// Numbers are sent as powers of two within 2^7 of the largest's. Adding half a mantissa carries
+// into the exponent from 1.5 on.
 constexpr std::uint32_t kHalfPower = 0x400000u, kPowers = 7;
-// Of numbers of which one is `largest`, as bits, those have a power that are this at least once half a mantissa is added.
+// Of numbers of which one is `largest`, as bits, those have a power that are this at least once
+// half a mantissa is added.
 HC_INLINE std::uint32_t least_power(std::uint32_t largest) {
     const std::uint32_t top = largest >> 23;
     return (top > kPowers ? top - kPowers : 1) << 23;
 }
-// Numbers as powers of two, into `sent`; 0 for what has none. Returns the largest power, 0 where there is none: no numbers, or denormal ones
-// only, which no power can stand for.
+// Numbers as powers of two, into `sent`; 0 for what has none. Returns the largest power, 0 where
+// there is none: no numbers, or denormal ones only, which no power can stand for.
 HC_INLINE std::uint32_t powers_of(const float* __restrict values, std::size_t count,
                                   float* __restrict sent) {
     const std::uint32_t peak = peak_of(values, count), top = peak >> 23, least = least_power(peak);
@@ -113,7 +116,8 @@ HC_INLINE std::uint32_t powers_of(const float* __restrict values, std::size_t co
     }
     return top << 23;
 }
-// Numbers as ± their mean magnitude, which is returned. Here and below sums are float64, in order: the reference has the same bits.
+// Numbers as ± their mean magnitude, which is returned. Here and below sums are float64, in order:
+// the reference has the same bits.
 HC_INLINE float signs_of(const float* __restrict values, std::size_t count,
                          float* __restrict sent) {
     double sum = 0;
@@ -122,7 +126,8 @@ HC_INLINE float signs_of(const float* __restrict values, std::size_t count,
     for (std::size_t i = 0; i < count; ++i) sent[i] = std::copysign(scale, values[i]);
     return scale;
 }
-// Numbers as the means of four bins of 1.5 standard deviations, the third around the mean of all, the outer ones open.
+// Numbers as the means of four bins of 1.5 standard deviations, the third around the mean of all,
+// the outer ones open.
 HC_INLINE void means_of_bins(const float* __restrict values, std::size_t count,
                              float* __restrict sent, float* __restrict means) {
     double sum = 0, squares = 0, sums[kMostScales] = {};
