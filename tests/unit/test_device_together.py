@@ -35,7 +35,7 @@ SPECS = [
     pytest.param("dgc:ratio=0.05,momentum=0", marks=pytest.mark.extended),
     pytest.param("dgc:ratio=0.05,masking=false,clip_norm=1", marks=pytest.mark.extended),
     pytest.param("topk:ratio=0.05,values=2bit", marks=pytest.mark.extended),
-    "topk:k=3,chunk=64",
+    "topk:k=3,chunk=64,decay=0.9",
     "adacomp",
     "variance",
     pytest.param("variance:tau=0.1", marks=pytest.mark.extended),
