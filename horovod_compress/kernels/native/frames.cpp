@@ -152,7 +152,12 @@ std::vector<Bytes> frames_by_tensor(const Bytes& data, std::size_t ranks, std::s
     std::vector<std::size_t> ends{0}, sizes(tensors);
     Header header;
     for (std::size_t i = 0; i < ranks * tensors; ++i) {
-        ends.push_back(end_of(data.data(), size, ends.back(), header));
+        try {
+            ends.push_back(end_of(data.data(), size, ends.back(), header));
+        } catch (const std::invalid_argument& error) {
+            throw std::invalid_argument("payload of rank " + std::to_string(i / tensors) + ": " +
+                                        error.what());
+        }
         sizes[i % tensors] += ends[i + 1] - ends[i];
     }
     if (ends.back() != size) throw std::invalid_argument("bytes follow the last frame");

@@ -120,8 +120,11 @@ def _end_of(data: np.ndarray, at: int) -> Tuple[int, Tuple[Any, ...]]:
 def frames_by_tensor(data: np.ndarray, *, ranks: int, tensors: int) -> List[np.ndarray]:
     """Each tensor's frames, joined in rank order, of those of all tensors, rank by rank."""
     ends = [0]
-    for _ in range(ranks * tensors):
-        ends.append(_end_of(data, ends[-1])[0])
+    for number in range(ranks * tensors):
+        try:
+            ends.append(_end_of(data, ends[-1])[0])
+        except ValueError as error:
+            raise ValueError(f"payload of rank {number // tensors}: {error}") from None
     if ends[-1] != len(data):
         raise ValueError("bytes follow the last frame")
     frames = [data[start:end] for start, end in zip(ends, ends[1:])]
