@@ -116,17 +116,13 @@ class TopK(GatheringCompressor):
         return chunk, min(self.k or max(least, math.ceil(self.density(step) * chunk - 1e-6)), chunk)
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
-        self._decay(state)
         return self.select(grad, state, step)
 
-    def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
-        self._decay(state)
-        return super().accumulate(grad, state, step)
-
-    def _decay(self, state: State) -> None:
-        """A pass over the residual, where it decays."""
+    def commit(self, state: State) -> None:
+        super().commit(state)
+        # Not in `encode`: a step that is undone leaves the residual as it was.
         if self.decay != 1:
-            state.arrays["residual"] *= np.float32(self.decay)
+            state.arrays[self.traits.accumulator] *= np.float32(self.decay)
 
     def select(
         self,

@@ -62,8 +62,7 @@ class Exchange(Driver):
     compressor: the configuration that is in force; tensors: {name: (shape, compressor)}, the
     compressor being this one or a variant (other momentum for another parameter group). Every
     tensor of a step is submitted before the first is finished; a step ends when all that was
-    submitted is finished. label: what its collectives' names begin with; dense_alone,
-    machine: as in Driver.
+    submitted is finished. label: what its collectives' names begin with; others: as in Driver.
     """
 
     def __init__(
@@ -82,11 +81,15 @@ class Exchange(Driver):
         self._joint_lengths = transport.frame_length(), transport.frame_length()
         self._small_length = transport.frame_length()
         self._transaction = Transaction(0)
-        self._collectives = transport  # of the transaction
-        self._stages = Stages()  # of the transaction
+        # Of the transaction.
+        self._collectives, self._stages = transport, Stages()
         self._to_call = 0  # elements of those at CALL
         # With sums: waits for the ranks' numbers of this step; False once they were compared.
         self._numbers: Any = None
+
+    def switch(self, *arguments: Any, **named: Any) -> None:
+        super().switch(*arguments, **named)
+        self._small_length = self.transport.frame_length()
 
     def submit(
         self,
@@ -286,11 +289,8 @@ class Exchange(Driver):
         return self._collectives.allreduce(name, request.array, request.op)
 
     def _start_small(self) -> None:
-        if self._stages.at[SMALL] and not any(self._stages.at[:SMALL]):
-            small, start = self._stages.waiting(SMALL), functools.partial(self._start, ":small")
-            start_gathers(small, start, self._small_length, self._now.size)
-            for pending in small:
-                self._stages.move(pending, LAST)
+        start = functools.partial(self._start, ":small")
+        start_gathers(self._stages, start, self._small_length, self._now.size)
 
     def _compare_numbers(self) -> None:
         """MismatchError where ranks are at different steps. Due before a sum is used."""

@@ -108,6 +108,8 @@ class Handover(Extension):
                 "momentum is still to bring would come times the number of ranks. Load the states "
                 "again, and call switch() after the first step, or say op=hvd.Average"
             )
+        # Ranks that come later change nothing of what was handed over.
+        self.takes_average = False
 
     def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         debt = tensor.state.arrays.get(DEBT)

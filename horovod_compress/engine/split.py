@@ -190,11 +190,11 @@ class Splitting(Wrapper):
         return finite
 
     def commit(self, state: State) -> None:
-        super().commit(state)
         if state.sent:
             # What this rank as an owner has not accepted, of all ranks' entries.
             indices, values = state.sent
             self.residual(state)[indices] += values
+        super().commit(state)
 
 
 def accepted(compressor: Any, size: int) -> float:

@@ -15,8 +15,10 @@ def objects_of(*kinds: Type[Any]) -> List[Any]:
         return []
     objects = list(_reachable()) if gc.get_freeze_count() else gc.get_objects()
     # isinstance() would ask objects for their class, which some make up.
-    classes = {cls for cls in set(map(type, objects)) if issubclass(cls, kinds)}
-    return [each for each in objects if type(each) in classes]
+    # By id, because some classes cannot be hashed.
+    classes = {id(cls): cls for cls in map(type, objects)}
+    wanted = {number for number, cls in classes.items() if issubclass(cls, kinds)}
+    return [each for each in objects if id(type(each)) in wanted]
 
 
 def subclasses_of(cls: Type[Any]) -> Iterator[Type[Any]]:

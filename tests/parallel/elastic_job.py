@@ -33,10 +33,13 @@ def main(folder):
     def train(state):
         tell(folder, hvd, state.step)
         while state.step < STEPS:
-            elastic_updates.train_step(state)
-            elastic_switches.train_step(state)
+            under_way = elastic_gradients.train_step(state), elastic_switches.train_step(state)
+            for steps in under_way:
+                next(steps)
             dies = state.step == KILLED_AT and on_the_host_that_dies(folder)
-            elastic_gradients.train_step(state, dies)
+            elastic_updates.train_step(state, dies)
+            for steps in under_way:
+                next(steps, None)
             state.step += 1
             elastic_switches.switch_after(state)
             if state.step % COMMITTED_EVERY == 0:

@@ -44,10 +44,13 @@ def made(hvdc):
 
 
 def train_step(state):
+    """Yields when the first model has sent something."""
     for when in WHEN:
         model, optimizer = state.__dict__[f"model_{when}"], state.__dict__[f"optimizer_{when}"]
         optimizer.zero_grad()
         loss_of(model, state.step, hvd.rank()).backward()
+        if when == WHEN[0]:
+            yield
         optimizer.step()
 
 

@@ -2,6 +2,8 @@
 dies between two commits, others join and leave, some of it within rounds of several local steps."""
 
 import copy
+import os
+import signal
 
 import horovod.torch as hvd
 import torch
@@ -37,11 +39,15 @@ def made(hvdc):
     return parts
 
 
-def train_step(state):
+def train_step(state, dies):
+    """dies: between the backward pass and the exchange of the second model, the first being a step
+    ahead."""
     for i in range(len(EVERY)):
         model, optimizer = state.__dict__[f"updated_{i}"], state.__dict__[f"updates_{i}"]
         optimizer.zero_grad()
         loss_of(model, state.step, hvd.rank()).backward()
+        if dies and i == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
 
 

@@ -50,16 +50,23 @@ def test_chunks_in_two_bits_follow_the_published_code(size, chunk, k, decay):
         error -= sent
         np.testing.assert_allclose(mean, sent.numpy(), rtol=1e-5, atol=1e-7)
         assert len(np.unique(mean[mean != 0])) <= 4
-    np.testing.assert_allclose(state["residual"], error.numpy(), rtol=1e-4, atol=1e-4)
+    # What is left decays at a step's end.
+    left = decay * error.numpy()
+    np.testing.assert_allclose(state["residual"], left, rtol=1e-4, atol=1e-4)
 
 
-def test_a_dense_step_decays_what_was_kept_too():
+def test_what_is_kept_decays_in_steps_that_succeed():
+    """An undone one leaves it as it was, and a dense one brings it."""
     _, topk, state = payload_of("topk:min_numel=0,ratio=0.01,decay=0.5", normal(1000))
+    kept, g = np.float32(0.5) * state.arrays["residual"], normal(1000)
     end_step(topk, state, True)
-    kept, g = state.arrays["residual"].copy(), normal(1000)
-    payload = topk.encode_dense(g.copy(), state, Step(1, 0, 2))
     assert kept.any()
-    np.testing.assert_array_equal(payload.array, np.float32(0.5) * kept + g)
+    np.testing.assert_array_equal(state.arrays["residual"], kept)
+    topk.encode(np.zeros(1000, np.float32), state, Step(1, 0, 2))
+    end_step(topk, state, False)
+    np.testing.assert_array_equal(state.arrays["residual"], kept)
+    payload = topk.encode_dense(g.copy(), state, Step(2, 0, 2))
+    np.testing.assert_array_equal(payload.array, kept + g)
 
 
 def test_two_bits_take_fewer_bytes_than_published():

@@ -67,9 +67,10 @@ Bytes part_of(const Bytes& data, std::size_t at, std::size_t size) {
 Bytes seal_frame(Bytes& buffer, std::size_t size, std::uint8_t number, std::uint32_t digest,
                  std::uint32_t step, bool finite) {
     const std::size_t room = length(buffer, "buffer");
-    if (room <= kHeadroom || size + 1 < room || size - kHeadroom > 0x7fffffffu)
-        throw std::invalid_argument("a buffer is a header, a body and a byte, and fits its frame");
     const std::size_t needed = room - 1;
+    if (room <= kHeadroom || size < needed || needed - kHeadroom > 0xffffffffu ||
+        size - needed > 0x7fffffffu)
+        throw std::invalid_argument("a buffer is a header, a body and a byte, and fits its frame");
     Bytes frame = part_of(buffer, 0, std::min(size, room));
     if (size > room) {
         frame = Bytes(static_cast<py::ssize_t>(size));
