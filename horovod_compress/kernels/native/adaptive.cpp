@@ -4,8 +4,8 @@
 // All three make one pass over the gradient and the residual (variance over its v, and the samples'
 // squares, too), block by block:
 // 1. the block is advanced: residual += gradient, the gradient is set to zero, and a byte an
-// element says whether it is sent; an element
-//    that would become too large or not finite keeps its residual;
+// element says whether it is sent; an element that would become too large or not finite keeps its
+// residual;
 // 2. the bytes become words of bits, the bits become indices, appended to thread-local lists with
 // the residual's value there;
 // 3. while the block is in the cache, what is sent is subtracted from the residual (not in AdaComp,
