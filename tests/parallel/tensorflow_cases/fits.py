@@ -99,17 +99,17 @@ def dense_limit():
 
 @case(2)
 def options_of_horovods_optimizer():
-    for kind, wrap in (
-        ("new", {"num_groups": 2, "gradient_predivide_factor": 2.0}),
-        ("new", {"backward_passes_per_step": 2}),
-        ("legacy", {"backward_passes_per_step": 2}),
-        ("legacy", {"op": hvdt.Sum}),
+    for kind, make, wrap in (
+        ("new", deep_model_of, {"num_groups": 2, "gradient_predivide_factor": 2.0}),
+        ("new", model_of, {"backward_passes_per_step": 2}),
+        ("legacy", model_of, {"backward_passes_per_step": 2}),
+        ("legacy", model_of, {"op": hvdt.Sum}),
     ):
-        options = {"kind": kind, "sgd": {"momentum": 0.9}, "wrap": wrap}
+        options = {"kind": kind, "sgd": {"momentum": 0.9}, "make": make, "wrap": wrap}
         assert_close(
             trained("dgc:ratio=1,masking=false", **options)[0], trained(None, **options)[0]
         )
-    model, optimizer = model_of(), SGD["new"](0.05)
+    model, optimizer = deep_model_of(), SGD["new"](0.05)
     variables = model.trainable_variables
     compression = hvdc.Compression.topk(optimizer)
     groups = [variables[1:3], variables[:1]]
