@@ -22,7 +22,7 @@ from ..protocol import wire
 from ..protocol.handshake import AnyTransport, agree
 from ..protocol.machine import Machine, Placement
 from ..version import __version__
-from .second_moments import advice_for
+from .cautions import cautions
 
 NO_COPIES = (
     "a compression is part of an exchange of ranks, and cannot be copied or pickled: save its "
@@ -224,8 +224,8 @@ def requested_compressor(spec: Any, optimizer: Any, plain_sgd: bool) -> Any:
         raise ValueError(
             f"{compressor.id} needs the optimizer, to take over its momentum; or say momentum=…"
         )
-    if advice := advice_for(compressor, optimizer):
-        warn_once(advice)
+    for caution in cautions(compressor, optimizer):
+        warn_once(caution)
     return compressor
 
 
