@@ -18,7 +18,7 @@ from ..engine.exchange import Exchange
 from ..engine.lockstep import Named
 from ..engine.records import Stats
 from ..protocol.machine import Machine
-from ..transport.base import Transport
+from ..transport.base import SMALL, Transport
 from . import arguments
 from .gradients import load_gradients, random_gradients
 from .models import MODELS
@@ -198,6 +198,8 @@ class Echo(Transport):
     operations, how many were started."""
 
     rank = 0
+    # As through Horovod.
+    joins_up_to = SMALL
 
     def __init__(self, size: int) -> None:
         self.size, self.seconds = size, 0.0

@@ -76,14 +76,16 @@ class Load:
         """Bytes that cross a rank's link in each direction in a step, on this network."""
         return sum(nbytes * network.crossing(kind) for kind, nbytes in self.exchanged.items())
 
-    def times(self, factor: float) -> "Load":
-        """That of a model with `factor` times as many parameters."""
-        exchanged = {kind: factor * nbytes for kind, nbytes in self.exchanged.items()}
-        more = {
-            name: factor * getattr(self, name)
-            for name in ("operations", "encode", "decode", "gathers")
-        }
-        return dataclasses.replace(self, exchanged=exchanged, **more)
+    def times(self, elements: float, tensors: float) -> "Load":
+        """That of a model with so many times as many elements, in so many times as many tensors."""
+        return dataclasses.replace(
+            self,
+            exchanged={kind: elements * nbytes for kind, nbytes in self.exchanged.items()},
+            encode=elements * self.encode,
+            decode=elements * self.decode,
+            operations=tensors * self.operations,
+            gathers=tensors * self.gathers,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@ and extrapolated to many."""
 
 import dataclasses
 import math
-from typing import Any, Callable, List, Sequence
+from typing import Any, Callable, List, Optional, Sequence
 
 from ..compressors import collective_of
 from ..compressors.base import Step
@@ -21,19 +21,23 @@ STEPS = 5
 GATHERED = "allgather uint8"
 # Machines whose payloads are decoded. Their difference is what those of further machines take.
 _FEW, _MANY = 2, 8
-# Of a model of which only the size is known: measured tensors, and elements of each.
+# Of a model of which only the size is known: tensors at least, and elements of one at most.
 _TENSORS, _LARGEST = 16, 2**20
+# Of such a model: tensors and elements that are measured at most.
+_MOST_TENSORS, _MOST_ELEMENTS = 4096, 2**24
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A model of which a step is predicted. parameters: how many it has; shapes: of gradients that
-    are measured, in the order of layers; factor: how many times their elements the model has."""
+    are measured, in the order of layers; factor, tensors: how many times their elements, and their
+    number, the model has."""
 
     name: str
     parameters: int
     shapes: Shapes
     factor: float = 1.0
+    tensors: float = 1.0
 
     @classmethod
     def known(cls, name: str) -> "Model":
@@ -42,12 +46,17 @@ class Model:
         return cls(name, sum(map(math.prod, shapes.values())), shapes)
 
     @classmethod
-    def of_size(cls, number: float) -> "Model":
-        """One of which only the number of parameters is known."""
+    def of_size(cls, number: float, tensors: Optional[int] = None) -> "Model":
+        """One of which only the number of parameters is known, and perhaps that of its tensors."""
         parameters = max(1, round(number))
-        rows = min(max(1, round(parameters / _TENSORS / 1024)), _LARGEST // 1024)
-        shapes: Shapes = {f"t{i}": (rows, 1024) for i in range(_TENSORS)}
-        return cls("a model", parameters, shapes, parameters / (1024 * rows * _TENSORS))
+        count = tensors or max(_TENSORS, parameters / _LARGEST)
+        each = min(max(1.0, parameters / count), _LARGEST)
+        rows = max(1, round(each / 1024))
+        columns = round(each / rows)
+        measured = int(min(count, _MOST_TENSORS, max(1, _MOST_ELEMENTS // (rows * columns))))
+        shapes: Shapes = {f"t{i}": (rows, columns) for i in range(measured)}
+        factor = parameters / (rows * columns * measured)
+        return cls("a model", parameters, shapes, factor, count / measured)
 
     def gradients(self) -> List[Named]:
         return bench.random_gradients(self.shapes, seed=0)
@@ -139,7 +148,7 @@ def _measured(
         encode,
         decode,
         gathers,
-    ).times(model.factor)
+    ).times(model.factor, model.tensors)
 
 
 def _splitting(gathering: Load, compressor: Any, ranks: int) -> Load:

@@ -109,6 +109,13 @@ def add_prediction(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="a model of so many parameters, such as 25.6M",
     )
+    parser.add_argument(
+        "--tensors",
+        type=arguments.whole(1),
+        metavar="N",
+        help="with --parameters: in so many tensors (default: 16, or as many as have a million "
+        "each)",
+    )
     # A deprecated name, which is not listed.
     model.add_argument("--million", dest="parameters", type=_millions, help=argparse.SUPPRESS)
     parser.add_argument(
@@ -123,8 +130,10 @@ def add_prediction(parser: argparse.ArgumentParser) -> None:
 
 def model_of(options: argparse.Namespace) -> loads.Model:
     """The model that --parameters or --model names."""
+    if options.tensors and options.tensors > (options.parameters or 0):
+        options.parser.error("--tensors: give --parameters, and at least as many of them")
     if options.parameters:
-        return loads.Model.of_size(options.parameters)
+        return loads.Model.of_size(options.parameters, options.tensors)
     return loads.Model.known(options.model)
 
 

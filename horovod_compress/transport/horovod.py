@@ -13,7 +13,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from ..protocol.handshake import REDUCES_ONLY, error_of_joined
 from ..protocol.wire import FrameLength, Steady
-from .base import ProcessSetRanks, Transport
+from .base import SMALL, ProcessSetRanks, Transport
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 # Seconds between polls of the counts that are under way. Each takes Python's lock from a rank that
@@ -52,8 +52,7 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
     """Sends each message when it is started, those of a step's gathers as soon as its ranks are
     counted; Horovod negotiates the order, but of those whose shapes it has seen."""
 
-    # Up to here fewer messages have paid, and with 25 000 they did not.
-    joins_up_to = 1 << 14
+    joins_up_to = SMALL
 
     def in_step(self, name: str) -> Transport:
         return _CountedStep(self._process_set, name)

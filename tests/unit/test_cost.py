@@ -99,7 +99,7 @@ def test_more_of_anything_takes_no_less(load, ranks, rate, latency, backward, fa
         )
         * EXACT
     )
-    assert before <= added_seconds(load.times(factor), here, backward) * EXACT
+    assert before <= added_seconds(load.times(factor, factor), here, backward) * EXACT
 
 
 @examples(100)

@@ -204,7 +204,16 @@ def test_a_model_of_a_size_is_scaled_from_a_piece(monkeypatch):
     elements = [math.prod(shape) for shape in loads.Model.of_size(1e9).shapes.values()]
     assert sum(elements) == 2**24
     monkeypatch.setattr(loads, "_LARGEST", 2**12)
-    for millions in (1000, 0.5):
-        model = loads.Model.of_size(1e6 * millions)
+    monkeypatch.setattr(loads, "_MOST_TENSORS", 20)
+    for parameters, tensors in ((1e9, None), (5e5, None), (5e5, 5000), (1e9, 3)):
+        model = loads.Model.of_size(parameters, tensors)
         (load,) = loads.measured(hc.get_compressor("none"), model, model.gradients(), [2])
-        assert load.sent == pytest.approx(4e6 * millions)
+        assert load.sent == pytest.approx(4 * parameters)
+        assert load.operations == pytest.approx(tensors or max(16, parameters / 2**12))
+
+
+def test_small_tensors_gather_together():
+    model = loads.Model.of_size(16 * 2048, 16)
+    (load,) = loads.measured(hc.get_compressor("topk"), model, model.gradients(), [2])
+    # A carrier each, and one message.
+    assert (load.operations, load.gathers) == (16 + 1, 1)

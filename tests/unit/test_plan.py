@@ -17,8 +17,8 @@ from horovod_compress.tools.cost import COLLECTIVES, Load, Network
 
 SMALL = loads.Model("small", 40, {"w": (5, 8)})
 NETWORK = Network(2, 1.2e-3, 1e-4, dict.fromkeys(COLLECTIVES, 1e-8))
-# Tensors that a model of a million parameters is measured with, for each of the model's.
-TENSORS = 16 * 1e6 / (16 * 61 * 1024)
+# Of a model of a million parameters.
+TENSORS = 16
 
 
 def as_json(capsys, *arguments):
@@ -269,6 +269,8 @@ def test_exchanges_hide_behind_a_backward(capsys):
         ),
         (["plan", "--topology", "ring", "--ranks", "2000"], "--ranks: must be at most 1024"),
         (["plan", "--topology", "star"], "invalid choice: 'star'"),
+        (["plan", "--tensors", "9"], "--tensors: give --parameters, and at least as many"),
+        (["plan", "--tensors", "9", "--parameters", "8"], "--tensors: give --parameters, and at"),
         (["plan", "--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
     ],
 )
