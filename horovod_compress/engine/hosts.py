@@ -21,7 +21,7 @@ import numpy as np
 
 from .. import kernels
 from ..compressors.base import Compressor, Step, result_of
-from ..compressors.state import State, zeros
+from ..compressors.state import LOCAL, State, zeros
 from ..compressors.topk import TopK
 from ..compressors.wrapper import Wrapper
 from ..protocol.handshake import AnyTransport, Words, gather, shown
@@ -190,6 +190,8 @@ class HostParts(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         vars(self)["traits"] = self.traits._replace(takes_scale=True)
+        # Beside a debt, which is in true units, gradients are to be in those, too.
+        vars(self)["roles"] = {**self.roles, DEBT: LOCAL}
 
     def __repr__(self) -> str:
         return f"{self.inner!r} on hosts of {self.machine.size}"

@@ -122,6 +122,23 @@ def test_nothing_is_lost_over_any_sequence_of_switches(sequence, size, seed):
         assert np.abs(total - come[name]).max() <= 1e-4 * (1 + np.abs(come[name]).max()), name
 
 
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0**16])
+def test_hosts_bring_once_what_an_algorithm_without_a_residual_finds(loss_scale):
+    rng, shapes = np.random.default_rng(0), {"matrix": (40, 50)}
+    exchanges = ranks("topk:ratio=0.01", 4, shapes, local_size=2)
+    rescale(exchanges, loss_scale)
+    missing = np.zeros(2000)
+    for spec in ("topk:ratio=0.01,hosts=true", "qsgd:bits=15,hosts=true"):
+        switch(exchanges, spec, shapes=shapes)
+        for _ in range(3):
+            grads = gradients(rng, 4, shapes)
+            missing += np.mean([named["matrix"] for named in grads], axis=0)
+            for named in grads:
+                named["matrix"] *= np.float32(loss_scale)
+            missing -= run_step(exchanges, grads)[0]["matrix"] / loss_scale
+    assert np.abs(missing).max() < 0.02
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("momentum", [0.5, 0.9])
 def test_momentum_is_counted_once(momentum, nesterov):
