@@ -135,11 +135,12 @@ class GlobalRandK(SharedCoordinates):
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Allreduce:
         state.indices, values, finite = self.draw(grad, state, step)
+        drawn = values.size
         if self.of == "model":
             values = np.append(values, np.float32(0))  # there may be none
         if not finite:
             values.fill(np.nan)  # the sum says so to all ranks
-        return Allreduce(values)
+        return Allreduce(values, elements=drawn)
 
     def decode(
         self, summed: np.ndarray, out: np.ndarray, state: State, step: Step, scale: float

@@ -120,7 +120,7 @@ class SharedScaleQuantizer(SharedCoordinates):
         if state.rollbacks:
             yield from drawn.dequantize(words, values, 1.0)
             self.keep_error(state, values)
-        return Allreduce(words)
+        return Allreduce(words, elements=values.size)
 
     def decode(
         self, summed: np.ndarray, out: np.ndarray, state: QuantizerState, step: Step, scale: float

@@ -15,6 +15,7 @@ import numpy as np
 
 from .. import kernels
 from ..compressors.base import Compressor, Step
+from ..compressors.dense import dense_compressor
 from ..compressors.model import Model
 from ..compressors.state import Role
 from ..protocol.machine import Machine
@@ -190,7 +191,9 @@ class Driver(ABC):
                 f"{chosen.id}: `collectives` must return a tuple of some of {sorted(DECLARABLE)}, "
                 f"not {declared!r}"
             )
-        if type(chosen) is type(self.compressor):
+        # Tensors that go dense may do so by the same algorithm.
+        dense = dense_compressor(variant.policy.dense, variant.policy.seed or 0)
+        if type(chosen) is type(self.compressor) and chosen != dense:
             self._model.add(name, math.prod(shape))
             state.model = self._model
         tensor = self._tensors[name] = Tensor(

@@ -80,9 +80,8 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
         )
         if not tensor.checked:
             _check(tensor, payload, grad, step)
-        tensor.counters["elements_sent"] += (
-            tensor.numel if isinstance(payload, (ToReducer, Allreduce)) else payload.elements
-        )
+        sent = None if isinstance(payload, ToReducer) else payload.elements
+        tensor.counters["elements_sent"] += tensor.numel if sent is None else sent
         reduced, arrived = yield final
         result, finite = _decode(tensor, payload, grad, step, reduced, arrived)
         # Gathered payloads, and kernels on a device, are decoded by a generator.

@@ -82,10 +82,12 @@ class ToReducer(Exchanged):
 class Allreduce(Exchanged):
     """The sum, or with op="max" the maximum, over ranks of float32, int32 or int64 numbers; maxima
     are of a few float32, not NaN, and all tensors' maxima of one round are one message. Answered
-    with an array, which may be `array` itself."""
+    with an array, which may be `array` itself. elements: how many of the tensor's a payload is of,
+    where that is not all."""
 
     array: np.ndarray
     op: str = "sum"
+    elements: Optional[int] = None
     verb = "allreduce"
 
 

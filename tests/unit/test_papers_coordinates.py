@@ -158,3 +158,19 @@ def test_randomk_draws_other_places_on_each_rank_and_step():
     assert 150 < (first != 0).sum() < 200
     assert ((first != 0) != (second != 0)).any()
     assert run.bytes_sent[0][0] <= 4 + 24 + 8 + 4 * 100 + 1  # places cost nothing
+
+
+@pytest.mark.parametrize("spec", ["maxnorm:k=100", "globalrandk:k=100", "multiscale:k=100"])
+def test_a_tensor_that_goes_dense_takes_no_coordinates(spec):
+    rng, shapes = np.random.default_rng(0), {"w": (40, 50), "bias": (8000,)}
+    steps = [
+        [{name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}]
+        for _ in range(3)
+    ]
+    runs = [
+        hc.simulate(f"{spec},of=model,dense={dense}", steps) for dense in ("fp32", "fp16", "int8")
+    ]
+    for run in runs:
+        assert run.stats[0]["elements_sent"] == 3 * (100 + 8000)
+        for found, expected in zip(run.mean, runs[0].mean):
+            np.testing.assert_array_equal(found["w"], expected["w"])
