@@ -83,6 +83,9 @@ class PowerSGD(SelectiveCompressor):
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (Collective("allreduce", "float32", "sum"),) * 2
 
+    def after_warmup(self) -> "PowerSGD":
+        return dataclasses.replace(self, start_step=0)
+
     def encode(self, grad: np.ndarray, state: PowerSGDState, step: Step) -> Asking[Allreduce]:
         if step.index < self.start_step:
             return Allreduce(grad)

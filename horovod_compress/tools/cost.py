@@ -66,11 +66,9 @@ class Load:
 
     def received(self, ranks: int) -> float:
         """Bytes that come back to a rank, without those of its own that an allgather brings
-        back."""
-        return sum(
-            nbytes * (ranks - 1 if kind.startswith("allgather") else 1)
-            for kind, nbytes in self.exchanged.items()
-        )
+        back, and of its own part of an alltoall."""
+        times = {"allgather": ranks - 1, "alltoall": (ranks - 1) / ranks, "allreduce": 1}
+        return sum(nbytes * times[kind.split()[0]] for kind, nbytes in self.exchanged.items())
 
     def crossing(self, network: "Network") -> float:
         """Bytes that cross a rank's link in each direction in a step, on this network."""

@@ -50,7 +50,7 @@ class Model:
         """One of which only the number of parameters is known, and perhaps that of its tensors."""
         parameters = max(1, round(number))
         count = tensors or max(_TENSORS, parameters / _LARGEST)
-        each = min(max(1.0, parameters / count), _LARGEST)
+        each = min(max(1.0, parameters / count), _MOST_ELEMENTS if tensors else _LARGEST)
         rows = max(1, round(each / 1024))
         columns = round(each / rows)
         measured = int(min(count, _MOST_TENSORS, max(1, _MOST_ELEMENTS // (rows * columns))))
@@ -103,15 +103,16 @@ def measured(
     if len(counts) == 1 and not splits and counts[0] <= size * _MANY:
         return [measure(counts[0])]
     few, many = (measure(size * machines) for machines in (_FEW, _MANY))
-    each = max(many.decode - few.decode, 0.0) / (size * (_MANY - _FEW))
+    if many.gathers == few.gathers:
+        each = max(many.decode - few.decode, 0.0) / (size * (_MANY - _FEW))
+    else:
+        # Some went dense.
+        each = few.decode / (size * _FEW)
     loads = []
     for ranks in counts:
         load = dataclasses.replace(few, decode=few.decode + each * (ranks - size * _FEW))
-        loads.append(
-            _splitting(load, compressor, ranks)
-            if splits
-            else _where_dense_brings_less(alone, model, load, ranks, size)
-        )
+        load = _where_dense_brings_less(compressor, alone, model, load, ranks, size)
+        loads.append(_splitting(load, compressor, ranks) if splits else load)
     return loads
 
 
@@ -156,7 +157,9 @@ def _splitting(gathering: Load, compressor: Any, ranks: int) -> Load:
     entries as one rank sends; every rank decodes `accept` times that."""
     from ..engine.split import accepted
 
-    accept, payload = accepted(compressor, ranks), gathering.exchanged[GATHERED]
+    accept, payload = accepted(compressor, ranks), gathering.exchanged.get(GATHERED)
+    if not payload:
+        return gathering
     exchanged = {
         **gathering.exchanged,
         "alltoall uint8": payload,
@@ -192,26 +195,38 @@ def _of_sums(measure: Callable[[int], Load], counts: Sequence[int]) -> List[Load
 
 
 def _where_dense_brings_less(
-    compressor: Any, model: Model, load: Load, ranks: int, local_size: int
+    compressor: Any, alone: Any, model: Model, load: Load, ranks: int, local_size: int
 ) -> Load:
-    """The load where tensors go dense whose payloads from so many ranks would be more."""
-    machine = Machine.alone(ranks, local_size)
-    tensors = [
-        (math.prod(shape), wrapped(compressor_for(compressor, name, shape), shape, machine))
-        for name, shape in model.shapes.items()
-    ]
-    gathered = [
-        (numel, chosen) for numel, chosen in tensors if collective_of(chosen) == "allgather"
-    ]
-    elements = model.factor * sum(numel for numel, _ in gathered)
+    """The load where tensors go dense whose payloads from so many ranks would be more.
+
+    Args:
+        compressor: whose load it is to be.
+        alone: the same, which gathers.
+        model: whose step it is.
+        load: measured with `_FEW` machines, where some may have gone dense already.
+        ranks: how many.
+        local_size: ranks of a machine.
+    """
+    few = _FEW * local_size
+    gathered = []
+    for name, shape in model.shapes.items():
+        numel = math.prod(shape)
+        here, there = (
+            wrapped(compressor_for(its, name, shape), shape, Machine.alone(size, local_size))
+            for its, size in ((alone, few), (compressor, ranks))
+        )
+        if collective_of(here) == "allgather":
+            bits = here.payload_bits(numel, Step(0, 0, few))
+            if bits is None or times_dense(bits, few) <= 1:
+                gathered.append((numel, bits, there.payload_bits(numel, Step(0, 0, ranks))))
+    elements = model.factor * sum(numel for numel, _, _ in gathered)
     measured_bits = 8 * load.exchanged.get(GATHERED, 0.0) / max(elements, 1)
-    known = [(numel, chosen.payload_bits(numel, Step(0, 0, ranks))) for numel, chosen in gathered]
-    sizes = [(numel, measured_bits if bits is None else bits) for numel, bits in known]
-    dense = [(numel, bits) for numel, bits in sizes if times_dense(bits, ranks) > 1]
+    sizes = [tuple(measured_bits if each is None else each for each in sizes) for sizes in gathered]
+    dense = [(numel, bits) for numel, bits, there in sizes if times_dense(there, ranks) > 1]
     if not dense:
         return load
     share = 1 - sum(numel * bits for numel, bits in dense) / sum(
-        numel * bits for numel, bits in sizes
+        numel * bits for numel, bits, _ in sizes
     )
     exchanged = {**load.exchanged, GATHERED: share * load.exchanged[GATHERED]}
     summed = "allreduce float32"

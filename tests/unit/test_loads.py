@@ -194,7 +194,7 @@ def test_splitting_brings_a_rank_no_more_where_there_are_more(accept):
     for load, ranks in zip(measured(spec, counts), counts):
         taken = 4 if accept == "auto" else accept
         assert load.received(ranks) - carriers == pytest.approx(
-            payload * (1 + taken * (ranks - 1) / ranks)
+            payload * (1 + taken) * (ranks - 1) / ranks
         )
         assert (load.operations, load.rounds, load.gathers) == (5 + 2, 1, 1) and not load.hides
         assert gathering.received(ranks) - carriers == pytest.approx(payload * (ranks - 1))
@@ -217,3 +217,17 @@ def test_small_tensors_gather_together():
     (load,) = loads.measured(hc.get_compressor("topk"), model, model.gradients(), [2])
     # A carrier each, and one message.
     assert (load.operations, load.gathers) == (16 + 1, 1)
+
+
+def test_what_is_split_goes_dense_where_that_is_less():
+    for spec, counts in (("topk:ratio=0.5", [8, 64]), ("topk:ratio=1", [4])):
+        (dense,) = measured("none", counts[:1])
+        for load in measured(f"{spec},exchange=split", counts):
+            assert load.sent == pytest.approx(dense.sent, rel=0.01)
+    assert measured("powersgd:start_step=1000", [2])[0].sent == measured("powersgd", [2])[0].sent
+
+
+def test_tensors_that_go_dense_on_two_ranks_are_counted_once():
+    for ranks in (2, 4):
+        (load,) = (its for its in measured("topk:k=30000", [ranks, MANY])[:1])
+        assert load.sent <= 4.05 * SMALL.parameters
