@@ -151,12 +151,18 @@ class SGDTakeover:
         come through the compression. A step with nothing exchanged is left alone:
         hvd.broadcast_optimizer_state makes one."""
         self._until_look = (self._until_look or LOOK) - 1
+        # A fused step that a GradScaler has left unscaling and skipping to.
+        scale, skips = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        skips = skips is not None and bool(skips)
         for group in list(optimizer.param_groups) if self.variants else ():
             with_gradient = [p for p in group["params"] if p.grad is not None]
             params = [p for p in with_gradient if self.covers(p)]
             if not params:
                 continue
-            self._add_decay(optimizer.state, group, params, *momentum_of(self._compressor, group))
+            if not skips:
+                factor = 1.0 if scale is None else float(scale)
+                momentum, nesterov = momentum_of(self._compressor, group)
+                self._add_decay(optimizer.state, group, params, momentum, nesterov, factor)
             suspended: Dict[str, Any] = {"momentum": 0, "nesterov": False, "weight_decay": 0}
             if len(params) < len(with_gradient):
                 # The others' do not: SGD does all of these, in a group of their own.
@@ -181,10 +187,12 @@ class SGDTakeover:
         params: List[torch.Tensor],
         momentum: float,
         nesterov: bool,
+        scale: float,
     ) -> None:
+        """Adds what SGD would to gradients, which are times `scale`."""
         decay = group["weight_decay"]
-        # Then SGD negates the gradient, and its buffer is of the negated one.
-        sign = -1 if group["maximize"] else 1
+        # Where it maximizes, SGD negates the gradient, and its buffer is of the negated one.
+        sign = -scale if group["maximize"] else scale
         if decay and any(p.grad is not None and p.grad.is_sparse for p in params):
             raise RuntimeError("weight_decay option is not compatible with sparse gradients")
         if not decay:

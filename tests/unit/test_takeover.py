@@ -30,3 +30,26 @@ def test_what_is_taken_over_is_said(options, said):
         optimizer, get_compressor("dgc"), {id(param): f"p{i}" for i, param in enumerate(params)}
     )
     assert takeover.announcement == said
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("infinite", [False, True])
+def test_a_fused_step_unscales_and_skips_by_itself(nesterov, infinite):
+    """Weights decay as in one that a GradScaler unscales and skips."""
+
+    def trained(fused):
+        param = torch.nn.Parameter(torch.ones(4))
+        sgd = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1}
+        optimizer = torch.optim.SGD([param], **sgd, fused=fused)
+        takeover = SGDTakeover(optimizer, get_compressor("dgc"), {id(param): "p"})
+        optimizer.register_step_pre_hook(lambda *_: takeover.before_step(optimizer))
+        optimizer.register_step_post_hook(lambda *_: takeover.restore())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(4):
+            gradient = float("inf") if infinite and step == 1 else 1.0
+            param.grad = scaler.scale(torch.full((4,), gradient))
+            scaler.step(optimizer)
+            scaler.update()
+        return param.detach()
+
+    torch.testing.assert_close(trained(fused=True), trained(fused=False))
