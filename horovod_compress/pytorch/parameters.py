@@ -3,7 +3,7 @@
 import collections
 import collections.abc
 import inspect
-from typing import Any, Collection, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import numpy as np
 import torch
@@ -92,12 +92,14 @@ class Slots(List[Slot]):
         super().__init__(Slot(name, param) for name, param in pairs)
         self._last = self[-1]
 
-    def find(self, tensor: torch.Tensor, submitted: Collection[str]) -> Slot:
+    def find(
+        self, tensor: torch.Tensor, param_of_copy: Callable[[], Optional[torch.Tensor]]
+    ) -> Slot:
         """Looks a gradient up.
 
         Args:
             tensor: the gradient itself, or its dense copy where `sparse_as_dense` makes one.
-            submitted: names of the parameters whose gradients came before in this step.
+            param_of_copy: returns the parameter of such a copy.
 
         Returns:
             The slot of its parameter.
@@ -110,40 +112,27 @@ class Slots(List[Slot]):
         if slot.param.grad is not tensor:
             slot = next(
                 (slot for slot in self if slot.param.grad is tensor), None
-            ) or self._find_densified(tensor, submitted)
+            ) or self._find_densified(tensor, param_of_copy())
             self._last.following = slot
         self._last = slot
         return slot
 
-    def _find_densified(self, tensor: torch.Tensor, submitted: Collection[str]) -> Slot:
-        """sparse_as_dense hands over a dense copy: the parameter is known by shape, and by value
-        where shapes agree."""
+    def _find_densified(self, tensor: torch.Tensor, param: Optional[torch.Tensor]) -> Slot:
+        """The slot of a parameter whose gradient is sparse, and comes as a dense copy."""
         if any(slot.param is tensor for slot in self):
             raise ValueError(
                 "op=Adasum is not supported: it reduces parameters, not gradients; use hvd.Average "
                 "or hvd.Sum"
             )
-        alike = [
-            slot for slot in self if is_sparse(slot.param.grad) and slot.param.shape == tensor.shape
-        ]
-        # Each comes once a step, so the first one that is left is right among equal gradients.
-        if len(alike) > 1:
-            alike = [slot for slot in alike if slot.name not in submitted]
-        if len(alike) > 1:
-            alike = [
-                slot
-                for slot in alike
-                if (g := slot.param.grad) is not None
-                and torch.allclose(g.to_dense(), tensor, 0, 0, equal_nan=True)
-            ]
-        if not alike:
-            raise ValueError(
-                f"a gradient of shape {tuple(tensor.shape)} belongs to none of the parameters that "
-                f"this compression was bound "
-                "to: bind it to the optimizer's parameters as they are now, after all "
-                "add_param_group()"
-            )
-        return alike[0]
+        for slot in self:
+            if is_sparse(slot.param.grad) and slot.param is param:
+                return slot
+        raise ValueError(
+            f"a gradient of shape {tuple(tensor.shape)} belongs to none of the parameters that "
+            f"this compression was bound "
+            "to: bind it to the optimizer's parameters as they are now, after all "
+            "add_param_group()"
+        )
 
 
 class Streams:

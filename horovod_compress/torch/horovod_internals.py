@@ -7,7 +7,7 @@ import horovod
 import horovod.torch as hvd
 import torch
 
-from ..adapters.binding import owners
+from ..adapters.binding import callers, owners
 from ..adapters.versions import check_version
 from ..pytorch.search import objects_of, subclasses_of
 
@@ -33,6 +33,13 @@ def optimizer_of(compression: Any) -> Any:
         "compression=…), belongs to no step of an optimizer, and what is not sent of it could "
         "never follow: hvd.Compression.fp16 serves there)"
     )
+
+
+def parameter_under_way() -> Optional[torch.Tensor]:
+    """The parameter whose gradient Horovod's optimizer is handing over, not in a group. None where
+    there is none."""
+    handing = (frame for frame in callers() if frame.f_code.co_name == _OWN_METHOD)
+    return next((frame.f_locals.get("p") for frame in handing), None)
 
 
 def holders_of(compression: Any) -> List[torch.optim.Optimizer]:

@@ -64,7 +64,7 @@ class StepCompression(OptimizerCompression, TorchBinding):
         submitted = self._exchange.open_tensors()
         if not submitted:
             self._begin_step()
-        slot = self._slots.find(tensor, submitted)
+        slot = self._slots.find(tensor, horovod_internals.parameter_under_way)
         if self._sharing and (why := ownership.why_shared(self, slot)):
             self._fail(slot, tensor, why)
             # The other's memory stays as it is.

@@ -275,6 +275,28 @@ def sparse_embeddings_as_dense():
     assert_replicas_identical(model)
     assert compression.stats()["steps"] == 10
 
+    # Two gradients of one shape that are both zero, on one rank; the second one comes first.
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = (nn.Embedding(100, 32, sparse=True) for _ in range(2))
+
+        def forward(self, words):
+            return (self.left(words) * self.right(99 - words)).sum(2)
+
+    model = model_of(Product)
+    optimizer = sgd(model, momentum=0)
+    compression = hvdc.Compression.topk(optimizer, named_parameters=model.named_parameters())
+    wrapped = wrap(model, optimizer, compression, sparse_as_dense=True)
+    # Dense zeros of the broadcast.
+    model.zero_grad()
+    for step, (x, _) in enumerate(words(5)):
+        model.zero_grad(set_to_none=False)
+        weight = 0 if hvd.rank() == 1 and step == 2 else 1
+        (model(x).square().mean() * weight).backward()
+        wrapped.step()
+    assert_replicas_identical(model)
+
     # Horovod's own sparse path: fine without momentum, an error with it.
     model = model_of(Embeddings)
     optimizer = sgd(model, momentum=0)
