@@ -78,9 +78,13 @@ class Moments:
 
     def take(self, name: str) -> Optional[np.ndarray]:
         """The flat float32 sums of a parameter since they were last asked for; None if it got no
-        gradient. The next gradient reuses their memory."""
+        gradient. The next gradient reuses their memory. RuntimeError where the parameter was moved,
+        and gradients are not seen any more."""
         watched = self._params.get(name)
-        if watched is None or watched.total is None:
+        if watched is None:
+            return None
+        if watched.total is None:
+            watched.refuse_moved()
             return None
         watched.spare, watched.total = watched.total, None
         return watched.spare.cpu().numpy().reshape(-1)

@@ -31,6 +31,15 @@ class Watched:
         # Whether `_convolution` records its use in the forward pass that is under way.
         self.followed = False
 
+    def refuse_moved(self) -> None:
+        """Raises RuntimeError where another node adds to the gradient now: nothing is collected."""
+        if _node_of(self.param) is not self.node:
+            raise RuntimeError(
+                f"{self.name} was moved to another device or type after this compression was made, "
+                "which no longer sees its samples: make the compression anew then, and load its "
+                "state_dict"
+            )
+
     def record(self, use: samples.Use) -> None:
         """Keeps a use in a backward pass until the gradient comes."""
         # torch's checkpointing does the same: a pass that failed leaves uses behind.

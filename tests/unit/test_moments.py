@@ -49,6 +49,18 @@ def test_a_model(net):
     assert_taken(moments, expected)
 
 
+@pytest.mark.parametrize("moments", ["per_sample", "microbatch"])
+def test_a_model_that_is_moved_is_told(net, moments):
+    model, x = net
+    name, its = next(iter(dict(model.named_parameters()))), collector(model, moments)
+    loss_of(model(x)).backward()
+    assert its.take(name) is not None and its.take(name) is None
+    model.double().zero_grad()
+    loss_of(model(x.double())).backward()
+    with pytest.raises(RuntimeError, match=f"{name} was moved to another device or type"):
+        its.take(name)
+
+
 def test_a_weight_of_two_modules():
     torch.manual_seed(0)
     model, x = Tied(), tokens(B, 6)
