@@ -86,7 +86,10 @@ class OptimizerAround(torch.optim.Optimizer):
                         param.grad.div_(scale.to(param.grad.device))
         self._inside = True
         try:
-            return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
+            if closure is None:
+                return self._optimizer.step()
+            # Gradients are off around this.
+            return self._optimizer.step(torch.enable_grad()(closure))
         finally:
             self._inside = False
 

@@ -185,7 +185,10 @@ class UpdatingOptimizer(OptimizerAround):
                 f"{each.name}.{key}": value
                 for each in self._parameters
                 for key, value in sorted(self.state.get(each.param, {}).items())
-                if torch.is_tensor(value) and value.is_floating_point() and value.dim()
+                if torch.is_tensor(value)
+                and value.is_floating_point()
+                # Not what counts steps.
+                and (value.dim() or not each.param.dim() and key != "step")
             }
         )
 

@@ -17,7 +17,16 @@ from torch import nn
 import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError
 
-from .training import assert_close, assert_replicas_identical, batches, flat, model_of, sgd, train
+from .training import (
+    Net,
+    assert_close,
+    assert_replicas_identical,
+    batches,
+    flat,
+    model_of,
+    sgd,
+    train,
+)
 
 CASES, case = registry()
 SHAPES = {"bias": (60,), "matrix": (40, 60)}  # in the order of a ParameterDict
@@ -390,7 +399,15 @@ def a_late_rank_takes_part_with_what_it_has():
 
 @case(2)
 def another_compression_of_updates_and_moments_of_all_ranks():
-    model = model_of()
+    class Scaled(Net):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return self.scale * super().forward(x)
+
+    model = model_of(Scaled)
     optimizer = of_updates(model, hvdc.AdamW(model.parameters(), lr=0.01), "none")
     train(model, optimizer, batches(3))
     before = optimizer.compression.stats()["bytes_sent"]
