@@ -187,8 +187,11 @@ class Recorder(Extension):
 def _append(path: str, line: str) -> None:
     """Appends a line to a file, all of it or, with an OSError, nothing."""
     # Unbuffered, because closing would try once more to write what is left in a buffer.
-    with open(path, "ab", buffering=0) as file:
+    with open(path, "a+b", buffering=0) as file:
         size, left = os.fstat(file.fileno()).st_size, line.encode()
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            # An earlier process has left a line that was cut off.
+            left = b"\n" + left
         try:
             while left:
                 left = left[file.write(left) :]
@@ -313,7 +316,8 @@ def read(path: Union[str, "os.PathLike[str]"]) -> List[Record]:
     """The records in a file.
 
     Args:
-        path: of a file of JSON lines. The last one may have been cut off, and is left out then.
+        path: of a file of JSON lines. The last one of a process that was killed may have been cut
+            off, and is left out then.
 
     Returns:
         The records, as docs/guides/tune.md lists their keys.
@@ -326,6 +330,8 @@ def read(path: Union[str, "os.PathLike[str]"]) -> List[Record]:
         lines = file.read().split(b"\n")
     records = []
     for number, line in enumerate(lines[:-1], 1):
+        if line.startswith(b"{") and not line.endswith(b"}"):
+            continue
         try:
             record = json.loads(line)
             wrong = _wrong(record)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from test_cli import refusal, run
 
+from horovod_compress.engine import recording
 from horovod_compress.engine.tensor import SENT, SPENT
 from horovod_compress.tools.cli import main
 from horovod_compress.tools.cost import COLLECTIVES
@@ -112,6 +113,13 @@ def test_files_that_are_no_json(capsys, tmp_path, content):
     path.write_bytes(content)
     for command in (["report", path], ["plan", "--network", path]):
         assert_one_line(refusal(capsys, *map(str, command)), command[0])
+
+
+def test_a_record_that_was_cut_off_is_left_out_where_another_process_goes_on(tmp_path):
+    path, line = tmp_path / "records", json.dumps(RECORD) + "\n"
+    for written in (line, line[:40], line):
+        recording._append(str(path), written)
+    assert recording.read(path) == 2 * [json.loads(line)]
 
 
 @pytest.mark.parametrize("record", BAD_RECORDS, ids=range(len(BAD_RECORDS)))

@@ -176,8 +176,8 @@ def test_the_table_says_what_is_recommended(capsys):
         f"{advice.SGD.situation}: dgc:ratio=0.001, with warmup_steps= a tenth of the steps",
         f"{advice.ADAM.situation}: {advice.ADAM.spec} on updates of every 4 steps, and try 1.5 to "
         "4 times the learning rate",
-        f"Adam, AdamW and their kin, more ranks: {advice.ADAM.spec} on updates of every 2 steps, and "
-        "try 1.5 to 4 times the learning rate",
+        f"Adam, AdamW and their kin, more ranks: {advice.ADAM.spec} on updates of every 2 steps, "
+        "and try 1.5 to 4 times the learning rate",
         "Half of the bytes are enough: fp16",
     ]
     assert said.split() == " ".join(expected).split()
