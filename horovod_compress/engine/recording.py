@@ -188,10 +188,7 @@ def _append(path: str, line: str) -> None:
     """Appends a line to a file, all of it or, with an OSError, nothing."""
     # Unbuffered, because closing would try once more to write what is left in a buffer.
     with open(path, "a+b", buffering=0) as file:
-        size, left = os.fstat(file.fileno()).st_size, line.encode()
-        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-            # An earlier process has left a line that was cut off.
-            left = b"\n" + left
+        size, left = _without_cut_record(file), line.encode()
         try:
             while left:
                 left = left[file.write(left) :]
@@ -199,6 +196,20 @@ def _append(path: str, line: str) -> None:
             with contextlib.suppress(OSError):
                 file.truncate(size)
             raise
+
+
+def _without_cut_record(file: Any) -> int:
+    """Takes away a record that was cut off, which a process that was killed has left at the end of
+    a file. Returns the file's size."""
+    size = os.fstat(file.fileno()).st_size
+    if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+        file.seek(0)
+        whole, _, rest = file.read().rpartition(b"\n")
+        # What is none was not written here, and stays.
+        if rest.startswith(b'{"format"'):
+            size -= len(rest)
+            file.truncate(size)
+    return size
 
 
 class _Point(NamedTuple):
@@ -316,8 +327,7 @@ def read(path: Union[str, "os.PathLike[str]"]) -> List[Record]:
     """The records in a file.
 
     Args:
-        path: of a file of JSON lines. The last one of a process that was killed may have been cut
-            off, and is left out then.
+        path: of a file of JSON lines. The last one may have been cut off, and is left out then.
 
     Returns:
         The records, as docs/guides/tune.md lists their keys.
@@ -330,8 +340,6 @@ def read(path: Union[str, "os.PathLike[str]"]) -> List[Record]:
         lines = file.read().split(b"\n")
     records = []
     for number, line in enumerate(lines[:-1], 1):
-        if line.startswith(b"{") and not line.endswith(b"}"):
-            continue
         try:
             record = json.loads(line)
             wrong = _wrong(record)

@@ -151,18 +151,19 @@ class SGDTakeover:
         come through the compression. A step with nothing exchanged is left alone:
         hvd.broadcast_optimizer_state makes one."""
         self._until_look = (self._until_look or LOOK) - 1
-        # A fused step that a GradScaler has left unscaling and skipping to.
-        scale, skips = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        skips = skips is not None and bool(skips)
+        # A GradScaler leaves unscaling and skipping to a fused step, and tells it so.
+        grad_scale = getattr(optimizer, "grad_scale", None) if self.variants else None
+        found_inf = getattr(optimizer, "found_inf", None) if self.variants else None
+        scale = 1.0 if grad_scale is None else float(grad_scale)
+        skips = found_inf is not None and bool(found_inf)
         for group in list(optimizer.param_groups) if self.variants else ():
             with_gradient = [p for p in group["params"] if p.grad is not None]
             params = [p for p in with_gradient if self.covers(p)]
             if not params:
                 continue
             if not skips:
-                factor = 1.0 if scale is None else float(scale)
                 momentum, nesterov = momentum_of(self._compressor, group)
-                self._add_decay(optimizer.state, group, params, momentum, nesterov, factor)
+                self._add_decay(optimizer.state, group, params, momentum, nesterov, scale)
             suspended: Dict[str, Any] = {"momentum": 0, "nesterov": False, "weight_decay": 0}
             if len(params) < len(with_gradient):
                 # The others' do not: SGD does all of these, in a group of their own.

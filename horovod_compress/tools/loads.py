@@ -221,7 +221,7 @@ def _where_dense_brings_less(
                 gathered.append((numel, bits, there.payload_bits(numel, Step(0, 0, ranks))))
     elements = model.factor * sum(numel for numel, _, _ in gathered)
     measured_bits = 8 * load.exchanged.get(GATHERED, 0.0) / max(elements, 1)
-    sizes = [tuple(measured_bits if each is None else each for each in sizes) for sizes in gathered]
+    sizes = [tuple(measured_bits if each is None else each for each in its) for its in gathered]
     dense = [(numel, bits) for numel, bits, there in sizes if times_dense(there, ranks) > 1]
     if not dense:
         return load

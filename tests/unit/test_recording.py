@@ -131,7 +131,7 @@ def test_files_are_appended_to_and_ranks_have_their_own(tmp_path):
         file.write('{"format": "horovod_comp')  # and the machine stopped
     assert [r["step"] for r in recording.read(one)] == [0, 2, 4, 6]
     with open(one, "a") as file:
-        file.write("}\n")
+        file.write("\n")
     with pytest.raises(ValueError, match="line 5: not a record"):
         recording.read(one)
 
