@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from horovod_compress import simulate
+
 SHAPES = {"matrix": (40, 50), "kernel": (8, 6, 3, 3), "wide": (3, 900), "bias": (40,)}
 SPECS = (
     "none",
@@ -43,15 +45,16 @@ def gradients(rank, step):
     return {name: generator.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
 
 
-def write(file, results, sent):
-    """results[spec][step][name]; sent[spec]: bytes."""
-    arrays = {
-        f"{spec}|{step}|{n}": a
-        for spec, steps in results.items()
-        for step, named in enumerate(steps)
-        for n, a in named.items()
-    }
-    np.savez(file, **arrays, **{f"{spec}|bytes": np.array(count) for spec, count in sent.items()})
+def assert_simulated(spec, rank, size, results, sent):
+    """That a rank has what `simulate` gives, to the last bit and to the byte. So what every
+    framework gives is the same. results[step][name]; sent: bytes of all steps."""
+    every = range(size)
+    expected = simulate(spec, [[gradients(each, s) for each in every] for s in range(STEPS)])
+    for step, (found, means) in enumerate(zip(results, expected.mean)):
+        for name, mean in means.items():
+            assert np.array_equal(found[name], mean), f"{spec}: {name} differs in step {step}"
+    assert len(results) == STEPS
+    assert sent == sum(of_ranks[rank] for of_ranks in expected.bytes_sent), f"{spec}: bytes"
 
 
 def cyclic_means(every, size):

@@ -17,11 +17,12 @@ from horovod_compress import kernels  # noqa: E402
 
 pytestmark = pytest.mark.extended
 MPI = shutil.which("mpirun") is not None and hvd.mpi_built()
+LAUNCHER = LAUNCHERS["mpirun" if MPI else "horovodrun-gloo"]
 needs_native = pytest.mark.skipif(
     kernels.backend != "native", reason="compares with the native kernels, which were not built"
 )
 PLACES = {"on the host": {}, "on devices": {"HOROVOD_COMPRESS_KERNELS": "device"}}
-CASES = ("control_c_while_results_come", "sparse_embeddings_as_dense")
+CASES = ("sparse_embeddings_as_dense", "control_c_while_results_come")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def made(tmp_path_factory):
         environment = {**environment, "MADE": str(folder / "made")}
         launch(
             folder,
-            LAUNCHERS["mpirun" if MPI else "horovodrun-gloo"],
+            LAUNCHER,
             2,
             [case],
             environment=environment,
@@ -52,11 +53,5 @@ def test_training_is_the_same_to_the_last_bit(made):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_beside_a_rank_on_a_device(tmp_path, case):
-    launch(
-        tmp_path,
-        LAUNCHERS["mpirun" if MPI else "horovodrun-gloo"],
-        2,
-        [case],
-        environment={"KERNELS_ON_RANK": "1:device"},
-    ).assert_passed(case)
+def test_beside_a_rank_on_a_device(job, case):
+    job(LAUNCHER, 2, environment={"KERNELS_ON_RANK": "1:device"}).assert_passed(case)

@@ -12,7 +12,7 @@ pytest.importorskip("horovod.torch", reason="real ranks need Horovod with PyTorc
 
 import horovod.torch as hvd
 from cases import CASES
-from jobs import ENVIRONMENT, LAUNCHERS, LIMIT, launch, on_sizes
+from jobs import ENVIRONMENT, LAUNCHERS, LIMIT, on_sizes
 
 from horovod_compress import kernels
 
@@ -100,10 +100,18 @@ def test_under_horovodrun_with_gloo(job, case):
 
 
 @needs_mpi
-@pytest.mark.parametrize("case", ("dense_limit", "an_alltoall_in_a_step"))
+@pytest.mark.parametrize(
+    "case",
+    [
+        "dense_limit",
+        "an_alltoall_in_a_step",
+        pytest.param("ranks_on_different_kernels", marks=[needs_native, pytest.mark.extended]),
+    ],
+)
 def test_under_horovodrun_with_mpi(job, case):
-    """Ranks find each other as under mpirun, where all cases run."""
-    job(LAUNCHERS["horovodrun-mpi"], 2).assert_passed(case)
+    """Ranks find each other as under mpirun, where all cases run. One has the reference kernels."""
+    environment = {"KERNELS_ON_RANK": "1:reference"}
+    job(LAUNCHERS["horovodrun-mpi"], 2, environment=environment).assert_passed(case)
 
 
 @pytest.mark.release
@@ -112,19 +120,6 @@ def test_beside_four_busy_processes(job, busy, case):
     """`scripts/test --busy 4` runs all tests so."""
     with busy(4):
         job(LAUNCHERS["mpirun" if MPI else "horovodrun-gloo"], 2).assert_passed(case)
-
-
-@pytest.mark.extended
-@needs_native
-def test_ranks_on_different_kernels(tmp_path):
-    case = "ranks_on_different_kernels"
-    launch(
-        tmp_path,
-        LAUNCHERS["mpirun" if MPI else "horovodrun-gloo"],
-        2,
-        [case],
-        environment={"KERNELS_ON_RANK": "1:reference"},
-    ).assert_passed(case)
 
 
 @pytest.mark.parametrize(
