@@ -4,12 +4,12 @@ network.
 
     .venv/bin/python benchmarks/frameworks.py [--model resnet50] [--ranks 2] [SPEC ...]
 
-The ranks are on this host. For each framework: steps that only make the gradients (the floor), and
-steps that make and exchange them, with Horovod's own reduction and with each SPEC, on the stock
-DistributedOptimizer or DistributedGradientTape. The floor and the exchange take turns, step by
-step; the frameworks, job by job. Prints a table in Markdown: medians over jobs of the medians over
-steps of the slowest rank. --points writes the figures of all jobs as docs/results/data/README.md
-describes them.
+The ranks are on this host; --model 1000x1024 is a thousand tensors of 1 024 elements. For each
+framework: steps that only make the gradients (the floor), and steps that make and exchange them,
+with Horovod's own reduction and with each SPEC, on the stock DistributedOptimizer or
+DistributedGradientTape. The floor and the exchange take turns, step by step; the frameworks, job by
+job. Prints a table in Markdown: medians over jobs of the medians over steps of the slowest rank.
+--points writes the figures of all jobs as docs/results/data/README.md describes them.
 """
 
 import argparse
@@ -122,8 +122,16 @@ def in_tensorflow(shapes, gradients, spec):
     return hvd, {"floor": step(False), "exchange": step(True)}, ours
 
 
+def shapes_of(model):
+    """{name: shape} of a known network, or of NUMBERxELEMENTS."""
+    if model in MODELS:
+        return MODELS[model]()
+    number, elements = map(int, model.split("x"))
+    return {f"tensor{i}": (elements,) for i in range(number)}
+
+
 def worker(options):
-    shapes = MODELS[options.model]()
+    shapes = shapes_of(options.model)
     gradients = random_gradients(
         shapes, int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", 0)))
     )[0]
@@ -200,7 +208,9 @@ def main():
     parser.add_argument(
         "specs", nargs="*", default=DEFAULT, metavar="SPEC", help=f"default: {' '.join(DEFAULT)}"
     )
-    parser.add_argument("--model", choices=MODELS, default="resnet50")
+    parser.add_argument(
+        "--model", default="resnet50", help=f"{', '.join(MODELS)}, or NUMBERxELEMENTS"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=5, help="of each kind (default: 5)")
