@@ -1,6 +1,5 @@
 """A communication hook of DistributedDataParallel, over the exchange."""
 
-import functools
 import weakref
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
@@ -11,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compressors import get_compressor
 from ..pytorch.compression import OptimizerCompression, check_types
 from ..pytorch.lifecycle import Event
-from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure, without_wrappers
+from ..pytorch.optimizers import without_wrappers
 from ..pytorch.parameters import Slot, named, tensor_of
 from .checks import check_model, check_optimizer, check_step, optimizers_of
 from .ranks import RanksBinding
@@ -272,26 +271,9 @@ class DDPCompression(OptimizerCompression, RanksBinding):
 
     # -- around steps of the optimizer
 
-    def _before_step(self, optimizer: Any, args: tuple, kwargs: Dict[str, Any]) -> Optional[tuple]:
-        closure = closure_of(args, kwargs)
-        if closure is not None:
-            return with_closure(
-                args, kwargs, functools.partial(self._in_closure, optimizer, closure)
-            )
-        scaled = self._step.is_unused and in_grad_scaler()
-        self._use_results(optimizer, Event.SCALED_STEP if scaled else Event.STEP)
-        return None
-
-    def _in_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
-        with self._step.closure():
-            loss = closure()
-        self._use_results(optimizer, Event.STEP)
-        return loss
-
-    def _use_results(self, optimizer: torch.optim.Optimizer, event: Event) -> None:
+    def _refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
         if self._interrupted:
             raise RuntimeError(_INTERRUPTED)
-        super()._use_results(optimizer, event)
 
     def _leave_unused(self) -> None:
         if self._step.is_unused and self._exchange.succeeded:

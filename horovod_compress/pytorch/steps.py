@@ -13,6 +13,7 @@ from ..protocol.handshake import agree
 from ..transport.base import Transport
 from .lifecycle import Event, Lifecycle
 from .moments import Moments
+from .optimizers import closure_of, in_grad_scaler, with_closure
 from .parameters import Slot, Slots, Streams
 from .sgd import SGDTakeover
 
@@ -125,13 +126,33 @@ class OptimizerSteps(Binding):
             handle.remove()
         self._handles = []
 
-    @abstractmethod
     def _before_step(self, optimizer: Any, args: tuple, kwargs: Dict[str, Any]) -> Optional[tuple]:
         """Before a step of the optimizer. Returns other (args, kwargs) for it where it is given a
         closure: the gradients that it uses are there after that."""
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            scaled = self._step.is_unused and in_grad_scaler()
+            self._use_results(optimizer, Event.SCALED_STEP if scaled else Event.STEP, False)
+            return None
 
-    def _use_results(self, optimizer: torch.optim.Optimizer, event: Event) -> None:
+        def closed() -> Any:
+            with self._step.closure():
+                loss = closure()
+            self._use_results(optimizer, Event.STEP, True)
+            return loss
+
+        return with_closure(args, kwargs, closed)
+
+    @abstractmethod
+    def _refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
+        """RuntimeError where the step that begins, or goes on after its closure, would use
+        gradients of one rank alone."""
+
+    def _use_results(
+        self, optimizer: torch.optim.Optimizer, event: Event, in_closure: bool
+    ) -> None:
         """Prepares the results that are there, if any, for the optimizer to use."""
+        self._refuse_unreduced(optimizer, in_closure)
         if not self._step.take(event):
             return
         keeps = self._grad_scaler is None and self._exchange.keeps_state

@@ -1,11 +1,10 @@
 """Horovod's Compressor interface, `compress` and `decompress`, over the exchange, and the hooks of
 Horovod's optimizer around its steps."""
 
-import functools
 import itertools
 import weakref
 from abc import abstractmethod
-from typing import Any, Callable, Dict, List, NoReturn, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 import horovod.torch as hvd
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 
 from ..pytorch.compression import OptimizerCompression
 from ..pytorch.lifecycle import CLOSURE, SYNCHRONIZE_FIRST, Event, State
-from ..pytorch.optimizers import closure_of, in_grad_scaler, with_closure
+from ..pytorch.optimizers import in_grad_scaler
 from ..pytorch.parameters import Slot, flat, is_sparse
 from ..transport.horovod import sleep_until_over
 from . import horovod_internals, ownership
@@ -170,35 +169,23 @@ class StepCompression(OptimizerCompression, TorchBinding):
 
     def _before_step(self, optimizer: Any, args: tuple, kwargs: Dict[str, Any]) -> Optional[tuple]:
         # Comes again before the step of the optimizer which Horovod's extends.
-        event = Event.SCALED_STEP if in_grad_scaler() else Event.STEP
-        self._step.expect(event)
+        if in_grad_scaler():
+            self._step.expect(Event.SCALED_STEP)
         under_way = self._exchange_is_made and self._exchange.under_way
         first = horovod_internals.first_result(optimizer) if under_way else None
         if first is not None:
             sleep_until_over(first)
-        closure = closure_of(args, kwargs)
-        if closure is not None:
-            closure = functools.partial(self._in_closure, optimizer, closure)
-            return with_closure(args, kwargs, closure)
-        skips = not horovod_internals.synchronizes(optimizer)
-        if skips and horovod_internals.has_unreduced_gradients(optimizer):
-            self._refuse_step(optimizer, f"a step came before its results: {SYNCHRONIZE_FIRST}")
-        self._use_results(optimizer, event)
-        return None
+        return super()._before_step(optimizer, args, kwargs)
 
-    def _in_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
-        """A step's closure, and then what comes before a step without one. RuntimeError where its
-        gradients are not reduced."""
-        with self._step.closure():
-            loss = closure()
-        if horovod_internals.has_unreduced_gradients(optimizer):
-            why = "the step uses them before Horovod has reduced them"
-            self._refuse_step(optimizer, CLOSURE.format(what=why))
-        self._use_results(optimizer, Event.STEP)
-        return loss
-
-    def _refuse_step(self, optimizer: Any, why: str) -> NoReturn:
-        """Brings what is under way to its end, for other ranks wait, and raises RuntimeError."""
+    def _refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
+        """Brings what is under way to its end before, for other ranks wait."""
+        # Else Horovod brings results at the beginning of its step.
+        skips = in_closure or not horovod_internals.synchronizes(optimizer)
+        if not (skips and horovod_internals.has_unreduced_gradients(optimizer)):
+            return
+        why = f"a step came before its results: {SYNCHRONIZE_FIRST}"
+        if in_closure:
+            why = CLOSURE.format(what="the step uses them before Horovod has reduced them")
         self._leave_unused()
         self._step.fail(why)
         optimizer.synchronize()
