@@ -40,8 +40,8 @@ def note_serving(compression: Any) -> None:
     mine = horovod_internals.reduced_by(compression._optimizer) or set()
     for other in list(_serving):
         if mine & (horovod_internals.reduced_by(other._optimizer) or set()):
-            compression._sharing.add(weakref.ref(other, compression._sharing.discard))
-            other._sharing.add(weakref.ref(compression, other._sharing.discard))
+            compression._sharing.add(other)
+            other._sharing.add(compression)
     _serving.add(compression)
 
 
@@ -55,7 +55,7 @@ def why_shared(compression: Any, slot: Slot) -> Optional[str]:
     Returns:
         Why the gradient cannot be used, or None where it can.
     """
-    for other in filter(None, [reference() for reference in tuple(compression._sharing)]):
+    for other in list(compression._sharing):
         under_way = other._exchange.open_tensors() if other._exchange_is_made else ()
         if any(each.param is slot.param and each.name in under_way for each in other._slots):
             return _SHARED.format(name=slot.name)

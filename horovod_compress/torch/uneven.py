@@ -10,6 +10,7 @@ import horovod.torch as hvd
 import torch
 
 from ..protocol.handshake import agree
+from ..pytorch.lifecycle import Event
 from ..transport.horovod import synchronize
 from . import horovod_internals
 from .compression import BoundCompression
@@ -60,7 +61,7 @@ def uneven(*trained: Any) -> Iterator[None]:
         yield
     finally:
         for member in members:
-            member.compression._leave_uneven()
+            member.compression._announce = None
     _answer_until_all_are_done(members)
     _continue_alike(members, trained)
 
@@ -88,7 +89,8 @@ class _Member:
             "entered `with uneven(…):`",
             "Give uneven() the same on all ranks",
         )
-        compression._enter_uneven(lambda: self.announce(True))
+        # Before each step that this rank takes.
+        compression._announce = lambda: self.announce(True)
 
     def announce(self, training: bool) -> None:
         """Tells the others whether this rank takes the step that comes. The answer is for ranks
@@ -96,7 +98,12 @@ class _Member:
         if self._handle is not None:
             synchronize(self._handle)
         compression, scaler = self.compression, self.compression._grad_scaler
-        discarded = not self.answered and compression._is_discarded()
+        # On all ranks, now or when the next step begins.
+        discarded = (
+            not self.answered
+            and compression._discardable
+            and (compression._step.is_unused or not compression._exchange.succeeded)
+        )
         known = [
             1.0 if scaler is None else scaler.get_scale(),
             *(float(group[key]) for group, key in self._options()),
@@ -112,8 +119,11 @@ class _Member:
         compression = self.compression
         if compression._exchange.under_way:
             self.optimizer.synchronize()
-            compression._commit()
-        compression._drop_moments()
+            compression._step.take(Event.COMMIT)
+        if compression._moments:
+            # Of backward passes that no step followed.
+            for slot in compression._slots:
+                compression._moments.take(slot.name)
         self.announce(False)
 
     def answer(self) -> bool:
@@ -129,7 +139,7 @@ class _Member:
         self.answered = True
         self._follow(scale, options)
         horovod_internals.reduce_zeros(self.optimizer)
-        self.compression._commit()
+        self.compression._step.take(Event.COMMIT)
         self.announce(False)
         return True
 
@@ -175,7 +185,7 @@ def _refuse(members: List[_Member], trained: Sequence[Any]) -> None:
                 f"uneven() takes what has state_dict and load_state_dict: optimizers, models, "
                 f"schedulers; not an object of {type(each)}"
             )
-    if any(member.compression._in_uneven for member in members):
+    if any(member.compression._announce is not None for member in members):
         raise RuntimeError("this optimizer is inside `with uneven(…):` already")
     if len({member.compression._process_set.process_set_id for member in members}) > 1:
         raise TypeError("uneven() takes optimizers of one process set: make a block for each")
