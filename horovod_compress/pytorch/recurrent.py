@@ -3,7 +3,6 @@ ones do not let anyone: `torch.lstm`, `torch.gru`, `torch.rnn_tanh`, `torch.rnn_
 cells."""
 
 import functools
-from abc import ABC, abstractmethod
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -31,21 +30,20 @@ class _Run(NamedTuple):
     order: range
 
 
-class _Cell(ABC):
-    """A kind of cell: two functions over time, on arrays (time, batch, …)."""
+class _Cell(NamedTuple):
+    """A kind of cell, with so many states: two functions over time, on arrays (time, batch, …).
 
-    states = 1
+    forward: (x, run) -> (out, last states, what backward needs). backward: (out, that, gradients of
+    out and of the last states, run) -> (δ of what the input's weights gave, δ of the hidden
+    state's, gradients of the first states, (input, δ) of the projection or None).
+    """
 
-    @abstractmethod
-    def forward(self, x: Tensor, run: _Run) -> Tuple[Tensor, Tensors, Tensors]:
-        """(out, last states, what backward needs)"""
-
-    @abstractmethod
-    def backward(
-        self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run
-    ) -> Tuple[Tensor, Tensor, Tensors, Optional[Tensors]]:
-        """(δ of what the input's weights gave, δ of the hidden state's, gradients of the first
-        states, (input, δ) of the projection or None)"""
+    states: int
+    forward: Callable[[Tensor, _Run], Tuple[Tensor, Tensors, Tensors]]
+    backward: Callable[
+        [Tensor, Tensors, Tensor, Tensors, _Run],
+        Tuple[Tensor, Tensor, Tensors, Optional[Tensors]],
+    ]
 
 
 def _previous(states: Tensor, first: Tensor, order: range) -> Tensor:
@@ -61,116 +59,107 @@ def _carry(states: Tensor, t: int, n: int, before: Tensor) -> Tensor:
     return states[t]
 
 
-class _LSTM(_Cell):
-    states = 2
-
-    def forward(self, x: Tensor, run: _Run) -> Any:
-        (h, c), (w_ih, w_hh, b_ih, b_hh, w_hr), sizes, order = run
-        gates = F.linear(x, w_ih, None if b_ih is None else b_ih + b_hh)
-        out, cells = h.new_empty(len(x), *h.shape), c.new_empty(len(x), *c.shape)
-        for t in order:
-            n = sizes[t]
-            i, f, g, o = gates[t, :n].addmm_(h[:n], w_hh.T).chunk(4, 1)
-            gates[t, :n, : 2 * c.shape[1]].sigmoid_()
-            g.tanh_(), o.sigmoid_()
-            torch.mul(f, c[:n], out=cells[t, :n]).addcmul_(i, g)
-            c = _carry(cells, t, n, c)
-            hidden = o * c[:n].tanh()
-            out[t, :n] = hidden if w_hr is None else hidden @ w_hr.T
-            h = _carry(out, t, n, h)
-        return out, (h, c), (gates, cells)
-
-    def backward(
-        self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run
-    ) -> Any:
-        (gates, cells), (dh, dc), ((_, first), (_, w_hh, *_, w_hr), sizes, order) = (
-            kept,
-            d_last,
-            run,
-        )
-        before = _previous(cells, first, order)
-        delta = torch.zeros_like(gates) if sizes[-1] < sizes[0] else torch.empty_like(gates)
-        projection = [] if w_hr is None else [torch.zeros_like(cells), torch.zeros_like(out)]
-        for t in reversed(order):
-            n = sizes[t]
-            i, f, g, o = gates[t, :n].chunk(4, 1)
-            di, df, dg, do = delta[t, :n].chunk(4, 1)
-            squashed = cells[t, :n].tanh()
-            back = dh[:n] + d_out[t, :n]
-            if w_hr is not None:
-                torch.mul(o, squashed, out=projection[0][t, :n])
-                projection[1][t, :n] = back
-                back = back @ w_hr
-            _sigmoid_back(back * squashed, o, grad_input=do)
-            d_cell = dc[:n].add_(torch.ops.aten.tanh_backward(back * o, squashed))
-            _sigmoid_back(d_cell * g, i, grad_input=di)
-            _sigmoid_back(d_cell * before[t, :n], f, grad_input=df)
-            _tanh_back(d_cell * i, g, grad_input=dg)
-            d_cell.mul_(f)
-            torch.mm(delta[t, :n], w_hh, out=dh[:n])
-        return delta, delta, (dh, dc), projection or None
+def _lstm(x: Tensor, run: _Run) -> Any:
+    (h, c), (w_ih, w_hh, b_ih, b_hh, w_hr), sizes, order = run
+    gates = F.linear(x, w_ih, None if b_ih is None else b_ih + b_hh)
+    out, cells = h.new_empty(len(x), *h.shape), c.new_empty(len(x), *c.shape)
+    for t in order:
+        n = sizes[t]
+        i, f, g, o = gates[t, :n].addmm_(h[:n], w_hh.T).chunk(4, 1)
+        gates[t, :n, : 2 * c.shape[1]].sigmoid_()
+        g.tanh_(), o.sigmoid_()
+        torch.mul(f, c[:n], out=cells[t, :n]).addcmul_(i, g)
+        c = _carry(cells, t, n, c)
+        hidden = o * c[:n].tanh()
+        out[t, :n] = hidden if w_hr is None else hidden @ w_hr.T
+        h = _carry(out, t, n, h)
+    return out, (h, c), (gates, cells)
 
 
-class _GRU(_Cell):
-    def forward(self, x: Tensor, run: _Run) -> Any:
-        (h,), (w_ih, w_hh, b_ih, b_hh, _), sizes, order = run
-        gates, size = F.linear(x, w_ih, b_ih), h.shape[1]
-        out, news = h.new_empty(len(x), *h.shape), h.new_zeros(len(x), *h.shape)
-        for t in order:
-            n = sizes[t]
-            inner = F.linear(h[:n], w_hh, b_hh)
-            gates[t, :n, : 2 * size].add_(inner[:, : 2 * size]).sigmoid_()
-            r, z, new = gates[t, :n].chunk(3, 1)
-            news[t, :n] = inner[:, 2 * size :]
-            new.addcmul_(r, news[t, :n]).tanh_()
-            torch.lerp(new, h[:n], z, out=out[t, :n])
-            h = _carry(out, t, n, h)
-        return out, (h,), (gates, news)
-
-    def backward(
-        self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run
-    ) -> Any:
-        (gates, news), (dh,), ((first,), (_, w_hh, *_), sizes, order) = kept, d_last, run
-        before = _previous(out, first, order)
-        delta, inner = torch.zeros_like(gates), torch.zeros_like(gates)
-        for t in reversed(order):
-            n = sizes[t]
-            r, z, new = gates[t, :n].chunk(3, 1)
-            dr, dz, d_new = delta[t, :n].chunk(3, 1)
-            back = dh[:n] + d_out[t, :n]
-            _tanh_back(back * (1 - z), new, grad_input=d_new)
-            _sigmoid_back(back * (before[t, :n] - new), z, grad_input=dz)
-            _sigmoid_back(d_new * news[t, :n], r, grad_input=dr)
-            inner[t, :n] = delta[t, :n]
-            inner[t, :n].chunk(3, 1)[2].mul_(r)
-            dh[:n] = torch.addmm(back.mul_(z), inner[t, :n], w_hh)
-        return delta, inner, (dh,), None
+def _lstm_back(out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Any:
+    (gates, cells), (dh, dc), ((_, first), (_, w_hh, *_, w_hr), sizes, order) = (
+        kept,
+        d_last,
+        run,
+    )
+    before = _previous(cells, first, order)
+    delta = torch.zeros_like(gates) if sizes[-1] < sizes[0] else torch.empty_like(gates)
+    projection = [] if w_hr is None else [torch.zeros_like(cells), torch.zeros_like(out)]
+    for t in reversed(order):
+        n = sizes[t]
+        i, f, g, o = gates[t, :n].chunk(4, 1)
+        di, df, dg, do = delta[t, :n].chunk(4, 1)
+        squashed = cells[t, :n].tanh()
+        back = dh[:n] + d_out[t, :n]
+        if w_hr is not None:
+            torch.mul(o, squashed, out=projection[0][t, :n])
+            projection[1][t, :n] = back
+            back = back @ w_hr
+        _sigmoid_back(back * squashed, o, grad_input=do)
+        d_cell = dc[:n].add_(torch.ops.aten.tanh_backward(back * o, squashed))
+        _sigmoid_back(d_cell * g, i, grad_input=di)
+        _sigmoid_back(d_cell * before[t, :n], f, grad_input=df)
+        _tanh_back(d_cell * i, g, grad_input=dg)
+        d_cell.mul_(f)
+        torch.mm(delta[t, :n], w_hh, out=dh[:n])
+    return delta, delta, (dh, dc), projection or None
 
 
-class _RNN(_Cell):
-    def __init__(self, squash: Callable, back: Callable) -> None:
-        self._squash, self._back = squash, back
+def _gru(x: Tensor, run: _Run) -> Any:
+    (h,), (w_ih, w_hh, b_ih, b_hh, _), sizes, order = run
+    gates, size = F.linear(x, w_ih, b_ih), h.shape[1]
+    out, news = h.new_empty(len(x), *h.shape), h.new_zeros(len(x), *h.shape)
+    for t in order:
+        n = sizes[t]
+        inner = F.linear(h[:n], w_hh, b_hh)
+        gates[t, :n, : 2 * size].add_(inner[:, : 2 * size]).sigmoid_()
+        r, z, new = gates[t, :n].chunk(3, 1)
+        news[t, :n] = inner[:, 2 * size :]
+        new.addcmul_(r, news[t, :n]).tanh_()
+        torch.lerp(new, h[:n], z, out=out[t, :n])
+        h = _carry(out, t, n, h)
+    return out, (h,), (gates, news)
 
-    def forward(self, x: Tensor, run: _Run) -> Any:
-        (h,), (w_ih, w_hh, b_ih, b_hh, _), sizes, order = run
-        inner = F.linear(x, w_ih, None if b_ih is None else b_ih + b_hh)
-        out = h.new_empty(len(x), *h.shape)
-        for t in order:
-            n = sizes[t]
-            out[t, :n] = self._squash(inner[t, :n].addmm_(h[:n], w_hh.T))
-            h = _carry(out, t, n, h)
-        return out, (h,), ()
 
-    def backward(
-        self, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run
-    ) -> Any:
-        (dh,), (_, (_, w_hh, *_), sizes, order) = d_last, run
-        delta = torch.zeros_like(out)
-        for t in reversed(order):
-            n = sizes[t]
-            delta[t, :n] = self._back(dh[:n] + d_out[t, :n], out[t, :n])
-            torch.mm(delta[t, :n], w_hh, out=dh[:n])
-        return delta, delta, (dh,), None
+def _gru_back(out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run) -> Any:
+    (gates, news), (dh,), ((first,), (_, w_hh, *_), sizes, order) = kept, d_last, run
+    before = _previous(out, first, order)
+    delta, inner = torch.zeros_like(gates), torch.zeros_like(gates)
+    for t in reversed(order):
+        n = sizes[t]
+        r, z, new = gates[t, :n].chunk(3, 1)
+        dr, dz, d_new = delta[t, :n].chunk(3, 1)
+        back = dh[:n] + d_out[t, :n]
+        _tanh_back(back * (1 - z), new, grad_input=d_new)
+        _sigmoid_back(back * (before[t, :n] - new), z, grad_input=dz)
+        _sigmoid_back(d_new * news[t, :n], r, grad_input=dr)
+        inner[t, :n] = delta[t, :n]
+        inner[t, :n].chunk(3, 1)[2].mul_(r)
+        dh[:n] = torch.addmm(back.mul_(z), inner[t, :n], w_hh)
+    return delta, inner, (dh,), None
+
+
+def _rnn(squash: Callable, x: Tensor, run: _Run) -> Any:
+    (h,), (w_ih, w_hh, b_ih, b_hh, _), sizes, order = run
+    inner = F.linear(x, w_ih, None if b_ih is None else b_ih + b_hh)
+    out = h.new_empty(len(x), *h.shape)
+    for t in order:
+        n = sizes[t]
+        out[t, :n] = squash(inner[t, :n].addmm_(h[:n], w_hh.T))
+        h = _carry(out, t, n, h)
+    return out, (h,), ()
+
+
+def _rnn_back(
+    back: Callable, out: Tensor, kept: Tensors, d_out: Tensor, d_last: Tensors, run: _Run
+) -> Any:
+    (dh,), (_, (_, w_hh, *_), sizes, order) = d_last, run
+    delta = torch.zeros_like(out)
+    for t in reversed(order):
+        n = sizes[t]
+        delta[t, :n] = back(dh[:n] + d_out[t, :n], out[t, :n])
+        torch.mm(delta[t, :n], w_hh, out=dh[:n])
+    return delta, delta, (dh,), None
 
 
 class _Layer(torch.autograd.Function):
@@ -323,18 +312,24 @@ def _single(cell: _Cell, weight_gradient: Gradient, x: Tensor, states: Any, *wei
 
 
 _CELLS: Dict[str, _Cell] = {
-    "lstm": _LSTM(),
-    "gru": _GRU(),
-    "rnn_tanh": _RNN(torch.tanh, torch.ops.aten.tanh_backward),
-    "rnn_relu": _RNN(torch.relu, lambda d, out: torch.ops.aten.threshold_backward(d, out, 0)),
+    "lstm": _Cell(2, _lstm, _lstm_back),
+    "gru": _Cell(1, _gru, _gru_back),
+    "rnn_tanh": _Cell(
+        1,
+        functools.partial(_rnn, torch.tanh),
+        functools.partial(_rnn_back, torch.ops.aten.tanh_backward),
+    ),
+    "rnn_relu": _Cell(
+        1,
+        functools.partial(_rnn, torch.relu),
+        functools.partial(_rnn_back, lambda d, out: torch.ops.aten.threshold_backward(d, out, 0)),
+    ),
 }
 # {torch's function: the same with a first argument `weight_gradient`}. weight_gradient(weight, x,
 # δ, packed=…) is called in the backward pass for every weight and returns its gradient: the sum
 # over b and p of δ[b, p, o]·x[b, p, i], or, of a bias, where x is None, of δ[b, p, o].
 FUNCTIONS = {
-    getattr(torch, name): functools.partial(_sequences, cell) for name, cell in _CELLS.items()
-}
-FUNCTIONS |= {
-    getattr(torch, f"{name}_cell"): functools.partial(_single, cell)
+    getattr(torch, f"{name}{kind}"): functools.partial(function, cell)
     for name, cell in _CELLS.items()
+    for kind, function in (("", _sequences), ("_cell", _single))
 }
