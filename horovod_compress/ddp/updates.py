@@ -95,6 +95,12 @@ class UpdateOptimizer(UpdatingOptimizer):
             lambda shapes, options: UpdateCompression(compression, shapes, options, process_group),
         )
 
+    # torch declares it once for each kind of closure.
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
+        """A step of the optimizer on this rank, and after every so many of them the exchange, which
+        waits for all ranks."""
+        return self._take_step(closure)
+
     def _go_on_from_all(self) -> None:
         super()._go_on_from_all()
         reduced = {

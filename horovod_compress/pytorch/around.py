@@ -1,10 +1,11 @@
 """Optimizers that have another one inside, which moves this rank's parameters, and exchange
 parameters themselves."""
 
-from typing import Any, Callable, Dict, Optional, Set
+from typing import Any, Callable, Dict, Iterable, Optional, Set
 
 import torch
 
+from ..adapters.binding import warn_once
 from .optimizers import own_class
 
 
@@ -20,11 +21,31 @@ class OptimizerAround(torch.optim.Optimizer):
     _inside = False
     # The ids of the parameters that are exchanged.
     _known: Set[int]
+    # How many local steps come before each exchange.
+    _every: int
+    # Since the last exchange.
+    local_steps: int
+    # Comes before each step and exchange. RuntimeError where they cannot be now.
+    _begin: Callable[[], None]
+    # Exchanges what local steps have added.
+    _exchange: Callable[[], None]
+    # What is said where its state is broadcast.
+    _broadcast_in_vain: Optional[str] = None
 
     # The optimizer's own, also after that has loaded others.
     param_groups = property(lambda self: self._optimizer.param_groups)  # type: ignore[assignment]
     state = property(lambda self: self._optimizer.state)  # type: ignore[assignment]
     defaults = property(lambda self: self._optimizer.defaults)  # type: ignore[assignment]
+
+    def _surround(
+        self, optimizer: torch.optim.Optimizer, every: int, params: Iterable[torch.Tensor]
+    ) -> None:
+        """Puts this around an optimizer, of which these parameters are exchanged."""
+        self._optimizer, self._every, self.local_steps = optimizer, every, 0
+        self._known = {id(param) for param in params}
+        # In place of torch's __init__, which would make parameter groups of its own: hooks, and
+        # step() that calls them.
+        self.__setstate__({})
 
     def __getattr__(self, name: str) -> Any:
         """What the optimizer has beside what every optimizer has, such as train() and eval()."""
@@ -58,6 +79,26 @@ class OptimizerAround(torch.optim.Optimizer):
             self._inside = False
             for param, values in zip(params, before):
                 param.copy_(values)
+        if self._broadcast_in_vain:
+            warn_once(self._broadcast_in_vain)
+
+    @torch.no_grad()
+    def _take_step(self, closure: Optional[Callable[[], Any]]) -> Any:
+        """A step of the optimizer on this rank, and after every so many of them the exchange."""
+        self._begin()
+        loss = self._local_step(closure)
+        self.local_steps += 1
+        if self.local_steps >= self._every:
+            self._exchange()
+        return loss
+
+    @torch.no_grad()
+    def take_part(self) -> None:
+        """Exchanges now, with what local steps have added so far, or with nothing: for a rank
+        without data or late, while others come to the end of their steps. All ranks must exchange
+        equally often."""
+        self._begin()
+        self._exchange()
 
     def _refuse_unknown(self) -> None:
         """ValueError where the optimizer has got parameters that are not exchanged."""
@@ -111,13 +152,9 @@ def check_inner(optimizer: Any, name: str) -> None:
         raise ValueError(
             f"{type(optimizer).__name__} exchanges already: give {name} the optimizer itself"
         )
-    _refuse_lbfgs(optimizer, name)
-
-
-def _refuse_lbfgs(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """ValueError for an optimizer that takes parameters to be where its last step has left them."""
+    # It takes parameters to be where its last step has left them.
     names = [each.__name__ for each in type(optimizer).__mro__]
-    kin = next((name for name in names if "lbfgs" in name.lower()), None)
+    kin = next((each for each in names if "lbfgs" in each.lower()), None)
     if kin is not None:
         raise ValueError(
             f"{kin} learns curvature from how far its own last step went and how the gradient has "

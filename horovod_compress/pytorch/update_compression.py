@@ -47,9 +47,6 @@ class UpdateExchange(Averaging):
         """Starts the mean over ranks, in the tensor's own memory. Returns a function that waits for
         it."""
 
-    def _follow_ranks(self) -> None:
-        """Goes on with the ranks that are there now."""
-
     def _description(self) -> Dict[str, Any]:
         return {
             **super()._description(),
@@ -63,7 +60,7 @@ class UpdateExchange(Averaging):
     def begin(self, parameters: Dict[str, int], local_steps: int) -> None:
         """Compares what must be alike on all ranks before the first step. parameters: a checksum of
         each that ranks share; local_steps: so many since then."""
-        if self._active and not self._agreed:
+        if self._active:
             advice = (
                 f"Start all ranks alike, or load on every rank what that rank has saved, and "
                 f"{self._broadcast} before the first step"
@@ -89,7 +86,6 @@ class UpdateExchange(Averaging):
             for _ in updates:  # which are the mean
                 pass
             return True
-        self._follow_ranks()
         self._meet()
         carriers = {name: exchange.submit(name, flat, base=base) for name, flat, base in updates}
         waits = {}

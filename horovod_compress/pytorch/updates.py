@@ -36,52 +36,29 @@ class UpdatingOptimizer(OptimizerAround):
         names = trained(optimizer, named_parameters)
         shapes = {name: tuple(param.shape) for name, param in names.items()}
         exchange = make(shapes, {"every": every, "outer": repr(outer)})
-        self._optimizer, self.compression = optimizer, exchange
+        self.compression, self._outer = exchange, outer
         self._parameters = [SharedParameter(name, param, outer) for name, param in names.items()]
-        self._every, self._outer = every, outer
-        # Since the last exchange.
-        self.local_steps = 0
         # Whether this is within `shared_parameters`.
         self._shows_shared = False
         # Whether, in an elastic job, parameters are to be the shared values which that went back
         # to.
         self._shared_is_kept = False
-        self._known = {id(param) for param in names.values()}
         self._methods = watch(optimizer, self._outside_step)
-        # In place of torch's __init__, which would make parameter groups of its own: hooks, and
-        # step() that calls them.
-        self.__setstate__({})
+        self._surround(optimizer, every, names.values())
 
     def __repr__(self) -> str:
         id = self.compression.config["id"]
         return f"UpdateOptimizer({self._optimizer!r}, {id}, every {self._every})"
 
-    # torch declares it once for each kind of closure.
-    @torch.no_grad()
-    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
-        """A step of the optimizer on this rank, and after every so many of them the exchange, which
-        waits for all ranks."""
-        self._begin()
+    def _local_step(self, closure: Optional[Callable[[], Any]]) -> Any:
         try:
-            loss = self._local_step(closure)
+            return super()._local_step(closure)
         except BaseException:
             # Else the next step would take what this one has left for what all ranks share.
             if not self.local_steps:
                 for parameter in self._parameters:
                     parameter.rollback()
             raise
-        self.local_steps += 1
-        if self.local_steps >= self._every:
-            self._exchange()
-        return loss
-
-    @torch.no_grad()
-    def take_part(self) -> None:
-        """Exchanges now, with what local steps have added so far, or with nothing: for a rank
-        without data or late, while others come to the end of their steps. All ranks must exchange
-        equally often."""
-        self._begin()
-        self._exchange()
 
     def _begin(self) -> None:
         if self._shows_shared:
@@ -211,17 +188,15 @@ class UpdatingOptimizer(OptimizerAround):
                 f"{local_steps} of {self._every} local steps are taken: ask for a portable state "
                 f"after an exchange"
             )
-        kept: Dict[str, Any] = {
+        kept = {
             "compression": self.compression.state_dict(portable),
             "local_steps": local_steps,
-        }
-        kept["shared"] = (
-            {each.name: each.shared.clone() for each in self._parameters} if local_steps else {}
-        )
-        kept["momentum"] = {
-            each.name: each.momentum.clone()
-            for each in self._parameters
-            if each.momentum is not None
+            "shared": {each.name: each.shared.clone() for each in self._parameters if local_steps},
+            "momentum": {
+                each.name: each.momentum.clone()
+                for each in self._parameters
+                if each.momentum is not None
+            },
         }
         return {**self._optimizer.state_dict(), "updates": kept}
 

@@ -8,7 +8,6 @@ import torch
 
 from ..adapters.binding import Unbound, description_of, is_elastic, warn_once
 from ..adapters.updates import check_ranks_of_set, check_rounds
-from ..compressors.base import Compressor
 from ..engine.decentralized import zeta_of
 from ..engine.gossip import DEFAULT, Gossip, compressor_of_messages
 from ..engine.gossip_rules import Copies
@@ -50,19 +49,9 @@ _NOT_FINITE = (
 
 
 class _Ranks(TorchBinding):
-    """The ranks of a process set, and what moves their messages."""
+    """The ranks of a process set, whose compression stays as it is."""
 
-    def __init__(self, compressor: Compressor, process_set: Any) -> None:
-        if is_elastic():
-            raise ValueError(
-                "DecentralizedOptimizer does not serve elastic jobs, where ranks come and go: use "
-                "UpdateOptimizer, or save portable states and start again"
-            )
-        super().__init__(process_set)
-        self.label, self.transport = self._label, self._transport_of(compressor)
-
-    def _switch(self, spec: Any, compare: bool = True) -> None:
-        raise ValueError("the compression of a DecentralizedOptimizer stays as it is")
+    def _switch(self, spec: Any, compare: bool = True) -> None: ...
 
 
 class DecentralizedOptimizer(OptimizerAround):
@@ -123,14 +112,17 @@ class DecentralizedOptimizer(OptimizerAround):
             raise ValueError("exact sends parameters as they are: leave compression out")
         spec = compression or ("none" if algorithm == "exact" else DEFAULT)
         compressor = compressor_of_messages(spec.compressor if isinstance(spec, Unbound) else spec)
-        ranks = _Ranks(compressor, process_set)
-        self._transport, self._label = ranks.transport, ranks.label
+        if is_elastic():
+            raise ValueError(
+                "DecentralizedOptimizer does not serve elastic jobs, where ranks come and go: use "
+                "UpdateOptimizer, or save portable states and start again"
+            )
+        ranks = _Ranks(process_set)
+        self._transport, self._label = ranks._transport_of(compressor), ranks._label
         graph = Topology(topology, self._transport.size)
-        self._optimizer, self._every = optimizer, every
         self._slots = [
             Slot(name, param) for name, param in trained(optimizer, named_parameters).items()
         ]
-        self._known = {id(slot.param) for slot in self._slots}
         shapes = {slot.name: tuple(slot.param.shape) for slot in self._slots}
         self._gossip = Gossip(
             compressor, algorithm, zeta, graph, self._transport, shapes, self._label
@@ -144,8 +136,6 @@ class DecentralizedOptimizer(OptimizerAround):
             "topology": graph.description(),
             "shapes": {name: list(shape) for name, shape in shapes.items()},
         }
-        # Since the last exchange.
-        self.local_steps = 0
         # Checksums of the parameters that belong to the loaded state.
         self._sums: List[int] = []
         self._agreed = self._failed = False
@@ -155,8 +145,7 @@ class DecentralizedOptimizer(OptimizerAround):
             warn_once(_ECD)
         if any(slot.param.dtype == torch.float64 for slot in self._slots):
             warn_once(_FLOAT64)
-        # In place of torch's __init__: hooks, and step() that calls them.
-        self.__setstate__({})
+        self._surround(optimizer, every, [slot.param for slot in self._slots])
         let_broadcast_begin(self)
 
     def __repr__(self) -> str:
@@ -167,19 +156,7 @@ class DecentralizedOptimizer(OptimizerAround):
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
         """A step of the optimizer on this rank, and after every so many of them the exchange with
         its neighbors."""
-        self._begin()
-        with torch.no_grad():
-            loss = self._local_step(closure)
-        self.local_steps += 1
-        if self.local_steps >= self._every:
-            self._exchange()
-        return loss
-
-    def take_part(self) -> None:
-        """Exchanges now, with what local steps have added so far, or with nothing: for a rank
-        without data, once for each exchange of the others."""
-        self._begin()
-        self._exchange()
+        return self._take_step(closure)
 
     @contextlib.contextmanager
     def mean_parameters(self, buffers: Iterable[torch.Tensor] = ()) -> Iterator[None]:
@@ -342,10 +319,9 @@ class DecentralizedOptimizer(OptimizerAround):
         gossip.start(values)
         gossip.finish(values)
         self._failed, self.local_steps = False, 0
-        with torch.no_grad():
-            for slot, (tensor, _) in loaded.items():
-                if tensor.data_ptr() != slot.param.data_ptr():
-                    slot.param.copy_(tensor)
+        for slot, (tensor, _) in loaded.items():
+            if tensor.data_ptr() != slot.param.data_ptr():
+                slot.param.copy_(tensor)
         if gossip.loses_too_much:
             warn_once(_ALPHA.format(self._transport.rank))
         if gossip.counts["steps_undone"] > undone and any(

@@ -1,20 +1,31 @@
 """UpdateOptimizer on Horovod."""
 
-from typing import Any, Callable, Optional
+import copy
+import functools
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 
 from ..adapters.binding import warn_once
 from ..adapters.updates import Nesterov, check_ranks_of_set
 from ..compressors.advice import ADAM
 from ..deprecated import by_name
+from ..engine.handover import DEBT
+from ..protocol.handshake import gather
 from ..pytorch.adam import AdamWOfRanks
 from ..pytorch.parameters import NamedParameters
+from ..pytorch.update_compression import UpdateExchange
 from ..pytorch.updates import UpdatingOptimizer
+from ..transport.horovod import synchronize
+from .binding import TorchBinding
 from .horovod_internals import let_broadcast_begin
-from .update_compression import UpdateCompression
-from .update_state import SharesUpdates
+
+_NOT_NEEDED = (
+    "an UpdateOptimizer's state is each rank's own, and hvd.broadcast_optimizer_state gives all "
+    "ranks that of one: delete the line hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
+)
 
 _ONE_STATE = (
     "rank 0 has loaded a state of its UpdateOptimizer, and other ranks have not: all go on from "
@@ -31,7 +42,48 @@ class AdamW(AdamWOfRanks):
     _size = staticmethod(hvd.size)
 
 
-class UpdateOptimizer(SharesUpdates):
+class UpdateCompression(UpdateExchange, TorchBinding):
+    """The exchange of an UpdateOptimizer of Horovod's ranks."""
+
+    def __init__(
+        self,
+        spec: Any,
+        shapes: Dict[str, Tuple[int, ...]],
+        options: Dict[str, Any],
+        process_set: Any,
+    ) -> None:
+        TorchBinding.__init__(self, process_set)
+        self._begin_with(spec, shapes, options)
+
+    _broadcast = "call hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+
+    def begin(self, parameters: Dict[str, int], local_steps: int) -> None:
+        self._refuse_unsynced(
+            "hvd.elastic.TorchState(model=model, optimizer=optimizer) of this UpdateOptimizer"
+        )
+        super().begin(parameters, local_steps)
+
+    def _start_mean(self, name: str, tensor: torch.Tensor) -> Callable[[], Any]:
+        handle = hvd.allreduce_async_(
+            tensor, name=name, op=hvd.Average, process_set=self._process_set
+        )
+        return functools.partial(synchronize, handle)
+
+    def exchange(self, updates: Iterable[Tuple[str, Any, Any]]) -> bool:
+        # In an elastic job: ranks have left, and those that stay are not asked to synchronize.
+        if self._rank_and_size() != self._ranks:
+            self._resize()
+        return super().exchange(updates)
+
+    # -- for elastic jobs: see `elastic.py`
+
+    def of_all(self, number: int) -> List[int]:
+        """The numbers of all ranks, which all call it, also where they do not know each other
+        yet."""
+        return gather(self._transport, "hvdc.elastic.number", number)
+
+
+class UpdateOptimizer(UpdatingOptimizer):
     """Makes an optimizer a compressed one.
 
     Each rank takes its own step with its own gradients. What the step adds to the parameters is
@@ -79,6 +131,9 @@ class UpdateOptimizer(SharesUpdates):
             different parameters.
     """
 
+    compression: UpdateCompression
+    _broadcast_in_vain = _NOT_NEEDED
+
     @by_name
     def __init__(
         self,
@@ -105,8 +160,7 @@ class UpdateOptimizer(SharesUpdates):
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
         """A step of the optimizer on this rank, and after every so many of them the exchange, which
         waits for all ranks."""
-        # The next class's is for hvd.broadcast_optimizer_state.
-        return UpdatingOptimizer.step(self, closure)
+        return self._take_step(closure)
 
     def _go_on_from_all(self) -> None:
         """Where rank 0 alone has loaded a state, as scripts for Horovod do that resume, all ranks
@@ -120,3 +174,77 @@ class UpdateOptimizer(SharesUpdates):
         self._sync()
         if self.compression._exchange.rank == 0:
             warn_once(_ONE_STATE)
+
+    # -- for elastic jobs: see `elastic.py`
+
+    def _entry(self, into: Optional[Dict[str, Any]] = None, begun: bool = False) -> Dict[str, Any]:
+        """A round that has begun, on this rank or on another, is kept as one that has not: with
+        what local steps have added among what the next exchange is to send."""
+        kept = self.compression._entry(into["compression"] if into else None)
+        for each in self._parameters if begun or self.local_steps else ():
+            arrays = kept["tensors"][each.name]
+            arrays[DEBT] = arrays.get(DEBT, 0) + (
+                each.load(each.param.detach() - each.shared)[1]
+                if self.local_steps
+                else np.zeros(each.param.numel(), np.float32)
+            )
+        return {
+            "compression": kept,
+            "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+            "shared": {
+                each.name: (each.shared if self.local_steps else each.param).detach().clone()
+                for each in self._parameters
+            },
+            "momentum": {
+                each.name: each.momentum.clone()
+                for each in self._parameters
+                if each.momentum is not None
+            },
+        }
+
+    @torch.no_grad()
+    def _go_back_to(self, state: Dict[str, Any]) -> None:
+        self.compression._go_back_to(state["compression"])
+        # Which would go on in the tensors that it is given.
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        for each in self._parameters:
+            each.shared.copy_(state["shared"][each.name])
+            if each.momentum is not None:
+                each.momentum.copy_(state["momentum"][each.name])
+        self._rollback_round()
+        self._shared_is_kept = True
+
+    def _rollback_round(self) -> None:
+        self.local_steps = 0
+        for each in self._parameters:
+            each.rollback()
+
+    @torch.no_grad()
+    def _sync(self) -> None:
+        """All ranks go on from what rank 0 shares. Ranks that stay keep their optimizer's own
+        state, and those that have just begun take rank 0's."""
+        # What the elastic state itself does with the model brings a rank's own parameters.
+        if self.local_steps or self._shared_is_kept:
+            self._rollback_round()
+        steps = self.compression.of_all(self.compression._exchange.steps_taken())
+        self.compression._sync()
+        if len(set(steps)) > 1:
+            state = hvd.broadcast_object(
+                self._optimizer.state_dict(), root_rank=0, name="hvdc.elastic.optimizer"
+            )
+            if steps[hvd.rank()] != steps[0]:
+                self._optimizer.load_state_dict(state)
+        shared = [(each.name, each.param) for each in self._parameters]
+        momenta = [
+            (f"{each.name}.momentum", each.momentum)
+            for each in self._parameters
+            if each.momentum is not None
+        ]
+        hvd.broadcast_parameters([*shared, *momenta], root_rank=0)
+
+    @torch.no_grad()
+    def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]:
+        """As of compressions. A round that has begun ends here."""
+        if any(self.compression.of_all(self.local_steps)):
+            self._go_back_to(self._entry(begun=True))
+        return {**saved, "compression": self.compression._even_out(saved["compression"])}
