@@ -98,8 +98,6 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         self._sent: List[_Sent] = []
         # Of this step's buckets: their futures, and what those will hold.
         self._futures: List[Tuple[torch.futures.Future, torch.Tensor]] = []
-        # The loss scale of the last step.
-        self._scale = 0.0
         # Parameters that backward passes have reached since the last exchange. None where DDP
         # expects all to be reached.
         self._reached: Optional[Set[int]] = None
@@ -143,7 +141,9 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             return future
         if bucket.index() == 0:
             self._interrupted = True
-            self._begin()
+            self._drop_interrupted()
+            check_step(self._model())
+            self._begin_step()
         self._futures.append((future, buffer))
         self._submit_bucket(bucket, buffer)
         ranks.send()
@@ -162,14 +162,6 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             if other._by_parameter.keys() & self._by_parameter.keys():
                 other._unregister()
         _serving.add(self)
-
-    def _begin(self) -> None:
-        """Before the first bucket of a step."""
-        self._drop_interrupted()
-        check_step(self._model())
-        self._begin_step()
-        if self._grad_scaler is not None:
-            self._scale = self._grad_scaler.get_scale()
 
     def _drop_interrupted(self) -> None:
         """Rolls back what a backward pass that has failed has left."""
@@ -277,8 +269,8 @@ class DDPCompression(OptimizerCompression, RanksBinding):
 
     def _leave_unused(self) -> None:
         if self._step.is_unused and self._exchange.succeeded:
-            scaler = self._grad_scaler
-            skipped = scaler is not None and scaler.get_scale() < self._scale
+            scaler, scale = self._grad_scaler, self._scale
+            skipped = scale is not None and scaler.get_scale() < scale
             # Whether gradients were zeroed since is not known: they may add up.
             if not skipped and (self._discardable or self._compressor.policy.m):
                 model, own = self._model(), self._bound_optimizer

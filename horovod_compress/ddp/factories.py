@@ -5,9 +5,20 @@ from typing import Any, Optional
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from .auto import is_auto, make_auto
+from ..adapters.auto import trial_arguments
+from ..pytorch.auto import OnTrial
+from ..pytorch.compression import refuse_begun_within_step
 from .checks import check_unhooked
 from .compression import DDPCompression, hook
+
+
+class DDPCompressionOnTrial(OnTrial, DDPCompression):
+    """A compression that is chosen by trial while training begins."""
+
+
+def is_auto(spec: Any) -> bool:
+    """Whether a spec leaves the choice to a trial."""
+    return spec == "auto" or isinstance(spec, dict) and spec.get("id") == "auto"
 
 
 def compress(
@@ -44,5 +55,8 @@ def compress(
 
 def make(spec: Any, model: Any, optimizer: Any, **options: Any) -> DDPCompression:
     """A compression for a model whose communication hook calls it. As of `compress`."""
-    kind = make_auto if is_auto(spec) else DDPCompression
-    return kind(spec, model, optimizer, **options)
+    if not is_auto(spec):
+        return DDPCompression(spec, model, optimizer, **options)
+    chosen = {} if spec == "auto" else {key: spec[key] for key in spec if key != "id"}
+    auto = trial_arguments(**chosen, check=refuse_begun_within_step)
+    return DDPCompressionOnTrial(auto, model, optimizer, **options)

@@ -11,10 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..adapters.binding import NotBoundError, Unbound
 from ..pytorch.optimizers import before_closures
 from ..pytorch.search import objects_of
-from .auto import is_auto
 from .checks import optimizers_of
 from .compression import DDPCompression, hook
-from .factories import make
+from .factories import is_auto, make
 
 
 class HookState(Unbound):

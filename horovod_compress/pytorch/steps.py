@@ -30,6 +30,8 @@ class OptimizerSteps(Binding):
         self._grad_scaler = grad_scaler
         self._discardable = bool(discardable or grad_scaler is not None)
         self._step = Lifecycle()
+        # The loss scale of the last step, where there is a GradScaler.
+        self._scale: Optional[float] = None
         # All ranks' optimizers, since these ranks are together.
         self._options_agreed = False
         # id(parameter) → learning rate of this step, where residuals follow it.
@@ -75,6 +77,7 @@ class OptimizerSteps(Binding):
             self._agree_on_options(scale)
         self._leave_unused()
         self._switch_where_due()
+        self._scale = scale
         if scale is not None:
             self._exchange.expect(scale=to_true_units(scale))
         self._meet()
