@@ -12,7 +12,7 @@
 """
 
 import copy
-from typing import Any, Callable, Iterator, Union
+from typing import Any, Callable, Iterator
 
 import horovod.torch as hvd
 import torch
@@ -23,7 +23,7 @@ from horovod.torch.elastic.state import (
     get_handler_registry,
 )
 
-from ..adapters.elastic import Entry, evening_out
+from ..adapters.elastic import Entry, Keeping, evening_out
 from ..pytorch.optimizers import GradScaler
 from . import horovod_internals
 from .compression import BoundCompression
@@ -34,25 +34,21 @@ __all__ = ["run"]
 
 
 class CompressionHandler(Entry, StateHandler):
-    """What hvd.elastic.TorchState(compression=…) does with a compression, in place of broadcasting
-    rank 0's."""
+    """What hvd.elastic.TorchState(compression=…) does with a compression, and with an
+    UpdateOptimizer, whose optimizer's state is each rank's own, in place of broadcasting rank
+    0's."""
 
-    def __init__(self, compression: Union[BoundCompression, UnboundCompression]) -> None:
-        super().__init__(_bound(compression))
+    def __init__(self, value: Any) -> None:
+        super().__init__(_bound(value))
 
-    def set_value(self, value: Union[BoundCompression, UnboundCompression]) -> None:
-        """Another compression takes the place of this one."""
+    def set_value(self, value: Any) -> None:
+        """Another one takes the place of this one."""
         self._saved = {}
         super().set_value(_bound(value))
 
 
-class UpdateHandler(Entry, StateHandler):
-    """What hvd.elastic.TorchState(optimizer=…) does with an UpdateOptimizer, whose optimizer's
-    state is each rank's own."""
-
-
-def _bound(compression: Union[BoundCompression, UnboundCompression]) -> BoundCompression:
-    return compression if isinstance(compression, BoundCompression) else compression.the_only()
+def _bound(value: Any) -> Keeping:
+    return value.the_only() if isinstance(value, UnboundCompression) else value
 
 
 class _Compressing(type):
@@ -82,21 +78,9 @@ class OptimizerHandler(OptimizerStateHandler):
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
 
 
-class ScalerHandler(StateHandler):
-    """A GradScaler that an elastic state is given stays the object which it is, because
-    compressions and training loops look at it."""
-
-    def __init__(self, scaler: Any) -> None:
-        super().__init__(scaler)
-        self.save()
-
-    def save(self) -> None:
-        """Copies the state."""
-        self._saved = self.value.state_dict()
-
-    def restore(self) -> None:
-        """Goes back to the last copy."""
-        self.value.load_state_dict(self._saved)
+class ScalerHandler(OptimizerStateHandler):
+    """A GradScaler that an elastic state is given stays the object which it is, as an optimizer
+    does, because compressions and training loops look at it."""
 
     def sync(self) -> None:
         """Rank 0's state becomes that of all ranks."""
@@ -118,8 +102,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 get_handler_registry()[:0] = [
-    ((BoundCompression, UnboundCompression), CompressionHandler),
-    (UpdateOptimizer, UpdateHandler),
+    ((BoundCompression, UnboundCompression, UpdateOptimizer), CompressionHandler),
     (CompressingOptimizer, OptimizerHandler),
     (GradScaler, ScalerHandler),
 ]

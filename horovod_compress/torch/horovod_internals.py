@@ -142,14 +142,18 @@ def prepare_to_broadcast(optimizer: torch.optim.Optimizer) -> None:
     optimizer without any its state by a step that leaves parameters smaller by their weight
     decay."""
     reduced = reduced_by(optimizer) or ()
-    with_group = [(param, group) for group in optimizer.param_groups for param in group["params"]]
-    with_group = [each for each in with_group if each[0].requires_grad or each[0] in reduced]
-    params = [param for param, _ in with_group]
+    with_group = [
+        (param, group)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad or param in reduced
+    ]
     if isinstance(optimizer, torch.optim.SGD):
-        for param in (param for param, group in with_group if group["momentum"]):
-            if optimizer.state[param].get("momentum_buffer") is None:
+        for param, group in with_group:
+            if group["momentum"] and optimizer.state[param].get("momentum_buffer") is None:
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
     elif not optimizer.state:
+        params = [param for param, _ in with_group]
         before = [param.clone() for param in params]
         for param in params:
             param.grad = torch.zeros_like(param)
