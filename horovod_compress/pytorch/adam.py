@@ -105,25 +105,14 @@ class AdamWOfRanks(torch.optim.Optimizer):
             share = 1 / (group["ranks"] or type(self)._size())
             for param in group["params"]:
                 if param.grad is not None:
-                    self._update(
-                        param,
-                        share,
-                        **{key: group[key] for key in ("lr", "betas", "eps", "weight_decay")},
-                    )
+                    self._update(param, param.grad, share, group)
         return loss
 
     def _update(
-        self,
-        param: torch.Tensor,
-        share: float,
-        lr: Any,
-        betas: Tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        self, param: torch.Tensor, grad: torch.Tensor, share: float, group: Dict[str, Any]
     ) -> None:
         """share: of noise in the square, 1/N."""
-        grad, (beta1, beta2) = param.grad, betas
-        assert grad is not None
+        lr, (beta1, beta2) = group["lr"], group["betas"]
         if grad.is_sparse:
             raise RuntimeError(
                 f"{self._known_as} cannot have sparse gradients: make the embedding with "
@@ -150,8 +139,8 @@ class AdamWOfRanks(torch.optim.Optimizer):
             .add_(square, alpha=share)
             .sqrt_()
             .div_((1 - beta2 ** (before + 1)) ** 0.5)
-            .add_(eps)
+            .add_(group["eps"])
         )
-        param.mul_(1 - lr * weight_decay).addcdiv_(
+        param.mul_(1 - lr * group["weight_decay"]).addcdiv_(
             mean, root, value=-lr / (1 - beta1 ** (before + 1))
         )

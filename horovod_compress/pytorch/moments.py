@@ -62,16 +62,14 @@ class Moments:
         # The hooks are for all modules, because a module's own would be copied and pickled with it.
         if self._per_sample:
             # They break compiled graphs; torch.compile(model, fullgraph=True) says so.
-            hooks.append(
-                register_module_forward_pre_hook(
-                    torch.compiler.disable(_weakly(self._before_forward))
-                )
+            before, after = (
+                torch.compiler.disable(_weakly(method))
+                for method in (self._before_forward, self._after_forward)
             )
-            hooks.append(
-                register_module_forward_hook(
-                    torch.compiler.disable(_weakly(self._after_forward)), with_kwargs=True
-                )
-            )
+            hooks += [
+                register_module_forward_pre_hook(before),
+                register_module_forward_hook(after, with_kwargs=True),
+            ]
             collectors.add(self)
         for hook in hooks:
             weakref.finalize(self, hook.remove)
@@ -166,11 +164,10 @@ def moments_of(compressor: Compressor, params: Dict[str, Tensor]) -> Optional[Mo
     moments = compressor.policy.moments
     if moments == "minibatch":
         return None
-    chosen = {
-        name: compressor_for(compressor, name, tuple(param.shape)) for name, param in params.items()
-    }
     needing = {
-        name: param for name, param in params.items() if chosen[name].policy.moments == moments
+        name: param
+        for name, param in params.items()
+        if compressor_for(compressor, name, tuple(param.shape)).policy.moments == moments
     }
     return Moments(moments, needing) if needing else None
 

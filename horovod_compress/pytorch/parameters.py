@@ -56,9 +56,11 @@ class Slot:
         place = grad.device if served else _CPU
         if self._staging is None or self._staging.device != place or self._staging.dtype != dtype:
             if grad.device != place:
-                why = "there are no kernels for this on a device"
-                if on_device:
-                    why = "install triton, or horovod-compress[gpu], to compress them there"
+                why = (
+                    "install triton, or horovod-compress[gpu], to compress them there"
+                    if on_device
+                    else "there are no kernels for this on a device"
+                )
                 warn_once(
                     f"gradients on {grad.device.type} are compressed on the CPU, through pinned "
                     f"memory: {why}"

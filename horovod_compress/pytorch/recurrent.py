@@ -15,9 +15,6 @@ _tanh_back = torch.ops.aten.tanh_backward.grad_input
 
 Tensors = Sequence[Tensor]
 Gradient = Callable[..., Tensor]  # see FUNCTIONS
-# Tensors of the input, the hidden state, their biases, and the projection: None for those that a
-# layer lacks.
-Weights = Sequence[Any]
 
 
 class _Run(NamedTuple):
@@ -25,7 +22,9 @@ class _Run(NamedTuple):
     the first sizes[t] of them are there, and the states of the others stay as they are."""
 
     state: Tensors
-    weights: Weights
+    # Of the input, the hidden state, their biases, and the projection: None for those that a layer
+    # lacks.
+    weights: Sequence[Any]
     sizes: List[int]
     order: range
 

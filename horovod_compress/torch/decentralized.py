@@ -304,12 +304,8 @@ class DecentralizedOptimizer(OptimizerAround):
                 "has saved of its model too"
             )
         if not loaded:
-            self._gossip.begin(self._values())
+            self._gossip.begin({slot.name: slot.load(slot.param.data)[1] for slot in self._slots})
         self._agreed = True
-
-    def _values(self) -> Dict[str, np.ndarray]:
-        """The parameters as flat float32, in their own memory where possible."""
-        return {slot.name: slot.load(slot.param.data)[1] for slot in self._slots}
 
     def _exchange(self) -> None:
         gossip, undone = self._gossip, self._gossip.counts["steps_undone"]

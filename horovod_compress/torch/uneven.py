@@ -62,7 +62,12 @@ def uneven(*trained: Any) -> Iterator[None]:
     finally:
         for member in members:
             member.compression._announce = None
-    _answer_until_all_are_done(members)
+    for member in members:
+        member.leave()
+    training = members
+    while training:
+        training = [member for member in training if member.answer()]
+        time.sleep(_PAUSE)
     _continue_alike(members, trained)
 
 
@@ -191,14 +196,6 @@ def _refuse(members: List[_Member], trained: Sequence[Any]) -> None:
         raise TypeError("uneven() takes optimizers of one process set: make a block for each")
 
 
-def _answer_until_all_are_done(members: List[_Member]) -> None:
-    for member in members:
-        member.leave()
-    while members:
-        members = [member for member in members if member.answer()]
-        time.sleep(_PAUSE)
-
-
 def _continue_alike(members: List[_Member], trained: Sequence[Any]) -> None:
     """Where some rank has answered steps of the others, brings all ranks to the state of the first
     that trained to the end."""
@@ -222,7 +219,7 @@ def _continue_alike(members: List[_Member], trained: Sequence[Any]) -> None:
         hvd.broadcast_async_(p, root, f"{name}.{i}", process_set) for i, p in enumerate(params)
     ]:
         synchronize(handle)
-    scalers = [member.compression._grad_scaler for member in members]
+    scalers = (member.compression._grad_scaler for member in members)
     restored = [*trained, *(scaler for scaler in scalers if scaler is not None)]
     states = io.BytesIO()
     if hvd.rank() == root:
