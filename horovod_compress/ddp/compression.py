@@ -84,14 +84,15 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         optimizer = None if optimizer is None else without_wrappers(optimizer)
         check_optimizer(model, optimizer)
         RanksBinding.__init__(self, model.process_group)
-        OptimizerCompression.__init__(self, grad_scaler, discardable)
-        self._model = weakref.ref(model)
-        pairs = [
+        trained = [
             (name, param)
             for name, param in model.module.named_parameters()
             if param.requires_grad and name not in model.parameters_to_ignore
         ]
-        self._bind(spec, optimizer, named(None, pairs))
+        OptimizerCompression.__init__(
+            self, spec, optimizer, named(None, trained), grad_scaler, discardable
+        )
+        self._model = weakref.ref(model)
         self._by_parameter = {id(slot.param): slot for slot in self._slots}
         # Whether a backward pass has begun to exchange, and not come to its end.
         self._interrupted = False
@@ -106,7 +107,9 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             self._optimizer = optimizer
             self._register(optimizer)
         if model.find_unused_parameters or model.static_graph:
-            self._watch_parameters()
+            reached = self._reached = set()
+            for slot in self._slots:
+                slot.param.register_post_accumulate_grad_hook(lambda param: reached.add(id(param)))
 
     _advice_on_options = (
         "Where only some ranks have set or loaded it, load it on all of them before training"
@@ -189,15 +192,15 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             memory, array, carrier = self._submit(slot, view)
             whole = whole and carrier is array and memory is view
             sent.append(_Sent(slot, view, memory, carrier, None))
-        if whole:
-            # As DDP itself would do it.
-            wait = self._mean(buffer)
-            self._sent += [each._replace(wait=wait) for each in sent]
-            return
-        for each in sent:
-            if self._exchange.is_payload(each.slot.name, each.carrier):
-                each = each._replace(wait=self._mean(tensor_of(each.carrier)))
-            self._sent.append(each)
+        # As DDP itself would do it.
+        together = self._mean(buffer) if whole else None
+        self._sent += [each._replace(wait=together or self._mean_of(each)) for each in sent]
+
+    def _mean_of(self, sent: _Sent) -> Optional[Callable[[], None]]:
+        """Starts the mean over ranks of what goes in place of a gradient, where that is not
+        gathered."""
+        is_payload = self._exchange.is_payload(sent.slot.name, sent.carrier)
+        return self._mean(tensor_of(sent.carrier)) if is_payload else None
 
     def _finish(self) -> None:
         """Brings all results, after the last bucket."""
@@ -218,7 +221,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         if self._optimizer is None or not in_backward:
             self._step.take(Event.COMMIT)
         if self._reached is not None and in_backward:
-            self._bring_unreached()
+            self._bring_unreached(self._reached)
         futures = list(self._futures)
         self._sent.clear()
         self._futures.clear()
@@ -227,21 +230,15 @@ class DDPCompression(OptimizerCompression, RanksBinding):
 
     # -- parameters that no rank has used
 
-    def _watch_parameters(self) -> None:
-        reached = self._reached = set()
-        for slot in self._slots:
-            slot.param.register_post_accumulate_grad_hook(lambda param: reached.add(id(param)))
-
-    def _bring_unreached(self) -> None:
+    def _bring_unreached(self, reached: Set[int]) -> None:
         """Has the results of parameters that no rank has used in their gradients, which DDP leaves
         as they are: ranks have sent what they still held of them, and it would be lost."""
-        assert self._reached is not None
         left = [
             (each.slot.param, each.view)
             for each in self._sent
-            if id(each.slot.param) not in self._reached
+            if id(each.slot.param) not in reached
         ]
-        self._reached.clear()
+        reached.clear()
         if not left:
             return
         after_backward = torch.autograd.Variable._execution_engine.queue_callback

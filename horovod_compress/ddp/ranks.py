@@ -58,9 +58,9 @@ class RanksBinding(Binding):
     def _machine_number(self) -> int:
         return self._places[self._rank_and_size()[0]][0]
 
-    def _mean(self, tensor: torch.Tensor) -> Callable[[], Any]:
+    def _mean(self, tensor: torch.Tensor, name: str = "") -> Callable[[], Any]:
         """Starts the mean over ranks, in the tensor's own memory. Returns a function that waits for
-        it."""
+        it. Names are for transports that need them."""
         assert self._ranks is not None
         size = self._ranks.size
         # As DDP does it. Small numbers of float16 would lose digits.

@@ -1,6 +1,7 @@
 """UpdateOptimizer over torch.distributed."""
 
-from typing import Any, Callable, Dict, Optional, Tuple
+import functools
+from typing import Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
@@ -26,20 +27,7 @@ class AdamW(AdamWOfRanks):
 class UpdateCompression(UpdateExchange, RanksBinding):
     """The exchange of an UpdateOptimizer."""
 
-    def __init__(
-        self,
-        spec: Any,
-        shapes: Dict[str, Tuple[int, ...]],
-        options: Dict[str, Any],
-        group: Optional[dist.ProcessGroup],
-    ) -> None:
-        RanksBinding.__init__(self, group)
-        self._begin_with(spec, shapes, options)
-
     _broadcast = "broadcast the parameters of rank 0 (torch.distributed.broadcast)"
-
-    def _start_mean(self, name: str, tensor: torch.Tensor) -> Callable[[], Any]:
-        return self._mean(tensor)
 
 
 class UpdateOptimizer(UpdatingOptimizer):
@@ -92,7 +80,7 @@ class UpdateOptimizer(UpdatingOptimizer):
             named_parameters,
             every,
             outer,
-            lambda shapes, options: UpdateCompression(compression, shapes, options, process_group),
+            functools.partial(UpdateCompression, process_group, compression),
         )
 
     # torch declares it once for each kind of closure.

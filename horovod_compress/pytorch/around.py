@@ -1,7 +1,8 @@
 """Optimizers that have another one inside, which moves this rank's parameters, and exchange
 parameters themselves."""
 
-from typing import Any, Callable, Dict, Iterable, Optional, Set
+import contextlib
+from typing import Any, Callable, Dict, Iterable, Iterator, Optional
 
 import torch
 
@@ -15,16 +16,8 @@ class OptimizerAround(torch.optim.Optimizer):
 
     # A GradScaler then calls step() on every rank, whatever it has found, and says so.
     _step_supports_amp_scaling = True
-    # Set in place of torch's __init__, which would make parameter groups of its own.
-    _optimizer: torch.optim.Optimizer
     # Whether the optimizer itself is at work.
     _inside = False
-    # The ids of the parameters that are exchanged.
-    _known: Set[int]
-    # How many local steps come before each exchange.
-    _every: int
-    # Since the last exchange.
-    local_steps: int
     # Comes before each step and exchange. RuntimeError where they cannot be now.
     _begin: Callable[[], None]
     # Exchanges what local steps have added.
@@ -40,11 +33,18 @@ class OptimizerAround(torch.optim.Optimizer):
     def _surround(
         self, optimizer: torch.optim.Optimizer, every: int, params: Iterable[torch.Tensor]
     ) -> None:
-        """Puts this around an optimizer, of which these parameters are exchanged."""
-        self._optimizer, self._every, self.local_steps = optimizer, every, 0
+        """In place of torch's __init__, which would make parameter groups of its own.
+
+        Args:
+            optimizer: the one inside.
+            every: how many local steps come before each exchange.
+            params: those that are exchanged.
+        """
+        self._optimizer, self._every = optimizer, every
         self._known = {id(param) for param in params}
-        # In place of torch's __init__, which would make parameter groups of its own: hooks, and
-        # step() that calls them.
+        # Since the last exchange.
+        self.local_steps = 0
+        # Makes hooks, and step() that calls them.
         self.__setstate__({})
 
     def __getattr__(self, name: str) -> Any:
@@ -65,6 +65,14 @@ class OptimizerAround(torch.optim.Optimizer):
             f"parameters cannot be added to {type(self).__name__}: add them to the optimizer before"
         )
 
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
         """Makes the optimizer's state, and leaves parameters as they are: what
@@ -72,11 +80,10 @@ class OptimizerAround(torch.optim.Optimizer):
         no other rank takes part."""
         params = [param for group in self.param_groups for param in group["params"]]
         before = [param.clone() for param in params]
-        self._inside = True
         try:
-            self._optimizer.step()
+            with self._at_work():
+                self._optimizer.step()
         finally:
-            self._inside = False
             for param, values in zip(params, before):
                 param.copy_(values)
         if self._broadcast_in_vain:
@@ -125,14 +132,11 @@ class OptimizerAround(torch.optim.Optimizer):
                 for param in group["params"]:
                     if param.grad is not None:
                         param.grad.div_(scale.to(param.grad.device))
-        self._inside = True
-        try:
+        with self._at_work():
             if closure is None:
                 return self._optimizer.step()
             # Gradients are off around this.
             return self._optimizer.step(torch.enable_grad()(closure))
-        finally:
-            self._inside = False
 
 
 def check_inner(optimizer: Any, name: str) -> None:

@@ -44,25 +44,22 @@ class Chosen(NamedTuple):
 class OptimizerCompression(OptimizerSteps):
     """A compression of the gradients of an optimizer's parameters."""
 
-    def __init__(self, grad_scaler: Any, discardable: bool) -> None:
+    def __init__(
+        self,
+        spec: Any,
+        optimizer: Optional[torch.optim.Optimizer],
+        pairs: NamedParameters,
+        grad_scaler: Any,
+        discardable: bool,
+    ) -> None:
+        """Comes after that of the binding. optimizer: the one whose momentum may be taken over;
+        pairs: the named parameters."""
         super().__init__(grad_scaler, discardable)
         # What users were told last of an SGD's takeover.
         self._announced: Optional[str] = None
         # To come: the step from which on, and a spec.
         self._switches: List[Tuple[int, Any]] = []
-
-    _bound_optimizer: Optional[torch.optim.Optimizer]
-
-    def _bind(
-        self,
-        spec: Any,
-        optimizer: Optional[torch.optim.Optimizer],
-        pairs: NamedParameters,
-    ) -> None:
-        """Chooses how named parameters are compressed. optimizer: the one whose momentum may be
-        taken over."""
-        self._slots = Slots(pairs)
-        self._bound_optimizer = optimizer
+        self._slots, self._bound_optimizer = Slots(pairs), optimizer
         self._use(self._choose(spec))
 
     # -- of the reducer
@@ -102,17 +99,18 @@ class OptimizerCompression(OptimizerSteps):
             # Other momentum stays with the optimizer.
             compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))
         moments = moments_of(compressor, {slot.name: slot.param for slot in reduced})
-        shapes = {slot.name: tuple(slot.param.shape) for slot in reduced}
-        tensors = {name: (shape, variants.get(name, compressor)) for name, shape in shapes.items()}
-        transport, machine = self._transport_of(compressor), self._machine_for(compressor)
+        tensors = {
+            slot.name: (tuple(slot.param.shape), variants.get(slot.name, compressor))
+            for slot in reduced
+        }
         return Chosen(
             requested,
             next(iter(variants.values()), compressor),
             tensors,
             takeover,
             moments,
-            transport,
-            machine,
+            self._transport_of(compressor),
+            self._machine_for(compressor),
         )
 
     def _use(self, chosen: Chosen) -> None:
@@ -120,10 +118,10 @@ class OptimizerCompression(OptimizerSteps):
         self._compressor, self._tensors = chosen.compressor, chosen.tensors
         self._takeover, self._moments = chosen.takeover, chosen.moments
         self._transport, self._machine = chosen.transport, chosen.machine
-        is_first = self._rank_and_size()[0] == 0
-        if self._takeover.announcement not in (None, self._announced) and is_first:
-            self._announced = self._takeover.announcement
-            _log.warning("%s", self._announced)
+        said = self._takeover.announcement
+        if said not in (None, self._announced) and self._rank_and_size()[0] == 0:
+            self._announced = said
+            _log.warning("%s", said)
 
     # Made when it is first needed, because it allocates the state; other bindings set it.
     @functools.cached_property
@@ -228,13 +226,12 @@ class OptimizerCompression(OptimizerSteps):
         compared = self._active and compare and self._synced
         if compared:
             description = {**description_of(chosen.compressor), **_described(chosen.tensors)}
-            advice = "Call it on all ranks, between the same two steps, with the same spec"
             agree(
                 self._transport,
                 f"{self._label}.switch",
                 description,
                 "called compression.switch()",
-                advice,
+                "Call it on all ranks, between the same two steps, with the same spec",
             )
         before, after = self._takeover.gains(), chosen.takeover.gains()
         gains = {

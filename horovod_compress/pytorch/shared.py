@@ -19,21 +19,17 @@ class SharedParameter(Slot):
         self.shared = torch.empty_like(param, requires_grad=False)
         dtype = torch.promote_types(param.dtype, torch.float32)
         self.momentum = torch.zeros_like(param, dtype=dtype, requires_grad=False) if outer else None
-        # The update, until the exchange is over.
-        self.loaded = self.shared
-        # Whether the exchange itself subtracts and adds the shared value.
-        self._in_place = False
-
-    def begin(self) -> None:
-        self.shared.copy_(self.param)
+        # The update, until the exchange is over. None where that itself subtracts and adds the
+        # shared value.
+        self.loaded: Optional[torch.Tensor] = None
 
     def update(self, compression: UpdateExchange) -> Tuple[str, Any, Any]:
         """What local steps have added, as `UpdateExchange.exchange` takes it: in the parameter's
         own memory where possible."""
         on_device = compression._exchange.on_device(self.name)
         own, base = (flat_memory(tensor, on_device) for tensor in (self.param.data, self.shared))
-        self._in_place = self.momentum is None and own is not None and base is not None
-        if self._in_place:
+        if self.momentum is None and own is not None and base is not None:
+            self.loaded = None
             return self.name, own, base
         self.param.sub_(self.shared)
         self.loaded, flat = self.load_for(compression, self.param.data)
@@ -44,7 +40,7 @@ class SharedParameter(Slot):
 
     def apply(self, outer: Optional[Nesterov]) -> None:
         """Adds the mean of all ranks' updates, which `update` has become, to the shared value."""
-        if self._in_place:
+        if self.loaded is None:
             return
         if outer is not None and self.momentum is not None:
             self.momentum = (

@@ -2,7 +2,7 @@
 results, whoever hands gradients over."""
 
 from abc import abstractmethod
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 
@@ -43,10 +43,8 @@ class OptimizerSteps(Binding):
     _slots: Slots
     _takeover: SGDTakeover
     _moments: Optional[Moments]
-
-    @abstractmethod
-    def _switch_where_due(self) -> None:
-        """Goes on with another compression where that was asked for from this step on."""
+    # Goes on with another compression where that was asked for from this step on.
+    _switch_where_due: Callable[[], None]
 
     def _submit(self, slot: Slot, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any, Any]:
         """Takes a parameter's gradient into the step.

@@ -1,7 +1,6 @@
 """The exchange of what ranks' optimizers would add to the parameters, between the ranks'
 UpdateOptimizers, whoever reduces."""
 
-from abc import abstractmethod
 from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple, Union
 
 import torch
@@ -9,7 +8,7 @@ import torch
 from ..adapters.updates import Averaging, compressor_for_updates
 from ..compressors.base import Compressor
 from ..engine.exchange import Exchange
-from ..protocol.handshake import MismatchError, agree, gather
+from ..protocol.handshake import agree, gather
 from ..transport.base import Transport
 from .compression import state_of
 from .parameters import tensor_of
@@ -23,12 +22,16 @@ class UpdateExchange(Averaging):
     _transport: Transport
     # What to do where ranks begin with different parameters.
     _broadcast: str
+    # (tensor, name): starts the mean over ranks in the tensor's own memory. Returns a function that
+    # waits for it.
+    _mean: Callable[..., Callable[[], Any]]
 
-    def _begin_with(
-        self, spec: Any, shapes: Dict[str, Tuple[int, ...]], options: Dict[str, Any]
+    def __init__(
+        self, ranks: Any, spec: Any, shapes: Dict[str, Tuple[int, ...]], options: Dict[str, Any]
     ) -> None:
-        """shapes: of the parameters, by name. options: what else must be alike on all ranks,
-        JSON-able."""
+        """ranks: as the binding takes them. shapes: of the parameters, by name. options: what else
+        must be alike on all ranks, JSON-able."""
+        super().__init__(ranks)  # type: ignore[call-arg]
         self._shapes, self._options = shapes, options
         self._compressor = compressor_for_updates(spec, self._rank_and_size()[0])
         self._transport = self._transport_of(self._compressor)
@@ -41,11 +44,6 @@ class UpdateExchange(Averaging):
             dense_alone=self._elastic,
             machine=self._machine,
         )
-
-    @abstractmethod
-    def _start_mean(self, name: str, tensor: torch.Tensor) -> Callable[[], Any]:
-        """Starts the mean over ranks, in the tensor's own memory. Returns a function that waits for
-        it."""
 
     def _description(self) -> Dict[str, Any]:
         return {
@@ -61,18 +59,17 @@ class UpdateExchange(Averaging):
         """Compares what must be alike on all ranks before the first step. parameters: a checksum of
         each that ranks share; local_steps: so many since then."""
         if self._active:
-            advice = (
-                f"Start all ranks alike, or load on every rank what that rank has saved, and "
-                f"{self._broadcast} before the first step"
-            )
-            shared = {"local_steps": local_steps, "parameters": parameters}
-            description = {**self._description(), **shared}
             agree(
                 self._transport,
                 self._label,
-                description,
+                {
+                    **self._description(),
+                    "local_steps": local_steps,
+                    "parameters": parameters,
+                },
                 "come to the first step of their UpdateOptimizer",
-                advice,
+                "Start all ranks alike, or load on every rank what that rank has saved, and "
+                f"{self._broadcast} before the first step",
             )
         self._agreed = True
 
@@ -88,10 +85,11 @@ class UpdateExchange(Averaging):
             return True
         self._meet()
         carriers = {name: exchange.submit(name, flat, base=base) for name, flat, base in updates}
-        waits = {}
-        for name, carrier in carriers.items():
-            if exchange.is_payload(name, carrier):
-                waits[name] = self._start_mean(f"{self._label}.{name}.mean", tensor_of(carrier))
+        waits = {
+            name: self._mean(tensor_of(carrier), f"{self._label}.{name}.mean")
+            for name, carrier in carriers.items()
+            if exchange.is_payload(name, carrier)
+        }
         exchange.flush()
         for name, carrier in carriers.items():
             if name in waits:
@@ -105,7 +103,7 @@ class UpdateExchange(Averaging):
             name: tensor.to("cpu", torch.promote_types(tensor.dtype, torch.float32)).contiguous()
             for name, tensor in tensors.items()
         }
-        waits = [self._start_mean(f"{names}.{name}", copy) for name, copy in copies.items()]
+        waits = [self._mean(copy, f"{names}.{name}") for name, copy in copies.items()]
         for wait, (name, copy) in zip(waits, copies.items()):
             wait()
             if copy is not tensors[name]:
@@ -140,19 +138,6 @@ class UpdateExchange(Averaging):
         """Continues from what state_dict has returned on this rank, or from a list of all ranks',
         or from a portable one."""
         self._exchange.load_state_dict(state)
-
-    def rollback(self) -> None:
-        """Rolls back an exchange that was interrupted."""
-        self._exchange.rollback()
-
-    def check_steps(self) -> None:
-        """MismatchError where ranks have loaded states of different steps."""
-        steps = self.steps_of_all()
-        if len(set(steps)) > 1:
-            raise MismatchError(
-                f"ranks have loaded states of different steps, {steps} in rank order: load on "
-                "every rank what that rank has saved at one step, or a portable state"
-            )
 
     def steps_of_all(self) -> List[int]:
         """How many exchanges each rank has had, with those before it has loaded a state."""

@@ -9,6 +9,7 @@ import torch
 from ..adapters.binding import warn_once
 from ..adapters.updates import Nesterov, check_rounds
 from ..engine import checkpoint
+from ..protocol.handshake import MismatchError
 from .around import OptimizerAround, check_inner
 from .outside_step import Probe, watch
 from .parameters import NamedParameters
@@ -68,7 +69,7 @@ class UpdatingOptimizer(OptimizerAround):
             )
         self._refuse_unknown()
         for parameter in self._parameters if not self.local_steps else ():
-            parameter.begin()
+            parameter.shared.copy_(parameter.param)
         self._shared_is_kept = False
         if not self.compression._agreed:
             sums = {each.name: checksum(each.shared) for each in self._parameters}
@@ -77,7 +78,12 @@ class UpdatingOptimizer(OptimizerAround):
 
     def _go_on_from_all(self) -> None:
         """MismatchError where ranks have loaded states of different steps."""
-        self.compression.check_steps()
+        steps = self.compression.steps_of_all()
+        if len(set(steps)) > 1:
+            raise MismatchError(
+                f"ranks have loaded states of different steps, {steps} in rank order: load on "
+                "every rank what that rank has saved at one step, or a portable state"
+            )
 
     @contextlib.contextmanager
     def _outside_step(self, method: str) -> Iterator[None]:
@@ -93,11 +99,8 @@ class UpdatingOptimizer(OptimizerAround):
             )
         params = [each.param for each in self._parameters]
         before = Probe(params)
-        self._inside = True
-        try:
+        with self._at_work():
             yield
-        finally:
-            self._inside = False
         if Probe(params).differs(before):
             values = {each.name: each.param.detach() for each in self._parameters}
             sums = [checksum(each) for each in values.values()]
@@ -117,7 +120,7 @@ class UpdatingOptimizer(OptimizerAround):
             for parameter in self._parameters:
                 parameter.apply(self._outer) if finite else parameter.rollback()
             if not finite:
-                self.compression.rollback()
+                self.compression._exchange.rollback()
         if not finite:
             self._warn_of_moments()
 
@@ -211,7 +214,10 @@ class UpdatingOptimizer(OptimizerAround):
         kept: Any = state_dict.get("updates")
         if kept is not None:
             try:
-                kept = self._renamed(kept)
+                # By the names that parameters have here.
+                found = renaming(kept["compression"], [each.name for each in self._parameters])
+                kept = {**kept, "compression": rekeyed(kept["compression"], found)}
+                kept = rekeyed(kept, found)
                 self._check(kept)
             except (LookupError, TypeError, AttributeError) as error:
                 raise ValueError(f"not a state_dict of an UpdateOptimizer: {error!r}") from None
@@ -227,18 +233,12 @@ class UpdatingOptimizer(OptimizerAround):
             if each.momentum is not None:
                 each.momentum.copy_(kept["momentum"][each.name])
 
-    def _renamed(self, kept: Dict[str, Any]) -> Dict[str, Any]:
-        """What a state has under "updates", by the names that parameters have here."""
-        found = renaming(kept["compression"], [each.name for each in self._parameters])
-        return rekeyed({**kept, "compression": rekeyed(kept["compression"], found)}, found)
-
     def _check(self, kept: Dict[str, Any]) -> None:
         checkpoint.refuse(checkpoint.wrong_count("local_steps", kept["local_steps"]))
-        wanted: List[Tuple[str, bool]] = [
-            ("shared", bool(kept["local_steps"])),
+        for part, needed in (
+            ("shared", kept["local_steps"] > 0),
             ("momentum", self._outer is not None),
-        ]
-        for part, needed in wanted:
+        ):
             found = {name: tuple(tensor.shape) for name, tensor in kept[part].items()}
             if found != (
                 {each.name: tuple(each.param.shape) for each in self._parameters} if needed else {}

@@ -63,9 +63,11 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         discardable: bool = False,
     ) -> None:
         TorchBinding.__init__(self, process_set)
-        OptimizerCompression.__init__(self, grad_scaler, discardable)
+        check_types(optimizer, grad_scaler)
         # Horovod's optimizer also reduces in a process set of one rank.
         self._active = bool(self._process_set.included()) and (hvd.size() > 1 or self._elastic)
+        pairs = named(optimizer, named_parameters)
+        OptimizerCompression.__init__(self, spec, optimizer, pairs, grad_scaler, discardable)
         # With the version of its gradient, until the first result of the step comes.
         self._submitted: List[Tuple[Slot, torch.Tensor, int]] = []
         # In this step: id(parameter) → the operation of Horovod's that brings the result after its
@@ -77,8 +79,6 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         self._announce: Optional[Callable[[], None]] = None
         # Numbers of the blocks of `uneven`.
         self._blocks = itertools.count(1)
-        check_types(optimizer, grad_scaler)
-        self._bind(spec, optimizer, named(optimizer, named_parameters))
         if self._active:
             ownership.expect(self)
 
@@ -169,8 +169,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
             tensor = tensor.clone()
         memory, array, carrier = self._submit(slot, tensor)
         sent = memory if carrier is array else slot.tensor_of(carrier)
-        grad = slot.param.grad
-        assert grad is not None  # `find` has seen it.
+        grad: Any = slot.param.grad
         self._submitted.append((slot, tensor, grad._version))
         return sent, (slot, tensor, memory, sent, carrier)
 

@@ -45,16 +45,6 @@ class AdamW(AdamWOfRanks):
 class UpdateCompression(UpdateExchange, TorchBinding):
     """The exchange of an UpdateOptimizer of Horovod's ranks."""
 
-    def __init__(
-        self,
-        spec: Any,
-        shapes: Dict[str, Tuple[int, ...]],
-        options: Dict[str, Any],
-        process_set: Any,
-    ) -> None:
-        TorchBinding.__init__(self, process_set)
-        self._begin_with(spec, shapes, options)
-
     _broadcast = "call hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
 
     def begin(self, parameters: Dict[str, int], local_steps: int) -> None:
@@ -63,7 +53,7 @@ class UpdateCompression(UpdateExchange, TorchBinding):
         )
         super().begin(parameters, local_steps)
 
-    def _start_mean(self, name: str, tensor: torch.Tensor) -> Callable[[], Any]:
+    def _mean(self, tensor: torch.Tensor, name: str) -> Callable[[], Any]:
         handle = hvd.allreduce_async_(
             tensor, name=name, op=hvd.Average, process_set=self._process_set
         )
@@ -152,7 +142,7 @@ class UpdateOptimizer(UpdatingOptimizer):
             named_parameters,
             every,
             outer,
-            lambda shapes, options: UpdateCompression(compression, shapes, options, process_set),
+            functools.partial(UpdateCompression, process_set, compression),
         )
         let_broadcast_begin(self)
 
@@ -170,7 +160,7 @@ class UpdateOptimizer(UpdatingOptimizer):
             return
         of_all_ranks = self.compression._process_set.process_set_id == 0
         if not of_all_ranks or any(each not in (0, steps[0]) for each in steps):
-            self.compression.check_steps()
+            super()._go_on_from_all()
         self._sync()
         if self.compression._exchange.rank == 0:
             warn_once(_ONE_STATE)
