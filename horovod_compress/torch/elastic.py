@@ -23,7 +23,7 @@ from horovod.torch.elastic.state import (
     get_handler_registry,
 )
 
-from ..adapters.elastic import Entry, Keeping, evening_out
+from ..adapters.elastic import Entry, evening_out
 from ..pytorch.optimizers import GradScaler
 from . import horovod_internals
 from .compression import BoundCompression
@@ -47,7 +47,7 @@ class CompressionHandler(Entry, StateHandler):
         super().set_value(_bound(value))
 
 
-def _bound(value: Any) -> Keeping:
+def _bound(value: Any) -> Any:
     return value.the_only() if isinstance(value, UnboundCompression) else value
 
 
