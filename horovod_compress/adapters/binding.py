@@ -190,7 +190,7 @@ class Unbound(ABC):
 
     def _made_again(self) -> Tuple[Any, ...]:
         """What a copy is made by, as `__reduce__` returns it."""
-        return functools.partial(type(self), **self._options), (self._compressor,)
+        return functools.partial(type(self), **self._options), (self._asked,)
 
     def __repr__(self) -> str:
         return f"<{self._compressor!r}, bound to an optimizer of Horovod's when it is used>"

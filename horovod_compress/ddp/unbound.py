@@ -1,6 +1,5 @@
 """A communication hook for a model and an optimizer that others make later."""
 
-import functools
 import weakref
 from typing import Any, Callable, List, Tuple
 
@@ -30,12 +29,9 @@ class HookState(Unbound):
                 f"{self._compressor.id}: moments={moments} begin with a forward "
                 "pass, before a communication hook is called: use ddp.compress(model, optimizer, …)"
             )
-        self._spec = spec
+        self._asked = spec
         self._bound: List[DDPCompression] = []
         _unbound.add(self)
-
-    def _made_again(self) -> Tuple[Any, ...]:
-        return functools.partial(HookState, **self._options), (self._spec,)
 
     def the_only(self) -> DDPCompression:
         if not self._bound:
@@ -74,7 +70,7 @@ class HookState(Unbound):
                 "ddp.compress(model, optimizer, …), which is told of one"
             )
         optimizer = optimizers[0] if optimizers else None
-        self._bound.append(make(self._spec, model, optimizer, **self._options))
+        self._bound.append(make(self._asked, model, optimizer, **self._options))
         _unbound.discard(self)
 
 
