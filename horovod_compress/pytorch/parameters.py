@@ -72,10 +72,6 @@ class Slot:
 
     def load_for(self, compression: Binding, grad: torch.Tensor) -> Tuple[torch.Tensor, Any]:
         """As of `load`, for a compression, which tells where that costs numbers of float64."""
-        # As most are.
-        own = None if kernels.serves("cpu") else flat_memory(grad)
-        if own is not None:
-            return grad, own
         exchange, is_float64 = compression._exchange, grad.dtype == torch.float64
         # Only asked where kernels could be.
         on_device = (not grad.is_cpu or kernels.serves("cpu")) and exchange.on_device(self.name)

@@ -250,13 +250,10 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         # over.
         self._exchange.handover.check_host(horovod_internals.factor_of(self._optimizer))
         self._submitted.clear()
-        super()._begin_step()
-
-    def _agree_on_options(self, scale: Optional[float]) -> None:
         self._refuse_unsynced(
             "hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression)"
         )
-        super()._agree_on_options(scale)
+        super()._begin_step()
 
     # -- around steps of Horovod's optimizer
 
