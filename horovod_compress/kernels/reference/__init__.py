@@ -5,6 +5,11 @@ All arrays are one-dimensional and contiguous. Gradients, residuals and values a
 are uint32. Encoders of a payload's body return `Encoded`.
 """
 
+import functools
+from typing import Any, Callable
+
+import numpy as np
+
 from .adaptive import encode_adacomp, encode_strom, encode_variance
 from .buckets import decode_add_buckets, encode_buckets
 from .codes import (
@@ -90,3 +95,18 @@ __all__ = [
     "subtract_product",
     "take_entries",
 ]
+
+
+def _quiet(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, in which NumPy does not warn of numbers that overflow or are NaN: gradients have
+    them, and kernels say so."""
+
+    @functools.wraps(kernel)
+    def call(*arrays: Any, **options: Any) -> Any:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return kernel(*arrays, **options)
+
+    return call
+
+
+globals().update({name: _quiet(globals()[name]) for name in __all__})

@@ -5,13 +5,13 @@ and subtracts the decoded values from the residual; AdaComp subtracts them in th
 the gradient is not finite everywhere nothing is selected.
 """
 
-from typing import Optional, Sequence, Union
+from typing import Optional
 
 import numpy as np
 
 from ..encoded import Encoded
-from .dense import TOO_LARGE, Float, accumulate
-from .sparse import code_values, encode_sparse
+from .dense import TOO_LARGE, Float, advance
+from .sparse import code_entries, encode_sparse
 
 
 def encode_strom(grad: np.ndarray, residual: np.ndarray, *, tau: float) -> Encoded:
@@ -21,16 +21,12 @@ def encode_strom(grad: np.ndarray, residual: np.ndarray, *, tau: float) -> Encod
     grad is left zero; an element whose new r would be TOO_LARGE or NaN keeps its old one, and then
     nothing is sent.
     """
-    finite = accumulate(residual, grad)
+    finite = advance(residual, residual + grad)
     grad.fill(0)
-    indices = (
-        np.flatnonzero(np.abs(residual) > np.float32(tau)) if finite else np.empty(0, np.int64)
-    )
+    indices = np.flatnonzero((np.abs(residual) > np.float32(tau)) & finite).astype(np.uint32)
     values = np.copysign(np.float32(tau), residual[indices])
     residual[indices] -= values
-    return encode_sparse(indices.astype(np.uint32), values, kind="sign", scales=(tau,))._replace(
-        finite=finite
-    )
+    return encode_sparse(indices, values, kind="sign", scales=(tau,))._replace(finite=finite)
 
 
 def encode_variance(
@@ -61,27 +57,23 @@ def encode_variance(
     is large enough.
     """
     alpha, zeta, tau = np.float32(alpha), np.float32(zeta), np.float32(tau)
-    with np.errstate(over="ignore", invalid="ignore"):
-        new_r, new_v = r + grad, v + (grad * grad if squares is None else squares)
-        good = (np.abs(new_r) < TOO_LARGE) & np.isfinite(new_v)
-        r[...], v[...] = np.where(good, new_r, r), np.where(good, new_v, v)
-        fires = (r * r > alpha * v) & (np.abs(r) > tau)
+    new_r, new_v = r + grad, v + (grad * grad if squares is None else squares)
+    good = (np.abs(new_r) < TOO_LARGE) & np.isfinite(new_v)
+    r[...], v[...] = np.where(good, new_r, r), np.where(good, new_v, v)
+    fires = (r * r > alpha * v) & (np.abs(r) > tau)
     v[...] = np.where(fires, v, zeta * v)
     grad.fill(0)
     finite = bool(good.all())
-    indices: np.ndarray = np.flatnonzero(fires) if finite else np.empty(0, np.int64)
-    scales: Sequence[Float] = (tau,)
-    left: Union[np.ndarray, int] = 0
-    if tau > 0:
-        kind, values = "sign", np.copysign(tau, r[indices])
-        left = np.maximum(v[indices] - 2 * np.abs(r[indices]) * tau + tau * tau, 0)
+    indices = np.flatnonzero(fires & finite).astype(np.uint32)
+    if tau == 0:
+        kind, (indices, values, scales) = "power", code_entries(indices, r, "power")
+        left = np.zeros_like(values)
     else:
-        kind, (values, scales) = "power", code_values(r[indices], "power")
-        indices, values = indices[values != 0], values[values != 0]
+        kind, values, scales = "sign", np.copysign(tau, r[indices]), [tau]
+        left = np.maximum(v[indices] - 2 * np.abs(r[indices]) * tau + tau * tau, 0)
     before = np.stack([r[indices], v[indices]])
     v[indices] = left
     r[indices] = r[indices] - values if tau > 0 or error_feedback else 0
-    indices = indices.astype(np.uint32)
     return encode_sparse(indices, values, kind=kind, scales=scales)._replace(
         finite=finite, undo=(indices, before)
     )
@@ -109,22 +101,16 @@ def encode_adacomp(
     if len(sent) and sent.max() >= len(residual):
         raise ValueError("index outside the tensor")
     residual[sent] -= np.copysign(np.float32(sent_scale), residual[sent])
-    g = grad.copy()
-    old = residual.copy()
-    finite = accumulate(residual, grad)
-    grad.fill(0)
-    with np.errstate(over="ignore", invalid="ignore"):
-        g[~(np.abs(old + g) < TOO_LARGE)] = 0
-    bin_length = min(bin_length, max(len(g), 1))
-    bins = np.arange(len(g)) // bin_length
-    gmax = np.zeros(-(-len(g) // bin_length), np.float32)
+    finite = advance(residual, residual + grad)
+    bin_length = min(bin_length, max(len(grad), 1))
+    bins = np.arange(len(grad)) // bin_length
+    gmax = np.zeros(-(-len(grad) // bin_length), np.float32)
     np.maximum.at(gmax, bins, np.abs(residual))
-    with np.errstate(over="ignore"):
-        h = residual + np.float32(scale_factor - 1) * g
+    h = residual + np.float32(scale_factor - 1) * grad
+    grad.fill(0)
     scale = np.float32(gmax.sum(dtype=np.float64) / max(len(gmax), 1))
     selected = (np.abs(h) >= gmax[bins]) & (residual != 0)
-    indices: np.ndarray = np.flatnonzero(selected) if finite and scale else np.empty(0, np.int64)
-    indices = indices.astype(np.uint32)
+    indices = np.flatnonzero(selected & bool(finite and scale)).astype(np.uint32)
     encoded = encode_sparse(
         indices, np.copysign(scale, residual[indices]), kind="sign", scales=(scale,)
     )

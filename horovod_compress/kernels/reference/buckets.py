@@ -16,6 +16,7 @@ import numpy as np
 
 from ..encoded import Encoded, new_body
 from .columns import BLOCK, block_bits, columns_of, from_columns, to_columns
+from .dense import add
 from .random import one_of, round_at_random
 
 _FIXED, _ELIAS = 0, 1
@@ -102,11 +103,8 @@ def decode_add_buckets(
         if body[0] == _ELIAS
         else _read_fixed(body[at:], n, bucket, steps)
     )
-    with np.errstate(over="ignore", invalid="ignore"):
-        out += np.repeat(np.float32(scale) / np.float32(steps) * norms, bucket)[:n] * levels.astype(
-            np.float32
-        )
-    return bool(np.isfinite(out).all())
+    units = np.repeat(np.float32(scale) / np.float32(steps) * norms, bucket)[:n]
+    return add(out, units * levels.astype(np.float32), 1.0)
 
 
 def _width(largest: int) -> int:
@@ -177,35 +175,29 @@ def _read_elias(data: np.ndarray, n: int, steps: int) -> np.ndarray:
     (count,) = struct.unpack("<I", data[:4].tobytes())
     if count > n:
         raise ValueError("more entries than the tensor has elements")
-    bits = np.unpackbits(data[4:], bitorder="little").tolist()
-    levels = np.zeros(n, np.int64)
-    at, index = 0, -1
+    bits = iter(np.unpackbits(data[4:], bitorder="little").tolist())
+    levels, index = np.zeros(n, np.int64), -1
 
     def gamma() -> int:
-        nonlocal at
         rest = 0
-        while bits[at]:
+        while next(bits):
             rest += 1
-            at += 1
         if rest > 31:
             raise ValueError("a number out of range")
-        value = 1 << rest | sum(bits[at + 1 + j] << j for j in range(rest))
-        at += 1 + rest
-        return value
+        return 1 << rest | sum([next(bits) << j for j in range(rest)])
 
     try:
         for _ in range(count):
             index += gamma()
             if index >= n:
                 raise ValueError("index outside the tensor")
-            minus = bits[at]
-            at += 1
-            level = gamma()
+            minus, level = next(bits), gamma()
             if level > steps:
                 raise ValueError("level out of range")
             levels[index] = -level if minus else level
-    except IndexError:
+    except StopIteration:
         raise ValueError("bits end too early") from None
-    if len(bits) - at >= 8 or any(bits[at:]):
+    rest = list(bits)
+    if len(rest) >= 8 or any(rest):
         raise ValueError("longer than its entries")
     return levels

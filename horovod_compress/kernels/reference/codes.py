@@ -10,7 +10,7 @@ import numpy as np
 
 from ..encoded import Encoded, new_body
 from .columns import BLOCK, block_bits, columns_of, from_columns, to_columns
-from .dense import TOO_LARGE, max_abs
+from .dense import add, advance, max_abs
 from .quantization import pack, unpack
 from .sparse import load, store
 
@@ -18,8 +18,7 @@ from .sparse import load, store
 def encode_float16(x: np.ndarray, half: np.ndarray) -> float:
     """half = x in float16, as uint16 bits, ties to even; numbers too large become infinite. Returns
     max |x|, infinity for NaN."""
-    with np.errstate(over="ignore"):
-        half[...] = x.astype(np.float16).view(np.uint16)
+    half[...] = x.astype(np.float16).view(np.uint16)
     half[np.isnan(x)] = half[np.isnan(x)] & 0x8000 | 0x7E00
     return max_abs(x)
 
@@ -40,7 +39,7 @@ def encode_bf16(grad: np.ndarray, spare: Optional[np.ndarray] = None) -> Encoded
 
 def decode_add_bf16(out: np.ndarray, body: np.ndarray, *, scale: float) -> bool:
     """out += scale · body, in place; returns whether out is finite."""
-    return _add(out, load(_exactly(body, 2 * len(out)).tobytes(), "bf16"), scale)
+    return add(out, load(_exactly(body, 2 * len(out)).tobytes(), "bf16"), scale)
 
 
 def encode_one_bit(
@@ -58,22 +57,18 @@ def encode_one_bit(
     (1-bit SGD, Seide et al., Interspeech 2014). An element whose new r would be TOO_LARGE or NaN
     becomes growth·r, or keeps its old r where that would be too large; then nothing is sent.
     """
-    with np.errstate(over="ignore", invalid="ignore"):
-        grown = np.float32(growth) * residual
-        moved = grown + grad
-    good = np.abs(moved) < TOO_LARGE
-    residual[...] = np.where(good, moved, np.where(np.abs(grown) < TOO_LARGE, grown, residual))
+    grown = np.float32(growth) * residual
+    advance(residual, grown)
+    finite = advance(residual, grown + grad)
     grad.fill(0)
     below = residual < 0
-    finite = bool(good.all())
     units = np.zeros(2, np.float32)
     if finite and len(grad):
         wide = residual.astype(np.float64)
         halves = [wide] * 2 if symmetric else [wide[~below], wide[below]]
         units[:] = [np.abs(half).mean() if len(half) else 0 for half in halves]
         units[1] *= -1
-    with np.errstate(over="ignore"):
-        residual -= np.where(below, units[1], units[0])
+    residual -= np.where(below, units[1], units[0])
     return Encoded(new_body(units, pack(below.astype(np.int64), 1, 0)), len(grad), finite)
 
 
@@ -86,7 +81,7 @@ def decode_add_one_bit(out: np.ndarray, body: np.ndarray, *, scale: float) -> bo
     if not (np.isfinite(plus) and np.isfinite(minus)):
         raise ValueError("scale not finite")
     below = unpack(np.frombuffer(body[8:].tobytes(), np.int32), n, 1, 0, 0)
-    return _add(out, np.where(below, np.float32(scale) * minus, np.float32(scale) * plus), 1.0)
+    return add(out, np.where(below, np.float32(scale) * minus, np.float32(scale) * plus), 1.0)
 
 
 def encode_natural(grad: np.ndarray, spare: Optional[np.ndarray] = None, *, key: int) -> Encoded:
@@ -108,16 +103,10 @@ def decode_add_natural(out: np.ndarray, body: np.ndarray, *, scale: float) -> bo
     n = len(out)
     words = np.frombuffer(_exactly(body, 4 * 9 * columns_of(n)).tobytes(), np.uint32)
     codes = from_columns(words, n, 9).astype(np.uint32)
-    return _add(out, ((codes & 0x100) << 23 | (codes & 0xFF) << 23).view(np.float32), scale)
+    return add(out, ((codes & 0x100) << 23 | (codes & 0xFF) << 23).view(np.float32), scale)
 
 
 def _exactly(body: np.ndarray, size: int) -> np.ndarray:
     if len(body) != size:
         raise ValueError("not of the length that a tensor of this size has")
     return body
-
-
-def _add(out: np.ndarray, values: np.ndarray, scale: float) -> bool:
-    with np.errstate(over="ignore", invalid="ignore"):
-        out += np.float32(scale) * values
-    return bool(np.isfinite(out).all())

@@ -12,9 +12,9 @@ import math
 import numpy as np
 
 from ..encoded import Encoded
-from .dense import TOO_LARGE
+from .dense import advance
 from .selection import largest_of
-from .sparse import code_values, decode_sparse, encode_sparse
+from .sparse import code_entries, decode_sparse, encode_sparse
 
 # Of what is left of an element: what was sent must not take it to TOO_LARGE.
 _MOST = np.float32(2.0**109)
@@ -39,29 +39,15 @@ def encode_dct(
     grad is left zero. An element whose new residual would be TOO_LARGE or NaN keeps its old one,
     and then nothing is sent.
     """
-    with np.errstate(over="ignore", invalid="ignore"):
-        moved = np.float32(decay) * residual + np.float32(scale) * grad
-    good = np.abs(moved) < TOO_LARGE
-    residual[...] = np.where(good, moved, residual)
+    finite = advance(residual, np.float32(decay) * residual + np.float32(scale) * grad)
     grad.fill(0)
-    finite = bool(good.all())
     chunks = _chunks(residual, rows, columns, width)
     coefficients = _product(_product(chunks, _square(columns).T), _square(rows), left=True).reshape(
         -1
     )
     size = max(chunks.shape[2] * chunks.shape[3], 1)
-    chosen = (
-        [
-            largest_of(coefficients[first : first + size], k) + first
-            for first in range(0, len(coefficients), size)
-        ]
-        if finite
-        else []
-    )
-    indices = np.concatenate([np.empty(0, np.int64), *chosen]).astype(np.uint32)
-    values, scales = code_values(coefficients[indices], kind)
-    if kind == "power":
-        indices, values = indices[values != 0], values[values != 0]
+    chosen = largest_of(coefficients, k if finite else 0, size)
+    indices, values, scales = code_entries(chosen, coefficients, kind)
     touched = np.zeros((*chunks.shape[:2], 1, 1), bool)
     touched.reshape(-1)[indices // size] = True
     left = np.clip(chunks - _decoded(indices, values, chunks.shape, rows, columns), -_MOST, _MOST)
@@ -83,8 +69,7 @@ def decode_add_dct(
     finite."""
     chunks = _chunks(out, rows, columns, width)
     indices, values = decode_sparse(body, numel=out.size)
-    with np.errstate(over="ignore", invalid="ignore"):
-        chunks += np.float32(scale) * _decoded(indices, values, chunks.shape, rows, columns)
+    chunks += np.float32(scale) * _decoded(indices, values, chunks.shape, rows, columns)
     touched = np.unique(indices // max(chunks.shape[2] * chunks.shape[3], 1))
     return bool(np.isfinite(chunks.reshape(-1, *chunks.shape[2:])[touched]).all())
 

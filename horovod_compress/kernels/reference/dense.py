@@ -25,18 +25,21 @@ def max_abs(x: np.ndarray, peaks: Optional[np.ndarray] = None) -> float:
 def max_abs_and_deviation(x: np.ndarray) -> Tuple[float, float]:
     """(max |x|, standard deviation), as floats. Where anything is infinite or NaN the former is
     infinity, and the latter is meaningless."""
-    with np.errstate(invalid="ignore"):
-        return max_abs(x), float((x.astype(np.float64) - x[0]).std()) if len(x) else 0.0
+    return max_abs(x), float((x.astype(np.float64) - x[0]).std()) if len(x) else 0.0
 
 
-def accumulate(residual: np.ndarray, grad: np.ndarray) -> bool:
-    """residual += grad where that is neither TOO_LARGE nor NaN. Returns whether it was everywhere.
+def advance(residual: np.ndarray, moved: np.ndarray) -> bool:
+    """residual ← moved where that is neither TOO_LARGE nor NaN. Returns whether it was everywhere.
     A part of other kernels, and none itself."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        moved = residual + grad
     finite = np.abs(moved) < TOO_LARGE
     residual[...] = np.where(finite, moved, residual)
     return bool(finite.all())
+
+
+def add(out: np.ndarray, values: np.ndarray, scale: float) -> bool:
+    """out += scale·values, in place. Returns whether out is finite. A part of other kernels."""
+    out += np.float32(scale) * values
+    return bool(np.isfinite(out).all())
 
 
 def squared_norm(x: np.ndarray) -> float:
@@ -53,25 +56,22 @@ def apply_momentum(
     if not np.isfinite(out).all():
         return False
     m = np.float32(momentum)
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.multiply(m, u, out=new_u)
-        new_u += out
-        out[...] = out + m * new_u if nesterov else new_u
+    np.multiply(m, u, out=new_u)
+    new_u += out
+    out[...] = out + m * new_u if nesterov else new_u
     return bool(np.isfinite(new_u).all() and np.isfinite(out).all())
 
 
 def scatter_add(out: np.ndarray, indices: np.ndarray, values: np.ndarray, *, scale: float) -> bool:
     """out[indices] += scale·values, in place; indices do not repeat. Returns whether the new
     elements are finite."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        out[indices] += np.float32(scale) * values
+    out[indices] += np.float32(scale) * values
     return bool(np.isfinite(out[indices]).all())
 
 
 def move(x: np.ndarray, out: np.ndarray, *, scale: float) -> None:
     """out ← scale·x, then x ← 0."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.multiply(x, np.float32(scale), out=out)
+    np.multiply(x, np.float32(scale), out=out)
     x.fill(0)
 
 
@@ -82,9 +82,8 @@ def add_up(out: np.ndarray, parts: Sequence[np.ndarray]) -> None:
             "out and every part, of which there is one at least, must have the same length"
         )
     out[...] = parts[0]
-    with np.errstate(over="ignore", invalid="ignore"):
-        for part in parts[1:]:
-            out += part
+    for part in parts[1:]:
+        out += part
 
 
 def flush_denormals(*, mode: int) -> int:

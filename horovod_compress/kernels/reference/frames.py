@@ -2,7 +2,7 @@
 words of a line feeds its own stream, and the streams are mixed in the end."""
 
 import struct
-from typing import Any, Callable, List, Tuple
+from typing import Any, List, Tuple
 
 import numpy as np
 
@@ -12,10 +12,6 @@ VERSION = 2
 _MAGIC = b"hC"
 # Magic version id, checksum digest step length flags.
 HEADER = struct.Struct("<2sBBIIIII")
-# NumPy does not type its arrays as buffers before Python 3.12.
-_pack_header: Callable[..., None] = HEADER.pack_into
-_unpack_header: Callable[..., Tuple[Any, ...]] = HEADER.unpack_from
-_pack_into: Callable[..., None] = struct.pack_into
 # The checksum covers the frame from this byte on; the fields before are compared as they are.
 _CHECKED = 8
 # Of the flags, whose other bits are the bytes of padding.
@@ -34,10 +30,9 @@ def checksum(data: np.ndarray) -> int:
     padded = np.zeros((len(data) // (4 * _LANES) + 1) * 4 * _LANES, np.uint8)
     padded[: len(data)] = data
     lanes = np.arange(1, _LANES + 1, dtype=np.uint32) * np.uint32(_THIRD)
-    with np.errstate(over="ignore"):
-        for line in padded.view(np.uint32).reshape(-1, _LANES):
-            moved = lanes + line * np.uint32(_SECOND)
-            lanes = (moved << 13 | moved >> 19) * np.uint32(_FIRST)
+    for line in padded.view(np.uint32).reshape(-1, _LANES):
+        moved = lanes + line * np.uint32(_SECOND)
+        lanes = (moved << 13 | moved >> 19) * np.uint32(_FIRST)
     total = len(data) * _THIRD & _MASK
     for lane in lanes.tolist():
         mixed = total ^ lane
@@ -61,8 +56,9 @@ def seal_frame(
         frame = np.zeros(size, np.uint8)
         frame[:needed] = buffer[:needed]
     flags = (0 if finite else _NOT_FINITE) | (size - needed) << 1
-    _pack_header(frame, 0, _MAGIC, VERSION, number, 0, digest, step, needed - HEADROOM, flags)
-    _pack_into("<I", frame, 4, checksum(frame[_CHECKED:]))
+    its = _MAGIC, VERSION, number, 0, digest, step, needed - HEADROOM, flags
+    HEADER.pack_into(frame.data, 0, *its)
+    struct.pack_into("<I", frame.data, 4, checksum(frame[_CHECKED:]))
     return frame
 
 
@@ -103,7 +99,7 @@ def _end_of(data: np.ndarray, at: int) -> Tuple[int, Tuple[Any, ...]]:
     """The end of the frame that begins at a place, and its header."""
     if len(data) - at < HEADROOM:
         raise ValueError("cut off in its header")
-    header = _unpack_header(data, at)
+    header = HEADER.unpack_from(data.data, at)
     if header[0] != _MAGIC:
         raise ValueError("not a horovod_compress payload")
     if header[1] != VERSION:

@@ -7,7 +7,7 @@ from typing import Optional
 
 import numpy as np
 
-from .dense import TOO_LARGE, accumulate
+from .dense import TOO_LARGE, advance
 
 # The share left of a vector that lies in the space of those before it.
 _ALL = 1e-6
@@ -30,7 +30,7 @@ def project(
     """
     if pending is not None:
         subtract_product(residual, p, pending, rank=rank)
-    finite = accumulate(residual, grad)
+    finite = advance(residual, residual + grad)
     vectors = q.reshape(rank, -1)
     p.reshape(rank, -1)[...] = vectors @ residual.reshape(-1, vectors.shape[1]).T
     return finite

@@ -183,6 +183,5 @@ def unpack(words: np.ndarray, n: int, width: int, spare: int, offset: int) -> np
         raise ValueError("words, for as many elements, must have the same length")
     offsets = sum(offset << field * width for field in range(fields)) & int(np.iinfo(dtype).max)
     shifts = np.arange(fields, dtype=dtype)[:, None] * dtype.type(width)
-    with np.errstate(over="ignore"):
-        fielded = (words.view(dtype) + dtype.type(offsets)) >> shifts & dtype.type((1 << width) - 1)
+    fielded = (words.view(dtype) + dtype.type(offsets)) >> shifts & dtype.type((1 << width) - 1)
     return _by_element(fielded, n).astype(np.int64) - offset

@@ -8,14 +8,13 @@ _NEXT = 0xFAF2BB1D
 
 def random_bits(*, key: int, n: int) -> np.ndarray:
     """The first n uint32 numbers of the stream of a 64-bit key."""
-    with np.errstate(over="ignore"):
-        x: np.ndarray = np.arange(n, dtype=np.uint32) * np.uint32(0x9E3779B9)
-        x += np.uint32(key & 0xFFFFFFFF)
-        x ^= x >> 16
-        x *= np.uint32(0x85EBCA6B)
-        x ^= (x >> 13) ^ np.uint32(key >> 32)
-        x *= np.uint32(0xC2B2AE35)
-        return x ^ (x >> 16)
+    x: np.ndarray = np.arange(n, dtype=np.uint32) * np.uint32(0x9E3779B9)
+    x += np.uint32(key & 0xFFFFFFFF)
+    x ^= x >> 16
+    x *= np.uint32(0x85EBCA6B)
+    x ^= (x >> 13) ^ np.uint32(key >> 32)
+    x *= np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def next_bits(bits: np.ndarray, count: int) -> np.ndarray:

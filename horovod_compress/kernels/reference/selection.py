@@ -1,13 +1,13 @@
 """Accumulation with momentum, and the choice of the largest entries: Deep Gradient Compression's
 pass over memory."""
 
-from typing import Optional, Sequence, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 import numpy as np
 
 from ..encoded import Encoded
 from .dense import TOO_LARGE, Float
-from .sparse import code_values, encode_sparse
+from .sparse import code_entries, encode_sparse
 
 
 def add_to_residual(
@@ -43,38 +43,33 @@ def add_to_residual(
     elements, of equal ones the first; of all that are not zero, where those are fewer. Nothing is
     sampled then.
     """
-    with np.errstate(over="ignore", invalid="ignore"):
-        g = np.float32(scale) * (grad if base is None else grad - base)
-        m = np.float32(momentum)
-        if u is None:
-            new_u = new_v = v + g
-        elif nesterov:
-            new_u = m * (u + g)
-            new_v = v + (new_u + g)
-        else:
-            new_u = m * u + g
-            new_v = v + new_u
+    g = np.float32(scale) * (grad if base is None else grad - base)
+    m = np.float32(momentum)
+    if u is None:
+        new_u = new_v = v + g
+    elif nesterov:
+        new_u = m * (u + g)
+        new_v = v + (new_u + g)
+    else:
+        new_u = m * u + g
+        new_v = v + new_u
     finite = np.abs(new_v) < TOO_LARGE
     v[...] = np.where(finite, new_v, v)
     if u is not None:
         u[...] = np.where(finite, new_u, np.where(np.isfinite(new_v), 0, u))
     grad[...] = 0 if base is None else base
-    chunks = (
-        [
-            largest_of(v[first : first + (chunk or len(v))], k) + first
-            for first in range(0, len(v), chunk or len(v))
-        ]
-        if len(v)
-        else []
-    )
-    return np.concatenate([np.empty(0, np.int64), *chunks]).astype(np.uint32), bool(finite.all())
+    return largest_of(v, k, chunk or max(len(v), 1)), bool(finite.all())
 
 
-def largest_of(values: np.ndarray, k: int) -> np.ndarray:
-    """Ascending indices of the k largest magnitudes, of equal ones the first, and none of zeros."""
-    magnitude = np.abs(values)
-    largest = np.argsort(-magnitude, kind="stable")[:k]
-    return np.sort(largest[magnitude[largest] > 0])
+def largest_of(values: np.ndarray, k: int, chunk: int) -> np.ndarray:
+    """Ascending indices of the k largest magnitudes of each chunk of so many elements, of equal
+    ones the first, and none of zeros."""
+    found = [np.empty(0, np.int64)]
+    for first in range(0, len(values), chunk):
+        magnitude = np.abs(values[first : first + chunk])
+        largest = np.argsort(-magnitude, kind="stable")[:k]
+        found.append(first + np.sort(largest[magnitude[largest] > 0]))
+    return np.concatenate(found).astype(np.uint32)
 
 
 def take_entries(
@@ -87,9 +82,7 @@ def take_entries(
     "power" has no code for, are left out of all that is returned. rows: what v held at indices,
     and, with `mask` and u given, what u held. v keeps the error; masked u becomes 0.
     """
-    values, scales = code_values(v[indices], kind)
-    if kind == "power":
-        indices, values = indices[values != 0], values[values != 0]
+    indices, values, scales = code_entries(indices, v, kind)
     rows = v[indices][None]
     v[indices] -= values
     if mask and u is not None:
@@ -103,33 +96,14 @@ def encode_topk(
     u: Optional[np.ndarray],
     v: np.ndarray,
     *,
-    base: Optional[np.ndarray] = None,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    scale: float = 1.0,
-    k: int,
-    samples: int,
-    offset: int,
-    chunk: int = 0,
     kind: str,
     mask: bool = False,
+    **choice: Any,
 ) -> Encoded:
-    """add_to_residual, take_entries of what it has chosen, and their sparse body; none where the
-    gradient was not finite. `undo` of what is returned: (indices, rows), as take_entries returns
-    them."""
-    chosen, finite = add_to_residual(
-        grad,
-        u,
-        v,
-        base=base,
-        momentum=momentum,
-        nesterov=nesterov,
-        scale=scale,
-        k=k,
-        samples=samples,
-        offset=offset,
-        chunk=chunk,
-    )
+    """add_to_residual with the other options, take_entries of what it has chosen, and their sparse
+    body; none where the gradient was not finite. `undo` of what is returned: (indices, rows), as
+    take_entries returns them."""
+    chosen, finite = add_to_residual(grad, u, v, **choice)
     indices, rows, values, scales = take_entries(
         chosen if finite else chosen[:0], v, u, kind=kind, mask=mask
     )

@@ -113,6 +113,15 @@ def code_values(values: np.ndarray, kind: str) -> Tuple[np.ndarray, Sequence[Flo
     return load(store(values, kind).tobytes(), kind), ()
 
 
+def code_entries(
+    indices: np.ndarray, x: np.ndarray, kind: str
+) -> Tuple[np.ndarray, np.ndarray, Sequence[Float]]:
+    """(indices, values, scales): `code_values` of x at indices, without those that have no code."""
+    values, scales = code_values(x[indices], kind)
+    coded = (values != 0) | (kind != "power")
+    return indices[coded], values[coded], scales
+
+
 def _powers(values: np.ndarray) -> Tuple[np.ndarray, Sequence[Float]]:
     mantissa, exponent = np.frexp(np.abs(values))  # in [0.5, 1)·2^exponent
     top = exponent.max(initial=-1000, where=mantissa > 0)
