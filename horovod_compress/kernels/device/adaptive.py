@@ -29,7 +29,7 @@ class _Marks:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.sizes, self.device = [tensor.numel() for tensor in tensors], tensors[0].device
-        self.blocks = launches.blocks_of(tensors, launches.MARK_BLOCK)
+        self.blocks = launches.blocks(self.sizes, self.device, launches.MARK_BLOCK)
         self.starts = starts_of(self.sizes)
         self.marks = torch.empty(self.starts[-1], dtype=torch.int8, device=self.device)
         self.counts, self.peaks = self.blocks.new(2)
@@ -57,7 +57,6 @@ class _Marks:
             held = rows.view(torch.float32)
             launches.launch(
                 programs.collect_marked,
-                self.device,
                 table,
                 self.marks,
                 self.counts,
@@ -108,7 +107,6 @@ def _variance(calls: List[Any]) -> List[Encoded]:
     ]
     launches.launch(
         programs.accumulate_variance,
-        marks.device,
         rows,
         marks.marks,
         marks.counts,
@@ -182,18 +180,13 @@ def _width(call: Any) -> int:
 
 def _subtract_sent(calls: List[Any]) -> None:
     """Takes out of the residuals what the last step has sent."""
-    device = calls[0].grad.tensor.device
     pending = starts_of([len(call.sent) for call in calls])
     rows: List[launches.Row] = [
         (len(call.sent), call.residual.tensor, float(call.sent_scale), start)
         for call, start in zip(calls, pending)
     ]
-    launches.launch(
-        programs.subtract_signs,
-        device,
-        rows,
-        launches.copied([call.sent for call in calls], device),
-    )
+    sent = launches.copied([call.sent for call in calls], calls[0].grad.tensor.device)
+    launches.launch(programs.subtract_signs, rows, sent)
 
 
 def _adacomp(calls: List[Any]) -> List[Encoded]:
@@ -202,23 +195,16 @@ def _adacomp(calls: List[Any]) -> List[Encoded]:
     marks, together = _Marks([call.grad.tensor for call in calls]), launches.MARK_BLOCK // width
     lengths = [_length(call) for call in calls]
     bins = [-(-call.grad.size // length) for call, length in zip(calls, lengths)]
-    starts, blocks = starts_of(bins), launches.blocks(bins, device, together)
-    maxima, peaks = torch.empty(starts[-1], dtype=torch.float32, device=device), blocks.new()
+    starts = starts_of(bins)
+    maxima = torch.empty(starts[-1], dtype=torch.float32, device=device)
     sums = torch.empty(len(calls), dtype=torch.float64, device=device)
     rows: List[launches.Row] = [
         (number, call.grad.tensor, call.residual.tensor, start, call.grad.size, length)
         for call, start, number, length in zip(calls, starts, bins, lengths)
     ]
-    launches.launch(
-        programs.accumulate_bins, device, rows, maxima, peaks, WIDTH=width, BLOCK=together
-    )
-    launches.launch(
-        programs.add_maxima,
-        device,
-        [(1, start, number) for start, number in zip(starts, bins)],
-        maxima,
-        sums,
-    )
+    peaks = launches.largest(programs.accumulate_bins, rows, maxima, WIDTH=width, BLOCK=together)
+    table = [(1, start, number) for start, number in zip(starts, bins)]
+    launches.launch(programs.add_maxima, table, maxima, sums)
     rows = [
         (
             call.grad.size,
@@ -233,7 +219,6 @@ def _adacomp(calls: List[Any]) -> List[Encoded]:
     ]
     launches.launch(
         programs.mark_bins,
-        device,
         rows,
         maxima,
         marks.marks,
@@ -241,7 +226,7 @@ def _adacomp(calls: List[Any]) -> List[Encoded]:
         BLOCK=launches.MARK_BLOCK,
     )
     largest, counts, bits = torch.stack(
-        [blocks.largest(peaks), marks.blocks.sums(marks.counts), sums.view(torch.int64)]
+        [peaks, marks.blocks.sums(marks.counts), sums.view(torch.int64)]
     ).tolist()
     finite = [peak < launches.TOO_LARGE for peak in largest]
     scales = [

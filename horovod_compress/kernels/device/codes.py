@@ -19,30 +19,21 @@ def decode_float16(calls: List[Any]) -> List[float]:
     for call in calls:
         same_length(**call._asdict())
     halves = [call.half.tensor.view(torch.int16) for call in calls]
-    blocks = launches.blocks_of(halves)
-    peaks = blocks.new()
     rows = [(half.numel(), half, call.out.tensor) for half, call in zip(halves, calls)]
-    launches.launch(programs.from_float16, halves[0].device, rows, peaks)
-    return [launches.largest_of(bits) for bits in blocks.largest(peaks).tolist()]
+    bits = launches.largest(programs.from_float16, rows)
+    return list(map(launches.largest_of, bits.tolist()))
 
 
 @Kernel
 def encode_bf16(calls: List[Any]) -> List[Encoded]:
     """As `kernels.reference.encode_bf16`. The body comes to the CPU, into `spare` where that is
     given."""
-    tensors = [call.grad.tensor for call in calls]
-    blocks, starts, device = (
-        launches.blocks_of(tensors),
-        starts_of([tensor.numel() for tensor in tensors]),
-        tensors[0].device,
-    )
-    codes, peaks = torch.empty(starts[-1], dtype=torch.int16, device=device), blocks.new()
-    rows = [(tensor.numel(), tensor, start) for tensor, start in zip(tensors, starts)]
-    launches.launch(programs.to_bfloat16, device, rows, codes, peaks)
+    starts = starts_of([call.grad.size for call in calls])
+    codes = torch.empty(starts[-1], dtype=torch.int16, device=calls[0].grad.tensor.device)
+    rows = [(call.grad.size, call.grad.tensor, start) for call, start in zip(calls, starts)]
+    largest = launches.largest(programs.to_bfloat16, rows, codes)
     encoded = []
-    for call, finite, start, end in zip(
-        calls, are_finite(blocks.largest(peaks)), starts, starts[1:]
-    ):
+    for call, finite, start, end in zip(calls, are_finite(largest), starts, starts[1:]):
         buffer = (
             np.zeros(HEADROOM + 2 * (end - start) + 1, np.uint8)
             if call.spare is None
@@ -60,26 +51,18 @@ def encode_bf16(calls: List[Any]) -> List[Encoded]:
 def decode_add_bf16(calls: List[Any]) -> List[Union[bool, ValueError]]:
     """As `kernels.reference.decode_add_bf16`. ValueError for a body of another length."""
     sizes = [call.out.size if len(call.body) == 2 * call.out.size else 0 for call in calls]
-    device, starts, blocks = (
+    codes = launches.copied(
+        [np.frombuffer(call.body[: 2 * size], np.int16) for call, size in zip(calls, sizes)],
         calls[0].out.tensor.device,
-        starts_of(sizes),
-        launches.blocks(sizes, calls[0].out.tensor.device),
-    )
-    codes, peaks = (
-        launches.copied(
-            [np.frombuffer(call.body[: 2 * size], np.int16) for call, size in zip(calls, sizes)],
-            device,
-        ),
-        blocks.new(),
     )
     rows = [
         (size, call.out.tensor, float(call.scale), start)
-        for size, call, start in zip(sizes, calls, starts)
+        for size, call, start in zip(sizes, calls, starts_of(sizes))
     ]
-    launches.launch(programs.add_bfloat16, device, rows, codes, peaks)
+    largest = launches.largest(programs.add_bfloat16, rows, codes)
     return [
         finite
         if size == call.out.size
         else ValueError(f"{len(call.body)} bytes, not {2 * call.out.size}")
-        for size, call, finite in zip(sizes, calls, are_finite(blocks.largest(peaks)))
+        for size, call, finite in zip(sizes, calls, are_finite(largest))
     ]

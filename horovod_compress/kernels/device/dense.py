@@ -14,10 +14,8 @@ from .shared import Kernel, in_groups, same_length
 def max_abs(calls: List[Any]) -> List[float]:
     """max |x|; infinity where anything is infinite or NaN, 0 for no elements. `peaks`, which save
     the CPU a pass, are not filled."""
-    return [
-        launches.largest_of(bits)
-        for bits in largest_magnitudes([call.x for call in calls]).tolist()
-    ]
+    bits = largest_magnitudes([call.x for call in calls])
+    return list(map(launches.largest_of, bits.tolist()))
 
 
 def squared_norm(x: DeviceArray) -> float:
@@ -36,31 +34,19 @@ def apply_momentum(calls: List[Any]) -> List[bool]:
 
 
 def _moved(calls: List[Any]) -> List[bool]:
-    tensors = [call.out.tensor for call in calls]
-    blocks, device = launches.blocks_of(tensors), tensors[0].device
-    peaks, largest = blocks.new(), largest_magnitudes([call.out for call in calls])
+    before = largest_magnitudes([call.out for call in calls])
     rows = [
         (call.out.size, call.out.tensor, call.u.tensor, call.new_u.tensor, float(call.momentum))
         for call in calls
     ]
-    launches.launch(
-        programs.average_momentum, device, rows, largest, peaks, NESTEROV=calls[0].nesterov
+    return are_finite(
+        launches.largest(programs.average_momentum, rows, before, NESTEROV=calls[0].nesterov)
     )
-    return are_finite(blocks.largest(peaks))
 
 
 def largest_magnitudes(arrays: Sequence[DeviceArray]) -> torch.Tensor:
     """Of each array the largest magnitude, as bits, on the device."""
-    tensors = [array.tensor for array in arrays]
-    blocks = launches.blocks_of(tensors)
-    peaks = blocks.new()
-    launches.launch(
-        programs.find_largest,
-        tensors[0].device,
-        [(tensor.numel(), tensor) for tensor in tensors],
-        peaks,
-    )
-    return blocks.largest(peaks)
+    return launches.largest(programs.find_largest, [(each.size, each.tensor) for each in arrays])
 
 
 def are_finite(largest: torch.Tensor) -> List[bool]:

@@ -102,24 +102,25 @@ def blocks(sizes: Sequence[int], device: torch.device, length: int = BLOCK) -> B
     return _blocks(tuple(sizes), length, device, stream_of(device))
 
 
-def blocks_of(tensors: Sequence[torch.Tensor], length: int = BLOCK) -> Blocks:
-    """The blocks of `length` elements of these tensors."""
-    return blocks([tensor.numel() for tensor in tensors], tensors[0].device, length)
+def largest(
+    program: Any, rows: Sequence[Row], *shared: Any, BLOCK: int = BLOCK, **constants: Any
+) -> torch.Tensor:
+    """`launch`, of a program whose last array takes a number of each block. Of each tensor, the
+    largest of them, on the device; the first of its arguments is a tensor."""
+    dealt = blocks([size for size, *_ in rows], rows[0][1].device, BLOCK)
+    numbers = dealt.new()
+    launch(program, rows, *shared, numbers, BLOCK=BLOCK, **constants)
+    return dealt.largest(numbers)
 
 
 def launch(
-    program: Any,
-    device: torch.device,
-    rows: Sequence[Row],
-    *shared: Any,
-    BLOCK: int = BLOCK,
-    **constants: Any,
+    program: Any, rows: Sequence[Row], *shared: Any, BLOCK: int = BLOCK, **constants: Any
 ) -> None:
     """Starts a program for several tensors, on the current stream. rows: of each tensor the number
     of its elements, or words, and the program's arguments for it, tensors, integers or floats;
-    shared: the arguments for all of them."""
-    sizes, *columns = zip(*rows)
-    owners, firsts = _blocks(sizes, BLOCK, device, stream_of(device))
+    shared: the arguments for all of them, at least one tensor, which is the first."""
+    (sizes, *columns), device = zip(*rows), shared[0].device
+    owners, firsts = blocks(sizes, device, BLOCK)
     if len(owners):
         table = np.array([sizes, firsts, *map(_numbers, columns)], np.int64).T
         constants.update(COLUMNS=table.shape[1], BLOCK=BLOCK, enable_fp_fusion=False)

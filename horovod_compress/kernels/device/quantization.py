@@ -41,7 +41,6 @@ class _Words:
         table = [(count, *row) for count, row in zip(self.counts, rows)]
         launches.launch(
             program,
-            self.device,
             table,
             *shared,
             WIDTH=self.width,

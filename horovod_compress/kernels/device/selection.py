@@ -177,7 +177,7 @@ def put(
             (len(indices[i]), tensors[i][0].tensor, tensors[i][-1].tensor, start)
             for i, start in zip(which, starts)
         ]
-        launches.launch(programs.put, device, table, at, rows[0], rows[-1], TWO=arrays == 2)
+        launches.launch(programs.put, table, at, rows[0], rows[-1], TWO=arrays == 2)
         return [None] * len(which)
 
     in_groups(range(len(tensors)), lambda i: len(tensors[i]), written)
@@ -220,11 +220,10 @@ def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
         if sampled
         else torch.full((len(calls),), _NOTHING, dtype=torch.int32, device=device)
     )
-    blocks = launches.blocks_of([call.v.tensor for call in calls])
+    blocks = launches.blocks([call.numel for call in calls], device)
     counts, peaks = blocks.new(2)
     launches.launch(
         programs.advance,
-        device,
         [(call.numel, *call.operands) for call in calls],
         floors,
         counts,
@@ -290,7 +289,7 @@ def _sampled_floors(calls: List[_Update]) -> torch.Tensor:
     ]
     orders = torch.empty(total, dtype=torch.int64, device=device)
     launches.launch(
-        programs.sample, device, rows, orders, KIND=kind, BASED=based, BLOCK=launches.MARK_BLOCK
+        programs.sample, rows, orders, KIND=kind, BASED=based, BLOCK=launches.MARK_BLOCK
     )
     places = [start + sample.rank for (_, _, sample), start in zip(known, starts)]
     which, at = launches.copied(
@@ -325,7 +324,6 @@ def _of_candidates(
     held = rows.view(torch.float32)
     launches.launch(
         programs.collect,
-        device,
         table,
         floors,
         counts,

@@ -22,14 +22,11 @@ def decode_add_sparse(calls: List[Any]) -> List[Union[bool, ValueError]]:
     ]
     device, counts = calls[0].out.tensor.device, [len(indices) for indices, _ in entries]
     indices, values = (launches.copied(arrays, device) for arrays in zip(*entries))
-    blocks = launches.blocks(counts, device)
-    peaks = blocks.new()
     rows = [
         (count, call.out.tensor, float(call.scale), start)
         for count, call, start in zip(counts, calls, starts_of(counts))
     ]
-    launches.launch(programs.add_entries, device, rows, indices, values, peaks)
-    finite = are_finite(blocks.largest(peaks))
+    finite = are_finite(launches.largest(programs.add_entries, rows, indices, values))
     return [
         each if isinstance(each, ValueError) else result for each, result in zip(decoded, finite)
     ]
