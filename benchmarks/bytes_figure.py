@@ -145,12 +145,10 @@ def label(run: str) -> str:
 
 
 def plot(groups: List[Group], path: pathlib.Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 6), constrained_layout=True)
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
     ranks = statistics.mode(group.ranks for group in groups)
     for group in groups:
         if group.ranks != ranks:

@@ -1,7 +1,7 @@
 """What the sums of squares that variance needs cost: a forward and backward pass with and without,
 as a Markdown table.
 
-    .venv/bin/python benchmarks/per_sample.py [--profile]
+    .venv/bin/python benchmarks/per_sample.py
 
 minibatch collects nothing. The passes are made by turns in one process, and medians of processor
 time are compared, which other processes disturb least. microbatch of 4 makes four passes of a
@@ -101,22 +101,6 @@ def measured(make, inputs, batch, rounds):
     return {kind: statistics.median(its[1:]) for kind, its in seconds.items()}
 
 
-def profile(make, inputs, batch):
-    """A table of what a pass with per_sample spends its processor time on, operation by
-    operation."""
-    model, x, y = make(), inputs(batch), torch.randint(0, 10, (batch,))
-    params = dict(model.named_parameters())
-    moments = Moments("per_sample", params)
-    for _ in range(2):  # the first one allocates
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-            seconds_of_pass(model, x, y, 1)
-            for name in params:
-                moments.take(name)
-    return seen.key_averages().table(
-        sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=60
-    )
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
@@ -124,19 +108,9 @@ def main():
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="what per_sample spends its time on, instead of the table",
-    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    if options.profile:
-        for name, (make, inputs) in NETWORKS.items():
-            for batch in options.batch:
-                print(f"{name}, {batch} samples\n{profile(make, inputs, batch)}", flush=True)
-        return
     print(
         "| network | samples | minibatch, CPU ms | microbatch of 4 | per_sample "
         "|\n|---|---|---|---|---|"

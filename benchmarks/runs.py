@@ -180,12 +180,10 @@ def layers(name, rows):
 def plot(name, rows, path, rate):
     """The measure over steps, over bytes that a rank sends, and over the seconds that a link needs
     for those that it receives."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 5), sharey=True, constrained_layout=True)
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    axes = figure.subplots(1, 3, sharey=True)
     for (run, ranks, *_), found in grouped(rows).items():
         points = np.mean([row["measured"] for row in found], axis=0)
         seconds = points[:, 0] * max(found[0]["received"], points[-1, 2] / points[-1, 0]) * 8 / rate

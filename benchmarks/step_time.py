@@ -252,12 +252,10 @@ def measured(results, options):
 
 
 def plot(results, path, title):
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 4.5))
+    figure = Figure(figsize=(9, 4.5))
+    axes = figure.subplots()
     specs = [spec for spec in next(iter(results.values())) if spec != "floor"]
     for i, spec in enumerate(specs):
         at = [j + (i - len(specs) / 2) * 0.8 / len(specs) for j in range(len(results))]

@@ -137,12 +137,10 @@ def measured(results, options):
 
 
 def plot(results, path, title):
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    figure = Figure(figsize=(8, 4.5))
+    axes = figure.subplots()
     for spec, found in results.items():
         seconds, scores = zip(*found[0]["curve"])
         axes.plot(seconds, [100 * score for score in scores], label=spec)

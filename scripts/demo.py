@@ -354,12 +354,10 @@ def conclusions(runs):
 
 
 def draw(runs, options, measured):
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
     for run in runs:
         scores = [100 * point["accuracy"] for point in run["points"]]
         (line,) = left.plot(
