@@ -23,7 +23,7 @@ import tempfile
 import time
 
 import points
-from step_time import SETTLED, WARMUP, backward_of, shapes_of
+from step_time import SETTLED, WARMUP, shapes_of
 from two_hosts import HOSTS, Hosts, link_rate
 
 from horovod_compress.tools.models import MODELS
@@ -36,6 +36,7 @@ def worker(spec, model_name, most, device):
     """One rank. Writes the median and the least of a step's seconds as JSON to standard output."""
     import torch
     import torch.distributed as dist
+    from told import Model, tensors
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
@@ -45,22 +46,9 @@ def worker(spec, model_name, most, device):
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     shapes = shapes_of(model_name)
-    steps = [
-        [torch.from_numpy(array).to(device) for array in step.values()]
-        for step in random_gradients(shapes, dist.get_rank())
-    ]
-    apply = backward_of(torch, 0)
+    steps = tensors(random_gradients(shapes, dist.get_rank()), device)
     finish = torch.cuda.synchronize if device == "cuda" else lambda: None
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.all = torch.nn.ParameterList(torch.zeros(shape) for shape in shapes.values())
-
-        def forward(self, gradients):
-            return sum(map(apply, self.all, gradients))
-
-    model = Model().to(device)
+    model = Model(shapes).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
     if spec != "floor":
         # Rebuilt buckets are in the order of the gradients, which the first step tells.
@@ -73,12 +61,8 @@ def worker(spec, model_name, most, device):
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif spec not in OWN:
         ddp.compress(model, optimizer, spec)
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
     seconds, warmup = [], WARMUP if spec in OWN else SETTLED
     for step in range(warmup + most):
-        for param in model.parameters():
-            param.grad.zero_()
         loss = model(steps[step % len(steps)])
         finish()
         dist.barrier()

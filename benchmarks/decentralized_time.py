@@ -21,7 +21,7 @@ import statistics
 import time
 
 from decentralized import parsed
-from step_time import SETTLED, backward_of, shapes_of
+from step_time import SETTLED, shapes_of
 from two_hosts import Hosts, link_rate
 
 from horovod_compress.tools.models import MODELS
@@ -60,26 +60,17 @@ def optimizer_of(run, named):
 def timed(options):
     """{seconds: the median step of each rank}"""
     import horovod.torch as hvd
-    import torch
+    from told import Model, tensors
 
     from horovod_compress.tools.gradients import random_gradients
 
     shapes = shapes_of(options.model)
-    gradients = [
-        {name: torch.from_numpy(array) for name, array in step.items()}
-        for step in random_gradients(shapes, hvd.rank())
-    ]
-    named = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
-    for _, param in named:
-        param.grad = torch.zeros_like(param)
-    optimizer, apply = optimizer_of(options.runs[0], named), backward_of(torch, 0)
+    gradients, model = tensors(random_gradients(shapes, hvd.rank())), Model(shapes)
+    optimizer = optimizer_of(options.runs[0], model.named)
     late = options.late / 1e3 if hvd.rank() == hvd.size() - 1 else 0
     ends = []
     for step in range(SETTLED + options.steps + 1):
-        for _, param in named:
-            param.grad.zero_()
-        told = gradients[step % len(gradients)]
-        loss = sum(apply(param, told[name]) for name, param in named)
+        loss = model(gradients[step % len(gradients)])
         time.sleep(late)
         loss.backward()
         optimizer.step()

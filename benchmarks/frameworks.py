@@ -24,7 +24,6 @@ import time
 
 import numpy as np
 import points
-from step_time import backward_of
 
 from horovod_compress.tools.gradients import random_gradients
 from horovod_compress.tools.models import MODELS
@@ -47,27 +46,14 @@ def in_torch(shapes, gradients, spec):
     that goes on."""
     import horovod.torch as hvd
     import torch
+    from told import Model, tensors
 
     import horovod_compress.torch as hvdc
 
     hvd.init()
     torch.set_num_threads(1)
-
-    apply, tensors = backward_of(torch), [torch.from_numpy(array) for array in gradients.values()]
-
-    def parameters():
-        params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes.values()]
-        for param in params:
-            param.grad = torch.zeros_like(param)
-        return params
-
-    def backward(params):
-        for param in params:
-            param.grad.zero_()
-        sum(apply(param, told) for param, told in zip(params, tensors)).backward()
-
-    alone, params = parameters(), parameters()
-    named, optimizer = list(zip(shapes, params)), torch.optim.SGD(params, lr=1e-6)
+    (told,), alone, model = tensors([gradients]), Model(shapes), Model(shapes)
+    named, optimizer = model.named, torch.optim.SGD(model.parameters(), lr=1e-6)
     ours = (
         None
         if spec == "none"
@@ -78,10 +64,10 @@ def in_torch(shapes, gradients, spec):
     )
 
     def exchange():
-        backward(params)
+        model(told).backward()
         optimizer.synchronize()
 
-    return hvd, {"floor": lambda: backward(alone), "exchange": exchange}, ours
+    return hvd, {"floor": lambda: alone(told).backward(), "exchange": exchange}, ours
 
 
 def in_tensorflow(shapes, gradients, spec):

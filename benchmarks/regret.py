@@ -18,7 +18,6 @@ docs/results/data/README.md describes them.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import pathlib
@@ -28,7 +27,7 @@ import sys
 import time
 
 import points
-from step_time import backward_of, shapes_of
+from step_time import shapes_of
 from two_hosts import LAUNCHERS, Hosts, link_rate
 
 # Of a block; the first is not counted, because it makes buffers and sends what was held back.
@@ -43,26 +42,18 @@ FAR = 2.0
 
 
 class Job:
-    """A model whose backward pass writes given gradients, and its steps."""
+    """The steps of a model whose backward pass writes given gradients."""
 
-    def __init__(self, hvd, torch, shapes, gradients, compression):
-        model = torch.nn.ParameterList(
-            [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes.values()]
-        )
-        self._hvd, self._torch, self._apply = hvd, torch, backward_of(torch)
-        self._named, self._gradients = list(zip(shapes, model)), gradients
+    def __init__(self, hvd, torch, model, gradients, compression):
+        self._hvd, self._torch, self._model, self._gradients = hvd, torch, model, gradients
         sgd = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9, weight_decay=1e-4)
         self.optimizer = hvd.DistributedOptimizer(
-            sgd, named_parameters=self._named, compression=compression
+            sgd, named_parameters=model.named, compression=compression
         )
-        for param in model:
-            param.grad = torch.zeros_like(param)
 
     def step(self):
         """Seconds of a step, of the slowest rank."""
-        for _, param in self._named:
-            param.grad.zero_()
-        loss = sum(self._apply(param, self._gradients[name]) for name, param in self._named)
+        loss = self._model(self._gradients)
         self._hvd.barrier()
         started = time.perf_counter()
         loss.backward()
@@ -116,6 +107,7 @@ def blocks_of_alike(new_job, compression, rounds):
 def worker(options):
     import horovod.torch as hvd
     import torch
+    from told import Model, tensors
 
     import horovod_compress.torch as hvdc
     from horovod_compress.tools.gradients import random_gradients
@@ -123,11 +115,11 @@ def worker(options):
     hvd.init()
     torch.set_num_threads(1)
     shapes = shapes_of(options.models[0])
-    gradients = {
-        name: torch.from_numpy(array)
-        for name, array in random_gradients(shapes, hvd.rank())[0].items()
-    }
-    new_job = functools.partial(Job, hvd, torch, shapes, gradients)
+    gradients = tensors(random_gradients(shapes, hvd.rank()))[0]
+
+    def new_job(compression):
+        return Job(hvd, torch, Model(shapes), gradients, compression)
+
     if options.alike:
         found = blocks_of_alike(new_job, hvdc.Compression.from_spec(options.alike), options.rounds)
     else:

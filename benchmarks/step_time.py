@@ -65,6 +65,7 @@ def shapes_of(model):
 def worker(options):
     import horovod.torch as hvd
     import torch
+    from told import tensors
 
     from horovod_compress.tools.gradients import load_gradients, random_gradients
 
@@ -76,30 +77,11 @@ def worker(options):
         steps = tiled(recorded[: SETTLED + options.steps], shapes)
     else:
         steps = random_gradients(shapes, hvd.rank())
-    gradients = [{name: torch.from_numpy(array) for name, array in step.items()} for step in steps]
-    del steps
     result = measure(
-        hvd, torch, options.specs[0], shapes, gradients, options.steps, options.backward / 1e3
+        hvd, torch, options.specs[0], shapes, tensors(steps), options.steps, options.backward / 1e3
     )
     if hvd.rank() == 0:
         pathlib.Path(options.worker).write_text(json.dumps(result))
-
-
-def backward_of(torch, pause):
-    class Told(torch.autograd.Function):
-        """A scalar whose gradient is what it is told to be."""
-
-        @staticmethod
-        def forward(ctx, param, gradient):
-            ctx.gradient = gradient
-            return param.new_zeros(())
-
-        @staticmethod
-        def backward(ctx, _):
-            time.sleep(pause)
-            return ctx.gradient, None
-
-    return Told.apply
 
 
 def measure(hvd, torch, spec, shapes, gradients, most, backward):
@@ -109,12 +91,12 @@ def measure(hvd, torch, spec, shapes, gradients, most, backward):
     What is sent by what adapts (adacomp, variance, strom) is that of a training's start, where no
     residual has gathered yet.
     """
+    from told import Model
+
     import horovod_compress.torch as hvdc
 
-    model = torch.nn.ParameterList(
-        [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes.values()]
-    )
-    named = list(zip(shapes, model))
+    model = Model(shapes, backward / len(shapes))
+    named = model.named
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
     compression = {"floor": None, "none": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(
         spec
@@ -131,25 +113,12 @@ def measure(hvd, torch, spec, shapes, gradients, most, backward):
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=named, compression=compression
         )
-    apply, seconds, before, warmup = (
-        backward_of(torch, backward / len(shapes)),
-        [],
-        None,
-        SETTLED if ours else WARMUP,
-    )
-    steps = warmup + most
-    for param in model:
-        param.grad = torch.zeros_like(param)
-    step = 0
+    seconds, before, warmup = [], None, SETTLED if ours else WARMUP
+    steps, step = warmup + most, 0
     while step < steps:
         if step == warmup and ours:
             before = compression.stats()
-        told = gradients[step % len(gradients)]
-        # Not None: new memory in every step would take longer than all the rest, and never equally
-        # long.
-        for param in model:
-            param.grad.zero_()
-        loss = sum(apply(param, told[name]) for name, param in named)
+        loss = model(gradients[step % len(gradients)])
         if compression:
             hvd.barrier()
         started = time.perf_counter()
@@ -162,7 +131,7 @@ def measure(hvd, torch, spec, shapes, gradients, most, backward):
             steps = warmup + max(LEAST, min(most, int(SECONDS / slowest)))
         step += 1
     all_ranks = hvd.allreduce(torch.tensor(seconds[warmup:]), op=hvd.Max, name="seconds").tolist()
-    numel = sum(p.numel() for p in model)
+    numel = sum(p.numel() for p in model.parameters())
     peak = torch.tensor(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     result = {
         "seconds": statistics.median(all_ranks),
