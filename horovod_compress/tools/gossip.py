@@ -1,6 +1,6 @@
 """What messages between neighbors would be in decentralized training, for `hvdcompress plan`."""
 
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, Sequence
 
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
@@ -27,38 +27,40 @@ def predicted(
     compressors: Dict[str, Compressor],
     model: Model,
     counts: Sequence[int],
-    topology: Optional[str],
-) -> List[Dict[str, Any]]:
+    topology: str,
+) -> Dict[str, Any]:
     """Messages of DCD-PSGD with each compression, and with that of messages by default, for each
     number of ranks.
 
     Args:
-        compressors: by spec. Those that cannot serve are left out: `refused` says why.
+        compressors: by spec.
         model: whose parameters travel.
         counts: numbers of ranks.
-        topology: "ring", "torus" or "complete"; None: nothing is predicted.
+        topology: "ring", "torus" or "complete".
 
     Returns:
-        JSON-able dicts of "topology", "ranks", "neighbors", "rho", "mu", "bound", "spec", "alpha",
-        and "bytes_sent", of a rank in a step.
+        A JSON-able dict: "decentralized", dicts of "topology", "ranks", "neighbors", "rho", "mu",
+        "bound", "spec", "alpha", and "bytes_sent", of a rank in a step; and "refused", {spec: why
+        it cannot serve} of those that are left out.
     """
-    if topology is None:
-        return []
-    measured, gradients, left_out = {}, model.gradients()[0], refused(compressors)
+    measured, refused, gradients = {}, {}, model.gradients()[0]
     serving = {**compressors, DEFAULT: get_compressor(DEFAULT)}
     with progress_bar() as progress:
         for spec in progress.track(serving, description="messages to neighbors"):
-            if spec in left_out:
+            try:
+                messages = compressor_of_messages(serving[spec])
+            except ValueError as error:
+                refused[spec] = str(error)
                 continue
             # The other rank never comes: what the first sends is all that is looked at.
-            transport, messages = Loopback.group(2)[0], compressor_of_messages(serving[spec])
+            transport = Loopback.group(2)[0]
             gossip = Gossip(messages, "dcd", 1.0, Topology("ring", 2), transport, model.shapes)
             gossip.begin({name: 0 * x.reshape(-1) for name, x in gradients.items()})
             gossip.steps = MEASURED - 1
             gossip.start({name: x.reshape(-1) for name, x in gradients.items()})
             measured[spec] = gossip.alpha, model.factor * gossip.stats()["bytes_sent"]
     graphs = [Topology(topology, ranks) for ranks in counts]
-    return [
+    predictions = [
         {
             "topology": topology,
             "ranks": graph.size,
@@ -73,29 +75,16 @@ def predicted(
         for graph in graphs
         for spec, (alpha, sent) in measured.items()
     ]
+    return {"decentralized": predictions, "refused": refused}
 
 
-def refused(compressors: Dict[str, Compressor]) -> Dict[str, str]:
-    """Why compressions cannot serve, by spec, of those that cannot."""
-    found = {}
-    for spec, compressor in compressors.items():
-        try:
-            compressor_of_messages(compressor)
-        except ValueError as error:
-            found[spec] = str(error)
-    return found
-
-
-def show(found: Sequence[Dict[str, Any]], left_out: Dict[str, str], parameters: int) -> None:
-    """Prints predictions, if there are any, as a table.
+def show(found: Dict[str, Any], parameters: int) -> None:
+    """Prints predictions as a table.
 
     Args:
         found: what `predicted` returns.
-        left_out: what `refused` returns.
         parameters: of the model.
     """
-    if not found:
-        return
     rows = [
         [
             str(each["ranks"]),
@@ -105,9 +94,9 @@ def show(found: Sequence[Dict[str, Any]], left_out: Dict[str, str], parameters: 
             f"{each['bytes_sent'] / 1e6:.2f}",
             digits(each["bytes_sent"] / (2 * (each["ranks"] - 1) / each["ranks"] * 4 * parameters)),
         ]
-        for each in found
+        for each in found["decentralized"]
     ]
     rendered = table(_COLUMNS, rows, right=[title for title in _COLUMNS if title != "spec"])
-    title = f"decentralized training; topology: {found[0]['topology']}"
-    missing = [f"{spec} is left out: {why}" for spec, why in left_out.items()]
+    title = f"decentralized training; topology: {found['decentralized'][0]['topology']}"
+    missing = [f"{spec} is left out: {why}" for spec, why in found["refused"].items()]
     console().print("", title, rendered, *missing, *_NOTES, sep="\n")

@@ -207,12 +207,12 @@ def _plan(options: argparse.Namespace, counts: List[int]) -> None:
     if options.plot:
         prediction.plot(several, _title(runs[0], None if found else rate), options.plot)
     known = {"library": options.library, **({} if found else {"link_bits_per_second": rate})}
-    messages = gossip.predicted(compressors, model, counts, options.topology)
-    left_out = gossip.refused(compressors) if messages else {}
-    told = {"decentralized": messages, "refused": left_out} if messages else {}
-    if not write_json({**(several if len(runs) > 1 else runs[0]), **known, **told}, options.json):
+    if options.topology:
+        known.update(gossip.predicted(compressors, model, counts, options.topology))
+    if not write_json({**(several if len(runs) > 1 else runs[0]), **known}, options.json):
         show_predictions(runs, None if found else rate)
-        gossip.show(messages, left_out, model.parameters)
+        if options.topology:
+            gossip.show(known, model.parameters)
 
 
 def _measure_loads(

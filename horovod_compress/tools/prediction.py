@@ -109,9 +109,8 @@ def by_ranks(runs: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
 def _dense_from(
     seconds: Sequence[float], dense: Sequence[float], counts: Sequence[int]
 ) -> Optional[int]:
-    slower = [step >= without for step, without in zip(seconds, dense)]
-    first = len(slower) - next((i for i, it in enumerate(reversed(slower)) if not it), len(slower))
-    return counts[first] if first < len(counts) else None
+    faster = [count for count, its, none in zip(counts, seconds, dense) if its < none]
+    return next((count for count in counts if count > max(faster, default=0)), None)
 
 
 def plot(found: Dict[str, Any], title: str, path: str) -> None:

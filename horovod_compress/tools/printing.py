@@ -15,8 +15,6 @@ def printable(text: str) -> str:
     Returns:
         The text, with `\\x1b` for an escape character, and so on.
     """
-    if text.isprintable():
-        return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

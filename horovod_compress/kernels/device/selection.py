@@ -56,10 +56,6 @@ class _Update(NamedTuple):
     mask: bool = False
 
     @property
-    def numel(self) -> int:
-        return self.v.size
-
-    @property
     def states(self) -> List[DeviceArray]:
         """What entries are taken out of."""
         return [self.v] if self.u is None or not self.mask else [self.v, self.u]
@@ -79,12 +75,12 @@ class _Update(NamedTuple):
     @property
     def sampled(self) -> bool:
         """Whether candidates are found by a floor."""
-        return self.k > 0 and not self.chunk and self.numel > 0
+        return self.k > 0 and not self.chunk and self.v.size > 0
 
     @property
     def room(self) -> int:
         """For candidates."""
-        return min(self.numel, max(_ROOM * self.k, _LEAST_ROOM))
+        return min(self.v.size, max(_ROOM * self.k, _LEAST_ROOM))
 
     @property
     def operands(self) -> Tuple[Any, ...]:
@@ -220,11 +216,11 @@ def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
         if sampled
         else torch.full((len(calls),), _NOTHING, dtype=torch.int32, device=device)
     )
-    blocks = launches.blocks([call.numel for call in calls], device)
+    blocks = launches.blocks([call.v.size for call in calls], device)
     counts, peaks = blocks.new(2)
     launches.launch(
         programs.advance,
-        [(call.numel, *call.operands) for call in calls],
+        [(call.v.size, *call.operands) for call in calls],
         floors,
         counts,
         peaks,
@@ -260,9 +256,9 @@ def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
 def _sample_of(call: _Update) -> Optional[_Sample]:
     """As sampled_floor of the native kernel has it; None where the sample would be no smaller than
     what is looked for."""
-    stretches = call.numel // programs.SAMPLED
+    stretches = call.v.size // programs.SAMPLED
     wanted = min(stretches, -(-call.samples // programs.SAMPLED))
-    expected = call.k * (wanted * programs.SAMPLED) / call.numel
+    expected = call.k * (wanted * programs.SAMPLED) / call.v.size
     rank = int(expected + _MARGIN * math.sqrt(expected) + 2)
     if rank >= wanted * programs.SAMPLED:
         return None
@@ -318,7 +314,7 @@ def _of_candidates(
     orders = tensors << 32 | programs.NO_MAGNITUDE
     rows = torch.empty((1 + states, total), dtype=torch.int32, device=device)
     table = [
-        (call.numel, call.states[0].tensor, call.states[-1].tensor, start, call.room)
+        (call.v.size, call.states[0].tensor, call.states[-1].tensor, start, call.room)
         for call, start in zip(calls, starts)
     ]
     held = rows.view(torch.float32)
@@ -354,18 +350,18 @@ def _of_all(calls: List[_Update]) -> List[_Entries]:
     """Of tensors whose v is as it is to be, exactly the k largest of each chunk, or of the tensor,
     of equal ones the first, and none of zeros."""
     return in_groups(
-        calls, lambda call: (call.k, call.chunk or call.numel, len(call.states)), _of_chunks
+        calls, lambda call: (call.k, call.chunk or call.v.size, len(call.states)), _of_chunks
     )
 
 
 def _of_chunks(calls: List[_Update]) -> List[_Entries]:
-    k, chunk = calls[0].k, calls[0].chunk or calls[0].numel
+    k, chunk = calls[0].k, calls[0].chunk or calls[0].v.size
     states = [[state.tensor for state in its] for its in zip(*(call.states for call in calls))]
     if not k or not chunk:
         return [
             _Entries(np.empty(0, np.uint32), np.empty((len(states), 0), np.float32), True)
         ] * len(calls)
-    starts = starts_of([-(-call.numel // chunk) * chunk for call in calls])
+    starts = starts_of([-(-call.v.size // chunk) * chunk for call in calls])
     none = states[0][0].new_zeros(chunk)
     padded = [
         torch.cat([part for v in its for part in (v, none[: -v.numel() % chunk])]) for its in states

@@ -158,12 +158,13 @@ def _read_fixed(data: np.ndarray, n: int, bucket: int, steps: int) -> np.ndarray
     sizes = [4 * columns_of(count) * width for count, width in zip(counts, widths)]
     if len(data) != buckets + sum(sizes):
         raise ValueError("not of the length that its widths say")
-    levels, at = [np.empty(0, np.int64)], buckets
-    for count, width, size in zip(counts, widths.tolist(), sizes):
-        words = np.frombuffer(data[at : at + size].tobytes(), np.uint32)
-        levels.append(from_columns(words, count, width, _offset(width)))
-        at += size
-    found = np.concatenate(levels)
+    levels = [
+        from_columns(np.frombuffer(part.tobytes(), np.uint32), count, width, _offset(width))
+        for part, count, width in zip(
+            np.split(data[buckets:], np.cumsum(sizes)), counts, widths.tolist()
+        )
+    ]
+    found = np.concatenate([np.empty(0, np.int64), *levels])
     if np.abs(found).max(initial=0) > steps:
         raise ValueError("level out of range")
     return found

@@ -23,13 +23,10 @@ def to_columns(codes: np.ndarray, width: int, offset: int = 0) -> np.ndarray:
 
 def from_columns(words: np.ndarray, count: int, width: int, offset: int = 0) -> np.ndarray:
     """int64 codes, from words of codes + offset."""
-    codes, at = [np.empty(0, np.int64)], 0
-    for first in range(0, count, BLOCK):
-        some = min(BLOCK, count - first)
-        size = columns_of(some) * width
-        codes.append(_take(words[at : at + size], some, width))
-        at += size
-    return np.concatenate(codes) - offset
+    counts = [min(BLOCK, count - first) for first in range(0, count, BLOCK)]
+    blocks = np.split(words, np.cumsum([columns_of(its) * width for its in counts]))
+    codes = [_take(block, its, width) for block, its in zip(blocks, counts)]
+    return np.concatenate([np.empty(0, np.int64), *codes]) - offset
 
 
 def columns_of(count: int) -> int:
