@@ -190,20 +190,13 @@ def shown(values, digits):
 
 
 def table(rows):
-    keys = list(
-        dict.fromkeys(
-            (row["task"], row["ranks"], row["sorted"], row["steps"], row["run"]) for row in rows
-        )
-    )
+    groups = {}
+    for row in rows:
+        key = row["task"], row["ranks"], row["sorted"], row["steps"], row["run"]
+        groups.setdefault(key, []).append(row)
     yield "| task | ranks | run | seeds | accuracy of the mean, % | apart | α | MB a step |"
     yield "|---|---|---|---|---|---|---|---|"
-    for key in keys:
-        its = [
-            row
-            for row in rows
-            if key == (row["task"], row["ranks"], row["sorted"], row["steps"], row["run"])
-        ]
-        task, ranks, sort, _, run = key
+    for (task, ranks, sort, _, run), its in groups.items():
         last = its[-1]
         alpha = last.get("alpha")
         apart = f"{last['consensus']:.4f}" if "consensus" in last else "–"

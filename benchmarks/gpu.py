@@ -24,7 +24,7 @@ import re
 import statistics
 import sys
 import time
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, Dict, List, NamedTuple, Optional
 
 import torch
 
@@ -44,6 +44,7 @@ DEFAULT = [
 ]
 # Steps that compile and touch new memory.
 WARMUP = 3
+COPYING = "copying 24 bytes an element"
 
 
 class Parts(NamedTuple):
@@ -197,52 +198,55 @@ def traced(parts, grads, given):
     }
 
 
+class Row(NamedTuple):
+    """A step of `what`, where: times of all steps, as `timed` has them; sent: share of elements, or
+    None; trace: as `traced` has it, on a GPU."""
+
+    model: str
+    what: str
+    where: str
+    times: List[List[float]]
+    sent: Optional[float]
+    trace: Dict[str, float]
+
+
 def measured(model, options):
-    """{what: {where: {"times": as `timed` has them, "sent": share of elements or None, on a GPU
-    "trace": as `traced`}}} of a model."""
+    """The rows of a model, what copies first."""
     torch.manual_seed(0)
     shapes = MODELS[model]()
     given = gradients(shapes, options.device)
     grads = {name: torch.empty_like(grad) for name, grad in given[0].items()}
     numel = sum(grad.numel() for grad in grads.values()) * (WARMUP + options.steps)
 
-    def facts(parts):
-        found, sent = {"times": timed(parts, grads, given, options)}, parts.sent()
-        found["sent"] = None if sent is None else sent / numel
-        if options.device == "cuda":
-            found["trace"] = traced(parts, grads, given)
-        return found
+    def row(what, where, parts):
+        times, sent = timed(parts, grads, given, options), parts.sent()
+        trace = traced(parts, grads, given) if options.device == "cuda" else {}
+        return Row(model, what, where, times, None if sent is None else sent / numel, trace)
 
-    found = {"copying 24 bytes an element": {"on the device": facts(copying(grads))}}
+    yield row(COPYING, "on the device", copying(grads))
     for spec in options.specs:
-        ways = found[spec] = {
-            "on the device": facts(on_device(spec, grads, options)),
-            "through the host": facts(through_host(spec, grads, options)),
-        }
+        yield row(spec, "on the device", on_device(spec, grads, options))
+        yield row(spec, "through the host", through_host(spec, grads, options))
         if spec.startswith("dgc:ratio="):
             parts = in_torch(get_compressor(spec).ratio, grads, options)
-            ways["torch's operations"] = facts(parts)
-    return found
+            yield row(spec, "torch's operations", parts)
 
 
-def table(found):
+def table(rows):
     """The lines of a table in Markdown."""
     columns = ["sent", "encode ms", "decode ms", "times copying"]
     columns += ["launches", "copies", "waits", "busy ms"]
     yield "| " + " | ".join(["model", "a step of", "where", *columns]) + " |"
     yield "|---|---|---|" + "---:|" * 8
-    for model, rows in found.items():
-        copied = None
-        for what, ways in rows.items():
-            for where, its in ways.items():
-                encode, decode = (statistics.median(column) for column in zip(*its["times"]))
-                copied = copied or encode
-                trace = its.get("trace", dict.fromkeys(("launches", "copies", "waits", "busy"), ""))
-                numbers = ["" if its["sent"] is None else f"{its['sent']:.2%}"]
-                numbers += [f"{encode:.2f}", f"{decode:.2f}", f"{(encode + decode) / copied:.1f}"]
-                numbers += [str(trace[key]) for key in ("launches", "copies", "waits")]
-                numbers += [f"{trace['busy']:.2f}" if trace["busy"] != "" else ""]
-                yield "| " + " | ".join([model, what, where, *numbers]) + " |"
+    for row in rows:
+        encode, decode = (statistics.median(column) for column in zip(*row.times))
+        if row.what == COPYING:
+            copied = encode
+        numbers = ["" if row.sent is None else f"{row.sent:.2%}"]
+        numbers += [f"{encode:.2f}", f"{decode:.2f}", f"{(encode + decode) / copied:.1f}"]
+        numbers += [str(row.trace.get(key, "")) for key in ("launches", "copies", "waits")]
+        numbers += [f"{row.trace['busy']:.2f}" if row.trace else ""]
+        yield "| " + " | ".join([row.model, row.what, row.where, *numbers]) + " |"
 
 
 UNITS = {
@@ -255,22 +259,19 @@ UNITS = {
 }
 
 
-def points_of(found):
+def points_of(rows):
     """The points of what was measured."""
-    for model, rows in found.items():
-        for what, ways in rows.items():
-            for where, its in ways.items():
-                encode, decode = zip(*its["times"])
-                trace = its.get("trace", {})
-                figures = {
-                    "step": [round(sum(each), 2) for each in its["times"]],
-                    "encode": [round(each, 2) for each in encode],
-                    "decode": [round(each, 2) for each in decode],
-                    "sent": None if its["sent"] is None else round(100 * its["sent"], 2),
-                    **{key: trace.get(key) for key in ("launches", "copies", "waits")},
-                    "busy": round(trace["busy"], 2) if trace else None,
-                }
-                yield {"model": model, "run": what, "where": where}, figures
+    for row in rows:
+        encode, decode = zip(*row.times)
+        figures = {
+            "step": [round(sum(each), 2) for each in row.times],
+            "encode": [round(each, 2) for each in encode],
+            "decode": [round(each, 2) for each in decode],
+            "sent": None if row.sent is None else round(100 * row.sent, 2),
+            **{key: row.trace.get(key) for key in ("launches", "copies", "waits")},
+            "busy": round(row.trace["busy"], 2) if row.trace else None,
+        }
+        yield {"model": row.model, "run": row.what, "where": row.where}, figures
 
 
 def main():
@@ -290,7 +291,7 @@ def main():
             f"there are no kernels for {options.device} here: a GPU that torch sees is needed, and "
             "triton, as horovod-compress[gpu] installs it"
         )
-    found = {model: measured(model, options) for model in options.models}
+    found = [row for model in options.models for row in measured(model, options)]
     print(torch.cuda.get_device_name() if options.device == "cuda" else "interpreted")
     print(*table(found), sep="\n")
     if options.points:
