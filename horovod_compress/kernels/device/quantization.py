@@ -201,7 +201,7 @@ def _scales_of(
     finest = torch.zeros(starts[-1], dtype=torch.int8, device=device)
     for scale in range(1, scales):
         rows = [
-            (array.size, at + (scale - 1) * count, start, scale, size)
+            (at + (scale - 1) * count, array.size, start, scale, size)
             for array, at, count, start in zip(arrays, words.starts, words.counts, starts)
         ]
         words.launch(programs.find_scales, rows, sums, finest)

@@ -1,4 +1,5 @@
-"""Programs of integer codes that many ranks can add up in one word."""
+"""Programs of integer codes that many ranks can add up in one word. The elements of their tables
+are words, and the second of their arguments is the tensor's number of elements."""
 
 import triton
 import triton.language as tl
@@ -9,15 +10,17 @@ WORDS = {4: tl.int32, 8: tl.int64}  # by the bytes of a word
 
 
 @triton.jit
-def _fields(word, numel, count, FIELDS: tl.constexpr):
-    """Where a word's first element is, and how many elements later each of the others is: words
-    come in blocks of 64, of which all first elements come first, then the second …, as
-    kernels/reference/quantization.py says."""
+def _words_of(table, owners, FIELDS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """(where the arguments of this block's tensor are, this block's words, which of them there are,
+    the tensor's number of elements, where each word's first element is, how many elements later
+    each of the others is): words come in blocks of 64, of which all first elements come first, then
+    the second …, as kernels/reference/quantization.py says."""
+    _, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
+    word, count, numel = start + i, tl.load(row - 2), tl.load(row + 1)
     whole = numel // (FIELDS * 64) * 64
     within = word < whole
-    return tl.where(
-        within, word // 64 * 64 * FIELDS + word % 64, whole * FIELDS + word - whole
-    ), tl.where(within, 64, count - whole)
+    first = tl.where(within, word // 64 * 64 * FIELDS + word % 64, whole * FIELDS + word - whole)
+    return row, word, inside, numel, first, tl.where(within, 64, count - whole)
 
 
 @triton.jit
@@ -46,22 +49,15 @@ def quantize(
     BLOCK: tl.constexpr,
 ):
     """Words of the codes of elements, which are rounded at random; fields of a word share a draw of
-    bits. factors: one number for each scale. The elements of the table are words.
+    bits. factors: one number for each scale.
 
     x, the tensor's number of elements, where in `scales`, where in `words`, where in `factors`, the
     lower and upper half of the key, the largest magnitude, what elements are multiplied by
     before."""
-    owner, row, start, word, inside = block_of(table, owners, COLUMNS, BLOCK)
-    count, word = tl.load(row - 2), start + word
-    x, numel, limit, before = (
-        floats(row, 0),
-        tl.load(row + 1),
-        tl.load(row + 7).to(tl.int32),
-        float_at(row, 8),
-    )
+    row, word, inside, numel, first, apart = _words_of(table, owners, FIELDS, COLUMNS, BLOCK)
+    x, limit, before = floats(row, 0), tl.load(row + 7).to(tl.int32), float_at(row, 8)
     scales += tl.load(row + 2)
     factors += tl.load(row + 4)
-    first, apart = _fields(word, numel, count, FIELDS)
     bits = word.to(tl.uint32) * 0x9E3779B9 + tl.load(row + 5).to(tl.uint32)
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits ^ (bits >> 13) ^ tl.load(row + 6).to(tl.uint32)) * 0xC2B2AE35
@@ -98,17 +94,14 @@ def dequantize(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Elements from the ranks' sums of words: their scale's unit times the sum of their codes. The
-    elements of the table are words.
+    """Elements from the ranks' sums of words: their scale's unit times the sum of their codes.
 
     out, the tensor's number of elements, where in `scales`, where in `words`, where in `units`, the
     largest magnitude of a sum."""
-    owner, row, start, word, inside = block_of(table, owners, COLUMNS, BLOCK)
-    count, word = tl.load(row - 2), start + word
-    out, numel, largest = floats(row, 0), tl.load(row + 1), tl.load(row + 5).to(tl.int32)
+    row, word, inside, numel, first, apart = _words_of(table, owners, FIELDS, COLUMNS, BLOCK)
+    out, largest = floats(row, 0), tl.load(row + 5).to(tl.int32)
     scales += tl.load(row + 2)
     units += tl.load(row + 4)
-    first, apart = _fields(word, numel, count, FIELDS)
     sums = tl.load(words + tl.load(row + 3) + word, mask=inside, other=0) + OFFSETS
     for field in tl.static_range(FIELDS):
         i = first + field * apart
@@ -130,15 +123,11 @@ def count_fits(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Words with a 1 for each element whose code in a scale is at most `limit`. The elements of the
-    table are words.
+    """Words with a 1 for each element whose code in a scale is at most `limit`.
 
     x, the tensor's number of elements, where in `words`, the bits of limit, what elements are
     multiplied by before, the scale's factor."""
-    owner, row, start, word, inside = block_of(table, owners, COLUMNS, BLOCK)
-    count, word = tl.load(row - 2), start + word
-    numel = tl.load(row + 1)
-    first, apart = _fields(word, numel, count, FIELDS)
+    row, word, inside, numel, first, apart = _words_of(table, owners, FIELDS, COLUMNS, BLOCK)
     sums = tl.zeros([BLOCK], WORD)
     for field in tl.static_range(FIELDS):
         i = first + field * apart
@@ -159,16 +148,12 @@ def find_scales(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gives a scale to the elements that it fits on all ranks, by the sums of their words. The
-    elements of the table are words.
+    """Gives a scale to the elements that it fits on all ranks, by the sums of their words.
 
-    the tensor's number of elements, where in `words`, where in `scales`, the scale, the number of
+    where in `words`, the tensor's number of elements, where in `scales`, the scale, the number of
     ranks."""
-    owner, row, start, word, inside = block_of(table, owners, COLUMNS, BLOCK)
-    count, word = tl.load(row - 2), start + word
-    numel = tl.load(row)
-    first, apart = _fields(word, numel, count, FIELDS)
-    sums = tl.load(words + tl.load(row + 1) + word, mask=inside, other=0)
+    row, word, inside, numel, first, apart = _words_of(table, owners, FIELDS, COLUMNS, BLOCK)
+    sums = tl.load(words + tl.load(row) + word, mask=inside, other=0)
     scales += tl.load(row + 2)
     for field in tl.static_range(FIELDS):
         i = first + field * apart
