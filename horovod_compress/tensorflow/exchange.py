@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from typing import Any, Collection, Dict, Optional, Sequence, Tuple
+from typing import Any, Collection, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -17,13 +17,13 @@ from ..engine.loss_scale import to_true_units
 from ..engine.step import commit_or_rollback
 from ..engine.tensor import Tensor
 from ..protocol.handshake import check_step_numbers, first_difference, step_numbers
-from ..protocol.requests import Allreduce, Alltoall, Final, StepNorm, TensorStep
+from ..protocol.requests import Allreduce, Alltoall, Collective, Final, StepNorm, TensorStep
 from ..protocol.wire import FrameLength, Steady
 
 _KEPT = 100  # calls of functions
 
 # What an operation is to move: one array; of an alltoall the bytes and, int32, how many go to each
-# rank.
+# rank. Behind the first message of `sends_number` comes the step's number.
 Message = Sequence[np.ndarray]
 # A tensor's arrays, steps taken, dense until, shape.
 Saved = Tuple[Dict[str, np.ndarray], int, int, tuple]
@@ -42,7 +42,7 @@ class _Pending:
     # Of its last message, in a step with fewer than the graph has operations for.
     arrived: Optional[Message] = None
     finished: bool = False
-    # How many of its messages have been handed out.
+    # How many of its messages have been handed out, empty ones included.
     stage: int = 0
     # Whether it has sent the step's number and waits for the sum.
     compares: bool = False
@@ -54,9 +54,9 @@ class GraphExchange(Driver):
     A step is one call of a traced function; it begins with `begin`. Tensors come and go in any
     order, and in several threads: one may be finished before another is submitted. None of the
     methods waits. `submit` and `advance` return the message that an operation is to move next, as
-    the tensor's `collectives` say (None in a step that goes dense), and the next call for that
-    tensor brings the result. One tensor, `sends_number`, also sends the step's number, where there
-    are sums.
+    the tensor's `collectives` say (empty in a step that goes dense), and the next call for that
+    tensor brings what came of it. One tensor, `sends_number`, also sends the step's number, where
+    there are sums.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class GraphExchange(Driver):
         # For what tensors share; each tensor's own is in one thread at a time.
         self._lock = threading.Lock()
         self._calls = itertools.count()
-        # Call → (its transaction, how many tensors are to come, their gradients' scale).
-        self._begun: Dict[int, Tuple[Transaction, int, float]] = {}
+        # By call: its transaction, what is known of the step, and the squared norm for `begin`.
+        self._begun: Dict[int, Tuple[Transaction, Step, Optional[float]]] = {}
         self._pending: Dict[str, _Pending] = {}
         self._indices: Dict[str, int] = {}  # steps each tensor has taken
         self.shapes: Dict[str, tuple] = {}
@@ -112,6 +112,8 @@ class GraphExchange(Driver):
         factor: Optional[float] = 1.0,
     ) -> None:
         super().switch(compressor, tensors, gains, factor)
+        # Which hold on to tensors of before.
+        self._begun.clear()
         self.sends_number = next((tensor.name for tensor in self.tensors if _adds_up(tensor)), None)
 
     def _frame_length(self, numel: int) -> FrameLength:
@@ -130,17 +132,27 @@ class GraphExchange(Driver):
         added to its gradient."""
         return DEBT in self._tensors[name].state.arrays
 
-    def begin(self, tensors: int, rank: int, size: int, loss_scale: float = 1.0) -> int:
-        """Begins a step of so many tensors, whose gradients are times `loss_scale`, on this rank
-        of so many; returns the number of the call. RuntimeError as of `to_true_units`."""
+    def begin(
+        self,
+        rank: int,
+        size: int,
+        loss_scale: float = 1.0,
+        lr: Optional[float] = None,
+        squared_norm: Optional[float] = None,
+    ) -> int:
+        """Begins a step of tensors whose gradients are times `loss_scale`, on this rank of so many;
+        returns the number of the call. lr: as in Step; squared_norm: where gradients are to be
+        clipped, of factor · (all gradients of the step), factor being what the reducer makes of a 1
+        on each rank. RuntimeError as of `to_true_units`."""
         scale = to_true_units(loss_scale)
         with self._lock:
             if (rank, size) != (self._now.rank, self._now.size):
                 self.expect(rank=rank, size=size)
             call = next(self._calls)
-            # Some never bring all: what nobody uses is not computed.
+            # Nobody knows when all have come: what nobody uses is not computed.
             self._begun.pop(call - _KEPT, None)
-            self._begun[call] = Transaction(), tensors, scale
+            step = dataclasses.replace(self._now, scale=scale, lr=lr)
+            self._begun[call] = Transaction(), step, squared_norm
             return call
 
     def submit(
@@ -149,30 +161,21 @@ class GraphExchange(Driver):
         grad: np.ndarray,
         call: int,
         squares: Optional[np.ndarray] = None,
-        squared_norm: Optional[float] = None,
-        lr: Optional[float] = None,
-    ) -> Tuple[np.ndarray, Optional[Message], Optional[np.ndarray]]:
-        """Takes a tensor's flat float32 gradient into a step; returns (carrier, message, the step's
-        number to send or None).
+    ) -> List[np.ndarray]:
+        """Takes a tensor's flat float32 gradient into a step; returns the carrier, and behind it
+        the first message.
 
-        grad's memory belongs to the exchange until `finish`. squares, lr: as in Step; squared_norm:
-        where they are to be clipped, of factor · (all gradients of the step), factor being what the
-        reducer makes of a 1 on each rank. A tensor that was never finished has its last step rolled
-        back.
+        grad's memory belongs to the exchange until `finish`. squares: as in Step. A tensor that was
+        never finished has its last step rolled back.
         """
         self._end(name)
         with self._lock:
-            transaction, missing, scale = self._begun.pop(call)
-            if missing > 1:
-                self._begun[call] = transaction, missing - 1, scale
+            transaction, step, squared_norm = self._begun[call]
             self._latest = transaction
         tensor, started = self._known(name, grad), time.perf_counter()
         index = self._indices[name]
-        generator = self._begin(
-            tensor,
-            grad,
-            dataclasses.replace(self._now, index=index, squares=squares, lr=lr, scale=scale),
-        )
+        step = dataclasses.replace(step, index=index, squares=squares)
+        generator = self._begin(tensor, grad, step)
         self._indices[name] += 1
         transaction.tensors.append(tensor)
         pending = self._pending[name] = _Pending(generator, call, transaction, index)
@@ -180,45 +183,35 @@ class GraphExchange(Driver):
         if isinstance(request, StepNorm):
             request = generator.send((squared_norm, False))
         carrier = request.array
-        request = pending.request = generator.send(None)
+        pending.request = generator.send(None)
         tensor.counters["encode_seconds"] += time.perf_counter() - started
-        if name != self.sends_number or not isinstance(_collective(request), Allreduce):
-            return carrier, self._message(name, pending), None
-        pending.compares, numbers = True, Allreduce(step_numbers(index))
-        tensor.count(numbers)
-        return carrier, self._message(name, pending), numbers.array
+        handed_out = [carrier, *self._message(name, pending)]
+        if name == self.sends_number:
+            pending.compares = isinstance(_collective(pending.request), Allreduce)
+            number = Allreduce(step_numbers(index) if pending.compares else np.empty(0, np.int64))
+            tensor.count(number)
+            handed_out.append(number.array)
+        return handed_out
 
-    def advance(
-        self, name: str, call: int, arrived: Message, numbers: Optional[np.ndarray] = None
-    ) -> Optional[Message]:
-        """Brings what became of a message, and the sum of the steps' numbers; returns the next
-        message."""
-        pending = self._arrive(name, call, numbers)
-        # A step that goes dense has no more to send.
+    def advance(self, name: str, call: int, brought: Message) -> List[np.ndarray]:
+        """Brings what became of a message; returns the next one."""
+        pending = self._arrive(name, call, brought)
         if isinstance(pending.request, Final):
-            pending.arrived = pending.arrived or arrived
-            return None
-        pending.request = pending.step.send(_answer(pending.request, arrived))
+            # Such a step has no more to send.
+            pending.arrived = pending.arrived or brought
+        else:
+            pending.request = pending.step.send(_answer(pending.request, brought))
         return self._message(name, pending)
 
     def finish(
-        self,
-        name: str,
-        call: int,
-        reduced: np.ndarray,
-        arrived: Optional[Message] = None,
-        numbers: Optional[np.ndarray] = None,
+        self, name: str, call: int, reduced: np.ndarray, brought: Message = ()
     ) -> np.ndarray:
         """Brings the carrier as the reducer reduced it, and what became of the last message;
         returns the flat float32 result, in the memory of the gradient or of the carrier."""
-        pending = self._arrive(name, call, numbers)
+        pending = self._arrive(name, call, brought)
         request, started = pending.request.request, time.perf_counter()
-        outcome = pending.step.send(
-            (
-                reduced,
-                None if request is None else _answer(request, pending.arrived or arrived or ()),
-            )
-        )
+        arrived = None if request is None else _answer(request, pending.arrived or brought)
+        outcome = pending.step.send((reduced, arrived))
         self._tensors[name].counters["decode_seconds"] += time.perf_counter() - started
         pending.request, pending.arrived, pending.finished = None, None, True
         if not outcome.finite:
@@ -231,22 +224,20 @@ class GraphExchange(Driver):
         grad: np.ndarray,
         call: int,
         squares: Optional[np.ndarray] = None,
-        squared_norm: Optional[float] = None,
-        lr: Optional[float] = None,
     ) -> np.ndarray:
         """A tensor's whole step on a rank that is alone, to which all that it sends comes back:
         `submit` to `finish`."""
-        carrier, message, numbers = self.submit(name, grad, call, squares, squared_norm, lr)
+        carrier, *message = self.submit(name, grad, call, squares)
         for _ in self._tensors[name].declared[1:]:
-            message, numbers = self.advance(name, call, message or (), numbers), None
-        return self.finish(name, call, carrier, message, numbers)
+            message = self.advance(name, call, message)
+        return self.finish(name, call, carrier, message)
 
     def fail(self, name: str) -> None:
         """The reducer could not use this result, on all ranks alike: its step will be rolled
         back."""
         self._pending[name].transaction.finite = False
 
-    def _arrive(self, name: str, call: int, numbers: Optional[np.ndarray]) -> _Pending:
+    def _arrive(self, name: str, call: int, brought: Message) -> _Pending:
         pending = self._pending.get(name)
         if pending is None or pending.call != call or pending.finished:
             raise RuntimeError(
@@ -254,30 +245,31 @@ class GraphExchange(Driver):
                 f"compression serves one model, and one step "
                 "at a time: make a compression for each tape or optimizer whose steps may overlap"
             )
-        if pending.compares and numbers is not None:
+        if pending.compares:
             pending.compares = False
-            check_step_numbers(numbers, pending.index, self._now.size)
+            check_step_numbers(brought[-1], pending.index, self._now.size)
         return pending
 
-    def _message(self, name: str, pending: _Pending) -> Optional[Message]:
+    def _message(self, name: str, pending: _Pending) -> List[np.ndarray]:
         """What the tensor's next operation is to move. RuntimeError where that is not what the
         compressor has declared."""
-        request = _collective(pending.request)
-        if request is None:
-            return None
-        declared = self._tensors[name].declared
-        if request.collective not in declared[pending.stage : pending.stage + 1]:
-            id = self._tensors[name].compressor.id
-            raise RuntimeError(
-                f"{id}: message {pending.stage} of a step is {request.collective}, but "
-                f"`collectives` declares {declared}"
-            )
+        declared, stage = self._tensors[name].declared, pending.stage
+        expected = declared[stage : stage + 1]
         pending.stage += 1
-        return (
-            [request.array, np.array(request.splits, np.int32)]
-            if isinstance(request, Alltoall)
-            else [request.array]
-        )
+        # What arrived is of its last one.
+        request = None if pending.arrived else _collective(pending.request)
+        if request is None:
+            # Of an alltoall, nothing to each of the ranks.
+            dtypes = enumerate(dtypes_of(expected))
+            return [np.zeros(self._now.size if i else 0, dtype) for i, dtype in dtypes]
+        if request.collective not in expected:
+            raise RuntimeError(
+                f"{self._tensors[name].compressor.id}: message {stage} of a step is "
+                f"{request.collective}, but `collectives` declares {declared}"
+            )
+        if isinstance(request, Alltoall):
+            return [request.array, np.array(request.splits, np.int32)]
+        return [request.array]
 
     def _end(self, name: str) -> None:
         """Ends a tensor's last step where that has not happened yet."""
@@ -360,6 +352,17 @@ class GraphExchange(Driver):
         )
 
 
+def dtypes_of(collectives: Sequence[Collective]) -> List[str]:
+    """The dtypes of the arrays in messages of these collectives. What the reducer reduces is in
+    none."""
+    return [
+        dtype
+        for c in collectives
+        if c.verb != "reducer"
+        for dtype in ((c.dtype, "int32") if c.verb == "alltoall" else (c.dtype,))
+    ]
+
+
 def _adds_up(tensor: Tensor) -> bool:
     """Whether a step of this tensor has sums, which do not carry its number."""
     return any(c.verb == "allreduce" and c.op == "sum" for c in tensor.declared)
@@ -368,7 +371,7 @@ def _adds_up(tensor: Tensor) -> bool:
 def _answer(request: Any, arrived: Message) -> Any:
     """A request's result, from what its operation brought."""
     if isinstance(request, Alltoall):
-        payload, splits = arrived
+        payload, splits = arrived[:2]
         return np.split(payload, np.cumsum(splits)[:-1])
     return arrived[0]
 

@@ -13,6 +13,7 @@ from ..protocol.handshake import agree
 from ..protocol.requests import Collective
 from .applied import Unapplied, may_see_gradients
 from .checks import ONE_PASS, check_elastic_scale
+from .exchange import dtypes_of
 from .horovod_internals import (
     call_before,
     functions_under_trace,
@@ -24,11 +25,10 @@ from .horovod_internals import (
 from .operations import (
     Call,
     Variable,
-    dtypes_of,
+    copied,
     first_values,
     python_operation,
     read_and_clear,
-    squared_norm_of,
     with_denormals,
 )
 from .optimizer import learning_rate_of
@@ -45,9 +45,9 @@ class GraphCompression(RunningCompression):
     def __init__(self, process_set: Any) -> None:
         super().__init__(process_set)
         # What Horovod makes of a 1 on each rank, once that is known.
-        self._factor: Callable[[], Optional[float]] = lambda: None
+        self._factor: Callable[[], Any] = lambda: None
         # Of the function that is being traced.
-        self._call = Call([], None, [], [], [])
+        self._call = Call(None, [])
         # Functions with operations of this compression.
         self._traced: "weakref.WeakSet[Any]" = weakref.WeakSet()
         # Each call writes it when it begins, and reads it for each variable that it has finished.
@@ -79,40 +79,30 @@ class GraphCompression(RunningCompression):
             raise ValueError(
                 "functions that XLA compiles cannot compress gradients: say jit_compile=False"
             )
-        i = self._call.claim(tensor)
-        if i is None:
+        if not self._call.has(tensor):
             self._call = self._new_call(tensor)
-            i = self._call.claim(tensor)
-            assert i is not None  # `reduction_of` found it
-        call, (_, variable) = self._call, self._call.variables[i]
+        number, (_, variable, flat) = self._call.number, self._call.claim(tensor)
         if variable.direct:
             # It is reshaped because `_begin` may refuse the step: a control dependency would stay
             # outside of the branch that reduces.
             name = f"{self._label}.{variable.number}"
-            carrier = tf.reshape(tf.cast(tensor, variable.carried), call.flat[i], name=name)
-            return carrier, (variable, tensor.dtype, [call.number])
+            carrier = tf.reshape(tf.cast(tensor, variable.carried), flat, name=name)
+            return carrier, (variable, tensor.dtype, [number])
         sends_number = variable.name == self._exchange.sends_number
         with tf.device("/cpu:0"):
-            inputs = [
-                call.number,
-                call.copied(i),
-                *call.squared_norm,
-                *call.lr,
-                *read_and_clear(variable.squares),
-            ]
+            inputs = [number, copied(tensor, variable, flat), *read_and_clear(variable.squares)]
             dtypes = [variable.carried, *dtypes_of(variable.moved[:1]), *["int64"] * sends_number]
             carrier, *message = python_operation(self._submit, variable, inputs, dtypes)
             numbers = self._move(_SUM, [message.pop()], "step") if sends_number else []
             for stage, collective in enumerate(variable.moved):
                 if stage:
-                    advance = functools.partial(self._advance, stage=stage)
-                    inputs = [call.number, *message, *numbers]
-                    message = python_operation(advance, variable, inputs, dtypes_of([collective]))
-                    numbers = []
-                message = self._move(collective, message, f"{variable.number}.{stage}")
+                    inputs, dtypes = [number, *message], dtypes_of([collective])
+                    message = python_operation(self._advance, variable, inputs, dtypes)
+                moved = self._move(collective, message, f"{variable.number}.{stage}")
+                message, numbers = [*moved, *numbers], []
             # Horovod names its own reduction after what it reduces.
             carrier = tf.identity(carrier, name=f"{self._label}.{variable.number}")
-        return carrier, (variable, tensor.dtype, [call.number, *message, *numbers])
+        return carrier, (variable, tensor.dtype, [number, *message])
 
     @tf.autograph.experimental.do_not_convert
     def decompress(self, tensor: Any, ctx: Any) -> Any:
@@ -143,14 +133,14 @@ class GraphCompression(RunningCompression):
         pairs = [
             (grad, source) for grad, source in zip(grads, sources) if isinstance(grad, tf.Tensor)
         ]
-        variables = [(grad, variable) for (grad, _), variable in zip(pairs, self._register(pairs))]
+        variables = self._register(pairs)
         if optimizer is not None:
             # Keras saves the function with which Horovod's optimizer reduces. All variables that
             # the function captures have to be the optimizer's.
             optimizer._track_trackable(self._turn, f"{self._label}.turn", overwrite=True)
         unseen = [
             variable.name
-            for _, variable in variables
+            for variable in variables
             if variable.squares is not None and not variable.observed
         ]
         if unseen:
@@ -168,25 +158,14 @@ class GraphCompression(RunningCompression):
                 "with run_functions_eagerly(True)"
             )
         with around.as_default(), tf.device("/cpu:0"):
-            number, flat = self._begin_operation([source for _, source in pairs], scaler)
+            number, flat = self._begin_operation(pairs, scaler)
             if any(
                 collective.verb in ("allgather", "alltoall")
-                for _, variable in variables
+                for variable in variables
                 for collective in variable.moved
             ):
-                number = self._counted(number, variables[0][1])
-            norm, grads = functools.partial(squared_norm_of, factor), [grad for grad, _ in pairs]
-            squared_norm = (
-                [tf.numpy_function(norm, grads, tf.float64, stateful=False)]
-                if self._compressor.policy.clip_norm is not None
-                else []
-            )
-            lr = (
-                [learning_rate_of(optimizer or self._optimizer)]
-                if self._compressor.policy.follow_lr
-                else []
-            )
-        return Call(variables, number, flat, squared_norm, lr)
+                number = self._counted(number, variables[0])
+        return Call(number, list(zip([grad for grad, _ in pairs], variables, flat)))
 
     def _check_serves(self, optimizer: Any) -> None:
         """Raises ValueError where the compression is bound to another optimizer."""
@@ -218,22 +197,25 @@ class GraphCompression(RunningCompression):
             )
         return scaler
 
-    def _begin_operation(self, sources: List[Any], scaler: Any) -> Tuple[Any, List[Any]]:
-        """The operation that begins a call: its number, and for each gradient the shape [-1]. It is
-        stateful, so that every call of the function has its own, and what depends on it is not
-        folded or shared between calls. It brings values of the smallest variable, because
-        TensorFlow runs a trace again for others of the same shapes."""
+    def _begin_operation(self, pairs: List[Tuple[Any, Any]], scaler: Any) -> Tuple[Any, List[Any]]:
+        """The operation that begins a call of (gradient, source) pairs: its number, and for each
+        gradient the shape [-1]. It is stateful, so that every call of the function has its own, and
+        what depends on it is not folded or shared between calls. It brings values of the smallest
+        variable, because TensorFlow runs a trace again for others of the same shapes."""
+        sources, policy = [source for _, source in pairs], self._compressor.policy
         variables = [source for source in sources if isinstance(source, tf.Variable)]
         known = min(variables, key=lambda variable: variable.shape.num_elements(), default=None)
         scale = tf.constant(1.0) if scaler is None else tf.cast(scaler.loss_scale, tf.float32)
-        depends = self._optimizer is not None and (
-            self._takes_over or self._compressor.policy.follow_lr
-        )
+        depends = self._optimizer is not None and (self._takes_over or policy.follow_lr)
         unapplied = Unapplied(sources if depends else [], self._applied)
-        begin = functools.partial(self._begin, len(sources), known, unapplied, self._traces)
+        begin = functools.partial(
+            self._begin, len(pairs), known, unapplied, self._traces, self._factor
+        )
+        inputs = [learning_rate_of(self._served or self._optimizer)] if policy.follow_lr else []
+        inputs += [grad for grad, _ in pairs] if policy.clip_norm is not None else []
         with tf.control_dependencies([self._turn.assign_add(1)]):
-            inputs = [scale, *([] if known is None else [first_values(known)])]
-            number, flat = tf.numpy_function(begin, inputs, [tf.int64, tf.int32])
+            values = [] if known is None else [first_values(known)]
+            number, flat = tf.numpy_function(begin, [scale, *values, *inputs], [tf.int64, tf.int32])
         if known is not None:
             with tf.control_dependencies([number]):
                 # What writes to the variable (a weight decay) waits for the comparison.

@@ -3,14 +3,13 @@ calls that they are for."""
 
 import dataclasses
 import functools
-from typing import Any, Callable, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Iterable, List, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
 
 from .. import kernels
 from ..protocol.requests import Collective
-from .exchange import Message
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,34 +43,28 @@ class Variable:
 class Call:
     """What each call of one traced function exchanges."""
 
-    variables: List[Tuple[Any, Variable]]  # (gradient, Variable)
     number: Any  # of the call, a tensor
-    # For each gradient, the shape [-1].
-    flat: List[Any]
-    # Where gradients are clipped, as GraphExchange.submit expects it; else empty.
-    squared_norm: List[Any]
-    # The learning rate, where residuals follow it; else empty.
-    lr: List[Any]
-    compressed: Set[int] = dataclasses.field(default_factory=set)
+    # (gradient, Variable, the shape [-1]) of what was not compressed yet.
+    waiting: List[Tuple[Any, Variable, Any]]
 
-    def claim(self, tensor: Any) -> Optional[int]:
-        """The position of a gradient that was not compressed yet, or None. Variables that have the
-        same one are served in order."""
-        for i, (grad, _) in enumerate(self.variables):
-            if grad is tensor and i not in self.compressed:
-                self.compressed.add(i)
-                return i
-        return None
+    def has(self, tensor: Any) -> bool:
+        """Whether this gradient was not compressed yet."""
+        return any(grad is tensor for grad, *_ in self.waiting)
 
-    def copied(self, i: int) -> Any:
-        """The gradient, flat, in memory that nobody else reads, because it is worked in: a copy
-        only where somebody holds it. Snapshot alone is not enough: TensorFlow computes it once for
-        equal gradients, and for all steps where they are constant. The shape comes from an
-        operation that it must run, and differs from those of other gradients to it. float64 stays
-        what it is."""
-        grad, variable = self.variables[i]
-        grad = grad if variable.is_float64 else tf.cast(grad, tf.float32)
-        return tf.raw_ops.Snapshot(input=tf.reshape(grad, self.flat[i]))
+    def claim(self, tensor: Any) -> Tuple[Any, Variable, Any]:
+        """What is known of such a gradient, which is compressed now. Variables that have the same
+        one are served in order."""
+        here = next(i for i, (grad, *_) in enumerate(self.waiting) if grad is tensor)
+        return self.waiting.pop(here)
+
+
+def copied(grad: Any, variable: Variable, flat: Any) -> Any:
+    """The gradient, flat, in memory that nobody else reads, because it is worked in: a copy only
+    where somebody holds it. Snapshot alone is not enough: TensorFlow computes it once for equal
+    gradients, and for all steps where they are constant. The shape comes from an operation that it
+    must run, and differs from those of other gradients to it. float64 stays what it is."""
+    grad = grad if variable.is_float64 else tf.cast(grad, tf.float32)
+    return tf.raw_ops.Snapshot(input=tf.reshape(grad, flat))
 
 
 def identified(i: int, grad: Any, source: Any) -> Tuple[Any, str, Tuple[int, ...]]:
@@ -122,33 +115,10 @@ def first_values(variable: Any) -> Any:
     return tf.reshape(variable.read_value(), [-1])[:1000]
 
 
-def dtypes_of(collectives: Sequence[Collective]) -> List[str]:
-    """The dtypes of the arrays in messages of these collectives: an alltoall's are bytes, and how
-    many go to each rank."""
-    return [
-        dtype
-        for c in collectives
-        for dtype in ((c.dtype, "int32") if c.verb == "alltoall" else (c.dtype,))
-    ]
-
-
-def split_message(
-    brought: Sequence[np.ndarray], collective: Collective
-) -> Tuple[Message, Optional[np.ndarray]]:
-    """(what a message of this collective has become, the sum of the steps' numbers where they were
-    sent with it, else None)"""
-    arrays = len(dtypes_of([collective]))
-    numbers = brought[arrays] if len(brought) > arrays and brought[arrays].size else None
-    return list(brought[:arrays]), numbers
-
-
-def squared_norm_of(factor: Callable[[], float], *grads: np.ndarray) -> np.float64:
-    return np.float64(
-        factor() ** 2
-        * sum(
-            kernels.cpu.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1))
-            for grad in grads
-        )
+def squared_norm_of(grads: Iterable[np.ndarray]) -> float:
+    return sum(
+        kernels.cpu.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1))
+        for grad in grads
     )
 
 

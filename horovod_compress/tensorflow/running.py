@@ -1,17 +1,16 @@
 """What a compression's operations do while a graph runs."""
 
 from abc import abstractmethod
-from typing import Any, List, Sequence, Tuple
+from typing import Any, Callable, List, Tuple
 
 import numpy as np
 
 from .. import kernels
 from ..adapters.binding import warn_once
 from ..protocol.handshake import REDUCES_ONLY, error_of_joined
-from ..protocol.requests import Collective
 from .applied import Unapplied
 from .exchange import Message
-from .operations import Variable, dtypes_of, first_values, split_message, squared_norm_of
+from .operations import Variable, first_values, squared_norm_of
 from .variables import VariableCompression
 
 # Numbers as large as this become infinite in float16.
@@ -37,17 +36,21 @@ class RunningCompression(VariableCompression):
         known: Any,
         unapplied: Unapplied,
         traces: int,
+        factor: Callable[[], float],
         scale: np.ndarray,
-        values: Any = None,
+        *arrays: np.ndarray,
     ) -> Tuple[np.int64, np.ndarray]:
+        """arrays: values of `known`, where there is one; the learning rate, where residuals follow
+        it; all gradients, where they are clipped."""
         if traces != self._traces:
             raise ValueError(
                 "a function was traced before compression.switch(), and holds on to that trace: "
                 "make the function anew, by tf.function(step), or "
                 "with Keras model.make_train_function(force=True)"
             )
+        given = iter(arrays)
         if known is not None and not np.array_equal(
-            first_values(known).numpy(), values, equal_nan=True
+            first_values(known).numpy(), next(given), equal_nan=True
         ):
             raise ValueError(
                 f"gradients of other variables come to this compression than {known.name} and "
@@ -69,8 +72,11 @@ class RunningCompression(VariableCompression):
                 f"not needed: the learning rate is no part "
                 "of this momentum)"
             )
+        policy = self._compressor.policy
+        lr = float(next(given)) if policy.follow_lr else None
+        squared_norm = None if policy.clip_norm is None else factor() ** 2 * squared_norm_of(given)
         number = self._exchange.begin(
-            tensors, self._process_set.rank(), self._process_set.size(), float(scale)
+            self._process_set.rank(), self._process_set.size(), float(scale), lr, squared_norm
         )
         return np.int64(number), np.full((tensors, 1), -1, np.int32)
 
@@ -82,46 +88,25 @@ class RunningCompression(VariableCompression):
         return number
 
     def _submit(
-        self, variable: Variable, call: int, grad: np.ndarray, *options: np.ndarray
+        self, variable: Variable, call: int, grad: np.ndarray, *squares: np.ndarray
     ) -> List[np.ndarray]:
-        given = iter(options)
-        squared_norm = float(next(given)) if self._compressor.policy.clip_norm is not None else None
-        lr = float(next(given)) if self._compressor.policy.follow_lr else None
-        squares = next(given).reshape(-1) if variable.squares is not None else None
         grad = self._of_type(variable, grad)
-        carrier, message, number = self._exchange.submit(
-            variable.name, grad, call, squares, squared_norm, lr
-        )
-        numbers = (
-            [np.empty(0, np.int64) if number is None else number]
-            if variable.name == self._exchange.sends_number
-            else []
-        )
-        return [carrier, *(message or self._nothing(variable.moved[:1])), *numbers]
+        return self._exchange.submit(variable.name, grad, call, *(a.reshape(-1) for a in squares))
 
-    def _advance(self, variable: Variable, call: int, *brought: np.ndarray, stage: int) -> Message:
-        arrived, numbers = split_message(brought, variable.moved[stage - 1])
-        return self._exchange.advance(variable.name, call, arrived, numbers) or self._nothing(
-            variable.moved[stage : stage + 1]
-        )
+    def _advance(self, variable: Variable, call: int, *brought: np.ndarray) -> Message:
+        return self._exchange.advance(variable.name, call, brought)
 
     def _step_alone(self, variables: List[Variable], *arrays: np.ndarray) -> List[np.ndarray]:
         grads, given = arrays[: len(variables)], iter(arrays[len(variables) :])
         lr = float(next(given)) if self._compressor.policy.follow_lr else None
-        squared_norm = (
-            float(squared_norm_of(lambda: 1.0, *grads))
-            if self._compressor.policy.clip_norm is not None
-            else None
-        )
-        call = self._exchange.begin(
-            len(variables), self._process_set.rank(), self._process_set.size()
-        )
+        clips = self._compressor.policy.clip_norm is not None
+        call = self._exchange.begin(0, 1, 1.0, lr, squared_norm_of(grads) if clips else None)
         results = []
         for variable, grad in zip(variables, grads):
             squares = next(given).reshape(-1) if variable.squares is not None else None
             flat = np.array(grad, np.float64 if variable.is_float64 else np.float32).reshape(-1)
             flat = self._of_type(variable, flat)
-            result = self._exchange.step_alone(variable.name, flat, call, squares, squared_norm, lr)
+            result = self._exchange.step_alone(variable.name, flat, call, squares)
             results.append(
                 self._checked(variable, result, grad.dtype == np.float16).astype(
                     grad.dtype, copy=False
@@ -140,22 +125,12 @@ class RunningCompression(VariableCompression):
             self._tell_of_float32(variable.name)
         return narrow
 
-    def _nothing(self, collectives: Sequence[Collective]) -> Message:
-        """The message of these collectives, at most one, where a step has none for them."""
-        splits = np.zeros(self._process_set.size(), np.int32)
-        return [
-            splits if dtype == "int32" and c.verb == "alltoall" else np.empty(0, dtype)
-            for c in collectives
-            for dtype in dtypes_of([c])
-        ]
-
     def _finish(
         self, variable: Variable, call: int, reduced: np.ndarray, *brought: np.ndarray, half: bool
     ) -> List[np.ndarray]:
         if variable.direct:  # Horovod has reduced it already.
             self._exchange.submit(variable.name, reduced.reshape(-1), call)
-        arrived, numbers = split_message(brought, variable.moved[-1]) if brought else (None, None)
-        result = self._exchange.finish(variable.name, call, reduced.reshape(-1), arrived, numbers)
+        result = self._exchange.finish(variable.name, call, reduced.reshape(-1), brought)
         return [self._checked(variable, result, half)]
 
     def _checked(self, variable: Variable, result: np.ndarray, half: bool) -> np.ndarray:

@@ -133,7 +133,7 @@ def a_tape_follows_the_loss_scale_that_it_is_given():
     (state,) = compression.state_dict()["tensors"].values()
     assert np.array_equal(state["residual"], expected.state[hvd.rank()]["Variable"]["residual"])
     with raises(RuntimeError, "the loss scale has come to"):
-        GraphExchange(get_compressor("topk"), 0, 2, "label").begin(1, 0, 2, 2.0**61)
+        GraphExchange(get_compressor("topk"), 0, 2, "label").begin(0, 2, 2.0**61)
     with raises(TypeError, "grad_scaler must be"):
         hvdc.Compression.topk(grad_scaler=4.0)
 
