@@ -2,7 +2,6 @@
 and elastic jobs."""
 
 import contextlib
-import copy
 from typing import (
     Any,
     Dict,
@@ -30,7 +29,7 @@ from ..protocol.handshake import agree
 from ..protocol.machine import Machine
 from .applied import refuse_unreduced
 from .checks import check_elastic, check_scaler, checked_moments
-from .exchange import GraphExchange, Saved
+from .exchange import GraphExchange
 from .graph import GraphCompression
 from .horovod_internals import use_traces
 from .optimizer import (
@@ -94,7 +93,7 @@ class BoundCompression(GraphCompression):
         grad_scaler: Any = None,
         discardable: bool = False,
     ) -> None:
-        super().__init__(process_set)
+        super().__init__(process_set, grad_scaler)
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise ValueError(
                 "TensorFlow 1's graph mode is not supported: a compression's operations belong to "
@@ -104,7 +103,6 @@ class BoundCompression(GraphCompression):
         if optimizer is not None:
             check(optimizer)
         check_scaler(grad_scaler)
-        self._grad_scaler = grad_scaler
         # Whether momentum that an SGD has gathered by itself still moves variables where it is
         # taken over.
         self._lives_on = False
@@ -132,14 +130,14 @@ class BoundCompression(GraphCompression):
         chosen = self._choose(self._compressor, optimizer)
         self._optimizer = optimizer
         if isinstance(optimizer, SGD) and self._active:
-            self._momentum_class = leave_momentum(optimizer, self._covers, lambda: self._lives_on)
+            leave_momentum(optimizer, self._covers, lambda: self._lives_on)
         self._watches = self._active and chosen.compressor.policy.moments == "microbatch"
         if self._watches:
             watch_passes(optimizer, self._observe)
         self._use(chosen)
         self._exchange.compressor = self._compressor
         if optimizer is not None and self._active:
-            self._applying_class = before_applying(optimizer, self._before_applied)
+            self._bound_class = before_applying(optimizer, self._before_applied)
         self._number()
         self._agreed = False
 
@@ -190,12 +188,9 @@ class BoundCompression(GraphCompression):
             )
             self._lives_on = self._lives_on or bool(self._exchange.shapes)
         self._chosen, self._compressor = chosen, compressor
+        self._takes_over = chosen.takes_over
         self._machine = self._exchange.machine = chosen.machine
         self._microbatches = self._watches and compressor.policy.moments == "microbatch"
-
-    @property
-    def _takes_over(self) -> bool:
-        return self._chosen is not None and self._chosen.takes_over
 
     def _covers(self, variable: Any) -> bool:
         """Whether a variable's momentum is taken over, where its update is traced."""
@@ -220,7 +215,7 @@ class BoundCompression(GraphCompression):
         what each has not sent yet, which any number of ranks can go on from. One file is enough.
         MismatchError where ranks are not at the same step.
         """
-        state = self._state()
+        state = {**self._exchange.state_dict(), "lives_on": self._lives_on}
         if portable:
             return (
                 checkpoint.portable(state, self._transport, self._label)
@@ -239,10 +234,11 @@ class BoundCompression(GraphCompression):
         if not self._process_set.included():
             return  # this rank compresses nothing
         with self._tracing_again():
-            saved = self._exchange.load_state_dict(state)
-            if saved and not self._active:
+            self._exchange.load_state_dict(state)
+            if self._exchange.loaded and not self._active:
+                self._exchange.loaded = {}
                 raise ValueError(f"this state does not fit: {REFUSED_ALONE}")
-            self._saved = {**self._untraced(), **copy.deepcopy(saved)}
+            self._loaded = True
             self._lives_on = bool((state if isinstance(state, dict) else state[0]).get("lives_on"))
 
     def switch(self, spec: Any) -> None:
@@ -273,7 +269,8 @@ class BoundCompression(GraphCompression):
                 "moments=microbatch has to see every backward pass from the first one on: make the "
                 "compression with it"
             )
-        self._place_saved()
+        for name, (*_, shape) in list(exchange.loaded.items()):
+            exchange.add(name, shape, self._compressor)
         if self._active and compare and self._synced:
             advice = "Call it on all ranks, between the same two steps, with the same spec"
             agree(
@@ -293,19 +290,6 @@ class BoundCompression(GraphCompression):
             )
             self._use(chosen)
             self._meet()
-
-    def _place_saved(self) -> None:
-        """Gives the exchange what a loaded state has of variables that are not known yet."""
-        for name, saved in (self._saved or {}).items():
-            if saved is not None:
-                self._exchange.add(name, saved[-1], self._compressor, saved)
-        self._saved = self._saved and dict.fromkeys(self._saved)
-
-    def _untraced(self) -> Dict[str, Optional[Saved]]:
-        """What `_saved` says of variables that only the exchange knows."""
-        return dict.fromkeys(
-            self._exchange.shapes.keys() - {variable.name for variable in self._variables.values()}
-        )
 
     def _gain(self, takes_over: bool) -> float:
         """What the optimizer's own momentum makes of a result of 1 in the end: 1/(1 − m), and 1
@@ -358,21 +342,6 @@ class BoundCompression(GraphCompression):
 
     # -- for elastic jobs: see `elastic.py`
 
-    def _state(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
-        state = self._exchange.state_dict(into=into)
-        for name, saved in copy.deepcopy(self._saved or {}).items():
-            if saved is not None:
-                (
-                    state["tensors"][name],
-                    state["step"][name],
-                    state["dense_until"][name],
-                    state["shapes"][name],
-                ) = saved
-        return {**state, "lives_on": self._lives_on}
-
-    def _entry(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
-        return {**self._state(into), **self._settings()}
-
     def _settings(self) -> Dict[str, Any]:
         return {**super()._settings(), "lives_on": self._lives_on}
 
@@ -388,8 +357,8 @@ class BoundCompression(GraphCompression):
     def _go_back_to(self, state: Dict[str, Any]) -> None:
         with self._tracing_again():
             self._adopt(state)
-            untraced = self._untraced()
-            self._saved = {**untraced, **self._exchange.go_back_to(state)} or None
+            self._exchange.go_back_to(state)
+            self._loaded = bool(self._expected())
         # in the order in which rank 0 came to know them, which numbers its operations.
         for name in state["step"]:
             self._numbers.setdefault(name, len(self._numbers))

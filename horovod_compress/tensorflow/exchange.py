@@ -1,5 +1,6 @@
 """Drives the steps of tensors that a graph's executor brings in any order, several at a time."""
 
+import copy
 import dataclasses
 import itertools
 import threading
@@ -77,32 +78,31 @@ class GraphExchange(Driver):
         self._indices: Dict[str, int] = {}  # steps each tensor has taken
         self.shapes: Dict[str, tuple] = {}
         self.sends_number: Optional[str] = None
+        # By name, what a state that was loaded has of tensors that are not known yet.
+        self.loaded: Dict[str, Saved] = {}
 
-    def add(
-        self, name: str, shape: tuple, variant: Compressor, saved: Optional[Saved] = None
-    ) -> Compressor:
-        """Makes a tensor known, where it is not; returns its compressor. saved: what
-        `load_state_dict` returned for it; ValueError, and nothing changed, where that, or the
-        shape, does not fit."""
+    def add(self, name: str, shape: tuple, variant: Compressor) -> None:
+        """Makes a tensor known, where it is not, with what was loaded for it. ValueError, and
+        nothing changed, where that, or the shape, does not fit."""
         if name in self._tensors:
             if self.shapes[name] != shape:
                 raise ValueError(
                     f"{name} has the shape {shape}, and {self.shapes[name]} in the state that was "
                     f"loaded: was it this model?"
                 )
-            return self._tensors[name].compressor
+            return
         tensor = self._add(name, shape, variant)
         self._indices[name], self.shapes[name] = 0, shape
-        if saved:
-            arrays, self._indices[name], tensor.dense_until, _ = saved
+        if name in self.loaded:
+            arrays, self._indices[name], tensor.dense_until, _ = self.loaded[name]
             try:
                 checkpoint.restore([tensor], {name: arrays})
             except ValueError:
                 del self._tensors[name], self._indices[name], self.shapes[name]
                 raise
+            del self.loaded[name]
         if self.sends_number is None and _adds_up(tensor):
             self.sends_number = name
-        return tensor.compressor
 
     def switch(
         self,
@@ -296,16 +296,18 @@ class GraphExchange(Driver):
         return dict(self._indices)
 
     def state_dict(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
-        return {
-            **super().state_dict(into),
-            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-        }
+        state = super().state_dict(into)
+        state["shapes"] = {name: list(shape) for name, shape in self.shapes.items()}
+        for name, saved in copy.deepcopy(self.loaded).items():
+            for key, value in zip(("tensors", "step", "dense_until", "shapes"), saved):
+                state[key][name] = value
+        return state
 
     def rollback(self) -> None:
         for name in self.open_tensors():
             self._end(name)
 
-    def go_back_to(self, state: Dict[str, Any]) -> Dict[str, Saved]:
+    def go_back_to(self, state: Dict[str, Any]) -> None:
         """As of `Driver`. Tensors that became known after the state was made go back to their
         beginning."""
         saved = checkpoint.read(state)
@@ -313,10 +315,9 @@ class GraphExchange(Driver):
             saved.arrays[name] = self._tensors[name].compressor.init(name, self.shapes[name]).arrays
             saved.header["step"] = {**saved.header["step"], name: 0}
         self.rollback()
-        return self._continue_from(saved)
+        self._continue_from(saved)
 
-    def _continue_from(self, saved: checkpoint.Saved) -> Dict[str, Saved]:
-        """Returns what is in the state for tensors that are not known yet, by name, for `add`."""
+    def _continue_from(self, saved: checkpoint.Saved) -> None:
         steps, shapes, arrays = saved.header["step"], saved.header["shapes"], saved.arrays
         dense_until = saved.header["dense_until"]
         checkpoint.refuse(
@@ -335,10 +336,12 @@ class GraphExchange(Driver):
         for name in known:
             self._indices[name] = steps[name]
             self._tensors[name].dense_until = dense_until.get(name, 0)
-        return {
-            name: (arrays[name], steps[name], dense_until.get(name, 0), tuple(shapes[name]))
-            for name in unknown
-        }
+        self.loaded = copy.deepcopy(
+            {
+                name: (arrays[name], steps[name], dense_until.get(name, 0), tuple(shapes[name]))
+                for name in unknown
+            }
+        )
 
     def _wrong_steps(self, steps: Any) -> checkpoint.Difference:
         if not isinstance(steps, dict):

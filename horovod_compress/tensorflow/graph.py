@@ -42,7 +42,7 @@ class GraphCompression(RunningCompression):
     """The operations that functions get which TensorFlow traces. Which compressor serves which
     optimizer is decided in `compression`."""
 
-    def __init__(self, process_set: Any) -> None:
+    def __init__(self, process_set: Any, grad_scaler: Any) -> None:
         super().__init__(process_set)
         # What Horovod makes of a 1 on each rank, once that is known.
         self._factor: Callable[[], Any] = lambda: None
@@ -61,11 +61,10 @@ class GraphCompression(RunningCompression):
         self._local: Set[Any] = set()
         # The bound one; where a tape brings gradients, the one that applies them.
         self._optimizer: Any = None
-        # The class of optimizers that can leave momentum to this compression.
-        self._momentum_class: Optional[Type] = None
-        # The class of optimizers that tell this compression what they apply.
-        self._applying_class: Optional[Type] = None
-        self._grad_scaler: Any = None
+        # The class of optimizers that tell this compression what they apply, and can leave momentum
+        # to it.
+        self._bound_class: Optional[Type] = None
+        self._grad_scaler = grad_scaler
 
     # -- Horovod's interface, while it traces a function
 
@@ -169,15 +168,17 @@ class GraphCompression(RunningCompression):
 
     def _check_serves(self, optimizer: Any) -> None:
         """Raises ValueError where the compression is bound to another optimizer."""
-        if self._takes_over and optimizer and not isinstance(optimizer, self._momentum_class or ()):
+        bound = self._bound_class
+        if bound is None or optimizer is None or isinstance(optimizer, bound):
+            return
+        if self._takes_over:
             raise ValueError(
                 "this compression has taken over the momentum of another optimizer than the one it "
                 "serves, which would apply its own besides: "
                 "bind it to the optimizer that hvd.DistributedOptimizer gets, and make a new one "
                 "for each"
             )
-        bound = self._applying_class
-        if self._elastic and bound and optimizer and not isinstance(optimizer, bound):
+        if self._elastic:
             raise ValueError(
                 "this compression is bound to another optimizer than the one it serves, which "
                 "would not apply what a rank that is left alone holds "

@@ -1,6 +1,5 @@
 """What a compression's operations do while a graph runs."""
 
-from abc import abstractmethod
 from typing import Any, Callable, List, Tuple
 
 import numpy as np
@@ -25,10 +24,8 @@ class RunningCompression(VariableCompression):
     # Which of the states of `_states` traces are for.
     _traces = 0
 
-    @property
-    @abstractmethod
-    def _takes_over(self) -> bool:
-        """Whether the optimizer's momentum is taken over."""
+    # Whether the optimizer's momentum is taken over.
+    _takes_over = False
 
     def _begin(
         self,

@@ -1,7 +1,7 @@
 """What becomes known of variables when their gradients are traced, on all ranks at once."""
 
 import itertools
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Set, Tuple
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -9,7 +9,7 @@ import tensorflow as tf
 from ..adapters.process_sets import HorovodBinding
 from ..protocol.handshake import agree
 from .eager import Eager
-from .exchange import GraphExchange, Saved
+from .exchange import GraphExchange
 from .horovod_internals import lasting_variable
 from .operations import Variable, identified
 
@@ -21,19 +21,15 @@ class VariableCompression(HorovodBinding):
 
     def __init__(self, process_set: Any) -> None:
         super().__init__(hvd, process_set, hint="variables need not be named in TensorFlow, and ")
-        self._transport = self._transport_of(None)
+        self._transport = Eager(self._process_set)
         self._variables: Dict[Any, Variable] = {}  # by key, see `identified`
         self._numbers: Dict[str, int] = {}  # of variables, by name
-        # Where a state was loaded: of variables that are not known yet. None: the exchange has it
-        # already.
-        self._saved: Optional[Dict[str, Optional[Saved]]] = None
+        # Whether variables that become known have to be in a state that was loaded.
+        self._loaded = False
         # Whether backward passes are observed.
         self._microbatches = False
 
     _exchange: GraphExchange
-
-    def _transport_of(self, compressor: Any) -> Eager:
-        return Eager(self._process_set)
 
     @property
     def _sees_gradients(self) -> bool:
@@ -76,10 +72,11 @@ class VariableCompression(HorovodBinding):
         """Adds variables, {key: (name, shape, whether it is of float64)}, with the state that was
         loaded for them."""
         shapes = {name: list(shape) for name, shape, _ in new.values()}
+        expected = self._expected()
         # Which this rank has from others, that know these variables already.
-        if not (self._elastic and self._saved):
+        if not (self._elastic and expected):
             agree(self._transport, f"{self._label}.{len(self._variables)}", {"variables": shapes})
-        missing = [name for name in shapes if self._saved is not None and name not in self._saved]
+        missing = [name for name in shapes if self._loaded and name not in expected]
         if missing:
             raise ValueError(
                 f"the state that was loaded does not fit: it has nothing for {', '.join(missing)}. "
@@ -88,17 +85,18 @@ class VariableCompression(HorovodBinding):
                 "tf.keras.backend.clear_session() first"
             )
         for key, (name, shape, is_float64) in new.items():
-            self._exchange.add(
-                name, shape, self._compressor, self._saved[name] if self._saved else None
-            )
+            self._exchange.add(name, shape, self._compressor)
             number = self._numbers.setdefault(name, len(self._numbers))
             self._variables[key] = self._described(Variable(name, number, shape, is_float64))
         self._meet()
-        if self._saved is not None:
-            self._saved = {name: saved for name, saved in self._saved.items() if name not in shapes}
-            if self._elastic:
-                # What becomes known from now on does so on all ranks.
-                self._saved = self._saved or None
+        if self._elastic and not self._expected():
+            # What becomes known from now on does so on all ranks.
+            self._loaded = False
+
+    def _expected(self) -> Set[str]:
+        """The names of variables that a state was loaded for, and that no trace has brought."""
+        known = {variable.name for variable in self._variables.values()}
+        return (self._exchange.shapes.keys() | self._exchange.loaded.keys()) - known
 
     def _described(self, variable: Variable) -> Variable:
         """The variable, which says what traces have to know of its compressor."""
