@@ -7,28 +7,18 @@ all take the mean before; after a crash it is that of those that are left.
 """
 
 import functools
-from typing import Any, Callable, Dict, Iterable, Optional, Protocol
+from typing import Any, Callable, Iterable
 
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
 
-class Keeping(Protocol):
-    """What keeps something that an elastic state is to have: a compression, see `Binding`, or an
-    optimizer that has one."""
-
-    def _entry(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]: ...
-
-    def _go_back_to(self, state: Dict[str, Any]) -> None: ...
-
-    def _sync(self) -> None: ...
-
-    def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]: ...
-
-
 class Entry:
-    """Such an object in an elastic state, and what it kept at the last commit."""
+    """What an elastic state has, and what it kept at the last commit.
 
-    def __init__(self, value: Keeping) -> None:
+    value: a compression, see `HorovodBinding`, or an optimizer that has one and the same methods.
+    """
+
+    def __init__(self, value: Any) -> None:
         self.value = value
         self._saved = value._entry()
 
