@@ -7,7 +7,7 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from types import FrameType
-from typing import Any, Dict, Iterator, Mapping, Optional, Set, Tuple, Type
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Set, Tuple, Type
 
 from .. import kernels
 from ..compressors import get_compressor, package_of
@@ -52,6 +52,9 @@ class Binding(ABC):
     # The one that `handshake` and portable states use.
     _transport: AnyTransport
     _exchange: Driver  # what drives the steps
+    # The transport that moves a compressor's payloads, but in graphs. ValueError where there is
+    # none.
+    _transport_of: Callable[[Any], Any]
 
     def __reduce__(self) -> Tuple[Any, ...]:
         raise TypeError(NO_COPIES)
@@ -88,10 +91,6 @@ class Binding(ABC):
         """This rank and the number of ranks; a rank that compresses nothing counts as the only
         one."""
 
-    @abstractmethod
-    def _transport_of(self, compressor: Compressor) -> Any:
-        """The transport that moves a compressor's payloads. ValueError where there is none."""
-
     def _machine_for(self, compressor: Compressor) -> Optional[Machine]:
         """The ranks of this rank's machine, where features around a compressor have use for them.
         ValueError where those cannot have them."""
@@ -108,11 +107,7 @@ class Binding(ABC):
         """Does what features have to arrange for tensors that have come. All ranks call it, before
         a step."""
         if self._machine is not None and self._machine.due:
-            self._machine.arrange(self._transport, self._label, self._machine_number())
-
-    @abstractmethod
-    def _machine_number(self) -> int:
-        """The number of this rank's machine."""
+            self._machine.arrange(self._transport, self._label, self._placement().machine)
 
     @property
     def config(self) -> Dict[str, Any]:

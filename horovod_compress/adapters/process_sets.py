@@ -99,10 +99,9 @@ class HorovodBinding(Binding):
         elif self._elastic:
             refused = "is not for elastic jobs, where a host's ranks may change: leave it out"
         even = bool(hvd.mpi_ops.is_homogeneous())
-        return Placement(hvd.rank(), hvd.local_rank(), hvd.local_size(), even, refused)
-
-    def _machine_number(self) -> int:
-        return self._hvd.cross_rank()
+        return Placement(
+            hvd.rank(), hvd.cross_rank(), hvd.local_rank(), hvd.local_size(), even, refused
+        )
 
     # -- for elastic jobs: see `elastic.py`
 

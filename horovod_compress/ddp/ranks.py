@@ -51,12 +51,10 @@ class RanksBinding(Binding):
                 "them: start with that, or leave hosts out"
             )
         if refused:
-            return Placement(rank, 0, 1, True, refused)
-        _, local, size = self._places[rank]
-        return Placement(rank, local, size, len({each[2] for each in self._places}) == 1)
-
-    def _machine_number(self) -> int:
-        return self._places[self._rank_and_size()[0]][0]
+            return Placement(rank, 0, 0, 1, True, refused)
+        machine, local, size = self._places[rank]
+        even = len({each[2] for each in self._places}) == 1
+        return Placement(rank, machine, local, size, even)
 
     def _mean(self, tensor: torch.Tensor, name: str = "") -> Callable[[], Any]:
         """Starts the mean over ranks, in the tensor's own memory. Returns a function that waits for

@@ -10,12 +10,14 @@ class Placement(NamedTuple):
 
     Args:
         rank: this rank.
+        machine: the number of its machine.
         local, size: as of `Machine`, for this rank.
         even: whether every machine has as many ranks.
         refused: why the ranks that compress cannot share a machine's memory; None if they can.
     """
 
     rank: int
+    machine: int
     local: int
     size: int
     even: bool
