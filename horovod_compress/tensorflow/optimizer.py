@@ -101,12 +101,11 @@ def _own_step_of(sgd: Any) -> str:
 
 def leave_momentum(
     optimizer: Any, covers: Callable[[Any], bool], lives_on: Callable[[], bool]
-) -> Type:
+) -> None:
     """From now on this SGD, Horovod's or what Horovod makes of it, leaves momentum to the
     compression where that covers a variable, which is asked in each trace: then dense gradients
     take plain steps. lives_on: whether what SGD's own momentum has gathered before still moves
-    variables. Its configuration stays the user's, decoupled weight decay stays with it. Returns the
-    class of both."""
+    variables. Its configuration stays the user's, decoupled weight decay stays with it."""
     # Another compression's, where that serves other variables.
     base: Any = class_below(optimizer)
 
@@ -131,7 +130,6 @@ def leave_momentum(
             return tf.raw_ops.ResourceApplyGradientDescent(var=var.handle, alpha=rate, delta=grad)
 
     become(optimizer, PlainSteps)
-    return PlainSteps
 
 
 def largest_momentum(sgd: Any) -> float:
@@ -188,23 +186,23 @@ def before_applying(optimizer: Any, change: Callable[[Any, Any], Any]) -> Type:
     its compression. Returns the class of both."""
     base: Any = class_below(optimizer)
 
-    @tf.autograph.experimental.do_not_convert
-    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        return super(changing, self).apply_gradients(change(self, grads_and_vars), *args, **kwargs)
+    class Changing(base):
+        @tf.autograph.experimental.do_not_convert
+        def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().apply_gradients(change(self, grads_and_vars), *args, **kwargs)
 
-    def get_config(self: Any) -> Dict[str, Any]:
-        if is_horovods(self) and saved_by_keras():
-            warn_once(
-                "a saved model's optimizer has no compression: hvd.load_model(path, "
-                "compression=compression) gives it one again, and without compression= training "
-                "goes on uncompressed. What ranks have not sent yet is in compression.state_dict()"
-            )
-        return super(changing, self).get_config()
+        def get_config(self) -> Dict[str, Any]:
+            if is_horovods(self) and saved_by_keras():
+                warn_once(
+                    "a saved model's optimizer has no compression: hvd.load_model(path, "
+                    "compression=compression) gives it one again, and without compression= "
+                    "training goes on uncompressed. What ranks have not sent yet is in "
+                    "compression.state_dict()"
+                )
+            return super().get_config()
 
-    members = {"apply_gradients": apply_gradients, "get_config": get_config}
-    changing = type(base)(base.__name__, (base,), members)
-    become(optimizer, changing)
-    return changing
+    become(optimizer, Changing)
+    return Changing
 
 
 def build(optimizer: Any, variables: Any) -> None:

@@ -90,15 +90,13 @@ class Rounds:
             # A rank alone has its variables already.
             return self._own(local_step)
         variables = self._begin_alike(grads_and_vars)
-        if self._every == 1:
-            shared = [variable.read_value() for variable in variables]
-            result = self._own(local_step)
-            self._exchange(variables, shared)
-            return result
-        self._begin_round(variables)
+        shared = self._begin_round(variables)
         result = self._own(local_step)
-        taken = self._local_steps.assign_add(1)
-        tf.cond(taken >= self._every, lambda: self._end_round(variables), tf.no_op)
+        if self._every == 1:
+            self._exchange(variables, shared)
+        else:
+            taken = self._local_steps.assign_add(1)
+            tf.cond(taken >= self._every, lambda: self._exchange(variables, shared), tf.no_op)
         return result
 
     def _own(self, local_step: Callable[[], Any]) -> Any:
@@ -154,19 +152,17 @@ class Rounds:
         self._moving.update(moving)
         return list(moving.values())
 
-    def _begin_round(self, variables: List[Any]) -> None:
+    def _begin_round(self, variables: List[Any]) -> List[Any]:
+        """Returns what ranks share of the variables, which their next exchange adds to."""
+        if self._every == 1:
+            return [variable.read_value() for variable in variables]
+        shared = [self._shared[variable.ref()] for variable in variables]
+
         def begin() -> Any:
-            return tf.group(
-                *(self._shared[variable.ref()].assign(variable) for variable in variables)
-            )
+            return tf.group(*(its.assign(variable) for its, variable in zip(shared, variables)))
 
         tf.cond(tf.equal(self._local_steps, 0), begin, tf.no_op)
-
-    def _end_round(self, variables: List[Any]) -> Any:
-        self._exchange(
-            variables, [self._shared[variable.ref()].read_value() for variable in variables]
-        )
-        return tf.group(self._local_steps.assign(0))
+        return shared
 
     def take_part(self) -> None:
         """Exchanges now, with what local steps have added so far, or with nothing: for a rank
@@ -178,11 +174,7 @@ class Rounds:
                 "variables"
             )
         variables = list(self._moving.values())
-        if self._every == 1:
-            self._exchange(variables, [variable.read_value() for variable in variables])
-        else:
-            self._begin_round(variables)
-            self._end_round(variables)
+        self._exchange(variables, self._begin_round(variables))
 
     def average_state(self) -> None:
         """Makes what the optimizer keeps for its variables, such as Adam's moments, their mean over
@@ -197,9 +189,10 @@ class Rounds:
             )
         )
 
-    def _exchange(self, variables: List[Any], shared: List[Any]) -> None:
+    def _exchange(self, variables: List[Any], shared: List[Any]) -> Any:
         """Makes the variables what all ranks shared before, and the mean of what they have added
-        since."""
+        since. Returns an operation, as branches of a graph do."""
+        shared = [tf.convert_to_tensor(its) for its in shared]
         means = self._reduce(
             [variable.read_value() - before for variable, before in zip(variables, shared)],
             variables,
@@ -212,6 +205,7 @@ class Rounds:
             if variable.constraint is not None:
                 value = variable.constraint(value)
             variable.assign(tf.where(finite, value, before))
+        return tf.group(*([] if self._local_steps is None else [self._local_steps.assign(0)]))
 
     def _moved(self, variable: Any, mean: Any, finite: Any) -> Any:
         """By how much the outer optimizer moves a variable."""
