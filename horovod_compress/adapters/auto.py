@@ -216,13 +216,40 @@ def refuse_elastic() -> None:
         )
 
 
-def check_switch(spec: Any, arguments: Sequence[Any], options: Dict[str, Any]) -> None:
-    """ValueError for a switch of the user's that a controller could not go on from."""
-    if not isinstance(spec, str) or arguments or options:
-        raise ValueError(
-            "auto() keeps specs as text, and changes them itself: say "
-            "switch('dgc:ratio=0.01'), without at"
-        )
+class Trying(Binding):
+    """A compression with a controller, which is to be told of steps: what users call. It comes
+    before the class of the compression among the bases."""
+
+    # A Controller, once the optimizer is known.
+    _controller: Any = None
+
+    def _description(self) -> Dict[str, Any]:
+        its = {"auto": self._controller.arguments} if self._controller else {}
+        return {**super()._description(), **its}
+
+    @property
+    def plan(self) -> Plan:
+        """As of `Controller.plan`."""
+        if self._controller:
+            return self._controller.plan()
+        return {"spec": None, "ranks": self._rank_and_size()[1], "candidates": {}}
+
+    def switch(self, spec: Any, *arguments: Any, **options: Any) -> None:
+        """As of the compression; that is the choice then, and nothing is tried any more."""
+        if self._controller and (not isinstance(spec, str) or arguments or options):
+            raise ValueError(
+                "auto() keeps specs as text, and changes them itself: say "
+                "switch('dgc:ratio=0.01'), without at"
+            )
+        # Which says what is missing before the optimizer is known.
+        super().switch(spec)  # type: ignore[misc]
+        if self._controller:
+            self._controller.resume(spec, True)
+
+    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
+        """As of the compression; the choice comes with it."""
+        its = self._controller.state() if self._controller else {}
+        return {**super().state_dict(portable), **its}  # type: ignore[misc]
 
 
 def trial_arguments(

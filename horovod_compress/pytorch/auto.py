@@ -6,8 +6,7 @@ from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 
-from ..adapters.auto import Controller, check_switch, default_candidates, refuse_elastic
-from ..engine.records import Plan
+from ..adapters.auto import Controller, Trying, default_candidates, refuse_elastic
 from .compression import OptimizerCompression
 from .parameters import Slot
 from .sgd import can_take_over, is_plain_sgd
@@ -19,7 +18,7 @@ def _sparse_for(optimizer: Optional[torch.optim.Optimizer]) -> Optional[str]:
     return "dgc" if can_take_over(optimizer) and not is_plain_sgd(optimizer) else "topk"
 
 
-class OnTrial(OptimizerCompression):
+class OnTrial(Trying, OptimizerCompression):
     """A compression with a controller, which it tells of steps.
 
     Args:
@@ -42,11 +41,6 @@ class OnTrial(OptimizerCompression):
         self._began: Optional[float] = None  # when the last step did
         self._now = 0.0  # when the step that begins did
 
-    @property
-    def plan(self) -> Plan:
-        """As of `Controller.plan`."""
-        return self._controller.plan()
-
     def _submit(self, slot: Slot, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any, Any]:
         if self._controller.gradients is not None:
             self._controller.gradients[slot.name] = tensor.detach().float().cpu().numpy().copy()
@@ -62,19 +56,6 @@ class OnTrial(OptimizerCompression):
         if self._began is not None:
             self._controller.step_ended(self._now - self._began)
             self._controller.follow()
-
-    def _description(self) -> Dict[str, Any]:
-        return {**super()._description(), "auto": self._controller.arguments}
-
-    def switch(self, spec: Any, *arguments: Any, **options: Any) -> None:
-        """As of OptimizerCompression; that is the choice then, and nothing is tried any more."""
-        check_switch(spec, arguments, options)
-        super().switch(spec)
-        self._controller.resume(spec, True)
-
-    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
-        """As of OptimizerCompression; the choice comes with it."""
-        return {**super().state_dict(portable), **self._controller.state()}
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         """As of OptimizerCompression. The choice that was made when the state was saved is taken

@@ -10,16 +10,15 @@ import tensorflow as tf
 from ..adapters.auto import (
     Automatic,
     Controller,
+    Trying,
     auto_of,
-    check_switch,
     default_candidates,
     refuse_elastic,
 )
 from ..adapters.binding import DECAYED, LOOK, warn_once
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
-from ..engine.records import Plan
-from .checks import checked_moments
+from .checks import check_options
 from .compression import BoundCompression
 from .operations import Variable
 from .optimizer import SGD, can_take_over, largest_momentum, unwrapped
@@ -37,7 +36,7 @@ def _sparse_for(optimizer: Any) -> Optional[str]:
     return "dgc" if can_take_over(optimizer) else "topk"
 
 
-class CompressionOnTrial(BoundCompression):
+class CompressionOnTrial(Trying, BoundCompression):
     """What AutoCompression becomes: a compression with a controller, which it tells of steps.
 
     The function that the user or Keras calls, around the operations of the compression, says when a
@@ -56,7 +55,6 @@ class CompressionOnTrial(BoundCompression):
             "none", process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
         )
         self._auto = auto
-        self._controller: Optional[Controller] = None  # since `bind`
         # Of a state that was loaded before the optimizer is known.
         self._resumed: Optional[Dict[str, Any]] = None
         # Of the call that began last: when, after how many steps, whether it traced.
@@ -82,31 +80,6 @@ class CompressionOnTrial(BoundCompression):
     def _go_on_with(self, spec: str) -> None:
         self._settling = _SETTLING
         self._switch(get_compressor(spec).config)
-
-    def _description(self) -> Dict[str, Any]:
-        its = {"auto": self._controller.arguments} if self._controller else {}
-        return {**super()._description(), **its}
-
-    def switch(self, spec: Any, *arguments: Any, **options: Any) -> None:
-        """As of BoundCompression; that is the choice then, and nothing is tried any more."""
-        if self._controller:
-            check_switch(spec, arguments, options)
-        # Which says what is missing before `bind`.
-        super().switch(spec)
-        if self._controller:
-            self._controller.resume(spec, True)
-
-    @property
-    def plan(self) -> Plan:
-        """As of `Controller.plan`."""
-        if self._controller:
-            return self._controller.plan()
-        return {"spec": None, "ranks": self._rank_and_size()[1], "candidates": {}}
-
-    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
-        """As of BoundCompression; the choice comes with it."""
-        its = self._controller.state() if self._controller else {}
-        return {**super().state_dict(portable), **its}
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         """As of BoundCompression. The choice that was made when the state was saved is taken
@@ -138,8 +111,8 @@ class CompressionOnTrial(BoundCompression):
     def _submit(
         self, variable: Variable, call: int, grad: np.ndarray, *options: np.ndarray
     ) -> List[np.ndarray]:
-        gradients = None if self._controller is None else self._controller.gradients
-        if gradients is not None:
+        if self._sees_gradients:
+            gradients = self._controller.gradients
             gradients[variable.name] = grad.reshape(variable.shape).copy()
         return super()._submit(variable, call, grad, *options)
 
@@ -158,7 +131,6 @@ class CompressionOnTrial(BoundCompression):
                 f"nothing. Give them inputs of one shape"
             )
         controller = self._controller
-        assert controller is not None
         controller.step_ended((now - self._began) / (taken - self._taken), counts=not self._tracing)
         if self._settling and controller.trials.current == controller.in_force:
             self._settling -= 1
@@ -191,7 +163,7 @@ class AutoCompression(Automatic, UnboundCompression):
 
     @staticmethod
     def _check(compressor: Compressor) -> None:
-        checked_moments(compressor, None)
+        check_options(compressor, None)
 
     _depends = _tries = True
     _binding = "compression.bind(optimizer), which is the compression of a tape then"
