@@ -1,6 +1,6 @@
 """What compressions refuse in TensorFlow."""
 
-from typing import Any, Optional
+from typing import Any
 
 import tensorflow as tf
 
@@ -49,9 +49,8 @@ def check_scaler(scaler: Any) -> None:
         )
 
 
-def checked_moments(compressor: Any, optimizer: Any) -> Optional[str]:
-    """The option `moments` of algorithms that have it. Raises ValueError for options that
-    TensorFlow cannot serve."""
+def check_options(compressor: Any, optimizer: Any) -> None:
+    """ValueError for options that TensorFlow cannot serve."""
     policy = compressor.policy
     if policy.transport != "horovod":
         raise ValueError(
@@ -73,4 +72,3 @@ def checked_moments(compressor: Any, optimizer: Any) -> Optional[str]:
         raise ValueError(
             f"moments=microbatch needs the optimizer, to see every backward pass. {ONE_PASS}"
         )
-    return policy.moments

@@ -28,7 +28,7 @@ from ..engine.snapshot import Snapshots
 from ..protocol.handshake import agree
 from ..protocol.machine import Machine
 from .applied import refuse_unreduced
-from .checks import check_elastic, check_scaler, checked_moments
+from .checks import check_elastic, check_options, check_scaler
 from .exchange import GraphExchange
 from .graph import GraphCompression
 from .horovod_internals import use_traces
@@ -166,7 +166,7 @@ class BoundCompression(GraphCompression):
         compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
         if self._elastic:
             check_elastic(compressor, optimizer)
-        checked_moments(compressor, optimizer)
+        check_options(compressor, optimizer)
         machine = self._machine_for(compressor)
         if not compressor.traits.corrects_momentum or optimizer is None:
             return _Chosen(compressor, compressor, machine=machine)

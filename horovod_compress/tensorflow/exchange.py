@@ -13,7 +13,6 @@ from ..compressors.base import Compressor, Step
 from ..compressors.wrapper import Wrapper
 from ..engine import checkpoint
 from ..engine.driver import Driver, Transaction
-from ..engine.handover import DEBT
 from ..engine.loss_scale import to_true_units
 from ..engine.step import commit_or_rollback
 from ..engine.tensor import Tensor
@@ -119,18 +118,13 @@ class GraphExchange(Driver):
     def _frame_length(self, numel: int) -> FrameLength:
         return Steady()
 
-    def compressor_of(self, name: str) -> Compressor:
-        """That of a tensor."""
-        return self._tensors[name].compressor
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of this name, which is known."""
+        return self._tensors[name]
 
     def _goes_dense(self, tensor: Tensor, step: Step) -> bool:
         # A graph has no operation for a sum that a feature around the algorithm asks for.
         return not isinstance(tensor.compressor, Wrapper) and super()._goes_dense(tensor, step)
-
-    def has_debt(self, name: str) -> bool:
-        """Whether the next step of a tensor brings something of earlier ones densely, which is
-        added to its gradient."""
-        return DEBT in self._tensors[name].state.arrays
 
     def begin(
         self,

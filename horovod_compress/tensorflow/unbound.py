@@ -11,7 +11,7 @@ import tensorflow as tf
 from ..adapters.binding import NotBoundError, Unbound, callers, is_elastic
 from ..deprecated import by_name
 from .applied import refuse_unreduced
-from .checks import check_scaler, checked_moments
+from .checks import check_options, check_scaler
 from .compression import BoundCompression
 from .horovod_internals import (
     Reduction,
@@ -67,7 +67,7 @@ class UnboundCompression(Unbound):
             spec, process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
         )
         check_scaler(grad_scaler)
-        checked_moments(self._compressor, None)
+        check_options(self._compressor, None)
         # By optimizer; None: of tapes, where nothing depends on that.
         self._bound: Dict[Any, BoundCompression] = {}
         self._given_to: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers of Horovod's

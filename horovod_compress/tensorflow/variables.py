@@ -7,6 +7,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..adapters.process_sets import HorovodBinding
+from ..engine.handover import DEBT
 from ..protocol.handshake import agree
 from .eager import Eager
 from .exchange import GraphExchange
@@ -100,21 +101,19 @@ class VariableCompression(HorovodBinding):
 
     def _described(self, variable: Variable) -> Variable:
         """The variable, which says what traces have to know of its compressor."""
-        compressor = self._exchange.compressor_of(variable.name)
-        collectives = compressor.collectives(self._process_set.size())
+        tensor = self._exchange.tensor(variable.name)
+        first = tensor.declared[0]
         variable.carried, variable.moved = (
-            (collectives[0].dtype, ())
-            if collectives[0].verb == "reducer"
-            else ("float32", collectives)
+            (first.dtype, ()) if first.verb == "reducer" else ("float32", tensor.declared)
         )
         if variable.is_float64 and self._exchange.carries_float64(variable.name):
             variable.carried = "float64"
         clips = self._compressor.policy.clip_norm is not None
         dense = not variable.moved and variable.carried != "float16" and not clips
-        variable.direct = (
-            dense and not self._exchange.has_debt(variable.name) and not self._sees_gradients
-        )
-        if not self._microbatches or compressor.policy.moments != "microbatch":
+        # What is owed of earlier gradients is added to the next one.
+        owes = DEBT in tensor.state.arrays
+        variable.direct = dense and not owes and not self._sees_gradients
+        if not self._microbatches or tensor.compressor.policy.moments != "microbatch":
             variable.squares, variable.observed = None, False
         elif variable.squares is None:
             variable.squares = lasting_variable(variable.shape, tf.float32)
