@@ -54,7 +54,6 @@ class Controller:
         in_force: str,
     ) -> None:
         self._compression, self._switch = compression, switch
-        self._candidates = list(auto["candidates"])
         # The arguments, which all ranks must have alike.
         self.arguments = auto
         # The candidate with which steps are taken.
@@ -64,7 +63,7 @@ class Controller:
         # Those of the first step, by name, which the compression puts here, until errors are known;
         # None where these do not matter.
         self.gradients: Optional[Dict[str, np.ndarray]] = {} if auto["error"] < 1 else None
-        self._try(self._candidates)
+        self._try(auto["candidates"])
 
     def _try(self, candidates: Sequence[str]) -> None:
         self.trials = Trials(candidates, self.arguments["probe_steps"], self.arguments["margin"])
@@ -140,21 +139,18 @@ class Controller:
 
     def _leave_out(self, gradients: Dict[str, np.ndarray]) -> None:
         """Leaves out candidates that hold back too much of these gradients."""
-        held = [held_back(spec, gradients) for spec in self._candidates]
+        candidates = self.arguments["candidates"]
+        held = [held_back(spec, gradients) for spec in candidates]
         means = np.mean(self._gathered(held), axis=0)
         if not np.isfinite(means).all():
             # A gradient was not finite: the next step's are looked at.
             self.gradients = {}
             return
-        self.gradients, self._errors = None, dict(zip(self._candidates, means.tolist()))
+        self.gradients, self._errors = None, dict(zip(candidates, means.tolist()))
         self._try(
             [
-                self._candidates[0],
-                *(
-                    spec
-                    for spec in self._candidates[1:]
-                    if self._errors[spec] <= self.arguments["error"]
-                ),
+                candidates[0],
+                *(spec for spec in candidates[1:] if self._errors[spec] <= self.arguments["error"]),
             ]
         )
 
@@ -257,7 +253,8 @@ def trial_arguments(
     candidates: Optional[Sequence[str]] = None,
     probe_steps: int = 30,
     margin: float = 0.05,
-    check: Callable[[Compressor], None] = lambda _: None,
+    *,
+    check: Callable[[Compressor], None],
 ) -> Dict[str, Any]:
     """The arguments of a trial, see `Automatic`, by name.
 
@@ -331,6 +328,9 @@ class Automatic(Unbound):
         ValueError: bad candidates, or an elastic job.
     """
 
+    # ValueError for a candidate that cannot begin between two steps.
+    _check: Callable[[Compressor], None]
+
     @by_name
     def __init__(
         self,
@@ -346,11 +346,7 @@ class Automatic(Unbound):
         super().__init__(
             "none", process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
         )
-        self._asked = trial_arguments(error, candidates, probe_steps, margin, self._check)
-
-    @staticmethod
-    def _check(compressor: Compressor) -> None:
-        """ValueError for a candidate that cannot begin between two steps."""
+        self._asked = trial_arguments(error, candidates, probe_steps, margin, check=self._check)
 
     def _made_again(self) -> Tuple[Any, ...]:
         return functools.partial(type(self), **self._asked, **self._options), ()

@@ -17,7 +17,6 @@ from ..adapters.auto import (
 )
 from ..adapters.binding import DECAYED, LOOK, warn_once
 from ..compressors import get_compressor
-from ..compressors.base import Compressor
 from .checks import check_options
 from .compression import BoundCompression
 from .operations import Variable
@@ -161,9 +160,6 @@ class AutoCompression(Automatic, UnboundCompression):
 
     _bound_class = CompressionOnTrial
 
-    @staticmethod
-    def _check(compressor: Compressor) -> None:
-        check_options(compressor, None)
-
+    _check = staticmethod(check_options)
     _depends = _tries = True
     _binding = "compression.bind(optimizer), which is the compression of a tape then"

@@ -49,7 +49,7 @@ def check_scaler(scaler: Any) -> None:
         )
 
 
-def check_options(compressor: Any, optimizer: Any) -> None:
+def check_options(compressor: Any, optimizer: Any = None) -> None:
     """ValueError for options that TensorFlow cannot serve."""
     policy = compressor.policy
     if policy.transport != "horovod":

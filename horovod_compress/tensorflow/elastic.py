@@ -13,7 +13,7 @@ they run, and so do those of a compression.
 """
 
 import functools
-from typing import Any, Callable, Dict, List, Sequence, Union
+from typing import Any, Callable, Dict, List, Sequence
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -36,13 +36,10 @@ class _Keeping:
     ) -> Dict[str, Any]:
         """Makes attributes of the compressions among the keywords, bound by `bind` where they are
         not yet; returns the others."""
-
-        def bound(value: Union[BoundCompression, UnboundCompression]) -> BoundCompression:
-            return value if isinstance(value, BoundCompression) else bind(value)
-
-        given = (BoundCompression, UnboundCompression)
         compressions = {
-            name: bound(value) for name, value in keywords.items() if isinstance(value, given)
+            name: value if isinstance(value, BoundCompression) else bind(value)
+            for name, value in keywords.items()
+            if isinstance(value, (BoundCompression, UnboundCompression))
         }
         vars(self).update(compressions)
         self._entries: List[Entry] = [Entry(compression) for compression in compressions.values()]

@@ -23,7 +23,6 @@ from .horovod_internals import (
     reduction_of,
 )
 from .operations import (
-    Call,
     Variable,
     copied,
     first_values,
@@ -46,8 +45,9 @@ class GraphCompression(RunningCompression):
         super().__init__(process_set)
         # What Horovod makes of a 1 on each rank, once that is known.
         self._factor: Callable[[], Any] = lambda: None
-        # Of the function that is being traced.
-        self._call = Call(None, [])
+        # Of the function that is being traced: the number of its call, a tensor, and (gradient,
+        # Variable, the shape [-1]) of what was not compressed yet.
+        self._call: Tuple[Any, List[Tuple[Any, Variable, Any]]] = None, []
         # Functions with operations of this compression.
         self._traced: "weakref.WeakSet[Any]" = weakref.WeakSet()
         # Each call writes it when it begins, and reads it for each variable that it has finished.
@@ -78,9 +78,12 @@ class GraphCompression(RunningCompression):
             raise ValueError(
                 "functions that XLA compiles cannot compress gradients: say jit_compile=False"
             )
-        if not self._call.has(tensor):
+        if not any(grad is tensor for grad, *_ in self._call[1]):
             self._call = self._new_call(tensor)
-        number, (_, variable, flat) = self._call.number, self._call.claim(tensor)
+        number, waiting = self._call
+        # Variables that have the same one are served in order.
+        here = next(i for i, (grad, *_) in enumerate(waiting) if grad is tensor)
+        _, variable, flat = waiting.pop(here)
         if variable.direct:
             # It is reshaped because `_begin` may refuse the step: a control dependency would stay
             # outside of the branch that reduces.
@@ -119,9 +122,9 @@ class GraphCompression(RunningCompression):
         result.set_shape(variable.shape)
         return tf.cast(result, dtype)
 
-    def _new_call(self, tensor: Any) -> Call:
+    def _new_call(self, tensor: Any) -> Tuple[Any, List[Tuple[Any, Variable, Any]]]:
         """The next call of the function that is being traced, for all gradients that Horovod
-        compresses with this one."""
+        compresses with this one, as `_call` has it."""
         grads, sources, factor, _, optimizer = reduction_of(tensor)
         self._factor = factor
         self._exchange.handover.check_host(factor())
@@ -164,7 +167,7 @@ class GraphCompression(RunningCompression):
                 for collective in variable.moved
             ):
                 number = self._counted(number, variables[0])
-        return Call(number, list(zip([grad for grad, _ in pairs], variables, flat)))
+        return number, list(zip([grad for grad, _ in pairs], variables, flat))
 
     def _check_serves(self, optimizer: Any) -> None:
         """Raises ValueError where the compression is bound to another optimizer."""

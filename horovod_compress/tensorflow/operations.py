@@ -1,5 +1,5 @@
-"""Operations of traced functions that call the exchange, and what is known of the variables and
-calls that they are for."""
+"""Operations of traced functions that call the exchange, and what is known of the variables that
+they are for."""
 
 import dataclasses
 import functools
@@ -37,25 +37,6 @@ class Variable:
     def result(self) -> str:
         """The dtype of gradients in the exchange, and of its results."""
         return "float64" if self.carried == "float64" else "float32"
-
-
-@dataclasses.dataclass(eq=False)
-class Call:
-    """What each call of one traced function exchanges."""
-
-    number: Any  # of the call, a tensor
-    # (gradient, Variable, the shape [-1]) of what was not compressed yet.
-    waiting: List[Tuple[Any, Variable, Any]]
-
-    def has(self, tensor: Any) -> bool:
-        """Whether this gradient was not compressed yet."""
-        return any(grad is tensor for grad, *_ in self.waiting)
-
-    def claim(self, tensor: Any) -> Tuple[Any, Variable, Any]:
-        """What is known of such a gradient, which is compressed now. Variables that have the same
-        one are served in order."""
-        here = next(i for i, (grad, *_) in enumerate(self.waiting) if grad is tensor)
-        return self.waiting.pop(here)
 
 
 def copied(grad: Any, variable: Variable, flat: Any) -> Any:

@@ -67,7 +67,7 @@ class UnboundCompression(Unbound):
             spec, process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
         )
         check_scaler(grad_scaler)
-        check_options(self._compressor, None)
+        check_options(self._compressor)
         # By optimizer; None: of tapes, where nothing depends on that.
         self._bound: Dict[Any, BoundCompression] = {}
         self._given_to: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers of Horovod's
