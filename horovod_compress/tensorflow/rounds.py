@@ -1,4 +1,5 @@
-"""What an UpdateOptimizer of Keras does beside its local steps."""
+"""What an UpdateOptimizer of Keras does beside its local steps, and the exchange of what those add
+to the variables."""
 
 import contextlib
 import zlib
@@ -8,10 +9,35 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..adapters.binding import warn_once
-from ..adapters.updates import Nesterov, compressor_for_updates
+from ..adapters.updates import Averaging, Nesterov, compressor_for_updates
+from .compression import BoundCompression
 from .horovod_internals import reducing, scaler_around
 from .optimizer import unwrapped
-from .update_compression import UpdateCompression, at_least_float32
+
+
+class UpdateCompression(Averaging, BoundCompression):
+    """The exchange of an UpdateOptimizer. options: what else must be alike on all ranks,
+    JSON-able."""
+
+    def __init__(self, spec: Any, options: Dict[str, Any], process_set: Any) -> None:
+        self._options = options
+        super().__init__(spec, process_set=process_set)
+        self.bind(None)
+
+    def _description(self) -> Dict[str, Any]:
+        return {**super()._description(), **self._options}
+
+    def _average(self, names: str, tensors: Dict[str, Any]) -> None:
+        for name, variable in tensors.items():
+            wide = tf.cast(variable, _at_least_float32(variable))
+            mean = hvd.allreduce(
+                wide, name=f"{names}.{name}", op=hvd.Average, process_set=self._process_set
+            )
+            variable.assign(tf.cast(mean, variable.dtype))
+
+    def switch(self, spec: Any) -> None:
+        """Another compression from the next exchange on; see `BoundCompression.switch`."""
+        super().switch(compressor_for_updates(spec, hvd.rank()))
 
 
 class Rounds:
@@ -63,7 +89,7 @@ class Rounds:
         if self._outer is not None:
             self._momenta = {
                 v.ref(): owner.add_variable(
-                    v.shape, at_least_float32(v), "zeros", f"outer/{v.name.split(':')[0]}"
+                    v.shape, _at_least_float32(v), "zeros", f"outer/{v.name.split(':')[0]}"
                 )
                 for v in variables
             }
@@ -211,7 +237,7 @@ class Rounds:
         """By how much the outer optimizer moves a variable."""
         if self._outer is None:
             return mean
-        momentum, mean = self._momenta[variable.ref()], tf.cast(mean, at_least_float32(variable))
+        momentum, mean = self._momenta[variable.ref()], tf.cast(mean, _at_least_float32(variable))
         grown = self._outer.momentum * momentum + mean
         momentum.assign(tf.where(finite, grown, momentum))
         return self._outer.lr * (mean + self._outer.momentum * grown)
@@ -232,3 +258,8 @@ def _numbered(variables: Iterable[Any]) -> Dict[str, Any]:
 
 def _checksum(variable: Any) -> int:
     return zlib.crc32(variable.numpy().tobytes())
+
+
+def _at_least_float32(variable: Any) -> Any:
+    """The type of what is added up of a variable's numbers."""
+    return tf.float64 if variable.dtype == tf.float64 else tf.float32
