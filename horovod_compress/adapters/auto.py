@@ -165,10 +165,12 @@ class Controller:
         tried = list(self.trials.tried)
         if found > _CHANGED * expected and len(tried) > 1:
             if self._is_first:
-                message = (
-                    "auto: steps take %.1f ms, and took %.1f ms when %s was chosen: trying again"
+                _log.warning(
+                    "auto: steps take %.1f ms, and took %.1f ms when %s was chosen: trying again",
+                    1e3 * found,
+                    1e3 * expected,
+                    self.trials.current,
                 )
-                _log.warning(message, 1e3 * found, 1e3 * expected, self.trials.current)
             self._try(tried)
 
     def _summary(self) -> str:
@@ -188,11 +190,8 @@ def held_back(spec: str, gradients: Dict[str, np.ndarray]) -> float:
     if compressor.traits.corrects_momentum:
         compressor = compressor.bound(0.0, False)
     sent = simulate(compressor, [[gradients]]).mean[0]
-    norms = [
-        (float(np.square(grad - sent[name]).sum()), float(np.square(grad).sum()))
-        for name, grad in gradients.items()
-    ]
-    held, whole = map(sum, zip(*norms))
+    held = sum(float(np.square(grad - sent[name]).sum()) for name, grad in gradients.items())
+    whole = sum(float(np.square(grad).sum()) for grad in gradients.values())
     return held / whole if whole else 0.0
 
 

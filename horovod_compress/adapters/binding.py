@@ -242,11 +242,11 @@ DECAYED = 2.0**-30
 _warned: Set[str] = set()
 
 
-def warn_once(message: str, stacklevel: int = 2) -> None:
+def warn_once(message: str) -> None:
     """Issues a RuntimeWarning the first time that it is called with this message."""
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(f"horovod_compress: {message}", RuntimeWarning, stacklevel=stacklevel + 1)
+        warnings.warn(f"horovod_compress: {message}", RuntimeWarning, stacklevel=3)
 
 
 def callers(frame: Optional[FrameType] = None) -> Iterator[FrameType]:

@@ -137,7 +137,7 @@ class BoundCompression(GraphCompression):
         self._use(chosen)
         self._exchange.compressor = self._compressor
         if optimizer is not None and self._active:
-            self._bound_class = before_applying(optimizer, self._before_applied)
+            self._optimizer_class = before_applying(optimizer, self._before_applied)
         self._number()
         self._agreed = False
 
@@ -329,14 +329,11 @@ class BoundCompression(GraphCompression):
             )
             for each in self._variables.values()
         ]
-        compressor, momentum = (
-            self._compressor,
-            [self._takes_over, self._takes_over and self._lives_on],
-        )
         return (
-            *momentum,
-            bool(compressor.policy.follow_lr),
-            compressor.policy.clip_norm is not None,
+            self._takes_over,
+            self._takes_over and self._lives_on,
+            bool(self._compressor.policy.follow_lr),
+            self._compressor.policy.clip_norm is not None,
             *variables,
         )
 

@@ -3,7 +3,7 @@ over the exchange."""
 
 import functools
 import weakref
-from typing import Any, Callable, Iterable, List, Optional, Set, Tuple, Type
+from typing import Any, Callable, List, Optional, Set, Tuple, Type
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -63,7 +63,7 @@ class GraphCompression(RunningCompression):
         self._optimizer: Any = None
         # The class of optimizers that tell this compression what they apply, and can leave momentum
         # to it.
-        self._bound_class: Optional[Type] = None
+        self._optimizer_class: Optional[Type] = None
         self._grad_scaler = grad_scaler
 
     # -- Horovod's interface, while it traces a function
@@ -146,10 +146,9 @@ class GraphCompression(RunningCompression):
             if variable.squares is not None and not variable.observed
         ]
         if unseen:
-            names = ", ".join(unseen)
             raise ValueError(
-                f"moments=microbatch has seen no backward pass of {names}: it needs the bound "
-                f"optimizer's minimize or fit. {ONE_PASS}"
+                f"moments=microbatch has seen no backward pass of {', '.join(unseen)}: it needs "
+                f"the bound optimizer's minimize or fit. {ONE_PASS}"
             )
         scaler = self._agreed_scaler()
         # Of the branches in which Horovod compresses.
@@ -171,7 +170,7 @@ class GraphCompression(RunningCompression):
 
     def _check_serves(self, optimizer: Any) -> None:
         """Raises ValueError where the compression is bound to another optimizer."""
-        bound = self._bound_class
+        bound = self._optimizer_class
         if bound is None or optimizer is None or isinstance(optimizer, bound):
             return
         if self._takes_over:
@@ -280,22 +279,20 @@ class GraphCompression(RunningCompression):
 
     @tf.autograph.experimental.do_not_convert
     def _send_alone(
-        self, optimizer: Any, grads_and_vars: Iterable[Tuple[Any, Any]]
+        self, optimizer: Any, grads_and_vars: List[Tuple[Any, Any]]
     ) -> List[Tuple[Any, Any]]:
         """Adds the operation that, in elastic jobs, while there is one rank, takes a step with
         these gradients: Horovod, which looks at the number of ranks in every step, leaves them as
         they are then. Returns the gradients to apply."""
-        grads_and_vars = list(grads_and_vars)
-        known = [
-            i
+        known = {
+            i: self._variables[source.ref()]
             for i, (grad, source) in enumerate(grads_and_vars)
             if isinstance(grad, tf.Tensor) and source.ref() in self._variables
-        ]
+        }
         if not known:
             return grads_and_vars
         self._note_traces()
-        grads = [grads_and_vars[i][0] for i in known]
-        variables = [self._variables[grads_and_vars[i][1].ref()] for i in known]
+        grads, variables = [grads_and_vars[i][0] for i in known], list(known.values())
 
         def alone() -> List[Any]:
             lr = [learning_rate_of(optimizer)] if self._compressor.policy.follow_lr else []
@@ -307,7 +304,8 @@ class GraphCompression(RunningCompression):
             results = tf.cond(
                 hvd.size_op() > 1, lambda: [tf.identity(grad) for grad in grads], alone
             )
-        for i, result, variable in zip(known, results, variables):
+        changed = list(grads_and_vars)
+        for (i, variable), result in zip(known.items(), results):
             result.set_shape(variable.shape)
-            grads_and_vars[i] = result, grads_and_vars[i][1]
-        return grads_and_vars
+            changed[i] = result, grads_and_vars[i][1]
+        return changed

@@ -218,12 +218,11 @@ def lasting_variable(shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
 
 
 def trace_under_way() -> Tuple[Any, Any]:
-    """(the tf.function that is being traced, the graph that its trace makes), or (None, None)."""
+    """(the tf.function that is being traced, or None; the graph that its trace makes)."""
     graph = tf.compat.v1.get_default_graph()
     while graph is not None and type(graph) is not FuncGraph:  # in branches and loops
         graph = getattr(graph, "outer_graph", None)
-    function = None if graph is None else next(iter(functions_under_trace()), None)
-    return (None, None) if function is None else (function, graph)
+    return (None if graph is None else next(iter(functions_under_trace()), None)), graph
 
 
 def functions_under_trace() -> List[Any]:

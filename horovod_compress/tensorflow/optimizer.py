@@ -87,8 +87,9 @@ def refuse_own_steps(optimizer: Any) -> None:
 
 def can_take_over(optimizer: Any) -> bool:
     """Whether this is an SGD whose momentum a compression can take over, and that has one."""
-    is_sgd = isinstance(optimizer, SGD) and not is_plain_sgd(optimizer)
-    return is_sgd and not _own_step_of(optimizer)
+    return (
+        isinstance(optimizer, SGD) and not is_plain_sgd(optimizer) and not _own_step_of(optimizer)
+    )
 
 
 def _own_step_of(sgd: Any) -> str:

@@ -102,8 +102,9 @@ class RunningCompression(VariableCompression):
         for variable, grad in zip(variables, grads):
             squares = next(given).reshape(-1) if variable.squares is not None else None
             flat = np.array(grad, np.float64 if variable.is_float64 else np.float32).reshape(-1)
-            flat = self._of_type(variable, flat)
-            result = self._exchange.step_alone(variable.name, flat, call, squares)
+            result = self._exchange.step_alone(
+                variable.name, self._of_type(variable, flat), call, squares
+            )
             results.append(
                 self._checked(variable, result, grad.dtype == np.float16).astype(
                     grad.dtype, copy=False

@@ -130,19 +130,17 @@ def _exchanging(optimizer: Any, rounds: Rounds) -> Any:
         super(changed, self).build(var_list)
         rounds.build(var_list)
 
-    members: Any = {
+    of_all = {*dir(tf.keras.optimizers.Optimizer), *dir(tf.keras.optimizers.legacy.Optimizer)}
+    others = methods_of(base, of_all, ("keras", "tensorflow", "horovod", "horovod_compress"))
+    members = {
         "apply_gradients": apply_gradients,
         "take_part": rounds.take_part,
         "average_state": rounds.average_state,
+        **({"build": build_variables} if rounds.keeps else {}),
+        **{name: _watched(getattr(base, name), rounds) for name in others},
+        "compression": property(lambda self: rounds.compression),
+        "local_steps": property(lambda self: rounds.local_steps),
     }
-    members.update({"build": build_variables} if rounds.keeps else {})
-    of_all = {*dir(tf.keras.optimizers.Optimizer), *dir(tf.keras.optimizers.legacy.Optimizer)}
-    for name in methods_of(base, of_all, ("keras", "tensorflow", "horovod", "horovod_compress")):
-        members[name] = _watched(getattr(base, name), rounds)
-    members.update(
-        compression=property(lambda self: rounds.compression),
-        local_steps=property(lambda self: rounds.local_steps),
-    )
     changed = type(base)(base.__name__, (base,), members)
     return changed
 

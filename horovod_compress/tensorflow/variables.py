@@ -60,10 +60,9 @@ class VariableCompression(HorovodBinding):
                 names.add(name)
                 new[key] = name, shape, grad.dtype == tf.float64
             elif key in self._variables and self._variables[key].shape != shape:
-                had = self._variables[key].shape
                 raise ValueError(
-                    f"{name} has the shape {shape} and had {had} before: residuals are kept for "
-                    f"variables, or tensors of one shape"
+                    f"{name} has the shape {shape} and had {self._variables[key].shape} before: "
+                    f"residuals are kept for variables, or tensors of one shape"
                 )
         if new:
             self._make_known(new)
