@@ -129,11 +129,12 @@ class BoundCompression(GraphCompression):
         optimizer, and ValueError where it is needed."""
         chosen = self._choose(self._compressor, optimizer)
         self._optimizer = optimizer
-        if isinstance(optimizer, SGD) and self._active:
-            leave_momentum(optimizer, self._covers, lambda: self._lives_on)
         self._watches = self._active and chosen.compressor.policy.moments == "microbatch"
         if self._watches:
+            # First, because it undoes what earlier bindings made of the class.
             watch_passes(optimizer, self._observe)
+        if isinstance(optimizer, SGD) and self._active:
+            leave_momentum(optimizer, self._covers, lambda: self._lives_on)
         self._use(chosen)
         self._exchange.compressor = self._compressor
         if optimizer is not None and self._active:

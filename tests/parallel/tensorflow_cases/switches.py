@@ -396,6 +396,15 @@ def moments_of_passes_come_and_go_with_switches():
     other = hvdc.Compression.topk(keras.optimizers.Adam())
     with raises(ValueError, "make the compression with it"):
         other.switch("variance:moments=microbatch")
+    models, to_dgc = [model_of(), model_of()], switching({1: "dgc:ratio=1,masking=false"})
+    for model, callbacks in zip(models, ([], [to_dgc])):
+        optimizer, options = SGD["new"](0.02, momentum=0.9), {}
+        if callbacks:
+            dense = hvdc.Compression.variance(optimizer, moments="microbatch", min_numel=10**9)
+            options["compression"] = dense
+        wrapped = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2, **options)
+        fit(model, wrapped, 8, callbacks, epochs=3)
+    assert_close(*models, tolerance=2e-5)
 
 
 class OwnSGD(keras.optimizers.SGD):
