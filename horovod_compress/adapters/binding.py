@@ -176,12 +176,9 @@ class Unbound(ABC):
         several."""
 
     def __reduce__(self) -> Tuple[Any, ...]:
-        if self._is_bound():
+        if len(self._bound):
             raise TypeError(NO_COPIES)
         return self._made_again()
-
-    def _is_bound(self) -> bool:
-        return len(self._bound) > 0
 
     def _made_again(self) -> Tuple[Any, ...]:
         """What a copy is made by, as `__reduce__` returns it."""

@@ -3,27 +3,20 @@ written inside."""
 
 import functools
 import warnings
-from typing import Dict, NamedTuple, Tuple
+from typing import Dict, Tuple
 
-
-class Tried(NamedTuple):
-    """versions: the beginnings of those that were tried; otherwise: what may break with others."""
-
-    versions: Tuple[str, ...]
-    otherwise: str
-
-
-TRIED: Dict[str, Tried] = {
-    "horovod": Tried(
+# The beginnings of versions that were tried, and what may break with others.
+TRIED: Dict[str, Tuple[Tuple[str, ...], str]] = {
+    "horovod": (
         ("0.28",),
         "gradients may be refused, or taken for those of another optimizer or process set",
     ),
-    "torch": Tried(
+    "torch": (
         ("2.11", "2.13"),
         "steps with a closure or a GradScaler, compiled models and moments of samples may be "
         "refused or mistaken",
     ),
-    "tensorflow": Tried(
+    "tensorflow": (
         ("2.15",),
         "functions may be traced again or too seldom, and optimizers of Keras and loss scales may "
         "not be found",
@@ -39,12 +32,12 @@ def check_version(package: str, found: str) -> None:
         package: one of `TRIED`.
         found: the version that is installed, as the package says it.
     """
-    tried = TRIED[package]
-    if not any(f"{found}.".startswith(f"{version}.") for version in tried.versions):
+    versions, otherwise = TRIED[package]
+    if not any(f"{found}.".startswith(f"{version}.") for version in versions):
         warnings.warn(
             f"horovod_compress relies on how {package} is written inside, and was tried with "
-            f"{package} {' and '.join(tried.versions)}; this is {found}. Most likely all is well; "
-            f"else {tried.otherwise}. If so, install a version that was tried",
+            f"{package} {' and '.join(versions)}; this is {found}. Most likely all is well; "
+            f"else {otherwise}. If so, install a version that was tried",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -32,6 +32,9 @@ _NO_USERS = ("horovod", "horovod_compress", "keras", "tensorflow")
 _made: "weakref.WeakKeyDictionary[Any, Dict[Hashable, Any]]" = weakref.WeakKeyDictionary()
 _counts: "weakref.WeakKeyDictionary[Any, collections.Counter]" = weakref.WeakKeyDictionary()
 _hashes = itertools.count()
+# In place of an optimizer: of a compression that was made for a question, before the first
+# gradient, which goes to it.
+_EARLY = object()
 
 
 class UnboundCompression(Unbound):
@@ -68,11 +71,9 @@ class UnboundCompression(Unbound):
         )
         check_scaler(grad_scaler)
         check_options(self._compressor)
-        # By optimizer; None: of tapes, where nothing depends on that.
+        # By optimizer; None: of tapes, where nothing depends on that. An early one is alone.
         self._bound: Dict[Any, BoundCompression] = {}
         self._given_to: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers of Horovod's
-        # Made for a question, before the first gradient, which goes to it.
-        self._early: Optional[BoundCompression] = None
 
     def __hash__(self) -> int:
         """Another one each time that an optimizer looks for the function that reduces. Horovod
@@ -116,7 +117,7 @@ class UnboundCompression(Unbound):
                 raise ValueError(
                     "this optimizer of Horovod's was given another compression than this one"
                 )
-            bound = self._early or self._unserved(process_set)
+            bound = self._bound.get(_EARLY) or self._unserved(process_set)
             if (
                 process_set is not None
                 and process_set.process_set_id != bound._process_set.process_set_id
@@ -128,7 +129,8 @@ class UnboundCompression(Unbound):
                     "first gradient say it"
                 )
             bound.bind(optimizer)
-            self._bound[optimizer], self._early = bound, None
+            self._bound.pop(_EARLY, None)
+            self._bound[optimizer] = bound
         return self._bound[optimizer]
 
     def bind_in_reach(self, process_set: Any = None) -> BoundCompression:
@@ -154,9 +156,6 @@ class UnboundCompression(Unbound):
                 f"{self._binding}"
             ) from None
 
-    def _is_bound(self) -> bool:
-        return super()._is_bound() or self._early is not None
-
     @property
     def _binding(self) -> str:
         """How a user binds it to an optimizer."""
@@ -179,9 +178,9 @@ class UnboundCompression(Unbound):
                 "hvdc.compression_of(optimizer), or, where tapes bring the "
                 "gradients, compression.bind(optimizer)"
             )
-        if not self._bound and self._early is None:
-            self._early = self._unserved()
-        return self._early or next(iter(self._bound.values()))
+        if not self._bound:
+            self._bound[_EARLY] = self._unserved()
+        return next(iter(self._bound.values()))
 
     def _unserved(self, process_set: Any = None) -> BoundCompression:
         return self._bound_class(

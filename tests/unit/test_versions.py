@@ -19,12 +19,12 @@ def nothing_was_said():
     [("horovod", "0.29.0"), ("torch", "3.0.1+cu130"), ("tensorflow", "2.150"), ("torch", "2.1")],
 )
 def test_another_version_is_warned_of_once(package, found):
-    tried = TRIED[package]
+    versions, otherwise = TRIED[package]
     with pytest.warns(RuntimeWarning) as seen:
         check_version(package, found)
         check_version(package, found)
     (warning,) = seen
-    for said in (package, found, tried.versions[0], tried.otherwise):
+    for said in (package, found, versions[0], otherwise):
         assert said in str(warning.message)
 
 
