@@ -42,8 +42,8 @@ class Controller:
     Args:
         compression: the one that is switched.
         switch: switches it to a spec, from the next step on.
-        auto: the arguments of `Automatic`, with candidates.
-        in_force: the candidate with which steps are taken until the first switch.
+        auto: the arguments of `Automatic`, with candidates. Steps are taken with the last one until
+            the first switch.
     """
 
     def __init__(
@@ -51,13 +51,12 @@ class Controller:
         compression: Binding,
         switch: Callable[[str], Any],
         auto: Dict[str, Any],
-        in_force: str,
     ) -> None:
         self._compression, self._switch = compression, switch
         # The arguments, which all ranks must have alike.
         self.arguments = auto
         # The candidate with which steps are taken.
-        self.in_force = in_force
+        self.in_force: str = auto["candidates"][-1]
         self._is_first = compression._rank_and_size()[0] == 0
         self._errors: Dict[str, float] = {}
         # Those of the first step, by name, which the compression puts here, until errors are known;

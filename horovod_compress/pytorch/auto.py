@@ -35,9 +35,7 @@ class OnTrial(Trying, OptimizerCompression):
         for spec in candidates:
             # What cannot be is refused now, not when its turn comes.
             self._choose(spec)
-        self._controller = Controller(
-            self, self._switch, {**auto, "candidates": candidates}, candidates[-1]
-        )
+        self._controller = Controller(self, self._switch, {**auto, "candidates": candidates})
         self._began: Optional[float] = None  # when the last step did
         self._now = 0.0  # when the step that begins did
 

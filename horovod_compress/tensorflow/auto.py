@@ -68,8 +68,7 @@ class CompressionOnTrial(Trying, BoundCompression):
         candidates = list(self._auto["candidates"] or default_candidates(_sparse_for(optimizer)))
         for spec in candidates:
             self._choose(get_compressor(spec), optimizer)
-        auto = {**self._auto, "candidates": candidates}
-        controller = Controller(self, self._go_on_with, auto, candidates[-1])
+        controller = Controller(self, self._go_on_with, {**self._auto, "candidates": candidates})
         if self._resumed:
             controller.resume(**self._resumed)
         self._compressor = get_compressor(controller.in_force)
@@ -111,8 +110,7 @@ class CompressionOnTrial(Trying, BoundCompression):
         self, variable: Variable, call: int, grad: np.ndarray, *options: np.ndarray
     ) -> List[np.ndarray]:
         if self._sees_gradients:
-            gradients = self._controller.gradients
-            gradients[variable.name] = grad.reshape(variable.shape).copy()
+            self._controller.gradients[variable.name] = grad.reshape(variable.shape).copy()
         return super()._submit(variable, call, grad, *options)
 
     def _before_call(self) -> None:

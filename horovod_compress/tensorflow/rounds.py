@@ -21,7 +21,7 @@ class UpdateCompression(Averaging, BoundCompression):
 
     def __init__(self, spec: Any, options: Dict[str, Any], process_set: Any) -> None:
         self._options = options
-        super().__init__(spec, process_set=process_set)
+        super().__init__(compressor_for_updates(spec, hvd.rank()), process_set=process_set)
         self.bind(None)
 
     def _description(self) -> Dict[str, Any]:
@@ -51,9 +51,8 @@ class Rounds:
         outer: Optional[Nesterov],
         process_set: Any,
     ) -> None:
-        options = {"every": every, "outer": repr(outer)}
         self.compression = UpdateCompression(
-            compressor_for_updates(compression, hvd.rank()), options, process_set
+            compression, {"every": every, "outer": repr(outer)}, process_set
         )
         self._process_set = self.compression._process_set
         self._optimizer, self._every, self._outer = optimizer, every, outer

@@ -133,7 +133,7 @@ def controller_of(switched):
         _label="test",
         _rank_and_size=lambda: (0, 1),
     )
-    return auto.Controller(compression, switched.append, asked, "fp16")
+    return auto.Controller(compression, switched.append, asked)
 
 
 def test_a_controller_switches_its_compression_and_keeps_the_choice():
