@@ -65,12 +65,11 @@ def _factory(compression: Any, algorithm: Type[Compressor]) -> Callable[..., Any
         }
         return compression.from_spec({"id": algorithm.id, **options}, *args, **keywords)
 
-    fields = dataclasses.fields(algorithm)
     options = [
         inspect.Parameter(
             f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type
         )
-        for f in fields
+        for f in dataclasses.fields(algorithm)
     ]
     vars(make).update(
         compress=compression.compress,

@@ -160,8 +160,10 @@ class Averaging(Binding):
         if not self._active:
             return
         name = f"{self._label}.{method}"
-        missing = f"not all {self._transport.size} ranks have called {method}() of their optimizer"
-        with warning_when_stalled(f"{missing} yet (collective {name})"):
+        with warning_when_stalled(
+            f"not all {self._transport.size} ranks have called {method}() of their optimizer yet "
+            f"(collective {name})"
+        ):
             found = gather(self._transport, name, sums)
         differ = (len(set(its)) > 1 for its in zip(*found))
         self._average(name, dict(itertools.compress(tensors.items(), differ)))

@@ -67,12 +67,13 @@ def refuse_unreduced(
         if isinstance(grad, tf.Tensor) and variable.ref() not in local
     ]
     variables = [variable for _, variable in dense]
-    if not dense or _seen(variables) or _may_be_unseen(optimizer):
-        return pairs
-    if any(reduced_by_horovod(grad) for grad, _ in dense):
-        return pairs
-    if all(_is_zero(grad) for grad, _ in dense):
+    if (
+        _seen(variables)
+        or _may_be_unseen(optimizer)
+        or any(reduced_by_horovod(grad) for grad, _ in dense)
         # Zeros have an optimizer make its variables.
+        or all(_is_zero(grad) for grad, _ in dense)
+    ):
         return pairs
     raise ValueError(
         f"{type(optimizer).__name__} was given gradients of {variables[0].name} and others that no "
@@ -102,9 +103,7 @@ def _may_be_unseen(optimizer: Any) -> bool:
         return is_elastic() or hasattr(optimizer, "take_part")
     ranks = optimizer.process_set
     alone = not is_elastic() and (not ranks.included() or ranks.size() == 1)
-    if alone or has_reduced(optimizer):
-        return True
-    return not hasattr(compression_given_to(optimizer), "bind")
+    return alone or has_reduced(optimizer) or not hasattr(compression_given_to(optimizer), "bind")
 
 
 class Unapplied:

@@ -69,9 +69,9 @@ class RunningCompression(VariableCompression):
                 f"not needed: the learning rate is no part "
                 "of this momentum)"
             )
-        policy = self._compressor.policy
-        lr = float(next(given)) if policy.follow_lr else None
-        squared_norm = None if policy.clip_norm is None else factor() ** 2 * squared_norm_of(given)
+        lr = float(next(given)) if compressor.policy.follow_lr else None
+        clips = compressor.policy.clip_norm is not None
+        squared_norm = factor() ** 2 * squared_norm_of(given) if clips else None
         number = self._exchange.begin(
             self._process_set.rank(), self._process_set.size(), float(scale), lr, squared_norm
         )
