@@ -99,7 +99,7 @@ class CompressionOnTrial(Trying, BoundCompression):
         self._taken, self._tracing = self._steps_taken(), True
 
     @property
-    def _sees_gradients(self) -> bool:
+    def _sees_gradients(self) -> bool:  # type: ignore[override]
         return self._controller is not None and self._controller.gradients is not None
 
     def _note_traces(self) -> None:

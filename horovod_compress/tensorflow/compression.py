@@ -191,7 +191,6 @@ class BoundCompression(GraphCompression):
         self._chosen, self._compressor = chosen, compressor
         self._takes_over = chosen.takes_over
         self._machine = self._exchange.machine = chosen.machine
-        self._microbatches = self._watches and compressor.policy.moments == "microbatch"
 
     def _covers(self, variable: Any) -> bool:
         """Whether a variable's momentum is taken over, where its update is traced."""

@@ -1,8 +1,8 @@
 """What steps of model.fit did, for files, callables and TensorBoard."""
 
-from typing import Any, Optional
+from typing import Any
 
-from ..engine.recording import Destination, Recorder
+from ..engine.recording import Destination
 from .applied import TellsOfIdling
 from .compression import BoundCompression
 
@@ -29,11 +29,11 @@ class RecordSteps(TellsOfIdling):
     ) -> None:
         super().__init__(compression)
         self._options = to, every, by_tensor
-        self._recorder: Optional[Recorder] = None
+        # A Recorder, once training has begun.
+        self._recorder: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._recorder = self._recorder or self._compression.record(*self._options)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        assert self._recorder is not None  # on_train_begin has made it
         self._recorder.step_ended()

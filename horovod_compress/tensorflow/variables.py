@@ -27,15 +27,10 @@ class VariableCompression(HorovodBinding):
         self._numbers: Dict[str, int] = {}  # of variables, by name
         # Whether variables that become known have to be in a state that was loaded.
         self._loaded = False
-        # Whether backward passes are observed.
-        self._microbatches = False
 
     _exchange: GraphExchange
-
-    @property
-    def _sees_gradients(self) -> bool:
-        """Whether `_submit` has to get all gradients, also those to which nothing is done."""
-        return False
+    # Whether `_submit` has to get all gradients, also those to which nothing is done.
+    _sees_gradients = False
 
     def _register(self, pairs: List[Tuple[Any, Any]]) -> List[Variable]:
         """The Variable of each (gradient, source). New ones become known on all ranks at once."""
@@ -112,7 +107,7 @@ class VariableCompression(HorovodBinding):
         # What is owed of earlier gradients is added to the next one.
         owes = DEBT in tensor.state.arrays
         variable.direct = dense and not owes and not self._sees_gradients
-        if not self._microbatches or tensor.compressor.policy.moments != "microbatch":
+        if tensor.compressor.policy.moments != "microbatch":
             variable.squares, variable.observed = None, False
         elif variable.squares is None:
             variable.squares = lasting_variable(variable.shape, tf.float32)
@@ -121,7 +116,7 @@ class VariableCompression(HorovodBinding):
     def _observe(self, grads_and_vars: Iterable[Tuple[Any, Any]]) -> List[Tuple[Any, Any]]:
         """Adds the squares of one backward pass."""
         grads_and_vars = list(grads_and_vars)
-        if not self._microbatches:
+        if self._compressor.policy.moments != "microbatch":
             return grads_and_vars
         # Sparse gradients count where they become dense afterwards; the squares of the others are
         # not used.
