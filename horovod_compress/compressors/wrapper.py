@@ -2,12 +2,29 @@
 
 import dataclasses
 import functools
-from typing import Any, Callable, ClassVar, Optional, Tuple
+from typing import Any, Callable, ClassVar, NamedTuple, Optional, Tuple
 
 import numpy as np
 
 from ..protocol.machine import Machine, Placement
 from .base import Compressor
+from .state import zeros
+
+
+class Shard(NamedTuple):
+    """The part of a tensor that one of `ranks` ranks keeps: its first element, the one after its
+    last, and the tensor's number of elements."""
+
+    first: int
+    last: int
+    numel: int
+    ranks: int
+
+    def whole(self, part: np.ndarray) -> np.ndarray:
+        """A flat tensor with this part, and zero elsewhere."""
+        array = zeros(self.numel)
+        array[self.first : self.last] = part
+        return array
 
 
 def _inside(name: str) -> Any:
@@ -85,13 +102,19 @@ class Wrapper(Compressor):
     rollback = _inside("rollback")
     apply_pending = _inside("apply_pending")
 
+    @property
+    def shard(self) -> Optional[Shard]:
+        """The part of the tensor that the state is of, where that is not all of it."""
+        return None
+
     def part(self, out: np.ndarray, rank: int) -> np.ndarray:
         """The part of the gradient's memory that the payload of a rank is of."""
         return out
 
-    def whole(self, debt: np.ndarray) -> np.ndarray:
-        """An array as long as the tensor, from one as long as the residual."""
-        return debt
+
+def shard_of(compressor: Compressor) -> Optional[Shard]:
+    """The part of a tensor that its state is of; None where that is all of it."""
+    return compressor.shard if isinstance(compressor, Wrapper) else None
 
 
 def with_options(compressor: Compressor, **options: Any) -> Compressor:

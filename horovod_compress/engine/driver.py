@@ -21,7 +21,7 @@ from ..compressors.state import Role
 from ..protocol.machine import Machine
 from ..protocol.requests import DECLARABLE, FLOAT32, TensorStep
 from ..protocol.wire import FrameLength
-from . import checkpoint
+from . import checkpoint, shards
 from .dense_policy import compressor_for, goes_dense
 from .extension import Begin, Extension
 from .handover import Handover
@@ -320,7 +320,7 @@ class Driver(ABC):
             "rank": self._now.rank,
             "size": self._now.size,
             "seed": self.compressor.policy.seed,
-            **checkpoint.parts.of_tensors(self.tensors),
+            "shards": shards.of_tensors(self.tensors),
         }
 
     def state_dict(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:

@@ -12,16 +12,12 @@ import numpy as np
 
 from ..compressors.base import Compressor, Step
 from ..compressors.state import State
-from ..compressors.wrapper import Wrapper, unwrapped
+from ..compressors.wrapper import Wrapper, shard_of, unwrapped
 from ..kernels import beside
 from ..protocol.requests import Allreduce, TensorStep, ToReducer
-from . import checkpoint
 from .extension import Begin, Extension, with_each
+from .tensor import DEBT as DEBT
 from .tensor import Tensor
-
-# The array of a debt, as long as the tensor and this rank's own. Saved states have it by this name.
-DEBT = "owed"
-checkpoint.BESIDE.add(DEBT)
 
 
 def debt_of(compressor: Compressor, state: State) -> Optional[np.ndarray]:
@@ -36,9 +32,8 @@ def debt_of(compressor: Compressor, state: State) -> Optional[np.ndarray]:
         of_buffer = m if debt is None and nesterov else 1
         later = np.float32(to_come * of_buffer) * u
         debt = later if debt is None else debt + later
-    if isinstance(compressor, Wrapper) and debt is not None:
-        return compressor.whole(debt)
-    return debt
+    shard = shard_of(compressor)
+    return debt if debt is None or shard is None else shard.whole(debt)
 
 
 def late(compressor: Compressor, debt: np.ndarray) -> np.ndarray:
