@@ -2,11 +2,10 @@
 
 import dataclasses
 import functools
-from typing import Any, Callable, ClassVar, NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from ..protocol.machine import Machine, Placement
 from .base import Compressor
 from .state import zeros
 
@@ -40,42 +39,7 @@ def _inside(name: str) -> Any:
 class Wrapper(Compressor):
     """Does what the compressor inside does, but for what a subclass overrides."""
 
-    # Whether `encode` itself brings what a switch has left to bring, `handover.DEBT`.
-    pays_debts: ClassVar[bool] = False
-
     inner: Compressor
-
-    @classmethod
-    def around(
-        cls, compressor: Compressor, shape: Tuple[int, ...], machine: Optional[Machine]
-    ) -> Compressor:
-        """The compressor of a tensor of this shape, in a wrapper where its options say so.
-
-        Args:
-            compressor: of the whole tensor.
-            shape: the tensor's.
-            machine: the ranks of this rank's, where that is known.
-        """
-        return compressor
-
-    @classmethod
-    def needs_machine(
-        cls,
-        compressor: Compressor,
-        placement: Placement,
-        tell: Callable[[str], Any],
-    ) -> bool:
-        """Whether `around` has use for the ranks of a machine.
-
-        Args:
-            compressor: that of a binding.
-            placement: where the ranks are.
-            tell: warns of an option that has no effect.
-
-        Raises:
-            ValueError: it cannot have them, among such ranks.
-        """
-        return False
 
     def __post_init__(self) -> None:
         # What is done around it is on the CPU, where a base would be left.
@@ -104,7 +68,9 @@ class Wrapper(Compressor):
 
     @property
     def shard(self) -> Optional[Shard]:
-        """The part of the tensor that the state is of, where that is not all of it."""
+        """The part of the tensor that the state is of, where that is not all of it. `encode` itself
+        brings what a switch has left to bring then, `tensor.DEBT`, which is as long as the
+        tensor."""
         return None
 
     def part(self, out: np.ndarray, rank: int) -> np.ndarray:

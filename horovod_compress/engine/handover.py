@@ -12,7 +12,7 @@ import numpy as np
 
 from ..compressors.base import Compressor, Step
 from ..compressors.state import State
-from ..compressors.wrapper import Wrapper, shard_of, unwrapped
+from ..compressors.wrapper import shard_of, unwrapped
 from ..kernels import beside
 from ..protocol.requests import Allreduce, TensorStep, ToReducer
 from .extension import Begin, Extension, with_each
@@ -48,7 +48,7 @@ def _accepts(compressor: Compressor, state: State, debt: np.ndarray) -> bool:
     ranks."""
     residual, u, policy = compressor.residual(state), state.arrays.get("u"), compressor.policy
     # A residual that follows the learning rate would have to say for which one the debt is meant.
-    if residual is None or policy.follow_lr or _pays(compressor):
+    if residual is None or policy.follow_lr or shard_of(compressor):
         return False
     if u is None or policy.m == 1:
         residual += debt
@@ -110,7 +110,7 @@ class Handover(Extension):
         debt = tensor.state.arrays.get(DEBT)
         if debt is None:
             return begin(tensor, grad, step)
-        if _pays(tensor.compressor):
+        if shard_of(tensor.compressor):
             return _paying(tensor, begin(tensor, grad, step), None)
         debt = late(tensor.compressor, debt)
         if not tensor.keeps_gradients:
@@ -119,10 +119,6 @@ class Handover(Extension):
         # A graph has an operation for the type that `encode` makes, which may be float16.
         dense = tensor.declared[0].verb != "reducer"
         return _paying(tensor, begin(tensor, grad, dataclasses.replace(step, dense=dense)), debt)
-
-
-def _pays(compressor: Compressor) -> bool:
-    return isinstance(compressor, Wrapper) and compressor.pays_debts
 
 
 def _paying(tensor: Tensor, step: TensorStep, debt: Optional[np.ndarray]) -> TensorStep:

@@ -140,37 +140,8 @@ class HostParts(Wrapper):
     rows as a machine has ranks.
     """
 
-    pays_debts = True
-
     machine: Machine
     shape: Tuple[int, ...]
-
-    @classmethod
-    def around(
-        cls, compressor: Compressor, shape: Tuple[int, ...], machine: Optional[Machine]
-    ) -> Compressor:
-        """As of `Wrapper`. A tensor with fewer rows than a machine has ranks stays whole, and so
-        does one that has no rows, or nothing in them."""
-        if machine is None or machine.size == 1 or not compressor.policy.hosts:
-            return compressor
-        if not shape or shape[0] < machine.size or not math.prod(shape):
-            return compressor
-        return cls(_for_part(compressor, machine.size), machine, shape)
-
-    @classmethod
-    def needs_machine(
-        cls, compressor: Compressor, placement: Placement, tell: Callable[[str], Any]
-    ) -> bool:
-        if not compressor.policy.hosts:
-            return False
-        if placement.refused is not None:
-            raise ValueError(f"hosts=true {placement.refused}")
-        if not placement.even and placement.rank == 0:
-            tell(
-                "hosts=true has no effect, because hosts have different numbers of ranks: start as "
-                "many on each"
-            )
-        return placement.even
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -243,3 +214,37 @@ class HostParts(Wrapper):
     def part(self, out: np.ndarray, rank: int) -> np.ndarray:
         first, last, *_ = self.shard_of_rank(self.machine.places[rank])
         return out[first:last]
+
+
+def around(
+    compressor: Compressor, shape: Tuple[int, ...], machine: Optional[Machine]
+) -> Compressor:
+    """The compressor of a tensor of this shape, in a wrapper where its options say so. A tensor
+    with fewer rows than a machine has ranks stays whole, and so does one that has no rows, or
+    nothing in them."""
+    if machine is None or machine.size == 1 or not compressor.policy.hosts:
+        return compressor
+    if not shape or shape[0] < machine.size or not math.prod(shape):
+        return compressor
+    return HostParts(_for_part(compressor, machine.size), machine, shape)
+
+
+def needs_machine(compressor: Compressor, placement: Placement, tell: Callable[[str], Any]) -> bool:
+    """Whether `around` has use for the ranks of a machine. ValueError where it cannot have them,
+    among such ranks.
+
+    Args:
+        compressor: that of a binding.
+        placement: where the ranks are.
+        tell: warns of an option that has no effect.
+    """
+    if not compressor.policy.hosts:
+        return False
+    if placement.refused is not None:
+        raise ValueError(f"hosts=true {placement.refused}")
+    if not placement.even and placement.rank == 0:
+        tell(
+            "hosts=true has no effect, because hosts have different numbers of ranks: start as "
+            "many on each"
+        )
+    return placement.even
