@@ -4,7 +4,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-from ..compressors.base import Step, result_of
+from ..compressors.base import Asking, Result, Step, result_of
 from ..protocol.requests import TensorStep
 from .tensor import Tensor
 
@@ -36,13 +36,16 @@ class Extension:
         """Called after a step of all tensors, where the driver knows of its end."""
 
 
-def with_each(step: TensorStep, look: Callable[[Any], Any]) -> TensorStep:
+def with_each(step: Asking[Result], look: Callable[[Any], Any]) -> Asking[Result]:
     """A tensor's step, of which a feature sees each request before the driver does.
 
     Args:
-        step: the generator of the step.
+        step: the generator of the step, or of what comes before its payload.
         look: is called with each request, which it may change. It may call kernels, by
             `yield from`.
+
+    Returns:
+        What the step does.
     """
     answer = None
     try:
@@ -52,7 +55,7 @@ def with_each(step: TensorStep, look: Callable[[Any], Any]) -> TensorStep:
             # Nothing of it, or of what came before, stays here while the step waits.
             answer = None
             answer = yield request.pop()
-    except StopIteration:
-        return
+    except StopIteration as stop:
+        return stop.value
     finally:
         step.close()

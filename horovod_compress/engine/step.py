@@ -34,6 +34,7 @@ from ..protocol.requests import (
     ToReducer,
 )
 from .dense_policy import note_size
+from .extension import with_each
 from .tensor import Tensor
 
 _NOTHING_MORE = Final(None)
@@ -133,17 +134,14 @@ def _rounds(
 ) -> Generator[Union[Exchanged, DeviceCall], Any, Payload]:
     """Yields what a compressor asks for before it has its payload, counted; returns the payload.
     TypeError for what is neither."""
-    answer = None
-    while isinstance(encoding, GeneratorType):
-        try:
-            request = encoding.send(answer)
-        except StopIteration as stop:
-            encoding = stop.value
-            break
+
+    def look(request: Any) -> None:
         if not isinstance(request, DeviceCall):
             _check_request(tensor, request, size)
             tensor.count(request)
-        answer = yield request
+
+    if isinstance(encoding, GeneratorType):
+        encoding = yield from with_each(encoding, look)
     if not isinstance(encoding, _PAYLOADS):
         raise TypeError(
             f"{tensor.compressor.id}: encode returns Encoded, Allreduce or ToReducer, not an "
