@@ -59,17 +59,12 @@ class _Gather(_Message):
         self.frames: List[np.ndarray] = []
         self._work: Any = None
 
-    def add(self, name: str, frame: np.ndarray) -> int:
-        """Returns the frame's number in this message."""
-        self.names.append(name)
-        self.frames.append(frame)
-        return len(self.frames) - 1
-
     def _start(self) -> None:
         self._mark = zlib.crc32("\n".join(self.names).encode())
         head = np.array([self._mark, *(frame.nbytes for frame in self.frames)], np.int64)
         self._row = np.concatenate([head.view(np.uint8), *self.frames])
-        self._cut = self._transport.cut(self.names)
+        # Not before the lengths end.
+        self._cut = self._transport.cuts.get(tuple(self.names), head.nbytes)
         self._rows, self._work = self._gathered(self._row[: self._cut], self._cut)
 
     def _gathered(self, part: np.ndarray, length: int) -> Tuple[torch.Tensor, Any]:
@@ -83,7 +78,7 @@ class _Gather(_Message):
 
     def _wait(self) -> None:
         self._work.wait()
-        rows, begin = self._rows.numpy(), _head_of(self.names)
+        rows, begin = self._rows.numpy(), 8 + 8 * len(self.names)
         head = np.ascontiguousarray(rows[:, :begin]).view(np.int64)
         if (head[:, 0] != self._mark).any():
             raise MismatchError(
@@ -97,7 +92,8 @@ class _Gather(_Message):
             rest, work = self._gathered(self._row[self._cut :], longest - self._cut)
             work.wait()
             rows = np.concatenate([rows, rest.numpy()], axis=1)
-            self._transport.lengthen(self.names, longest)
+            # Later rows hold as long a one, and a 32nd more.
+            self._transport.cuts[tuple(self.names)] = longest + longest // 32
         self._results, self._ends = rows, begin + np.cumsum(lengths, axis=1)
         self._lengths = lengths
 
@@ -134,11 +130,6 @@ class _Reduction(_Message):
                 tensor.view(-1).copy_(part)
 
 
-def _head_of(names: Sequence[str]) -> int:
-    """The bytes of a row before its first frame."""
-    return 8 + 8 * len(names)
-
-
 class DistributedTransport(Transport):
     """The ranks of a process group that is for this alone.
 
@@ -150,17 +141,10 @@ class DistributedTransport(Transport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._held: Dict[Any, _Message] = {}
+        # Messages, by what they join.
+        self._held: Dict[Any, Any] = {}
         # By the names of its collectives: where rows of a gather are cut.
-        self._cuts: Dict[Tuple[str, ...], int] = {}
-
-    def cut(self, names: Sequence[str]) -> int:
-        """Where the rows of a gather of these collectives are cut: not before the lengths end."""
-        return self._cuts.get(tuple(names), _head_of(names))
-
-    def lengthen(self, names: Sequence[str], longest: int) -> None:
-        """Has later rows hold one of `longest` bytes, and a 32nd more."""
-        self._cuts[tuple(names)] = longest + longest // 32
+        self.cuts: Dict[Tuple[str, ...], int] = {}
 
     def send(self) -> None:
         """Starts what is held back."""
@@ -170,8 +154,9 @@ class DistributedTransport(Transport):
 
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         message = self._held.setdefault("gather", _Gather(self))
-        assert isinstance(message, _Gather)
-        number = message.add(name, payload)
+        number = len(message.frames)
+        message.names.append(name)
+        message.frames.append(payload)
         return lambda: message.result(number)
 
     def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
@@ -189,7 +174,6 @@ class DistributedTransport(Transport):
         alone = tensor.numel() * tensor.element_size() >= _ALONE
         key = len(self._held) if alone else (op, tensor.dtype, tensor.device)
         message = self._held.setdefault(key, _Reduction(self, op))
-        assert isinstance(message, _Reduction)
         message.tensors.append(tensor)
         return message.end
 
