@@ -6,7 +6,6 @@ so do those whose state is of results, because half precision has more digits fo
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import numpy as np
@@ -52,13 +51,11 @@ class LossScale(Extension):
             gain = step.scale
         limit = step.clip_norm and step.clip_norm * loss_scale
         step = dataclasses.replace(step, scale=1.0, gain=gain, clip_norm=limit)
+
+        def put_on(request: Any) -> Asking[None]:
+            if isinstance(request, Outcome):
+                largest = yield from kernels.max_abs(request.result)
+                request.finite &= multiply(request.result, loss_scale, largest)
+
         inner = begin(tensor, grad, step)
-        scaled = functools.partial(_put_on, loss_scale=loss_scale)
-        return with_each(inner, scaled) if of_results else inner
-
-
-def _put_on(request: Any, loss_scale: float) -> Asking[None]:
-    """Multiplies a tensor's result by the loss scale."""
-    if isinstance(request, Outcome):
-        largest = yield from kernels.max_abs(request.result)
-        request.finite &= multiply(request.result, loss_scale, largest)
+        return with_each(inner, put_on) if of_results else inner
