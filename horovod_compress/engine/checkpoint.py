@@ -5,7 +5,6 @@ import itertools
 import numbers
 from typing import (
     Any,
-    Callable,
     Dict,
     Iterable,
     Mapping,
@@ -139,10 +138,11 @@ def read(state: Any) -> Saved:
     return Saved(header, arrays)
 
 
-def checked(state: Any, identity: Dict[str, Any], wrong_step: Callable[[Any], Difference]) -> Saved:
+def checked(state: Any, identity: Dict[str, Any], taken: Any) -> Saved:
     """What this rank is to load, of what load_state_dict was given: its own state_dict, a portable
     one, or all ranks' in any order. Of those it is its own at the same number of ranks, else their
-    mean. ValueError for states of another algorithm, seed, rank or number of ranks."""
+    mean. ValueError for states of another algorithm, seed, rank or number of ranks. taken: steps so
+    far, a number or one for each tensor."""
     found = _joined(state, identity) if isinstance(state, (list, tuple)) else read(state)
     expected = {"format": _FORMAT, **identity}
     if found.header["rank"] is None:
@@ -150,7 +150,7 @@ def checked(state: Any, identity: Dict[str, Any], wrong_step: Callable[[Any], Di
     difference = first_difference(expected, {key: found.header[key] for key in expected})
     refuse(
         difference
-        or wrong_step(found.header["step"])
+        or _wrong_steps(found.header["step"], isinstance(taken, dict))
         or _wrong_dense_until(found.header["dense_until"])
     )
     refuse_not_finite(found.arrays)
@@ -282,6 +282,15 @@ def _said_by_all(state: Saved) -> Dict[str, Any]:
     its = said["shards"]
     said["shards"] = {name: list(shard[2:]) for name, shard in its.items()}
     return {**said, "tensors": _layout(state.arrays, its)}
+
+
+def _wrong_steps(steps: Any, by_tensor: bool) -> Difference:
+    if not by_tensor:
+        return wrong_count("step", steps)
+    if not isinstance(steps, dict):
+        return "step", "steps by tensor", steps
+    wrong = (wrong_count(f"step.{name}", number) for name, number in steps.items())
+    return next(filter(None, wrong), None)
 
 
 def _wrong_dense_until(until: Any) -> Difference:

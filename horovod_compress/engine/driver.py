@@ -70,10 +70,6 @@ class Driver(ABC):
         self._dense_was_logged = False
         self.handover = Handover()
         self.extensions: Dict[str, Extension] = {}
-        # Does not keep the driver, and the state with it, from being freed at once.
-        self._plain: Begin = functools.partial(type(self)._plain_step, weakref.proxy(self))
-        # The extensions' steps, one around the other.
-        self._extended: Begin = self._plain
         self.extend("loss scale", LossScale())
         self.extend("switch", self.handover)
         # The one that a tensor came to last.
@@ -91,10 +87,6 @@ class Driver(ABC):
     def _continue_from(self, saved: checkpoint.Saved) -> Any:
         """Makes a state that was read this rank's; what that returns, `load_state_dict` does.
         ValueError, and nothing changed, where it does not fit."""
-
-    @abstractmethod
-    def _wrong_steps(self, steps: Any) -> checkpoint.Difference:
-        """The difference to what `steps_taken` may have returned, if there is one."""
 
     @abstractmethod
     def open_tensors(self) -> Collection[str]:
@@ -253,7 +245,10 @@ class Driver(ABC):
     def extend(self, name: str, extension: Extension) -> None:
         """Adds a feature around those that are there, or replaces the one of that name."""
         self.extensions[name] = extension
-        self._extended = self._plain
+        # Does not keep the driver, and the state with it, from being freed at once.
+        plain = functools.partial(type(self)._plain_step, weakref.proxy(self))
+        # The extensions' steps, one around the other.
+        self._extended: Begin = plain
         for each in self.extensions.values():
             self._extended = functools.partial(each.around, self._extended)
 
@@ -332,7 +327,7 @@ class Driver(ABC):
     def load_state_dict(self, state: Any) -> Any:
         """Continues from what `checkpoint.checked` finds for this rank in a state_dict, or in a
         list of all ranks'. ValueError, and nothing changed, where that does not fit."""
-        saved = checkpoint.checked(state, self._identity(), self._wrong_steps)
+        saved = checkpoint.checked(state, self._identity(), self.steps_taken())
         self.handover.takes_average = False
         return self._continue_from(saved)
 
@@ -370,13 +365,11 @@ class Driver(ABC):
 
     def totals(self) -> Dict[str, float]:
         """What `stats` counts of steps, bytes, elements and seconds; nothing is computed for it."""
-        counters: Dict[str, float] = {
-            "steps": self._steps_ended,
-            "steps_undone": self._steps_undone,
+        summed = {
+            key: sum(tensor.counters[key] for tensor in self._tensors.values())
+            for key in (*SENT, *SPENT)
         }
-        for key in (*SENT, *SPENT):
-            counters[key] = sum(tensor.counters[key] for tensor in self._tensors.values())
-        return counters
+        return {"steps": self._steps_ended, "steps_undone": self._steps_undone, **summed}
 
     def stats_by_tensor(self) -> Dict[str, TensorStats]:
         """{name: {"bytes_sent", "dense_bytes", "elements_sent"}} of each tensor: totals since the

@@ -80,10 +80,13 @@ class Exchange(Driver):
             self._add(name, shape, variant)
         self._joint_lengths = transport.frame_length(), transport.frame_length()
         self._small_length = transport.frame_length()
-        self._transaction = Transaction(0)
-        # Of the transaction.
-        self._collectives, self._stages = transport, Stages()
+        self._collectives = transport  # of the transaction
         self._to_call = 0  # elements of those at CALL
+        self._begin_at(0)
+
+    def _begin_at(self, index: int) -> None:
+        self.expect(index=index, rank=self.transport.rank, size=self.transport.size)
+        self._transaction, self._stages = Transaction(index), Stages()
         # With sums: waits for the ranks' numbers of this step; False once they were compared.
         self._numbers: Any = None
 
@@ -343,10 +346,6 @@ class Exchange(Driver):
         for extension in self.extensions.values():
             extension.step_ended()
 
-    def _begin_at(self, index: int) -> None:
-        self.expect(index=index, rank=self.transport.rank, size=self.transport.size)
-        self._transaction, self._stages, self._numbers = Transaction(index), Stages(), None
-
     def fail(self) -> None:
         """The reducer could not use a result of this step, on all ranks alike: the step will be
         rolled back."""
@@ -383,9 +382,6 @@ class Exchange(Driver):
 
     def steps_taken(self) -> int:
         return self._now.index
-
-    def _wrong_steps(self, steps: Any) -> checkpoint.Difference:
-        return checkpoint.wrong_count("step", steps)
 
     def rollback(self) -> None:
         if self._stages.open:

@@ -336,17 +336,6 @@ class GraphExchange(Driver):
             }
         )
 
-    def _wrong_steps(self, steps: Any) -> checkpoint.Difference:
-        if not isinstance(steps, dict):
-            return "step", "steps by tensor", steps
-        return next(
-            filter(
-                None,
-                (checkpoint.wrong_count(f"step.{name}", number) for name, number in steps.items()),
-            ),
-            None,
-        )
-
 
 def dtypes_of(collectives: Sequence[Collective]) -> List[str]:
     """The dtypes of the arrays in messages of these collectives. What the reducer reduces is in
