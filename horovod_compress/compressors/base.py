@@ -54,13 +54,7 @@ _MAY_ASK = {"encode", "decode", "decode_dense", "add"}
 def result_of(returned: Any) -> Asking[Any]:
     """A generator of the result of a compressor's method, which returns it plainly or is one
     itself: the one place that knows both."""
-    return returned if isinstance(returned, GeneratorType) else _plain(returned)
-
-
-def _plain(result: Any) -> Asking[Any]:
-    return result
-    # Never reached: it makes this a generator.
-    yield
+    return (yield from returned) if isinstance(returned, GeneratorType) else returned
 
 
 @dataclasses.dataclass(frozen=True)

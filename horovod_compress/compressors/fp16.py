@@ -64,12 +64,10 @@ class Float16(NoCompression):
         """Counts a gradient, by its largest magnitude, that is finite, and not in float16."""
         if _INFINITE <= largest < np.inf:
             if not state.overflows:
-                said = (
-                    f"horovod_compress: {state.name} has elements beyond {_LARGEST}, which are "
-                    f"infinite in float16: scale the loss down, or leave "
-                )
                 warnings.warn(
-                    said + "this tensor out with another compression's exclude=",
+                    f"horovod_compress: {state.name} has elements beyond {_LARGEST}, which are "
+                    "infinite in float16: scale the loss down, or leave this tensor out with "
+                    "another compression's exclude=",
                     RuntimeWarning,
                     stacklevel=1,
                 )

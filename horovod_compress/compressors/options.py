@@ -45,9 +45,17 @@ class _Range(Kind):
 
     type: ClassVar[Any]
     like: ClassVar[Any]
-    low: float
-    high: float
-    low_open = False
+    # How the type and its numbers are said.
+    noun: ClassVar[str]
+    digits = ""
+
+    def __init__(
+        self, low: float = 0, high: float = math.inf, low_open: bool = False, optional: bool = False
+    ) -> None:
+        self.low, self.high, self.low_open, self.optional = low, high, low_open, optional
+        self.said = f"{self.noun} {'above' if low_open else 'at least'} {low:{self.digits}}" + (
+            "" if high == math.inf else f" and at most {high:{self.digits}}"
+        )
 
     def parse(self, text: str) -> Any:
         return None if self.optional and text.lower() == "none" else self.type(text)
@@ -65,29 +73,15 @@ class _Range(Kind):
 class Number(_Range):
     """A float within [low, high], or (low, high] where low is open; None too where optional."""
 
-    type, like = float, numbers.Real
+    type, like, noun, digits = float, numbers.Real, "a number", "g"
     type_said = "float"
-
-    def __init__(
-        self, low: float, high: float = math.inf, low_open: bool = False, optional: bool = False
-    ) -> None:
-        self.low, self.high, self.low_open, self.optional = low, high, low_open, optional
-        self.said = f"a number {'above' if low_open else 'at least'} {low:g}" + (
-            "" if high == math.inf else f" and at most {high:g}"
-        )
 
 
 class Count(_Range):
     """A whole number from `low` to `high`; None too where optional."""
 
-    type, like = int, numbers.Integral
+    type, like, noun = int, numbers.Integral, "a whole number,"
     type_said = "int"
-
-    def __init__(self, low: int = 0, high: float = math.inf, optional: bool = False) -> None:
-        self.low, self.high, self.optional = low, high, optional
-        self.said = f"a whole number, at least {low}" + (
-            "" if high == math.inf else f" and at most {high}"
-        )
 
 
 class ZeroOrCount(Count):

@@ -12,6 +12,7 @@ from typing import (
     Callable,
     Collection,
     Dict,
+    Iterable,
     List,
     Mapping,
     NamedTuple,
@@ -116,10 +117,8 @@ class Recorder(Extension):
             "rank": driver.rank,
             "size": driver.size,
             "spec": driver.compressor.config,
+            **self._since(self._before, totals, _COUNTED, driver.tensors),
         }
-        record.update({key: totals[key] - self._before[key] for key in _COUNTED})
-        record["ratio"] = _ratio(record)
-        record.update(self._norms(driver.tensors))
         if self._by_tensor:
             record["tensors"] = {t.name: self._of_tensor(t) for t in driver.tensors}
         self._squares.clear()
@@ -135,26 +134,37 @@ class Recorder(Extension):
         return {**self._driver.totals(), "seconds": time.perf_counter(), "tensors": by_tensor}
 
     def _of_tensor(self, tensor: Tensor) -> TensorRecord:
-        before = self._before["tensors"].get(tensor.name, {})
-        delta = {key: count - before.get(key, 0) for key, count in tensor.counters.items()}
+        before, now = self._before["tensors"].get(tensor.name, {}), tensor.counters
         record = {
             "numel": tensor.numel,
             "compressor": tensor.compressor.id or type(tensor.compressor).__name__,
-            **delta,
-            "ratio": _ratio(delta),
-            **self._norms([tensor]),
+            **self._since(before, now, now, [tensor]),
         }
         return cast(TensorRecord, record)
 
-    def _norms(self, tensors: Collection[Tensor]) -> Dict[str, Optional[float]]:
-        """Norms over tensors, without loss scale; None where they are unknown, or not finite."""
+    def _since(
+        self,
+        before: Mapping[str, Any],
+        now: Mapping[str, Any],
+        keys: Iterable[str],
+        tensors: Collection[Tensor],
+    ) -> Dict[str, Any]:
+        """What was counted since the record before, and the norms over tensors, without loss scale;
+        None where they are unknown, or not finite."""
+        counted = {key: now[key] - before.get(key, 0) for key in keys}
         gradients = [self._squares[t.name] for t in tensors if t.name in self._squares]
         residuals = [
             _squared_norm(residual)
             for residual in (tensor.residual for tensor in tensors)
             if residual is not None
         ]
-        return {"gradient_norm": _root(gradients), "residual_norm": _root(residuals)}
+        sent = counted["bytes_sent"]
+        return {
+            **counted,
+            "ratio": counted["dense_bytes"] / sent if sent else None,
+            "gradient_norm": _root(gradients),
+            "residual_norm": _root(residuals),
+        }
 
     def _write(self, record: Record) -> None:
         if isinstance(self._to, (str, os.PathLike)):
@@ -299,10 +309,6 @@ def _squared_norm(array: np.ndarray) -> float:
 def _root(squares: List[float]) -> Optional[float]:
     total = sum(squares)
     return math.sqrt(total) if squares and math.isfinite(total) else None
-
-
-def _ratio(counts: Mapping[str, Any]) -> Optional[float]:
-    return counts["dense_bytes"] / counts["bytes_sent"] if counts["bytes_sent"] else None
 
 
 def _scalars(tag: str, values: Mapping[str, Any]) -> Any:

@@ -306,19 +306,17 @@ def _count(
 
 def _split_bodies(frame: np.ndarray, count: int) -> List[np.ndarray]:
     """The `count` sparse bodies that a frame's body consists of."""
+    if len(frame) >= _LENGTH.size and _LENGTH.unpack_from(frame.data)[0] == _REFUSED:
+        said = frame[_LENGTH.size :].tobytes().decode(errors="replace")
+        raise wire.WireError(f"it refuses what it was sent: {said}")
     bodies, at = [], 0
     for _ in range(count):
         start = at + _LENGTH.size
         if start > len(frame):
             raise wire.WireError("cut off before one of its parts")
         (length,) = _LENGTH.unpack_from(frame.data, at)
-        if length == _REFUSED:
-            break
         at = start + length
         bodies.append(frame[start:at])
-    if len(frame) >= at + _LENGTH.size and _LENGTH.unpack_from(frame.data, at)[0] == _REFUSED:
-        said = frame[at + _LENGTH.size :].tobytes().decode(errors="replace")
-        raise wire.WireError(f"it refuses what it was sent: {said}")
     if at != len(frame):
         raise wire.WireError("not as long as its parts")
     return bodies
