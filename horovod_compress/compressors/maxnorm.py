@@ -44,7 +44,7 @@ class MaxNorm(SharedScaleQuantizer):
 
     @functools.cached_property
     def steps(self) -> List[float]:
-        return [2.0**self.bits - 1]
+        return [2.0**bits - 1 for bits in np.atleast_1d(self.bits).tolist()]
 
     def norm_of(
         self, values: np.ndarray, peaks: Optional[np.ndarray]

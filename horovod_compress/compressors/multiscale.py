@@ -2,8 +2,7 @@
 4)."""
 
 import dataclasses
-import functools
-from typing import List, Tuple
+from typing import Tuple
 
 from .maxnorm import MaxNorm
 from .options import Ascending, option
@@ -31,7 +30,3 @@ class MultiScale(MaxNorm):
         (2, 6),
         "s = 2^bits - 1 steps of each scale; codes fit the first",
     )
-
-    @functools.cached_property
-    def steps(self) -> List[float]:
-        return [2.0**bits - 1 for bits in self.bits]

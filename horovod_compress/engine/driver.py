@@ -37,9 +37,8 @@ _log = logging.getLogger("horovod_compress")
 @dataclasses.dataclass
 class Transaction:
     """The tensors of one step of the optimizer, whose results are used together, or not at all.
-    number: the step's, alike on all ranks; ended: whether it was committed or rolled back."""
+    ended: whether it was committed or rolled back."""
 
-    number: int = 0
     finite: bool = True
     ended: bool = False
     tensors: List[Tensor] = dataclasses.field(default_factory=list)
@@ -356,12 +355,13 @@ class Driver(ABC):
             if residual is not None
         )
         counters = self.totals()
-        counters["ratio"] = (
-            counters["dense_bytes"] / counters["bytes_sent"] if counters["bytes_sent"] else 1.0
-        )
-        counters["residual_norm"] = squares**0.5
-        counters["overflows"] = sum(tensor.state.overflows for tensor in self._tensors.values())
-        return cast(Stats, counters)
+        dense, sent = counters["dense_bytes"], counters["bytes_sent"]
+        computed = {
+            "ratio": dense / sent if sent else 1.0,
+            "residual_norm": squares**0.5,
+            "overflows": sum(tensor.state.overflows for tensor in self._tensors.values()),
+        }
+        return cast(Stats, {**counters, **computed})
 
     def totals(self) -> Dict[str, float]:
         """What `stats` counts of steps, bytes, elements and seconds; nothing is computed for it."""

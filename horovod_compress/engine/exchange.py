@@ -86,7 +86,7 @@ class Exchange(Driver):
 
     def _begin_at(self, index: int) -> None:
         self.expect(index=index, rank=self.transport.rank, size=self.transport.size)
-        self._transaction, self._stages = Transaction(index), Stages()
+        self._transaction, self._stages = Transaction(), Stages()
         # With sums: waits for the ranks' numbers of this step; False once they were compared.
         self._numbers: Any = None
 
@@ -286,7 +286,7 @@ class Exchange(Driver):
         if isinstance(request, Alltoall):
             return self._collectives.alltoall(name, request.array, request.splits)
         if self._numbers is None:
-            numbers = Allreduce(step_numbers(self._transaction.number))
+            numbers = Allreduce(step_numbers(self._now.index))
             tensor.count(numbers)
             self._numbers = self._collectives.allreduce(f"{self._label}:step", numbers.array)
         return self._collectives.allreduce(name, request.array, request.op)
@@ -299,9 +299,7 @@ class Exchange(Driver):
         """MismatchError where ranks are at different steps. Due before a sum is used."""
         if self._numbers:
             wait, self._numbers = self._numbers, False
-            check_step_numbers(
-                wait(), self._transaction.number, self.transport.size, self.transport.joined
-            )
+            check_step_numbers(wait(), self._now.index, self.transport.size, self.transport.joined)
 
     def _exchange_jointly(self, factor: float) -> Iterator[None]:
         """Makes the exchange of all tensors that wait for that. Yields as `rounds` does."""
@@ -324,10 +322,10 @@ class Exchange(Driver):
                 answer = wait()
                 counters["exchange_seconds"] += time.perf_counter() - started
         except StopIteration as stop:
-            for pending, arrived in zip(waiting, stop.value):
-                pending.tensor.counters["bytes_sent"] += arrived.sent
-                pending.tensor.counters["bytes_received"] += arrived.received
-                pending.wait = lambda result=arrived.result: result
+            for pending, (result, sent, received) in zip(waiting, stop.value):
+                pending.tensor.counters["bytes_sent"] += sent
+                pending.tensor.counters["bytes_received"] += received
+                pending.wait = lambda result=result: result
                 self._stages.move(pending, LAST)
 
     def _end(self) -> None:

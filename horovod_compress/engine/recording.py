@@ -238,24 +238,18 @@ class Growth:
     def __init__(self) -> None:
         self._warned = False
         self._compressor: Optional[Compressor] = None  # which the points are of
-        # The step and what had been sent when it began.
-        self._first = self._sent_before = 0
-        self._points: List[_Point] = []
-        # Only one of so many records is compared, so that these are not too many.
-        self._stride, self._until_next = 1, 0
 
     def watch(self, record: Record, driver: Driver) -> None:
         """Takes a record of this driver into account."""
-        kept = [
-            tensor
-            for tensor in driver.tensors
-            if tensor.compressor.residual(tensor.state) is not None
-        ]
+        kept = [tensor for tensor in driver.tensors if tensor.residual is not None]
         sent = sum(tensor.counters["elements_sent"] for tensor in kept)
         numel = sum(tensor.numel for tensor in kept)
         if driver.compressor is not self._compressor:
-            self._compressor, self._points = driver.compressor, []
+            self._compressor = driver.compressor
+            self._points: List[_Point] = []
+            # The step and what had been sent when it began.
             self._first, self._sent_before = record["step"], sent
+            # Only one of so many records is compared, so that these are not too many.
             self._stride, self._until_next = 1, 0
         self._until_next -= 1
         if self._until_next >= 0:

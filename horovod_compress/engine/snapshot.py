@@ -24,13 +24,11 @@ class Snapshots(Extension):
         return self._restoring(tensor, begin(tensor, grad, step))
 
     def _restoring(self, tensor: Tensor, step: TensorStep) -> TensorStep:
-        succeeded = False
         try:
             yield from step
-            succeeded = True
-        finally:
-            if not succeeded:
-                self.restore(tensor)
+        except BaseException:
+            self.restore(tensor)
+            raise
 
     def _take(self, tensor: Tensor) -> None:
         tensor.compressor.apply_pending(tensor.state)

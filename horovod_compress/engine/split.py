@@ -136,7 +136,7 @@ class SelectAgain(Joint):
             else:
                 bodies[part.tensor] = None
         return [
-            Arrived(Selected(its, kept, step.gain), sent, received)
+            (Selected(its, kept, step.gain), sent, received)
             for its, kept, sent, received in zip(bodies, left, messages.sent, messages.received)
         ]
 

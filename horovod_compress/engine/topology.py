@@ -25,6 +25,7 @@ class Topology:
         ValueError: no such topology, or no matrix with which ranks come to agree.
 
     Attributes:
+        size: the number of ranks.
         name: of the topology, "matrix" where a user has given one.
         weights: W, float64 of (size, size).
         rho: max(|λ₂|, |λ_N|) of the eigenvalues of W in descending order: the factor by which one
@@ -32,17 +33,19 @@ class Topology:
         mu: max |λᵢ − 1|.
     """
 
-    def __init__(self, given: Any, size: int) -> None:
-        _check_size(size)
+    def __init__(self, given: Any, size: Any) -> None:
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
+            raise ValueError(f"ranks must be a number of ranks, 1 or more, not {size!r}")
+        self.size: int = int(size)
         if isinstance(given, str):
             if given not in _NAMES:
                 raise ValueError(
                     f"topology must be one of {', '.join(_NAMES)}, or a matrix of weights, not "
                     f"{given!r}"
                 )
-            self.name, self.weights = given, metropolis(_linked(given, size))
+            self.name, self.weights = given, metropolis(_linked(given, self.size))
         else:
-            self.name, self.weights = "matrix", _checked(given, size)
+            self.name, self.weights = "matrix", _checked(given, self.size)
         values = np.linalg.eigvalsh(self.weights)[:-1]
         self.rho = float(np.abs(values).max(initial=0.0))
         self.mu = float(np.abs(values - 1).max(initial=0.0))
@@ -52,11 +55,6 @@ class Topology:
                 "eigenvalue is -1, or 1 a second time): give ranks a weight of their own, and "
                 "those that exchange larger ones"
             )
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self.weights)
 
     @property
     def dcd_bound(self) -> float:
@@ -76,12 +74,6 @@ class Topology:
     def description(self) -> Dict[str, Any]:
         """What all ranks must have alike: JSON-able."""
         return {"name": self.name, "weights": zlib.crc32(self.weights.tobytes())}
-
-
-def _check_size(size: Any) -> None:
-    """ValueError for what is no number of ranks."""
-    if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
-        raise ValueError(f"ranks must be a number of ranks, 1 or more, not {size!r}")
 
 
 def metropolis(linked: np.ndarray) -> np.ndarray:

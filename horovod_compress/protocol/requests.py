@@ -12,7 +12,6 @@ from typing import (
     ClassVar,
     Generator,
     List,
-    NamedTuple,
     Optional,
     Sequence,
     Tuple,
@@ -112,6 +111,9 @@ class Alltoall(Exchanged):
 
 
 Lengths = Tuple[Callable[[int], int], Callable[[int], int]]
+# What an exchange of all tensors brings to one: the result, for `Compressor.decode`, and of this
+# rank's bytes how many the tensor has sent and received.
+Arrived = Tuple[Any, int, int]
 
 
 class Joint:
@@ -133,7 +135,7 @@ class Joint:
     @classmethod
     def exchange(
         cls, joints: Sequence[Any], step: Any, lengths: Lengths
-    ) -> Generator[Any, Any, List["Arrived"]]:
+    ) -> Generator[Any, Any, List[Arrived]]:
         """The exchange of one step, on one rank.
 
         Args:
@@ -149,15 +151,6 @@ class Joint:
             What arrives for each of the tensors, in their order.
         """
         raise TypeError(f"{cls.__name__} has no exchange: give it one")
-
-
-class Arrived(NamedTuple):
-    """What an exchange of all tensors brings to one. result: for `Compressor.decode`; sent,
-    received: the tensor's share of this rank's bytes."""
-
-    result: Any
-    sent: int
-    received: int
 
 
 @dataclasses.dataclass

@@ -23,26 +23,29 @@ class _Message(ABC):
 
     def __init__(self, transport: "DistributedTransport") -> None:
         self._transport = transport
-        self._sent = self._ended = False
+        self._work: Any = None  # from the start on
+        self._ended = False
 
     def send(self) -> None:
         """Starts it."""
-        self._sent = True
-        self._start()
+        self._work = self._start()
 
     def end(self) -> None:
         """Waits until its results are there."""
-        if not self._sent:
+        if self._work is None:
             self._transport.send()
         if not self._ended:
             self._ended = True
-            self._wait()
+            self._work.wait()
+            self._take()
 
     @abstractmethod
-    def _start(self) -> None: ...
+    def _start(self) -> Any:
+        """Returns what to wait for."""
 
     @abstractmethod
-    def _wait(self) -> None: ...
+    def _take(self) -> None:
+        """Takes what has come."""
 
 
 class _Gather(_Message):
@@ -57,15 +60,15 @@ class _Gather(_Message):
         super().__init__(transport)
         self.names: List[str] = []
         self.frames: List[np.ndarray] = []
-        self._work: Any = None
 
-    def _start(self) -> None:
+    def _start(self) -> Any:
         self._mark = zlib.crc32("\n".join(self.names).encode())
         head = np.array([self._mark, *(frame.nbytes for frame in self.frames)], np.int64)
         self._row = np.concatenate([head.view(np.uint8), *self.frames])
         # Not before the lengths end.
         self._cut = self._transport.cuts.get(tuple(self.names), head.nbytes)
-        self._rows, self._work = self._gathered(self._row[: self._cut], self._cut)
+        self._rows, work = self._gathered(self._row[: self._cut], self._cut)
+        return work
 
     def _gathered(self, part: np.ndarray, length: int) -> Tuple[torch.Tensor, Any]:
         """The matrix of all ranks' parts, which comes with the work."""
@@ -76,8 +79,7 @@ class _Gather(_Message):
         work = _gather_rows(rows, row, group=group, async_op=True)
         return rows.view(size, length), work
 
-    def _wait(self) -> None:
-        self._work.wait()
+    def _take(self) -> None:
         rows, begin = self._rows.numpy(), 8 + 8 * len(self.names)
         head = np.ascontiguousarray(rows[:, :begin]).view(np.int64)
         if (head[:, 0] != self._mark).any():
@@ -113,17 +115,14 @@ class _Reduction(_Message):
         self._op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         self.tensors: List[torch.Tensor] = []
 
-    def _start(self) -> None:
+    def _start(self) -> Any:
         alone = len(self.tensors) == 1
         self._joined = (
             self.tensors[0] if alone else torch.cat([tensor.view(-1) for tensor in self.tensors])
         )
-        self._work = dist.all_reduce(
-            self._joined, self._op, group=self._transport.group, async_op=True
-        )
+        return dist.all_reduce(self._joined, self._op, group=self._transport.group, async_op=True)
 
-    def _wait(self) -> None:
-        self._work.wait()
+    def _take(self) -> None:
         if len(self.tensors) > 1:
             parts = self._joined.split([tensor.numel() for tensor in self.tensors])
             for tensor, part in zip(self.tensors, parts):
