@@ -15,40 +15,15 @@ from .state import State
 
 
 @dataclasses.dataclass
-class _Drawn:
-    """What decode needs to know of the open step's codes."""
-
-    indices: Optional[np.ndarray] = None
-    w: float = 0.0
-    size: int = 1
-    steps: Sequence[float] = ()
-    # Of the fields that hold sums of codes, in bits.
-    width: int = 0
-    # With several scales, how many ranks' codes fit each.
-    levels: Optional[np.ndarray] = None
-    finite: bool = True
-
-    def dequantize(self, words: np.ndarray, out: np.ndarray, scale: float) -> Asking[None]:
-        return kernels.dequantize(
-            words,
-            self.levels,
-            out,
-            w=self.w,
-            steps=self.steps,
-            width=self.width,
-            size=self.size,
-            scale=scale,
-        )
-
-
-@dataclasses.dataclass
 class QuantizerState(State):
     """peaks are the bits of the largest magnitude of each 64 values. scales are this rank's words
-    that say which scales fit. drawn is that of the open step."""
+    that say which scales fit, and levels, with several scales, how many ranks' codes fit each. w is
+    the largest norm of all ranks in the open step, infinite where something is not finite."""
 
     peaks: Optional[np.ndarray] = None
     scales: Optional[np.ndarray] = None
-    drawn: _Drawn = dataclasses.field(default_factory=_Drawn)
+    levels: Optional[np.ndarray] = None
+    w: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -85,57 +60,70 @@ class SharedScaleQuantizer(SharedCoordinates):
         by the kernel `max_abs`, and None with one scale."""
 
     def encode(self, grad: np.ndarray, state: QuantizerState, step: Step) -> Asking[Allreduce]:
-        indices, values, finite = self.draw(grad, state, step)
+        state.indices, values, finite = self.draw(grad, state, step)
         steps, size = self.steps, step.size
         stretches = -(-values.size // 64)
         if len(steps) > 1 and (state.peaks is None or state.peaks.size != stretches):
             state.peaks = np.empty(stretches, np.uint32)
         peaks = state.peaks
         norm = (yield from result_of(self.norm_of(values, peaks))) if finite else math.inf
-        w = float((yield Allreduce(np.array([norm], np.float32), "max"))[0])
-        state.drawn = drawn = _Drawn(indices, w, size, steps, _width(steps, size))
+        w = state.w = float((yield Allreduce(np.array([norm], np.float32), "max"))[0])
         # On some rank: no rank's gradient is used.
         if not math.isfinite(w):
-            drawn.w, drawn.finite = 0.0, False
+            w = 0.0
             values.fill(0)
             if peaks is not None:
                 peaks.fill(0)
         if len(steps) > 1:
             state.scales = yield from kernels.encode_scales(
-                values, peaks, state.scales, w=drawn.w, steps=steps, size=size
+                values, peaks, state.scales, w=w, steps=steps, size=size
             )
-            drawn.levels = yield Allreduce(state.scales)
+            state.levels = yield Allreduce(state.scales)
         key = self.key("rounding", state.name, step.index, step.rank)
         words = state.buffer = yield from kernels.quantize(
             values,
-            drawn.levels,
+            state.levels,
             state.buffer,
-            w=drawn.w,
-            clip=min(norm, drawn.w),
+            w=w,
+            clip=min(norm, w),
             steps=steps,
-            width=drawn.width,
+            width=_width(steps, size),
             size=size,
             key=key,
         )
         if state.rollbacks:
-            yield from drawn.dequantize(words, values, 1.0)
+            yield from self._dequantize(words, values, state, w, size, 1.0)
             self.keep_error(state, values)
         return Allreduce(words, elements=values.size)
 
     def decode(
         self, summed: np.ndarray, out: np.ndarray, state: QuantizerState, step: Step, scale: float
     ) -> Asking[bool]:
-        drawn = state.drawn
-        if not drawn.finite or not math.isfinite(scale):
+        w, indices = state.w, state.indices
+        if not math.isfinite(w) or not math.isfinite(scale):
             out.fill(np.nan)
             return False
-        values = out if drawn.indices is None else np.empty(drawn.indices.size, np.float32)
-        yield from drawn.dequantize(summed, values, scale)
-        if drawn.indices is not None:
-            out[drawn.indices] = values
-        if drawn.w * abs(scale) * drawn.size < LARGEST:
+        values = out if indices is None else np.empty(indices.size, np.float32)
+        yield from self._dequantize(summed, values, state, w, step.size, scale)
+        if indices is not None:
+            out[indices] = values
+        if w * abs(scale) * step.size < LARGEST:
             return True
         return (yield from kernels.max_abs(out)) < np.inf
+
+    def _dequantize(
+        self,
+        words: np.ndarray,
+        out: np.ndarray,
+        state: QuantizerState,
+        w: float,
+        size: int,
+        scale: float,
+    ) -> Asking[None]:
+        width = _width(self.steps, size)
+        return kernels.dequantize(
+            words, state.levels, out, w=w, steps=self.steps, width=width, size=size, scale=scale
+        )
 
 
 def _width(steps: Sequence[float], size: int) -> int:
